@@ -1,6 +1,5 @@
 """The arguments of functions as models, whose fields are the functions' keywords."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from functools import wraps
 from inspect import Parameter, Signature, signature
@@ -11,6 +10,7 @@ from annotated_types import Gt
 from pydantic import BaseModel
 from pydantic.json_schema import SkipJsonSchema
 
+from vexport.api.common import Name, OnNote, python_warning
 from vexport.records import OnProgress, silent
 from vexport.scenario import (
     DEFAULT_ALPHA,
@@ -32,16 +32,9 @@ from vexport.scenario.planning import (
 from vexport.scenario.rules import GroupSizeSetting
 from vexport.scenario.section import ScenarioSection
 
-Name = str | Path
-OnNote = Callable[[str], None]
 P = ParamSpec("P")
 M = TypeVar("M", bound=BaseModel)
 R = TypeVar("R")
-
-
-def python_warning(text: str) -> None:
-    """Show a note as a Python warning. The command line prints notes on stderr instead."""
-    warnings.warn(text, stacklevel=2)
 
 
 class PlanArguments(Planning):

@@ -1,10 +1,10 @@
 """Functions that start vLLM, in processes of its own."""
 
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from vexport.api.common import Name, OnNote, OnProblem, python_warning
 from vexport.engine.dry.load import dry_load_checkpoints
 from vexport.engine.session import require_engine
 from vexport.formats.base import cards
@@ -25,8 +25,6 @@ from vexport.run.options import EXPLANATION_SECONDS, EngineOptions, Explaining
 from vexport.run.stages import compare_schemes, run_scenario
 from vexport.scenario import Evaluate, Serve, base_scenario, read_scenario
 from vexport.scenario.serve import EngineArguments, with_options
-
-Name = str | Path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,13 +144,14 @@ def run(
     engine: Engine | None = None,
     attribution: bool | None = None,
     attribution_seconds: int = EXPLANATION_SECONDS,
+    on_note: OnNote = python_warning,
     on_progress: OnProgress = silent,
 ) -> Report:
-    """Every stage of a scenario that is not done yet, as `vexport run` does.
+    """Run every stage of a scenario that is not done yet, as `vexport run` does.
 
-    `serve` is the scenario's, with `tp` and `engine_args` in the place of what it says.
+    Use the scenario's `serve` section, overridden by `tp` and `engine_args`.
     """
-    (parsed,) = with_default_text([read_scenario(Path(scenario))], _warn)
+    (parsed,) = with_default_text([read_scenario(Path(scenario))], on_note)
     trusted = engine is not None and engine.trust_remote_code
     require_trusted_scenario(parsed, Path(scenario), trusted=trusted)
     serve = with_options(parsed.serve, {"tensor_parallel_size": tp}, engine_args or {})
@@ -177,10 +176,13 @@ def compare(
     run_dir: Name | None = None,
     overwrite: bool = False,
     engine: Engine | None = None,
+    on_note: OnNote = python_warning,
+    on_problem: OnProblem | None = None,
     on_progress: OnProgress = silent,
 ) -> tuple[ComparedRun, ...]:
-    """A run for each scheme with one baseline, as `vexport compare` does; the first fault is
-    raised.
+    """Run each scheme with one baseline, as `vexport compare` does.
+
+    `on_problem` is called for each run that failed. Without it, the first error is raised.
     """
     if not schemes:
         raise ValueError("compare: got no scheme, need one or more")
@@ -190,11 +192,11 @@ def compare(
         require_trusted_scenario(base, Path(scenario), trusted=trusted)
     options = (engine or Engine()).options(on_progress, base.serve)
     folder = None if run_dir is None else Path(run_dir)
-    rows, faults = compare_schemes(base, schemes, folder, options, overwrite=overwrite, note=_warn)
-    if faults:
-        raise faults[0]
+    rows, faults = compare_schemes(
+        base, schemes, folder, options, overwrite=overwrite, note=on_note
+    )
+    for fault in faults:
+        if on_problem is None:
+            raise fault
+        on_problem(fault)
     return rows
-
-
-def _warn(text: str) -> None:
-    warnings.warn(text, stacklevel=4)

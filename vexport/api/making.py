@@ -1,10 +1,10 @@
 """Functions that write a checkpoint."""
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from vexport.api.arguments import Name, QuantizeArguments, with_keywords
+from vexport.api.arguments import QuantizeArguments, with_keywords
+from vexport.api.common import Name, is_verifying
 from vexport.checkpoint.source import with_revision
 from vexport.engine.gate import Prover
 from vexport.plan.source import requested, with_needed_text
@@ -58,7 +58,7 @@ def _quantize(source: Name, out: Name, arguments: QuantizeArguments) -> Quantize
         prove=Prover(
             note=arguments.on_note,
             keeping=arguments.how_to_keep or keywords_that_keep,
-            dry=arguments.verify and not os.environ.get("VEXPORT_NO_VERIFY"),
+            dry=arguments.verify and is_verifying(),
         ).failure,
         on_progress=arguments.on_progress,
     )

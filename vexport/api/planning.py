@@ -3,7 +3,8 @@
 from dataclasses import replace
 from pathlib import Path
 
-from vexport.api.arguments import Name, PlanArguments, SchemesArguments, with_keywords
+from vexport.api.arguments import PlanArguments, SchemesArguments, with_keywords
+from vexport.api.common import Name
 from vexport.checkpoint.source import with_revision
 from vexport.formats.plan import Plan
 from vexport.plan.build import PlanSettings

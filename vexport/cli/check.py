@@ -1,10 +1,5 @@
 """`check`: a checkpoint judged from its files alone."""
 
-from collections.abc import Mapping, Sequence
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING
-
 import click
 
 from vexport.cli.base import (
@@ -26,12 +21,7 @@ from vexport.cli.options import (
     vllm_option,
 )
 from vexport.errors import VexportError
-from vexport.errors.extras import attempt, raise_problems
-from vexport.records import CheckReport, OnProgress
-
-if TYPE_CHECKING:
-    from vexport.checks import Against
-    from vexport.checks.vllm.view import Target
+from vexport.errors.extras import raise_problems
 
 
 @command()
@@ -101,93 +91,32 @@ def check(
       vexport check OUT --digests vexport.json
       vexport check checkpoints/* --format junit -o check.xml
     """
+    from vexport.api.checking import Checking, check_checkpoints
     from vexport.checks import CHECKS, FILES, INTERNAL
-    from vexport.checks.vllm.view import Target
-    from vexport.engine.installed import installed_version
     from vexport.reports import render_checks, summarize_checks
 
+    problems: list[VexportError] = []
     with progress_display(quiet=answer.quiet) as on_progress:
-        if speculative:
-            from vexport.checkpoint.source import resolve_drafter
-
-            speculative = resolve_drafter(speculative, on_progress)
-        vllm = vllm or installed_version(interpreter.vllm_python)
-        target = Target(tp=tp or (), sm=sm or (), vllm=vllm, speculative=speculative)
-        against = _against(source, on_progress)
-        folders = {name: attempt(partial(_folder, name, on_progress), name) for name in checkpoints}
-        problems = {
-            name: error for name, error in folders.items() if isinstance(error, VexportError)
-        }
-        roots = {name: root for name, root in folders.items() if isinstance(root, Path)}
-        read = partial(_checked, checkpoints, roots, problems, target, against, digests)
-        if static:
-            reports = read()
-        else:
-            from vexport.engine.gate import checked_in_vllm
-
-            reports = checked_in_vllm(
-                roots,
-                target,
-                read,
-                vllm_python=interpreter.vllm_python,
-                trust_remote_code=interpreter.trust_remote_code,
-                on_progress=on_progress,
-                source=against.root if against is not None else None,
-            )
-    if answer.format_ != "text" or len(problems) < len(folders):
+        settings = Checking(
+            tp=tp or (),
+            sm=sm or (),
+            vllm=vllm,
+            source=source,
+            digests=digests,
+            speculative=speculative,
+            static=static,
+            vllm_python=interpreter.vllm_python,
+            trust_remote_code=interpreter.trust_remote_code,
+            on_progress=on_progress,
+        )
+        reports = check_checkpoints(checkpoints, settings, problems.append)
+    if answer.format_ != "text" or len(problems) < len(reports):
         print_text(render_checks(reports, answer.format_, (FILES, *CHECKS), every=every))
     if answer.format_ == "github":
         add_step_summary(summarize_checks(reports))
     require_no(INTERNAL, reports)
-    raise_problems([*problems.values()])
+    raise_problems(problems)
     for report in reports:
         require_ok(report.checkpoint, report.ok, report.findings)
     if strict:
         require_judged(reports)
-
-
-def _folder(name: str, on_progress: OnProgress) -> Path:
-    """The folder of a checkpoint, or of a model of the hub where there is no such folder."""
-    from vexport.files import user_path
-
-    if (folder := user_path(name)).exists():
-        return folder
-    from vexport.checkpoint.source import resolve_source
-
-    return resolve_source(name, on_progress)
-
-
-def _checked(
-    names: Sequence[str],
-    roots: Mapping[str, Path],
-    problems: dict[str, VexportError],
-    target: "Target",
-    against: "Against | None",
-    digests: str | None,
-) -> list[CheckReport]:
-    """A report for each name; `problems` gets the errors of those that could not be read."""
-    from vexport.checks import check_checkpoint, findings_of
-    from vexport.outputs.digests import named_digests
-
-    def check(name: str) -> CheckReport:
-        digests_of_files = named_digests(digests, roots[name])
-        return check_checkpoint(name, target, against, root=roots[name], digests=digests_of_files)
-
-    outcomes = {name: attempt(partial(check, name), name) for name in roots}
-    problems |= {name: error for name, error in outcomes.items() if isinstance(error, VexportError)}
-    reports = [report for report in outcomes.values() if isinstance(report, CheckReport)]
-    for name, error in problems.items():
-        reports.append(CheckReport(checkpoint=name, ok=False, findings=findings_of(error)))
-    return sorted(reports, key=lambda report: names.index(report.checkpoint))
-
-
-def _against(source: str | None, on_progress: OnProgress) -> "Against | None":
-    """The comparison with a source, which alone needs torch."""
-    if source is None:
-        return None
-    from vexport.errors.extras import require_extra
-
-    require_extra("torch", "--source")
-    from vexport.fidelity.compare import against
-
-    return against(_folder(source, on_progress), on_layer=partial(on_progress, "compare (layers)"))

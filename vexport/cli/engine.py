@@ -14,6 +14,7 @@ from vexport.cli.options import PATH, POSITIVE, Real, option, stacked, switch, t
 if TYPE_CHECKING:
     from pydantic import JsonValue
 
+    from vexport.api import Engine
     from vexport.records import OnProgress
     from vexport.run.options import EngineOptions
     from vexport.scenario import Serve
@@ -29,6 +30,13 @@ class Interpreter:
 
     vllm_python: Path | None
     trust_remote_code: bool
+
+    @property
+    def engine(self) -> "Engine":
+        """Return the engine of vexport.api with this interpreter."""
+        from vexport.api import Engine
+
+        return Engine(vllm_python=self.vllm_python, trust_remote_code=self.trust_remote_code)
 
     def options(self, serve: "Serve", on_progress: "OnProgress") -> "EngineOptions":
         """The start of every engine of the call."""

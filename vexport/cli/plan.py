@@ -190,9 +190,10 @@ def list_command(what: str, answer: Answer) -> None:
       vexport list schemes
       vexport list checks --format json
     """
+    from vexport.api import entries
     from vexport.reports.catalog import render_catalog
 
-    print_text(render_catalog(what, answer.format_))
+    print_text(render_catalog(entries(what), answer.format_))
 
 
 @command("explain")

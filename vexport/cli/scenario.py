@@ -67,27 +67,29 @@ def run(
     from vexport.engine.session import require_engine
     from vexport.evaluation.inputs import scenario_inputs
     from vexport.outputs.replaceable import NamedPath
-    from vexport.plan.source import require_trusted_scenario, with_default_text
     from vexport.reports import render
     from vexport.scenario import read_scenario
-    from vexport.scenario.serve import with_options
 
-    (parsed,) = with_default_text([read_scenario(scenario)], note)
-    require_trusted_scenario(parsed, scenario, trusted=interpreter.trust_remote_code)
-    serve = with_options(parsed.serve, {"tensor_parallel_size": tp}, engine_args)
-    parsed = parsed.model_copy(update={"serve": serve})
+    parsed = read_scenario(scenario)
     folder = run_dir or parsed.run_dir
     written = [NamedPath(label="--run-dir", path=folder)]
     require_apart(click.get_current_context(), list(scenario_inputs(parsed, scenario)), written)
+    # The functions that start engines import torch.
     require_engine((interpreter.vllm_python,))
-    from vexport.run.options import Explaining
-    from vexport.run.stages import run_scenario
+    from vexport.api import run as api_run
 
-    explaining = Explaining(wanted=attribution, seconds=attribution_seconds)
     with progress_display(quiet=answer.quiet) as on_progress:
-        options = interpreter.options(parsed.serve, on_progress)
-        report = run_scenario(
-            parsed, folder, options, overwrite=overwrite, file=scenario, explaining=explaining
+        report = api_run(
+            scenario,
+            run_dir=folder,
+            overwrite=overwrite,
+            tp=tp,
+            engine_args=engine_args,
+            engine=interpreter.engine,
+            attribution=attribution,
+            attribution_seconds=attribution_seconds,
+            on_note=note,
+            on_progress=on_progress,
         )
     print_text(render(report, answer.format_, scenario=scenario))
     if answer.format_ == "github":
@@ -111,11 +113,11 @@ def report(run_dirs: tuple[Path, ...], answer: Answer) -> None:
       vexport report runs/nightly --format card -o README.md
       vexport report runs/monday runs/tuesday -o runs.html
     """
+    from vexport.api import report as api_report
     from vexport.reports import render, render_comparison
     from vexport.run.comparison import compared_run, mark_smallest
-    from vexport.run.directory import read_report
 
-    outcomes = [(folder, attempt(partial(read_report, folder), str(folder))) for folder in run_dirs]
+    outcomes = [(folder, attempt(partial(api_report, folder), str(folder))) for folder in run_dirs]
     problems = [outcome for _, outcome in outcomes if isinstance(outcome, VexportError)]
     reports = [
         (folder, report) for folder, report in outcomes if not isinstance(report, VexportError)
@@ -220,22 +222,26 @@ def compare(
     if not schemes:
         raise click.UsageError("--schemes: name at least one scheme.")
     base = base_scenario(source, schemes[0], scenario_file)
-    if scenario_file is not None:
-        from vexport.plan.source import require_trusted_scenario
-
-        trusted = interpreter.trust_remote_code
-        require_trusted_scenario(base, scenario_file, trusted=trusted)
+    # The functions that start engines import torch.
     require_engine((interpreter.vllm_python,))
+    from vexport.api import compare as api_compare
     from vexport.run.comparison import outcome_of
-    from vexport.run.stages import compare_folder, compare_schemes
+    from vexport.run.stages import compare_folder
 
     written = [NamedPath(label="--run-dir", path=run_dir or compare_folder(base))]
     require_apart(click.get_current_context(), list(scenario_inputs(base, scenario_file)), written)
-
+    faults: list[VexportError] = []
     with progress_display(quiet=answer.quiet) as on_progress:
-        options = interpreter.options(base.serve, on_progress)
-        runs, faults = compare_schemes(
-            base, schemes, run_dir, options, overwrite=overwrite, note=note
+        runs = api_compare(
+            source,
+            schemes,
+            scenario=scenario_file,
+            run_dir=run_dir,
+            overwrite=overwrite,
+            engine=interpreter.engine,
+            on_note=note,
+            on_problem=faults.append,
+            on_progress=on_progress,
         )
     print_text(render_comparison(runs, answer.format_))
     raise_problems(faults)

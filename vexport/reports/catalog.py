@@ -24,9 +24,8 @@ Rows = Sequence[Mapping[str, str]]
 WIDTH = 130
 
 
-def render_catalog(what: str, format_: str) -> str:
-    """The table `what` as text or as a JSON list of objects."""
-    rows = CATALOGS[what]()
+def render_catalog(rows: Rows, format_: str) -> str:
+    """Return a table as text or as a JSON list of objects."""
     if format_ == "json":
         return json.dumps(list(rows), indent=2) + "\n"
     table = Table(*rows[0], box=None, pad_edge=False, header_style="bold")

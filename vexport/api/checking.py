@@ -1,0 +1,154 @@
+"""Functions that judge checkpoints from their files: one checkpoint, or several in one call."""
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from vexport.api.common import Name, OnProblem, is_verifying
+from vexport.checkpoint.source import resolve_drafter, resolve_source
+from vexport.checks import Against, check_checkpoint, findings_of
+from vexport.checks.vllm.view import Target
+from vexport.engine.installed import installed_version
+from vexport.errors import VexportError
+from vexport.errors.extras import attempt, require_extra
+from vexport.files import user_path
+from vexport.outputs.digests import named_digests
+from vexport.records import CheckReport, OnProgress, silent
+from vexport.version import Version
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checking:
+    """The settings of a check; see `check`."""
+
+    tp: tuple[int, ...] = ()
+    sm: tuple[int, ...] = ()
+    vllm: Version | None = None
+    source: Name | None = None
+    digests: Name | None = None
+    speculative: str = ""
+    static: bool = False
+    vllm_python: Path | None = None
+    trust_remote_code: bool = False
+    on_progress: OnProgress = silent
+
+
+def check(
+    checkpoint: Name,
+    *,
+    tp: Sequence[int] = (),
+    sm: Sequence[int] = (),
+    vllm: Version | None = None,
+    source: Name | None = None,
+    digests: Name | None = None,
+    speculative: str = "",
+    static: bool = False,
+    vllm_python: Path | None = None,
+    trust_remote_code: bool = False,
+    on_progress: OnProgress = silent,
+) -> CheckReport:
+    """Check whether vLLM loads a checkpoint, as `vexport check` does.
+
+    With `source` the weights are compared, too. If vLLM is installed, its own loaders judge the
+    checkpoint as well, unless `static` or VEXPORT_NO_VERIFY is set. `vllm` is the version of vLLM
+    to check against: by default the version of `vllm_python`, or of this environment.
+    """
+    problems: list[VexportError] = []
+    settings = Checking(
+        tp=tuple(tp),
+        sm=tuple(sm),
+        vllm=vllm,
+        source=source,
+        digests=digests,
+        speculative=speculative,
+        static=static or not is_verifying(),
+        vllm_python=vllm_python,
+        trust_remote_code=trust_remote_code,
+        on_progress=on_progress,
+    )
+    (report,) = check_checkpoints((checkpoint,), settings, problems.append)
+    if problems:
+        raise problems[0]
+    return report
+
+
+def check_checkpoints(
+    checkpoints: Sequence[Name], settings: Checking, on_problem: OnProblem
+) -> list[CheckReport]:
+    """Check several checkpoints with one start of vLLM, and return their reports in order.
+
+    `on_problem` is called for each checkpoint that cannot be read. Its report has the error.
+    """
+    names = [os.fspath(name) for name in checkpoints]
+    target = Target(
+        tp=settings.tp,
+        sm=settings.sm,
+        vllm=settings.vllm or installed_version(settings.vllm_python),
+        speculative=resolve_drafter(settings.speculative, settings.on_progress),
+    )
+    against = _against(settings)
+    found = {name: attempt(partial(_folder, name, settings.on_progress), name) for name in names}
+    roots = {name: root for name, root in found.items() if isinstance(root, Path)}
+    problems = _errors(found)
+
+    def read() -> list[CheckReport]:
+        outcomes = _outcomes(roots, target, against, settings.digests)
+        problems.update(_errors(outcomes))
+        reports = [report for report in outcomes.values() if isinstance(report, CheckReport)]
+        for name, error in problems.items():
+            reports.append(CheckReport(checkpoint=name, ok=False, findings=findings_of(error)))
+        return sorted(reports, key=lambda report: names.index(report.checkpoint))
+
+    if settings.static:
+        reports = read()
+    else:
+        from vexport.engine.gate import checked_in_vllm
+
+        reports = checked_in_vllm(
+            roots,
+            target,
+            read,
+            vllm_python=settings.vllm_python,
+            trust_remote_code=settings.trust_remote_code,
+            on_progress=settings.on_progress,
+            source=against.root if against is not None else None,
+        )
+    for error in problems.values():
+        on_problem(error)
+    return reports
+
+
+def _errors(outcomes: Mapping[str, object]) -> dict[str, VexportError]:
+    return {name: each for name, each in outcomes.items() if isinstance(each, VexportError)}
+
+
+def _folder(name: str, on_progress: OnProgress) -> Path:
+    """Return the folder of a checkpoint, or of a model of the hub if there is no such folder."""
+    folder = user_path(name)
+    return folder if folder.exists() else resolve_source(name, on_progress)
+
+
+def _outcomes(
+    roots: Mapping[str, Path], target: Target, against: Against | None, digests: Name | None
+) -> dict[str, CheckReport | VexportError]:
+    """Return the report of each checkpoint, or the error if the checkpoint cannot be read."""
+
+    def outcome(name: str, root: Path) -> CheckReport:
+        file = None if digests is None else str(digests)
+        known = named_digests(file, root)
+        return check_checkpoint(name, target, against, root=root, digests=known)
+
+    return {name: attempt(partial(outcome, name, root), name) for name, root in roots.items()}
+
+
+def _against(settings: Checking) -> Against | None:
+    """Return the comparison with the source, or None without a source."""
+    if settings.source is None:
+        return None
+    require_extra("torch", "--source")
+    from vexport.fidelity.compare import against
+
+    root = _folder(os.fspath(settings.source), settings.on_progress)
+    return against(root, on_layer=partial(settings.on_progress, "compare (layers)"))
