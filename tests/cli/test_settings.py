@@ -96,7 +96,7 @@ def is_accepted_by_click(section: str, key: str, value: float) -> bool:
 def is_accepted_by_field(section: str, key: str, value: float) -> bool:
     field = MODELS[section].model_fields[key]
 
-    class One(MODELS[section]):  # type: ignore[misc]
+    class One(MODELS[section]):  # type: ignore[misc, valid-type]
         """The field alone."""
 
     try:
