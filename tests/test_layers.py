@@ -26,7 +26,7 @@ LAYERS = (
     {"api"},
     {"cli"},
 )
-MOST_LAYERS = 11
+MOST_LAYERS = 12
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # Imports inside functions: the command line and a check import what they run, the catalog the table
 # that is asked for, a quantization, a plan, a repair and a format what needs torch or numba,
