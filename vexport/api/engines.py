@@ -7,7 +7,7 @@ from pathlib import Path
 from vexport.api.common import Name, OnNote, OnProblem, python_warning
 from vexport.engine.dry.load import dry_load_checkpoints
 from vexport.engine.session import require_engine
-from vexport.formats.base import cards
+from vexport.formats.gpus import cards
 from vexport.plan.source import require_trusted_scenario, with_default_text
 from vexport.records import (
     ComparedRun,

@@ -23,7 +23,7 @@ from vexport.errors.extras import attempt, raise_problems
 from vexport.records import DryLoadReport, EngineMode, LoadReport, OnProgress
 
 if TYPE_CHECKING:
-    from vexport.formats.base import Card
+    from vexport.formats.gpus import Card
     from vexport.scenario import Serve
 
 Mode = Literal["eager", "default", "both"]

@@ -21,7 +21,7 @@ from vexport.version import short_version
 if TYPE_CHECKING:
     from click.types import OptionHelpExtra
 
-    from vexport.formats.base import Card
+    from vexport.formats.gpus import Card
     from vexport.outputs.replaceable import NamedPath
 
 WIDEST = 100
@@ -334,7 +334,7 @@ def capabilities(text: str) -> tuple[int, ...]:
     """Compute capabilities separated by commas, each once: `80,90`, `9.0` or `sm90`. A type for
     click.
     """
-    from vexport.formats.base import GENERATIONS, parse_capability
+    from vexport.formats.gpus import GENERATIONS, parse_capability
 
     parsed = {part: parse_capability(part) for part in map(str.strip, text.split(","))}
     for part, number in parsed.items():
@@ -348,7 +348,7 @@ def capabilities(text: str) -> tuple[int, ...]:
 
 def gpus(text: str) -> tuple["Card", ...]:
     """Names of GPUs separated by commas, each once: `H100,l40s`. A type for click."""
-    from vexport.formats.base import cards
+    from vexport.formats.gpus import cards
 
     try:
         return cards(text.split(","))

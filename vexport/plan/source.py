@@ -16,7 +16,7 @@ from vexport.checkpoint.source import pinned_source, resolve_source, source_head
 from vexport.errors import InputError, InputErrors, raise_all
 from vexport.errors.extras import require_extra
 from vexport.formats.arguments import QuantArgs
-from vexport.formats.base import generation
+from vexport.formats.gpus import generation
 from vexport.formats.plan import FusionGroup, Plan
 from vexport.formats.schemes import (
     KEEP,

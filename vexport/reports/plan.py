@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from vexport.architectures import NUMBER
 from vexport.files import to_json
-from vexport.formats.base import generation
+from vexport.formats.gpus import generation
 from vexport.formats.plan import FusionGroup, Plan
 from vexport.formats.schemes import Scheme
 from vexport.plan.rules import calibration_need

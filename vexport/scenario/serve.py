@@ -18,7 +18,7 @@ from pydantic import (
 from pydantic_core import ErrorDetails
 
 from vexport.errors import InputError, InputErrors
-from vexport.formats.base import GENERATIONS, parse_capability
+from vexport.formats.gpus import GENERATIONS, parse_capability
 from vexport.records.values import Positive
 from vexport.scenario.declaring import Key, Option
 from vexport.scenario.section import KeyProblem, ScenarioSection, located_errors

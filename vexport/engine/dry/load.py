@@ -30,7 +30,7 @@ from vexport.engine.messages import (
     Outcome,
 )
 from vexport.engine.session import NO_EMULATION, EngineFault, Worker, log_folder
-from vexport.formats.base import Card
+from vexport.formats.gpus import Card
 from vexport.records import (
     CellStatus,
     DryLoadReport,

@@ -1,0 +1,43 @@
+"""GPUs are found by any spelling of their names, and stand for their compute capability."""
+
+import pytest
+
+from vexport.formats.gpus import CARDS, GENERATIONS, cards, find_card, parse_capability
+
+
+@pytest.mark.parametrize(
+    ("name", "card"),
+    [
+        ("l40s", "L40S"),
+        ("NVIDIA H100", "H100"),
+        ("RTX 5090", "RTX5090"),
+        ("GeForce RTX 5070 Ti", "RTX5070Ti"),
+        ("RTX PRO 6000 Blackwell", "RTX-PRO-6000"),
+        ("DGX Spark", "DGX-Spark"),
+        ("gb10", "DGX-Spark"),
+        ("Jetson AGX Thor", "Thor"),
+        ("A100-80GB", "A100"),
+    ],
+)
+def test_spellings(name: str, card: str) -> None:
+    found = find_card(name)
+    assert found is not None
+    assert found.name == card
+
+
+def test_name_is_a_capability() -> None:
+    assert [parse_capability(text) for text in ("90", "9.0", "sm_90a", "H200")] == [90] * 4
+    assert parse_capability("B300") == 103
+    assert parse_capability("H1000") is None
+    assert parse_capability("1000") is None
+
+
+def test_each_gpu_once_and_unknown_named() -> None:
+    assert [card.name for card in cards(["H100", "h100 ", "L4"])] == ["H100", "L4"]
+    with pytest.raises(ValueError, match=r"'L41S' is not a known GPU.*L40S"):
+        cards(["L41S"])
+
+
+def test_table_is_sound() -> None:
+    assert all(card.sm in GENERATIONS for card in CARDS.values())
+    assert all(4 * 2**30 < card.memory_bytes < 400 * 2**30 for card in CARDS.values())

@@ -1,0 +1,143 @@
+"""The GPUs that models are served on: their memory and compute capability.
+
+This table is the only source of GPU names. Options, scenarios and reports read it.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+# Compute capabilities, from NVIDIA's list (developer.nvidia.com/cuda-gpus), and the capabilities
+# that vLLM 0.32 names.
+GENERATIONS: Mapping[int, str] = {
+    **dict.fromkeys((60, 61, 62), "Pascal"),
+    **dict.fromkeys((70, 72), "Volta"),
+    75: "Turing",
+    **dict.fromkeys((80, 86, 87, 88), "Ampere"),
+    89: "Ada",
+    90: "Hopper",
+    **dict.fromkeys((100, 101, 103), "Blackwell"),
+    107: "Rubin",
+    **dict.fromkeys((110, 120, 121), "Blackwell"),
+}
+# vLLM's default of --gpu-memory-utilization (vllm/config/cache.py, 0.32).
+UTILIZATION = 0.92
+_MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """A GPU: its memory in bytes and its compute capability, as in 90 for 9.0."""
+
+    name: str
+    memory_bytes: int
+    sm: int
+
+    @property
+    def usable_bytes(self) -> int:
+        """Return the bytes that vLLM uses of the memory."""
+        return int(self.memory_bytes * UTILIZATION)
+
+
+# Name, memory in MiB, capability. The memory is the total that `nvidia-smi` prints with ECC as
+# delivered. `nvidia-smi` prints none for DGX Spark and Thor, whose memory is shared with the
+# processor: theirs is the total that CUDA reports (121.6 and 122.8 GiB).
+_TABLE = (
+    ("V100", 32_768, 70),
+    ("T4", 15_360, 75),
+    ("A10", 23_028, 86),
+    ("A10G", 23_028, 86),
+    ("A30", 24_576, 80),
+    ("A40", 46_068, 86),
+    ("A6000", 49_140, 86),
+    ("A100", 81_920, 80),
+    ("A100-40GB", 40_960, 80),
+    ("RTX3090", 24_576, 86),
+    ("L4", 23_034, 89),
+    ("L20", 46_068, 89),
+    ("L40", 46_068, 89),
+    ("L40S", 46_068, 89),
+    ("RTX4090", 24_564, 89),
+    ("RTX6000-Ada", 49_140, 89),
+    ("H20", 97_871, 90),
+    ("H100", 81_559, 90),
+    ("H100-NVL", 95_830, 90),
+    ("H200", 143_771, 90),
+    ("GH200", 97_871, 90),
+    ("B200", 183_359, 100),
+    ("GB200", 189_471, 100),
+    ("B300", 275_040, 103),
+    ("GB300", 284_208, 103),
+    ("Thor", 125_700, 110),
+    ("RTX5060", 8_151, 120),
+    ("RTX5060Ti", 16_311, 120),
+    ("RTX5070", 12_227, 120),
+    ("RTX5070Ti", 16_303, 120),
+    ("RTX5080", 16_303, 120),
+    ("RTX5090", 32_607, 120),
+    ("RTX-PRO-4000", 24_467, 120),
+    ("RTX-PRO-4500", 32_623, 120),
+    ("RTX-PRO-5000", 48_935, 120),
+    ("RTX-PRO-6000", 97_887, 120),
+    ("DGX-Spark", 124_500, 121),
+)
+CARDS: Mapping[str, Card] = {
+    name: Card(name=name, memory_bytes=memory * _MIB, sm=sm) for name, memory, sm in _TABLE
+}
+# Other names of the same GPUs.
+_ALSO = {
+    "GB10": "DGX-Spark",
+    "Spark": "DGX-Spark",
+    "AGX-Thor": "Thor",
+    "RTXA6000": "A6000",
+    "A100-80GB": "A100",
+    "H100-80GB": "H100",
+    "H100-SXM": "H100",
+    "H100-PCIe": "H100",
+    "H800": "H100",
+    "A800": "A100",
+    "V100-32GB": "V100",
+}
+
+
+def find_card(name: str) -> Card | None:
+    """Return the GPU with this name, or None.
+
+    Case, spaces and punctuation don't count, nor does the maker's name: "NVIDIA L40S" is "l40s".
+    """
+    known = {_fold(each): card for each, card in CARDS.items()}
+    known |= {_fold(each): CARDS[card] for each, card in _ALSO.items()}
+    return known.get(_fold(name))
+
+
+def _fold(name: str) -> str:
+    return re.sub(r"nvidia|geforce|tesla|jetson|blackwell|[\W_]", "", name.casefold())
+
+
+def cards(names: Iterable[str]) -> tuple[Card, ...]:
+    """Return the GPUs with these names, each once. Raises ValueError for an unknown name."""
+    found: dict[str, Card] = {}
+    for name in names:
+        card = find_card(name)
+        if card is None:
+            raise ValueError(f"{name.strip()!r} is not a known GPU. Known: {', '.join(CARDS)}.")
+        found[card.name] = card
+    return tuple(found.values())
+
+
+def parse_capability(text: str) -> int | None:
+    """Return the compute capability that `text` names, or None.
+
+    `90`, `9.0`, `sm90` and `sm_90a` name 90, as do the GPUs with that capability: `H100`.
+    """
+    written = re.fullmatch(r"(?:sm[ _-]?)?(\d+)(?:\.(\d))?[af]?", text.lower())
+    if written is None:
+        card = find_card(text)
+        return card.sm if card else None
+    number = int(written[1] + (written[2] or ""))
+    return number if number in GENERATIONS else None
+
+
+def generation(sm: int) -> str:
+    """Return a capability with the name of its generation: `SM 90 (Hopper)`."""
+    return f"SM {sm} ({GENERATIONS[sm]})" if sm in GENERATIONS else f"SM {sm}"
