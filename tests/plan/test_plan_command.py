@@ -192,3 +192,47 @@ def test_what_exists_is_replaced_only_with_overwrite(tmp_path: Path) -> None:
     assert (tmp_path / "other" / "demo-nvfp4.yaml").read_bytes() == (
         SOURCE / "demo-nvfp4.yaml"
     ).read_bytes()
+
+
+def test_plan_for_a_gpu_recommends_what_runs_there(narrow: Path) -> None:
+    """Native schemes that fit come first; a group size that fits takes a scheme's place."""
+    ran = vexport("plan", narrow, "--gpu", "l40s", "--format", "json")
+    assert ran.code == 0, ran.stderr
+    table = valid("plan-schemes", ran.stdout)
+    gpu = table["gpu"]
+    assert isinstance(gpu, dict)
+    assert (gpu["name"], gpu["sm"]) == ("L40S", 89)
+    assert {each["bits"]: each["scheme"] for each in gpu["recommended"]} == {
+        8: "FP8_DYNAMIC",
+        4: "W4A16_G64",
+    }
+    assert isinstance(table["schemes"], list)
+    native = [row["fits"] and row["on_gpu"]["native"] for row in table["schemes"]]
+    assert native == sorted(native, reverse=True)
+    rows = {row["scheme"]: row["on_gpu"] for row in table["schemes"]}
+    assert rows["NVFP4"] == {"input_bits": 16, "native": False}
+    text = vexport("plan", narrow, "--gpu", "L40S").stdout
+    shown = [line.split()[0] for line in text.splitlines() if line]
+    assert "W4A16" not in shown
+    assert "W4AFP8" not in shown
+    assert "W4AFP8" in vexport("plan", narrow, "--gpu", "L40S", "--all").stdout
+
+
+@pytest.mark.parametrize(
+    ("sm", "eight", "four"), [("80", "W8A8", "W4A16"), ("100", "FP8_DYNAMIC", "NVFP4")]
+)
+def test_recommendation_follows_the_tensor_cores(
+    sm: str, eight: str, four: str, llama: Path
+) -> None:
+    ran = vexport("plan", llama, "--sm", sm, "--format", "json")
+    gpu = json.loads(ran.stdout)["gpu"]
+    assert [each["scheme"].partition("_G")[0] for each in gpu["recommended"]] == [eight, four]
+
+
+def test_plan_of_one_gpu_only(llama: Path) -> None:
+    ran = vexport("plan", llama, "--gpu", "H100,L4")
+    assert ran.code == 2
+    assert "one name to --gpu" in ran.errors[0]
+    ran = vexport("plan", llama, "--scheme", "NVFP4", "--gpu", "H100")
+    assert ran.code == 0
+    assert "on SM 90 (Hopper): NVFP4 weights only" in ran.stdout

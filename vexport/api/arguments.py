@@ -54,13 +54,17 @@ class PlanArguments(Planning):
 
 
 class SchemesArguments(ScenarioSection):
-    """The keywords of `vexport.api.plan_schemes`."""
+    """The keywords of `vexport.api.plan_schemes`.
+
+    `gpu` is the name of a GPU or a compute capability, such as "L40S" or "89".
+    """
 
     revision: RevisionSetting = None
     group_size: GroupSizeSetting = None
     ignore: IgnoreSetting = ()
     kv_cache: KvCacheSetting = None
     tp: RanksSetting = (1,)
+    gpu: str | None = None
     on_progress: SkipJsonSchema[OnProgress] = silent
 
 

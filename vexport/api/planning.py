@@ -6,8 +6,11 @@ from pathlib import Path
 from vexport.api.arguments import PlanArguments, SchemesArguments, with_keywords
 from vexport.api.common import Name
 from vexport.checkpoint.source import with_revision
+from vexport.errors import InputError
+from vexport.formats.gpus import CARDS, find_card, parse_capability
 from vexport.formats.plan import Plan
 from vexport.plan.build import PlanSettings
+from vexport.plan.recommend import for_gpu
 from vexport.plan.source import (
     ignored_rules,
     plan_headers,
@@ -63,15 +66,29 @@ plan = with_keywords(PlanArguments, _plan)
 
 
 def _plan_schemes(source: Name, arguments: SchemesArguments) -> SchemeTable:
-    """Compare all schemes, as `vexport plan` does without a scheme."""
+    """Compare all schemes, as `vexport plan` does without a scheme.
+
+    With `gpu` the table has the schemes that this GPU runs natively first, and recommendations.
+    """
+    sm = None if arguments.gpu is None else parse_capability(arguments.gpu)
+    if arguments.gpu is not None and sm is None:
+        raise InputError(
+            "plan_schemes: gpu",
+            got=repr(arguments.gpu),
+            need=f"a compute capability such as 90, or one of {', '.join(CARDS)}",
+            fix="correct the value",
+        )
     settings = PlanSettings(ranks=arguments.tp, kv_cache=arguments.kv_cache)
-    return table_of_schemes(
+    table = table_of_schemes(
         with_revision(str(source), arguments.revision),
         ignored_rules(arguments.ignore),
         settings,
         arguments.on_progress,
         arguments.group_size,
     )
+    if arguments.gpu is None or sm is None:
+        return table
+    return for_gpu(table, sm, find_card(arguments.gpu))
 
 
 plan_schemes = with_keywords(SchemesArguments, _plan_schemes)

@@ -1,5 +1,7 @@
 """`check`: a checkpoint judged from its files alone."""
 
+from typing import TYPE_CHECKING
+
 import click
 
 from vexport.cli.base import (
@@ -16,12 +18,16 @@ from vexport.cli.options import (
     Answer,
     device_options,
     format_option,
+    gpu_names_option,
     option,
     speculative_option,
     vllm_option,
 )
 from vexport.errors import VexportError
 from vexport.errors.extras import raise_problems
+
+if TYPE_CHECKING:
+    from vexport.formats.gpus import Card
 
 
 @command()
@@ -42,6 +48,7 @@ from vexport.errors.extras import raise_problems
     metavar="FILE",
 )
 @device_options
+@gpu_names_option
 @vllm_option
 @option(
     "--static",
@@ -67,6 +74,7 @@ def check(
     digests: str | None,
     tp: tuple[int, ...] | None,
     sm: tuple[int, ...] | None,
+    cards: tuple["Card", ...] | None,
     vllm: tuple[int, int] | None,
     static: bool,
     interpreter: Interpreter,
@@ -78,15 +86,16 @@ def check(
     """Check that vLLM will load each CHECKPOINT correctly.
 
     Reads files of any producer, without a GPU. Where vLLM is installed its own loaders judge them
-    as well (about 10 seconds; not with --static). What was not judged is listed. --tp and --sm also
-    check that it runs on such GPUs, in the precision that is stored; --vllm checks against another
-    version. `vexport list checks` lists the checks.
+    as well (about 10 seconds; not with --static). What was not judged is listed. --tp, --sm and
+    --gpu also check that it runs on such GPUs, in the precision that is stored; --vllm checks
+    against another version. `vexport list checks` lists the checks.
 
     \b
     Examples:
       vexport check OUT
       vexport check OUT --static --strict
       vexport check OUT --tp 1,2,4 --sm 80,90
+      vexport check OUT --gpu L40S,H100
       vexport check OUT --source MODEL
       vexport check OUT --digests vexport.json
       vexport check checkpoints/* --format junit -o check.xml
@@ -99,7 +108,7 @@ def check(
     with progress_display(quiet=answer.quiet) as on_progress:
         settings = Checking(
             tp=tp or (),
-            sm=sm or (),
+            sm=tuple(dict.fromkeys((*(sm or ()), *(card.sm for card in cards or ())))),
             vllm=vllm,
             source=source,
             digests=digests,

@@ -331,8 +331,9 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def capabilities(text: str) -> tuple[int, ...]:
-    """Compute capabilities separated by commas, each once: `80,90`, `9.0` or `sm90`. A type for
-    click.
+    """Return compute capabilities separated by commas, each once: `80,9.0`, `sm90` or `H100`.
+
+    A type for click.
     """
     from vexport.formats.gpus import GENERATIONS, parse_capability
 
@@ -341,7 +342,8 @@ def capabilities(text: str) -> tuple[int, ...]:
         if number is None:
             known = ", ".join(map(str, GENERATIONS))
             raise click.BadParameter(
-                f"{part!r} is not a known compute capability; write 90 or 9.0. Known: {known}."
+                f"{part!r} is not a known compute capability; write 90, 9.0 or a GPU such as "
+                f"H100. Known: {known}."
             )
     return tuple(dict.fromkeys(filter(None, parsed.values())))
 
@@ -507,6 +509,13 @@ device_options = stacked(
         "N,...",
         heading="vLLM",
     ),
+)
+gpu_names_option = option(
+    "--gpu cards",
+    "GPUs to support, by name, such as H100,L40S: their compute capabilities.",
+    gpus,
+    "NAME,...",
+    heading="vLLM",
 )
 gpu_option = option(
     "--gpu cards",

@@ -3,6 +3,7 @@
 import json
 import shlex
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +15,9 @@ from vexport.cli.options import (
     READ_PATH,
     Answer,
     answer_file,
+    capabilities,
     format_option,
+    gpus,
     option,
     require_apart,
     trust_option,
@@ -24,6 +27,7 @@ from vexport.cli.settings import given_settings, option_names, option_words, set
 from vexport.errors import InputError
 
 if TYPE_CHECKING:
+    from vexport.formats.gpus import Card
     from vexport.formats.plan import Plan
     from vexport.scenario import Scenario
 
@@ -41,9 +45,37 @@ OF_TABLE = ("revision", "group_size", "ignore", "kv_cache", "tp")
     READ_PATH,
     heading="Output",
 )
+@option(
+    "--gpu cards",
+    "Show how the schemes run on this GPU, such as L40S, and recommend some.",
+    gpus,
+    "NAME",
+    heading="vLLM",
+)
+@option(
+    "--sm",
+    "The same for a compute capability, such as 89.",
+    capabilities,
+    "N",
+    heading="vLLM",
+)
+@option(
+    "--all every",
+    "With --gpu or --sm: list the schemes, too, that this GPU or model cannot use.",
+    heading="Output",
+    flag=True,
+)
 @trust_option
 @format_option(("text", "json"))
-def plan(source: str, run_dir: Path | None, trust_remote_code: bool, answer: Answer) -> None:
+def plan(
+    source: str,
+    run_dir: Path | None,
+    cards: tuple["Card", ...] | None,
+    sm: tuple[int, ...] | None,
+    every: bool,
+    trust_remote_code: bool,
+    answer: Answer,
+) -> None:
     """Show what quantizing would do: layers, groups, size, problems.
 
     SOURCE is a folder or a hub id. Reads headers only. Without --scheme it compares all schemes.
@@ -52,6 +84,7 @@ def plan(source: str, run_dir: Path | None, trust_remote_code: bool, answer: Ans
     \b
     Examples:
       vexport plan MODEL
+      vexport plan MODEL --gpu L40S
       vexport plan MODEL --scheme W4A16 --tp 2
       vexport plan MODEL --scheme W4A16 --calibration chats.jsonl
       vexport plan SCENARIO.yaml
@@ -59,20 +92,33 @@ def plan(source: str, run_dir: Path | None, trust_remote_code: bool, answer: Ans
     from vexport.scenario import is_scenario
 
     settings = given_settings("plan")
+    gpu = _one_gpu(cards, sm)
     if is_scenario(source):
+        if gpu is not None:
+            raise click.UsageError(
+                "--gpu and --sm cannot be used with a scenario; set `compute` in its `serve`."
+            )
         _plan_scenario(source, run_dir, answer, trust_remote_code=trust_remote_code)
     elif run_dir:
         raise click.UsageError(
             "--run-dir needs a SCENARIO: scheme: auto chooses by what a run measured."
         )
     elif "scheme" in settings or "recipe" in settings:
-        _plan_rules(source, answer, trust_remote_code=trust_remote_code)
+        _plan_rules(source, answer, gpu, trust_remote_code=trust_remote_code)
     elif extra := option_names("calibration"):
         raise click.UsageError(
             f"{', '.join(extra)} needs --scheme or --recipe: what the text is for."
         )
     else:
-        _compare_schemes(source, answer)
+        _compare_schemes(source, answer, gpu, every=every)
+
+
+def _one_gpu(cards: "Sequence[Card] | None", sm: Sequence[int] | None) -> "Card | int | None":
+    """Return the GPU of --gpu or the compute capability of --sm."""
+    given: list[Card | int] = [*(cards or ()), *(sm or ())]
+    if len(given) > 1:
+        raise click.UsageError("plan shows one GPU: give one name to --gpu, or one number to --sm.")
+    return given[0] if given else None
 
 
 def _plan_scenario(
@@ -121,7 +167,9 @@ def _note_missing_data(scenario: "Scenario") -> None:
             note(f"{problem}; `vexport run` needs it")
 
 
-def _plan_rules(source: str, answer: Answer, *, trust_remote_code: bool) -> None:
+def _plan_rules(
+    source: str, answer: Answer, gpu: "Card | int | None", *, trust_remote_code: bool
+) -> None:
     """Print the plan of a model by the options for a scheme or a recipe."""
     from vexport.api import Calibration
     from vexport.api import plan as api_plan
@@ -147,22 +195,33 @@ def _plan_rules(source: str, answer: Answer, *, trust_remote_code: bool) -> None
     out = "-".join((Path(source).resolve().name, *(plan.schemes or ("KV",))))
     trust = ("--trust-remote-code",) if trust_remote_code else ()
     words = ("vexport", "quantize", source, out, *option_words("plan", "calibration"), *trust)
-    _print(source, plan, shlex.join(words), answer)
+    _print(source, plan, shlex.join(words), answer, gpu=gpu)
 
 
-def _compare_schemes(source: str, answer: Answer) -> None:
-    """Print the table of all schemes."""
+def _compare_schemes(source: str, answer: Answer, gpu: "Card | int | None", *, every: bool) -> None:
+    """Print the table of all schemes, for one GPU or for all."""
     from vexport.api import plan_schemes
     from vexport.reports.plan import render_table
 
     settings = {key: value for key, value in given_settings("plan").items() if key in OF_TABLE}
     with progress_display(quiet=answer.quiet) as on_progress:
-        table = plan_schemes(source, **settings, on_progress=on_progress)
-    print_text(render_table(table, answer.format_))
+        table = plan_schemes(source, **settings, gpu=_gpu_name(gpu), on_progress=on_progress)
+    print_text(render_table(table, answer.format_, every=every))
+
+
+def _gpu_name(gpu: "Card | int | None") -> str | None:
+    if gpu is None:
+        return None
+    return str(gpu) if isinstance(gpu, int) else gpu.name
 
 
 def _print(
-    source: str, plan: "Plan", then: str, answer: Answer, scenario: "Scenario | None" = None
+    source: str,
+    plan: "Plan",
+    then: str,
+    answer: Answer,
+    scenario: "Scenario | None" = None,
+    gpu: "Card | int | None" = None,
 ) -> None:
     """Print a plan and the next command; exit with 2 if the plan has refusals."""
     from vexport.reports.plan import render_plan
@@ -173,7 +232,8 @@ def _print(
         from vexport.evaluation.statistics import documents_for_power
 
         needed = documents_for_power(evaluate.margin, TYPICAL_DISAGREEMENT, evaluate.alpha)
-    print_text(render_plan(plan, answer.format_, then, evaluate, needed))
+    sm = gpu if gpu is None or isinstance(gpu, int) else gpu.sm
+    print_text(render_plan(plan, answer.format_, then, evaluate, needed, sm=sm))
     require_plan(source, plan)
 
 

@@ -65,10 +65,13 @@ from vexport.records.findings import (
 )
 from vexport.records.plan import (
     AttentionLayer,
+    GpuOutlook,
     GroupSize,
     KvCache,
     LinearPlan,
     OnUnsupportedShape,
+    Recommendation,
+    SchemeOnGpu,
     SchemeOutlook,
     SchemeTable,
     TensorInfo,

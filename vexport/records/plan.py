@@ -89,6 +89,18 @@ class AttentionLayer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SchemeOnGpu:
+    """How vLLM runs a scheme on a GPU.
+
+    `input_bits` is the number of bits of the inputs that the kernel multiplies, or None if vLLM
+    cannot run the scheme there. A scheme is `native` if these are the bits that it stores.
+    """
+
+    input_bits: int | None
+    native: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SchemeOutlook:
     """One scheme for all linear layers of a model.
 
@@ -96,7 +108,7 @@ class SchemeOutlook:
     it and `output_bytes` the size with the others kept. `group_sizes` are smaller ones with which
     all layers fit, largest first, where those of the scheme's own do not. `least_sm` is the least
     compute capability on which vLLM loads it, `full_sm` that on which it multiplies inputs of as
-    many bits as are stored, None for none.
+    many bits as are stored, None for none. `on_gpu` is set if the plan is for a GPU.
     """
 
     scheme: str
@@ -110,6 +122,30 @@ class SchemeOutlook:
     full_sm: int | None
     generation: str
     group_sizes: tuple[int, ...] = ()
+    on_gpu: SchemeOnGpu | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recommendation:
+    """The scheme to start with for weights of `bits` bits, and the reason in words."""
+
+    bits: int
+    scheme: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuOutlook:
+    """The GPU that a table of schemes is for.
+
+    `name` is empty and `usable_bytes` is None if only the compute capability `sm` is known.
+    `usable_bytes` is the memory that vLLM uses by default, of one GPU.
+    """
+
+    name: str
+    sm: int
+    usable_bytes: int | None
+    recommended: tuple[Recommendation, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,3 +159,4 @@ class SchemeTable:
     source_bytes: int
     layers: int
     schemes: tuple[SchemeOutlook, ...]
+    gpu: GpuOutlook | None = None

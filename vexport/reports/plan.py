@@ -9,9 +9,10 @@ from vexport.architectures import NUMBER
 from vexport.files import to_json
 from vexport.formats.gpus import generation
 from vexport.formats.plan import FusionGroup, Plan
-from vexport.formats.schemes import Scheme
+from vexport.formats.schemes import Scheme, get_scheme
+from vexport.plan.recommend import schemes_on
 from vexport.plan.rules import calibration_need
-from vexport.records import Finding, SchemeTable
+from vexport.records import Finding, GpuOutlook, SchemeOnGpu, SchemeOutlook, SchemeTable
 from vexport.records.values import plural
 from vexport.reports import document as doc
 from vexport.reports import text
@@ -31,11 +32,13 @@ def render_plan(
     then: str,
     evaluate: Evaluate | None = None,
     documents: int | None = None,
+    *,
+    sm: int | None = None,
 ) -> str:
     """The plan as text or JSON (plan.schema.json), with a final newline.
 
     The text says how many `documents` the evaluation of a scenario needs, and with `then` what to
-    type next.
+    type next. With `sm` it says how GPUs of that compute capability run the schemes.
     """
     if format_ == "json":
         return to_json(plan)
@@ -50,6 +53,7 @@ def render_plan(
         ),
         *_labelled("stay 16 bit", _kept_lines(plan)),
         ("KV cache", f"{plan.kv_cache} in {attention}") if plan.kv_cache else None,
+        ("runs", _runs_on(plan, sm)) if sm is not None else None,
         ("size", f"{size(plan.source_bytes)} -> {size(plan.output_bytes)} ({share}); {bits}"),
         ("calibration", "needed" if calibration_need(plan) else "not needed"),
         ("smoothing", f"inputs, with strength {plan.smoothing:g}") if plan.smoothing else None,
@@ -65,10 +69,39 @@ def render_plan(
     return text.render([doc.Document(title=plan.source, parts=(title, rows), wide=True)])
 
 
-def render_table(schemes: SchemeTable, format_: str) -> str:
-    """The table of schemes as text or JSON (plan-schemes.schema.json), with a final newline."""
+def _runs_on(plan: Plan, sm: int) -> str:
+    """Return how GPUs of a compute capability run the schemes of a plan."""
+    lines = (f"{name} {runs_text(on_gpu)}" for name, on_gpu in schemes_on(plan.schemes, sm))
+    return f"on {generation(sm)}: {', '.join(lines)}"
+
+
+def render_table(schemes: SchemeTable, format_: str, *, every: bool = True) -> str:
+    """The table of schemes as text or JSON (plan-schemes.schema.json), with a final newline.
+
+    A table for a GPU has the schemes that fit and run there, and with `every` all others.
+    """
     if format_ == "json":
         return to_json(schemes)
+    title = (
+        f"{schemes.source}: {schemes.architecture}, {count(schemes.parameters)} parameters, "
+        f"{size(schemes.source_bytes)}, {plural(schemes.layers, 'linear layer')}"
+    )
+    content = (
+        doc.Paragraph(title),
+        *(_schemes_on_gpu(schemes, schemes.gpu, every=every) if schemes.gpu else _all(schemes)),
+        doc.Paragraph(f"next: {_next_plan(schemes)}"),
+    )
+    return text.render([doc.Document(title=schemes.source, parts=content, wide=True)])
+
+
+def _next_plan(schemes: SchemeTable) -> str:
+    recommended = schemes.gpu.recommended if schemes.gpu else ()
+    name = recommended[0].scheme if recommended else "SCHEME"
+    return f"vexport plan {shlex.quote(schemes.source)} --scheme {name}"
+
+
+def _all(schemes: SchemeTable) -> Iterator[doc.Part]:
+    """Yield the table of schemes on all GPUs."""
     rows = (
         (
             scheme.scheme,
@@ -77,27 +110,84 @@ def render_table(schemes: SchemeTable, format_: str) -> str:
             "needed" if scheme.needs_calibration else "no",
             scheme.generation,
             "no GPU" if scheme.full_sm is None else generation(scheme.full_sm),
-            "yes" if scheme.fits else f"no: {scheme.reason}{_part(scheme.layers, schemes.layers)}",
+            _fit(scheme, schemes),
         )
         for scheme in schemes.schemes
     )
-    title = (
-        f"{schemes.source}: {schemes.architecture}, {count(schemes.parameters)} parameters, "
-        f"{size(schemes.source_bytes)}, {plural(schemes.layers, 'linear layer')}"
+    yield table(("scheme", ">size", ">bits", "data", "loads from", "native from", "fits"), rows)
+    yield doc.Paragraph(
+        "bits: over all weights; data: calibration text; native from: the oldest GPU whose kernels "
+        "multiply inputs in the stored precision; if a scheme does not fit, the size is that with "
+        "--on-unsupported-shape keep. Schemes for one GPU: --gpu NAME."
     )
-    legend = (
-        "bits: over all weights; data: calibration text; in full from: the oldest GPU whose "
-        "kernels use "
-        "the stored input precision; where it does not fit, the size is that with "
-        "--on-unsupported-shape keep."
+
+
+def _schemes_on_gpu(schemes: SchemeTable, gpu: GpuOutlook, *, every: bool) -> Iterator[doc.Part]:
+    """Yield the recommendations for a GPU and the table of schemes on it."""
+    where = generation(gpu.sm)
+    if gpu.usable_bytes is not None:
+        where = f"{gpu.name}, {where}, {size(gpu.usable_bytes)} for vLLM"
+    yield facts(
+        ("GPU", where),
+        *((f"for {each.bits} bits", f"{each.scheme}: {each.reason}") for each in gpu.recommended),
+        None if gpu.recommended else ("recommended", "no scheme fits and runs natively"),
     )
-    content = (
-        doc.Paragraph(title),
-        table(("scheme", ">size", ">bits", "data", "loads from", "in full from", "fits"), rows),
-        doc.Paragraph(legend),
-        doc.Paragraph(f"next: vexport plan {shlex.quote(schemes.source)} --scheme SCHEME"),
+    shown = [each for each in schemes.schemes if every or (each.fits and _runs(each))]
+    columns = ["scheme", ">size", ">bits", "text", "runs", "fits"]
+    rows = [
+        [
+            scheme.scheme,
+            size(scheme.output_bytes),
+            f"{scheme.bits:.2f}",
+            _text_use(scheme),
+            runs_text(scheme.on_gpu) if scheme.on_gpu else "",
+            _fit(scheme, schemes),
+        ]
+        for scheme in shown
+    ]
+    if gpu.usable_bytes is not None:
+        columns.append(">memory")
+        for cells, scheme in zip(rows, shown, strict=True):
+            cells.append(_room(scheme, gpu.usable_bytes))
+    yield table(columns, rows)
+    hidden = len(schemes.schemes) - len(shown)
+    others = f" {plural(hidden, 'scheme')} that this GPU or model cannot use: --all."
+    yield doc.Paragraph(
+        "bits: over all weights; text: calibration text, which makes rounding to few bits more "
+        "accurate; native: the kernels multiply inputs in the stored precision; memory: share of "
+        f"one GPU's memory that the weights take.{others if hidden else ''}"
     )
-    return text.render([doc.Document(title=schemes.source, parts=content, wide=True)])
+
+
+def _text_use(scheme: SchemeOutlook) -> str:
+    """Return whether a scheme needs calibration text."""
+    if scheme.needs_calibration:
+        return "needed"
+    return "helps" if get_scheme(scheme.scheme).args.weights.num_bits < 8 else "no"
+
+
+def _runs(scheme: SchemeOutlook) -> bool:
+    return scheme.on_gpu is not None and scheme.on_gpu.input_bits is not None
+
+
+def runs_text(on_gpu: SchemeOnGpu) -> str:
+    """Return how a GPU runs a scheme, in words."""
+    if on_gpu.input_bits is None:
+        return "not in vLLM"
+    if on_gpu.native:
+        return "native"
+    return "weights only" if on_gpu.input_bits >= 16 else f"inputs in {on_gpu.input_bits} bits"
+
+
+def _room(scheme: SchemeOutlook, usable_bytes: int) -> str:
+    """Return the share of one GPU's memory that the weights take."""
+    if scheme.output_bytes > usable_bytes:
+        return f"{math.ceil(scheme.output_bytes / usable_bytes)} GPUs"
+    return ratio(scheme.output_bytes, usable_bytes)
+
+
+def _fit(scheme: SchemeOutlook, schemes: SchemeTable) -> str:
+    return "yes" if scheme.fits else f"no: {scheme.reason}{_part(scheme.layers, schemes.layers)}"
 
 
 def _part(layers: int, of: int) -> str:

@@ -1,0 +1,84 @@
+"""Which scheme for which GPU: how vLLM runs each scheme there, and which ones to start with."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from vexport.formats.gpus import Card
+from vexport.formats.schemes import get_scheme
+from vexport.records import GpuOutlook, Recommendation, SchemeOnGpu, SchemeOutlook, SchemeTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Choice:
+    """A scheme to start with, in the order of preference, and the reason."""
+
+    bits: int
+    scheme: str
+    reason: str
+
+
+# The first scheme of each width that the GPU runs natively and that fits the model. FP8_DYNAMIC
+# comes before W8A8, whose INT8 kernels vLLM has below SM 100 only. Accuracy and size are measured
+# in vexport/docs/results.md.
+_CHOICES = (
+    _Choice(bits=8, scheme="FP8_DYNAMIC", reason="FP8 tensor cores, and no calibration text"),
+    _Choice(bits=8, scheme="W8A8", reason="INT8 tensor cores; this GPU has none for FP8"),
+    _Choice(bits=8, scheme="W8A16", reason="weights only: inputs stay in 16 bits"),
+    _Choice(bits=4, scheme="NVFP4", reason="FP4 tensor cores"),
+    _Choice(bits=4, scheme="W4A16", reason="weights only: this GPU has no FP4 tensor cores"),
+)
+
+
+def for_gpu(table: SchemeTable, sm: int, card: Card | None = None) -> SchemeTable:
+    """Return the table for a GPU: native schemes first, with recommendations."""
+    schemes = [replace(outlook, on_gpu=_on_gpu(outlook.scheme, sm)) for outlook in table.schemes]
+    schemes.sort(key=_rank)
+    gpu = GpuOutlook(
+        name=card.name if card else "",
+        sm=sm,
+        usable_bytes=card.usable_bytes if card else None,
+        recommended=tuple(_recommended(schemes)),
+    )
+    return replace(table, schemes=tuple(schemes), gpu=gpu)
+
+
+def _on_gpu(name: str, sm: int) -> SchemeOnGpu:
+    scheme = get_scheme(name)
+    support = scheme.format.gpu_support(scheme.args)
+    if support.refuses(sm):
+        return SchemeOnGpu(input_bits=None, native=False)
+    bits = support.bits(sm)
+    return SchemeOnGpu(input_bits=bits, native=bits == support.stored_bits)
+
+
+def runs_natively(outlook: SchemeOutlook) -> bool:
+    """Return True if the scheme fits the model and the GPU of the table runs it natively."""
+    return outlook.fits and outlook.on_gpu is not None and outlook.on_gpu.native
+
+
+def _rank(outlook: SchemeOutlook) -> tuple[bool, bool, bool]:
+    """Return the place in the table: native, then running otherwise, then what cannot be used."""
+    runs = outlook.on_gpu is not None and outlook.on_gpu.input_bits is not None
+    return (not runs_natively(outlook), not runs, not outlook.fits)
+
+
+def _recommended(schemes: Sequence[SchemeOutlook]) -> Iterator[Recommendation]:
+    """Yield the first choice of each width. Another group size of the scheme may take its place."""
+    native = [outlook.scheme for outlook in schemes if runs_natively(outlook)]
+    found: set[int] = set()
+    for choice in _CHOICES:
+        names = [name for name in native if name == choice.scheme or _regroups(name, choice.scheme)]
+        if names and choice.bits not in found:
+            found.add(choice.bits)
+            yield Recommendation(bits=choice.bits, scheme=names[0], reason=choice.reason)
+
+
+def _regroups(name: str, scheme: str) -> bool:
+    """Return True if `name` is `scheme` with another group size: W4A16_G64 of W4A16."""
+    return name.startswith(f"{scheme}_G")
+
+
+def schemes_on(schemes: Sequence[str], sm: int) -> Iterator[tuple[str, SchemeOnGpu]]:
+    """Yield how vLLM runs each of these schemes on a GPU of a compute capability."""
+    for name in schemes:
+        yield name, _on_gpu(name, sm)
