@@ -46,7 +46,7 @@ LATE = {
     "numerics": ("torch",),
     "engine": ("vllm", "vexport"),
     "reports": ("huggingface_hub", "vexport"),
-    "inference": ("vllm", "lm_eval", "datasets", "torch"),
+    "inference": ("vllm", "lm_eval", "datasets", "torch", "vexport"),
 }
 HEAVY = (
     "torch",

@@ -52,8 +52,8 @@ from vexport.checkpoint.index import read_index
 from vexport.checkpoint.reader import Reader
 from vexport.checks.vllm.translated import translate
 from vexport.checks.vllm.view import CheckpointView
-from vexport.engine.generate import dense
 from vexport.fidelity.dequantize import dequantized
+from vexport.inference.engine_model import dense
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",

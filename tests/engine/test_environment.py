@@ -7,7 +7,7 @@ import os
 import pytest
 
 from vexport.engine import worker
-from vexport.engine.generate import answer_environment
+from vexport.engine.describe import answer_environment
 from vexport.engine.worker import prepare_cpu
 from vexport.records import Json
 from vexport.run.proving import serve_digest

@@ -7,7 +7,8 @@ import pytest
 
 from vexport.engine.messages import EngineFailure, FailureKind, SessionRequest
 from vexport.engine.process import explain, failure_from_exit
-from vexport.engine.session import EngineFault, Worker, run_session
+from vexport.engine.session import EngineFault, Worker
+from vexport.inference.engine_session import run_session
 from vexport.records import silent
 
 WRAPPER = (

@@ -18,7 +18,13 @@ WORKERS = {
         "vexport.engine.dry.cell",
         "vexport.engine.dry.fake_platform",
     ),
-    "engine": ("vexport.engine.worker", "vexport.engine.generate"),
+    "engine": (
+        "vexport.inference.engine_worker",
+        "vexport.engine.describe",
+        "vexport.inference.drafts",
+        "vexport.inference.engine_model",
+        "vexport.inference.text_scores",
+    ),
 }
 # Hides the modules named on the command line, as if they were not installed, then imports the
 # others.

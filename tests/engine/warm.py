@@ -31,7 +31,7 @@ _ENGINE = (
         "transformers",
         "lm_eval.evaluator",
         "vexport.inference.lm_eval_runner",
-        "vexport.engine.generate",
+        "vexport.inference.engine_model",
     ),
     *(
         "vexport.engine.cpu_emulation.kernels",

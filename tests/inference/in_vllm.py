@@ -9,8 +9,8 @@ import datasets
 from vexport.engine.messages import SessionRequest
 from vexport.engine.worker import CPU, answer_request, build_engine, model_arguments
 from vexport.errors import VexportError
-from vexport.inference.lm_eval_model import replaced
 from vexport.inference.lm_eval_runner import run_tasks
+from vexport.inference.model import replaced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,9 +8,10 @@ import pytest
 
 from tests.inference.misbehaving import AddingServer, Fault, adding_server
 from vexport.errors import EnvironmentFault, InputError
+from vexport.inference.drafts import count_drafts
+from vexport.inference.endpoint.model import EndpointModel
 from vexport.inference.endpoint.server import API_KEY, Server, require_address
-from vexport.inference.endpoint.worker import EndpointModel, count_drafts
-from vexport.inference.lm_eval_model import KeptAnswers
+from vexport.inference.kept_answers import KeptAnswers
 from vexport.records import Endpoint, Json, silent
 
 PROMPTS = [[number, 1] for number in range(100)]
@@ -113,21 +114,21 @@ def test_answers_of_older_versions_are_reused(server: AddingServer, tmp_path: Pa
 
 def test_drafts_are_counted_for_each_prompt(server: AddingServer) -> None:
     server.drafts = (50, 150, 100)
-    asked = Server(endpoint(server))
-    counts = count_drafts(asked, PROMPTS[:3], silent)
+    asked = EndpointModel(Server(endpoint(server)), KeptAnswers(None), silent)
+    counts = count_drafts(asked, PROMPTS[:3])
     assert [(c.drafts, c.draft_tokens, c.accepted_tokens) for c in counts] == [server.drafts] * 3
     assert server.answered == PROMPTS[:3]
     server.others = 1
     with pytest.raises(
         EnvironmentFault, match=r"got 2 answers where 1 was asked for, .* no other client"
     ):
-        count_drafts(asked, PROMPTS[:1], silent)
+        count_drafts(asked, PROMPTS[:1])
     server.others, server.running = 0, 1
     with pytest.raises(EnvironmentFault, match="1 more under way"):
-        count_drafts(asked, PROMPTS[:1], silent)
+        count_drafts(asked, PROMPTS[:1])
     server.drafts = None
     with pytest.raises(InputError, match="no counters of drafts at /metrics.*--speculative-config"):
-        count_drafts(asked, PROMPTS[:1], silent)
+        count_drafts(asked, PROMPTS[:1])
 
 
 def test_another_model_behind_the_address_ends_it(server: AddingServer, tmp_path: Path) -> None:

@@ -6,8 +6,10 @@ import pytest
 
 from tests.inference.replying import Sent, described, replying, sound
 from vexport.errors import InputError, VexportError
+from vexport.inference.drafts import count_drafts
+from vexport.inference.endpoint.model import EndpointModel
 from vexport.inference.endpoint.server import Server
-from vexport.inference.endpoint.worker import count_drafts
+from vexport.inference.kept_answers import KeptAnswers
 from vexport.records import Endpoint, silent
 from vexport.run.options import EngineOptions
 from vexport.run.serving import tokenizer_of
@@ -73,4 +75,4 @@ def test_other_counters_end_with_a_line(content: bytes) -> None:
         return Sent(content=content) if path == "/metrics" else sound(path, body)
 
     with replying(reply) as url, pytest.raises(VexportError, match="/metrics|no count"):
-        count_drafts(asked(url), [[3, 4]], silent)
+        count_drafts(EndpointModel(asked(url), KeptAnswers(None), silent), [[3, 4]])

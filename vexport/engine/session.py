@@ -1,30 +1,21 @@
-"""Runs one model in the real vLLM, in a separate process, and says what came of it."""
+"""Start a worker process with vLLM's environment, and turn its failures into errors."""
 
 import getpass
-import json
-import logging
 import os
-import re
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from vexport.engine.cpu_emulation import SWITCH
-from vexport.engine.messages import (
-    EngineFailure,
-    FailureKind,
-    InputProblem,
-    SessionRequest,
-    SessionResult,
-)
-from vexport.engine.process import Follow, explain, failure_from_exit, log_tail, started_group
+from vexport.engine.messages import EngineFailure, FailureKind, InputProblem
+from vexport.engine.process import Follow, failure_from_exit, log_tail, started_group
 from vexport.errors import (
     CheckpointFailed,
     EnvironmentFault,
@@ -40,7 +31,6 @@ from vexport.records import OnProgress
 from vexport.version import __version__
 
 T = TypeVar("T")
-WORKER = "vexport.engine.worker"
 # Turns torch.compile off; read when decorated functions are imported.
 EAGER = {"TORCHDYNAMO_DISABLE": "1"}
 # Set by vexport, whatever the caller's environment says.
@@ -68,14 +58,7 @@ _DEFAULT_ENVIRONMENT = {
 _LONGEST_TEMPORARY = 40
 # Seconds to ask an interpreter whether it has vLLM.
 _PROBE_SECONDS = 60.0
-# vLLM's words where an argument quantizes what is quantized, which few methods can:
-# resolve_quant_method in vllm/model_executor/layers/quantization/base_config.py.
-_QUANTIZING = ("quantization", "quantization_config")
-_REQUANTIZES = re.compile(
-    r"dequantize_weight|dequantization is only supported|re-?quantiz", re.IGNORECASE
-)
 _PLUGIN = "[vllm.general_plugins]\nvexport_cpu_emulation = vexport.engine.cpu_emulation:register\n"
-LOG = logging.getLogger(__name__)
 # What happened and what to do, for each kind of failure.
 _TOLD: Mapping[FailureKind, tuple[str, str]] = {
     "refused": ("vLLM refuses to load it", "re-export the checkpoint"),
@@ -135,44 +118,6 @@ def log_folder(prefix: str) -> Iterator[Path]:
     finally:
         if not keep:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def run_session(
-    request: SessionRequest,
-    *,
-    log: Path,
-    timeout: float,
-    vllm_python: Path | None = None,
-    on_progress: OnProgress,
-    worker: str = WORKER,
-) -> SessionResult:
-    """Start vLLM on `request.checkpoint` and do everything the request asks for, in one engine
-    start.
-
-    The worker's output goes to `log`. `vllm_python` is another interpreter that has vLLM, `worker`
-    the module that does the request: one that knows lm-eval for tasks. A checkpoint that vLLM
-    refuses comes back as `failure` of kind "refused"; every other failure is an EngineFault: vLLM
-    missing, no kernel for this platform, a crash, no memory, more than `timeout` seconds. An
-    unusable task is an InputError. No process of the session is left when this returns or raises.
-    """
-    where = f"vLLM on {request.checkpoint}"
-    LOG.debug(
-        "%s by %s: %s, log %s", where, vllm_python or sys.executable, dict(request.arguments), log
-    )
-    eager = request.arguments.get("enforce_eager", request.enforce_eager)
-    result = Worker(
-        module=worker,
-        request=request,
-        kind=SessionResult,
-        where=where,
-        log=log,
-        timeout=timeout,
-        vllm_python=vllm_python,
-        # vLLM compiles parts of its sampler even so: 4 s at the first prompt, and it needs a
-        # compiler.
-        environment=EAGER if eager else {},
-    ).run(on_progress)
-    return _accept(result, request, where, log)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,32 +203,6 @@ def _temporary_folder() -> str:
     """The folder for temporary files, unless sockets below it would have too long a path."""
     folder = tempfile.gettempdir()
     return folder if len(folder) <= _LONGEST_TEMPORARY else "/tmp"
-
-
-def _accept(result: SessionResult, request: SessionRequest, where: str, log: Path) -> SessionResult:
-    """The result, unless it tells of something that is not the checkpoint's fault."""
-    if result.problem is not None:
-        raise session_error(result.problem)
-    if result.failure is None:
-        return result
-    failure = explain(result.failure, log, platform=result.platform)
-    if failure.kind != "refused":
-        raise EngineFault(where, failure, log)
-    quantizing = [f"--engine-arg {name}" for name in _QUANTIZING if name in request.arguments]
-    if quantizing and _REQUANTIZES.search(failure.message):
-        raise InputError(
-            ", ".join(quantizing),
-            got=f"layers that are quantized already: {failure.message}",
-            need="layers whose stored weights this vLLM can quantize again",
-            fix="remove it, or name only unquantized layers in its targets",
-        )
-    given = [
-        f"{name} {json.dumps(value)}"
-        for name, value in request.arguments.items()
-        if name != "enforce_eager"
-    ]
-    cause = f" (served with {', '.join(given)})" if given else ""  # it may be the arguments
-    return replace(result, failure=replace(failure, message=failure.message + cause))
 
 
 def session_error(problem: InputProblem) -> VexportError:

@@ -1,8 +1,8 @@
-"""`python -m vexport.engine.worker REQUEST.json RESULT.json`: one model in the real vLLM.
+"""A process that runs one model in the real vLLM, and the plumbing of all worker processes.
 
-One engine start: load, greedy canaries, full-vocabulary log-probabilities, and tasks where the
-worker that calls this one knows them. The result file is written whole or not at all; a worker that
-dies leaves none.
+The process starts the engine, describes it, lets a function ask it, and tears it down. The result
+file is written whole or not at all; a worker that dies leaves none.
+`vexport/inference/engine_worker.py` is the program that runs this.
 """
 
 import faulthandler
@@ -46,8 +46,10 @@ CPU = "cpu"
 _CORE_GRACE_SECONDS = 3
 # Seconds to tear down an engine whose answers are written.
 _TEARDOWN_SECONDS = 20
-# (engine arguments, engine, request, progress): runs the tasks, which this module does not know.
-AnswerTasks = Callable[[EngineArguments, "LLM", SessionRequest, OnProgress], None]
+AskEngine = Callable[
+    [EngineArguments, "LLM", SessionRequest, SessionResult, OnProgress], SessionResult
+]
+"""Asks an engine that was built with the arguments, and returns the result with the answers."""
 # Arguments of vLLM that have other defaults here than on a GPU. Eager, as compiling takes longer
 # than the few prompts and needs a C++ compiler; the engine reserves room for so many prompts at
 # once.
@@ -60,17 +62,15 @@ _BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 _NODES = Path("/sys/devices/system/node")
 
 
-def main(arguments: list[str], answer_tasks: AnswerTasks | None = None) -> Never:
-    """Read the request, do it, write the result, and end; with 0 whenever there is a result to
-    read.
+def main(arguments: list[str], ask: AskEngine) -> Never:
+    """Read the request, start the engine, let `ask` ask it, write the result, and end.
 
-    `answer_tasks` has to be given for requests with tasks: `vexport.inference.lm_eval_runner`
-    gives lm-eval.
+    The exit code is 0 if there is a result, which may be a failure.
     """
     request_file, result_file = (Path(argument) for argument in arguments)
     end_with_parent()
     with ExitStack() as engine:
-        result = run(from_json(SessionRequest, request_file), reporter(), answer_tasks, engine)
+        result = run(from_json(SessionRequest, request_file), reporter(), ask, engine)
         write_text(result_file, to_json(result))
         # Teardown may crash, or wait for threads and devices forever: the alarm ends this process
         # then.
@@ -129,11 +129,11 @@ def end_with_core(llm: "LLM", engine: ExitStack) -> None:
 
 
 def run(
-    request: SessionRequest, report: OnProgress, answer_tasks: AnswerTasks | None, engine: ExitStack
+    request: SessionRequest, report: OnProgress, ask: AskEngine, engine: ExitStack
 ) -> SessionResult:
-    """Everything the request asks for; an exception becomes part of the result and goes to the log.
+    """Start an engine and ask it; an exception becomes part of the result and goes to the log.
 
-    `engine` tears it down.
+    The caller closes `engine` to tear down the engine.
     """
     from vllm import __version__ as version
     from vllm.platforms import current_platform
@@ -155,40 +155,14 @@ def run(
     end_with_core(llm, engine)
     report("load", 1, 1)
     try:
-        result = _use(llm, request, result, report, seconds)
-        if request.tasks:
-            assert answer_tasks is not None, "tasks need the worker that knows lm-eval"
-            answer_tasks(arguments, llm, request, report)
-        return result
+        from vexport.engine.describe import describe
+
+        described = describe(llm, request.arguments, start_seconds=seconds)
+        return ask(arguments, llm, request, replace(result, engine=described), report)
     except VexportError as error:
         return replace(result, problem=input_problem(error))
     except Exception as error:
         return replace(result, failure=_failure("crashed", error))
-
-
-def _use(
-    llm: "LLM",
-    request: SessionRequest,
-    result: SessionResult,
-    report: OnProgress,
-    start_seconds: float,
-) -> SessionResult:
-    """Everything but the tasks."""
-    from vexport.engine import generate
-
-    engine = generate.describe(llm, request.arguments, start_seconds=start_seconds)
-    result = replace(result, engine=engine)
-    if request.canaries:
-        result = replace(result, canaries=generate.run_canaries(llm, request, report))
-    if request.logprob_prompts and request.logprobs_file is not None:
-        generate.write_logprobs(llm, request.logprob_prompts, request.logprobs_file, report)
-        result = replace(result, logprobs_file=request.logprobs_file)
-    if request.text and request.text_file is not None:
-        generate.write_text_scores(llm, request.text, request.text_file, report)
-        result = replace(result, text_file=request.text_file)
-    if request.drafted:
-        result = replace(result, drafts=generate.count_drafts(llm, request.drafted, report))
-    return result
 
 
 def build_engine(arguments: EngineArguments, platform: str) -> "LLM":
@@ -216,7 +190,7 @@ def model_arguments(request: SessionRequest, platform: str) -> EngineArguments:
         "disable_log_stats": not request.drafted,
         # Answers must not depend on earlier prompts; with it 20 of 64 changed (docs/evaluation.md).
         "enable_prefix_caching": False,
-        "worker_extension_cls": "vexport.engine.generate.DescribeKernels",
+        "worker_extension_cls": "vexport.engine.describe.DescribeKernels",
     }
     if platform == CPU and (request.lm_eval.seeds > 1 or "seed" in request.lm_eval.gen_kwargs):
         # After a prefill in parts vLLM rewinds a request's generator, which fails for those of a
@@ -313,7 +287,3 @@ def prepare_cpu(arguments: EngineArguments) -> None:
 def _nodes() -> int:
     """The machine's number of NUMA nodes; 1 where the kernel does not say."""
     return len(list(_NODES.glob("node[0-9]*"))) or 1
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -1,11 +1,9 @@
-"""`python -m vexport.inference.lm_eval_runner REQUEST RESULT`: the engine's worker with tasks of
-lm-eval.
+"""Run lm-eval's tasks on a model and write lm-eval's own result and sample files. Worker processes
+only.
 """
 
-import hashlib
 import importlib.metadata
 import shutil
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,20 +15,14 @@ from typing import TYPE_CHECKING
 import jinja2
 from pydantic import JsonValue
 
-from vexport.engine import worker
-from vexport.engine.messages import ANSWERS, SessionRequest
+from vexport.engine.messages import SessionRequest
 from vexport.errors import EnvironmentFault, InputError
 from vexport.files import atomic_path
 from vexport.inference.added_keys import FINISH_REASON, SEED, UNTEMPLATED
-from vexport.inference.lm_eval_model import (
-    AskedModel,
-    EngineModel,
-    FinishedText,
-    KeptAnswers,
-    ModelArguments,
-    replaced,
-    wrap_engine,
-)
+from vexport.inference.engine_model import EngineModel
+from vexport.inference.kept_answers import FinishedText, KeptAnswers, open_kept_answers
+from vexport.inference.lm_eval_model import ModelArguments, wrap_model
+from vexport.inference.model import Model, replaced
 from vexport.inference.repeated import compare_rows, documents_to_repeat, write_repeated
 from vexport.inference.task_data import (
     explained_downloads,
@@ -39,7 +31,7 @@ from vexport.inference.task_data import (
     tasks_as_data,
 )
 from vexport.inference.tasks import reads_hub
-from vexport.outputs.manifest import is_recorded, record
+from vexport.outputs.manifest import record
 from vexport.records import OnProgress
 
 if TYPE_CHECKING:
@@ -61,29 +53,28 @@ _MOST_TEMPLATES = 4096
 def run_tasks(
     model_args: ModelArguments, llm: "LLM", request: SessionRequest, progress: OnProgress
 ) -> None:
-    """Evaluate `request.tasks` on an engine, as `ask_tasks`; `model_args` are those it was built
-    with.
-    """
+    """Evaluate `request.tasks` on an engine that was built with `model_args`; see `ask_tasks`."""
     arguments = {key: model_args[key] for key in _CONSTRUCTOR_KEYS if key in model_args}
     arguments["pretrained"] = model_args["model"]
-    kept, size = KeptAnswers(None), request.lm_eval.batch_size
+    kept = KeptAnswers(None)
     if request.identity is not None and request.output is not None:
-        kept = kept_answers(request.output, f"{request.identity} {engine_words()}")
+        kept = open_kept_answers(request.output, f"{request.identity} {engine_words()}")
+    size = request.lm_eval.batch_size
     asked = EngineModel(llm, kept, progress, size if isinstance(size, int) else None)
     ask_tasks(asked, arguments, request)
 
 
-def ask_tasks(asked: AskedModel, arguments: dict[str, JsonValue], request: SessionRequest) -> None:
+def ask_tasks(asked: Model, arguments: dict[str, JsonValue], request: SessionRequest) -> None:
     """Evaluate `request.tasks` and write lm-eval's result and sample files into `request.output`.
 
-    `arguments` are those of lm-eval's model. InputError names the task where it cannot be loaded or
-    its prompts do not fit.
+    `arguments` are for lm-eval's model class. Raises InputError with the task's name if a task
+    cannot be loaded or its prompts are too long.
     """
     import datasets
     from lm_eval.utils import setup_logging
 
     assert request.output is not None, "a request with tasks has an output folder"
-    setup_logging()  # else what lm-eval says is not in the log, its warnings apart
+    setup_logging()  # without it, the log has only the warnings of lm-eval
     with ExitStack() as stack:
         total = len(request.tasks)
         stack.enter_context(explained_downloads(lambda *_: None, 0, total, request.include_paths))
@@ -102,24 +93,14 @@ def ask_tasks(asked: AskedModel, arguments: dict[str, JsonValue], request: Sessi
             key: value for key in _ANSWER_KEYS if (value := getattr(settings, key)) is not None
         }
         arguments = {**arguments, **given}
-        model = wrap_engine(asked, arguments, settings)
+        model = wrap_model(asked, arguments, settings)
         _evaluate(model, asked, arguments, request, scratch / "output")
         _move_files(scratch / "output", request.output)
 
 
-def kept_answers(output: Path, identity: str) -> KeptAnswers:
-    """The answers of a model, and of what computes them; those of another are removed."""
-    file = output / f"{ANSWERS}{hashlib.sha256(identity.encode()).hexdigest()[:16]}.jsonl"
-    for other in output.glob(f"{ANSWERS}*"):
-        if other != file and is_recorded(other):
-            other.unlink()
-    record(file)
-    return KeptAnswers(file)
-
-
 def _evaluate(
     model: "VLLM",
-    asked: AskedModel,
+    asked: Model,
     arguments: ModelArguments,
     request: SessionRequest,
     output: Path,
@@ -328,7 +309,3 @@ def computed_once() -> Iterator[None]:
         replaced(collect_env, "get_pretty_env_info", installed),
     ):
         yield
-
-
-if __name__ == "__main__":
-    worker.main(sys.argv[1:], run_tasks)

@@ -23,7 +23,7 @@ from vexport.engine.messages import InputProblem, SessionRequest
 from vexport.engine.session import Worker, raise_found
 from vexport.engine.worker import answer_request, input_problem, reporter
 from vexport.errors import EnvironmentFault, InputError, VexportError
-from vexport.inference.lm_eval_model import replaced
+from vexport.inference.model import replaced
 from vexport.inference.tasks import (
     FILE_FORMATS,
     GROUP_SUFFIX,

@@ -10,8 +10,8 @@ from vexport.calibration.data import first_texts
 from vexport.checkpoint.chat_template import chat_templates
 from vexport.checkpoint.index import folder_digest
 from vexport.checkpoint.source import DEFAULT
+from vexport.engine.describe import NONE, answer_environment
 from vexport.engine.dry.load import dry_load_checkpoints
-from vexport.engine.generate import NONE, answer_environment
 from vexport.engine.load import CONTINUED
 from vexport.errors import VexportError
 from vexport.evaluation.drift import drift_warnings

@@ -14,7 +14,7 @@ from vexport.calibration.data import read_samples
 from vexport.checkpoint.hub import HubName, fetch, list_files, side_files
 from vexport.checkpoint.index import folder_digest, read_index
 from vexport.checkpoint.source import hub_name, parse_data, require_data, resolve_drafter
-from vexport.engine.generate import NONE, answer_environment
+from vexport.engine.describe import NONE, answer_environment
 from vexport.engine.load import CONTINUED, Prompts, fixed_prompts, shortest_length
 from vexport.engine.messages import (
     ANSWERS,
@@ -24,11 +24,12 @@ from vexport.engine.messages import (
     SessionResult,
     speculative_config,
 )
-from vexport.engine.session import WORKER, Worker, run_session, session_error
+from vexport.engine.session import Worker, session_error
 from vexport.errors import CheckpointFailed, InputError, clip, visible
 from vexport.files import digest_bytes, to_json, user_path
 from vexport.inference.answers import Rows, Served
 from vexport.inference.endpoint.server import Server
+from vexport.inference.engine_session import run_session
 from vexport.inference.fingerprint import engine_fingerprint, write_fingerprint
 from vexport.inference.repeated import read_repeated, require_deterministic
 from vexport.inference.task_data import fetch_task_data
@@ -50,7 +51,6 @@ from vexport.scenario import Evaluate
 LOG = logging.getLogger(__name__)
 # The default context length of an evaluation; longer prompts are an error and never truncated.
 EVALUATION_LENGTH = 4096
-TASKS_WORKER = "vexport.inference.lm_eval_runner"
 SERVER_WORKER = "vexport.inference.endpoint.worker"
 LOGPROBS = "logprobs.safetensors"
 BASELINE = "baseline"
@@ -125,7 +125,6 @@ def _in_engine(model: ModelUnderTest) -> Served:
     request = _with_text(_engine_request(model, prompts), rows, model.folder, speculative)
     result = run_session(
         request,
-        worker=TASKS_WORKER if request.tasks else WORKER,
         log=_recorded(model.folder / ENGINE_LOG),
         timeout=options.serve.timeout,
         vllm_python=options.vllm_python,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from vexport.inference.lm_eval_model import FinishedText
+from vexport.inference.kept_answers import FinishedText
 
 
 def through_pickle(text: FinishedText) -> FinishedText:

@@ -1,0 +1,174 @@
+"""Describe a loaded engine: versions, settings, and the kernel that each layer runs in."""
+
+import json
+import os
+import platform
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import transformers
+
+from vexport.engine.kernels import activation_bits, kernel_of
+from vexport.records import EngineInfo
+from vexport.scenario.serve import TYPED, EngineArguments
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+# What the CPU build's kernels leave out, measured or read in vLLM's model_executor/kernels/linear.
+_KERNEL_BLIND_SPOTS = {
+    "CPUFp8BlockScaledMMKernel": "FP8 block activations stay in the model's dtype "
+    "(scaled_mm/cpu.py)",
+    # From vLLM 0.33 on.
+    "CPUFp8ChannelWiseScaledMMLinearKernel": "FP8 activations stay in the model's dtype "
+    "(scaled_mm/cpu.py)",
+    "CPUFp8PerTensorScaledMMLinearKernel": "static FP8 input scales are ignored (scaled_mm/cpu.py)",
+    "EmulationMxfp8LinearKernel": "MXFP8 activations stay in the model's dtype "
+    "(mxfp8/emulation.py)",
+}
+_CPU_BLIND_SPOT = "GPU kernels were not run: their rounding order, their limits on shapes"
+NONE = "none"
+# The layer's number in front of a module's kind.
+_LAYER = re.compile(r"\.\d+\.")
+_CHOOSES = re.compile(
+    r"VLLM_(\w+_)?(AITER|ALLREDUCE|ATTENTION_BACKEND|BATCH_INVARIANT|DEEP_GEMM|EMULATION|FLASHINFER|FP4|FP8|"
+    r"HUMMING|INT4|KERNELS?|MARLIN|MLA|MOE|MXFP[48]|NVFP4|PRECISION|QUANT|QUANTIZATION|REDUCE|SAMPLER|SKINNY|"
+    r"TRITON)(_\w+)?"
+)
+# Settings that match the above but are left out: paths, sizes, and vexport's own.
+_UNRELATED = re.compile(r"_(CACHE|DIR|SIZE|THREADS)(_|$)|^VLLM_CPU_INT4_W4A8$")
+
+
+class DescribeKernels:
+    """Mixed into vLLM's worker (`worker_extension_cls`), so that a string names the method to call
+    there.
+    """
+
+    def vexport_kernels(self) -> list[list[str]]:
+        """Return five texts for each linear or expert layer.
+
+        These are its name, its scheme, its kernel, what the kernel leaves out, and how many bits
+        the kernel's inputs have (empty if that is unknown).
+        """
+        model: torch.nn.Module = self.model_runner.get_model()  # type: ignore[attr-defined]
+        return [
+            [name, *_describe_layer(layer)]
+            for name, layer in model.named_modules()
+            if hasattr(layer, "quant_method")
+            and hasattr(layer, "weight_loader")
+            and "Embedding" not in type(layer.quant_method).__name__
+        ]
+
+
+def _describe_layer(layer: torch.nn.Module) -> tuple[str, str, str, str]:
+    """Return the scheme, the kernel, the kernel's blind spot and the bits of its inputs for one
+    layer.
+    """
+    scheme = getattr(layer, "scheme", None) or layer.quant_method
+    chosen, name = kernel_of(scheme)
+    bits = activation_bits(scheme, chosen, name)
+    if not name and getattr(scheme, "use_batch_invariant", False):
+        name = (
+            "dequantized, batch-invariant"  # VLLM_BATCH_INVARIANT from 0.33 on: no kernel of INT4
+        )
+    kernel = name or type(layer.quant_method).__name__
+    return type(scheme).__name__, kernel, _blind_spot(layer, scheme, kernel), str(bits or "")
+
+
+def _blind_spot(layer: torch.nn.Module, scheme: object, kernel: str) -> str:
+    if type(scheme).__module__.endswith("w8a8_int8") and getattr(
+        scheme, "is_static_input_scheme", False
+    ):
+        return "static INT8 input scales are ignored (scaled_mm/cpu.py)"
+    if getattr(layer, "use_w4a8", False):
+        return "weight-only INT4 ran with INT8 activations (mixed_precision/cpu.py)"
+    emulated = f"{kernel} stands in for the GPU kernel" if "Emulation" in kernel else ""
+    return "; ".join(filter(None, (emulated, _KERNEL_BLIND_SPOTS.get(kernel))))
+
+
+def describe(llm: "LLM", given: EngineArguments, *, start_seconds: float) -> EngineInfo:
+    """EngineInfo of a loaded engine, started with what was `given`; asks its workers, wherever they
+    run.
+    """
+    from vllm import __version__ as vllm_version
+    from vllm.platforms import current_platform
+
+    # Ranks of tensor parallelism have the same layers, stages of a pipeline each its own.
+    rows = [row for rank in llm.collective_rpc("vexport_kernels") for row in rank]
+    on_cpu = current_platform.is_cpu()
+    spots = dict.fromkeys(row[3] for row in rows if row[3])
+    # `mlp.down_proj: Kernel (Scheme)`, once for each kind of layer and kernel, in the model's
+    # order.
+    kernels = dict.fromkeys(
+        f"{_LAYER.split(name)[-1]}: {kernel}" + (f" ({scheme})" if scheme != kernel else "")
+        for name, scheme, kernel, *_ in rows
+    )
+    config = llm.llm_engine.vllm_config
+    unseen = (
+        ", their collectives"
+        if config.parallel_config.world_size > 1
+        else ", and tensor parallelism"
+    )
+    mode = config.compilation_config.mode
+    return EngineInfo(
+        vllm=vllm_version,
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+        platform=str(current_platform.device_type),
+        processor=_processor() if on_cpu else str(current_platform.get_device_name()),
+        dtype=str(llm.llm_engine.model_config.dtype).removeprefix("torch."),
+        compilation=str(getattr(mode, "name", mode)),  # a number or an enum, by the version
+        settings=_settings(llm, given),
+        multiprocess=os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING", "1") == "1",
+        emulated=any("Emulation" in row[2] for row in rows),
+        kernels=tuple(kernels),
+        input_bits=min((int(row[4]) for row in rows if row[4]), default=None),
+        blind_spots=(_CPU_BLIND_SPOT + unseen, *spots) if on_cpu else (),
+        start_seconds=start_seconds,
+    )
+
+
+def _settings(llm: "LLM", given: EngineArguments) -> dict[str, str]:
+    """The engine's arguments, vLLM's defaults too: names of EngineArgs to values in words.
+
+    `kv_cache_dtype` is what was asked for: vLLM's own answer depends on the checkpoint.
+    """
+    config = llm.llm_engine.vllm_config
+    others = {name: value for name, value in given.items() if name not in TYPED}
+    return {
+        "tensor_parallel_size": str(config.parallel_config.tensor_parallel_size),
+        "pipeline_parallel_size": str(config.parallel_config.pipeline_parallel_size),
+        "distributed_executor_backend": str(config.parallel_config.distributed_executor_backend),
+        "gpu_memory_utilization": str(config.cache_config.gpu_memory_utilization),
+        "max_num_seqs": str(config.scheduler_config.max_num_seqs),
+        "kv_cache_dtype": str(given.get("kv_cache_dtype", "auto")),
+        "max_model_len": str(config.model_config.max_model_len),
+        "engine_args": json.dumps(others, sort_keys=True) if others else "none",
+        "environment": answer_environment(),
+    }
+
+
+def _processor() -> str:
+    """The CPU's model name and the widest of the instruction sets that vLLM's kernels look for."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text(encoding="utf-8") if info.is_file() else ""
+    name = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
+    flags = set(re.findall(r"\b(amx_tile|avx512_bf16|avx512f|avx2)\b", text))
+    widest = [flag for flag in ("amx_tile", "avx512_bf16", "avx512f", "avx2") if flag in flags]
+    return (
+        f"{name.group(1) if name else platform.machine()} "
+        f"({', '.join(widest) or platform.machine()})"
+    )
+
+
+def answer_environment(environment: Mapping[str, str] = os.environ) -> str:
+    """The variables that are set, by name: `VLLM_BATCH_INVARIANT=1`; "none" if none is."""
+    names = (
+        name
+        for name in sorted(environment)
+        if _CHOOSES.fullmatch(name) and not _UNRELATED.search(name)
+    )
+    return " ".join(f"{name}={environment[name]}" for name in names) or NONE

@@ -1,0 +1,182 @@
+"""Ask the model behind a server's address, several questions at a time."""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import fields
+from types import SimpleNamespace
+
+from vexport.engine.messages import DRAFT_TOKENS, draft_counts
+from vexport.errors import EnvironmentFault, InputError
+from vexport.inference.endpoint.server import Server, UnreachableError
+from vexport.inference.kept_answers import KeptAnswers, kept_text
+from vexport.inference.model import Model, Place, Question, TokenIds
+from vexport.records import DraftCounts, Json, OnProgress
+from vexport.records.values import MOST_COUNT
+
+# The most log-probabilities per position from vLLM's server, unless started with --max-logprobs.
+_TOP = 20
+# vLLM's metrics: requests finished, requests running, and drafts, which only a drafting server has.
+ANSWERED = "vllm:request_success_total"
+RUNNING = "vllm:num_requests_running"
+DRAFTS = "vllm:spec_decode_num_drafts_total"
+COUNTERS = (
+    ANSWERED,
+    RUNNING,
+    *(f"vllm:spec_decode_num_{each.name}_total" for each in fields(DraftCounts)),
+)
+# Seconds for a finished request to be counted.
+_COUNTED_SECONDS = 10.0
+TEXT: Mapping[str, Json] = {"logprobs": _TOP}
+"""The parameters of a question for a row of a text: the log-probabilities at each place."""
+
+
+class EndpointModel(Model):
+    """The model behind an address.
+
+    An answer is kept after the server confirmed that it still has the same model, or if the server
+    fails. The server may name only tokens below the size of the `vocabulary`.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        kept: KeptAnswers,
+        on_progress: OnProgress,
+        vocabulary: int = MOST_COUNT,
+    ) -> None:
+        super().__init__(kept, on_progress)
+        self.server = server
+        self.vocabulary = vocabulary
+        # vLLM chooses a chat template by these attributes and by the tokenizer's folder.
+        names = {"model": "", "tokenizer": "", "tokenizer_revision": None, "code_revision": None}
+        config = SimpleNamespace(
+            **names, trust_remote_code=False, hf_config=SimpleNamespace(model_type="")
+        )
+        self.llm_engine = SimpleNamespace(model_config=config)
+
+    def require_scores(self) -> None:
+        """Raise an error unless the server gives log-probabilities of prompts."""
+        self.server.score([1, 2], 1)
+
+    def ask(self, questions: Mapping[str, Question]) -> None:
+        """Ask as many questions at a time as the endpoint allows.
+
+        Raises EnvironmentFault if the server fails for good. All answers up to then are kept.
+        """
+        at_once = self.server.endpoint.concurrency
+        pool = ThreadPoolExecutor(at_once)
+        futures = {pool.submit(self._answer, question): key for key, question in questions.items()}
+        fresh: dict[str, Json] = {}
+        try:
+            for future in as_completed(futures):
+                fresh[futures[future]] = future.result()
+                self.count(1)
+                if len(fresh) >= at_once:
+                    self._keep(fresh)
+            self._keep(fresh)
+        except UnreachableError:
+            self.kept.add(fresh)
+            raise
+        finally:
+            if not all(future.done() for future in futures):
+                self.server.stop()
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _keep(self, fresh: dict[str, Json]) -> None:
+        """Keep answers if the server still has the same model; EnvironmentFault if it has another
+        one.
+        """
+        if fresh:
+            self.server.require_same()
+            self.kept.add(fresh)
+            fresh.clear()
+
+    def _answer(self, question: Question) -> Json:
+        """Ask one question and return the answer as it is kept.
+
+        The answer to a row of a text is a list of places, each a list of pairs of a token and its
+        log-probability.
+        """
+        prompt, parameters = question.prompt, question.parameters
+        if parameters == TEXT:
+            places = self.server.score(prompt, _TOP, self.vocabulary)
+            return [[[token, value] for token, value in place.items()] for place in places]
+        if isinstance(parameters, dict):
+            continuation = self.server.generate(prompt, parameters)
+            return kept_text(continuation.text, continuation.finish_reason)
+        places = self.server.score(prompt, 1)[question.context - 1 :]
+        scored = list(zip(prompt[question.context :], places, strict=True))
+        is_greedy = all(max(place, key=place.__getitem__) == token for token, place in scored)
+        return [sum(place[token] for token, place in scored), is_greedy]
+
+    def score_rows(self, rows: Sequence[TokenIds]) -> Iterator[Sequence[Place]]:
+        """Yield the log-probabilities of each row's tokens and of the 20 likeliest tokens.
+
+        Raises EnvironmentFault if the server does not give the ids of these tokens.
+        """
+        self.expect("text", len(rows))
+        for answer in self.answers([Question(prompt=row, parameters=TEXT) for row in rows]):
+            assert isinstance(answer, list)
+            places: list[dict[int, float]] = [dict(place) for place in answer]  # type: ignore[arg-type]
+            if any(token < 0 for place in places for token in place):
+                raise EnvironmentFault(
+                    self.server.endpoint.url,
+                    got="tokens without their ids",
+                    need="return_tokens_as_token_ids, as vLLM's",
+                    fix="let tasks decide (--task)",
+                )
+            yield places
+
+    def count_draft(self, prompt: TokenIds) -> DraftCounts:
+        """Continue a prompt and count its drafts from the server's counters.
+
+        Raises InputError if the server does not draft, and EnvironmentFault if another client asks
+        at the same time.
+        """
+        before = self.server.metrics(COUNTERS)
+        if DRAFTS not in before:
+            raise InputError(
+                self.server.endpoint.url,
+                got="no counters of drafts at /metrics",
+                need="a vLLM server started with --speculative-config",
+                fix="start it so, or leave out --speculative",
+            )
+        self.server.generate(
+            prompt, {"max_tokens": DRAFT_TOKENS, "temperature": 0, "ignore_eos": True}
+        )
+        after = _counters_after_answer(self.server, before)
+        return draft_counts(after, "_total") - draft_counts(before, "_total")
+
+
+def _counters_after_answer(server: Server, before: Mapping[str, float]) -> dict[str, float]:
+    """Return the server's counters once the answer that follows `before` is counted."""
+    deadline = time.monotonic() + _COUNTED_SECONDS
+    after = server.metrics(COUNTERS)
+    while after.get(ANSWERED) == before.get(ANSWERED) and time.monotonic() < deadline:
+        time.sleep(0.02)
+        after = server.metrics(COUNTERS)
+    _require_one_answer(server.endpoint.url, before, after)
+    return after
+
+
+def _require_one_answer(url: str, before: Mapping[str, float], after: Mapping[str, float]) -> None:
+    """Raise EnvironmentFault unless the counters show exactly one answer, and no other client."""
+    missing = [name for name in COUNTERS if name not in before or name not in after]
+    if missing:
+        got = f"no counter {missing[0]} at /metrics"
+        raise EnvironmentFault(url, got=got, need="vLLM's counters", fix="ask a server of vLLM")
+    answered = after[ANSWERED] - before[ANSWERED]
+    if answered != 1 or after[RUNNING]:
+        raise EnvironmentFault(
+            url,
+            got=f"{answered:g} answers where 1 was asked for, {after[RUNNING]:g} more under way",
+            need="no other client while drafts are counted",
+            fix="call again when nobody else asks this server",
+        )
+    fallen = [name for name in COUNTERS if name != RUNNING and after[name] < before[name]]
+    if fallen:
+        name = fallen[0]
+        got = f"the counter {name} fell from {before[name]:g} to {after[name]:g}"
+        fix = "call again when the server runs undisturbed"
+        raise EnvironmentFault(url, got=got, need="", fix=fix)

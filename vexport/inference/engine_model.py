@@ -1,0 +1,219 @@
+"""Ask an engine of vLLM that runs in this process."""
+
+import math
+from array import array
+from collections.abc import Iterator, Mapping, Sequence, Set
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import save_file
+
+from vexport.engine.messages import CANARY_TOKENS, DRAFT_TOKENS, SessionRequest, draft_counts
+from vexport.files import atomic_path
+from vexport.inference.kept_answers import KeptAnswers, kept_text
+from vexport.inference.model import Model, Place, Question, TokenIds, replaced
+from vexport.records import Canary, DraftCounts, Json, OnProgress
+
+if TYPE_CHECKING:
+    from vllm import LLM, RequestOutput, SamplingParams
+    from vllm.logprobs import FlatLogprobs
+    from vllm.outputs import CompletionOutput
+    from vllm.tokenizers import TokenizerLike
+
+# A batch of questions has this many times the engine's own batch. Smaller batches leave the engine
+# idle at the end of each batch. Of larger batches, more answers are lost if an evaluation is
+# killed.
+_BATCHES = 4
+_ROWS_AT_ONCE = 16
+
+
+class EngineModel(Model):
+    """An engine of this process."""
+
+    def __init__(
+        self,
+        llm: "LLM",
+        kept: KeptAnswers,
+        on_progress: OnProgress,
+        batch_size: int | None = None,
+    ) -> None:
+        super().__init__(kept, on_progress)
+        self._llm = llm
+        self.llm_engine = llm.llm_engine
+        most = int(llm.llm_engine.vllm_config.scheduler_config.max_num_seqs)
+        self._batch_size = batch_size or _BATCHES * most
+
+    def ask(self, questions: Mapping[str, Question]) -> None:
+        """Ask in batches, and store the answers after each batch."""
+        keys = list(questions)
+        for first in range(0, len(keys), self._batch_size):
+            batch = keys[first : first + self._batch_size]
+            answers = self._ask_batch([questions[key] for key in batch])
+            self.kept.add(dict(zip(batch, answers, strict=True)))
+
+    def _ask_batch(self, questions: Sequence[Question]) -> list[Json]:
+        from lm_eval.models.vllm_causallms import VLLM
+        from vllm import SamplingParams, TokensPrompt
+
+        scoring = SamplingParams(temperature=0, prompt_logprobs=1, max_tokens=1, detokenize=False)
+        step = self._llm.llm_engine.step
+
+        def counted() -> "list[RequestOutput]":
+            outputs: list[RequestOutput] = step()
+            self.count(sum(output.finished for output in outputs))
+            return outputs
+
+        prompts = [TokensPrompt(prompt_token_ids=list(each.prompt)) for each in questions]
+        parameters: list[SamplingParams] = [each.parameters or scoring for each in questions]
+        with replaced(self._llm.llm_engine, "step", counted):
+            outputs = self._llm.generate(prompts, parameters, use_tqdm=False)
+        answers: list[Json] = []
+        for question, output in zip(questions, outputs, strict=True):
+            if question.parameters:
+                text = output.outputs[0]
+                answers.append(kept_text(text.text, text.finish_reason))
+            else:
+                score = VLLM._parse_logprobs(list(question.prompt), output, question.context)
+                answers.append(list(score))
+        return answers
+
+    def score_rows(self, rows: Sequence[TokenIds]) -> Iterator[Sequence[Place]]:
+        """Yield the log-probabilities of each row's tokens and of the likeliest tokens."""
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=1, prompt_logprobs=1, detokenize=False
+        )
+        for start in range(0, len(rows), _ROWS_AT_ONCE):
+            self.on_progress("text", start, len(rows))
+            for output in _outputs(self._llm, rows[start : start + _ROWS_AT_ONCE], sampling):
+                # The first token of a prompt has no log-probabilities.
+                places = [place for place in output.prompt_logprobs or () if place is not None]
+                yield [{token: told.logprob for token, told in place.items()} for place in places]
+        self.on_progress("text", len(rows), len(rows))
+
+    def count_draft(self, prompt: TokenIds) -> DraftCounts:
+        """Continue a prompt, as far as the engine's longest sequence allows, and count drafts."""
+        from vllm import SamplingParams
+
+        longest = self._llm.llm_engine.model_config.max_model_len
+        length = max(1, min(DRAFT_TOKENS, longest - len(prompt)))
+        sampling = SamplingParams(
+            temperature=0.0, max_tokens=length, ignore_eos=True, detokenize=False
+        )
+        before = self._draft_totals()
+        _outputs(self._llm, [prompt], sampling)
+        return self._draft_totals() - before
+
+    def _draft_totals(self) -> DraftCounts:
+        metrics = self._llm.get_metrics()
+        return draft_counts({metric.name: getattr(metric, "value", 0) for metric in metrics})
+
+
+def _outputs(
+    llm: "LLM", prompts: Sequence[TokenIds], sampling: "SamplingParams | list[SamplingParams]"
+) -> "list[RequestOutput]":
+    """Return the engine's outputs for prompts of token ids."""
+    tokens = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+    outputs: list[RequestOutput] = llm.generate(tokens, sampling, use_tqdm=False)
+    return outputs
+
+
+def run_canaries(
+    llm: "LLM", request: SessionRequest, on_progress: OnProgress
+) -> tuple[Canary, ...]:
+    """Continue each text of `request.canaries` greedily by `CANARY_TOKENS` tokens, or by as many as
+    the longest sequence allows.
+
+    The engine does not stop at the end of the sequence. The place of the end is recorded, and the
+    tokens after it still show whether the numbers stay finite.
+    """
+    from vllm import SamplingParams
+
+    on_progress("canaries", 0, len(request.canaries))
+    tokenizer = llm.get_tokenizer()
+    prompts = [tokenizer(text)["input_ids"] for text in request.canaries]
+    longest = llm.llm_engine.model_config.max_model_len
+    lengths = [max(1, min(CANARY_TOKENS, longest - len(prompt))) for prompt in prompts]
+    samplings = [
+        SamplingParams(
+            temperature=0.0, max_tokens=length, ignore_eos=True, logprobs=0, seed=request.seed
+        )
+        for length in lengths
+    ]
+    outputs = _outputs(llm, prompts, samplings)
+    on_progress("canaries", len(outputs), len(outputs))
+    # The tokens at which vLLM would stop: the tokenizer's own and those of generation_config.json.
+    stops = llm.llm_engine.model_config.try_get_generation_config().get("eos_token_id")
+    ends = {tokenizer.eos_token_id, *(stops if isinstance(stops, list) else [stops])}
+    return tuple(
+        _canary(text, output.outputs[0], ends, tokenizer)
+        for text, output in zip(request.canaries, outputs, strict=True)
+    )
+
+
+def _canary(
+    prompt: str, output: "CompletionOutput", ends: Set[int | None], tokenizer: "TokenizerLike"
+) -> Canary:
+    """Return the continuation up to the first end of the sequence."""
+    tokens = list(output.token_ids)
+    ended = next((number for number, token in enumerate(tokens) if token in ends), None)
+    chosen = [
+        entry[token].logprob for entry, token in zip(output.logprobs or (), tokens, strict=True)
+    ]
+    text = output.text
+    finish_reason = str(output.finish_reason)
+    if ended is not None:
+        text = tokenizer.decode(tokens[:ended], skip_special_tokens=True)
+        finish_reason = "stop"
+    return Canary(
+        prompt=prompt,
+        text=text,
+        tokens=len(tokens),
+        finish_reason=finish_reason,
+        ended_after=ended,
+        non_finite=sum(not math.isfinite(value) for value in chosen),
+    )
+
+
+def write_logprobs(
+    llm: "LLM", prompts: Sequence[TokenIds], file: Path, on_progress: OnProgress
+) -> None:
+    """Write the log-probabilities of the whole vocabulary at every position but the last of each
+    prompt.
+
+    `file` becomes a safetensors file with a float32 tensor (len(prompt) - 1, vocabulary) for each
+    prompt, named `prompt.0`, `prompt.1`, ... One prompt is asked at a time, because vLLM returns
+    Python lists with some 100 bytes for each number.
+    """
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(
+        temperature=0.0, max_tokens=1, prompt_logprobs=-1, flat_logprobs=True, detokenize=False
+    )
+    tensors: dict[str, torch.Tensor] = {}
+    for number, prompt in enumerate(prompts):
+        on_progress("logprobs", number, len(prompts))
+        (output,) = _outputs(llm, [prompt], sampling)
+        tensors[f"prompt.{number}"] = dense(output.prompt_logprobs)
+    with atomic_path(file) as temporary:
+        save_file(tensors, temporary)
+    on_progress("logprobs", len(prompts), len(prompts))
+
+
+def dense(flat: "FlatLogprobs") -> torch.Tensor:
+    """Convert vLLM's flat lists to a matrix (positions, vocabulary) without the first position,
+    which has no log-probabilities.
+
+    At each position, vLLM lists the prompt's token and then the whole vocabulary, best first.
+    """
+    rows = []
+    for start, end in zip(flat.start_indices[1:], flat.end_indices[1:], strict=True):
+        # An array reads a list some ten times as fast as torch: a position has the whole
+        # vocabulary.
+        tokens = torch.frombuffer(array("q", flat.token_ids[start:end]), dtype=torch.int64)
+        values = torch.frombuffer(array("f", flat.logprobs[start:end]), dtype=torch.float32)
+        row = torch.full((int(tokens.max()) + 1,), float("-inf"))
+        rows.append(row.scatter_(0, tokens, values))
+    return torch.stack(rows)

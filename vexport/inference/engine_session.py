@@ -1,0 +1,89 @@
+"""Start vLLM on one model in a worker process, and ask it everything in one engine start."""
+
+import json
+import logging
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from vexport.engine.messages import SessionRequest, SessionResult
+from vexport.engine.process import explain
+from vexport.engine.session import EAGER, EngineFault, Worker, session_error
+from vexport.errors import InputError
+from vexport.records import OnProgress
+
+LOG = logging.getLogger(__name__)
+WORKER = "vexport.inference.engine_worker"
+_QUANTIZING = ("quantization", "quantization_config")
+"""Arguments of vLLM that quantize a model while it is loaded."""
+# vLLM's messages if such an argument names layers that are quantized already, which few methods
+# allow: resolve_quant_method in vllm/model_executor/layers/quantization/base_config.py.
+_REQUANTIZES = re.compile(
+    r"dequantize_weight|dequantization is only supported|re-?quantiz", re.IGNORECASE
+)
+
+
+def run_session(
+    request: SessionRequest,
+    *,
+    log: Path,
+    timeout: float,
+    vllm_python: Path | None = None,
+    on_progress: OnProgress,
+) -> SessionResult:
+    """Start vLLM on `request.checkpoint` and ask everything in the request.
+
+    The worker's output goes to `log`. `vllm_python` is another interpreter that has vLLM. If vLLM
+    refuses the checkpoint, the result has a `failure` of kind "refused". When this function returns
+    or raises, all processes of the session have ended.
+
+    Raises:
+        EngineFault: any other failure: vLLM is missing, has no kernel for this platform, crashed,
+            ran out of memory, or took more than `timeout` seconds.
+        InputError: a task cannot be used.
+    """
+    where = f"vLLM on {request.checkpoint}"
+    python = vllm_python or sys.executable
+    LOG.debug("%s by %s: %s, log %s", where, python, dict(request.arguments), log)
+    is_eager = request.arguments.get("enforce_eager", request.enforce_eager)
+    result = Worker(
+        module=WORKER,
+        request=request,
+        kind=SessionResult,
+        where=where,
+        log=log,
+        timeout=timeout,
+        vllm_python=vllm_python,
+        # Without these variables, vLLM compiles parts of its sampler even in eager mode. That takes
+        # 4 s at the first prompt and needs a compiler.
+        environment=EAGER if is_eager else {},
+    ).run(on_progress)
+    return _accept(result, request, where, log)
+
+
+def _accept(result: SessionResult, request: SessionRequest, where: str, log: Path) -> SessionResult:
+    """Return the result, or raise if the session failed and the checkpoint is not at fault."""
+    if result.problem is not None:
+        raise session_error(result.problem)
+    if result.failure is None:
+        return result
+    failure = explain(result.failure, log, platform=result.platform)
+    if failure.kind != "refused":
+        raise EngineFault(where, failure, log)
+    quantizing = [f"--engine-arg {name}" for name in _QUANTIZING if name in request.arguments]
+    if quantizing and _REQUANTIZES.search(failure.message):
+        raise InputError(
+            ", ".join(quantizing),
+            got=f"layers that are quantized already: {failure.message}",
+            need="layers whose stored weights this vLLM can quantize again",
+            fix="remove it, or name only unquantized layers in its targets",
+        )
+    given = [
+        f"{name} {json.dumps(value)}"
+        for name, value in request.arguments.items()
+        if name != "enforce_eager"
+    ]
+    # The arguments may be the cause of the refusal.
+    cause = f" (served with {', '.join(given)})" if given else ""
+    return replace(result, failure=replace(failure, message=failure.message + cause))

@@ -1,0 +1,56 @@
+"""`python -m vexport.inference.engine_worker REQUEST.json RESULT.json`: ask an engine of vLLM.
+
+Runs in any environment that has vLLM (`--vllm-python`). lm-eval is needed for tasks alone.
+"""
+
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Never
+
+from vexport.engine import worker
+from vexport.engine.messages import SessionRequest, SessionResult
+from vexport.records import OnProgress
+from vexport.scenario.serve import EngineArguments
+
+if TYPE_CHECKING:
+    from vllm import LLM
+
+
+def ask_engine(
+    arguments: EngineArguments,
+    llm: "LLM",
+    request: SessionRequest,
+    result: SessionResult,
+    on_progress: OnProgress,
+) -> SessionResult:
+    """Ask an engine that was built with `arguments`, and return `result` with the answers."""
+    from vexport.inference.drafts import count_drafts
+    from vexport.inference.engine_model import EngineModel, run_canaries, write_logprobs
+    from vexport.inference.kept_answers import KeptAnswers
+    from vexport.inference.text_scores import write_text_scores
+
+    model = EngineModel(llm, KeptAnswers(None), on_progress)
+    if request.canaries:
+        result = replace(result, canaries=run_canaries(llm, request, on_progress))
+    if request.logprob_prompts and request.logprobs_file is not None:
+        write_logprobs(llm, request.logprob_prompts, request.logprobs_file, on_progress)
+        result = replace(result, logprobs_file=request.logprobs_file)
+    if request.text and request.text_file is not None:
+        write_text_scores(model, request.text, request.text_file)
+        result = replace(result, text_file=request.text_file)
+    if request.drafted:
+        result = replace(result, drafts=count_drafts(model, request.drafted))
+    if request.tasks:
+        from vexport.inference.lm_eval_runner import run_tasks
+
+        run_tasks(arguments, llm, request, on_progress)
+    return result
+
+
+def main(arguments: list[str]) -> Never:
+    """Read the request, start the engine, ask it, and write the result."""
+    worker.main(arguments, ask_engine)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,178 @@
+"""The interface of a model in a worker process: an engine of vLLM, or a model behind a server.
+
+Both answer the same questions: prompts of token ids to continue or to score (`Model.answers`),
+which lm-eval asks through the methods that `vllm.LLM` has too; rows of a text (`score_rows`);
+and prompts to continue by speculative decoding (`count_draft`).
+"""
+
+import hashlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+from vexport.inference.kept_answers import KeptAnswers, finished_text
+from vexport.records import DraftCounts, Json, OnProgress
+
+_PROGRESS_STEPS = 100
+Parameters = object
+"""Sampling of a prompt: vLLM's SamplingParams, or a server's parameters by their names."""
+TokenIds = Sequence[int]
+Place = Mapping[int, float]
+"""Log-probabilities at one place of a text, by token id: of the text's token, which comes first,
+and of the likeliest tokens.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Question:
+    """A prompt to continue with `parameters`.
+
+    Without `parameters`, the log-probability of the tokens from `context` on is the answer.
+    """
+
+    prompt: TokenIds
+    context: int = 0
+    parameters: Parameters = None
+
+
+class Model(ABC):
+    """A model that can be asked, with the part of `vllm.LLM` that lm-eval's model class uses.
+
+    `on_progress` receives the name of the current step and the numbers of answered and all
+    prompts.
+    """
+
+    llm_engine: object
+
+    def __init__(self, kept: KeptAnswers, on_progress: OnProgress) -> None:
+        self.kept = kept
+        self.on_progress = on_progress
+        self._round = 0
+        self._stage = ""
+        self._done = 0
+        self._total = 0
+
+    @abstractmethod
+    def ask(self, questions: Mapping[str, Question]) -> None:
+        """Ask all questions and store the answers in `self.kept` under the questions' keys.
+
+        An answer is what `kept_text` returns for a continuation, and a pair for a score: the
+        log-likelihood, and whether each token was the likeliest.
+        """
+
+    @abstractmethod
+    def score_rows(self, rows: Sequence[TokenIds]) -> Iterator[Sequence[Place]]:
+        """Yield the log-probabilities at all places of each row but the first."""
+
+    @abstractmethod
+    def count_draft(self, prompt: TokenIds) -> DraftCounts:
+        """Continue a prompt greedily by `DRAFT_TOKENS` tokens, and count its drafts.
+
+        The model does not stop at the end of the sequence, so that each prompt has the same number
+        of tokens.
+        """
+
+    def require_scores(self) -> None:  # noqa: B027 - an engine has them
+        """Raise InputError unless the model gives log-probabilities of prompts."""
+
+    def expect(self, stage: str, prompts: int) -> None:
+        """Begin a step with this number of prompts."""
+        self._stage = stage
+        self._done = 0
+        self._total = prompts
+        self.on_progress(stage, 0, prompts)
+
+    def count(self, finished: int) -> None:
+        """Count answered prompts, and report progress at each percent."""
+        before = self._done
+        self._done = min(self._total, before + finished)
+        percent_before = before * _PROGRESS_STEPS // self._total
+        percent = self._done * _PROGRESS_STEPS // self._total
+        if percent_before < percent:
+            self.on_progress(self._stage, self._done, self._total)
+
+    def ask_again(self) -> None:
+        """Ignore the kept answers from now on."""
+        self._round += 1
+
+    def generate(
+        self,
+        prompts: Sequence[Mapping[str, list[int]]],
+        sampling_params: Sequence[Parameters],
+        use_tqdm: bool,
+        lora_request: None,
+    ) -> list[SimpleNamespace]:
+        """Continue prompts, as `vllm.LLM` does."""
+        questions = [
+            Question(prompt=prompt["prompt_token_ids"], parameters=parameters)
+            for prompt, parameters in zip(prompts, sampling_params, strict=True)
+        ]
+        texts = map(finished_text, self.answers(questions))
+        return [SimpleNamespace(outputs=[SimpleNamespace(text=text)]) for text in texts]
+
+    def score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
+        """Return the log-likelihood of each continuation after its context, and whether each token
+        of it was the likeliest.
+        """
+        questions = [
+            Question(prompt=context + continuation, context=len(context))
+            for context, continuation in pairs
+        ]
+        scores: list[tuple[float, bool]] = []
+        for answer in self.answers(questions):
+            assert isinstance(answer, list)
+            log_likelihood, is_greedy = answer
+            assert isinstance(log_likelihood, float | int)
+            assert isinstance(is_greedy, bool)
+            scores.append((log_likelihood, is_greedy))
+        return scores
+
+    def answers(self, questions: Sequence[Question]) -> Iterator[Json]:
+        """Return the answers in order. Questions without a kept answer are asked, the longest
+        first, as lm-eval does.
+        """
+        keys = [self._key(number, question) for number, question in enumerate(questions)]
+        by_key = dict(zip(keys, questions, strict=True))
+        left = [key for key in by_key if key not in self.kept]
+        left.sort(key=lambda key: -len(by_key[key].prompt))
+        # For the worker's log.
+        print(f"{len(keys) - len(left)} of {len(keys)} answers are kept", flush=True)
+        self.count(len(keys) - len(left))
+        if left:
+            self.ask({key: by_key[key] for key in left})
+        return (self.kept[key] for key in keys)
+
+    def _key(self, number: int, question: Question) -> str:
+        """Return the key of a question's answer: equal for equal prompts and parameters."""
+        given = _as_mapping(question.parameters)
+        # With sampling, equal prompts have different answers.
+        sampled = number if given.get("temperature") else None
+        parts = (
+            self._round,
+            list(question.prompt),
+            question.context,
+            sorted(given.items()),
+            sampled,
+        )
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
+
+
+def _as_mapping(parameters: Parameters) -> Mapping[str, object]:
+    """Return sampling parameters by their names; vLLM's SamplingParams are a msgspec struct."""
+    if isinstance(parameters, dict):
+        return parameters
+    names = getattr(parameters, "__struct_fields__", ())
+    return {name: getattr(parameters, name) for name in names}
+
+
+@contextmanager
+def replaced(owner: object, name: str, value: object) -> Iterator[None]:
+    """Let `owner.name` be `value` inside the block."""
+    original = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
