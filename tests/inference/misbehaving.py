@@ -38,6 +38,7 @@ class AddingServer(ThreadingHTTPServer):
         self.others = self.running = 0
         self.faults: deque[Fault] = deque()
         self.after: int | None = None
+        self.dies_after: int | None = None
         self.headers: list[str | None] = []
         self.lock = threading.Lock()
 
@@ -67,12 +68,20 @@ class AddingServer(ThreadingHTTPServer):
             return 500
         return self.faults.popleft() if self.faults else None
 
+    @property
+    def is_dead(self) -> bool:
+        """Return whether the server has answered `dies_after` completions."""
+        return self.dies_after is not None and len(self.answered) >= self.dies_after
+
 
 class _Handler(BaseHTTPRequestHandler):
     server: AddingServer
     protocol_version = "HTTP/1.1"
 
     def do_GET(self) -> None:
+        if self.server.is_dead:
+            self.close_connection = True
+            return
         if self.path == "/version" and self.server.version:
             self._send({"version": self.server.version})
         elif self.path == "/v1/models":
@@ -87,7 +96,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with self.server.lock:
             self.server.headers.append(self.headers["Authorization"])
-            fault = self.server.fault()
+            fault = "closed" if self.server.is_dead else self.server.fault()
             if fault is None:
                 self.server.answered.append(body["prompt"])
         text = str(sum(body["prompt"]))

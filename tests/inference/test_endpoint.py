@@ -67,6 +67,17 @@ def test_a_server_that_stays_away_costs_no_answer(server: AddingServer, tmp_path
     assert len(server.answered) == asked + 10
 
 
+def test_answers_of_a_dead_server_are_kept(server: AddingServer, tmp_path: Path) -> None:
+    server.dies_after = 21
+    with pytest.raises(EnvironmentFault, match="no answer.*only the rest is asked"):
+        ask(endpoint(server, retry=0.5), tmp_path / "kept")
+    assert len((tmp_path / "kept").read_text().splitlines()) == len(server.answered) == 21
+    server.dies_after = None
+    assert ask(endpoint(server), tmp_path / "kept") == [str(sum(prompt)) for prompt in PROMPTS]
+    first, later = server.answered[:21], server.answered[21:]
+    assert not [prompt for prompt in later if prompt in first]
+
+
 def test_finish_reason_is_kept(server: AddingServer) -> None:
     answer = Server(endpoint(server)).generate([3, 4], {"max_tokens": 4})
     assert (answer.text, answer.finish_reason) == ("7", "stop")

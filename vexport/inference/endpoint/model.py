@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import fields
 from types import SimpleNamespace
 
@@ -76,7 +76,7 @@ class EndpointModel(Model):
                     self._keep(fresh)
             self._keep(fresh)
         except UnreachableError:
-            self.kept.add(fresh)
+            self.kept.add({**fresh, **_finished(futures, self.kept)})
             raise
         finally:
             if not all(future.done() for future in futures):
@@ -147,6 +147,19 @@ class EndpointModel(Model):
         )
         after = _counters_after_answer(self.server, before)
         return draft_counts(after, "_total") - draft_counts(before, "_total")
+
+
+def _finished(futures: Mapping[Future[Json], str], kept: KeptAnswers) -> dict[str, Json]:
+    """Return the answers that have come and are not kept yet, by their keys."""
+    return {
+        key: future.result()
+        for future, key in futures.items()
+        if key not in kept and _has_result(future)
+    }
+
+
+def _has_result(future: Future[Json]) -> bool:
+    return future.done() and not future.cancelled() and future.exception() is None
 
 
 def _counters_after_answer(server: Server, before: Mapping[str, float]) -> dict[str, float]:
