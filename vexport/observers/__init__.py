@@ -1,6 +1,6 @@
-"""Observers: from tensors seen to scale, zero point and global scale.
+"""Observers: compute scale, zero point and global scale from observed tensors.
 
-Adding an observer is one new file here and one entry in `vexport.records.observer_names`.
+To add an observer, add a file to this package and an entry to `vexport.records.observer_names`.
 """
 
 from collections.abc import Mapping
@@ -59,7 +59,7 @@ __all__ = [
     "lerp",
     "load_observer",
 ]
-# The strategies of scales that fused layers share.
+# Strategies with scales that fused layers share.
 SHARING = ("tensor_group", "tensor")
 
 
@@ -72,16 +72,17 @@ OBSERVERS: Mapping[str, type[Observer]] = {
 def load_observer(
     name: str, base_name: str, args: ObserverArgs, keywords: Mapping[str, OptionValue] | None = None
 ) -> Observer:
-    """The observer of that name for a tensor kind; ValueError lists the names."""
+    """Return a new observer by name; ValueError, with the known names, if it is unknown."""
     return Observer.of_name(name).made(base_name, args, keywords or {})
 
 
 def fuse_weight_observers(model: torch.nn.Module) -> None:
-    """Fuse the `weight_observer`s of layers that vLLM runs as one, see `Observer.fuse`.
+    """Fuse the `weight_observer`s of layers that vLLM runs as one (see `Observer.fuse`).
 
-    What vLLM fuses is known by the model's class; of a part of a model, or a class that vLLM does
-    not have, what nearly all of its classes fuse is assumed. Raises ValueError where only some of
-    the layers that share a scale have an observer, or have another strategy.
+    The class of the model determines which layers vLLM fuses. If vLLM does not have this class, for
+    example for a part of a model, the layers that nearly all classes fuse are assumed. Raises
+    ValueError if only some of the layers that share a scale have an observer, or if their
+    strategies differ.
     """
     modules = {
         name: module
@@ -106,7 +107,7 @@ def fuse_weight_observers(model: torch.nn.Module) -> None:
 
 
 def architecture_of(model: torch.nn.Module) -> Architecture:
-    """The entry of a model's class in the table, else what nearly all classes fuse."""
+    """Return the table entry of a model's class, or an entry with the usual fused layers."""
     to_dict = getattr(getattr(model, "config", None), "to_dict", dict)
     config: dict[str, Any] = to_dict()
     for name in (*(config.get("architectures") or ()), type(model).__name__):

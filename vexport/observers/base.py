@@ -1,4 +1,4 @@
-"""The observer: it sees tensors, keeps a range and answers with quantization parameters."""
+"""Base class of observers, which collect statistics and compute quantization parameters."""
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -47,8 +47,10 @@ ObserverT = TypeVar("ObserverT", bound="Observer")
 
 
 class QParamsDict(TypedDict):
-    """Scale (float32, per group), zero point (int32, same shape), global scale (float32 (1,) or
-    None).
+    """Quantization parameters of an observed tensor.
+
+    `scale` is float32 with a value per group, and `zero_point` is int32 with the same shape.
+    `global_scale` is float32 with shape (1,), or None if the strategy has no global scale.
     """
 
     scale: torch.Tensor
@@ -58,52 +60,56 @@ class QParamsDict(TypedDict):
 
 @dataclass(slots=True)
 class Fused:
-    """What fused observers share: the extremes that each of them saw, by seat, and the reduced
-    global scale.
+    """State that fused observers share.
 
-    The observers are weak references, so that their weights can be freed.
+    `extremes` maps the seat of each observer to the extremes that it has observed. `members` holds
+    weak references to the observers, so that their weights can be freed.
     """
 
     extremes: dict[int, Range | None]
     members: "list[weakref.ref[Observer]]" = field(default_factory=list)
-    # The factor by which the global scale is reduced from that of the largest value.
+    # Factor that reduces the global scale computed from the largest value.
     factor: float = 1.0
     is_fitted: bool = False
 
 
 class Observer(InternalModule, RegistryMixin):
-    """Base of all observers.
+    """Base class of all observers.
 
-    `base_name` says what is observed ("weight", "input", "output", "q", "k", "v"); `args` are the
-    quantization arguments, of vexport or of compressed-tensors. Keywords come from
-    `args.observer_kwargs` and `observer_kwargs`, the latter win. Raises ValueError for what is
-    unknown. After an observation `scale, zero_point = observer(value)` works, too.
+    `base_name` names the observed tensor ("weight", "input", "output", "q", "k" or "v"). `args` are
+    the quantization arguments of vexport or of compressed-tensors. Keywords come from
+    `args.observer_kwargs` and `observer_kwargs`; the latter take precedence. Raises ValueError for
+    an unknown name, strategy or keyword. `scale, zero_point = observer(value)` also works.
 
-    A subclass says what range it makes of an observation (`find_range`) and how that is combined
-    with what was seen before (`combine`). A weight is not combined: only the last one counts. One
-    that overrides `update_statistics_from_observed`, as llm-compressor's do, keeps `min_vals` and
-    `max_vals` itself; without `defaults` of its own it takes any keyword and finds it in
-    `self.args.observer_kwargs`. A subclass written for llm-compressor's older documents overrides
-    `calculate_qparams` or another method that returns scales (`vexport.observers.older`). Overrides
-    that nothing would call are a ValueError.
+    A subclass overrides `find_range`, which returns the range of an observation, and `combine`,
+    which merges this range with the earlier range. The ranges of weights are not combined: the last
+    observation replaces the earlier ones.
 
-    `Observer(quantization_args=args)` is the constructor of those documents: the observer is one of
-    a weight, averages if its class does, and `get_qparams()` returns scale and zero point.
+    A subclass may override `update_statistics_from_observed`, as in llm-compressor. Such a subclass
+    sets `min_vals` and `max_vals` itself. Unless it defines `defaults`, it accepts any keyword and
+    finds the keywords in `self.args.observer_kwargs`. A subclass written for llm-compressor's older
+    documentation overrides `calculate_qparams` or another method that returns scales (see
+    `vexport.observers.older`). Raises ValueError if a subclass overrides a method that is never
+    called.
 
-    The scales of a weight that has many are found when qparams are asked, a tile at a time, so that
-    of large weights nothing but these is in memory, and those of NVFP4 are relative to the global
-    scale that `fuse` shares. Until then the observer refers to the weight.
+    `Observer(quantization_args=args)` is the constructor of the older documentation. It makes an
+    observer of a weight that averages if its class does. Its `get_qparams()` returns a scale and a
+    zero point.
+
+    If a weight has many scales, they are computed only when quantization parameters are requested,
+    tile by tile. This limits the memory for large weights. NVFP4 scales are relative to the global
+    scale that `fuse` shares. Until the scales are computed, the observer holds a reference to the
+    weight.
     """
 
-    # Shape qparam_shape, absent until something is observed; subclasses may set them, as
-    # llm-compressor's do.
+    # Both have shape qparam_shape and are unset until a tensor is observed. Subclasses may set
+    # them, as in llm-compressor.
     min_vals: torch.Tensor
     max_vals: torch.Tensor
     registry_name: ClassVar[str] = ""
     aliases: ClassVar[tuple[str, ...]] = ()
     defaults: ClassVar[Options] = Options()
-    # How statistics of activations are reduced over ranks; None where each observation stands for
-    # itself.
+    # How ranks reduce the statistics of activations, or None if every observation is independent.
     reduction: ClassVar[Reduction | None] = None
 
     def __init__(
@@ -114,19 +120,18 @@ class Observer(InternalModule, RegistryMixin):
         quantization_args: ObserverArgs | None = None,
         **observer_kwargs: OptionValue,
     ) -> None:
-        # `made` sets the base name of a class whose own constructor, an older one, does not take
-        # it.
+        # `made` presets the base name if the class's constructor has no `base_name` parameter.
         preset = vars(self).get("base_name")
         super().__init__()
         name, arguments = self._constructor_arguments(base_name, args, quantization_args)
-        # Averages over observations of a weight, and returns pairs, as the older documents say.
+        # As in the older documentation: average over observations of a weight, and return pairs.
         self._is_older = name is None
         self.base_name: str = name or preset or WEIGHT
-        layout_of(self.base_name, arguments)  # refuses a pair without meaning
+        layout_of(self.base_name, arguments)  # raises ValueError for an unsupported pair
         older.require_used_overrides(type(self))
         self.args = self.quantization_args = with_keywords(arguments, observer_kwargs)
         self._overrides = older.older_overrides(type(self))
-        # Ranges by tensor id that `calculate_updated_min_max` has seen.
+        # Ranges that `calculate_updated_min_max` has returned, by tensor id.
         self.min_val: dict[Hashable, torch.Tensor] = {}
         self.max_val: dict[Hashable, torch.Tensor] = {}
         self.tokens = 0
@@ -137,18 +142,17 @@ class Observer(InternalModule, RegistryMixin):
         self.configure(self._keywords())
 
     def _forget(self) -> None:
-        """Drop the last observation."""
+        """Forget the last observation."""
         self._weight: Tiles | None = None
-        # The order of the weight's columns by group, if a map of columns to groups was given.
+        # Order that sorts the weight's columns by group, if `g_idx` was given.
         self._order: torch.Tensor | None = None
-        # The extremes of an NVFP4 weight, or those that have the global scale of an older method.
+        # Extremes of an NVFP4 weight, or extremes derived from the global scale of an older method.
         self._ends: Range | None = None
         self._global_scale: torch.Tensor | None = None
-        # The tensor, and its map of columns to groups, whose scales an older method computes; the
-        # scales.
+        # Tensor (and its `g_idx`) for an older method that computes scales, and these scales.
         self._seen: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self._pair: Pair | None = None
-        # Whether the scales come from a subclass's own `forward`.
+        # Whether the scales come from the `forward` of a subclass.
         self._is_by_forward = False
         if self._has_range:
             del self.min_vals, self.max_vals
@@ -159,7 +163,7 @@ class Observer(InternalModule, RegistryMixin):
         args: ObserverArgs | None,
         quantization_args: ObserverArgs | None,
     ) -> tuple[str | None, ObserverArgs]:
-        """The base name, None in a call of the older generation, and the quantization arguments."""
+        """Return base name and quantization arguments; the name is None in an older call."""
         name = base_name if isinstance(base_name, str) else None
         first = None if isinstance(base_name, str) else base_name
         given = [each for each in (first, args, quantization_args) if each is not None]
@@ -172,8 +176,10 @@ class Observer(InternalModule, RegistryMixin):
         return (WEIGHT if name is None and args is not None else name), given[0]
 
     def _keywords(self) -> dict[str, OptionValue]:
-        """The keywords to read. A class with a constructor of its own has read the unknown
-        keywords.
+        """Return the keywords that `configure` reads.
+
+        If the class has a custom constructor, that constructor has already read the unknown
+        keywords, so they are left out.
         """
         keywords = dict(self.args.observer_kwargs or {})
         if older.is_overridden(type(self), "__init__"):
@@ -184,7 +190,7 @@ class Observer(InternalModule, RegistryMixin):
 
     @classmethod
     def made(cls, base_name: str, args: ObserverArgs, keywords: Mapping[str, OptionValue]) -> Self:
-        """A new observer, also of a class whose constructor takes `quantization_args` alone."""
+        """Return a new observer, even if its constructor takes only `quantization_args`."""
         if not older.is_older_constructor(cls):
             return cls(base_name, args, **keywords)  # type: ignore[arg-type]
         observer = cls.__new__(cls)
@@ -209,9 +215,9 @@ class Observer(InternalModule, RegistryMixin):
         quantization_args: ObserverArgs | None = None,
         **observer_kwargs: OptionValue,
     ) -> Self:
-        """A new observer by its name; `quantization_args` is what `args` were called before.
+        """Return a new observer by name; `quantization_args` is the older name of `args`.
 
-        ValueError lists the names.
+        Raises ValueError, with a list of the known names, if `name` is unknown.
         """
         arguments = args or quantization_args
         if arguments is None:
@@ -227,10 +233,10 @@ class Observer(InternalModule, RegistryMixin):
     def register(
         cls, name: str | None = None, alias: str | Sequence[str] | None = None
     ) -> Callable[[type[ObserverT]], type[ObserverT]]:
-        """A decorator that gives a class a name, its own if none is given, and aliases.
+        """Return a decorator that registers a class under a name and aliases.
 
-        ValueError if another class has one of them, or if the class overrides a method that nothing
-        calls.
+        The default name is the class name. Raises ValueError if another class has the same name or
+        alias, or if the class overrides a method that is never called.
         """
 
         def decorate(kind: type[ObserverT]) -> type[ObserverT]:
@@ -255,27 +261,30 @@ class Observer(InternalModule, RegistryMixin):
         name: str | None = None,
         alias: str | Sequence[str] | None = None,
     ) -> None:
-        """Give a class a name and aliases, as `register` does."""
+        """Register a class under a name and aliases, as `register` does."""
         cls.register(name, alias)(value)
 
     @classmethod
     def registered_names(cls) -> list[str]:
-        """The names of all observers, without aliases."""
+        """Return the names of all observers, without aliases."""
         return list(dict.fromkeys(kind.registry_name for kind in cls.named()))
 
     @classmethod
     def registered_aliases(cls) -> list[str]:
-        """The further names of all observers."""
+        """Return the aliases of all observers."""
         return list(dict.fromkeys(alias for kind in cls.named() for alias in kind.aliases))
 
     @classmethod
     def get_value_from_registry(cls, name: str) -> type[Self]:
-        """The class of a name, as `of_name`."""
+        """Return the class with this name, as `of_name` does."""
         return cls.of_name(name)
 
     @classmethod
     def of_name(cls, name: str) -> type[Self]:
-        """The class of a registry name, an alias or package.module:Class; ValueError for none."""
+        """Return the class for a registry name, an alias or package.module:Class.
+
+        Raises ValueError if there is no such class.
+        """
         if CLASS_SEPARATOR in name:
             return cls._imported(name)
         known = cls.by_name()
@@ -289,7 +298,7 @@ class Observer(InternalModule, RegistryMixin):
 
     @classmethod
     def by_name(cls) -> "dict[str, type[Self]]":
-        """Every class by its folded registry name and aliases."""
+        """Return all classes by their folded registry names and aliases."""
         return {
             folded(name): kind
             for kind in cls.named()
@@ -298,7 +307,7 @@ class Observer(InternalModule, RegistryMixin):
 
     @classmethod
     def named(cls) -> "Iterator[type[Self]]":
-        """Every subclass that has its own registry name."""
+        """Yield all subclasses that define `registry_name` themselves."""
         for kind in cls.__subclasses__():
             if "registry_name" in vars(kind):
                 yield kind
@@ -322,18 +331,18 @@ class Observer(InternalModule, RegistryMixin):
         return kind
 
     def configure(self, keywords: dict[str, OptionValue]) -> None:
-        """Read the keywords; a subclass with more of them overrides this."""
+        """Read the keywords. A subclass with additional keywords overrides this method."""
         takes_any = self._keeps_statistics or bool(self._overrides)
         if not takes_any or "defaults" in vars(type(self)):
             self.read(self.defaults, keywords)
 
     def read(self, defaults: OptionsT, keywords: dict[str, OptionValue]) -> OptionsT:
-        """The keywords over `defaults`; ValueError names this observer."""
+        """Return `defaults` updated with the keywords; a ValueError names this observer."""
         return read_options(defaults, keywords, f"observer {self.registry_name}")
 
     @property
     def has_statistics(self) -> bool:
-        """True when something was observed."""
+        """True if at least one tensor was observed."""
         return self._weight is not None or self._seen is not None or self._has_range
 
     @property
@@ -342,7 +351,7 @@ class Observer(InternalModule, RegistryMixin):
         return "min_vals" in kept and "max_vals" in kept
 
     def __getattr__(self, name: str) -> torch.Tensor | torch.nn.Module:
-        """Find the range of a weight when `min_vals` or `max_vals` are read, and keep it."""
+        """Compute and keep the range of a weight when `min_vals` or `max_vals` is read."""
         if name in ("min_vals", "max_vals") and (
             self._weight is not None or self._seen is not None
         ):
@@ -352,12 +361,12 @@ class Observer(InternalModule, RegistryMixin):
 
     @property
     def strategy(self) -> str:
-        """The strategy of scales, by compressed-tensors' name."""
+        """Strategy of the scales, by its compressed-tensors name."""
         return strategy_of(self.args)
 
     @property
     def _keeps_statistics(self) -> bool:
-        """Return whether a subclass updates its statistics itself."""
+        """True if a subclass updates `min_vals` and `max_vals` itself."""
         return (
             type(self).update_statistics_from_observed
             is not Observer.update_statistics_from_observed
@@ -365,19 +374,17 @@ class Observer(InternalModule, RegistryMixin):
 
     @property
     def _decides_scales(self) -> bool:
-        """Return whether a subclass overrides an older method that returns scales, or their
-        range.
-        """
+        """True if a subclass overrides an older method that returns scales or their range."""
         return bool(self._overrides & {*older.SCALES})
 
     @property
     def _decides_global_scale(self) -> bool:
-        """Return whether a subclass overrides an older method that the global scale comes from."""
+        """True if a subclass overrides an older method that determines the global scale."""
         return bool(self._overrides & {*older.GLOBALS, *older.SCALES})
 
     @property
     def _finds_ranges_last(self) -> bool:
-        """True where a subclass changes the range and leaves the scales to the class above it."""
+        """True if a subclass overrides the range but inherits the computation of scales."""
         order = type(self).__mro__
         find, scale = (
             next(place for place, kind in enumerate(order) if name in vars(kind))
@@ -404,7 +411,7 @@ class Observer(InternalModule, RegistryMixin):
         global_scale: torch.Tensor | None = None,
         should_calculate_gparam: bool = False,
     ) -> "Observer | Pair | torch.Tensor":
-        """Observe a tensor, see `forward`; scales that a subclass's `forward` returns are kept."""
+        """Observe a tensor with `forward`. If a subclass's `forward` returns scales, keep them."""
         given = {"g_idx": g_idx, "global_scale": global_scale}
         if "forward" not in self._overrides:
             arguments = (observed, g_idx, global_scale, should_calculate_gparam)
@@ -438,9 +445,9 @@ class Observer(InternalModule, RegistryMixin):
     ) -> "Observer | Pair | torch.Tensor":
         """Observe a tensor and return the observer; an empty tensor changes nothing.
 
-        `g_idx` (columns,) maps each column to its group. With a `global_scale`, which scales are
-        relative to, scale and zero point are returned; with `should_calculate_gparam` the global
-        scale of the tensor is.
+        `g_idx` (columns,) maps each column to its group. If `global_scale` is given, return the
+        scale (relative to `global_scale`) and the zero point. If `should_calculate_gparam` is set,
+        return the global scale of the tensor.
         """
         if observed.numel():
             self.record_observed_tokens(observed)
@@ -452,7 +459,7 @@ class Observer(InternalModule, RegistryMixin):
         return self
 
     def _observe(self, observed: torch.Tensor, g_idx: torch.Tensor | None) -> None:
-        """Take in an observation, by the methods that the class overrides."""
+        """Record an observation with the methods that the class overrides."""
         if self._decides_scales or not older.is_even(g_idx, observed, self.args):
             self._observe_for_scales(observed, g_idx)
             return
@@ -461,7 +468,7 @@ class Observer(InternalModule, RegistryMixin):
             self._take_global_scale(self.get_gparam(observed))
 
     def _observe_range(self, observed: torch.Tensor, g_idx: torch.Tensor | None) -> None:
-        """Observe a tensor whose scales follow from its range."""
+        """Observe a tensor and derive its scales from its range."""
         if not self._keeps_statistics:
             self._update(self._tiles(observed, g_idx))
             return
@@ -473,15 +480,16 @@ class Observer(InternalModule, RegistryMixin):
         self._deposit()
 
     def _tiles(self, observed: torch.Tensor, g_idx: torch.Tensor | None) -> Tiles:
-        """Tiles of a tensor, with the columns of one group next to each other."""
+        """Return the tiles of a tensor, with the columns of each group next to each other."""
         self._order = older.order_of(g_idx, observed, self.args)
         ordered = observed if self._order is None else observed.index_select(-1, self._order)
         return tiles_of(ordered, self.base_name, self.args)
 
     def _observe_for_scales(self, observed: torch.Tensor, g_idx: torch.Tensor | None) -> None:
-        """Observe a tensor whose scales an older method computes.
+        """Observe a tensor with an older method that computes its scales.
 
-        Scales of a weight with a global scale are computed when that is known.
+        If the strategy has a global scale, the scales are computed later, when the global scale is
+        known.
         """
         if self.strategy == "tensor_group":
             global_scale = self.get_gparam(observed)
@@ -493,7 +501,7 @@ class Observer(InternalModule, RegistryMixin):
             self._take_pair(pair, observed, g_idx)
 
     def _begin(self, observed: torch.Tensor, g_idx: torch.Tensor | None) -> None:
-        """Begin a new observation of a weight: it replaces the last one."""
+        """Start a new observation; for a weight, drop the previous observation."""
         if self.base_name == WEIGHT:
             self._forget()
             self._seen = observed, g_idx
@@ -501,7 +509,7 @@ class Observer(InternalModule, RegistryMixin):
     def _observed_by_own_forward(
         self, observed: torch.Tensor, given: Mapping[str, torch.Tensor | None]
     ) -> "Observer | Pair | torch.Tensor":
-        """Call a subclass's `forward`, and keep the scales if it returns these."""
+        """Call the `forward` of a subclass, and keep the scales if it returns any."""
         method, own, g_idx = super().__call__, type(self).forward, given["g_idx"]
         tokens, has_global = self.tokens, self.strategy == "tensor_group"
         known = {
@@ -538,7 +546,7 @@ class Observer(InternalModule, RegistryMixin):
     def _asked(
         self, observed: torch.Tensor, g_idx: torch.Tensor | None, global_scale: torch.Tensor | None
     ) -> Pair:
-        """Scale and zero point of a tensor by the methods that the subclass overrides."""
+        """Return scale and zero point of a tensor, computed by the subclass's methods."""
         given = {"g_idx": g_idx, "global_scale": global_scale}
         name = f"observer {type(self).__name__}"
         if self._is_by_forward:
@@ -563,9 +571,9 @@ class Observer(InternalModule, RegistryMixin):
     def _pair_of(
         self, observed: torch.Tensor, g_idx: torch.Tensor | None, global_scale: torch.Tensor | None
     ) -> Pair:
-        """Scale and zero point for a subclass whose own `get_qparams` or `forward` asks for them.
+        """Return scale and zero point if a subclass's `get_qparams` or `forward` calls this class.
 
-        The subclass's method decides what is kept of a weight, so nothing of it is kept here.
+        That method decides which scales of a weight are kept, so this method keeps none.
         """
         if global_scale is None and self.strategy == "tensor_group":
             global_scale = self.get_gparam(observed)
@@ -580,7 +588,7 @@ class Observer(InternalModule, RegistryMixin):
         return self._scales_of_weight(tiles, global_scale)
 
     def _take_pair(self, pair: Pair, observed: torch.Tensor, g_idx: torch.Tensor | None) -> None:
-        """Keep scales, as numbers of the format, and the range that has them."""
+        """Keep scales, rounded to the format, and the range that they imply."""
         self._pair = self._in_our_terms(pair, observed, g_idx, None)
         self._keep(*older.implied_range(self._pair, self.args, None))
 
@@ -609,7 +617,7 @@ class Observer(InternalModule, RegistryMixin):
         )
 
     def _take_global_scale(self, global_scale: torch.Tensor) -> None:
-        """Keep the global scale of an older method and the extremes that have it."""
+        """Keep the global scale of an older method and the extremes that it implies."""
         self._global_scale = global_scale.detach().to(torch.float32).reshape(1)
         low, high = self._ends = older.range_of_global_scale(self._global_scale)
         if self.base_name == WEIGHT or self._has_range:
@@ -618,41 +626,39 @@ class Observer(InternalModule, RegistryMixin):
             self._keep(low.reshape(1), high.reshape(1))
 
     def __iter__(self) -> Iterator[torch.Tensor]:
-        """Scale and zero point, for `scale, zero_point = observer(value)`."""
+        """Yield scale and zero point, for `scale, zero_point = observer(value)`."""
         qparams = self.qparams()
         yield from (qparams["scale"], qparams["zero_point"])
 
     def __getitem__(self, place: int) -> torch.Tensor:
-        """Scale (0) or zero point (1), for `observer(value)[0]`."""
+        """Return the scale (0) or the zero point (1), for `observer(value)[0]`."""
         return tuple(self)[place]
 
     def record_observed_tokens(self, observed: torch.Tensor) -> None:
-        """Count the tokens of an activation; a weight has none."""
+        """Count the tokens of an activation. Weights have no tokens."""
         self.tokens += tokens_in(observed, self.base_name)
 
     @torch.no_grad()
     def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
-        """Update the statistics with observations of shape (num_observations, *qparam_shape,
-        group_size).
-        """
+        """Update the statistics with observations (num_observations, *qparam_shape, group_size)."""
         self._update(tiles_of_observations(observed))
 
     def prepare(self, tiles: Tiles) -> None:  # noqa: B027
-        """Prepare what else is needed to find the ranges of these observations, now or later."""
+        """Compute further data that is needed to find the ranges of these observations."""
 
     def find_range(self, tiles: Tiles) -> Range:
-        """The range to keep of one observation: float32, shape qparam_shape."""
+        """Return the range of an observation: float32, shape qparam_shape."""
         return range_of(tiles)
 
     def combine(self, old: Range, new: Range) -> Range:
-        """The range after a new observation of an activation."""
+        """Combine the ranges of earlier and new activations; by default, return the new range."""
         return new
 
     @torch.no_grad()
     def range(self) -> Range:
-        """The range that was seen: (low, high), shape qparam_shape, float32.
+        """Return the observed range (low, high): float32, shape qparam_shape.
 
-        Raises ValueError when nothing was seen.
+        Raises ValueError if nothing was observed.
         """
         if self._seen is not None and self.strategy == "tensor_group":
             global_scale = self.get_global_scale()
@@ -662,11 +668,11 @@ class Observer(InternalModule, RegistryMixin):
         return range_of(self._weight) if is_nvfp4(self.args) else self.find_range(self._weight)
 
     def extremes(self) -> Range:
-        """The smallest and the largest value seen, float32, of no dimension; not finite where one
-        is not.
+        """Return the smallest and the largest observed value: float32 without dimensions.
 
-        Of what is averaged or searched at once, those of the ranges. Raises ValueError when nothing
-        was seen.
+        They are not finite if an observed value is not finite. If ranges are averaged, or searched
+        during observation, the extremes of these ranges are returned. Raises ValueError if nothing
+        was observed.
         """
         if self._ends is not None:
             return self._ends
@@ -676,8 +682,9 @@ class Observer(InternalModule, RegistryMixin):
         return low.amin(), high.amax()
 
     def global_scale(self) -> torch.Tensor | None:
-        """The global scale that fused observers share, float32 (1,); None for strategies without
-        one.
+        """Return the global scale that fused observers share: float32 (1,).
+
+        Returns None if the strategy has no global scale.
         """
         if self.strategy != "tensor_group":
             return None
@@ -689,14 +696,15 @@ class Observer(InternalModule, RegistryMixin):
         return global_scale_of(*self._union(self._fused)) * self.factor
 
     def get_global_scale(self) -> torch.Tensor | None:
-        """The same by llm-compressor's name; `qparams` calls it, so that a subclass may override
-        it.
+        """Return `global_scale()`, under llm-compressor's name.
+
+        `qparams` calls this method, so that a subclass may override it.
         """
         return self.global_scale()
 
     @property
     def factor(self) -> float:
-        """The factor by which the global scale is reduced from that of the largest value."""
+        """Factor that reduces the global scale computed from the largest value."""
         return self._factor if self._fused is None else self._fused.factor
 
     @factor.setter
@@ -708,16 +716,16 @@ class Observer(InternalModule, RegistryMixin):
 
     @property
     def is_fitted(self) -> bool:
-        """True if `factor` was chosen for what all fused observers have seen last."""
+        """True if `factor` was chosen for the latest observations of all fused observers."""
         return self._fused is not None and self._fused.is_fitted
 
     def set_fitted(self) -> None:
-        """Keep `factor` until one of the fused observers observes again."""
+        """Keep `factor` until one of the fused observers observes another tensor."""
         if self._fused is not None:
             self._fused.is_fitted = True
 
     def fused(self) -> "list[Observer]":
-        """This observer and those that it is fused with, as far as they still exist."""
+        """Return this observer and the observers that it is fused with, if they still exist."""
         if self._fused is None:
             return [self]
         members = (reference() for reference in self._fused.members)
@@ -743,11 +751,11 @@ class Observer(InternalModule, RegistryMixin):
         g_idx: torch.Tensor | None = None,
         global_scale: torch.Tensor | None = None,
     ) -> QParamsDict | Pair:
-        """Scale, zero point and global scale of what was observed; ValueError when nothing was.
+        """Return scale, zero point and global scale of the observations.
 
-        With `observed`, in the older generation's way: observe the tensor, and return scale and
-        zero point. An observer made with `quantization_args` alone returns these without
-        `observed`, too.
+        Raises ValueError if nothing was observed. If `observed` is given (the older generation's
+        call), observe this tensor and return scale and zero point. An observer made with only
+        `quantization_args` also returns this pair without `observed`.
         """
         if observed is not None:
             if self._overrides & {"forward", "get_qparams"}:
@@ -759,7 +767,7 @@ class Observer(InternalModule, RegistryMixin):
 
     @torch.no_grad()
     def qparams(self) -> QParamsDict:
-        """Scale, zero point and global scale, whatever generation the class was written for."""
+        """Return scale, zero point and global scale, for subclasses of both generations."""
         return self.get_qparams() if self.returns_own_qparams else self._qparams()
 
     @property
@@ -777,15 +785,14 @@ class Observer(InternalModule, RegistryMixin):
     def weight_scales(
         self, tiles: Tiles, global_scale: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scale (float32) and zero point (int32) of each group of a weight, given the stored global
-        scale.
+        """Return scale (float32) and zero point (int32) of each group of a weight.
 
-        NVFP4 scales hold e4m3 values.
+        `global_scale` is the stored global scale. NVFP4 scales hold e4m3 values.
         """
         return scales_of_rows(ranges_of_rows(tiles), tiles, self.args, global_scale)
 
     def reset(self) -> None:
-        """Drop all observations, the token count and the fused observers."""
+        """Drop all observations, the token count and the fusion with other observers."""
         self._forget()
         self.min_val, self.max_val = {}, {}
         self.tokens, self._factor = 0, 1.0
@@ -795,23 +802,24 @@ class Observer(InternalModule, RegistryMixin):
         self._fused = None
 
     def attach(self, module: torch.nn.Module) -> None:  # noqa: B027
-        """Start gathering from the module what this observer needs besides the observed tensors."""
+        """Start collecting additional data from the module, if this observer needs any."""
 
     def detach(self, module: torch.nn.Module) -> None:  # noqa: B027
-        """Stop gathering; the observer keeps the statistics."""
+        """Stop collecting; the observer keeps the statistics."""
 
     def sync_activation_stats(self) -> list[distributed.Work]:
         """Reduce statistics and token counts over ranks, once, after the last observation.
 
-        Every rank must call it, also one that saw nothing. The reduction is complete when this
-        returns, so the list of works to wait for is empty. Without a process group nothing happens.
+        Every rank must call this method, even if it observed nothing. The reduction is complete
+        when the method returns, so it returns an empty list of pending works. Without a process
+        group nothing happens.
         """
         if rank_and_size()[1] > 1:
             self.reduce_over_ranks()
         return []
 
     def reduce_over_ranks(self) -> None:
-        """The reductions of `sync_activation_stats`."""
+        """Reduce statistics and token counts, for `sync_activation_stats`."""
         self.tokens = sum(gather(self.tokens))
         declared = older.declared_reductions(type(self))
         if declared is not None:
@@ -831,7 +839,7 @@ class Observer(InternalModule, RegistryMixin):
             self._keep(*(mean if reduction == "average" else extremes))
 
     def _reduce_ends(self) -> None:
-        """Take the extremes of all ranks, from which the global scale comes."""
+        """Reduce the extremes that the global scale is computed from over all ranks."""
         every_ends = [ends for ends in gather(self._ends) if ends is not None]
         if every_ends:
             lows, highs = zip(*every_ends, strict=True)
@@ -841,9 +849,7 @@ class Observer(InternalModule, RegistryMixin):
             )
 
     def _reduce_declared(self, declared: Mapping[str, object]) -> None:
-        """Reduce the attributes that a subclass declares in `_act_sync_dict`, each by its
-        operation.
-        """
+        """Reduce the attributes in a subclass's `_act_sync_dict`, each with its operation."""
         own = {**vars(self), **self._buffers}
         for name, operation in declared.items():
             local = own.get(name)
@@ -857,11 +863,12 @@ class Observer(InternalModule, RegistryMixin):
 
     @staticmethod
     def fuse(observers: "Iterable[Observer]") -> None:
-        """Share the scales that a fused parameter has only once.
+        """Share the scales that a fused parameter stores only once.
 
-        Strategy tensor_group shares the global scale of the largest value seen, strategy tensor the
-        union of the ranges; other strategies share nothing. Observers may be fused before or after
-        they observe; qparams are asked when all have observed.
+        Strategy tensor_group shares the global scale of the largest observed value. Strategy tensor
+        shares the union of the ranges. Other strategies share nothing. Observers may be fused
+        before or after they observe. Request quantization parameters only after all of them have
+        observed a tensor.
         """
         members = list(observers)
         for strategy in ("tensor_group", "tensor"):
@@ -881,8 +888,9 @@ class Observer(InternalModule, RegistryMixin):
         return self.min_vals, self.max_vals
 
     def _scales(self, global_scale: torch.Tensor | None) -> Pair:
-        """Scale (float32) and zero point (int32) of what was observed, given the stored global
-        scale.
+        """Return scale (float32) and zero point (int32) of the observations.
+
+        `global_scale` is the stored global scale.
         """
         shares_range = (
             self.strategy == "tensor" and self._fused is not None and len(self._fused.extremes) > 1
@@ -932,9 +940,7 @@ class Observer(InternalModule, RegistryMixin):
         self._deposit()
 
     def _deposit(self) -> None:
-        """Show the fused observers the extremes of what was seen; a new observation needs a new
-        factor.
-        """
+        """Record the observed extremes in the shared state, and reset outdated factors."""
         self._factor = 1.0
         if self._fused is None:
             return
@@ -946,8 +952,9 @@ class Observer(InternalModule, RegistryMixin):
 
     @staticmethod
     def _union(fused: Fused) -> Range:
-        """The extremes of all fused observers, of no dimension; ValueError if one saw nothing
-        yet.
+        """Return the extremes of all fused observers, without dimensions.
+
+        Raises ValueError if one of the observers has not observed anything yet.
         """
         observed = [extremes for extremes in fused.extremes.values() if extremes is not None]
         if len(observed) < len(fused.extremes):
@@ -958,8 +965,7 @@ class Observer(InternalModule, RegistryMixin):
         lows, highs = zip(*observed, strict=True)
         return reduce(torch.minimum, lows), reduce(torch.maximum, highs)
 
-    # The methods of the older generation, to call or to override; vexport.observers.older says what
-    # for.
+    # Methods of the older generation, to be called or overridden; see vexport.observers.older.
 
     def calculate_qparams(
         self,
@@ -968,9 +974,9 @@ class Observer(InternalModule, RegistryMixin):
         tensor_id: Hashable = None,
         global_scale: torch.Tensor | None = None,
     ) -> Pair:
-        """Scale and zero point of a tensor, which have size 1 in the dimensions `reduce_dims`.
+        """Return scale and zero point of a tensor; dimensions in `reduce_dims` have size 1.
 
-        Observations of one `tensor_id` are combined as the class combines them.
+        Observations with the same `tensor_id` are combined as the class combines them.
         """
         given = {"reduce_dims": reduce_dims, "tensor_id": tensor_id, "global_scale": global_scale}
         low, high = older.as_pair(
@@ -989,7 +995,7 @@ class Observer(InternalModule, RegistryMixin):
         tensor_id: Hashable = None,
         global_scale: torch.Tensor | None = None,
     ) -> Range:
-        """The range of a tensor, combined with the earlier ranges of the same `tensor_id`."""
+        """Return a tensor's range, combined with the earlier ranges of the same `tensor_id`."""
         new = self._new_range(observed, reduce_dims, global_scale)
         name = older.DEFAULT_ID if tensor_id is None else tensor_id
         if name in self.min_val and self.min_val[name].shape == new[0].shape:
@@ -1003,7 +1009,7 @@ class Observer(InternalModule, RegistryMixin):
         reduce_dims: tuple[int, ...] | None,
         global_scale: torch.Tensor | None,
     ) -> Range:
-        """The range of one observation alone."""
+        """Return the range of a single observation."""
         flat, shape = older.kept_and_reduced(observed, reduce_dims)
         tiles = tiles_of_observations(flat)
         self.prepare(tiles)
@@ -1011,12 +1017,12 @@ class Observer(InternalModule, RegistryMixin):
         return low.reshape(shape), high.reshape(shape)
 
     def calculate_gparam(self, observed: torch.Tensor) -> torch.Tensor:
-        """The global scale of a tensor, float32 (1,)."""
+        """Return the global scale of a tensor: float32 (1,)."""
         answer = older.called(self.calculate_updated_min_max, observed, {})
         return global_scale_of(*older.as_pair(answer, "calculate_updated_min_max"))
 
     def get_gparam(self, observed: torch.Tensor) -> torch.Tensor:
-        """The same; ValueError for a strategy without a global scale."""
+        """Return the global scale of a tensor; ValueError if the strategy has no global scale."""
         if self.strategy != "tensor_group":
             raise ValueError(f"global scale: got strategy {self.strategy}, need tensor_group")
         return self.calculate_gparam(observed)
@@ -1028,7 +1034,7 @@ class Observer(InternalModule, RegistryMixin):
         tensor_id: Hashable = None,
         global_scale: torch.Tensor | None = None,
     ) -> Pair:
-        """Scale and zero point for each index of `dim`, or of each of these dimensions."""
+        """Return scale and zero point for each index of `dim`, or of several dimensions."""
         dims = [dim] if isinstance(dim, int) else list(dim)
         kept = {each % observed.ndim for each in dims}
         reduce_dims = tuple(each for each in range(observed.ndim) if each not in kept)
@@ -1038,4 +1044,4 @@ class Observer(InternalModule, RegistryMixin):
         )
 
     def post_calculate_qparams(self) -> None:  # noqa: B027
-        """Do what a subclass wants done after scales were computed."""
+        """Run the additional steps of a subclass after scales were computed."""

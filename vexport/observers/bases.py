@@ -1,8 +1,8 @@
-"""compressed-tensors' base classes of observers, without its package, which imports transformers.
+"""Base classes of compressed-tensors' observers, without its package, which imports transformers.
 
 `match_named_modules` of compressed-tensors skips instances of `InternalModule`, so observers must
-have this base class and not a copy of it. Both files import little. Each is loaded under its real
-name, so that compressed-tensors finds it loaded and uses the same class.
+use this base class and not a copy. Both files import little. Each is loaded under its real name, so
+that compressed-tensors later finds and uses the same class.
 """
 
 import sys
@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     import torch
 
     class InternalModule(torch.nn.Module):
-        """A module that is not part of the model; configs do not target it."""
+        """Module that is not part of the model and that configs do not target."""
 
     class RegistryMixin:
-        """A class whose subclasses have names."""
+        """Class whose subclasses are registered under names."""
 
 
 PACKAGE = "compressed_tensors"

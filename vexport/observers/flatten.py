@@ -1,6 +1,6 @@
-"""Reshapes a weight, an activation or an attention state into observations of quantization groups.
+"""Reshape weights, activations and attention states into observations of quantization groups.
 
-A weight comes a tile at a time: nothing of a large one is in memory twice.
+A weight is processed tile by tile, so that a large weight is never in memory twice.
 """
 
 from collections import Counter
@@ -28,16 +28,17 @@ def flatten_for_calibration(
 ) -> torch.Tensor:
     """Reshape `value` to (num_observations, *qparam_shape, group_size).
 
-    `base_name` is "weight", "input", "output", "q", "k" or "v"; the elements of the last dimension
-    share one scale. A view where that is possible. Raises ValueError for a pair of base name and
-    strategy that has no meaning.
+    `base_name` is "weight", "input", "output", "q", "k" or "v". The elements of the last dimension
+    share a scale. The result is a view if possible. Raises ValueError if `base_name` does not
+    support the strategy.
     """
     return layout_of(base_name, args)(value, args)
 
 
 def layout_of(base_name: str, args: ObserverArgs) -> Layout:
-    """The layout of what is observed; ValueError where a name is unknown, or their pair has no
-    meaning.
+    """Return the function that flattens this kind of tensor.
+
+    Raises ValueError if the name or the strategy is unknown, or if they cannot be combined.
     """
     layout = _LAYOUTS.get((KINDS.get(base_name, base_name), strategy_of(args)))
     if layout is None:
@@ -50,7 +51,7 @@ def layout_of(base_name: str, args: ObserverArgs) -> Layout:
 
 
 def _groups(value: torch.Tensor, args: ObserverArgs) -> torch.Tensor:
-    """A weight's or an activation's groups of columns: (rows or tokens, groups, group_size)."""
+    """Split columns of a weight or activation into groups: (rows or tokens, groups, group_size)."""
     columns, size = value.shape[-1], args.group_size
     if size is None or size <= 0 or columns % size:
         raise ValueError(f"{columns} columns: got group size {size}, need a divisor of the columns")
@@ -58,8 +59,9 @@ def _groups(value: torch.Tensor, args: ObserverArgs) -> torch.Tensor:
 
 
 def blocks_of(weight: torch.Tensor, args: ObserverArgs) -> torch.Tensor:
-    """A weight's blocks (block rows, block columns, height, width), a view where all of them are
-    whole.
+    """Return a weight's blocks (block rows, block columns, height, width).
+
+    Incomplete blocks are padded with zeros. The result is a view if all blocks are complete.
     """
     assert args.block_structure is not None
     height, width = args.block_structure
@@ -77,8 +79,8 @@ _LAYOUTS: Mapping[tuple[str, str], Layout] = {
     ("weight", "tensor_group"): lambda weight, args: _groups(weight, args).unsqueeze(0),
     ("weight", "block"): lambda weight, args: blocks_of(weight, args).flatten(2).unsqueeze(0),
     ("activation", "tensor"): lambda value, _: value.reshape(-1, 1, value.shape[-1]),
-    # As in llm-compressor: a range for each position, over the batch; tokens without one are a
-    # batch of one.
+    # As in llm-compressor: a range per position, over the batch. Tokens without a batch dimension
+    # are a batch of one.
     ("activation", "token"): lambda value, _: value,
     ("activation", "group"): _groups,
     ("activation", "tensor_group"): _groups,
@@ -91,16 +93,16 @@ _LAYOUTS: Mapping[tuple[str, str], Layout] = {
 }
 
 
-# Elements of a tile: 8 MiB in float32.
+# Elements per tile: 8 MiB in float32.
 TILE_ELEMENTS = 1 << 21
 ROWS = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Observations of `shape` (num_observations, *qparam_shape, group_size) cut into pieces.
+    """Observations of `shape` (num_observations, *qparam_shape, group_size), split into tiles.
 
-    A tile has all observations of some rows, the first dimension of qparam_shape.
+    A tile contains all observations of some rows, the first dimension of qparam_shape.
     """
 
     cut: Callable[[], Iterable[torch.Tensor]]
@@ -113,7 +115,7 @@ class Tiles:
         return self.shape[1:-1]
 
     def by_rows(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """(rows of qparam_shape, their tile)."""
+        """Yield rows of qparam_shape with their tile."""
         start = 0
         for tile in self.cut():
             rows = slice(start, start + tile.shape[ROWS])
@@ -122,8 +124,9 @@ class Tiles:
 
 
 def tiles_of_observations(observations: torch.Tensor) -> Tiles:
-    """Views of what is flattened already; two dimensions (tokens, hidden) are one observation of
-    each.
+    """Return tiles of flattened observations, as views.
+
+    Two dimensions (tokens, hidden) are treated as a single observation.
     """
     if observations.ndim == 2:
         observations = observations.unsqueeze(0)
@@ -134,8 +137,9 @@ def tiles_of_observations(observations: torch.Tensor) -> Tiles:
 
 
 def tiles_of(value: torch.Tensor, base_name: str, args: ObserverArgs) -> Tiles:
-    """Tiles of a weight, activation or attention state; where flattening copies, it copies one
-    tile.
+    """Return the tiles of a weight, activation or attention state.
+
+    If flattening a weight requires a copy, it is copied tile by tile.
     """
     strategy = strategy_of(args)
     if base_name != WEIGHT or strategy == "tensor":
@@ -152,7 +156,7 @@ def tiles_of(value: torch.Tensor, base_name: str, args: ObserverArgs) -> Tiles:
 
 
 def _block_tiles(weight: torch.Tensor, args: ObserverArgs) -> Iterator[torch.Tensor]:
-    """Rows of blocks, each in the memory of the one before: new tiles would fragment the heap."""
+    """Yield rows of blocks in the same memory: a new tile for each would fragment the heap."""
     assert args.block_structure is not None
     height = args.block_structure[0]
     kept = weight.new_empty(0)
@@ -169,8 +173,9 @@ def _tile_length(value: torch.Tensor, dim: int) -> int:
 
 
 def tokens_in(observed: torch.Tensor, base_name: str) -> int:
-    """Tokens of an activation (..., hidden) or a state (batch, heads, tokens, size); 0 of a
-    weight.
+    """Count the tokens of an activation (..., hidden) or a state (batch, heads, tokens, size).
+
+    Returns 0 for a weight.
     """
     if base_name == WEIGHT or not observed.numel():
         return 0
@@ -180,9 +185,7 @@ def tokens_in(observed: torch.Tensor, base_name: str) -> int:
 
 
 def get_observer_token_count(module: torch.nn.Module) -> Counter[str]:
-    """Tokens that each `input_observer` within `module` saw, by the name of the module that has
-    it.
-    """
+    """Return the token counts of all `input_observer`s in `module`, by their modules' names."""
     counts: Counter[str] = Counter()
     for name, submodule in module.named_modules():
         owner, _, last = name.rpartition(".")
@@ -192,22 +195,22 @@ def get_observer_token_count(module: torch.nn.Module) -> Counter[str]:
 
 
 SIGN = -(2**15)
-# Sign and magnitude in 16 bits; infinite and NaN have the largest magnitudes.
+# Formats with sign and magnitude in 16 bits: infinity and NaN have the largest magnitudes.
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 
 def channel_extremes(value: torch.Tensor) -> torch.Tensor:
-    """Minima and maxima over all tokens of an activation (..., channels): (2, channels), same
-    dtype.
+    """Return the minima and maxima over all tokens of an activation (..., channels).
 
-    A channel with a NaN has a NaN among them. The activation must not be empty.
+    The result has shape (2, channels) and the dtype of the activation. If a channel contains NaN,
+    its minimum or maximum is NaN. The activation must not be empty.
     """
     flat = value.detach().reshape(-1, value.shape[-1])
     if flat.dtype not in SIXTEEN_BIT:
         return torch.stack((flat.amin(0), flat.amax(0)))
     bits = flat.contiguous().view(torch.int16)
-    # As integers positive floats are in order and above all negative ones, which are in reverse
-    # order.
+    # As integers, positive floats are in ascending order and above all negative floats. Negative
+    # floats are in descending order.
     highest, lowest = bits.amax(0), bits.amin(0)
     most_negative = (bits ^ SIGN).amax(0)
     low = torch.where(most_negative >= 0, most_negative ^ SIGN, lowest)

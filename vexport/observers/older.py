@@ -1,19 +1,16 @@
-"""The methods of an observer that llm-compressor's older documents name.
+"""Methods of an observer in llm-compressor's older documentation.
 
 In that generation an observer returns scales instead of ranges. A subclass overrides
-`calculate_qparams` (or another method in `SCALES`) and is called with parts of a tensor:
+`calculate_qparams` (or another method in `SCALES`), which receives parts of a tensor:
 
 - strategy tensor: the whole tensor, `reduce_dims` None
 - channel: the whole weight, `reduce_dims` (1,)
-- group, tensor_group: the columns of one group, `reduce_dims` (1,), `tensor_id` the number of the
-group
-- block: one block of the weight, `reduce_dims` (0, 1), `tensor_id` (block row, block column)
-- token, attn_head: the whole tensor, `reduce_dims` all dimensions but the one of the tokens or
-heads
+- group, tensor_group: the columns of a group, `reduce_dims` (1,), `tensor_id` the group's number
+- block: a block of the weight, `reduce_dims` (0, 1), `tensor_id` (block row, block column)
+- token, attn_head: the whole tensor, `reduce_dims` all dimensions except tokens or heads
 
-vexport works with ranges. It takes the scales as they are and derives the range that gives them, so
-that fused layers, statistics over ranks and input scales see these observers as they see all
-others.
+vexport works with ranges. It keeps the scales unchanged and derives the range that yields them. So
+fused layers, statistics over ranks and input scales work with these observers, too.
 """
 
 import inspect
@@ -39,9 +36,9 @@ if TYPE_CHECKING:
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 OURS = "vexport.observers"
-# The tensor of a history without another name, as llm-compressor called it.
+# Default tensor id of a history, as in llm-compressor.
 DEFAULT_ID = "default"
-# Methods that decide the scale and zero point, or the range that they come from.
+# Methods that determine scale and zero point, or the range that these are computed from.
 SCALES = (
     "calculate_qparams",
     "get_qparams_along_dim",
@@ -49,9 +46,9 @@ SCALES = (
     "calculate_mse_min_max",
     "get_qparams",
 )
-# Methods that decide the global scale.
+# Methods that determine the global scale.
 GLOBALS = ("calculate_gparam", "get_gparam")
-# Methods of generations in between, which nothing calls, with what replaces each.
+# Methods of intermediate generations, which vexport never calls, and their replacements.
 REPLACED: Mapping[str, str] = {
     "get_min_max": "update_statistics_from_observed",
     "get_current_min_max": "update_statistics_from_observed",
@@ -59,12 +56,12 @@ REPLACED: Mapping[str, str] = {
     "get_current_global_min_max": "get_global_scale",
 }
 NEWER = "update_statistics_from_observed"
-# The attribute in which llm-compressor's observers declare how ranks reduce their statistics.
+# Attribute in which llm-compressor's observers declare how ranks reduce their statistics.
 SYNC = "_act_sync_dict"
 
 
 def is_overridden(kind: type, name: str) -> bool:
-    """Return whether a class outside vexport defines the method that `kind` has under this name."""
+    """Return True if a class outside vexport defines the method `name` of `kind`."""
     owner = next((each for each in kind.__mro__ if name in vars(each)), None)
     if owner is None or owner.__module__.startswith(OURS):
         return False
@@ -72,9 +69,9 @@ def is_overridden(kind: type, name: str) -> bool:
 
 
 def older_overrides(kind: type) -> frozenset[str]:
-    """Return the older methods that a class outside vexport overrides, `forward` included.
+    """Return the older methods that a class outside vexport overrides, including `forward`.
 
-    An override of `get_qparams` is older if it takes the observed tensor.
+    An override of `get_qparams` counts as older if it takes the observed tensor.
     """
     names = {name for name in (*SCALES, *GLOBALS, "forward") if is_overridden(kind, name)}
     newer = {
@@ -86,7 +83,7 @@ def older_overrides(kind: type) -> frozenset[str]:
 
 
 def vars_of(kind: type, name: str) -> Callable[..., object]:
-    """Return the function that a class has under a name, from the class that defines it."""
+    """Return the function that a class has under this name, from the class that defines it."""
     found: Callable[..., object] = next(
         vars(each)[name] for each in kind.__mro__ if name in vars(each)
     )
@@ -94,7 +91,7 @@ def vars_of(kind: type, name: str) -> Callable[..., object]:
 
 
 def takes(method: Callable[..., object], parameter: str) -> bool:
-    """Return whether a method takes an argument of this name."""
+    """Return True if a method takes an argument of this name."""
     parameters = inspect.signature(method).parameters
     return parameter in parameters or any(
         each.kind is each.VAR_KEYWORD for each in parameters.values()
@@ -102,17 +99,16 @@ def takes(method: Callable[..., object], parameter: str) -> bool:
 
 
 def is_older_constructor(kind: type) -> bool:
-    """Return whether a class is made from `quantization_args` alone, as in the older generation."""
+    """Return True if a class takes `quantization_args` alone, as in the older generation."""
     parameters = inspect.signature(kind).parameters
     return "quantization_args" in parameters and "base_name" not in parameters
 
 
 def declared_reductions(kind: type) -> Mapping[str, object] | None:
-    """Return the reductions over ranks that a class declares as llm-compressor's do, None without
-    any.
+    """Return the reductions over ranks that a class declares as in llm-compressor, or None.
 
-    `_act_sync_dict` maps the names of attributes to operations of torch.distributed. An empty
-    dictionary declares that nothing is reduced.
+    `_act_sync_dict` maps names of attributes to operations of torch.distributed. An empty
+    dictionary means that no attribute is reduced.
     """
     if not is_overridden(kind, SYNC):
         return None
@@ -121,15 +117,15 @@ def declared_reductions(kind: type) -> Mapping[str, object] | None:
 
 
 def on_host(value: object) -> torch.Tensor | None:
-    """Return a statistic as a tensor that ranks can exchange; None if this rank has none."""
+    """Return a statistic as a tensor that ranks can exchange, or None if this rank has no value."""
     return None if value is None else torch.as_tensor(value).cpu()
 
 
 def reduced(values: Sequence[torch.Tensor], operation: object, name: str) -> torch.Tensor:
-    """Reduce the ranks' values of one statistic, in its dtype.
+    """Reduce the ranks' values of a statistic, in its dtype.
 
     Raises:
-        ValueError: If the operation is not one that statistics are reduced by.
+        ValueError: If the operation is not MIN, MAX, SUM or AVG.
     """
     stacked = torch.stack(list(values))
     if operation == distributed.ReduceOp.MIN:
@@ -144,16 +140,16 @@ def reduced(values: Sequence[torch.Tensor], operation: object, name: str) -> tor
 
 
 def like(local: object, value: torch.Tensor) -> object:
-    """Return a reduced value as this rank had it: on the tensor's device, or as a number."""
+    """Return a reduced value in the form of the local value: on its device, or as a number."""
     if isinstance(local, torch.Tensor):
         return value.to(local.device)
     return value if local is None else type(local)(value.item())  # type: ignore[call-arg]
 
 
 def require_used_overrides(kind: type) -> None:
-    """Raise ValueError if a class overrides a method that observing would never call.
+    """Raise ValueError if a class overrides a method that is never called.
 
-    A class may call the method itself: then it is a helper, and nothing is ignored.
+    If the class calls the method itself, the method is a helper, and its override is allowed.
     """
     older = older_overrides(kind) - {"forward"}
     problems = [
@@ -172,9 +168,7 @@ def require_used_overrides(kind: type) -> None:
 
 
 def _calls(kind: type, name: str) -> bool:
-    """Return whether a method of another name, of a class outside vexport, uses the attribute
-    `name`.
-    """
+    """Return True if a class outside vexport uses the attribute `name` in another method."""
     methods = (
         method
         for each in kind.__mro__
@@ -191,9 +185,9 @@ def _calls(kind: type, name: str) -> bool:
 def called(
     method: Callable[..., object], observed: torch.Tensor, given: Mapping[str, object]
 ) -> object:
-    """Call an older method with those of the documented arguments that are set and that it takes.
+    """Call an older method with the documented arguments that are set and that the method accepts.
 
-    Earlier documents had neither `tensor_id` nor `global_scale`.
+    Methods written for earlier documents take neither `tensor_id` nor `global_scale`.
     """
     known = {
         name: value for name, value in given.items() if value is not None and takes(method, name)
@@ -202,8 +196,9 @@ def called(
 
 
 def as_pair(answer: object, method: str) -> Pair:
-    """Return the scale and zero point that an older method returned; ValueError if it returned
-    neither.
+    """Return the scale and zero point in the result of an older method.
+
+    Raises ValueError if the result is not a pair of tensors.
     """
     if isinstance(answer, tuple | list) and len(answer) == 2:
         scale, zero_point = answer
@@ -215,10 +210,10 @@ def as_pair(answer: object, method: str) -> Pair:
 
 
 def is_map(g_idx: torch.Tensor | None, observed: torch.Tensor, args: ObserverArgs) -> bool:
-    """Return whether `g_idx` says which columns are a group; ValueError for a map of another
-    length.
+    """Return True if `g_idx` assigns columns to groups.
 
-    A map with -1 is not filled yet and changes nothing, as in compressed-tensors.
+    A map that contains -1 is not filled yet and is ignored, as in compressed-tensors. Raises
+    ValueError if the map has the wrong length.
     """
     if (
         g_idx is None
@@ -237,10 +232,9 @@ def is_map(g_idx: torch.Tensor | None, observed: torch.Tensor, args: ObserverArg
 def order_of(
     g_idx: torch.Tensor | None, observed: torch.Tensor, args: ObserverArgs
 ) -> torch.Tensor | None:
-    """Return the order that puts columns of one group next to each other, None if they are in
-    order.
+    """Return the order that puts the columns of each group next to each other.
 
-    `g_idx` (columns,) has the group of each column.
+    `g_idx` (columns,) holds the group of each column. Returns None if there is no map.
     """
     if not is_map(g_idx, observed, args):
         return None
@@ -249,9 +243,7 @@ def order_of(
 
 
 def sizes_of(g_idx: torch.Tensor | None, columns: int, size: int) -> list[int]:
-    """Return the number of columns of each group, in the order of the groups; the last may have
-    fewer.
-    """
+    """Return the number of columns of each group, in order. The last group may be smaller."""
     if g_idx is None or bool((g_idx == -1).any()):
         return [min(size, columns - start) for start in range(0, columns, size)]
     counts: list[int] = torch.unique(g_idx, return_counts=True)[1].tolist()
@@ -259,7 +251,7 @@ def sizes_of(g_idx: torch.Tensor | None, columns: int, size: int) -> list[int]:
 
 
 def is_even(g_idx: torch.Tensor | None, observed: torch.Tensor, args: ObserverArgs) -> bool:
-    """Return whether all groups have `group_size` columns."""
+    """Return True if all groups have `group_size` columns."""
     if not args.group_size or not is_map(g_idx, observed, args):
         return True
     return set(sizes_of(g_idx, observed.shape[-1], args.group_size)) <= {args.group_size}
@@ -271,10 +263,10 @@ def documented_scales(
     g_idx: torch.Tensor | None,
     global_scale: torch.Tensor | None,
 ) -> Pair:
-    """Return scale and zero point of an observed tensor by the older methods; the module says which
-    parts.
+    """Return scale and zero point of a tensor, computed part by part with the older methods.
 
-    Shapes are qparam_shape. What `reduce_dims` reduces has shape (1,).
+    The module docstring lists the parts of each strategy. Scale and zero point have shape
+    qparam_shape, or (1,) if all dimensions are reduced.
     """
     strategy, is_weight = observer.strategy, observer.base_name == WEIGHT
     if strategy == "tensor":
@@ -362,9 +354,9 @@ def in_our_terms(
 ) -> Pair:
     """Return scale (float32) and zero point (int32) of `shape`, rounded as the format stores them.
 
-    A scale that the method computed without the global scale (not `is_relative`) is multiplied by
-    it. Raises ValueError if the method returned another number of scales, or a scale that is not
-    above zero.
+    If the method computed the scale without the global scale (`is_relative` is False), the scale is
+    multiplied by the global scale. Raises ValueError if the number of scales or zero points is
+    wrong, or if a scale is negative.
     """
     expected = tuple(shape)
     scale, zero_point = (each.detach() for each in pair)
@@ -390,7 +382,7 @@ def in_our_terms(
 
 
 def implied_range(pair: Pair, args: ObserverArgs, global_scale: torch.Tensor | None) -> Range:
-    """Return the range whose scale and zero point these are: (low, high), float32."""
+    """Return the range (low, high) that yields this scale and zero point, float32."""
     smallest, largest = quantized_range(args)
     scale, zero_point = pair[0].to(torch.float32), pair[1].to(torch.float32)
     if global_scale is not None:
@@ -402,7 +394,7 @@ def implied_range(pair: Pair, args: ObserverArgs, global_scale: torch.Tensor | N
 
 
 def range_of_global_scale(global_scale: torch.Tensor) -> Range:
-    """Return the extremes, of no dimension, that have this global scale."""
+    """Return the extremes, without dimensions, that yield this global scale."""
     absmax = (E4M3_MAX * E2M1_MAX / global_scale.to(torch.float32)).reshape(())
     return -absmax, absmax
 
@@ -410,9 +402,9 @@ def range_of_global_scale(global_scale: torch.Tensor) -> Range:
 def kept_and_reduced(
     observed: torch.Tensor, reduce_dims: Iterable[int] | None
 ) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Return an observation (1, kept, 1, reduced) of a tensor and the shape that its range has.
+    """Return a tensor as an observation (1, kept, 1, reduced), and the shape of its range.
 
-    Reduced dimensions have size 1 in that shape; without `reduce_dims` it has no dimension.
+    Reduced dimensions have size 1 in that shape. Without `reduce_dims` the shape has no dimensions.
     """
     every = range(observed.ndim)
     reduced = {dim % observed.ndim for dim in reduce_dims} if reduce_dims else set(every)
@@ -428,8 +420,9 @@ def kept_and_reduced(
 
 
 def is_relative_to_global(observer: "Observer", older: frozenset[str]) -> bool:
-    """Return whether the method that decides the scales gets the global scale that they are
-    relative to.
+    """Return True if the method that determines the scales receives the global scale.
+
+    Its scales are then relative to the global scale.
     """
     if not is_nvfp4(observer.args):
         return True

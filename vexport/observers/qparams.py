@@ -1,7 +1,7 @@
-"""Quantization arguments of observers, and the formulas from a range to scales, in float32.
+"""Quantization arguments of observers, and the formulas from ranges to scales in float32.
 
-`QuantArgs` and compressed-tensors' own `QuantizationArgs` both answer. Symmetric scales are
-absmax / (range / 2): FP4 /6, FP8 /448, INT4 /7.5, INT8 /127.5 (calculate_qparams in
+Observers accept vexport's `QuantArgs` and compressed-tensors' `QuantizationArgs`. Symmetric scales
+are absmax / (range / 2): FP4 /6, FP8 /448, INT4 /7.5, INT8 /127.5 (calculate_qparams in
 compressed_tensors/quantization/utils/helpers.py).
 """
 
@@ -24,13 +24,13 @@ from vexport.numerics.tensors import E2M1, E4M3, mx_scale, round_to
 from vexport.records.observer_names import OptionValue
 
 MX_FORMATS = {4: E2M1, 8: E4M3}
-# Dtypes of fewer bits that scales are stored in; all others are float32's or separate kinds (NVFP4,
-# MX).
+# 16-bit dtypes that scales can be stored in. All others are stored as float32, or are special
+# (NVFP4, MX).
 STORED = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class ObserverArgs(Protocol):
-    """The part of compressed-tensors' `QuantizationArgs` that statistics and scales depend on."""
+    """Subset of compressed-tensors' `QuantizationArgs` that statistics and scales depend on."""
 
     @property
     def num_bits(self) -> int: ...
@@ -56,9 +56,7 @@ ArgsT = TypeVar("ArgsT", bound=ObserverArgs)
 
 
 def with_keywords(args: ArgsT, keywords: Mapping[str, OptionValue]) -> ArgsT:
-    """The arguments with these keywords of the observer over their own; those given stay as they
-    are.
-    """
+    """Return a copy of the arguments with the observer keywords updated; `args` is not changed."""
     if not keywords:
         return args
     merged = {**(args.observer_kwargs or {}), **keywords}
@@ -68,29 +66,27 @@ def with_keywords(args: ArgsT, keywords: Mapping[str, OptionValue]) -> ArgsT:
 
 
 def plain(value: object) -> str:
-    """An enum's value, a torch dtype's or any other object's text: "tensor_group",
-    "float8_e4m3fn".
-    """
+    """Return the text of an enum's value or of a dtype: "tensor_group", "float8_e4m3fn"."""
     return str(getattr(value, "value", value)).removeprefix("torch.")
 
 
 def strategy_of(args: ObserverArgs) -> str:
-    """The strategy of scales, by compressed-tensors' name."""
+    """Return the strategy of the scales, by its compressed-tensors name."""
     return plain(args.strategy)
 
 
 def is_float(args: ObserverArgs) -> bool:
-    """True for floating-point values (e2m1 or e4m3), False for integers."""
+    """Return True for floating-point values (e2m1 or e4m3), False for integers."""
     return plain(args.type) == "float"
 
 
 def is_nvfp4(args: ObserverArgs) -> bool:
-    """True for e2m1 values with e4m3 block scales relative to a global scale."""
+    """Return True for e2m1 values with e4m3 block scales relative to a global scale."""
     return strategy_of(args) == "tensor_group" and is_float(args) and args.num_bits == 4
 
 
 def is_mx(args: ObserverArgs) -> bool:
-    """True where scales are powers of two stored as exponents (e8m0): MXFP4 and MXFP8.
+    """Return True if scales are powers of two stored as exponents (e8m0): MXFP4 and MXFP8.
 
     Source: should_generate_mx_scales in compressed_tensors/quantization/utils/mxfp_utils.py.
     """
@@ -103,7 +99,10 @@ def is_mx(args: ObserverArgs) -> bool:
 
 
 def quantized_range(args: ObserverArgs) -> tuple[float, float]:
-    """Smallest and largest representable value."""
+    """Return the smallest and the largest representable value.
+
+    Raises ValueError for floating-point values that have neither 4 nor 8 bits.
+    """
     if not is_float(args):
         return -(2.0 ** (args.num_bits - 1)), 2.0 ** (args.num_bits - 1) - 1
     largest = {4: E2M1_MAX, 8: E4M3_MAX}.get(args.num_bits)
@@ -113,14 +112,12 @@ def quantized_range(args: ObserverArgs) -> tuple[float, float]:
 
 
 def stored_dtype(args: ObserverArgs) -> torch.dtype:
-    """The dtype that scales have when they are read again: `scale_dtype` where it is a float of 16
-    bits.
-    """
+    """Return the dtype of stored scales: `scale_dtype` if it is a 16-bit float, else float32."""
     return STORED.get(plain(args.scale_dtype), torch.float32)
 
 
 def global_scale_of(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    """`arithmetic.global_scale_of` the largest magnitude of all ranges: float32, shape (1,)."""
+    """Return the global scale of the largest magnitude of all ranges: float32, shape (1,)."""
     absmax = torch.maximum(low.abs().amax(), high.abs().amax()).to(torch.float32)
     return torch.from_numpy(arithmetic.global_scale_of(np.float32(float(absmax)))).to(low.device)
 
@@ -128,11 +125,11 @@ def global_scale_of(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
 def scale_and_zero_point(
     low: torch.Tensor, high: torch.Tensor, args: ObserverArgs, global_scale: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales (float32, shape of `low`) and zero points (int32) for the ranges [low, high].
+    """Return scales (float32, shape of `low`) and zero points (int32) for the ranges [low, high].
 
-    With a global scale, block scales are what NVFP4 stores: relative to it and rounded to e4m3. MX
-    scales are powers of two. Others are rounded to `stored_dtype`; a zero point belongs to the
-    rounded scale.
+    With a global scale, block scales are relative to it and rounded to e4m3, as NVFP4 stores them.
+    MX scales are powers of two. Other scales are rounded to `stored_dtype`. Zero points are
+    computed from the rounded scale.
     """
     low = torch.minimum(low.to(torch.float32), torch.zeros((), device=low.device))
     high = torch.maximum(high.to(torch.float32), torch.zeros((), device=high.device))
@@ -155,8 +152,9 @@ def scale_and_zero_point(
 
 
 def round_to_format(scaled: torch.Tensor, args: ObserverArgs) -> torch.Tensor:
-    """The nearest representable value of each element, same dtype; what is out of range
-    saturates.
+    """Round each element to the nearest representable value, in the same dtype.
+
+    Values outside of the range saturate.
     """
     smallest, largest = quantized_range(args)
     if is_float(args) and args.num_bits == 4:
@@ -170,10 +168,10 @@ def round_to_format(scaled: torch.Tensor, args: ObserverArgs) -> torch.Tensor:
 def fake_quantize(
     value: torch.Tensor, scale: torch.Tensor, zero_point: torch.Tensor, args: ObserverArgs
 ) -> torch.Tensor:
-    """Quantize and dequantize; `scale` and `zero_point` broadcast to `value`, all of one float
-    dtype.
+    """Quantize and dequantize `value`.
 
-    Source of the order of operations: _quantize_dequantize in
+    `scale` and `zero_point` broadcast to `value`. All three have the same float dtype. The order of
+    operations is that of _quantize_dequantize in
     compressed_tensors/quantization/lifecycle/forward_helpers.py.
     """
     if args.symmetric:

@@ -1,6 +1,4 @@
-"""The observers: min-max, searches for the least quantization error, and errors weighted by
-importance.
-"""
+"""Observers: min-max, searches for the smallest quantization error, and importance weighting."""
 
 import math
 import warnings
@@ -38,23 +36,22 @@ from vexport.records.observer_names import (
     SearchOptions,
 )
 
-# The largest value of a block becomes a 4 instead of a 6.
+# Maximum growth of a range: the largest value of a block then becomes 4 instead of 6.
 MOST_ROOM = 1.5
-# Where a weight's columns are input channels within each group (llm-compressor,
-# observers/imatrix.py).
+# Strategies with groups of input channels (llm-compressor, observers/imatrix.py).
 STRATEGIES = ("channel", "group", "tensor_group")
-# The sums of importance and the number of tokens, as llm-compressor leaves them on a module.
+# Sums of importance and the number of tokens, under the names that llm-compressor sets on a module.
 LEFT_ON_MODULE = ("_imatrix_sum", "_imatrix_count")
 
 
 class MemorylessMinMaxObserver(Observer):
-    """The range of the last tensor observed [memoryless_minmax]."""
+    """Range of the last observed tensor [memoryless_minmax]."""
 
     registry_name = "memoryless_minmax"
 
 
 class StaticMinMaxObserver(Observer):
-    """The running minimum and maximum over all tensors observed [static_minmax]."""
+    """Running minimum and maximum over all observed tensors [static_minmax]."""
 
     registry_name = "static_minmax"
     reduction: ClassVar[Reduction | None] = "extremes"
@@ -64,9 +61,9 @@ class StaticMinMaxObserver(Observer):
 
 
 class MinMaxObserver(Observer):
-    """A moving average of minimum and maximum, `old * (1 - c) + new * c` [minmax].
+    """Moving average of minimum and maximum, `old * (1 - c) + new * c` [minmax].
 
-    The first observation is taken as it is; `averaging_constant` 1.0 turns the averaging off.
+    The first observation is used unchanged. `averaging_constant` 1.0 disables averaging.
     """
 
     registry_name = "minmax"
@@ -81,7 +78,7 @@ class MinMaxObserver(Observer):
 
 
 def moving_average(old: Range, new: Range, constant: float) -> Range:
-    """`old * (1 - c) + new * c` at both ends, in the ranges' dtype."""
+    """Return `old * (1 - c) + new * c` for both ends, in the dtype of the ranges."""
     if constant == 1.0:
         return new
     low, high = (lerp(before, after, constant) for before, after in zip(old, new, strict=True))
@@ -89,17 +86,18 @@ def moving_average(old: Range, new: Range, constant: float) -> Range:
 
 
 def lerp(start: torch.Tensor, end: torch.Tensor, weight: float) -> torch.Tensor:
-    """Linear interpolation, `start * (1 - weight) + end * weight`, for dtypes that `torch.lerp`
-    lacks too.
+    """Interpolate linearly: `start * (1 - weight) + end * weight`.
+
+    This also works for dtypes that `torch.lerp` does not support.
     """
     return start * (1.0 - weight) + end * weight
 
 
 class MemorylessMSEObserver(Observer):
-    """The range of the last tensor that has the least quantization error [memoryless_mse].
+    """Range of the last tensor with the smallest quantization error [memoryless_mse].
 
-    NVFP4 weights are searched among the block scales that can be stored; their range is that of the
-    values.
+    For NVFP4 weights, the search tries the block scales that can be stored, and the reported range
+    is the range of the values.
     """
 
     registry_name = "memoryless_mse"
@@ -107,7 +105,7 @@ class MemorylessMSEObserver(Observer):
 
     def configure(self, keywords: dict[str, OptionValue]) -> None:
         self.options = self.read(self.defaults, keywords)
-        # A subclass of the older generation may set these after the constructor.
+        # Older subclasses may set these after the constructor.
         self.maxshrink, self.patience = self.options.maxshrink, self.options.patience
         self.grid, self.norm, self.expand = (
             self.options.grid,
@@ -118,7 +116,7 @@ class MemorylessMSEObserver(Observer):
 
     @property
     def _searched(self) -> SearchOptions:
-        """The options as they are set now."""
+        """Search options with the current attributes."""
         return replace(
             self.options,
             maxshrink=self.maxshrink,
@@ -130,11 +128,11 @@ class MemorylessMSEObserver(Observer):
 
     @property
     def search(self) -> Search:
-        """The candidates."""
+        """Candidates of the search."""
         return search_of(self._searched, int(self.maxshrink * self.grid))
 
     def importance(self, channels: int) -> torch.Tensor | None:
-        """The weight of each error, broadcasting to observations; None weights all alike."""
+        """Return weights of errors that broadcast to observations, or None for equal weights."""
         return None
 
     def prepare(self, tiles: Tiles) -> None:
@@ -146,7 +144,7 @@ class MemorylessMSEObserver(Observer):
     def weight_scales(
         self, tiles: Tiles, global_scale: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Search, now that the global scale is known."""
+        """Search the scales of a weight, given the global scale."""
         if is_nvfp4(self.args) and global_scale is not None:
             scale = torch.empty(tiles.groups, device=tiles.device)
             for rows, tile in tiles.by_rows():
@@ -161,9 +159,9 @@ class MemorylessMSEObserver(Observer):
         reduce_dims: tuple[int, ...] | None = None,
         global_scale: torch.Tensor | None = None,
     ) -> Range:
-        """The range of a tensor with the least error, of size 1 in the dimensions `reduce_dims`.
+        """Return a tensor's range with the smallest error; `reduce_dims` dimensions have size 1.
 
-        With the global scale of NVFP4, the range of the best scale that can be stored.
+        With a global scale of NVFP4, return the range of the best scale that can be stored.
         """
         flat, shape = kept_and_reduced(observed, reduce_dims)
         tiles = tiles_of_observations(flat)
@@ -187,12 +185,13 @@ class MemorylessMSEObserver(Observer):
 
 @torch.no_grad()
 def fit_global_scale(observers: Sequence[Observer]) -> None:
-    """Choose the global scale that fused NVFP4 weights share, by the error in some rows of all of
-    them.
+    """Choose the global scale of fused NVFP4 weights by the error in some rows of each weight.
 
-    With 2688 / absmax the block of the largest value has the largest scale that there is. Where the
-    search may take a larger one, a smaller global scale leaves it room: best for weights that are
-    all about as large, while others lose a little. Fuse the observers before, and let all observe.
+    The usual global scale, 2688 / absmax, gives the block of the largest value the largest possible
+    scale. If the search may use larger block scales, a smaller global scale makes room for them.
+    This is best for weights with values of about equal size; other weights lose a little.
+
+    Fuse the observers first, and let all of them observe.
     """
     members = [observer for observer in observers if isinstance(observer, MemorylessMSEObserver)]
     room = max((member.expand for member in members), default=1.0)
@@ -214,9 +213,9 @@ def fit_global_scale(observers: Sequence[Observer]) -> None:
 
 
 class MovingAverageMSEObserver(MemorylessMSEObserver):
-    """A moving average of the ranges with the least quantization error [mse].
+    """Moving average of the ranges with the smallest quantization error [mse].
 
-    The first observation is taken as it is; `averaging_constant` 1.0 turns the averaging off.
+    The first observation is used unchanged. `averaging_constant` 1.0 disables averaging.
     """
 
     registry_name = "mse"
@@ -232,9 +231,7 @@ class MovingAverageMSEObserver(MemorylessMSEObserver):
 
 
 class NVFP4ExpandedMSEObserver(MemorylessMSEObserver):
-    """Least quantization error between 1.8 and 0.8 times the range, for NVFP4
-    [nvfp4_expanded_mse].
-    """
+    """NVFP4 search between 1.8 and 0.8 times the range [nvfp4_expanded_mse]."""
 
     registry_name = "nvfp4_expanded_mse"
     aliases = ("fouroversix",)
@@ -243,10 +240,10 @@ class NVFP4ExpandedMSEObserver(MemorylessMSEObserver):
 
 @dataclass(slots=True)
 class Importance:
-    """Sum of x squared of each input channel, shape (in_features,), and the number of tokens.
+    """Sum of squared inputs per input channel, shape (in_features,), and the number of tokens.
 
-    Squares are taken in float32. In float64 their sum is the same in any order of the samples, for
-    practical purposes; the peer sums in float32.
+    Squares are computed in float32 and summed in float64, so that the order of the samples makes no
+    practical difference. llm-compressor sums in float32.
     """
 
     total: torch.Tensor
@@ -254,7 +251,7 @@ class Importance:
 
     @classmethod
     def zeros(cls, channels: int) -> "Importance":
-        """Nothing gathered yet."""
+        """Return an empty importance."""
         return cls(torch.zeros(channels, dtype=torch.float64))
 
     def add(self, inputs: torch.Tensor) -> None:
@@ -265,21 +262,22 @@ class Importance:
         self.tokens += inputs.numel() // inputs.shape[-1] if inputs.numel() else 0
 
     def all_reduce(self) -> None:
-        """Add up what all ranks have gathered, on whatever devices; all call."""
+        """Sum the importance of all ranks, on any device; every rank must call this method."""
         self.total = torch.stack(gather(self.total.cpu())).sum(0).to(self.total.device)
         self.tokens = sum(gather(self.tokens))
 
     def mean(self) -> torch.Tensor:
-        """Mean of x squared, float32, shape (in_features,)."""
+        """Return the mean squared input per channel: float32, shape (in_features,)."""
         return (self.total / float(self.tokens)).to(torch.float32)
 
 
 class IMatrixMSEObserver(MemorylessMSEObserver):
-    """Least quantization error weighted by the mean square of each input channel [imatrix_mse].
+    """Smallest quantization error, weighted by the mean square of each input channel [imatrix_mse].
 
-    `attach(module)` starts to gather from the module's inputs in a pass before the weight is
-    observed, `detach` ends that; `gathered` may also be set to what was gathered elsewhere. Without
-    importance errors are weighted alike after one warning, or ValueError under `strict`.
+    `attach(module)` starts collecting importance from the module's inputs, in a pass before the
+    weight is observed. `detach` stops it. `gathered` may also be set to importance collected
+    elsewhere. Without importance, a warning is given once and errors are weighted equally. With
+    `strict`, missing importance is a ValueError.
     """
 
     registry_name = "imatrix_mse"
@@ -294,14 +292,14 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
 
     @property
     def search(self) -> Search:
-        """The candidates: here the last step is included."""
+        """Candidates of the search, including the last step."""
         return search_of(self._searched, max(1, int(self.maxshrink * self.grid)) + 1)
 
     def attach(self, module: torch.nn.Module) -> None:
-        """Gather from the inputs of a module that has `in_features`; other modules are ignored.
+        """Collect importance from the inputs of a module with `in_features`; ignore other modules.
 
-        If the observer of an earlier pass left its sums on the module, these are taken, and nothing
-        is gathered.
+        If an observer of an earlier pass left its sums on the module, use these sums and collect
+        nothing.
         """
         self._stop()
         channels = getattr(module, "in_features", None)
@@ -323,10 +321,10 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
         self._hook = module.register_forward_pre_hook(gather)
 
     def detach(self, module: torch.nn.Module) -> None:
-        """Stop gathering. The observer keeps the importance, and the module gets its sums.
+        """Stop collecting, and store the sums on the module. The observer keeps the importance.
 
-        They are llm-compressor's: `_imatrix_sum` (in_features,) and `_imatrix_count`, the number of
-        tokens.
+        The sums have llm-compressor's names: `_imatrix_sum` (in_features,), and `_imatrix_count`
+        for the number of tokens.
         """
         was_gathering = self._hook is not None
         self._stop()
@@ -344,7 +342,11 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
         self._hook = None
 
     def importance(self, channels: int) -> torch.Tensor | None:
-        """The gathered importance divided by its mean, broadcasting to a weight's observations."""
+        """Return the importance divided by its mean; it broadcasts to a weight's observations.
+
+        Returns None after a warning if there is no usable importance. Raises ValueError instead if
+        `strict` is set.
+        """
         problem = self._problem(channels)
         if problem or self.gathered is None:
             if self.strict:
@@ -359,12 +361,12 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
         return flatten_for_calibration(mean.unsqueeze(0), self.base_name, self.args)
 
     def reset(self) -> None:
-        """Drop all observations and the gathered importance."""
+        """Drop all observations and the collected importance."""
         super().reset()
         self.gathered = None
 
     def reduce_over_ranks(self) -> None:
-        """Sum the gathered importance over all ranks."""
+        """Sum the collected importance over all ranks."""
         super().reduce_over_ranks()
         if self.gathered is not None:
             self.gathered.all_reduce()
@@ -385,9 +387,9 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
 
 
 class NVFP4ExpandedIMatrixObserver(IMatrixMSEObserver):
-    """The same search between 1.5 and 0.5 times the range, for NVFP4 [nvfp4_expanded_imatrix].
+    """Importance-weighted search between 1.5 and 0.5 times the range [nvfp4_expanded_imatrix].
 
-    With a larger block scale the largest value of a block may become 4, next to which e2m1 is finer
+    For NVFP4. A larger block scale may map the largest value of a block to 4. There e2m1 is finer
     than next to 6 (four over six, arXiv 2512.02010).
     """
 

@@ -1,9 +1,9 @@
-"""Searches for the range of each group whose quantization error is least, by compiled kernels.
+"""Search the range of each group with the smallest quantization error, with compiled kernels.
 
-They work a tile at a time and in float32, on the CPU wherever the tensor is. Kernels read bfloat16,
-float16 and float32 values as they are, others as a copy. The error of a group is `sum(importance *
-|dequantized - value| ** norm)` (llm-compressor, observers/mse_quant.py and imatrix.py); one with
-NaN or infinity has a range that is not finite.
+The kernels process tile after tile in float32 on the CPU, on whatever device the tensor is. They
+read bfloat16, float16 and float32 values directly; other dtypes are copied first. The error of a
+group is `sum(importance * |dequantized - value| ** norm)` (llm-compressor, observers/mse_quant.py
+and imatrix.py). The range of a group that contains NaN or infinity is not finite.
 """
 
 import math
@@ -48,21 +48,25 @@ from vexport.observers.qparams import (
 )
 from vexport.records.observer_names import SearchOptions
 
-# Each counting thread has its own half megabyte.
+# Each counting thread allocates half a megabyte.
 COUNTING_TASKS = 16
-# Lanes of the widest vectors.
+# Number of float32 lanes in the widest vectors.
 VECTOR = 16
 STORAGES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 Range = tuple[torch.Tensor, torch.Tensor]
-# The peer computes candidates in bf16: its range may be off by three roundings of 2**-8 each.
-# Candidates reach so much further at both ends that whatever it could choose is among them.
+# llm-compressor computes candidates in bf16: its range may differ by three roundings of 2**-8 each.
+# The candidates extend this much further at both ends, so that they include all of its choices.
 CANDIDATE_SLACK = 2.0**-6
-# Rows used to compare global scales.
+# Number of rows used to compare global scales.
 SAMPLED_ROWS = 64
 
 
 class GroupChoices(NamedTuple):
-    """Range (float32) and best step of every group; for every step, whether it improved a group."""
+    """Result of the search for each group.
+
+    `low` and `high` (float32) are the expanded range before shrinking, and `step` is the index of
+    the best shrink. `improved` has a flag per step: True if the step improved any group.
+    """
 
     low: torch.Tensor
     high: torch.Tensor
@@ -79,11 +83,11 @@ def search_grid_groups(
     expand: float = 1.0,
     importance: torch.Tensor | None = None,
 ) -> GroupChoices:
-    """For every row of `groups` (count, size) the shrink with the least `sum(importance * |q -
-    x|**norm)`.
+    """Find the shrink with the smallest error for every row of `groups` (count, size).
 
-    Candidates are the row's range times `expand` times each of `shrinks`; the earlier one of equals
-    is taken. Row i has the importance of row i modulo the rows of `importance` (any, size).
+    The error is `sum(importance * |q - x|**norm)`. The candidates are the row's range times
+    `expand` times each of `shrinks`. If two candidates are equally good, the earlier candidate
+    wins. Row i uses row i of `importance` (any, size), modulo the number of these rows.
     """
     bits, storage = stored_bits(groups)
     count, size = bits.shape
@@ -110,8 +114,9 @@ def search_grid_groups(
 
 
 def ranges_of_groups(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Smallest and largest value of every row of `groups` (count, size): float32; NaN where one is
-    NaN.
+    """Return the smallest and the largest value of every row of `groups` (count, size), float32.
+
+    Both are NaN if the row contains NaN.
     """
     bits, storage = stored_bits(groups)
     lows, highs = (np.empty(bits.shape[0], dtype=np.float32) for _ in range(2))
@@ -120,7 +125,7 @@ def ranges_of_groups(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def distinct_values(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The distinct values of a 16-bit tensor and the count of each: both float32, (numbers,)."""
+    """Return the distinct values of a 16-bit tensor and their counts, both float32 (numbers,)."""
     counts = np.zeros((min(numba.get_num_threads(), COUNTING_TASKS), PATTERNS), dtype=np.int64)
     add_counts(stored_bits(values)[0].reshape(-1), counts)
     total = counts.sum(0)
@@ -130,7 +135,7 @@ def distinct_values(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def range_of_values(values: torch.Tensor) -> tuple[float, float]:
-    """Smallest and largest of all values; NaN where one is NaN."""
+    """Return the smallest and the largest of all values, or NaN if any value is NaN."""
     bits, storage = stored_bits(values)
     chunks = -(-bits.size // TENSOR_CHUNK)
     lows, highs = np.empty(chunks, dtype=np.float32), np.empty(chunks, dtype=np.float32)
@@ -139,22 +144,20 @@ def range_of_values(values: torch.Tensor) -> tuple[float, float]:
 
 
 def readable(values: torch.Tensor) -> torch.Tensor:
-    """Values as kernels read them: in main memory, and float32 unless they have 16 bits."""
+    """Return values as kernels read them: on the CPU, and float32 unless they have 16 bits."""
     values = values.detach().to("cpu")
     return values if values.dtype in STORAGES else values.to(torch.float32)
 
 
 def stored_bits(values: torch.Tensor) -> tuple[Bits, int]:
-    """The bits of values as integers, without a copy where possible, and the dtype to read them
-    as.
-    """
+    """Return the bits of values as integers, and their dtype; without a copy if possible."""
     values = readable(values)
     as_integers = torch.int32 if values.dtype == torch.float32 else torch.uint16
     return values.contiguous().view(as_integers).numpy(), STORAGES[values.dtype]
 
 
 def importance_rows(importance: torch.Tensor | None, size: int) -> Floats:
-    """Importance as float32 (rows, size); one row of ones where there is none."""
+    """Return the importance as float32 (rows, size), or a row of 1 if there is no importance."""
     if importance is None:
         return np.ones((1, size), dtype=np.float32)
     return readable(importance).to(torch.float32).contiguous().reshape(-1, size).numpy()
@@ -162,10 +165,9 @@ def importance_rows(importance: torch.Tensor | None, size: int) -> Floats:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """The candidates of a search: the observed range times `expand` times each of `factors`, in
-    that order.
+    """Candidates of a search: the observed range times `expand` times each of `factors`, in order.
 
-    `patience` steps without an improvement in any group end the search; 0 turns that off.
+    The search stops after `patience` steps in which no group improved; 0 disables this.
     """
 
     factors: tuple[float, ...]
@@ -175,7 +177,7 @@ class Search:
 
 
 def search_of(options: SearchOptions, steps: int) -> Search:
-    """The search over the first `steps` candidates."""
+    """Return the search over the first `steps` candidates."""
     factors = tuple(1 - step / options.grid for step in range(steps))
     return Search(
         factors=factors, expand=options.expand, norm=options.norm, patience=int(options.patience)
@@ -183,12 +185,12 @@ def search_of(options: SearchOptions, steps: int) -> Search:
 
 
 def range_of(tiles: Tiles) -> Range:
-    """Minimum and maximum of each group, float32, shape qparam_shape."""
+    """Return the minimum and maximum of each group: float32, shape qparam_shape."""
     return _together(ranges_of_rows(tiles), tiles)
 
 
 def ranges_of_rows(tiles: Tiles) -> Iterator[tuple[slice, Range]]:
-    """The same for some rows of qparam_shape after the other."""
+    """Yield rows of qparam_shape with the minimum and maximum of their groups."""
     for rows, tile in tiles.by_rows():
         if tile.device.type != "cpu" or tile.dtype not in STORAGES or tile.shape[0] != 1:
             yield rows, (tile.amin((0, -1)).float(), tile.amax((0, -1)).float())
@@ -198,7 +200,7 @@ def ranges_of_rows(tiles: Tiles) -> Iterator[tuple[slice, Range]]:
 
 
 def extremes_of(tiles: Tiles) -> Range:
-    """The smallest and the largest of all values, float32, of no dimension."""
+    """Return the smallest and the largest of all values: float32 without dimensions."""
     ends = torch.tensor([range_of_values(tile) for _, tile in tiles.by_rows()], device=tiles.device)
     return ends[:, 0].amin(), ends[:, 1].amax()
 
@@ -206,9 +208,10 @@ def extremes_of(tiles: Tiles) -> Range:
 def search_grid(
     tiles: Tiles, args: ObserverArgs, search: Search, importance: torch.Tensor | None = None
 ) -> Range:
-    """The best (low, high) of each group, float32, shape qparam_shape: both ends shrunk together.
+    """Return the best range (low, high) of each group: float32, shape qparam_shape.
 
-    `importance` broadcasts to a tile. The earlier of two equal candidates is kept.
+    Both ends are shrunk together. `importance` broadcasts to a tile. If two candidates are equally
+    good, the earlier candidate wins.
     """
     return _together(search_rows(tiles, args, search, importance), tiles)
 
@@ -216,11 +219,11 @@ def search_grid(
 def search_rows(
     tiles: Tiles, args: ObserverArgs, search: Search, importance: torch.Tensor | None
 ) -> Iterator[tuple[slice, Range]]:
-    """The same for some rows of qparam_shape after the other.
+    """Yield rows of qparam_shape with the best ranges of their groups.
 
-    Patience counts over all groups whatever the tiles, so a tile cannot stop by itself: all steps
-    are tried, and once more without the late ones in the rare case that one of those was chosen.
-    All rows come again then.
+    Patience counts steps over the groups of all tiles, so a single tile cannot stop early. All
+    steps are tried first. If a group then chose a step after the end of the search, the search is
+    repeated without these steps. All rows are then yielded a second time.
     """
     form, improved = format_of(args), [False] * len(search.factors)
     for rows, tile in tiles.by_rows():
@@ -239,7 +242,7 @@ def search_rows(
 
 
 def format_of(args: ObserverArgs) -> NumberFormat:
-    """The format that values are rounded to, with scales as they are stored."""
+    """Return the number format of the quantized values, including the storage of scales."""
     form = integer_format(args.num_bits)
     if is_float(args):
         form = E2M1 if args.num_bits == 4 else E4M3
@@ -250,7 +253,7 @@ def format_of(args: ObserverArgs) -> NumberFormat:
 def _search_tile(
     tile: torch.Tensor, form: NumberFormat, search: Search, importance: torch.Tensor | None
 ) -> GroupChoices:
-    """The best factor of each group of a tile (num_observations, *qparam_shape, group_size)."""
+    """Find the best factor of each group in a tile (num_observations, *qparam_shape, size)."""
     groups = tile.movedim(0, -2).reshape(math.prod(tile.shape[1:-1]), -1)
     if (
         len(groups) == 1
@@ -260,7 +263,7 @@ def _search_tile(
     ):
         groups, importance = (
             part.view(1, -1) for part in distinct_values(tile)
-        )  # each number once
+        )  # search each distinct value once
     return search_grid_groups(
         groups, form, search.factors, norm=search.norm, expand=search.expand, importance=importance
     )
@@ -288,10 +291,10 @@ def scales_of_rows(
     args: ObserverArgs,
     global_scale: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scale (float32) and zero point (int32), shape qparam_shape; `ranges` of the same rows replace
-    others.
+    """Return scale (float32) and zero point (int32), both of shape qparam_shape.
 
-    The ranges of all groups together are never in memory.
+    If `ranges` yields the same rows twice, the later ranges count. The ranges of all groups are
+    never in memory at the same time.
     """
     scale = torch.empty(tiles.groups, device=tiles.device)
     zero_point = torch.zeros(tiles.groups, dtype=torch.int32, device=tiles.device)
@@ -308,14 +311,15 @@ def block_scales(
     search: Search,
     importance: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Block scales, relative to the global scale (1,), with the smallest error: float32 e4m3
-    numbers.
+    """Return the relative block scales with the smallest error: float32 e4m3 values.
 
-    `groups` are (rows, groups, size), scales (rows, groups), `importance` broadcasts. The error is
-    that of the stored scale, `sum(importance * |q - x|**norm)`. All e4m3 numbers between the last
-    and the first candidate of `search` are tried, without grid or patience; the larger of equals is
-    taken. A scale that would round to zero is the smallest e4m3 number, that of a group of zeros is
-    0.125.
+    `groups` has shape (rows, groups, size), and the result has shape (rows, groups). `global_scale`
+    has shape (1,), and `importance` broadcasts. The error `sum(importance * |q - x|**norm)` is
+    computed with the stored scale.
+
+    All e4m3 values between the last and the first candidate of `search` are tried, without grid or
+    patience. If two scales are equally good, the larger scale wins. A scale that would round to
+    zero becomes the smallest e4m3 value. The scale of a group of zeros is 0.125.
     """
     bits, storage = stored_bits(groups.reshape(len(groups), -1))
     codes = np.empty(groups.shape[:2], dtype=np.uint8)
@@ -332,8 +336,9 @@ def block_scales(
 def nvfp4_error(
     tiles: Tiles, global_scale: torch.Tensor, search: Search, importance: torch.Tensor | None
 ) -> float:
-    """The error that the best block scales leave with this global scale, in rows spread over a
-    weight.
+    """Return the error that the best block scales leave with this global scale.
+
+    The error is computed in rows spread over the weight.
     """
     step = -(-tiles.groups[0] // SAMPLED_ROWS)
     weight, total = None if importance is None else importance[0], 0.0
@@ -347,8 +352,9 @@ def nvfp4_error(
 def block_errors(
     values: torch.Tensor, step: torch.Tensor, norm: float, importance: torch.Tensor | None
 ) -> torch.Tensor:
-    """Error of each group of `values` (..., group_size), float32, in e2m1 with a `step` (...)
-    each.
+    """Return the e2m1 quantization error of each group of `values` (..., group_size), float32.
+
+    `step` (...) is the scale of each group.
     """
     steps = step.unsqueeze(-1)
     error = round_to(values / steps, tensors.E2M1).mul_(steps).sub_(values).abs_().pow_(norm)

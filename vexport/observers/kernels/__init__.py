@@ -1,1 +1,1 @@
-"""Searches for the ranges and block scales of weights on the CPU, compiled by numba."""
+"""Compiled (numba) searches for the ranges and block scales of weights, on the CPU."""

@@ -1,7 +1,7 @@
-"""The grid search over shrunken ranges, for groups of any size and for whole tensors.
+"""Grid search over shrunken ranges, for groups of any size and for whole tensors.
 
-A group is read and widened to float32 once, and all candidates are tried while it is in the cache.
-The error of a candidate is the sum of importance * |q - x|**norm.
+A group is read and widened to float32 once, and all candidates are tried while the group is in the
+cache. The error of a candidate is the sum of importance * |q - x|**norm.
 """
 
 from typing import NamedTuple
@@ -34,19 +34,19 @@ Flags = npt.NDArray[np.bool_]
 Indices = npt.NDArray[np.int64]
 PATTERNS = 1 << 16
 
-# Groups are normalized so that their largest value is this: scales are then near one.
+# The largest value of a normalized group: scales are then close to 1.
 UNIT = 64.0
-# Values per thread and step: at least this many for groups, at most for a whole tensor.
+# Values per task: the minimum for groups, and the maximum for a whole tensor.
 TASK_VALUES = 1 << 13
 TENSOR_CHUNK = 1 << 16
 
 
-# Errors are added up in float32 over this many values, in float64 beyond.
+# Errors of a chunk of this many values are summed in float32, and chunks in float64.
 CHUNK = 1024
 
 
 class Scaling(NamedTuple):
-    """A scale, its inverse and its zero point."""
+    """Scale, its inverse and the zero point."""
 
     scale: np.float32
     inverse: np.float32
@@ -55,7 +55,7 @@ class Scaling(NamedTuple):
 
 @compiled(inline=True, fastmath=MULTIPLY_ADD)
 def difference(value: np.float32, scaling: Scaling, form: NumberFormat) -> np.float32:
-    """x - q, exact to float32 where a multiply-add is one instruction."""
+    """Return x - q, exact to float32 if the CPU has a fused multiply-add instruction."""
     scaled = F32(value * scaling.inverse + scaling.zero)
     rounded = round_to(min(max(scaled, form.low), form.high), form)
     return F32(value - F32(rounded - scaling.zero) * scaling.scale)
@@ -63,8 +63,9 @@ def difference(value: np.float32, scaling: Scaling, form: NumberFormat) -> np.fl
 
 @compiled(inline=True, fastmath=MULTIPLY_ADD)
 def integer_difference(value: np.float32, scaling: Scaling, form: NumberFormat) -> np.float32:
-    """The same for integers, in fewer instructions: the number whose addition rounds holds the zero
-    point.
+    """Return x - q for integers, in fewer instructions than `difference`.
+
+    The constant that is added to round to an integer includes the zero point.
     """
     middle = as_float(I32(ROUNDER + (127 << 23)))
     rounder = F32(middle + scaling.zero)
@@ -75,7 +76,7 @@ def integer_difference(value: np.float32, scaling: Scaling, form: NumberFormat) 
 
 @compiled(inline=True, fastmath=LANES)
 def add(total: np.float32, term: np.float32) -> np.float32:
-    """A sum whose terms may be added in lanes."""
+    """Add a term to a sum; the compiler may add the terms in lanes."""
     return F32(total + term)
 
 
@@ -83,8 +84,9 @@ def add(total: np.float32, term: np.float32) -> np.float32:
 def chunk_error(
     values: Floats, importance: Floats, scaling: Scaling, form: NumberFormat, norm: np.float32
 ) -> np.float32:
-    """sum(importance * |q - x|**norm) of at most CHUNK values; the scale should not be far from
-    one.
+    """Return sum(importance * |q - x|**norm) of at most CHUNK values.
+
+    The scale should be close to 1.
     """
     wide_vectors()
     total = F32(0.0)
@@ -115,7 +117,7 @@ def chunk_error(
 def part_error(
     values: Floats, importance: Floats, scaling: Scaling, form: NumberFormat, norm: np.float32
 ) -> np.float32:
-    """`chunk_error` as a separate call."""
+    """Return `chunk_error`, compiled as a separate function."""
     wide_vectors()
     return chunk_error(values, importance, scaling, form, norm)
 
@@ -129,8 +131,9 @@ def group_error(
     norm: np.float32,
     limit: float,
 ) -> float:
-    """sum(importance * |q - x|**norm) of any number of values; a part of it once that is above
-    `limit`.
+    """Return sum(importance * |q - x|**norm) of any number of values.
+
+    If a partial sum exceeds `limit`, return this partial sum.
     """
     total = 0.0
     for start in range(0, values.size, CHUNK):
@@ -142,8 +145,9 @@ def group_error(
 
 
 class Candidates(NamedTuple):
-    """Steps of every shrink and what the error is at least, each (shrinks,), filled up to whole
-    vectors.
+    """Scaling of every shrink and a lower bound of its error.
+
+    Each array has shape (shrinks,), padded to whole vectors.
     """
 
     scales: Floats
@@ -153,7 +157,7 @@ class Candidates(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """The smallest and the largest value of a group."""
+    """Smallest and largest value of a group."""
 
     low: np.float32
     high: np.float32
@@ -161,8 +165,9 @@ class Ends(NamedTuple):
 
 @compiled(inline=True)
 def scaling_of(low: np.float32, high: np.float32, form: NumberFormat, unit: np.float32) -> Scaling:
-    """The scale and zero point of a range (formulas of vexport.observers.qparams), of values times
-    `unit`.
+    """Return scale and zero point of a range, for values multiplied by `unit`.
+
+    The formulas are those of vexport.observers.qparams.
     """
     low, high = min(low, F32(0.0)), max(high, F32(0.0))
     span = F32(form.high - form.low)
@@ -171,7 +176,7 @@ def scaling_of(low: np.float32, high: np.float32, form: NumberFormat, unit: np.f
         if form.zero_points
         else F32(max(-low, high) / F32(span / F32(2.0)))
     )
-    # Where a dtype has a smallest number, rounding depends on the unit.
+    # A dtype with a smallest number makes rounding depend on the unit.
     if form.scale_storage == E8M0:
         scale = F32(mx_step(mx_code(F32(max(-low, high) / unit), form)) * unit)
     else:
@@ -183,8 +188,9 @@ def scaling_of(low: np.float32, high: np.float32, form: NumberFormat, unit: np.f
 
 @compiled()
 def unit_of(low: np.float32, high: np.float32) -> np.float32:
-    """The power of two that a group is multiplied with: no choice changes, nothing over- or
-    underflows.
+    """Return the power of two that a group is multiplied with.
+
+    It prevents overflow and underflow and does not change any choice.
     """
     largest = min(max(max(-low, high), F32(2.0**-120)), F32(2.0**120))
     return F32(F32(UNIT) / power_of_two_below(largest))
@@ -200,9 +206,9 @@ def multiply(values: Floats, unit: np.float32) -> None:
 
 @compiled()
 def weight_of_ends(values: Floats, importance: Floats, ends: Ends) -> np.float32:
-    """The importance of the smallest or of the largest value, whichever has less."""
+    """Return the smaller importance of the smallest and the largest value."""
     wide_vectors()
-    # Positive floats are ordered as their bits are, and the largest integer is found in lanes.
+    # Positive floats have the order of their bits, and a maximum of integers runs in lanes.
     bits = importance.view(np.int32)
     at_low = at_high = I32(0)
     for i in range(values.size):
@@ -222,11 +228,10 @@ def prepare(
     norm: np.float32,
     candidates: Candidates,
 ) -> None:
-    """Write the steps of every shrink of the range `ends`, in that unit, and what its error is at
-    least.
+    """Write the scaling of every shrink of `ends` in this unit, and a lower bound of its error.
 
-    That is the error of the smallest or the largest value alone, lowered by more than float32
-    rounds.
+    The bound is the error of the smallest or the largest value alone, lowered by more than the
+    rounding of float32.
     """
     wide_vectors()
     scales, inverses, zeros, bounds = candidates
@@ -250,8 +255,9 @@ def write_errors(
     norm: np.float32,
     errors: Doubles,
 ) -> None:
-    """Write the error of every candidate, in order; a part of it where an earlier one's is
-    smaller.
+    """Write the error of every candidate, in order.
+
+    A candidate that is worse than an earlier candidate gets a partial error or its lower bound.
     """
     wide_vectors()
     small = values.size <= CHUNK
@@ -272,8 +278,9 @@ def write_errors(
 
 @compiled()
 def first_least(errors: Doubles, improved: Flags) -> int:
-    """The first step with the smallest error; sets `improved` for every step that was the best so
-    far.
+    """Return the first step with the smallest error.
+
+    Sets `improved` for every step that was the best so far.
     """
     best, least = 0, np.inf
     for step in range(improved.size):
@@ -297,16 +304,15 @@ def search_groups(
     steps: Indices,
     improved: Flags,
 ) -> None:
-    """Write the range of every row of `groups`, times `expand`, and which shrink of it is best.
+    """Write the range of every row of `groups`, times `expand`, and the index of its best shrink.
 
-    Row i has the importance of row i modulo the rows of `importance`. `improved` (tasks, shrinks)
-    starts false; a flag says that a step was some group's best so far. `shrinks` may be more than
-    that, so that they fill whole vectors: what is beyond is not searched.
+    Row i uses row i of `importance`, modulo the number of these rows. `improved` (tasks, shrinks)
+    must be False at first; a flag is set if a step was the best so far for any group. `shrinks` may
+    be padded to whole vectors: the additional entries are not searched.
     """
     count, size = groups.shape
     tasks = improved.shape[0]
-    # In a small group that is shrunk a little no single value has error enough to rule a candidate
-    # out.
+    # In a small group with little shrinking, no single value's error can rule out a candidate.
     bounded = size > CHUNK or shrinks[improved.shape[1] - 1] < F32(0.5)
     for task in prange(tasks):
         values = np.empty(size, dtype=F32)
@@ -352,9 +358,7 @@ def tensor_ranges(weight: Bits, storage: int, lows: Floats, highs: Floats) -> No
 
 @compiled(parallel=True)
 def add_counts(values: Bits, counts: Indices) -> None:
-    """Count the 16-bit patterns of flat `values` in `counts` (tasks, PATTERNS), each task in its
-    own row.
-    """
+    """Count the 16-bit patterns of flat `values` in `counts` (tasks, PATTERNS), by task."""
     tasks = counts.shape[0]
     for task in prange(tasks):
         row = counts[task]

@@ -1,8 +1,8 @@
-"""The search over NVFP4 block scales: only the few that can be stored.
+"""Search over NVFP4 block scales that tries only the few scales that can be stored.
 
-A block scale is stored as an e4m3 number relative to the global scale, so all ranges between the
-largest and the smallest candidate come down to the e4m3 numbers between theirs. Groups are small,
-so each lane of the vector code takes one: values are transposed to (size, groups).
+A block scale is stored as an e4m3 value relative to the global scale. So the ranges between the
+largest and the smallest candidate reduce to the e4m3 values between the candidates' scales. Groups
+are small, so each vector lane processes a group: values are transposed to (size, groups).
 """
 
 from typing import NamedTuple
@@ -29,14 +29,12 @@ from vexport.numerics.number_formats import E2M1, F32, I32
 
 Integers = npt.NDArray[np.int32]
 
-# The most groups searched together; they stop when none of them can improve.
+# Maximum number of groups searched together. The search stops when none of them can improve.
 LANES = 128
 
 
 class NVFP4Search(NamedTuple):
-    """The shared global scale, the ends of the candidates in units of a range, the norm of
-    errors.
-    """
+    """Shared global scale, candidates' limits relative to the range, and norm of the errors."""
 
     global_scale: np.float32
     largest: np.float32
@@ -45,11 +43,12 @@ class NVFP4Search(NamedTuple):
 
 
 class Lanes(NamedTuple):
-    """Groups that are searched together: `values` are (size, groups), all others (groups,).
+    """Groups that are searched together.
 
-    `values` are magnitudes, `absmax` is the largest and `weight` its importance. `first` and `last`
-    are the codes of the largest and the smallest candidate, `best` is the best one so far and
-    `least` its error; `scale`, `inverse` and `error` are those of the candidate that is tried.
+    `values` are magnitudes (size, groups). All other arrays have shape (groups,). `absmax` is the
+    largest magnitude and `weight` is its importance. `first` and `last` are the codes of the
+    largest and the smallest candidate. `best` is the code of the best candidate so far and `least`
+    is its error. `scale`, `inverse` and `error` belong to the current candidate.
     """
 
     values: Floats
@@ -66,7 +65,7 @@ class Lanes(NamedTuple):
 
 @compiled()
 def room_for(groups: int, size: int) -> Lanes:
-    """Lanes that are not filled yet."""
+    """Allocate lanes without filling them."""
     floats, codes = np.empty((6, groups), dtype=F32), np.empty((3, groups), dtype=np.int32)
     return Lanes(
         values=np.empty((size, groups), dtype=F32),
@@ -84,7 +83,7 @@ def room_for(groups: int, size: int) -> Lanes:
 
 @compiled(inline=True)
 def candidate_code(absmax: np.float32, expand: np.float32, global_scale: np.float32) -> np.int32:
-    """The code of the block scale of a range, at least the smallest positive one."""
+    """Return the code of a range's block scale, at least the smallest positive e4m3 code."""
     return max(
         I32(1), e4m3_magnitude_code(F32(F32(F32(absmax * global_scale) / E2M1.high) * expand))
     )
@@ -92,7 +91,7 @@ def candidate_code(absmax: np.float32, expand: np.float32, global_scale: np.floa
 
 @compiled(inline=True, fastmath=MULTIPLY_ADD)
 def distance(value: np.float32, scale: np.float32, inverse: np.float32) -> np.float32:
-    """|q - x| of a magnitude in e2m1."""
+    """Return |q - x| of a magnitude in e2m1."""
     rounded = round_to(min(F32(value * inverse), E2M1.high), E2M1)
     return F32(abs(value - F32(rounded * scale)))
 
@@ -124,7 +123,7 @@ def find_largest(lanes: Lanes, importance: Floats) -> None:
 
 @compiled()
 def set_candidates(lanes: Lanes, search: NVFP4Search) -> None:
-    """Begin at the largest candidate of every group."""
+    """Set the largest candidate of every group as the current candidate."""
     wide_vectors()
     lanes.least[:] = F32(np.inf)
     for g in range(lanes.absmax.size):
@@ -135,13 +134,13 @@ def set_candidates(lanes: Lanes, search: NVFP4Search) -> None:
 
 @compiled(fastmath=MULTIPLY_ADD)
 def next_candidates(lanes: Lanes, offset: int, search: NVFP4Search) -> bool:
-    """Set the scales of the next smaller candidate; whether it can be better for any group.
+    """Set the scales of the next smaller candidates; return False if they cannot improve any group.
 
-    It cannot where clipping the largest value costs more than the least error so far, nor can a
-    later one.
+    A candidate cannot improve a group if clipping the largest value already costs more than the
+    smallest error so far. Smaller candidates clip more, so they cannot improve it either.
     """
     wide_vectors()
-    # Two loops: one that wrote and read so many arrays would not become vector code.
+    # Two loops: a single loop that writes and reads so many arrays would not be vectorized.
     for g in range(lanes.first.size):
         number = e4m3_value(max(I32(lanes.first[g] - I32(offset)), I32(1)))
         lanes.scale[g] = F32(number / search.global_scale)
@@ -179,7 +178,7 @@ def write_errors(lanes: Lanes, importance: Floats, norm: np.float32) -> None:
 
 @compiled()
 def keep_better(lanes: Lanes, offset: int) -> None:
-    """Take the candidate for every group where its error is the least so far."""
+    """Store the current candidate for every group if its error is the smallest so far."""
     wide_vectors()
     for g in range(lanes.best.size):
         code, error, least = I32(lanes.first[g] - I32(offset)), lanes.error[g], lanes.least[g]
@@ -190,7 +189,7 @@ def keep_better(lanes: Lanes, offset: int) -> None:
 
 @compiled()
 def search_lanes(lanes: Lanes, importance: Floats, search: NVFP4Search, codes: Bytes) -> None:
-    """Write the code with the smallest error of every group; the larger one of equals."""
+    """Write the code with the smallest error of every group; if two are equal, the larger code."""
     find_largest(lanes, importance)
     set_candidates(lanes, search)
     offset = 0
@@ -206,11 +205,11 @@ def search_lanes(lanes: Lanes, importance: Floats, search: NVFP4Search, codes: B
 def search_block_scales(
     weight: Bits, storage: int, importance: Floats, search: NVFP4Search, codes: Bytes
 ) -> None:
-    """Write the best e4m3 code of every group of columns of `weight` (rows, columns): (rows,
-    groups).
+    """Write the best e4m3 code of every group of columns: `codes` (rows, groups).
 
-    `importance` is (columns,). Values and the global scale are divided by a power of two so that
-    the latter is near one: no choice changes, and errors neither over- nor underflow.
+    `weight` has shape (rows, columns) and `importance` has shape (columns,). Values and the global
+    scale are divided by a power of two so that the global scale is close to 1. This prevents
+    overflow and underflow of errors and does not change any choice.
     """
     unit = power_of_two_below(search.global_scale)
     near_one = NVFP4Search(
