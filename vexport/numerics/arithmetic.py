@@ -1,9 +1,8 @@
-"""Float32 building blocks of the kernels: widening, rounding to a format, codes in bytes, powers,
-scales.
+"""Float32 building blocks of the kernels: widening, rounding, codes in bytes, powers and scales.
 
-Everything is branch-free inside its loop, so that the compiler turns each loop into vector code.
-Values are deterministic: `contract` only lets a multiply-add be one instruction, `reassoc` only
-lets a sum be kept in lanes, and neither depends on the number of threads.
+Loop bodies are branch-free, so that the compiler vectorizes every loop. Results are deterministic:
+`contract` only lets a multiply-add be a single instruction, and `reassoc` only lets a sum be kept
+in lanes. Neither depends on the number of threads.
 """
 
 import numpy as np
@@ -37,10 +36,9 @@ Bits = npt.NDArray[np.int32] | npt.NDArray[np.uint16]
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 
-# Values widened to float32 at once: with their codes they fit in the first-level cache.
+# Values widened to float32 at a time: together with their codes they fit in the first-level cache.
 SPAN = 4096
-# Masks that drop the sign of a float32 or 16-bit float: the rest is an integer ordered by
-# magnitude.
+# Masks that drop the sign of a float32 or 16-bit float. The result is ordered by magnitude.
 MAGNITUDE = 0x7FFFFFFF
 HALF_MAGNITUDE = 0x7FFF
 HALF_INFINITY = 0x7C00
@@ -48,19 +46,19 @@ HALF_INFINITY = 0x7C00
 
 @compiled(inline=True)
 def as_float(bits: np.int32) -> np.float32:
-    """The float32 of those bits."""
+    """Return the float32 with these bits."""
     return I32(bits).view(F32)
 
 
 @compiled(inline=True)
 def as_bits(value: np.float32) -> np.int32:
-    """The bits of a float32."""
+    """Return the bits of a float32."""
     return F32(value).view(I32)
 
 
 @compiled()
 def widen(target: Floats, source: Bits, storage: int) -> None:
-    """Write the float32 values of stored bits, both of one length, into `target`; exact."""
+    """Write the exact float32 values of stored bits into `target`; both have the same length."""
     wide_vectors()
     bits = target.view(np.int32)
     if storage == FLOAT32:
@@ -73,7 +71,7 @@ def widen(target: Floats, source: Bits, storage: int) -> None:
         for i in range(source.size):
             half = I32(source[i])
             magnitude = I32(I32(half & I32(0x7FFF)) << I32(13))
-            # 2**112 moves the exponent's bias from 15 to 127, for subnormals too.
+            # 2**112 changes the exponent's bias from 15 to 127, also for subnormals.
             finite = as_bits(as_float(magnitude) * F32(2.0**112))
             wide = I32(finite | I32(EXPONENT_MASK)) if magnitude >= I32(0x0F800000) else finite
             bits[i] = I32(wide | I32(I32(half & I32(0x8000)) << I32(16)))
@@ -81,13 +79,13 @@ def widen(target: Floats, source: Bits, storage: int) -> None:
 
 @compiled(inline=True)
 def ordered(bits: np.int32) -> np.int32:
-    """Float32 bits as an integer of the same order, and back; NaN is beyond both ends."""
+    """Map float32 bits to an integer of the same order, and back; NaN is beyond both ends."""
     return I32(bits ^ (I32(bits >> I32(31)) & I32(0x7FFFFFFF)))
 
 
 @compiled()
 def value_range(values: Floats) -> tuple[np.float32, np.float32]:
-    """Smallest and largest value; NaN when one is NaN."""
+    """Return the smallest and the largest value. If a value is NaN, at least one result is NaN."""
     wide_vectors()
     bits = values.view(np.int32)
     low = high = ordered(bits[0])
@@ -100,23 +98,25 @@ def value_range(values: Floats) -> tuple[np.float32, np.float32]:
 
 @compiled(inline=True)
 def nearest(value: np.float32) -> np.float32:
-    """The nearest integer, ties to even, of a value within 2**22; unlike np.rint it is no call."""
+    """Return the nearest integer, ties to even, of a value within 2**22. np.rint would be a
+    call.
+    """
     rounder = as_float(I32(ROUNDER + (127 << 23)))
     return F32(F32(value + rounder) - rounder)
 
 
 @compiled(inline=True)
 def rounder_of(value: np.float32, form: NumberFormat) -> np.int32:
-    """Return the bits of the number whose addition rounds a value to the step of its binade."""
+    """Return the bits of the number that, when added, rounds a value to the step of its binade."""
     return I32(max(I32(as_bits(value) & form.mask), form.floor) + form.rounder)
 
 
 @compiled(inline=True)
 def round_to(value: np.float32, form: NumberFormat) -> np.float32:
-    """Return the nearest number of a format, ties to the even mantissa, for a value within its
-    ends.
+    """Return the nearest number of a format, ties to the even mantissa.
 
-    `vexport.numerics.tensors.round_to` is the same in torch. Zero has no sign.
+    The value must be within the range of the format. Zero has no sign.
+    `vexport.numerics.tensors.round_to` is the same function in torch.
     """
     rounder = as_float(rounder_of(value, form))
     return F32(F32(value + rounder) - rounder)
@@ -124,7 +124,7 @@ def round_to(value: np.float32, form: NumberFormat) -> np.float32:
 
 @compiled()
 def round_values(values: Floats, form: NumberFormat) -> None:
-    """Round values to the nearest number of a format, in place; beyond its ends they saturate."""
+    """Round values in place to the nearest number of a format; larger values saturate."""
     wide_vectors()
     for i in range(values.size):
         values[i] = round_to(min(max(values[i], form.low), form.high), form)
@@ -132,13 +132,13 @@ def round_values(values: Floats, form: NumberFormat) -> None:
 
 @compiled()
 def power_of_two_below(value: np.float32) -> np.float32:
-    """The largest power of two up to a positive normal value."""
+    """Return the largest power of two that is not above a positive normal value."""
     return as_float(as_bits(value) & I32(EXPONENT_MASK))
 
 
 @compiled(inline=True)
 def as_stored(scale: np.float32, storage: int) -> np.float32:
-    """A positive scale as it comes back from the dtype that it is stored in."""
+    """Round a positive scale to the dtype in which it is stored."""
     bits = as_bits(scale)
     if storage == BFLOAT16:
         half = I32(I32(0x7FFF) + I32(I32(bits >> I32(16)) & I32(1)))
@@ -153,10 +153,10 @@ def as_stored(scale: np.float32, storage: int) -> np.float32:
 
 @compiled(inline=True, fastmath=MULTIPLY_ADD)
 def power_6_5(x: np.float32) -> np.float32:
-    """x**1.2, so |d|**2.4 for x = d * d, for 0 <= x < 2**40; relative error below 6e-7.
+    """Return x**1.2, so |d|**2.4 for x = d * d, for 0 <= x < 2**40; relative error below 6e-7.
 
-    y ~ x**-0.2 from the exponent bits is within 3.5 %; then x**1.2 = (x * y**3) * (x * y) * (x *
-    y**5)**-0.8, and the last factor is a minimax polynomial about 1.
+    y ~ x**-0.2, computed from the exponent bits, is within 3.5 %. Then x**1.2 = (x * y**3) * (x *
+    y) * (x * y**5)**-0.8, and the last factor is a minimax polynomial about 1.
     """
     y = as_float(I32(F32(as_bits(x)) * F32(-0.2) + F32(1277905000.0)))
     y2 = F32(y * y)
@@ -173,10 +173,9 @@ def power_6_5(x: np.float32) -> np.float32:
 
 @compiled(inline=True, fastmath=MULTIPLY_ADD)
 def power(x: np.float32, exponent: np.float32) -> np.float32:
-    """x**exponent for x >= 0, as exp2(exponent * log2(x)) by minimax polynomials; below 2**-126 it
-    is 0.
+    """Return x**exponent for x >= 0, as exp2(exponent * log2(x)) with minimax polynomials.
 
-    The relative error is below 2e-7 * (1 + |exponent * log2(x)|).
+    Results below 2**-126 are 0. The relative error is below 2e-7 * (1 + |exponent * log2(x)|).
     """
     bits = as_bits(x)
     whole = I32(I32(bits - I32(0x3F3504F3)) >> I32(23))
@@ -203,8 +202,9 @@ def power(x: np.float32, exponent: np.float32) -> np.float32:
 
 @compiled()
 def spread(group_scales: Floats, width: int, scales: Floats) -> None:
-    """Write the scale of each element into `scales`: every `width` of them have one, the last ones
-    fewer.
+    """Write the scale of each element into `scales`.
+
+    Every `width` elements share a group's scale. The last group may be smaller.
     """
     for group in range(group_scales.size):
         scales[group * width : (group + 1) * width] = group_scales[group]
@@ -212,7 +212,7 @@ def spread(group_scales: Floats, width: int, scales: Floats) -> None:
 
 @compiled()
 def largest_magnitude(weight: Bits, storage: int) -> np.float32:
-    """The largest absolute value of a stored flat weight; infinite where one is infinite or NaN."""
+    """Return the largest absolute value of a stored flat weight; infinity if it is not finite."""
     wide_vectors()
     mask = I32(MAGNITUDE) if storage == FLOAT32 else I32(HALF_MAGNITUDE)
     most = I32(0)
@@ -223,9 +223,9 @@ def largest_magnitude(weight: Bits, storage: int) -> np.float32:
 
 @compiled()
 def widened_magnitude(bits: np.int32, storage: int) -> np.float32:
-    """The value of a stored float without a sign; infinite where it is NaN."""
+    """Return the value of a stored float without a sign; infinity if it is NaN."""
     if storage == FLOAT16:
-        # As in `widen`: 2**112 moves the exponent's bias, for subnormals too.
+        # As in `widen`: 2**112 changes the exponent's bias, also for subnormals.
         finite = F32(as_float(I32(bits << I32(13))) * F32(2.0**112))
         return F32(np.inf) if bits >= HALF_INFINITY else finite
     wide = I32(bits << I32(16)) if storage == BFLOAT16 else bits
@@ -234,11 +234,11 @@ def widened_magnitude(bits: np.int32, storage: int) -> np.float32:
 
 @compiled(inline=True)
 def float_code(magnitude: np.float32, form: NumberFormat, mantissa_bits: int) -> np.int32:
-    """Return the code, without a sign, of the number that `round_to` gives, in a small float
-    format.
+    """Return the code, without a sign, of `round_to`'s result in a small float format.
 
-    `magnitude` is at least 0; beyond `form.high` it saturates. Adding the rounder leaves the number
-    of steps in the sum's last bits; codes of successive binades are that many steps apart.
+    `magnitude` is at least 0; above `form.high` it saturates. Adding the rounder leaves the number
+    of steps in the last bits of the sum. The codes of successive binades differ by this number of
+    steps.
     """
     magnitude = min(magnitude, form.high)
     rounder = rounder_of(magnitude, form)
@@ -251,10 +251,10 @@ def float_code(magnitude: np.float32, form: NumberFormat, mantissa_bits: int) ->
 def mx_code(largest: np.float32, form: NumberFormat) -> np.int32:
     """Return the scale that an MX format stores for a group: an exponent with a bias of 127.
 
-    `largest` is the group's largest magnitude. It is rounded to a power of two as if it had one bit
-    of mantissa (1.75 rounds up), and divided by the largest power of two of the format. The code is
-    255 if the magnitude is not finite. `vexport.numerics.tensors.mx_scale` is the same in torch.
-    Source: generate_mx_scales and round_to_power_2 in
+    `largest` is the group's largest magnitude. It is rounded to a power of two as if it had a
+    single bit of mantissa (1.75 rounds up), and divided by the largest power of two of the format.
+    The code is 255 if the magnitude is not finite. `vexport.numerics.tensors.mx_scale` is the same
+    function in torch. Source: generate_mx_scales and round_to_power_2 in
     compressed_tensors/quantization/utils/mxfp_utils.py.
     """
     bits = as_bits(largest)
@@ -266,17 +266,18 @@ def mx_code(largest: np.float32, form: NumberFormat) -> np.int32:
 
 @compiled(inline=True)
 def mx_step(code: np.int32) -> np.float32:
-    """Return the power of two of an MX scale's code: the smallest, 2**-127, is a subnormal number.
+    """Return the power of two for the code of an MX scale.
 
-    The code 255 gives infinity.
+    The smallest, 2**-127, is a subnormal number. The code 255 returns infinity.
     """
     return as_float(max(I32(I32(code) << I32(FLOAT32_MANTISSA)), I32(LEAST_POWER)))
 
 
 @compiled()
 def e2m1_code(value: np.float32, scale: np.float32) -> np.uint8:
-    """The code of the nearest e2m1 number of a value in units of a positive scale; bit 3 is the
-    sign.
+    """Return the code of the e2m1 number nearest to `value / scale`; bit 3 is the sign.
+
+    `scale` must be positive.
     """
     sign = I32(I32(as_bits(value) >> I32(28)) & I32(8))
     return np.uint8(I32(float_code(abs(F32(value / scale)), E2M1, 1) | sign))
@@ -284,14 +285,15 @@ def e2m1_code(value: np.float32, scale: np.float32) -> np.uint8:
 
 @compiled(inline=True)
 def e4m3_magnitude_code(magnitude: np.float32) -> np.int32:
-    """The code of the nearest e4m3 number of a value >= 0."""
+    """Return the code of the e4m3 number nearest to a value >= 0."""
     return float_code(magnitude, E4M3, 3)
 
 
 @compiled()
 def e4m3_code(value: np.float32, scale: np.float32) -> np.uint8:
-    """The code of the nearest e4m3 number of a value in units of a positive scale; bit 7 is the
-    sign.
+    """Return the code of the e4m3 number nearest to `value / scale`; bit 7 is the sign.
+
+    `scale` must be positive.
     """
     sign = I32(I32(as_bits(value) >> I32(24)) & I32(0x80))
     return np.uint8(I32(e4m3_magnitude_code(abs(F32(value / scale))) | sign))
@@ -299,7 +301,7 @@ def e4m3_code(value: np.float32, scale: np.float32) -> np.uint8:
 
 @compiled()
 def e2m1_codes(values: Floats, scales: Floats, codes: Bytes) -> None:
-    """The e2m1 code of each value in units of its scale."""
+    """Write the e2m1 code of each value divided by its scale."""
     wide_vectors()
     for i in range(codes.size):
         codes[i] = e2m1_code(values[i], scales[i])
@@ -307,7 +309,7 @@ def e2m1_codes(values: Floats, scales: Floats, codes: Bytes) -> None:
 
 @compiled()
 def e4m3_codes(values: Floats, scales: Floats, codes: Bytes) -> None:
-    """The e4m3 code of each value in units of its scale."""
+    """Write the e4m3 code of each value divided by its scale."""
     wide_vectors()
     for i in range(codes.size):
         codes[i] = e4m3_code(values[i], scales[i])
@@ -315,13 +317,15 @@ def e4m3_codes(values: Floats, scales: Floats, codes: Bytes) -> None:
 
 @compiled(inline=True)
 def e4m3_value(code: np.int32 | np.uint8) -> np.float32:
-    """The number of an e4m3 code without a sign, below 0x7F."""
+    """Return the value of an e4m3 code without a sign, below 0x7F."""
     return F32(as_float(I32(I32(code) << I32(20))) * F32(2.0**120))
 
 
 @compiled()
 def pack_nibbles(codes: Bytes, packed: Bytes) -> None:
-    """Two codes below 16 to the byte, the first in the low half; an odd last one is alone."""
+    """Pack pairs of codes below 16 into bytes, the first in the low half. A last code may
+    be alone.
+    """
     pairs = codes[: codes.size // 2 * 2].view(np.uint16)
     for i in range(pairs.size):
         packed[i] = np.uint8((pairs[i] | (pairs[i] >> np.uint16(4))) & np.uint16(0xFF))
@@ -331,7 +335,7 @@ def pack_nibbles(codes: Bytes, packed: Bytes) -> None:
 
 @compiled()
 def pack_bits(codes: Bytes, bits: int, packed: Bytes) -> None:
-    """Codes below 2**bits one after the other, low bits first."""
+    """Pack codes below 2**bits into a stream of bits, low bits first."""
     if bits == 8:
         packed[: codes.size] = codes
     elif bits == 4:
@@ -353,16 +357,17 @@ def pack_bits(codes: Bytes, bits: int, packed: Bytes) -> None:
 
 
 def global_scale_of(largest: np.float32) -> Floats:
-    """448 * 6 / largest: float32, shape (1,); 1 where that is not finite (all zero)."""
+    """Return 448 * 6 / largest: float32, shape (1,); 1 if this is not finite, as for zeros."""
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-        # The reciprocal first, as torch divides a number by a tensor.
+        # Compute the reciprocal first, as torch does when it divides a number by a tensor.
         scale = np.float32(GLOBAL_SCALE_NUMERATOR) * (np.float32(1.0) / np.float32(largest))
     return np.array([scale if np.isfinite(scale) else 1.0], np.float32)
 
 
 def fp8_scale_of(largest: np.float32) -> Floats:
-    """largest / 448: float32, shape (1,); the smallest step of float32 at one where that is
-    zero.
+    """Return largest / 448: float32, shape (1,).
+
+    If this is zero, return the spacing of float32 numbers at 1.
     """
     scale = np.float32(largest) / np.float32(E4M3_MAX)
     return np.array([scale if scale else FLOAT32_EPS], np.float32)

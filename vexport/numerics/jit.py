@@ -1,9 +1,9 @@
-"""Compiles kernels by numba at their first call and keeps them in `cache_folder`, without torch.
+"""Compile kernels with numba at their first call, and cache them in `cache_folder`; without torch.
 
-The folder is named by a digest of all kernels' sources. Numba looks at the file of a function
-alone: code that calls a function of another file would stay as it is when that file changes. And it
-looks at the file's place and time: what was compiled in a checkout would be compiled again in an
-installed package.
+A digest of all kernels' sources is part of the folder's name, for two reasons. Numba checks only
+the file of a function, so code that calls a function of another file would be outdated when that
+file changes. And numba checks the path and time of the file, so code that was compiled in a
+checkout would be compiled again in an installed package.
 """
 
 import hashlib
@@ -26,7 +26,7 @@ from vexport.records import OnProgress
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
-# Allowed float optimizations: fused multiply-add; sums kept in vector lanes.
+# Allowed float optimizations: fused multiply-add, and sums kept in vector lanes.
 MULTIPLY_ADD = frozenset({"contract"})
 LANES = frozenset({"contract", "reassoc"})
 STAGE = "compile kernels, once"
@@ -35,11 +35,10 @@ STAGE = "compile kernels, once"
 def compiled(
     *, parallel: bool = False, inline: bool = False, fastmath: frozenset[str] = frozenset()
 ) -> Callable[[Function], Function]:
-    """Compile at the first call; the code is kept next to the package or in the user's cache
-    folder.
+    """Compile a function at its first call, and cache the code (see `cache_folder`).
 
-    `inline` makes it part of its callers, so that their loops are turned into vector code. A
-    division by zero gives infinity or NaN: a check would keep loops scalar.
+    `inline` compiles the function into its callers, so that their loops are vectorized. Division by
+    zero returns infinity or NaN, because a check would keep loops scalar.
     """
 
     def decorate(function: Function) -> Function:
@@ -59,16 +58,16 @@ def compiled(
 def _generate_wide_vectors(
     target: BaseContext, builder: ir.IRBuilder, signature: Signature, arguments: Sequence[ir.Value]
 ) -> ir.Value:
-    # llvmlite's own `add` refuses attributes that have a value.
+    # llvmlite's `add` refuses attributes that have a value.
     set.add(builder.function.attributes, '"prefer-vector-width"="512"')
     return target.get_dummy_value()
 
 
 def _wide_vectors(context: Context) -> tuple[Signature, object]:
-    """The function that calls this may use 512-bit vectors, which LLVM avoids by itself on many
-    machines.
+    """Allow 512-bit vectors in the function that calls this; LLVM avoids them on many machines.
 
-    Where there are none it has no effect. Every function that has a loop needs it, inlined or not.
+    It has no effect if the CPU has no such vectors. Every function with a loop needs this call,
+    even if the function is inlined.
     """
     return types.none(), _generate_wide_vectors
 
@@ -89,12 +88,12 @@ KERNELS = (
 
 
 def kernel_files() -> list[Path]:
-    """The modules with kernels, and those whose constants they are compiled with."""
+    """Return the modules with kernels and with constants that are compiled into kernels."""
     return sorted(file for pattern in KERNELS for file in PACKAGE.glob(pattern))
 
 
 def sources_digest() -> str:
-    """SHA-256, shortened to 16 digits, of the sources of all kernels."""
+    """Return the SHA-256 of the sources of all kernels, shortened to 16 digits."""
     whole = hashlib.sha256()
     for file in kernel_files():
         whole.update(f"{file.relative_to(PACKAGE)}\0".encode() + file.read_bytes())
@@ -102,7 +101,7 @@ def sources_digest() -> str:
 
 
 def _user_caches() -> list[Path]:
-    """Return the folder for caches of vexport's user; nothing if the user has no home folder."""
+    """Return the folder for vexport's caches, or an empty list if the user has no home folder."""
     if named := os.environ.get("XDG_CACHE_HOME"):
         return [Path(named) / "vexport"]
     try:
@@ -112,8 +111,10 @@ def _user_caches() -> list[Path]:
 
 
 def cache_folder() -> Path | None:
-    """Below NUMBA_CACHE_DIR, the package, or the user's cache, whichever is writable; None where
-    none is.
+    """Return the first writable folder for kernels, or None.
+
+    It is below NUMBA_CACHE_DIR if this variable is set. Otherwise it is below the package or the
+    user's cache folder.
     """
     named = os.environ.get("NUMBA_CACHE_DIR")
     package = PACKAGE / "numerics" / "__pycache__"
@@ -129,9 +130,7 @@ def cache_folder() -> Path | None:
 
 
 class KernelLocator(UserProvidedCacheLocator):  # type: ignore[misc]
-    """The place of a kernel of this package in `cache_folder`, and the digest of all of them as its
-    state.
-    """
+    """Locates kernels of this package in `cache_folder`, with the digest as their source stamp."""
 
     def __init__(self, function: object, file: str) -> None:
         super().__init__(function, file)
@@ -151,53 +150,51 @@ class KernelLocator(UserProvidedCacheLocator):  # type: ignore[misc]
 
 
 class KernelCacheImpl(CompileResultCacheImpl):  # type: ignore[misc]
-    """Looks for the place of a kernel of ours first."""
+    """Tries the locator for kernels of this package first."""
 
     _locator_classes = (KernelLocator, *CompileResultCacheImpl._locator_classes)
 
 
 class KernelCache(FunctionCache):  # type: ignore[misc]
-    """Numba's cache of one kernel; damaged files are replaced, a full disk is passed over."""
+    """Numba's cache of a kernel. Damaged files are replaced, and a full disk is ignored."""
 
     _impl_class = KernelCacheImpl
 
     def _load_overload(self, signature: object, context: object) -> object:
         try:
             return super()._load_overload(signature, context)
-        except Exception:  # pickle raises anything on damaged bytes
+        except Exception:  # pickle can raise anything on damaged bytes
             with suppress(OSError):
                 self.flush()
             return None
 
     def _save_overload(self, signature: object, data: object) -> None:
-        with suppress(OSError):  # the kernel runs all the same
+        with suppress(OSError):  # the kernel works without a cache
             super()._save_overload(signature, data)
 
 
-if folder := cache_folder():  # else numba chooses
+if folder := cache_folder():  # otherwise numba chooses
     numba.config.CACHE_DIR = str(folder)
 
 
 class Compilation(event.Listener):  # type: ignore[misc]
-    """A stage that begins when a first kernel is to be compiled; one whose code was kept does not
-    count.
-    """
+    """Progress stage that begins when the first kernel is compiled; cached kernels do not count."""
 
     def __init__(self, on_progress: OnProgress) -> None:
         self._on_progress = on_progress
         self._begun = self._ended = False
 
     def on_start(self, event: event.Event) -> None:
-        """Called by numba, in the thread that compiles."""
+        """Report the begin of the stage. Numba calls this in the thread that compiles."""
         if not self._begun:
             self._begun = True
             self._on_progress(STAGE, 0, 1)
 
     def on_end(self, event: event.Event) -> None:
-        """Others may follow."""
+        """Do nothing, because other kernels may follow."""
 
     def on_progress(self, stage: str, done: int, total: int) -> None:
-        """Pass on the progress of another stage, which ends the compilation."""
+        """Report the progress of another stage, which ends the compilation."""
         if self._begun and not self._ended:
             self._ended = True
             self._on_progress(STAGE, 1, 1)
@@ -206,8 +203,9 @@ class Compilation(event.Listener):  # type: ignore[misc]
 
 @contextmanager
 def telling_compilation(on_progress: OnProgress) -> Iterator[OnProgress]:
-    """Report compilation of kernels as progress inside the block; other progress goes to what is
-    yielded.
+    """Report the compilation of kernels as progress inside the block.
+
+    The callback that is yielded receives all other progress.
     """
     with event.install_listener("numba:compile", Compilation(on_progress)) as compilation:
         yield compilation.on_progress

@@ -1,6 +1,6 @@
-"""Distances of tensors and distributions, a part at a time, so that float64 copies stay small.
+"""Distances of tensors and of distributions, computed in parts so that float64 copies stay small.
 
-It works on tensors without importing torch.
+This module works on tensors without importing torch.
 """
 
 import math
@@ -10,17 +10,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-# A tensor that came back exactly has no error; a report needs a finite number.
+# Reported for tensors without any error, because a report needs a finite number.
 EXACT_DB = 200.0
-# Elements compared at once.
+# Number of elements compared at a time.
 COMPARED = 1 << 22
-# Positions in memory as float64 at once: 19 MB for a vocabulary of 152 k.
+# Positions in memory as float64 at a time: 19 MB for a vocabulary of 152 k.
 KL_ROWS = 16
 
 
 def sqnr_db(signal: float, error: float) -> float:
-    """Signal-to-quantization-noise ratio of two powers; EXACT_DB without error, -EXACT_DB without
-    signal.
+    """Return the signal-to-quantization-noise ratio of two powers.
+
+    Returns EXACT_DB without error, and -EXACT_DB without signal or if the error is not finite.
     """
     if error == 0 or signal == 0:
         return EXACT_DB if error == 0 else -EXACT_DB
@@ -29,18 +30,18 @@ def sqnr_db(signal: float, error: float) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorPower:
-    """Over all elements: the power of the first tensor, and that of the difference."""
+    """Power of the first tensor and power of the difference, over all elements."""
 
     signal: float = 0.0
     error: float = 0.0
 
     def __add__(self, other: "ErrorPower") -> "ErrorPower":
-        """The error of both parts together."""
+        """Return the error of both parts together."""
         return ErrorPower(signal=self.signal + other.signal, error=self.error + other.error)
 
     @property
     def sqnr_db(self) -> float:
-        """See `sqnr_db`."""
+        """Signal-to-quantization-noise ratio; see the function `sqnr_db`."""
         return sqnr_db(self.signal, self.error)
 
     @property
@@ -50,7 +51,7 @@ class ErrorPower:
 
 
 def quantization_error(exact: "torch.Tensor", other: "torch.Tensor") -> ErrorPower:
-    """The error of a tensor against another of its shape."""
+    """Return the error of a tensor, relative to an exact tensor of the same shape."""
     signal = error = 0.0
     left, right = exact.reshape(-1), other.reshape(-1)
     for start in range(0, left.numel(), COMPARED):
@@ -62,11 +63,11 @@ def quantization_error(exact: "torch.Tensor", other: "torch.Tensor") -> ErrorPow
 
 
 def kl_divergence(reference: "torch.Tensor", measured: "torch.Tensor") -> "torch.Tensor":
-    """KL(reference || measured) of log-probabilities (positions, vocabulary): nats, float64,
-    (positions,).
+    """Return KL(reference || measured) of log-probabilities (positions, vocabulary), in nats.
 
-    A position with a NaN, or an infinite difference where the reference gives probability, is
-    infinite. Raises ValueError where shapes differ.
+    The result is float64 (positions,). It is infinite at a position with NaN, or with an infinite
+    difference if the reference has a probability above 0 there. Raises ValueError if the shapes
+    differ.
     """
     if reference.shape != measured.shape:
         raise ValueError(
@@ -85,10 +86,10 @@ def kl_divergence(reference: "torch.Tensor", measured: "torch.Tensor") -> "torch
 
 
 def divergence_of_logits(reference: "torch.Tensor", measured: "torch.Tensor") -> float:
-    """The sum over positions of KL(reference || measured), nats, of logits (..., positions,
-    vocabulary).
+    """Return KL(reference || measured) of logits (..., positions, vocabulary), summed.
 
-    Log-probabilities are float32, of a few positions at a time: those of a long row fill gigabytes.
+    The result is in nats. Log-probabilities are computed in float32 for a few positions at a time;
+    for a long row they would fill gigabytes.
     """
     total, expected, got = 0.0, reference.flatten(0, -2), measured.flatten(0, -2)
     for start in range(0, len(expected), KL_ROWS):

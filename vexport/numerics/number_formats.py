@@ -1,7 +1,7 @@
-"""Number formats as float32 arithmetic sees them, without numba: vLLM's CPU build must not load it.
+"""Number formats for float32 arithmetic, without numba, which vLLM's CPU build must not load.
 
-`vexport.numerics.arithmetic` rounds to these formats in compiled kernels,
-`vexport.numerics.tensors` in torch.
+`vexport.numerics.arithmetic` rounds to these formats in compiled kernels, and
+`vexport.numerics.tensors` does so in torch.
 """
 
 from typing import NamedTuple
@@ -13,23 +13,24 @@ from vexport.numerics import E2M1_MAX, E4M3_MAX
 F32 = np.float32
 I32 = np.int32
 
-# Storage codes of weights (for `widen`) and of scales; E8M0 are powers of two.
+# Storage codes of weights (for `widen`) and of scales. E8M0 scales are powers of two.
 FLOAT32, BFLOAT16, FLOAT16, E8M0 = 0, 1, 2, 3
 EXPONENT_MASK = 0x7F800000
 # ulp(1.5 * 2**23) == 1: adding and subtracting it rounds to an integer, ties to even.
 ROUNDER = (23 << 23) | 0x400000
-# The bits of float32's mantissa, and those of 2**-127, the smallest MX scale.
+# Number of bits of float32's mantissa, and the bit pattern of 2**-127, the smallest MX scale.
 FLOAT32_MANTISSA = 23
 LEAST_POWER = 1 << 22
 
 
 class NumberFormat(NamedTuple):
-    """A number format that values in units of the scale are rounded to.
+    """Number format that values are rounded to, after division by the scale.
 
-    `low` and `high` are its ends. `mask` and `floor` say how the exponent of a value becomes that
-    of its step (an integer ignores the exponent, e4m3 and e2m1 have a smallest one), `rounder`
-    turns that into the number whose addition rounds. `zero_points` is whether the range is mapped
-    onto both ends; `scale_storage` is the dtype that scales are stored in.
+    `low` and `high` are the ends of the range. `mask` and `floor` map the exponent of a value to
+    the exponent of its step: integers ignore the exponent, and e4m3 and e2m1 have a smallest
+    exponent. `rounder` turns this exponent into a number that rounds the value when it is added.
+    `zero_points` is True if a range is mapped to both ends. `scale_storage` is the dtype in which
+    scales are stored.
     """
 
     low: np.float32
@@ -42,7 +43,7 @@ class NumberFormat(NamedTuple):
 
 
 def integer_format(bits: int) -> NumberFormat:
-    """Signed integers of that many bits, without zero points."""
+    """Return the format of signed integers with this number of bits, without zero points."""
     high = 2 ** (bits - 1) - 1
     return NumberFormat(
         F32(-high - 1), F32(high), I32(0), I32(127 << 23), I32(ROUNDER), False, FLOAT32
@@ -50,7 +51,10 @@ def integer_format(bits: int) -> NumberFormat:
 
 
 def float_format(largest: float, smallest_exponent: int, mantissa_bits: int) -> NumberFormat:
-    """A float with subnormals below 2**smallest_exponent; values beyond `largest` saturate."""
+    """Return a float format with subnormals below 2**smallest_exponent.
+
+    Values beyond `largest` saturate.
+    """
     floor = (127 + smallest_exponent) << 23
     rounder = ROUNDER - (mantissa_bits << 23)
     return NumberFormat(

@@ -1,6 +1,6 @@
-"""torch.distributed under torchrun; a process alone is a world without calls, and needs no torch.
+"""torch.distributed under torchrun. A single process makes no distributed calls and needs no torch.
 
-All ranks call each of these functions, in the same order.
+All ranks must call each of these functions, in the same order.
 """
 
 import os
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
-# Ranks wait for each other's longest work; torchrun ends them where one dies.
+# Ranks wait for the longest work of other ranks. If a rank dies, torchrun ends the others.
 PATIENCE = timedelta(days=7)
 
 
 class Addable(Protocol):
-    """A value that can be added up."""
+    """Value that supports addition."""
 
     def __add__(self, other: Self, /) -> Self: ...
 
@@ -31,10 +31,10 @@ A = TypeVar("A", bound=Addable)
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """Form a process group of torchrun's ranks inside the block; an existing one is used as it is.
+    """Form a process group of torchrun's ranks inside the block, or use the existing group.
 
-    With GPUs the device "cuda" is each rank's own. EnvironmentFault where the ranks lose each
-    other.
+    If GPUs are available, each rank selects its GPU as the device "cuda". Raises EnvironmentFault
+    if the connection to a rank is lost.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) == 1 or rank_and_size()[1] > 1:
         yield
@@ -58,7 +58,7 @@ def process_group() -> Iterator[None]:
 
 
 def rank_and_size() -> tuple[int, int]:
-    """This process's rank and the number of ranks: (0, 1) without a process group."""
+    """Return this process's rank and the number of ranks; (0, 1) without a process group."""
     if "torch.distributed" in sys.modules:
         from torch import distributed
 
@@ -68,7 +68,7 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def all_reduce(value: "torch.Tensor") -> None:
-    """Replace a tensor, which all ranks have in one shape, by the sum of theirs."""
+    """Replace a tensor by its sum over all ranks; its shape must be the same on all ranks."""
     if rank_and_size()[1] > 1:
         from torch import distributed
 
@@ -76,7 +76,7 @@ def all_reduce(value: "torch.Tensor") -> None:
 
 
 def broadcast(value: T, source: int = 0) -> T:
-    """The value of the rank `source`, of a kind that can be pickled."""
+    """Return the value of the rank `source`. The value must support pickling."""
     if rank_and_size()[1] == 1:
         return value
     from torch import distributed
@@ -87,17 +87,17 @@ def broadcast(value: T, source: int = 0) -> T:
 
 
 def on_first(make: Callable[[], T]) -> T:
-    """The value that `make` gives on the first rank, which alone calls it."""
+    """Call `make` only on the first rank, and return its value on all ranks."""
     return broadcast(make() if rank_and_size()[0] == 0 else cast(T, None))
 
 
 def gather(value: T) -> list[T]:
-    """The values of all ranks, in their order."""
+    """Return the values of all ranks, in the order of ranks."""
     return [broadcast(value, source) for source in range(rank_and_size()[1])]
 
 
 def add_up(sums: dict[str, A]) -> None:
-    """Replace what this rank found by the sums over all ranks; a rank may not have all names."""
+    """Replace values by their sums over all ranks; a rank may lack some of the names."""
     first, *others = gather(dict(sums))
     sums.clear()
     sums.update(first)

@@ -1,7 +1,7 @@
-"""The arithmetic of number formats in torch, for tensors on any device.
+"""Arithmetic of number formats in torch, for tensors on any device.
 
-Results are equal to those of the kernels in `vexport.numerics.arithmetic` bit by bit. Nothing here
-loads numba, and everything can be compiled by torch: vLLM's process rounds activations with it.
+Results are bit-identical to those of the kernels in `vexport.numerics.arithmetic`. This module does
+not load numba, and torch can compile all of it: vLLM's process rounds activations with it.
 """
 
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from vexport.numerics.number_formats import (
 
 
 class TensorFormat(NamedTuple):
-    """A `NumberFormat` in Python's own numbers, which are constants for torch.compile.
+    """`NumberFormat` with Python numbers, which are constants for torch.compile.
 
     `exponent` is the exponent of the largest power of two in the format.
     """
@@ -48,10 +48,9 @@ E4M3 = TensorFormat.of(number_formats.E4M3)
 
 
 def round_to(values: torch.Tensor, form: TensorFormat) -> torch.Tensor:
-    """Return the nearest number of a format for each of some float32 values, ties to the even
-    mantissa.
+    """Round each float32 value to the nearest number of a format, ties to the even mantissa.
 
-    Values beyond the ends of the format saturate, NaN stays NaN, and zero has no sign.
+    Values outside of the format's range saturate, NaN stays NaN, and zero has no sign.
     """
     within = values.clamp(form.low, form.high)
     exponent = (within.view(torch.int32) & form.mask).clamp_(min=form.floor)
@@ -62,7 +61,8 @@ def round_to(values: torch.Tensor, form: TensorFormat) -> torch.Tensor:
 def mx_scale(largest: torch.Tensor, form: TensorFormat) -> torch.Tensor:
     """Return the power of two that an MX format stores for groups with these largest magnitudes.
 
-    Both are float32. Magnitudes that are not finite give infinity, whose code is E8M0's NaN.
+    Input and result are float32. Magnitudes that are not finite return infinity, which is stored as
+    E8M0's NaN.
     """
     bits = largest.view(torch.int32)
     code = ((bits + MX_ROUND_UP) >> FLOAT32_MANTISSA) - form.exponent

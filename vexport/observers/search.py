@@ -116,7 +116,7 @@ def search_grid_groups(
 def ranges_of_groups(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the smallest and the largest value of every row of `groups` (count, size), float32.
 
-    Both are NaN if the row contains NaN.
+    If a row contains NaN, at least one of its results is NaN.
     """
     bits, storage = stored_bits(groups)
     lows, highs = (np.empty(bits.shape[0], dtype=np.float32) for _ in range(2))
@@ -135,7 +135,7 @@ def distinct_values(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def range_of_values(values: torch.Tensor) -> tuple[float, float]:
-    """Return the smallest and the largest of all values, or NaN if any value is NaN."""
+    """Return the smallest and the largest of all values. If a value is NaN, so is a result."""
     bits, storage = stored_bits(values)
     chunks = -(-bits.size // TENSOR_CHUNK)
     lows, highs = np.empty(chunks, dtype=np.float32), np.empty(chunks, dtype=np.float32)
