@@ -1,7 +1,6 @@
-"""The storage formats: one object each, which answers for all that depends on how weights are
-stored.
+"""Storage formats: an object per format has everything that depends on the storage.
 
-Adding a format is one new file, one line in `FORMATS`, its packing and its presets.
+To add a format, add a file, a line in `FORMATS`, its packing and its presets.
 """
 
 from collections.abc import Sequence
@@ -16,18 +15,17 @@ from vexport.formats.nvfp4 import Nvfp4
 NVFP4, MXFP4, MXFP8 = Nvfp4(), Mxfp4(), Mxfp8()
 PACKED, FP8, INT8, INT4 = PackedIntegers(), Fp8(), Int8(), Int4()
 # In the order in which vLLM tries their schemes: `_get_scheme_from_parts` in its
-# compressed_tensors.py, on a device on which every scheme may run.
+# compressed_tensors.py, for a device that supports every scheme.
 FORMATS: Sequence[Format] = (NVFP4, MXFP4, MXFP8, PACKED, FP8, INT8, INT4)
-# In the order in which vexport prefers them for a scheme's weights: INT8 for what could be packed
-# as well.
+# In the order in which vexport prefers them for a scheme's weights: INT8 before packed integers.
 WRITTEN: Sequence[Format] = (NVFP4, MXFP4, MXFP8, FP8, INT8, PACKED)
 
 
 def vllm_format(args: Arguments, stored_as: str) -> Format | str:
-    """The format that vLLM takes for a config group's, or why vLLM or compressed-tensors refuses
-    the group.
+    """Return the format that vLLM selects for a config group, or why the group is refused.
 
-    `stored_as` is the format that the config announces: vLLM takes several for the same.
+    Either vLLM or compressed-tensors refuses the group. `stored_as` is the format name in the
+    config: vLLM accepts several names for the same format.
     """
     reason = next(contradictions(args), None)
     if reason:
@@ -41,7 +39,7 @@ def vllm_format(args: Arguments, stored_as: str) -> Format | str:
 
 
 def nearest_format(args: Arguments, stored_as: str) -> Format:
-    """The same; where vLLM refuses the group, the format that comes closest to its storage."""
+    """Return vLLM's format for a config group, or the most similar format if it is refused."""
     storage = vllm_format(args, stored_as)
     if not isinstance(storage, str):
         return storage
@@ -53,7 +51,7 @@ def nearest_format(args: Arguments, stored_as: str) -> Format:
 
 
 def written_format(args: Arguments) -> Format | None:
-    """The format in which vexport stores weights; None where vLLM would not run them in any."""
+    """Return the format in which vexport stores weights, or None if vLLM would not run them."""
     runs = (
         each for each in WRITTEN if each.matches(args, each.name) and each.refusal(args) is None
     )

@@ -1,6 +1,4 @@
-"""Quantization arguments in compressed-tensors' terms: read from JSON, checked, described in
-words.
-"""
+"""Quantization arguments with compressed-tensors' names: parse, check, describe them."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -15,29 +13,29 @@ from vexport.records import Json
 
 Strategy = Literal["tensor", "channel", "group", "tensor_group", "block", "token", "attn_head"]
 GROUPED = ("group", "tensor_group")
-# Strategies of tensors that are quantized at run time.
+# Strategies for tensors that are quantized at run time.
 DYNAMIC = ("token", "tensor", "tensor_group", "group")
-# torch's names of dtypes, as _TorchDtypeAnnotation finds them (compressed_tensors/utils/type.py).
+# torch's dtype names, as found by _TorchDtypeAnnotation (compressed_tensors/utils/type.py).
 TORCH_DTYPE = re.compile(
     r"torch\.(u?int(8|16|32|64)|bfloat16|float(16|32|64)?|half|double|bool|float8_(e4m3fn|e5m2|e8m0fnu))$"
 )
-# The number of bits of unquantized inputs.
+# Number of bits of unquantized inputs.
 UNQUANTIZED_BITS = 16
-# Arguments that may be null; the others have a default that only leaving them out gives.
+# Arguments that may be null. The others get their default only if they are left out.
 NULLABLE = frozenset(
     {"group_size", "strategy", "block_structure", "actorder", "scale_dtype", "zp_dtype", "observer"}
 )
 ORDERINGS = (None, "group", "weight", "dynamic", "static")
 LOWERED = ("type", "strategy", "dynamic", "actorder")
-# More bits than any scheme of vLLM has: what is computed from them stays small.
+# More bits than any scheme of vLLM has. The limit keeps values that are computed from them small.
 MOST_BITS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantArgs:
-    """The quantization of one tensor; names and meaning are compressed-tensors' `QuantizationArgs`.
+    """Quantization of a tensor, with the fields of compressed-tensors' `QuantizationArgs`.
 
-    `dynamic` is "local" where only the global scale is static (NVFP4 inputs).
+    `dynamic` is "local" if only the global scale is static (NVFP4 inputs).
     """
 
     num_bits: int
@@ -59,36 +57,34 @@ class QuantArgs:
 
     @property
     def group(self) -> int | None:
-        """Columns that share a scale; None where a whole row does, or a block or the tensor."""
+        """Number of columns that share a scale; None if a row, a block or the tensor shares it."""
         return self.group_size if self.group_size and self.group_size > 0 else None
 
     @property
     def block(self) -> tuple[int, int] | None:
-        """(rows, columns) that share a scale; None but for strategy block."""
+        """Size (rows, columns) of the block that shares a scale; None for other strategies."""
         return self.block_structure if self.strategy == "block" else None
 
     @property
     def largest_code(self) -> float | None:
-        """The largest magnitude that a code stands for; None for floats of other widths than 4 and
-        8 bits.
-        """
+        """Largest magnitude of a code; None for floats that have neither 4 nor 8 bits."""
         if not self.is_float:
             return 2.0 ** (self.num_bits - 1)
         return {8: E4M3_MAX, 4: E2M1_MAX}.get(self.num_bits)
 
     @property
     def shares_scale(self) -> bool:
-        """Return whether a scale depends on the range of all layers that vLLM runs as one."""
+        """True if a scale depends on the range of all layers that vLLM runs as one."""
         return self.strategy in ("tensor", "tensor_group")
 
     @property
     def is_by_token(self) -> bool:
-        """Return whether each token gets its scale when the model runs."""
+        """True if each token gets its scale at run time."""
         return self.strategy == "token" and bool(self.dynamic)
 
 
 class Arguments(Protocol):
-    """Arguments of a layer: of a scheme, or of a config group of any producer's checkpoint."""
+    """Arguments of a layer, from a scheme or from a config group of any producer's checkpoint."""
 
     @property
     def weights(self) -> QuantArgs: ...
@@ -98,34 +94,34 @@ class Arguments(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchemeArgs:
-    """Quantization of a layer's weight and, where there is one, of its input."""
+    """Quantization of a layer's weight and of its input, if the input is quantized."""
 
     weights: QuantArgs
     input_activations: QuantArgs | None
 
     @property
     def calibrated(self) -> bool:
-        """Return whether static statistics of the inputs are needed."""
+        """True if static statistics of the inputs are needed."""
         return self.input_activations is not None and self.input_activations.dynamic is not True
 
 
 def input_bits(args: Arguments) -> int:
-    """Bits of the inputs as they are stored: 16 where they are not quantized."""
+    """Return the bits of the inputs as configured; 16 if they are not quantized."""
     return args.input_activations.num_bits if args.input_activations else UNQUANTIZED_BITS
 
 
 def precision(args: Arguments) -> str:
-    """Bits of weights and inputs: `W4A16`."""
+    """Return the bits of weights and inputs, for example `W4A16`."""
     return f"W{args.weights.num_bits}A{input_bits(args)}"
 
 
 def described(args: Arguments) -> str:
-    """Arguments in words."""
+    """Describe the arguments in words."""
     return f"weights {_described(args.weights)}, inputs {described_inputs(args)}"
 
 
 def described_inputs(args: Arguments) -> str:
-    """The inputs' arguments in words."""
+    """Describe the arguments of the inputs in words."""
     return _described(args.input_activations) if args.input_activations else "none"
 
 
@@ -137,7 +133,7 @@ def _described(args: QuantArgs) -> str:
 
 
 def contradictions(args: Arguments) -> Iterator[str]:
-    """Contradictory arguments, which compressed-tensors refuses (`validate_model_after`)."""
+    """Yield contradictory arguments, which compressed-tensors refuses (`validate_model_after`)."""
     for each in (args.weights, args.input_activations):
         if each is not None:
             yield from _contradictions(each)
@@ -158,7 +154,7 @@ def _contradictions(args: QuantArgs) -> Iterator[str]:
 
 
 def _contradictions_of_time(args: QuantArgs) -> Iterator[str]:
-    """Strategies that are dynamic only, or never."""
+    """Yield strategies that must be dynamic but are not, or that must be static."""
     if args.strategy == "token" and not args.dynamic:
         yield "strategy token that is not dynamic"
     if args.dynamic and args.strategy not in DYNAMIC:
@@ -176,7 +172,7 @@ def _unknown_dtypes(args: QuantArgs) -> Iterator[str]:
 
 
 def parse_args(raw: Json) -> QuantArgs | str:
-    """Quantization arguments as compressed-tensors reads them, or the reason why it refuses them.
+    """Parse quantization arguments as compressed-tensors does, or return why it refuses them.
 
     Source: QuantizationArgs in compressed_tensors/quantization/quant_args.py.
     """
@@ -201,14 +197,12 @@ def parse_args(raw: Json) -> QuantArgs | str:
 
 @cache
 def arguments_adapter() -> TypeAdapter[QuantArgs]:
-    """The adapter of arguments; made once, as making it takes longer than all of a small check."""
+    """Return the cached adapter for arguments: making it takes longer than a small check."""
     return TypeAdapter(QuantArgs)
 
 
 def _unknown_value(raw: Mapping[str, Json], args: QuantArgs) -> str | None:
-    """A value that pydantic converts here, or takes for any text, and compressed-tensors
-    refuses.
-    """
+    """Describe a value that compressed-tensors refuses but pydantic accepts here, or None."""
     dynamic = raw.get("dynamic")
     if isinstance(dynamic, str) and dynamic.lower() != "local":
         return f"dynamic {dynamic!r}, which is neither true, false nor local"
@@ -222,7 +216,7 @@ def _unknown_value(raw: Mapping[str, Json], args: QuantArgs) -> str | None:
 
 
 def _inferred(raw: Mapping[str, Json]) -> dict[str, Json]:
-    """compressed-tensors' defaults: INT8, and a strategy that follows from the group size."""
+    """Return compressed-tensors' defaults: INT8, and a strategy derived from the group size."""
     size = raw.get("group_size")
     strategy = "tensor" if size is None else "channel" if size == -1 else "group"
     return {"num_bits": 8, "type": "int", "strategy": strategy}

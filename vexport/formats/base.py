@@ -1,6 +1,4 @@
-"""The protocol of a storage format, the parameters that several have, as vLLM makes them, and the
-GPUs.
-"""
+"""Protocol of storage formats, helpers for the parameters that vLLM creates, and the GPUs."""
 
 import re
 from abc import abstractmethod
@@ -22,29 +20,27 @@ if TYPE_CHECKING:
     Bytes = npt.NDArray[np.uint8]
     Codes = npt.NDArray[np.integer[Any]]
 
-# The dimension that tensor parallelism splits: out_features (column-parallel), in_features
+# Dimension that tensor parallelism splits: out_features (column-parallel), in_features
 # (row-parallel) or none.
 Split = Literal["out", "in", "none"]
-# Output heads: their class in vLLM, ParallelLMHead, is no linear layer's and loads weights by
-# itself.
+# Output heads. vLLM's ParallelLMHead is not a linear layer and loads weights differently.
 HEADS = ("lm_head", "embed_out")
 EXPERT = re.compile(r"\.experts\.\d+\.")
-# How vLLM's CPU build runs a scheme: by its own kernel, or by `vexport.engine.cpu_emulation`.
+# How vLLM's CPU build runs a scheme: with a native kernel, or with `vexport.engine.cpu_emulation`.
 Cpu = Literal["native", "emulated"]
 FLOAT_SCALES = frozenset({"F32", "BF16", "F16"})
-# Global scales are float32 by definition: another dtype has rounded them.
+# Global scales are float32 by definition: in another dtype they would already be rounded.
 GLOBAL_SCALES = frozenset({"F32"})
-# vLLM's formats with which it looks at schemes for quantized inputs
-# (is_activation_quantization_format).
+# Formats with which vLLM considers quantized inputs (is_activation_quantization_format).
 WITH_INPUTS = ("naive-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """One rank's part of the layers that vLLM runs as one: `out_features` has a size a layer.
+    """A rank's part of the layers that vLLM runs as one.
 
-    `experts` marks the layers of routed experts, which vLLM keeps in one tensor, `head` an output
-    head.
+    `out_features` has the size of each layer. `experts` is True for layers of routed experts, which
+    vLLM keeps in a single tensor, and `head` is True for an output head.
     """
 
     out_features: tuple[int, ...]
@@ -55,7 +51,7 @@ class Partition:
 
 
 def partition_of(members: Sequence[LinearPlan], ranks: int, split: Split) -> Partition:
-    """One rank's part of layers whose cut sizes are multiples of the ranks."""
+    """Return a rank's part of the layers, if the split sizes are multiples of `ranks`."""
     rows, columns = (ranks, 1) if split == "out" else (1, ranks)
     return Partition(
         out_features=tuple(member.out_features // rows for member in members),
@@ -67,8 +63,9 @@ def partition_of(members: Sequence[LinearPlan], ranks: int, split: Split) -> Par
 
 
 def uneven(members: Sequence[LinearPlan], ranks: int, split: Split) -> str | None:
-    """The reason why so many ranks cannot share layers (`divide`, vllm/distributed/utils.py), or
-    None.
+    """Return why this number of ranks cannot share the layers, or None.
+
+    Source: `divide` in vllm/distributed/utils.py.
     """
     for member in members if split != "none" else ():
         size = member.out_features if split == "out" else member.in_features
@@ -78,16 +75,17 @@ def uneven(members: Sequence[LinearPlan], ranks: int, split: Split) -> str | Non
 
 
 def is_head(name: str) -> bool:
-    """Return whether a layer is an output head by its name."""
+    """Return True if the layer with this name is an output head."""
     return name.rpartition(".")[2] in HEADS
 
 
 def partial_group(partition: Partition, group: int | None) -> str | None:
-    """Rule of vLLM: each rank's in_features must be a whole number of groups.
+    """Return why vLLM cannot split a layer's groups over ranks, or None.
 
-    Sources: verify_group_size_divides_partition (vllm/distributed/utils.py) raises for WNA16;
-    compressed_tensors_w4a4_nvfp4.py and _mxfp4.py divide with floor and load wrong weights
-    silently.
+    Each rank's in_features must be a multiple of the group size. For WNA16,
+    verify_group_size_divides_partition (vllm/distributed/utils.py) raises an error.
+    compressed_tensors_w4a4_nvfp4.py and _mxfp4.py round the division down and silently load wrong
+    weights.
     """
     if group is None or partition.in_features % group == 0:
         return None
@@ -96,12 +94,15 @@ def partial_group(partition: Partition, group: int | None) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """One tensor of a quantized layer: what the writer stores, and what vLLM's parameter takes.
+    """Tensor of a quantized layer, as vexport writes it and as vLLM's parameter accepts it.
 
-    `dtypes` are those that vLLM copies without a change of value, `dtype` that of its parameter,
-    which is written; `in_model_dtype` where that is the model's, for which BF16 stands. `along` are
-    the dimensions that fusing and tensor parallelism cut: 0 the layer's outputs, 1 its inputs. vLLM
-    narrows what it loads along the dimension that it cuts, and compares all others.
+    `dtypes` are the dtypes that vLLM copies without changing values. `dtype` is the dtype of vLLM's
+    parameter, in which the tensor is written. With `in_model_dtype` it is written in the model's
+    dtype, and `dtype` is BF16 as a placeholder.
+
+    `along` lists the dimensions that fusing and tensor parallelism split: 0 for the layer's
+    outputs, 1 for its inputs. vLLM narrows a loaded tensor along the split dimension and compares
+    the sizes of all other dimensions.
     """
 
     dtypes: frozenset[str]
@@ -113,12 +114,13 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSupport:
-    """The GPUs that run a scheme, by compute capability (90 is 9.0).
+    """GPUs that run a scheme, by compute capability (90 is 9.0).
 
-    `input_bits` are the bits of the inputs that are multiplied, by the capability from which on,
-    least first: vLLM chooses another kernel without saying so. `stored_bits` are those of the
-    checkpoint. `below` is the first capability that no longer runs it; 0 where no GPU does.
-    `after_loading` says why, if vLLM takes the checkpoint and raises after it has loaded it.
+    `input_bits` maps the first capability of each kernel, in ascending order, to the bits of the
+    inputs that it multiplies; vLLM chooses the kernel without a message. `stored_bits` are the
+    input bits of the checkpoint. `below` is the first capability that no longer runs the scheme, or
+    0 if no GPU runs it. `after_loading` is the reason if vLLM accepts the checkpoint and raises
+    after loading it.
     """
 
     input_bits: Mapping[int, int]
@@ -128,103 +130,94 @@ class GpuSupport:
 
     @property
     def loads_from(self) -> int:
-        """The least capability on which vLLM loads it."""
+        """Lowest capability on which vLLM loads the scheme, or 0 if there is none."""
         return min(self.input_bits, default=0)
 
     @property
     def full_from(self) -> int | None:
-        """The least capability on which inputs have the bits that are stored; None where they never
-        have.
-        """
+        """Lowest capability on which inputs keep their stored bits, or None if there is none."""
         return min(
             (sm for sm, bits in self.input_bits.items() if bits == self.stored_bits), default=None
         )
 
     @property
     def full_below(self) -> int | None:
-        """The first capability after that on which inputs have other bits, or which does not run
-        it.
-        """
+        """First capability above `full_from` with other input bits, or without support."""
         ends = (sm for sm in self.input_bits if self.full_from is not None and sm > self.full_from)
         return min(
             (sm for sm in ends if self.input_bits[sm] != self.stored_bits), default=self.below
         )
 
     def refuses(self, sm: int) -> bool:
-        """Return whether vLLM raises on such a GPU."""
+        """Return True if vLLM raises on a GPU of this capability."""
         return sm < self.loads_from or (self.below is not None and sm >= self.below)
 
     def bits(self, sm: int) -> int:
-        """The bits of the inputs that are multiplied on a GPU that runs the scheme."""
+        """Return the bits of the inputs that are multiplied on a GPU that runs the scheme."""
         return self.input_bits[max(start for start in self.input_bits if start <= sm)]
 
 
 class Format(Protocol):
-    """All that is known about one way of storing weights: adding one is a file and a line in
-    `FORMATS`.
+    """Properties of a storage format. To add a format, add a file and a line in `FORMATS`.
 
-    Every question is about arguments, as schemes with other group sizes, widths or inputs are
-    stored alike. Shapes of layers are (out_features, in_features). What most formats answer alike
-    is answered here.
+    Methods receive quantization arguments, because schemes with other group sizes, widths or inputs
+    use the same storage. Shapes of layers are (out_features, in_features). Defaults are the values
+    that apply to most formats.
     """
 
-    # compressed-tensors' name of the storage, and the tensor that holds the weight's codes.
+    # compressed-tensors' name of the storage, and the name of the tensor with the weight's codes.
     name: str
     weight: str
     codes_per_byte: int = 1
-    # Whether stored tensors have a layer's inputs first; tensors that vLLM loads or drops, and
-    # never uses.
+    # `transposed` is True if stored tensors have the layer's inputs first. `unread` lists tensors
+    # that vLLM loads or drops but never uses.
     transposed: bool = False
     unread: frozenset[str] = frozenset()
-    # Whether scales are exponents of two in bytes (e8m0), and not numbers.
+    # True if scales are exponents of two in bytes (e8m0) instead of numbers.
     exponent_scales: bool = False
-    # The largest input that a static input scale of one stands for.
+    # Largest input that a static input scale of 1 represents.
     largest_input: float = E4M3_MAX
 
     @abstractmethod
     def matches(self, args: Arguments, stored_as: str) -> bool:
-        """Return whether vLLM picks this format for a config group whose format is called
-        `stored_as`.
-        """
+        """Return True if vLLM selects this format for a config group named `stored_as`."""
 
     def refusal(self, args: Arguments) -> str | None:
-        """The reason why vLLM refuses a group that it picks this format for, or None."""
+        """Return why vLLM refuses a group although it selects this format, or None."""
         return None
 
     def unquantized_inputs(self, args: Arguments) -> str | None:
-        """Inputs that the config quantizes and vLLM leaves in 16 bits on every device, in words, or
-        None.
-        """
+        """Describe quantized inputs that vLLM keeps in 16 bits on every device, or return None."""
         return None
 
     def unwritten(self, args: Arguments) -> str | None:
-        """The arguments that vLLM runs and vexport does not write, in words, or None."""
+        """Describe arguments that vLLM runs and vexport does not write, or return None."""
         return None
 
     def group_sizes(self, args: Arguments) -> Sequence[int | None]:
-        """The group sizes that vLLM's own kernels run, None a scale a row; none where there is no
-        choice.
+        """Return the group sizes that vLLM's kernels run; None stands for a scale per row.
+
+        The result is empty if the format does not offer a choice.
         """
         return ()
 
     @abstractmethod
     def vllm_scheme(self, args: Arguments) -> str:
-        """vLLM's class of a linear layer, in compressed_tensors/schemes."""
+        """Return the name of vLLM's class for a linear layer, from compressed_tensors/schemes."""
 
     def runs_experts(self, args: Arguments) -> bool:
-        """Return whether vLLM runs routed experts too (`get_moe_method` in its
-        compressed_tensors_moe.py).
+        """Return True if vLLM also runs routed experts in this format.
+
+        Source: `get_moe_method` in vLLM's compressed_tensors_moe.py.
         """
         return True
 
     @abstractmethod
     def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
-        """The tensors of a layer by their names within it, in the order in which they are
-        written.
-        """
+        """Return the tensors of a layer, by their names within it, in the order of the file."""
 
     def shape(self, args: Arguments, stored: Mapping[str, TensorInfo]) -> tuple[int, int] | None:
-        """The shape of a layer by its stored tensors; None where that cannot be told."""
+        """Return the shape of a layer, derived from its stored tensors, or None if unknown."""
         codes = stored.get(self.weight)
         if codes is None or len(codes.shape) != 2:
             return None
@@ -232,25 +225,25 @@ class Format(Protocol):
 
     @abstractmethod
     def unsupported_shape(self, args: Arguments, partition: Partition) -> str | None:
-        """The reason why vLLM could not run a rank's part of layers, or None where it can."""
+        """Return why vLLM could not run a rank's part of the layers, or None."""
 
     @abstractmethod
     def gpu_support(self, args: Arguments) -> GpuSupport:
-        """The GPUs that run it, and with how many bits of inputs."""
+        """Return the GPUs that run the format, and the bits of the inputs that they multiply."""
 
     def cpu(self, args: Arguments) -> Cpu:
-        """The kernels by which vLLM's CPU build runs it."""
+        """Return whether vLLM's CPU build runs the format natively or emulated."""
         return "emulated"
 
     def static_inputs(self, args: Arguments, largest: "np.float32") -> "Mapping[str, Array]":
-        """Static scales for inputs up to `largest`, by the tensor's name within a layer."""
+        """Return static scales for inputs up to `largest`, by the tensor's name within a layer."""
         return {}
 
     def largest_codes(self, args: Arguments, codes: "Bytes") -> "tuple[Codes, int] | None":
-        """The largest code for every scale of some rows, and the code that the largest weight of
-        each has.
+        """Return the largest code of each scale in some rows, and the code that it should reach.
 
-        `codes` are the rows' bytes. None where codes need not reach an end.
+        `codes` are the bytes of the rows. A scale fits its weights if its largest code reaches this
+        end. Returns None if codes need not reach it.
         """
         return None
 
@@ -258,32 +251,32 @@ class Format(Protocol):
     def packing(
         self, member: LinearPlan, dtype: str, args: QuantArgs, inputs: "PackingInputs"
     ) -> "Packing":
-        """The packing of a weight that is stored in `dtype` (safetensors' name), a few rows at a
-        time.
+        """Return the packing of a weight, which packs a few rows at a time.
+
+        `dtype` is the dtype of the weight in the source (safetensors' name).
         """
 
     def dequantize(self, args: Arguments, stored: "Mapping[str, torch.Tensor]") -> "torch.Tensor":
-        """The weight (out, in) of a layer's stored tensors, by compressed-tensors' compressor."""
+        """Return the weight (out, in) that compressed-tensors makes of a layer's stored tensors."""
         from vexport.formats.dequantize import decompress
 
         return decompress(self.name, args, stored)
 
 
 def exact(dtype: str, shape: tuple[int, ...], *also: str, along: tuple[int, ...] = ()) -> Parameter:
-    """A parameter that is stored in one dtype; vLLM copies others in `also` without a change of
-    value.
-    """
+    """Return a parameter stored in `dtype`; vLLM also copies the dtypes `also` exactly."""
     return Parameter(dtypes=frozenset({dtype, *also}), shape=shape, dtype=dtype, along=along)
 
 
 def single(dtypes: frozenset[str] = FLOAT_SCALES) -> Parameter:
-    """A number, float32, for all of a layer."""
+    """Return a parameter with a single number for the whole layer, written as float32."""
     return Parameter(dtypes=dtypes, shape=(1,))
 
 
 def scale_shape(args: QuantArgs, shape: tuple[int, int]) -> tuple[int, ...]:
-    """(1,) per tensor, (out, 1) per channel, (out, in/group) or (ceil(out/rows),
-    ceil(in/columns)).
+    """Return (1,) per tensor, (out, 1) per channel, (out, in/group) per group.
+
+    With blocks of (rows, columns), return (ceil(out/rows), ceil(in/columns)).
     """
     rows, columns = shape
     if args.strategy == "tensor":
@@ -297,7 +290,7 @@ def scale_shape(args: QuantArgs, shape: tuple[int, int]) -> tuple[int, ...]:
 
 
 def scale(args: QuantArgs, shape: tuple[int, int], *, in_model_dtype: bool = False) -> Parameter:
-    """Scales of the weight: floats, float32 but where they have the model's dtype."""
+    """Return the scales of a weight, in float32 or (`in_model_dtype`) in the model's dtype."""
     size = scale_shape(args, shape)
     if args.strategy == "tensor":
         return single()
@@ -315,8 +308,9 @@ def scale(args: QuantArgs, shape: tuple[int, int], *, in_model_dtype: bool = Fal
 
 
 def coded_scale(dtype: str, args: QuantArgs, shape: tuple[int, int]) -> Parameter:
-    """Scales of groups that are codes of their own in `dtype`; plain ones where arguments name no
-    groups.
+    """Return scales of groups that are stored as codes in `dtype`.
+
+    If the arguments have no groups, return scales that are plain floats.
     """
     if args.strategy in ("tensor", "channel") or args.block or args.group is None:
         return scale(args, shape)
@@ -324,7 +318,10 @@ def coded_scale(dtype: str, args: QuantArgs, shape: tuple[int, int]) -> Paramete
 
 
 def zero_point(args: QuantArgs, shape: tuple[int, int]) -> dict[str, Parameter]:
-    """Zero points of asymmetric weights: (ceil(out*bits/32), groups), packed along out_features."""
+    """Return the zero points of asymmetric weights: (ceil(out*bits/32), groups).
+
+    They are packed along out_features.
+    """
     if args.symmetric:
         return {}
     size = (words(shape[0], args.num_bits), scale_shape(args, shape)[-1])
@@ -332,5 +329,5 @@ def zero_point(args: QuantArgs, shape: tuple[int, int]) -> dict[str, Parameter]:
 
 
 def words(count: int, bits: int) -> int:
-    """int32 words that `count` values of `bits` bits take."""
+    """Return the number of int32 words for `count` values of `bits` bits."""
     return -(-count * bits // INT32_BITS)

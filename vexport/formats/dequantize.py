@@ -1,6 +1,4 @@
-"""The weights of stored tensors, by compressed-tensors' own code: the independent witness of the
-packings.
-"""
+"""Dequantize stored tensors with compressed-tensors, to check packings independently."""
 
 import math
 import warnings
@@ -17,17 +15,15 @@ from pydantic import TypeAdapter
 from vexport.formats.arguments import Arguments, QuantArgs, SchemeArgs, arguments_adapter
 from vexport.numerics import INT32_BITS
 
-# Elements dequantized at once.
+# Elements dequantized at a time.
 CHUNK_ELEMENTS = 1 << 22
-# Rows of whole blocks of 128 and of whole words of packed zero points of any width.
+# Rows that contain complete blocks of 128, and complete words of zero points of any width.
 WHOLE_ROWS = 128
 WORD_MASK = (1 << INT32_BITS) - 1
 
 
 def decompress(name: str, args: Arguments, stored: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The weight that compressed-tensors' compressor of that name makes of a layer's stored
-    tensors.
-    """
+    """Decompress stored tensors to a weight with compressed-tensors' compressor `name`."""
     compressor = BaseCompressor.get_value_from_registry(name)
     weight: torch.Tensor = compressor.decompress(dict(stored), ct_scheme(args))["weight"]
     return weight
@@ -39,9 +35,7 @@ def scaled(
     stored: Mapping[str, torch.Tensor],
     zeros: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Codes by their stored scales and `zeros` (out, groups), for what compressed-tensors cannot
-    unpack.
-    """
+    """Dequantize codes with their scales and `zeros` (out, groups)."""
     weight: torch.Tensor = ct_dequantize(
         codes, stored["weight_scale"], zero_point=zeros, args=ct_scheme(args).weights
     )
@@ -49,13 +43,13 @@ def scaled(
 
 
 def ct_scheme(args: Arguments) -> QuantizationScheme:
-    """Arguments as compressed-tensors' own model."""
+    """Convert arguments to compressed-tensors' QuantizationScheme."""
     inputs = args.input_activations
     return _ct_scheme(_dumped(args.weights), _dumped(inputs) if inputs else None)
 
 
 def arguments_of(scheme: QuantizationScheme) -> SchemeArgs:
-    """The arguments of compressed-tensors' own model, which must quantize the weight."""
+    """Convert a QuantizationScheme that quantizes weights to arguments."""
     sides = scheme.model_dump(mode="json", include={"weights", "input_activations"})
     return TypeAdapter(SchemeArgs).validate_python(sides)
 
@@ -76,9 +70,10 @@ def _ct_scheme(weights: str, inputs: str | None) -> QuantizationScheme:
 
 @contextmanager
 def any_groups() -> Iterator[None]:
-    """Silence compressed-tensors' warning about inputs with other groups than the weights'.
+    """Silence compressed-tensors' warning about inputs with other groups than the weights.
 
-    From 0.20 on it does not where the two differ in bits, as it has such presets itself.
+    From 0.20 on, compressed-tensors does not warn if weights and inputs have different bits,
+    because it has such presets.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings(
@@ -88,7 +83,7 @@ def any_groups() -> Iterator[None]:
 
 
 def row_chunks(out_features: int, in_features: int) -> Iterator[slice]:
-    """Rows that are dequantized at once: whole blocks, and whole words of packed zero points."""
+    """Yield rows to dequantize together: complete blocks and words of packed zero points."""
     rows = max(1, CHUNK_ELEMENTS // max(1, in_features) // WHOLE_ROWS) * WHOLE_ROWS
     for start in range(0, out_features, rows):
         yield slice(start, min(start + rows, out_features))
@@ -97,7 +92,7 @@ def row_chunks(out_features: int, in_features: int) -> Iterator[slice]:
 def rows_of(
     stored: Mapping[str, torch.Tensor], args: QuantArgs, rows: slice
 ) -> dict[str, torch.Tensor]:
-    """The stored tensors of some rows of a layer; `rows` begins at a multiple of `WHOLE_ROWS`."""
+    """Return a layer's stored tensors for `rows`, which start at a multiple of `WHOLE_ROWS`."""
     rows_per_entry = {
         "weight_scale": args.block[0] if args.block else 1,
         "weight_zero_point": INT32_BITS / args.num_bits,
@@ -115,15 +110,15 @@ def rows_of(
 
 
 def unpack_int32(packed: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
-    """The (rows, columns) unsigned int64 values of `bits` bits that are packed into int32 words of
-    each row.
+    """Return the (rows, columns) unsigned int64 values packed into each row's int32 words.
 
-    Value i takes the bits from i*bits on, low bits first, also across the border of two words.
+    Each value has `bits` bits. Value i starts at bit i*bits, low bits first, and may cross the
+    border of two words.
     """
     unsigned = packed.to(torch.int64) & WORD_MASK
     padded = torch.nn.functional.pad(unsigned, (0, -packed.shape[1] % bits))
     runs = padded.reshape(packed.shape[0], -1, bits)
-    # As many values of any width fill whole words as a word has bits.
+    # 32 values of any width fill complete words.
     values = torch.empty(*runs.shape[:2], INT32_BITS, dtype=torch.int64, device=packed.device)
     for position in range(INT32_BITS):
         word, offset = divmod(position * bits, INT32_BITS)

@@ -1,5 +1,4 @@
-"""FP8 (e4m3) weights: per channel or block with dynamic inputs, or per tensor with calibrated
-inputs.
+"""FP8 (e4m3) weights: per channel or block with dynamic inputs, or per tensor with static inputs.
 
 Layout:
 vllm/model_executor/layers/quantization/compressed_tensors/schemes/compressed_tensors_w8a8_fp8.py.
@@ -37,14 +36,14 @@ if TYPE_CHECKING:
     from vexport.formats.packing.base import Array, Packing, PackingInputs
 
 STRATEGIES = ("tensor", "channel", "block")
-# Strategies of weights and inputs that the methods for experts take, next to blocks.
+# Strategies of weights and inputs that vLLM supports for experts, in addition to blocks.
 EXPERT_PAIRS = (("tensor", "tensor"), ("channel", "token"))
 
 
 class Fp8(Format):
     """FP8 weights and inputs.
 
-    Per-tensor scales are shared by fused layers, because vLLM requantizes to the largest of them
+    Fused layers share per-tensor scales, because vLLM requantizes to the largest of their scales
     (process_fp8_weight_tensor_strategy in quantization/utils/fp8_utils.py).
     """
 
@@ -62,9 +61,11 @@ class Fp8(Format):
         )
 
     def refusal(self, args: Arguments) -> str | None:
-        """Blocks without inputs or with static ones, which an assertion stops
-        (process_weights_after_loading of CompressedTensorsW8A16Fp8); other static inputs with more
-        than a scale for each layer.
+        """Return why vLLM refuses a group, or None.
+
+        vLLM refuses blocks without quantized inputs. It also refuses static inputs that it would
+        not quantize, if the weights have blocks or the inputs have several scales per layer. For
+        blocks, an assertion fails in process_weights_after_loading of CompressedTensorsW8A16Fp8.
         """
         inputs = args.input_activations
         if inputs is None:
@@ -103,9 +104,7 @@ class Fp8(Format):
         )
 
     def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
-        """weight (out, in), weight_scale by tensor, channel or block, input_scale (1,) if
-        static.
-        """
+        """Return weight (out, in), its scales, and input_scale (1,) if inputs are static."""
         static = args.input_activations is not None and not args.input_activations.dynamic
         return {
             self.weight: exact("F8_E4M3", shape, along=(0, 1)),
@@ -115,11 +114,11 @@ class Fp8(Format):
         }
 
     def unsupported_shape(self, args: Arguments, partition: Partition) -> str | None:
-        """Any shape fits per channel and per tensor; blocks must not be cut by fusing or by ranks.
+        """Return why fusing or ranks would split blocks, or None. Other strategies fit any shape.
 
         Source: validate_fp8_block_shape and validate_fp8_block_shape_moe in
-        vllm/model_executor/layers/quantization/utils/fp8_utils.py;
-        VocabParallelEmbedding.weight_loader takes a row of scales for each row of an output head.
+        vllm/model_executor/layers/quantization/utils/fp8_utils.py. For an output head,
+        VocabParallelEmbedding.weight_loader expects a row of scales for each row of the weight.
         """
         if args.weights.block is None:
             return None
@@ -141,10 +140,10 @@ class Fp8(Format):
         )
 
     def gpu_support(self, args: Arguments) -> GpuSupport:
-        """Below SM 89 vLLM puts W8A16 in the place of W8A8 (compressed_tensors.py).
+        """Below SM 89, vLLM runs W8A16 instead of W8A8 (compressed_tensors.py).
 
-        Below SM 90, where DeepGEMM and CUTLASS do not run blocks, Marlin comes before Triton and
-        keeps inputs at 16 bits (_POSSIBLE_FP8_BLOCK_KERNELS in
+        Below SM 90, DeepGEMM and CUTLASS do not run blocks. There Marlin has priority over Triton
+        and keeps inputs at 16 bits (_POSSIBLE_FP8_BLOCK_KERNELS in
         vllm/model_executor/kernels/linear/__init__.py).
         """
         full_from = 89 if args.weights.block is None else 90
@@ -154,15 +153,16 @@ class Fp8(Format):
         )
 
     def cpu(self, args: Arguments) -> Cpu:
-        """Native by block alone, with AMX: else the CPU build ignores static scales or takes 0.2 s
-        a layer; that of vLLM 0.33 leaves inputs of weights per channel in bfloat16.
+        """Return "native" only for blocks, which run with AMX.
 
-        vexport.engine.cpu_emulation.kernels stands in for it.
+        For other strategies, the CPU build ignores static scales or takes 0.2 s per layer. In vLLM
+        0.33 it keeps the inputs of per-channel weights in bfloat16.
+        vexport.engine.cpu_emulation.kernels replaces these kernels.
         """
         return "emulated" if args.weights.block is None else "native"
 
     def largest_codes(self, args: Arguments, codes: "Bytes") -> "tuple[Codes, int] | None":
-        """The largest code of each row and the code of 448, with scales per channel."""
+        """Return the largest code of each row and the code of 448, for scales per channel."""
         return ((codes & 0x7F).max(axis=1), 0x7E) if args.weights.strategy == "channel" else None
 
     def static_inputs(self, args: Arguments, largest: "np.float32") -> "Mapping[str, Array]":
@@ -178,8 +178,9 @@ class Fp8(Format):
         return Fp8Packing(member, dtype, args, inputs)
 
     def dequantize(self, args: Arguments, stored: "Mapping[str, torch.Tensor]") -> "torch.Tensor":
-        """compressed-tensors' decompression guesses blocks from shapes, which fails where they are
-        ragged.
+        """Dequantize a weight, with incomplete blocks.
+
+        compressed-tensors infers the block size from shapes, which fails for incomplete blocks.
         """
         from vexport.formats.dequantize import decompress, scaled
 
@@ -189,14 +190,12 @@ class Fp8(Format):
 
 
 def _leaves_inputs(args: Arguments) -> bool:
-    """Return whether vLLM multiplies inputs in 16 bits, by the config or in spite of it."""
+    """Return True if vLLM multiplies inputs in 16 bits, with or without the config's consent."""
     return args.input_activations is None or not _quantizes(args.input_activations)
 
 
 def _quantizes(inputs: QuantArgs) -> bool:
-    """Return whether vLLM quantizes inputs as the config says (`_is_fp8_w8a8`); else it runs
-    W8A16.
-    """
+    """Return True if vLLM quantizes inputs as configured (`_is_fp8_w8a8`), else it runs W8A16."""
     return inputs.is_float and (
         inputs.dynamic is not False or (inputs.symmetric and inputs.strategy == "tensor")
     )

@@ -1,9 +1,10 @@
-"""Inputs of quantized layers as their schemes round them: scales by compressed-tensors' own code.
+"""Round the inputs of quantized layers as their schemes do, with scales from compressed-tensors.
 
-So are the values, except where it takes ten times as long as its arithmetic: e2m1 on a CPU.
+compressed-tensors also rounds the values, except for e2m1 on a CPU: there its code takes ten times
+as long as the arithmetic.
 
-Not in `dequantize`, which vLLM's process loads: the CPU build fails at its start once numba is
-imported.
+This is not part of `dequantize`, which vLLM's process loads: vLLM's CPU build fails at start if
+numba is imported.
 """
 
 from collections.abc import Mapping
@@ -22,8 +23,9 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class InputRounding:
-    """Rounds the input that the layers of a fusion group share: once, as long as anything else
-    holds it.
+    """Rounds the input that the layers of a fusion group share.
+
+    The input is rounded only once while anything else references it.
     """
 
     def __init__(self, args: QuantizationArgs, scales: Tensors) -> None:
@@ -32,14 +34,14 @@ class InputRounding:
         self._rounded = WeakTensorKeyDictionary()
 
     def rounded(self, value: torch.Tensor, module: Module) -> torch.Tensor:
-        """Like `round_activations`."""
+        """Return the rounded value, as `round_activations` does, from the cache if possible."""
         if value not in self._rounded:
             self._rounded[value] = round_activations(value, self._args, self._scales, module)
         rounded: torch.Tensor = self._rounded[value]
         return rounded
 
     def hook(self, module: Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        """A hook of a layer, which gets its input quantized and dequantized."""
+        """Forward pre-hook of a layer that quantizes and dequantizes its input."""
         value, *others = inputs
         return (self.rounded(value, module), *others)
 
@@ -47,11 +49,12 @@ class InputRounding:
 def round_activations(
     value: torch.Tensor, args: QuantizationArgs, scales: Tensors, module: Module
 ) -> torch.Tensor:
-    """`value` (..., features) quantized and dequantized in float32, in its own dtype again.
+    """Quantize and dequantize `value` (..., features) in float32; return it in its original dtype.
 
-    `scales` has `input_scale` for static, `input_global_scale` for NVFP4's two-level quantization.
+    `scales` contains `input_scale` for static quantization and `input_global_scale` for NVFP4's
+    two-level quantization.
     """
-    # compressed-tensors takes one scale a token only from (batch, tokens, features).
+    # compressed-tensors computes a scale per token only for (batch, tokens, features).
     exact = value.to(torch.float32).reshape(1, -1, value.shape[-1])
     global_scale = scales.get("input_global_scale")
     if args.dynamic in (True, "local"):
@@ -68,7 +71,7 @@ def round_activations(
 
 
 def _rounded_to_e2m1(exact: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Like `fake_quantize`: values (1, tokens, features) with scales (1, tokens, groups)."""
+    """Fake-quantize values (1, tokens, features) with scales (1, tokens, groups)."""
     scales = scale.to(torch.float32).unsqueeze(-1)
     scaled = exact.reshape(*scale.shape, -1) / scales
     round_values(scaled.numpy().reshape(-1), E2M1)

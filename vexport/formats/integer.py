@@ -33,15 +33,15 @@ if TYPE_CHECKING:
     from vexport.formats.packing.base import Packing, PackingInputs
 
 CHANNEL_OR_GROUP = ("channel", "group")
-# Widths that vLLM packs into 32-bit words (WNA16_SUPPORTED_TYPES_MAP), and the groups that its own
+# Widths that vLLM packs into 32-bit words (WNA16_SUPPORTED_TYPES_MAP), and the groups that vLLM's
 # kernels run for each width (MarlinLinearKernel; TritonW4A16LinearKernel for 256). Other widths and
-# groups are run by the kernels of humming-kernels, a package that vLLM's CUDA wheel requires.
+# groups run with humming-kernels, a package that vLLM's CUDA wheel requires.
 PACKED_BITS = range(2, 9)
 OWN_GROUPS: Mapping[int, Sequence[int | None]] = {
     4: (None, 32, 64, 128, 256),
     8: (None, 32, 64, 128),
 }
-# Humming's kernels take every group size; checkpoints of other widths use these.
+# Humming's kernels accept every group size; checkpoints of other widths use these.
 HUMMING_GROUPS = (None, 32, 64, 128)
 # CutlassW4A8LinearKernel in vllm/model_executor/kernels/linear/mixed_precision/cutlass.py, and
 # compressed_tensors_moe_w4a8_fp8.py for routed experts.
@@ -49,18 +49,19 @@ W4AFP8_TILE, W4AFP8_EXPERT_TILE, W4AFP8_GROUP = 128, 256, 128
 
 
 class PackedIntegers(Format):
-    """Weights of 2 to 8 bits packed into int32 along in_features; scales in the model's dtype.
+    """Weights of 2 to 8 bits packed into int32 along in_features, with scales in the model's dtype.
 
-    W4A8 is stored so as well: as int-quantized, which compressed-tensors would make of it, vLLM has
-    no kernel for it on a GPU. Values cross the borders of words, as vLLM's shapes ask
-    (compressed-tensors does so since 0.18; it left the odd bits of a word empty before).
+    W4A8 is also stored like this, because vLLM has no GPU kernel for W4A8 as int-quantized, the
+    format that compressed-tensors would choose. Values cross the borders of words, as vLLM's shapes
+    require. compressed-tensors does the same since 0.18; earlier versions left the odd bits of a
+    word empty.
     """
 
     name = "pack-quantized"
     weight = "weight_packed"
 
     def matches(self, args: Arguments, stored_as: str) -> bool:
-        """Weight-only, or with inputs that are quantized as vLLM runs it."""
+        """Match weights without quantized inputs, and inputs quantized as vLLM runs them."""
         weights, inputs = args.weights, args.input_activations
         if weights.dynamic or weights.strategy not in CHANNEL_OR_GROUP:
             return False
@@ -79,11 +80,11 @@ class PackedIntegers(Format):
         return None if bits in PACKED_BITS else f"{bits} packed bits"
 
     def unwritten(self, args: Arguments) -> str | None:
-        """vLLM ignores the type of weights without inputs, and runs them as integers."""
+        """Exclude floats: vLLM ignores the type of weight-only groups and runs them as integers."""
         return "floats in groups, which vLLM reads as integers" if args.weights.is_float else None
 
     def group_sizes(self, args: Arguments) -> Sequence[int | None]:
-        """The group sizes of vLLM's kernels; with FP8 inputs those of CUTLASS."""
+        """Return the group sizes of vLLM's kernels; with FP8 inputs, the group size of CUTLASS."""
         if args.input_activations is not None and args.input_activations.is_float:
             return (W4AFP8_GROUP,)
         return OWN_GROUPS.get(args.weights.num_bits, HUMMING_GROUPS)
@@ -103,9 +104,11 @@ class PackedIntegers(Format):
         return inputs is None or (inputs.is_float and args.weights.group == W4AFP8_GROUP)
 
     def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
-        """weight_packed (out, ceil(in*bits/32)), weight_scale (out, in/group), weight_shape (2,).
+        """Return weight_packed (out, ceil(in*bits/32)), weight_scale (out, in/group) and
+        weight_shape.
 
-        Asymmetric: weight_zero_point (ceil(out*bits/32), in/group), packed along out_features.
+        Asymmetric weights add weight_zero_point (ceil(out*bits/32), in/group), packed along
+        out_features.
         """
         codes = (shape[0], words(shape[1], args.weights.num_bits))
         return {
@@ -116,9 +119,7 @@ class PackedIntegers(Format):
         }
 
     def shape(self, args: Arguments, stored: Mapping[str, TensorInfo]) -> tuple[int, int] | None:
-        """The shape, from the packed words and, where their last bits may be unused, from the
-        groups.
-        """
+        """Return the shape, from the packed words, and from the groups if last bits are unused."""
         codes, scales = super().shape(args, stored), stored.get("weight_scale")
         if codes is None:
             return None
@@ -130,8 +131,10 @@ class PackedIntegers(Format):
         return codes[0], codes[1] * INT32_BITS // bits
 
     def unsupported_shape(self, args: Arguments, partition: Partition) -> str | None:
-        """in_features must be whole groups; zero points of a part and what a kernel takes whole
-        words.
+        """Return why groups, tiles or zero points cannot be split like this, or None.
+
+        in_features must be a multiple of the group size. CUTLASS needs complete tiles, and the zero
+        points of each part must fill complete words.
         """
         if (
             partition.experts
@@ -143,9 +146,7 @@ class PackedIntegers(Format):
         return grouped or _partial_tile(args, partition) or _cut_zero_points(args, partition)
 
     def gpu_support(self, args: Arguments) -> GpuSupport:
-        """Marlin; with FP8 inputs CUTLASS, on SM 90 only. Integer inputs are quantized by no GPU's
-        kernel.
-        """
+        """Marlin, or for FP8 inputs CUTLASS on SM 90. No GPU kernel quantizes integer inputs."""
         stored, group = input_bits(args), args.weights.group
         if args.input_activations is not None and args.input_activations.is_float:
             if group != W4AFP8_GROUP:
@@ -154,7 +155,7 @@ class PackedIntegers(Format):
         return GpuSupport(input_bits={75: UNQUANTIZED_BITS}, stored_bits=stored)
 
     def cpu(self, args: Arguments) -> Cpu:
-        """The CPU build has kernels for INT4 with 16-bit or INT8 inputs."""
+        """Native for INT4 with 16-bit or integer inputs, for which the CPU build has kernels."""
         of_floats = args.input_activations is not None and args.input_activations.is_float
         return "emulated" if args.weights.num_bits != 4 or of_floats else "native"
 
@@ -166,9 +167,7 @@ class PackedIntegers(Format):
         return PackedIntegerPacking(member, dtype, args, inputs)
 
     def dequantize(self, args: Arguments, stored: "Mapping[str, torch.Tensor]") -> "torch.Tensor":
-        """Widths that cross the borders of words are what the pinned compressed-tensors cannot
-        unpack.
-        """
+        """Dequantize a weight. compressed-tensors 0.17 cannot unpack codes that cross words."""
         from vexport.formats.dequantize import decompress, scaled, unpack_int32
 
         bits = args.weights.num_bits
@@ -191,7 +190,7 @@ class Int8(Format):
     weight = "weight"
 
     def matches(self, args: Arguments, stored_as: str) -> bool:
-        """Source: _is_static_tensor_w8a8 and _is_dynamic_token_w8a8, which do not look at types."""
+        """Source: _is_static_tensor_w8a8 and _is_dynamic_token_w8a8, which do not check types."""
         weights, inputs = args.weights, args.input_activations
         if (
             stored_as not in WITH_INPUTS
@@ -227,9 +226,7 @@ class Int8(Format):
         )
 
     def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
-        """weight (out, in), weight_scale (out, 1), input_scale and input_zero_point (1,) if
-        static.
-        """
+        """Return weight (out, in), weight_scale (out, 1), and input parameters (1,) if static."""
         inputs, found = args.input_activations, dict[str, Parameter]()
         if inputs is not None and not inputs.dynamic:
             found["input_scale"] = single()
@@ -237,12 +234,13 @@ class Int8(Format):
         return {**_bytes(args, shape), **found}
 
     def unsupported_shape(self, args: Arguments, partition: Partition) -> str | None:
-        """Any shape fits: scales are per channel."""
+        """Return None: scales are per channel, so any shape fits."""
         return None
 
     def gpu_support(self, args: Arguments) -> GpuSupport:
-        """CUTLASS is chosen from SM 100 on too, where it raises when it runs
-        (scaled_mm_helper.hpp).
+        """CUTLASS below SM 100. From SM 100 on vLLM also chooses it, but it raises at run time.
+
+        Source: scaled_mm_helper.hpp.
         """
         stored = input_bits(args)
         return GpuSupport(input_bits={75: 8}, stored_bits=stored, below=100)
@@ -251,7 +249,10 @@ class Int8(Format):
         return "native"
 
     def largest_codes(self, args: Arguments, codes: "Bytes") -> "tuple[Codes, int] | None":
-        """The largest code of each row and the last but one, where searches for less error end."""
+        """Return the largest code of each row and the second largest possible code.
+
+        A search for a smaller error may end at the second largest code.
+        """
         if args.weights.strategy != "channel":
             return None
         return abs(codes.view("int8").astype("int16")).max(axis=1), 2 ** (
@@ -267,10 +268,10 @@ class Int8(Format):
 
 
 class Int4(Int8):
-    """INT4 weights in bytes, INT8 inputs per token, which vLLM runs on Arm CPUs only
-    (dynamic_4bit.py). llm-compressor stores W4A8 so if its format is int-quantized.
+    """INT4 weights in bytes, INT8 inputs per token: only for Arm CPUs (dynamic_4bit.py).
 
-    vexport stores such weights packed.
+    llm-compressor stores W4A8 like this if its format is int-quantized. vexport stores such weights
+    packed.
     """
 
     def matches(self, args: Arguments, stored_as: str) -> bool:
@@ -294,7 +295,7 @@ class Int4(Int8):
         return False
 
     def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
-        """weight (out, in), weight_scale (out, groups)."""
+        """Return weight (out, in) and weight_scale (out, groups)."""
         return _bytes(args, shape)
 
     def unsupported_shape(self, args: Arguments, partition: Partition) -> str | None:
@@ -303,11 +304,11 @@ class Int4(Int8):
         return partial_group(partition, args.weights.group)
 
     def gpu_support(self, args: Arguments) -> GpuSupport:
-        """No GPU runs it, although vLLM chooses Humming's kernel and a dry load succeeds.
+        """No GPU runs this format, although vLLM chooses Humming's kernel and a dry load succeeds.
 
-        HummingLinearKernel reads the bytes as words of 8 codes when vLLM has loaded them. The shape
-        is then twice the expected one, for which humming's validate_tensors raises (humming-kernels
-        of vLLM 0.32.0 and 0.33.0).
+        After vLLM has loaded the bytes, HummingLinearKernel reads them as words of 8 codes. The
+        shape is then twice the expected shape, and humming's validate_tensors raises an error
+        (humming-kernels of vLLM 0.32.0 and 0.33.0).
         """
         reason = "codes in bytes: vLLM's kernel (Humming) takes them for packed words, and raises"
         stored = input_bits(args)
@@ -315,7 +316,7 @@ class Int4(Int8):
 
 
 def _bytes(args: Arguments, shape: tuple[int, int]) -> dict[str, Parameter]:
-    """Integers in bytes, and their scales."""
+    """Return integers stored in bytes, and their scales."""
     return {
         "weight": exact("I8", shape, along=(0, 1)),
         "weight_scale": scale(args.weights, shape),
@@ -324,7 +325,7 @@ def _bytes(args: Arguments, shape: tuple[int, int]) -> dict[str, Parameter]:
 
 
 def _is_w4afp8(args: Arguments) -> bool:
-    """Source: _is_fp8_w4a8, whatever the format is called."""
+    """Source: _is_fp8_w4a8, which applies to any format name."""
     weights, inputs = args.weights, args.input_activations
     four = (weights.type, weights.num_bits, weights.strategy, weights.symmetric) == (
         "int",
@@ -339,7 +340,7 @@ def _is_w4afp8(args: Arguments) -> bool:
 
 
 def _partial_tile(args: Arguments, partition: Partition) -> str | None:
-    """The only kernel for FP8 inputs takes whole tiles."""
+    """Return why a part does not have the complete tiles that CUTLASS needs for FP8 inputs."""
     inputs = args.input_activations
     if inputs is None or not inputs.is_float:
         return None
@@ -355,8 +356,9 @@ def _partial_tile(args: Arguments, partition: Partition) -> str | None:
 
 
 def _cut_zero_points(args: Arguments, partition: Partition) -> str | None:
-    """Zero points of fused or split layers begin at a word (_adjust_shard_indexes_for_packing in
-    vLLM).
+    """Return why zero points of fused or split layers do not begin at a word, or None.
+
+    Source: _adjust_shard_indexes_for_packing in vLLM.
     """
     loaded_whole = (
         len(partition.out_features) == 1 and partition.split != "out" and not partition.head

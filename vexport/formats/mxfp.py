@@ -30,23 +30,24 @@ from vexport.records import LinearPlan
 if TYPE_CHECKING:
     from vexport.formats.packing.base import Packing, PackingInputs
 
-# Scales are not F8_E8M0: vLLM's parameter is uint8 and `copy_` would cast the value, not the bits.
+# Not F8_E8M0, because vLLM's parameter is uint8 and `copy_` would convert the value, not the bits.
 EXPONENT = "U8"
 
 
 class _Mx(Format):
-    """Floats in groups of 32, whose scales are biased exponents."""
+    """Floats in groups of 32, with biased exponents as scales."""
 
     exponent_scales = True
     bits: int
-    codes: str  # the dtype of the stored bytes
+    codes: str  # dtype of the stored bytes
 
     def matches(self, args: Arguments, stored_as: str) -> bool:
         return _is_mx(args.weights, self.bits)
 
     def unwritten(self, args: Arguments) -> str | None:
-        """vLLM ignores the arguments of inputs: only those are written that it runs as they are
-        stored.
+        """Describe inputs that vLLM would not quantize as configured, or return None.
+
+        vLLM ignores the arguments of inputs, so vexport writes only those that vLLM runs unchanged.
         """
         inputs = args.input_activations
         if inputs is None or (self.bits == 4 and _is_dynamic_fp8(args)):
@@ -56,8 +57,9 @@ class _Mx(Format):
         return f"inputs that vLLM leaves as they are: {described_inputs(args)}"
 
     def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
-        """weight_packed (out, in/2) or weight (out, in), weight_scale (out, in/32), biased
-        exponents.
+        """Return weight_packed (out, in/2) or weight (out, in), and weight_scale (out, in/32).
+
+        The scales are biased exponents.
         """
         codes = (shape[0], shape[1] // self.codes_per_byte)
         return {
@@ -67,7 +69,7 @@ class _Mx(Format):
         }
 
     def unsupported_shape(self, args: Arguments, partition: Partition) -> str | None:
-        """in_features must be a multiple of 32."""
+        """Require in_features to be a multiple of 32."""
         return partial_group(partition, MX_GROUP)
 
     def packing(
@@ -79,11 +81,10 @@ class _Mx(Format):
 
 
 class Mxfp4(_Mx):
-    """e2m1 weights, two to the byte, with inputs in MXFP4, in FP8 by group or token, or
-    unquantized.
+    """e2m1 weights, two per byte, with inputs in MXFP4, in FP8 by group or token, or unquantized.
 
-    vLLM quantizes the inputs of the first and the last to MXFP4 where it has FP4 kernels. For FP8
-    inputs it has the kernel of humming-kernels, which its CUDA wheel requires
+    If vLLM has FP4 kernels, it quantizes MXFP4 inputs and also unquantized inputs to MXFP4. FP8
+    inputs run with humming-kernels, which vLLM's CUDA wheel requires
     (compressed_tensors_w4a8_mxfp4.py).
     """
 
@@ -96,18 +97,18 @@ class Mxfp4(_Mx):
         return f"CompressedTensorsW4A{8 if _is_dynamic_fp8(args) else 4}Mxfp4"
 
     def gpu_support(self, args: Arguments) -> GpuSupport:
-        """Inputs in FP8 by Humming; others by Marlin, for weights only, and by FlashInfer from SM
-        100 on.
+        """Humming for FP8 inputs; for others Marlin (weights only), and FlashInfer from SM 100 on.
 
-        On SM 90 Humming comes before Marlin and takes all inputs in FP8, also of weights alone
-        (priority.py and schema.py in vLLM's quantization/utils/humming; seen on an H100).
+        On SM 90 Humming has priority over Marlin and quantizes all inputs to FP8, even if the
+        config quantizes only weights (priority.py and schema.py in vLLM's
+        quantization/utils/humming; seen on an H100).
         """
         bits = {80: 8} if _is_dynamic_fp8(args) else {80: UNQUANTIZED_BITS, 90: 8, 100: 4}
         return GpuSupport(input_bits=bits, stored_bits=input_bits(args))
 
 
 class Mxfp8(_Mx):
-    """e4m3 weights; vLLM quantizes inputs of MXFP8A16 too, where it has MXFP8 kernels."""
+    """e4m3 weights. If vLLM has MXFP8 kernels, it also quantizes the inputs of MXFP8A16."""
 
     name = "mxfp8-quantized"
     weight = "weight"
@@ -120,9 +121,7 @@ class Mxfp8(_Mx):
         return "CompressedTensorsW8A8Mxfp8"
 
     def gpu_support(self, args: Arguments) -> GpuSupport:
-        """Marlin, for weights only, below SM 100; kernels that quantize all inputs from there
-        on.
-        """
+        """Below SM 100 Marlin (weights only); from SM 100 on kernels that quantize all inputs."""
         return GpuSupport(input_bits={75: UNQUANTIZED_BITS, 100: 8}, stored_bits=input_bits(args))
 
 

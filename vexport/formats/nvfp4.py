@@ -1,7 +1,6 @@
-"""NVFP4: e2m1 weights in groups of 16 with e4m3 scales, relative to a float32 global scale a fused
-module.
+"""NVFP4: e2m1 weights in groups of 16, with e4m3 scales relative to a float32 global scale.
 
-Layout:
+There is a global scale per fused module. Layout:
 vllm/model_executor/layers/quantization/compressed_tensors/schemes/compressed_tensors_w4a4_nvfp4.py.
 """
 
@@ -33,8 +32,9 @@ if TYPE_CHECKING:
 
 
 class Nvfp4(Format):
-    """NVFP4 with (W4A4) or without (W4A16) quantized inputs: one class of vLLM's, which knows
-    `use_a16`.
+    """NVFP4 with (W4A4) or without (W4A16) quantized inputs.
+
+    vLLM has the same class for both, with the argument `use_a16`.
     """
 
     name = "nvfp4-pack-quantized"
@@ -52,7 +52,7 @@ class Nvfp4(Format):
         return "CompressedTensorsW4A4Fp4"
 
     def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
-        """weight_packed (out, in/2), weight_scale (out, in/16), global scales (1,):
+        """Return weight_packed (out, in/2), weight_scale (out, in/16), global scales
         448*6/absmax.
         """
         rows, columns = shape
@@ -68,27 +68,28 @@ class Nvfp4(Format):
         }
 
     def unsupported_shape(self, args: Arguments, partition: Partition) -> str | None:
-        """in_features must be a multiple of 16."""
+        """Require in_features to be a multiple of 16."""
         return partial_group(partition, NVFP4_GROUP)
 
     def gpu_support(self, args: Arguments) -> GpuSupport:
-        """Marlin, which leaves inputs as they are, below SM 100; FP4 kernels from there on."""
+        """Below SM 100 Marlin, which does not quantize inputs; FP4 kernels from SM 100 on."""
         stored = input_bits(args)
         return GpuSupport(input_bits={75: UNQUANTIZED_BITS, 100: stored}, stored_bits=stored)
 
     def largest_codes(self, args: Arguments, codes: "Bytes") -> "tuple[Codes, int] | None":
-        """The largest code of each group, and 6, the last but one, where searches for less error
-        end.
+        """Return the largest code of each group, and 6, the code of the second largest value.
+
+        A search for a smaller error may end at the second largest value.
         """
         if codes.shape[1] % (NVFP4_GROUP // 2):
             return None
         pairs = codes.reshape(-1, NVFP4_GROUP // 2)
-        # Column by column: numpy takes ten times as long for the largest of a few neighbours.
+        # Column by column, because numpy needs ten times as long for maxima of a few neighbours.
         numbers = [*(pairs & 0x7).T, *(pairs >> 4 & 0x7).T]
         return reduce(lambda largest, other: largest.clip(min=other), numbers), 6
 
     def static_inputs(self, args: Arguments, largest: "np.float32") -> "Mapping[str, Array]":
-        """The global scale; those of the groups are made when the model runs."""
+        """Return the global scale; group scales are computed at run time."""
         from vexport.numerics.arithmetic import global_scale_of
 
         return {"input_global_scale": global_scale_of(largest)}

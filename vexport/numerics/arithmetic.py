@@ -98,9 +98,7 @@ def value_range(values: Floats) -> tuple[np.float32, np.float32]:
 
 @compiled(inline=True)
 def nearest(value: np.float32) -> np.float32:
-    """Return the nearest integer, ties to even, of a value within 2**22. np.rint would be a
-    call.
-    """
+    """Return the nearest integer, ties to even, of a value within 2**22, without a call."""
     rounder = as_float(I32(ROUNDER + (127 << 23)))
     return F32(F32(value + rounder) - rounder)
 
@@ -323,9 +321,7 @@ def e4m3_value(code: np.int32 | np.uint8) -> np.float32:
 
 @compiled()
 def pack_nibbles(codes: Bytes, packed: Bytes) -> None:
-    """Pack pairs of codes below 16 into bytes, the first in the low half. A last code may
-    be alone.
-    """
+    """Pack pairs of codes below 16 into bytes, the first in the low half; an odd code is last."""
     pairs = codes[: codes.size // 2 * 2].view(np.uint16)
     for i in range(pairs.size):
         packed[i] = np.uint8((pairs[i] | (pairs[i] >> np.uint16(4))) & np.uint16(0xFF))

@@ -1,1 +1,1 @@
-"""From a weight's rows to the bytes that are stored, without torch: the kernels of each format."""
+"""Kernels of each format that turn a weight's rows into stored bytes, without torch."""

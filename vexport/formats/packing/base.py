@@ -1,4 +1,4 @@
-"""The protocol of a packing, its inputs, and what packings share."""
+"""Protocol of a packing, its inputs, and shared helpers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ STORAGES: Mapping[str, int] = {"BF16": BFLOAT16, "F16": FLOAT16, "F32": FLOAT32,
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scales:
-    """Scales and zero points of a weight from a search: float32, any shape with a value a group."""
+    """Scales and zero points from a search: float32, any shape with a value per group."""
 
     scale: Floats
     zero_point: Floats
@@ -28,8 +28,9 @@ class Scales:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundedWeight:
-    """A weight whose values (out, in), float32, are numbers that its format stores with these
-    scales.
+    """Weight with values that its format can store exactly with these scales.
+
+    `values` are float32 (out, in).
     """
 
     values: Floats
@@ -38,10 +39,10 @@ class RoundedWeight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackingInputs:
-    """A weight's scales or range, known before its rows are packed.
+    """Scales or range of a weight, known before its rows are packed.
 
-    `largest` is the largest magnitude in its fusion group, for schemes that share a scale; without
-    `scales` those of the rows' ranges are made while they are packed.
+    `largest` is the largest magnitude in the weight's fusion group, for schemes that share a scale.
+    Without `scales`, scales are computed from the rows' ranges during packing.
     """
 
     largest: np.float32 | None = None
@@ -49,34 +50,30 @@ class PackingInputs:
 
 
 class Packing(Protocol):
-    """The packing of one weight, a run of rows at a time, in any order and from several threads."""
+    """Packing of a weight. Runs of rows are packed in any order and from several threads."""
 
-    # Runs begin at multiples of this many rows.
+    # Runs start at multiples of this number of rows.
     multiple: int
 
     def pack(self, rows: Bits, first: int) -> Array:
-        """The stored bytes of some contiguous rows, of which `first` is the first.
+        """Return the stored bytes of contiguous rows that start at row `first`.
 
-        Raises InputError where a weight is not finite.
+        Raises InputError if a weight is not finite.
         """
         ...
 
     def tensor(self, name: str) -> Array:
-        """One of the other tensors by its name within the layer, once all rows are packed."""
+        """Return another tensor by its name within the layer, after all rows are packed."""
         ...
 
 
 def storage_of(rows: Bits, dtype: str) -> int:
-    """The storage as which kernels read rows of a weight stored in `dtype`: rounded ones are
-    float32.
-    """
+    """Return the storage as which kernels read rows of this dtype; float32 if rounded."""
     return FLOAT32 if rows.dtype == np.int32 else STORAGES[dtype]
 
 
 def kernel_input(view: Array) -> Bits:
-    """Contiguous bits of some rows, read-only and aligned: the one form that kernels are compiled
-    for.
-    """
+    """Return contiguous, read-only, aligned bits of some rows: kernels accept only this form."""
     values = view.astype(np.float32) if view.dtype == np.float64 else view
     rows = np.require(values, requirements=["C", "A"])
     bits: Bits = rows.view(np.int32) if rows.dtype == np.float32 else rows.view(np.uint16)
@@ -85,13 +82,13 @@ def kernel_input(view: Array) -> Bits:
 
 
 def require_finite(member: LinearPlan, scales: Array) -> None:
-    """InputError naming the weight unless all scales of some of its rows are finite numbers."""
+    """Raise InputError with the weight's name if a scale of some of its rows is not finite."""
     if not np.isfinite(scales).all():
         raise not_finite(member)
 
 
 def not_finite(member: LinearPlan) -> InputError:
-    """The error for a weight that holds NaN or infinity."""
+    """Return the error for a weight that contains NaN or infinity."""
     return InputError(
         member.weight,
         got="NaN or infinite values",

@@ -1,4 +1,4 @@
-"""FP8: e4m3 codes with one float32 scale a block; a row and a whole weight are blocks too."""
+"""FP8: e4m3 codes with a float32 scale per block. A row or a whole weight can be a block, too."""
 
 import numpy as np
 
@@ -24,9 +24,7 @@ from vexport.records import LinearPlan
 
 @compiled()
 def find_scales(weight: Bits, storage: int, block_cols: int, scales: Floats) -> None:
-    """The min-max scale of every `block_cols` columns of `weight`; infinite where a value is not
-    finite.
-    """
+    """Write the min-max scale of every `block_cols` columns; infinity if a value is not finite."""
     for block in range(scales.size):
         most = F32(0.0)
         for row in range(weight.shape[0]):
@@ -46,11 +44,11 @@ def pack_rows(
     fixed: bool,
     codes: Bytes,
 ) -> None:
-    """Quantize a weight (rows, columns) in blocks (`block_rows`, `block_cols`), the last ones
-    smaller.
+    """Quantize a weight (rows, columns) in blocks (`block_rows`, `block_cols`).
 
-    `scales` (block rows, block columns) are used where `fixed`, else made here: infinite where a
-    value of the block is not finite. `codes` has the weight's shape.
+    The last blocks may be smaller. With `fixed`, `scales` (block rows, block columns) are inputs;
+    otherwise they are computed here, and are infinite if a value of the block is not finite.
+    `codes` has the weight's shape.
     """
     rows, columns = weight.shape
     values, steps = np.empty(SPAN, F32), np.empty(columns, F32)
@@ -68,7 +66,7 @@ def pack_rows(
 
 
 class Fp8Packing:
-    """weight (out, in) e4m3 and weight_scale float32, shaped as `scale_shape` says."""
+    """weight (out, in) e4m3 and weight_scale float32 of shape `scale_shape`."""
 
     def __init__(
         self, member: LinearPlan, dtype: str, args: QuantArgs, inputs: PackingInputs
@@ -90,7 +88,7 @@ class Fp8Packing:
             self._scales[:] = fp8_scale_of(inputs.largest)
 
     def pack(self, rows: Bits, first: int) -> Array:
-        """The codes of some rows; InputError where a weight is not finite."""
+        """Return the codes of some rows; InputError if a weight is not finite."""
         begin, end = first // self._block_rows, -(-(first + rows.shape[0]) // self._block_rows)
         scales = self._scales[begin:end]
         codes = np.empty(rows.shape, np.uint8)
@@ -105,7 +103,7 @@ class Fp8Packing:
 
 
 def block_of(args: QuantArgs, member: LinearPlan) -> tuple[int, int]:
-    """(rows, columns) that share a scale."""
+    """Return the number of rows and columns that share a scale."""
     if args.strategy == "tensor":
         return member.out_features, member.in_features
     return args.block_structure or (1, member.in_features)

@@ -1,6 +1,4 @@
-"""Integers with one scale for a run of columns: INT8 as it is, 2 to 8 bits packed into a stream of
-bits.
-"""
+"""Integers with a scale per run of columns: plain INT8, or 2 to 8 bits packed into words."""
 
 from typing import NamedTuple
 
@@ -27,11 +25,11 @@ from vexport.records import LinearPlan
 
 
 class Integers(NamedTuple):
-    """The integers of `bits` bits that values become.
+    """Integers of `bits` bits that values are quantized to.
 
-    `base` is the integer whose code is zero: the smallest one, or 0 where codes are two's
-    complement. `symmetric` is without zero points; `scale_storage` is the dtype that scales are
-    rounded to first.
+    `base` is the integer with code zero: the smallest integer, or 0 if codes are two's complement.
+    `symmetric` means without zero points. `scale_storage` is the dtype that scales are rounded to
+    first.
     """
 
     bits: int
@@ -42,7 +40,7 @@ class Integers(NamedTuple):
 
 @compiled()
 def symmetric_scale(group: Bits, storage: int, bits: int) -> np.float32:
-    """The min-max scale of a group; infinite where a value is not finite."""
+    """Return the min-max scale of a group; infinity if a value is not finite."""
     scale = F32(largest_magnitude(group, storage) / F32(F32(2**bits - 1) / F32(2.0)))
     return scale if scale else F32(FLOAT32_EPS)
 
@@ -51,7 +49,7 @@ def symmetric_scale(group: Bits, storage: int, bits: int) -> np.float32:
 def scale_and_zero(
     group: Bits, storage: int, bits: int, values: Floats
 ) -> tuple[np.float32, np.float32]:
-    """Min-max scale and zero point of a group; infinite where a value is not finite."""
+    """Return a group's min-max scale (infinity if a value is not finite) and zero point."""
     widen(values[: group.size], group, storage)
     low, high = value_range(values[: group.size])
     if np.isnan(low) or np.isnan(high):
@@ -68,7 +66,7 @@ def scale_and_zero(
 def find_scales(
     row: Bits, storage: int, form: Integers, scales: Floats, zeros: Floats, values: Floats
 ) -> None:
-    """Min-max scales and zero points of a row's groups."""
+    """Write the min-max scales and zero points of a row's groups."""
     wide = row.size // max(1, scales.size)
     for group in range(scales.size):
         part = row[group * wide : (group + 1) * wide]
@@ -80,7 +78,7 @@ def find_scales(
 
 @compiled()
 def quantize(values: Floats, steps: Floats, zeros: Floats, form: Integers, codes: Bytes) -> None:
-    """The code of each value in units of its step; a step of zero makes it the code of zero."""
+    """Write the code of each value divided by its step, or the code of zero for a zero step."""
     wide_vectors()
     smallest = F32(-(2 ** (form.bits - 1)))
     largest = F32(-smallest - F32(1.0))
@@ -100,12 +98,11 @@ def pack_rows(
     fixed: bool,
     packed: Bytes,
 ) -> None:
-    """Quantize a weight (rows, columns) in groups of columns and write each row's codes into
-    `packed`.
+    """Quantize a weight (rows, columns) in groups of columns, and write codes to `packed`.
 
-    `scales` and `zeros` (rows, groups) are used where `fixed`, else made here; scales are rounded
-    as they are stored, and infinite where a value is not finite. `packed` (rows, bytes) must be
-    zero beyond the last code.
+    With `fixed`, `scales` and `zeros` (rows, groups) are inputs; otherwise they are computed here.
+    Scales are rounded to their storage dtype, and are infinite if a value is not finite. `packed`
+    (rows, bytes) must be zero after the last code.
     """
     rows, columns = weight.shape
     wide = columns // max(1, scales.shape[1])
@@ -124,7 +121,7 @@ def pack_rows(
 
 
 class IntegerPacking:
-    """Packing of either storage: scales and zero points by group, rows into codes of `form`."""
+    """Packing for both storages: scales and zero points per group, and rows of codes of `form`."""
 
     multiple = 1
 
@@ -149,8 +146,9 @@ class IntegerPacking:
             self._zeros[:] = inputs.scales.zero_point.reshape(self._scales.shape)
 
     def packed(self, rows: Bits, first: int, row_bytes: int) -> Bytes:
-        """The codes of some rows, each filled up to `row_bytes`; InputError where a weight is not
-        finite.
+        """Return the codes of some rows, each padded to `row_bytes`.
+
+        Raises InputError if a weight is not finite.
         """
         part = slice(first, first + rows.shape[0])
         codes = np.zeros((rows.shape[0], row_bytes), np.uint8)
@@ -171,7 +169,7 @@ class Int8Packing(IntegerPacking):
         super().__init__(member, dtype, args, inputs, form=form)
 
     def pack(self, rows: Bits, first: int) -> Array:
-        """The int8 values of some rows."""
+        """Return the int8 values of some rows."""
         return self.packed(rows, first, rows.shape[1])
 
     def tensor(self, name: str) -> Array:
@@ -180,10 +178,10 @@ class Int8Packing(IntegerPacking):
 
 
 class PackedIntegerPacking(IntegerPacking):
-    """weight_packed (out, ceil(in*bits/32)) int32, weight_scale in the weight's dtype, weight_shape
-    int64.
+    """weight_packed int32, weight_scale in the weight's dtype and weight_shape int64.
 
-    Asymmetric: weight_zero_point (ceil(out*bits/32), in/group) int32, packed along out_features.
+    weight_packed has shape (out, ceil(in*bits/32)). Asymmetric weights add weight_zero_point
+    (ceil(out*bits/32), in/group) int32, packed along out_features.
     """
 
     def __init__(
@@ -196,17 +194,17 @@ class PackedIntegerPacking(IntegerPacking):
         super().__init__(member, dtype, args, inputs, form=form)
 
     def pack(self, rows: Bits, first: int) -> Array:
-        """The packed values of some rows."""
+        """Return the packed values of some rows."""
         return self.packed(rows, first, packed_bytes(rows.shape[1], self._form.bits))
 
     def tensor(self, name: str) -> Array:
-        """weight_scale, weight_shape or weight_zero_point."""
+        """Return weight_scale, weight_shape or weight_zero_point."""
         if name == "weight_shape":
             return np.array([self._member.out_features, self._member.in_features], np.int64)
         return self._stored_scales() if name == "weight_scale" else self._packed_zeros()
 
     def _stored_scales(self) -> Array:
-        """The scales, which have values of the weight's dtype already, in that dtype."""
+        """Return the scales in the weight's dtype; they are already rounded to it."""
         if self._dtype == "BF16":
             return (self._scales.view(np.uint32) >> 16).astype(np.uint16)
         return self._scales.astype(
@@ -224,5 +222,5 @@ class PackedIntegerPacking(IntegerPacking):
 
 
 def packed_bytes(count: int, bits: int) -> int:
-    """Bytes of the whole int32 words that `count` values of `bits` bits fill."""
+    """Return the bytes of the complete int32 words that `count` values of `bits` bits fill."""
     return words(count, bits) * INT32_BITS // 8

@@ -26,8 +26,9 @@ from vexport.records import LinearPlan
 
 @compiled()
 def find_scales(values: Floats, form: NumberFormat, scales: Bytes) -> None:
-    """Write the exponent, biased by 127, of the min-max scale of every 32 values; 255 if a value is
-    not finite.
+    """Write the exponent, biased by 127, of the min-max scale of every 32 values.
+
+    The exponent is 255 if a value is not finite.
     """
     stored = values.view(np.int32)
     for group in range(scales.size):
@@ -39,7 +40,7 @@ def find_scales(values: Floats, form: NumberFormat, scales: Bytes) -> None:
 
 @compiled()
 def find_steps(scales: Bytes, steps: Floats) -> None:
-    """The step of each value, from the exponent of every 32."""
+    """Write the step of each value, computed from the exponent of its group of 32."""
     for group in range(scales.size):
         step = mx_step(scales[group])
         for i in range(MX_GROUP):
@@ -52,8 +53,8 @@ def pack_rows(
 ) -> None:
     """Quantize a flat weight in groups of 32 to floats of 4 or 8 bits.
 
-    `scales` (elements/32) are biased exponents: used where `fixed`, else made here, 255 where a
-    value is not finite. `packed` has elements*bits/8 bytes.
+    `scales` (elements/32) are biased exponents. With `fixed` they are inputs; otherwise they are
+    computed here, and are 255 if a value is not finite. `packed` has elements*bits/8 bytes.
     """
     values, steps, codes = np.empty(SPAN, F32), np.empty(SPAN, F32), np.empty(SPAN, np.uint8)
     for start in range(0, weight.size, SPAN):
@@ -71,7 +72,7 @@ def pack_rows(
 
 
 class MxfpPacking:
-    """weight or weight_packed in `args.num_bits` bits, weight_scale (out, in/32) uint8."""
+    """weight or weight_packed in `args.num_bits` bits, and weight_scale (out, in/32) uint8."""
 
     multiple = 1
 
@@ -88,7 +89,7 @@ class MxfpPacking:
             self._scales[:] = exponents(inputs.scales.scale).reshape(shape)
 
     def pack(self, rows: Bits, first: int) -> Array:
-        """The codes of some rows; InputError where a weight is not finite."""
+        """Return the codes of some rows; InputError if a weight is not finite."""
         scales = self._scales[first : first + rows.shape[0]].reshape(-1)
         packed = np.empty(rows.size * self._bits // 8, np.uint8)
         storage = storage_of(rows, self._dtype)
@@ -103,6 +104,6 @@ class MxfpPacking:
 
 
 def exponents(scale: Floats) -> Bytes:
-    """The exponents, biased by 127, of powers of two."""
+    """Return the exponents, biased by 127, of powers of two."""
     biased: Bytes = (scale.view(np.int32) >> FLOAT32_MANTISSA).astype(np.uint8)
     return biased

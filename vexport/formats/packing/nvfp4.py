@@ -1,6 +1,4 @@
-"""NVFP4: e2m1 codes in groups of 16, two to the byte, with e4m3 scales relative to a global
-scale.
-"""
+"""NVFP4: e2m1 codes in groups of 16, two per byte, with e4m3 scales relative to a global scale."""
 
 import numpy as np
 
@@ -29,7 +27,7 @@ from vexport.records import LinearPlan
 
 @compiled()
 def find_scales(values: Floats, global_scale: np.float32, scales: Bytes) -> None:
-    """The e4m3 code of the min-max scale of every 16 values."""
+    """Write the e4m3 code of the min-max scale of every 16 values."""
     bits = values.view(np.int32)
     for group in range(scales.size):
         most = I32(0)
@@ -41,7 +39,7 @@ def find_scales(values: Floats, global_scale: np.float32, scales: Bytes) -> None
 
 @compiled()
 def find_steps(scales: Bytes, global_scale: np.float32, steps: Floats) -> None:
-    """The step of each value, from the scale of every 16."""
+    """Write the step of each value, computed from the scale of its group of 16."""
     for group in range(scales.size):
         step = F32(e4m3_value(scales[group]) / global_scale)
         for i in range(NVFP4_GROUP):
@@ -54,8 +52,8 @@ def pack_rows(
 ) -> None:
     """Quantize a flat, finite weight in groups of 16.
 
-    `scales` (elements/16) are the e4m3 codes of the groups' scales: used where `fixed`, else made
-    here. `packed` has elements/2 bytes.
+    `scales` (elements/16) are the e4m3 codes of the group scales. With `fixed` they are inputs;
+    otherwise they are computed here. `packed` has elements/2 bytes.
     """
     values, steps, codes = np.empty(SPAN, F32), np.empty(SPAN, F32), np.empty(SPAN, np.uint8)
     for start in range(0, weight.size, SPAN):
@@ -70,9 +68,7 @@ def pack_rows(
 
 
 class Nvfp4Packing:
-    """weight_packed (out, in/2) uint8, weight_scale (out, in/16) e4m3, weight_global_scale (1,)
-    float32.
-    """
+    """weight_packed (out, in/2) uint8, weight_scale (out, in/16) e4m3, a float32 global scale."""
 
     multiple = 1
 
@@ -93,7 +89,7 @@ class Nvfp4Packing:
             self._global_scale = global_scale_of(inputs.largest)
 
     def pack(self, rows: Bits, first: int) -> Array:
-        """The packed codes of finite rows."""
+        """Return the packed codes of finite rows."""
         scales = self._scales[first : first + rows.shape[0]].reshape(-1)
         packed = np.empty(rows.size // 2, np.uint8)
         storage = storage_of(rows, self._dtype)
@@ -101,5 +97,5 @@ class Nvfp4Packing:
         return packed
 
     def tensor(self, name: str) -> Array:
-        """weight_scale or weight_global_scale."""
+        """Return weight_scale or weight_global_scale."""
         return self._scales if name == "weight_scale" else self._global_scale
