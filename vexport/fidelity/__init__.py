@@ -1,1 +1,1 @@
-"""Comparison of a quantized checkpoint with the one that it was made from."""
+"""Comparison of a quantized checkpoint with its source."""

@@ -1,4 +1,4 @@
-"""Compares a quantized checkpoint with the one that it was made from."""
+"""Compare a quantized checkpoint with its source."""
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -23,11 +23,12 @@ OnLayer = Callable[[int, int], None]
 
 
 def against(root: Path, *, on_layer: OnLayer) -> Against:
-    """The comparison with the unquantized checkpoint `root`; InputError where that is none.
+    """Return the comparison with the unquantized checkpoint `root`.
 
-    Every quantized weight is dequantized by compressed-tensors' own code, some rows at a time; all
-    other tensors must be the same bytes, and the files next to the weights say the same. Of a
-    smoothed checkpoint the source is smoothed alike.
+    Every quantized weight is dequantized with compressed-tensors, some rows at a time. All other
+    tensors must have the same bytes, and the other files must have the same content. If the
+    checkpoint was smoothed, its source is smoothed in the same way. Raises InputError if `root` is
+    not an unquantized checkpoint.
     """
     index = read_index(root)
     if find_quantization(index.root, index.config) is not None:
@@ -63,7 +64,7 @@ def _compared(view: CheckpointView, origins: SourceTensors, on_layer: OnLayer) -
                 faulty.append((layer, comparison))
         origins.release()
         on_layer(number + 1, len(quantized))
-    # Reading all weights for their digests takes time: only if there is something to explain.
+    # Computing the digests of all weights takes time, so do it only if there are faults to explain.
     is_own = bool(faulty) and has_own_rounding(view, origins.index)
     for layer, comparison in faulty:
         is_rounding = is_own and comparison.is_same_weight
@@ -94,7 +95,7 @@ def _compare(
 def _smoothed(
     view: CheckpointView, origins: SourceTensors, layer: StoredLayer, smoothing: Factors
 ) -> WeightComparison | None:
-    """The comparison with a smoothed weight; None where there are no factors."""
+    """Return the comparison with the smoothed source's weight, or None without smoothing."""
     pieces = smoothing.expected(layer.name, origins.pieces(layer))
     comparison = compare_weight(view, layer, pieces) if pieces else None
     if comparison is not None and not comparison.faults:
@@ -111,7 +112,7 @@ def _factors(smoothing: Factors) -> Iterator[Finding]:
 
 
 def _unlike(layer: StoredLayer, comparison: WeightComparison) -> Finding:
-    """Report a weight that is not the source's, with all its faults."""
+    """Report a weight that differs from the source's weight, with all its faults."""
     rounded = (
         f"an SQNR of about {comparison.rounding_db:.1f} dB, as rounding to "
         f"{_stored_as(layer)} leaves"
@@ -125,7 +126,7 @@ def _unlike(layer: StoredLayer, comparison: WeightComparison) -> Finding:
 
 
 def _moved(layer: StoredLayer, comparison: WeightComparison) -> Finding:
-    """Warn of a weight that vexport's own rounding moved farther than most."""
+    """Warn of a weight that vexport's rounding moved farther than usual."""
     got = (
         f"{'; '.join(comparison.faults)} (vexport's own rounding: the files have the "
         f"recorded digests)"
@@ -139,7 +140,7 @@ def _moved(layer: StoredLayer, comparison: WeightComparison) -> Finding:
 
 
 def _summary(view: CheckpointView, ratios: Mapping[str, float]) -> Iterator[Finding]:
-    """The signal-to-noise ratios, in one line for each kind of layer."""
+    """Report the signal-to-noise ratios, in one line per kind of layer."""
     kinds: dict[tuple[str, str], list[str]] = {}
     for name in ratios:
         kinds.setdefault((with_stars(name), _stored_as(view.layers[name])), []).append(name)
@@ -154,8 +155,10 @@ def _summary(view: CheckpointView, ratios: Mapping[str, float]) -> Iterator[Find
 
 
 def _incomparable(view: CheckpointView, layer: StoredLayer, got: str, fix: str) -> Finding:
-    """An error, but for a class of which other checks know what vLLM cuts to size or never
-    reads.
+    """Report a layer that cannot be compared: a warning if its class has a known layout.
+
+    With a layout, other checks report such layers, and vLLM may narrow or never read the tensors.
+    Without a layout it is an error.
     """
     finding = error if view.layout is None else warning
     return finding(
@@ -164,7 +167,7 @@ def _incomparable(view: CheckpointView, layer: StoredLayer, got: str, fix: str) 
 
 
 def _stored_as(layer: StoredLayer) -> str:
-    """The scheme that stores what the layer does, else its bits: W4A16."""
+    """Return the name of the scheme that stores the layer, or its precision, such as W4A16."""
     assert layer.group is not None
     group = layer.group
     try:

@@ -1,6 +1,4 @@
-"""Weights as vLLM would use them, by compressed-tensors' own code, and what was lost of a
-source's.
-"""
+"""Dequantize weights as vLLM uses them, with compressed-tensors, and measure the error."""
 
 from collections.abc import Callable, Iterator, Mapping
 
@@ -22,7 +20,7 @@ CHECK = "roundtrip"
 
 
 def dequantized(view: CheckpointView, layer: str) -> torch.Tensor | None:
-    """A layer's weight; None where its tensors are not those of its config group, or not finite."""
+    """Return a layer's weight, or None if its tensors do not fit its group or are not finite."""
     stored = view.layers.get(layer)
     values = as_loaded(view, stored) if stored is not None else None
     if stored is None or stored.group is None or values is None:
@@ -39,16 +37,16 @@ def dequantized(view: CheckpointView, layer: str) -> torch.Tensor | None:
 def read_parameters(
     view: CheckpointView, tensors: Mapping[str, TensorInfo]
 ) -> dict[str, torch.Tensor]:
-    """The values of a layer's tensors by their name within it."""
+    """Return the values of a layer's tensors, by their names within it."""
     return {parameter: read_tensor(view.reader, tensor) for parameter, tensor in tensors.items()}
 
 
 def as_loaded(view: CheckpointView, layer: StoredLayer) -> dict[str, torch.Tensor] | None:
-    """The tensors that a layer's weight is made of, as vLLM's parameters hold them.
+    """Return the tensors that a layer's weight consists of, as vLLM's parameters hold them.
 
-    What is stored in another dtype is cast by value, of what is too large the beginning is taken,
-    and `weight_shape`, which vLLM does not read, is that of the weight. None where the config group
-    is none of vLLM's schemes, or a tensor is missing or too small.
+    Tensors with another dtype are cast by value. Only the beginning of tensors that are too large
+    is used. `weight_shape`, which vLLM does not read, is replaced by the weight's shape. Returns
+    None if vLLM has no scheme for the config group, or if a tensor is missing or too small.
     """
     group, parameters = layer.group, layer.parameters
     shape = view.shape_of(layer)
@@ -70,7 +68,7 @@ def as_loaded(view: CheckpointView, layer: StoredLayer) -> dict[str, torch.Tenso
 
 
 def _fills(tensor: TensorInfo, form: Parameter) -> bool:
-    """Return whether a tensor has a number for each of a parameter, at its place."""
+    """Return True if a tensor has a value for each element of a parameter."""
     if tensor.dtype not in TORCH_DTYPES:
         return False
     if not tensor.shape:
@@ -80,8 +78,9 @@ def _fills(tensor: TensorInfo, form: Parameter) -> bool:
 
 
 def weight_of(group: ConfigGroup, parameters: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """The weight that compressed-tensors makes of a layer's tensors; ValueError where vLLM has no
-    scheme.
+    """Return the weight that compressed-tensors computes from a layer's tensors.
+
+    Raises ValueError if vLLM has no scheme for the group.
     """
     stored = {
         parameter: value
@@ -92,7 +91,7 @@ def weight_of(group: ConfigGroup, parameters: Mapping[str, torch.Tensor]) -> tor
 
 
 def vllm_storage(group: ConfigGroup) -> Format:
-    """The format as which vLLM reads a group; ValueError where it has no scheme."""
+    """Return the format in which vLLM reads a group; ValueError if vLLM has no scheme for it."""
     if group.refusal is not None:
         raise ValueError(group.refusal)
     return group.storage
@@ -105,8 +104,9 @@ def layer_errors(
     *,
     on_layer: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[LayerError, ...]:
-    """Signal-to-noise of every quantized weight against the source's, in plan order, a few rows at
-    a time.
+    """Return the signal-to-noise ratio of every quantized weight, in the order of the plan.
+
+    Weights are dequantized a few rows at a time.
     """
     total = sum(len(group.members) for group in plan.groups)
     errors: list[LayerError] = []
@@ -127,7 +127,7 @@ def _layer_error(
     old: Reader,
     new: Reader,
 ) -> float:
-    """The signal-to-noise ratio of a layer in dB. Releases the pages that were read."""
+    """Return the signal-to-noise ratio of a layer in dB, and release the pages that were read."""
     scheme = group.scheme
     tensor = source.tensors[member.weight]
     weight = read_weight(old, tensor, member.part)
@@ -143,7 +143,7 @@ def _layer_error(
 
 
 def changed_tensors(source: SourceIndex, written: SourceIndex, plan: Plan) -> Iterator[Finding]:
-    """An error finding for every kept tensor whose bytes are not those of the source."""
+    """Yield an error for every unquantized tensor with other bytes than in the source."""
     with source_reader(written.root) as old, Reader() as new:
         for name in plan.kept:
             tensor, copy = source.tensors[name], written.tensors.get(name)

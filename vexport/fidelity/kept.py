@@ -1,7 +1,6 @@
-"""Compares what is not quantized with the source: other tensors, config, tokenizer, template,
-generation.
+"""Compare everything that is not quantized with the source: tensors, configs and tokenizer.
 
-Severity follows vLLM: an error where it would refuse, or would silently answer differently.
+Severity follows vLLM: an error if vLLM would refuse to load, or would silently answer differently.
 """
 
 import json
@@ -24,18 +23,18 @@ from vexport.files import read_json
 from vexport.layers.linears import PREDICTION
 from vexport.records import Finding, Json, Severity, TensorInfo
 
-# Tensors that vLLM computes and skips when loading (AutoWeightsLoader, load_weights of its models).
+# Tensors that vLLM computes and does not load (AutoWeightsLoader, load_weights of its models).
 COMPUTED = re.compile(
     r".*\b(?:rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|masked_bias|attn\.bias)$"
 )
-# Scales that a checkpoint has and its source does not: of the KV cache and of the queries.
+# Scales of the KV cache and of queries, which only the quantized checkpoint has.
 ADDED = re.compile(r".*\b[qkv]_scale$|.*\bkv_scale$")
 AGAIN = "export the checkpoint again"
 NORM = re.compile(r".*norm\.weight$")
 TABLE = "model.embed_tokens.weight"
 TIED = ("lm_head.weight", "embed_out.weight")
-# What a prompt's token ids follow from (tokenizers' own file format); the rest of the file is
-# settings of the call (truncation, padding) or its version.
+# Parts of tokenizers' file format that determine a prompt's token ids. The rest of the file
+# contains settings of the call (truncation, padding) or the version.
 TOKENIZER_PARTS = (
     "model",
     "added_tokens",
@@ -52,9 +51,9 @@ VOCABULARIES = (
     "tekken.json",
     "spiece.model",
 )
-# Keys of tokenizer_config.json that change token ids or where an answer ends.
+# Keys of tokenizer_config.json that change token ids or the end of an answer.
 TOKENIZER_KEYS = ("bos_token", "eos_token", "add_bos_token", "add_eos_token", "add_prefix_space")
-# What vLLM takes from generation_config.json by default: ModelConfig.get_diff_sampling_param
+# Keys that vLLM reads from generation_config.json by default: ModelConfig.get_diff_sampling_param
 # (vllm/config/model.py) and SamplingParams.update_from_generation_config (vllm/sampling_params.py).
 GENERATION_KEYS = (
     "eos_token_id",
@@ -67,8 +66,8 @@ GENERATION_KEYS = (
     "min_p",
     "max_new_tokens",
 )
-# Keys of config.json that describe the file, the way it is stored or training, not the model, and
-# the names of which the check of the model says more.
+# Keys of config.json that describe the file, its storage or the training instead of the model, and
+# keys that other checks report in more detail.
 ABOUT_THE_FILE = frozenset(
     {
         "_name_or_path",
@@ -87,7 +86,7 @@ ABOUT_THE_FILE = frozenset(
         "use_cache",
     }
 )
-# Keys that change a model's answers and default to none.
+# Keys that change a model's answers and are unset by default.
 DECISIVE = ("logit_scale", "partial_rotary_factor", "rope_scaling", "sliding_window")
 PREPROCESSORS = (
     "preprocessor_config.json",
@@ -99,8 +98,10 @@ PREPROCESSORS = (
 def tensor_findings(
     view: CheckpointView, origins: SourceTensors, quantized: Set[str], explained: Set[str]
 ) -> Iterator[Finding]:
-    """Findings on tensors that are kept, changed without a need, new or lost; `explained` are as
-    they are because layers after them were smoothed."""
+    """Yield findings on tensors that should be unchanged and are different, additional or missing.
+
+    `explained` are names of tensors that differ because the layers after them were smoothed.
+    """
     for name, tensor in view.index.tensors.items():
         module, _, parameter = name.rpartition(".")
         if ADDED.match(name) or name in explained or (module in quantized and parameter != "bias"):
@@ -136,7 +137,7 @@ def _is_tied(view: CheckpointView) -> bool:
 
 
 def _same_values(old: Reader, origin: TensorInfo, new: Reader, tensor: TensorInfo) -> bool:
-    """Return whether the source's values in the checkpoint's dtype are the checkpoint's."""
+    """Return True if the source's values in the checkpoint's dtype equal the checkpoint's."""
     if (
         origin.dtype == tensor.dtype
         or origin.dtype not in TORCH_DTYPES
@@ -148,10 +149,10 @@ def _same_values(old: Reader, origin: TensorInfo, new: Reader, tensor: TensorInf
 
 
 def _went_through_one(old: Reader, origin: TensorInfo, new: Reader, tensor: TensorInfo) -> bool:
-    """Return whether a norm is the source's, rounded as 1 + weight.
+    """Return True if a norm equals the source's norm after rounding it as 1 + weight.
 
-    llm-compressor stores norms that multiply by 1 + weight (Gemma's, Qwen3-Next's) after this way
-    there and back (norm_calibration_context in llmcompressor/modeling/offset_norm.py).
+    llm-compressor converts norms that multiply by 1 + weight (Gemma, Qwen3-Next) to this form and
+    back (norm_calibration_context in llmcompressor/modeling/offset_norm.py).
     """
     if (origin.shape, origin.dtype) != (
         tensor.shape,
@@ -164,7 +165,7 @@ def _went_through_one(old: Reader, origin: TensorInfo, new: Reader, tensor: Tens
 def _regrouped(
     view: CheckpointView, origins: SourceTensors, tensor: TensorInfo
 ) -> Iterator[Finding]:
-    """A kept weight that the source stores together with others, or apart."""
+    """Compare an unquantized weight that the source stores fused with others, or split."""
     layer = view.layers.get(tensor.name.removesuffix(".weight"))
     pieces = origins.pieces(layer) if layer is not None and tensor.dtype in TORCH_DTYPES else ()
     if not pieces:
@@ -186,7 +187,7 @@ def _lost(view: CheckpointView, tensor: TensorInfo) -> Iterator[Finding]:
 
 
 def file_findings(index: SourceIndex, source: SourceIndex) -> Iterator[Finding]:
-    """Findings on files that differ in what vLLM takes from them."""
+    """Yield findings on files with different content that vLLM uses."""
     for key, old, new in _different(source.config, index.config):
         where = f"{index.root / 'config.json'}: {key}"
         yield _finding(
@@ -208,8 +209,9 @@ def file_findings(index: SourceIndex, source: SourceIndex) -> Iterator[Finding]:
 def _different(
     old: Mapping[str, Json], new: Mapping[str, Json], prefix: str = ""
 ) -> Iterator[tuple[str, Json, Json]]:
-    """Keys that both have with other values: what only one has is a default of the other's
-    version.
+    """Yield keys that are in both configs with different values.
+
+    A key that one config lacks is a default of another version, unless it is in DECISIVE.
     """
     for key in sorted(old.keys() & new.keys() - ABOUT_THE_FILE):
         before, after = old[key], new[key]
@@ -245,8 +247,9 @@ def _tokenizer(root: Path, source: Path) -> Iterator[Finding]:
 
 
 def _opened(path: Path) -> Mapping[str, Json]:
-    """A tokenizer.json as the library writes it, whatever version wrote the file; empty without
-    one.
+    """Return a tokenizer.json as rewritten by tokenizers, so that file versions do not matter.
+
+    Returns an empty mapping if there is no readable file.
     """
     try:
         content: Mapping[str, Json] = (
@@ -273,8 +276,9 @@ def _template(root: Path, source: Path) -> Iterator[Finding]:
 
 
 def _templates(root: Path) -> Mapping[str, str]:
-    """The texts of the chat templates that transformers would use, by name; empty where none can be
-    read.
+    """Return the texts of the chat templates that transformers would use, by name.
+
+    Returns an empty mapping if they cannot be read.
     """
     try:
         return {name: text.rstrip("\n") for name, text in chat_templates(root).items()}
@@ -297,14 +301,14 @@ def _keys(
 
 
 def _token(value: Json) -> Json:
-    """A special token's text, and one id for a list of one."""
+    """Return the text of a special token, and the id itself for a list with a single id."""
     if isinstance(value, dict):
         return value.get("content")
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
 def _object(path: Path) -> Mapping[str, Json]:
-    """A JSON object, empty where there is none to read."""
+    """Return a JSON object, or an empty mapping if there is none."""
     try:
         value = read_json(path)
     except InputError:

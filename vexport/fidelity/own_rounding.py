@@ -1,9 +1,9 @@
-"""Recognizes weights that vexport's `gptq` or `refit` wrote, in which large changes are no fault.
+"""Recognize weights written by vexport's `gptq` or `refit`, in which large changes are not faults.
 
-With little calibration text, or next to one very large input, these roundings change the size of
-whole parts of a weight. In a checkpoint of another producer the same change means a wrong scale.
-vexport records the digests of what it wrote: bytes with these digests contain what the rounding
-computed, and nothing else.
+With little calibration text, or next to a very large input, these roundings change the size of
+whole parts of a weight. In a checkpoint of another producer the same change would be a wrong scale.
+vexport records the digests of the files that it writes. If the digests match, the files contain
+exactly the values that the rounding computed.
 """
 
 from collections.abc import Mapping
@@ -27,12 +27,11 @@ CORRECTING = frozenset(ROUNDINGS) - {"nearest"}
 
 
 def has_own_rounding(view: CheckpointView, source: SourceIndex) -> bool:
-    """Return True if the weights are the bytes that vexport rounded by inputs, from a source like
-    this one.
+    """Return True if vexport rounded these weights by inputs, from a source like this one.
 
-    The files must have the digests in vexport.json, the recipe must have calibration text and a
-    rule with `gptq` or `refit`, the source must have the recorded config and headers, and no repair
-    may have followed.
+    Four conditions must hold. The files have the digests in vexport.json. The recipe has
+    calibration text and a rule with `gptq` or `refit`. The source has the recorded config and
+    headers. The checkpoint was not repaired afterwards.
     """
     root = view.index.root
     try:
@@ -58,9 +57,7 @@ def _has_correcting_rule(recipe: Mapping[str, Json]) -> bool:
 
 
 def _is_correcting(recorded: Json) -> bool:
-    """Return whether a recorded rule rounds weights by their inputs, by its own setting or by
-    default.
-    """
+    """Return True if a recorded rule rounds weights by their inputs, explicitly or by default."""
     try:
         rule = Rule.model_validate(recorded)
     except ValidationError:

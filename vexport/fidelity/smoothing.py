@@ -1,10 +1,9 @@
-"""Smoothing, against the source: whether vexport's exponents are believed, and factors of other
-tools.
+"""Check vexport's smoothing exponents against the source, and find the factors of other tools.
 
-AWQ and SmoothQuant multiply the columns of a weight by factors, and divide by them the norm before
-it, or the rows of the layer before it. A norm is stored as it is and tells its factors. Between two
-layers (v and o, up and down) they are found in both weights, and must agree: then no other change
-of a weight passes for them.
+AWQ and SmoothQuant multiply the columns of a weight by factors, and divide the preceding norm, or
+the rows of the preceding layer, by the same factors. A norm is not quantized, so its factors can be
+read from it. Between two layers (v and o, up and down), the factors are computed from both weights.
+They must agree, so that no other change of a weight is mistaken for smoothing.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,25 +25,26 @@ from vexport.records import Finding, Smoothing
 
 EXPECTED = "exponents that leave what each layer computes"
 FIX = "name the source that the checkpoint was made of, or export it again"
-# The norm whose output a layer reads, and the layers whose outputs one reads element by element.
+# Norms before layers, and pairs of layers: the second reads the outputs of the first element by
+# element.
 NORMS: Mapping[str, str] = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "input_layernorm.weight"),
     **dict.fromkeys(("gate_proj", "up_proj"), "post_attention_layernorm.weight"),
 }
 AFTER: Mapping[str, str] = {"v_proj": "o_proj", "up_proj": "down_proj"}
 BEFORE: Mapping[str, str] = {after: before for before, after in AFTER.items()}
-# Rounding to 4 bits moves the factor of a row or column of some hundred weights by a percent or
-# two.
+# Rounding to 4 bits changes the gain of a row or column of some hundred weights by 1 or 2 %.
 MOST_DISAGREEMENT = 0.1
 
 
 def judged_smoothing(
     checkpoint: Path, source: SourceIndex
 ) -> tuple[Mapping[str, Smoothing], tuple[Finding, ...]]:
-    """The smoothing of a checkpoint's source, and what speaks against it.
+    """Return the smoothing of a checkpoint's source, and findings against it.
 
-    An error where the exponents change what the source computes, or are for other tensors and so
-    smooth nothing; a warning where it cannot run. InputError where they cannot be read.
+    The findings are errors if the exponents change the source's outputs, or if they belong to other
+    tensors and are therefore not applied. A source that cannot run is a warning. Raises InputError
+    if the exponents cannot be read.
     """
     smoothing, file = smoothing_of(checkpoint), checkpoint / SMOOTHING
     misfits = [
@@ -87,8 +87,9 @@ def _objections(
 
 
 class Factors:
-    """The factors of a checkpoint against its source; `norms` are those that are explained by
-    them.
+    """Smoothing factors of a checkpoint relative to its source.
+
+    `norms` are the names of norms that these factors explain.
     """
 
     def __init__(self, view: CheckpointView, origins: SourceTensors) -> None:
@@ -97,7 +98,7 @@ class Factors:
         self.layers: list[str] = []
 
     def expected(self, name: str, pieces: Pieces) -> Pieces | None:
-        """The source's weight of a layer with its factors; None where there are none."""
+        """Return the source's weight of a layer times its factors, or None without factors."""
         weight = torch.cat(tuple(pieces)).float()
         prefix, _, projection = name.rpartition(".")
         columns = self._of_norm(name)
@@ -110,7 +111,7 @@ class Factors:
         return None if columns is None and between is None else (weight,)
 
     def accept(self, name: str) -> None:
-        """Note a layer that is its source's with these factors."""
+        """Record that these factors explain the weight of a layer."""
         self.layers.append(name)
         if norm := self._norm_of(name):
             self.norms.add(norm)
@@ -120,7 +121,7 @@ class Factors:
         return f"{name[: stack.end()]}{norm}" if stack and norm else ""
 
     def _of_norm(self, name: str) -> torch.Tensor | None:
-        """The factors by which the norm before a layer was divided, (in,)."""
+        """Return the factors (in,) that divided the norm before a layer."""
         norm = self._norm_of(name)
         norm_info, origin = (
             self._view.index.tensors.get(norm),
@@ -136,11 +137,9 @@ class Factors:
         usable = bool(torch.isfinite(factors).all()) and bool((factors > 0).all())
         return None if not usable or torch.equal(before, after) else factors
 
-    @cache  # noqa: B019 - lives as long as one comparison
+    @cache  # noqa: B019 - lives as long as a comparison
     def _between(self, first: str) -> torch.Tensor | None:
-        """The factors between a layer and the one that reads its outputs, where both show the
-        same.
-        """
+        """Return the factors between a layer and the layer after it, if both weights agree."""
         prefix, _, projection = first.rpartition(".")
         second = f"{prefix}.{AFTER[projection]}"
         rows, columns = self._gains(first, 1), self._gains(second, 0)
@@ -150,7 +149,7 @@ class Factors:
         return (columns / rows).sqrt() if agree and bool((rows > 0).all()) else None
 
     def _gains(self, name: str, axis: int) -> torch.Tensor | None:
-        """The gain of each row (axis 1) or column (axis 0) of a weight over its source's."""
+        """Return the gain of each row (axis 1) or column (axis 0), relative to the source."""
         layer = self._view.layers.get(name)
         weight = dequantized(self._view, name) if layer is not None and layer.is_quantized else None
         pieces = self._origins.pieces(layer) if layer is not None else ()

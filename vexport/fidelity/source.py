@@ -1,4 +1,4 @@
-"""The unquantized checkpoint that another one was made from."""
+"""Unquantized source of a quantized checkpoint."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -16,33 +16,31 @@ from vexport.records import LinearPlan, TensorInfo
 
 
 class ComparedSource:
-    """Weights by the name of their layer, also where the source stores experts together."""
+    """Weights by the names of their layers, even if the source stores experts stacked."""
 
     def __init__(self, index: SourceIndex, reader: Reader) -> None:
         self.index, self.reader = index, reader
 
     @cached_property
     def linears(self) -> Mapping[str, LinearPlan]:
-        """The linear layers by name."""
+        """Linear layers by name."""
         names = CheckpointView(self.index, self.reader).names
         return {linear.name: linear for linear in find_linears(self.index, names)}
 
     def weight(self, layer: str) -> torch.Tensor | None:
-        """A layer's weight (out, in) as it is stored; None where the source has no such layer."""
+        """Return a layer's weight (out, in) as stored, or None if the source has no such layer."""
         linear = self.linears.get(layer)
         if linear is None:
             return None
         return read_weight(self.reader, self.index.tensors[linear.weight], linear.part)
 
 
-# A weight (out, in) as the source has it: views of its files, whose rows follow each other.
+# Weight (out, in) in the source: views of its files with consecutive rows.
 Pieces = Sequence[torch.Tensor]
 
 
 class SourceTensors(ComparedSource):
-    """Finds tensors in the source by name, by vLLM's name, or as parts of a fused layer; notes
-    them.
-    """
+    """Finds and records tensors of the source by name, by vLLM's name, or in a fused layer."""
 
     def __init__(self, view: CheckpointView, index: SourceIndex, reader: Reader) -> None:
         super().__init__(index, reader)
@@ -55,14 +53,14 @@ class SourceTensors(ComparedSource):
         self._read_since: dict[str, TensorInfo] = {}
 
     def pieces(self, layer: StoredLayer) -> Pieces:
-        """A layer's weight in the source; nothing where it has none."""
+        """Return a layer's weight in the source, or an empty tuple if it is missing."""
         linear = self._linear(layer.name)
         if linear is not None:
             return (self._read(linear),)
         return self._sliced(layer) or self._joined(layer) or self._stacked(layer)
 
     def tensor(self, name: str) -> TensorInfo | None:
-        """The source's tensor for one that the checkpoint holds unquantized."""
+        """Return the source's tensor for an unquantized tensor of the checkpoint."""
         stored = joined_name(*name.rpartition(".")[::2])
         tensor = self.index.tensors.get(stored) or self._tensors.get(self._vllm_tensor(stored))
         if tensor is not None:
@@ -70,13 +68,13 @@ class SourceTensors(ComparedSource):
         return tensor
 
     def missing(self) -> Iterator[TensorInfo]:
-        """The source's tensors of which nothing was asked."""
+        """Yield the source's tensors that were never requested."""
         yield from (
             tensor for name, tensor in self.index.tensors.items() if name not in self._found
         )
 
     def release(self) -> None:
-        """Give back the pages of the weights that were read since the last call."""
+        """Release the pages of the weights that were read since the last call."""
         self.reader.release(self._read_since.values())
         self._read_since.clear()
 
@@ -95,7 +93,7 @@ class SourceTensors(ComparedSource):
         return weight
 
     def _sliced(self, layer: StoredLayer) -> Pieces:
-        """Rows of a layer that the source stores fused (q/k/v in one weight), in vLLM's order."""
+        """Return the rows of a layer that the source stores fused (q/k/v), in vLLM's order."""
         linear = self._linear(layer.fused.name) if len(layer.fused.members) > 1 else None
         rows = [self._rows(name) for name in layer.fused.members]
         if linear is None or sum(rows) != linear.out_features:
@@ -112,7 +110,7 @@ class SourceTensors(ComparedSource):
         return shape[0] if shape else 0
 
     def _joined(self, layer: StoredLayer) -> Pieces:
-        """The parts of a layer that the checkpoint stores fused and the source one by one."""
+        """Return the source's separate parts of a layer that the checkpoint stores fused."""
         prefix, dot, projection = layer.name.rpartition(".")
         parts = [
             self._linear(f"{prefix}{dot}{part}")
@@ -121,7 +119,7 @@ class SourceTensors(ComparedSource):
         return tuple(self._read(part) for part in parts if part) if parts and all(parts) else ()
 
     def _stacked(self, layer: StoredLayer) -> Pieces:
-        """The experts of a layer that both store as one tensor, (out, in) each (gpt-oss)."""
+        """Return the experts (out, in) of a layer that both sides store stacked (gpt-oss)."""
         tensor = self.index.tensors.get(layer.name)
         if tensor is None or len(tensor.shape) != 3 or tensor.dtype not in FLOATING:
             return ()

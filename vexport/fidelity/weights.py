@@ -1,8 +1,8 @@
-"""Compares dequantized weights with their source's: equal but for rounding, in every part.
+"""Compare dequantized weights with the source's weights: every part must be equal up to rounding.
 
-Rounding that knows the inputs (GPTQ, refit) moves a weight far from its source's where inputs
-forgive it. What it leaves has no direction: a fault of scale goes along the weight, one of zero
-points shifts whole parts.
+Rounding with calibration data (GPTQ, refit) moves a weight far from the source's weight where the
+inputs allow it. These changes have no direction. A wrong scale goes along the weight, and wrong
+zero points shift whole parts.
 """
 
 import math
@@ -22,70 +22,74 @@ from vexport.numerics.metrics import sqnr_db
 from vexport.observers import MemorylessMinMaxObserver
 from vexport.observers.qparams import fake_quantize
 
-# GPTQ was seen 0.6 to 9 dB below plain rounding with the same scales (SmolLM2-135M in W4A16), a
-# refit of eight bits more, since its correction is no smaller than that of four. Another weight has
-# 0 dB and less.
+# With the same scales, GPTQ was 0.6 to 9 dB below plain rounding (SmolLM2-135M in W4A16). A refit
+# of eight bits is further below, because its correction is as large as with four bits. An unrelated
+# weight has 0 dB or less.
 MOST_BELOW_ROUNDING_DB = 10.0
 LEAST_DB = 3.0
-# Rounding is unbiased but for what clipping and coarse steps take: at most about twice its own
-# noise power. What is left to a fault of scale is more than 5 percent. A refit shrinks weights by
-# what its inputs are noisier, by 10 percent with half of the correction and a fifth of noise; the
-# rest of its error is well above rounding then.
+# Rounding is unbiased except for clipping and coarse steps, which cost at most about twice the
+# noise power of rounding. A gain error of more than 5 percent beyond that is a wrong scale. A refit
+# shrinks weights if its inputs are noisier: by 10 percent with half of the correction and a fifth
+# of noise. Then the rest of its error is well above rounding.
 MOST_GAIN_ERROR, MOST_REFIT_GAIN_ERROR = 0.05, 0.12
 REFITTED_DB = 3.0
-# A part (one scale's elements) is wrong where its error has a quarter of its power, is far above
-# what rounding leaves in the layer's parts, and goes along the weight: a scale off by a half does,
-# and so does what has nothing to do with the weight. GPTQ's own error, in which a part can drown,
-# does not. Where most rows have more noise in the same columns, so may a part, but for what has
-# lost three quarters.
+# A part (the elements that share a scale) is wrong if three conditions hold: its error has a
+# quarter of its power, its error is far above the rounding error of the layer's parts, and its gain
+# is wrong. This is true for a scale that is off by a half, and for values that are unrelated to the
+# weight. The error of GPTQ may be larger than a part, but it does not go along the weight. If most
+# rows have more noise in the same columns, a part may have it, too, unless it has lost three
+# quarters of its power.
 WRONG_PART_NOISE = 0.25
 WRONG_PART_FACTOR = 50.0
-# Next to a value that outweighs its row rounding itself leaves a part's smaller ones that far off.
+# Next to a value that is much larger than the rest of its row, plain rounding already leaves the
+# smaller values of a part far off.
 OWN_ROUNDING_FACTOR = 2.0
 MOST_COARSE_NOISE = 0.75
 WRONG_PART_GAIN = 0.35
 PART_COLUMNS = 128
-# The factors by which parts are larger differ by what rounding leaves in them, if scales are the
-# parts' own; the same scales in another order make them differ more. GPTQ was seen 1.3 to 2.5 times
-# above plain rounding.
+# The gains of parts vary because of rounding. If scales are stored in the wrong order, the gains
+# vary more. With GPTQ the spread was 1.3 to 2.5 times the spread of plain rounding.
 MOST_SPREAD_FACTOR = 4.0
 LEAST_SPREAD = 0.02
 FEWEST_PARTS = 16
-# A refit scales single columns, in all rows alike (`_column_factors`), whatever scales the parts
-# have. A wrong scale changes all columns of its part. So parts may differ by factors of columns, if
-# the median of a part's columns differs from that of the other parts by no more than this. Factors
-# of fewer rows would be noise.
+# A refit scales single columns equally in all rows (`column_factors`), independently of the parts'
+# scales. A wrong scale changes all columns of its part. So column factors may explain how parts
+# differ, but only if the median of each part's columns is within this limit of the other parts'
+# median. With fewer rows than FEWEST_ROWS_FOR_FACTORS, column factors would be noise.
 MOST_PART_FACTOR = 0.1
 FEWEST_ROWS_FOR_FACTORS = 32
-# Rounding keeps most of a weight, also with two bits: 0.7 and more of its size. Another weight
+# Rounding keeps most of a weight, even with two bits: 0.7 and more of its size. An unrelated weight
 # keeps nothing.
 LEAST_OWN_GAIN, MOST_OWN_GAIN = 0.5, 1.5
 TINY = torch.finfo(torch.float32).tiny
-# Of the whole error so much is that of parts' scales, or of a shift of whole parts, where those are
-# at fault: of noise it is one in as many as a part has elements.
+# If scales or zero points are at fault, at least this share of the error power comes from the
+# scales of parts, or shifts whole parts. With noise alone, the share is 1 / the number of elements
+# in a part.
 LEAST_SCALE_SHARE, LEAST_SHIFT_SHARE = 0.2, 0.3
-# Directions that errors of all rows share (`unlike_the_others`), and how much of an error goes
-# along them.
+# Number of directions that the errors of all rows share (`unlike_the_others`), and the share of an
+# error along them that explains it.
 DIRECTIONS = 8
 LEAST_SHARE = 0.12
-# An unrelated error has about chi-square of `DIRECTIONS` / columns along them: more than this by no
-# chance.
+# The share of an unrelated error along these directions, times the number of columns, is about
+# chi-square distributed with `DIRECTIONS` degrees of freedom. It does not exceed this by chance.
 LEAST_OF_CHANCE = 64.0
-# Rows that show the directions, and one in how many rows of a layer may be such a row.
+# Number of rows that determine the directions. At most 1 of FEWEST_ROWS_FOR_ONE rows of a layer may
+# be explained by them.
 SHOWN_ROWS = 512
 FEWEST_ROWS_FOR_ONE = 64
-# The errors (rows, in) of the rows with these ascending numbers (rows,).
+# Return the errors (rows, in) of the rows with these ascending numbers (rows,).
 ErrorsOf = Callable[[torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightComparison:
-    """The comparison of a stored weight with its source's.
+    """Comparison of a stored weight with the source's weight.
 
-    `snr_db` is its signal-to-noise, `rounding_db` that of the source's weight rounded to nearest in
-    the same scheme; `gain` the factor by which the stored weight is larger, `spread` the standard
-    deviation of the parts' own, `plain_spread` what noise alone would make it; `shift` is the share
-    of the error that shifts whole parts; `wrong_parts` of `parts` are far off.
+    `snr_db` is the signal-to-noise ratio. `rounding_db` is the ratio for the source's weight
+    rounded to nearest in the same scheme. `gain` is the ratio of the stored weight to the source's
+    weight. `spread` is the standard deviation of the parts' gains, and `plain_spread` is their
+    standard deviation with plain rounding. `shift` is the share of the error that shifts whole
+    parts. `wrong_parts` of `parts` parts are far off.
     """
 
     snr_db: float
@@ -100,21 +104,17 @@ class WeightComparison:
 
     @property
     def is_doubtful(self) -> bool:
-        """Return whether it has faults, or less of the source than rounding to nearest leaves."""
+        """True if there are faults, or if the error is clearly larger than plain rounding's."""
         return self.rounding_db - self.snr_db > REFITTED_DB or bool(self.faults)
 
     @property
     def is_same_weight(self) -> bool:
-        """Return whether the stored weight is the source's, however far rounding moved parts of
-        it.
-        """
+        """True if the stored weight is the source's, however far rounding moved parts of it."""
         return LEAST_OWN_GAIN < self.gain < MOST_OWN_GAIN
 
     @property
     def has_uneven_scales(self) -> bool:
-        """Return whether the factors of the parts differ by more than rounding makes them
-        differ.
-        """
+        """True if the gains of the parts differ by more than rounding explains."""
         plain = max(MOST_SPREAD_FACTOR * self.plain_spread, LEAST_SPREAD)
         noise = 10 ** (-self.snr_db / 10)
         many = self.parts >= FEWEST_PARTS
@@ -122,10 +122,10 @@ class WeightComparison:
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """Return the implausible properties, each as a noun phrase."""
+        """Implausible properties, each as a noun phrase."""
         noise = 10 ** (-self.snr_db / 10)
         below = self.rounding_db - self.snr_db
-        # The error left once the scale is corrected: a refit leaves more than rounding.
+        # The error that remains after correcting the scale: a refit leaves more than rounding.
         rest = max(noise - (self.gain - 1) ** 2, 0.0)
         refitted = rest > 10 ** ((REFITTED_DB - self.rounding_db) / 10)
         allowed = MOST_REFIT_GAIN_ERROR if refitted else MOST_GAIN_ERROR
@@ -150,10 +150,10 @@ class WeightComparison:
 def compare_weight(
     view: CheckpointView, layer: StoredLayer, pieces: Pieces
 ) -> WeightComparison | None:
-    """Compare a quantized layer with its source's weight, some rows at a time; None if shapes
-    differ.
+    """Compare a quantized layer with the source's weight, some rows at a time.
 
-    If it has faults, the weight is compared once more without the factors of its columns.
+    If the weight has faults, it is compared a second time without the factors of its columns.
+    Returns None if the shapes differ, or if compressed-tensors refuses the tensors.
     """
     group, stored = layer.group, as_loaded(view, layer)
     shape = (sum(piece.shape[0] for piece in pieces), pieces[0].shape[1])
@@ -173,13 +173,12 @@ def compare_weight(
 def _without_column_factors(
     comparison: WeightComparison, weight: "_StoredWeight", pieces: Pieces
 ) -> WeightComparison:
-    """Return the comparison without the factors of columns that a refit makes, if it has no faults
-    then.
+    """Return the comparison without the column factors of a refit, if it then has no faults.
 
-    A refit scales each column for what the quantized layers before make of its input, in all rows
-    alike. One column of large weights then moves the factors of all parts that it is in. A wrong
-    scale of some rows or blocks is in no column of all rows, and remains. The factor of the whole
-    weight is that of most columns.
+    A refit scales each column, equally in all rows, to correct how the preceding quantized layers
+    changed its input. A single column of large weights then changes the gains of all parts that
+    contain it. A wrong scale of some rows or blocks does not affect a column in all rows, so it
+    remains a fault. The gain of the whole weight is the usual column factor.
     """
     factors = weight.column_factors(pieces)
     of_parts = factors.reshape(-1, _part_width(weight.args, len(factors))).median(dim=1).values
@@ -198,7 +197,7 @@ def _without_column_factors(
 
 
 class _StoredWeight:
-    """A layer's stored tensors, dequantized some rows at a time."""
+    """Stored tensors of a layer, which are dequantized some rows at a time."""
 
     def __init__(
         self, group: ConfigGroup, stored: Mapping[str, torch.Tensor], shape: tuple[int, int]
@@ -223,7 +222,7 @@ class _StoredWeight:
         return _judged(parts, errors_of, self._shape[1])
 
     def column_factors(self, pieces: Pieces) -> torch.Tensor:
-        """Return the factor by which each column is larger than the source's, float32 (in,)."""
+        """Return the ratio of each stored column to the source's column: float32 (in,)."""
         power = torch.zeros(self._shape[1], dtype=torch.float64)
         product = torch.zeros(self._shape[1], dtype=torch.float64)
         for _, source, weight in self._chunks(pieces):
@@ -232,20 +231,20 @@ class _StoredWeight:
         return torch.where(power > 0, product / power, 1.0).to(torch.float32)
 
     def _chunks(self, pieces: Pieces) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-        """Yield rows, the source's weight of these rows, and the stored weight."""
+        """Yield rows, the source's weight for these rows, and the stored weight."""
         for rows in row_chunks(*self._shape):
             stored = rows_of(self._stored, self.args, rows)
             yield rows, _rows(pieces, rows), weight_of(self._group, stored)
 
 
 def nearest_weight(args: QuantArgs, weight: torch.Tensor) -> torch.Tensor:
-    """Return a weight (out, in) rounded to nearest with scales from its ranges, float32."""
+    """Round a weight (out, in) to nearest with scales from its ranges, and return it in float32."""
     nearest = _Nearest(replace(args, observer_kwargs={}, observer=None), (weight,))
     return nearest.of(weight.to(torch.float32), slice(0, len(weight)))
 
 
 class _Nearest:
-    """Rounds a source's weight to nearest with scales from its own ranges."""
+    """Rounds a source's weight to nearest with scales from its ranges."""
 
     def __init__(self, args: QuantArgs, pieces: Pieces) -> None:
         self.args = args
@@ -257,14 +256,14 @@ class _Nearest:
         self._zero_point = qparams["zero_point"].to(torch.float32)
 
     def of(self, weight: torch.Tensor, rows: slice) -> torch.Tensor:
-        """The rounded weight of some rows, float32."""
+        """Return the rounded weight of some rows, float32."""
         scale, zero_point = (
             self._spread(values, weight, rows) for values in (self._scale, self._zero_point)
         )
         return fake_quantize(weight, scale, zero_point, self.args)
 
     def _spread(self, values: torch.Tensor, weight: torch.Tensor, rows: slice) -> torch.Tensor:
-        """A value for each element, or one that broadcasts."""
+        """Return a value for each element, or values that broadcast to the elements."""
         if values.numel() == 1:
             return values.reshape(1, 1)
         block_rows, block_cols = self.args.block or (1, self.args.group)
@@ -278,7 +277,7 @@ class _Nearest:
 
 
 def _rows(pieces: Pieces, rows: slice) -> torch.Tensor:
-    """Some rows of the source's weight, float32."""
+    """Return some rows of the source's weight, float32."""
     parts, start = [], 0
     for piece in pieces:
         low, high = max(rows.start - start, 0), min(rows.stop - start, piece.shape[0])
@@ -291,8 +290,12 @@ def _rows(pieces: Pieces, rows: slice) -> torch.Tensor:
 def _compare(
     source: torch.Tensor, stored: torch.Tensor, nearest: _Nearest, rows: slice
 ) -> torch.Tensor:
-    """Powers by part of some rows, (6, rows, parts of a row): source, error, error of rounding, of
-    the error what shifts the part; product of source and stored, of source and rounded."""
+    """Return six values for each part of some rows: (6, rows, parts per row).
+
+    The first three are the powers of the source, of the error, and of the error of plain rounding.
+    The fourth is the share of the error that shifts the part. The others are the products of the
+    source with the stored weight and with the rounded weight.
+    """
     parts = (len(source), -1, _part_width(nearest.args, source.shape[1]))
     exact = source.reshape(parts)
     off = (stored.to(torch.float32) - source).reshape(parts)
@@ -304,8 +307,9 @@ def _compare(
 
 
 def _part_width(args: QuantArgs, columns: int) -> int:
-    """The columns that share a scale where a row is a whole number of them; else a fixed number, or
-    all.
+    """Return the number of columns that share a scale, if a row is divisible by it.
+
+    Otherwise return PART_COLUMNS, or all columns if a row is not divisible by that either.
     """
     block_cols = args.block[1] if args.block else args.group
     return next(
@@ -314,7 +318,7 @@ def _part_width(args: QuantArgs, columns: int) -> int:
 
 
 def _judged(parts: Sequence[torch.Tensor], errors_of: ErrorsOf, columns: int) -> WeightComparison:
-    """The comparison from its parts; rows in which GPTQ explains the parts are not wrong."""
+    """Combine the parts to a comparison. Rows are not wrong if GPTQ explains their errors."""
     signal, noise, rounding, shift, product, plain_product = torch.cat([*parts], dim=1)
     power, error, plain, along = (
         float(values.sum(dtype=torch.float64)) for values in (signal, noise, rounding, product)
@@ -338,10 +342,11 @@ def _judged(parts: Sequence[torch.Tensor], errors_of: ErrorsOf, columns: int) ->
 
 
 def _most_noise(signal: torch.Tensor, noise: torch.Tensor, rounding: torch.Tensor) -> torch.Tensor:
-    """The noise up to which a part is sound: by what rounding leaves in the layer, or in its row
-    where that is more, or what most rows have in its columns.
+    """Return the largest noise of a plausible part.
 
-    A search that weighs errors by the inputs gives columns next to a very large one coarse scales.
+    It is a multiple of the rounding error in the layer, in its row or in the part. A part may also
+    have the noise that most rows have in its columns: a search that weights errors by the inputs
+    gives the columns next to a very large column coarse scales.
     """
     of_row = rounding.mean(dim=1, keepdim=True).clamp_min(float(rounding.mean()))
     usual = torch.maximum(WRONG_PART_FACTOR * of_row, OWN_ROUNDING_FACTOR * rounding)
@@ -352,7 +357,7 @@ def _most_noise(signal: torch.Tensor, noise: torch.Tensor, rounding: torch.Tenso
 
 
 def _spread(product: torch.Tensor, signal: torch.Tensor) -> float:
-    """The standard deviation of the parts' gains, weighted by their power."""
+    """Return the standard deviation of the parts' gains, weighted by their power."""
     power = signal.sum(dtype=torch.float64)
     if not power:
         return 0.0
@@ -362,18 +367,19 @@ def _spread(product: torch.Tensor, signal: torch.Tensor) -> float:
 
 
 def unlike_the_others(wrong: torch.Tensor, errors_of: ErrorsOf, columns: int) -> torch.Tensor:
-    """Select those of the `wrong` rows (rows,) whose errors differ in direction from the other
-    rows' errors.
+    """Select the `wrong` rows (rows,) with errors that differ in direction from all other rows.
 
-    All rows of a layer are rounded for one input. Where one column of it outweighs all others, as
-    the massive activations of a first token do, GPTQ corrects the error of that column in every row
-    by the same combination of the others: the errors of all rows share a few directions. A row with
-    a large weight in that column ends with an error of several times its weight, and still answers
-    as it should. A fault does not know these directions.
+    All rows of a layer are rounded for the same input. A column of the input may be much larger
+    than all others, as with the massive activations of a first token. GPTQ then corrects the error
+    of this column in every row with the same combination of the other columns. So the errors of all
+    rows share a few directions. A row with a large weight in this column ends with an error of
+    several times its weight, but its output is still correct. Faults do not follow these
+    directions.
 
     On SmolLM2-135M two down projections have such rows: -12 to 7 dB with GPTQ in W4A16, W3A16,
-    NVFP4 and MXFP4, of their error 0.16 to 0.9 along eight directions. Where a row is another one's
-    it is at most 0.19 for 99 rows of 100, where columns are in another order 0.014.
+    NVFP4 and MXFP4. A share of 0.16 to 0.9 of their error power is along eight directions. If rows
+    are swapped, the share is at most 0.19 for 99 of 100 rows. If columns are in another order, it
+    is at most 0.014.
     """
     rows, others = wrong.nonzero()[:, 0], (~wrong).nonzero()[:, 0]
     if not len(rows) or len(rows) * FEWEST_ROWS_FOR_ONE > len(wrong):
@@ -388,9 +394,7 @@ def unlike_the_others(wrong: torch.Tensor, errors_of: ErrorsOf, columns: int) ->
 
 
 def _along(shown: torch.Tensor, errors: torch.Tensor) -> torch.Tensor:
-    """The share of the power of each error (rows, in) along the main directions of those
-    `shown`.
-    """
+    """Return the share of each error's power (rows, in) along the main directions of `shown`."""
     shown = normalize(shown, dim=1)
     _, combinations = torch.linalg.eigh(shown @ shown.T)
     directions = normalize(combinations[:, -DIRECTIONS:].T @ shown, dim=1)

@@ -104,11 +104,10 @@ class PackedIntegers(Format):
         return inputs is None or (inputs.is_float and args.weights.group == W4AFP8_GROUP)
 
     def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
-        """Return weight_packed (out, ceil(in*bits/32)), weight_scale (out, in/group) and
-        weight_shape.
+        """Return weight_packed, weight_scale and weight_shape, and weight_zero_point if asymmetric.
 
-        Asymmetric weights add weight_zero_point (ceil(out*bits/32), in/group), packed along
-        out_features.
+        Their shapes are (out, ceil(in*bits/32)), (out, in/group), (2,) and (ceil(out*bits/32),
+        in/group). Zero points are packed along out_features.
         """
         codes = (shape[0], words(shape[1], args.weights.num_bits))
         return {

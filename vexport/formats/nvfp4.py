@@ -52,8 +52,9 @@ class Nvfp4(Format):
         return "CompressedTensorsW4A4Fp4"
 
     def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
-        """Return weight_packed (out, in/2), weight_scale (out, in/16), global scales
-        448*6/absmax.
+        """Return weight_packed (out, in/2), weight_scale (out, in/16) and global scales (1,).
+
+        Global scales are 448*6/absmax.
         """
         rows, columns = shape
         inputs = (
