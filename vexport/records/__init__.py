@@ -1,6 +1,6 @@
-"""The frozen values that pass between stages; plans and reports are these, written as JSON.
+"""Frozen values that pass between stages. Plans and reports are these values, written as JSON.
 
-No module imported here loads torch: `vexport --help` and `vexport check` start at once.
+No module imported here loads torch, so `vexport --help` and `vexport check` start at once.
 """
 
 from vexport.records.accuracy import (

@@ -1,6 +1,4 @@
-"""Settings of lm-eval, the comparison of two models' answers and log-probabilities, and the
-verdict.
-"""
+"""Records of accuracy evaluations: lm-eval settings, comparisons of two models, and the verdict."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,8 +9,10 @@ from vexport.records.values import Outcome
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenDrift:
-    """One token of a prompt under both models, in nats: KL(baseline || candidate) over the whole
-    vocabulary where it was to be predicted, and what the token itself cost each model.
+    """One token of a prompt, as both models predict it. All values are in nats.
+
+    `kl` is KL(baseline || candidate) over the whole vocabulary at the position that predicts the
+    token. `baseline_nll` and `candidate_nll` are the token's negative log-likelihoods.
     """
 
     token: str
@@ -23,7 +23,9 @@ class TokenDrift:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptDrift:
-    """One prompt: means over its tokens but the first, in nats, and the tokens themselves."""
+    """One prompt: its tokens and the means over them in nats. The first token is not predicted, so
+    it is not in the means.
+    """
 
     prompt: str
     kl: float
@@ -34,13 +36,14 @@ class PromptDrift:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drift:
-    """Baseline against candidate, both in vLLM, on the same tokens; means over `positions`, in
-    nats.
+    """Difference between both models' log-probabilities of the same tokens in vLLM.
 
-    Beyond `kl_limit` of `mean_kl`, or `nll_limit` of the rise of the mean NLL, it is a warning and
-    never decides. `top1_agreement` is the share of positions with the same likeliest token. `worst`
-    are the prompts of largest KL, the worst first. Drifts can be compared where `digest`, of the
-    token ids, is the same.
+    All means are in nats, over `positions`. A warning appears if `mean_kl` is above `kl_limit`, or
+    if the mean NLL rises by more than `nll_limit`. Drift never changes the outcome.
+
+    `top1_agreement` is the share of positions at which both models have the same likeliest token.
+    `worst` lists the prompts with the largest KL, largest first. `digest` is a digest of the token
+    ids: two drifts are comparable if their digests are equal.
     """
 
     prompts: int
@@ -62,18 +65,18 @@ class Drift:
 
     @property
     def is_kl_high(self) -> bool:
-        """Return whether the mean KL is above its limit."""
+        """Return True if the mean KL is above its limit."""
         return self.mean_kl > self.kl_limit
 
     @property
     def is_nll_high(self) -> bool:
-        """Return whether the rise of the NLL is above its limit."""
+        """Return True if the rise of the NLL is above its limit."""
         return self.nll_rise > self.nll_limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Distance:
-    """Mean and largest KL(`reference` || `measured`) in nats per token; `limit` bounds the mean."""
+    """Mean and largest KL(`reference` || `measured`) in nats per token. The mean has a `limit`."""
 
     reference: str
     measured: str
@@ -87,16 +90,17 @@ Cause = Literal["none", "quantization", "loader", "kernel", "harness"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Attribution:
-    """The same tokens scored four ways, and the cause of a loss (`guilty` in JSON).
+    """Cause of an accuracy loss (`guilty` in JSON), from scoring the same tokens in four ways:
 
-    (1) transformers and (2) vLLM on the baseline; (3) transformers with the exported weights
-    dequantized and
-    activations rounded, (4) vLLM on the candidate. `noise` is 2 against 1, `quantization` 3 against
-    1,
-    `engine` 4 against 3, `total` 4 against 2, None where the models do not read the same tokens.
-    `harness`
-    has other differences between the questions, `evidence` what speaks for the loader, in vLLM's
-    words.
+    - (1) transformers on the baseline
+    - (2) vLLM on the baseline
+    - (3) transformers on the exported weights, dequantized, with rounded activations
+    - (4) vLLM on the candidate
+
+    `noise` compares 2 with 1, `quantization` 3 with 1, `engine` 4 with 3, and `total` 4 with 2.
+    They are None if the two models read different tokens. `harness` lists the other differences
+    between the two models' prompts. `evidence` lists errors of vLLM's loaders and of their rules,
+    in vLLM's words.
     """
 
     cause: Cause = field(metadata={"alias": "guilty"})
@@ -138,21 +142,27 @@ GENERATION_KEYS = (
         "thinking_token_budget",
     ),
 )
-"""Keys of `gen_kwargs`: those that lm-eval reads (`normalize_gen_kwargs`), and the usual fields of
-vLLM's SamplingParams, which gets the others."""
+"""Valid keys of `gen_kwargs`.
+
+lm-eval reads some of them (`normalize_gen_kwargs`) and passes the rest to vLLM's SamplingParams.
+The list contains the usual fields of SamplingParams.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LmEvalSettings:
-    """The arguments of lm-eval's `simple_evaluate` and its vLLM model, under their names (0.4.13).
+    """Arguments of lm-eval's `simple_evaluate` and its vLLM model, under lm-eval's names (0.4.13).
 
-    `apply_chat_template` is a template's name or true for the default one; with `plain_as_is` tasks
-    that score the log-likelihood of plain text get none. `fewshot_as_multiturn` counts only with a
-    template. `num_fewshot` does not change a task that sets 0 itself. `gen_kwargs` replace those of
-    generating tasks, key by key; `max_gen_toks` is the most new tokens where the task sets none. An
-    answer begins behind the last `think_end_token`; `enable_thinking` is handed to the template.
-    `batch_size` is how many requests vLLM is given at once. Generating tasks are asked with `seeds`
-    seeds.
+    - `num_fewshot` does not change a task that sets 0 itself.
+    - `apply_chat_template` is the name of a template, or True for the default template.
+    - `plain_as_is` skips the template for tasks that score the log-likelihood of plain text.
+    - `fewshot_as_multiturn` has no effect without a template.
+    - `gen_kwargs` override the keys of tasks that generate text, key by key.
+    - `max_gen_toks` is the maximum number of new tokens if the task does not set it.
+    - `think_end_token`: an answer begins after the last `think_end_token`.
+    - `enable_thinking` is passed to the template.
+    - `batch_size` is the number of requests that vLLM gets at once.
+    - `seeds` is the number of sampled answers per document in tasks that generate text.
     """
 
     num_fewshot: int | None = None
@@ -170,16 +180,16 @@ class LmEvalSettings:
 
 DEFAULT_CONCURRENCY = 32
 REQUEST_SECONDS = 300.0
-"""Of one answer of a server, and of trying again where there is none."""
+"""Time limit for one answer of a server, and for repeating a request that failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """The address of a server's OpenAI API, as `http://HOST:PORT/v1`, and how it is asked.
+    """Address of a server's OpenAI API (`http://HOST:PORT/v1`) and limits for requests to it.
 
-    `model` is needed where it serves several. `concurrency` requests are under way at a time; one
-    that takes longer than `request_timeout` seconds, or fails in a way that may pass, is tried
-    again for at most `retry_seconds`.
+    `model` is required if the server has several models. At most `concurrency` requests run at a
+    time. A request is repeated, for at most `retry_seconds`, if it takes longer than
+    `request_timeout` seconds or if its error may be temporary.
     """
 
     url: str
@@ -191,11 +201,11 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompting:
-    """The prompts behind the results of a verdict, as lm-eval recorded them.
+    """Prompts behind the results of a verdict, as lm-eval recorded them.
 
-    `chat_template` and `system_instruction` are SHA-256, shortened to 16 digits; None where there
-    was none. `generation` has `gen_kwargs`, and of the model's arguments those that change an
-    answer. `untemplated` are tasks that the template was not applied to.
+    `chat_template` and `system_instruction` are the first 16 digits of a SHA-256, or None if they
+    were not used. `generation` contains `gen_kwargs` and the model's arguments that change an
+    answer. `untemplated` lists the tasks without the chat template.
     """
 
     chat_template: str | None
@@ -210,8 +220,8 @@ class Prompting:
 class Score:
     """One model's mean score on one task, with a two-sided 1 - 2*alpha interval.
 
-    Wilson's interval where each document is right or wrong, else a bootstrap in the metric's own
-    units.
+    The interval is Wilson's if each document is right or wrong. For other metrics it is a bootstrap
+    interval in the metric's units.
     """
 
     task: str
@@ -236,19 +246,17 @@ class Flip:
 
 
 Unit = Literal["share", "nats", "metric"]
-"""The unit of a metric's values: a share of one, nats (a log-likelihood), or the metric's own
-units.
-"""
+"""The unit of a metric's values: a share from 0 to 1, nats (log-likelihoods), or any other unit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """A difference of two means that is shown next to a gate and decides nothing.
+    """A difference of two means that a report shows next to a gate. It does not change the outcome.
 
-    It is positive where the candidate is better, with one-sided 1 - alpha bounds. `outcome`
-    compares these bounds with the margin; it is INCONCLUSIVE for metrics that no margin applies to.
-    `higher_is_better` describes the values of single documents. `unit` is None in reports of older
-    versions.
+    A positive difference means that the candidate is better. The bounds are one-sided, at 1 -
+    alpha. `outcome` compares them with the margin. It is INCONCLUSIVE if no margin applies to the
+    metric. `higher_is_better` describes the values of single documents. `unit` is None in reports
+    of older versions.
     """
 
     task: str
@@ -266,12 +274,15 @@ class Comparison:
 
     @property
     def in_shares(self) -> bool:
-        """Return whether the scores are shares, whose differences are points."""
+        """Return True if the scores are shares, so that differences are points."""
         return _in_shares(self.unit, self.baseline, self.candidate)
 
 
 def _in_shares(unit: Unit | None, baseline: float, candidate: float) -> bool:
-    """Read the unit; guess from both means in reports of older versions."""
+    """Return True for the unit `share`.
+
+    If the unit is unknown (older reports), the function guesses from both means.
+    """
     if unit is not None:
         return unit == "share"
     return min(baseline, candidate) >= 0 and max(baseline, candidate) <= 1
@@ -279,11 +290,12 @@ def _in_shares(unit: Unit | None, baseline: float, candidate: float) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerCounts:
-    """Generated answers of one model that did not score, by how they ended.
+    """Numbers of one model's generated answers, counted by how they ended.
 
-    `cut` answers ended at their longest length, `empty` ones have no text, and in `unparsed` ones
-    the task's filter found no answer. `lost` of these do not count as answers. `thinking` answers,
-    right or wrong, never ended their thinking.
+    Only answers without a score are in `cut`, `empty` and `unparsed`. A `cut` answer reached the
+    maximum length, an `empty` answer has no text, and in an `unparsed` answer the task's filter
+    found nothing. `lost` is the number of these that do not count as answers. `thinking` counts
+    answers, right or wrong, that never ended their thinking.
     """
 
     answers: int
@@ -296,23 +308,39 @@ class AnswerCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskVerdict:
-    """The comparison on one task, or on a group of tasks that lm-eval aggregates.
+    """Comparison on one task, or on a group of tasks that lm-eval aggregates.
 
-    `difference` is candidate minus baseline, negative where the candidate is worse; (`low`, `high`)
-    are the one-sided bounds that decide: `low` at 1 - alpha, `high` at 1 - alpha or, with several
-    tasks, at the level of Holm's step. `recovery` is candidate / baseline, None where the baseline
-    scores 0. `documents_needed` would settle an INCONCLUSIVE; None where no number would, or
-    nothing is open. `seeds` answers were sampled for each document, and `seeds_needed` of these
-    documents would do as well. `uninformative` says why the task shows nothing, empty where it
-    does: the baseline does no better than chance, so that no answer of the candidate is a pass.
-    Where the metric is not 0/1, right to wrong counts the documents that got worse and `mcnemar_p`
-    is of a permutation test. `changed_wrong` is None where the baseline's answers were not kept.
-    `clusters` counts the tasks of a group whose documents are clustered, None where documents count
-    on their own. `also` has the task's other metrics and filters, and a group's tasks. `unit` and
-    `higher_is_better` are those of the scores; `unit` is None in reports of older versions.
-    `baseline_answers` and `candidate_answers` count generated answers, None if nothing was
-    generated or nothing was kept. `lost_answers` describes lost ones from 1 % on either side; with
-    `too_many_lost`, more than the margin, there is no PASS.
+    Difference and bounds:
+    - `difference` is candidate minus baseline: negative if the candidate is worse.
+    - `low` and `high` are one-sided bounds, and they decide. `low` is at 1 - alpha. `high` is at 1
+      - alpha too, or at the level of Holm's step if there are several tasks.
+    - `recovery` is candidate / baseline. It is None if lower scores are better or if the baseline's
+      mean is not positive.
+    - `unit` and `higher_is_better` describe the scores. `unit` is None in reports of older
+      versions.
+
+    Changed answers:
+    - `right_to_wrong` counts the documents that got worse if the metric is not 0/1.
+    - `changed_wrong` counts the documents that both models answer wrong, and differently. It is
+      None if the baseline's answers were not kept.
+    - `mcnemar_p` is the p value of a permutation test if the metric is not 0/1 or if several
+      answers were sampled per document.
+
+    If the task does not decide:
+    - `documents_needed` is the number of documents that would settle an INCONCLUSIVE outcome. It is
+      None if no number would settle it, or if the outcome is already settled.
+    - `seeds` is the number of sampled answers per document. `seeds_needed` sampled answers to the
+      same documents would settle the outcome too.
+    - `uninformative` is the reason why the task shows nothing, else empty: the baseline is no
+      better than chance, so the candidate cannot pass.
+
+    Other fields:
+    - `clusters` is the number of tasks in a group with documents clustered by task, else None.
+    - `also` lists the task's other metrics and filters, and the tasks of a group.
+    - `baseline_answers` and `candidate_answers` count generated answers. They are None if nothing
+      was generated or kept.
+    - `lost_answers` describes lost answers if they reach 1 % for either model. `too_many_lost` is
+      True if they exceed the margin: then the outcome is never PASS.
     """
 
     task: str
@@ -351,7 +379,7 @@ class TaskVerdict:
 
     @property
     def in_shares(self) -> bool:
-        """Return whether the scores are shares, whose differences are points."""
+        """Return True if the scores are shares, so that differences are points."""
         return _in_shares(self.unit, self.baseline.value, self.candidate.value)
 
 
@@ -381,10 +409,9 @@ class DraftCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptanceLengths:
-    """Tokens that a step of speculative decoding yields: 1 + accepted tokens / drafts over all
-    prompts.
+    """Tokens per step of speculative decoding: 1 + accepted tokens / drafts, over all prompts.
 
-    `draft_tokens` is the mean length of both models' drafts.
+    `draft_tokens` are the mean lengths of the drafts, for the baseline and the candidate.
     """
 
     method: str
@@ -395,12 +422,12 @@ class AcceptanceLengths:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextLimit:
-    """One measure of held-out text against its limit, in nats a token; of the acceptance length as
-    a share.
+    """One measure of held-out text and its limit.
 
-    (`low`, `high`) are the bounds that decide: `high` at 1 - alpha, `low` at 1 - alpha / 2, since
-    either of two measures may fail (/ 3 with drafts); None of one row. `rows_needed` would settle
-    an INCONCLUSIVE, None where no number would.
+    The values are nats per token; for the acceptance length they are shares. `low` and `high` are
+    the bounds that decide, None for a single row. `high` is at 1 - alpha. `low` is at 1 - alpha /
+    2, because either of two measures can fail (alpha / 3 if there are drafts). `rows_needed` is the
+    number of rows that would settle an INCONCLUSIVE outcome, or None if no number would.
     """
 
     measure: TextMeasure
@@ -413,19 +440,19 @@ class TextLimit:
 
     @property
     def is_share(self) -> bool:
-        """Return whether its numbers are shares, not nats a token."""
+        """Return True if the values are shares and not nats per token."""
         return self.measure == "fall of the acceptance length"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextVerdict:
-    """Both models' log-probabilities of held-out text, where that decides instead of tasks.
+    """Both models' log-probabilities of held-out text, which decide if there are no tasks.
 
-    The NLLs are means over `tokens`, and `top1_agreement` is the share of them with the same
-    likeliest token (two-sided 1 - 2*alpha interval over rows); the KL is over the `positions` whose
-    whole vocabulary was compared, the first of each row. `limits` is empty where the text is too
-    short to decide. `acceptance` is that of drafts which continue the rows, None where nothing
-    drafts.
+    The NLLs are means over `tokens`. `top1_agreement` is the share of these tokens at which both
+    models have the same likeliest token, with a two-sided 1 - 2*alpha interval over rows. The KL is
+    over `positions`: the first positions of each row, at which the whole vocabulary was compared.
+    `limits` is empty if the text is too short to decide. `acceptance` is about drafts that continue
+    the rows; it is None without speculative decoding.
     """
 
     data: str
@@ -444,15 +471,17 @@ class TextVerdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """One answer for all tasks, with the sentence that justifies it.
+    """Outcome over all tasks, with the sentence that justifies it.
 
-    `pooled` takes all documents as one task, None where there is one task or a metric is not 0/1.
-    `warnings` say what weakens the answer: samples that are missing, an environment that changed.
-    `prompting` is None in reports that are older than it. `drift` and `attribution` are those of
-    `vexport eval`; a run has its own in its report. `checkpoint` is the candidate as it was given
-    to `vexport eval`. `device` ran it (`CPU, emulated`), or is its server's address; empty where
-    its results do not tell. `text` decides where there are no tasks: `margin` is then the limit of
-    the NLL.
+    - `pooled` compares all documents as if they were one task. It is None if there is only one task
+      or if a metric is not 0/1.
+    - `warnings` describe weaknesses, such as missing samples or a changed environment.
+    - `prompting` is None in reports of older versions.
+    - `drift` and `attribution` are set by `vexport eval`. A run stores them in its report instead.
+    - `checkpoint` is the candidate as the user named it for `vexport eval`.
+    - `device` is the device that ran the candidate (`CPU, emulated`) or the server's address. It is
+      empty if the results do not contain it.
+    - `text` decides if there are no tasks. `margin` is then the limit of the NLL.
     """
 
     schema: Literal["vexport.verdict/1"] = "vexport.verdict/1"
@@ -473,5 +502,5 @@ class Verdict:
 
     @property
     def worst_task(self) -> TaskVerdict | None:
-        """Return the task with the lowest bound; None without tasks."""
+        """Return the task with the lowest lower bound, or None without tasks."""
         return min(self.tasks, key=lambda task: task.low, default=None)

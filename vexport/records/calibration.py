@@ -1,4 +1,4 @@
-"""Records of calibration: the text, its statistics, and how weights were rounded by it."""
+"""Records of calibration: the text, its statistics, and the rounding of weights."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -19,9 +19,9 @@ class InputRange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadRanges:
-    """Smallest and largest value of each KV head of an attention layer's key or value states.
+    """Smallest and largest key or value state of an attention layer, for each KV head.
 
-    What is shared by all heads is the smallest of `low` and the largest of `high`.
+    The range over all heads is the smallest of `low` and the largest of `high`.
     """
 
     low: tuple[float, ...]
@@ -34,9 +34,7 @@ class HeadRanges:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyValueRanges:
-    """Ranges of what an attention layer writes to the KV cache: keys after rotary embedding, and
-    values.
-    """
+    """Ranges of the keys (after rotary embedding) and values that an attention layer caches."""
 
     key: HeadRanges
     value: HeadRanges
@@ -49,11 +47,10 @@ class KeyValueRanges:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Smoothing:
-    """The powers of two by which a stored tensor is multiplied: exponents of its rows and of its
-    columns.
+    """Powers of two that multiply a stored tensor, as exponents of its rows and of its columns.
 
-    Both are int8 in base64, empty where all are 0; a tensor of one dimension has rows. `readers`
-    are the tensors whose columns undo what is done to the rows.
+    Both are int8 in base64, and empty if all exponents are 0. A tensor with one dimension has rows
+    only. `readers` are the tensors with columns that undo the scaling of these rows.
     """
 
     rows: str = ""
@@ -63,18 +60,26 @@ class Smoothing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationRecord:
-    """Input ranges by layer, and what a search by importance needs.
+    """Input ranges of layers, and the other statistics of calibration text.
 
-    `data` names the set of text, `rows` are the line numbers used (from 1), `digest` is the SHA-256
-    of their token ids, `tokens` their number: a layer that saw fewer (an expert) was not reached by
-    all. `importance` is the mean of x^2 per input channel by layer, float32 little-endian in
-    base64, for the layers whose weights are searched by it. `kv_ranges` goes by the attention
-    module's name in the checkpoint (`model.layers.0.self_attn`). `routed` has, by the name of a
-    module of experts (`model.layers.0.mlp.experts`), how many tokens the router sent to each
-    expert, whatever the experts' statistics saw. `smoothing` goes by the source's tensors: what
-    else is here, but for `routed`, is of the smoothed model. `token_weights` is the mean square of
-    the gradient behind each of the model's modules, by octaves of a token's place in its row, where
-    a refit asks for it.
+    The text:
+    - `data` is the name of the data set.
+    - `rows` are the line numbers used, from 1.
+    - `digest` is the SHA-256 of their token ids.
+    - `tokens` is the number of tokens. A layer that saw fewer tokens is an expert.
+
+    The statistics:
+    - `importance` maps a layer to the mean of x^2 of each input channel, as little-endian float32
+      in base64. It has the layers with weights that are searched by importance.
+    - `kv_ranges` is keyed by the attention module's name in the checkpoint
+      (`model.layers.0.self_attn`).
+    - `routed` maps a module of experts (`model.layers.0.mlp.experts`) to the number of tokens that
+      the router sent to each expert. Tokens that only calibration sent to an expert are not
+      counted.
+    - `smoothing` is keyed by the source's tensors. All other statistics except `routed` describe
+      the smoothed model.
+    - `token_weights` maps a module to the mean square of the gradient at its output, by octave of
+      the token's position in its row. It is filled if a refit needs it.
     """
 
     rows: tuple[int, ...]
@@ -91,10 +96,10 @@ class CalibrationRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertCoverage:
-    """Calibration tokens that the router of one layer sent to each expert: fewest, median and most.
+    """Fewest, median and most calibration tokens that the router of one layer sent to an expert.
 
-    `none` are the experts that it sent none: of their inputs calibration knows only what they would
-    do with other experts' tokens, or nothing.
+    `none` are the experts without any token. For them, calibration has statistics of other experts'
+    tokens, or none.
     """
 
     name: str
@@ -106,7 +111,7 @@ class ExpertCoverage:
 
 
 def expert_coverage(calibration: CalibrationRecord) -> tuple[ExpertCoverage, ...]:
-    """One summary for each module of experts that text went through."""
+    """Return one summary for each module of experts that text went through."""
     return tuple(
         ExpertCoverage(
             name=name,
@@ -122,12 +127,12 @@ def expert_coverage(calibration: CalibrationRecord) -> tuple[ExpertCoverage, ...
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationData:
-    """A set of calibration text and how it is read.
+    """A set of calibration text and the way to read it.
 
-    `name` is a file, a folder, ORG/NAME[@REVISION][:SPLIT[:COLUMN]] of the hub or `default`.
-    `column` holds the text or the turns; without it the usual names are tried. With `seed` rows are
-    shuffled. `pack` joins rows into samples of exactly `seq_len` tokens; None packs plain text
-    alone.
+    `name` is a file, a folder, `default`, or a data set of the hub:
+    ORG/NAME[@REVISION][:SPLIT[:COLUMN]]. `column` is the column with the text or the chat turns.
+    Without it, the usual names are tried. `seed` shuffles the rows. `pack` joins rows into samples
+    of exactly `seq_len` tokens. If `pack` is None, only plain text is packed.
     """
 
     name: str
@@ -140,7 +145,7 @@ class CalibrationData:
     pack: bool | None = None
 
 
-# Names of roundings, each using more information than the one before.
+# Names of roundings. Each uses more information than the rounding before it.
 Rounding = str
 SUMMARIES: Mapping[Rounding, str] = {
     "nearest": "Each value becomes the nearest number; needs no text",
@@ -152,15 +157,15 @@ ROUNDINGS = tuple(SUMMARIES)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupRounding:
-    """The rounding of the weights of a fusion group.
+    """Rounding of the weights of a fusion group.
 
-    `fallback` says why they were rounded to nearest, although a rule asks for more. `strength` is
-    how much
-    of the refit was taken, `weighs_tokens` whether tokens counted by the gradient behind them,
-    `damping` what
-    was added to H, as a share of its diagonal's mean. `nearest_error` and `error` are
-    |X~ (Q - W)^T|^2 / |X~ W^T|^2 of rounding to nearest and of these weights, over the `tokens` of
-    calibration that entered the `columns` of the weights, measured on 64 rows of many.
+    - `fallback` is the reason why they were rounded to nearest although a rule requests more.
+    - `strength` is the strength of the refit.
+    - `weighs_tokens` is True if tokens were weighted by the gradient at the layer's output.
+    - `damping` was added to the diagonal of the Hessian H, as a share of the diagonal's mean.
+    - `nearest_error` and `error` are |X~ (Q - W)^T|^2 / |X~ W^T|^2 of rounding to nearest, and of
+      the weights that were written. They are measured over the `tokens` of calibration and all
+      input `columns`, on at most 64 rows of the weights.
     """
 
     name: str
@@ -177,11 +182,11 @@ class GroupRounding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRounding:
-    """The groups of a decoder layer, and how far its output is from the source's: |h~ - h|^2 /
-    |h|^2.
+    """Rounded fusion groups of a decoder layer, and the error of the layer's output.
 
-    `cached` is what the rounded layer would write to the KV cache, where that is quantized, by the
-    attention module's name in the checkpoint. `ranges`, `importance` and `routed` are those of a
+    `state_error` is |h~ - h|^2 / |h|^2, where h is the source's output. `cached` has the ranges of
+    keys and values in the rounded layer if the KV cache is quantized, keyed by the attention
+    module's name in the checkpoint. `ranges`, `importance` and `routed` are as in
     CalibrationRecord.
     """
 
@@ -195,31 +200,31 @@ class LayerRounding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundingReport:
-    """The rounding of a checkpoint's weights by calibration text.
+    """Rounding of a checkpoint's weights with calibration text.
 
-    `layers` are the decoder layers in order, and last what is behind them, if any of that was
-    rounded.
+    `layers` are the decoder layers in order. Rounded weights after the last decoder layer form one
+    more entry at the end.
     """
 
     layers: tuple[LayerRounding, ...]
 
     @property
     def groups(self) -> tuple[GroupRounding, ...]:
-        """The fusion groups of all layers."""
+        """All fusion groups of all layers."""
         return tuple(group for layer in self.layers for group in layer.groups)
 
     @property
     def fallbacks(self) -> tuple[GroupRounding, ...]:
-        """The groups that were rounded to nearest, although a rule asks for more."""
+        """Groups that were rounded to nearest although a rule requests more."""
         return tuple(group for group in self.groups if group.fallback)
 
     @property
     def cached(self) -> Mapping[str, KeyValueRanges]:
-        """The ranges that the rounded layers write to the KV cache, by attention module."""
+        """Ranges of keys and values in the rounded layers, by attention module."""
         return {name: ranges for layer in self.layers for name, ranges in layer.cached.items()}
 
     def completed(self, calibration: CalibrationRecord) -> CalibrationRecord:
-        """A calibration with what the text showed of layers while they were rounded."""
+        """Return the calibration record with the statistics that the rounding of layers added."""
         for layer in self.layers:
             calibration = replace(
                 calibration,

@@ -1,6 +1,4 @@
-"""Reports of a check, of a repair, of a load in the real engine, and of a dry load for other
-devices.
-"""
+"""Findings, and the reports of a check, a repair, a load in the real engine, and a dry load."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -9,21 +7,20 @@ from typing import Literal, Self
 from vexport.errors import VexportError
 
 Severity = Literal["error", "warning", "info"]
-# Separates the cause of vLLM's refusal from vLLM's own words, which only JSON and --all show.
+# Separates the cause of vLLM's refusal from vLLM's message, which only JSON and --all show.
 IN_FULL = "; vLLM's own words: "
 
 
 def without_details(text: str) -> str:
-    """Return the cause alone of a text that may have vLLM's own words behind it."""
+    """Return the cause alone, without vLLM's message if it follows."""
     return text.partition(IN_FULL)[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing a check saw: the place, what was expected, what was found, what to do.
+    """One problem that a check found: the place, what is expected, what was found, and the remedy.
 
-    As of an error `expected` and `fix` may be empty: nothing else was expected, there is nothing to
-    do.
+    A finding that was made from an error may have an empty `expected` or `fix`, as the error had.
     """
 
     check: str
@@ -35,13 +32,13 @@ class Finding:
 
     @classmethod
     def of(cls, error: VexportError, *, check: str, severity: Severity) -> Self:
-        """The finding that an error describes."""
+        """Return a finding that describes the error."""
         where, expected, got, fix = error.where, error.need, error.got, error.fix
         return cls(check=check, severity=severity, where=where, expected=expected, got=got, fix=fix)
 
     @property
     def brief(self) -> Self:
-        """The same finding without vLLM's own words behind the cause."""
+        """This finding without vLLM's message after the cause."""
         return replace(self, got=without_details(self.got)) if IN_FULL in self.got else self
 
     def __str__(self) -> str:
@@ -53,14 +50,14 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NotJudged:
-    """A part that a check did not judge, and the reason."""
+    """A part of the checkpoint that was not checked, and the reason."""
 
     what: str
     why: str
 
     @property
     def brief(self) -> Self:
-        """The same entry without vLLM's own words behind the cause."""
+        """This entry without vLLM's message after the cause."""
         return replace(self, why=without_details(self.why)) if IN_FULL in self.why else self
 
     def __str__(self) -> str:
@@ -69,10 +66,11 @@ class NotJudged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """The findings on one checkpoint; `ok` means that none of them is an error in what was judged.
+    """Findings on one checkpoint. `ok` is True if no error was found in the parts that were judged.
 
-    `vllm`, `tp` and `sm` say what it was judged for: a version, tensor parallel sizes and compute
-    capabilities, of which none means any. A report from before they were written has no version.
+    `vllm`, `tp` and `sm` are the vLLM version, the tensor parallel sizes and the compute
+    capabilities that the check assumed. An empty `sm` means any GPU. `vllm` and `tp` are empty in
+    reports of older versions.
     """
 
     schema: Literal["vexport.check/1"] = "vexport.check/1"
@@ -81,8 +79,8 @@ class CheckReport:
     findings: tuple[Finding, ...]
     not_judged: tuple[NotJudged, ...] = ()
     # Families of checks that had nothing to compare with, for JUnit. Pydantic reads `exclude` from
-    # the metadata and leaves the field out of JSON. `pydantic.Field` would make `--help` import
-    # pydantic.
+    # the metadata and does not write the field to JSON. `pydantic.Field` is not used, because
+    # `--help` would then import pydantic.
     idle: tuple[NotJudged, ...] = field(default=(), metadata={"exclude": True})
     vllm: str = ""
     tp: tuple[int, ...] = ()
@@ -91,12 +89,12 @@ class CheckReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineInfo:
-    """The engine that ran the model: versions, platform, kernels by kind of layer, limits of the
-    platform.
+    """Engine that ran the model: versions, platform, and kernels for each kind of layer.
 
-    `compilation` is vLLM's name of the mode (NONE in eager mode); `settings` are arguments of the
-    engine by name, its defaults too, in words. `input_bits` are the fewest bits in which a kernel
-    multiplies the inputs of its layer, None if no kernel tells.
+    `compilation` is vLLM's name of the compilation mode (NONE in eager mode). `settings` maps the
+    engine's arguments, defaults included, to their values as text. `input_bits` is the smallest
+    number of bits to which a kernel rounds its layer's input, or None if no kernel reports it.
+    `blind_spots` lists what this platform cannot show.
     """
 
     vllm: str
@@ -116,7 +114,7 @@ class EngineInfo:
 
     @property
     def device(self) -> str:
-        """The device in words, as `device_words`, to be read after "on"."""
+        """Text for the device, to be read after "on" (see `device_words`)."""
         compiled = self.compilation
         return device_words(
             self.platform, self.processor, emulated=self.emulated, compilation=compiled
@@ -124,8 +122,9 @@ class EngineInfo:
 
 
 def device_words(platform: str, processor: str, *, emulated: bool, compilation: str = "") -> str:
-    """`CPU, emulated`, or `NVIDIA H100, compiled`; a GPU in eager mode says so, a CPU mostly runs
-    in it.
+    """Return `CPU, emulated` or `NVIDIA H100, compiled`.
+
+    Eager mode is named on a GPU only, because a CPU mostly runs in eager mode.
     """
     on_cpu = platform == "cpu"
     eager = compilation in ("", "NONE", "0")
@@ -142,8 +141,8 @@ def device_words(platform: str, processor: str, *, emulated: bool, compilation: 
 class Canary:
     """A greedy continuation of a fixed prompt.
 
-    The engine goes on to the asked number of `tokens` also where the model ends the sequence after
-    `ended_after` of them; `text` is what came before that. `non_finite` of the tokens had a
+    If the model ends the sequence after `ended_after` tokens, the engine still continues up to
+    `tokens`. `text` is the part before that end. `non_finite` is the number of tokens with a
     log-probability that is NaN or infinite.
     """
 
@@ -157,9 +156,9 @@ class Canary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LogprobAgreement:
-    """Full-vocabulary log-probabilities of vLLM against a reference on the same tokens.
+    """Full-vocabulary log-probabilities of vLLM compared with a reference on the same tokens.
 
-    `mean_kl` and `max_kl` are KL(reference || vLLM) in nats per token position; `limit` bounds
+    `mean_kl` and `max_kl` are KL(reference || vLLM) in nats per token. `limit` applies to
     `mean_kl`.
     """
 
@@ -173,20 +172,19 @@ class LogprobAgreement:
 
 
 ENGINE_CHECK = "engine"
-"""The check of a finding that is no fault of the checkpoint: the engine died, or could not
-start.
-"""
-# How vLLM runs a model: compiled where its platform does so, as it is served, or operator by
-# operator.
+"""Check name of findings that are not faults of the checkpoint, such as an engine that crashed."""
+# Mode in which vLLM runs a model. "default" compiles it if the platform does so, as in serving.
+# "eager" runs it operator by operator.
 EngineMode = Literal["default", "eager"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """The load of a checkpoint in the real engine.
+    """Load of a checkpoint in the real engine.
 
-    `tp` is the tensor parallel size, `vllm` the version where that is known, `vllm_python` the
-    interpreter, empty for vexport's own; `log_tail` the end of the log of an engine that died.
+    `tp` is the tensor parallel size. `vllm` is the version, empty if it is unknown. `vllm_python`
+    is the Python interpreter, empty for the interpreter that runs vexport. `log_tail` is the end of
+    the log if the engine crashed.
     """
 
     schema: Literal["vexport.load/1"] = "vexport.load/1"
@@ -204,7 +202,7 @@ class LoadReport:
 
     @property
     def was_tried(self) -> bool:
-        """Return False for a load that was left out because an earlier stage failed."""
+        """Return False if the load was skipped because an earlier stage failed."""
         return self.ok or bool(self.findings) or self.engine is not None
 
 
@@ -213,12 +211,15 @@ CellStatus = Literal["loads", "other precision", "faulty", "refused", "not shown
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixCell:
-    """The load of a checkpoint, or of one kind of its layers, on `tp` devices of capability `sm`.
+    """Load of a checkpoint, or of one kind of its layers, on `tp` devices of capability `sm`.
 
-    `sm` is 90 for SM 9.0. "faulty" loads, but wrongly; "other precision" loads, and multiplies in
-    another precision than stored; "not shown" needs a real device. The answer rests on the cells
-    that are `needed`. `precision` is bits of weight and activation (W8A16), `kernel` vLLM's class,
-    `reason` vLLM's own words where it refuses.
+    `sm` is 90 for SM 9.0. Some values of `status`:
+    - "faulty": it loads, but wrongly
+    - "other precision": it loads, but computes in another precision than stored
+    - "not shown": only a real device can show it
+
+    Only cells with `needed` decide the result. `precision` names the bits of weight and activation
+    (W8A16), `kernel` is vLLM's class, and `reason` is vLLM's message if it refuses.
     """
 
     tp: int
@@ -231,20 +232,18 @@ class MatrixCell:
 
     @property
     def loads(self) -> bool:
-        """Return whether the checkpoint loads correctly, in whatever precision it runs."""
+        """Return True if the checkpoint loads correctly, in any precision."""
         return self.status in ("loads", "other precision")
 
     @property
     def fails(self) -> bool:
-        """Return whether the checkpoint loads wrongly, or has to load and does not."""
+        """Return True if the checkpoint loads wrongly, or if it must load and does not."""
         return self.status == "faulty" or (self.needed and not self.loads)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixRow:
-    """One kind of layer (`model.layers.*.mlp.down_proj`), how many there are, how they are
-    stored.
-    """
+    """One kind of layer (`model.layers.*.mlp.down_proj`): number of layers, scheme and storage."""
 
     name: str
     count: int
@@ -263,10 +262,10 @@ class SequenceMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankMemory:
-    """Bytes that each of `tp` ranks needs: its weights, and its KV cache for sequences of rising
-    lengths.
+    """Bytes of weights and KV cache that each of `tp` ranks needs.
 
-    The last length is the longest that the model allows.
+    `sequences` has the KV cache for increasing lengths. The last length is the longest that the
+    model allows.
     """
 
     tp: int
@@ -276,10 +275,10 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuRoom:
-    """The room next to the weights on each of `tp` GPUs of a name, in sequences of `tokens`.
+    """Memory left beside the weights on each of `tp` GPUs, as sequences of length `tokens`.
 
-    `kv_bytes` is what vLLM's share of the memory leaves for the KV cache, negative where the
-    weights do not fit; `sequences` is how many of that length it holds at once, rounded down.
+    `kv_bytes` is the part of vLLM's memory that remains for the KV cache. It is negative if the
+    weights do not fit. `sequences` is the number of sequences that fit at once, rounded down.
     """
 
     gpu: str
@@ -291,14 +290,13 @@ class GpuRoom:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryLoadReport:
-    """The load of a checkpoint's headers by vLLM's model class and loaders, for every tp and sm
-    asked for.
+    """Load of a checkpoint's headers by vLLM's model class and loaders, for each tp and sm.
 
-    `cells` are the columns for the whole checkpoint, `rows` those for each kind of layer, in the
-    same order; there are no rows where no cell was loaded. `memory` has one entry for each tp that
-    was loaded, `rooms` one for each length of a sequence on each GPU asked for. `vllm_python` is
-    the interpreter, empty for vexport's own. `not_judged` are the faults that vLLM has with the
-    unquantized model as well.
+    `cells` are the columns for the whole checkpoint. Each row in `rows` has the same columns for
+    one kind of layer. There are no rows if no cell was loaded. `memory` has one entry for each tp
+    that was loaded. `rooms` has one entry for each GPU, tp and sequence length. `vllm_python` is
+    the Python interpreter, empty for the interpreter that runs vexport. `not_judged` lists faults
+    that vLLM has with the unquantized model, too.
     """
 
     schema: Literal["vexport.dry-load/1"] = "vexport.dry-load/1"
@@ -317,12 +315,13 @@ class DryLoadReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightChange:
-    """The distance that a layer's weight moved, dequantized by compressed-tensors before and after.
+    """Distance by which a repair moved a layer's weight, dequantized by compressed-tensors.
 
-    `relative` is |after - before| / |before| in Frobenius norms, `snr_db` the same as
-    signal-to-noise. Both are None if the layer could not be dequantized before. They compare the
-    weight with what was stored, which may have been wrong. `source_snr_db` is the weight's
-    signal-to-noise against the source before and after the repair, None without a source.
+    `relative` is |after - before| / |before| in Frobenius norms, and `snr_db` expresses it as a
+    signal-to-noise ratio. Both are None if the layer could not be dequantized before the repair.
+    They compare with the stored weight, which may have been wrong. `source_snr_db` is the weight's
+    signal-to-noise ratio against the source, before and after the repair. It is None without a
+    source.
     """
 
     relative: float | None
@@ -332,11 +331,11 @@ class WeightChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repair:
-    """One thing that was repaired: where, what was there, what is there now, what it costs.
+    """One repair: the place, the value before, the value now, and the cost.
 
-    `assumption` is what the repair takes for granted because nothing shows it; None if nothing is
-    assumed or if the values were compared with a source. `layer` is the linear layer whose weight
-    the repair may move, None for all else; `change` is the distance that the weight moved.
+    `assumption` is an assumption that nothing in the checkpoint confirms. It is None if nothing was
+    assumed or if the values were compared with a source. `layer` is the linear layer with the
+    weight that the repair may move, and `change` is the distance. Both are None for other repairs.
     """
 
     family: str
@@ -351,12 +350,12 @@ class Repair:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepairReport:
-    """The repairs of a checkpoint, and the findings that keep it from being sound.
+    """Repairs of a checkpoint, and the findings that remain.
 
-    `ok` means that `out` was written and that `vexport check` finds no error in it. Otherwise
-    `refusals` has the errors that cannot be repaired, and nothing was written. `source` is the
-    unquantized checkpoint with which the repaired values were compared, None if they were not
-    compared. `warnings` remain in `out`.
+    `ok` is True if `out` was written and `vexport check` finds no error in it. If `ok` is False,
+    nothing was written, and `refusals` lists the errors that cannot be repaired. `source` is the
+    unquantized checkpoint that repaired values were compared with, or None. `warnings` remain in
+    `out`.
     """
 
     schema: Literal["vexport.repair/1"] = "vexport.repair/1"

@@ -1,7 +1,7 @@
-"""Gates: the conditions that a verdict rests on, and whether each of them holds.
+"""Gates: the conditions of a verdict, and whether each of them holds.
 
-CI shows gates as test cases, people read them as a checklist, and the first gate that fails decides
-the outcome of a run.
+CI shows gates as test cases, reports show them as a checklist, and the first gate that fails
+decides the outcome of a run.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -43,11 +43,11 @@ class Gate:
 def findings_gate(
     name: str, findings: Sequence[Finding], *, ok: bool = True, every: bool = False
 ) -> Gate:
-    """Return a gate that fails if a finding is an error or `ok` is False.
+    """Return a gate that fails if a finding is an error or if `ok` is False.
 
     The message is the first error, or the number of findings if there is no error. The gate's
-    findings are sorted by severity and have only the cause of a refusal. With `every` they have
-    vLLM's own words too.
+    findings are sorted by severity. For a refusal they contain the cause only; with `every` they
+    contain vLLM's message, too.
     """
     shown = findings if every else [finding.brief for finding in findings]
     ordered = tuple(sorted(shown, key=lambda finding: SEVERITIES.index(finding.severity)))
@@ -62,22 +62,24 @@ def findings_gate(
 def checkpoint_gate(
     name: str, report: CheckReport | DryLoadReport | LoadReport, *, every: bool = False
 ) -> Gate:
-    """Return the gate of one checkpoint: it fails if the report is not ok, even without an
-    error.
+    """Return the gate of one checkpoint.
+
+    It fails if the report is not ok, even if the report has no error.
     """
     return findings_gate(name, report.findings, ok=report.ok, every=every)
 
 
 def load_gate(name: str, report: LoadReport) -> Gate:
-    """Return the gate of a load, which is skipped if the load was never tried."""
+    """Return the gate of a load. It is skipped if the load was never tried."""
     if not report.was_tried:
         return Gate(name=name, status="SKIPPED", message=NOT_RUN)
     return checkpoint_gate(name, report)
 
 
 def cell_gate(cell: MatrixCell) -> Gate:
-    """Return the gate of one cell of a dry load, which is skipped if the checkpoint need not load
-    there.
+    """Return the gate of one cell of a dry load.
+
+    It is skipped if the checkpoint does not load there and does not need to.
     """
     status: Status = "PASS" if cell.loads else "FAIL" if cell.fails else "SKIPPED"
     message = ": ".join(filter(None, (cell.status, without_details(cell.reason))))
@@ -88,7 +90,7 @@ def check_gates(report: CheckReport, families: Sequence[str]) -> tuple[Gate, ...
     """Return a gate for each family of checks, and for each other check with a finding.
 
     Without `families` there is one gate, `check`. Families and parts of the checkpoint that were
-    not judged have skipped gates.
+    not judged get skipped gates.
     """
     left_out = [each.brief for each in report.not_judged]
     not_judged = [Gate(name=each.what, status="SKIPPED", message=each.why) for each in left_out]

@@ -1,6 +1,6 @@
-"""The observers by name with their keywords, without torch; `vexport.observers` loads the classes.
+"""Observers by name, with their options, without torch. `vexport.observers` loads the classes.
 
-Adding an observer is a class in `vexport/observers` and one entry here.
+To add an observer, write a class in `vexport/observers` and add an entry here.
 """
 
 import math
@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import TypeVar
 
 OptionValue = bool | int | float | str
-# Valid search options: a predicate for each, and its description.
+# For each option: a function that accepts valid values, and a description of them.
 _NEEDS: Mapping[str, tuple[Callable[[float], bool], str]] = {
     "maxshrink": (lambda value: 0 <= value <= 1, "0 to 1"),
     "patience": (lambda value: value >= 0, "0 or more"),
@@ -22,23 +22,22 @@ _NEEDS: Mapping[str, tuple[Callable[[float], bool], str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """The keywords of an observer that has none."""
+    """Options of an observer that has no options."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AverageOptions(Options):
-    """The weight of a new observation in a moving average; 1.0 turns averaging off."""
+    """Weight of a new observation in a moving average. 1.0 turns averaging off."""
 
     averaging_constant: float = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchOptions(Options):
-    """A search from `expand` times the range down to `1 - maxshrink` of that, in steps of `1 /
-    grid`.
+    """Search for a range, from `expand` times the min-max range down to `1 - maxshrink` of that.
 
-    The error is the sum of `|error| ** norm`; the search ends after `patience` steps that improved
-    no group, 0 turns that off.
+    The step is `1 / grid`. The error is the sum of `|error| ** norm`. The search ends after
+    `patience` steps that improved no group; 0 turns that off.
     """
 
     maxshrink: float = 0.20
@@ -50,33 +49,34 @@ class SearchOptions(Options):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AverageSearchOptions(SearchOptions):
-    """A search whose results are averaged."""
+    """Options of a search with averaged results."""
 
     averaging_constant: float = 0.01
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImportanceOptions(SearchOptions):
-    """A search weighted by importance; `strict` makes a missing importance an error."""
+    """Options of a search weighted by importance.
+
+    `strict` turns a missing importance into an error.
+    """
 
     strict: bool = False
 
 
 SEARCH = SearchOptions()
-# llm-compressor 0.14, observers/mse.py and imatrix.py.
+# From llm-compressor 0.14, observers/mse.py and imatrix.py.
 NVFP4_EXPANDED_SEARCH = SearchOptions(
     expand=1.8, maxshrink=1 - 0.8 / 1.8, grid=200.0, patience=1000
 )
 IMPORTANCE_SEARCH = ImportanceOptions(maxshrink=0.95, patience=5, grid=20.0, norm=3.0)
-# vexport's own; docs/observers.md says why they are not the peer's.
+# These differ from llm-compressor's values. docs/observers.md has the reason.
 NVFP4_EXPANDED_IMPORTANCE = replace(IMPORTANCE_SEARCH, expand=1.5, maxshrink=1 - 0.5 / 1.5)
 OptionsT = TypeVar("OptionsT", bound=Options)
 
 
 def option_problems(defaults: Options, given: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """(keyword, what is needed in its place) of each that is unknown or has a value that cannot
-    be.
-    """
+    """Yield (option, expected value) for each option that is unknown or has an invalid value."""
     known = {field.name: getattr(defaults, field.name) for field in fields(defaults)}
     for name, value in given.items():
         default = known.get(name)
@@ -101,7 +101,11 @@ def option_problems(defaults: Options, given: Mapping[str, object]) -> Iterator[
 
 
 def read_options(defaults: OptionsT, given: Mapping[str, OptionValue], where: str) -> OptionsT:
-    """`defaults` with the given values. Raises ValueError for all that `option_problems` finds."""
+    """Return `defaults` with the given values.
+
+    Raises:
+        ValueError: For all problems that `option_problems` finds.
+    """
     problems = [
         f"{name}: got {given[name]!r}, need {need}"
         for name, need in option_problems(defaults, given)
@@ -113,9 +117,7 @@ def read_options(defaults: OptionsT, given: Mapping[str, OptionValue], where: st
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObserverName:
-    """The class of an observer, the first sentence of its docstring, its keywords, and the file it
-    is in.
-    """
+    """An observer: its class, the first sentence of its docstring, its options, and its file."""
 
     kind: str
     summary: str
@@ -166,25 +168,24 @@ OBSERVERS: Mapping[str, ObserverName] = {
 }
 # A weight is observed once, so all of these give its min-max range.
 MIN_MAX = ("memoryless_minmax", "static_minmax", "minmax")
-# Searches that need calibration; the second is used to round NVFP4 weights.
+# Searches that need calibration. The second search is used to round NVFP4 weights.
 BY_IMPORTANCE = (IMPORTANCE := "imatrix_mse", EXPANDED := "nvfp4_expanded_imatrix")
 # The same search without input statistics.
 UNWEIGHTED = "memoryless_mse"
-# The separator in `package.module:Class`, an observer of another package.
+# Separator in `package.module:Class`, an observer from another package.
 CLASS_SEPARATOR = ":"
 
 
 def folded(name: str) -> str:
-    """A name as it is looked up: in any case, `-` and spaces as `_`; as compressed-tensors'
-    registry.
+    """Return the name in lower case, with `_` for `-` and spaces.
+
+    compressed-tensors' registry treats names in the same way.
     """
     return name.lower().replace("-", "_").replace(" ", "_")
 
 
 def observer_name(name: str) -> str:
-    """The registry name that `name` or an alias spells; the text itself where it is none of
-    vexport's.
-    """
+    """Return the registry name for a name or an alias. Return other names unchanged."""
     spelled = {
         alias: known for known, each in OBSERVERS.items() for alias in (known, *each.aliases)
     }

@@ -1,6 +1,4 @@
-"""Regular expressions out of configs and scenarios: compiled once, and stopped where they take too
-long.
-"""
+"""Regular expressions from configs and scenarios: compiled once, with a time limit."""
 
 import re
 import resource
@@ -15,20 +13,20 @@ from types import FrameType
 
 from vexport.errors import InputError, clip
 
-# Time limit for a chat template and a conversation; real ones take milliseconds.
+# Time limit for rendering a conversation with a chat template. Real templates take milliseconds.
 TEMPLATE_SECONDS = 10.0
-# Memory limit for a chat template and a conversation, beyond what the process has; real ones take
-# some MB.
+# Memory limit for rendering a conversation with a chat template, beyond the current use of the
+# process. Real templates take some MB.
 TEMPLATE_BYTES = 2 << 30
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError inside the block after so many seconds of this process' own time.
+    """Raise TimeoutError inside the block after `seconds` of CPU time of this process.
 
-    Only a main thread can be interrupted so (Python runs signal handlers there); on another one
-    there is no bound. A single call in C is not interrupted, unless it looks for signals, as `re`
-    does.
+    The limit works on the main thread only, because Python runs signal handlers there. On other
+    threads there is no limit. A single call into C is not interrupted unless it checks for signals,
+    as `re` does.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -48,9 +46,10 @@ def time_limit(seconds: float) -> Iterator[None]:
 
 @contextmanager
 def memory_limit(more: int) -> Iterator[None]:
-    """Raise MemoryError inside the block if this process needs so many bytes more than it has now.
+    """Raise MemoryError inside the block if this process needs `more` bytes beyond its current use.
 
-    The bound holds for address space, and for all threads. Without /proc (macOS) there is none.
+    The limit applies to the address space, so to all threads. Without /proc (macOS) there is no
+    limit.
     """
     try:
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
@@ -68,15 +67,19 @@ def memory_limit(more: int) -> Iterator[None]:
 
 
 REGEX = "re:"
-# CPU seconds for all patterns of a list on all names; a sound pattern takes a microsecond per name.
+# CPU seconds for matching all patterns of a list with all names: a total, and a part for each
+# pattern. A sound pattern takes a microsecond per name.
 MOST_SECONDS, SECONDS_EACH = 2.0, 0.001
-# Exceptions of `re` for an invalid pattern: syntax, too large a count, too deep nesting.
+# Exceptions of `re` for an invalid pattern: wrong syntax, a count that is too large, deep nesting.
 REFUSED = (re.error, OverflowError, RecursionError)
 
 
 @lru_cache(maxsize=1 << 16)
 def expression(text: str) -> re.Pattern[str] | str:
-    """A regular expression, compiled once, or why it is none."""
+    """Compile a regular expression, once for each text.
+
+    If it is invalid, the error message is returned instead.
+    """
     try:
         return re.compile(text)
     except REFUSED as error:
@@ -84,8 +87,9 @@ def expression(text: str) -> re.Pattern[str] | str:
 
 
 class Patterns(tuple[str, ...]):
-    """Names and `re:` patterns in their order; a plain name is found without a look at the
-    others.
+    """Names and `re:` patterns in their order. A plain name is found without trying any pattern.
+
+    The time that the patterns may take in total is `seconds`.
     """
 
     names: frozenset[str]
@@ -101,12 +105,16 @@ class Patterns(tuple[str, ...]):
         return patterns
 
     def match(self, name: str) -> bool:
-        """Return whether a name is listed, or one of the patterns matches it from its start, as in
-        vLLM.
+        """Return True if `name` is listed, or if a pattern matches it from its start, as in vLLM.
 
-        What is no expression matches nothing. InputError where the expressions have taken too long
-        for all names so far. Off the main thread that is only seen between two names: Python tells
-        signals to the main thread.
+        An invalid expression matches nothing.
+
+        Raises:
+            InputError: If the expressions have taken too long for all names so far. On other
+            threads than
+            the main thread, this is only detected between two names: Python sends signals to the
+            main
+            thread.
         """
         if name in self.names:
             return True
@@ -138,7 +146,9 @@ def _alone(pattern: str) -> Patterns:
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Return whether a name equals a pattern, or an `re:` pattern matches it; InputError as
-    `match`.
+    """Return True if a name equals a pattern, or if an `re:` pattern matches it.
+
+    Raises:
+        InputError: If the pattern takes too long, as in `Patterns.match`.
     """
     return pattern == name or (pattern.startswith(REGEX) and _alone(pattern).match(name))

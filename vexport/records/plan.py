@@ -1,4 +1,4 @@
-"""Tensors, linear layers, the request of a plan, and the table of schemes."""
+"""Records of plans: tensors, linear layers, and the table of schemes."""
 
 import math
 from dataclasses import dataclass
@@ -8,9 +8,9 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
-    """One tensor of a safetensors file, known from its header alone.
+    """One tensor of a safetensors file, read from the file's header only.
 
-    `dtype` is safetensors' name (BF16, F8_E4M3, ...); `start` and `end` are absolute byte offsets
+    `dtype` is safetensors' name (BF16, F8_E4M3, ...). `start` and `end` are absolute byte offsets
     in `file`.
     """
 
@@ -32,7 +32,7 @@ class TensorInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """A tensor that will be written: name, safetensors dtype, shape."""
+    """Name, safetensors dtype and shape of a tensor that will be written."""
 
     name: str
     dtype: str
@@ -41,10 +41,11 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightPart:
-    """The part of a stored tensor that is a layer's weight: of experts stored together, or (in,
-    out).
+    """Part of a stored tensor that is a layer's weight, for stacked or transposed weights.
 
-    `expert` is along the first of three dimensions; the matrix is transposed, then cut to rows.
+    `expert` is the index along the first dimension of a stacked tensor (0 for other tensors). If
+    `transposed` is True, the matrix is stored as (in, out). The rows `start` to `stop` are taken
+    after transposing.
     """
 
     expert: int
@@ -53,21 +54,20 @@ class WeightPart:
     stop: int
 
 
-# How the KV cache is stored: one fp8 scale for keys and one for values of a layer, or one for each
-# KV head.
+# Storage of the KV cache: one fp8 scale for all keys and one for all values of a layer, or one
+# scale for each KV head.
 KvCache = Literal["fp8", "fp8_per_head"]
-# The treatment of layers whose shapes vLLM could not run.
+# Action for layers with shapes that vLLM cannot run.
 OnUnsupportedShape = Literal["refuse", "keep", "smaller-group"]
-# Columns that share a scale, or one scale for a whole row.
+# Number of columns that share a scale. "channel" is one scale for a whole row.
 GroupSize = int | Literal["channel"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearPlan:
-    """One linear layer to quantize: its name in the output, the stored tensor that holds its
-    weight.
+    """One linear layer to quantize: its name in the output, and the stored tensor with its weight.
 
-    The weight is (out_features, in_features): the whole tensor, or `part` of it.
+    The weight has the shape (out_features, in_features). It is the whole tensor, or `part` of it.
     """
 
     name: str
@@ -79,9 +79,9 @@ class LinearPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionLayer:
-    """An attention layer that gets scales for the KV cache: its module's name in the checkpoint.
+    """An attention layer that gets scales for the KV cache, by its name in the checkpoint.
 
-    `heads` is how many KV heads have scales of their own, None where one serves them all.
+    `heads` is the number of KV heads with separate scales. None means one scale for all heads.
     """
 
     name: str
@@ -102,13 +102,17 @@ class SchemeOnGpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchemeOutlook:
-    """One scheme for all linear layers of a model.
+    """One scheme, applied to all linear layers of a model.
 
-    `reason` says why it does not fit, empty where it does; `layers` is how many linear layers fit
-    it and `output_bytes` the size with the others kept. `group_sizes` are smaller ones with which
-    all layers fit, largest first, where those of the scheme's own do not. `least_sm` is the least
-    compute capability on which vLLM loads it, `full_sm` that on which it multiplies inputs of as
-    many bits as are stored, None for none. `on_gpu` is set if the plan is for a GPU.
+    - `reason` is the reason why the scheme does not fit, empty if it fits.
+    - `layers` is the number of linear layers that fit the scheme, and `output_bytes` is the size if
+      the other layers are kept.
+    - `group_sizes` are smaller group sizes that fit all layers, largest first. It is empty if the
+      scheme's group size fits.
+    - `least_sm` is the lowest compute capability on which vLLM loads the scheme.
+    - `full_sm` is the lowest compute capability on which inputs are multiplied with as many bits as
+      stored. It is None if there is none.
+    - `on_gpu` is how a GPU runs the scheme, if the plan is for a GPU.
     """
 
     scheme: str

@@ -1,4 +1,4 @@
-"""The report of a run, the comparison of several, the answer of `quantize`, and measured losses."""
+"""Records of a run's report, of comparisons of runs, of `quantize`, and of measured losses."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -8,16 +8,16 @@ from vexport.records.calibration import ExpertCoverage, Rounding, RoundingReport
 from vexport.records.findings import Finding
 from vexport.records.values import Outcome
 
-# The budget of a mixed scheme: bits per weight, bytes, or share of the source's bytes.
+# Unit of a mixed scheme's budget: bits per weight, bytes, or a share of the source's bytes.
 BudgetKind = Literal["bits", "bytes", "share"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchemeLoss:
-    """The cost of one scheme for one group while all else stays as in the source.
+    """Cost of a scheme for one group, with everything else as in the source.
 
-    `num_bytes` is what the group's tensors take, `loss` the mean KL(source || quantized) in nats
-    per token.
+    `num_bytes` is the size of the group's tensors. `loss` is the mean KL(source || quantized) in
+    nats per token.
     """
 
     scheme: str
@@ -29,11 +29,11 @@ class SchemeLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSensitivity:
-    """The linear layers that vLLM needs in one scheme: a fused layer, or all routed experts of a
-    layer.
+    """Linear layers that vLLM needs in one scheme: a fused layer, or all routed experts of a layer.
 
-    `name` is as in FusionGroup, for routed experts their module (`model.layers.0.mlp.experts`).
-    `refused` says which schemes vLLM could not run here, and why.
+    `name` is as in FusionGroup. For routed experts it is the name of their module
+    (`model.layers.0.mlp.experts`). `refused` lists the schemes that vLLM cannot run here, with
+    reasons.
     """
 
     name: str
@@ -46,7 +46,7 @@ class GroupSensitivity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSensitivities:
-    """The loss of every group, on `samples` calibration rows of `tokens` tokens together."""
+    """Losses of all groups, on `samples` calibration rows with `tokens` tokens in total."""
 
     samples: int
     tokens: int
@@ -55,8 +55,9 @@ class GroupSensitivities:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchemeChoice:
-    """The scheme chosen for a group (`keep` leaves it as it is), its bytes and its loss in nats per
-    token.
+    """Scheme chosen for a group, the group's bytes, and the loss in nats per token.
+
+    The scheme `keep` leaves the group as it is in the source.
     """
 
     name: str
@@ -67,9 +68,9 @@ class SchemeChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixedScheme:
-    """The schemes that `scheme: auto` chose within its budget.
+    """Schemes that `scheme: auto` chose within its budget.
 
-    `loss` is the sum of the choices' losses, a prediction.
+    `loss` is the sum of the losses of all choices. It is a prediction.
     """
 
     budget: BudgetKind
@@ -82,7 +83,7 @@ class MixedScheme:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerError:
-    """Weight error of one linear layer: signal-to-noise of the stored weight against the source, in
+    """Weight error of a linear layer: signal-to-noise ratio of the stored weight to the source, in
     dB.
     """
 
@@ -93,16 +94,14 @@ class LayerError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerErrors:
-    """The weight errors of a checkpoint, in plan order."""
+    """Weight errors of a checkpoint's layers, in plan order."""
 
     layers: tuple[LayerError, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindSize:
-    """Bytes of all tensors of one kind (`mlp`, `embed_tokens`) in the source and in the
-    checkpoint.
-    """
+    """Bytes of all tensors of a kind (`mlp`, `embed_tokens`), in the source and the checkpoint."""
 
     kind: str
     source_bytes: int
@@ -111,10 +110,10 @@ class KindSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedRun:
-    """A row of `vexport compare`, or of `vexport report` over several runs.
+    """A row of `vexport compare`, or of `vexport report` with several runs.
 
-    `folder` is the run directory. `outcome` is None where nothing came of the run, for the
-    `reason`. `mean_kl` is in nats a token; `worst` is the task with the lowest bound, without its
+    `folder` is the run directory. `outcome` is None if the run has no result; `reason` is then the
+    cause. `mean_kl` is in nats per token. `worst` is the task with the lowest bound, without its
     documents. `smallest` marks the smallest checkpoint that passes.
     """
 
@@ -133,10 +132,10 @@ class ComparedRun:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quantized:
-    """A checkpoint that was written: what it is made of and what to type next.
+    """A written checkpoint: its contents, and the commands to run next.
 
-    `layers` of `of_layers` linear layers are quantized, `quantized_parameters` of `parameters`.
-    `smoothing` is the strength, for which `smoothed_tensors` were scaled.
+    `layers` of `of_layers` linear layers are quantized, and `quantized_parameters` of `parameters`.
+    `smoothing` is the smoothing strength, and `smoothed_tensors` is the number of scaled tensors.
     """
 
     schema: Literal["vexport.quantize/1"] = "vexport.quantize/1"
