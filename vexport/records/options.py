@@ -1,6 +1,6 @@
 """Options of the command line as data.
 
-The models of `vexport.scenario` declare settings, and which of them are options.
+The models of `vexport.scenario` declare the settings, and mark the settings that are options.
 `scripts/generate_settings.py` writes the options into `vexport/cli/settings.json` as these records,
 so that `--help` needs neither the models nor pydantic.
 """
@@ -22,7 +22,7 @@ Heading = Literal[
     "Options",
     "Output",
 ]
-# The type of one value. "other" needs a syntax of its own on the command line.
+# Type of a single value. "other" needs special syntax on the command line.
 ValueType = Literal["integer", "number", "boolean", "text", "path", "choice", "other"]
 
 
@@ -30,12 +30,12 @@ ValueType = Literal["integer", "number", "boolean", "text", "path", "choice", "o
 class OptionRecord:
     """The option of a setting.
 
-    `key` is the setting's name in a scenario and in Python, `names` are those of the option.
-    `default` is the default as help shows it; empty if there is nothing to show. `metavar` is the
-    value in help; None is click's own. A `hidden` option works, but help does not list it.
+    `key` is the setting's name in a scenario and in Python. `names` are the names of the option.
+    `default` is the default as help shows it, empty if there is nothing to show. `metavar` is the
+    value in help; None means click's default. A `hidden` option works, but help does not list it.
 
-    `choices` are the values of the type "choice". `low` and `high` are the bounds of a number,
-    which must differ from a bound that is open. A `repeatable` option may be given several times.
+    `choices` are the values of the type "choice". `low` and `high` are the bounds of a number. A
+    number must not equal a bound that is open. A `repeatable` option may be given several times.
     """
 
     key: str
