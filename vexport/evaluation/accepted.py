@@ -1,11 +1,13 @@
-"""Accepted baselines: what a model answered right, in a file small enough for git and readable in a
-diff.
+"""Accepted baselines: a model's right answers in a file that is small enough for git.
 
-Documents stand in lines of 100 in the order of their numbers: their range with their scores, `1`
-and `0` side by side where the metric is 0/1, and apart from that their range with three characters
-of each question's digest. So later answers are paired document by document, and a changed answer is
-one digit of a diff. A third part names the answers that were cut, are empty or have nothing to
-extract, by a letter each (`LETTERS` in lost.py), only for lines that have such answers.
+Changes are readable in a diff. Documents are stored in lines of 100, in the order of their numbers:
+- `scores` maps the range of documents to their scores, written as `1` and `0` without spaces if the
+  metric is 0/1.
+- `questions` maps the range to three characters of each question's digest.
+- `endings` has a letter for each answer, in the lines with answers that were cut, are empty, or
+  have nothing to extract (`LETTERS` in lost.py).
+
+Later answers are paired document by document, and a changed answer is one digit in a diff.
 """
 
 import base64
@@ -27,19 +29,22 @@ from vexport.files import from_json, read_json_object, to_json, write_text
 from vexport.inference.fingerprint import Fingerprint
 
 LINE = 100
-"""Documents in a line."""
+"""Number of documents in a line."""
 DIGEST = 3
-"""Characters of 6 bits for each question: one changed question is missed once in 262144 times."""
+"""Base64 characters (6 bits each) per question.
+
+A changed question is missed once in 262144 times.
+"""
 WHOLE = "."
-"""The letter of an answer that is neither cut nor empty, and has something to extract."""
+"""Letter of an answer that is neither cut nor empty, and has something to extract."""
 _KIND = "vexport_baseline"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptedTask:
-    """The scores of one task, and the digests of its questions, by `first-last` of their documents.
+    """Scores of one task and digests of its questions, by ranges `first-last` of documents.
 
-    `endings` has a letter for each answer in the lines with answers that were cut, are empty or
+    `endings` has a letter for each answer, in the lines with answers that were cut, are empty or
     have nothing to extract. It is None if the answers were not generated, or if the file is older
     than this field.
     """
@@ -56,7 +61,7 @@ class AcceptedTask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Accepted:
-    """One model's scores on its gates, with what else could change them.
+    """One model's scores with the metrics that decide, and the settings that could change them.
 
     `groups` maps a group that is judged as one task to its tasks.
     """
@@ -68,12 +73,16 @@ class Accepted:
 
 
 def is_accepted(path: Path) -> bool:
-    """True for a file that is an accepted baseline, and not lm-eval's results."""
+    """Return True if the file is an accepted baseline, and False for lm-eval's results."""
     return path.is_file() and _KIND in read_json_object(path)
 
 
 def read_accepted(path: Path) -> Accepted:
-    """Read an accepted baseline; InputError where it is something else or was damaged."""
+    """Read an accepted baseline.
+
+    Raises:
+        InputError: If the file is something else or is damaged.
+    """
     if not is_accepted(path):
         got = "something else" if path.exists() else "no such file"
         fix = "make it with `vexport eval --accept FILE`"
@@ -96,7 +105,7 @@ def read_accepted(path: Path) -> Accepted:
 
 
 def require_writable(path: Path) -> None:
-    """Raise InputError where `path` is something that an accepted baseline must not replace."""
+    """Raise InputError if an accepted baseline must not replace `path`."""
     if path.exists() and (path.is_dir() or not is_accepted(path)):
         fix = "name another file, or remove it first"
         raise InputError(
@@ -105,7 +114,10 @@ def require_writable(path: Path) -> None:
 
 
 def accept_results(folder: Path, path: Path, choice: Choice) -> Accepted:
-    """Write what an lm-eval output folder has on the gates to `path`, whole or not at all."""
+    """Write the scores of the deciding metrics from an lm-eval output folder to `path`.
+
+    The file is written completely or not at all.
+    """
     require_writable(path)
     results = read_results(folder)
     tasks: dict[str, AcceptedTask] = {}
@@ -121,10 +133,11 @@ def accept_results(folder: Path, path: Path, choice: Choice) -> Accepted:
 
 
 def pair_with(accepted: Accepted, candidate: Results) -> tuple[TaskPair, ...]:
-    """Pair a run with an accepted baseline, on the metrics and filters that were accepted.
+    """Pair a run with an accepted baseline, on the accepted metrics and filters.
 
-    InputError, for all tasks at once: a task or document that one side lacks, questions that
-    differ.
+    Raises:
+        InputError: For all tasks at once: a task or document is missing on one side, or questions
+        differ.
     """
     need, where, problems = "the accepted tasks", str(candidate.file), list[InputError]()
     old: dict[str, TaskSamples] = {}
@@ -169,8 +182,9 @@ def _accepted_task(results: Results, name: str, gate: TaskPair) -> AcceptedTask:
 
 
 def _endings_text(lines: Mapping[str, Sequence[Sample]]) -> dict[str, str] | None:
-    """Return the letters of the lines with answers that may not count; None without generated
-    answers.
+    """Return the letters of the lines with answers that may not count.
+
+    Return None if the answers were not generated.
     """
     endings = {line: [sample.ending for sample in chunk] for line, chunk in lines.items()}
     letters = {
@@ -183,7 +197,7 @@ def _endings_text(lines: Mapping[str, Sequence[Sample]]) -> dict[str, str] | Non
 
 
 def _ordered(results: Results, name: str, filter_name: str) -> list[Sample]:
-    """A task's samples after one filter, by document."""
+    """Return a task's samples after one filter, ordered by document."""
     samples = [
         sample for sample in results.tasks[name].samples.values() if sample.filter == filter_name
     ]
@@ -197,13 +211,17 @@ def _scores_text(chunk: Sequence[Sample], metric: str) -> str:
 
 
 def _question(sample: Sample) -> str:
-    """A digest of a document, its prompt and its target."""
+    """Return a digest of a document, its prompt and its target."""
     text = f"{sample.doc_id} {' '.join(sample.hashes)}"
     return base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest())[:DIGEST].decode()
 
 
 def stored_scores(task: AcceptedTask) -> dict[int, tuple[float, str]]:
-    """Document -> score and question; ValueError names the line that is damaged."""
+    """Return the score and the question's digest of each document.
+
+    Raises:
+        ValueError: If a line is damaged. The error names the line.
+    """
     stored: dict[int, tuple[float, str]] = {}
     for where, text in task.scores.items():
         first, _, last = where.partition("-")
@@ -222,7 +240,7 @@ def stored_scores(task: AcceptedTask) -> dict[int, tuple[float, str]]:
 
 
 def stored_endings(task: AcceptedTask) -> dict[int, Ending] | None:
-    """Return how the answer to each document ended; None if that was not kept.
+    """Return how the answer to each document ended, or None if that was not kept.
 
     Raises:
         ValueError: If a line is damaged.
@@ -248,8 +266,10 @@ def stored_endings(task: AcceptedTask) -> dict[int, Ending] | None:
 def _answers_now(
     name: str, task: AcceptedTask, accepted: Accepted, candidate: Results
 ) -> TaskSamples:
-    """A task's samples after the accepted filter; InputError where other questions were
-    accepted.
+    """Return a task's samples after the accepted filter.
+
+    Raises:
+        InputError: If the accepted questions were different.
     """
     samples = _ordered(candidate, name, task.filter)
     where, old = f"{candidate.file}: task {name}", stored_scores(task)
@@ -274,7 +294,10 @@ def _answers_now(
 
 
 def _accepted_answers(task: AcceptedTask, now: TaskSamples) -> TaskSamples:
-    """The same documents with the scores that were accepted, whose answers were not kept."""
+    """Return samples of the same documents with the accepted scores.
+
+    Their answers were not kept.
+    """
     samples: dict[tuple[str, int, int], Sample] = {}
     stored, endings = stored_scores(task), stored_endings(task)
     for key, sample in now.samples.items():
@@ -287,7 +310,7 @@ def _accepted_answers(task: AcceptedTask, now: TaskSamples) -> TaskSamples:
 
 
 def lost_answers(accepted: Accepted, alpha: float) -> tuple[str, ...]:
-    """Describe the accepted answers that do not count, for each task with 1 % of them or more."""
+    """Describe the accepted answers that do not count, for each task with at least 1 % of them."""
     described = []
     for name, task in accepted.tasks.items():
         endings = stored_endings(task)
@@ -302,7 +325,7 @@ def lost_answers(accepted: Accepted, alpha: float) -> tuple[str, ...]:
 
 
 def choice_of(accepted: Accepted) -> Choice:
-    """The gates that were accepted, to accept the same again."""
+    """Return the accepted gates, so that the same gates can be accepted again."""
     grouped = {member for members in accepted.groups.values() for member in members}
     names = {group: members[0] for group, members in accepted.groups.items()}
     names |= {name: name for name in accepted.tasks if name not in grouped}
@@ -311,7 +334,7 @@ def choice_of(accepted: Accepted) -> Choice:
 
 
 def gates_of(accepted: Accepted) -> str:
-    """The accepted tasks in words: `addition (exact_match,none), 1382 documents, 0.9964`."""
+    """Return the accepted tasks as text: `addition (exact_match,none), 1382 documents, 0.9964`."""
     return "; ".join(
         f"{name} ({task.metric},{task.filter}), {task.documents} documents, {task.score:g}"
         for name, task in accepted.tasks.items()

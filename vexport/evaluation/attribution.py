@@ -1,10 +1,12 @@
-"""The cause of a loss: the same tokens scored four ways, each step changing one thing.
+"""Find the cause of a loss by scoring the same tokens in four ways that differ in one step each.
 
-(1) transformers and (2) vLLM on the baseline, (3) transformers on the candidate's weights
-dequantized and its
-activations rounded, (4) vLLM on the candidate. 3 against 1 is what quantization costs in exact
-arithmetic,
-4 against 3 what vLLM adds by reading or multiplying differently, 2 against 1 the floor of both: two
+- (1) transformers on the baseline
+- (2) vLLM on the baseline
+- (3) transformers on the candidate's weights, dequantized, with rounded activations
+- (4) vLLM on the candidate
+
+3 against 1 is the cost of quantization in exact arithmetic. 4 against 3 is the difference that vLLM
+adds by reading or multiplying differently. 2 against 1 is the noise floor of both: two
 implementations of one model in bfloat16.
 """
 
@@ -26,12 +28,16 @@ from vexport.numerics.metrics import kl_divergence
 from vexport.records import Attribution, Cause, Distance, OnProgress, Outcome, named, silent
 
 ABOVE_NOISE = 3.0
-"""A loss without a distance beyond its limit is put down to quantization where that is so many
-times the noise floor; nearer to it, both models compute the same, and what asks and reads them is
-left.
+"""Multiple of the noise floor above which the quantization distance explains a failed task.
+
+It is used if no distance is above its limit. If the quantization distance is smaller, both models
+compute the same, so the cause is in the prompts or in the reading of answers.
 """
 NOTHING_IN_COMMON = 100.0
-"""Nats that a position with a NaN counts as: JSON has no infinity, and no sane pair comes near."""
+"""Nats that a position with a NaN counts as.
+
+JSON has no infinity, and no sane pair of models comes near this value.
+"""
 _EVIDENCE = 3
 
 NAMES = {
@@ -51,12 +57,11 @@ def attribute(
     vllm_python: Path | None = None,
     on_progress: OnProgress = silent,
 ) -> Attribution | None:
-    """Name the cause of a loss; `limit` bounds the mean KL of quantization, `outcome` is that of
-    the tasks.
+    """Find the cause of a loss. Return None if transformers cannot build one of the models.
 
-    None where transformers cannot build one of the models. Builds them in this process, unless the
-    session's judgement did, and loads the candidate dry where vLLM disagrees with transformers on
-    it.
+    `limit` applies to the mean KL of quantization, and `outcome` is the outcome of the tasks. The
+    models are built in this process, unless the session did so before. If vLLM disagrees with
+    transformers on the candidate, the candidate is also loaded dry.
     """
     of_baseline, of_candidate = named("baseline", on_progress), named("candidate", on_progress)
     harness = tuple(differences(baseline, candidate))
@@ -105,7 +110,7 @@ def _judge(
     evidence: Sequence[str],
     outcome: Outcome | None,
 ) -> tuple[Cause, str]:
-    """The first part of the way from the question to the answer that explains the loss."""
+    """Return the first step from the prompt to the answer that explains the loss."""
     noise, quantization, engine = distances["noise"], distances["quantization"], distances["engine"]
     if harness:
         return "harness", f"the models are not asked the same: {harness[0]}"
@@ -163,10 +168,10 @@ def _against(distance: Distance) -> str:
 def _loader_evidence(
     candidate: Served, vllm_python: Path | None, on_progress: OnProgress
 ) -> tuple[str, ...]:
-    """Stored and loaded values that differ: errors of the rules of vLLM's loaders, and of the
-    loaders.
+    """Return differences between stored and loaded values.
 
-    These run on the headers; where they cannot be run, the rules stand alone.
+    They come from the static check and from a dry load with vLLM's loaders. If the dry load cannot
+    run, only the static check is used.
     """
     findings = list(check_checkpoint(str(candidate.checkpoint)).findings)
     with suppress(EnvironmentFault):

@@ -1,4 +1,4 @@
-"""The comparison of two models on one task: from scores to a TaskVerdict."""
+"""Compare two models on one task: from scores to a TaskVerdict."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -27,13 +27,14 @@ from vexport.evaluation.statistics import (
 from vexport.records import AnswerCounts, Comparison, Flip, Outcome, Score, TaskVerdict
 
 MAX_FLIPS = 50
-"""Changed documents shown for each task: enough to read, few enough to print."""
+"""Maximum number of changed documents shown for each task."""
 
 
 def difference_interval(pair: TaskPair, alpha: float) -> Interval:
-    """One-sided 1 - alpha bounds of the mean gain.
+    """Return one-sided 1 - alpha bounds of the mean gain.
 
-    Tango's score interval, or a bootstrap if not 0/1, over clusters where there are some.
+    They are Tango's score interval for 0/1 metrics, else a bootstrap interval. Clusters are taken
+    into account.
     """
     if pair.binary:
         return clustered_tango(pair.gain, pair.clusters, alpha, pair.answers)
@@ -48,11 +49,13 @@ def compare_task(
     fail_alpha: float,
     is_templated: bool | None = None,
 ) -> TaskVerdict:
-    """Judge one task: PASS if the lower bound at `alpha` is above -margin, FAIL if the upper bound
-    at `fail_alpha`, which is no larger, is below it, else INCONCLUSIVE.
+    """Judge one task.
 
-    There is no PASS if the baseline does not do better than chance, or if a model lost more answers
-    than the margin. `is_templated` says whether a chat template was applied, where that is known.
+    The outcome is PASS if the lower bound at `alpha` is above -margin. It is FAIL if the upper
+    bound at `fail_alpha`, which is at most `alpha`, is below -margin. Otherwise it is INCONCLUSIVE.
+
+    There is no PASS if the baseline is not better than chance, or if a model lost more answers than
+    the margin. `is_templated` is True if a chat template was applied, or None if that is unknown.
     """
     low, high = difference_interval(pair, alpha).low, difference_interval(pair, fail_alpha).high
     outcome, baseline = _outcome(low, high, margin), _score(pair, pair.baseline, alpha)
@@ -115,10 +118,10 @@ def compare_task(
 def _lost(
     pair: TaskPair, margin: float, alpha: float
 ) -> tuple[tuple[AnswerCounts | None, AnswerCounts | None], str, bool]:
-    """Count both models' answers, describe lost ones, and decide whether they are more than the
-    margin.
+    """Return both models' answer counts, a text on lost answers, and whether they are too many.
 
-    A lost answer may hide a loss of the metric's whole range.
+    They are too many if their share is above the margin, because a lost answer may hide a loss of
+    the metric's whole range.
     """
     baseline = _answer_counts(
         [old.ending for old, _ in pair.documents], pair.baseline, pair.sign, alpha
@@ -135,7 +138,7 @@ def _lost(
 def _answer_counts(
     endings: Sequence[Ending | None], scores: Scores, sign: int, alpha: float
 ) -> AnswerCounts | None:
-    """Count the generated answers of one model; None if not all answers are generated ones."""
+    """Count one model's generated answers. Return None if some answers are not generated."""
     known = [ending for ending in endings if ending is not None]
     return (
         count_answers(known, scores, sign=sign, alpha=alpha) if len(known) == len(endings) else None
@@ -143,7 +146,7 @@ def _answer_counts(
 
 
 def comparison(pair: TaskPair, *, margin: float, alpha: float) -> Comparison:
-    """A difference with its bounds, which decides nothing."""
+    """Return a difference with its bounds, to be shown only."""
     low, high = difference_interval(pair, alpha)
     return Comparison(
         task=pair.task,
@@ -164,8 +167,13 @@ def comparison(pair: TaskPair, *, margin: float, alpha: float) -> Comparison:
 def _uninformative(
     pair: TaskPair, baseline: Score, margin: float, is_templated: bool | None
 ) -> str:
-    """The reason why nothing could be lost, with its likely cause: the baseline has no more right
-    answers than chance and the margin give. Empty where it has, and for metrics that are not 0/1.
+    """Return the reason why the task shows nothing, with its likely cause, else "".
+
+    A task shows nothing if the baseline has no more right answers than chance and the margin give.
+    Metrics that are not 0/1 always return "".
+
+    A task shows nothing if the baseline has no more right answers than chance and the margin give.
+    Metrics that are not 0/1 are always fine.
     """
     chance = pair.chance
     if not pair.binary or pair.sign < 0 or baseline.low > chance <= baseline.value - margin:
@@ -189,7 +197,7 @@ def _outcome(low: float, high: float, margin: float) -> Outcome:
 
 
 def _means(pair: TaskPair) -> Scores:
-    """The mean gain of each document."""
+    """Return the mean gain of each document."""
     if pair.clusters is None or pair.answers == 1:
         return pair.gain
     means: Scores = np.bincount(pair.clusters, weights=pair.gain) / pair.seeds
@@ -215,9 +223,11 @@ def _score(pair: TaskPair, scores: Scores, alpha: float) -> Score:
 
 
 def _recovery(pair: TaskPair, alpha: float) -> tuple[float, float, float] | tuple[None, None, None]:
-    """Candidate / baseline and its bounds: Bonett and Price's for 0/1 metrics, else those of the
-    difference divided by the baseline's mean. None where that mean is not positive or lower is
-    better.
+    """Return candidate / baseline and its bounds.
+
+    The bounds are Bonett and Price's for 0/1 metrics without clusters. Otherwise they are the
+    bounds of the difference divided by the baseline's mean. All are None if that mean is not
+    positive or if lower is better.
     """
     baseline, candidate = float(pair.baseline.mean()), float(pair.candidate.mean())
     if baseline <= 0 or pair.sign < 0:
@@ -232,8 +242,9 @@ def _recovery(pair: TaskPair, alpha: float) -> tuple[float, float, float] | tupl
 def _needed(
     pair: TaskPair, margin: float, alpha: float, fail_alpha: float
 ) -> tuple[int | None, int | None]:
-    """The number of documents that would settle it, and that of answers to each of these
-    instead.
+    """Return the number of documents that would settle the task.
+
+    The second number is how many answers to each of the present documents would settle it instead.
     """
     documents, spread = len(pair.gain), 1.0
     if pair.binary:
@@ -256,8 +267,9 @@ def _needed(
 
 
 def _changed_wrong(pair: TaskPair) -> int | None:
-    """Documents that both models answer wrong, and differently; None where answers were not
-    kept.
+    """Count the documents that both models answer wrong, and differently.
+
+    Return None if answers were not kept.
     """
     if any(old.compared is None for old, _ in pair.documents):
         return None
@@ -268,8 +280,9 @@ def _changed_wrong(pair: TaskPair) -> int | None:
 
 
 def _flips(pair: TaskPair) -> Iterator[Flip]:
-    """Documents from right to wrong, then those from wrong to right; none if the metric is not
-    0/1.
+    """Yield documents from right to wrong, then documents from wrong to right.
+
+    Yield nothing if the metric is not 0/1.
     """
     if not pair.binary:
         return

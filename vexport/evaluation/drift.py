@@ -1,8 +1,8 @@
-"""The drift of the candidate's log-probabilities from the baseline's, both in vLLM, on the same
-tokens.
+"""Measure the drift of the candidate's log-probabilities from the baseline's, both in vLLM.
 
-An early signal: it needs some hundred tokens where a task needs a thousand documents, and it warns.
-It never decides, since a model may drift far and still answer right.
+Both models score the same tokens. Drift is an early signal: it needs some hundred tokens, while a
+task needs a thousand documents. It only warns and never decides, because a model may drift far and
+still answer right.
 """
 
 import math
@@ -22,17 +22,17 @@ from vexport.records import Drift, PromptDrift, TokenDrift
 from vexport.scenario import Evaluate
 
 WORST = 3
-"""Prompts shown: each takes a screen in the report."""
+"""Number of prompts shown. Each takes a screen in the report."""
 _DIGITS = 16
 _ROUNDING = 1e-6
-"""Of a sum of probabilities that are told as logarithms in float32."""
+"""Rounding error of a sum of probabilities that were stored as logarithms in float32."""
 
 
 def measure_drift(baseline: Served, candidate: Served, settings: Evaluate) -> Drift | None:
-    """KL and NLL over all positions, and the prompts that drift most.
+    """Return KL and NLL over all positions, and the prompts with the most drift.
 
-    None where vLLM refused one of the models, where they were not given the same tokens, or
-    answered with numbers that are not finite.
+    Return None if vLLM refused one of the models, if they got different tokens, or if their
+    log-probabilities are not finite.
     """
     if not baseline.is_scored or not candidate.is_scored:
         return None
@@ -85,17 +85,20 @@ def _prompt(
 
 
 def mean_kls(baseline: Served, candidate: Served) -> list[float] | None:
-    """The mean KL of each prompt; None where one is not finite. Both were given the same tokens."""
+    """Return the mean KL of each prompt, or None if a mean is not finite.
+
+    Both models must have scored the same tokens.
+    """
     measure = least_kl if baseline.is_partial or candidate.is_partial else kl_divergence
     kls = [float(measure(old, new).mean()) for _, old, new in _rows(baseline, candidate)]
     return kls if all(map(math.isfinite, kls)) else None
 
 
 def least_kl(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """A lower bound of the KL at each position, in nats, where NaN are tokens that a side does not
-    tell.
+    """Return a lower bound of the KL at each position, in nats.
 
-    They count as one token: the KL of sums is no larger (log-sum inequality).
+    NaN marks tokens without a log-probability on one side. They count as one token together: the KL
+    of sums is not larger (log-sum inequality).
     """
     width = max(old.shape[-1], new.shape[-1])
     old, new = (
@@ -110,7 +113,7 @@ def least_kl(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 
 
 def drift_warnings(drift: Drift) -> tuple[str, ...]:
-    """A sentence for each limit that is exceeded."""
+    """Return a sentence for each limit that is exceeded."""
     measures = (
         ("KL to the baseline", drift.mean_kl, drift.kl_limit, drift.is_kl_high),
         (
@@ -132,7 +135,7 @@ def drift_warnings(drift: Drift) -> tuple[str, ...]:
 def _rows(
     baseline: Served, candidate: Served
 ) -> Iterator[tuple[Sequence[int], torch.Tensor, torch.Tensor]]:
-    """Each prompt's tokens and both models' matrices (positions, vocabulary)."""
+    """Yield each prompt's tokens and both models' matrices (positions, vocabulary)."""
     install_bus_error_handler()
     with (
         safe_open(baseline.logprobs_file, framework="pt") as old,

@@ -1,4 +1,4 @@
-"""What a results file of lm-eval records of how it was made, and the changes between two of them.
+"""Read the settings that lm-eval's results files record, and find changes between two of them.
 
 lm-eval 0.4.13 writes these files in evaluator.py and loggers/evaluation_tracker.py.
 """
@@ -22,9 +22,12 @@ _ABSENT = {
     "think end token": "none",
     "enable thinking": "left to the chat template",
 }
-"""lm-eval's defaults, which hold where its results, or an accepted baseline, tell nothing else."""
+"""lm-eval's defaults.
+
+They apply if the results or the accepted baseline do not record the setting.
+"""
 _DIGITS = 16
-"""Of a SHA-256, as vexport shows it."""
+"""Digits of a SHA-256 that vexport shows."""
 _PLAIN = {"lm-eval": "lm_eval_version", "transformers": "transformers_version"}
 _CONFIGURED = ("limit", "random_seed", "numpy_seed", "torch_seed", "fewshot_seed")
 _ANSWERS = ("max_gen_toks", "think_end_token", "enable_thinking", "chat_template_args")
@@ -37,12 +40,16 @@ _ENGINE = (
     "add_bos_token",
 )
 _OF_TASKS = {"version of ": "versions", FEWSHOT: "n-shot", TASK_HASH: "task_hashes"}
-# Ends of thinking: Qwen3, DeepSeek-R1, GLM and SmolLM3; Magistral; Seed-OSS; gpt-oss.
+# Tokens that end thinking: Qwen3, DeepSeek-R1, GLM and SmolLM3; Magistral; Seed-OSS; gpt-oss.
 _THINK_ENDS = ("</think>", "[/THINK]", "</seed:think>", "<|channel|>final<|message|>")
 
 
 def changed_names(old: Fingerprint, new: Fingerprint) -> list[str]:
-    """The names that both sides have with different values."""
+    """Return the names with different values on both sides.
+
+    A value that is not recorded counts as lm-eval's default if `_ABSENT` has one. If `gen_kwargs`
+    changed, the generation arguments of single tasks are left out, because they follow from it.
+    """
     names = [*old, *(name for name in _ABSENT if name in new and name not in old)]
     differ = [
         name
@@ -54,7 +61,7 @@ def changed_names(old: Fingerprint, new: Fingerprint) -> list[str]:
 
 
 def changes(old: Fingerprint, new: Fingerprint, *, where: tuple[str, str]) -> tuple[str, ...]:
-    """A sentence for each change; `where` names the sides."""
+    """Return a sentence for each change. `where` names the two sides."""
     names = changed_names(old, new)
     return tuple(
         f"{name}: {_value(old, name)} {where[0]}, {_value(new, name)} {where[1]}" for name in names
@@ -62,7 +69,10 @@ def changes(old: Fingerprint, new: Fingerprint, *, where: tuple[str, str]) -> tu
 
 
 def causes(old: Fingerprint, new: Fingerprint, task: str) -> list[str]:
-    """Everything that differs, what makes the task's prompts differ first and with both values."""
+    """Return all differences.
+
+    Differences that change the task's prompts come first, with both values.
+    """
     names = [name for name in changed_names(old, new) if name != MODEL]
     shaping = (CHAT_TEMPLATE, SYSTEM_INSTRUCTION, MULTITURN, f"{FEWSHOT}{task}")
     prompts = [name for name in names if name in shaping]
@@ -77,8 +87,9 @@ def _value(side: Fingerprint, name: str) -> str:
 
 
 def device_of(fingerprint: Fingerprint) -> str:
-    """The device that ran the model, as EngineInfo.device, or its server's address; empty where not
-    known.
+    """Return the device that ran the model, or its server's address, or "" if neither is recorded.
+
+    The device has the form of EngineInfo.device.
     """
     if "platform" not in fingerprint:
         return fingerprint.get(ENDPOINT, "")
@@ -91,9 +102,7 @@ def device_of(fingerprint: Fingerprint) -> str:
 
 
 def unseparated_thinking(content: Mapping[str, Json]) -> str | None:
-    """A warning where the applied chat template has a place for thinking that nothing cuts off
-    answers.
-    """
+    """Return a warning if the chat template allows thinking that is not removed from answers."""
     template, arguments = content.get("chat_template"), _arguments(content)
     configs = mapping_in(content, "configs")
     generates = any(
@@ -112,7 +121,7 @@ def unseparated_thinking(content: Mapping[str, Json]) -> str | None:
 
 
 def recorded_prompting(content: Mapping[str, Json], tasks: Sequence[str]) -> Prompting:
-    """The prompting of the documents, as a results file records it."""
+    """Return the settings of the prompts, as a results file records them."""
     template, arguments = _sha(content, "chat_template_sha"), _arguments(content)
     generation = {
         name: _text(value) for name in _ANSWERS if (value := arguments.get(name)) is not None
@@ -131,7 +140,7 @@ def recorded_prompting(content: Mapping[str, Json], tasks: Sequence[str]) -> Pro
 
 
 def recorded_fingerprint(content: Mapping[str, Json], tasks: Sequence[str]) -> Fingerprint:
-    """Everything in a results file that could change a score, by name."""
+    """Return everything in a results file that could change a score, by name."""
     prompting, config = recorded_prompting(content, tasks), mapping_in(content, "config")
     settings: dict[str, Json] = {name: content.get(key) for name, key in _PLAIN.items()}
     if prompting.chat_template:
@@ -155,7 +164,10 @@ def recorded_fingerprint(content: Mapping[str, Json], tasks: Sequence[str]) -> F
 
 
 def _arguments(content: Mapping[str, Json]) -> Mapping[str, Json]:
-    """The model's arguments: an object, or text as older lm-evals were given."""
+    """Return the model's arguments.
+
+    They are an object, or a text in results of older lm-eval versions.
+    """
     arguments = mapping_in(content, "config").get("model_args")
     if isinstance(arguments, str):
         pairs = (part.partition("=") for part in arguments.split(","))
@@ -177,6 +189,9 @@ def _text(value: Json) -> str:
 
 
 def mapping_in(content: Mapping[str, Json], key: str) -> dict[str, Json]:
-    """The object under a key of a results file; an empty one where it is something else."""
+    """Return the object under a key of a results file.
+
+    Return an empty object for any other value.
+    """
     value = content.get(key)
     return value if isinstance(value, dict) else {}

@@ -1,6 +1,4 @@
-"""Checks that given answers can be compared with the tasks of the other model, before it is
-asked.
-"""
+"""Check, before a model runs, that given answers can be compared with its answers."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,10 +12,10 @@ from vexport.evaluation.results import read_results
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenAnswers:
-    """The tasks of given results.
+    """Tasks of given results.
 
-    `documents` counts each task's documents, `originals` those of its whole data set if that is
-    known. `members` has the tasks of every group.
+    `documents` has the number of documents of each task. `originals` has the size of each task's
+    whole data set if it is recorded. `members` has the tasks of every group.
     """
 
     file: Path
@@ -27,7 +25,11 @@ class GivenAnswers:
 
 
 def read_given(path: Path) -> GivenAnswers:
-    """Read lm-eval's results or an accepted baseline. Raises InputError as their readers do."""
+    """Read lm-eval's results or an accepted baseline.
+
+    Raises:
+        InputError: As `read_results` and `read_accepted`.
+    """
     if is_accepted(path):
         accepted = read_accepted(path)
         documents = {name: task.documents for name, task in accepted.tasks.items()}
@@ -47,8 +49,9 @@ def require_answers_to(
 ) -> None:
     """Raise InputError if the given answers cannot be compared with answers to the tasks `names`.
 
-    `exact` are those of `names` that are certainly tasks, from YAML files. Other names that the
-    results lack may be tags, which lm-eval replaces by tasks: then only the documents are compared.
+    `exact` are the names that are certainly tasks, because they come from YAML files. Other names
+    that the results lack may be tags, which lm-eval replaces by tasks. If there are such names,
+    only the documents of the other tasks are compared.
     """
     known = {name: given.members.get(name, (name,)) for name in names}
     missing = [
@@ -74,7 +77,7 @@ def require_answers_to(
 def _other_documents(
     given: GivenAnswers, asked: set[str], limit: float | None
 ) -> Iterator[InputError]:
-    """Yield an error for every task whose documents will be others than the given ones."""
+    """Yield an error for every task with other documents than the given answers."""
     for name in sorted(asked):
         count, original = given.documents[name], given.originals.get(name)
         expected = _expected(original, limit)
@@ -87,9 +90,7 @@ def _other_documents(
 
 
 def _expected(original: int | None, limit: float | None) -> int | None:
-    """Return the number of documents that lm-eval will ask, None if the data set's size is not
-    known.
-    """
+    """Return the number of documents that lm-eval will use, or None if it is unknown."""
     if original is None or limit is None:
         return original
     return min(original, math.ceil(original * limit) if limit < 1 else int(limit))

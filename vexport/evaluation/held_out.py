@@ -1,9 +1,10 @@
-"""PASS, FAIL or INCONCLUSIVE from the log-probabilities of held-out text, where there are no tasks.
+"""Decide PASS, FAIL or INCONCLUSIVE from log-probabilities of held-out text, if there are no tasks.
 
-Rows are the sample: tokens of one row depend on each other. PASS needs the mean KL to the baseline
-and the rise of the NLL below their limits, each with an upper bound at 1 - alpha (an
-intersection-union test, as for tasks); FAIL one of them above, with a lower bound at 1 - alpha / 2
-(Bonferroni).
+The sample consists of rows, because tokens of one row depend on each other. PASS needs every
+measure below its limit, with an upper bound at 1 - alpha (an intersection-union test, as for
+tasks). The measures are the mean KL to the baseline, the rise of the NLL, and the fall of the
+acceptance length if there are drafts. FAIL needs one measure above its limit, with a lower bound at
+alpha divided by the number of measures (Bonferroni).
 """
 
 import math
@@ -30,22 +31,28 @@ from vexport.records import (
 from vexport.scenario import Evaluate
 
 LEAST_ROWS = 8
-"""Of fewer, an interval of the mean says little of rows that were not seen."""
+"""Minimum number of rows that decide. An interval of fewer rows shows too little of other rows."""
 METHOD = (
     "log-probabilities of held-out text in vLLM; bounds over rows, the wider of Student's "
     "and BCa bootstrap"
 )
 ACCEPTANCE_LIMIT = 0.05
-"""Most of the acceptance length that may be lost: a step then yields 5 % fewer tokens, which costs
-as much speed of decoding and no accuracy."""
+"""Share of the acceptance length that may be lost.
+
+At 5 %, a step yields 5 % fewer tokens. That costs as much decoding speed, and no accuracy.
+"""
 _DIGITS = 16
 
 
 def decide_on_text(data: str, baseline: Served, candidate: Served, settings: Evaluate) -> Verdict:
-    """Compare two models on the rows of `data`, and how they accept the drafts of `settings`.
+    """Compare two models on the rows of `data`.
 
-    Inconclusive where one drafts nothing. CheckpointFailed where the candidate reads the text as
-    other tokens, or its numbers are not finite.
+    If `settings` request drafts, the share of accepted drafts is compared, too.
+
+    Raises:
+        Inconclusive: If a model drafts nothing.
+        CheckpointFailed: If the candidate's tokenizer gives other tokens, or if the candidate's
+        log-probabilities are not finite.
     """
     for row, (first, other) in enumerate(zip(baseline.rows, candidate.rows, strict=False), 1):
         if first != other:
@@ -111,20 +118,20 @@ def _measured(data: str, baseline: Served, candidate: Served, settings: Evaluate
 
 
 def acceptance_fall(baseline: Sequence[DraftCounts], candidate: Sequence[DraftCounts]) -> Scores:
-    """Each prompt's part, shape (prompts,), in the share of the acceptance length that is lost: 1 -
-    candidate / baseline.
+    """Return each prompt's part in the lost share of the acceptance length, shape (prompts,).
 
-    The lengths are ratios of sums over prompts, whose value and spread these parts have to first
-    order (Cochran, Sampling Techniques, 1977, chapter 6); both models' parts of a prompt stay
-    together.
+    The share is 1 - candidate / baseline. The lengths are ratios of sums over prompts. To first
+    order, the mean and spread of these parts are the value and spread of that ratio (Cochran,
+    Sampling Techniques, 1977, chapter 6). Both models' parts of a prompt stay together.
     """
     (before, old), (after, new) = _lengths(baseline), _lengths(candidate)
     return 1 - after / before * (1 + (new - after) / after - (old - before) / before)
 
 
 def _lengths(counts: Sequence[DraftCounts]) -> tuple[float, Scores]:
-    """The acceptance length over all prompts, and each prompt's part in it, which have that
-    mean.
+    """Return the acceptance length over all prompts, and each prompt's part in it.
+
+    The mean of the parts is the acceptance length.
     """
     drafts = np.array([count.drafts for count in counts], dtype=float)
     accepted = np.array([count.accepted_tokens for count in counts], dtype=float)
@@ -156,8 +163,9 @@ def _acceptance(
 def judge_limit(
     measure: TextMeasure, values: Scores, limit: float, alpha: float, measures: int = 2
 ) -> TextLimit:
-    """One of the measures, shape (rows,), against its limit; fewer than LEAST_ROWS rows settle
-    nothing.
+    """Judge one measure against its limit. `values` has the shape (rows,).
+
+    Fewer than LEAST_ROWS rows are INCONCLUSIVE.
     """
     mean = float(values.mean())
     below, above = mean_bounds(values, alpha / measures), mean_bounds(values, alpha)
@@ -188,11 +196,11 @@ def judge_limit(
 
 
 def mean_bounds(values: Scores, alpha: float) -> Interval | None:
-    """One-sided bounds of a mean over rows, shape (rows,): the wider of Student's and the BCa
-    bootstrap's.
+    """Return one-sided bounds of a mean over rows, or None for a single row.
 
-    Student's is too narrow above a mean of skewed values, as KLs are, the bootstrap for few of
-    them. Of one row there are none.
+    `values` has the shape (rows,). The bounds are the wider of Student's and the BCa bootstrap's.
+    Student's upper bound is too close for skewed values such as KLs. The bootstrap is too narrow
+    for few rows.
     """
     if len(values) < 2:
         return None
@@ -205,7 +213,7 @@ def mean_bounds(values: Scores, alpha: float) -> Interval | None:
 
 
 def text_reason(outcome: Outcome, text: TextVerdict) -> str:
-    """The reason of the outcome on the text, without a full stop."""
+    """Return the reason of the outcome on the text, without a full stop."""
     if text.rows < LEAST_ROWS:
         return f"the text is too short: {text.rows} rows of it, at least {LEAST_ROWS} decide"
     decisive = [limit for limit in text.limits if limit.outcome == outcome]

@@ -1,6 +1,4 @@
-"""The files and folders that an evaluation or a whole scenario reads, which no output may
-replace.
-"""
+"""List the input files and folders of an evaluation or a scenario, which no output may replace."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +11,10 @@ from vexport.scenario import Evaluate, Scenario
 
 
 def evaluation_inputs(settings: Evaluate, label: str) -> Iterator[NamedPath]:
-    """Yield what an evaluation reads besides the two models; `label` is what the tasks are called.
+    """Yield the inputs of an evaluation besides the two models. `label` is the label of the tasks.
 
-    A task's includes, documents and code are among the paths. A name that is no path is passed over
-    later.
+    The includes, documents and code of a task are among the paths. Names that are not paths are
+    ignored later.
     """
     for task in settings.tasks:
         for file in task_files(user_path(task)):
@@ -33,7 +31,7 @@ def evaluation_inputs(settings: Evaluate, label: str) -> Iterator[NamedPath]:
 
 
 def scenario_inputs(scenario: Scenario, file: Path | None) -> Iterator[NamedPath]:
-    """Yield what a run of a scenario reads; `file` is the scenario's own file."""
+    """Yield the inputs of a scenario's run. `file` is the scenario's file."""
     if file is not None:
         yield NamedPath(label="SCENARIO", path=file)
     yield NamedPath(label="source", path=user_path(scenario.source))

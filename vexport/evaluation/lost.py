@@ -1,20 +1,20 @@
-"""Generated answers that are no answers: cut before their end, empty, or without anything to
-extract.
+"""Find generated answers that do not count: cut before their end, empty, or unparsable.
 
-An answer is lost if it did not score and
-- it was cut: the engine or server ended it at its longest length (`finish_reason` length), or it
-thinks and
-  never ends its thinking;
-- it is empty;
-- it may have been cut (nobody recorded why it ended), and the task's filter found no answer in it.
-If an
-  answer ended by itself, the filter's miss is a wrong answer, unless that happens in most of the
-  answers:
-  then the filter does not fit the model.
+An answer is lost if it did not score and one of these holds:
+- It was cut. Either the engine or server stopped it at its maximum length (`finish_reason` length),
+  or the model never ended its thinking.
+- It is empty.
+- It may have been cut, because no finish reason was recorded, and the task's filter found no answer
+  in it.
 
-A cut answer is not lost if the extracted answer stands at its beginning, as in tasks that read the
-first number of a few tokens. Nor are cut answers lost if they score about as often as whole ones:
-the cut comes after the answer.
+If an answer ended by itself and the filter found nothing, the answer is wrong and not lost. But if
+the filter fails for most of the answers, the filter does not fit the model, and these answers are
+lost, too.
+
+Some cut answers are not lost:
+- The extracted answer is at the beginning of the text, as in tasks that read the first number of a
+  few tokens.
+- Cut answers score about as often as whole answers, so the cut comes after the answer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,27 +30,25 @@ from vexport.records import AnswerCounts
 
 Marks = NDArray[np.bool_]
 State = Literal["", "cut", "empty", "unparsed"]
-"""What is wrong with an answer, whether or not it scored."""
+"""The problem with an answer, whether or not the answer scored."""
 WARN_FROM = 0.01
-"""Share of lost answers on either side that is worth a warning."""
+"""Share of one model's answers that must be lost for a warning."""
 CUT = frozenset(
     ("length", "max_tokens", "max_length", "model_length", "repetition", "content_filter")
 )
 ENDED = frozenset(
     ("stop", "eos", "eos_token", "end_turn", "stop_sequence", "stop_str", "matched_stop")
 )
-"""Finish reasons by which vLLM and other servers say that an answer was cut, or that it ended by
-itself.
-"""
+"""Finish reasons of vLLM and other servers. CUT: the answer was cut. ENDED: it ended by itself."""
 NOTHING_FOUND = frozenset(("", "[invalid]", "invalid", "[invalidanswer]"))
-"""Results of lm-eval's filters that found no answer, in lower case."""
+"""Results of lm-eval's filters if they find no answer, in lower case."""
 DEFAULT_LENGTH = 256
-"""Most new tokens of an answer if neither the task nor the model's arguments say so (lm-eval)."""
+"""lm-eval's maximum of new tokens if neither the task nor the model's arguments set it."""
 _THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
-# Fewer bytes than this for each token of the longest answer: it certainly was not cut.
+# If an answer has fewer bytes for each token of the maximum length, it certainly was not cut.
 _BYTES_PER_TOKEN = 2
 _MOST = 0.5
-# Whole answers to compare cut ones with.
+# Number of whole answers that are needed as a comparison for cut answers.
 _ENOUGH = 10
 
 
@@ -58,9 +56,9 @@ _ENOUGH = 10
 class Ending:
     """How one generated answer ended.
 
-    `is_cut` is True for every cut answer, `state` is "cut" unless the extracted answer stands
-    before the cut. `is_whole` is True if the answer certainly ended by itself. `is_thinking` marks
-    unfinished thinking.
+    `is_cut` is True for every cut answer. `state` is "cut" unless the extracted answer is before
+    the cut. `is_whole` is True if the answer certainly ended by itself. `is_thinking` is True if
+    the model did not end its thinking.
     """
 
     state: State
@@ -78,9 +76,10 @@ LETTERS = {
     "u": Ending(state="unparsed", is_whole=True),
     "U": Ending(state="unparsed"),
 }
-"""Every ending that `count_answers` distinguishes, by the letter that files have for it.
+"""Every ending that `count_answers` distinguishes, by its letter in files.
 
-`a` is cut after the answer, `t` in its thinking; `U` may have been cut, `u` ended by itself.
+`a` was cut after the answer, and `t` was cut in its thinking. `U` may have been cut, and `u` ended
+by itself.
 """
 
 
@@ -101,10 +100,10 @@ def ending_of(
     longest: int,
     is_stripped: bool,
 ) -> Ending:
-    """Read how an answer ended, from its raw `responses` (several if it was sampled repeatedly).
+    """Determine how an answer ended, from its raw `responses` (several if sampled repeatedly).
 
-    `reasons` are their finish reasons, empty if none was recorded. `is_stripped` is True if a
-    think_end_token removed finished thinking from the responses.
+    `reasons` are the finish reasons of the responses, empty if none was recorded. `is_stripped` is
+    True if finished thinking was removed from the responses (think_end_token).
     """
     is_thinking = _most(_is_unfinished(prompt, text, is_stripped=is_stripped) for text in responses)
     is_cut = is_thinking or _most(reason in CUT for reason in reasons)
@@ -130,8 +129,9 @@ def _most(values: Iterator[bool]) -> bool:
 
 
 def _is_unfinished(prompt: str, text: str, *, is_stripped: bool) -> bool:
-    """Return whether a response begins to think, there or at the end of its prompt, and does not
-    end it.
+    """Return True if a response starts thinking and does not end it.
+
+    Thinking may also start at the end of the prompt.
     """
     for start, end in _THINKING:
         begins = start in text or (not is_stripped and prompt.rstrip().endswith(start))
@@ -141,7 +141,7 @@ def _is_unfinished(prompt: str, text: str, *, is_stripped: bool) -> bool:
 
 
 def _stands_first(responses: Sequence[str], filtered: Sequence[str]) -> bool:
-    """Return whether the filter took the beginning of a response and left a rest."""
+    """Return True if the filter took the beginning of a response, and more text follows."""
     pairs = zip(responses, filtered, strict=False)
     return any(
         answer.strip()
@@ -152,18 +152,14 @@ def _stands_first(responses: Sequence[str], filtered: Sequence[str]) -> bool:
 
 
 def _is_literal(responses: Sequence[str], filtered: Sequence[str]) -> bool:
-    """Return whether a text such as `invalid` is what the model answered, and not what a filter put
-    there.
-    """
+    """Return True if a text such as `invalid` comes from the model itself and not from a filter."""
     return any(text.strip() and text.strip() in filtered for text in responses)
 
 
 def count_answers(
     endings: Sequence[Ending], scores: Scores, *, sign: int, alpha: float
 ) -> AnswerCounts:
-    """Count the answers of one model that did not score, by how they ended, and those that are
-    lost.
-    """
+    """Count one model's answers that did not score, by how they ended, and the lost answers."""
     is_right = scores > 0 if sign > 0 else scores <= 0
     pairs = zip(endings, is_right, strict=True)
     states = np.array(["" if right else ending.state for ending, right in pairs])
@@ -188,10 +184,11 @@ def count_answers(
 
 
 def _is_cut_after_answers(cut: Marks, whole: Marks, alpha: float) -> bool:
-    """Return whether cut answers are right about as often as whole ones.
+    """Return True if cut answers are right about as often as whole answers.
 
-    At least half as often, and not significantly less (Fisher's exact test). If nearly all answers
-    are cut, at least half of them must be right.
+    They must be right at least half as often, and not significantly less often (Fisher's exact
+    test). If there are too few whole answers to compare with, at least half of the cut answers must
+    be right.
     """
     if not cut.any():
         return False
@@ -204,9 +201,7 @@ def _is_cut_after_answers(cut: Marks, whole: Marks, alpha: float) -> bool:
 
 
 def lost_words(baseline: AnswerCounts | None, candidate: AnswerCounts | None) -> str:
-    """Describe what is wrong with answers, and what to do, if that concerns 1 % on either side;
-    else "".
-    """
+    """Describe lost and unparsed answers, and the remedy. Return "" below 1 % for both models."""
     sides = [side for side in (candidate, baseline) if side is not None]
     if not any(side.lost + side.unparsed >= WARN_FROM * side.answers for side in sides):
         return ""
@@ -223,7 +218,10 @@ def lost_words(baseline: AnswerCounts | None, candidate: AnswerCounts | None) ->
 
 
 def _share(side: AnswerCounts | None, kind: str) -> float | None:
-    """Return the share of a kind of answers, but 0 of cut ones that count as answers."""
+    """Return the share of one kind of answers.
+
+    Cut answers that count as answers have the share 0.
+    """
     if side is None:
         return None
     if kind == "cut" and side.lost < side.cut:

@@ -1,9 +1,8 @@
-"""The meaning of a metric's values for single documents, which follows from the metric's
-aggregation.
+"""Derive what a metric's values mean for single documents, from the metric's aggregation.
 
 lm-eval's `higher_is_better` describes the aggregate (lm_eval/api/metrics.py, 0.4.13). For a mean it
 also describes the documents' values. `perplexity` is exp(-mean) of log-likelihoods: a lower
-perplexity is better, a higher log-likelihood is better.
+perplexity is better, but a higher log-likelihood is better.
 """
 
 import math
@@ -35,7 +34,7 @@ AGGREGATIONS: Mapping[str, str] = {
 MEANS = frozenset(("mean", "nanmean", "median"))
 """Aggregations that rise with each document's value."""
 LOG_LIKELIHOODS = frozenset(("perplexity", "weighted_perplexity", "bits_per_byte"))
-"""Aggregations of log-likelihoods, which fall as the documents' values rise."""
+"""Aggregations of log-likelihoods. They fall as the documents' values rise."""
 NO_SHARES = frozenset(
     (
         "bits_per_byte",
@@ -47,15 +46,15 @@ NO_SHARES = frozenset(
         "word_perplexity",
     )
 )
-"""Metrics that are no share of right answers, even if all values lie between 0 and 1."""
+"""Metrics that are not a share of right answers, even if all values are between 0 and 1."""
 _EQUAL = 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meaning:
-    """The direction and unit of a metric's values for single documents.
+    """Direction and unit of a metric's values for single documents.
 
-    `undecided` is the reason why the metric cannot decide a verdict, and empty if it can.
+    `undecided` is the reason why the metric cannot decide a verdict, empty if it can.
     """
 
     higher_is_better: bool
@@ -73,9 +72,9 @@ def meaning_of(
 ) -> Meaning:
     """Derive the meaning of the documents' `values` from the metric's `aggregation`.
 
-    `higher_is_better` and `aggregate` are those of the whole task, as lm-eval recorded them;
-    `aggregate` is None if it is not known. `log_likelihoods` are the logged responses of the same
-    documents, None for generated text.
+    `higher_is_better` and `aggregate` are lm-eval's records for the whole task. `aggregate` is None
+    if it is unknown. `log_likelihoods` are the logged responses of the same documents, None for
+    generated text.
     """
     if aggregation in LOG_LIKELIHOODS:
         return Meaning(higher_is_better=True, in_nats=True, undecided=_IN_NATS)
@@ -96,7 +95,7 @@ WHOLE_CORPUS = "it is a number of the whole corpus, and no document has a value 
 
 
 def _are_equal(values: Sequence[float], others: Sequence[float | None]) -> bool:
-    """Return whether the values are the log-likelihoods of the same documents, and not all zero."""
+    """Return True if the values are the log-likelihoods of the same documents, and not all zero."""
     pairs = list(zip(values, others, strict=True))
     same = all(
         other is not None and math.isclose(value, other, rel_tol=_EQUAL, abs_tol=_EQUAL)
@@ -107,5 +106,5 @@ def _are_equal(values: Sequence[float], others: Sequence[float | None]) -> bool:
 
 def _is_mean(values: Sequence[float], aggregate: float) -> bool:
     if not all(map(math.isfinite, values)):
-        return True  # which is another error
+        return True  # values that are not finite are reported as another error
     return math.isclose(math.fsum(values) / len(values), aggregate, rel_tol=_EQUAL, abs_tol=_EQUAL)

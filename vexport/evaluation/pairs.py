@@ -1,5 +1,6 @@
-"""Pairs two models' answers to the same documents, by task, metric and filter, and chooses the pair
-that decides for each task, or for a group that is judged as one.
+"""Pair two models' answers to the same documents, by task, metric and filter.
+
+For each task, or group that is judged as one task, one of the pairs decides.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,17 +18,18 @@ from vexport.evaluation.statistics import MIN_CLUSTERS, Clusters, Scores
 from vexport.records.accuracy import Unit
 
 PREFERRED_METRICS = ("exact_match", "acc", "pass@1", "pass_at_1")
-"""Metrics that gate, in this order: `acc` rather than `acc_norm`, as the task itself scores.
+"""Metrics that decide if a task has them, in this order.
 
-Then comes the first metric of only 0 and 1 with higher being better, then any of one number a
-document; of several filters the first that the task lists.
+`acc` is preferred to `acc_norm`, because the task itself scores with it. Other tasks use the first
+metric that is 0 or 1 for each document with higher being better, else any metric with one number
+per document. If there are several filters, the first filter of the task is used.
 """
 EVERY_TASK = "*"
 Choice = Mapping[str, str]
-"""Task or group (or `*`, wherever it exists) -> `metric` or `metric,filter`."""
-# Metrics of lm-eval that are from 0 to 1 for each document.
+"""Task or group (or `*` for every task that has the metric) -> `metric` or `metric,filter`."""
+# Metrics of lm-eval with a value from 0 to 1 for each document.
 SHARES = frozenset(("acc", "acc_norm", "acc_bytes", "exact_match"))
-# Characters of two prompts from where they differ.
+# Number of characters that a message shows of two prompts, from their first difference.
 _SHOWN = 40
 
 
@@ -35,11 +37,14 @@ _SHOWN = 40
 class TaskPair:
     """Both models' scores on one task, metric and filter, in the same order of documents.
 
-    `baseline` and `candidate` have the shape (documents,); `sign` is -1 where lower is better.
-    `clusters`, of the same shape, numbers the tasks of a group whose documents are clustered, or
-    the documents where `seeds` answers were sampled for each. `also` are shown next to a pair that
-    decides for a task or a group: its other metrics and filters, and a group's tasks. `in_nats`
-    marks log-likelihoods, and `undecided` says why the metric cannot decide.
+    - `baseline` and `candidate` have the shape (documents,).
+    - `sign` is -1 if lower is better.
+    - `clusters`, of the same shape, numbers the tasks of a group with clustered documents. If
+      `seeds` answers were sampled per document, it numbers the documents.
+    - `also` lists pairs that are only shown: other metrics and filters of the task or group, and
+      the tasks of a group.
+    - `in_nats` is True for log-likelihoods.
+    - `undecided` is the reason why the metric cannot decide, else empty.
     """
 
     task: str
@@ -57,9 +62,7 @@ class TaskPair:
 
     @property
     def unit(self) -> Unit:
-        """Return `share` if every document's value is one, `nats`, or `metric` for the metric's own
-        units.
-        """
+        """Return `share` if all values are shares, `nats` for log-likelihoods, else `metric`."""
         if self.in_nats:
             return "nats"
         values = np.concatenate([self.baseline, self.candidate])
@@ -68,64 +71,65 @@ class TaskPair:
 
     @property
     def label(self) -> str:
-        """`metric,filter` as a choice names it."""
+        """`metric,filter`, as in a `Choice`."""
         return f"{self.metric},{self.filter}"
 
     @property
     def binary(self) -> bool:
-        """True where each document is either right (1) or wrong (0)."""
+        """True if each document is either right (1) or wrong (0)."""
         return bool(np.isin(self.baseline, (0, 1)).all() and np.isin(self.candidate, (0, 1)).all())
 
     @property
     def chance(self) -> float:
-        """The share of right answers of a model that guesses among the options; 0 where there are
-        none.
-        """
+        """Share of right answers that guessing among the options gives, or 0 without options."""
         return sum(1 / new.options for _, new in self.documents if new.options) / len(
             self.documents
         )
 
     @property
     def gain(self) -> Scores:
-        """The candidate's score less the baseline's, for each document."""
+        """The candidate's score minus the baseline's for each document. Positive is better."""
         return self.sign * (self.candidate - self.baseline)
 
     @property
     def wins(self) -> int:
-        """The number of answers that got better."""
+        """Number of answers that got better."""
         return int((self.gain > 0).sum())
 
     @property
     def losses(self) -> int:
-        """The number of answers that got worse."""
+        """Number of answers that got worse."""
         return int((self.gain < 0).sum())
 
     @property
     def span(self) -> float:
-        """The width of the metric's range: 1, or more where the scores show more."""
+        """Width of the metric's range: 1, or more if the scores spread further."""
         return max(1.0, float(np.ptp(np.concatenate([self.baseline, self.candidate]))))
 
     @property
     def answers(self) -> int:
-        """The answers that a cluster of documents has; 1 where clusters are the tasks of a
-        group.
-        """
+        """Number of answers per cluster if clusters are documents, else 1."""
         if self.clusters is None:
             return 1
         return self.seeds if len(np.unique(self.clusters)) * self.seeds == len(self.gain) else 1
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """The values that must agree for pairs to be joined."""
+        """Metric, filter and sign, which must agree for pairs to be joined."""
         return self.metric, self.filter, self.sign
 
 
 def gated_tasks(baseline: Results, candidate: Results, choice: Choice) -> tuple[TaskPair, ...]:
-    """The pair that decides for each task; a group with an aggregate in lm-eval counts as one task.
+    """Return the deciding pair of each task.
 
-    `choice` names gates other than those of PREFERRED_METRICS. InputError, for all tasks at once:
-    tasks that one run lacks, documents that differ, tasks without a number a document, a choice
-    that no task has.
+    A group with an aggregate in lm-eval counts as one task.
+
+    `choice` names deciding metrics other than PREFERRED_METRICS.
+
+    Raises:
+        InputError: For all tasks at once: a task is missing in one run, documents differ, a task
+        has no
+        metric with a number per document, or no task has the chosen metric.
     """
     for first, other in ((baseline, candidate), (candidate, baseline)):
         if missing := sorted(set(first.tasks) - set(other.tasks)):
@@ -182,8 +186,9 @@ def _no_such_gate(
 
 
 def _units(results: Results) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """(name, tasks): lm-eval's groups, the earlier one where two share a task, then the other
-    tasks.
+    """Yield (name, tasks) for lm-eval's groups, then for the tasks outside of groups.
+
+    If two groups share a task, only the first group is used.
     """
     done: set[str] = set()
     for group, members in results.groups.items():
@@ -196,7 +201,10 @@ def _units(results: Results) -> Iterator[tuple[str, tuple[str, ...]]]:
 def _compared(
     name: str, members: Sequence[str], baseline: Results, candidate: Results
 ) -> list[TaskPair]:
-    """Every metric of a task; for a group the joined ones, then its tasks' own."""
+    """Return the pairs of every metric of a task.
+
+    For a group, return the joined pairs, then its tasks'.
+    """
     sides = baseline.fingerprint, candidate.fingerprint
     pairs = [
         list(
@@ -233,7 +241,10 @@ def _compared(
 
 
 def _gated(name: str, metrics: Sequence[TaskPair], wanted: str | None) -> TaskPair:
-    """Return the chosen metric of a task, else the preferred one, with the others beside it."""
+    """Return the pair of the chosen metric, else of the preferred metric.
+
+    The other pairs are in `also`.
+    """
     options = [pair for pair in metrics if pair.task == name and not pair.undecided]
     chosen = [pair for pair in options if wanted in (pair.metric, pair.label)]
     gate = chosen[0] if chosen else min(options, key=_preference)
@@ -252,10 +263,14 @@ def _preference(pair: TaskPair) -> tuple[int, bool, bool]:
 def pair_metrics(
     left: TaskSamples, right: TaskSamples, *, changed: Sequence[str] = ()
 ) -> Iterator[TaskPair]:
-    """Yield every (metric, filter) of a task that has one number a document, in the task's order.
+    """Yield a pair for every (metric, filter) of a task that has a number per document.
 
-    InputError names the document where the two runs did not answer the same question, and what
-    `changed`.
+    The order is the task's order.
+
+    Raises:
+        InputError: If the two runs did not answer the same question. The error names the document
+        and
+        the settings that `changed`.
     """
     right = _with_ids_of(left, right)
     _require_equal_documents(left, right, ", ".join(changed) or "nothing known")
@@ -273,15 +288,19 @@ def pair_metrics(
 
 
 def join_group(name: str, pairs: Sequence[TaskPair]) -> TaskPair:
-    """The documents of a group's tasks as one task's, clustered by task where there are
-    MIN_CLUSTERS.
+    """Join the documents of a group's tasks as if they were one task.
+
+    Documents are clustered by task if the group has at least MIN_CLUSTERS tasks.
     """
     by_task = np.repeat(np.arange(len(pairs)), [len(pair.gain) for pair in pairs])
     return _join(name, pairs, by_task) if len(pairs) >= MIN_CLUSTERS else pool(name, pairs)
 
 
 def pool(name: str, pairs: Sequence[TaskPair]) -> TaskPair:
-    """All documents as one task's; clusters stay, other documents are on their own."""
+    """Join all documents as if they were one task.
+
+    Clusters are kept; other documents count singly.
+    """
     if all(pair.clusters is None for pair in pairs):
         return _join(name, pairs, None)
     parts = [
@@ -308,12 +327,11 @@ def _join(name: str, pairs: Sequence[TaskPair], clusters: Clusters | None) -> Ta
 def _with_ids_of(left: TaskSamples, right: TaskSamples) -> TaskSamples:
     """Give the documents of `right` the ids that the same documents (`doc_hash`) have in `left`.
 
-    lm-eval writes wrong ids if it is given `--samples` in another order. The samples stay as they
-    are if the ids agree, or if the two runs did not answer the same documents.
+    lm-eval writes wrong ids if it is given `--samples` in another order. Samples are returned
+    unchanged if the ids agree, or if the two runs did not answer the same documents.
 
     Raises:
-        InputError: If two documents are the same, so that it is unknown which of them belong
-        together.
+        InputError: If two documents are equal, so that it is unknown which of them belong together.
     """
     old, new = _by_content(left), _by_content(right)
     shifted = old.keys() == new.keys() and any(
@@ -379,7 +397,7 @@ def _require_equal_documents(left: TaskSamples, right: TaskSamples, changed: str
 def require_same_direction(
     where: str, metric: str, baseline: bool | None, candidate: bool | None
 ) -> None:
-    """InputError where more is better in one of two results and worse in the other."""
+    """Raise InputError if higher values are better in one of two results and worse in the other."""
     if None not in (baseline, candidate) and baseline != candidate:
         got = f"higher_is_better of {metric} other than the baseline's"
         fix = "evaluate both with the same lm-eval and task files"
@@ -387,7 +405,7 @@ def require_same_direction(
 
 
 def _first_difference(ours: str, theirs: str) -> str:
-    """The place where two prompts part, in words; empty where they are the same."""
+    """Describe the first difference of two prompts. Return "" if they are equal."""
     if ours == theirs:
         return ""
     at = next(

@@ -1,9 +1,8 @@
-"""Reads lm-eval's output folders, wherever they were made: results_*.json and the samples next to
-it.
+"""Read lm-eval's output folders: results_*.json and the sample files beside them.
 
-Format: lm_eval/loggers/evaluation_tracker.py (0.4.13). A folder may hold several runs of one model,
-of which the newest counts, and lm-eval's command line puts them into a subfolder named after the
-model.
+The format is that of lm_eval/loggers/evaluation_tracker.py (0.4.13). A folder may contain several
+runs of one model, and the newest run counts. lm-eval's command line writes them into a subfolder
+with the name of the model.
 """
 
 import json
@@ -29,21 +28,23 @@ from vexport.records import Json, Prompting
 from vexport.records.values import json_type
 
 SCORED_TEXTS = ("loglikelihood", "loglikelihood_rolling")
-"""The output types of tasks that score how likely one given text is."""
+"""Output types of tasks that score the likelihood of one given text."""
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 HASHES = ("doc_hash", "prompt_hash", "target_hash")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One document's answer after one filter; `hashes` are of the document, the prompt and the
-    target.
+    """One document's answer after one filter.
 
-    `answer` is shown to people (the raw response, or the chosen option); `compared` tells whether
-    two answers differ (the filtered response, or the chosen option), None where it was not kept.
-    `scores` holds the metrics with one number a document. `options` counts those of a multiple
-    choice, 0 of other documents. `log_likelihood` is the logged value of a text that was scored
-    instead of generated. `ending` says how a generated answer ended.
+    - `hashes` are the hashes of the document, the prompt and the target.
+    - `answer` is the answer for people: the raw response, or the chosen option.
+    - `compared` is the answer for comparisons: the filtered response, or the chosen option. It is
+      None if the answer was not kept.
+    - `scores` has the metrics with one number per document.
+    - `options` is the number of options in a multiple-choice document, else 0.
+    - `log_likelihood` is the logged value of a text that was scored instead of generated.
+    - `ending` is the ending of a generated answer.
     """
 
     doc_id: int
@@ -61,7 +62,7 @@ class Sample:
 
     @property
     def key(self) -> tuple[str, int, int]:
-        """The filter, the document and the seed of its answer."""
+        """Filter, document id and seed of the answer."""
         return self.filter, self.doc_id, self.seed
 
 
@@ -69,9 +70,10 @@ class Sample:
 class TaskSamples:
     """All samples of a task, keyed by (filter, doc_id, seed), in the file's order.
 
-    Answers that were sampled for one document have the seeds 0, 1, ...; a single answer has 0.
-    `higher_is_better`, `aggregations` and `aggregates` (by `metric,filter`) describe the metrics of
-    the whole task. `corpus_metrics` are those without a number for each document.
+    If several answers were sampled for a document, they have the seeds 0, 1, and so on. A single
+    answer has the seed 0. `higher_is_better`, `aggregations` and `aggregates` (by `metric,filter`)
+    describe the metrics of the whole task. `corpus_metrics` are the metrics without a number per
+    document.
     """
 
     task: str
@@ -83,7 +85,10 @@ class TaskSamples:
     corpus_metrics: tuple[str, ...] = ()
 
     def meaning(self, metric: str, filter_name: str) -> Meaning:
-        """Derive what the values of single documents mean for a metric that all documents have."""
+        """Derive what a metric's values mean for single documents.
+
+        All documents must have the metric.
+        """
         samples = [
             each for each in self.samples.values() if each.filter == filter_name and not each.seed
         ]
@@ -98,8 +103,10 @@ class TaskSamples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """The model's arguments that shape the answers to a task: the most new tokens, if the task does
-    not say, and whether finished thinking is removed.
+    """Arguments of the model that shape the answers to a task.
+
+    `longest` is the maximum number of new tokens if the task does not set it. `is_stripped` is True
+    if finished thinking is removed from answers.
     """
 
     longest: int = DEFAULT_LENGTH
@@ -117,7 +124,11 @@ def read_samples(
     higher_is_better: Mapping[str, bool],
     generation: Generation = PLAIN_GENERATION,
 ) -> TaskSamples:
-    """Read one samples file. InputError names the line where something is missing or broken."""
+    """Read one samples file.
+
+    Raises:
+        InputError: If something is missing or broken. The error names the line.
+    """
     samples: dict[tuple[str, int, int], Sample] = {}
     metrics: dict[str, None] = {}
     for where, line in _json_lines(path):
@@ -143,7 +154,7 @@ def read_samples(
 
 
 def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Json]]]:
-    """(file:line, object) for every line."""
+    """Yield (file:line, JSON object) for every line."""
     require_no_device(path)
     fix = "restore the file or evaluate again"
     try:
@@ -215,7 +226,7 @@ def _read_sample(
 def _ending(
     line: Mapping[str, Json], arguments: list[list[Json]], generation: Generation
 ) -> Ending:
-    """Read how a generated answer ended."""
+    """Determine how a generated answer ended."""
     request = arguments[0] if arguments else []
     given = request[1] if len(request) > 1 and isinstance(request[1], dict) else {}
     lengths = [value for name in _LENGTHS if isinstance(value := given.get(name), int)]
@@ -230,7 +241,7 @@ def _ending(
 
 
 def _texts(value: Json) -> Iterator[str]:
-    """Yield the texts in nested lists; other values as JSON, and nothing for null."""
+    """Yield the texts in nested lists. Other values are yielded as JSON, and null is skipped."""
     if isinstance(value, list):
         for member in value:
             yield from _texts(member)
@@ -244,7 +255,7 @@ def _log_likelihood(filtered: Json) -> float | None:
 
 
 def _target(arguments: list[list[Json]], target: Json, output_type: str) -> str:
-    """The right answer; a multiple-choice target is the number of an option, shown as its text."""
+    """Return the right answer. For multiple choice, return the text of the right option."""
     text = _text(target)
     if (
         output_type == "multiple_choice"
@@ -256,8 +267,9 @@ def _target(arguments: list[list[Json]], target: Json, output_type: str) -> str:
 
 
 def _option(arguments: list[list[Json]], index: int) -> str:
-    """An option's text: the continuation, or the prompt where the options differ in their
-    prompts.
+    """Return an option's text: its continuation.
+
+    If the options have different prompts and the same continuation, it is the prompt.
     """
     shared = len(arguments) > 1 and len({_text(value[-1]) for value in arguments if value}) == 1
     request = arguments[index] if index < len(arguments) else []
@@ -267,7 +279,7 @@ def _option(arguments: list[list[Json]], index: int) -> str:
 def _answers(
     arguments: list[list[Json]], resps: Json, filtered: Json, output_type: str
 ) -> tuple[str, str]:
-    """The answer to show and the answer to compare."""
+    """Return the answer to show and the answer to compare."""
     responses = [_values(value) for value in _values(filtered)]
     if output_type == "multiple_choice":
         chosen = max(range(len(responses)), key=lambda index: _number(responses[index]), default=0)
@@ -292,7 +304,10 @@ def _number(response: list[Json]) -> float:
 
 
 def _score(value: int | float) -> float:
-    """The number; JSON can spell integers beyond a float's range, which become infinite."""
+    """Return the number as a float.
+
+    Integers beyond a float's range, which JSON allows, become infinite.
+    """
     try:
         return float(value)
     except OverflowError:
@@ -306,7 +321,7 @@ def _first(value: Json) -> Json:
 
 
 def _values(value: Json) -> list[Json]:
-    """The members of lm-eval's {"gen_args_0": ...} objects and of plain lists."""
+    """Return the values of lm-eval's {"gen_args_0": ...} objects, or the members of a list."""
     if isinstance(value, dict):
         return list(value.values())
     return value if isinstance(value, list) else [value]
@@ -316,10 +331,11 @@ def _text(value: Json) -> str:
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     return text.encode(
         "utf-8", "replace"
-    ).decode()  # JSON can spell half a surrogate pair; UTF-8 cannot
+    ).decode()  # JSON may contain half a surrogate pair; UTF-8 cannot
 
 
-# The longest task name: with lm-eval's prefix and date a file name has at most 255 bytes.
+# Maximum length of a task's name. With lm-eval's prefix and date, a file name has at most 255
+# bytes.
 LONGEST_NAME = 200
 STAMP = re.compile(r"(\d{4}-\d{2}-\d{2}T[\d.-]+)\.json$")
 
@@ -328,10 +344,13 @@ STAMP = re.compile(r"(\d{4}-\d{2}-\d{2}T[\d.-]+)\.json$")
 class Results:
     """One lm-eval run.
 
-    `tasks` has the samples of every task. `groups` maps a group that lm-eval aggregates to its
-    tasks, leaves only; `members` does so for every group. `originals` counts the documents of each
-    task's whole data set, if that was recorded. `fingerprint` names what could change a score,
-    `prompting` says how it was asked, `warning` what that may have spoiled.
+    - `tasks` has the samples of every task.
+    - `groups` maps each group that lm-eval aggregates to the tasks in it and below it.
+    - `members` maps every group to the tasks in it and below it.
+    - `originals` has the number of documents in each task's whole data set, if it was recorded.
+    - `fingerprint` has everything that could change a score, by name.
+    - `prompting` has the settings of the prompts.
+    - `warning` describes a likely mistake in them.
     """
 
     file: Path
@@ -345,10 +364,12 @@ class Results:
 
 
 def read_results(path: Path) -> Results:
-    """Read the newest run in an lm-eval output folder, or the run of one results file.
+    """Read one results file, or the newest run in an lm-eval output folder.
 
-    InputError names the file (and the line) where something is missing or broken: answers are
-    paired by their samples, which lm-eval writes with --log_samples.
+    Raises:
+        InputError: If something is missing or broken. The error names the file and the line.
+        Samples
+        are required to pair answers; lm-eval writes them with --log_samples.
     """
     file = path if path.is_file() else _newest_results(path)
     content = read_json_object(file)
@@ -370,10 +391,10 @@ def read_results(path: Path) -> Results:
 
 
 def result_files(path: Path) -> list[Path]:
-    """Return lm-eval's results below a folder, or those of a run with `--output_path NAME.json`.
+    """Return the results files below a folder, or of a run with `--output_path NAME.json`.
 
-    lm-eval writes `results_DATE.json` into a folder of its own, and `NAME_DATE.json` next to
-    NAME.json.
+    lm-eval writes `results_DATE.json` into a new folder. For NAME.json, it writes `NAME_DATE.json`
+    next to it.
     """
     if path.is_dir():
         files = path.rglob("*.json")
@@ -392,7 +413,10 @@ def result_files(path: Path) -> list[Path]:
 
 
 def _run_name(file: Path, stamp: re.Match[str]) -> str:
-    """Return what stands before the date of a results file: `results`, or the name of the run."""
+    """Return the part of a results file's name before the date:
+
+    `results`, or the name of the run.
+    """
     return file.name[: stamp.start()].removesuffix("_")
 
 
@@ -422,7 +446,7 @@ def _newest_results(folder: Path) -> Path:
 
 
 def _read_task(file: Path, task: str, content: Mapping[str, Json]) -> TaskSamples:
-    # Its name is part of a file's name, which must not lead elsewhere.
+    # The task's name is part of a file name, so it must not lead to another folder.
     if (
         not task
         or Path(task).name != task
@@ -463,7 +487,7 @@ def _read_task(file: Path, task: str, content: Mapping[str, Json]) -> TaskSample
 
 
 def _aggregations(config: Mapping[str, Json]) -> dict[str, str]:
-    """Return the aggregation that a task's configuration names for each of its metrics.
+    """Return the aggregation of each metric in a task's configuration.
 
     A Python function is recorded as text that is not the name of any aggregation.
     """
@@ -481,9 +505,7 @@ def _aggregations(config: Mapping[str, Json]) -> dict[str, str]:
 def _aggregated_groups(
     content: Mapping[str, Json], tasks: frozenset[str]
 ) -> dict[str, tuple[str, ...]]:
-    """The outermost groups that have an aggregate of their own, with the tasks in them and
-    below.
-    """
+    """Return the outermost groups that lm-eval aggregates, with all tasks below them."""
     members, named = _members(content, tasks), mapping_in(content, "groups")
     groups = {name: members[name] for name in named if members.get(name)}
     sets = [frozenset(tasks_in) for tasks_in in groups.values()]
@@ -506,7 +528,10 @@ def _members(content: Mapping[str, Json], tasks: frozenset[str]) -> dict[str, tu
     }
 
     def leaves(group: str, above: tuple[str, ...] = ()) -> Iterator[str]:
-        """The tasks in a group and below it, in order; a group in itself adds none."""
+        """Yield the tasks in a group and below it, in order.
+
+        A group that contains itself is skipped.
+        """
         if group in tasks:
             yield group
         elif group not in above:

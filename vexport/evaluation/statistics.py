@@ -1,8 +1,8 @@
 """Statistics of paired outcomes: pure functions of counts and arrays.
 
-Notation: `wins` documents went from wrong to right, `losses` from right to wrong, among
-`documents`; the difference is (wins - losses) / documents. `alpha` is the one-sided error of each
-end of an interval, so that an interval (low, high) has the two-sided confidence 1 - 2 * alpha.
+Notation: `wins` of the `documents` went from wrong to right, and `losses` from right to wrong. The
+difference is (wins - losses) / documents. `alpha` is the one-sided error of each end of an
+interval, so an interval (low, high) has the two-sided confidence 1 - 2 * alpha.
 """
 
 import math
@@ -16,17 +16,19 @@ from scipy import optimize, stats
 Scores = NDArray[np.float64]
 
 POWER = 0.8
-"""Chance that a planned number of documents settles the question (the usual 80 %)."""
+"""Probability that a planned number of documents settles the question (the usual 80 %)."""
 
 RESAMPLES = 9999
-"""Bootstrap resamples: Monte Carlo error of a 5 % tail below 0.25 points (sqrt(.05 * .95 /
-9999)).
+"""Number of bootstrap resamples.
+
+The Monte Carlo error of a 5 % tail is then below 0.25 points (sqrt(.05 * .95 / 9999)).
 """
 Clusters = NDArray[np.intp]
 
 MIN_CLUSTERS = 10
-"""Fewer subjects say nothing of the spread between subjects: their documents then count one by
-one.
+"""Minimum number of clusters (the tasks of a group, such as subjects).
+
+Fewer clusters do not show the spread between clusters. Their documents then count singly.
 """
 
 
@@ -38,12 +40,11 @@ class Interval(NamedTuple):
 
 
 def tango_statistic(wins: float, losses: float, documents: float, difference: float) -> float:
-    """Tango's score statistic of H0: the true difference is `difference` (Statistics in Medicine
-    17, 1998).
+    """Return Tango's score statistic of H0: the true difference is `difference`.
 
-    Approximately standard normal under H0. It scales with sqrt(k) when all counts scale with k, so
-    the counts need not be integers. At the ends of [-1, 1], where H0 leaves no variance, it is
-    infinite or 0.
+    The statistic is approximately standard normal under H0 (Statistics in Medicine 17, 1998). It
+    scales with sqrt(k) if all counts scale with k, so the counts need not be integers. At -1 and 1,
+    H0 leaves no variance, and the statistic is infinite or 0.
     """
     if documents <= 0 or min(wins, losses) < 0 or wins + losses > documents:
         raise ValueError(f"paired counts: got wins {wins}, losses {losses}, documents {documents}")
@@ -55,7 +56,7 @@ def tango_statistic(wins: float, losses: float, documents: float, difference: fl
 
 
 def _null_variance(wins: float, losses: float, documents: float, difference: float) -> float:
-    """The variance of a document's gain under H0, by Tango's restricted maximum likelihood."""
+    """Return the variance of a document's gain under H0 (Tango's restricted maximum likelihood)."""
     a = 2 * documents
     b = -wins - losses + (2 * documents - wins + losses) * difference
     c = -losses * difference * (1 - difference)
@@ -64,10 +65,10 @@ def _null_variance(wins: float, losses: float, documents: float, difference: flo
 
 
 def tango_interval(wins: float, losses: float, documents: float, alpha: float) -> Interval:
-    """Tango's score interval of the difference: the values that the score test at `alpha` does not
-    refuse.
+    """Return Tango's score interval: the differences that the test at `alpha` does not reject.
 
-    With wins = losses = 0 it is +-z^2 / (documents + z^2), where Wald's interval has no width.
+    With wins = losses = 0, the interval is +-z^2 / (documents + z^2). Wald's interval then has no
+    width.
     """
     z = float(stats.norm.isf(alpha))
     estimate = (wins - losses) / documents
@@ -81,7 +82,7 @@ def tango_interval(wins: float, losses: float, documents: float, alpha: float) -
 
 
 def wilson_interval(successes: float, trials: float, alpha: float) -> Interval:
-    """Wilson's score interval of a proportion (JASA 22, 1927)."""
+    """Return Wilson's score interval of a proportion (JASA 22, 1927)."""
     z = float(stats.norm.isf(alpha))
     centre = successes + z * z / 2
     spread = z * math.sqrt(successes * (trials - successes) / trials + z * z / 4)
@@ -90,19 +91,21 @@ def wilson_interval(successes: float, trials: float, alpha: float) -> Interval:
 
 
 def mcnemar_p(wins: int, losses: int) -> float:
-    """Exact two-sided McNemar test: binomial with p = 1/2 on the documents that changed; 1 where
-    none did.
+    """Return the p value of the exact two-sided McNemar test.
+
+    It is a binomial test with p = 1/2 on the documents that changed. Without changes, the result is
+    1.
     """
     changed = wins + losses
     return float(stats.binomtest(losses, changed, 0.5).pvalue) if changed else 1.0
 
 
 def permutation_p(gain: Scores) -> float:
-    """Two-sided paired permutation test of a mean gain of 0, shape (documents,): signs flipped at
-    random.
+    """Return the p value of a two-sided paired permutation test of a mean gain of 0.
 
-    Exact up to RESAMPLES draws (scipy); 1 where nothing changed, or one document: either sign is as
-    extreme.
+    `gain` has the shape (documents,), and its signs are flipped at random. scipy tests all sign
+    flips if there are at most RESAMPLES. The result is 1 if fewer than two documents changed,
+    because either sign of a single document is as extreme.
     """
     changed = gain[gain != 0]
     if len(changed) < 2:
@@ -120,10 +123,10 @@ def permutation_p(gain: Scores) -> float:
 
 
 def recovery_interval(both: int, wins: int, losses: int, alpha: float) -> Interval:
-    """Interval of candidate / baseline accuracy; the baseline has a right answer.
+    """Return the interval of candidate / baseline accuracy. The baseline must have a right answer.
 
     Bonett and Price's hybrid of two Wilson intervals for a ratio of paired proportions (Statistics
-    in Medicine 25, 2006). `both` counts the documents that both models answer right.
+    in Medicine 25, 2006). `both` is the number of documents that both models answer right.
     """
     candidate, baseline, total = both + wins, both + losses, both + wins + losses
     spread = math.sqrt((wins + losses + 2) / ((candidate + 1) * (baseline + 1)))
@@ -137,10 +140,9 @@ def recovery_interval(both: int, wins: int, losses: int, alpha: float) -> Interv
 def bca_interval(
     samples: tuple[Scores | Clusters, ...], statistic: Callable[..., Scores], alpha: float
 ) -> Interval:
-    """BCa bootstrap bounds (Efron 1987, scipy) of a statistic of paired samples, shape
-    (documents,), seeded.
+    """Return seeded BCa bootstrap bounds (Efron 1987, scipy) of a statistic of paired samples.
 
-    `statistic` takes the samples and an axis.
+    The samples have the shape (documents,). `statistic` takes the samples and an axis.
     """
     result = stats.bootstrap(
         samples,
@@ -159,12 +161,12 @@ def bca_interval(
 def bootstrap_interval(
     values: Scores, alpha: float, *, span: float, clusters: Clusters | None = None
 ) -> Interval:
-    """Bootstrap bounds of the mean of `values`, shape (documents,); with clusters whole ones are
-    resampled.
+    """Return bootstrap bounds of the mean of `values`, shape (documents,).
 
-    A resample knows nothing of what a few documents did not show, so that the bounds are never
-    nearer to the mean than Tango's for no change at all, times `span`, the width of the metric's
-    range.
+    With clusters, whole clusters are resampled. Resamples contain only values that occurred, so a
+    few documents without a change would give an interval without width. Therefore the bounds are
+    never closer to the mean than Tango's bounds for no change, times `span` (the width of the
+    metric's range).
     """
     mean = float(values.mean())
     quiet = tango_interval(0, 0, len(values), alpha)
@@ -185,10 +187,10 @@ def bootstrap_interval(
 
 
 def mean_statistic(values: Scores, against: float, span: float) -> float:
-    """The weaker of Student's statistic of H0, the mean of `values` is `against`, and Tango's for
-    no change.
+    """Return a test statistic of H0: the mean of `values` is `against`.
 
-    It plans documents where `bootstrap_interval` decides, with the same `span`.
+    It is the weaker of Student's statistic and Tango's statistic for no change. It plans the number
+    of documents for tasks that `bootstrap_interval` decides, with the same `span`.
     """
     documents, distance = len(values), float(values.mean()) - against
     quiet = tango_statistic(0, 0, documents, max(-1.0, min(1.0, -distance / span)))
@@ -198,13 +200,14 @@ def mean_statistic(values: Scores, against: float, span: float) -> float:
 
 
 def documents_for_power(margin: float, disagreement: float, alpha: float) -> int:
-    """Documents with which Tango's test shows no loss beyond `margin` with chance POWER, if there
-    is none.
+    """Return how many documents Tango's test needs to rule out a loss above `margin`.
 
-    ((z_alpha * s0 + z_beta * s1) / margin)^2 (Nam, Biometrics 53, 1997): s1^2 is `disagreement`,
-    the share of documents whose correctness changes, and s0^2 the variance if the loss is the
-    margin. With s1 for both (Connor, Biometrics 43, 1987) a margin above the disagreement gets far
-    too few documents.
+    With that number it succeeds with probability POWER if the true loss is 0.
+
+    The formula is ((z_alpha * s0 + z_beta * s1) / margin)^2 (Nam, Biometrics 53, 1997). s1^2 is
+    `disagreement`, the share of documents that change between right and wrong. s0^2 is the variance
+    if the loss equals the margin. With s1 in both places (Connor, Biometrics 43, 1987), a margin
+    above the disagreement would get far too few documents.
     """
     null = _null_variance(disagreement / 2, disagreement / 2, 1, -margin)
     needed = _power_sum(alpha, math.sqrt(disagreement / null)) * math.sqrt(null) / margin
@@ -214,12 +217,12 @@ def documents_for_power(margin: float, disagreement: float, alpha: float) -> int
 def documents_to_settle(
     documents: int, statistic: float, alpha: float, *, spread: float = 1.0
 ) -> int | None:
-    """Documents that would settle an open question with probability POWER, if the observed rates
-    hold.
+    """Return how many documents would settle an open question with probability POWER.
 
-    `statistic` is the test statistic at the margin with `documents`; it grows with sqrt(documents).
-    `spread` is the observed spread over the one that the statistic has. None where the statistic is
-    0: the observed difference lies on the margin and no number settles it.
+    The observed rates are assumed to hold. `statistic` is the test statistic at the margin with
+    `documents`; it grows with sqrt(documents). `spread` is the observed spread divided by the
+    spread that the statistic assumes. None is returned if the statistic is 0: the observed
+    difference is then exactly the margin, and no number of documents settles it.
     """
     if statistic == 0:
         return None
@@ -227,11 +230,10 @@ def documents_to_settle(
 
 
 def spread_over_null(wins: float, losses: float, documents: float, margin: float) -> float:
-    """The spread of a document's gain, over the one that Tango's test takes if the loss is the
-    margin.
+    """Return the spread of a document's gain, divided by the spread in Tango's test at the margin.
 
-    Few documents without a change do not show that none changes: half a win and half a loss are
-    added, and two documents (Agresti and Min, Statistics in Medicine 24, 2005).
+    A few documents without a change do not show that no document changes. Therefore half a win,
+    half a loss and two documents are added (Agresti and Min, Statistics in Medicine 24, 2005).
     """
     disagreement = (wins + losses + 1) / (documents + 2)
     variance = max(0.0, disagreement - ((wins - losses) / documents) ** 2)
@@ -244,10 +246,11 @@ def _power_sum(alpha: float, spread: float) -> float:
 
 
 def seeds_to_settle(documents: int, seeds: int, design: float, needed: float) -> int | None:
-    """Answers a document that would settle what `needed` documents with `seeds` answers each would.
+    """Return how many answers per document settle as much as `needed` documents with `seeds` each.
 
-    By the design effect 1 + (seeds - 1) * correlation of answers to one document (Kish, Survey
-    Sampling, 1965). None where no number of answers to these documents is worth as much.
+    The calculation uses the design effect 1 + (seeds - 1) * correlation of the answers to one
+    document (Kish, Survey Sampling, 1965). None is returned if no number of answers to these
+    documents is enough.
     """
     correlation = min(1.0, (design - 1) / (seeds - 1))
     worth = needed * seeds / design
@@ -256,19 +259,24 @@ def seeds_to_settle(documents: int, seeds: int, design: float, needed: float) ->
 
 
 class Effective(NamedTuple):
-    """The worth of clustered documents: counts divided by `design`, tested at `alpha`."""
+    """Worth of clustered documents: counts are divided by `design` and tested at `alpha`."""
 
     design: float
     alpha: float
 
 
 def design_effect(gain: Scores, clusters: Clusters, answers: int = 1) -> float:
-    """Clustered over plain variance of the mean of `gain`, shape (documents,), at least 1.
+    """Return the clustered variance of the mean of `gain`, divided by its plain variance.
 
-    The clustered one is K / (K - 1) * sum over clusters of (sum of residuals)^2 (Liang and Zeger,
-    Biometrika 73, 1986); `clusters` has the shape (documents,) and numbers from 0. Where documents
-    are the clusters, with so many `answers` to each, few changes do not show that the answers to
-    one document change apart from each other: one document whose answers all change is added.
+    The result is at least 1.
+
+    `gain` and `clusters` have the shape (documents,), and clusters are numbered from 0. The
+    clustered variance is K / (K - 1) * sum over clusters of (sum of residuals)^2 (Liang and Zeger,
+    Biometrika 73, 1986).
+
+    If documents are the clusters, with several `answers` to each, few changes do not show that the
+    answers to one document change independently. Therefore one document is added, and all its
+    answers change.
     """
     residuals = gain - gain.mean()
     added = answers if answers > 1 else 0
@@ -281,10 +289,11 @@ def design_effect(gain: Scores, clusters: Clusters, answers: int = 1) -> float:
 
 
 def effective(gain: Scores, clusters: Clusters | None, alpha: float, answers: int = 1) -> Effective:
-    """The factor that shrinks counts (Rao and Scott, Biometrics 48, 1992); unclustered ones stay.
+    """Return the factor that shrinks counts, and the alpha to test them at.
 
-    The variance between K clusters is an estimate too: `alpha` becomes the normal tail at Student's
-    point with K - 1 degrees of freedom.
+    Counts of clustered documents shrink by the design effect (Rao and Scott, Biometrics 48, 1992);
+    other counts stay. The variance between K clusters is an estimate, too: `alpha` becomes the
+    normal tail at Student's point with K - 1 degrees of freedom.
     """
     if clusters is None:
         return Effective(1.0, alpha)
@@ -296,9 +305,7 @@ def effective(gain: Scores, clusters: Clusters | None, alpha: float, answers: in
 def clustered_tango(
     gain: Scores, clusters: Clusters | None, alpha: float, answers: int = 1
 ) -> Interval:
-    """Tango's score interval of gains of -1, 0 and 1, on the counts that clustered documents are
-    worth.
-    """
+    """Return Tango's score interval of gains of -1, 0 and 1, with the counts of `effective`."""
     worth = effective(gain, clusters, alpha, answers)
     wins, losses = (float((sign * gain > 0).sum()) / worth.design for sign in (1, -1))
     return tango_interval(wins, losses, len(gain) / worth.design, worth.alpha)

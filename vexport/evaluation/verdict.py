@@ -1,15 +1,16 @@
-"""PASS, FAIL or INCONCLUSIVE from two lm-eval runs on the same documents.
+"""Decide PASS, FAIL or INCONCLUSIVE from two lm-eval runs on the same documents.
 
-Several tasks: PASS needs every task to pass, and a test that refuses only when all its parts refuse
-needs no correction (intersection-union test, Berger, Technometrics 24, 1982): each lower bound
-stands at 1 - alpha, and a model that loses more than the margin on any task passes with probability
-alpha at most. FAIL needs one task only, so that upper bounds are corrected by Holm's steps
-(Scandinavian Journal of Statistics 6, 1979): a task's upper bound stands at the level at which Holm
-last tested it, hence FAIL holds exactly where the bound shown is below -margin.
+With several tasks, PASS needs every task to pass. A test that rejects only if all its parts reject
+needs no correction (intersection-union test, Berger, Technometrics 24, 1982). So each lower bound
+is at 1 - alpha, and a model that loses more than the margin on any task passes with probability
+alpha at most.
 
-The reason is a sentence short enough to be read in one breath: scores are compared in points, a
-metric that is no share in its own units, under its own name. Intervals, levels and p values stand
-in a report's tables.
+FAIL needs only one task, so upper bounds are corrected by Holm's steps (Scandinavian Journal of
+Statistics 6, 1979). A task's upper bound is at the level at which Holm last tested the task. Hence
+the task fails exactly if the displayed bound is below -margin.
+
+The reason is one short sentence. It compares scores in points; a metric that is not a share has its
+own units and is named. Intervals, levels and p values are in a report's tables.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,7 +32,7 @@ from vexport.records import Comparison, Outcome, Prompting, TaskVerdict, TextLim
 from vexport.records.values import about
 
 NO_CHOICE: Choice = MappingProxyType({})
-# The most unsettled tasks that are named; the others are counted.
+# Maximum number of unsettled tasks that the reason names. The others are counted.
 MAX_NAMED = 3
 _MOST_DIGITS = 5
 
@@ -44,13 +45,16 @@ def decide(
     alpha: float,
     gate: Choice = NO_CHOICE,
 ) -> Verdict:
-    """Compare two lm-eval output folders, wherever they were made, or one with an accepted
-    baseline.
+    """Compare two lm-eval output folders, or one folder with an accepted baseline.
 
-    `margin` is the acceptable loss in the metric's own units (0.02 is 2 points of accuracy), from 0
-    to below 1, `alpha` the probability of a wrong PASS, and of a wrong FAIL, below 0.5, `gate` the
-    metric that decides for a task (pairs.py). InputError where the runs cannot be compared,
-    EnvironmentFault where the engine proved not deterministic.
+    - `margin` is the acceptable loss in the metric's units, at least 0 and below 1. 0.02 is 2
+      points of accuracy.
+    - `alpha` is the probability of a wrong PASS, and of a wrong FAIL, below 0.5.
+    - `gate` is the metric that decides for a task (pairs.py).
+
+    Raises:
+        InputError: If the runs cannot be compared.
+        EnvironmentFault: If the engine turned out to be not deterministic.
     """
     if is_accepted(baseline):
         right = read_results(candidate)
@@ -84,15 +88,22 @@ def decide(
 
 
 def _lost_warnings(verdict: Verdict) -> Iterator[str]:
-    """Yield a warning for every task with lost answers that the verdict's reason does not name."""
+    """Yield a warning for every task with lost answers.
+
+    Lost answers that the verdict's reason already describes are skipped.
+    """
     for task in verdict.tasks:
         if task.lost_answers and task.lost_answers not in verdict.reason:
             yield f"{task.task}: {task.lost_answers}"
 
 
 def _asked_again(run: Results, alpha: float) -> str:
-    """The changes of a model against itself; EnvironmentFault where the engine is
-    non-deterministic.
+    """Return a text on how many answers changed when the same model ran again.
+
+    It is "" if that was not measured.
+
+    Raises:
+        EnvironmentFault: If the engine is not deterministic.
     """
     folder = run.file.parent
     repeated = read_repeated(folder)
@@ -109,7 +120,7 @@ def judge(
     alpha: float,
     prompting: Prompting | None = None,
 ) -> Verdict:
-    """The answer over all tasks; `prompting` tells how they were asked."""
+    """Return the verdict over all tasks. `prompting` has the settings of the prompts."""
     levels = holm_levels(gates, margin=margin, alpha=alpha)
     tasks = tuple(
         compare_task(
@@ -142,9 +153,9 @@ def _is_templated(task: str, prompting: Prompting | None) -> bool | None:
 
 
 def holm_levels(pairs: Sequence[TaskPair], *, margin: float, alpha: float) -> list[float]:
-    """The level at which Holm's procedure last tests each task for a loss beyond `margin`.
+    """Return the level at which Holm's procedure last tests each task for a loss beyond `margin`.
 
-    Each step tests the tasks that are still open at alpha / (number of them) and closes those that
+    Each step tests the open tasks at alpha / (number of open tasks), and closes the tasks that
     fail.
     """
     levels = [alpha] * len(pairs)
@@ -163,7 +174,7 @@ def holm_levels(pairs: Sequence[TaskPair], *, margin: float, alpha: float) -> li
 
 
 def overall_outcome(tasks: Sequence[TaskVerdict | TextLimit]) -> Outcome:
-    """FAIL if any task, or measure of text, fails, PASS if all pass, else INCONCLUSIVE."""
+    """Return FAIL if any task or measure of text fails, PASS if all pass, else INCONCLUSIVE."""
     outcomes = {task.outcome for task in tasks}
     if "FAIL" in outcomes:
         return "FAIL"
@@ -186,7 +197,10 @@ def _interval_name(gate: TaskPair) -> str:
 
 
 def _pooled(gates: Sequence[TaskPair], margin: float, alpha: float) -> Comparison | None:
-    """All documents as one task, where every metric is 0/1: informative, since the tasks decide."""
+    """Compare all documents as if they were one task, if every metric is 0/1.
+
+    The result is shown only, because the tasks decide.
+    """
     pairs = [gate for gate in gates if gate.binary and gate.sign > 0]
     if len(pairs) < len(gates) or len(pairs) == 1:
         return None
@@ -201,15 +215,16 @@ def _pooled(gates: Sequence[TaskPair], margin: float, alpha: float) -> Compariso
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """Differences of one metric as numbers: points of a share, or the metric's own units."""
+    """Formats differences of one metric: in points for a share, else in the metric's units."""
 
     factor: int
     name: str
     margin: float
 
     def number(self, value: float) -> str:
-        """Two decimals, one from 10 up; more where the number would read like the margin and is not
-        it.
+        """Return the value with two decimals, or with one decimal from 10 up.
+
+        It gets more decimals if it would otherwise read like the margin without being equal to it.
         """
         scaled, limit = self.factor * value, self.factor * self.margin
         for digits in range(1 if abs(scaled) >= 10 else 2, _MOST_DIGITS):
@@ -224,20 +239,20 @@ class _Unit:
 
     @property
     def limit(self) -> str:
-        """The accepted loss: `2 points`."""
+        """Accepted loss: `2 points`."""
         amount = f"{self.factor * self.margin:.6g}"
         return amount + (" point" if (amount, self.name) == ("1", " points") else self.name)
 
     @property
     def accepted(self) -> str:
-        """`2 points were accepted`."""
+        """Sentence on the accepted loss: `2 points were accepted`."""
         if not self.margin:
             return "no loss was accepted"
         return f"{self.limit} {'were' if self.limit.endswith(' points') else 'was'} accepted"
 
 
 def reason_for(outcome: Outcome, tasks: Sequence[TaskVerdict], *, margin: float) -> str:
-    """The reason of the outcome over all tasks, without a full stop."""
+    """Return the reason of the outcome over all tasks, without a full stop."""
     if outcome == "PASS":
         return _passed(tasks, margin)
     return _failed(tasks, margin) if outcome == "FAIL" else _not_settled(tasks, margin)
@@ -333,7 +348,7 @@ def _documents(task: TaskVerdict) -> str:
 
 
 def _moved(task: TaskVerdict, unit: _Unit) -> str:
-    """`loses 0.43 points (at most 0.84)`, or what it gains."""
+    """Return `loses 0.43 points (at most 0.84)`, or the corresponding text for a gain."""
     change = float(unit.number(task.difference))
     if change < 0:
         return (
@@ -348,7 +363,7 @@ def _moved(task: TaskVerdict, unit: _Unit) -> str:
 
 
 def _others(tasks: Sequence[TaskVerdict], outcome: Outcome) -> str:
-    """A sentence on the other tasks, where all of them pass."""
+    """Return a sentence on the other tasks if all of them pass, else ""."""
     others = [task for task in tasks if task.outcome != outcome]
     if not others or {task.outcome for task in others} != {"PASS"}:
         return ""

@@ -83,9 +83,7 @@ class MixedScheme:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerError:
-    """Weight error of a linear layer: signal-to-noise ratio of the stored weight to the source, in
-    dB.
-    """
+    """Weight error of a linear layer: stored weight to source, as a signal-to-noise ratio in dB."""
 
     name: str
     scheme: str
