@@ -1,8 +1,9 @@
 """Reports in every form: text, JSON, HTML, Markdown, JUnit XML and GitHub annotations.
 
-A kind of report is one function that builds its documents (vexport.reports.document), a form one
-module that draws them. Each function here is for one kind of report; the command line offers the
-forms that it has. The answer to several checkpoints keeps their order, and its JSON is a list.
+For each kind of report, one function builds its documents (vexport.reports.document). For each
+form, one module draws documents. Each function here renders one kind of report, and the command
+line offers the forms that this kind has. Several checkpoints are reported in their order, and their
+JSON is a list.
 """
 
 import json
@@ -32,7 +33,7 @@ def _rendered(
     suites: Callable[[], Iterable[tuple[str, Sequence[Gate]]]] | None = None,
     annotations: Callable[[], str] | None = None,
 ) -> str:
-    """A report in one form; InputError for a form that it does not have."""
+    """Return a report in one form. Raise InputError if the report does not have this form."""
     match format:
         case "json":
             return _json(value)
@@ -54,14 +55,12 @@ def _rendered(
 
 
 def _json(value: object) -> str:
-    """Indented ASCII: terminal controls and lone surrogates leave as JSON escapes, not as
-    themselves.
-    """
+    """Return indented ASCII. Terminal controls and lone surrogates become JSON escapes."""
     return json.dumps(_plain(value), indent=2, allow_nan=False) + "\n"
 
 
 def _plain(value: object) -> Json:
-    """Null for infinities and NaN, which JSON cannot write (as vexport.files.to_json)."""
+    """Return the value with null for infinities and NaN, as vexport.files.to_json does."""
     if isinstance(value, list):
         return [_plain(item) for item in value]
     plain = TypeAdapter(type(value)).dump_python(value, mode="json", by_alias=True)
@@ -77,11 +76,10 @@ def render(
     folder: Path | None = None,
     page: Path | None = None,
 ) -> str:
-    """The report of a run.
+    """Return the report of a run.
 
-    `scenario` is the file that the annotations of `github` stand at; `folder` the run directory to
-    whose files a page links that is to lie in the folder `page`, which is the run directory unless
-    it is given.
+    `scenario` is the file that GitHub annotations refer to. `folder` is the run directory. A page
+    links to its files from the folder `page`, which is the run directory by default.
     """
     from vexport.reports import card, ci
     from vexport.reports.run import run_document, run_files
@@ -106,10 +104,10 @@ def render_checks(
     *,
     every: bool = False,
 ) -> str:
-    """Check reports.
+    """Return check reports.
 
-    `families` are the names of the checks that looked, of which JUnit shows those without a finding
-    too. Text has findings of one kind as one unless `every`.
+    `families` are the names of all checks that ran. JUnit shows each of them, even without a
+    finding. Text shows findings of one kind together unless `every` is True.
     """
     return _rendered(
         list(reports),
@@ -127,16 +125,17 @@ def _annotations(command: str, reports: Sequence[CheckReport | LoadReport | DryL
 
 
 def summarize_checks(reports: Sequence[CheckReport]) -> str:
-    """Check reports as a step summary in Markdown."""
+    """Return check reports as a step summary in Markdown."""
     return markdown.render_all(checkpoints.check_documents(reports))
 
 
 def render_loads(
     reports: Sequence[LoadReport | DryLoadReport], format: str, *, every: bool = False
 ) -> str:
-    """Loads, or dry loads, of which JUnit has a case for each cell.
+    """Return the reports of loads or dry loads. JUnit has a case for each cell of a dry load.
 
-    Text has findings of one kind as one, and the cause of a refusal alone, unless `every`.
+    Text shows findings of one kind together, and only the cause of a refusal, unless `every` is
+    True.
     """
     return _rendered(
         list(reports),
@@ -148,14 +147,17 @@ def render_loads(
 
 
 def render_comparison(runs: "Sequence[ComparedRun]", format: str) -> str:
-    """Several runs in order, as text, JSON, Markdown or a page."""
+    """Return several runs in order, as text, JSON, Markdown or a page."""
     from vexport.reports.run import comparison_document
 
     return _rendered(list(runs), format, lambda: [comparison_document(runs)])
 
 
 def render_verdicts(verdicts: "Sequence[Verdict]", format: str) -> str:
-    """Verdicts on one or several checkpoints; the JSON of one is an object."""
+    """Return the verdicts on one or several checkpoints.
+
+    The JSON of a single verdict is an object.
+    """
     from vexport.reports import ci
     from vexport.reports.accuracy import verdict_document
 
@@ -174,8 +176,9 @@ def render_verdicts(verdicts: "Sequence[Verdict]", format: str) -> str:
 
 
 def render_cause(verdict: "Verdict") -> str:
-    """The cause of a loss as text, for a verdict that has been shown; nothing where it is not
-    known.
+    """Return the cause of a loss as text, for a verdict that was shown before.
+
+    Return "" if the cause is unknown.
     """
     from vexport.reports.accuracy import cause_parts
 

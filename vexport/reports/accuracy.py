@@ -1,6 +1,4 @@
-"""The sections on a verdict: tasks, what decides nothing, how to read the numbers, flipped
-answers.
-"""
+"""Build the sections on a verdict: tasks, other comparisons, explanation and flipped answers."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -38,11 +36,11 @@ from vexport.reports.formatting import (
 
 MAX_FLIPS = 100
 _MAX_BESIDE = 8
-"""Comparisons shown for each task next to its gate; JSON has all."""
+"""Maximum number of comparisons shown for each task next to its gate. JSON has all."""
 
 
 def verdict_document(verdict: Verdict) -> doc.Document:
-    """The document of a verdict outside a run."""
+    """Return the document of a verdict that is not part of a run."""
     return doc.Document(
         title="accuracy",
         status=verdict.outcome,
@@ -54,7 +52,7 @@ def verdict_document(verdict: Verdict) -> doc.Document:
 
 
 def cause_parts(verdict: Verdict) -> tuple[doc.Part, ...]:
-    """The cause of a loss, and how far apart the four log-probabilities are."""
+    """Return the cause of a loss, and the distances between the four log-probabilities."""
     attribution = verdict.attribution
     if attribution is None:
         return ()
@@ -72,7 +70,7 @@ def cause_parts(verdict: Verdict) -> tuple[doc.Part, ...]:
 
 
 def accuracy_section(verdict: Verdict) -> doc.Section:
-    """The tasks, what is shown next to their gates, and what weakens the answer."""
+    """Return the section with the tasks, the comparisons next to their gates, and the warnings."""
     if verdict.text is not None:
         lead = (
             "Both models read the same held-out text in vLLM; its log-probabilities decide, "
@@ -102,9 +100,9 @@ def accuracy_section(verdict: Verdict) -> doc.Section:
 
 
 def task_table(verdict: Verdict) -> doc.Table:
-    """A row for each task that has a gate, the method below it.
+    """Return a table with a row for each task that has a gate, and with the method below it.
 
-    The chart of a page has the result and the difference; the gates of a text have the result.
+    A page shows result and difference in its chart instead. Text shows the result in its gates.
     """
     result = doc.Column("Result", omit=("text", "html"))
     difference = doc.Column("Difference", numeric=True, omit=("html",))
@@ -114,7 +112,7 @@ def task_table(verdict: Verdict) -> doc.Table:
 
 
 def _lost_table(verdict: Verdict) -> doc.Section | None:
-    """Build the table of answers that were cut or are empty; None if no task has one."""
+    """Return the table of answers that were cut or are empty, or None without such answers."""
     rows = [
         row(
             task_title(task),
@@ -157,9 +155,10 @@ def _task_row(task: TaskVerdict) -> Iterator[TableCell]:
 
 
 def _shown_comparisons(verdict: Verdict) -> Iterator[Comparison]:
-    """All documents as one task, then what goes with each task, in order: at most _MAX_BESIDE.
+    """Yield the comparison of all documents, then the comparisons beside each task, in order.
 
-    A group's other metrics stay, then its tasks with the greatest loss come.
+    There are at most _MAX_BESIDE for each task. For a group, its other metrics are kept first, then
+    the tasks with the greatest loss.
     """
     if verdict.pooled:
         yield verdict.pooled
@@ -183,7 +182,7 @@ def _comparison_row(comparison: Comparison) -> doc.Row:
 
 
 def forests(verdict: Verdict) -> Iterator[doc.Forest]:
-    """One chart for the tasks scored in shares and one for those in their metric's own units.
+    """Yield one chart for the tasks scored in shares, and one chart for each other unit.
 
     The axis has a little room on both sides of all values.
     """
@@ -200,7 +199,7 @@ def forests(verdict: Verdict) -> Iterator[doc.Forest]:
 
 
 def _reading(verdict: Verdict) -> doc.Details:
-    """An explanation of the numbers, folded; with p values, where documents were paired."""
+    """Return a folded explanation of the numbers, with p values if documents were paired."""
     flips = (
         (
             task_title(task),
@@ -264,12 +263,15 @@ def _reading_lines(verdict: Verdict) -> Iterator[str]:
 
 
 def _level(alpha: float) -> str:
-    """The confidence of a bound: 0.0125 is `98.75%`."""
+    """Return the confidence of a bound: 0.0125 gives `98.75%`."""
     return f"{100 * (1 - alpha):.4g}%"
 
 
 def accuracy_tiles(verdict: Verdict | None) -> tuple[doc.Tile, doc.Tile]:
-    """The worst task, and the answers that flipped; of a text the KL, and the likeliest tokens."""
+    """Return tiles for the worst task and for the number of flipped answers.
+
+    For held-out text, return tiles for the KL and for the likeliest tokens.
+    """
     if verdict is not None and verdict.text is not None:
         kl, rise, *_ = verdict.text.limits
         note = f"a token, limit {kl.limit:g}; NLL {nats(rise, rise.value)}, limit {rise.limit:g}"
@@ -298,7 +300,7 @@ def accuracy_tiles(verdict: Verdict | None) -> tuple[doc.Tile, doc.Tile]:
 
 
 def answers_section(verdict: Verdict | None) -> doc.Section | None:
-    """The answers that flipped, task by task; nothing where none is recorded."""
+    """Return the flipped answers by task, or None if none are recorded."""
     tasks = [task for task in verdict.tasks if task.flips] if verdict else []
     if not tasks:
         return None
@@ -309,7 +311,7 @@ def answers_section(verdict: Verdict | None) -> doc.Section | None:
 
 
 def _flips(task: TaskVerdict) -> doc.Details:
-    """The losses first."""
+    """Return the flipped answers of a task, losses first."""
     ordered = sorted(task.flips, key=lambda flip: flip.direction != "right to wrong")[:MAX_FLIPS]
     total = task.right_to_wrong + task.wrong_to_right
     rest = f"{count(len(ordered))} of {count(total)} shown; eval/*/samples_*.jsonl has all"
@@ -331,7 +333,7 @@ def _flip(flip: Flip) -> doc.Exchange:
 
 
 def text_table(verdict: Verdict, text: TextVerdict) -> doc.Table:
-    """A row for each measure against its limit, what was read below it."""
+    """Return a table with a row for each measure and its limit, and the text's data below it."""
     is_partial = any("lower bound" in limit.measure for limit in text.limits)
     compared = (
         "the tokens that both sides tell, others as one" if is_partial else "the whole vocabulary"

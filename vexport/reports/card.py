@@ -1,8 +1,7 @@
-"""A model card: front matter that the Hugging Face hub reads, and what a user of the checkpoint
-asks.
+"""Write a model card: front matter for the Hugging Face hub, and facts for users of the checkpoint.
 
-The keys are those of https://huggingface.co/docs/hub/model-cards, written by huggingface_hub's own
-classes.
+The keys are documented in https://huggingface.co/docs/hub/model-cards. huggingface_hub's classes
+write them.
 """
 
 import re
@@ -32,20 +31,20 @@ from vexport.reports.report import Report
 
 # A name on the hub, as huggingface_hub.utils.validate_repo_id defines it; local paths are not.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
-# A release of vLLM: what else a report says stays out of a command.
+# The version of a vLLM release. Commands contain no other text from a report.
 _VERSION = re.compile(r"\d+(\.\d+){1,3}")
-# A word of a command line, or the value of its option, that is an absolute path.
+# A word of a command line, or the value of an option in it, that is an absolute path.
 _ABSOLUTE = re.compile(r"(^|[\s='\"])(/[^\s'\"]*)")
 
 
 def render(report: Report) -> str:
-    """The card; copy it into the checkpoint as README.md before it is uploaded."""
+    """Return the card. Users copy it into the checkpoint as README.md before they upload it."""
     answer = (
         f"**{safe(outcome_line(report.outcome, report_device(report)))}**: "
         f"{safe(report_sentence(report))}"
     )
     title = f"# {safe(_model_name(report))}\n\n{safe(size_change(report.plan))}."
-    # The vLLM that loaded it, under a name that the reader fills in.
+    # The version of vLLM that loaded the checkpoint. Readers fill in the checkpoint's name.
     version = report.load.engine.vllm if report.load.engine else ""
     install = f'pip install "vllm>={version}"\n' if _VERSION.fullmatch(version) else ""
     content = parts(
@@ -99,7 +98,7 @@ def _front_matter(report: Report) -> str:
 
 
 def _inherited(report: Report, key: str) -> tuple[str, ...]:
-    """The values of the source's card under `key`."""
+    """Return the values of the source's card under `key`."""
     value = report.source_card.get(key, ())
     return tuple(map(visible, (value,) if isinstance(value, str) else value))
 
@@ -113,7 +112,10 @@ def _model_name(report: Report) -> str:
 
 
 def _source_name(report: Report) -> str:
-    """The name of the source; of a local path its last part, since a card is for others."""
+    """Return the name of the source.
+
+    For a local path, return its last part only: cards are public.
+    """
     is_on_hub = _HUB_ID.fullmatch(report.source)
     return report.source_name or (report.source if is_on_hub else PurePosixPath(report.source).name)
 
@@ -127,8 +129,9 @@ def _accuracy(verdict: Verdict) -> Section:
 
 
 def _made(report: Report) -> Iterator[str]:
-    """The command, without the folders of the machine that it ran on, and what the load did not
-    show.
+    """Yield the command, facts of quantization and load, and what the load did not show.
+
+    The folders of the machine that ran the command are removed from it.
     """
     command = _ABSOLUTE.sub(
         lambda match: f"{match[1]}{PurePosixPath(match[2]).name}", report.command

@@ -1,6 +1,4 @@
-"""The tables of schemes, observers, roundings, checks, architectures; the sections of the
-reference.
-"""
+"""Tables of schemes, observers, roundings, checks and architectures; sections of the reference."""
 
 import json
 import re
@@ -38,7 +36,7 @@ def render_catalog(rows: Rows, format_: str) -> str:
 
 
 def schemes() -> Rows:
-    """Bits, formats and where each scheme runs."""
+    """Return bits, formats and supported devices of each scheme."""
     return [
         {
             "scheme": scheme.name,
@@ -54,7 +52,7 @@ def schemes() -> Rows:
 
 
 def observers() -> Rows:
-    """Names and first sentences."""
+    """Return the names and first sentences of observers."""
     return [
         {"observer": name, "class": known.kind, "what it does": known.summary}
         for name, known in OBSERVERS.items()
@@ -62,12 +60,12 @@ def observers() -> Rows:
 
 
 def roundings() -> Rows:
-    """Names, and what each knows of a layer's inputs."""
+    """Return the names and summaries of roundings."""
     return [{"rounding": name, "what it does": summary} for name, summary in SUMMARIES.items()]
 
 
 def checks() -> Rows:
-    """Names and what each looks at."""
+    """Return the names and subjects of checks."""
     from vexport.checks import CHECKS, COMPARED, FILES, SOURCE
 
     descriptions = {
@@ -82,9 +80,7 @@ def checks() -> Rows:
 
 
 def architectures() -> Rows:
-    """Model classes, whether vLLM runs them with its own code or transformers', and what it
-    fuses.
-    """
+    """Return the model classes, the code that vLLM runs them with, and their fused layers."""
     from vexport.architectures import architecture_table
 
     return [
@@ -101,7 +97,7 @@ def architectures() -> Rows:
 
 
 def _gpus(support: GpuSupport) -> dict[str, str]:
-    """Compute capabilities that load a scheme, and those that multiply as many bits as stored."""
+    """Return the capabilities that load a scheme, and that compute in the stored precision."""
     return {
         "loads from SM": _span(support.loads_from, support.below),
         "in full from SM": _span(support.full_from, support.full_below),
@@ -140,9 +136,7 @@ _FENCE = "```"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceSection:
-    """A heading of a page with all below it, subsections included, as Markdown; depth 1 is the
-    page.
-    """
+    """A heading of a page with everything below it, as Markdown. The page itself has depth 1."""
 
     page: str
     title: str
@@ -153,7 +147,7 @@ class ReferenceSection:
 
 @cache
 def all_sections() -> tuple[ReferenceSection, ...]:
-    """Every section of every page; the first section of a page is the page itself."""
+    """Return every section of every page. The first section of a page is the page itself."""
     texts = {page.name: page for page in files("vexport").joinpath("docs").iterdir()}
     return tuple(
         section
@@ -163,7 +157,7 @@ def all_sections() -> tuple[ReferenceSection, ...]:
 
 
 def contents() -> str:
-    """The pages and the sections of each, one page a line."""
+    """Return the pages and their sections, one page per line."""
     pages: dict[str, list[str]] = {}
     for section in all_sections():
         pages.setdefault(section.page, []).extend([section.title] if section.depth > 1 else [])
@@ -171,10 +165,13 @@ def contents() -> str:
 
 
 def find_section(name: str) -> ReferenceSection:
-    """The section of a name in any case, spaces and punctuation; InputError where nothing has it.
+    """Return the section with this name, in any case, with any spaces and punctuation.
 
-    A scheme with arguments (W4A16_G64) has the section of its preset, or of one that is stored in
-    its format.
+    A scheme with arguments (W4A16_G64) has the section of its preset. If the preset has no section,
+    the section of another preset in the same format is returned.
+
+    Raises:
+        InputError: If no section has this name.
     """
     by_name = {_fold(known): section for section in all_sections() for known in section.names}
     if _fold(name) not in by_name and is_scheme(scheme_name(name)):
@@ -195,8 +192,9 @@ def find_section(name: str) -> ReferenceSection:
 
 
 def _fold(name: str) -> str:
-    """A name without case and punctuation: `group size`, `group-size` and `--group-size` are
-    one.
+    """Return a name without case and punctuation.
+
+    `group size`, `group-size` and `--group-size` become the same.
     """
     return re.sub(r"[\W_]", "", name).casefold()
 
@@ -217,7 +215,7 @@ def _sections(page: str, text: str) -> Iterator[ReferenceSection]:
 
 
 def _headings(lines: list[str]) -> Iterator[tuple[int, int, str]]:
-    """(line, depth, title) of each heading that is not inside a block of code."""
+    """Yield (line, depth, title) of each heading outside code blocks."""
     fenced = False
     for number, line in enumerate(lines):
         fenced ^= line.startswith(_FENCE)

@@ -1,6 +1,4 @@
-"""Reports on checkpoints: what a check found, what vLLM did with them, what it would do on other
-devices.
-"""
+"""Build the documents of checkpoints: check, load in vLLM, and dry load for other devices."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -29,7 +27,7 @@ from vexport.reports.formatting import count, engine_line, percent, served_with,
 
 CheckpointReport = CheckReport | LoadReport | DryLoadReport
 T = TypeVar("T", bound=CheckpointReport)
-# The tone and the words of a cell.
+# Tone and text of a cell by its status.
 _STATUS: dict[CellStatus, tuple[str, str]] = {
     "loads": ("pass", "loads"),
     "other precision": ("warning", "loads"),
@@ -40,7 +38,7 @@ _STATUS: dict[CellStatus, tuple[str, str]] = {
 
 
 def check_documents(reports: Sequence[CheckReport], *, every: bool = False) -> list[doc.Document]:
-    """A document for each checkpoint; its findings are folded by kind unless `every`."""
+    """Return a document for each checkpoint. Findings are folded by kind unless `every` is True."""
     return [
         _document(
             "check",
@@ -60,9 +58,10 @@ def _not_judged(report: CheckReport, *, every: bool) -> doc.Listing | None:
 def load_documents(
     reports: Sequence[LoadReport | DryLoadReport], *, every: bool = False
 ) -> list[doc.Document]:
-    """A matrix of checkpoints by vLLM and mode, where there is one, then each load with its engine.
+    """Return a document for each load with its engine.
 
-    A dry load has the matrix of kinds of layers by capability.
+    If there are several vLLMs or modes, a matrix of checkpoints by vLLM and mode comes first. A dry
+    load has a matrix of kinds of layers by capability.
     """
     return [
         *_versions(reports),
@@ -79,9 +78,10 @@ def load_documents(
 
 
 def load_suites(reports: Sequence[LoadReport | DryLoadReport]) -> Iterator[tuple[str, list[Gate]]]:
-    """The gates of each checkpoint: `load` for each vLLM and mode it was loaded in.
+    """Yield the gates of each checkpoint: one gate for each vLLM and mode that loaded it.
 
-    Of a dry load those for each vLLM: each cell, and the findings as `dry load`.
+    For a dry load, yield the gates for each vLLM: a gate for each cell, and `dry load` for the
+    findings.
     """
     loads: dict[str, list[Gate]] = {}
     for report, column in zip(reports, column_names(reports), strict=True):
@@ -95,8 +95,9 @@ def load_suites(reports: Sequence[LoadReport | DryLoadReport]) -> Iterator[tuple
 
 
 def titled(reports: Sequence[T]) -> list[T]:
-    """The reports; of several loads what tells them apart is added to the name of the
-    checkpoint.
+    """Return the reports.
+
+    If there are several loads, the differences are added to checkpoint names.
     """
     return [
         replace(
@@ -123,7 +124,7 @@ def _document(
 
 
 def load_facts(load: LoadReport) -> doc.Facts:
-    """The engine, how it was started, what it cannot show, its distance from the reference, its
+    """Return the engine, its arguments and blind spots, the distance from the reference, and the
     log.
     """
     engine, agreement = load.engine, load.logprobs
@@ -144,10 +145,10 @@ def load_facts(load: LoadReport) -> doc.Facts:
 
 
 def column_names(reports: Sequence[CheckpointReport]) -> list[str]:
-    """The vLLM, tensor parallel size and mode of each load, as far as the loads differ in them.
+    """Return vLLM, tensor parallel size and mode of each load, as far as the loads differ in them.
 
-    A vLLM is named by its version: that of another load by the same interpreter where one does not
-    know it, else the interpreter. Checks do not differ in any.
+    vLLM is named by its version. If a load has no version, another load with the same interpreter
+    provides it, else the interpreter is the name. Checks have no such differences.
     """
     pythons = ["" if isinstance(report, CheckReport) else report.vllm_python for report in reports]
     versions = {
@@ -167,7 +168,7 @@ def column_names(reports: Sequence[CheckpointReport]) -> list[str]:
 
 
 def _versions(reports: Sequence[LoadReport | DryLoadReport]) -> list[doc.Document]:
-    """Rows checkpoints, columns vLLM and mode; nothing where there is one column."""
+    """Return a table of checkpoints by vLLM and mode, or nothing if there is only one column."""
     named = column_names(reports)
     names = tuple(dict.fromkeys(named))
     if len(names) < 2:
@@ -184,7 +185,7 @@ def _versions(reports: Sequence[LoadReport | DryLoadReport]) -> list[doc.Documen
 
 
 def _load_answer(report: LoadReport | DryLoadReport) -> str:
-    """A cell in few words."""
+    """Return a cell's text."""
     if isinstance(report, DryLoadReport):
         loaded = sum(cell.loads for cell in report.cells)
         answer = "loads" if report.ok else "FAILS"
@@ -200,7 +201,10 @@ def _load_answer(report: LoadReport | DryLoadReport) -> str:
 
 
 def device_parts(report: DryLoadReport) -> tuple[doc.Part, ...]:
-    """A table for the tensor parallel sizes whose columns, one for each capability, are alike."""
+    """Return the tables, memory and blind spots of a dry load.
+
+    Tensor parallel sizes with equal columns (one column for each capability) share a table.
+    """
     return parts(
         [_matrix(report, sizes) for sizes in _alike(report)],
         _memory(report) if report.memory else None,
@@ -211,7 +215,7 @@ def device_parts(report: DryLoadReport) -> tuple[doc.Part, ...]:
 
 
 def _memory(report: DryLoadReport) -> doc.Section:
-    """Weights of a rank, and its KV cache for sequences of the same lengths."""
+    """Return the weights of a rank, and the rank's KV cache for sequences of the same lengths."""
     lengths = (f"KV of {count(sequence.tokens)} tokens" for sequence in report.memory[0].sequences)
     rows = (
         (
@@ -227,7 +231,10 @@ def _memory(report: DryLoadReport) -> doc.Section:
 
 
 def _rooms(rooms: Sequence[GpuRoom]) -> doc.Section:
-    """The number of sequences of each length that fit on each GPU, and what that leaves out."""
+    """Return the number of sequences of each length that fit on each GPU.
+
+    A note below the table names the memory that is not included.
+    """
     by_gpu: dict[str, list[GpuRoom]] = {}
     for room in rooms:
         by_gpu.setdefault(f"{room.tp} x {room.gpu}", []).append(room)
@@ -253,7 +260,7 @@ def _free(room: GpuRoom) -> doc.TableCell:
 
 
 def _alike(report: DryLoadReport) -> list[list[int]]:
-    """The tensor parallel sizes, together where every cell is the same."""
+    """Group the tensor parallel sizes that have equal cells."""
     alike: dict[tuple[tuple[str, ...], ...], list[int]] = {}
     for tp in dict.fromkeys(cell.tp for cell in report.cells):
         rows = (report.cells, *(row.cells for row in report.rows))
@@ -273,12 +280,13 @@ def _matrix(report: DryLoadReport, sizes: list[int]) -> doc.Section:
 
 
 def _equal_rows(layers: Sequence[MatrixRow], tp: int) -> Iterator[tuple[doc.TableCell | str, ...]]:
-    """The kinds of layers that are stored alike and do alike, together: the last part of each name,
-    once.
+    """Yield the kinds of layers with equal storage and equal cells as one row.
+
+    The row has the last part of each name once.
     """
     alike: dict[doc.Row, list[MatrixRow]] = {}
     for kind in layers:
-        # W8A8 is integers or floats, which vLLM's name of the scheme says.
+        # W8A8 may be integers or floats. vLLM's name of the scheme shows which.
         stored = kind.scheme if kind.scheme.startswith(kind.stored) else kind.stored
         shown = row(stored, *(_cell(cell) for cell in kind.cells if cell.tp == tp))
         alike.setdefault(shown, []).append(kind)
@@ -288,7 +296,7 @@ def _equal_rows(layers: Sequence[MatrixRow], tp: int) -> Iterator[tuple[doc.Tabl
 
 
 def _cell(cell: MatrixCell) -> doc.TableCell:
-    """A cell in few words: precision and kernel of a layer, or what became of the checkpoint."""
+    """Return a cell's text: precision and kernel of a layer, or the status of the checkpoint."""
     tone, text = _STATUS[cell.status]
     if cell.precision and cell.status not in ("refused", "not shown"):
         mark = "FAULTY " if cell.status == "faulty" else ""

@@ -1,7 +1,7 @@
-"""JUnit XML, one test case for a gate, and workflow commands of GitHub Actions, the errors first.
+"""Write JUnit XML with a test case for each gate, and workflow commands of GitHub Actions.
 
-The escapes of a command are those of actions/toolkit (packages/core/src/command.ts); GitHub shows
-ten annotations a step.
+The commands list errors first, because GitHub shows ten annotations per step. Their escapes are
+those of actions/toolkit (packages/core/src/command.ts).
 """
 
 import json
@@ -31,14 +31,15 @@ _OF_STATUS: Mapping[Status, _Level] = {
     "SKIPPED": "notice",
 }
 _OF_SEVERITY: Mapping[Severity, _Level] = {"error": "error", "warning": "warning", "info": "notice"}
-# The most bytes searched for the line of a key; a config is a few kilobytes.
+# Maximum bytes that are searched for the line of a key. A config has a few kilobytes.
 _MAX_BYTES = 1 << 20
 Suite = tuple[str, Sequence[Gate]]
 
 
 def junit(suites: Iterable[Suite], seconds: Mapping[str, float] | None = None) -> str:
-    """Suites by name with a case for each of their gates; `seconds` are what gates took, by
-    name.
+    """Return suites by name, with a case for each of their gates.
+
+    `seconds` maps gates to the time they took.
     """
     seconds, suites = seconds or {}, list(suites)
     every = [gate for _, gates in suites for gate in gates]
@@ -90,8 +91,9 @@ def _fill(case: ElementTree.Element, gate: Gate) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Annotation:
-    """A message at a file relative to the workspace, empty where none is known, and its line from
-    1.
+    """A message with a file relative to the workspace and a line from 1.
+
+    `file` is "" if unknown.
     """
 
     level: _Level
@@ -116,8 +118,9 @@ def _escaped(text: str) -> str:
 
 
 def github_answer(name: str, gates: Sequence[Gate], scenario: Path | None = None) -> str:
-    """The last gate, which is the answer, then errors and warnings of the others; at the scenario's
-    file.
+    """Return the last gate, which is the answer, then errors and warnings of the other gates.
+
+    All annotations refer to the scenario's file.
     """
     *others, overall = gates
     line, _, sentence = overall.message.partition(": ")
@@ -131,10 +134,9 @@ def github_answer(name: str, gates: Sequence[Gate], scenario: Path | None = None
 def github_checkpoints(
     name: str, reports: Sequence[CheckReport | LoadReport | DryLoadReport]
 ) -> str:
-    """Every checkpoint's errors and warnings of the gate `name`, or one notice where there are
-    none.
+    """Return every checkpoint's errors and warnings of the gate `name`.
 
-    What a check did not judge is a notice.
+    If there are none, return a single notice. Parts that a check did not judge are notices, too.
     """
     gates = [(report.checkpoint, checkpoint_gate(name, report)) for report in titled(reports)]
     unjudged = [
@@ -157,8 +159,9 @@ def github_checkpoints(
 
 
 def _of_gate(gate: Gate, checkpoint: str = "") -> Iterator[_Annotation]:
-    """Its findings but the notes; without an error among them, the gate itself where it did not
-    pass.
+    """Yield annotations for the gate's findings, without notes.
+
+    If the gate did not pass and no finding is an error, the gate itself is yielded first.
     """
     prefix = f"{checkpoint}: " if checkpoint else ""
     if gate.status in ("FAIL", "INCONCLUSIVE") and not any(
@@ -180,7 +183,7 @@ def _gravest_first(notes: Iterable[_Annotation]) -> list[_Annotation]:
 
 
 def _lines(*annotations: _Annotation) -> str:
-    """The first annotations; the rest is counted in a plain line of the log."""
+    """Return the first annotations. A plain line of the log has the number of the others."""
     lines = [str(note) for note in annotations[:MAX_ANNOTATIONS]]
     if left_out := len(annotations) - len(lines):
         lines.append(f"{plural(left_out, 'more annotation')} left out; --format json has them all")
@@ -188,11 +191,11 @@ def _lines(*annotations: _Annotation) -> str:
 
 
 def _place(checkpoint: str, finding: Finding) -> tuple[str, int]:
-    """The file of a finding on `checkpoint` and its line; no file where that is no folder of the
-    workspace.
+    """Return the file and line of a finding on `checkpoint`.
 
-    The file that the finding names, else the index of the weights or their file, else config.json.
-    The checkpoint's name may say in brackets how it was loaded.
+    The file is the file that the finding names, else the index of the weights, else the weight
+    file, else config.json. The file is "" if the checkpoint is not a folder in the workspace. The
+    checkpoint's name may end in brackets that describe the load.
     """
     with suppress(OSError, ValueError):
         folders = (Path(name) for name in (checkpoint, checkpoint.rpartition(" (")[0]) if name)
@@ -204,8 +207,9 @@ def _place(checkpoint: str, finding: Finding) -> tuple[str, int]:
 
 
 def _in_workspace(file: Path) -> str:
-    """A file as GitHub names it; empty outside GITHUB_WORKSPACE (the current folder without
-    one).
+    """Return a file relative to GITHUB_WORKSPACE, or "" outside of it.
+
+    Without GITHUB_WORKSPACE, the current folder is used.
     """
     workspace = Path(os.environ.get("GITHUB_WORKSPACE") or ".").resolve()
     absolute = file.absolute() if file.absolute().is_relative_to(workspace) else file.resolve()
@@ -213,7 +217,7 @@ def _in_workspace(file: Path) -> str:
 
 
 def _named(root: Path, name: str) -> Path | None:
-    """The file of the checkpoint that a place begins with, as it is or relative to the folder."""
+    """Return the checkpoint's file that a place begins with, absolute or relative to the folder."""
     for path in (Path(name), root / name):
         with suppress(OSError, ValueError):
             if path.is_file() and path.resolve().is_relative_to(root.resolve()):
@@ -222,9 +226,7 @@ def _named(root: Path, name: str) -> Path | None:
 
 
 def _stored(root: Path, where: str) -> Path | None:
-    """The index of the weights, or their only file, where `where` is the name of a tensor or
-    layer.
-    """
+    """Return the index of the weights or their only file if `where` is a tensor or layer."""
     if "." not in where or "/" in where or " " in where.strip():
         return None
     files = (*root.glob("*.safetensors.index.json"), *sorted(root.glob("*.safetensors")))
@@ -232,7 +234,7 @@ def _stored(root: Path, where: str) -> Path | None:
 
 
 def _line(file: Path, key: str) -> int:
-    """The line of the last key of the path `key` in a JSON file, else the first."""
+    """Return the line of the last key of the path `key` in a JSON file, else 1."""
     if file.suffix != ".json" or not key:
         return 1
     quoted = json.dumps(key.split(" ")[0].rpartition(".")[2])

@@ -1,7 +1,7 @@
-"""The parts of a report: built once for each kind of report, drawn by one renderer for each form.
+"""Parts of a report: built once for each kind of report, drawn by one renderer for each form.
 
-Every text here may come from a checkpoint, a model or a data set: the renderers escape and clip it.
-Only HTML draws charts.
+Every text here may come from a checkpoint, a model or a data set, so the renderers escape and clip
+it. Only HTML draws charts.
 """
 
 import math
@@ -25,10 +25,10 @@ PAGE: tuple[Form, ...] = ("html",)
 
 @dataclass(frozen=True, slots=True)
 class TableCell:
-    """A value with a remark on it (its interval).
+    """A value with a note, such as its interval.
 
-    `tone` is the CSS class of a status or severity, `badge` draws the text as a label in that tone;
-    `mono` is for names of tensors and layers, `href` a link relative to the page.
+    `tone` is the CSS class of a status or severity, and `badge` draws the text as a label in that
+    tone. `mono` is for names of tensors and layers. `href` is a link relative to the page.
     """
 
     text: str
@@ -41,9 +41,7 @@ class TableCell:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a table; `omit` names the forms without it, plain text shows notes where
-    `noted`.
-    """
+    """A column of a table. `omit` lists the forms without it. Plain text shows notes if `noted`."""
 
     title: str
     numeric: bool = False
@@ -57,7 +55,7 @@ Row = tuple[TableCell, ...]
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows of cells under columns; on a narrow page a row becomes a list unless `stack` is off."""
+    """Rows of cells under columns. On a narrow page, a row becomes a list unless `stack` is off."""
 
     columns: tuple[Column, ...]
     rows: tuple[Row, ...]
@@ -65,7 +63,7 @@ class Table:
     stack: bool = True
 
     def shown(self, form: Form) -> "Table":
-        """The table with the columns of one form."""
+        """Return the table with the columns of one form."""
         kept = [number for number, column in enumerate(self.columns) if form not in column.omit]
         rows = tuple(tuple(row[number] for number in kept) for row in self.rows)
         return replace(self, columns=tuple(self.columns[number] for number in kept), rows=rows)
@@ -73,7 +71,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Paragraph:
-    """One or more sentences, or as `code` a command to type."""
+    """One or more sentences. With the style `code`, a command to type."""
 
     text: str
     style: Literal["plain", "muted", "warning", "code"] = "plain"
@@ -81,7 +79,7 @@ class Paragraph:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """A bulleted list; with a `title` it is set off from the text around it."""
+    """A bulleted list. With a `title`, it is set off from the text around it."""
 
     items: Row
     title: str = ""
@@ -89,14 +87,17 @@ class Listing:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Labels with what they stand for; a cell's note goes on a line below."""
+    """Labels and their values. A cell's note goes on the line below."""
 
     rows: tuple[tuple[str, TableCell], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """Folded where a form can fold, unless `open`; plain text has the lines of `brief` instead."""
+    """Parts that are folded, in forms that can fold, unless `open`.
+
+    Plain text has the lines of `brief` instead.
+    """
 
     summary: TableCell
     parts: tuple["Part", ...]
@@ -106,9 +107,10 @@ class Details:
 
 @dataclass(frozen=True, slots=True)
 class FindingList:
-    """Findings with the gate that each belongs to, the gravest first.
+    """Findings with their gates, the most serious first.
 
-    Those of a kind are one unless `every`; `everything` says where all of them are.
+    Findings of one kind are shown together unless `every` is True. `everything` is the place that
+    has all of them.
     """
 
     findings: tuple[tuple[str, Finding], ...]
@@ -118,9 +120,7 @@ class FindingList:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A prompt with its answers (each a label, a text and a tone); `group` is what a section
-    filters by.
-    """
+    """A prompt with its answers, each a label, a text and a tone. A section filters by `group`."""
 
     label: str
     prompt: str
@@ -130,16 +130,16 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Text in tokens: (token, heat from 0 to 3, remark)."""
+    """Text in tokens: (token, heat from 0 to 3, note)."""
 
     tokens: tuple[tuple[str, int, str], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forest:
-    """The tasks of one scale against zero and the accepted loss, on an axis from `low` to `high`.
+    """Tasks of one scale against zero and the accepted loss, on an axis from `low` to `high`.
 
-    Positions are in per cent of the width: an SVG stretches and its text keeps its size.
+    Positions are in per cent of the width, so the SVG can stretch while its text keeps its size.
     """
 
     scale: Scale
@@ -149,12 +149,12 @@ class Forest:
     high: float
 
     def at(self, value: float) -> float:
-        """The position of a value."""
+        """Return the position of a value."""
         return round(100 * min(1.0, max(0.0, (value - self.low) / (self.high - self.low))), 2)
 
     @property
     def ticks(self) -> Iterator[tuple[float, str]]:
-        """The positions of at most seven round values, and their labels."""
+        """Yield the positions of at most seven round values, and their labels."""
         least = (self.high - self.low) / 6
         power = 10.0 ** math.floor(math.log10(least))
         step = next(
@@ -168,9 +168,9 @@ class Forest:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Parts under a title, in the forms that are named; `lead` says on a page what is to be seen.
+    """Parts under a title, in the given forms. `lead` introduces them on a page.
 
-    `filters` are a choice of the exchanges that a page shows: (group, label).
+    `filters` are the groups of exchanges that a reader of the page can choose: (group, label).
     """
 
     title: str
@@ -207,11 +207,13 @@ class Tile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """A report on one thing: its answer, the gates that gave it, and the parts in order.
+    """A report on one thing: the answer, the gates that decided it, and the parts in order.
 
-    `status` is None where there is nothing to answer. `device` ran the model. `next_step` is a
-    command, or nothing, and a sentence; `footer` is small print. `wide` text is not wrapped:
-    commands are copied from it.
+    - `status` is None if there is nothing to decide.
+    - `device` is the device that ran the model.
+    - `next_step` is a command (or "") and a sentence.
+    - `footer` is small print.
+    - `wide` text is not wrapped, because users copy commands from it.
     """
 
     title: str
@@ -228,17 +230,17 @@ class Document:
 
 
 def badge(status: str) -> TableCell:
-    """A status or severity as a label, in the tone of its first word."""
+    """Return a status or severity as a label, in the tone of its first word."""
     return TableCell(status, tone=status.partition(" ")[0].lower(), badge=True)
 
 
 def mono(name: str) -> TableCell:
-    """The name of a tensor or layer."""
+    """Return a cell with the name of a tensor or layer."""
     return TableCell(name, mono=True)
 
 
 def row(*values: TableCell | str) -> Row:
-    """Cells, of which those without a note may be plain text."""
+    """Return cells. Values without a note may be given as plain text."""
     return tuple(TableCell(value) if isinstance(value, str) else value for value in values)
 
 
@@ -249,7 +251,7 @@ def table(
     *,
     stack: bool = True,
 ) -> Table:
-    """A table with columns by title (those after a `>` hold numbers)."""
+    """Return a table. A title that starts with `>` is of a column of numbers."""
     columns = (
         title
         if isinstance(title, Column)
@@ -260,12 +262,12 @@ def table(
 
 
 def facts(*rows: tuple[str, TableCell | str] | None) -> Facts:
-    """Facts, without those that are None."""
+    """Return facts, skipping None."""
     return Facts(tuple((pair[0], row(pair[1])[0]) for pair in rows if pair))
 
 
 def parts(*items: Part | Iterable[Part] | None) -> tuple[Part, ...]:
-    """Parts in order, without those that are None."""
+    """Return parts in order, skipping None."""
     flat: list[Part] = []
     for item in items:
         flat += item if isinstance(item, Iterable) else [item] if item else []
@@ -275,23 +277,24 @@ def parts(*items: Part | Iterable[Part] | None) -> tuple[Part, ...]:
 def page_section(
     title: str, anchor: str, lead: str, *items: Part | Iterable[Part] | None
 ) -> Section:
-    """A section of the HTML page alone."""
+    """Return a section that only the HTML page shows."""
     return Section(title, parts(*items), anchor, lead, PAGE)
 
 
 def muted(text: str) -> Paragraph:
-    """Small print."""
+    """Return small print."""
     return Paragraph(text, "muted")
 
 
 def warnings(texts: Iterable[str]) -> list[Paragraph]:
-    """Warnings about an answer, a paragraph each."""
+    """Return warnings about a result, a paragraph each."""
     return [Paragraph(text, "warning") for text in texts]
 
 
 def finding_parts(part: FindingList, limit: int) -> tuple[Part, ...]:
-    """Tables of at most `limit` kinds, below them what may follow from each, and where all findings
-    are.
+    """Return a table of at most `limit` kinds, and tables of what may follow from them.
+
+    A note names the place that has the other findings.
     """
     by_gate: dict[str, list[Finding]] = {}
     for gate, finding in part.findings:

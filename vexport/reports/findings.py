@@ -1,8 +1,8 @@
 """Findings and gates for people.
 
-Findings of one kind are shown as one, what follows from a wrong config under its cause, and the
-gates of a run in their order. JSON has each finding; every other format says how many it stands
-for.
+Findings of one kind are shown as one finding. Consequences of a wrong config are shown below their
+cause. The gates of a run keep their order. JSON has every finding; other forms show how many
+findings are folded.
 """
 
 import math
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
     from vexport.reports.report import Report
 
 _NUMBER = re.compile(r"\d+")
-# Dotted names of three parts and more: modules and tensors. A long word is read once, from its
-# beginning.
+# Dotted names of three parts and more: modules and tensors. A long word is matched only once, from
+# its beginning.
 _NAME = re.compile(r"(?<![\w#])[\w#]+(?:\.[\w#]+){2,}")
 _INDEX = re.compile(r"(?<=\.)(?:0|[1-9]\d*)(?=[.\s]|$)")
 _MAX_RUNS = 4
 _MAX_NAMES = 4
-# The most kinds of consequences shown under a cause; the others are counted.
+# Maximum kinds of consequences shown below a cause. The others are counted.
 MAX_FOLLOWING = 20
-# A wrong quantization config changes what these checks expect of every layer.
+# The results of these checks depend on the quantization config.
 _AT_CONFIG = "quantization_config"
 _JUDGED_BY_CONFIG = frozenset({"completeness", "shapes", "values", "fusion", "devices"})
 _NOT_ASKED = "not asked for: the scenario has no `evaluate`"
@@ -53,7 +53,7 @@ _NOT_ASKED = "not asked for: the scenario has no `evaluate`"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Folded:
-    """A finding, the places of all that are of its kind, their number, and what follows from it."""
+    """All findings of one kind: the first, all places, their number, and their consequences."""
 
     first: Finding
     places: str
@@ -62,17 +62,17 @@ class Folded:
 
     @property
     def following(self) -> int:
-        """The number of findings that follow from it."""
+        """Number of findings that are consequences of this kind."""
         return sum(kind.count for kind in self.follow)
 
     @property
     def not_shown(self) -> int:
-        """The number of those that are of the kinds beyond MAX_FOLLOWING."""
+        """Number of consequences in the kinds beyond MAX_FOLLOWING."""
         return sum(kind.count for kind in self.follow[MAX_FOLLOWING:])
 
     @property
     def finding(self) -> Finding:
-        """One finding for all of the kind, whose remedy says how many it stands for."""
+        """One finding for the whole kind. Its remedy includes the number of findings."""
         notes = [f"{self.count - 1:,} more like it"] if self.count > 1 else []
         notes += (
             [f"{plural(self.following, 'more finding')} may follow from it"] if self.follow else []
@@ -82,8 +82,9 @@ class Folded:
 
 
 def fold(findings: Sequence[Finding]) -> tuple[Folded, ...]:
-    """The kinds of findings in the order in which they came; the last cause has what may follow
-    from it.
+    """Return the kinds of findings in their order.
+
+    The last cause gets the possible consequences.
     """
     if not any(map(_is_cause, findings)):
         return kinds(findings)
@@ -94,7 +95,7 @@ def fold(findings: Sequence[Finding]) -> tuple[Folded, ...]:
 
 
 def kinds(findings: Iterable[Finding]) -> tuple[Folded, ...]:
-    """Findings of one check and severity whose texts differ in numbers and names alone, as one."""
+    """Fold findings of one check and severity if their texts differ only in numbers and names."""
     alike: dict[tuple[str, ...], list[Finding]] = {}
     for finding in findings:
         shapes = (
@@ -121,10 +122,10 @@ def _follows(finding: Finding) -> bool:
 
 
 def folded_places(places: Sequence[str]) -> str:
-    """`model.layers.0-29.{mlp.down_proj, mlp.up_proj}.weight`: numbers as ranges, other parts in
-    braces.
+    """Return `model.layers.0-29.{mlp.down_proj, mlp.up_proj}.weight`.
 
-    A number whose range would name other places too is `*`.
+    Numbers become ranges, and other differing parts are in braces. A number is `*` if its range
+    would include other places.
     """
     patterns: dict[str, list[tuple[int, ...]]] = {}
     for place in dict.fromkeys(places):
@@ -134,7 +135,7 @@ def folded_places(places: Sequence[str]) -> str:
 
 
 def _filled(pattern: str, numbers: Sequence[tuple[int, ...]]) -> str:
-    """The pattern with the ranges of its numbers."""
+    """Return the pattern with the ranges of its numbers."""
     slots = [sorted({*values}) for values in zip(*numbers, strict=True)]
     exact = math.prod(map(len, slots)) == len(numbers)
     texts = iter([_ranges(values) if exact or len(values) == 1 else "*" for values in slots])
@@ -142,7 +143,7 @@ def _filled(pattern: str, numbers: Sequence[tuple[int, ...]]) -> str:
 
 
 def _ranges(values: Sequence[int]) -> str:
-    """`0-3,5`; `*` where there are many gaps."""
+    """Return `0-3,5`, or `*` if there are many gaps."""
     runs: list[list[int]] = []
     for value in values:
         if runs and value == runs[-1][-1] + 1:
@@ -155,7 +156,10 @@ def _ranges(values: Sequence[int]) -> str:
 
 
 def _braced(names: Sequence[str]) -> str:
-    """Names that share their first and last parts, as one; at most _MAX_NAMES of them."""
+    """Return names as one name, with braces around the parts that differ.
+
+    At most _MAX_NAMES names are listed.
+    """
     if len(names) == 1:
         return names[0]
     parts = [name.split(".") for name in names]
@@ -172,8 +176,9 @@ def _braced(names: Sequence[str]) -> str:
 
 
 def report_gates(report: "Report") -> tuple[Gate, ...]:
-    """plan, check, dry load, load of both models, every task, the answer; a stage not reached is
-    SKIPPED.
+    """Return the gates of a run: plan, check, dry load, both loads, every task, and the answer.
+
+    A stage that the run did not reach is SKIPPED.
     """
     unasked = _NOT_ASKED if report.outcome == "PASS" else NOT_RUN
     overall = f"{outcome_line(report.outcome, report_device(report))}: {report_sentence(report)}"
@@ -193,7 +198,7 @@ def report_gates(report: "Report") -> tuple[Gate, ...]:
 
 
 def verdict_gates(verdict: "Verdict") -> tuple[Gate, ...]:
-    """Every task, or every measure of the text, and the answer."""
+    """Return the gates of every task, or of every measure of the text, and the answer."""
     message = f"{outcome_line(verdict.outcome, verdict.device)}: {verdict.reason}"
     return (
         *_accuracy_gates(verdict),
@@ -213,7 +218,7 @@ def _accuracy_gates(verdict: "Verdict") -> Iterator[Gate]:
 
 
 def _task_message(task: "TaskVerdict", margin: float) -> str:
-    """The difference with its interval against the margin."""
+    """Return the difference with its interval and the margin."""
     if task.uninformative:
         return f"shows nothing: {task.uninformative}"
     if task.too_many_lost and task.outcome == "INCONCLUSIVE":
@@ -229,7 +234,7 @@ def _task_message(task: "TaskVerdict", margin: float) -> str:
 
 
 def _text_message(limit: "TextLimit") -> str:
-    """The value and bounds of one measure of the text against the limit."""
+    """Return the value and bounds of one measure of the text, and the limit."""
     unit, bound = (
         ("", f"{limit.limit:.0%}") if limit.is_share else (" nats per token", f"{limit.limit:g}")
     )
@@ -239,14 +244,15 @@ def _text_message(limit: "TextLimit") -> str:
 
 
 def staged_findings(report: "Report") -> tuple[tuple[str, Finding], ...]:
-    """Every finding of a run with the gate it belongs to, the gravest first."""
+    """Return every finding of a run with its gate, the most serious first."""
     pairs = ((gate.name, finding) for gate in report_gates(report) for finding in gate.findings)
     return tuple(sorted(pairs, key=lambda pair: SEVERITIES.index(pair[1].severity)))
 
 
 def judged_for(report: CheckReport | LoadReport | DryLoadReport) -> str:
-    """` for vLLM 0.32, TP 1, any GPU`: what a check asked; nothing for a load, which names its
-    engine.
+    """Return ` for vLLM 0.32, TP 1, any GPU`: the target of a check.
+
+    Return "" for a load, because its engine is shown.
     """
     if not isinstance(report, CheckReport) or not report.vllm:
         return ""

@@ -1,4 +1,4 @@
-"""Numbers and sentences as people read them: one place decides them, so that formats agree."""
+"""Format numbers and sentences for people, in one place so that all forms agree."""
 
 import math
 import shlex
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 NOT_AVAILABLE = "n/a"
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
-# Arguments that say nothing about how a model was served.
+# Arguments with default values, which are not worth showing.
 _OFF = {
     ("pipeline_parallel_size", "1"),
     ("distributed_executor_backend", "uni"),
@@ -31,28 +31,26 @@ MAX_NAMED = 4
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """The reading of one metric's numbers: shares in per cent and points, anything else in its own
-    units.
-    """
+    """Format of one metric's numbers: per cent and points for shares, else the metric's units."""
 
     shares: bool
     nats: bool = False
 
     @property
     def unit(self) -> str:
-        """The unit of a difference."""
+        """Unit of a difference."""
         return "points" if self.shares else "nats" if self.nats else "of the metric"
 
     def value(self, value: float | None) -> str:
-        """A score: `99.4%`, or `27.31`."""
+        """Return a score: `99.4%`, or `27.31`."""
         return percent(value) if self.shares or value is None else f"{value:.4g}"
 
     def interval(self, low: float | None, high: float | None) -> str:
-        """A two-sided interval of scores: `98.1% to 99.6%`; `n/a` where it has no ends."""
+        """Return a two-sided interval of scores: `98.1% to 99.6%`, or `n/a` without ends."""
         return _interval(self.value(low), self.value(high))
 
     def change(self, value: float) -> str:
-        """A difference with two decimals: -0.0031 is `-0.31` points. Nats have three decimals."""
+        """Return a difference with two decimals (three for nats): -0.0031 gives `-0.31` points."""
         if not math.isfinite(value):
             return NOT_AVAILABLE
         digits = 3 if self.nats else 2
@@ -60,21 +58,21 @@ class Scale:
         return f"{number:+.{digits}f}" if number else f"{0:.{digits}f}"
 
     def changes(self, low: float, high: float) -> str:
-        """A two-sided interval of differences: `-1.30 to +0.10`."""
+        """Return a two-sided interval of differences: `-1.30 to +0.10`."""
         return _interval(self.change(low), self.change(high))
 
     def limit(self, value: float) -> str:
-        """A limit as it was set: 0.02 is `2` points."""
+        """Return a limit as the user set it: 0.02 gives `2` points."""
         return f"{value * (100 if self.shares else 1):.6g}"
 
 
 def percent(value: float | None, digits: int = 1) -> str:
-    """A share of one: 0.9944 is `99.4%`."""
+    """Return a share in per cent: 0.9944 gives `99.4%`."""
     return NOT_AVAILABLE if value is None or not math.isfinite(value) else f"{value:.{digits}%}"
 
 
 def percent_interval(low: float | None, high: float | None) -> str:
-    """A two-sided interval of shares: `98.1% to 99.6%`; `n/a` where it has no ends."""
+    """Return a two-sided interval of shares: `98.1% to 99.6%`, or `n/a` without ends."""
     return _interval(percent(low), percent(high))
 
 
@@ -83,7 +81,7 @@ def _interval(low: str, high: str) -> str:
 
 
 def size(num_bytes: int) -> str:
-    """Bytes in decimal units with three significant digits: 3938304 is `3.94 MB`."""
+    """Return bytes in decimal units with three significant digits: 3938304 gives `3.94 MB`."""
     value, unit = float(num_bytes), 0
     while value >= 999.5 and unit < len(_UNITS) - 1:
         value, unit = value / 1000, unit + 1
@@ -92,39 +90,39 @@ def size(num_bytes: int) -> str:
 
 
 def ratio(part: int, whole: int) -> str:
-    """`part` of `whole` in per cent; `n/a` for nothing of nothing."""
+    """Return `part` of `whole` in per cent, or `n/a` if `whole` is 0."""
     return percent(part / whole, 0) if whole else NOT_AVAILABLE
 
 
 def bits_per_weight(num_bytes: int, parameters: int) -> str:
-    """Stored bits over parameters, scales and kept layers included."""
+    """Return the stored bits per parameter, scales and kept layers included."""
     return f"{8 * num_bytes / parameters:.2f}" if parameters else NOT_AVAILABLE
 
 
 def count(value: int | None) -> str:
-    """An integer with thousands separated: `14,042`."""
+    """Return an integer with thousands separated: `14,042`."""
     return NOT_AVAILABLE if value is None else f"{value:,}"
 
 
 def decibels(value: float) -> str:
-    """Signal-to-noise in dB with one decimal; `exact` where there is no noise at all."""
+    """Return a signal-to-noise ratio in dB with one decimal, or `exact` without any noise."""
     return (
         "exact" if value == math.inf else f"{value:.1f}" if math.isfinite(value) else NOT_AVAILABLE
     )
 
 
 def small(value: float) -> str:
-    """A divergence with three significant digits: `0.00123`, `1.2e-07`."""
+    """Return a divergence with three significant digits: `0.00123`, `1.2e-07`."""
     return f"{value:.3g}"
 
 
 def p_value(value: float | None) -> str:
-    """A p-value with three decimals; `< 0.001` below them."""
+    """Return a p value with three decimals, or `< 0.001`."""
     return NOT_AVAILABLE if value is None else "< 0.001" if value < 0.001 else f"{value:.3f}"
 
 
 def duration(seconds: float) -> str:
-    """Seconds as `0.4 s`, `12 s`, `3 min 05 s` or `2 h 14 min`."""
+    """Return seconds as `0.4 s`, `12 s`, `3 min 05 s` or `2 h 14 min`."""
     whole = round(seconds)
     if whole < 60:
         return f"{seconds:.1f} s" if seconds < 9.95 else f"{whole} s"
@@ -134,21 +132,19 @@ def duration(seconds: float) -> str:
 
 
 def outcome_line(outcome: str, device: str) -> str:
-    """`PASS on CPU, emulated`; the outcome alone where nothing ran the model."""
+    """Return `PASS on CPU, emulated`, or the outcome alone if nothing ran the model."""
     return f"{outcome} on {device}" if device else outcome
 
 
 def report_device(report: "Report") -> str:
-    """The device that ran the quantized model, or the server that answered; empty where none
-    did.
-    """
+    """Return the device or server that ran the quantized model, or "" if nothing ran it."""
     if report.verdict is not None and "://" in report.verdict.device:
         return report.verdict.device
     return report.load.engine.device if report.load.engine else ""
 
 
 def report_sentence(report: "Report") -> str:
-    """The reason for the outcome of a run; of a checkpoint that loads its size too."""
+    """Return the reason for the outcome of a run, with the size if the checkpoint loads."""
     if not report.load.ok or not report.plan.source_bytes:
         return report.reason
     return (
@@ -157,7 +153,7 @@ def report_sentence(report: "Report") -> str:
 
 
 def next_step(report: "Report") -> tuple[str, str]:
-    """The next command, or an empty one, and a sentence."""
+    """Return the next command (or "") and a sentence."""
     if report.outcome == "PASS":
         return f"vllm serve {shlex.quote(report.load.checkpoint)}", "Serve it."
     if report.verdict and any(task.too_many_lost for task in report.verdict.tasks):
@@ -181,13 +177,13 @@ def next_step(report: "Report") -> tuple[str, str]:
 
 
 def opening(sentence: str) -> str:
-    """A sentence on its own line: capitalized, unless it starts with a name."""
+    """Return a sentence for a line by itself: capitalized, unless it starts with a name."""
     is_ours = sentence.startswith(("all ", "both ", "check ", "load "))
     return sentence[0].upper() + sentence[1:] if is_ours else sentence
 
 
 def size_change(plan: Plan) -> str:
-    """Bytes before and after, and bits per weight."""
+    """Return bytes before and after, and bits per weight."""
     share = ratio(plan.output_bytes, plan.source_bytes)
     bits = bits_per_weight(plan.output_bytes, plan.parameters)
     return (
@@ -196,20 +192,21 @@ def size_change(plan: Plan) -> str:
 
 
 def schemes_in_use(plan: Plan) -> str:
-    """The schemes by name, and how the KV cache is stored where that is calibrated."""
+    """Return the names of the schemes, and the storage of the KV cache if it is calibrated."""
     cache = (f"{plan.kv_cache} KV cache",) if plan.kv_cache else ()
     return ", ".join((*plan.schemes, *cache)) or "nothing quantized"
 
 
 def engine_line(engine: EngineInfo) -> str:
-    """The version of vLLM and its platform."""
+    """Return the version of vLLM and its platform."""
     emulated = ", kernels emulated" if engine.emulated else ""
     return f"{engine.vllm} on {engine.platform} ({engine.processor}{emulated})"
 
 
 def served_with(engine: EngineInfo) -> str:
-    """`tensor_parallel_size 2, max_num_seqs 256`: how the engine was started, without what is
-    off.
+    """Return the engine's arguments without defaults:
+
+    `tensor_parallel_size 2, max_num_seqs 256`.
     """
     return ", ".join(
         f"{name} {value}" for name, value in engine.settings.items() if (name, value) not in _OFF
@@ -217,16 +214,12 @@ def served_with(engine: EngineInfo) -> str:
 
 
 def scale_of(task: "TaskVerdict | Comparison") -> Scale:
-    """Return per cent for shares, as in the verdict's reason; else nats or the metric's own
-    units.
-    """
+    """Return per cent for shares, as in the verdict's reason, else nats or the metric's units."""
     return Scale(task.in_shares, nats=task.unit == "nats")
 
 
 def direction_note(comparison: "Comparison") -> str:
-    """Return the direction of a metric that is no share, or of which less is better; else
-    nothing.
-    """
+    """Return the direction of a metric that is not a share, or with lower being better, else ""."""
     better = "higher is better" if comparison.higher_is_better else "lower is better"
     if comparison.unit == "nats":
         kind = "log-likelihood" if comparison.higher_is_better else "negative log-likelihood"
@@ -236,25 +229,25 @@ def direction_note(comparison: "Comparison") -> str:
 
 
 def attribution_line(attribution: "Attribution") -> str:
-    """The cause of a loss, and the reason."""
+    """Return the cause of a loss, and the reason."""
     cause = "no part stands out" if attribution.cause == "none" else f"the {attribution.cause}"
     return f"{cause}: {attribution.reason}"
 
 
 def task_title(task: "TaskVerdict | Comparison") -> str:
-    """The task with its metric, and the filter where it is not lm-eval's default."""
+    """Return the task with its metric, and with the filter if it is not lm-eval's default."""
     suffix = "" if task.filter in ("", "none") else f", {task.filter}"
     return f"{task.task} ({task.metric}{suffix})"
 
 
 def accepted_loss(verdict: "Verdict") -> str:
-    """The margin with its unit, or units where tasks differ."""
+    """Return the margin with its unit, or with several units if tasks differ."""
     scales = dict.fromkeys(map(scale_of, verdict.tasks)) or [Scale(True)]
     return " or ".join(f"{scale.limit(verdict.margin)} {scale.unit}" for scale in scales)
 
 
 def method_line(verdict: "Verdict") -> str:
-    """The accepted loss and risk, the test, and how the models were asked."""
+    """Return the accepted loss and risk, the test, and the settings of the prompts."""
     asked = f"; {_prompting_line(verdict.prompting)}" if verdict.prompting else ""
     return (
         f"accepted loss {accepted_loss(verdict)}, alpha {verdict.alpha:g}; {verdict.method}{asked}"
@@ -262,7 +255,7 @@ def method_line(verdict: "Verdict") -> str:
 
 
 def _prompting_line(prompting: "Prompting") -> str:
-    """`chat template: applied (sha 4d4a31c9), 2-shot as multiturn`."""
+    """Return `chat template: applied (sha 4d4a31c9), 2-shot as multiturn`."""
     template, system = prompting.chat_template, prompting.system_instruction
     plain = ", ".join(prompting.untemplated[:_MAX_TASKS])
     kept = f", but not to {plain}: plain text" if plain else ""
@@ -283,23 +276,21 @@ def _prompting_line(prompting: "Prompting") -> str:
 
 
 def nats(limit: "TextLimit", value: float) -> str:
-    """A KL as it is, a rise with its sign, a share of the acceptance length in percent."""
+    """Return a KL as it is, a rise with its sign, or a fall of the acceptance length in %."""
     if limit.is_share:
         return f"{value:+.1%}"
     return small(value) if limit.measure != "rise of the NLL" else f"{value:+.3g}"
 
 
 def nats_interval(limit: "TextLimit") -> str:
-    """The bounds that decide."""
+    """Return the bounds that decide."""
     if limit.low is None or limit.high is None:
         return "no interval: one row"
     return f"{nats(limit, limit.low)} to {nats(limit, limit.high)}"
 
 
 def coverage_lines(experts: Sequence[ExpertCoverage]) -> Iterator[str]:
-    """The tokens that the router sent to the experts of all layers, then the experts it sent
-    none.
-    """
+    """Yield the tokens that the router sent to the experts, then the experts without any token."""
     if not experts:
         return
     fewest, most = min(layer.fewest for layer in experts), max(layer.most for layer in experts)

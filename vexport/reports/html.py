@@ -12,7 +12,7 @@ MAX_TEXT = 2000
 
 
 def render(document: Document) -> str:
-    """The page; the same document gives the same bytes, and every value is escaped."""
+    """Return the page. Equal documents give equal bytes, and every value is escaped."""
     sections = [
         part for part in document.parts if isinstance(part, Section) and "html" in part.forms
     ]
@@ -38,7 +38,7 @@ def _environment() -> Environment:
     )
 
     def draw(part: Part) -> Markup:
-        """The macro of parts.html that has the name of the part's type in lower case."""
+        """Call the macro of parts.html with the name of the part's type in lower case."""
         if isinstance(part, FindingList):
             return Markup("").join(map(draw, finding_parts(part, MAX_FINDINGS)))
         if isinstance(part, Table):
@@ -53,7 +53,7 @@ def _environment() -> Environment:
 
 
 def _finalize(value: object) -> object:
-    """Every printed string passes here before it is escaped; Markup was printed once already."""
+    """Make a printed string visible before it is escaped. Markup was printed once already."""
     return (
         visible(value, keep="\n\t")
         if isinstance(value, str) and not isinstance(value, Markup)

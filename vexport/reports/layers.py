@@ -1,5 +1,6 @@
-"""Weights and layers in a page's sections: sizes, rounding, signal-to-noise, sensitivity, drift;
-how weights were rounded in sentences too.
+"""Build a page's sections on layers: sizes, rounding, signal-to-noise, sensitivity, and drift.
+
+The rounding of weights is also described in sentences.
 """
 
 import math
@@ -41,7 +42,7 @@ _FIRST = "The first tokens of each row of the text that decides."
 
 
 def size_section(report: Report) -> doc.Section:
-    """The sizes before and after, and by kind of layer."""
+    """Return the sizes before and after, in total and by kind of layer."""
     plan = report.plan
     kept = f": {folded_places(plan.kept_linears)}" if plan.kept_linears else ""
     layers = count(sum(len(group.members) for group in plan.groups))
@@ -75,8 +76,9 @@ def size_section(report: Report) -> doc.Section:
 
 
 def noise_section(layers: Sequence[LayerError]) -> doc.Section | None:
-    """Signal-to-noise of the layers by kind and scheme, then one by one; nothing where none has any
-    noise.
+    """Return the signal-to-noise of layers by kind and scheme, then layer by layer.
+
+    Return None if no layer has any noise.
     """
     if not any(math.isfinite(layer.snr_db) for layer in layers):
         return None
@@ -104,14 +106,17 @@ def noise_section(layers: Sequence[LayerError]) -> doc.Section | None:
 def _first_rows(
     titles: Sequence[str], rows: Sequence[Sequence[TableCell | str]], file: str
 ) -> tuple[doc.Part, ...]:
-    """A table of at most MAX_LAYERS rows, and the file that has the others."""
+    """Return a table of at most MAX_LAYERS rows, and the name of the file with the other rows."""
     more = len(rows) - MAX_LAYERS
     note = muted(f"{count(more)} more in {file}") if more > 0 else None
     return parts(table(titles, rows[:MAX_LAYERS], stack=False), note)
 
 
 def layer_kind(name: str) -> str:
-    """A name without numbers: `model.layers.3.mlp.experts.7.up_proj` is `mlp.experts.up_proj`."""
+    """Return a name without numbers.
+
+    `model.layers.3.mlp.experts.7.up_proj` gives `mlp.experts.up_proj`.
+    """
     words = name.split(".")
     start = next((index for index, word in enumerate(words) if word.isdecimal()), 0)
     return ".".join(word for word in words[start:] if not word.isdecimal())
@@ -122,7 +127,7 @@ def _noise(layer: LayerError) -> float:
 
 
 def sensitivity_sections(report: Report) -> Iterator[doc.Section]:
-    """The losses of each group of layers, and the mixture that was chosen from them."""
+    """Yield the losses of each group of layers, and the mixed scheme that was chosen from them."""
     if report.sensitivity:
         yield _sensitivity(report.sensitivity, report.mixed)
     if mixed := report.mixed:
@@ -134,7 +139,7 @@ def sensitivity_sections(report: Report) -> Iterator[doc.Section]:
 
 
 def _sensitivity(sensitivity: GroupSensitivities, mixed: MixedScheme | None) -> doc.Section:
-    """Every group under every scheme, the most sensitive first."""
+    """Return every group under every scheme, the most sensitive group first."""
     lead = (
         "What each group of layers costs when it alone is quantized: KL against the source in "
         "nats per "
@@ -160,7 +165,7 @@ def _sensitivity(sensitivity: GroupSensitivities, mixed: MixedScheme | None) -> 
 
 
 def signals_section(report: Report) -> doc.Section | None:
-    """The drift of both models' log-probabilities; None where they were not compared."""
+    """Return the drift of both models' log-probabilities, or None if they were not compared."""
     drift, attribution, lead = report.drift, report.attribution, ""
     if not drift and not attribution:
         return None
@@ -183,7 +188,7 @@ def signals_section(report: Report) -> doc.Section | None:
 
 
 def _drift(drift: Drift, *, by_tasks: bool) -> tuple[doc.Part, ...]:
-    """The means against their limits, which the text that decides has in its own table."""
+    """Return the means and their limits. For held-out text, another table has them."""
     rise, limit = f"{drift.nll_rise:+.3g}", f"{drift.nll_limit:+.3g}"
     rows = (
         (
@@ -208,9 +213,7 @@ def _drift(drift: Drift, *, by_tasks: bool) -> tuple[doc.Part, ...]:
 
 
 def drift_line(drift: Drift) -> str:
-    """The distance of the quantized model's log-probabilities from the baseline's, against the
-    limits.
-    """
+    """Return the means of the drift with their limits, and the share of equal first choices."""
     return (
         f"mean KL {small(drift.mean_kl)} nats per token (limit {small(drift.kl_limit)}), NLL "
         f"{drift.nll_rise:+.3g} "
@@ -261,9 +264,10 @@ def _prompt(prompt: PromptDrift, limit: float) -> doc.Details:
 
 
 def _heat(kl: float, limit: float) -> int:
-    """The shade of a token: 0 up to the limit, a step for each power of ten above it, at most 3.
+    """Return the shade of a token, from 0 (up to the limit) to 3.
 
-    A KL that is not a number is drawn as dark as can be: the model gave no probability there.
+    Each power of ten above the limit adds 1. A KL that is not finite has the darkest shade, because
+    the model gave no probability there.
     """
     if not math.isfinite(kl):
         return 3
@@ -271,7 +275,7 @@ def _heat(kl: float, limit: float) -> int:
 
 
 def _budget(mixed: MixedScheme) -> str:
-    """The budget of the mixed scheme in words."""
+    """Return the budget of the mixed scheme as text."""
     if mixed.budget == "bits":
         return f"{mixed.limit:g} bits per weight"
     if mixed.budget == "bytes":
@@ -280,7 +284,7 @@ def _budget(mixed: MixedScheme) -> str:
 
 
 def mixed_line(mixed: MixedScheme) -> str:
-    """The budget, what it came to, and the loss that it predicts."""
+    """Return the budget, the chosen schemes, and the predicted loss."""
     counts = Counter(choice.scheme for choice in mixed.choices)
     chosen = ", ".join(
         f"{scheme} for {plural(number, 'group')}" for scheme, number in counts.items()
@@ -289,10 +293,9 @@ def mixed_line(mixed: MixedScheme) -> str:
 
 
 def rounding_lines(rounding: RoundingReport | None) -> Iterator[str]:
-    """The number of groups rounded in each way, how strongly, and the gain over the nearest
-    numbers.
+    """Yield the number of groups for each rounding, their strengths, and the gain over nearest.
 
-    Of each strength of the refit the most frequent ridge.
+    For each strength of the refit, the most frequent ridge is shown.
     """
     if rounding is None:
         return
@@ -320,9 +323,7 @@ def rounding_lines(rounding: RoundingReport | None) -> Iterator[str]:
 
 
 def rounding_section(rounding: RoundingReport | None) -> doc.Section | None:
-    """Every group with its output error before and after, and the hidden states' error of each
-    layer.
-    """
+    """Return every group's output error before and after, and the hidden states' error by layer."""
     if rounding is None:
         return None
     worst = sorted(rounding.groups, key=lambda group: -group.error)

@@ -1,6 +1,4 @@
-"""Markdown for a CI step summary or a model card; a summary stays far below GitHub's limit of 1
-MiB.
-"""
+"""Render Markdown for a CI step summary or a model card."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -11,7 +9,7 @@ from vexport.reports import document as doc
 from vexport.reports.document import finding_parts, table
 from vexport.reports.formatting import opening, outcome_line
 
-# GitHub refuses a step's summary above 1 MiB; other writers of the same step need room too.
+# GitHub refuses a step's summary above 1 MiB. Other commands in the same step need space, too.
 SUMMARY_BYTES = 1 << 19
 MAX_FINDINGS = 20
 _MAX_CELL = 600
@@ -28,7 +26,7 @@ _ENTITIES = {
 
 
 def render(document: doc.Document) -> str:
-    """One document."""
+    """Return one document."""
     status = f"{safe(outcome_line(document.status, document.device))}: " if document.status else ""
     rows = [(gate.name, gate.status, gate.summary) for gate in document.gates]
     blocks = [
@@ -42,7 +40,7 @@ def render(document: doc.Document) -> str:
 
 
 def render_all(documents: Sequence[doc.Document]) -> str:
-    """A table of all, then the parts of each as far as the limit of a summary goes."""
+    """Return a table of all documents, then the parts of each, up to the limit of a summary."""
     rows = ((document.title, document.status or "", document.sentence) for document in documents)
     blocks = [_table(table(("Checkpoint", "Result", "Findings"), rows))]
     size, left_out = len(blocks[0].encode()), 0
@@ -60,7 +58,10 @@ def render_all(documents: Sequence[doc.Document]) -> str:
 
 
 def render_parts(parts: Iterable[doc.Part], level: int = 3) -> str:
-    """Parts below a heading of the level above `level`; what only a page can show is left out."""
+    """Return parts below a heading of the level above `level`.
+
+    Parts for a page only are left out.
+    """
     return _joined([_render(part, level) for part in parts])
 
 
@@ -96,9 +97,9 @@ def _render(part: doc.Part, level: int) -> str:
 
 
 def safe(text: str, limit: int = _MAX_TEXT) -> str:
-    """`text` as itself in Markdown: no markup, HTML, link, mention or table cell.
+    """Return `text` escaped for Markdown: no markup, HTML, link, mention or table cell.
 
-    The limit is for texts from outside; no sentence of a report is as long.
+    The limit is for texts from outside. No sentence of a report is that long.
     """
     escaped = _PUNCTUATION.sub(r"\\\1", visible(clip(text, limit)))
     for plain, entity in _ENTITIES.items():
@@ -107,7 +108,7 @@ def safe(text: str, limit: int = _MAX_TEXT) -> str:
 
 
 def _table(table: doc.Table) -> str:
-    """The header is ours; the rows come from outside."""
+    """Return a table. Only cells are escaped, because the header is ours."""
     table = table.shown("markdown")
     lines = [[column.title for column in table.columns], ["---"] * len(table.columns)]
     lines += [[safe(_noted(cell), _MAX_CELL) for cell in row] for row in table.rows]

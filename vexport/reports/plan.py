@@ -1,4 +1,4 @@
-"""A plan for people: what is quantized how, what it will weigh, what vLLM would refuse."""
+"""Render a plan for people: layers by scheme, predicted size, and layers that vLLM would refuse."""
 
 import math
 import shlex
@@ -21,7 +21,7 @@ from vexport.reports.formatting import count, percent, ratio, size
 from vexport.scenario import Evaluate
 from vexport.scenario.evaluate import SUITES, TYPICAL_DISAGREEMENT
 
-# Lines of text; a plan as JSON has everything.
+# Maximum lines of text. A plan as JSON has everything.
 MOST_KINDS = 16
 MOST_KEPT = 6
 
@@ -35,7 +35,7 @@ def render_plan(
     *,
     sm: int | None = None,
 ) -> str:
-    """The plan as text or JSON (plan.schema.json), with a final newline.
+    """Return the plan as text or JSON (plan.schema.json), with a final newline.
 
     The text says how many `documents` the evaluation of a scenario needs, and with `then` what to
     type next. With `sm` it says how GPUs of that compute capability run the schemes.
@@ -195,7 +195,7 @@ def _part(layers: int, of: int) -> str:
 
 
 def _suite_line(settings: Evaluate, name: str) -> str:
-    """The documents of a suite's tasks."""
+    """Return the documents of a suite's tasks."""
     suite, limit = SUITES[name], settings.limit or math.inf
     asked = {
         task: math.ceil(limit * documents) if limit < 1 else int(min(documents, limit))
@@ -208,7 +208,7 @@ def _suite_line(settings: Evaluate, name: str) -> str:
 
 
 def _documents_line(settings: Evaluate, needed: int) -> str:
-    """The number of documents that pass a model that lost nothing, with power 0.8."""
+    """Return the number of documents with which a model without any loss passes, at power 0.8."""
     condition = f"margin {percent(settings.margin)}, alpha {settings.alpha:g}"
     change = percent(TYPICAL_DISAGREEMENT, 0)
     fewer = f"; limit {settings.limit:g} asks fewer" if 1 <= (settings.limit or 0) < needed else ""
@@ -219,13 +219,13 @@ def _documents_line(settings: Evaluate, needed: int) -> str:
 
 
 def _labelled(label: str, lines: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """A label with its first line; the others stand below it, indented."""
+    """Yield a label with its first line, then the other lines, indented."""
     yield label, lines[0]
     yield from (("", f"  {line}") for line in lines[1:])
 
 
 def _scheme_lines(plan: Plan, scheme: Scheme) -> list[str]:
-    """The number of layers that a scheme quantizes, and the kinds of their groups."""
+    """Return the number of layers that a scheme quantizes, and the kinds of their groups."""
     groups = [group for group in plan.groups if group.scheme == scheme]
     layers = plural(sum(len(group.members) for group in groups), "linear layer")
     support = scheme.format.gpu_support(scheme.args)
@@ -241,7 +241,7 @@ def _group_kind(group: FusionGroup) -> str:
 
 
 def _kept_lines(plan: Plan) -> list[str]:
-    """The number of linear layers that are kept, and their kinds."""
+    """Return the number of linear layers that are kept, and their kinds."""
     kinds = [*dict.fromkeys(map(_kind, plan.kept_linears))]
     first = (
         f"{plural(len(plan.kept_linears), 'linear layer')}; embeddings, norms and what "
@@ -251,12 +251,12 @@ def _kept_lines(plan: Plan) -> list[str]:
 
 
 def _kind(name: str) -> str:
-    """A layer's name with `*` for its numbers: `model.layers.*.mlp.experts.*.down_proj`."""
+    """Return a layer's name with `*` for its numbers: `model.layers.*.mlp.experts.*.down_proj`."""
     return NUMBER.sub("*", name)
 
 
 def _findings(findings: Sequence[Finding]) -> list[str]:
-    """One line a kind of layer and reason, with how many there are."""
+    """Return one line for each kind of layer and reason, with the number of findings."""
     alike: dict[tuple[str, str], list[Finding]] = {}
     for finding in findings:
         alike.setdefault((_kind(finding.where), finding.got), []).append(finding)

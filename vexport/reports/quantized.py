@@ -1,6 +1,4 @@
-"""The answers of `quantize` and `repair`: how much was quantized, what was repaired, what is
-next.
-"""
+"""Render the results of `quantize` and `repair`, with the next commands."""
 
 from collections.abc import Sequence
 
@@ -13,12 +11,12 @@ from vexport.reports.document import facts, parts, row
 from vexport.reports.formatting import count, coverage_lines, decibels, ratio, size
 from vexport.reports.layers import rounding_lines
 
-# Repairs of one kind that are shown one by one; JSON has all.
+# Maximum repairs of one kind that are listed. JSON has all.
 SHOWN = 8
 
 
 def render_quantized(answer: Quantized, format_: str) -> str:
-    """The answer as text or JSON (quantize.schema.json), with a final newline."""
+    """Return the result as text or JSON (quantize.schema.json), with a final newline."""
     if format_ == "json":
         return to_json(answer)
     share = ratio(answer.quantized_parameters, answer.parameters)
@@ -41,7 +39,7 @@ def render_quantized(answer: Quantized, format_: str) -> str:
 
 
 def _smoothed(answer: Quantized) -> str:
-    """The strength of the smoothing, and how many tensors changed for it."""
+    """Return the strength of the smoothing, and the number of tensors that it changed."""
     if not answer.smoothed_tensors:
         return "nothing: no channels of this model can be scaled without changing what it computes"
     return f"{plural(answer.smoothed_tensors, 'tensor')}, with strength {answer.smoothing:g}"
@@ -64,7 +62,7 @@ def render_repair(report: RepairReport, format_: str) -> str:
 
 
 def _kind(family: str, cost: str, assumption: str | None, repairs: Sequence[Repair]) -> doc.Section:
-    """Return the repairs of one kind, the cost of the worst of them, and what they assume."""
+    """Return the repairs of one kind, their cost, the largest change, and their assumption."""
     lines = [
         f"{each.where}: {each.got} -> {each.now}{_change(each.change)}" for each in repairs[:SHOWN]
     ]
@@ -91,8 +89,10 @@ def _findings(title: str, findings: Sequence[Finding]) -> doc.Section:
 
 
 def _change(change: WeightChange | None) -> str:
-    """Return the distance from the source before and after, or without a source the distance from
-    the stored weight."""
+    """Return the distance from the source before and after the repair.
+
+    Without a source, return the distance from the stored weight.
+    """
     if change is None:
         return ""
     if change.source_snr_db is not None:

@@ -1,4 +1,4 @@
-"""The report of a run: everything that it found, as it is written to report.json."""
+"""Report of a run, as it is written to report.json."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,10 +24,10 @@ from vexport.records.calibration import RoundingReport
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Everything a run found; every other report format is made from this.
+    """Everything that a run found. All other forms of the report are made from it.
 
-    `source_name` is what the source is called: its id on the hub where that is known, else its
-    folder; `source_revision` is the commit on the hub that was read.
+    `source_name` is the source's id on the hub if it is known, else its folder. `source_revision`
+    is the commit on the hub that was read.
     """
 
     schema: Literal["vexport.report/1"] = "vexport.report/1"

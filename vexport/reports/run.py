@@ -1,5 +1,6 @@
-"""The report of a run: a summary for every form, below it what a page shows; several runs as a
-table.
+"""Build the report of a run: a summary for every form, and the sections of a page.
+
+Several runs become a table.
 """
 
 import os
@@ -70,7 +71,7 @@ _LEGEND = (
 
 
 def run_document(report: Report, files: Sequence[TableCell] = ()) -> doc.Document:
-    """Everything that a run found; a page links to `files`."""
+    """Return everything that a run found. A page links to `files`."""
     created = report.created[:16].replace("T", " ")
     total = duration(sum(report.seconds.values()))
     linked = "In the run directory. The links are relative to this page: move them together."
@@ -104,7 +105,7 @@ def run_document(report: Report, files: Sequence[TableCell] = ()) -> doc.Documen
 
 
 def _summary(report: Report, total: str) -> doc.Facts:
-    """A line for each thing to know: size, schemes, coverage, the engine, the signals."""
+    """Return a line for each important fact: size, schemes, experts, engine, drift, cause, time."""
     return facts(
         ("size", size_change(report.plan)),
         ("schemes", schemes_in_use(report.plan)),
@@ -154,7 +155,7 @@ def _load_section(report: Report) -> doc.Section:
 
 
 def _engine(report: Report, engine: EngineInfo) -> doc.Facts:
-    """The facts of a load in every form, then those of a page alone."""
+    """Return the facts of a load that every form has, then the facts for a page only."""
     processes = "several processes" if engine.multiprocess else "one process"
     emulated = "emulated: the numbers are the format's, the speed is not" if engine.emulated else ""
     baseline_ok = report.baseline_load.ok
@@ -177,7 +178,7 @@ def _engine(report: Report, engine: EngineInfo) -> doc.Facts:
 
 
 def _canaries(baseline: LoadReport, candidate: LoadReport) -> doc.Section | None:
-    """The greedy continuations of both models; those that say nothing are counted."""
+    """Return the greedy continuations of both models. Prompts without any text are only counted."""
     if not candidate.canaries:
         return None
     first, second = (
@@ -252,22 +253,21 @@ def _provenance(report: Report, total: str) -> doc.Section:
 
 
 def run_files(folder: Path, start: Path) -> Sequence[TableCell]:
-    """The files and folders of a run directory that exist, as links for a page in the folder
-    `start`.
-    """
+    """Return links to the existing files of a run directory, for a page in the folder `start`."""
     files = []
     for name, about in _FILES:
         path = folder / name
         if path.exists():
             slash = "/" if path.is_dir() else ""
-            # A colon in the first part of a link is no scheme, since that part is escaped.
+            # A colon in the first part of a link does not start a scheme, because that part is
+            # escaped.
             href = quote(os.path.relpath(path, start).replace(os.sep, "/")) + slash
             files.append(TableCell(name + slash, about, href=href, mono=True))
     return files
 
 
 def comparison_document(runs: Sequence[ComparedRun]) -> doc.Document:
-    """The table, and why a run did not pass."""
+    """Return the table of runs, and the reasons why runs did not pass."""
     best = next((run for run in runs if run.smallest), None)
     answer = f"{best.folder} is the smallest that passes" if best else "none passes"
     whys = [(run.folder, run.reason) for run in runs if run.outcome != "PASS"]

@@ -1,4 +1,4 @@
-"""Plain text for people: what was decided, why, and what to do, 100 columns wide."""
+"""Render plain text for people: the decision, the reasons and the remedies, 100 columns wide."""
 
 import io
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ _MAX_TEXT = 1000
 
 
 def render(documents: Sequence[doc.Document]) -> str:
-    """The documents one after the other."""
+    """Return the documents one after the other."""
     width = UNWRAPPED if any(document.wide for document in documents) else WIDTH
     console = Console(
         file=io.StringIO(),
@@ -42,7 +42,7 @@ def render(documents: Sequence[doc.Document]) -> str:
 
 
 def harmless(text: str) -> Text:
-    """Text from outside: no console markup, no escape sequence, a bounded length."""
+    """Return text from outside without console markup and escape sequences, clipped."""
     return Text(visible(clip(text, _MAX_TEXT)), overflow="fold")
 
 
@@ -58,7 +58,7 @@ def _document(document: doc.Document) -> Iterator[RenderableType]:
 
 
 def _part(part: doc.Part) -> Iterator[RenderableType]:
-    """Blocks with an empty line below each, without the parts of a page alone."""
+    """Yield blocks with an empty line below each. Parts for a page only are left out."""
     match part:
         case doc.Section() if "text" in part.forms:
             yield from _section(part)
@@ -78,8 +78,9 @@ def _part(part: doc.Part) -> Iterator[RenderableType]:
 
 
 def _section(section: doc.Section) -> Iterator[RenderableType]:
-    """The parts below the title; a section with an anchor on a page is known by its content and has
-    none.
+    """Yield the parts below the title.
+
+    A section with an anchor gets no title, because its content is clear without it.
     """
     blocks = [block for part in section.parts for block in _part(part)]
     if blocks and section.title and not section.anchor:
@@ -115,8 +116,9 @@ def _aligned(
 
 
 def _findings(part: doc.FindingList) -> Iterator[RenderableType]:
-    """One block per kind of finding, or per finding: place, what was found and needed, what to
-    do.
+    """Yield a block for each kind of finding, or for each finding if `every` is True.
+
+    A block has the place, what was found, what is needed, and the remedy.
     """
     findings = [finding for _, finding in part.findings]
     if part.every:
@@ -130,7 +132,7 @@ def _findings(part: doc.FindingList) -> Iterator[RenderableType]:
 
 
 def _kind(kind: Folded) -> Iterator[RenderableType]:
-    """One block, and below it what may follow from it, a line for each kind."""
+    """Yield one block for the kind, and below it a line for each kind of possible consequences."""
     block = _finding(replace(kind.first, where=kind.places))
     more = f"  and {kind.count - 1:,} more like it: see --format json (or `check --all`)"
     yield Group(block, Text(more)) if kind.count > 1 else block
