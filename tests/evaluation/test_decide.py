@@ -68,7 +68,28 @@ def test_too_few_documents_are_inconclusive_and_say_how_many(lm_eval_runs: Path)
     assert sums.documents_needed is not None
     assert sums.documents_needed > 400
     assert verdict.reason.startswith("2 of 3 tasks are not settled: ")
-    assert f"sums (read 400 documents, {about(sums.documents_needed)} needed)" in verdict.reason
+
+
+def test_a_task_that_is_too_small_names_a_margin_that_it_settles(
+    copies: Path, lm_eval_runs: Path
+) -> None:
+    sums = task_of(compare(lm_eval_runs, "doubtful"), "sums")
+    assert sums.documents_available == sums.documents == 400
+    assert sums.settling_margin is not None
+    assert "only 400 documents" in sums.remedy
+    assert f"a margin of {100 * sums.settling_margin:.3g} points" in sums.remedy
+    settled = compare(lm_eval_runs, "doubtful", margin=sums.settling_margin)
+    assert task_of(settled, "sums").outcome == "PASS"
+    smaller = compare(lm_eval_runs, "doubtful", margin=sums.settling_margin - 0.01)
+    assert task_of(smaller, "sums").outcome != "PASS"
+    (file,) = (copies / "baseline").rglob("results_*.json")
+    content = json.loads(file.read_text())
+    content["n-samples"]["sums"]["original"] = 100_000
+    file.write_text(json.dumps(content))
+    verdict = decide(copies / "baseline", lm_eval_runs / "doubtful", margin=0.02, alpha=0.05)
+    sums = task_of(verdict, "sums")
+    assert sums.documents_needed is not None
+    assert sums.remedy == f"{about(sums.documents_needed)} documents would settle it"
 
 
 def rows(scores: Sequence[float], prompt: str = "p") -> list[Mapping[str, object]]:
@@ -104,4 +125,4 @@ def test_what_is_about_zero_or_sampled_is_told_in_the_method(
     folder = read_results(copies / "baseline").file.parent
     write_repeated(folder, Repeated(documents=documents, changed=changed, sampled=sampled))
     verdict = compare(copies, "twin")
-    assert verdict.method.endswith(f"; asked again, {changed} of {documents} answers changed")
+    assert verdict.method.endswith(f", asked again: {changed} of {documents} answers changed")

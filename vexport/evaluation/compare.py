@@ -112,6 +112,8 @@ def compare_task(
         candidate_answers=counts[1],
         lost_answers=words,
         too_many_lost=too_many_lost,
+        documents_available=pair.available,
+        settling_margin=_settling_margin(pair, low, needed),
     )
 
 
@@ -264,6 +266,23 @@ def _needed(
     if pair.answers == 1:
         return needed, None
     return needed, seeds_to_settle(documents // pair.answers, pair.answers, worth.design, needed)
+
+
+def _settling_margin(pair: TaskPair, low: float, needed: int | None) -> float | None:
+    """Return the smallest margin that all documents of the task would settle with PASS.
+
+    The bound at the present difference shrinks with the root of the number of documents. The
+    margin is rounded up to half a point. Returns None if the task has enough documents for its
+    present margin, or if its scores are not shares.
+    """
+    if needed is None or pair.available is None or needed <= pair.available:
+        return None
+    if pair.unit != "share":
+        return None
+    difference = float(pair.gain.mean())
+    documents = len(pair.gain) // pair.seeds
+    width = (difference - low) * math.sqrt(documents / pair.available)
+    return math.ceil(200 * max(width - difference, 0.0) + 1e-9) / 200
 
 
 def _changed_wrong(pair: TaskPair) -> int | None:

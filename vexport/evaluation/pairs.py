@@ -45,6 +45,7 @@ class TaskPair:
       the tasks of a group.
     - `in_nats` is True for log-likelihoods.
     - `undecided` is the reason why the metric cannot decide, else empty.
+    - `available` is the number of documents in the whole task or group, None if unknown.
     """
 
     task: str
@@ -59,6 +60,7 @@ class TaskPair:
     also: tuple["TaskPair", ...] = ()
     in_nats: bool = False
     undecided: str = ""
+    available: int | None = None
 
     @property
     def unit(self) -> Unit:
@@ -163,9 +165,20 @@ def gated_tasks(baseline: Results, candidate: Results, choice: Choice) -> tuple[
             wanted in (pair.metric, pair.label) for pair in options if not pair.undecided
         ):
             raise _no_such_gate(f"gate of task {name}", wanted, options, baseline, units[name])
+    gates = {
+        name: _gated(name, metrics, choice.get(name) or everywhere)
+        for name, metrics in by_name.items()
+    }
     return tuple(
-        _gated(name, metrics, choice.get(name) or everywhere) for name, metrics in by_name.items()
+        replace(gate, available=_available(units[name], baseline)) for name, gate in gates.items()
     )
+
+
+def _available(members: Sequence[str], results: Results) -> int | None:
+    """Return the number of documents in these whole tasks, or None if it was not recorded."""
+    sizes = [results.originals.get(member) for member in members]
+    known = [size for size in sizes if size is not None]
+    return sum(known) if len(known) == len(sizes) else None
 
 
 def _no_such_gate(

@@ -58,7 +58,7 @@ def decide(
     """
     if is_accepted(baseline):
         right = read_results(candidate)
-        repeated = _asked_again(right, alpha)
+        repeated = _asked_again(right, "quantized model", alpha)
         if gate:
             got, need = "another choice of gates", "those that were accepted"
             raise InputError("gate", got=got, need=need, fix="leave it out, or accept it again")
@@ -69,7 +69,8 @@ def decide(
         left, right = attempt_all(
             (str(run), partial(read_results, run)) for run in (baseline, candidate)
         )
-        repeated = "".join(_asked_again(run, alpha) for run in (left, right))
+        repeated = _asked_again(left, "baseline", alpha)
+        repeated += _asked_again(right, "quantized model", alpha)
         models = (MODEL, ENDPOINT, REVISION, EMULATED)
         where = ("in the baseline", "in the results")
         circumstances = {
@@ -97,8 +98,8 @@ def _lost_warnings(verdict: Verdict) -> Iterator[str]:
             yield f"{task.task}: {task.lost_answers}"
 
 
-def _asked_again(run: Results, alpha: float) -> str:
-    """Return a text on how many answers changed when the same model ran again.
+def _asked_again(run: Results, side: str, alpha: float) -> str:
+    """Return a text on how many answers changed when the model on one side ran again.
 
     It is "" if that was not measured.
 
@@ -110,7 +111,7 @@ def _asked_again(run: Results, alpha: float) -> str:
     if repeated is None:
         return ""
     require_deterministic(folder, repeated, alpha)
-    return f"; asked again, {repeated.changed} of {repeated.documents} answers changed"
+    return f"; {side}, asked again: {repeated.changed} of {repeated.documents} answers changed"
 
 
 def judge(
@@ -318,22 +319,25 @@ def _not_settled(tasks: Sequence[TaskVerdict], margin: float) -> str:
         change = f"{unit.signed(task.difference)}{unit.name}"
         span = f"between {unit.signed(task.low)} and {unit.signed(task.high)}"
         remedy = "at this difference no number of documents would settle it"
-        if task.documents_needed is not None:
+        if task.has_too_few_documents:
+            remedy = task.remedy
+        elif task.documents_needed is not None:
             seeds = f", or {task.seeds_needed:,} seeds," if task.seeds_needed else ""
             remedy = f"{about(task.documents_needed)}{seeds} would settle it"
         return (
             f"{task.task} is not settled after {_documents(task)}: {change}, {span}, "
             f"{unit.accepted}; {remedy}{_others(tasks, 'INCONCLUSIVE')}"
         )
-    needed = [task.documents_needed for task in unsettled]
-    words = [
-        f"{about(number)} needed" if number else "no number would settle it" for number in needed
-    ]
-    named = [
-        f"{task.task} (read {_documents(task)}, {need})"
-        for task, need in zip(unsettled, words, strict=True)
-    ]
+    named = [f"{task.task} (read {_documents(task)}, {_need(task)})" for task in unsettled]
     return f"{len(unsettled)} of {len(tasks)} tasks are not settled: {_first(named, ', ')}"
+
+
+def _need(task: TaskVerdict) -> str:
+    """Return what would settle a task, in few words."""
+    if task.has_too_few_documents:
+        return task.remedy
+    needed = task.documents_needed
+    return "no number would settle it" if needed is None else f"{about(needed)} needed"
 
 
 def _first(names: Sequence[str], between: str) -> str:

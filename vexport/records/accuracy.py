@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from vexport.records.values import Outcome
+from vexport.records.values import Outcome, about
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -331,6 +331,10 @@ class TaskVerdict:
       None if no number would settle it, or if the outcome is already settled.
     - `seeds` is the number of sampled answers per document. `seeds_needed` sampled answers to the
       same documents would settle the outcome too.
+    - `documents_available` is the number of documents in the whole task, None if it was not
+      recorded. If that is fewer than needed, `settling_margin` is the smallest margin that the
+      whole task would settle with PASS at the present difference. It is None for other scores than
+      shares.
     - `uninformative` is the reason why the task shows nothing, else empty: the baseline is no
       better than chance, so the candidate cannot pass.
 
@@ -376,11 +380,32 @@ class TaskVerdict:
     candidate_answers: AnswerCounts | None = None
     lost_answers: str = ""
     too_many_lost: bool = False
+    documents_available: int | None = None
+    settling_margin: float | None = None
 
     @property
     def in_shares(self) -> bool:
         """Return True if the scores are shares, so that differences are points."""
         return _in_shares(self.unit, self.baseline.value, self.candidate.value)
+
+    @property
+    def has_too_few_documents(self) -> bool:
+        """Return True if the whole task has fewer documents than would settle the outcome."""
+        if self.documents_needed is None or self.documents_available is None:
+            return False
+        return self.documents_needed > self.documents_available
+
+    @property
+    def remedy(self) -> str:
+        """Return what would settle an INCONCLUSIVE outcome, or "" if nothing is known to."""
+        if self.documents_needed is None:
+            return ""
+        if not self.has_too_few_documents:
+            return f"{about(self.documents_needed)} documents would settle it"
+        remedy = f"the task has only {self.documents_available:,} documents: add tasks"
+        if self.settling_margin is None:
+            return remedy
+        return f"{remedy}, or use a margin of {100 * self.settling_margin:.3g} points"
 
 
 TextMeasure = Literal[

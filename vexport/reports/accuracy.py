@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from vexport.records import Comparison, Flip, TaskVerdict, TextLimit, TextVerdict, Verdict
-from vexport.records.values import about, plural
+from vexport.records.values import plural
 from vexport.reports import document as doc
 from vexport.reports.document import (
     TableCell,
@@ -138,10 +138,8 @@ def _lost_table(verdict: Verdict) -> doc.Section | None:
 
 
 def _task_row(task: TaskVerdict) -> Iterator[TableCell]:
-    scale, needed = scale_of(task), task.documents_needed
-    yield TableCell(
-        task_title(task), "" if needed is None else f"{about(needed)} documents would settle it"
-    )
+    scale = scale_of(task)
+    yield TableCell(task_title(task), task.remedy)
     yield badge(task.outcome)
     yield TableCell(count(task.documents), f"{task.seeds} answers each" if task.seeds > 1 else "")
     for score in (task.baseline, task.candidate):

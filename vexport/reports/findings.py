@@ -20,7 +20,7 @@ from vexport.records.gates import (
     findings_gate,
     load_gate,
 )
-from vexport.records.values import about, plural
+from vexport.records.values import plural
 from vexport.reports.formatting import (
     count,
     nats,
@@ -225,11 +225,11 @@ def _task_message(task: "TaskVerdict", margin: float) -> str:
         return f"too many answers that do not count: {task.lost_answers}"
     scale, more = scale_of(task), f"; {task.lost_answers}" if task.too_many_lost else ""
     answers = f", {task.seeds} answers each" if task.seeds > 1 else ""
-    if task.outcome == "INCONCLUSIVE" and task.documents_needed is not None:
-        more = f"; {about(task.documents_needed)} documents would settle it"
+    if task.outcome == "INCONCLUSIVE" and task.remedy:
+        more = f"; {task.remedy}"
     return (
         f"{scale.change(task.difference)} {scale.unit} ({scale.changes(task.low, task.high)}), "
-        f"{scale.limit(margin)} accepted, {count(task.documents)} documents{answers}{more}"
+        f"margin {scale.limit(margin)}, {count(task.documents)} documents{answers}{more}"
     )
 
 
