@@ -8,6 +8,8 @@ from vexport.architectures import STACK, Architecture
 from vexport.records.patterns import matches
 
 EXPERT = re.compile(r"(?P<layer>.*\bexperts)\.\d+$")
+# Output heads. vLLM's ParallelLMHead is not a linear layer and loads weights differently.
+HEADS = ("lm_head", "embed_out")
 # The third projection that vLLM asks for where experts have no gate (compressed_tensors_moe.py).
 NO_UP = "None"
 
@@ -59,6 +61,11 @@ def fuse(names: Iterable[str], architecture: Architecture) -> tuple[FusedLayer, 
             fused, members = owners.get(leaf, (leaf, (leaf,)))
             groups.setdefault(dot + fused, tuple(dot + member for member in members))
     return tuple(FusedLayer(name=name, members=members) for name, members in groups.items())
+
+
+def is_head(name: str) -> bool:
+    """Return True if the layer with this name is an output head."""
+    return name.rpartition(".")[2] in HEADS
 
 
 def moe_layer(name: str) -> str | None:

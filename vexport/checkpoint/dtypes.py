@@ -28,8 +28,6 @@ BITS: Mapping[str, int] = {
     "C64": 64,
 }
 
-FLOATING = frozenset({"F16", "BF16", "F32", "F64"})
-
 _NUMPY = {
     "BOOL": "?",
     "I8": "i1",

@@ -4,18 +4,15 @@ import re
 from collections.abc import Iterator, Mapping
 
 from vexport.architectures.fusion import FusedLayer, part_names
-from vexport.checkpoint.reader import same_bytes
-from vexport.checks.vllm.groups import (
-    INPUT,
-    OUTPUT,
+from vexport.architectures.stored import (
     QUANTIZED_PARAMETERS,
     WITH_OTHERS,
-    ConfigGroup,
-    StoredLayer,
     joined_name,
     quantized_parameters,
     split_name,
 )
+from vexport.checkpoint.reader import same_bytes
+from vexport.checks.vllm.groups import INPUT, OUTPUT, ConfigGroup, StoredLayer
 from vexport.checks.vllm.layout import ModelLayout, impossible_size
 from vexport.checks.vllm.view import DRAFTS, CheckpointView, error, warning
 from vexport.records import Finding, NotJudged

@@ -6,15 +6,15 @@ from dataclasses import replace
 import numpy as np
 
 from vexport.architectures.fusion import FusedLayer
-from vexport.checkpoint.dtypes import FLOATING
+from vexport.architectures.stored import JOINED
 from vexport.checks.numbers import is_lossless_cast, is_rounded_little, rounded
-from vexport.checks.vllm.groups import JOINED, ConfigGroup
+from vexport.checks.vllm.groups import ConfigGroup
 from vexport.checks.vllm.layout import ModelLayout, Shape
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.formats.base import EXPERT, Parameter, Split, partition_of
 from vexport.layers.shapes import parts_of, split_of
 from vexport.numerics import INT32_BITS
-from vexport.records import Finding, TensorInfo
+from vexport.records import FLOATING, Finding, TensorInfo
 
 NAME = "shapes"
 # How `expected` begins in findings on a tensor's shape; other findings are on its dtype, or on

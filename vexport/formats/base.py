@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from vexport.architectures.fusion import is_head
 from vexport.formats.arguments import Arguments, QuantArgs
 from vexport.numerics import E4M3_MAX, INT32_BITS
 from vexport.records import LinearPlan, TensorInfo
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
 # Dimension that tensor parallelism splits: out_features (column-parallel), in_features
 # (row-parallel) or none.
 Split = Literal["out", "in", "none"]
-# Output heads. vLLM's ParallelLMHead is not a linear layer and loads weights differently.
-HEADS = ("lm_head", "embed_out")
 EXPERT = re.compile(r"\.experts\.\d+\.")
 # How vLLM's CPU build runs a scheme: with a native kernel, or with `vexport.engine.cpu_emulation`.
 Cpu = Literal["native", "emulated"]
@@ -72,11 +71,6 @@ def uneven(members: Sequence[LinearPlan], ranks: int, split: Split) -> str | Non
         if size % ranks:
             return f"{split}_features {size} is not a multiple of {ranks} ranks"
     return None
-
-
-def is_head(name: str) -> bool:
-    """Return True if the layer with this name is an output head."""
-    return name.rpartition(".")[2] in HEADS
 
 
 def partial_group(partition: Partition, group: int | None) -> str | None:

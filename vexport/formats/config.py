@@ -16,12 +16,12 @@ from vexport.architectures.fusion import (
     all_names,
     also_asked,
     below,
+    is_head,
     looked_up,
     moe_layer,
 )
 from vexport.errors import InputError
 from vexport.formats.arguments import QuantArgs, SchemeArgs, arguments_adapter
-from vexport.formats.base import is_head
 from vexport.formats.plan import FusionGroup, Plan
 from vexport.records import AttentionLayer, HeadRanges, Json, KeyValueRanges, KvCache, TensorSpec
 

@@ -5,14 +5,15 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 
 from vexport.architectures import STACK
 from vexport.architectures.fusion import (
+    HEADS,
     FusedLayer,
     all_names,
     also_asked,
     below,
+    is_head,
     looked_up,
     matches_any,
 )
-from vexport.formats.base import HEADS, is_head
 from vexport.layers.linears import Names
 
 

@@ -10,14 +10,12 @@ from typing import Literal
 from vexport.architectures import STACK, Architecture
 from vexport.architectures.config import head_width, known_size, text_config
 from vexport.architectures.fusion import moe_layer
-from vexport.checkpoint.dtypes import FLOATING
-from vexport.checkpoint.index import SourceIndex
-from vexport.formats.config import KV_CACHES
+from vexport.architectures.stored import Headers
 from vexport.records import (
+    FLOATING,
     AttentionLayer,
     Finding,
     Json,
-    KvCache,
     LinearPlan,
     TensorInfo,
     WeightPart,
@@ -121,8 +119,8 @@ class Names:
         return self.architecture.vllm_name(module)
 
 
-def names_of(index: SourceIndex, architecture: Architecture) -> Names:
-    """The reading of a checkpoint's names."""
+def names_of(index: Headers, architecture: Architecture) -> Names:
+    """Return how the names of a checkpoint are read."""
     text = text_config(index.config)
     layers = text.get("num_hidden_layers")
     return Names(
@@ -134,7 +132,7 @@ def names_of(index: SourceIndex, architecture: Architecture) -> Names:
     )
 
 
-def _is_transposed(index: SourceIndex, architecture: Architecture, hidden: Json) -> bool:
+def _is_transposed(index: Headers, architecture: Architecture, hidden: Json) -> bool:
     """Return whether tensors of all experts are (experts, in, out): by hidden_size, or as the class
     has them.
 
@@ -148,7 +146,7 @@ def _is_transposed(index: SourceIndex, architecture: Architecture, hidden: Json)
     return architecture.transposed_experts
 
 
-def find_linears(index: SourceIndex, names: Names) -> Iterator[LinearPlan]:
+def find_linears(index: Headers, names: Names) -> Iterator[LinearPlan]:
     """The linear layers among the tensors, in file order: two-dimensional floating-point weights
     that are no embedding, and the experts of tensors that hold all experts of a layer."""
     for tensor in index.tensors.values():
@@ -228,15 +226,13 @@ def _stacked_experts(tensor: TensorInfo, names: Names) -> Iterator[LinearPlan]:
 
 
 def attention_layers(
-    rows: Mapping[str, int | None], names: Names, kv_cache: KvCache | None
+    rows: Mapping[str, int | None], names: Names, *, per_head: bool
 ) -> tuple[AttentionLayer, ...]:
-    """Return the decoder's attention layers that need scales of the KV cache.
+    """Return the decoder's attention layers, which may get scales of the KV cache.
 
-    `rows` has the out_features of each linear layer, None for unknown ones.
+    `rows` has the out_features of each linear layer, None for unknown ones. With `per_head` each
+    KV head has its own scales.
     """
-    if kv_cache is None:
-        return ()
-    per_head = KV_CACHES[kv_cache].strategy == "attn_head"
     return tuple(
         AttentionLayer(
             name=linear.rpartition(".")[0],

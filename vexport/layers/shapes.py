@@ -6,8 +6,8 @@ from itertools import accumulate
 
 from vexport.architectures import Reordering
 from vexport.architectures.config import QUERIES, known_size, part_sizes
-from vexport.architectures.fusion import FusedLayer, looked_up, moe_layer
-from vexport.formats.base import Split, is_head, uneven
+from vexport.architectures.fusion import FusedLayer, is_head, looked_up, moe_layer
+from vexport.formats.base import Split, uneven
 from vexport.formats.plan import FusionGroup
 from vexport.formats.schemes import Scheme
 from vexport.layers.linears import Names, makes_keys

@@ -1,6 +1,6 @@
 """From headers, rules and the architecture's fused modules to a plan; no tensor data is read."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -8,6 +8,7 @@ from vexport.architectures import resolve
 from vexport.architectures.fusion import FusedLayer, fuse, moe_layer
 from vexport.checkpoint.index import SourceIndex, find_quantization
 from vexport.errors import InputError
+from vexport.formats.config import KV_CACHES
 from vexport.formats.plan import FusionGroup, Plan, Treatment
 from vexport.formats.schemes import Scheme, group_sizes, regrouped
 from vexport.layers.blocks import output_bytes
@@ -32,7 +33,7 @@ from vexport.layers.shapes import (
     unsupported,
 )
 from vexport.plan.rules import choose_rule, hidden_rules, require_matching_rules, smoothing_strength
-from vexport.records import Finding, KvCache, OnUnsupportedShape
+from vexport.records import AttentionLayer, Finding, KvCache, OnUnsupportedShape
 
 if TYPE_CHECKING:
     from vexport.scenario import Rule
@@ -99,8 +100,12 @@ def build_plan(
             groups.append(FusionGroup.treated(layer, members, treatment))
     groups, fitted, unfit = _fitted(groups, names, settings)
     rows = {name: linear.out_features for name, linear in linears.items()}
-    attention = attention_layers(rows, names, settings.kv_cache)
-    uncached = refused_caches(attention, linears) if settings.kv_cache else ()
+    attention: tuple[AttentionLayer, ...] = ()
+    uncached: Iterable[Finding] = ()
+    if settings.kv_cache is not None:
+        per_head = KV_CACHES[settings.kv_cache].strategy == "attn_head"
+        attention = attention_layers(rows, names, per_head=per_head)
+        uncached = refused_caches(attention, linears)
     refusals = [*misruled, *unfit, *uncached]
     quantized = {member.name for group in groups for member in group.members}
     if groups or not refusals:

@@ -64,6 +64,7 @@ from vexport.records.findings import (
     without_details,
 )
 from vexport.records.plan import (
+    FLOATING,
     AttentionLayer,
     GpuOutlook,
     GroupSize,

@@ -5,6 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+# safetensors' names of the dtypes of unquantized weights.
+FLOATING = frozenset({"F16", "BF16", "F32", "F64"})
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:

@@ -21,7 +21,7 @@ from vexport.formats.config import K_SCALE, KV_CACHES, V_SCALE, kv_layout
 from vexport.formats.dequantize import ct_scheme
 from vexport.layers.linears import attention_layers
 from vexport.numerics.metrics import quantization_error
-from vexport.records import Json, KvCache, Repair, WeightChange
+from vexport.records import Json, Repair, WeightChange
 from vexport.repair import Family, config
 from vexport.repair.global_scales import reciprocals, unequal_inputs, unequal_weights
 from vexport.repair.write import LOSSLESS, Changes, Edit, inside
@@ -140,10 +140,8 @@ def kv_cache(view: CheckpointView, source: ComparedSource | None) -> Changes:
     scheme = parse_args((view.quantization or {}).get("kv_cache_scheme"))
     if isinstance(scheme, str) or scheme.dynamic:
         return Changes()
-    kind: KvCache = (
-        "fp8_per_head" if scheme.strategy == KV_CACHES["fp8_per_head"].strategy else "fp8"
-    )
-    layers = attention_layers(_rows(view), view.names, kind)
+    per_head = scheme.strategy == KV_CACHES["fp8_per_head"].strategy
+    layers = attention_layers(_rows(view), view.names, per_head=per_head)
     missing = {finding.where for finding in announced.run(view)} - view.index.tensors.keys()
     if not all(
         f"{layer.name}.{parameter}" in missing

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from vexport.architectures import Architecture
-from vexport.architectures.fusion import FusedLayer, moe_layer
-from vexport.checkpoint.dtypes import FLOATING
-from vexport.checkpoint.index import SourceIndex
+from vexport.architectures.fusion import FusedLayer, is_head, moe_layer
+from vexport.architectures.stored import QUANTIZED_PARAMETERS
 from vexport.formats import nearest_format, vllm_format
 from vexport.formats.arguments import QuantArgs, parse_args
-from vexport.formats.base import Format, Parameter, is_head
+from vexport.formats.base import Format, Parameter
 from vexport.records import Json, TensorInfo
 from vexport.records.patterns import REGEX, Patterns, matches
 
@@ -232,85 +231,6 @@ def online_transforms(quantization: Mapping[str, Json]) -> Iterator[OnlineTransf
 def _patterns(raw: Json) -> Patterns:
     listed = raw if isinstance(raw, list) else [raw] if isinstance(raw, str) else []
     return Patterns(map(str, listed))
-
-
-# Parameters of a linear layer that compressed-tensors stores next to or instead of its weight.
-QUANTIZED_PARAMETERS = frozenset(
-    {
-        "weight_packed",
-        "weight_scale",
-        "weight_zero_point",
-        "weight_shape",
-        "weight_g_idx",
-        "weight_global_scale",
-        "input_scale",
-        "input_zero_point",
-        "input_global_scale",
-        # Parameters of other methods.
-        "qweight",
-        "qzeros",
-        "weight_scale_inv",
-        "weight_scale_2",
-        "input_scale_2",
-        "blocks",
-    }
-)
-# Parameters that never occur alone.
-WITH_OTHERS = frozenset({"scales", "g_idx"})
-# Parameters of all experts of a layer that are joined to their projection's name (gpt-oss).
-JOINED = re.compile(
-    r"(?P<module>.*\.experts\.(?:gate_up|down)_proj)_(?P<parameter>blocks|scales|bias)"
-)
-
-
-def quantized_parameters(parameters: Mapping[str, TensorInfo]) -> list[str]:
-    """The parameters of a layer that are those of a quantized one; a weight of 8 bits is one by its
-    dtype.
-    """
-    return sorted(
-        parameter
-        for parameter, tensor in parameters.items()
-        if parameter in QUANTIZED_PARAMETERS
-        or (parameter == "weight" and tensor.dtype not in FLOATING)
-    )
-
-
-def linear_modules(
-    index: SourceIndex, architecture: Architecture
-) -> dict[str, dict[str, TensorInfo]]:
-    """Parameters by linear module: modules with quantized parameters or a two-dimensional
-    weight.
-    """
-    modules: dict[str, dict[str, TensorInfo]] = {}
-    for tensor in index.tensors.values():
-        module, parameter = split_name(tensor.name)
-        if parameter in QUANTIZED_PARAMETERS | WITH_OTHERS or parameter in ("weight", "bias"):
-            modules.setdefault(module, {})[parameter] = tensor
-    return {name: each for name, each in modules.items() if _is_linear(name, each, architecture)}
-
-
-def split_name(name: str) -> tuple[str, str]:
-    """The module and the parameter that a tensor's name is made of."""
-    joined = JOINED.fullmatch(name)
-    if joined is not None:
-        return joined["module"], joined["parameter"]
-    module, _, parameter = name.rpartition(".")
-    return module, parameter
-
-
-def joined_name(module: str, parameter: str) -> str:
-    """The name of a module's tensor."""
-    joined = f"{module}_{parameter}"
-    return joined if JOINED.fullmatch(joined) else f"{module}.{parameter}"
-
-
-def _is_linear(
-    module: str, parameters: Mapping[str, TensorInfo], architecture: Architecture
-) -> bool:
-    if QUANTIZED_PARAMETERS & parameters.keys():
-        return True
-    weight = parameters.get("weight")
-    return weight is not None and len(weight.shape) == 2 and not architecture.is_table(module)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

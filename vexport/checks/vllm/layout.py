@@ -12,7 +12,7 @@ from vexport.architectures import Architecture, with_stars
 from vexport.architectures.config import LARGEST, shown, text_config
 from vexport.architectures.fusion import moe_layer
 from vexport.architectures.layouts import ClassLayout, Expected, expected_tensors, get_layout
-from vexport.checks.vllm.groups import joined_name, split_name
+from vexport.architectures.stored import joined_name, split_name
 from vexport.records import Json
 from vexport.version import PINNED, Version
 

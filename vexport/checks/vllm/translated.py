@@ -6,8 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from vexport.architectures.fusion import FusedLayer
+from vexport.architectures.stored import joined_name
 from vexport.checkpoint.reader import Derived, DerivedReader
-from vexport.checks.vllm.groups import ConfigGroup, joined_name
+from vexport.checks.vllm.groups import ConfigGroup
 from vexport.checks.vllm.quant_methods.base import MethodGroup
 from vexport.checks.vllm.view import CheckFunction, CheckpointView
 from vexport.records import Finding, TensorInfo

@@ -15,10 +15,10 @@ from vexport.architectures import (
     version_with,
 )
 from vexport.architectures.config import text_config
-from vexport.architectures.fusion import FusedLayer, fuse, looked_up, moe_layer, part_names
+from vexport.architectures.fusion import FusedLayer, fuse, is_head, looked_up, moe_layer, part_names
+from vexport.architectures.stored import linear_modules, quantized_parameters, split_name
 from vexport.architectures.tables import table_versions
 from vexport.architectures.versions import VersionFacts, facts_of, nearest_version, with_facts
-from vexport.checkpoint.dtypes import FLOATING
 from vexport.checkpoint.index import (
     QUANTIZATION_CONFIG,
     SourceIndex,
@@ -35,19 +35,15 @@ from vexport.checks.vllm.groups import (
     group_for,
     group_of_class,
     ignored,
-    linear_modules,
     of_attention,
     online_transforms,
     parse_group,
-    quantized_parameters,
-    split_name,
     targets_of,
 )
 from vexport.checks.vllm.layout import ModelLayout, Shape, layout_of
 from vexport.checks.vllm.quant_methods import METHODS, method_name, read_method
-from vexport.formats.base import is_head
 from vexport.layers.linears import PREDICTION, Names, names_of
-from vexport.records import Finding, Json, LinearPlan, TensorInfo
+from vexport.records import FLOATING, Finding, Json, LinearPlan, TensorInfo
 from vexport.records.patterns import Patterns
 from vexport.version import PINNED, Version
 

@@ -6,6 +6,7 @@ Source: vllm/model_executor/layers/quantization/inc/inc.py, config_parser.py and
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from vexport.architectures.fusion import is_head
 from vexport.checks.vllm.quant_methods import fp8
 from vexport.checks.vllm.quant_methods.base import (
     MethodConfig,
@@ -18,7 +19,7 @@ from vexport.checks.vllm.quant_methods.base import (
 from vexport.checks.vllm.quant_methods.gptq import Gptq
 from vexport.checks.vllm.quant_methods.integers import Awq, integer_group
 from vexport.formats.arguments import Arguments
-from vexport.formats.base import GpuSupport, is_head
+from vexport.formats.base import GpuSupport
 from vexport.numerics import MX_GROUP
 from vexport.records import Json
 from vexport.records.patterns import REGEX, matches

@@ -7,7 +7,6 @@ vllm/model_executor/models/gpt_oss.py.
 
 from collections.abc import Mapping
 
-from vexport.checkpoint.dtypes import FLOATING
 from vexport.checks.vllm.quant_methods.base import (
     MethodConfig,
     MethodGroup,
@@ -18,7 +17,7 @@ from vexport.checks.vllm.quant_methods.base import (
 from vexport.formats.arguments import Arguments
 from vexport.formats.base import GpuSupport, Parameter, Partition, exact
 from vexport.numerics import MX_GROUP
-from vexport.records import TensorInfo
+from vexport.records import FLOATING, TensorInfo
 
 SOURCE = "mxfp4.py"
 MODEL_TYPE = "gpt_oss"

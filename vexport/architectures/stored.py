@@ -1,0 +1,98 @@
+"""The tensors of a checkpoint by module and parameter, and which modules are linear layers."""
+
+import re
+from collections.abc import Mapping
+from typing import Protocol
+
+from vexport.architectures import Architecture
+from vexport.records import FLOATING, Json, TensorInfo
+
+
+class Headers(Protocol):
+    """The config and the tensors of a checkpoint, and the model class that the config names."""
+
+    @property
+    def config(self) -> Mapping[str, Json]: ...
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]: ...
+
+    @property
+    def architecture(self) -> str: ...
+
+
+# Parameters of a linear layer that compressed-tensors stores next to or instead of its weight.
+QUANTIZED_PARAMETERS = frozenset(
+    {
+        "weight_packed",
+        "weight_scale",
+        "weight_zero_point",
+        "weight_shape",
+        "weight_g_idx",
+        "weight_global_scale",
+        "input_scale",
+        "input_zero_point",
+        "input_global_scale",
+        # Parameters of other methods.
+        "qweight",
+        "qzeros",
+        "weight_scale_inv",
+        "weight_scale_2",
+        "input_scale_2",
+        "blocks",
+    }
+)
+# Parameters that never occur alone.
+WITH_OTHERS = frozenset({"scales", "g_idx"})
+# Parameters of all experts of a layer that are joined to their projection's name (gpt-oss).
+JOINED = re.compile(
+    r"(?P<module>.*\.experts\.(?:gate_up|down)_proj)_(?P<parameter>blocks|scales|bias)"
+)
+
+
+def quantized_parameters(parameters: Mapping[str, TensorInfo]) -> list[str]:
+    """The parameters of a layer that are those of a quantized one; a weight of 8 bits is one by its
+    dtype.
+    """
+    return sorted(
+        parameter
+        for parameter, tensor in parameters.items()
+        if parameter in QUANTIZED_PARAMETERS
+        or (parameter == "weight" and tensor.dtype not in FLOATING)
+    )
+
+
+def linear_modules(index: Headers, architecture: Architecture) -> dict[str, dict[str, TensorInfo]]:
+    """Parameters by linear module: modules with quantized parameters or a two-dimensional
+    weight.
+    """
+    modules: dict[str, dict[str, TensorInfo]] = {}
+    for tensor in index.tensors.values():
+        module, parameter = split_name(tensor.name)
+        if parameter in QUANTIZED_PARAMETERS | WITH_OTHERS or parameter in ("weight", "bias"):
+            modules.setdefault(module, {})[parameter] = tensor
+    return {name: each for name, each in modules.items() if _is_linear(name, each, architecture)}
+
+
+def split_name(name: str) -> tuple[str, str]:
+    """The module and the parameter that a tensor's name is made of."""
+    joined = JOINED.fullmatch(name)
+    if joined is not None:
+        return joined["module"], joined["parameter"]
+    module, _, parameter = name.rpartition(".")
+    return module, parameter
+
+
+def joined_name(module: str, parameter: str) -> str:
+    """The name of a module's tensor."""
+    joined = f"{module}_{parameter}"
+    return joined if JOINED.fullmatch(joined) else f"{module}.{parameter}"
+
+
+def _is_linear(
+    module: str, parameters: Mapping[str, TensorInfo], architecture: Architecture
+) -> bool:
+    if QUANTIZED_PARAMETERS & parameters.keys():
+        return True
+    weight = parameters.get("weight")
+    return weight is not None and len(weight.shape) == 2 and not architecture.is_table(module)
