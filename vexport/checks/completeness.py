@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Mapping
 
 from vexport.architectures.fusion import FusedLayer, part_names
+from vexport.architectures.layout import ModelLayout, impossible_size
 from vexport.architectures.stored import (
     QUANTIZED_PARAMETERS,
     WITH_OTHERS,
@@ -13,7 +14,6 @@ from vexport.architectures.stored import (
 )
 from vexport.checkpoint.reader import same_bytes
 from vexport.checks.vllm.groups import INPUT, OUTPUT, ConfigGroup, StoredLayer
-from vexport.checks.vllm.layout import ModelLayout, impossible_size
 from vexport.checks.vllm.view import DRAFTS, CheckpointView, error, warning
 from vexport.records import Finding, NotJudged
 

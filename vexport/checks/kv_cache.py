@@ -5,11 +5,11 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
+from vexport.architectures.linears import makes_keys
 from vexport.checks.numbers import PLACEHOLDER, is_zero, largest_output
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.checks.vllm.zeros import is_empty
 from vexport.formats.base import FLOAT_SCALES
-from vexport.layers.linears import makes_keys
 from vexport.numerics import E4M3_MAX
 from vexport.records import Finding, Json, TensorInfo
 

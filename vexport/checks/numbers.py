@@ -10,10 +10,10 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
+from vexport.architectures.layout import ATTENTION_NORM
 from vexport.checkpoint.dtypes import BITS, to_numpy
 from vexport.checkpoint.reader import Reader
 from vexport.checks.vllm.groups import ConfigGroup, StoredLayer
-from vexport.checks.vllm.layout import ATTENTION_NORM
 from vexport.checks.vllm.view import CheckpointView, error
 from vexport.numerics import GLOBAL_SCALE_NUMERATOR
 from vexport.records import Finding, TensorInfo

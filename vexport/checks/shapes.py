@@ -6,10 +6,10 @@ from dataclasses import replace
 import numpy as np
 
 from vexport.architectures.fusion import FusedLayer
+from vexport.architectures.layout import ModelLayout, Shape
 from vexport.architectures.stored import JOINED
 from vexport.checks.numbers import is_lossless_cast, is_rounded_little, rounded
 from vexport.checks.vllm.groups import ConfigGroup
-from vexport.checks.vllm.layout import ModelLayout, Shape
 from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.formats.base import EXPERT, Parameter, Split, partition_of
 from vexport.layers.shapes import parts_of, split_of

@@ -3,12 +3,12 @@
 from collections.abc import Iterator, Sequence
 
 from vexport.architectures.fusion import NO_UP, FusedLayer, is_head
+from vexport.architectures.linears import stacked_ending
 from vexport.architectures.stored import quantized_parameters
 from vexport.checks.vllm.groups import ConfigGroup, of_attention
 from vexport.checks.vllm.view import CheckpointView, error
 from vexport.formats import PACKED
 from vexport.formats.arguments import described
-from vexport.layers.linears import stacked_ending
 from vexport.numerics import INT32_BITS
 from vexport.records import FLOATING, Finding
 from vexport.version import short_version

@@ -12,8 +12,8 @@ from typing import cast, get_args
 from pydantic import JsonValue, PydanticUserError, TypeAdapter, ValidationError
 
 from vexport.architectures.config import known_size, text_config
+from vexport.architectures.layout import impossible_size
 from vexport.checkpoint.index import read_index
-from vexport.checks.vllm.layout import impossible_size
 from vexport.engine.messages import ArgumentsRequest, InputProblem
 from vexport.engine.session import Worker, log_folder, raise_found
 from vexport.engine.worker import CPU, answer_request, input_problem

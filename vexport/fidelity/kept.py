@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from vexport.architectures.linears import PREDICTION
 from vexport.checkpoint.chat_template import FILE, chat_templates
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader, same_bytes
@@ -20,7 +21,6 @@ from vexport.checks.vllm.view import CheckpointView
 from vexport.errors import InputError
 from vexport.fidelity.source import SourceTensors
 from vexport.files import read_json
-from vexport.layers.linears import PREDICTION
 from vexport.records import Finding, Json, Severity, TensorInfo
 
 # Tensors that vLLM computes and does not load (AutoWeightsLoader, load_weights of its models).

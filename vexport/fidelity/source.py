@@ -5,13 +5,13 @@ from functools import cached_property
 
 import torch
 
+from vexport.architectures.linears import find_linears
 from vexport.architectures.stored import joined_name
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.tensors import read_tensor, read_weight
 from vexport.checks.vllm.groups import StoredLayer
 from vexport.checks.vllm.view import CheckpointView
-from vexport.layers.linears import find_linears
 from vexport.records import FLOATING, LinearPlan, TensorInfo
 
 

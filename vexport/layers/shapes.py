@@ -7,10 +7,10 @@ from itertools import accumulate
 from vexport.architectures import Reordering
 from vexport.architectures.config import QUERIES, known_size, part_sizes
 from vexport.architectures.fusion import FusedLayer, is_head, looked_up, moe_layer
+from vexport.architectures.linears import Names, makes_keys
 from vexport.formats.base import Split, uneven
 from vexport.formats.plan import FusionGroup
 from vexport.formats.schemes import Scheme
-from vexport.layers.linears import Names, makes_keys
 from vexport.records import Finding, Json, LinearPlan, TensorSpec
 
 WEIGHTS = ("weight", "weight_packed")

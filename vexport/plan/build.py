@@ -6,14 +6,8 @@ from typing import TYPE_CHECKING, Literal
 
 from vexport.architectures import resolve
 from vexport.architectures.fusion import FusedLayer, fuse, moe_layer
-from vexport.checkpoint.index import SourceIndex, find_quantization
-from vexport.errors import InputError
-from vexport.formats.config import KV_CACHES
-from vexport.formats.plan import FusionGroup, Plan, Treatment
-from vexport.formats.schemes import Scheme, group_sizes, regrouped
-from vexport.layers.blocks import output_bytes
-from vexport.layers.ignore import ignored, ignored_head
-from vexport.layers.linears import (
+from vexport.architectures.ignore import ignored, ignored_head
+from vexport.architectures.linears import (
     Names,
     Place,
     attention_layers,
@@ -22,6 +16,12 @@ from vexport.layers.linears import (
     names_of,
     refused_caches,
 )
+from vexport.checkpoint.index import SourceIndex, find_quantization
+from vexport.errors import InputError
+from vexport.formats.config import KV_CACHES
+from vexport.formats.plan import FusionGroup, Plan, Treatment
+from vexport.formats.schemes import Scheme, group_sizes, regrouped
+from vexport.layers.blocks import output_bytes
 from vexport.layers.shapes import (
     OTHER_RANKS,
     SHAPE,

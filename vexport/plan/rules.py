@@ -7,10 +7,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from vexport.architectures.linears import Place
 from vexport.errors import InputError, raise_all
 from vexport.formats.plan import FusionGroup, Plan, Treatment
 from vexport.formats.schemes import KEEP, get_scheme
-from vexport.layers.linears import Place
 from vexport.records import Finding, Smoothing
 from vexport.records.calibration import Rounding
 from vexport.records.observer_names import BY_IMPORTANCE, EXPANDED, IMPORTANCE, MIN_MAX

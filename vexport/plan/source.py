@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from vexport.architectures import resolve
+from vexport.architectures.linears import Names, names_of
 from vexport.checkpoint.dtypes import num_bytes
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checkpoint.source import pinned_source, resolve_source, source_headers
@@ -28,7 +29,6 @@ from vexport.formats.schemes import (
     with_group_size,
 )
 from vexport.layers.blocks import quantized_bytes
-from vexport.layers.linears import Names, names_of
 from vexport.layers.shapes import kind_of_group, unsupported
 from vexport.plan.build import PlanSettings, build_plan, fitting_sizes, hidden_rule_notes
 from vexport.plan.own_code import untrusted_place

@@ -8,13 +8,13 @@ from dataclasses import fields, replace
 from typing import TYPE_CHECKING
 
 from vexport.architectures.fusion import FusedLayer, is_head, moe_layer
+from vexport.architectures.ignore import ignored
 from vexport.checkpoint.index import COMPRESSION_CONFIG, QUANTIZATION_CONFIG, TEXT
 from vexport.checks.vllm.groups import ConfigGroup, fits
 from vexport.checks.vllm.quant_methods import METHOD
 from vexport.checks.vllm.view import CheckpointView
 from vexport.formats.arguments import QuantArgs
 from vexport.formats.config import targets_of
-from vexport.layers.ignore import ignored
 from vexport.records import Json, Repair
 from vexport.repair.write import LOSSLESS, Changes, inside
 

@@ -9,6 +9,7 @@ import torch
 from compressed_tensors.compressors.format import infer_module_format
 from torch.nn import Linear
 
+from vexport.architectures.linears import attention_layers
 from vexport.checkpoint.index import QUANTIZATION_CONFIG
 from vexport.checks import kv_cache as announced
 from vexport.checks.config import FORMAT_NAMES
@@ -19,7 +20,6 @@ from vexport.fidelity.source import ComparedSource, SourceTensors
 from vexport.formats.arguments import Strategy, parse_args
 from vexport.formats.config import K_SCALE, KV_CACHES, V_SCALE, kv_layout
 from vexport.formats.dequantize import ct_scheme
-from vexport.layers.linears import attention_layers
 from vexport.numerics.metrics import quantization_error
 from vexport.records import Json, Repair, WeightChange
 from vexport.repair import Family, config

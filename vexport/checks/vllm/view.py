@@ -16,6 +16,8 @@ from vexport.architectures import (
 )
 from vexport.architectures.config import text_config
 from vexport.architectures.fusion import FusedLayer, fuse, is_head, looked_up, moe_layer, part_names
+from vexport.architectures.layout import ModelLayout, Shape, layout_of
+from vexport.architectures.linears import PREDICTION, Names, names_of
 from vexport.architectures.stored import linear_modules, quantized_parameters, split_name
 from vexport.architectures.tables import table_versions
 from vexport.architectures.versions import VersionFacts, facts_of, nearest_version, with_facts
@@ -40,9 +42,7 @@ from vexport.checks.vllm.groups import (
     parse_group,
     targets_of,
 )
-from vexport.checks.vllm.layout import ModelLayout, Shape, layout_of
 from vexport.checks.vllm.quant_methods import METHODS, method_name, read_method
-from vexport.layers.linears import PREDICTION, Names, names_of
 from vexport.records import FLOATING, Finding, Json, LinearPlan, TensorInfo
 from vexport.records.patterns import Patterns
 from vexport.version import PINNED, Version

@@ -14,7 +14,7 @@ from vexport.architectures.fusion import (
     looked_up,
     matches_any,
 )
-from vexport.layers.linears import Names
+from vexport.architectures.linears import Names
 
 
 def ignored(
