@@ -21,7 +21,16 @@ from vexport.records.observer_names import OBSERVERS
 PACKAGE = Path(__file__).parent.parent / "vexport"
 # Files of a plug-in folder that are no plug-in but what plug-ins share.
 SHARED = {
-    "formats": {"arguments", "base", "config", "dequantize", "input_rounding", "plan", "schemes"},
+    "formats": {
+        "arguments",
+        "base",
+        "config",
+        "dequantize",
+        "input_rounding",
+        "plan",
+        "schemes",
+        "shapes",
+    },
     "observers": {"base", "bases", "flatten", "older", "qparams", "search"},
     "checks": {"numbers"},
 }

@@ -17,7 +17,7 @@ LAYERS = (
     {"__init__", "records"},
     {"files", "bus_errors", "architectures", "numerics"},
     {"checkpoint", "outputs", "formats", "observers", "config_files"},
-    {"scenario", "calibration", "layers"},
+    {"scenario", "calibration"},
     {"plan", "checks"},
     {"quantize", "fidelity", "engine"},
     {"inference"},

@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 
-from vexport.formats.base import Split
+from vexport.architectures.ranks import Split
 from vexport.formats.schemes import get_scheme
 from vexport.records import LinearPlan
 

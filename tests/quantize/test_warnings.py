@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.reports import sample
-from vexport.layers.shapes import KEPT
+from vexport.plan.shapes import KEPT
 from vexport.quantize.warnings import (
     MAX_NAMED,
     USUAL_TOKENS,

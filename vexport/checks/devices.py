@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from vexport.architectures import with_stars
 from vexport.architectures.config import head_width
 from vexport.architectures.fusion import FusedLayer
+from vexport.architectures.ranks import heads_of
 from vexport.architectures.versions import VersionFacts, facts_of, known_versions
 from vexport.checks.kv_cache import cache_scales
 from vexport.checks.vllm.groups import ConfigGroup
@@ -20,7 +21,7 @@ from vexport.checks.vllm.view import CheckpointView, error, warning
 from vexport.formats import MXFP4, PACKED
 from vexport.formats.arguments import SchemeArgs, input_bits, precision
 from vexport.formats.schemes import Scheme
-from vexport.layers.shapes import heads_of, unsupported_on
+from vexport.formats.shapes import unsupported_on
 from vexport.records import Finding
 from vexport.version import PINNED, short_version
 

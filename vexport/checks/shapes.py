@@ -7,12 +7,12 @@ import numpy as np
 
 from vexport.architectures.fusion import FusedLayer
 from vexport.architectures.layout import ModelLayout, Shape
+from vexport.architectures.ranks import Split, parts_of, split_of
 from vexport.architectures.stored import JOINED
 from vexport.checks.numbers import is_lossless_cast, is_rounded_little, rounded
 from vexport.checks.vllm.groups import ConfigGroup
 from vexport.checks.vllm.view import CheckpointView, error, warning
-from vexport.formats.base import EXPERT, Parameter, Split, partition_of
-from vexport.layers.shapes import parts_of, split_of
+from vexport.formats.base import EXPERT, Parameter, partition_of
 from vexport.numerics import INT32_BITS
 from vexport.records import FLOATING, Finding, TensorInfo
 

@@ -13,13 +13,13 @@ from pydantic import JsonValue, PydanticUserError, TypeAdapter, ValidationError
 
 from vexport.architectures.config import known_size, text_config
 from vexport.architectures.layout import impossible_size
+from vexport.architectures.ranks import Heads
 from vexport.checkpoint.index import read_index
 from vexport.engine.messages import ArgumentsRequest, InputProblem
 from vexport.engine.session import Worker, log_folder, raise_found
 from vexport.engine.worker import CPU, answer_request, input_problem
 from vexport.errors import EnvironmentFault, InputError, VexportError, nearest
 from vexport.files import read_json_object
-from vexport.layers.shapes import Heads
 from vexport.records import silent
 from vexport.scenario.serve import Serve
 

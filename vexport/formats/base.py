@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from vexport.architectures.fusion import is_head
+from vexport.architectures.ranks import Split
 from vexport.formats.arguments import Arguments, QuantArgs
 from vexport.numerics import E4M3_MAX, INT32_BITS
 from vexport.records import LinearPlan, TensorInfo
@@ -21,9 +22,6 @@ if TYPE_CHECKING:
     Bytes = npt.NDArray[np.uint8]
     Codes = npt.NDArray[np.integer[Any]]
 
-# Dimension that tensor parallelism splits: out_features (column-parallel), in_features
-# (row-parallel) or none.
-Split = Literal["out", "in", "none"]
 EXPERT = re.compile(r"\.experts\.\d+\.")
 # How vLLM's CPU build runs a scheme: with a native kernel, or with `vexport.engine.cpu_emulation`.
 Cpu = Literal["native", "emulated"]
@@ -59,18 +57,6 @@ def partition_of(members: Sequence[LinearPlan], ranks: int, split: Split) -> Par
         experts=EXPERT.search(members[0].name) is not None,
         head=is_head(members[0].name),
     )
-
-
-def uneven(members: Sequence[LinearPlan], ranks: int, split: Split) -> str | None:
-    """Return why this number of ranks cannot share the layers, or None.
-
-    Source: `divide` in vllm/distributed/utils.py.
-    """
-    for member in members if split != "none" else ():
-        size = member.out_features if split == "out" else member.in_features
-        if size % ranks:
-            return f"{split}_features {size} is not a multiple of {ranks} ranks"
-    return None
 
 
 def partial_group(partition: Partition, group: int | None) -> str | None:

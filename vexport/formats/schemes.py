@@ -16,6 +16,7 @@ from typing import Literal, get_args
 
 from pydantic import TypeAdapter
 
+from vexport.architectures.ranks import Split, uneven
 from vexport.errors import InputError, nearest
 from vexport.formats import WRITTEN, vllm_format, written_format
 from vexport.formats.arguments import (
@@ -26,7 +27,7 @@ from vexport.formats.arguments import (
     contradictions,
     parse_args,
 )
-from vexport.formats.base import Format, Split, partition_of, uneven
+from vexport.formats.base import Format, partition_of
 from vexport.numerics import MX_GROUP
 from vexport.records import Json, LinearPlan, TensorSpec
 

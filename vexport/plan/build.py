@@ -21,8 +21,9 @@ from vexport.errors import InputError
 from vexport.formats.config import KV_CACHES
 from vexport.formats.plan import FusionGroup, Plan, Treatment
 from vexport.formats.schemes import Scheme, group_sizes, regrouped
-from vexport.layers.blocks import output_bytes
-from vexport.layers.shapes import (
+from vexport.plan.blocks import output_bytes
+from vexport.plan.rules import choose_rule, hidden_rules, require_matching_rules, smoothing_strength
+from vexport.plan.shapes import (
     OTHER_RANKS,
     SHAPE,
     is_uneven,
@@ -32,7 +33,6 @@ from vexport.layers.shapes import (
     refused_ranks,
     unsupported,
 )
-from vexport.plan.rules import choose_rule, hidden_rules, require_matching_rules, smoothing_strength
 from vexport.records import AttentionLayer, Finding, KvCache, OnUnsupportedShape
 
 if TYPE_CHECKING:

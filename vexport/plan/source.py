@@ -28,10 +28,10 @@ from vexport.formats.schemes import (
     scheme_names,
     with_group_size,
 )
-from vexport.layers.blocks import quantized_bytes
-from vexport.layers.shapes import kind_of_group, unsupported
+from vexport.plan.blocks import quantized_bytes
 from vexport.plan.build import PlanSettings, build_plan, fitting_sizes, hidden_rule_notes
 from vexport.plan.own_code import untrusted_place
+from vexport.plan.shapes import kind_of_group, unsupported
 from vexport.records import (
     GroupSize,
     KvCache,

@@ -29,7 +29,6 @@ from vexport.errors import CheckpointFailed, InputError
 from vexport.files import digest_bytes, user_path, write_text
 from vexport.formats.config import quantization_config
 from vexport.formats.plan import Plan
-from vexport.layers.blocks import Source
 from vexport.numerics.jit import telling_compilation
 from vexport.numerics.ranks import gather, on_first, process_group, rank_and_size
 from vexport.outputs import RECIPE
@@ -43,6 +42,7 @@ from vexport.outputs.directory import (
 )
 from vexport.outputs.manifest import record
 from vexport.outputs.replaceable import NamedPath, refuse_existing, require_separate
+from vexport.plan.blocks import Source
 from vexport.plan.build import PlanSettings, require_accepted
 from vexport.plan.rules import calibration_need, needs_rounding
 from vexport.plan.source import DEFAULTS, plan_source

@@ -17,9 +17,9 @@ from vexport.checkpoint.index import SourceIndex
 from vexport.errors import InputError, raise_all
 from vexport.formats.plan import FusionGroup, Plan
 from vexport.formats.schemes import KEEP
-from vexport.layers.blocks import output_bytes, quantized_bytes
-from vexport.layers.shapes import KEPT
+from vexport.plan.blocks import output_bytes, quantized_bytes
 from vexport.plan.build import PlanSettings, build_plan, layers_alone, require_accepted
+from vexport.plan.shapes import KEPT
 from vexport.records import Finding
 from vexport.scenario import AUTO, Auto, Rule
 

@@ -33,9 +33,9 @@ from vexport.formats.packing.base import (
     not_finite,
 )
 from vexport.formats.plan import FusionGroup, Plan
-from vexport.layers.blocks import Source, blocks, group_layout, output_blocks
 from vexport.numerics.arithmetic import largest_magnitude
 from vexport.numerics.ranks import rank_and_size
+from vexport.plan.blocks import Source, blocks, group_layout, output_blocks
 from vexport.plan.rules import calibration_need, needs_search
 from vexport.records import (
     AttentionLayer,

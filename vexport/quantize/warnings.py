@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from vexport.architectures import with_stars
 from vexport.formats.plan import Plan
-from vexport.layers.shapes import KEPT
+from vexport.plan.shapes import KEPT
 from vexport.records import CalibrationRecord, Finding
 from vexport.records.calibration import RoundingReport
 

@@ -1,0 +1,120 @@
+"""The parts of a fused layer in vLLM, and what each rank of tensor parallelism holds of them."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Literal
+
+from vexport.architectures.config import QUERIES, known_size, part_sizes
+from vexport.architectures.fusion import FusedLayer, is_head, looked_up
+from vexport.architectures.linears import Names, makes_keys
+from vexport.records import Json, LinearPlan
+
+# The dimension that tensor parallelism splits: out_features (column-parallel), in_features
+# (row-parallel) or none.
+Split = Literal["out", "in", "none"]
+KEY_VALUE = ("k_proj", "v_proj")
+QUERY_KEY_VALUE = ("q_proj", *KEY_VALUE)
+# The rank counts that are offered instead of one that does not work.
+MOST_RANKS = 16
+
+
+def parts_of(layer: FusedLayer, members: Sequence[LinearPlan], names: Names) -> list[LinearPlan]:
+    """Return the parts that vLLM fuses into a layer, with their sizes.
+
+    A weight that is stored fused is cut into its parts. A part that vLLM loads twice (keys that
+    are the values, too) is there twice.
+    """
+    architecture = names.architecture
+    first = members[0]
+    if layer.experts is not None or not names.in_decoder(first.name):
+        return [*members]
+    prefix, dot, _ = layer.name.rpartition(".")
+    projection = layer.projection
+    rows = sum(member.out_features for member in members)
+    sizes = part_sizes(projection, rows, architecture, names.text)
+    if _ends(member.out_features for member in members) <= _ends(sizes):
+        is_attention = QUERIES in architecture.parts[projection]
+        parts = QUERY_KEY_VALUE if is_attention else (projection,) * len(sizes)
+        return [
+            replace(first, name=f"{prefix}{dot}{part}", out_features=size)
+            for part, size in zip(parts, sizes, strict=True)
+        ]
+    by_name = {member.name: member for member in members}
+    if QUERIES in architecture.parts.get(projection, ()):
+        for name in looked_up(layer, architecture):
+            by_name.setdefault(name, replace(members[-1], name=name))
+    return [*by_name.values()]
+
+
+def _ends(sizes: Iterable[int]) -> set[int]:
+    """The last row of each part."""
+    return {*accumulate(sizes)}
+
+
+def split_of(layer: FusedLayer, names: Names) -> Split:
+    """Return the dimension of a fused layer that tensor parallelism cuts in vLLM."""
+    architecture = names.architecture
+    projection = layer.projection
+    if layer.experts and architecture.experts is not None:
+        return "in" if projection == architecture.experts[1] else "out"
+    if projection in architecture.row_parallel:
+        return "in"
+    return "none" if projection in architecture.replicated or is_head(projection) else "out"
+
+
+def repeated(member: LinearPlan, ranks: int, text: Mapping[str, Json]) -> LinearPlan:
+    """Keys and values of fewer heads than ranks are repeated (QKVParallelLinear,
+    layers/linear.py).
+    """
+    heads = text.get("num_key_value_heads")
+    if member.name.endswith(KEY_VALUE) and isinstance(heads, int) and 0 < heads < ranks:
+        return replace(member, out_features=member.out_features * ranks // heads)
+    return member
+
+
+def uneven(members: Sequence[LinearPlan], ranks: int, split: Split) -> str | None:
+    """Return why so many ranks cannot share linear layers, or None if they can.
+
+    Source: `divide` in vllm/distributed/utils.py.
+    """
+    for member in members if split != "none" else ():
+        size = member.out_features if split == "out" else member.in_features
+        if size % ranks:
+            return f"{split}_features {size} is not a multiple of {ranks} ranks"
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heads:
+    """The numbers of attention heads, and of heads of keys and values; 0 if they are unknown."""
+
+    queries: int
+    keys: int
+
+    def uneven(self, ranks: int) -> str | None:
+        """Return the heads that so many ranks cannot share (`9 attention heads`), or None.
+
+        Sources: ModelConfig.verify_with_parallel_config (vllm/config/model.py); the attention of
+        every model class, which asserts that key and value heads can be cut, or repeated.
+        """
+        if self.queries % ranks:
+            return f"{self.queries} attention heads"
+        if self.keys and self.keys % ranks and ranks % self.keys:
+            return f"{self.keys} key and value heads"
+        return None
+
+    @property
+    def possible_ranks(self) -> str:
+        """The tensor parallel sizes that the heads allow, as a person lists them: `1, 3 or 9`."""
+        fitting = [str(ranks) for ranks in range(1, MOST_RANKS + 1) if self.uneven(ranks) is None]
+        *first, last = fitting
+        return f"{', '.join(first)} or {last}" if first else last
+
+
+def heads_of(linears: Iterable[str], names: Names) -> Heads:
+    """Return a model's heads from the names of its linear layers and its text config."""
+    queries = known_size("num_attention_heads", names.text)
+    has_keys = queries > 0 and any(makes_keys(name, names) for name in linears)
+    keys = known_size("num_key_value_heads", names.text) if has_keys else 0
+    return Heads(queries=queries, keys=keys)

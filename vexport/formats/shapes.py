@@ -1,0 +1,112 @@
+"""The reasons why vLLM could not run a fused layer in a scheme: sizes, order of rows, ranks."""
+
+from collections.abc import Sequence
+
+from vexport.architectures import Reordering
+from vexport.architectures.config import known_size
+from vexport.architectures.fusion import FusedLayer
+from vexport.architectures.linears import Names
+from vexport.architectures.ranks import parts_of, repeated, split_of, uneven
+from vexport.formats.schemes import Scheme
+from vexport.records import LinearPlan, TensorSpec
+
+WEIGHTS = ("weight", "weight_packed")
+# Tensors of a layer that vLLM cuts by whole groups: mamba_v2_sharded_weight_loader in
+# mamba/mamba_mixer2.py.
+CUT_BY_GROUPS = ("weight", "weight_scale", "input_scale")
+
+
+def unsupported_on(
+    layer: FusedLayer,
+    members: Sequence[LinearPlan],
+    scheme: Scheme | None,
+    names: Names,
+    ranks: int,
+) -> str | None:
+    """Return why vLLM could not run a fused layer on so many ranks, or None if it can.
+
+    `members` are the layer's linear layers with their sizes. A scheme of None stands for an
+    unquantized layer.
+    """
+    if ungrouped := _ungrouped(layer, members, scheme, names, ranks):
+        return ungrouped
+    split = split_of(layer, names)
+    # Each rank needs whole heads of keys and values, so vLLM repeats them if there are too few.
+    parts = [repeated(part, ranks, names.text) for part in parts_of(layer, members, names)]
+    if scheme is None:
+        return uneven(parts, ranks, split)
+    return scheme.unsupported_shape(parts, ranks=ranks, split=split)
+
+
+def unsupported_reordering(
+    members: Sequence[LinearPlan], scheme: Scheme, names: Names
+) -> str | None:
+    """Return why the stored tensors cannot follow vLLM's order of rows, or None if they can."""
+    width = known_size("hidden_size // num_attention_heads", names.text)
+    for member in members:
+        last_part = member.name.rpartition(".")[2]
+        reordering = names.architecture.reordered.get(last_part)
+        for spec in scheme.layout(member, "BF16") if reordering else ():
+            if reordering and (reason := _left_behind(reordering, member, spec, width)):
+                return f"{spec.name.rpartition('.')[2]} {list(spec.shape)} of {last_part}, {reason}"
+    return None
+
+
+def _left_behind(
+    reordering: Reordering, member: LinearPlan, spec: TensorSpec, head_size: int
+) -> str | None:
+    """Return why vLLM would load one of a layer's tensors wrongly or not at all, or None;
+    `head_size` is 0 if unknown.
+
+    Sources in vllm/model_executor/models: permute_qk_weight_for_rotary of llama4.py (scales by
+    row), _repack_qkv of bloom.py and _split_key_value of telechat2.py (every tensor),
+    K2HorizonModel.load_weights of k2_horizon.py (plain weight), _transpose_conv1d of gpt2.py, which
+    turns what is called weight, packed or not (transposed). FalconModel.load_weights of falcon.py
+    (whole heads) cuts each tensor whose parameter has an output dimension: all but scales of the
+    tensor and shapes.
+    """
+    last_part, rows = spec.name.rpartition(".")[2], spec.shape[0]
+    by_row = rows == member.out_features
+    if reordering == "scales by row":
+        follows = last_part in (*WEIGHTS, "weight_scale") and by_row
+        moves = spec.shape == (1,) or last_part == "weight_shape" or follows
+        return None if moves else "whose rows vLLM reorders without it"
+    if reordering == "every tensor":
+        reason = f"of which vLLM takes each tensor for {member.out_features} rows and reorders them"
+        return None if by_row else reason
+    if reordering == "whole heads":
+        whole = member.out_features % rows == 0 and head_size % (member.out_features // rows) == 0
+        moves = len(spec.shape) == 1 or whole and head_size > 0
+        return None if moves else f"whose rows vLLM reorders by heads of {head_size}"
+    if reordering == "plain weight":
+        return "whose rows vLLM reorders only where it is not quantized"
+    reason = "which vLLM turns around when it loads it; take a scheme that stores weight_packed"
+    return reason if last_part == "weight" else None
+
+
+def _ungrouped(
+    layer: FusedLayer,
+    members: Sequence[LinearPlan],
+    scheme: Scheme | None,
+    names: Names,
+    ranks: int,
+) -> str | None:
+    """Return why ranks cannot share the groups of a layer, or None if they can.
+
+    A single group is repeated for all ranks.
+    """
+    expression = names.architecture.groups.get(layer.projection)
+    count = known_size(expression, names.text) if expression else 0
+    if not count or count % ranks == 0:
+        return None
+    if count > 1:
+        return f"{count} groups, which {ranks} ranks cannot share"
+    for spec in scheme.layout(members[0], "BF16") if scheme is not None else ():
+        last_part = spec.name.rpartition(".")[2]
+        by_row = spec.shape[0] == members[0].out_features
+        if last_part not in CUT_BY_GROUPS or not by_row:
+            return (
+                f"{last_part} {list(spec.shape)}, which vLLM does not cut for {ranks} ranks "
+                f"with one group"
+            )
+    return None

@@ -1,0 +1,105 @@
+"""The fused layers of a plan that vLLM could not run, and the refusals of them."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from dataclasses import replace
+
+from vexport.architectures.fusion import FusedLayer, moe_layer
+from vexport.architectures.linears import Names
+from vexport.architectures.ranks import heads_of
+from vexport.formats.plan import FusionGroup
+from vexport.formats.shapes import unsupported_on, unsupported_reordering
+from vexport.records import Finding, LinearPlan
+
+# The treatment of layers that do not fit.
+SHAPE = "shape"
+KEPT = "kept unquantized"
+OTHER_RANKS = "serve it on another number of GPUs (--tp)"
+
+
+def unsupported(
+    groups: Iterable[FusionGroup], names: Names, ranks: Sequence[int]
+) -> dict[str, str]:
+    """Return the groups that vLLM could not run on all these ranks, each with the reason.
+
+    Groups that are alike in names and sizes are judged once: a model has many layers of few kinds.
+    """
+    reasons: dict[str, str] = {}
+    judged: dict[tuple[object, ...], str | None] = {}
+    for group in groups:
+        kind = kind_of_group(group)
+        if kind not in judged:
+            judged[kind] = _unsupported(group, names, ranks)
+        if reason := judged[kind]:
+            reasons[group.name] = reason
+    return reasons
+
+
+def kind_of_group(group: FusionGroup) -> tuple[object, ...]:
+    """Return a key that is equal for groups that vLLM runs or refuses alike.
+
+    The key has the names, the sizes and the scheme, and whether the layers are routed experts.
+    """
+    members = (
+        (member.name.rpartition(".")[2], member.out_features, member.in_features)
+        for member in group.members
+    )
+    is_routed = moe_layer(group.members[0].name) is not None
+    return (group.name.rpartition(".")[2], group.scheme.name, is_routed, *members)
+
+
+def _unsupported(group: FusionGroup, names: Names, ranks: Sequence[int]) -> str | None:
+    if reordered := unsupported_reordering(group.members, group.scheme, names):
+        return reordered
+    for count in ranks:
+        reason = unsupported_on(group.layer, group.members, group.scheme, names, count)
+        if reason:
+            return reason
+    return None
+
+
+def refusal(group: FusionGroup, reason: str, fix: str) -> Finding:
+    """A refusal that names layers, sizes and rule."""
+    where = group.name if len(group.members) > 1 else group.members[0].name
+    expected = f"a shape that {group.scheme.name} can store and vLLM can run"
+    return _refusal(where, expected, reason, fix, check=SHAPE)
+
+
+def kept_instead(finding: Finding, name: str) -> Finding:
+    """Return the finding on layers that stay unquantized because one of them does not fit."""
+    return replace(finding, severity="warning", where=name, fix=KEPT)
+
+
+def refused_ranks(
+    layers: Sequence[FusedLayer],
+    linears: Mapping[str, LinearPlan],
+    quantized: Set[str],
+    names: Names,
+    ranks: Sequence[int],
+) -> Iterator[Finding]:
+    """Yield refusals of rank counts that cannot share the heads, or the unquantized layers."""
+    several = [count for count in ranks if count > 1]
+    if not several or not names.architecture.row_parallel:
+        return
+    heads = heads_of(linears, names)
+    for count in several:
+        if uneven := heads.uneven(count):
+            fix = f"serve it on {heads.possible_ranks} GPUs (--tp)"
+            yield _refusal(
+                f"config.json (tp {count})", f"heads that {count} ranks can share", uneven, fix
+            )
+            continue
+        for layer in layers:
+            if quantized.isdisjoint(layer.members) and names.place(layer.members[0]) == "decoder":
+                members = [linears[member] for member in layer.members]
+                if reason := unsupported_on(layer, members, None, names, count):
+                    yield _refusal(layer.name, "parts that each rank can hold", reason, OTHER_RANKS)
+
+
+def is_uneven(group: FusionGroup, names: Names, ranks: Sequence[int]) -> bool:
+    """Return True if vLLM could not cut a group for some rank count even if it is unquantized."""
+    several = [count for count in ranks if count > 1]
+    return any(unsupported_on(group.layer, group.members, None, names, count) for count in several)
+
+
+def _refusal(where: str, expected: str, got: str, fix: str, *, check: str = "ranks") -> Finding:
+    return Finding(check=check, severity="error", where=where, expected=expected, got=got, fix=fix)
