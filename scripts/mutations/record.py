@@ -322,7 +322,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     found = {}
     with Reader() as reader:
         view = translate(CheckpointView(read_index(folder), reader))
-        for fused in view.fused_layers:
+        for fused in view.model.fused_layers:
             for name in fused.members:
                 with suppress(ValueError, RuntimeError, IndexError, KeyError):
                     if (weight := dequantized(view, name)) is not None:

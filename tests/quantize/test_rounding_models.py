@@ -116,7 +116,7 @@ def dequantized(source: Path, checkpoint: Path, out: Path) -> Path:
             CheckpointView(read_index(checkpoint), reader),
             ComparedSource(read_index(source), reader).linears,
         )
-        for layer in view.layers.values():
+        for layer in view.layers.by_name.values():
             stored = as_loaded(view, layer) if layer.is_quantized else None
             if layer.group is not None and stored is not None:
                 linear, weight = linears[layer.name], weight_of(layer.group, stored)

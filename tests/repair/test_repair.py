@@ -155,8 +155,11 @@ def test_global_scales_of_inputs_follow_most(
     assert all(torch.equal(written[key], value) for key, value in right.items())
 
 
-def test_missing_scales_of_the_kv_cache_are_one_and_said(good: Good, tmp_path: Path) -> None:
-    announce = config(QUANTIZATION, kv_cache_scheme=KV_SCHEME)
+@pytest.mark.parametrize("strategy", ["tensor", "attn_head"])
+def test_missing_scales_of_the_kv_cache_are_one_and_said(
+    good: Good, tmp_path: Path, strategy: str
+) -> None:
+    announce = config(QUANTIZATION, kv_cache_scheme={**KV_SCHEME, "strategy": strategy})
     ran, report = repair(spoiled(good("W8A8"), tmp_path / "broken", announce), tmp_path / "out")
     assert ran.code == 0, ran.stderr
     assert [repair["where"] for repair in report["repairs"]] == [
@@ -166,10 +169,12 @@ def test_missing_scales_of_the_kv_cache_are_one_and_said(good: Good, tmp_path: P
     written = load_file(tmp_path / "out" / "model.safetensors")
     scales = [value for name, value in written.items() if name.endswith((".k_scale", ".v_scale"))]
     assert len(scales) == 6
-    assert all(torch.equal(scale, torch.ones(1)) for scale in scales)
+    heads = json.loads((good("W8A8") / "config.json").read_text())["num_key_value_heads"]
+    shape = (1,) if strategy == "tensor" else (heads, 1, 1)
+    assert all(torch.equal(scale, torch.ones(shape)) for scale in scales)
 
 
-KV_SCHEME: Json = {
+KV_SCHEME: dict[str, Json] = {
     "num_bits": 8,
     "type": "float",
     "strategy": "tensor",

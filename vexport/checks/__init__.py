@@ -122,7 +122,7 @@ def check_checkpoint(
         index = read_index(root)
         with Reader() as reader:
             view = CheckpointView(index, reader, target, digests)
-            vllm = view.asked_version
+            vllm = view.model.asked_version
             # Several families may report the same unreadable file.
             findings = tuple(dict.fromkeys(findings_on(view, against)))
             not_judged, idle = tuple(unjudged(view)), tuple(shards.without_digests(view))
@@ -182,7 +182,7 @@ class _InOurTerms:
 
     def findings(self, run: CheckFunction, view: CheckpointView) -> Iterator[Finding]:
         """Return the findings of a check, under the names of the stored tensors."""
-        if view.method is None:
+        if view.quantization.method is None:
             return run(view)
         from vexport.checks.vllm.translated import translate, translated_findings
 
@@ -238,9 +238,9 @@ def findings_of(error: VexportError) -> tuple[Finding, ...]:
 
 def unjudged(view: CheckpointView) -> Iterator[NotJudged]:
     """The parts of a checkpoint that no check has looked at: PASS is said of the rest."""
-    asked, known = view.asked_version, view.version
-    if asked != known or view.method is not None and known != PINNED:
-        rules = short_version(known if view.method is None else PINNED)
+    asked, known = view.model.asked_version, view.model.version
+    if asked != known or view.quantization.method is not None and known != PINNED:
+        rules = short_version(known if view.quantization.method is None else PINNED)
         what = f"what is new in vLLM {short_version(asked)}"
         yield NotJudged(what=what, why=f"the rules are those of {rules}")
     yield from unjudged_class(view)

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 
+from vexport.architectures.built import DRAFTS
 from vexport.architectures.fusion import FusedLayer, part_names
 from vexport.architectures.layout import ModelLayout, impossible_size
 from vexport.architectures.stored import (
@@ -13,8 +14,9 @@ from vexport.architectures.stored import (
     split_name,
 )
 from vexport.checkpoint.reader import same_bytes
+from vexport.checks.vllm.findings import error, warning
 from vexport.checks.vllm.groups import INPUT, OUTPUT, ConfigGroup, StoredLayer
-from vexport.checks.vllm.view import DRAFTS, CheckpointView, error, warning
+from vexport.checks.vllm.view import CheckpointView
 from vexport.records import Finding, NotJudged
 
 NAME = "completeness"
@@ -49,26 +51,27 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     if not view.index.tensors:
         yield _missing(str(view.index.root), "the model's tensors")
         return
-    for fused in view.fused_layers:
-        group = view.group_of(fused)
-        if view.layout is None:
+    for fused in view.model.fused_layers:
+        group = view.lookup.group_of(fused)
+        if view.model.layout is None:
             yield from _fused_parts(view, fused)
-        for layer in view.members(fused):
+        for layer in view.layers.members(fused):
             if (
-                view.is_read(layer.name)
+                view.model.has_module(layer.name)
                 and group is not None
                 and quantized_parameters(layer.parameters)
             ):
                 yield from _parameters(view, group, layer)
     yield from _drafts(view)
-    yield from _decoder_layers(view) if view.layout is None else _of_layout(view, view.layout)
+    layout = view.model.layout
+    yield from _decoder_layers(view) if layout is None else _of_layout(view, layout)
 
 
 def unjudged_tensors(view: CheckpointView) -> Iterator[NotJudged]:
     """The tensors that are not judged, and why."""
-    layout = view.layout
+    layout = view.model.layout
     if layout is None:
-        what = f"names and shapes of the tensors of {view.class_name or 'the model'}"
+        what = f"names and shapes of the tensors of {view.model.class_name or 'the model'}"
         why = "it is not known what vLLM builds of this class and config"
         yield NotJudged(what=what, why=f"{why}, so that only layers are compared with each other")
     elif layout.unknown:
@@ -79,9 +82,9 @@ def unjudged_tensors(view: CheckpointView) -> Iterator[NotJudged]:
 
 def _drafts(view: CheckpointView) -> Iterator[Finding]:
     """Layers that predict further tokens, which the config announces: only drafting needs them."""
-    text = view.text
+    text = view.model.text
     announced = next((key for key in DRAFTS if isinstance(text.get(key), int) and text[key]), None)
-    if announced is None or any(map(view.drafts, view.index.tensors)):
+    if announced is None or any(map(view.model.drafts, view.index.tensors)):
         return
     finding = error if "mtp" in view.target.speculative else warning
     expected = f"the {text[announced]} layers that predict further tokens (MTP)"
@@ -146,12 +149,12 @@ def _absent(
             name[:at] for at, letter in enumerate(name) if letter == "." and name[:at] not in held
         )
         parts.setdefault(next(around, name), []).append(name)
-    sized = f"of {view.class_name} as its config sizes it"
+    sized = f"of {view.model.class_name} as its config sizes it"
     for part, inside in sorted(parts.items()):
         if any(name.startswith(f"{part}.") for name in layout.unknown):
             continue  # a tower that the config may leave out
         if len({name.rpartition(".")[0] for name in inside}) > 1:
-            layers = view.text.get("num_hidden_layers")
+            layers = view.model.text.get("num_hidden_layers")
             known = f"; {layers} decoder layers (num_hidden_layers)" if LAYER.search(part) else ""
             yield _missing(part, f"the {len(inside)} tensors in it, {sized}{known}")
         else:
@@ -162,19 +165,21 @@ def _absent(
 
 def _unexpected(view: CheckpointView, layout: ModelLayout) -> Iterator[str]:
     """Tensors that the class does not have."""
-    own_scales = tuple(view.method.cache_scales.values()) if view.method else ()
+    method = view.quantization.method
+    own_scales = tuple(method.cache_scales.values()) if method else ()
     for name in sorted(view.index.tensors.keys() - layout.parameters.keys() - layout.optional):
         module, parameter = split_name(name)
         weight = parameter in WEIGHTS and module in layout.modules or UNREAD.search(name)
-        matrix = module.endswith((INPUT, OUTPUT)) and view.is_transform(module)
+        matrix = module.endswith((INPUT, OUTPUT)) and view.quantization.is_transform(module)
         read = weight or matrix and module.rpartition(".")[0] in layout.modules
-        if not (read or view.drafts(name) or name.endswith(own_scales)) and layout.judges(name):
+        is_known = read or view.model.drafts(name) or name.endswith(own_scales)
+        if not is_known and layout.judges(name):
             yield name
 
 
 def _without_parameter(view: CheckpointView, layout: ModelLayout, name: str) -> Finding:
     """Return what vLLM does with a tensor that it has no parameter for."""
-    expected = f"only tensors of {view.class_name}, as its config sizes it"
+    expected = f"only tensors of {view.model.class_name}, as its config sizes it"
     fix = "remove the tensor, or correct its name or the config"
     if name.endswith(".bias"):
         # vLLM drops every bias that it does not expect (AutoWeightsLoader, models/utils.py).
@@ -215,12 +220,12 @@ def _passed_over(
 
 def _parameters(view: CheckpointView, group: ConfigGroup, layer: StoredLayer) -> Iterator[Finding]:
     module, parameters, fused = layer.name, layer.parameters, layer.fused
-    shape = view.shape_of(layer)
+    shape = view.layers.shape_of(layer)
     names = set(group.parameters(shape)) if shape is not None else {group.storage.weight}
     for parameter in sorted(names - parameters.keys()):
         where = joined_name(module, parameter)
         if parameter == "input_scale" and any(
-            parameter in view.modules[other] for other in fused.members
+            parameter in view.model.modules[other] for other in fused.members
         ):
             # vLLM takes the largest of all members (create_fp8_input_scale).
             expected = "an input scale for each layer that runs as one"
@@ -249,9 +254,9 @@ def _parameters(view: CheckpointView, group: ConfigGroup, layer: StoredLayer) ->
 
 
 def _fused_parts(view: CheckpointView, fused: FusedLayer) -> Iterator[Finding]:
-    if fused.is_stored_fused or not view.is_quantized(fused):
+    if fused.is_stored_fused or not view.layers.is_quantized(fused):
         return
-    for module in part_names(fused.name, view.architecture):
+    for module in part_names(fused.name, view.model.architecture):
         if module not in fused.members:
             count = len(fused.members)
             expected = f"the part of {fused.projection} that vLLM loads with {count} others"
@@ -269,7 +274,7 @@ def _decoder_layers(view: CheckpointView) -> Iterator[Finding]:
         number = rest.partition(".")[0]
         if mark and number.isdigit():
             numbers.setdefault(prefix + mark, set()).add(int(number))
-    declared = view.text.get("num_hidden_layers")
+    declared = view.model.text.get("num_hidden_layers")
     possible = not impossible_size(view.index.config, len(view.index.tensors))
     if isinstance(declared, int) and numbers and possible:
         prefix, layers = max(numbers.items(), key=lambda item: len(item[1]))

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING
 
 from vexport.architectures.fusion import FusedLayer, moe_layer
 from vexport.checks.kv_cache import cache_scheme
+from vexport.checks.vllm.findings import error, warning
 from vexport.checks.vllm.groups import INPUT, OUTPUT, OnlineTransform, of_attention, parse_group
 from vexport.checks.vllm.quant_methods import METHOD, METHODS, method_name
-from vexport.checks.vllm.view import CheckpointView, error, warning
+from vexport.checks.vllm.view import CheckpointView
 from vexport.formats import FORMATS
 from vexport.formats.arguments import QuantArgs, contradictions, described, parse_args
 from vexport.records import Finding, Json
@@ -40,8 +41,8 @@ REFUSED_ORDERING = ("group", "dynamic")
 
 def run(view: CheckpointView) -> Iterator[Finding]:
     """Findings on the quantization config."""
-    config = view.quantization
-    quantized = any(view.is_quantized(fused) for fused in view.fused_layers)
+    config = view.quantization.values
+    quantized = bool(view.layers.quantized)
     if config is None:
         yield from _without_config(view, quantized=quantized)
         return
@@ -51,8 +52,8 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         return
     if view.index.tensors and not quantized and cache_scheme(view) is None:
         yield _nothing_quantized(view, "no layer with quantized tensors, no quantized KV cache")
-    if view.method is not None:
-        yield from _other_method(view, view.method)
+    if view.quantization.method is not None:
+        yield from _other_method(view, view.quantization.method)
         return
     method = config.get("quant_method")
     if not isinstance(method, str) or method.lower().replace("_", "-") != METHOD:
@@ -67,7 +68,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     yield from _sparsity(view, config)
     ignore = config.get("ignore", [])
     if isinstance(ignore, str):
-        where, expected = f"{view.quantization_place}.ignore", "a list of names"
+        where, expected = f"{view.quantization.place}.ignore", "a list of names"
         got = f"{ignore!r}, of which vLLM takes each letter for a name"
         yield warning(NAME, where, expected=expected, got=got, fix="put it into a list")
     elif not isinstance(ignore, list) or not all(isinstance(name, str) for name in ignore):
@@ -88,14 +89,14 @@ def _nothing_quantized(view: CheckpointView, got: str) -> Finding:
     """Warn of a checkpoint that is not quantized, such as a copy of the source in a CI gate."""
     expected = "a quantized checkpoint"
     fix = "name the quantized checkpoint; if this is the unquantized model, there is nothing to do"
-    return warning(NAME, view.quantization_place, expected=expected, got=got, fix=fix)
+    return warning(NAME, view.quantization.place, expected=expected, got=got, fix=fix)
 
 
 def _other_method(view: CheckpointView, method: "QuantMethod") -> Iterator[Finding]:
     """Return what vLLM refuses of another method's config, or reads otherwise than it is meant."""
     for problem in method.problems:
-        yield replace(problem, check=NAME, where=f"{view.quantization_place}.{problem.where}")
-    used = [view.group_of(fused) for fused in view.fused_layers if view.is_quantized(fused)]
+        yield replace(problem, check=NAME, where=f"{view.quantization.place}.{problem.where}")
+    used = [view.lookup.group_of(fused) for fused in view.layers.quantized]
     for name, refusal in dict.fromkeys(
         (group.name, group.refusal) for group in used if group is not None
     ):
@@ -107,7 +108,7 @@ def _other_method(view: CheckpointView, method: "QuantMethod") -> Iterator[Findi
 
 def _unreadable(view: CheckpointView, groups: Mapping[str, Json]) -> Iterator[Finding]:
     for name, raw in groups.items():
-        parsed = None if of_attention(raw) else parse_group(name, raw, view.format)
+        parsed = None if of_attention(raw) else parse_group(name, raw, view.quantization.format)
         if isinstance(parsed, str):
             expected = "arguments that compressed-tensors accepts"
             yield _finding(view, f"config_groups.{name}", expected, parsed, "correct the group")
@@ -117,7 +118,7 @@ def has_quantized_outputs(view: CheckpointView) -> bool:
     """Return whether vLLM runs a group in a scheme of its own, whose rules are not among the
     checks.
     """
-    groups = (view.quantization or {}).get("config_groups")
+    groups = (view.quantization.values or {}).get("config_groups")
     return any(
         isinstance(raw, dict) and all(_is_static_int8(parse_args(raw.get(side))) for side in SIDES)
         for raw in (groups.values() if isinstance(groups, dict) else ())
@@ -134,12 +135,12 @@ def _is_static_int8(args: QuantArgs | str) -> bool:
 def _groups(view: CheckpointView) -> Iterator[Finding]:
     users = [
         (group.name, fused)
-        for fused in view.fused_layers
-        if (group := view.group_of(fused)) is not None
+        for fused in view.model.fused_layers
+        if (group := view.lookup.group_of(fused)) is not None
     ]
     used = {name for name, _ in users}
     routed = {name for name, fused in users if fused.experts is not None}
-    for group in view.config_groups:
+    for group in view.quantization.config_groups:
         key = f"config_groups.{group.name}"
         if group.weights.actorder in REFUSED_ORDERING:
             got = f"actorder {group.weights.actorder}"
@@ -164,7 +165,7 @@ def _groups(view: CheckpointView) -> Iterator[Finding]:
             )
         elif group.name in used and (inputs := group.storage.unquantized_inputs(group)) is not None:
             where, expected = (
-                f"{view.quantization_place}.{key}",
+                f"{view.quantization.place}.{key}",
                 "input_activations that vLLM quantizes",
             )
             got = f"inputs that vLLM leaves in 16 bits: {inputs}"
@@ -189,8 +190,9 @@ def _sparsity(view: CheckpointView, config: Mapping[str, Json]) -> Iterator[Find
 
 def _patterns(view: CheckpointView) -> Iterator[Finding]:
     """Regular expressions that Python refuses, in targets and ignore."""
-    lists: dict[str, tuple[str, ...]] = {"ignore": view.ignore}
-    lists |= {f"config_groups.{group.name}.targets": group.targets for group in view.config_groups}
+    lists: dict[str, tuple[str, ...]] = {"ignore": view.quantization.ignore}
+    for group in view.quantization.config_groups:
+        lists[f"config_groups.{group.name}.targets"] = group.targets
     for key, entries in lists.items():
         for entry in entries:
             problem = expression(entry.removeprefix(REGEX)) if entry.startswith(REGEX) else None
@@ -201,32 +203,32 @@ def _patterns(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _finding(view: CheckpointView, key: str, expected: str, got: str, fix: str) -> Finding:
-    where = view.quantization_place + (f".{key}" if key else "")
+    where = view.quantization.place + (f".{key}" if key else "")
     return error(NAME, where, expected=expected, got=got, fix=fix)
 
 
 def other_method(view: CheckpointView) -> str | None:
     """The name of the method, where it is neither compressed-tensors nor another that is judged."""
-    name = method_name(view.quantization) if view.quantization is not None else None
+    name = method_name(view.quantization.values) if view.quantization.values is not None else None
     return None if name in METHODS else name
 
 
 def _of_other_method(view: CheckpointView, method: str) -> Iterator[Finding]:
     """The one finding on a checkpoint of a method that vLLM does not have."""
-    if method in view.facts.methods:
+    if method in view.model.facts.methods:
         return
-    vllm = short_version(view.asked_version)
+    vllm = short_version(view.model.asked_version)
     expected = f"{METHOD}, or another method that vexport judges: {', '.join(METHODS)}"
     got = f"{method!r}, which vLLM {vllm} has not"
     yield error(
-        NAME, view.quantization_place, expected=expected, got=got, fix="quantize from the source"
+        NAME, view.quantization.place, expected=expected, got=got, fix="quantize from the source"
     )
 
 
 def transforms(view: CheckpointView) -> Iterator[Finding]:
     """Findings on transforms of inputs and outputs; those in the weights are of no concern."""
-    where = f"{view.quantization_place}.transform_config"
-    for transform in view.transforms:
+    where = f"{view.quantization.place}.transform_config"
+    for transform in view.quantization.transforms:
         if transform.location not in (INPUT, OUTPUT):
             expected = (
                 "transforms of inputs and outputs of linear layers, the only ones that "
@@ -236,11 +238,11 @@ def transforms(view: CheckpointView) -> Iterator[Finding]:
             yield _unrunnable(f"{where}.{transform.scheme}", expected, got)
             continue
         yield from _matrix(view, transform)
-        for fused in view.fused_layers:
+        for fused in view.model.fused_layers:
             yield from _fused(view, transform, fused)
-    for ranks in (ranks for ranks in view.target.tp if ranks > 1 and view.transforms):
+    for ranks in (ranks for ranks in view.target.tp if ranks > 1 and view.quantization.transforms):
         expected = "no online transforms: vLLM computes them on one rank only"
-        got = ", ".join(sorted({transform.submodule for transform in view.transforms}))
+        got = ", ".join(sorted({transform.submodule for transform in view.quantization.transforms}))
         fix = "serve it on one GPU, or rotate in the weights only"
         yield error(TRANSFORMS_NAME, f"{where} (tp {ranks})", expected=expected, got=got, fix=fix)
 
@@ -268,7 +270,7 @@ def _fused(
         yield _unrunnable(
             fused.name, expected, f"{transform.submodule} for {', '.join(rotated)} only"
         )
-    if any("bias" in view.modules[member] for member in rotated):
+    if any("bias" in view.model.modules[member] for member in rotated):
         yield _unrunnable(
             fused.name, "no bias with an online transform: vLLM asserts it", transform.submodule
         )

@@ -16,8 +16,9 @@ from vexport.architectures.fusion import FusedLayer
 from vexport.architectures.ranks import heads_of
 from vexport.architectures.versions import VersionFacts, facts_of, known_versions
 from vexport.checks.kv_cache import cache_scales
+from vexport.checks.vllm.findings import error, warning
 from vexport.checks.vllm.groups import ConfigGroup
-from vexport.checks.vllm.view import CheckpointView, error, warning
+from vexport.checks.vllm.view import CheckpointView
 from vexport.formats import MXFP4, PACKED
 from vexport.formats.arguments import SchemeArgs, input_bits, precision
 from vexport.formats.schemes import Scheme
@@ -43,7 +44,7 @@ SINKS = ".sinks"
 
 def run(view: CheckpointView) -> Iterator[Finding]:
     """Findings for the ranks and capabilities that were asked for."""
-    for ranks in view.target.tp if view.architecture.row_parallel else ():
+    for ranks in view.target.tp if view.model.architecture.row_parallel else ():
         yield from _heads(view, ranks)
         yield from _shapes(view, ranks)
     for group, fused_layers in _by_group(view):
@@ -59,7 +60,9 @@ def _cache(view: CheckpointView) -> Iterator[Finding]:
     supports_compute_capability, get_supported_head_sizes and supports_sink of FlashInferBackend in
     vllm/v1/attention/backends. Latent attention (MLA) has others, which are not known here.
     """
-    text, only_if_asked = view.text, view.method and view.method.cache_scales
+    text = view.model.text
+    method = view.quantization.method
+    only_if_asked = method and method.cache_scales
     if "kv_lora_rank" in text or only_if_asked or next(cache_scales(view), None) is None:
         return
     width = head_width(text)
@@ -78,7 +81,7 @@ def _cache(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _heads(view: CheckpointView, ranks: int) -> Iterator[Finding]:
-    heads = heads_of(view.layers, view.names)
+    heads = heads_of(view.layers.by_name, view.model.names)
     if got := heads.uneven(ranks):
         expected = f"heads that {ranks} ranks can share, or of which each holds one"
         fix = f"serve it on {heads.possible_ranks} GPUs"
@@ -87,12 +90,13 @@ def _heads(view: CheckpointView, ranks: int) -> Iterator[Finding]:
 
 def _shapes(view: CheckpointView, ranks: int) -> Iterator[Finding]:
     counts: Counter[tuple[str, str]] = Counter()
-    for fused in view.fused_layers:
-        group = view.group_of(fused) if view.is_quantized(fused) else None
-        members = view.sized(fused, group)
+    for fused in view.model.fused_layers:
+        group = view.lookup.group_of(fused) if view.layers.is_quantized(fused) else None
+        members = view.layers.sized(fused, group)
         if members is None:
             continue
-        if group is None and any(view.names.place(name) != "decoder" for name in fused.members):
+        places = {view.model.names.place(name) for name in fused.members}
+        if group is None and places != {"decoder"}:
             continue
         args = group and SchemeArgs(
             weights=group.weights, input_activations=group.input_activations
@@ -100,7 +104,7 @@ def _shapes(view: CheckpointView, ranks: int) -> Iterator[Finding]:
         scheme = (
             Scheme(name=group.name, args=args, format=group.storage) if group and args else None
         )
-        if reason := unsupported_on(fused, members, scheme, view.names, ranks):
+        if reason := unsupported_on(fused, members, scheme, view.model.names, ranks):
             counts[with_stars(fused.name), reason] += 1
     for (kind, reason), count in counts.items():
         where = f"{kind} ({_layers(count)}, tp {ranks})"
@@ -112,9 +116,9 @@ def _shapes(view: CheckpointView, ranks: int) -> Iterator[Finding]:
 
 def _by_group(view: CheckpointView) -> list[tuple[ConfigGroup, list[FusedLayer]]]:
     by_group: dict[str, tuple[ConfigGroup, list[FusedLayer]]] = {}
-    for fused in view.fused_layers if view.target.sm else ():
-        group = view.group_of(fused)
-        if group is not None and view.is_quantized(fused):
+    for fused in view.model.fused_layers if view.target.sm else ():
+        group = view.lookup.group_of(fused)
+        if group is not None and view.layers.is_quantized(fused):
             by_group.setdefault(group.name, (group, []))[1].append(fused)
     return list(by_group.values())
 
@@ -128,7 +132,7 @@ def _capabilities(
         f"{with_stars(fused_layers[0].name)} and all of {group.name} ({_layers(len(fused_layers))}"
     )
     # In the vLLM that was asked for; 0 where that is not known.
-    known = view.facts.schemes if view.asked_version != PINNED else {}
+    known = view.model.facts.schemes if view.model.asked_version != PINNED else {}
     least = known.get(group.storage.vllm_scheme(group), 0)
     refusing = [sm for sm in capabilities if support.refuses(sm) or sm < least]
     if refusing:
@@ -163,7 +167,7 @@ def _listed(capabilities: list[int]) -> str:
 
 def versions(view: CheckpointView) -> Iterator[Finding]:
     """Findings on what the version that was asked for does differently from the pinned one."""
-    asked, version = view.asked_version, view.version
+    asked, version = view.model.asked_version, view.model.version
     name, pinned = f"vLLM {short_version(version)}", short_version(PINNED)
     if asked != version:
         oldest, *_, newest = map(short_version, known_versions())
@@ -174,23 +178,22 @@ def versions(view: CheckpointView) -> Iterator[Finding]:
         )
     if version == PINNED:
         return
-    if view.class_name in facts_of(version).absent:
+    if view.model.class_name in facts_of(version).absent:
         where, got = (
             f"{view.config_path}: architectures",
-            f"{view.class_name}, which it does not have",
+            f"{view.model.class_name}, which it does not have",
         )
         fix = f"serve it with vLLM {pinned}"
         yield error(VERSIONS_NAME, where, expected=f"a model class of {name}", got=got, fix=fix)
-    if view.method is not None:
-        expected = f"vLLM {pinned}, whose rules for {view.method.name} are known"
+    if view.quantization.method is not None:
+        expected = f"vLLM {pinned}, whose rules for {view.quantization.method.name} are known"
         got = f"{name}: checked by the rules of {pinned}"
-        yield warning(VERSIONS_NAME, view.quantization_place, expected=expected, got=got, fix=LOAD)
+        yield warning(VERSIONS_NAME, view.quantization.place, expected=expected, got=got, fix=LOAD)
         return
-    used = {
-        group.name for fused in view.fused_layers if (group := view.group_of(fused)) is not None
-    }
-    for group in (group for group in view.config_groups if group.name in used):
-        where = f"{view.quantization_place}.config_groups.{group.name}"
+    found = [view.lookup.group_of(fused) for fused in view.model.fused_layers]
+    used = {group.name for group in found if group is not None}
+    for group in (group for group in view.quantization.config_groups if group.name in used):
+        where = f"{view.quantization.place}.config_groups.{group.name}"
         if refused := _refused(group, facts_of(version)):
             expected = f"a vLLM that has {refused}"
             yield error(

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from vexport.architectures.fusion import FusedLayer, moe_layer
+from vexport.checks.numbers import single_value
 from vexport.checks.vllm.groups import ConfigGroup
 from vexport.checks.vllm.view import CheckpointView
 from vexport.checks.vllm.zeros import is_empty
@@ -25,8 +26,8 @@ WEIGHT_SCALE = "weight_scale"
 
 def run(view: CheckpointView) -> Iterator[Finding]:
     """Findings on fused layers whose scales differ."""
-    for fused in view.fused_layers:
-        group = view.group_of(fused)
+    for fused in view.model.fused_layers:
+        group = view.lookup.group_of(fused)
         if len(fused.members) < 2 or group is None:
             continue
         values = _differing(view, fused, WEIGHT_GLOBAL_SCALE)
@@ -53,7 +54,7 @@ def _differ_in_zeros(view: CheckpointView, values: Mapping[str, float]) -> bool:
         return False
     taken = (min if WEIGHT_GLOBAL_SCALE in view.reciprocals else max)(values.values())
     others = [module for module, value in values.items() if value != taken]
-    return all(is_empty(view, view.layers[module]) for module in others)
+    return all(is_empty(view, view.layers.by_name[module]) for module in others)
 
 
 def _input_finding(
@@ -80,11 +81,11 @@ def _input_finding(
 
 def _differing(view: CheckpointView, fused: FusedLayer, parameter: str) -> dict[str, float]:
     """The single values of a parameter by the members that have one; none where all are equal."""
-    values = {
-        module: value
-        for module in fused.members
-        if (value := view.single_value(view.modules[module].get(parameter))) is not None
-    }
+    values: dict[str, float] = {}
+    for module in fused.members:
+        value = single_value(view.reader, view.model.modules[module].get(parameter))
+        if value is not None:
+            values[module] = value
     return values if len(set(values.values())) > 1 else {}
 
 

@@ -7,7 +7,8 @@ import numpy as np
 
 from vexport.architectures.linears import makes_keys
 from vexport.checks.numbers import PLACEHOLDER, is_zero, largest_output
-from vexport.checks.vllm.view import CheckpointView, error, warning
+from vexport.checks.vllm.findings import error, warning
+from vexport.checks.vllm.view import CheckpointView
 from vexport.checks.vllm.zeros import is_empty
 from vexport.formats.base import FLOAT_SCALES
 from vexport.numerics import E4M3_MAX
@@ -44,12 +45,12 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     """Findings on kv_cache_scheme and its scales."""
     scheme = cache_scheme(view)
     if scheme is None:
-        yield from _unannounced(view) if view.method is None else ()
+        yield from _unannounced(view) if view.quantization.method is None else ()
         return
     if not isinstance(scheme, dict) or any(
         scheme.get(key) not in right for key, right in ACCEPTED.items()
     ):
-        where = f"{view.quantization_place}.kv_cache_scheme"
+        where = f"{view.quantization.place}.kv_cache_scheme"
         expected = f"float, 8 bits, symmetric, strategy {' or '.join(STRATEGIES)}"
         fix = "quantize the KV cache again, or remove the key"
         yield error(NAME, where, expected=expected, got=json.dumps(scheme), fix=fix)
@@ -59,7 +60,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
             where, expected = f"{module}.{parameter}", "the scale of the fp8 KV cache"
             got = "no scale: vLLM would use 1.0"
             fix = "quantize the KV cache again, or remove kv_cache_scheme"
-            finding = error if view.method is None else warning
+            finding = error if view.quantization.method is None else warning
             yield finding(NAME, where, expected=expected, got=got, fix=fix)
         else:
             yield from _count(view, tensor, per_head=scheme["strategy"] == "attn_head")
@@ -68,9 +69,11 @@ def run(view: CheckpointView) -> Iterator[Finding]:
 
 def _unannounced(view: CheckpointView) -> Iterator[Finding]:
     """Scales of all attention layers, calibrated for a cache that vLLM would keep in 16 bits."""
-    stored = [tensor for _, _, tensor in _places(view)] if view.quantization is not None else []
+    if view.quantization.values is None:
+        return
+    stored = [tensor for _, _, tensor in _places(view)]
     if stored and all(stored):
-        where = f"{view.quantization_place}.kv_cache_scheme"
+        where = f"{view.quantization.place}.kv_cache_scheme"
         expected = "the scheme of the fp8 KV cache, of which all attention layers have the scales"
         got = "no scheme: vLLM would not quantize the cache"
         yield error(
@@ -87,14 +90,15 @@ def cache_scales(view: CheckpointView) -> Iterator[tuple[str, str, TensorInfo | 
 def cache_scheme(view: CheckpointView) -> Json:
     """The scheme that the config announces; of other methods, for which vLLM's 1.0 may be meant,
     what is announced is always the same."""
-    if view.method is None:
-        return (view.quantization or {}).get("kv_cache_scheme")
-    return {**ANNOUNCED} if view.method.kv_cache else None
+    if view.quantization.method is None:
+        return (view.quantization.values or {}).get("kv_cache_scheme")
+    return {**ANNOUNCED} if view.quantization.method.kv_cache else None
 
 
 def _places(view: CheckpointView) -> Iterator[tuple[str, str, TensorInfo | None]]:
+    names = view.model.names
     attention = (
-        module.rpartition(".")[0] for module in view.layers if makes_keys(module, view.names)
+        module.rpartition(".")[0] for module in view.layers.by_name if makes_keys(module, names)
     )
     for module in attention:
         yield from ((module, parameter, _stored(view, module, parameter)) for parameter in SCALES)
@@ -104,7 +108,9 @@ def _stored(view: CheckpointView, module: str, parameter: str) -> TensorInfo | N
     """The scale under any name that vLLM finds (get_cache_scale_mapper,
     quantization/base_config.py).
     """
-    tensors, own = view.index.tensors, view.method.cache_scales if view.method else {}
+    tensors = view.index.tensors
+    method = view.quantization.method
+    own = method.cache_scales if method else {}
     endings = (
         own.get(parameter, parameter),
         parameter,
@@ -119,7 +125,7 @@ def _stored(view: CheckpointView, module: str, parameter: str) -> TensorInfo | N
 
 
 def _count(view: CheckpointView, tensor: TensorInfo, *, per_head: bool) -> Iterator[Finding]:
-    heads = view.text.get("num_key_value_heads") if per_head else None
+    heads = view.model.text.get("num_key_value_heads") if per_head else None
     if not per_head and tensor.num_elements != 1:
         yield _wrong(
             tensor, "one scale for all heads (strategy tensor)", f"{tensor.num_elements} values"
@@ -159,7 +165,7 @@ def _makes_zeros(view: CheckpointView, module: str) -> bool:
     """Return True if all outputs of a layer are zero: a scale of any size fits these keys or
     values.
     """
-    layer = view.layers.get(module)
+    layer = view.layers.by_name.get(module)
     if layer is None or layer.filled("bias") is not None:
         return False
     if layer.group is not None:

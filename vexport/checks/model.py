@@ -7,8 +7,9 @@ from vexport.architectures import REMOVED, architecture_table, left_out, transfo
 from vexport.architectures.config import shown, text_config
 from vexport.architectures.layout import impossible_size, layout_of, missing_sizes, oversized
 from vexport.architectures.layouts import ClassLayout, get_layout
+from vexport.checks.vllm.findings import error, warning
 from vexport.checks.vllm.rotary import table_bytes, wrong_numbers
-from vexport.checks.vllm.view import CheckpointView, error, warning
+from vexport.checks.vllm.view import CheckpointView
 from vexport.records import Finding, Json, NotJudged
 
 NAME = "model"
@@ -40,7 +41,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         key, got = impossible
         yield _wrong(view, key, "at most as many as there are tensors", got)
         return
-    entry = get_layout(view.class_name, view.version)
+    entry = get_layout(view.model.class_name, view.model.version)
     if entry is not None:
         for key, value in oversized(entry, config):
             yield _wrong(view, key, "a size that a tensor can have", shown(value))
@@ -93,20 +94,20 @@ def _unknown(view: CheckpointView) -> Iterator[Finding]:
 
     Classes of vLLM's registry that are not in the table are not judged: see `unjudged_class`.
     """
-    name, table = view.class_name, architecture_table(view.version)
+    name, table = view.model.class_name, architecture_table(view.model.version)
     if not name:
         yield _wrong(
             view, "architectures", "the name of the model class", "none, and an unknown model_type"
         )
         return
-    of_transformers = transformers_models(_kind(view), view.version) or ()
+    of_transformers = transformers_models(_kind(view), view.model.version) or ()
     has_code = "auto_map" in view.index.config or name in of_transformers
-    newer = name in view.facts.added
+    newer = name in view.model.facts.added
     if name in table.architectures or has_code or newer:
         return
-    reason = left_out(name, view.version)
+    reason = left_out(name, view.model.version)
     if reason is None or reason.startswith(REMOVED):
-        vllm = view.facts.vllm
+        vllm = view.model.facts.vllm
         expected = f"a class of vLLM {vllm} or of transformers"
         yield _wrong(
             view,
@@ -120,14 +121,14 @@ def unjudged_class(view: CheckpointView) -> Iterator[NotJudged]:
     """Yield why no check knows the class, if vLLM's registry has it and the table of classes does
     not.
     """
-    name = view.class_name
-    reason = left_out(name, view.version) if name not in view.facts.added else None
+    name = view.model.class_name
+    reason = left_out(name, view.model.version) if name not in view.model.facts.added else None
     if reason is not None and not reason.startswith(REMOVED):
         yield NotJudged(what=f"the layers that vLLM builds of {name}", why=reason)
 
 
 def _without_output(view: CheckpointView) -> Iterator[Finding]:
-    name = view.class_name
+    name = view.model.class_name
     if name.endswith(CLASSIFIER) and not any(
         CLASSIFIES.search(tensor) for tensor in view.index.tensors
     ):
@@ -140,22 +141,24 @@ def _of_another_type(view: CheckpointView) -> Iterator[Finding]:
 
     The first is told only of classes whose config is transformers' own.
     """
-    name, kind, config = view.class_name, _kind(view), view.index.config
-    models = architecture_table(view.version).text_models
-    known_class = get_layout(name, view.version) is not None and "auto_map" not in config
-    known_kind = kind in models or transformers_models(kind, view.version) is not None
+    name, kind, config = view.model.class_name, _kind(view), view.index.config
+    models = architecture_table(view.model.version).text_models
+    known_class = get_layout(name, view.model.version) is not None and "auto_map" not in config
+    known_kind = kind in models or transformers_models(kind, view.model.version) is not None
     if known_class and not known_kind:
         yield _wrong(view, "model_type", f"the model type of {name}", kind)
     elif name in models.values() and models.get(kind, name) != name:
-        meant = layout_of(models[kind], config, view.architecture, view.index.tensors, view.version)
-        layout = view.layout
+        meant = layout_of(
+            models[kind], config, view.model.architecture, view.index.tensors, view.model.version
+        )
+        layout = view.model.layout
         missing = meant and layout and meant.parameters.keys() - layout.parameters.keys()
         if layout is None or missing and missing & view.index.tensors.keys():
             yield _wrong(view, "model_type", f"the model type of {name}", kind)
 
 
 def _unnamed(view: CheckpointView) -> Iterator[Finding]:
-    name, kind = view.class_name, _kind(view)
+    name, kind = view.model.class_name, _kind(view)
     # transformers' base model, which vLLM takes where the config names no class (get_config).
     base = name.replace("ForCausalLM", "Model")
     if view.index.config.get("architectures"):
@@ -203,7 +206,7 @@ def _positions(view: CheckpointView) -> Iterator[Finding]:
     """Find bases of which no angle is finite, and tables of positions that no memory holds."""
     for wrong in wrong_numbers(view.index.config):
         yield _wrong(view, wrong.key, wrong.need, shown(wrong.value))
-    num_bytes = table_bytes({"dtype": view.index.config.get("dtype"), **view.text})
+    num_bytes = table_bytes({"dtype": view.index.config.get("dtype"), **view.model.text})
     if num_bytes > MOST_TABLE_BYTES:
         expected = f"positions whose rotary table has at most {MOST_TABLE_BYTES >> 30} GiB"
         got = (

@@ -13,8 +13,9 @@ import numpy.typing as npt
 from vexport.architectures.layout import ATTENTION_NORM
 from vexport.checkpoint.dtypes import BITS, to_numpy
 from vexport.checkpoint.reader import Reader
+from vexport.checks.vllm.findings import error
 from vexport.checks.vllm.groups import ConfigGroup, StoredLayer
-from vexport.checks.vllm.view import CheckpointView, error
+from vexport.checks.vllm.view import CheckpointView
 from vexport.numerics import GLOBAL_SCALE_NUMERATOR
 from vexport.records import Finding, TensorInfo
 
@@ -60,6 +61,13 @@ IN_LAYER = re.compile(
 )
 # Scales that are exponents.
 BYTES = ("U8", "F8_E8M0")
+
+
+def single_value(reader: Reader, tensor: TensorInfo | None) -> float | None:
+    """Return the value of a tensor with one element, None for all other tensors."""
+    if tensor is None or tensor.num_bytes == 0 or any(side != 1 for side in tensor.shape):
+        return None
+    return float(reader.array(tensor).reshape(-1)[0])
 
 
 def positive_ends(reader: Reader, tensor: TensorInfo) -> tuple[float, float] | None:
@@ -172,7 +180,7 @@ def empty(view: CheckpointView) -> Iterator[Finding]:
 
     A class whose norms multiply by one more than their weight is passed over.
     """
-    layout = view.layout
+    layout = view.model.layout
     if layout is None or layout.norms_above_one or not layout.norm_before_mlp:
         return
     names = [f"{table}.weight" for table in layout.tables]
@@ -269,9 +277,9 @@ def norm_bounds(view: CheckpointView, module: str) -> tuple[float, float] | None
     of a token small: before they are multiplied by the weights their root mean square is 1, so that
     the largest is at least the root of the harmonic mean of the squared weights.
     """
-    match, architecture = IN_LAYER.match(module), view.architecture
+    match, architecture = IN_LAYER.match(module), view.model.architecture
     after_others = (*architecture.row_parallel, *(architecture.experts or ())[1:2])
-    before_mlp = view.layout.norm_before_mlp if view.layout is not None else ""
+    before_mlp = view.model.layout.norm_before_mlp if view.model.layout is not None else ""
     if match is None or match["projection"] in after_others or not before_mlp:
         return None
     norm = ATTENTION_NORM if match["part"] == "self_attn" else before_mlp
@@ -285,7 +293,7 @@ def reach(view: CheckpointView, tensor: TensorInfo) -> tuple[float, float]:
     """Between what the largest output of a norm lies; the second is the most of their length,
     too.
     """
-    offset = 1.0 if view.layout is not None and view.layout.norms_above_one else 0.0
+    offset = 1.0 if view.model.layout is not None and view.model.layout.norms_above_one else 0.0
     weights = np.abs(view.reader.floats(tensor) + offset)
     with np.errstate(divide="ignore"):
         least = float(np.mean(weights**-2.0) ** -0.5)
@@ -303,14 +311,14 @@ def largest_output(view: CheckpointView, module: str) -> float | None:
     if (
         norm is not None
         and norm.num_bytes
-        and view.layout is not None
-        and view.layout.norm_before_mlp
+        and view.model.layout is not None
+        and view.model.layout.norm_before_mlp
     ):
         return MARGIN * reach(view, norm)[1]
-    layer, bounds = view.layers.get(module), norm_bounds(view, module)
+    layer, bounds = view.layers.by_name.get(module), norm_bounds(view, module)
     if layer is None or layer.group is None or bounds is None:
         return None
-    shape, largest = view.shape_of(layer), _largest_weight(view, layer.group, layer)
+    shape, largest = view.layers.shape_of(layer), _largest_weight(view, layer.group, layer)
     if shape is None or largest is None:
         return None
     bias = layer.filled("bias")

@@ -10,8 +10,9 @@ from vexport.architectures.layout import ModelLayout, Shape
 from vexport.architectures.ranks import Split, parts_of, split_of
 from vexport.architectures.stored import JOINED
 from vexport.checks.numbers import is_lossless_cast, is_rounded_little, rounded
+from vexport.checks.vllm.findings import error, warning
 from vexport.checks.vllm.groups import ConfigGroup
-from vexport.checks.vllm.view import CheckpointView, error, warning
+from vexport.checks.vllm.view import CheckpointView
 from vexport.formats.base import EXPERT, Parameter, partition_of
 from vexport.numerics import INT32_BITS
 from vexport.records import FLOATING, Finding, TensorInfo
@@ -35,16 +36,16 @@ CUTS: Mapping[Split, int] = {"out": 0, "in": 1}
 def run(view: CheckpointView) -> Iterator[Finding]:
     """Findings on tensors that vLLM would refuse, narrow or cast."""
     right = _right_somewhere(view)
-    for fused in view.fused_layers:
-        group = view.group_of(fused)
-        if group is not None and view.is_quantized(fused):
+    for fused in view.model.fused_layers:
+        group = view.lookup.group_of(fused)
+        if group is not None and view.layers.is_quantized(fused):
             yield from _fit_together(view, group, fused)
             yield from _whole_blocks(view, group, fused)
             yield from _quantized(view, group, fused, right)
             yield from _unusable(view, group, fused)
     yield from _rounded_scales(view)
-    if view.layout is not None:
-        yield from _unquantized(view, view.layout)
+    if view.model.layout is not None:
+        yield from _unquantized(view, view.model.layout)
 
 
 def _quantized(
@@ -53,8 +54,8 @@ def _quantized(
     cut = _cut(view, fused)
     if group.storage.transposed and cut is not None:
         cut = 1 - cut
-    for layer in view.members(fused):
-        parameters, shape = layer.parameters, view.shape_of(layer)
+    for layer in view.layers.members(fused):
+        parameters, shape = layer.parameters, view.layers.shape_of(layer)
         expected = group.parameters(shape) if shape is not None else {}
         parts = [
             parameter
@@ -73,13 +74,13 @@ def _quantized(
 
 def _unusable(view: CheckpointView, group: ConfigGroup, fused: FusedLayer) -> Iterator[Finding]:
     """Return what another method stores and vLLM passes over."""
-    if view.method is None:
+    if view.quantization.method is None:
         return
     from vexport.checks.vllm.quant_methods.base import MethodGroup
 
     assert isinstance(group, MethodGroup)
     for module in fused.members:
-        for problem in group.stored_as.unusable(group, view.modules[module], view.reader):
+        for problem in group.stored_as.unusable(group, view.model.modules[module], view.reader):
             yield replace(problem, check=NAME, where=f"{module}.{problem.where}")
 
 
@@ -90,9 +91,9 @@ def _right_somewhere(view: CheckpointView) -> frozenset[str]:
     """
     return frozenset(
         name.rpartition(".")[2]
-        for name, layer in view.layers.items()
+        for name, layer in view.layers.by_name.items()
         if (group := layer.group) is not None
-        and view.shape_of(layer) == group.shape(layer.parameters)
+        and view.layers.shape_of(layer) == group.shape(layer.parameters)
     )
 
 
@@ -102,7 +103,7 @@ def _cut(view: CheckpointView, fused: FusedLayer) -> int | None:
     """
     if EXPERT.search(fused.members[0]):
         return None
-    return CUTS.get(split_of(fused, view.names))
+    return CUTS.get(split_of(fused, view.model.names))
 
 
 def _dtype(
@@ -173,7 +174,7 @@ def _rounded_scales(view: CheckpointView) -> Iterator[Finding]:
 
 def _scales(view: CheckpointView) -> Iterator[tuple[tuple[str, str], TensorInfo]]:
     """All scales, by what should be stored alike: config group and parameter, or the KV cache."""
-    for layer in view.layers.values():
+    for layer in view.layers.by_name.values():
         if layer.group is not None:
             for parameter in ALIKE_SCALES:
                 if parameter in layer.parameters:
@@ -185,13 +186,10 @@ def _scales(view: CheckpointView) -> Iterator[tuple[tuple[str, str], TensorInfo]
 
 def _unquantized(view: CheckpointView, layout: ModelLayout) -> Iterator[Finding]:
     """Norms, biases, embeddings and layers that are not quantized, by the model's config."""
-    quantized = {
-        module
-        for fused in view.fused_layers
-        if view.is_quantized(fused)
-        for module in fused.members
-    }
-    cuts = {module: _cut(view, fused) for fused in view.fused_layers for module in fused.members}
+    quantized = {module for fused in view.layers.quantized for module in fused.members}
+    cuts: dict[str, int | None] = {}
+    for fused in view.model.fused_layers:
+        cuts.update(dict.fromkeys(fused.members, _cut(view, fused)))
     for module, shape in layout.modules.items():
         if module not in quantized:
             yield from _plain(view, f"{module}.weight", shape, cuts.get(module))
@@ -214,7 +212,7 @@ def _plain(view: CheckpointView, name: str, shape: Shape, cut: int | None) -> It
     known = any(size is not None for size in shape)
     if known and not _has_shape(tensor, shape):
         narrowed = _is_narrowed(tensor.shape, shape, cut)
-        wanted = f"{SHAPE}{list(shape)}, as config.json sizes {view.class_name}"
+        wanted = f"{SHAPE}{list(shape)}, as config.json sizes {view.model.class_name}"
         got = f"{list(tensor.shape)}{', of which vLLM silently drops the end' if narrowed else ''}"
         yield error(
             NAME, name, expected=wanted, got=got, fix="export it again, or correct config.json"
@@ -244,9 +242,8 @@ def _loses_in_bfloat16(view: CheckpointView, tensor: TensorInfo) -> bool:
 
 
 def _fit_together(view: CheckpointView, group: ConfigGroup, fused: FusedLayer) -> Iterator[Finding]:
-    widths = {
-        layer.name: shape[1] for layer in view.members(fused) if (shape := view.shape_of(layer))
-    }
+    shapes = {layer.name: view.layers.shape_of(layer) for layer in view.layers.members(fused)}
+    widths = {name: shape[1] for name, shape in shapes.items() if shape}
     if len(set(widths.values())) > 1:
         expected = "the same in_features in all layers that run as one"
         got = ", ".join(f"{module.rpartition('.')[2]} {width}" for module, width in widths.items())
@@ -261,10 +258,10 @@ def _fit_together(view: CheckpointView, group: ConfigGroup, fused: FusedLayer) -
 
 def _whole_blocks(view: CheckpointView, group: ConfigGroup, fused: FusedLayer) -> Iterator[Finding]:
     """Return what vLLM refuses at every tensor parallel size."""
-    members = view.sized(fused, group) if group.weights.block is not None else None
+    members = view.layers.sized(fused, group) if group.weights.block is not None else None
     if members is None:
         return
-    parts = parts_of(fused, members, view.names)
+    parts = parts_of(fused, members, view.model.names)
     if reason := group.storage.unsupported_shape(group, partition_of(parts, 1, "none")):
         expected = "whole blocks in layers that vLLM runs as one, but for the last"
         fix = "quantize the layer per channel, or keep it"

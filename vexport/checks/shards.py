@@ -10,7 +10,8 @@ from pathlib import Path
 
 from vexport.checkpoint.index import INDEX_NAME, read_header
 from vexport.checkpoint.reader import same_bytes
-from vexport.checks.vllm.view import CheckpointView, error, info, warning
+from vexport.checks.vllm.findings import error, info, warning
+from vexport.checks.vllm.view import CheckpointView
 from vexport.errors import InputError
 from vexport.files import read_json_object
 from vexport.outputs import RECIPE
@@ -70,7 +71,8 @@ def _strays(view: CheckpointView, places: Mapping[str, TensorInfo]) -> Iterator[
     """Tensors of files next to model.safetensors; vLLM refuses names that its class does not
     have.
     """
-    modules = () if view.layout is None or view.layout.unknown else view.layout.modules
+    layout = view.model.layout
+    modules = () if layout is None or layout.unknown else layout.modules
     for name in sorted(places.keys() - view.index.tensors.keys()):
         module, _, parameter = name.rpartition(".")
         packed = parameter == "weight" and f"{module}.weight_packed" in view.index.tensors

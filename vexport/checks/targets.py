@@ -5,8 +5,9 @@ from collections.abc import Iterator, Sequence
 from vexport.architectures.fusion import NO_UP, FusedLayer, is_head
 from vexport.architectures.linears import stacked_ending
 from vexport.architectures.stored import quantized_parameters
+from vexport.checks.vllm.findings import error
 from vexport.checks.vllm.groups import ConfigGroup, of_attention
-from vexport.checks.vllm.view import CheckpointView, error
+from vexport.checks.vllm.view import CheckpointView
 from vexport.formats import PACKED
 from vexport.formats.arguments import described
 from vexport.numerics import INT32_BITS
@@ -19,16 +20,16 @@ DESCRIPTION = "targets and ignore, resolved as vLLM does, agree with the tensors
 
 def run(view: CheckpointView) -> Iterator[Finding]:
     """Findings on layers that the config and the tensors treat differently."""
-    if not view.config_groups and not _only_attention(view):
+    if not view.quantization.config_groups and not _only_attention(view):
         return
-    for fused in view.fused_layers:
+    for fused in view.model.fused_layers:
         if (
-            view.drafts(fused.name)
-            and not view.is_quantized(fused)
+            view.model.drafts(fused.name)
+            and not view.layers.is_quantized(fused)
             and "mtp" not in view.target.speculative
         ):
             continue  # vLLM builds it to draft alone
-        ignored, parts = view.ignored(fused), view.lookup_names(fused)
+        ignored, parts = view.lookup.ignored(fused), view.lookup.names(fused)
         if ignored and len(ignored) < len(parts):
             expected = (
                 f"all or none of {_names(parts)} in {_list(view)}: vLLM runs them as one layer"
@@ -38,7 +39,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
                 NAME, fused.name, expected=expected, got=f"only {', '.join(ignored)}", fix=fix
             )
             continue
-        table = view.architecture.is_table(fused.name) and view.is_quantized(fused)
+        table = view.model.architecture.is_table(fused.name) and view.layers.is_quantized(fused)
         yield from _quantized_table(view, fused) if table else _agreement(view, fused)
     yield from _experts(view)
     yield from _embeddings(view)
@@ -47,7 +48,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
 
 def _only_attention(view: CheckpointView) -> bool:
     """Return whether vLLM passes over every config group, so that it quantizes no layer."""
-    groups = (view.quantization or {}).get("config_groups")
+    groups = (view.quantization.values or {}).get("config_groups")
     return (
         isinstance(groups, dict)
         and bool(groups)
@@ -62,10 +63,10 @@ def _embeddings(view: CheckpointView) -> Iterator[Finding]:
         if (
             parameter != "weight"
             or len(tensor.shape) != 2
-            or not view.architecture.is_table(module)
+            or not view.model.architecture.is_table(module)
         ):
             continue
-        group = view.group_of(FusedLayer(name=module, members=(module,)))
+        group = view.lookup.group_of(FusedLayer(name=module, members=(module,)))
         if group is not None:
             yield _unquantized(
                 module, group, "table", "add the table to ignore, or narrow the targets"
@@ -76,11 +77,11 @@ def _stacked_experts(view: CheckpointView) -> Iterator[Finding]:
     """Tensors of all experts of a layer that a target matches: vLLM asks for the group of the first
     one.
     """
-    for name, tensor in view.index.tensors.items() if view.method is None else ():
-        ending = stacked_ending(name, view.architecture) if len(tensor.shape) == 3 else None
-        if ending and tensor.dtype in FLOATING and not view.drafts(name):
+    for name, tensor in view.index.tensors.items() if view.quantization.method is None else ():
+        ending = stacked_ending(name, view.model.architecture) if len(tensor.shape) == 3 else None
+        if ending and tensor.dtype in FLOATING and not view.model.drafts(name):
             first = f"{name.removesuffix(ending[0])}{ending[1].rpartition('.')[0]}.0.down_proj"
-            group = view.group_of(FusedLayer(name=first, members=(first,)))
+            group = view.lookup.group_of(FusedLayer(name=first, members=(first,)))
             if group is not None:
                 yield _unquantized(name, group, "layer's experts", "add the experts to ignore")
 
@@ -97,7 +98,7 @@ def _quantized_table(view: CheckpointView, fused: FusedLayer) -> Iterator[Findin
         expected = (
             "an unquantized table, or packed integers that vLLM looks up in a model like this"
         )
-        got = f"{', '.join(quantized_parameters(view.modules[fused.name]))}: {reason}"
+        got = f"{', '.join(quantized_parameters(view.model.modules[fused.name]))}: {reason}"
         fix = "keep the embeddings: quantize again with the table in ignore"
         yield error(NAME, fused.name, expected=expected, got=got, fix=fix)
 
@@ -108,13 +109,13 @@ def _table_refusal(view: CheckpointView, fused: FusedLayer) -> str | None:
     Sources: get_quant_method in compressed_tensors.py, compressed_tensors_embedding.py, and what
     each model hands to its VocabParallelEmbedding.
     """
-    version, group = short_version(view.asked_version), view.group_of(fused)
-    if view.table_lookup is None:
-        return f"{view.class_name} builds its table without a quantization config (vLLM {version})"
-    if group is None and view.table_lookup == "class":
-        return (
-            f"{view.class_name} gives its table no name, so that only the target Embedding finds it"
-        )
+    name = view.model.class_name
+    version = short_version(view.model.asked_version)
+    group = view.lookup.group_of(fused)
+    if view.model.table_lookup is None:
+        return f"{name} builds its table without a quantization config (vLLM {version})"
+    if group is None and view.model.table_lookup == "class":
+        return f"{name} gives its table no name, so that only the target Embedding finds it"
     if group is None:
         return "no target matches it"
     if not any(is_head(name.rpartition(".")[0]) for name in view.index.tensors):
@@ -134,15 +135,19 @@ def _experts(view: CheckpointView) -> Iterator[Finding]:
     it.
     """
     by_layer: dict[str, dict[str, ConfigGroup | None]] = {}
-    for fused in view.fused_layers:
+    for fused in view.model.fused_layers:
         layer = fused.experts
         if layer is not None:
-            group = None if view.ignored(fused) else view.group_of(fused)
+            group = None if view.lookup.ignored(fused) else view.lookup.group_of(fused)
             by_layer.setdefault(layer, {}).setdefault(fused.name.rpartition(".")[2], group)
-    if view.method is None and view.architecture.experts and not view.architecture.experts[2]:
+    if (
+        view.quantization.method is None
+        and view.model.architecture.experts
+        and not view.model.architecture.experts[2]
+    ):
         for layer, groups in by_layer.items():
             absent = FusedLayer(name=f"{layer}.0.{NO_UP}", members=(f"{layer}.0.{NO_UP}",))
-            groups[NO_UP] = None if view.ignored(absent) else view.group_of(absent)
+            groups[NO_UP] = None if view.lookup.ignored(absent) else view.lookup.group_of(absent)
     for layer, groups in by_layer.items():
         names = {
             projection: group.name if group else "none" for projection, group in groups.items()
@@ -159,20 +164,21 @@ def _experts(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _agreement(view: CheckpointView, fused: FusedLayer) -> Iterator[Finding]:
-    group = view.group_of(fused)
+    group = view.lookup.group_of(fused)
     for module in fused.members:
-        stored = quantized_parameters(view.modules[module])
+        stored = quantized_parameters(view.model.modules[module])
         if group is None and stored:
             expected, got = (
                 "a target that matches this quantized layer",
                 f"{', '.join(stored)} and no target",
             )
             fix = f"add it to targets or remove it from {_list(view)}"
-            if (reason := view.built_plain(fused)) is not None:
+            if (reason := view.lookup.built_plain(fused)) is not None:
                 expected, got = f"an unquantized layer: {reason}", ", ".join(stored)
                 fix = f"do not quantize it: quantize the source again with it in {_list(view)}"
-            elif view.method is not None:
-                expected = f"a layer that vLLM quantizes ({view.method.source}), as it is stored"
+            elif view.quantization.method is not None:
+                source = view.quantization.method.source
+                expected = f"a layer that vLLM quantizes ({source}), as it is stored"
             elif is_head(fused.name):
                 got = "a quantized output head and no separate target"
                 fix = 'add "re:.*lm_head" to the targets'
@@ -184,7 +190,7 @@ def _agreement(view: CheckpointView, fused: FusedLayer) -> Iterator[Finding]:
 
 def _list(view: CheckpointView) -> str:
     """The key of the config that keeps layers."""
-    return view.method.skip_key if view.method is not None else "ignore"
+    return view.quantization.method.skip_key if view.quantization.method is not None else "ignore"
 
 
 def _names(parts: Sequence[str]) -> str:

@@ -11,7 +11,8 @@ from tokenizers import Tokenizer
 
 from vexport.architectures import transformers_models
 from vexport.checkpoint.index import TOKENIZER_FILES
-from vexport.checks.vllm.view import CheckpointView, error, info, warning
+from vexport.checks.vllm.findings import error, info, warning
+from vexport.checks.vllm.view import CheckpointView
 from vexport.errors import InputError
 from vexport.files import read_json_object
 from vexport.records import Finding, Severity
@@ -61,15 +62,14 @@ def _processor(
     and get_image_processor in transformers_utils/processor.py); mistral-common needs none."""
     kind = str(view.index.config.get("model_type"))
     if (
-        not view.architecture.language_model
-        or transformers_models(kind, view.version) is None
+        not view.model.architecture.language_model
+        or transformers_models(kind, view.model.version) is None
         or MISTRAL in names
     ):
         return
     if not any(name in names for name in PROCESSORS):
-        expected = (
-            f"{' or '.join(PROCESSORS)}, by which {view.class_name} reads images, sound or video"
-        )
+        processors, name = " or ".join(PROCESSORS), view.model.class_name
+        expected = f"{processors}, by which {name} reads images, sound or video"
         got, fix = (
             "neither: vLLM refuses to start, but with --language-model-only",
             "copy the source's files",

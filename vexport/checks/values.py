@@ -24,8 +24,9 @@ from vexport.checks.numbers import (
     numbers,
     positive_ends,
 )
+from vexport.checks.vllm.findings import error, warning
 from vexport.checks.vllm.groups import ConfigGroup, StoredLayer
-from vexport.checks.vllm.view import CheckpointView, error, warning
+from vexport.checks.vllm.view import CheckpointView
 from vexport.checks.vllm.zeros import empty_parts, input_is_zero, is_empty
 from vexport.formats import NVFP4
 from vexport.numerics import E2M1_MAX, E4M3_MAX, E8M0_NAN, GLOBAL_SCALE_NUMERATOR
@@ -69,9 +70,11 @@ AHEAD = 32
 
 def run(view: CheckpointView) -> Iterator[Finding]:
     """Findings on scales that are NaN, infinite, zero, negative or implausible, and on payloads."""
-    known = [fused for fused in view.fused_layers if any(map(view.is_read, fused.members))]
+    known = [
+        fused for fused in view.model.fused_layers if any(map(view.model.has_module, fused.members))
+    ]
     for fused in read_ahead(known, partial(_expect_scales, view)):
-        group, layers = view.group_of(fused), view.members(fused)
+        group, layers = view.lookup.group_of(fused), view.layers.members(fused)
         broken = False
         for layer, parameter in _scales_of(layers):
             tensor = layer.parameters[parameter]
@@ -93,7 +96,9 @@ def run(view: CheckpointView) -> Iterator[Finding]:
 
 def _expect_scales(view: CheckpointView, fused: FusedLayer) -> None:
     """Begin to read the scales of layers that will be looked at."""
-    view.reader.expect(layer.parameters[name] for layer, name in _scales_of(view.members(fused)))
+    view.reader.expect(
+        layer.parameters[name] for layer, name in _scales_of(view.layers.members(fused))
+    )
 
 
 def _scales_of(layers: Sequence[StoredLayer]) -> Iterator[tuple[StoredLayer, str]]:
@@ -351,8 +356,8 @@ def ranges(view: CheckpointView) -> Iterator[Finding]:
 
 def _quantized(view: CheckpointView) -> Iterator[tuple[StoredLayer, ConfigGroup]]:
     """Every layer that a config group applies to, whose tensors are released, and that group."""
-    for fused in read_ahead(view.fused_layers, partial(_expect, view)):
-        for layer in view.members(fused):
+    for fused in read_ahead(view.model.fused_layers, partial(_expect, view)):
+        for layer in view.layers.members(fused):
             if layer.group is not None:
                 yield layer, layer.group
                 view.reader.release(layer.parameters.values())
@@ -360,10 +365,10 @@ def _quantized(view: CheckpointView) -> Iterator[tuple[StoredLayer, ConfigGroup]
 
 def _expect(view: CheckpointView, fused: FusedLayer) -> None:
     """Begin to read the rows of a layer that will be looked at."""
-    if view.group_of(fused) is None:
+    if view.lookup.group_of(fused) is None:
         return
     for module in fused.members:
-        parameters = view.modules[module]
+        parameters = view.model.modules[module]
         for tensor in (parameters[name] for name in WEIGHTS if name in parameters):
             view.reader.expect_some_rows(tensor, _step(view, tensor))
 
@@ -436,7 +441,7 @@ def _rows(view: CheckpointView, tensor: TensorInfo, stored: dict[str, Rows]) -> 
 
 
 def _step(view: CheckpointView, tensor: TensorInfo) -> int:
-    rows = min(max(ROWS_OF_ALL // len(view.fused_layers), FEWEST_ROWS), MOST_ROWS)
+    rows = min(max(ROWS_OF_ALL // len(view.model.fused_layers), FEWEST_ROWS), MOST_ROWS)
     return max(tensor.shape[0] // rows, 1)
 
 

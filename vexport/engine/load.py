@@ -12,7 +12,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from vexport.architectures.config import text_config
-from vexport.checks.vllm.view import error
+from vexport.checks.vllm.findings import error
 from vexport.engine.agreement import canary_findings, kl_limit, read_logprobs, symptom
 from vexport.engine.messages import SessionResult
 from vexport.engine.reference import (

@@ -7,8 +7,9 @@ from vexport.architectures import with_stars
 from vexport.checkpoint.index import find_quantization, read_index
 from vexport.checkpoint.smoothed import reader_of
 from vexport.checks import SOURCE, Against
+from vexport.checks.vllm.findings import error, info, warning
 from vexport.checks.vllm.groups import StoredLayer
-from vexport.checks.vllm.view import CheckpointView, error, info, warning
+from vexport.checks.vllm.view import CheckpointView
 from vexport.errors import InputError
 from vexport.fidelity.kept import file_findings, tensor_findings
 from vexport.fidelity.own_rounding import has_own_rounding
@@ -47,7 +48,7 @@ def against(root: Path, *, on_layer: OnLayer) -> Against:
 
 
 def _compared(view: CheckpointView, origins: SourceTensors, on_layer: OnLayer) -> Iterator[Finding]:
-    quantized = [layer for layer in view.layers.values() if layer.is_quantized]
+    quantized = [layer for layer in view.layers.by_name.values() if layer.is_quantized]
     ratios: dict[str, float] = {}
     smoothing = Factors(view, origins)
     faulty: list[tuple[StoredLayer, WeightComparison]] = []
@@ -143,7 +144,7 @@ def _summary(view: CheckpointView, ratios: Mapping[str, float]) -> Iterator[Find
     """Report the signal-to-noise ratios, in one line per kind of layer."""
     kinds: dict[tuple[str, str], list[str]] = {}
     for name in ratios:
-        kinds.setdefault((with_stars(name), _stored_as(view.layers[name])), []).append(name)
+        kinds.setdefault((with_stars(name), _stored_as(view.layers.by_name[name])), []).append(name)
     for (kind, stored), names in kinds.items():
         names.sort(key=ratios.__getitem__)
         least, median, most = (ratios[names[position]] for position in (0, len(names) // 2, -1))
@@ -160,7 +161,7 @@ def _incomparable(view: CheckpointView, layer: StoredLayer, got: str, fix: str) 
     With a layout, other checks report such layers, and vLLM may narrow or never read the tensors.
     Without a layout it is an error.
     """
-    finding = error if view.layout is None else warning
+    finding = error if view.model.layout is None else warning
     return finding(
         SOURCE, layer.name, expected="the source's weight in quantized form", got=got, fix=fix
     )

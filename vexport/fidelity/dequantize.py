@@ -8,8 +8,9 @@ from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader, same_bytes
 from vexport.checkpoint.smoothed import source_reader
 from vexport.checkpoint.tensors import TORCH_DTYPES, read_tensor, read_weight
+from vexport.checks.vllm.findings import error
 from vexport.checks.vllm.groups import ConfigGroup, StoredLayer
-from vexport.checks.vllm.view import CheckpointView, error
+from vexport.checks.vllm.view import CheckpointView
 from vexport.formats.base import Format, Parameter
 from vexport.formats.dequantize import row_chunks, rows_of
 from vexport.formats.plan import FusionGroup, Plan
@@ -21,7 +22,7 @@ CHECK = "roundtrip"
 
 def dequantized(view: CheckpointView, layer: str) -> torch.Tensor | None:
     """Return a layer's weight, or None if its tensors do not fit its group or are not finite."""
-    stored = view.layers.get(layer)
+    stored = view.layers.by_name.get(layer)
     values = as_loaded(view, stored) if stored is not None else None
     if stored is None or stored.group is None or values is None:
         return None
@@ -49,7 +50,7 @@ def as_loaded(view: CheckpointView, layer: StoredLayer) -> dict[str, torch.Tenso
     None if vLLM has no scheme for the config group, or if a tensor is missing or too small.
     """
     group, parameters = layer.group, layer.parameters
-    shape = view.shape_of(layer)
+    shape = view.layers.shape_of(layer)
     if group is None or shape is None or group.refusal is not None:
         return None
     stored = {}

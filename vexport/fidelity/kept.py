@@ -133,7 +133,7 @@ def _kept(view: CheckpointView, origins: SourceTensors, tensor: TensorInfo) -> I
 
 
 def _is_tied(view: CheckpointView) -> bool:
-    return bool(view.text.get("tie_word_embeddings", False))
+    return bool(view.model.text.get("tie_word_embeddings", False))
 
 
 def _same_values(old: Reader, origin: TensorInfo, new: Reader, tensor: TensorInfo) -> bool:
@@ -166,7 +166,7 @@ def _regrouped(
     view: CheckpointView, origins: SourceTensors, tensor: TensorInfo
 ) -> Iterator[Finding]:
     """Compare an unquantized weight that the source stores fused with others, or split."""
-    layer = view.layers.get(tensor.name.removesuffix(".weight"))
+    layer = view.layers.by_name.get(tensor.name.removesuffix(".weight"))
     pieces = origins.pieces(layer) if layer is not None and tensor.dtype in TORCH_DTYPES else ()
     if not pieces:
         yield _meant(tensor.name, "a tensor of the source's", "none there of this name")

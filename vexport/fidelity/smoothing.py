@@ -17,7 +17,8 @@ from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.smoothed import SMOOTHING, fits, smoothing_of
 from vexport.checkpoint.tensors import TORCH_DTYPES, read_tensor
 from vexport.checks import SOURCE
-from vexport.checks.vllm.view import CheckpointView, error, warning
+from vexport.checks.vllm.findings import error, warning
+from vexport.checks.vllm.view import CheckpointView
 from vexport.errors import CheckpointFailed, InputError
 from vexport.fidelity.dequantize import dequantized
 from vexport.fidelity.source import Pieces, SourceTensors
@@ -150,7 +151,7 @@ class Factors:
 
     def _gains(self, name: str, axis: int) -> torch.Tensor | None:
         """Return the gain of each row (axis 1) or column (axis 0), relative to the source."""
-        layer = self._view.layers.get(name)
+        layer = self._view.layers.by_name.get(name)
         weight = dequantized(self._view, name) if layer is not None and layer.is_quantized else None
         pieces = self._origins.pieces(layer) if layer is not None else ()
         if weight is None or not pieces:

@@ -5,6 +5,7 @@ from functools import cached_property
 
 import torch
 
+from vexport.architectures.built import BuiltModel
 from vexport.architectures.linears import find_linears
 from vexport.architectures.stored import joined_name
 from vexport.checkpoint.index import SourceIndex
@@ -24,7 +25,7 @@ class ComparedSource:
     @cached_property
     def linears(self) -> Mapping[str, LinearPlan]:
         """Linear layers by name."""
-        names = CheckpointView(self.index, self.reader).names
+        names = BuiltModel(self.index).names
         return {linear.name: linear for linear in find_linears(self.index, names)}
 
     def weight(self, layer: str) -> torch.Tensor | None:
@@ -44,7 +45,7 @@ class SourceTensors(ComparedSource):
 
     def __init__(self, view: CheckpointView, index: SourceIndex, reader: Reader) -> None:
         super().__init__(index, reader)
-        self._view, self._vllm_name = view, view.architecture.vllm_name
+        self._view, self._vllm_name = view, view.model.architecture.vllm_name
         self._linears = {self._vllm_name(name): linear for name, linear in self.linears.items()}
         self._tensors = {
             self._vllm_tensor(name): tensor for name, tensor in self.index.tensors.items()
@@ -103,7 +104,7 @@ class SourceTensors(ComparedSource):
         return (self._read(linear)[start : start + rows[position]],)
 
     def _rows(self, name: str) -> int:
-        layer = self._view.layers[name]
+        layer = self._view.layers.by_name[name]
         shape = layer.group.shape(layer.parameters) if layer.group else None
         if shape is None and (weight := layer.parameters.get("weight")) is not None:
             return weight.shape[0]
@@ -114,7 +115,7 @@ class SourceTensors(ComparedSource):
         prefix, dot, projection = layer.name.rpartition(".")
         parts = [
             self._linear(f"{prefix}{dot}{part}")
-            for part in self._view.architecture.fused.get(projection, ())
+            for part in self._view.model.architecture.fused.get(projection, ())
         ]
         return tuple(self._read(part) for part in parts if part) if parts and all(parts) else ()
 

@@ -157,7 +157,7 @@ def compare_weight(
     """
     group, stored = layer.group, as_loaded(view, layer)
     shape = (sum(piece.shape[0] for piece in pieces), pieces[0].shape[1])
-    if group is None or stored is None or view.shape_of(layer) != shape:
+    if group is None or stored is None or view.layers.shape_of(layer) != shape:
         return None
     weight = _StoredWeight(group, stored, shape)
     try:

@@ -15,8 +15,9 @@ from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.smoothed import reader_of, smoothing_of
 from vexport.checks import Against, findings_of, findings_on
 from vexport.checks.config import NAME
+from vexport.checks.vllm.findings import error
 from vexport.checks.vllm.quant_methods import METHOD, method_name
-from vexport.checks.vllm.view import CheckpointView, error
+from vexport.checks.vllm.view import CheckpointView
 from vexport.errors import InputError
 from vexport.errors.extras import MissingPackage, is_installed, require_extra
 from vexport.outputs.directory import new_directory, working_folder
@@ -65,7 +66,7 @@ def repair_checkpoint(
             )
             reader = open_files.enter_context(Reader())
             view = CheckpointView(read_index(checkpoint), reader)
-            if (method := method_name(view.quantization or {})) is not None:
+            if (method := method_name(view.quantization.values or {})) is not None:
                 return _report(checkpoint, out, source, repairs, [_unknown(view, method)])
             families = _families()
             for number, family in enumerate(families):
@@ -124,7 +125,7 @@ def _compared_source(checkpoint: Path, source: Path) -> "Iterator[ComparedSource
 
 def _unknown(view: CheckpointView, method: str) -> Finding:
     fix = "quantize from the source"
-    return error(NAME, view.quantization_place, expected=METHOD, got=repr(method), fix=fix)
+    return error(NAME, view.quantization.place, expected=METHOD, got=repr(method), fix=fix)
 
 
 def _report(

@@ -52,7 +52,7 @@ def _moved(config: dict[str, Json], view: CheckpointView) -> Iterator[Repair]:
     """vLLM finds the config in its older places too; other loaders look in one, and so do later
     repairs.
     """
-    stored = view.stored_quantization
+    stored = view.quantization.stored
     if stored is None or config.get(QUANTIZATION_CONFIG) is not None:
         return
     for holder in (config, config.get(TEXT)):
@@ -102,14 +102,14 @@ def _key_repair(where: str, got: str, now: str) -> Repair:
 
 def targets(view: CheckpointView, source: "ComparedSource | None") -> Changes:
     """The config with an ignore list and targets that agree with the tensors."""
-    if not view.config_groups:
+    if not view.quantization.config_groups:
         return Changes()
     repaired = _with(view, "ignore", _without_quantized(view))
-    for group in view.config_groups:
+    for group in view.quantization.config_groups:
         repaired = _with(
             repaired, "targets", _targets(repaired, group), "config_groups", group.name
         )
-    repaired = _with(repaired, "ignore", (*repaired.ignore, *_unquantized(repaired)))
+    repaired = _with(repaired, "ignore", (*repaired.quantization.ignore, *_unquantized(repaired)))
     repairs = tuple(_list_repairs(view, repaired))
     return Changes(config=repaired.index.config, repairs=repairs) if repairs else Changes()
 
@@ -117,17 +117,17 @@ def targets(view: CheckpointView, source: "ComparedSource | None") -> Changes:
 def _without_quantized(view: CheckpointView) -> tuple[str, ...]:
     """The ignore list without what covers quantized layers; unquantized ones that went with it by
     name, but for experts, whose pattern is written again."""
-    layers = view.layers.values()
+    layers = view.layers.by_name.values()
     quantized = [layer.name for layer in layers if layer.is_quantized]
     kept: dict[str, None] = {}
-    for entry in view.ignore:
-        if not any(view.is_ignored(name, [entry]) for name in quantized):
+    for entry in view.quantization.ignore:
+        if not any(view.lookup.is_ignored(name, [entry]) for name in quantized):
             kept[entry] = None
             continue
         plain = (
             each.name for each in layers if not each.is_quantized and moe_layer(each.name) is None
         )
-        kept.update(dict.fromkeys(name for name in plain if view.is_ignored(name, [entry])))
+        kept.update(dict.fromkeys(name for name in plain if view.lookup.is_ignored(name, [entry])))
     return tuple(kept)
 
 
@@ -138,8 +138,8 @@ def _targets(view: CheckpointView, group: ConfigGroup) -> tuple[str, ...]:
     A layer that fits several groups may belong to any of them: it stays as it is, which the check
     `targets` reports.
     """
-    alone, architecture = len(view.config_groups) == 1, view.architecture
-    fitting = [fused for fused in view.fused_layers if _belongs(view, fused, group)]
+    alone, architecture = len(view.quantization.config_groups) == 1, view.model.architecture
+    fitting = [fused for fused in view.model.fused_layers if _belongs(view, fused, group)]
     lost = [
         fused for fused in fitting if _is_lost(view, fused) and not _fits_others(view, fused, group)
     ]
@@ -148,9 +148,7 @@ def _targets(view: CheckpointView, group: ConfigGroup) -> tuple[str, ...]:
     if alone and not all(is_head(fused.name) for fused in lost):
         return tuple(targets_of(fitting, architecture, (), alone=True))
     names = {fused.name for fused in fitting}
-    others = [
-        each for each in view.fused_layers if view.is_quantized(each) and each.name not in names
-    ]
+    others = [each for each in view.layers.quantized if each.name not in names]
     return (
         *group.targets,
         *targets_of(lost, architecture, others, alone=False),
@@ -159,10 +157,9 @@ def _targets(view: CheckpointView, group: ConfigGroup) -> tuple[str, ...]:
 
 def _belongs(view: CheckpointView, fused: FusedLayer, group: ConfigGroup) -> bool:
     """Return whether all members are stored as this group says, and as no group before it says."""
-    members = [view.modules[name] for name in fused.members]
-    owners = (
-        each for each in view.config_groups if all(fits(each, parameters) for parameters in members)
-    )
+    members = [view.model.modules[name] for name in fused.members]
+    groups = view.quantization.config_groups
+    owners = (each for each in groups if all(fits(each, parameters) for parameters in members))
     owner = next(owners, None)
     return owner is not None and owner.name == group.name
 
@@ -170,30 +167,31 @@ def _belongs(view: CheckpointView, fused: FusedLayer, group: ConfigGroup) -> boo
 def _fits_others(view: CheckpointView, fused: FusedLayer, group: ConfigGroup) -> bool:
     """Return whether the layers are stored as another group says, which quantizes weights or inputs
     otherwise."""
-    members = [view.modules[name] for name in fused.members]
+    members = [view.model.modules[name] for name in fused.members]
     return any(
         (other.weights, other.input_activations) != (group.weights, group.input_activations)
         and all(fits(other, parameters) for parameters in members)
-        for other in view.config_groups
+        for other in view.quantization.config_groups
     )
 
 
 def _is_lost(view: CheckpointView, fused: FusedLayer) -> bool:
-    group = view.group_of(fused)
-    return group is None or not all(fits(group, view.modules[name]) for name in fused.members)
+    group = view.lookup.group_of(fused)
+    return group is None or not all(fits(group, view.model.modules[name]) for name in fused.members)
 
 
 def _unquantized(view: CheckpointView) -> Iterator[str]:
     """Unquantized layers that ignore lacks: a target covers them, or ignore names only some."""
     missing: set[str] = set()
-    for fused in view.fused_layers:
-        named = {view.matched_ignore.match(name) for name in view.lookup_names(fused)}
-        if not view.is_quantized(fused) and (view.group_of(fused) is not None or len(named) > 1):
+    for fused in view.model.fused_layers:
+        named = {view.quantization.matched_ignore.match(name) for name in view.lookup.names(fused)}
+        is_targeted = view.lookup.group_of(fused) is not None or len(named) > 1
+        if is_targeted and not view.layers.is_quantized(fused):
             missing.update(fused.members)
     yield from (
         name
-        for name in ignored(view.fused_layers, missing, (), view.names)
-        if name not in view.ignore
+        for name in ignored(view.model.fused_layers, missing, (), view.model.names)
+        if name not in view.quantization.ignore
     )
 
 
@@ -205,9 +203,11 @@ def _with(view: CheckpointView, key: str, names: Sequence[str], *place: str) -> 
 
 
 def _list_repairs(old: CheckpointView, new: CheckpointView) -> Iterator[Repair]:
-    if old.ignore != new.ignore:
-        yield _list_repair("ignore", old.ignore, new.ignore)
-    for before, after in zip(old.config_groups, new.config_groups, strict=True):
+    if old.quantization.ignore != new.quantization.ignore:
+        yield _list_repair("ignore", old.quantization.ignore, new.quantization.ignore)
+    for before, after in zip(
+        old.quantization.config_groups, new.quantization.config_groups, strict=True
+    ):
         if before.targets != after.targets:
             yield _list_repair(
                 f"config_groups.{before.name}.targets", before.targets, after.targets

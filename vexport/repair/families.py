@@ -47,10 +47,9 @@ def arguments(view: CheckpointView, source: ComparedSource | None) -> Changes:
     arguments matches every layer."""
     changed: dict[str, Json] = copy.deepcopy(dict(view.index.config))
     repairs: list[Repair] = []
-    for group in view.config_groups:
-        layers = [
-            each for each in view.layers.values() if each.is_quantized and each.group is group
-        ]
+    for group in view.quantization.config_groups:
+        stored = [each for each in view.layers.by_name.values() if each.is_quantized]
+        layers = [each for each in stored if each.group is group]
         if layers and not any(fits(group, layer.parameters) for layer in layers):
             readings = {
                 repr(reading.weights): reading
@@ -137,11 +136,11 @@ def kv_cache(view: CheckpointView, source: ComparedSource | None) -> Changes:
     """Scales of 1.0 for all attention layers; nothing where some have scales: 1.0 would not go with
     them.
     """
-    scheme = parse_args((view.quantization or {}).get("kv_cache_scheme"))
+    scheme = parse_args((view.quantization.values or {}).get("kv_cache_scheme"))
     if isinstance(scheme, str) or scheme.dynamic:
         return Changes()
     per_head = scheme.strategy == KV_CACHES["fp8_per_head"].strategy
-    layers = attention_layers(_rows(view), view.names, per_head=per_head)
+    layers = attention_layers(_rows(view), view.model.names, per_head=per_head)
     missing = {finding.where for finding in announced.run(view)} - view.index.tensors.keys()
     if not all(
         f"{layer.name}.{parameter}" in missing
@@ -171,8 +170,8 @@ def kv_cache(view: CheckpointView, source: ComparedSource | None) -> Changes:
 def _rows(view: CheckpointView) -> dict[str, int | None]:
     """Return the out_features of every linear layer, None for layers whose size is unknown."""
     rows: dict[str, int | None] = {}
-    for fused in view.fused_layers:
-        members = view.sized(fused, view.group_of(fused))
+    for fused in view.model.fused_layers:
+        members = view.layers.sized(fused, view.lookup.group_of(fused))
         rows.update(dict.fromkeys(fused.members))
         rows.update({member.name: member.out_features for member in members or ()})
     return rows
@@ -214,7 +213,7 @@ def _in_source(
     """
     if source is None:
         return None
-    pieces = SourceTensors(view, source.index, source.reader).pieces(view.layers[layer])
+    pieces = SourceTensors(view, source.index, source.reader).pieces(view.layers.by_name[layer])
     return torch.cat(tuple(pieces)) if pieces else None
 
 

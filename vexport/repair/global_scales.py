@@ -21,9 +21,11 @@ from vexport.architectures import with_stars
 from vexport.architectures.fusion import FusedLayer
 from vexport.checks.fusion import INPUT_GLOBAL_SCALE as INPUT
 from vexport.checks.fusion import WEIGHT_GLOBAL_SCALE as WEIGHT
+from vexport.checks.numbers import single_value
 from vexport.checks.values import LEAST_INPUT_GLOBAL_SCALE, LEAST_WEIGHT_GLOBAL_SCALE
+from vexport.checks.vllm.findings import error
 from vexport.checks.vllm.groups import ConfigGroup, StoredLayer
-from vexport.checks.vllm.view import CheckpointView, error
+from vexport.checks.vllm.view import CheckpointView
 from vexport.fidelity.dequantize import read_parameters, vllm_storage, weight_of
 from vexport.fidelity.source import ComparedSource, SourceTensors
 from vexport.fidelity.weights import REFITTED_DB, nearest_weight
@@ -70,9 +72,9 @@ def reciprocals(view: CheckpointView, source: ComparedSource | None) -> Changes:
     """
     origins = _origins(view, source)
     changes = Changes()
-    for layer in view.layers.values():
+    for layer in view.layers.by_name.values():
         for parameter in (WEIGHT, INPUT):
-            value = view.single_value(layer.parameters.get(parameter))
+            value = single_value(view.reader, layer.parameters.get(parameter))
             if value is None or not torch.finfo(torch.float32).tiny <= value < LEAST[parameter]:
                 continue
             inverse = _as_the_others_have(view, layer, parameter, 1 / value)
@@ -108,7 +110,7 @@ def _as_the_others_have(
     """Return the scale that a layer of the same fused layer stores if `inverse` is the same number
     but for its last bits, else `inverse`."""
     for name in layer.fused.members:
-        other = view.single_value(view.modules[name].get(parameter))
+        other = single_value(view.reader, view.model.modules[name].get(parameter))
         if other is not None and abs(other / inverse - 1) < SAME:
             return other
     return inverse
@@ -127,14 +129,14 @@ def unequal_weights(view: CheckpointView, source: ComparedSource | None) -> Chan
     origins = _origins(view, source)
     unshared = _kinds_with_own_scales(view)
     changes = Changes()
-    for fused in view.fused_layers:
+    for fused in view.model.fused_layers:
         values = _scales(view, fused, WEIGHT)
         if len(set(values.values())) < 2:
             continue
         if max(values.values()) / min(values.values()) - 1 < SAME:
             changes += _same_number(view, values)
             continue
-        exact = {name: _weight_in_source(origins, view.layers[name]) for name in values}
+        exact = {name: _weight_in_source(origins, view.layers.by_name[name]) for name in values}
         known = {name: weight for name, weight in exact.items() if weight is not None}
         if len(known) == len(values):
             changes += _by_source(view, fused, values, known)
@@ -154,7 +156,7 @@ def unequal_inputs(view: CheckpointView, source: ComparedSource | None) -> Chang
     have is right; without a majority the smallest is taken, which cuts off nothing.
     """
     changes = Changes()
-    for fused in view.fused_layers:
+    for fused in view.model.fused_layers:
         values = _scales(view, fused, INPUT)
         if len(set(values.values())) < 2:
             continue
@@ -164,7 +166,7 @@ def unequal_inputs(view: CheckpointView, source: ComparedSource | None) -> Chang
         for name, value in values.items():
             if value == shared:
                 continue
-            tensor = view.layers[name].parameters[INPUT]
+            tensor = view.layers.by_name[name].parameters[INPUT]
             repair = Repair(
                 family=FAMILY,
                 where=tensor.name,
@@ -193,7 +195,10 @@ def _weight_in_source(origins: SourceTensors | None, layer: StoredLayer) -> torc
 
 def _scales(view: CheckpointView, fused: FusedLayer, parameter: str) -> dict[str, float]:
     """Return the usable global scales of the layers that vLLM runs as one."""
-    stored = {name: view.single_value(view.modules[name].get(parameter)) for name in fused.members}
+    stored = {
+        name: single_value(view.reader, view.model.modules[name].get(parameter))
+        for name in fused.members
+    }
     return {
         name: value for name, value in stored.items() if value is not None and 0 < value < math.inf
     }
@@ -205,7 +210,7 @@ def _same_number(view: CheckpointView, values: Scales) -> Changes:
     changes = Changes()
     for name, value in values.items():
         if value != shared:
-            tensor = view.layers[name].parameters[WEIGHT]
+            tensor = view.layers.by_name[name].parameters[WEIGHT]
             repair = Repair(
                 family=FAMILY,
                 where=tensor.name,
@@ -226,7 +231,7 @@ def _kinds_with_own_scales(view: CheckpointView) -> frozenset[str]:
     like that.
     """
     kinds: dict[str, list[Scales]] = {}
-    for fused in view.fused_layers:
+    for fused in view.model.fused_layers:
         values = _scales(view, fused, WEIGHT)
         if len(values) > 1:
             kinds.setdefault(with_stars(fused.name), []).append(values)
@@ -247,7 +252,7 @@ def _are_own(view: CheckpointView, groups: Sequence[Scales]) -> bool:
 
 def _largest_block(view: CheckpointView, name: str) -> float:
     """Return the largest block scale of a layer, 0 if it has none."""
-    tensor = view.layers[name].parameters.get("weight_scale")
+    tensor = view.layers.by_name[name].parameters.get("weight_scale")
     if tensor is None or not tensor.num_bytes:
         return 0.0
     scales = read_parameters(view, {"weight_scale": tensor})["weight_scale"]
@@ -283,7 +288,7 @@ def _by_own_scales(view: CheckpointView, values: Scales) -> Changes:
     changes = Changes()
     for name, value in values.items():
         if value != shared:
-            changes += _to_shared(view, view.layers[name], value, value, shared, None)
+            changes += _to_shared(view, view.layers.by_name[name], value, value, shared, None)
     return changes
 
 
@@ -295,7 +300,7 @@ def _by_source(
     candidates = tuple(dict.fromkeys(values.values()))
     meant: dict[str, float] = {}
     for name in values:
-        scale = _meant_scale(view, view.layers[name], candidates, exact[name])
+        scale = _meant_scale(view, view.layers.by_name[name], candidates, exact[name])
         if scale is None:
             got = (
                 f"{_listed(values)}: none of them makes {name.rpartition('.')[2]} the "
@@ -311,7 +316,7 @@ def _by_source(
     changes = Changes()
     for name, value in values.items():
         if value != shared or meant[name] != shared:
-            layer = view.layers[name]
+            layer = view.layers.by_name[name]
             changes += _to_shared(view, layer, value, meant[name], shared, exact[name])
     return changes
 

@@ -2,31 +2,48 @@
 compressed-tensors.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import replace
+from functools import cached_property
 
-from vexport.architectures.fusion import FusedLayer
 from vexport.architectures.stored import joined_name
-from vexport.checkpoint.reader import Derived, DerivedReader
+from vexport.checkpoint.index import SourceIndex
+from vexport.checkpoint.reader import Derived, DerivedReader, Reader
 from vexport.checks.vllm.groups import ConfigGroup
+from vexport.checks.vllm.lookup import GroupLookup, KnownGroups
 from vexport.checks.vllm.quant_methods.base import MethodGroup
-from vexport.checks.vllm.view import CheckFunction, CheckpointView
+from vexport.checks.vllm.view import CheckFunction, CheckpointView, Target
 from vexport.records import Finding, TensorInfo
 
 
 class TranslatedView(CheckpointView):
-    """The view in compressed-tensors' terms.
+    """The view of a checkpoint of another method in the terms of compressed-tensors.
 
-    `groups` has the config group of each quantized layer, `stored_names` what a name in its
-    findings is called in the files.
+    Args:
+        groups: The translated config group of each quantized linear layer.
+        stored_names: The names in the files of the places that findings name.
+        reciprocals: Parameters that stand for their reciprocals in the files.
     """
 
-    groups: Mapping[str, ConfigGroup]
-    stored_names: Mapping[str, str]
+    def __init__(
+        self,
+        index: SourceIndex,
+        reader: Reader,
+        target: Target,
+        *,
+        groups: Mapping[str, ConfigGroup],
+        stored_names: Mapping[str, str],
+        reciprocals: Set[str],
+    ) -> None:
+        super().__init__(index, reader, target)
+        self.stored_names = stored_names
+        self.reciprocals = reciprocals
+        self._groups = groups
 
-    def group_of(self, fused: FusedLayer) -> ConfigGroup | None:
-        """The translated group of layers that the method quantizes."""
-        return self.groups.get(fused.members[0])
+    @cached_property
+    def lookup(self) -> GroupLookup:
+        """Finds the translated config group of a fused layer."""
+        return KnownGroups(self.model, self.quantization, self._groups)
 
 
 def translated_findings(run: CheckFunction, translated: TranslatedView) -> Iterator[Finding]:
@@ -40,18 +57,21 @@ def translate(view: CheckpointView) -> TranslatedView:
 
     Layers with tensors of another dtype or shape, of which other findings tell, are left out.
     """
-    stored_names, reciprocals, groups = dict[str, str](), set[str](), dict[str, ConfigGroup]()
-    tensors, derived = dict[str, TensorInfo](view.index.tensors), dict[str, Derived]()
-    for fused in view.fused_layers:
-        group = view.group_of(fused)
-        if not isinstance(group, MethodGroup) or not view.is_quantized(fused):
+    stored_names: dict[str, str] = {}
+    reciprocals: set[str] = set()
+    groups: dict[str, ConfigGroup] = {}
+    tensors = dict(view.index.tensors)
+    derived: dict[str, Derived] = {}
+    for fused in view.model.fused_layers:
+        group = view.lookup.group_of(fused)
+        if not isinstance(group, MethodGroup) or not view.layers.is_quantized(fused):
             continue
         names = {own: _described(group, own) for own in group.stored_as.names}
         stored_names |= {
             f"{fused.name}: {own}": f"{fused.name}: {stored}" for own, stored in names.items()
         }
         for module in fused.members:
-            parameters = view.modules[module]
+            parameters = view.model.modules[module]
             groups[module] = group.translated
             for tensor in parameters.values():
                 del tensors[tensor.name]
@@ -72,15 +92,19 @@ def translate(view: CheckpointView) -> TranslatedView:
         tensors[renamed] = replace(tensors.pop(name), name=renamed)
         stored_names[renamed] = name
     index = replace(view.index, tensors=tensors)
-    translated = TranslatedView(index, DerivedReader(view.reader, derived), view.target)
-    translated.groups, translated.stored_names = groups, stored_names
-    translated.reciprocals = reciprocals
-    return translated
+    return TranslatedView(
+        index,
+        DerivedReader(view.reader, derived),
+        view.target,
+        groups=groups,
+        stored_names=stored_names,
+        reciprocals=reciprocals,
+    )
 
 
 def _cache_scales(view: CheckpointView, tensors: Iterable[str]) -> dict[str, str]:
     """compressed-tensors' names of the method's own scales of the KV cache, by theirs."""
-    scales = view.method.cache_scales if view.method else {}
+    scales = view.quantization.method.cache_scales if view.quantization.method else {}
     return {
         name: f"{name.removesuffix(stored)}{stored.partition('.')[0]}.{own}"
         for own, stored in scales.items()

@@ -75,7 +75,7 @@ def input_is_zero(view: CheckpointView, layer: StoredLayer) -> bool:
         return False
     siblings = (
         other
-        for name, other in view.layers.items()
+        for name, other in view.layers.by_name.items()
         if name.startswith(f"{holder}{dot}")
         and pattern.fullmatch(name.removeprefix(f"{holder}{dot}"))
     )

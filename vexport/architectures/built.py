@@ -1,0 +1,165 @@
+"""What one version of vLLM builds for a checkpoint, from its config.json and its tensors' names."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cached_property
+
+from vexport.architectures import (
+    Architecture,
+    TableLookup,
+    architecture_table,
+    resolve,
+    version_with,
+)
+from vexport.architectures.config import text_config
+from vexport.architectures.fusion import FusedLayer, fuse, part_names
+from vexport.architectures.layout import ModelLayout, Shape, layout_of
+from vexport.architectures.linears import PREDICTION, Names, names_of
+from vexport.architectures.stored import Headers, linear_modules
+from vexport.architectures.tables import table_versions
+from vexport.architectures.versions import VersionFacts, facts_of, nearest_version, with_facts
+from vexport.records import Json, TensorInfo
+from vexport.version import PINNED, Version
+
+# How configs count layers that draft (hf_config_override in vllm/config/speculative.py).
+DRAFTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
+
+
+def any_layer(module: str) -> bool:
+    """Return True: by default every module with the tensors of a linear layer is one."""
+    return True
+
+
+class BuiltModel:
+    """The model class, its names, its linear layers and its tensors in one version of vLLM.
+
+    Everything is computed at its first use.
+
+    Args:
+        headers: The config and the tensors of the checkpoint.
+        asked: The version of vLLM that the checkpoint is to be served with. By default this is
+            `PINNED`, or the first later version that has the model's class.
+        is_layer: Returns False for modules with a matrix that are no linear layers.
+    """
+
+    def __init__(
+        self,
+        headers: Headers,
+        asked: Version | None = None,
+        is_layer: Callable[[str], bool] = any_layer,
+    ) -> None:
+        self._headers = headers
+        self._asked = asked
+        self._is_layer = is_layer
+
+    @cached_property
+    def asked_version(self) -> Version:
+        """The version of vLLM that the checkpoint is to be served with."""
+        if self._asked is not None:
+            return self._asked
+        names = self._headers.config.get("architectures")
+        return version_with(str(names[0])) if isinstance(names, list) and names else PINNED
+
+    @property
+    def version(self) -> Version:
+        """The version of vLLM whose rules are used: the one asked for, or the nearest known one."""
+        return nearest_version(self.asked_version)
+
+    @cached_property
+    def facts(self) -> VersionFacts:
+        """The schemes, methods and classes of the version of vLLM whose rules are used."""
+        return facts_of(self.version)
+
+    @cached_property
+    def class_name(self) -> str:
+        """The model class, empty if it is unknown.
+
+        This is the first class of config.json that vLLM has (resolve_model_cls in
+        models/registry.py), and for a config without classes the class of its model type.
+        """
+        names = self._headers.config.get("architectures")
+        if isinstance(names, list) and names:
+            classes = {*architecture_table(self.version).architectures, *self.facts.added}
+            return str(next((name for name in names if str(name) in classes), names[0]))
+        models = architecture_table(self.version).text_models
+        return models.get(str(self._headers.config.get("model_type")), "")
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        """The layers of the class. Nothing is fused in a class that is not in the table."""
+        if self.class_name not in architecture_table(self.version).architectures:
+            return Architecture()
+        architecture = resolve(self.class_name, self._headers.config, self.version)[0]
+        changed = self.facts.classes.get(self.class_name)
+        if changed is None or self.version in table_versions():
+            return architecture
+        return with_facts(architecture, changed)
+
+    @cached_property
+    def table_lookup(self) -> TableLookup | None:
+        """How vLLM finds the config group of the token embeddings: by name for unknown classes."""
+        known = self.class_name in architecture_table(self.version).architectures
+        return self.architecture.embedding if known else "name"
+
+    @cached_property
+    def text(self) -> Mapping[str, Json]:
+        """The part of config.json that describes the language model."""
+        return text_config(self._headers.config)
+
+    @cached_property
+    def names(self) -> Names:
+        """The reading of the tensors' names."""
+        return names_of(self._headers, self.architecture)
+
+    def drafts(self, name: str) -> bool:
+        """Return whether a tensor or module is part of a layer that predicts further tokens.
+
+        A layer with the name of a decoder layer drafts only if the config announces it.
+        """
+        if PREDICTION.search(name) is not None:
+            return True
+        layer = self.names.draft_layer(name)
+        counts = map(self.text.get, DRAFTS)
+        announced = next((count for count in counts if isinstance(count, int) and count), 0)
+        if layer is None or announced <= 0:
+            return False
+        return int(layer.rpartition(".")[2]) < (self.names.layers or 0) + announced
+
+    @cached_property
+    def modules(self) -> Mapping[str, Mapping[str, TensorInfo]]:
+        """The tensors of each linear layer by parameter, in the order of the files."""
+        modules = linear_modules(self._headers, self.architecture)
+        return {name: tensors for name, tensors in modules.items() if self._is_layer(name)}
+
+    @cached_property
+    def fused_layers(self) -> tuple[FusedLayer, ...]:
+        """All linear layers, fused as vLLM fuses them, in the order of the files."""
+        return fuse(self.modules, self.architecture)
+
+    @cached_property
+    def layout(self) -> ModelLayout | None:
+        """The tensors that the class has by its config, or None if they are unknown."""
+        layout = layout_of(
+            self.class_name,
+            self._headers.config,
+            self.architecture,
+            self._headers.tensors,
+            self.version,
+        )
+        return None if layout is None else replace(layout, linears=self._as_stored(layout.linears))
+
+    def _as_stored(self, linears: Mapping[str, Shape]) -> dict[str, Shape]:
+        """Replace the parts of layers that the checkpoint stores fused: vLLM loads both."""
+        merged = dict(linears)
+        for fused in self.fused_layers:
+            parts = part_names(fused.name, self.architecture)
+            if fused.is_stored_fused and parts and merged.keys() >= {*parts}:
+                shapes = [merged.pop(part) for part in parts]
+                rows = [shape[0] for shape in shapes if shape[0] is not None]
+                merged[fused.name] = (sum(rows) if len(rows) == len(shapes) else None, shapes[0][1])
+        return merged
+
+    def has_module(self, module: str) -> bool:
+        """Return whether vLLM has a module of that name, or may have it."""
+        layout = self.layout
+        return layout is None or module in layout.modules or not layout.judges(f"{module}.")

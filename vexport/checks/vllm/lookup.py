@@ -1,0 +1,125 @@
+"""The config group that vLLM finds for each fused layer."""
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+from vexport.architectures.built import BuiltModel
+from vexport.architectures.fusion import FusedLayer, is_head, looked_up, moe_layer, part_names
+from vexport.checks.vllm.groups import (
+    EMBEDDING_CLASS,
+    ConfigGroup,
+    group_for,
+    group_of_class,
+    ignored,
+)
+from vexport.checks.vllm.quantization import Quantization
+from vexport.records.patterns import Patterns
+
+if TYPE_CHECKING:
+    from vexport.checks.vllm.quant_methods.base import MethodGroup, QuantMethod
+
+
+class GroupLookup:
+    """Finds config groups as vLLM does: by names, by classes, or by the rules of another method."""
+
+    def __init__(self, model: BuiltModel, quantization: Quantization) -> None:
+        self._model = model
+        self._quantization = quantization
+        self._ignored: dict[FusedLayer, list[str]] = {}
+        self._groups: dict[FusedLayer, ConfigGroup | None] = {}
+
+    def group_of(self, fused: FusedLayer) -> ConfigGroup | None:
+        """Return the config group that vLLM applies to a fused layer, None if it is unquantized."""
+        if fused not in self._groups:
+            self._groups[fused] = self._find_group(fused)
+        return self._groups[fused]
+
+    def ignored(self, fused: FusedLayer) -> list[str]:
+        """Return the `names` of a fused layer that the config leaves unquantized.
+
+        vLLM refuses a layer with only some of its names in the config.
+        """
+        if fused not in self._ignored:
+            self._ignored[fused] = self._find_ignored(fused)
+        return self._ignored[fused]
+
+    def is_ignored(self, module: str, entries: Iterable[str]) -> bool:
+        """Return whether some entries of `ignore` match the name that vLLM has for a module."""
+        architecture = self._model.architecture
+        matched = Patterns(map(architecture.matched, entries))
+        return matched.match(architecture.asked_name(module))
+
+    def names(self, fused: FusedLayer) -> tuple[str, ...]:
+        """Return the names by which vLLM looks for the group of a fused layer.
+
+        These are the names of all parts, also if the layer is stored as one or lacks some parts.
+        For a method other than compressed-tensors, they are the names in the files.
+        """
+        architecture = self._model.architecture
+        name, members = fused.name, fused.members
+        if self._quantization.method is None:
+            name = architecture.asked_name(name)
+            members = tuple(map(architecture.asked_name, members))
+        if fused.is_stored_fused:
+            return part_names(name, architecture) or members
+        if {*members} == {name}:
+            return members
+        return looked_up(FusedLayer(name=name, members=members), architecture)
+
+    def built_plain(self, fused: FusedLayer) -> str | None:
+        """Return why vLLM never quantizes a layer (most routers), None if the config decides."""
+        model = self._model
+        kind = model.architecture.kind(fused.name)
+        is_listed = fused.projection in model.architecture.unquantized
+        is_plain = is_listed and moe_layer(fused.name) is None
+        is_built = model.layout is not None and not model.layout.plain.isdisjoint(fused.members)
+        if is_plain or is_built or kind in ("plain", "lookup"):
+            return f"{model.class_name} builds it without a quantization config"
+        return None
+
+    def _find_ignored(self, fused: FusedLayer) -> list[str]:
+        names, method = self.names(fused), self._quantization.method
+        if method is not None:
+            return [name for name in names if self._group_by_method(method, fused, name) is None]
+        architecture = self._model.architecture
+        asked = architecture.asked_name(fused.name)
+        return list(ignored(asked, names, self._quantization.matched_ignore, architecture))
+
+    def _find_group(self, fused: FusedLayer) -> ConfigGroup | None:
+        names = self.names(fused)
+        if self.built_plain(fused) or len(self.ignored(fused)) == len(names):
+            return None
+        if self._quantization.method is not None:
+            return self._group_by_method(self._quantization.method, fused, names[0])
+        architecture = self._model.architecture
+        targets = self._quantization.targets
+        is_table = architecture.is_table(fused.name)
+        if is_table and self._model.table_lookup == "class":
+            return group_of_class(EMBEDDING_CLASS, targets)
+        if is_table and self._model.table_lookup != "name":
+            return None
+        asked = architecture.asked_name(fused.name)
+        return group_for(asked, names, targets, architecture, table=is_table)
+
+    def _group_by_method(
+        self, method: "QuantMethod", fused: FusedLayer, name: str
+    ) -> "MethodGroup | None":
+        is_table = self._model.architecture.is_table(fused.name)
+        if is_table or is_head(fused.name) and not method.quantizes_head:
+            return None
+        experts = moe_layer(name)
+        return method.group_of(experts or fused.name, experts or name)
+
+
+class KnownGroups(GroupLookup):
+    """The config groups of a translated checkpoint, by the name of each quantized linear layer."""
+
+    def __init__(
+        self, model: BuiltModel, quantization: Quantization, groups: Mapping[str, ConfigGroup]
+    ) -> None:
+        super().__init__(model, quantization)
+        self._known = groups
+
+    def group_of(self, fused: FusedLayer) -> ConfigGroup | None:
+        """Return the translated group of a layer that the method quantizes."""
+        return self._known.get(fused.members[0])
