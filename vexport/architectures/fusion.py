@@ -1,4 +1,4 @@
-"""The layers of a checkpoint that vLLM runs as one, by their names alone."""
+"""Fused layers: the linear layers that vLLM runs as one parameter, found by their names."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -69,9 +69,7 @@ def is_head(name: str) -> bool:
 
 
 def moe_layer(name: str) -> str | None:
-    """The routed experts that a layer is one of (`model.layers.1.mlp.experts`), None for other
-    layers.
-    """
+    """Return the module of routed experts that has a layer (`model.layers.1.mlp.experts`)."""
     match = EXPERT.match(name.rpartition(".")[0])
     return match["layer"] if match else None
 
@@ -111,7 +109,7 @@ def also_asked(
 
 
 def _modules(prefix: str, architecture: Architecture) -> Mapping[str, tuple[str, ...]]:
-    """The fused modules that may be found below a prefix: an expert has its own, w13."""
+    """Return the fused modules that may be below a prefix. Experts have another one, w13."""
     if not EXPERT.match(prefix):
         return architecture.fused
     if architecture.experts is None:
@@ -123,7 +121,7 @@ def _modules(prefix: str, architecture: Architecture) -> Mapping[str, tuple[str,
 def _owners(
     leaves: list[str], modules: Mapping[str, tuple[str, ...]]
 ) -> dict[str, tuple[str, tuple[str, ...]]]:
-    """Leaf -> (fused module, its members that are there), for the leaves that are fused."""
+    """Return the fused module, and its members in `leaves`, of each leaf that is fused."""
     present = set(leaves)
     owners: dict[str, tuple[str, tuple[str, ...]]] = {}
     ranked = sorted(
@@ -142,12 +140,12 @@ def _owners(
 def below(
     module: str, ending: str, architecture: Architecture, others: Iterable[str]
 ) -> Iterator[str]:
-    """Patterns for what is below a module and ends so, in the file's names and in vLLM's, which
-    match none of `others`: each begins as far to the right as it can, at the number of the module's
-    layer at most.
+    """Yield patterns for modules below a module whose names have this ending.
 
-    vLLM translates names but not patterns where its modules are nested differently: to the right of
-    the list of layers both agree.
+    There is one pattern for the name in the file and one for vLLM's name, if these differ. vLLM
+    renames names, but not patterns. Both names agree from the list of layers on, so a pattern
+    starts as far to the right as it can without matching any of `others`, but not to the right of
+    the list of layers.
     """
     for name in dict.fromkeys((module, architecture.vllm_name(module))):
         stack = STACK.search(f"{name}.")
@@ -159,8 +157,9 @@ def below(
 
 
 def all_names(modules: Iterable[str], architecture: Architecture) -> tuple[str, ...]:
-    """Modules by the names of the file, of vLLM and of what it asks for; of routed experts the
-    first.
+    """Return the names of modules in the file, in vLLM, and in vLLM's lookups.
+
+    Routed experts have the name of the first expert.
     """
     names = dict.fromkeys(map(_of_one_expert, modules))
     asked = map(architecture.asked_name, names)
@@ -173,5 +172,5 @@ def _of_one_expert(module: str) -> str:
 
 
 def matches_any(pattern: str, modules: Iterable[str]) -> bool:
-    """Return whether a pattern matches one of these from its start, as vLLM matches it."""
+    """Return whether a pattern matches the start of any of these names, as vLLM matches it."""
     return any(map(re.compile(pattern).match, modules))

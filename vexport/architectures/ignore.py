@@ -1,4 +1,4 @@
-"""The `ignore` list of a plan's output, complete for what vLLM fuses and short for experts."""
+"""The `ignore` list of a quantization config: complete for fused layers, short for experts."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence, Set
@@ -28,23 +28,20 @@ def ignored(
     `layers` are all fused layers, `kept` the linear layers that stay unquantized, and `opaque` the
     tensors of experts that are copied as they are.
 
-    - Names of checkpoints: vLLM renames them as it renames tensors (apply_vllm_mapper in
-      compressed_tensors.py); a pattern is matched with vLLM's own name, so it starts where both
-      agree, or
-      further to the left where it would match a quantized layer of another stack (`mtp.layers.0`).
-    - Routed experts are looked up by the first expert's projections: one pattern a layer covers
-    them.
-    - What lies outside the decoder layers may lie deeper in vLLM, by renames of the inner model
-    that the
-      quantization config does not see (Gemma3nModel.hf_to_vllm_mapper): a pattern finds it there
-      too.
-    - A fused module that vLLM's quantization config does not take apart is named itself as well; of
-    one that
-      it does, all parts are named, also those that no tensor has (values that are the keys).
-    - A layer that predicts further tokens, run by another class that may take no fused module apart
-    and name
-      it otherwise (Glm4MoeMTP, Step3p5MTP), is kept by one pattern for each of its names.
-    - What vLLM asks for by another name than the file has is named by that, too.
+    - Names are those of the checkpoint: vLLM renames entries as it renames tensors
+      (apply_vllm_mapper in compressed_tensors.py). Patterns are matched with vLLM's names. So a
+      pattern starts where both names agree, or further to the left if it would match a quantized
+      layer of another stack (`mtp.layers.0`).
+    - One pattern covers the routed experts of a layer: vLLM looks up the first expert's
+      projections.
+    - Modules outside the decoder layers have a pattern that also matches longer names. The inner
+      model may rename them, and the quantization config does not see this
+      (Gemma3nModel.hf_to_vllm_mapper).
+    - If vLLM's quantization config takes a fused module apart, the list has all its parts, also
+      parts without a tensor (values that are the keys). Otherwise it has the module's name, too.
+    - A layer that predicts further tokens is kept by one pattern for each of its names. Another
+      class runs it, and may fuse and name its modules otherwise (Glm4MoeMTP, Step3p5MTP).
+    - If vLLM looks up a module by another name than the file has, the list has this name, too.
     """
     linears = [member for layer in layers for member in layer.members]
     stacks = {_before_layers(member) for member in linears if names.in_decoder(member)}
@@ -85,8 +82,10 @@ def _quantized_names(layers: Sequence[FusedLayer], kept: Set[str], names: Names)
 
 
 def ignored_head(linears: Iterable[str]) -> tuple[str, ...]:
-    """The names of the head that a checkpoint does not store, it being the embeddings:
-    transformers, for which it is a linear layer, would look for its scales."""
+    """Return an entry for a head that is tied to the embeddings, which no tensor stores.
+
+    Without the entry transformers would look for the head's scales.
+    """
     return () if any(map(is_head, linears)) else (f"re:.*{HEADS[0]}",)
 
 
@@ -101,13 +100,13 @@ def _patterns(layer: FusedLayer, names: Names, quantized: Sequence[str]) -> Iter
 
 
 def _before_layers(module: str) -> str:
-    """The name of what holds the list of decoder layers, with the dot behind it."""
+    """Return the name of the module around the list of decoder layers, with a dot behind it."""
     stack = STACK.search(module)
     return module[: stack.start() + 1] if stack else ""
 
 
 def _outside(module: str, stacks: Set[str]) -> str | None:
-    """A pattern for what lies outside the decoder layers, None for other modules."""
+    """Return a pattern for a module outside the decoder layers, None for all other modules."""
     if STACK.search(module):
         return None
     holders = (before for before in stacks if before.strip(".") and module.startswith(before))
@@ -115,7 +114,7 @@ def _outside(module: str, stacks: Set[str]) -> str | None:
 
 
 def _unknown(tensor: str, names: Names, quantized: Sequence[str]) -> Iterator[str]:
-    """Patterns for vLLM's routed experts of the layer that a tensor belongs to."""
+    """Return patterns for the routed experts of the layer around a tensor."""
     stack = STACK.search(tensor)
     layer = tensor[: stack.end() - 1] if stack else ""
     return below(layer, r"\..*\bexperts\..*", names.architecture, quantized)

@@ -1,7 +1,4 @@
-"""The tensors of a model and their shapes, from its class and its config.json.
-
-For a class that is not in the table only what its tensors say of each other can be checked.
-"""
+"""The tensors of a model and their shapes, from its class and its config.json."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -17,10 +14,11 @@ from vexport.records import Json
 from vexport.version import PINNED, Version
 
 Shape = tuple[int | None, ...]
-# Keys that count units with tensors of their own, and so are at most the number of tensors.
+# Keys that count layers or experts. Each has at least one tensor, so the number of tensors is a
+# limit.
 COUNTS = ("num_hidden_layers", "num_experts", "num_local_experts", "n_routed_experts")
-# Experts that a config may announce beyond those that are stored: of layers without any, or
-# missing.
+# How many more experts a config may announce than are stored: some layers may have no experts, and
+# some tensors may be missing.
 SLACK, LEAST_SLACK = 16, 4096
 # Keys without which transformers would build a model of its default size.
 SIZES = (
@@ -50,11 +48,16 @@ PLAIN = re.compile(
 class ModelLayout:
     """The modules of a model: linear layers and tables with their sizes, other parameters by name.
 
-    A size is None, a shape empty where it is not known. `plain` are modules that vLLM builds
-    without a quantization config, `optional` are names that may be there, `unknown` (with stars)
-    those of which it is not known, `drops` the modules in which vLLM passes over names that it does
-    not have; `translated` says that the file has other names than transformers. `norm_before_mlp`
-    is "" where it is not known what the inputs of layers come from.
+    An unknown size is None, an unknown shape is empty.
+
+    Attributes:
+        plain: Modules that vLLM builds without a quantization config.
+        optional: Tensors that a checkpoint may have or not.
+        unknown: Names (with stars for numbers) that may exist or not.
+        drops: Modules in which vLLM ignores unknown names.
+        norm_before_mlp: The norm whose output enters the MLP, empty if it is unknown.
+        norms_above_one: True if norms multiply by one more than their weight.
+        translated: True if the file has other names than transformers.
     """
 
     linears: dict[str, Shape]
@@ -70,36 +73,37 @@ class ModelLayout:
 
     @cached_property
     def modules(self) -> dict[str, Shape]:
-        """All with a matrix."""
+        """All modules with a matrix, and their shapes."""
         return {**self.linears, **self.tables}
 
     @cached_property
     def known(self) -> set[str]:
-        """The modules of which a tensor is known, with stars."""
+        """The modules with a known tensor, with stars for numbers."""
         names = (*self.modules, *(split_name(name)[0] for name in self.parameters))
         return {*map(with_stars, names)}
 
     @cached_property
     def places(self) -> set[str]:
-        """The modules that hold others, with stars."""
+        """The modules that contain other modules, with stars for numbers."""
         names = {*map(with_stars, (*self.parameters, *self.modules)), *self.unknown}
         return {name[:at] for name in names for at, letter in enumerate(name) if letter == "."}
 
     def place(self, name: str) -> str:
-        """The innermost of these around a tensor; "" is the model."""
+        """Return the innermost of the `places` around a tensor; empty for the model itself."""
         parts = with_stars(name).split(".")
         around = (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
         return next((prefix for prefix in around if prefix in self.places), "")
 
     def judges(self, name: str) -> bool:
-        """Return whether a tensor that is not among these is none of the model."""
-        inside, module = f"{self.place(name)}.".lstrip("."), split_name(with_stars(name))[0]
+        """Return True if a tensor that the layout lacks is certainly not part of the model."""
+        inside = f"{self.place(name)}.".lstrip(".")
+        module = split_name(with_stars(name))[0]
         if self.translated and "*" not in inside:
             return False
         unknown = {split_name(other)[0] for other in self.unknown if other.startswith(inside)}
         if inside.endswith(".experts.") and unknown:
             return False
-        # An unknown tensor of a module that has others says nothing of other modules.
+        # An unknown tensor of a module with known tensors does not make other modules unknown.
         return module not in unknown and unknown <= {*self.known, inside.rstrip(".")}
 
 
@@ -110,13 +114,14 @@ def layout_of(
     tensors: Iterable[str],
     version: Version = PINNED,
 ) -> ModelLayout | None:
-    """The layout of a model in the names of its files, None where its class or types are not in the
-    table or its config lacks a size.
+    """Return the tensors that vLLM expects for this model, under the names used in its files.
 
-    Nor is there one where the config asks for more than could be among these tensors.
+    Returns None if the class is not in the layout table, if the config lacks a required size, or if
+    the config implies many more tensors than `tensors` contains.
     """
     stored = list(tensors)
-    entry, most = get_layout(class_name, version), SLACK * len(stored) + LEAST_SLACK
+    most = SLACK * len(stored) + LEAST_SLACK
+    entry = get_layout(class_name, version)
     if entry is None or not entry.knows(config) or impossible_size(config, len(stored)):
         return None
     if missing_sizes(entry, config):
@@ -125,11 +130,12 @@ def layout_of(
     names = _names_in_file(stored, architecture)
     expected = {joined_name(*names(name)): each for name, each in found.items()}
     translated = not expected.keys() <= found.keys()
-    expected, otherwise = _as_stored(
-        expected, stored, architecture, _int(text_config(config), "hidden_size")
-    )
+    hidden = _int(text_config(config), "hidden_size")
+    expected, otherwise = _as_stored(expected, stored, architecture, hidden)
     joined = {split_name(name)[0] for name in stored if not name.endswith("bias")}
-    linears, tables, parameters = dict[str, Shape](), dict[str, Shape](), dict[str, Shape]()
+    linears: dict[str, Shape] = {}
+    tables: dict[str, Shape] = {}
+    parameters: dict[str, Shape] = {}
     for name, each in expected.items():
         module, parameter = split_name(name)
         if each.kind == "dropped" or _experts(name, each) in otherwise:
@@ -168,8 +174,11 @@ def layout_of(
 def _as_stored(
     expected: Mapping[str, Expected], stored: Iterable[str], architecture: Architecture, hidden: int
 ) -> tuple[dict[str, Expected], set[str]]:
-    """(the tensors with experts one by one where the file has them so, the experts of which the
-    class is not known as the file has them)."""
+    """Return the expected tensors with experts as the file stores them.
+
+    Stacked experts are split if the file stores them separately. The second result has the prefixes
+    of experts whose layout is unknown.
+    """
     known: dict[str, list[str]] = {}
     for name, each in expected.items():
         known.setdefault(_experts(name, each), []).append(name)
@@ -196,9 +205,7 @@ def _as_stored(
 def _one_by_one(
     prefix: str, name: str, stacked: Expected, architecture: Architecture, hidden: int
 ) -> dict[str, Expected]:
-    """Return the layers of all experts that are in one tensor, none if names or sizes are
-    unknown.
-    """
+    """Return the layers of all experts in one tensor, none if their names or sizes are unknown."""
     if architecture.experts is None or stacked.shape is None or len(stacked.shape) != 3:
         return {}
     sizes = [side for side in stacked.shape if side is not None]
@@ -220,12 +227,12 @@ def _one_by_one(
 
 
 def _is_single(name: str) -> bool:
-    """Return whether a tensor is one of one expert."""
+    """Return whether a tensor belongs to a single expert."""
     return moe_layer(split_name(name)[0]) is not None
 
 
 def _experts(name: str, each: Expected | None = None) -> str:
-    """The routed experts that a tensor holds weights of; "" for others."""
+    """Return the module of routed experts that a tensor belongs to, empty for other tensors."""
     before, experts, _ = name.partition(".experts.")
     stacked = each is not None and each.kind == "experts" and len(each.shape or ()) == 3
     if stacked and not experts:
@@ -236,8 +243,9 @@ def _experts(name: str, each: Expected | None = None) -> str:
 def _names_in_file(
     stored: Iterable[str], architecture: Architecture
 ) -> Callable[[str], tuple[str, str]]:
-    """The module and parameter of a tensor, by the name in the file that vLLM takes for the
-    same.
+    """Return a function from a tensor's name to its module and parameter in the file.
+
+    The names of the file may differ if vLLM renames both to the same name.
     """
     modules = {split_name(name)[0] for name in stored}
     renamed = {architecture.vllm_name(module): module for module in modules}
@@ -252,11 +260,10 @@ def _names_in_file(
 
 
 def impossible_size(config: Mapping[str, Json], tensors: int) -> tuple[str, str] | None:
-    """A key whose number no checkpoint of so many tensors can have, and what it is; None where all
-    may be.
+    """Return a key whose number is impossible for so many tensors, and the number, or None.
 
-    What is looked at for each layer and expert is bounded by it: a file decides, not a number in
-    it.
+    This limits the work for each layer and expert by the size of the files, and not by a number in
+    config.json.
     """
     text = text_config(config)
     for where in (config, text):
@@ -275,9 +282,7 @@ def impossible_size(config: Mapping[str, Json], tensors: int) -> tuple[str, str]
 def oversized(
     entry: ClassLayout, config: Mapping[str, Json], path: str = ""
 ) -> Iterator[tuple[str, Json]]:
-    """Yield the keys that the sizes of the class's tensors are computed from and that no tensor can
-    have.
-    """
+    """Yield keys with numbers that are too large for a side of a tensor, if the class uses them."""
     for key, value in config.items():
         if isinstance(value, dict) and not path:
             yield from oversized(entry, value, f"{key}.")
@@ -286,7 +291,7 @@ def oversized(
 
 
 def missing_sizes(entry: ClassLayout, config: Mapping[str, Json]) -> list[str]:
-    """The sizes that a class is built from and a config does not give, or not as a number."""
+    """Return the keys of sizes that the class needs and that the config lacks."""
     absent = [key for key in SIZES if _int(config, key) < 1]
     if not absent:
         return []

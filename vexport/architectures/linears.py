@@ -1,6 +1,4 @@
-"""The linear layers of a checkpoint, and which of them vLLM can run quantized, by names and shapes
-alone.
-"""
+"""Find the linear layers of a checkpoint from names and shapes, and which can be quantized."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -21,13 +19,14 @@ from vexport.records import (
     WeightPart,
 )
 
-# decoder: quantized by a rule for all linear layers; outside: only by a rule that names it
-# (lm_head, vision towers, layers that predict further tokens, routers, gates); unquantizable: vLLM
-# builds it without a config, or as experts of the class's own.
+# decoder: quantized by a rule for all linear layers. outside: quantized only by a rule that names
+# the layer (lm_head, vision towers, layers that predict further tokens, routers, gates).
+# unquantizable: vLLM builds the layer without a quantization config, or as experts of a format that
+# only the class has.
 Place = Literal["decoder", "outside", "unquantizable"]
 
-# Layers that predict tokens further ahead; transformers drops them, vLLM drafts with them.
-# The drafter of these (ErnieMTP, MiMoMTP) asks for them as decoder layers behind the last one.
+# Layers that predict further tokens. transformers drops them, vLLM drafts with them. The drafters
+# of ErnieMTP and MiMoMTP number them as decoder layers after the last one.
 RENUMBERED = re.compile(r"(?:^|\.)(?:mtp_block|mtp_layers)\.(\d+)\.")
 PREDICTION = re.compile(r"(?:^|\.)(?:mtp|nextn|mtp_\w+)\b")
 SMALL_BUT_DECISIVE = re.compile(
@@ -38,7 +37,7 @@ SMALL_BUT_DECISIVE = re.compile(
 STACKED_EXPERTS: Mapping[str, str] = {
     name: name for name in ("experts.gate_up_proj", "experts.down_proj")
 }
-# Loads experts in its own names and none in compressed-tensors'
+# Classes that load experts under other names than compressed-tensors has
 # (vllm/model_executor/models/gpt_oss.py).
 OWN_EXPERTS = frozenset({"GptOssForCausalLM"})
 UNNUMBERED = re.compile(r"\bexperts\.(?!\d+\.)")
@@ -46,18 +45,18 @@ KEYS = "k_proj"
 HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads", "n_head")
 # Queries, keys and values in one weight on disk.
 FUSED = frozenset({"qkv_proj", "query_key_value", "Wqkv", "W_pack", "c_attn", "wqkv", "qkv"})
-# vLLM makes no scales for multi-head latent attention: CompressedTensorsConfig.get_quant_method
-# knows only its class Attention.
+# vLLM makes no scales for multi-head latent attention, because
+# CompressedTensorsConfig.get_quant_method handles only the class Attention.
 LATENT = "kv_a_proj_with_mqa"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """The reading of one checkpoint's names: vLLM's class, the language model's config and the
-    number of its decoder layers.
+    """Everything that is needed to read the names of one checkpoint.
 
-    `experts_known` says whether vLLM loads the class's experts one by one, `transposed_experts`
-    whether a tensor of all experts is (experts, in, out) in this checkpoint.
+    `text` is the config of the language model, `layers` the number of its decoder layers.
+    `experts_known` is True if vLLM loads the class's experts one by one. `transposed_experts` is
+    True if tensors of all experts are (experts, in, out) in this checkpoint.
     """
 
     architecture: Architecture
@@ -68,21 +67,20 @@ class Names:
 
     def place(self, module: str) -> Place:
         """Return the place of a linear layer of that name."""
-        last_part = module.rpartition(".")[2]
-        routed = moe_layer(module) is not None
-        kept = (*self.architecture.unquantized, *self.architecture.routers)
-        plain = (
-            last_part in kept
-            or self.architecture.kind(module) == "plain"
-            or bool(RENUMBERED.search(module))
-        )
-        if self.architecture.experts is None if routed else plain:
+        if self._is_unquantizable(module):
             return "unquantizable"
-        return (
-            "decoder"
-            if self.in_decoder(module) and not SMALL_BUT_DECISIVE.match(module)
-            else "outside"
-        )
+        if SMALL_BUT_DECISIVE.match(module) or not self.in_decoder(module):
+            return "outside"
+        return "decoder"
+
+    def _is_unquantizable(self, module: str) -> bool:
+        architecture = self.architecture
+        if moe_layer(module) is not None:
+            return architecture.experts is None
+        kept = (*architecture.unquantized, *architecture.routers)
+        if module.rpartition(".")[2] in kept or architecture.kind(module) == "plain":
+            return True
+        return RENUMBERED.search(module) is not None
 
     def in_decoder(self, module: str) -> bool:
         """Return whether a module is part of a decoder layer of the language model."""
@@ -93,17 +91,16 @@ class Names:
         return self.layers is None or int(stack[1]) < self.layers
 
     def draft_layer(self, module: str) -> str | None:
-        """The layer that predicts further tokens that a module is part of, None for other
-        modules.
-        """
-        name, stack = self.vllm_name(module), RENUMBERED.search(module) or STACK.search(module)
+        """Return the name of the layer that predicts further tokens around a module, or None."""
+        name = self.vllm_name(module)
+        stack = RENUMBERED.search(module) or STACK.search(module)
         if stack is None or self.in_decoder(module):
             return None
         drafts = PREDICTION.search(name) or self._in_language_model(name)
         return module[: stack.end() - 1] if drafts else None
 
     def drafter_names(self, draft_layer: str) -> tuple[str, ...]:
-        """The names of such a layer in the file, and where vLLM's drafter numbers it on."""
+        """Return the name of such a layer in the file, and its name in vLLM's drafter."""
         match = RENUMBERED.search(f"{draft_layer}.")
         if match is None or self.layers is None:
             return (draft_layer,)
@@ -133,10 +130,10 @@ def names_of(index: Headers, architecture: Architecture) -> Names:
 
 
 def _is_transposed(index: Headers, architecture: Architecture, hidden: Json) -> bool:
-    """Return whether tensors of all experts are (experts, in, out): by hidden_size, or as the class
-    has them.
+    """Return whether tensors of all experts are (experts, in, out).
 
-    Checkpoints of one class come in both orders: newer versions of transformers save the other one.
+    Checkpoints of one class come in both orders, because transformers changed it. The hidden_size
+    decides. If both sides are equal, the order is the one that the class's table has.
     """
     for tensor in index.tensors.values():
         ending = stacked_ending(tensor.name, architecture) if len(tensor.shape) == 3 else None
@@ -147,8 +144,11 @@ def _is_transposed(index: Headers, architecture: Architecture, hidden: Json) -> 
 
 
 def find_linears(index: Headers, names: Names) -> Iterator[LinearPlan]:
-    """The linear layers among the tensors, in file order: two-dimensional floating-point weights
-    that are no embedding, and the experts of tensors that hold all experts of a layer."""
+    """Yield the linear layers among the tensors, in file order.
+
+    These are the two-dimensional floating-point weights except embeddings, and the experts in
+    tensors of all experts of a layer.
+    """
     for tensor in index.tensors.values():
         module, _, last_part = tensor.name.rpartition(".")
         if tensor.dtype not in FLOATING:
@@ -164,9 +164,7 @@ def find_linears(index: Headers, names: Names) -> Iterator[LinearPlan]:
 
 
 def _linear(tensor: TensorInfo, module: str, names: Names) -> LinearPlan:
-    """The layer of a two-dimensional weight: (out, in), or (in, out) where the class stores it
-    so.
-    """
+    """Return the layer of a two-dimensional weight, which some classes store as (in, out)."""
     turned = names.architecture.reordered.get(module.rpartition(".")[2]) == "transposed"
     rows, columns = tensor.shape[::-1] if turned else tensor.shape
     part = WeightPart(expert=0, transposed=True, start=0, stop=rows) if turned else None
@@ -176,9 +174,7 @@ def _linear(tensor: TensorInfo, module: str, names: Names) -> LinearPlan:
 
 
 def is_unknown_experts(tensor: TensorInfo, names: Names) -> bool:
-    """Return whether a tensor holds experts in a way that is not understood: they are copied as
-    they are.
-    """
+    """Return whether a tensor has experts in an unknown format. Such tensors are copied."""
     if names.architecture.experts is None or tensor.dtype not in FLOATING or "conv" in tensor.name:
         return False
     together = len(tensor.shape) == 2 and UNNUMBERED.search(tensor.name)
@@ -189,27 +185,27 @@ def is_unknown_experts(tensor: TensorInfo, names: Names) -> bool:
 
 
 def stacked_ending(name: str, architecture: Architecture) -> tuple[str, str] | None:
-    """(ending on disk, vLLM's ending) of a tensor that holds all experts of a layer."""
+    """Return the ending of the name of a tensor of all experts, on disk and in vLLM, or None."""
     endings = {**STACKED_EXPERTS, **architecture.stacked_experts}
     return next(((old, new) for old, new in endings.items() if name.endswith(old)), None)
 
 
 def _stacked_experts(tensor: TensorInfo, names: Names) -> Iterator[LinearPlan]:
-    """Gate and up, or down, of each expert: gate rows first, as `RoutedExperts.load_weights` cuts
-    them.
+    """Yield gate and up, or down, of each expert.
+
+    The rows of gate come first, as in `RoutedExperts.load_weights`.
     """
     ending = stacked_ending(tensor.name, names.architecture)
     if ending is None or names.architecture.experts is None or 0 in tensor.shape:
         return
     old, new = ending
     base, _, kind = (tensor.name.removesuffix(old) + new).rpartition(".")
-    gate, down, up = names.architecture.experts
     transposed = names.transposed_experts
-    experts, rows, columns = (
-        tensor.shape[0],
-        *(tensor.shape[:0:-1] if transposed else tensor.shape[1:]),
-    )
-    parts = (down,) if kind == "down_proj" else (gate, up) if up else (gate,)
+    experts, *sides = tensor.shape
+    rows, columns = reversed(sides) if transposed else sides
+    gate, down, up = names.architecture.experts
+    inner = [gate, up] if up else [gate]
+    parts = [down] if kind == "down_proj" else inner
     height = rows // len(parts)
     for expert in range(experts):
         for position, part in enumerate(parts):
@@ -244,7 +240,7 @@ def attention_layers(
 
 
 def makes_keys(linear: str, names: Names) -> bool:
-    """Return whether a linear layer makes the keys of an attention layer of the decoder."""
+    """Return whether a linear layer of the decoder outputs the keys of an attention layer."""
     last_part = linear.rpartition(".")[2]
     return (last_part == KEYS or last_part in FUSED) and names.in_decoder(linear)
 

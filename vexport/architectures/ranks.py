@@ -48,7 +48,7 @@ def parts_of(layer: FusedLayer, members: Sequence[LinearPlan], names: Names) -> 
 
 
 def _ends(sizes: Iterable[int]) -> set[int]:
-    """The last row of each part."""
+    """Return the last row of each part."""
     return {*accumulate(sizes)}
 
 
@@ -64,8 +64,9 @@ def split_of(layer: FusedLayer, names: Names) -> Split:
 
 
 def repeated(member: LinearPlan, ranks: int, text: Mapping[str, Json]) -> LinearPlan:
-    """Keys and values of fewer heads than ranks are repeated (QKVParallelLinear,
-    layers/linear.py).
+    """Return a layer with the size that all ranks hold together.
+
+    vLLM repeats keys and values if they have fewer heads than ranks (QKVParallelLinear).
     """
     heads = text.get("num_key_value_heads")
     if member.name.endswith(KEY_VALUE) and isinstance(heads, int) and 0 < heads < ranks:

@@ -51,9 +51,7 @@ JOINED = re.compile(
 
 
 def quantized_parameters(parameters: Mapping[str, TensorInfo]) -> list[str]:
-    """The parameters of a layer that are those of a quantized one; a weight of 8 bits is one by its
-    dtype.
-    """
+    """Return the parameters that only quantized layers have, or a weight with a quantized dtype."""
     return sorted(
         parameter
         for parameter, tensor in parameters.items()
@@ -63,8 +61,9 @@ def quantized_parameters(parameters: Mapping[str, TensorInfo]) -> list[str]:
 
 
 def linear_modules(index: Headers, architecture: Architecture) -> dict[str, dict[str, TensorInfo]]:
-    """Parameters by linear module: modules with quantized parameters or a two-dimensional
-    weight.
+    """Return the tensors of each linear layer by parameter.
+
+    A linear layer is a module with quantized parameters or with a two-dimensional weight.
     """
     modules: dict[str, dict[str, TensorInfo]] = {}
     for tensor in index.tensors.values():
@@ -75,7 +74,7 @@ def linear_modules(index: Headers, architecture: Architecture) -> dict[str, dict
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """The module and the parameter that a tensor's name is made of."""
+    """Return the module and the parameter in a tensor's name."""
     joined = JOINED.fullmatch(name)
     if joined is not None:
         return joined["module"], joined["parameter"]
@@ -84,7 +83,7 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def joined_name(module: str, parameter: str) -> str:
-    """The name of a module's tensor."""
+    """Return the name of a module's tensor."""
     joined = f"{module}_{parameter}"
     return joined if JOINED.fullmatch(joined) else f"{module}.{parameter}"
 

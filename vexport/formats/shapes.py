@@ -55,8 +55,9 @@ def unsupported_reordering(
 def _left_behind(
     reordering: Reordering, member: LinearPlan, spec: TensorSpec, head_size: int
 ) -> str | None:
-    """Return why vLLM would load one of a layer's tensors wrongly or not at all, or None;
-    `head_size` is 0 if unknown.
+    """Return why vLLM would load a tensor of a layer wrongly or not at all, or None.
+
+    An unknown `head_size` is 0.
 
     Sources in vllm/model_executor/models: permute_qk_weight_for_rotary of llama4.py (scales by
     row), _repack_qkv of bloom.py and _split_key_value of telechat2.py (every tensor),

@@ -17,11 +17,10 @@ Source = FusionGroup | TensorInfo | AttentionLayer
 def blocks(
     index: SourceIndex, groups: Sequence[FusionGroup], attention: Sequence[AttentionLayer] = ()
 ) -> Iterator[Source]:
-    """Return the blocks of an output in the order of the source: groups to quantize and tensors to
-    copy.
+    """Yield the blocks of an output: groups to quantize and tensors to copy.
 
-    A group comes where the first of its weights is stored; experts that are stored in one tensor
-    come there one after the other. The scales of the KV cache come last.
+    They are in the order of the source. A group has the place of the first of its weights. Experts
+    in one tensor follow each other there. The scales of the KV cache come last.
     """
     groups_of: dict[str, dict[str, FusionGroup]] = {}
     for group in groups:
@@ -41,7 +40,7 @@ def blocks(
 def output_blocks(
     index: SourceIndex, groups: Sequence[FusionGroup], attention: Sequence[AttentionLayer] = ()
 ) -> Iterator[tuple[TensorSpec, ...]]:
-    """The tensors to be written, one tuple a block."""
+    """Yield the tensors to be written, one tuple for each block."""
     for block in blocks(index, groups, attention):
         if isinstance(block, FusionGroup):
             yield group_layout(block, index.tensors)
@@ -52,7 +51,7 @@ def output_blocks(
 
 
 def group_layout(group: FusionGroup, tensors: Mapping[str, TensorInfo]) -> tuple[TensorSpec, ...]:
-    """The tensors that replace a group's weights, member by member."""
+    """Return the tensors that replace a group's weights, member by member."""
     scheme = group.scheme
     return tuple(
         spec
@@ -64,7 +63,7 @@ def group_layout(group: FusionGroup, tensors: Mapping[str, TensorInfo]) -> tuple
 def output_bytes(
     index: SourceIndex, groups: Sequence[FusionGroup], attention: Sequence[AttentionLayer] = ()
 ) -> int:
-    """Bytes of all tensors to be written."""
+    """Return the number of bytes of all tensors to be written."""
     weights = {member.weight for group in groups for member in group.members}
     copied = sum(
         tensor.num_bytes for tensor in index.tensors.values() if tensor.name not in weights
@@ -77,7 +76,7 @@ def output_bytes(
 
 
 def quantized_bytes(index: SourceIndex, groups: Sequence[FusionGroup]) -> int:
-    """Bytes of the tensors that replace the groups' weights, scales included."""
+    """Return the number of bytes of the tensors that replace the groups' weights, with scales."""
     return sum(
         _layer_bytes(
             group.scheme,
@@ -91,7 +90,7 @@ def quantized_bytes(index: SourceIndex, groups: Sequence[FusionGroup]) -> int:
 
 @cache
 def _layer_bytes(scheme: Scheme, shape: tuple[int, int], dtype: str) -> int:
-    """Bytes of a quantized layer; there are few shapes, and many layers of each."""
+    """Return the bytes of a quantized layer. A model has many layers of few shapes."""
     return sum(num_bytes(*stored) for stored in scheme.stored_parameters(shape, dtype).values())
 
 

@@ -1,4 +1,4 @@
-"""Linear layers as vLLM fuses them, the config groups that it gives them, and rotations.
+"""The config groups of a quantization config, how vLLM matches them with layers, and rotations.
 
 Sources: `_quantization_scheme_map_from_config` and `get_scheme_dict` in vLLM's
 compressed_tensors.py, `find_matched_target` and `should_ignore_layer` in
@@ -34,7 +34,7 @@ IN_WEIGHTS = ("weight_input", "weight_output")
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigGroup:
-    """One entry of config_groups: which layers, and how their weights and inputs are quantized."""
+    """One entry of config_groups: its targets, and how weights and inputs are quantized."""
 
     name: str
     targets: tuple[str, ...]
@@ -44,29 +44,25 @@ class ConfigGroup:
 
     @cached_property
     def storage(self) -> Format:
-        """Return how its layers are stored; where vLLM refuses the group, the format that comes
-        closest.
-        """
+        """The storage format of the group's layers, the nearest one if vLLM refuses the group."""
         return nearest_format(self, self.format)
 
     @cached_property
     def refusal(self) -> str | None:
-        """Return why vLLM refuses the group, or None."""
+        """The reason why vLLM refuses the group, or None."""
         layout = vllm_format(self, self.format)
         return layout if isinstance(layout, str) else None
 
     def parameters(self, shape: tuple[int, int]) -> Mapping[str, Parameter]:
-        """The tensors of a layer (out_features, in_features) by their names within it."""
+        """Return the tensors of a layer (out_features, in_features) by parameter."""
         return self.storage.parameters(self, shape)
 
     def shape(self, tensors: Mapping[str, TensorInfo]) -> tuple[int, int] | None:
-        """(out_features, in_features) of a layer by its stored tensors; None where that cannot be
-        told.
-        """
+        """Return (out_features, in_features) of a layer from its tensors, or None if unknown."""
         return self.storage.shape(self, tensors)
 
     def expected(self, tensors: Mapping[str, TensorInfo]) -> Mapping[str, Parameter] | None:
-        """The parameters of a layer with these tensors; None where its shape cannot be told."""
+        """Return the parameters of a layer with these tensors, or None if its size is unknown."""
         shape = self.shape(tensors)
         return None if shape is None else self.parameters(shape)
 
@@ -75,7 +71,7 @@ Targets = Mapping[str, ConfigGroup]
 
 
 def parse_group(name: str, raw: Json, default_format: str) -> ConfigGroup | str:
-    """A config group, or the reason why it cannot be read."""
+    """Return a config group, or the reason why it cannot be read."""
     if not isinstance(raw, dict):
         return "no JSON object"
     targets = raw.get("targets")
@@ -97,30 +93,31 @@ def parse_group(name: str, raw: Json, default_format: str) -> ConfigGroup | str:
 
 
 def of_attention(raw: Json) -> bool:
-    """Return whether vLLM passes over a group: it quantizes attention by the KV cache's scheme
-    (`from_config`)."""
+    """Return whether vLLM ignores a group because it targets attention (`from_config`).
+
+    vLLM quantizes attention by the scheme of the KV cache.
+    """
     targets = raw.get("targets") if isinstance(raw, dict) else None
     return isinstance(targets, list) and len(targets) == 1 and str(targets[0]).endswith("Attention")
 
 
 def targets_of(groups: Iterable[ConfigGroup]) -> Targets:
-    """The targets in vLLM's order: one that is named again keeps its place and takes the later
-    group.
+    """Return the groups by target, in vLLM's order.
+
+    A target that occurs twice keeps its first place and has the later group.
     """
     return {target: group for group in groups for target in group.targets}
 
 
 def lookup_name(name: str) -> str:
-    """The name that vLLM looks for: of all experts of a layer it asks for the first one's group
-    only.
-    """
+    """Return the name that vLLM looks up: the first expert's for all experts of a layer."""
     return EXPERT_NUMBER.sub("0", name)
 
 
 def ignored(
     fused: str, members: Sequence[str], ignore: Patterns, architecture: Architecture
 ) -> Iterator[str]:
-    """The members of a fused layer that `ignore` names, or all where it names that."""
+    """Yield the members of a fused layer that `ignore` matches, all if it matches the layer."""
     projection = fused.rpartition(".")[2]
     if fused not in members and ignore.match(fused) and moe_layer(members[0]) is None:
         yield from members
@@ -131,8 +128,9 @@ def ignored(
 def group_for(
     fused: str, members: Sequence[str], targets: Targets, architecture: Architecture, *, table: bool
 ) -> ConfigGroup | None:
-    """The config group of a layer that is not ignored: by its name, by all members' names, by its
-    class.
+    """Return the config group of a layer that is not ignored.
+
+    vLLM looks for the layer's name, then for the names of all members, then for the class.
     """
     projection, routed = fused.rpartition(".")[2], moe_layer(members[0]) is not None
     group = None if routed else _first(fused, targets)
@@ -148,9 +146,7 @@ def group_for(
 
 
 def _are_resolved(projection: str, members: Sequence[str], architecture: Architecture) -> bool:
-    """Return whether vLLM looks for the members' names: it does not know those of every fused
-    layer.
-    """
+    """Return whether vLLM looks for the members' names, which not every fused layer has."""
     alone = len(members) == 1 or moe_layer(members[0]) is not None
     return alone or projection in architecture.resolved
 
@@ -168,7 +164,7 @@ def group_of_class(name: str, targets: Targets) -> ConfigGroup | None:
 
 
 def _class_of(projection: str, members: Sequence[str], architecture: Architecture) -> str:
-    """The name of vLLM's class of a layer, as far as its name tells."""
+    """Return the name of vLLM's class of a layer, as far as the layer's name shows it."""
     if is_head(projection):
         return HEAD_CLASS
     if moe_layer(members[0]) is not None:
@@ -184,8 +180,9 @@ def _class_of(projection: str, members: Sequence[str], architecture: Architectur
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnlineTransform:
-    """One entry of a scheme's `apply`; `kind` is the scheme's type, `location` input or output of a
-    layer.
+    """One entry of `apply` in a scheme of transforms.
+
+    `kind` is the type of the scheme, `location` is the input or the output of a layer.
     """
 
     scheme: str
@@ -208,7 +205,7 @@ class OnlineTransform:
 
 
 def online_transforms(quantization: Mapping[str, Json]) -> Iterator[OnlineTransform]:
-    """The online transforms of a quantization config, in order; unreadable ones are left out."""
+    """Yield the online transforms of a quantization config, without unreadable ones."""
     config = quantization.get("transform_config")
     groups = config.get("config_groups") if isinstance(config, dict) else None
     for scheme, raw in groups.items() if isinstance(groups, dict) else ():
@@ -235,9 +232,7 @@ def _patterns(raw: Json) -> Patterns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredLayer:
-    """One linear layer: its tensors, the layers that vLLM runs it with, its config group if it has
-    one.
-    """
+    """One linear layer: its fused layer, its tensors by parameter, and its config group or None."""
 
     name: str
     fused: FusedLayer
@@ -250,17 +245,17 @@ class StoredLayer:
 
     @property
     def weight(self) -> TensorInfo | None:
-        """The tensor of its codes or values."""
+        """The tensor with the layer's codes or values."""
         return self.parameters.get("weight_packed", self.parameters.get("weight"))
 
     def filled(self, parameter: str) -> TensorInfo | None:
-        """A tensor of the layer; None where there is none, or it stores nothing."""
+        """Return a tensor of the layer, or None if it does not exist or is empty."""
         tensor = self.parameters.get(parameter)
         return tensor if tensor is not None and tensor.num_bytes else None
 
 
 def fits(group: ConfigGroup, parameters: Mapping[str, TensorInfo]) -> bool:
-    """Return whether a layer's tensors are all and only what a config group announces."""
+    """Return whether a layer has exactly the tensors that a config group implies."""
     expected = group.expected(parameters)
     if expected is None or expected.keys() != parameters.keys() - {"bias"}:
         return False

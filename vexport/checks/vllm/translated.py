@@ -53,9 +53,9 @@ def translated_findings(run: CheckFunction, translated: TranslatedView) -> Itera
 
 
 def translate(view: CheckpointView) -> TranslatedView:
-    """A view whose quantized layers have the tensors of compressed-tensors, of the same values.
+    """Return a view whose quantized layers have tensors of compressed-tensors with equal values.
 
-    Layers with tensors of another dtype or shape, of which other findings tell, are left out.
+    Layers with tensors of another dtype or shape are left out: other checks report them.
     """
     stored_names: dict[str, str] = {}
     reciprocals: set[str] = set()
@@ -103,7 +103,7 @@ def translate(view: CheckpointView) -> TranslatedView:
 
 
 def _cache_scales(view: CheckpointView, tensors: Iterable[str]) -> dict[str, str]:
-    """compressed-tensors' names of the method's own scales of the KV cache, by theirs."""
+    """Return compressed-tensors' names of the method's scales of the KV cache."""
     scales = view.quantization.method.cache_scales if view.quantization.method else {}
     return {
         name: f"{name.removesuffix(stored)}{stored.partition('.')[0]}.{own}"
@@ -119,8 +119,9 @@ def _described(group: MethodGroup, own: str) -> str:
 
 
 def _read(group: MethodGroup, parameters: Mapping[str, TensorInfo]) -> dict[str, TensorInfo] | None:
-    """The tensors of a layer's scheme, and its bias; None where one lacks, or has another dtype or
-    shape.
+    """Return the tensors of a layer's scheme and its bias.
+
+    Returns None if a tensor is missing, or has another dtype or shape.
     """
     expected = group.expected(parameters)
     unread = group.stored_as.unread if group.weights.symmetric else ()
