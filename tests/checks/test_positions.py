@@ -7,8 +7,8 @@ import pytest
 
 from tests.models import save_llama
 from vexport.architectures import architecture_table, left_out
+from vexport.architectures.rotary import table_bytes, wrong_numbers
 from vexport.checks import check_checkpoint
-from vexport.checks.vllm.rotary import table_bytes, wrong_numbers
 from vexport.files import to_json
 from vexport.records import Json
 

@@ -1,3 +1,1 @@
-"""The model of vLLM: how it reads a checkpoint's config, which layers it fuses and what it
-refuses.
-"""
+"""How vLLM reads a quantization config, and which group of it each layer gets."""
