@@ -34,7 +34,6 @@ from vexport.plan.build import PlanSettings
 from vexport.plan.source import rules_for
 from vexport.quantize.gptq import (
     GPTQ,
-    Moments,
     factorize,
     grid_of,
     round_blocks,
@@ -42,6 +41,7 @@ from vexport.quantize.gptq import (
     stack,
 )
 from vexport.quantize.job import QuantizeJob, quantize_source
+from vexport.quantize.moments import Moments
 from vexport.records.calibration import Rounding
 from vexport.scenario import Calibration, Planning
 

@@ -37,14 +37,13 @@ def test_the_layer_that_makes_the_value_is_named(llama: Path, tmp_path: Path, la
         calibrated(plan_for(folder), samples())
 
 
-def test_a_layer_that_sees_no_token_and_a_missing_weight_are_named(
-    llama: Path, tmp_path: Path
-) -> None:
+def test_a_layer_without_module_and_a_missing_weight_are_named(llama: Path, tmp_path: Path) -> None:
     index, plan = plan_for(llama)
     stranger = "model.layers.0.mlp.experts.3.up_proj"
     linear = LinearPlan(name=stranger, weight=f"{stranger}.weight", out_features=4, in_features=4)
-    plan = replace(plan, groups=(*plan.groups, replace(plan.groups[0], members=(linear,))))
-    with pytest.raises(CheckpointFailed, match=rf"{stranger}: got 0 tokens in calibration"):
+    group = replace(plan.groups[0], name=stranger, members=(linear,))
+    plan = replace(plan, groups=(*plan.groups, group))
+    with pytest.raises(InputError, match=rf"{stranger}: got the model runs no linear module"):
         calibrate(LayerWalk(index), plan, samples())
     folder = spoiled(llama, tmp_path / "model", drop("model.layers.1.input_layernorm.weight"))
     with pytest.raises(

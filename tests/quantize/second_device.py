@@ -16,7 +16,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from tests.forked import command
 from vexport.calibration import Samples
-from vexport.calibration.walk import LayerWalk
+from vexport.calibration.walk import Layer, LayerWalk
 from vexport.calibration.weights import Filling, Weights
 from vexport.checkpoint.index import read_index
 from vexport.errors import InputError
@@ -109,6 +109,25 @@ def on_second_device(*words: object) -> None:
     del registered
 
 
+class Parameters:
+    """Keeps the parameters of each layer, in main memory, or interrupts the walk in the first."""
+
+    def __init__(self, *, interrupts: bool = False) -> None:
+        self.of_layers: list[list[torch.Tensor]] = []
+        self._interrupts = interrupts
+
+    def enter(self, layer: Layer) -> None:
+        if self._interrupts:
+            raise KeyboardInterrupt
+        self.of_layers.append([value.detach().cpu() for value in layer.module.parameters()])
+
+    def row(self, index: int, hidden: torch.Tensor) -> None:
+        pass
+
+    def leave(self, layer: Layer) -> None:
+        pass
+
+
 def read_ahead(device: str, whole: Path, broken: Path) -> None:
     """Walk through two models on a device, in a process of its own; print JSON.
 
@@ -125,31 +144,35 @@ def read_ahead(device: str, whole: Path, broken: Path) -> None:
 
     setattr(Weights, "read", noted)  # noqa: B010
     walk, plain = LayerWalk(read_index(whole), device=device), LayerWalk(read_index(whole))
-    equal = list[bool]()
-    with walk.text(TEXT), plain.text(TEXT):
-        for layer, same in zip(walk.forward(), plain.forward(), strict=True):
-            values = zip(layer.module.parameters(), same.module.parameters(), strict=True)
-            equal.append(all(torch.equal(one.cpu(), other) for one, other in values))
+    expected, made = Parameters(), Parameters()
+    for one, watcher in ((plain, expected), (walk, made)):
+        with one.text(TEXT) as hidden:
+            one.forward(hidden, watcher)
+    equal = [
+        all(map(torch.equal, values, others))
+        for values, others in zip(made.of_layers, expected.of_layers, strict=True)
+    ]
     readers = sorted(threads)
     try:
-        with walk.text(TEXT):
-            for _ in walk.forward():
-                raise KeyboardInterrupt
+        with walk.text(TEXT) as hidden:
+            walk.forward(hidden, Parameters(interrupts=True))
     except KeyboardInterrupt:
         left = [
             thread.name for thread in threading.enumerate() if thread.name.startswith("read-ahead")
         ]
+    reached = Parameters()
     try:
         walk = LayerWalk(read_index(broken), device=device)
-        with walk.text(TEXT):
-            reached = 0
-            for _ in walk.forward():
-                reached += 1
+        with walk.text(TEXT) as hidden:
+            walk.forward(hidden, reached)
     except InputError as error:
         told = str(error)
     del registered
-    print(
-        json.dumps(
-            {"readers": readers, "equal": equal, "left": left, "reached": reached, "error": told}
-        )
-    )
+    found = {
+        "readers": readers,
+        "equal": equal,
+        "left": left,
+        "reached": len(reached.of_layers),
+        "error": told,
+    }
+    print(json.dumps(found))

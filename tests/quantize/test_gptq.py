@@ -12,13 +12,13 @@ from vexport.quantize.gptq import (
     BLOCK_COLUMNS,
     GPTQ,
     Grid,
-    Moments,
     factorize,
     grid_of,
     round_blocks,
     round_columns,
     round_nearest,
 )
+from vexport.quantize.moments import Moments
 
 GOLDEN = load_file(Path(__file__).parent / "golden" / "values.safetensors")
 SCHEMES = ("W4A16", "W4A16_ASYM", "W8A8", "NVFP4A16", "MXFP4A16", "FP8_BLOCK")

@@ -25,13 +25,13 @@ from vexport.quantize.gptq import (
     REFITS,
     Factor,
     Grid,
-    Moments,
     Strength,
     factorize,
     refit,
     round_columns,
     strength_of,
 )
+from vexport.quantize.moments import Moments
 from vexport.records import silent
 from vexport.scenario import Rule
 

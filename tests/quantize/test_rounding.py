@@ -13,7 +13,7 @@ from tests.command import vexport
 from tests.forked import command, start
 from tests.models import save_llama, write_calibration
 from vexport.calibration import Samples
-from vexport.calibration.walk import LayerWalk
+from vexport.calibration.walk import Layer, LayerWalk
 from vexport.checkpoint.index import read_index
 from vexport.engine.reference import reference_logprobs
 from vexport.errors import InputError
@@ -21,9 +21,9 @@ from vexport.files import digest_file
 from vexport.numerics.metrics import kl_divergence
 from vexport.plan.build import PlanSettings
 from vexport.plan.source import plan_headers
-from vexport.quantize import group_rounding
-from vexport.quantize.group_rounding import most_waiting, require_room, waiting_bytes
+from vexport.quantize import waiting_rows
 from vexport.quantize.time_left import OVERALL
+from vexport.quantize.waiting_rows import most_waiting, require_room, waiting_bytes
 from vexport.records import silent
 from vexport.records.calibration import LOOK_BACK, ROUND
 from vexport.scenario import Rule
@@ -185,7 +185,7 @@ def test_no_more_wait_than_half_of_what_the_control_group_has(
 ) -> None:
     whole = most_waiting()
     (tmp_path / "memory.max").write_text(limit)
-    monkeypatch.setattr(group_rounding, "CGROUP_MEMORY", tmp_path / "memory.max")
+    monkeypatch.setattr(waiting_rows, "CGROUP_MEMORY", tmp_path / "memory.max")
     assert most_waiting() == (2**19 if "1048576" in limit else whole)
 
 
@@ -197,15 +197,33 @@ def test_too_much_text_is_refused_with_what_fits(
     rules = [Rule(match="Linear", scheme="W4A16_CHANNEL", rounding="gptq")]
     _, plan = plan_headers(str(folder), rules, PlanSettings(), silent)
     needed = waiting_bytes(plan.groups, ROWS * 32)
-    monkeypatch.setattr(group_rounding, "most_waiting", lambda device: needed // 2)
+    monkeypatch.setattr(waiting_rows, "most_waiting", lambda device: needed // 2)
     with pytest.raises(InputError, match=f"--samples {ROWS // 2}"):
         require_room(plan.groups, ROWS * 32, ROWS, "cpu")
     require_room(plan.groups, ROWS * 16, ROWS // 2, "cpu")
+
+
+class LayerNames:
+    """Notes the layers that are left; there are no rows."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def enter(self, layer: Layer) -> None:
+        assert not layer.is_head
+
+    def row(self, index: int, hidden: torch.Tensor) -> None:
+        raise AssertionError(index)
+
+    def leave(self, layer: Layer) -> None:
+        self.seen.append(layer.name)
 
 
 def test_a_rank_without_rows_walks_along(tmp_path: Path) -> None:
     """With more ranks than rows of text."""
     index = read_index(save(configs()["llama"], tmp_path / "llama"))
     walk = LayerWalk(index)
-    with walk.text(Samples(token_ids=(), rows=())):
-        assert [len(layer.calls) for layer in walk.forward()] == [0] * LAYERS
+    watcher = LayerNames()
+    with walk.text(Samples(token_ids=(), rows=())) as hidden:
+        walk.forward(hidden, watcher)
+    assert watcher.seen == [f"model.layers.{number}" for number in range(LAYERS)]

@@ -8,17 +8,15 @@ KL than the mean (docs/rounding.md).
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Protocol
 
 import torch
 
 from vexport.calibration.data import Samples
 from vexport.calibration.inputs import arithmetic_of
 from vexport.calibration.model import HiddenStates, joined
-from vexport.calibration.walk import Layer, LayerWalk
+from vexport.calibration.walk import Layer, LayerWalk, Watcher
 from vexport.records import OnProgress, silent
 from vexport.records.calibration import LOOK_BACK
 
@@ -27,87 +25,76 @@ ENTERED_BYTES = 2**28
 # The most probabilities in memory at once.
 RUN_ELEMENTS = 1 << 22
 
-# Runs the first sample through a layer again.
-Again = Callable[[], torch.Tensor]
-
-
-class GradientWatcher(Protocol):
-    """Watches the layers during the backward pass."""
-
-    def watching(self, layer: Layer) -> AbstractContextManager[None]:
-        """Watch a layer while the text runs through it forward and backward."""
-
-    def leave(self, layer: Layer, again: Again) -> None:
-        """Finish a layer that all text has gone through; it still has its weights."""
-
 
 class Gradients:
-    """The states of a walk on its way up, and the gradients on the way back; None where there is
-    none.
+    """Runs text up through a model and the gradients of its answers back down.
+
+    The states in front of every layer are kept on the way up. `watchers` watch the way back, with
+    gradients as torch computes them. A row whose gradient cannot be computed goes back without one.
     """
 
-    def __init__(self, walk: LayerWalk, watchers: Sequence[GradientWatcher]) -> None:
-        self._walk, self._watchers, self._entered = walk, watchers, HiddenStates(ENTERED_BYTES)
-        self._generator = torch.Generator().manual_seed(
-            0
-        )  # of the CPU: the same draws on any device
+    def __init__(self, walk: LayerWalk, watchers: Sequence[Watcher]) -> None:
+        self._walk = walk
+        self._watchers = watchers
+        # The states in front of each layer, and last of the head: row after row of each.
+        self._entered = HiddenStates(ENTERED_BYTES)
+        # A generator of the CPU draws the same numbers on any device.
+        self._generator = torch.Generator().manual_seed(0)
+        # The gradient of each row behind the present layer.
         self._behind: list[torch.Tensor | None] = []
 
     def run(self, samples: Samples, on_progress: OnProgress = silent) -> None:
         """Run samples up through all layers, and their gradients back.
 
-        Raises CheckpointFailed where a state is not finite, and as `LayerWalk.text`.
+        Raises CheckpointFailed if a state is not finite, and the errors of `LayerWalk.text`.
         """
         walk = self._walk
         with walk.text(samples, stage=LOOK_BACK, on_progress=on_progress) as hidden:
-            for layer in walk.forward(0, 2):
-                for position in range(len(walk.ids)):
-                    self._entered.append(hidden[position])
-                    hidden[position] = walk.through(layer, position, self._before(layer, position))
+            for index in range(len(hidden)):
+                self._entered.append(hidden[index])
+            walk.forward(hidden, self, part=0, parts=2)
             walk.model.requires_grad_(False)
-            self._behind = [
-                self._of_logits(position, hidden[position]) for position in range(len(walk.ids))
-            ]
-            for layer in walk.backward(1, 2):
-                self._back(layer)
+            self._behind = [self._of_logits(index) for index in range(len(hidden))]
+            walk.backward(self._back, self._before, *self._watchers, part=1, parts=2)
 
-    def _back(self, layer: Layer) -> None:
-        layer.module.requires_grad_(False)
-        with ExitStack() as block:
-            for watcher in self._watchers:
-                block.enter_context(watcher.watching(layer))
-            for position, behind in enumerate(self._behind):
-                self._behind[position] = self._through(layer, position, behind)
-        for watcher in self._watchers:
-            watcher.leave(layer, lambda: layer.run(0, self._before(layer, 0)))
+    def enter(self, layer: Layer) -> None:
+        """Nothing has to be prepared for a layer on the way up."""
 
-    def _before(self, layer: Layer, position: int) -> torch.Tensor:
-        """A copy of a layer's inputs on the device."""
-        states = self._entered[layer.number * len(self._walk.ids) + position]
+    def row(self, index: int, hidden: torch.Tensor) -> None:
+        """Keep the states behind a layer, which are those in front of the next."""
+        self._entered.append(hidden)
+
+    def leave(self, layer: Layer) -> None:
+        """Nothing is left to do for a layer on the way up."""
+
+    def _before(self, number: int, index: int) -> torch.Tensor:
+        """Return a copy, on the device, of a row's states in front of a layer or the head."""
+        states = self._entered[number * len(self._walk.ids) + index]
         return states.to(self._walk.device, copy=True)
 
-    def _through(
-        self, layer: Layer, position: int, behind: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """The gradient by the inputs of a layer; without one the sample still runs through it."""
+    def _back(self, layer: Layer, index: int) -> torch.Tensor:
+        """Compute the gradient in front of a layer from the gradient behind it.
+
+        The row runs through the layer in any case. Returns the states in front of the layer.
+        """
+        states = layer.entered(index)
+        behind = self._behind[index]
         gradient = None
         if behind is not None:
-            states = self._before(layer, position)
-            gradient = _gradient(
-                states, lambda states: layer.run(position, states), lambda _: behind
-            )
+            gradient = _gradient(states, partial(layer.run, index), lambda output: behind)
         if gradient is None:
-            layer.run(position, self._before(layer, position))
-        return gradient
+            layer.again(index)
+        self._behind[index] = gradient
+        return states
 
-    def _of_logits(self, position: int, hidden: torch.Tensor) -> torch.Tensor | None:
-        """The gradient by the outputs of the last layer."""
-        states = hidden.to(self._walk.device).clone()
-        return _gradient(states, lambda states: self._walk.logits(position, states), self._errors)
+    def _of_logits(self, index: int) -> torch.Tensor | None:
+        """Compute the gradient behind the last layer."""
+        states = self._before(len(self._walk.layers), index)
+        return _gradient(states, partial(self._walk.logits, index), self._errors)
 
     def _errors(self, logits: torch.Tensor) -> torch.Tensor:
-        """The gradient by logits (1, tokens, vocabulary): probabilities, less 1 at a token that is
-        drawn.
+        """Return the gradient of logits (1, tokens, vocabulary): probabilities, less 1 at a token
+        that is drawn from them.
         """
         errors = torch.empty_like(logits)
         rows = max(1, RUN_ELEMENTS // logits.shape[-1])
@@ -129,10 +116,10 @@ def _gradient(
     forward: Callable[[torch.Tensor], torch.Tensor],
     behind: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor | None:
-    """The gradient by `states` where `behind` gives that by what `forward` makes of them.
+    """Return the gradient of `states`, with which `behind` returns the gradient of the output.
 
-    None where the model cannot be differentiated: an operation of it has no gradient, or one that
-    overflows.
+    Returns None if the model cannot be differentiated: an operation has no gradient, or the
+    gradient overflows.
     """
     states.requires_grad_()
     try:
@@ -193,23 +180,21 @@ class TokenWeigher:
         self._seen = list[tuple[str, torch.Tensor]]()
         self._lengths = set(lengths)
 
-    @contextmanager
-    def watching(self, layer: Layer) -> Iterator[None]:
-        """Add up the gradients of a layer inside the block."""
-        with ExitStack() as block:
-            for name, module in layer.module.named_modules():
-                if isinstance(module, torch.nn.Linear) or arithmetic_of(module) is not None:
-                    handle = module.register_forward_hook(
-                        partial(self._see, joined(layer.name, name))
-                    )
-                    block.callback(handle.remove)
-            yield
+    def enter(self, layer: Layer) -> None:
+        """Watch the gradients behind a layer's modules."""
+        for name, module in layer.module.named_modules():
+            if isinstance(module, torch.nn.Linear) or arithmetic_of(module) is not None:
+                see = partial(self._see, joined(layer.name, name))
+                layer.watching.callback(module.register_forward_hook(see).remove)
+
+    def row(self, index: int, hidden: torch.Tensor) -> None:
+        """The hooks have seen the row."""
+
+    def leave(self, layer: Layer) -> None:
+        """Add up the squares of the layer's rows."""
         for name, squares in self._seen:
             self._add(name, squares.cpu())
         self._seen.clear()
-
-    def leave(self, layer: Layer, again: Again) -> None:
-        """Finish a layer."""
 
     def found(self) -> TokenWeights:
         """The mean squares of all gradients."""

@@ -6,7 +6,7 @@ A new kind of experts is one class like `Arithmetic` and one entry in KINDS.
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass
@@ -175,20 +175,38 @@ class ExpertLayer:
 
 
 class Places:
-    """The places of a plan's layers in the model."""
+    """The places of a plan's layers in a model, whose decoder layers are the list `layers_name`."""
 
-    def __init__(self, model: torch.nn.Module, weights: Weights) -> None:
-        self._model, self._weights = model, weights
+    def __init__(
+        self, model: torch.nn.Module, weights: Weights, layers_name: str, layers: int
+    ) -> None:
+        self._model = model
+        self._weights = weights
+        self._layers_prefix = f"{layers_name}."
+        self._layers = layers
         # The names of all modules, in the model's order.
         self.modules = [name for name, _ in model.named_modules()]
 
     def parameter_of(self, member: LinearPlan) -> str:
-        """The name of the parameter that holds a layer's weight; empty where the model has none."""
+        """Return the name of the parameter with a layer's weight; empty if the model has none."""
         return next(iter(self._weights.parameters_of(member.weight)), "")
 
-    def below(self, prefix: str, groups: Sequence[FusionGroup]) -> list[FusionGroup]:
-        """The groups whose parameters' names begin so."""
-        return [group for group in groups if self.parameter_of(group.members[0]).startswith(prefix)]
+    def layer_of(self, group: FusionGroup) -> int:
+        """Return the number of the decoder layer that has a group's weights.
+
+        A group outside the decoder layers, such as the output head, has the number of layers.
+        """
+        parameter = self.parameter_of(group.members[0])
+        if not parameter.startswith(self._layers_prefix):
+            return self._layers
+        return int(parameter.removeprefix(self._layers_prefix).partition(".")[0])
+
+    def by_layer(self, groups: Iterable[FusionGroup]) -> Sequence[Sequence[FusionGroup]]:
+        """Return the groups of each decoder layer, and last the groups outside the layers."""
+        groups_of_layers: list[list[FusionGroup]] = [[] for _ in range(self._layers + 1)]
+        for group in groups:
+            groups_of_layers[self.layer_of(group)].append(group)
+        return groups_of_layers
 
     def linear(self, member: LinearPlan) -> torch.nn.Module | None:
         """The module that multiplies its input by the layer's weight alone, if there is one."""

@@ -9,7 +9,7 @@ does.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -18,17 +18,12 @@ import torch
 from vexport.architectures.config import text_config
 from vexport.architectures.fusion import moe_layer
 from vexport.calibration.data import Samples
-from vexport.calibration.gradients import (
-    Again,
-    Gradients,
-    GradientWatcher,
-    TokenWeigher,
-    TokenWeights,
-)
+from vexport.calibration.gradients import Gradients, TokenWeigher, TokenWeights
 from vexport.calibration.model import joined
-from vexport.calibration.walk import Layer, LayerWalk
+from vexport.calibration.walk import Layer, LayerWalk, Watcher
 from vexport.calibration.weights import Weights
 from vexport.checkpoint.index import SourceIndex
+from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.smoothed import MOST, encode, reader_of
 from vexport.checkpoint.tensors import read_tensor
 from vexport.formats.plan import FusionGroup
@@ -64,19 +59,22 @@ class Smoother:
             for parameter in weights.parameters_of(member.weight)
         }
 
-    @contextmanager
-    def watching(self, layer: Layer) -> Iterator[None]:
-        """Add up the squares of a layer's inputs and their gradients by channel inside the block.
+    def enter(self, layer: Layer) -> None:
+        """Add up the squares of a layer's inputs and of their gradients, by channel.
 
-        An input that several modules read counts for each; its gradient goes by the first of them.
+        An input that several modules read counts for each of them; its gradient counts for the
+        first.
         """
-        self._squares, self._gradients = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+        self._squares = dict[str, torch.Tensor]()
+        self._gradients = dict[str, torch.Tensor]()
+        # The last input, and its squares.
         self._last: tuple[torch.Tensor, torch.Tensor] | None = None
-        with ExitStack() as block:
-            for name, module in self._wanted(layer).items():
-                block.callback(module.register_forward_pre_hook(partial(self._see, name)).remove)
-            yield
-        self._last = None
+        for name, module in self._wanted(layer).items():
+            see = partial(self._see, name)
+            layer.watching.callback(module.register_forward_pre_hook(see).remove)
+
+    def row(self, index: int, hidden: torch.Tensor) -> None:
+        """The hooks have seen the row."""
 
     def _see(self, name: str, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         value = inputs[0]
@@ -87,8 +85,10 @@ class Smoother:
                 value.register_hook(lambda gradient: see(_squared(gradient)))  # type: ignore[no-untyped-call]
         _add(self._squares, name, self._last[1])
 
-    def leave(self, layer: Layer, again: Again) -> None:
+    def leave(self, layer: Layer) -> None:
         """Fold every pair that can be folded, one after another."""
+        self._last = None
+        again = partial(layer.again, 0)
         expected = again()
         for fold in self._folds(layer, again):
             if any(name.removesuffix(".weight") in self._squares for name in fold.columns):
@@ -104,7 +104,7 @@ class Smoother:
             and moe_layer(joined(layer.name, name)) is None
         }
 
-    def _folds(self, layer: Layer, again: Again) -> Iterator[_Fold]:
+    def _folds(self, layer: Layer, again: Callable[[], torch.Tensor]) -> Iterator[_Fold]:
         """Every pair that may be scaled against each other: norms first, then layers of the same
         module.
         """
@@ -274,8 +274,12 @@ def look_back(
     def find() -> tuple[Mapping[str, Smoothing], TokenWeights]:
         smoother = Smoother(smoothed, strength, walk.weights)
         weigher = TokenWeigher([len(ids) for ids in samples.token_ids])
-        watchers: list[GradientWatcher] = [weigher] if weighs_tokens else []
-        Gradients(walk, [*watchers, smoother] if smoothed else watchers).run(samples, on_progress)
+        watchers: list[Watcher] = []
+        if weighs_tokens:
+            watchers.append(weigher)
+        if smoothed:
+            watchers.append(smoother)
+        Gradients(walk, watchers).run(samples, on_progress)
         return smoother.found, weigher.found()
 
     return on_first(find)
@@ -296,23 +300,52 @@ def changed_by(index: SourceIndex, smoothing: Mapping[str, Smoothing], device: s
     size = text_config(index.config).get("vocab_size")
     vocabulary = size if isinstance(size, int) and size > 0 else 1
     ids = tuple(number * vocabulary // TOKENS for number in range(TOKENS))
-    changed, applied = list[str](), set[str]()
+    samples = Samples(token_ids=(ids,), rows=(1,))
     walk = LayerWalk(index, device=device)
-    with reader_of(smoothing) as reader, walk.text(Samples(token_ids=(ids,), rows=(1,))) as hidden:
-        for layer in walk.forward():
-            before = hidden[0].to(device, copy=True)
-            hidden[0] = walk.through(layer, 0, before.clone())
-            smoothed = set[str]()
-            for name, parameter in layer.module.named_parameters():
-                full = joined(layer.name, name)
-                stored = walk.weights.plain_tensor(full)
-                # An expert does not see every token.
-                known = stored in smoothing and stored in index.tensors
-                if stored and known and moe_layer(full.rpartition(".")[0]) is None:
-                    value = read_tensor(reader, index.tensors[stored])
-                    parameter.data = value.to(parameter.device, parameter.dtype, copy=True)
-                    smoothed.add(stored)
-            if smoothed and not torch.equal(layer.run(0, before).cpu(), hidden[0]):
-                changed.append(layer.name)
-            applied |= smoothed
-    return [*changed, *sorted(smoothing.keys() - applied)]
+    with reader_of(smoothing) as reader, walk.text(samples) as hidden:
+        watcher = _SmoothedLayers(walk, smoothing, reader)
+        walk.forward(hidden, watcher)
+    return [*watcher.changed, *sorted(smoothing.keys() - watcher.applied)]
+
+
+class _SmoothedLayers:
+    """Compares what each layer computes with what it computes when smoothed, for one row.
+
+    `changed` has the names of layers that compute something else, `applied` the smoothed tensors.
+    """
+
+    def __init__(self, walk: LayerWalk, smoothing: Mapping[str, Smoothing], reader: Reader) -> None:
+        self.changed: list[str] = []
+        self.applied: set[str] = set()
+        self._walk = walk
+        self._smoothing = smoothing
+        self._reader = reader
+
+    def enter(self, layer: Layer) -> None:
+        """Keep the layer's input."""
+        self._before = layer.entered(0)
+
+    def row(self, index: int, hidden: torch.Tensor) -> None:
+        """Keep what the layer computes."""
+        self._expected = hidden
+
+    def leave(self, layer: Layer) -> None:
+        """Smooth the layer and compare."""
+        smoothed = set(self._smoothed(layer))
+        if smoothed and not torch.equal(layer.run(0, self._before), self._expected):
+            self.changed.append(layer.name)
+        self.applied |= smoothed
+
+    def _smoothed(self, layer: Layer) -> Iterator[str]:
+        """Replace the layer's parameters by the smoothed tensors, and yield the tensors' names."""
+        tensors = self._walk.index.tensors
+        for name, parameter in layer.module.named_parameters():
+            full_name = joined(layer.name, name)
+            stored = self._walk.weights.plain_tensor(full_name)
+            if stored is None or stored not in self._smoothing or stored not in tensors:
+                continue
+            # An expert does not see every token.
+            if moe_layer(full_name.rpartition(".")[0]) is None:
+                value = read_tensor(self._reader, tensors[stored])
+                parameter.data = value.to(parameter.device, parameter.dtype, copy=True)
+                yield stored

@@ -7,8 +7,7 @@ channels fifty times.
 """
 
 import base64
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -18,9 +17,8 @@ from vexport.architectures.fusion import moe_layer
 from vexport.calibration.capture import watching_attention
 from vexport.calibration.data import Samples
 from vexport.calibration.gradients import TokenWeights
-from vexport.calibration.inputs import Entered, GroupInputs, Places, Value
-from vexport.calibration.model import HiddenStates
-from vexport.calibration.walk import Layer, LayerWalk, is_finite
+from vexport.calibration.inputs import Entered, GroupInputs, Value
+from vexport.calibration.walk import Layer, LayerWalk
 from vexport.checkpoint.index import SourceIndex
 from vexport.errors import CheckpointFailed, InputError
 from vexport.formats.plan import FusionGroup, Plan
@@ -215,20 +213,18 @@ def calibrate(
     deal the samples and end with the statistics of all. Raises CheckpointFailed where an activation
     is not finite or a layer saw no token, InputError for a model that cannot run layer by layer.
     """
-    statistics, cached = (
-        Statistics.needed_by(plan, all_experts=all_experts),
-        dict[str, KeyValueRanges](),
-    )
+    statistics = Statistics.needed_by(plan, all_experts=all_experts)
+    cached = dict[str, KeyValueRanges]()
     if statistics.inputs or statistics.importance or plan.kv_cache:
         with process_group():
             rank, size = rank_and_size()
             rows_of_rank = samples.taken(range(rank, len(samples.rows), size))
             text = walk.text(rows_of_rank, smoothing, stage=CALIBRATE, on_progress=on_progress)
             with text as hidden:
-                watch = _Watch(walk, plan, statistics, cached, hidden)
-                for layer in walk.forward():
-                    watch.layer(layer)
-                watch.behind()
+                watcher = StatisticsWatcher(walk, plan, statistics, cached)
+                walk.forward(hidden, watcher)
+                if watcher.watches_head:
+                    walk.head(hidden, watcher)
             statistics.sync()
             add_up(cached)
             if plan.kv_cache:
@@ -247,75 +243,67 @@ def calibrate(
     )
 
 
-class _Watch:
-    """Runs all samples of this rank through the source, and takes in statistics."""
+class StatisticsWatcher:
+    """Adds what enters the layers of a plan to `statistics`, and keys and values to `cached`."""
 
     def __init__(
         self,
         walk: LayerWalk,
         plan: Plan,
-        seen: Statistics,
+        statistics: Statistics,
         cached: dict[str, KeyValueRanges],
-        hidden: HiddenStates,
     ) -> None:
-        self._walk, self._seen, self._cached, self._hidden = walk, seen, cached, hidden
-        self._places = Places(walk.model, walk.weights)
-        self._groups = [group for group in plan.groups if seen.wants(group)]
+        self._walk = walk
+        self._statistics = statistics
+        self._cached = cached
         self._watches_cache = bool(plan.kv_cache)
+        wanted = [group for group in plan.groups if statistics.wants(group)]
+        self._groups = walk.places.by_layer(wanted)
+        # Names of linear layers that the present row has entered, and whether its states there are
+        # finite. Tensors, so that a GPU is not waited for.
+        self._finite: list[tuple[str, torch.Tensor]] = []
 
-    def layer(self, layer: Layer) -> None:
-        """Run all samples through a decoder layer."""
-        inputs = self._inputs(self._places.below(f"{layer.name}.", self._groups))
-        watching = watching_attention(
-            layer.module, layer.name, self._walk.weights.stored_name, self._cached
+    @property
+    def watches_head(self) -> bool:
+        """Return True if layers outside the decoder layers are watched."""
+        return bool(self._groups[-1])
+
+    def enter(self, layer: Layer) -> None:
+        """Watch the inputs of a layer's groups, and its attention."""
+        self._layer = layer
+        inputs = GroupInputs(self._walk.places, self._groups[layer.number])
+        _require_reachable(inputs)
+
+        def take(module: str, value: Value) -> None:
+            self._finite.extend(self._statistics.take(inputs, module, value))
+
+        layer.watching.enter_context(inputs.shown(take, once=True))
+        if self._watches_cache and not layer.is_head:
+            stored_name = self._walk.weights.stored_name
+            attention = watching_attention(layer.module, layer.name, stored_name, self._cached)
+            layer.watching.enter_context(attention)
+
+    def row(self, index: int, hidden: torch.Tensor) -> None:
+        """Raise CheckpointFailed if an input of a row was not finite."""
+        broken = next((name for name, is_finite in self._finite if not is_finite), None)
+        self._finite.clear()
+        if broken is not None:
+            run = partial(self._layer.again, index)
+            raise self._walk.not_finite(self._layer, index, run, broken)
+
+    def leave(self, layer: Layer) -> None:
+        """Nothing is left to do for a layer."""
+
+
+def _require_reachable(inputs: GroupInputs) -> None:
+    """Raise InputError if the input of a group cannot be seen."""
+    for name, reason in inputs.unreachable.items():
+        raise InputError(
+            name,
+            got=reason,
+            need="a layer whose input can be seen",
+            fix="use a weight-only or dynamic scheme for it",
         )
-        with watching if self._watches_cache else nullcontext():
-            for position in range(len(self._hidden)):
-                run = partial(layer.run, position, self._walk.on_device(self._hidden[position]))
-                self._hidden[position] = self._take(inputs, layer.module, layer.name, position, run)
-
-    def behind(self) -> None:
-        """Run the modules outside the decoder layers, if any of them is watched."""
-        inside = {one.name for one in self._places.below(f"{self._walk.name}.", self._groups)}
-        outside = [group for group in self._groups if group.name not in inside]
-        if not outside:
-            return
-        inputs, model = self._inputs(outside), self._walk.model
-        for position in range(len(self._hidden)):
-            run = partial(self._walk.logits, position, self._hidden[position])
-            self._take(inputs, model, "", position, run)
-
-    def _inputs(self, groups: Sequence[FusionGroup]) -> GroupInputs:
-        """The inputs of groups; InputError where that of one cannot be seen."""
-        inputs = GroupInputs(self._places, groups)
-        for name, reason in inputs.unreachable.items():
-            need, fix = (
-                "a layer whose input can be seen",
-                "use a weight-only or dynamic scheme for it",
-            )
-            raise InputError(name, got=reason, need=need, fix=fix)
-        return inputs
-
-    def _take(
-        self,
-        inputs: GroupInputs,
-        module: torch.nn.Module,
-        name: str,
-        position: int,
-        run: Callable[[], torch.Tensor],
-    ) -> torch.Tensor:
-        """Run a sample through a module and take in what enters the groups; what leaves a layer is
-        finite.
-        """
-        finite = list[tuple[str, torch.Tensor]]()
-        with inputs.shown(
-            lambda at, value: finite.extend(self._seen.take(inputs, at, value)), once=True
-        ):
-            output = run()
-        broken = next((layer for layer, flag in finite if not flag), None)
-        if broken or (name and not is_finite(output)):
-            raise self._walk.not_finite(module, name, position, run, broken)
-        return output
 
 
 def require_cache(index: SourceIndex, ranges: Mapping[str, object]) -> None:

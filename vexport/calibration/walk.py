@@ -1,22 +1,21 @@
-"""One walk of calibration text through a model: one decoder layer has weights at a time.
+"""Walk samples of text through a model in which one decoder layer at a time has weights.
 
-Where a forward makes a value that is not finite, it is said where first.
+The walk runs the rows and calls its watchers: statistics, rounding, gradients and trials of schemes
+are watchers. If a forward makes a value that is not finite, the error names the first module that
+did.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Protocol
 
 import torch
 
-from vexport.calibration.capture import (
-    LayerCall,
-    capture_layer_calls,
-    fast_products,
-    replayed_layers,
-)
+from vexport.calibration.capture import capture_layer_calls, fast_products, replayed_layers
 from vexport.calibration.data import Samples
+from vexport.calibration.inputs import Places
 from vexport.calibration.model import (
     HiddenStates,
     build_on_meta,
@@ -35,7 +34,7 @@ from vexport.records import OnProgress, Smoothing, silent
 
 
 def is_finite(value: torch.Tensor) -> bool:
-    """True where no element is infinite or NaN; an empty tensor is finite."""
+    """Return True if no element is infinite or NaN. An empty tensor is finite."""
     if not value.numel():
         return True
     low, high = torch.aminmax(value)
@@ -45,11 +44,11 @@ def is_finite(value: torch.Tensor) -> bool:
 def first_not_finite(
     module: torch.nn.Module, name: str, run: Callable[[], object]
 ) -> tuple[str, str] | None:
-    """Run a forward of `module`; return the module whose input or output first is not finite, and
-    which.
+    """Run a forward of `module`; return the first module with a value that is not finite, and
+    whether that value is its "input" or its "output".
 
-    First means in the order of execution: an input is seen before the output that comes of it, a
-    child's output before its parent's.
+    First means in the order of execution: an input comes before the output that is computed from
+    it, a child's output before its parent's.
     """
     places: list[tuple[str, str]] = []
 
@@ -63,50 +62,100 @@ def first_not_finite(
 
     with ExitStack() as block:
         for child_name, child in module.named_modules():
-            before, behind = (
-                partial(look, joined(name, child_name), side) for side in ("input", "output")
-            )
-            block.callback(child.register_forward_pre_hook(before).remove)
-            block.callback(child.register_forward_hook(behind).remove)
+            full_name = joined(name, child_name)
+            before = child.register_forward_pre_hook(partial(look, full_name, "input"))
+            block.callback(before.remove)
+            behind = child.register_forward_hook(partial(look, full_name, "output"))
+            block.callback(behind.remove)
         run()
     return places[0] if places else None
 
 
+# Run the row at an index, with these hidden states in front.
+RunRow = Callable[[int, torch.Tensor], torch.Tensor]
+# Return the hidden states in front of a layer, by its number and the row's index.
+Entered = Callable[[int, int], torch.Tensor]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """A decoder layer with its weights, its name in the model, and its call for each sample."""
+    """A decoder layer with its weights, or the model's head, which counts as the last layer.
+
+    The head has the number of layers as its `number`, an empty `name` and the whole model as its
+    `module`; it returns logits. `run` runs the module on the hidden states of a row. `entered`
+    returns a copy of a row's hidden states in front of the layer, on the device; on the way
+    forward they are known until `Watcher.row` for that row returns. Context managers entered in
+    `watching` end when all rows are through, also if the walk fails.
+    """
 
     number: int
     name: str
     module: torch.nn.Module
-    calls: Sequence[LayerCall]
+    run: RunRow
+    entered: Callable[[int], torch.Tensor]
+    watching: ExitStack = field(default_factory=ExitStack)
 
-    def run(self, position: int, states: torch.Tensor) -> torch.Tensor:
-        """Run the layer on the hidden states of the sample at `position`."""
-        return self.calls[position].run(self.module, states)
+    @property
+    def is_head(self) -> bool:
+        """Return True for the model's head, False for a decoder layer."""
+        return not self.name
+
+    def again(self, index: int) -> torch.Tensor:
+        """Run a row through the layer again."""
+        return self.run(index, self.entered(index))
+
+
+class Watcher(Protocol):
+    """Watches rows of text on their way through the layers of a model.
+
+    For each layer the walk calls `enter` once, `row` for each row, and `leave` once.
+    """
+
+    def enter(self, layer: Layer) -> None:
+        """Prepare for a layer that has its weights. Hooks belong into `layer.watching`."""
+
+    def row(self, index: int, hidden: torch.Tensor) -> None:
+        """Watch a row that has just run through the layer.
+
+        `hidden` are the states that it leaves the layer with: those behind the layer on the way
+        forward, the head's logits, and those in front of the layer on the way back.
+        """
+
+    def leave(self, layer: Layer) -> None:
+        """Finish a layer that all rows have run through. It still has its weights, but no hooks."""
+
+
+class Stream(Protocol):
+    """The hidden states of all rows, which the walk replaces layer after layer."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, index: int, /) -> torch.Tensor: ...
+    def __setitem__(self, index: int, states: torch.Tensor, /) -> None: ...
 
 
 class LayerWalk:
     """The model of a checkpoint, built once, for samples of text on their way through its layers.
 
-    `text` runs what is in front of the decoder layers; `forward` and `backward` load one layer
-    after the other, for any number of streams of hidden states; `logits` runs what is behind them.
-    Samples run one by one: in bf16 a batched product rounds differently, and a moving average takes
-    one step per forward. Layers run on `device`, hidden states wait in main memory, beyond a size
-    on disk. Raises InputError for an unusable device and a model that transformers cannot build.
+    `text` runs what is in front of the decoder layers; `forward`, `head` and `backward` run rows of
+    hidden states through the layers, which are loaded one after the other, and call watchers. Rows
+    run one by one: in bf16 a batched product rounds differently, and a moving average takes one
+    step per forward. Layers run on `device`, hidden states wait in main memory, beyond a size on
+    disk. Raises InputError for an unusable device and for a model that transformers cannot build.
     """
 
     def __init__(
         self, index: SourceIndex, *, trust_remote_code: bool = False, device: str = "cpu"
     ) -> None:
         require_device(device)
-        self.index, self.device = index, device
+        self.index = index
+        self.device = device
         self.model = build_on_meta(index.root, trust_remote_code=trust_remote_code, device=device)
         self.name, self.layers = decoder_layers(self.model)
         self.ids: list[torch.Tensor] = []
         with Reader() as reader:
             self.weights = Weights(index, reader, self.model, device)
             self.weights.load_around(self.name)
+        self.places = Places(self.model, self.weights, self.name, len(self.layers))
         tie_head(self.model)
 
     @contextmanager
@@ -118,11 +167,10 @@ class LayerWalk:
         stage: str = "layers",
         on_progress: OnProgress = silent,
     ) -> Iterator[HiddenStates]:
-        """Run samples through the smoothed model up to its layers, whose calls are valid inside the
-        block.
+        """Run samples through the smoothed model up to its layers, which can run inside the block.
 
-        Each layer that they go through is a step of the `stage` that `on_progress` is told. Raises
-        InputError for a model that cannot run layer by layer.
+        `on_progress` receives a step of `stage` for each layer. Raises InputError for a model that
+        cannot run layer by layer.
         """
         self.ids = [torch.tensor([ids], device=self.device) for ids in samples.token_ids]
         self._rows = samples.rows
@@ -142,62 +190,115 @@ class LayerWalk:
             )
             yield hidden
 
-    def forward(self, part: int = 0, parts: int = 1) -> Iterator[Layer]:
-        """Yield every layer with its weights, first to last, as one of several parts of the
-        stage.
-        """
-        return self._each(range(len(self.layers)), part, parts)
+    def forward(
+        self,
+        stream: Stream,
+        *watchers: Watcher,
+        rows: Sequence[int] | None = None,
+        part: int = 0,
+        parts: int = 1,
+    ) -> None:
+        """Run rows of a stream through all layers, first to last, as one of `parts` of the stage.
 
-    def backward(self, part: int = 0, parts: int = 1) -> Iterator[Layer]:
-        """Yield every layer with its weights, last to first."""
-        return self._each(range(len(self.layers))[::-1], part, parts)
+        `rows` are indices into the stream; None means all rows. Afterwards the stream has the
+        states behind the last layer. Raises CheckpointFailed if a hidden state is not finite.
+        """
+        numbers = range(len(self.layers))
+        for layer in self._loaded(numbers, self._copied(stream), part, parts):
+            with _watched(layer, watchers):
+                for index in range(len(stream)) if rows is None else rows:
+                    output = layer.run(index, self.on_device(stream[index]))
+                    _show_row(watchers, index, output)
+                    if not is_finite(output):
+                        raise self.not_finite(layer, index, partial(layer.again, index))
+                    stream[index] = output
+
+    def head(self, stream: Stream, *watchers: Watcher, rows: Sequence[int] | None = None) -> None:
+        """Run rows of a stream, which have left the last layer, through the model's head."""
+        layer = Layer(
+            number=len(self.layers),
+            name="",
+            module=self.model,
+            run=self.logits,
+            entered=partial(self._copied(stream), len(self.layers)),
+        )
+        with _watched(layer, watchers):
+            for index in range(len(stream)) if rows is None else rows:
+                _show_row(watchers, index, layer.run(index, stream[index]))
+
+    def backward(
+        self,
+        back: Callable[[Layer, int], torch.Tensor],
+        entered: Entered,
+        *watchers: Watcher,
+        part: int = 0,
+        parts: int = 1,
+    ) -> None:
+        """Call `back` for every row of every layer, last to first.
+
+        `back` receives the layer and the row's index, and returns the states in front of the layer.
+        `entered` returns a copy of them on the device.
+        """
+        numbers = range(len(self.layers))[::-1]
+        for layer in self._loaded(numbers, entered, part, parts):
+            with _watched(layer, watchers):
+                for index in range(len(self.ids)):
+                    _show_row(watchers, index, back(layer, index))
 
     def on_device(self, states: torch.Tensor) -> torch.Tensor:
-        """Hidden states on the device; nobody waits for pinned ones, which the device alone
-        changes.
+        """Return hidden states on the device. The copy is not waited for: only the device changes
+        pinned states.
         """
         return states.to(self.device, non_blocking=True)
 
-    def through(self, layer: Layer, position: int, states: torch.Tensor) -> torch.Tensor:
-        """The outputs of a layer for a sample; CheckpointFailed where they are not finite."""
-        run = partial(layer.run, position, self.on_device(states))
+    def through(self, layer: Layer, index: int, states: torch.Tensor) -> torch.Tensor:
+        """Run a row of another stream through a layer; CheckpointFailed if it is not finite."""
+        run = partial(layer.run, index, self.on_device(states))
         output = run()
         if not is_finite(output):
-            raise self.not_finite(layer.module, layer.name, position, run)
+            raise self.not_finite(layer, index, run)
         return output
 
-    def logits(self, position: int, states: torch.Tensor) -> torch.Tensor:
-        """(1, tokens, vocabulary) of a sample, from the hidden states behind the last layer."""
+    def logits(self, index: int, states: torch.Tensor) -> torch.Tensor:
+        """Return a row's logits (1, tokens, vocabulary) from its states behind the last layer."""
         with replayed_layers(self.layers, self.on_device(states), self._captured.rest):
-            logits: torch.Tensor = self.model(input_ids=self.ids[position], use_cache=False).logits
+            logits: torch.Tensor = self.model(input_ids=self.ids[index], use_cache=False).logits
         return logits
 
     def not_finite(
-        self,
-        module: torch.nn.Module,
-        name: str,
-        position: int,
-        run: Callable[[], object],
-        layer: str | None = None,
+        self, layer: Layer, index: int, run: Callable[[], object], watched: str | None = None
     ) -> CheckpointFailed:
-        """The error that says where a value of a sample first is not finite: `run` runs it once
-        more.
+        """Return the error that names the first module with a value that is not finite.
 
-        Where no module shows it, or only a module of experts as a whole, it is the input of the
-        watched `layer`.
+        `run` runs the row at `index` through the layer once more. If no module shows the value, or
+        only a module of experts as a whole, the error names the input of the linear layer
+        `watched`.
         """
-        name, side = first_not_finite(module, name, run) or (name, "output")
+        found = first_not_finite(layer.module, layer.name, run)
+        name, side = found or (layer.name, "output")
         name = self.weights.stored_name(name)
-        if layer and layer.startswith(f"{name}."):
-            name, side = layer, "input"
+        if watched and watched.startswith(f"{name}."):
+            name = watched
+            side = "input"
         return CheckpointFailed(
             name,
-            got=f"calibration row {self._rows[position]} makes an {side} that is not finite",
+            got=f"calibration row {self._rows[index]} makes an {side} that is not finite",
             need="",
             fix="remove the row, or keep this layer unquantized and look at its weights",
         )
 
-    def _each(self, numbers: Sequence[int], part: int, parts: int) -> Iterator[Layer]:
+    def _copied(self, stream: Stream) -> Entered:
+        """Return a function that copies the present states of a stream, whatever the layer."""
+
+        def entered(number: int, index: int) -> torch.Tensor:
+            return stream[index].to(self.device, copy=True)
+
+        return entered
+
+    def _loaded(
+        self, numbers: Sequence[int], entered: Entered, part: int, parts: int
+    ) -> Iterator[Layer]:
+        """Yield these layers with their weights, which are dropped afterwards."""
         if part == 0:
             self._report(0, parts * len(numbers))
         reading = None
@@ -209,10 +310,19 @@ class LayerWalk:
             reading = None
             if done < len(numbers) and self._lacks_weights(following := numbers[done]):
                 reading = self._ahead.begin(self.layers[following], self._name_of(following))
-            module, calls = self.layers[number], self._captured.calls[number]
-            yield Layer(number=number, name=self._name_of(number), module=module, calls=calls)
-            unload(module)
+            yield Layer(
+                number=number,
+                name=self._name_of(number),
+                module=self.layers[number],
+                run=partial(self._run, number),
+                entered=partial(entered, number),
+            )
+            unload(self.layers[number])
             self._report(part * len(numbers) + done, parts * len(numbers))
+
+    def _run(self, number: int, index: int, states: torch.Tensor) -> torch.Tensor:
+        """Run a decoder layer on the hidden states of a row."""
+        return self._captured.calls[number][index].run(self.layers[number], states)
 
     def _load(self, number: int) -> None:
         """Fill a layer that has no weights yet."""
@@ -224,3 +334,19 @@ class LayerWalk:
 
     def _lacks_weights(self, number: int) -> bool:
         return any(parameter.is_meta for parameter in self.layers[number].parameters())
+
+
+@contextmanager
+def _watched(layer: Layer, watchers: Sequence[Watcher]) -> Iterator[None]:
+    """Let watchers enter a layer before the block and leave it after a block that succeeds."""
+    with layer.watching:
+        for watcher in watchers:
+            watcher.enter(layer)
+        yield
+    for watcher in watchers:
+        watcher.leave(layer)
+
+
+def _show_row(watchers: Sequence[Watcher], index: int, hidden: torch.Tensor) -> None:
+    for watcher in watchers:
+        watcher.row(index, hidden)

@@ -66,7 +66,7 @@ class PlanText:
         assert settings is not None
         require_extra("torch", "calibrating")
         from vexport.calibration import default_device
-        from vexport.quantize.group_rounding import require_room
+        from vexport.quantize.waiting_rows import require_room
 
         self._index, self.plan, self._settings = index, plan, settings
         self.on_progress, self._trust = on_progress, trust_remote_code

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from vexport.calibration.capture import Forward, replaced_forwards
-from vexport.calibration.inputs import ExpertLayer, Places, arithmetic_of
+from vexport.calibration.inputs import ExpertLayer, arithmetic_of
 from vexport.calibration.walk import LayerWalk
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.tensors import as_tensor, read_tensor
@@ -56,13 +56,16 @@ class QuantizedModel:
     """Puts quantized layers into the model that a walk fills layer by layer."""
 
     def __init__(self, walk: LayerWalk, calibration: CalibrationRecord) -> None:
-        self.index, self.device = walk.index, walk.device
+        self.index = walk.index
+        self.device = walk.device
+        self.places = walk.places
         # Input statistics for static scales and searches, filled in as text reaches each layer.
-        self._ranges, self._importance = dict(calibration.ranges), dict(calibration.importance)
+        self._ranges = dict(calibration.ranges)
+        self._importance = dict(calibration.importance)
         self.calibration = replace(calibration, ranges=self._ranges, importance=self._importance)
-        self._model, self._weights = walk.model, walk.weights
+        self._model = walk.model
+        self._weights = walk.weights
         self._roundings: dict[tuple[str, str], InputRounding] = {}
-        self.places = Places(walk.model, walk.weights)
 
     @property
     def reader(self) -> Reader:

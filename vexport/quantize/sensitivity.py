@@ -1,26 +1,25 @@
-"""The loss of every group of layers in every scheme that is open to it: all else stays as in the
-source.
+"""Measure the loss of each layer group in each scheme that it can have, all else as in the source.
 
-Trials run next to the model itself, all through one decoder layer before the next is loaded. Each
-branches off at the layer whose weights it changes, from the hidden states of the model itself, and
-goes on to the output, where its loss is measured.
+Trials run next to the model itself, all through one decoder layer before the next is loaded. A
+trial begins at the layer whose weights it changes, with the hidden states of the model itself. It
+runs to the output, where its loss is measured.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from vexport.calibration.data import Samples
-from vexport.calibration.inputs import GroupInputs, Noted
+from vexport.calibration.inputs import GroupInputs, Noted, Value
 from vexport.calibration.walk import Layer, LayerWalk
 from vexport.checkpoint.index import SourceIndex
 from vexport.errors import InputError
 from vexport.files import digest_bytes, from_json, to_json, write_text
 from vexport.numerics.metrics import divergence_of_logits
-from vexport.quantize.group_rounding import SiteSums
+from vexport.quantize.group_rounding import rounded_by
+from vexport.quantize.input_moments import InputMoments
 from vexport.quantize.layer_groups import LayerGroup, Option
 from vexport.quantize.quantized_model import QuantizedModel
 from vexport.quantize.stream import quantized_group
@@ -33,12 +32,12 @@ from vexport.records import (
     SchemeLoss,
 )
 
-# The most bytes of hidden states in concurrent trials, and the number of trials between writes of
-# results.
+# The most bytes of hidden states in trials that run next to each other.
 MEMORY_BYTES = 2**31
+# The most trials between two writes of results.
 MOST_TRIALS = 64
 
-# The hidden states of a batch each.
+# The hidden states of all rows.
 States = list[torch.Tensor]
 
 
@@ -77,21 +76,18 @@ def measure(
     stage = "sensitivity (layers)"
     with walk.text(samples, calibration.smoothing, stage=stage, on_progress=on_progress) as hidden:
         model = QuantizedModel(walk, calibration)
-        trials = [
-            Trial(model, walk, layer_group, option)
-            for layer_group in layer_groups
-            for option in layer_group.options
-            if option.scheme not in losses.get(layer_group.name, {})
-        ]
-        trials.sort(key=lambda trial: trial.depth)
-        entered = [hidden[position] for position in range(len(hidden))]
-        most = min(MOST_TRIALS, max(1, MEMORY_BYTES // sum(states.nbytes for states in entered)))
+        trials = _trials(model, walk, layer_groups, losses)
+        size = sum(hidden[index].nbytes for index in range(len(hidden)))
+        most = min(MOST_TRIALS, max(1, MEMORY_BYTES // size))
         parts = [trials[start : start + most] for start in range(0, len(trials), most)]
         for number, part in enumerate(parts):
-            trial_walk = TrialWalk(walk, part, entered)
-            for layer in walk.forward(number, len(parts)):
-                trial_walk.layer(layer)
-            for trial, loss in trial_walk.losses().items():
+            # Every part begins with the states in front of the layers.
+            stream = MainMemory([hidden[index] for index in range(len(hidden))])
+            watcher = TrialWatcher(walk, part, stream)
+            walk.forward(stream, watcher, part=number, parts=len(parts))
+            if watcher.tries_head:
+                walk.head(stream, watcher)
+            for trial, loss in watcher.losses().items():
                 losses.setdefault(trial.group, {})[trial.option.scheme] = loss
             write_text(file, to_json(TrialLosses(inputs=inputs, losses=losses)))
     return GroupSensitivities(
@@ -99,6 +95,21 @@ def measure(
         tokens=samples.tokens,
         groups=tuple(_sensitivity(group, losses[group.name]) for group in layer_groups),
     )
+
+
+def _trials(
+    model: QuantizedModel,
+    walk: LayerWalk,
+    layer_groups: Sequence[LayerGroup],
+    known: Mapping[str, Mapping[str, float]],
+) -> list["Trial"]:
+    """Return the trials whose losses are not known, in the order of the layers that they change."""
+    trials: list[Trial] = []
+    for layer_group in layer_groups:
+        for option in layer_group.options:
+            if option.scheme not in known.get(layer_group.name, {}):
+                trials.append(Trial(model, walk, layer_group, option))
+    return sorted(trials, key=lambda trial: trial.depth)
 
 
 def _sensitivity(group: LayerGroup, losses: Mapping[str, float]) -> GroupSensitivity:
@@ -125,110 +136,128 @@ def _sensitivity(group: LayerGroup, losses: Mapping[str, float]) -> GroupSensiti
 class Trial:
     """A layer group in one scheme, in the model that `walk` fills.
 
-    Nothing in front of it is quantized, so that a refit has nothing to correct and comes to GPTQ.
-    InputError where the text model has none of its weights.
+    Nothing in front of it is quantized: a refit has no errors to correct and is the same as GPTQ.
+    Raises InputError if the text model has none of its weights. `depth` is the number of the
+    decoder layer that the trial changes, or the number of layers for the output head.
     """
 
     def __init__(
         self, model: QuantizedModel, walk: LayerWalk, group: LayerGroup, option: Option
     ) -> None:
-        self.group, self.option, self.model, self._walk = group.name, option, model, walk
-        parameter = model.places.parameter_of(option.groups[0].members[0])
-        if not parameter:
+        self.group = group.name
+        self.option = option
+        self.model = model
+        self._walk = walk
+        if not model.places.parameter_of(option.groups[0].members[0]):
             raise InputError(
                 group.name,
                 got="weights that the text model does not run",
                 need="a layer whose loss text can show",
                 fix="give it a rule with its own scheme and leave out `sensitivity`, or keep it",
             )
-        inside = parameter.removeprefix(f"{walk.name}.")
-        # The number of the decoder layer that it changes; the number of layers for the output head.
-        self.depth = len(walk.layers) if inside == parameter else int(inside.partition(".")[0])
+        self.depth = model.places.layer_of(option.groups[0])
 
     def begin(self) -> None:
-        """Before any text."""
+        """Prepare for the text."""
         tokens = sum(ids.numel() for ids in self._walk.ids)
         groups = [group for group in self.option.groups if group.rounding != "nearest"]
         self.inputs = GroupInputs(self.model.places, groups)
-        self._sums = SiteSums(self.model, self.inputs, text=tokens, plain=True)
+        self._moments = InputMoments(self.model, self.inputs, text=tokens, plain=True)
 
     def add(self, noted: Noted) -> None:
-        """Add the inputs of one batch for the layers that are rounded by text."""
-        self._sums.add(noted, noted)
+        """Add the inputs of a row, for the layers that are rounded by text."""
+        self._moments.add(noted, noted)
 
     def weights(self) -> dict[LinearPlan, torch.Tensor]:
-        """The weights as compressed-tensors dequantizes what would be stored.
+        """Return the weights as compressed-tensors dequantizes the bytes that would be stored.
 
-        Raises InputError where one is not finite.
+        Raises InputError if a weight is not finite.
         """
-        model, weights = self.model, dict[LinearPlan, torch.Tensor]()
-        rounded, _ = self._sums.rounded(self.inputs.sites)
+        model = self.model
+        weights = dict[LinearPlan, torch.Tensor]()
+        rounded, _ = rounded_by(model, self._moments, self.inputs.sites)
         for group in self.option.groups:
-            weights_of_group = rounded.get(group.name, {})
-            stored = quantized_group(
-                group, model.index, model.calibration, model.reader, weights_of_group
-            )
+            known = rounded.get(group.name, {})
+            stored = quantized_group(group, model.index, model.calibration, model.reader, known)
             weights |= model.weights_of(group, stored)
-        del self._sums, self.inputs
+        del self._moments, self.inputs
         return weights
 
 
-class TrialWalk:
-    """A walk through the model as it is, and next to it each trial from the layer on that it
-    changes.
-    """
+class MainMemory:
+    """Hidden states in main memory. A row's new states are a new tensor: the old stay valid."""
 
-    def __init__(self, walk: LayerWalk, trials: Sequence[Trial], entered: States) -> None:
-        self._walk, self._trials, self._plain = walk, trials, entered
+    def __init__(self, states: States) -> None:
+        self._states = states
+
+    def __len__(self) -> int:
+        return len(self._states)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return self._states[index]
+
+    def __setitem__(self, index: int, states: torch.Tensor) -> None:
+        self._states[index] = states.to("cpu")
+
+
+class TrialWatcher:
+    """Runs each trial next to the model itself, from the layer on that the trial changes."""
+
+    def __init__(self, walk: LayerWalk, trials: Sequence[Trial], stream: MainMemory) -> None:
+        self._walk = walk
+        self._trials = trials
+        self._stream = stream
+        # The states of the trials that have begun.
         self._changed: dict[Trial, States] = {}
+        # Weights of the trials that change the head.
+        self._heads: dict[Trial, dict[LinearPlan, torch.Tensor]] = {}
 
-    def layer(self, layer: Layer) -> None:
-        """Run the model and all trials through a layer."""
-        here = [trial for trial in self._trials if trial.depth == layer.number]
-        entered, positions = self._plain, range(len(self._plain))
-        self._plain = self._noted(here, lambda position: self._through(layer, position, entered))
-        for trial, states in self._changed.items():
-            self._changed[trial] = [
-                self._through(layer, position, states) for position in positions
-            ]
-        for trial in here:
-            with trial.model.applied(trial.option.groups, trial.weights()):
-                self._changed[trial] = [
-                    self._through(layer, position, entered) for position in positions
-                ]
+    @property
+    def tries_head(self) -> bool:
+        """Return True if a trial changes the model's head."""
+        return any(trial.depth == len(self._walk.layers) for trial in self._trials)
 
-    def _through(self, layer: Layer, position: int, states: States) -> torch.Tensor:
-        return self._walk.through(layer, position, states[position]).to("cpu")
-
-    def _noted(self, trials: Sequence[Trial], run: Callable[[int], torch.Tensor]) -> States:
-        """Run all batches; trials add the inputs of the layers that they round by text."""
-        outputs = []
-        for trial in trials:
+    def enter(self, layer: Layer) -> None:
+        """Begin the trials that change a layer: record the inputs by which they round it."""
+        self._here = [trial for trial in self._trials if trial.depth == layer.number]
+        self._entered = [self._stream[index] for index in range(len(self._stream))]
+        self._noted: list[dict[str, Value]] = []
+        for trial in self._here:
             trial.begin()
-        for position in range(len(self._walk.ids)):
-            with ExitStack() as block:
-                noted = [block.enter_context(trial.inputs.noted()) for trial in trials]
-                outputs.append(run(position))
-            for trial, inputs_of_trial in zip(trials, noted, strict=True):
-                trial.add(inputs_of_trial)
-        return outputs
+            self._noted.append(layer.watching.enter_context(trial.inputs.noted()))
+
+    def row(self, index: int, hidden: torch.Tensor) -> None:
+        """Add the inputs of a row to the trials that change the layer."""
+        for trial, noted in zip(self._here, self._noted, strict=True):
+            trial.add(noted)
+            noted.clear()
+
+    def leave(self, layer: Layer) -> None:
+        """Run all trials that have begun through a layer."""
+        if layer.is_head:
+            self._heads = {trial: trial.weights() for trial in self._here}
+            return
+        for trial, states in self._changed.items():
+            self._changed[trial] = self._through(layer, states)
+        for trial in self._here:
+            with trial.model.applied(trial.option.groups, trial.weights()):
+                self._changed[trial] = self._through(layer, self._entered)
+
+    def _through(self, layer: Layer, states: States) -> States:
+        """Run all rows of a trial through a layer."""
+        return [self._walk.through(layer, index, row).to("cpu") for index, row in enumerate(states)]
 
     def losses(self) -> dict[Trial, float]:
-        """The mean KL of each trial over all positions, behind the layers."""
-        walk, plain = self._walk, self._plain
-        heads = [trial for trial in self._trials if trial.depth == len(walk.layers)]
-        if heads:
-            self._noted(heads, lambda position: walk.logits(position, plain[position]))
-        weights = {trial: trial.weights() for trial in heads}
+        """Return the mean KL of each trial over all tokens, after the walk."""
+        logits_of = self._walk.logits
         losses = dict.fromkeys(self._trials, 0.0)
-        for position, states in enumerate(plain):
-            logits = walk.logits(position, states)
+        for index in range(len(self._stream)):
+            states = self._stream[index]
+            logits = logits_of(index, states)
             for trial, changed in self._changed.items():
-                losses[trial] += divergence_of_logits(
-                    logits, walk.logits(position, changed[position])
-                )
-            for trial in heads:
-                with trial.model.applied(trial.option.groups, weights[trial]):
-                    losses[trial] += divergence_of_logits(logits, walk.logits(position, states))
-        tokens = sum(ids.numel() for ids in walk.ids)
+                losses[trial] += divergence_of_logits(logits, logits_of(index, changed[index]))
+            for trial, weights in self._heads.items():
+                with trial.model.applied(trial.option.groups, weights):
+                    losses[trial] += divergence_of_logits(logits, logits_of(index, states))
+        tokens = sum(ids.numel() for ids in self._walk.ids)
         return {trial: total / tokens for trial, total in losses.items()}

@@ -1,0 +1,121 @@
+"""Moments of all inputs of a layer, from the rows of text that reach its modules."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from vexport.calibration.gradients import weights_of
+from vexport.calibration.inputs import Entered, GroupInputs, Noted, Site, Value
+from vexport.formats.plan import FusionGroup
+from vexport.quantize.gptq import GPTQ, Strength, strength_of
+from vexport.quantize.moments import Moments
+from vexport.quantize.quantized_model import QuantizedModel
+
+# All tokens of the text together weigh as much as this many routed tokens per column.
+SHARED_TOKENS_PER_COLUMN = 1.0
+
+
+class InputMoments:
+    """The moments of each site of `inputs` that decides a rounding. Each rank adds its own rows.
+
+    `text` is the number of tokens of all rows. With `plain` all groups are rounded by GPTQ: if
+    nothing in front of them is quantized, a refit has no errors to correct.
+    """
+
+    def __init__(
+        self, model: QuantizedModel, inputs: GroupInputs, *, text: int, plain: bool = False
+    ) -> None:
+        self._model = model
+        self._inputs = inputs
+        self._text = text
+        self._plain = plain
+        self.sites: Sequence[Site] = [site for site in inputs.sites if site.rounded]
+        self._moments = {site.name: self._zeros(site) for site in self.sites}
+
+    def _zeros(self, site: Site) -> Moments:
+        has_drift = any(self._strength(group, site).strength > 0 for group in site.rounded)
+        return Moments.zeros(site.columns, drift=has_drift, device=self._model.device)
+
+    def add(self, quantized: Noted, source: Noted) -> None:
+        """Add the inputs of one row in the quantized stream and in the source's stream.
+
+        The model must have the source's weights. A row that does not reach a site's module changes
+        nothing there.
+        """
+        for site in self.sites:
+            here = quantized.get(site.module)
+            if here is None:
+                continue
+            exact = source.get(site.module)
+            wanted = None if exact is None else _tokens_of(exact)
+            tokens = _tokens_of(here)
+            weights = self._token_weights(site, tokens)
+            if isinstance(here, Entered) and site.expert is not None:
+                self._add_down(site, here, wanted, weights)
+            else:
+                rounded = self._model.rounded_input(site.groups[0], tokens)
+                self._moments[site.name].add(rounded, wanted, weights=weights)
+
+    def all_reduce(self) -> None:
+        """Sum the moments over all ranks; all call."""
+        for moments in self._moments.values():
+            moments.all_reduce()
+
+    def of(self, site: Site) -> Moments:
+        """Return the moments of a site, complete: no more tokens can be added."""
+        return self._moments[site.name].complete()
+
+    def strength(self, group: FusionGroup, site: Site, tokens: int) -> Strength:
+        """Return how strongly to round a group of a site that so many tokens have reached.
+
+        The ridge of a refit grows if a site has fewer tokens than columns.
+        """
+        strength = self._strength(group, site)
+        if group.rounding != "refit" or self._plain:
+            return strength
+        return replace(strength, ridge=strength.ridge * max(1.0, site.columns / tokens))
+
+    def _strength(self, group: FusionGroup, site: Site) -> Strength:
+        """Return plain GPTQ for groups whose tokens differ between the streams."""
+        return strength_of(group) if site.is_aligned and not self._plain else GPTQ
+
+    def _token_weights(self, site: Site, tokens: torch.Tensor) -> torch.Tensor | None:
+        """Return the weights of a row's tokens; None if they are unknown or not used."""
+        if not all(self._strength(group, site).weighs_tokens for group in site.rounded):
+            return None
+        number = tokens.numel() // tokens.shape[-1]
+        known = self._model.calibration.token_weights
+        token_weights = weights_of(known, self._inputs.names_of(site), number)
+        return None if token_weights is None else token_weights.to(tokens.device)
+
+    def _add_down(
+        self, site: Site, here: Entered, exact: torch.Tensor | None, weights: torch.Tensor | None
+    ) -> None:
+        """Add the tokens of an expert's down projection, and with a small weight all tokens.
+
+        All tokens together weigh `SHARED_TOKENS_PER_COLUMN` per column. They decide how an expert
+        is rounded to which few tokens are routed.
+        """
+        moments = self._moments[site.name]
+        first = self._inputs.first_of(site)
+        tokens = here.tokens if first is None else self._model.rounded_input(first, here.tokens)
+        between = self._model.rounded_input(site.groups[0], self._inputs.between(site, tokens))
+        wanted = None
+        if moments.drift is not None:
+            assert exact is not None
+            wanted = self._inputs.between(site, exact)
+        assert site.expert is not None
+        route = here.routes[site.expert]
+        moments.add(
+            between[route],
+            None if wanted is None else wanted[route],
+            weights=None if weights is None else weights[route],
+        )
+        share = min(1.0, SHARED_TOKENS_PER_COLUMN * site.columns / max(1, self._text))
+        moments.add(between, wanted, weights=weights, share=share)
+
+
+def _tokens_of(value: Value) -> torch.Tensor:
+    """Return the tokens of an input, also of a module of experts."""
+    return value.tokens if isinstance(value, Entered) else value

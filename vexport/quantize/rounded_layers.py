@@ -1,0 +1,54 @@
+"""Finished decoder layers in files of a folder: a call that was killed resumes after them."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from vexport.bus_errors import install_bus_error_handler
+from vexport.files import atomic_path, from_json, to_json, write_text
+from vexport.formats.packing.base import Array
+from vexport.outputs.manifest import record
+from vexport.quantize.stream import Stored
+from vexport.records.calibration import LayerRounding
+
+
+class RoundedLayers(Stored):
+    """The bytes of the weights of rounded layers, by tensor name, in files of a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files = dict[str, Path]()
+        install_bus_error_handler()
+        for report in folder.glob("layer-*.json"):
+            file = report.with_suffix(".safetensors")
+            with safe_open(file, framework="np") as opened:
+                self._files |= dict.fromkeys(opened.keys(), file)
+
+    def __getitem__(self, name: str) -> Array:
+        with safe_open(self._files[name], framework="np") as opened:
+            value: Array = opened.get_tensor(name)
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def how(self, number: int) -> LayerRounding | None:
+        """Return the report of a rounded layer; None if it is not finished."""
+        report = self._folder / f"layer-{number:04d}.json"
+        return from_json(LayerRounding, report) if report.is_file() else None
+
+    def put(self, number: int, stored: Stored, how: LayerRounding) -> None:
+        """Store a finished layer for all ranks and for later calls."""
+        report = self._folder / f"layer-{number:04d}.json"
+        record(report)
+        record(report.with_suffix(".safetensors"))
+        with atomic_path(report.with_suffix(".safetensors")) as temporary:
+            tensors = {name: np.ascontiguousarray(value) for name, value in stored.items()}
+            save_file(tensors, temporary)
+        write_text(report, to_json(how))

@@ -1,0 +1,153 @@
+"""Rows of text that wait in front of a module until its weights are rounded, and their memory.
+
+The forward of each row runs in a greenlet: all in one thread, one at a time.
+"""
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import torch
+from greenlet import getcurrent, greenlet
+
+from vexport.calibration.inputs import GroupInputs, Noted, Value
+from vexport.errors import InputError
+from vexport.formats.plan import FusionGroup
+from vexport.quantize.gptq import strength_of
+
+CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
+# The bytes of a value of a 16-bit input.
+WAITING_BYTES = 2
+NUMBER = re.compile(r"\d+")
+# The module that a row waits for, and its input.
+Stop = tuple[str, Value]
+
+
+class WaitingRows:
+    """The rows of one stream in a decoder layer. Each of `runs` is the forward of a row."""
+
+    def __init__(self, runs: Sequence[Callable[[], object]]) -> None:
+        self._rows = [greenlet(run) for run in runs]
+        self._stops: list[Stop | None] = [None] * len(runs)
+        self._passed: set[str] = set()
+
+    @contextmanager
+    def stopping(self, inputs: GroupInputs) -> Iterator[None]:
+        """Run the rows to the first module of `inputs` that each reaches.
+
+        Inside the block rows stop in front of these modules.
+        """
+        with inputs.shown(self._stop):
+            for position in range(len(self._rows)):
+                self._go_on(position)
+            yield
+
+    def _stop(self, name: str, value: Value) -> None:
+        row = getcurrent()
+        if name not in self._passed:
+            assert row.parent is not None
+            row.parent.switch((name, value))
+
+    def _go_on(self, position: int) -> None:
+        self._stops[position] = None
+        self._stops[position] = self._rows[position].switch()
+
+    @property
+    def names(self) -> set[str]:
+        """Return the modules that rows wait in front of; none when all rows are through."""
+        return {stop[0] for stop in self._stops if stop is not None}
+
+    def noted(self, position: int, name: str) -> Noted:
+        """Return the input of this module, if a row waits there."""
+        stop = self._stops[position]
+        return {name: stop[1]} if stop is not None and stop[0] == name else {}
+
+    def let_through(self, name: str) -> None:
+        """Release the rows that wait in front of a module. Rows that reach it later do not stop."""
+        self._passed.add(name)
+        for position, stop in enumerate(self._stops):
+            if stop is not None and stop[0] == name:
+                self._go_on(position)
+
+
+class NotedRows:
+    """Rows that run to the last of some inputs and no further, as in front of the output head.
+
+    No input depends on what is rounded there, so that no row has to wait.
+    """
+
+    def __init__(self, runs: Sequence[Callable[[], object]]) -> None:
+        self._runs = runs
+        self._seen: list[dict[str, Value]] = []
+
+    @contextmanager
+    def stopping(self, inputs: GroupInputs) -> Iterator[None]:
+        """Record the inputs of these modules."""
+        for run in self._runs:
+            with inputs.noted(only=True) as inputs_of_row:
+                run()
+            self._seen.append(inputs_of_row)
+        yield
+
+    @property
+    def names(self) -> set[str]:
+        """Return the modules that rows reach."""
+        return set[str]().union(*self._seen)
+
+    def noted(self, position: int, name: str) -> Noted:
+        """Return the input of this module of a row."""
+        inputs_of_row = self._seen[position]
+        return {name: inputs_of_row[name]} if name in inputs_of_row else {}
+
+    def let_through(self, name: str) -> None:
+        """Drop the recorded inputs of a module."""
+        for inputs_of_row in self._seen:
+            inputs_of_row.pop(name, None)
+
+
+Rows = WaitingRows | NotedRows
+
+
+def most_waiting(device: str = "cpu") -> int:
+    """Return the most bytes for rows that wait in a layer: half of the GPU's memory, or of the
+    memory that this process can have.
+    """
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_properties(device).total_memory // 2
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with suppress(OSError, ValueError):  # no control group, or no limit
+        memory = min(memory, int(CGROUP_MEMORY.read_text(encoding="ascii")))
+    return memory // 2
+
+
+def waiting_bytes(groups: Iterable[FusionGroup], tokens: int) -> int:
+    """Return the bytes of rows that wait in front of the widest input of a layer, 16-bit.
+
+    The rows have `tokens` tokens in all. A row has the widest input, the same input rounded, and
+    about as much as all inputs together; memory of the same size is lost in gaps. A refit also
+    keeps the widest input of the source's stream.
+    """
+    rounded = [group for group in groups if group.rounding != "nearest"]
+    columns = {NUMBER.sub("*", group.name): group.members[0].in_features for group in rounded}
+    refits = any(strength_of(group).strength > 0 for group in rounded)
+    widest = max(columns.values(), default=0)
+    return tokens * (sum(columns.values()) + (3 if refits else 2) * widest) * WAITING_BYTES
+
+
+def require_room(groups: Iterable[FusionGroup], tokens: int, samples: int, device: str) -> None:
+    """Raise InputError if the waiting rows of so many samples exceed the memory."""
+    needed = waiting_bytes(groups, tokens)
+    most = most_waiting(device)
+    if needed > most:
+        fitting = samples * most // needed
+        raise InputError(
+            "calibration",
+            got=f"{samples} samples of {tokens:,} tokens, which take {needed / 1e9:.1f} GB "
+            f"while rounding",
+            need=f"at most {most / 1e9:.1f} GB, half of the memory",
+            fix=f"use --samples {fitting}"
+            if fitting
+            else "use shorter samples (seq_len in a scenario)",
+        )
