@@ -23,12 +23,12 @@ from tests.mutations.edits import (
     without,
 )
 from vexport.architectures import architecture_table
+from vexport.architectures.config import vocab_size
 from vexport.architectures.layouts import get_layout, layouts
 from vexport.checkpoint.index import read_index
 from vexport.checkpoint.reader import Reader
 from vexport.checks.completeness import unjudged_tensors
 from vexport.checks.vllm.view import CheckpointView
-from vexport.quantize.plan_text import vocab_size
 from vexport.records import Json
 
 NORM = "vision_tower.vision_model.encoder.layers.0.layer_norm1.weight"
@@ -158,7 +158,7 @@ def test_a_whole_model_is_clean_and_a_missing_layer_is_found(
 ) -> None:
     model = wrapped(llama, tmp_path / "model", kind)
     assert errors(model) == []
-    assert vocab_size(read_index(model)) == 384
+    assert vocab_size(read_index(model).config, "config.json") == 384
     (finding,) = errors(wrapped(llama, tmp_path / "cut", kind, last_layer=False))
     prefix = WRAPPERS[kind][2]
     assert (finding.check, finding.where) == ("completeness", f"{prefix}model.layers.2")

@@ -13,6 +13,7 @@ from functools import lru_cache
 from types import CodeType
 
 from vexport.architectures import Architecture
+from vexport.errors import InputError
 from vexport.records import Json
 
 # Keys of nested configs: of most models; of InternVL, Nemotron VL and NVLM, which vLLM reads as
@@ -35,6 +36,19 @@ def text_config(config: Mapping[str, Json]) -> Mapping[str, Json]:
     nested = (config.get(key) for key in TEXT_CONFIGS)
     inner = next((value for value in nested if isinstance(value, dict)), None)
     return config if inner is None else text_config(inner)
+
+
+def vocab_size(config: Mapping[str, Json], where: str) -> int:
+    """Return the number of token ids that a model knows; InputError at `where` if it is missing."""
+    size = text_config(config).get("vocab_size")
+    if isinstance(size, int):
+        return size
+    raise InputError(
+        where,
+        got="no vocab_size",
+        need="the number of tokens",
+        fix="restore the model's config.json",
+    )
 
 
 def shown(value: Json) -> str:

@@ -46,7 +46,8 @@ from vexport.plan.blocks import Source
 from vexport.plan.build import PlanSettings, require_accepted
 from vexport.plan.rules import calibration_need, needs_rounding
 from vexport.plan.source import DEFAULTS, plan_source
-from vexport.quantize.plan_text import PlanText, require_calibration
+from vexport.quantize.plan_text import PlanText
+from vexport.quantize.samples import require_calibration
 from vexport.quantize.stream import dealt, input_digest, planned_shards, write_shards
 from vexport.records import CalibrationRecord, Json, OnProgress, silent
 from vexport.records.calibration import RoundingReport

@@ -1,4 +1,4 @@
-"""Calibration text of a plan: its samples, their statistics, and weights rounded by them."""
+"""The calibration text of a plan on its way: look back, statistics, weights rounded by it."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,10 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vexport.architectures.config import text_config
 from vexport.checkpoint.index import SourceIndex
-from vexport.checkpoint.source import require_data
-from vexport.errors import InputError
 from vexport.errors.extras import require_extra
 from vexport.files import from_json, to_json, write_text
 from vexport.formats.packing.base import Array
@@ -20,11 +17,11 @@ from vexport.outputs.manifest import record as record_file
 from vexport.plan.rules import (
     SMOOTHING_ROWS,
     WEIGHING_ROWS,
-    calibration_need,
     needs_rounding,
     smoothed_groups,
     statistics_need,
 )
+from vexport.quantize.samples import calibration_samples, require_calibration
 from vexport.quantize.time_left import OverallProgress, Step
 from vexport.records import CalibrationRecord, OnProgress, Smoothing
 from vexport.records.calibration import CALIBRATE, LOOK_BACK, ROUND, RoundingReport
@@ -37,20 +34,11 @@ if TYPE_CHECKING:
 LOG = logging.getLogger(__name__)
 
 
-def require_calibration(plan: Plan, settings: Calibration | None) -> None:
-    """Raise InputError where a plan needs samples and has none, or its file is missing."""
-    need = calibration_need(plan)
-    if need and settings is None:
-        raise need.missing()
-    if settings is not None:
-        require_data(settings.data)
-
-
 class PlanText:
-    """The calibration samples of a plan, and the walk on which they go through its model.
+    """The calibration samples of a plan, and the steps in which they go through its model.
 
-    Raises as `require_calibration` and `calibration_samples`, and InputError where so much text
-    cannot wait in memory while weights are rounded by it.
+    Raises the errors of `require_calibration` and `calibration_samples`, and InputError if the
+    memory is too small for so much text to wait while weights are rounded.
     """
 
     def __init__(
@@ -68,8 +56,11 @@ class PlanText:
         from vexport.calibration import default_device
         from vexport.quantize.waiting_rows import require_room
 
-        self._index, self.plan, self._settings = index, plan, settings
-        self.on_progress, self._trust = on_progress, trust_remote_code
+        self._index = index
+        self.plan = plan
+        self._settings = settings
+        self.on_progress = on_progress
+        self._trust = trust_remote_code
         self._device = settings.device or default_device()
         self.samples = calibration_samples(
             index, settings, settings.samples, trust_remote_code=trust_remote_code
@@ -81,12 +72,12 @@ class PlanText:
 
     @property
     def digest(self) -> str:
-        """A digest of all settings that the written bytes depend on."""
+        """Return a digest of all settings that the written bytes depend on."""
         return f"{self.samples.digest} {self._device} {self._settings.all_experts}"
 
     @cached_property
     def walk(self) -> "LayerWalk":
-        """The model, built when it is first asked for."""
+        """Return the walk. Its model is built at the first use."""
         from vexport.calibration.walk import LayerWalk
 
         return LayerWalk(self._index, trust_remote_code=self._trust, device=self._device)
@@ -108,7 +99,7 @@ class PlanText:
             yield Step(name=CALIBRATE, tokens=tokens_of_rank)
 
     def calibrated(self, folder: Path) -> CalibrationRecord:
-        """The same, from `folder` where an earlier call left it there."""
+        """Return the statistics before rounding, from `folder` if an earlier call left them."""
         file = folder / "statistics.json"
         if not on_first(file.is_file):
             record = self.calibrate()
@@ -118,20 +109,21 @@ class PlanText:
         return on_first(lambda: from_json(CalibrationRecord, file))
 
     def calibrate(self, candidates: Sequence[FusionGroup] = ()) -> CalibrationRecord:
-        """The statistics of the samples before weights are rounded.
+        """Return the statistics of the samples before weights are rounded.
 
-        Statistics of a plan that rounds by text come with the rounding, unless they are for
-        `candidates`, which smoothing serves, too.
+        A plan that rounds by text computes its statistics while rounding: only smoothing and the
+        weights of tokens are computed here. With `candidates` the statistics of the whole plan are
+        computed, and smoothing serves the candidates, too.
         """
         from vexport.calibration import calibrate
 
         plan = self.plan
+        if needs_rounding(plan) and not candidates:
+            plan = replace(plan, groups=(), kv_cache=None)
         smoothing, token_weights = self._look_back(candidates)
         return calibrate(
             self.walk,
-            plan
-            if candidates or not needs_rounding(plan)
-            else replace(plan, groups=(), kv_cache=None),
+            plan,
             self.samples,
             on_progress=self.on_progress,
             all_experts=self._settings.all_experts,
@@ -169,13 +161,13 @@ class PlanText:
 
     @property
     def _looked_back_from(self) -> "Samples":
-        """Samples, evenly spread, whose gradients show how to smooth and how to weigh tokens."""
+        """Return evenly spread samples whose gradients decide smoothing and weights of tokens."""
         return self.samples.spread(SMOOTHING_ROWS if self.plan.smoothing else WEIGHING_ROWS)
 
     def round(
         self, calibration: CalibrationRecord, folder: Path
     ) -> tuple[Mapping[str, Array], RoundingReport]:
-        """The bytes of the weights, kept in `folder` until they are asked for, and how they were
+        """Return the bytes of the weights, kept in `folder` until they are read, and how they were
         rounded.
         """
         from vexport.quantize.rounding_walk import round_weights
@@ -189,29 +181,3 @@ class PlanText:
             on_progress=self.on_progress,
             all_experts=self._settings.all_experts,
         )
-
-
-def calibration_samples(
-    index: SourceIndex, settings: Calibration, number: int, *, trust_remote_code: bool
-) -> "Samples":
-    """The first rows of calibration data as token ids of the checkpoint; InputError for bad
-    ones.
-    """
-    require_extra("transformers", "calibrating")
-    from vexport.calibration import read_samples
-
-    return read_samples(
-        settings.source(number),
-        index.root,
-        vocab_size=vocab_size(index),
-        trust_remote_code=trust_remote_code,
-    )
-
-
-def vocab_size(index: SourceIndex) -> int:
-    """The number of token ids that the model knows, from its config."""
-    size = text_config(index.config).get("vocab_size")
-    if isinstance(size, int):
-        return size
-    path, fix = str(index.root / "config.json"), "restore the model's config.json"
-    raise InputError(path, got="no vocab_size", need="the number of tokens", fix=fix)

@@ -16,7 +16,8 @@ from vexport.plan.rules import calibration_need, smoothing_for, smoothing_streng
 from vexport.quantize.auto import budget_of, choose_schemes, require_in_reach
 from vexport.quantize.job import QuantizeJob, write_checkpoint
 from vexport.quantize.layer_groups import probe_plan, rules_with
-from vexport.quantize.plan_text import PlanText, calibration_samples, require_calibration
+from vexport.quantize.plan_text import PlanText
+from vexport.quantize.samples import calibration_samples, require_calibration
 from vexport.quantize.sensitivity import measure
 from vexport.quantize.warnings import fallback_findings
 from vexport.records import (

@@ -10,6 +10,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from vexport.architectures.config import vocab_size
 from vexport.calibration.data import read_samples
 from vexport.checkpoint.hub import HubName, fetch, list_files, side_files
 from vexport.checkpoint.index import folder_digest, read_index
@@ -42,7 +43,6 @@ from vexport.outputs.manifest import (
     strangers,
 )
 from vexport.outputs.replaceable import is_filled_folder, refuse_others
-from vexport.quantize.plan_text import vocab_size
 from vexport.records import PROGRESS_DETAIL, CalibrationData, LmEvalSettings, named
 from vexport.records.values import MOST_COUNT
 from vexport.run.options import NO_EVALUATION, EngineOptions
@@ -118,7 +118,8 @@ def serve_model(model: ModelUnderTest) -> Served:
 def _in_engine(model: ModelUnderTest) -> Served:
     checkpoint, settings, options = model.checkpoint, model.evaluate, model.options
     prompts = fixed_prompts(checkpoint, texts=model.texts, count=settings.kl_prompts or CONTINUED)
-    rows = _read_rows(model, options.serve.max_model_len, vocab_size(read_index(checkpoint)))
+    vocabulary = vocab_size(read_index(checkpoint).config, str(checkpoint / "config.json"))
+    rows = _read_rows(model, options.serve.max_model_len, vocabulary)
     if rows:
         prompts = replace(prompts, tokens=_beginnings(rows))
     speculative = resolve_drafter(settings.speculative or "", options.on_progress)

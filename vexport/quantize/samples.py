@@ -1,0 +1,41 @@
+"""The calibration samples of a plan: whether it needs them, and reading them."""
+
+from typing import TYPE_CHECKING
+
+from vexport.architectures.config import vocab_size
+from vexport.checkpoint.index import SourceIndex
+from vexport.checkpoint.source import require_data
+from vexport.errors.extras import require_extra
+from vexport.formats.plan import Plan
+from vexport.plan.rules import calibration_need
+from vexport.scenario import Calibration
+
+if TYPE_CHECKING:
+    from vexport.calibration import Samples
+
+
+def require_calibration(plan: Plan, settings: Calibration | None) -> None:
+    """Raise InputError if a plan needs samples and has none, or if their file is missing."""
+    need = calibration_need(plan)
+    if need and settings is None:
+        raise need.missing()
+    if settings is not None:
+        require_data(settings.data)
+
+
+def calibration_samples(
+    index: SourceIndex, settings: Calibration, number: int, *, trust_remote_code: bool
+) -> "Samples":
+    """Read the first rows of calibration data as token ids of the checkpoint.
+
+    Raises InputError for rows that cannot be read.
+    """
+    require_extra("transformers", "calibrating")
+    from vexport.calibration import read_samples
+
+    return read_samples(
+        settings.source(number),
+        index.root,
+        vocab_size=vocab_size(index.config, str(index.root / "config.json")),
+        trust_remote_code=trust_remote_code,
+    )
