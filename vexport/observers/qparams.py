@@ -141,7 +141,8 @@ def scale_and_zero_point(
     else:
         scale = (high - low) / (largest - smallest)
     if global_scale is not None:
-        scale = (scale * global_scale).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).to(torch.float32)
+        # Not every device has float8 dtypes.
+        scale = round_to(scale * global_scale, E4M3)
     elif not is_mx(args):
         scale = scale.to(stored_dtype(args)).to(torch.float32)
     scale = torch.where(scale == 0, E4M3_EPS if global_scale is not None else FLOAT32_EPS, scale)

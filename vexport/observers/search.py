@@ -1,15 +1,15 @@
-"""Search the range of each group with the smallest quantization error, with compiled kernels.
+"""Search the range of each group with the smallest quantization error.
 
-The kernels process tile after tile in float32 on the CPU, on whatever device the tensor is. They
-read bfloat16, float16 and float32 values directly; other dtypes are copied first. The error of a
-group is `sum(importance * |dequantized - value| ** norm)` (llm-compressor, observers/mse_quant.py
-and imatrix.py). The range of a group that contains NaN or infinity is not finite.
+A search processes tile after tile in float32 on the device of the tensor: with compiled kernels on
+the CPU, with torch elsewhere (`vexport.observers.device_search`). The kernels read bfloat16,
+float16 and float32 values directly; other dtypes are copied first. The error of a group is
+`sum(importance * |dequantized - value| ** norm)` (llm-compressor, observers/mse_quant.py and
+imatrix.py). The range of a group that contains NaN or infinity is not finite.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numba
 import numpy as np
@@ -28,6 +28,8 @@ from vexport.numerics.number_formats import (
     integer_format,
 )
 from vexport.numerics.tensors import round_to
+from vexport.observers import device_search
+from vexport.observers.device_search import GroupChoices
 from vexport.observers.flatten import Tiles
 from vexport.observers.kernels.grid import (
     PATTERNS,
@@ -59,19 +61,6 @@ Range = tuple[torch.Tensor, torch.Tensor]
 CANDIDATE_SLACK = 2.0**-6
 # Number of rows used to compare global scales.
 SAMPLED_ROWS = 64
-
-
-class GroupChoices(NamedTuple):
-    """Result of the search for each group.
-
-    `low` and `high` (float32) are the expanded range before shrinking, and `step` is the index of
-    the best shrink. `improved` has a flag per step: True if the step improved any group.
-    """
-
-    low: torch.Tensor
-    high: torch.Tensor
-    step: torch.Tensor
-    improved: list[bool]
 
 
 def search_grid_groups(
@@ -144,8 +133,9 @@ def range_of_values(values: torch.Tensor) -> tuple[float, float]:
 
 
 def readable(values: torch.Tensor) -> torch.Tensor:
-    """Return values as kernels read them: on the CPU, and float32 unless they have 16 bits."""
-    values = values.detach().to("cpu")
+    """Return values of the CPU as kernels read them: float32 unless they have 16 bits."""
+    assert values.device.type == "cpu", "kernels read main memory"
+    values = values.detach()
     return values if values.dtype in STORAGES else values.to(torch.float32)
 
 
@@ -201,6 +191,9 @@ def ranges_of_rows(tiles: Tiles) -> Iterator[tuple[slice, Range]]:
 
 def extremes_of(tiles: Tiles) -> Range:
     """Return the smallest and the largest of all values: float32 without dimensions."""
+    if tiles.device.type != "cpu":
+        lows, highs = zip(*(torch.aminmax(tile) for _, tile in tiles.by_rows()), strict=True)
+        return torch.stack(lows).amin().float(), torch.stack(highs).amax().float()
     ends = torch.tensor([range_of_values(tile) for _, tile in tiles.by_rows()], device=tiles.device)
     return ends[:, 0].amin(), ends[:, 1].amax()
 
@@ -227,12 +220,11 @@ def search_rows(
     """
     form, improved = format_of(args), [False] * len(search.factors)
     for rows, tile in tiles.by_rows():
-        choices = _search_tile(readable(tile), form, search, importance)
-        factor, shape = torch.tensor(search.factors)[choices.step], tile.shape[1:-1]
-        low, high = (
-            (end * factor).view(shape).to(tile.device) for end in (choices.low, choices.high)
-        )
-        yield rows, (low, high)
+        choices = _search_tile(tile, form, search, importance)
+        factors = torch.tensor(search.factors, device=tile.device)
+        factor = factors[choices.step]
+        shape = tile.shape[1:-1]
+        yield rows, ((choices.low * factor).view(shape), (choices.high * factor).view(shape))
         improved = [a or b for a, b in zip(improved, choices.improved, strict=True)]
     steps = _steps_until_stop(improved, search.patience)
     if any(improved[steps:]):
@@ -255,6 +247,16 @@ def _search_tile(
 ) -> GroupChoices:
     """Find the best factor of each group in a tile (num_observations, *qparam_shape, size)."""
     groups = tile.movedim(0, -2).reshape(math.prod(tile.shape[1:-1]), -1)
+    if tile.device.type != "cpu":
+        return device_search.search_grid_groups(
+            groups,
+            form,
+            search.factors,
+            norm=search.norm,
+            expand=search.expand,
+            importance=importance,
+        )
+    groups = readable(groups)
     if (
         len(groups) == 1
         and importance is None
@@ -321,16 +323,27 @@ def block_scales(
     patience. If two scales are equally good, the larger scale wins. A scale that would round to
     zero becomes the smallest e4m3 value. The scale of a group of zeros is 0.125.
     """
+    largest = np.float32(max(search.factors) * search.expand * (1 + CANDIDATE_SLACK))
+    smallest = np.float32(min(search.factors) * search.expand * (1 - CANDIDATE_SLACK))
+    if groups.device.type != "cpu":
+        return device_search.block_scales(
+            groups,
+            global_scale,
+            largest=float(largest),
+            smallest=float(smallest),
+            norm=search.norm,
+            importance=importance,
+        )
     bits, storage = stored_bits(groups.reshape(len(groups), -1))
     codes = np.empty(groups.shape[:2], dtype=np.uint8)
     limits = NVFP4Search(
         global_scale=np.float32(float(global_scale)),
-        largest=np.float32(max(search.factors) * search.expand * (1 + CANDIDATE_SLACK)),
-        smallest=np.float32(min(search.factors) * search.expand * (1 - CANDIDATE_SLACK)),
+        largest=largest,
+        smallest=smallest,
         norm=np.float32(search.norm),
     )
     search_block_scales(bits, storage, importance_rows(importance, bits.shape[1])[0], limits, codes)
-    return torch.from_numpy(codes).view(torch.float8_e4m3fn).to(groups.device, torch.float32)
+    return torch.from_numpy(codes).view(torch.float8_e4m3fn).to(torch.float32)
 
 
 def nvfp4_error(

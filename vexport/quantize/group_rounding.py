@@ -155,7 +155,7 @@ def _scales_and_grid(
     dtypes = [TORCH_DTYPES[index.tensors[member.weight].dtype] for member in group.members]
     importance = moments.hessian.diagonal() / max(1, moments.tokens)
     observers = [
-        observe_weight(member, weight.cpu(), group, importance, stored=dtype)  # searches run there
+        observe_weight(member, weight, group, importance, stored=dtype)
         for member, weight, dtype in zip(group.members, weights, dtypes, strict=True)
     ]
     scales, grids = fused_scales(observers), []

@@ -14,6 +14,7 @@ from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.tensors import read_weight
 from vexport.formats.packing.base import Scales, not_finite
 from vexport.formats.plan import FusionGroup
+from vexport.numerics.arithmetic import Floats
 from vexport.observers import IMatrixMSEObserver, Importance, Observer, QParamsDict, load_observer
 from vexport.observers.ranges import fit_global_scale
 from vexport.records import CalibrationRecord, LinearPlan
@@ -82,10 +83,16 @@ def fused_scales(observers: Sequence[Observer]) -> list[Scales]:
 
 
 def scales_of(qparams: QParamsDict) -> Scales:
-    """The scales of an observer, as the packings take them."""
+    """Return the scales of an observer in main memory, as the packings take them."""
     global_scale = qparams["global_scale"]
     return Scales(
-        scale=qparams["scale"].to(torch.float32).numpy(),
-        zero_point=qparams["zero_point"].to(torch.float32).numpy(),
-        global_scale=None if global_scale is None else global_scale.to(torch.float32).numpy(),
+        scale=_float32(qparams["scale"]),
+        zero_point=_float32(qparams["zero_point"]),
+        global_scale=None if global_scale is None else _float32(global_scale),
     )
+
+
+def _float32(values: torch.Tensor) -> Floats:
+    """Return values of any device as float32 in main memory."""
+    array: Floats = values.to("cpu", torch.float32).numpy()
+    return array
