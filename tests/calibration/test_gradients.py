@@ -119,7 +119,8 @@ def test_at_each_token_one_own_answer_is_drawn(
     steps, walk = list[tuple[int, int]](), LayerWalk(read_index(llama))
     Gradients(walk, []).run(ROWS, lambda stage, done, total: steps.append((done, total)))
     depth = len(walk.layers)
-    assert steps == [(done, 2 * depth) for done in range(2 * depth + 1)]
+    total = 2 * depth + 1  # the head, too
+    assert steps == [(done, total) for done in range(total + 1)]
     for one in drawn:
         answer = torch.nn.functional.one_hot(one.argmax(-1), one.shape[-1]).float()
         torch.testing.assert_close(one, answer, rtol=0, atol=0.02)

@@ -52,10 +52,13 @@ class Gradients:
         with walk.text(samples, stage=LOOK_BACK, on_progress=on_progress) as hidden:
             for index in range(len(hidden)):
                 self._entered.append(hidden[index])
-            walk.forward(hidden, self, part=0, parts=2)
+            # Up and back through each layer, and the head between them.
+            walk.expect_steps(2 * len(walk.layers) + 1)
+            walk.forward(hidden, self)
             walk.model.requires_grad_(False)
             self._behind = [self._of_logits(index) for index in range(len(hidden))]
-            walk.backward(self._back, self._before, *self._watchers, part=1, parts=2)
+            walk.finish_step()
+            walk.backward(self._back, self._before, *self._watchers)
 
     def enter(self, layer: Layer) -> None:
         """Nothing has to be prepared for a layer on the way up."""

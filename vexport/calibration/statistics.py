@@ -222,6 +222,7 @@ def calibrate(
             text = walk.text(rows_of_rank, smoothing, stage=CALIBRATE, on_progress=on_progress)
             with text as hidden:
                 watcher = StatisticsWatcher(walk, plan, statistics, cached)
+                walk.expect_steps(len(walk.layers) + watcher.watches_head)
                 walk.forward(hidden, watcher)
                 if watcher.watches_head:
                     walk.head(hidden, watcher)

@@ -169,9 +169,11 @@ class LayerWalk:
     ) -> Iterator[HiddenStates]:
         """Run samples through the smoothed model up to its layers, which can run inside the block.
 
-        `on_progress` receives a step of `stage` for each layer. Raises InputError for a model that
-        cannot run layer by layer.
+        `on_progress` receives a step of `stage` for each layer, and for the head if it runs. Raises
+        InputError for a model that cannot run layer by layer.
         """
+        self._steps = len(self.layers)
+        self._done = 0
         self.ids = [torch.tensor([ids], device=self.device) for ids in samples.token_ids]
         self._rows = samples.rows
         self._report = partial(on_progress, stage)
@@ -190,21 +192,28 @@ class LayerWalk:
             )
             yield hidden
 
+    def expect_steps(self, steps: int) -> None:
+        """Set how often rows will run through a layer or the head, if not once through each layer.
+
+        Call this inside the block of `text`, before anything runs.
+        """
+        self._steps = steps
+
+    def finish_step(self) -> None:
+        """Report that rows have run through a layer or the head."""
+        self._done += 1
+        self._report(self._done, self._steps)
+
     def forward(
-        self,
-        stream: Stream,
-        *watchers: Watcher,
-        rows: Sequence[int] | None = None,
-        part: int = 0,
-        parts: int = 1,
+        self, stream: Stream, *watchers: Watcher, rows: Sequence[int] | None = None
     ) -> None:
-        """Run rows of a stream through all layers, first to last, as one of `parts` of the stage.
+        """Run rows of a stream through all layers, first to last.
 
         `rows` are indices into the stream; None means all rows. Afterwards the stream has the
         states behind the last layer. Raises CheckpointFailed if a hidden state is not finite.
         """
         numbers = range(len(self.layers))
-        for layer in self._loaded(numbers, self._copied(stream), part, parts):
+        for layer in self._loaded(numbers, self._copied(stream)):
             with _watched(layer, watchers):
                 for index in range(len(stream)) if rows is None else rows:
                     output = layer.run(index, self.on_device(stream[index]))
@@ -225,14 +234,13 @@ class LayerWalk:
         with _watched(layer, watchers):
             for index in range(len(stream)) if rows is None else rows:
                 _show_row(watchers, index, layer.run(index, stream[index]))
+        self.finish_step()
 
     def backward(
         self,
         back: Callable[[Layer, int], torch.Tensor],
         entered: Entered,
         *watchers: Watcher,
-        part: int = 0,
-        parts: int = 1,
     ) -> None:
         """Call `back` for every row of every layer, last to first.
 
@@ -240,7 +248,7 @@ class LayerWalk:
         `entered` returns a copy of them on the device.
         """
         numbers = range(len(self.layers))[::-1]
-        for layer in self._loaded(numbers, entered, part, parts):
+        for layer in self._loaded(numbers, entered):
             with _watched(layer, watchers):
                 for index in range(len(self.ids)):
                     _show_row(watchers, index, back(layer, index))
@@ -295,12 +303,10 @@ class LayerWalk:
 
         return entered
 
-    def _loaded(
-        self, numbers: Sequence[int], entered: Entered, part: int, parts: int
-    ) -> Iterator[Layer]:
+    def _loaded(self, numbers: Sequence[int], entered: Entered) -> Iterator[Layer]:
         """Yield these layers with their weights, which are dropped afterwards."""
-        if part == 0:
-            self._report(0, parts * len(numbers))
+        if self._done == 0:
+            self._report(0, self._steps)
         reading = None
         for done, number in enumerate(numbers, start=1):
             if reading is None:
@@ -318,7 +324,7 @@ class LayerWalk:
                 entered=partial(entered, number),
             )
             unload(self.layers[number])
-            self._report(part * len(numbers) + done, parts * len(numbers))
+            self.finish_step()
 
     def _run(self, number: int, index: int, states: torch.Tensor) -> torch.Tensor:
         """Run a decoder layer on the hidden states of a row."""

@@ -76,8 +76,10 @@ def round_weights(
             watcher = RoundingWatcher(
                 walk, plan, calibration, statistics, done, source, samples.tokens
             )
+            rounds_head = watcher.rounds_head
+            walk.expect_steps(len(walk.layers) + rounds_head)
             walk.forward(source, watcher, rows=watcher.followed)
-            if watcher.rounds_head:
+            if rounds_head:
                 walk.head(source, watcher, rows=watcher.followed_to_head)
         if rank == 0:
             _write_report(report_file, walk, plan, done)

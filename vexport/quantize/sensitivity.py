@@ -80,11 +80,14 @@ def measure(
         size = sum(hidden[index].nbytes for index in range(len(hidden)))
         most = min(MOST_TRIALS, max(1, MEMORY_BYTES // size))
         parts = [trials[start : start + most] for start in range(0, len(trials), most)]
-        for number, part in enumerate(parts):
+        # Trials of the head are the last ones of a part.
+        heads = [part for part in parts if part[-1].depth == len(walk.layers)]
+        walk.expect_steps(len(parts) * len(walk.layers) + len(heads))
+        for part in parts:
             # Every part begins with the states in front of the layers.
             stream = MainMemory([hidden[index] for index in range(len(hidden))])
             watcher = TrialWatcher(walk, part, stream)
-            walk.forward(stream, watcher, part=number, parts=len(parts))
+            walk.forward(stream, watcher)
             if watcher.tries_head:
                 walk.head(stream, watcher)
             for trial, loss in watcher.losses().items():
