@@ -16,6 +16,7 @@ from vexport.calibration import capture
 from vexport.calibration.capture import (
     LayerCall,
     capture_layer_calls,
+    fast_head_gradient,
     fast_products,
     watching_attention,
 )
@@ -78,6 +79,27 @@ def test_products_are_sums_rounded_once(
             assert found.dtype == dtype
             torch.testing.assert_close(found, plain, rtol=2 * torch.finfo(dtype).eps, atol=0.01)
     assert "forward" not in model[0].__dict__
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_head_gradient_is_a_sum_rounded_once(
+    dtype: torch.dtype, has_bias: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In parts of the vocabulary; the output is torch's own to the last bit."""
+    monkeypatch.setattr(capture, "widens", lambda device: True)
+    monkeypatch.setattr(capture, "HEAD_ROWS", 40)
+    generator = torch.Generator().manual_seed(1)
+    head = nn.Linear(24, 100, bias=has_bias).to(dtype).requires_grad_(False)
+    value = torch.randn(1, 7, 24, generator=generator).to(dtype).requires_grad_()
+    behind = torch.randn(1, 7, 100, generator=generator).to(dtype)
+    with fast_head_gradient(head, "cpu"):
+        output = head(value)
+    (gradient,) = torch.autograd.grad(output, value, behind)
+    assert torch.equal(output, head(value))
+    assert gradient.dtype == dtype
+    expected = behind.double() @ head.weight.double()
+    torch.testing.assert_close(gradient, expected.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-5)
 
 
 class Attention(nn.Module):

@@ -292,6 +292,61 @@ def _wide_product(
     return output.to(value.dtype)
 
 
+# Rows of an output head whose float32 values are in memory at once.
+HEAD_ROWS = 1 << 13
+
+
+@contextmanager
+def fast_head_gradient(head: torch.nn.Module | None, device: str) -> Iterator[None]:
+    """Multiply the gradient of a 16-bit output head in float32 inside the block, where that is
+    faster.
+
+    The head's output stays as it is. Its gradient adds up one product for each word of the
+    vocabulary. Without units for 16-bit products torch reads the weight across its rows for that:
+    with 49,152 x 576 bf16 values the gradient took 40 times as long as the output. torch also adds
+    up in float32 and rounds the sum once: only the order of the sum differs.
+    """
+    if not widens(device) or type(head) is not torch.nn.Linear:
+        yield
+        return
+    with replaced_forwards([head], partial(_head_product, head)):
+        yield
+
+
+def _head_product(
+    head: torch.nn.Linear, number: int, forward: Forward, value: torch.Tensor
+) -> object:
+    if value.dtype not in WIDENED or head.weight.dtype != value.dtype:
+        return forward(value)
+    return _HeadProduct.apply(value, head.weight, head.bias)  # type: ignore[no-untyped-call]
+
+
+class _HeadProduct(torch.autograd.Function):
+    """The product of an output head. Only its input has a gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx,
+        value: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        return torch.nn.functional.linear(value, weight, bias)
+
+    @staticmethod
+    def backward(
+        ctx: torch.autograd.function.BackwardCFunction, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor, None, None]:
+        (weight,) = ctx.saved_tensors
+        total = torch.zeros(*gradient.shape[:-1], weight.shape[1])
+        gradients = torch.split(gradient, HEAD_ROWS, dim=-1)
+        weights = torch.split(weight, HEAD_ROWS)
+        for gradient_part, weight_part in zip(gradients, weights, strict=True):
+            total += gradient_part.to(torch.float32) @ weight_part.to(torch.float32)
+        return total.to(gradient.dtype), None, None
+
+
 def _wide_attention(
     attend: Attend,
     module: torch.nn.Module,

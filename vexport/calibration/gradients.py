@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 
+from vexport.calibration.capture import fast_head_gradient
 from vexport.calibration.data import Samples
 from vexport.calibration.inputs import arithmetic_of
 from vexport.calibration.model import HiddenStates, joined
@@ -56,7 +57,8 @@ class Gradients:
             walk.expect_steps(2 * len(walk.layers) + 1)
             walk.forward(hidden, self)
             walk.model.requires_grad_(False)
-            self._behind = [self._of_logits(index) for index in range(len(hidden))]
+            with fast_head_gradient(walk.model.get_output_embeddings(), walk.device):
+                self._behind = [self._of_logits(index) for index in range(len(hidden))]
             walk.finish_step()
             walk.backward(self._back, self._before, *self._watchers)
 
