@@ -1,10 +1,10 @@
-"""A walk up through a model's layers and back, with the gradients of its own answers.
+"""Walk up through a model's layers and back, with the gradients of the model's answers.
 
-Gradients are those of the log-probability of tokens drawn from the model's own answer: their second
-moments are the Fisher information, by which a small error of an input moves the KL divergence. By
-them each token is weighed (GuidedQuant, arXiv 2505.07004): most attention rests on the first, whose
-errors change every answer. The root of the mean square, averaged over places in the text, left less
-KL than the mean (docs/rounding.md).
+The gradients are of the log-probability of tokens that are drawn from the model's answers. Their
+second moments are the Fisher information: they show how a small error of an input changes the KL
+divergence. Tokens are weighed by them (GuidedQuant, arXiv 2505.07004): most attention rests on the
+first token, and its errors change every answer. The root of the mean square, averaged over places
+in the text, left less KL than the mean (docs/rounding.md).
 """
 
 import logging
@@ -141,17 +141,18 @@ def _gradient(
 MOST_OCTAVES = 10
 
 # The mean square of the gradient behind each module, by octaves of the token's place in its row:
-# the tokens 0, 1, 2 and 3, 4 to 7 and so on. Without a module its tokens all count the same.
+# the tokens 0, 1, 2 and 3, 4 to 7 and so on. All tokens of other modules count the same.
 TokenWeights = Mapping[str, tuple[float, ...]]
 
 
 def weights_of(
     mean_squares: TokenWeights, modules: Sequence[str], tokens: int
 ) -> torch.Tensor | None:
-    """The weights of a row's tokens for these modules together, (tokens,) float32.
+    """Return the weights of a row's tokens for these modules together, (tokens,) float32.
 
-    They go by the root mean square of the gradient, and their mean is about 1; powers of two, so
-    that a 16-bit input times its weight loses no digit. None where nothing is known of any.
+    The weights follow the root mean square of the gradient, and their mean is about 1. They are
+    powers of two, so that a 16-bit input times its weight loses no digit. Returns None if no module
+    is in `mean_squares`.
     """
     known = [torch.tensor(mean_squares[name]) for name in modules if name in mean_squares]
     if not known:
@@ -168,18 +169,19 @@ def weights_of(
 
 
 def octaves(tokens: int) -> torch.Tensor:
-    """The octave of each place in a row of so many tokens, (tokens,)."""
+    """Return the octave of each place in a row of so many tokens, (tokens,)."""
     places = torch.arange(tokens, dtype=torch.float64)
     return torch.frexp(places).exponent.to(torch.int64)
 
 
 class TokenWeigher:
-    """Adds up the gradients behind the linear modules and experts of layers; rows have these
-    `lengths`.
+    """Adds up the gradients behind the linear modules and experts of all layers.
+
+    `lengths` are the numbers of tokens of the rows.
     """
 
     def __init__(self, lengths: Sequence[int]) -> None:
-        # Sums of squares and how many, (2, octaves), by module.
+        # Sums of squares and their numbers, (2, octaves), by module.
         self._sums: dict[str, torch.Tensor] = {}
         # Squares of each token of a row behind a module, on the device until a layer is done.
         self._seen = list[tuple[str, torch.Tensor]]()
@@ -202,7 +204,7 @@ class TokenWeigher:
         self._seen.clear()
 
     def found(self) -> TokenWeights:
-        """The mean squares of all gradients."""
+        """Return the mean squares of all gradients."""
         return {
             name: tuple((squares / counts.clamp_min(1)).tolist())
             for name, (squares, counts) in self._sums.items()
@@ -218,7 +220,7 @@ class TokenWeigher:
         self._seen.append((name, squares))
 
     def _add(self, name: str, squares: torch.Tensor) -> None:
-        if len(squares) not in self._lengths:  # not one of each token
+        if len(squares) not in self._lengths:  # the module did not see every token
             return
         if name not in self._sums:
             self._sums[name] = torch.zeros(2, int(octaves(max(self._lengths))[-1]) + 1)

@@ -1,8 +1,9 @@
-"""The inputs of fusion groups while a model runs.
+"""The places of fusion groups in a model, and their inputs while it runs.
 
-Linear modules show theirs to a hook. Of experts held as three-dimensional parameters the input of
-their module is seen: gate and up take all tokens of the text, an expert's down projection its own.
-A new kind of experts is one class like `Arithmetic` and one entry in KINDS.
+A hook sees the input of a linear module. Experts that are held as three-dimensional parameters have
+one module, and the hook sees the input of that module: all tokens of the text enter gate and up,
+the tokens routed to an expert enter its down projection. A new kind of experts needs a class like
+`Arithmetic` and an entry in KINDS.
 """
 
 import inspect
@@ -26,8 +27,10 @@ LAYOUT = ("has_gate", "has_bias", "is_transposed", "down_proj")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entered:
-    """The input of a module of experts: all tokens (tokens, hidden size), in the order of the text,
-    and for each expert which of them it gets and by how much its answer to each counts (routed, 1).
+    """The input of a module of experts: all tokens (tokens, hidden size) in the order of the text.
+
+    `routes` are the places of the tokens routed to each expert, `shares` (routed, 1) the weights of
+    the expert's outputs for them.
     """
 
     tokens: torch.Tensor
@@ -42,13 +45,13 @@ class Arithmetic:
     """
 
     def serves(self, module: torch.nn.Module) -> bool:
-        """True for a module of this kind."""
+        """Return True for a module of this kind."""
         return all(hasattr(module, part) for part in LAYOUT)
 
     def enter(
         self, module: torch.nn.Module, args: Sequence[object], kwargs: Mapping[str, object]
     ) -> Entered:
-        """The tokens and routes in a call of the module's forward."""
+        """Return the tokens and routes of a call of the module's forward."""
         arguments = (
             inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments.values()
         )
@@ -56,19 +59,18 @@ class Arithmetic:
         assert isinstance(hidden, torch.Tensor)
         assert isinstance(chosen, torch.Tensor)
         assert isinstance(weights, torch.Tensor)
-        # The places of (tokens, chosen) by expert: the host waits for the counts alone.
-        experts, places = (
-            len(module.get_parameter("down_proj")),
-            chosen.flatten().argsort(stable=True),
-        )
+        experts = len(module.get_parameter("down_proj"))
+        # The places in (tokens, chosen), sorted by expert. The host waits for the counts alone.
+        places = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=experts).tolist()
-        routes, shares = places // chosen.shape[-1], weights.flatten()[places].unsqueeze(-1)
+        routes = places // chosen.shape[-1]
+        shares = weights.flatten()[places].unsqueeze(-1)
         return Entered(
             tokens=hidden, routes=torch.split(routes, counts), shares=torch.split(shares, counts)
         )
 
     def between(self, module: torch.nn.Module, expert: int, tokens: torch.Tensor) -> torch.Tensor:
-        """The input (tokens, intermediate size) of an expert's down projection."""
+        """Return the input (tokens, intermediate size) of an expert's down projection."""
         experts = cast(Experts, module)
         output = self._product(
             experts, "gate_up_proj" if experts.has_gate else "up_proj", expert, tokens
@@ -76,14 +78,13 @@ class Arithmetic:
         return experts._apply_gate(output) if experts.has_gate else experts.act_fn(output)
 
     def down(self, module: torch.nn.Module, expert: int, between: torch.Tensor) -> torch.Tensor:
-        """The output (tokens, hidden size) of its down projection."""
+        """Return the output (tokens, hidden size) of an expert's down projection."""
         return self._product(cast(Experts, module), "down_proj", expert, between)
 
     def leave(self, entered: Entered, answers: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The module's output of each expert's answers (routed, hidden size) to the tokens that it
-        got.
+        """Return the module's output from the outputs (routed, hidden size) of all experts.
 
-        The answers to a token are added up in the order of the experts, in float32.
+        The outputs for a token are added up in the order of the experts, in float32.
         """
         total = torch.zeros_like(entered.tokens, dtype=torch.float32)
         for route, share, answer in zip(entered.routes, entered.shares, answers, strict=True):
@@ -113,12 +114,13 @@ class Experts(Protocol):
 
 
 class Llama4(Arithmetic):
-    """Llama 4's experts: the router's weight scales what enters an expert, not what leaves it.
+    """Llama 4's experts: the router's weight scales an expert's input, not its output.
 
-    Source: Llama4TextMoe of transformers; vLLM does the same before it quantizes an expert's input
-    (`apply_router_weight_on_input`, fused_moe/prepare_finalize/no_dp_ep.py). The module gets all
-    tokens once for each expert, zeros where the token is not routed to it, and returns as many. A
-    token comes scaled by its router's weight; where it is routed to several experts, by their sum.
+    Source: Llama4TextMoe of transformers. vLLM does the same before it quantizes an expert's input
+    (`apply_router_weight_on_input`, fused_moe/prepare_finalize/no_dp_ep.py). The module's input has
+    all tokens once for each expert, with zeros for tokens that are not routed to it, and its output
+    has the same shape. A token is scaled by its router's weight. A token that is routed to several
+    experts is scaled by the sum of their weights.
     """
 
     def serves(self, module: torch.nn.Module) -> bool:
@@ -154,7 +156,7 @@ KINDS: Sequence[Arithmetic] = (Arithmetic(), Llama4())
 
 
 def arithmetic_of(module: torch.nn.Module) -> Arithmetic | None:
-    """The arithmetic of a module with stacked weights; None where it is not known."""
+    """Return the arithmetic of a module with stacked weights; None if it is unknown."""
     return next((kind for kind in KINDS if kind.serves(module)), None)
 
 
@@ -166,9 +168,7 @@ Noted = Mapping[str, Value]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertLayer:
-    """A place in a module of experts: an expert's down projection, or what takes the tokens (gate
-    and up).
-    """
+    """A place in a module of experts: an expert's down projection, or its gate and up."""
 
     expert: int
     is_down: bool
@@ -209,7 +209,10 @@ class Places:
         return groups_of_layers
 
     def linear(self, member: LinearPlan) -> torch.nn.Module | None:
-        """The module that multiplies its input by the layer's weight alone, if there is one."""
+        """Return the module that multiplies its input by the layer's weight and nothing else.
+
+        Returns None if there is no such module.
+        """
         owner, parameter = self._owner(member)
         is_product = (
             parameter == "weight" and owner is not None and owner.get_parameter("weight").dim() == 2
@@ -217,8 +220,9 @@ class Places:
         return owner if is_product and not isinstance(owner, torch.nn.Embedding) else None
 
     def expert(self, member: LinearPlan) -> tuple[torch.nn.Module, ExpertLayer] | None:
-        """The module of experts that holds a layer's weight, and which expert's it is; None for any
-        other.
+        """Return the module of experts that holds a layer's weight, and the layer's place there.
+
+        Returns None if a layer belongs to no module of experts.
         """
         owner, parameter = self._owner(member)
         if owner is None or owner.get_parameter(parameter).dim() != 3:
@@ -229,7 +233,9 @@ class Places:
         return owner, ExpertLayer(expert=number, is_down=parameter == "down_proj")
 
     def _owner(self, member: LinearPlan) -> tuple[torch.nn.Module | None, str]:
-        """The module whose parameter holds a layer's weight, and the parameter's name there."""
+        """Return the module with the parameter that holds a layer's weight, and the parameter's
+        name in it.
+        """
         name = self.parameter_of(member)
         owner = self._model.get_submodule(name.rpartition(".")[0]) if name else None
         return owner, last_part(name)
@@ -241,13 +247,12 @@ class _AllNoted(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """An input (..., columns) that groups share: of the module `module`, there of all experts or of
-    one.
+    """An input (..., columns) of the module `module` that groups share.
 
-    `expert` is None for a linear module and for what all experts take. `is_aligned` says whether
-    both streams bring the same tokens in the same order: not where a router in front of the module
-    chooses them. Of the `groups` some may be rounded to nearest, and need static scales or
-    importance alone.
+    `expert` is the number of an expert, for the input of its down projection. It is None for a
+    linear module and for the common input of all experts. `is_aligned` is True if both streams have
+    the same tokens in the same order; this is not so if a router in front of the module chooses
+    them. Some of the `groups` may be rounded to nearest, and need only static scales or importance.
     """
 
     name: str
@@ -259,12 +264,12 @@ class Site:
 
     @property
     def rounded(self) -> tuple[FusionGroup, ...]:
-        """The groups that are rounded by their inputs."""
+        """Return the groups that are rounded by their inputs."""
         return tuple(group for group in self.groups if group.rounding != "nearest")
 
 
 class GroupInputs:
-    """The inputs of groups in a model, and why some groups have none that can be seen."""
+    """The inputs of groups in a model, and the reason for each group whose input cannot be seen."""
 
     def __init__(self, places: Places, groups: Sequence[FusionGroup]) -> None:
         self._places = places
@@ -294,7 +299,7 @@ class GroupInputs:
         )
 
     def _place(self, group: FusionGroup) -> tuple[str, int | None] | str:
-        """The module and expert that a group's input belongs to, or why it cannot be seen."""
+        """Return the module and expert of a group's input, or the reason why it cannot be seen."""
         member = group.members[0]
         name, expert = self._module_of(member), self._places.expert(member)
         linears = [
@@ -314,26 +319,26 @@ class GroupInputs:
         return name, layer.expert if layer.is_down else None
 
     def _module_of(self, member: LinearPlan) -> str:
-        """The name of the module that has a member's weight."""
+        """Return the name of the module that has a member's weight."""
         return self._places.parameter_of(member).rpartition(".")[0]
 
     @property
     def modules(self) -> list[str]:
-        """The names of the modules that inputs enter, in the model's order."""
+        """Return the names of the modules with these inputs, in the model's order."""
         return [name for name in self._places.modules if name in self._modules]
 
     def names_of(self, site: Site) -> list[str]:
-        """The names of all modules that take a site's input."""
+        """Return the names of all modules that read a site's input."""
         return sorted(
             {self._module_of(member) for group in site.groups for member in group.members}
         )
 
     def first_of(self, site: Site) -> FusionGroup | None:
-        """The group that makes the input of an expert's down projection."""
+        """Return the group that computes the input of an expert's down projection."""
         return None if site.expert is None else self._firsts.get((site.module, site.expert))
 
     def between(self, site: Site, tokens: torch.Tensor) -> torch.Tensor:
-        """The input (tokens, intermediate size) of an expert's down projection."""
+        """Return the input (tokens, intermediate size) of an expert's down projection."""
         (module,) = self._modules[site.module]
         arithmetic = arithmetic_of(module)
         assert arithmetic is not None
@@ -341,7 +346,7 @@ class GroupInputs:
         return arithmetic.between(module, site.expert, tokens)
 
     def only(self, module: str | None) -> "GroupInputs":
-        """The inputs of this module's groups; None: of the groups that have none."""
+        """Return the inputs of a module's groups; with None only the groups without an input."""
         part = copy(self)
         part.sites = tuple(site for site in self.sites if site.module == module)
         part.unreachable = {} if module else self.unreachable
@@ -351,7 +356,7 @@ class GroupInputs:
     def shown(self, show: Callable[[str, Value], None], *, once: bool = False) -> Iterator[None]:
         """Call `show` with the name of each module and its unrounded input inside the block.
 
-        Several modules may read one input: it is shown for each, or `once` for the first of them.
+        An input that several modules read is shown for each of them, or `once` for the first.
         """
         with ExitStack() as block:
             for name, modules in self._modules.items():
@@ -365,7 +370,7 @@ class GroupInputs:
     def noted(self, *, only: bool = False) -> Iterator[dict[str, Value]]:
         """Record the unrounded inputs of a forward inside the block.
 
-        With `only` the block ends where all are, its forward's answer being of no use.
+        With `only` the forward ends when all inputs are recorded, because its output is not needed.
         """
         noted: dict[str, Value] = {}
 
@@ -380,8 +385,9 @@ class GroupInputs:
     def values(
         self, site: Site, value: Value, *, all_experts: bool
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """The inputs of a site's layers by name: for experts all tokens, or those that each
-        gets.
+        """Yield the names of a site's layers and their inputs.
+
+        The inputs of experts are all tokens, or the tokens routed to each expert.
         """
         members = [member for group in site.groups for member in group.members]
         if not isinstance(value, Entered):

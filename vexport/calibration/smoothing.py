@@ -1,11 +1,11 @@
-"""Channels of a model scaled without changing its function, so that rounded inputs lose less.
+"""Scale the channels of a model's inputs without changing its function, to round them better.
 
-Where a norm, or a linear layer with nothing but products behind it, makes an input, its channels
-can be scaled there and back in the weights that read it, as SmoothQuant does (arXiv 2211.10438): by
-a_j^s / g_j^(1 - s), with the root mean squares of channel j and of its gradient, and the strength
-s. (The paper's largest magnitudes leave more KL: docs/rounding.md.) Scales are powers of two, so
-that a folded layer computes the same bits; each fold is tried on a row of text and kept where it
-does.
+If a norm, or a linear layer followed only by products, computes an input, its channels can be
+scaled there, and scaled back in the weights that read the input. SmoothQuant does the same (arXiv
+2211.10438). Channel j is scaled by a_j^s / g_j^(1 - s): a_j is its root mean square, g_j the root
+mean square of its gradient, s the strength. (The paper's largest magnitudes leave more KL:
+docs/rounding.md.) Scales are powers of two, so that a folded layer computes the same bits. Each
+fold is tried on a row of text and kept only if the bits are the same.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ from vexport.formats.plan import FusionGroup
 from vexport.numerics.ranks import on_first
 from vexport.records import OnProgress, Smoothing, silent
 
-# An unused channel counts as this share of the largest.
+# The least root mean square of a channel, as a share of the largest: unused channels have this.
 LEAST = 1e-5
 
 
@@ -43,9 +43,7 @@ class _Fold:
 
 
 class Smoother:
-    """Folds the inputs of some groups, layer by layer, when they and their gradients have been
-    seen.
-    """
+    """Folds the inputs of some groups, layer by layer, from the inputs and their gradients."""
 
     def __init__(self, groups: Sequence[FusionGroup], strength: float, weights: Weights) -> None:
         # Exponents by the name of the stored tensor.
@@ -95,7 +93,7 @@ class Smoother:
                 self._try(layer, fold, lambda: torch.equal(again(), expected))
 
     def _wanted(self, layer: Layer) -> dict[str, torch.nn.Module]:
-        """The modules whose inputs matter, by their names in the layer."""
+        """Return the modules whose inputs are smoothed, by their names in the layer."""
         return {
             name: module
             for name, module in layer.module.named_modules()
@@ -105,10 +103,11 @@ class Smoother:
         }
 
     def _folds(self, layer: Layer, again: Callable[[], torch.Tensor]) -> Iterator[_Fold]:
-        """Every pair that may be scaled against each other: norms first, then layers of the same
-        module.
+        """Yield the pairs that may be scaled against each other: norms first, then linear layers
+        of the same module.
         """
-        wanted, (inputs, outputs) = self._wanted(layer), _traced(layer.module, again)
+        wanted = self._wanted(layer)
+        inputs, outputs = _traced(layer.module, again)
         parameters = dict(layer.module.named_parameters())
         behind_norms = set[str]()
         for name, output in outputs.items():
@@ -133,7 +132,7 @@ class Smoother:
                     yield _Fold(rows=_own(parameters, other), columns=(f"{name}.weight",))
 
     def _try(self, layer: Layer, fold: _Fold, is_same: Callable[[], bool]) -> None:
-        """Scale the parameters, and undo it where the layer's output changes."""
+        """Scale the parameters, and undo this if the layer's output changes."""
         parameters = {
             name: layer.module.get_parameter(name) for name in (*fold.rows, *fold.columns)
         }
@@ -176,12 +175,11 @@ class Smoother:
             )
 
     def _exponents(self, parameters: Mapping[str, torch.Tensor], fold: _Fold) -> torch.Tensor:
-        """Exponents that divide rows and multiply columns, as whole numbers in float32."""
-        inputs, gradients = (
-            _largest_of(seen, fold.columns) for seen in (self._squares, self._gradients)
-        )
+        """Return the exponents that divide rows and multiply columns: float32 whole numbers."""
+        inputs = _largest_of(self._squares, fold.columns)
+        gradients = _largest_of(self._gradients, fold.columns)
         assert inputs is not None
-        if gradients is None:  # of a model that could not be differentiated
+        if gradients is None:  # the model could not be differentiated
             squares = [parameters[name].to(torch.float32).square().mean(0) for name in fold.columns]
             gradients = torch.stack(squares).amax(0).sqrt()
         scale = self._strength * _log2(inputs) - (1 - self._strength) * _log2(gradients)
@@ -197,8 +195,9 @@ def _add(sums: dict[str, torch.Tensor], name: str, value: torch.Tensor) -> None:
 
 
 def _largest_of(squares: Mapping[str, torch.Tensor], weights: Iterable[str]) -> torch.Tensor | None:
-    """The largest roots of what these weights read, (channels,) float32, but for a factor that all
-    share.
+    """Return the largest roots of the squares of these weights' inputs, (channels,) float32.
+
+    A factor that all channels share is left out. Returns None if no input was seen.
     """
     names = (name.removesuffix(".weight") for name in weights)
     channels = [squares[name] for name in names if name in squares]
@@ -208,8 +207,9 @@ def _largest_of(squares: Mapping[str, torch.Tensor], weights: Iterable[str]) -> 
 def _traced(
     layer: torch.nn.Module, run: Callable[[], torch.Tensor]
 ) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]:
-    """Run a layer: what its modules with weights of their own read, and what they made, by name."""
-    inputs_of, outputs = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
+    """Run a layer; return the inputs and outputs of its modules with weights, by name."""
+    inputs_of = dict[str, torch.Tensor]()
+    outputs = dict[str, torch.Tensor]()
 
     def see(name: str, module: torch.nn.Module, inputs: tuple[object, ...], output: object) -> None:
         if inputs and isinstance(inputs[0], torch.Tensor) and isinstance(output, torch.Tensor):
@@ -224,13 +224,13 @@ def _traced(
 
 
 def _own(parameters: Mapping[str, torch.Tensor], module: str) -> tuple[str, ...]:
-    """A module's own parameters, by their names in the layer."""
+    """Return the parameters of a module itself, by their names in the layer."""
     return tuple(name for name in parameters if name.rpartition(".")[0] == module)
 
 
 def _before(layer: torch.nn.Module, name: str) -> list[str]:
-    """The linear layers of the same module, the last one first: values before keys, up before
-    gate.
+    """Return the other linear layers of the same module, the last first: values before keys, up
+    before gate.
     """
     parent = name.rpartition(".")[0]
     children = [joined(parent, child) for child, _ in layer.get_submodule(parent).named_children()]
@@ -251,9 +251,8 @@ def _times(values: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
 
 
 def _is_exact(before: torch.Tensor, after: torch.Tensor) -> bool:
-    """Return whether scaling lost no digit, as it may of small numbers in float16."""
-    mantissas = torch.frexp(before.float()).mantissa, torch.frexp(after.float()).mantissa
-    return torch.equal(*mantissas)
+    """Return True if scaling lost no digit. Small numbers in float16 can lose digits."""
+    return torch.equal(torch.frexp(before.float()).mantissa, torch.frexp(after.float()).mantissa)
 
 
 def look_back(
@@ -265,10 +264,10 @@ def look_back(
     weighs_tokens: bool,
     on_progress: OnProgress = silent,
 ) -> tuple[Mapping[str, Smoothing], TokenWeights]:
-    """The scales of the inputs of the groups `smoothed`, and the weights of tokens where asked.
+    """Return the smoothing of the inputs of the groups `smoothed`, and the weights of tokens.
 
-    Both come from the same gradients, of all `samples`; the first rank finds them for all. Raises
-    as `calibrate`.
+    Both are computed from the same gradients of all `samples`, on the first rank. The weights are
+    empty unless `weighs_tokens`. Raises the errors of `calibrate`.
     """
 
     def find() -> tuple[Mapping[str, Smoothing], TokenWeights]:
@@ -285,17 +284,17 @@ def look_back(
     return on_first(find)
 
 
-# Powers of two are undone for any input or for none: tokens from all over the vocabulary.
+# Powers of two are undone for any input or for none, so that a few tokens of the vocabulary do.
 TOKENS = 16
 
 
 @torch.no_grad()
 def changed_by(index: SourceIndex, smoothing: Mapping[str, Smoothing], device: str) -> list[str]:
-    """The decoder layers that compute something else when smoothed, and the smoothed tensors of no
-    layer.
+    """Return the decoder layers whose output changes when smoothed, and the smoothed tensors that
+    belong to no layer.
 
-    InputError where the model cannot run layer by layer, or a tensor does not fit its exponents;
-    CheckpointFailed where what the source computes is not finite.
+    Raises InputError for a model that cannot run layer by layer and for a tensor that does not fit
+    its exponents, CheckpointFailed if a hidden state of the source is not finite.
     """
     size = text_config(index.config).get("vocab_size")
     vocabulary = size if isinstance(size, int) and size > 0 else 1
@@ -309,9 +308,9 @@ def changed_by(index: SourceIndex, smoothing: Mapping[str, Smoothing], device: s
 
 
 class _SmoothedLayers:
-    """Compares what each layer computes with what it computes when smoothed, for one row.
+    """Compares the output of each layer with the output of the smoothed layer, for one row.
 
-    `changed` has the names of layers that compute something else, `applied` the smoothed tensors.
+    `changed` are the names of layers whose output differs, `applied` the smoothed tensors.
     """
 
     def __init__(self, walk: LayerWalk, smoothing: Mapping[str, Smoothing], reader: Reader) -> None:
@@ -326,7 +325,7 @@ class _SmoothedLayers:
         self._before = layer.entered(0)
 
     def row(self, index: int, hidden: torch.Tensor) -> None:
-        """Keep what the layer computes."""
+        """Keep the layer's output."""
         self._expected = hidden
 
     def leave(self, layer: Layer) -> None:

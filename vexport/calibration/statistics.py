@@ -1,9 +1,9 @@
-"""Statistics of layers' inputs that static scales and searches by importance need.
+"""Statistics of layers' inputs, for static scales and searches by importance.
 
-Any minimum and maximum over groups of channels follows from those of each channel, so that an
-observer of ranges sees these two rows in place of the activation. torch reduces 16-bit floats over
-tokens several times more slowly than the integers that they are stored as, and over groups of 16
-channels fifty times.
+Observers of ranges see two rows instead of an activation: the minimum and maximum of each channel.
+The range of any group of channels follows from these. torch reduces 16-bit floats over tokens
+several times more slowly than integers of the same size, and over groups of 16 channels fifty times
+more slowly.
 """
 
 import base64
@@ -44,9 +44,9 @@ from vexport.records import (
 from vexport.records.calibration import CALIBRATE
 
 DEFAULT_INPUT_OBSERVER = "static_minmax"
-# Observers whose statistics follow from the extremes of an observation, and strategies that group
-# channels.
+# Observers whose statistics follow from the extremes of an observation.
 OF_RANGES = (MemorylessMinMaxObserver, MinMaxObserver, StaticMinMaxObserver)
+# Strategies that group channels.
 OF_CHANNELS = ("tensor", "group", "tensor_group")
 
 
@@ -54,9 +54,9 @@ OF_CHANNELS = ("tensor", "group", "tensor_group")
 class Statistics:
     """Statistics of inputs so far.
 
-    `inputs` and `importance` go by the name of the linear layer whose input they see; `routed`
-    counts tokens by module of experts and expert. With `all_experts` the experts' statistics see
-    all tokens.
+    `inputs` and `importance` are by the name of the linear layer that reads the input. `routed` has
+    the number of tokens of each expert, by module of experts. With `all_experts` the statistics of
+    every expert see all tokens.
     """
 
     inputs: Mapping[str, Observer]
@@ -66,7 +66,7 @@ class Statistics:
 
     @classmethod
     def needed_by(cls, plan: Plan, *, all_experts: bool) -> "Statistics":
-        """Empty statistics for a plan's static input scales and weight searches by importance."""
+        """Return empty statistics for a plan's static input scales and searches by importance."""
         return cls(
             inputs=input_observers(plan),
             importance={
@@ -85,33 +85,37 @@ class Statistics:
         )
 
     def only(self, groups: Sequence[FusionGroup]) -> "Statistics":
-        """The statistics of these groups' inputs, and none of routing."""
+        """Return the statistics of these groups' inputs, without counts of routed tokens."""
         names: Collection[str] = {member.name for group in groups for member in group.members}
+        inputs = {name: observer for name, observer in self.inputs.items() if name in names}
+        importance = {name: sums for name, sums in self.importance.items() if name in names}
         return Statistics(
-            inputs={name: one for name, one in self.inputs.items() if name in names},
-            importance={name: one for name, one in self.importance.items() if name in names},
+            inputs=inputs,
+            importance=importance,
             all_experts=self.all_experts,
         )
 
     def take(
         self, inputs: GroupInputs, module: str, value: Value
     ) -> list[tuple[str, torch.Tensor]]:
-        """Add the inputs of a module in one forward; yields a layer and whether its input is
-        finite.
+        """Add the inputs of a module in a forward.
 
-        A GPU is not waited for.
+        Returns the name of a linear layer and whether its input is finite, for each input. This
+        does not wait for a GPU.
         """
         sites = [site for site in inputs.sites if site.module == module]
         if isinstance(value, Entered) and (name := moe_layer(sites[0].groups[0].members[0].name)):
             counts = torch.tensor([len(route) for route in value.routes])
             self.routed[name] = self.routed[name] + counts if name in self.routed else counts
-        finite, last = list[tuple[str, torch.Tensor]](), None
+        finite = list[tuple[str, torch.Tensor]]()
+        last: torch.Tensor | None = None
         for site in sites if self.inputs or self.importance else ():
             for layer, activation in inputs.values(site, value, all_experts=self.all_experts):
                 if not activation.numel():
                     continue
-                if activation is not last:  # q, k and v share theirs
-                    last, rows = activation, channel_extremes(activation)
+                if activation is not last:  # q, k and v share an input
+                    last = activation
+                    rows = channel_extremes(activation)
                     finite.append((layer, torch.isfinite(rows).all()))
                 if layer in self.inputs:
                     show(self.inputs[layer], activation, rows)
@@ -128,8 +132,9 @@ class Statistics:
         add_up(self.routed)
 
     def ranges(self) -> dict[str, InputRange]:
-        """The ranges of the input observers, by layer; CheckpointFailed where one observed
-        nothing.
+        """Return the ranges of the input observers, by layer.
+
+        Raises CheckpointFailed if an observer saw no token.
         """
         ranges = dict[str, InputRange]()
         for name, observer in self.inputs.items():
@@ -139,8 +144,9 @@ class Statistics:
         return ranges
 
     def importances(self) -> dict[str, str]:
-        """The importance of the channels of inputs, by layer; CheckpointFailed where nothing was
-        seen.
+        """Return the importance of the channels of inputs, by layer.
+
+        Raises CheckpointFailed if a layer saw no token.
         """
         for name, gathered in self.importance.items():
             _require_tokens(name, gathered.tokens, "the importance of its input channels")
@@ -149,14 +155,12 @@ class Statistics:
         }
 
     def routing(self) -> dict[str, tuple[int, ...]]:
-        """The numbers of tokens that experts got, by module of experts."""
+        """Return the numbers of tokens routed to each expert, by module of experts."""
         return {name: tuple(counts.tolist()) for name, counts in self.routed.items()}
 
 
 def input_observers(plan: Plan) -> dict[str, Observer]:
-    """An observer for the input of every layer whose scheme has a static input scale, by layer
-    name.
-    """
+    """Return an observer for the input of each layer with a static input scale, by layer name."""
     observers = {}
     for group in plan.groups:
         inputs = group.scheme.args.input_activations
@@ -170,9 +174,7 @@ def input_observers(plan: Plan) -> dict[str, Observer]:
 
 
 def show(observer: Observer, value: torch.Tensor, rows: torch.Tensor) -> None:
-    """Show an activation to an observer; a range observer gets its extremes, which give the same
-    range.
-    """
+    """Show an activation to an observer, or its extremes `rows` if these give the same range."""
     if type(observer) in OF_RANGES and observer.strategy in OF_CHANNELS:
         observer(rows)
         observer.tokens += value.numel() // value.shape[-1] - len(rows)
@@ -181,7 +183,7 @@ def show(observer: Observer, value: torch.Tensor, rows: torch.Tensor) -> None:
 
 
 def encode_channels(values: torch.Tensor) -> str:
-    """A vector as JSON text: base64 of its little-endian float32 bytes."""
+    """Return a vector as JSON text: base64 of its little-endian float32 bytes."""
     return base64.b64encode(values.cpu().numpy().astype("<f4").tobytes()).decode("ascii")
 
 
@@ -206,12 +208,13 @@ def calibrate(
     smoothing: Mapping[str, Smoothing] | None = None,
     token_weights: TokenWeights | None = None,
 ) -> CalibrationRecord:
-    """Run the samples through the smoothed source and record ranges, importance and those of the KV
-    cache.
+    """Run the samples through the smoothed source; record ranges, importance and the KV cache.
 
-    With `all_experts` the statistics of every expert see all tokens, else those routed to it. Ranks
-    deal the samples and end with the statistics of all. Raises CheckpointFailed where an activation
-    is not finite or a layer saw no token, InputError for a model that cannot run layer by layer.
+    With `all_experts` the statistics of every expert see all tokens, otherwise the tokens routed to
+    it. The ranks share the samples, and each returns the statistics of all samples.
+
+    Raises CheckpointFailed if an activation is not finite or a layer saw no token, InputError for a
+    model that cannot run layer by layer.
     """
     statistics = Statistics.needed_by(plan, all_experts=all_experts)
     cached = dict[str, KeyValueRanges]()
@@ -245,7 +248,7 @@ def calibrate(
 
 
 class StatisticsWatcher:
-    """Adds what enters the layers of a plan to `statistics`, and keys and values to `cached`."""
+    """Adds the inputs of a plan's layers to `statistics`, and keys and values to `cached`."""
 
     def __init__(
         self,
@@ -308,7 +311,7 @@ def _require_reachable(inputs: GroupInputs) -> None:
 
 
 def require_cache(index: SourceIndex, ranges: Mapping[str, object]) -> None:
-    """Raise InputError where no keys and values were observed."""
+    """Raise InputError if no keys and values were observed."""
     if not ranges:
         raise InputError(
             f"{index.root}: KV cache",

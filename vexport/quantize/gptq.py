@@ -1,8 +1,8 @@
-"""GPTQ: the columns of a weight are rounded one after another, each corrects the errors before it.
+"""GPTQ: round the columns of a weight one by one; each corrects the errors of earlier columns.
 
-A refit is GPTQ of a weight that is corrected first, for what the quantized layers before it make of
-the text. The grid has the numbers that a weight may become: its format's, in units of each group's
-scale. All of it stays on the device of H; on the CPU compiled kernels round the columns.
+A refit is GPTQ of a weight that is corrected first for its input in the quantized model. The grid
+has the numbers that a weight can become: the numbers of its format, in units of each group's scale.
+Everything stays on the device of H. On the CPU compiled kernels round the columns.
 
 Source: Frantar et al. (arXiv 2210.17323); order of columns and damping as in llm-compressor's
 GPTQModifier.
@@ -38,10 +38,10 @@ ATTEMPTS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strength:
-    """One way to round: `strength` 0 is GPTQ. `ridge` is added to H as a share of its diagonal's
-    mean.
+    """How strongly to round. GPTQ has `strength` 0.
 
-    `weighs_tokens` says whether tokens count by the gradient behind them, or all the same.
+    `ridge` is added to the diagonal of H, as a share of its mean. With `weighs_tokens` tokens count
+    by the gradient behind them, otherwise all count the same.
     """
 
     strength: float
@@ -60,7 +60,7 @@ REFITS = {
 
 
 def strength_of(group: FusionGroup) -> Strength:
-    """The strength of a group: by its rule, else by the table above."""
+    """Return the strength of a group: from its rule, otherwise from `REFITS`."""
     if group.rounding != "refit":
         return GPTQ
     settings = REFITS[input_bits(group.scheme.args)]
@@ -70,15 +70,15 @@ def strength_of(group: FusionGroup) -> Strength:
 
 
 def weighs_tokens(groups: Iterable[FusionGroup]) -> bool:
-    """True where the weights of tokens have to be found for these groups."""
+    """Return True if these groups are rounded with weights of tokens."""
     return any(strength_of(group).weighs_tokens for group in groups if group.rounding != "nearest")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """(code - zero) * scale for every code of `form`; `scale` and `zero` (rows, groups) float32.
+    """The numbers (code - zero) * scale of all codes of `form`.
 
-    `width` is how many columns have one scale.
+    `scale` and `zero` (rows, groups) are float32. `width` columns share a scale.
     """
 
     form: NumberFormat
@@ -87,12 +87,12 @@ class Grid:
     width: int
 
     def rows(self, rows: torch.Tensor) -> "Grid":
-        """The grid of some rows."""
+        """Return the grid of some rows."""
         return replace(self, scale=self.scale[rows], zero=self.zero[rows])
 
 
 def grid_of(args: QuantArgs, scales: Scales, shape: tuple[int, int], stored: torch.dtype) -> Grid:
-    """The grid of a weight (out, in), whose scales are stored in the dtype `stored`."""
+    """Return the grid of a weight (out, in) with scales stored in the dtype `stored`."""
     rows, columns = shape
     high, width = args.block or (1, args.group or columns)
     groups = -(-columns // width)
@@ -108,16 +108,14 @@ def grid_of(args: QuantArgs, scales: Scales, shape: tuple[int, int], stored: tor
 
 
 def stack(grids: "list[Grid]", device: torch.device) -> Grid:
-    """The grid of several weights of one scheme and one input, one below the other."""
-    scale, zero = (
-        torch.cat([grid.scale for grid in grids]),
-        torch.cat([grid.zero for grid in grids]),
-    )
+    """Return the grid of several stacked weights with the same scheme and the same input."""
+    scale = torch.cat([grid.scale for grid in grids])
+    zero = torch.cat([grid.zero for grid in grids])
     return replace(grids[0], scale=scale.to(device), zero=zero.to(device))
 
 
 def _spread(values: torch.Tensor, rows: int, groups: int, high: int) -> torch.Tensor:
-    """(rows, groups) of a value a block of rows, a row, or one for all."""
+    """Return values of blocks of rows, of rows, or of the whole weight as (rows, groups)."""
     if values.numel() == 1:
         return values.reshape(1, 1).repeat(rows, groups)
     return values.reshape(-1, groups).repeat_interleave(high, dim=0)[:rows]
@@ -138,10 +136,10 @@ class Factor:
 
 
 def factorize(hessian: torch.Tensor, damping: float) -> Factor | None:
-    """The factor of H (in, in); None where H is not positive definite with any damping up to 1000
-    times that.
+    """Return the factor of H (in, in).
 
-    A dead column's diagonal becomes 1: nothing depends on it.
+    Returns None if H is not positive definite even with 1000 times this damping. The diagonal of a
+    dead column becomes 1: nothing depends on it.
     """
     diagonal = hessian.diagonal()
     dead = diagonal == 0

@@ -108,11 +108,11 @@ def round_group(
     *,
     factor: Factor | None,
 ) -> tuple[Mapping[str, RoundedWeight], GroupRounding]:
-    """Round the weights (out, in) of a group's layers, which share one input: by layer name, and
-    how.
+    """Round the weights (out, in) of a group's layers, which share an input.
 
-    `factor` is that of the moments' H with the strength's ridge; None where H is not positive
-    definite. Raises InputError where a weight is not finite.
+    Returns the rounded weights by layer name, and how the group was rounded. `factor` belongs to
+    the moments' H with the strength's ridge; it is None if H is not positive definite. Raises
+    InputError if a weight is not finite.
     """
     source = torch.cat([weight.to(moments.hessian.device).to(torch.float32) for weight in weights])
     wanted = source
@@ -143,14 +143,14 @@ def round_group(
 
 
 def _name(group: FusionGroup, strength: Strength) -> str:
-    """The name of the rounding: a refit of no strength is GPTQ."""
+    """Return the name of the rounding: a refit without strength is GPTQ."""
     return "gptq" if group.rounding == "refit" and not strength.strength else group.rounding
 
 
 def _scales_and_grid(
     group: FusionGroup, weights: Sequence[torch.Tensor], moments: Moments, index: SourceIndex
 ) -> tuple[list[Scales], Grid]:
-    """The scales of each weight, sharing what the group shares, and the numbers that they leave."""
+    """Return the scales of each weight, as far as the group shares them, and their grid."""
     scheme = group.scheme
     dtypes = [TORCH_DTYPES[index.tensors[member.weight].dtype] for member in group.members]
     importance = moments.hessian.diagonal() / max(1, moments.tokens)
@@ -158,7 +158,8 @@ def _scales_and_grid(
         observe_weight(member, weight, group, importance, stored=dtype)
         for member, weight, dtype in zip(group.members, weights, dtypes, strict=True)
     ]
-    scales, grids = fused_scales(observers), []
+    scales = fused_scales(observers)
+    grids = []
     for member, scales_of_member, dtype in zip(group.members, scales, dtypes, strict=True):
         shape = (member.out_features, member.in_features)
         in_model_dtype = scheme.format.parameters(scheme.args, shape)["weight_scale"].in_model_dtype
@@ -174,14 +175,19 @@ def _errors(
     grid: Grid,
     hessian: torch.Tensor,
 ) -> tuple[float, float]:
-    """|X~ (Q - W)^T|^2 / |X~ W^T|^2 to nearest and as rounded, of rows evenly spread over the
-    group's.
+    """Return |X~ (Q - W)^T|^2 / |X~ W^T|^2 of rounding to nearest and of the rounded weights.
+
+    The errors are measured on rows that are evenly spread over the group's.
     """
     rows = torch.linspace(0, len(source) - 1, min(len(source), MEASURED_ROWS)).to(
         source.device, torch.int64
     )
     exact = source[rows]
     signal = float((exact @ hessian * exact).sum())
-    changes = (round_nearest(wanted[rows], grid.rows(rows)) - exact, rounded[rows] - exact)
-    before, after = (float((change @ hessian * change).sum()) for change in changes)
-    return (before / signal, after / signal) if signal else (0.0, 0.0)
+    if not signal:
+        return 0.0, 0.0
+    to_nearest = round_nearest(wanted[rows], grid.rows(rows)) - exact
+    as_rounded = rounded[rows] - exact
+    before = float((to_nearest @ hessian * to_nearest).sum())
+    after = float((as_rounded @ hessian * as_rounded).sum())
+    return before / signal, after / signal

@@ -1,6 +1,4 @@
-"""A model with some of its layers quantized: their weights as they are stored, their inputs
-rounded.
-"""
+"""A model with some quantized layers: their weights as they are stored, their inputs rounded."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -28,8 +26,9 @@ Hook = Callable[[torch.nn.Module, tuple[torch.Tensor, ...]], tuple[torch.Tensor,
 
 @contextmanager
 def rounded_experts(module: torch.nn.Module, hooks: Mapping[ExpertLayer, Hook]) -> Iterator[None]:
-    """Round the inputs of experts by these hooks inside the block, but for experts of unknown
-    arithmetic.
+    """Round the inputs of experts by these hooks inside the block.
+
+    Experts with unknown arithmetic stay as they are.
     """
     arithmetic = arithmetic_of(module)
     if arithmetic is None:
@@ -41,7 +40,8 @@ def rounded_experts(module: torch.nn.Module, hooks: Mapping[ExpertLayer, Hook]) 
         return value if hook is None or not len(value) else hook(module, (value,))[0]
 
     def forward(number: int, own: Forward, *args: object, **kwargs: object) -> torch.Tensor:
-        entered, answers = arithmetic.enter(module, args, kwargs), []
+        entered = arithmetic.enter(module, args, kwargs)
+        answers = []
         for expert, route in enumerate(entered.routes):
             tokens = rounded(entered.tokens[route], expert, is_down=False)
             between = rounded(arithmetic.between(module, expert, tokens), expert, is_down=True)
@@ -69,7 +69,7 @@ class QuantizedModel:
 
     @property
     def reader(self) -> Reader:
-        """The reader of the text that is on its way."""
+        """Return the reader of the walk that is running."""
         return self._weights.reader
 
     def learn(self, layer: LayerRounding) -> None:
@@ -80,8 +80,8 @@ class QuantizedModel:
     def weights_of(
         self, group: FusionGroup, stored: Mapping[str, Array]
     ) -> dict[LinearPlan, torch.Tensor]:
-        """The weights (out, in) of a group's layers as compressed-tensors dequantizes its `stored`
-        bytes.
+        """Return the weights (out, in) of a group's layers, as compressed-tensors dequantizes the
+        `stored` bytes.
         """
         scheme = group.scheme
         weights: dict[LinearPlan, torch.Tensor] = {}
@@ -96,7 +96,7 @@ class QuantizedModel:
         return weights
 
     def _input_rounding(self, group: FusionGroup) -> InputRounding | None:
-        """The rounding of a group's inputs; None where they are not rounded."""
+        """Return the rounding of a group's inputs; None if they are not rounded."""
         args = ct_scheme(group.scheme.args).input_activations
         if args is None:
             return None
@@ -110,7 +110,7 @@ class QuantizedModel:
         return self._roundings[key]
 
     def rounded_input(self, group: FusionGroup, value: torch.Tensor) -> torch.Tensor:
-        """An input (..., in) of a group's layers as their scheme rounds it."""
+        """Return an input (..., in) of a group's layers as their scheme rounds it."""
         rounding = self._input_rounding(group)
         # compressed-tensors keeps nothing on the module that it is given.
         return value if rounding is None else rounding.rounded(value, self._model)
@@ -136,8 +136,9 @@ class QuantizedModel:
 
     @contextmanager
     def rounding_inputs(self, groups: Sequence[FusionGroup]) -> Iterator[None]:
-        """Round the inputs of these groups inside the block, except for experts of unknown
-        arithmetic.
+        """Round the inputs of these groups inside the block.
+
+        Experts with unknown arithmetic stay as they are.
         """
         experts: dict[torch.nn.Module, dict[ExpertLayer, Hook]] = {}
         with ExitStack() as block:
@@ -159,12 +160,12 @@ class QuantizedModel:
     def _round_input(
         self, group: FusionGroup, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, ...]:
-        """A forward hook; static scales must be known when text reaches it, not before."""
+        """Round the input of a module, in a forward hook. Static scales must be known by then."""
         rounding = self._input_rounding(group)
         return inputs if rounding is None else rounding.hook(module, inputs)
 
     def _stored(self, weights: Mapping[LinearPlan, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """The checkpoint's tensors with these weights in them."""
+        """Return the checkpoint's tensors with these weights in them."""
         tensors: dict[str, torch.Tensor] = {}
         for member, weight in weights.items():
             name, part = member.weight, member.part

@@ -1,6 +1,6 @@
-"""Scales of weights whose observers search for them: by torch, apart from what runs the model.
+"""Search for the scales of weights with observers, in torch and without a model.
 
-An observer that needs no text is loaded without transformers.
+Nothing here loads transformers, which observers without text do not need.
 """
 
 import base64
@@ -24,9 +24,9 @@ from vexport.records.observer_names import BY_IMPORTANCE, MIN_MAX, UNWEIGHTED
 def search_scales(
     group: FusionGroup, index: SourceIndex, calibration: CalibrationRecord, reader: Reader
 ) -> Sequence[Scales]:
-    """The scales of each member of a group, in its order, sharing what must be shared.
+    """Return the scales of each member of a group, in order; they share what vLLM shares.
 
-    Raises InputError where a weight is not finite.
+    Raises InputError if a weight is not finite.
     """
     observers = []
     # No input statistics exist for a layer that the text streams do not reach.
@@ -41,7 +41,7 @@ def search_scales(
 
 
 def decoded(importance: str | None) -> torch.Tensor | None:
-    """The mean square of each input channel, float32 (in,), as calibration wrote it down."""
+    """Decode the mean square of each input channel, float32 (in,), from a calibration record."""
     if importance is None:
         return None
     return torch.frombuffer(bytearray(base64.b64decode(importance)), dtype=torch.float32)
@@ -55,9 +55,10 @@ def observe_weight(
     *,
     stored: torch.dtype,
 ) -> Observer:
-    """An observer that has seen a layer's weight (out, in), of the dtype `stored` in the source.
+    """Return an observer that has seen a layer's weight (out, in).
 
-    `importance` (in,) is the mean square of each input channel, where the observer asks for it.
+    `stored` is the weight's dtype in the source. `importance` (in,) is the mean square of each
+    input channel, for observers that use it.
     """
     scheme = group.scheme
     args = scheme.args.weights
@@ -76,7 +77,7 @@ def observe_weight(
 
 
 def fused_scales(observers: Sequence[Observer]) -> list[Scales]:
-    """The scales of a fusion group's weights, all observed, sharing what vLLM has once for them."""
+    """Return the scales of a fusion group's weights, with the global scale that they share."""
     Observer.fuse(observers)
     fit_global_scale(observers)
     return [scales_of(observer.qparams()) for observer in observers]

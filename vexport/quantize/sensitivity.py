@@ -43,8 +43,9 @@ States = list[torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrialLosses:
-    """KL(source || trial) in nats per token by layer group and scheme, and a digest of what decides
-    it.
+    """KL(source || trial) in nats per token, by layer group and scheme.
+
+    `inputs` is a digest of everything that the losses depend on.
     """
 
     inputs: str
@@ -62,8 +63,8 @@ def measure(
     trust_remote_code: bool,
     device: str,
 ) -> GroupSensitivities:
-    """Run every layer group's options on the samples; what is in `file` from a call with the same
-    arguments is not run again.
+    """Run every layer group's options on the samples, except for options whose losses an earlier
+    call with the same arguments left in `file`.
 
     Raises InputError for a model that cannot run layer by layer, a layer group that text cannot
     reach and an unusable device.
