@@ -10,6 +10,7 @@ import pytest
 from tests.command import vexport
 from tests.models import quantize
 from tests.mutations.edits import GROUP, config, each, spoiled
+from vexport.run.directory import KIND
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -21,11 +22,25 @@ def test_scales_that_are_not_shared_and_a_refusal_fail(tiny_llama: Path, tmp_pat
     )
     refused = quantize(tiny_llama, tmp_path / "refused", "FP8_DYNAMIC")
     config(GROUP, targets=["Convolution"])(refused)
-    ran = vexport("load", misread, refused, "--format", "json", "--quiet")
+    folder = tmp_path / "loads"
+    call = ("load", misread, refused, "--run-dir", folder, "--format", "json", "--quiet")
+    ran = vexport(*call)
     findings = [report["findings"] for report in json.loads(ran.stdout)]
     errors = [[one["check"] for one in found if one["severity"] == "error"] for found in findings]
     assert (ran.code, errors) == (1, [["logprobs"], ["load"]])
     assert "weight_scale" in findings[1][0]["got"]
+    sessions = sorted(folder.glob("*/candidate/session.json"))
+    written = [session.stat().st_mtime_ns for session in sessions]
+    again = vexport(*call)
+    assert (again.code, again.stdout) == (ran.code, ran.stdout)
+    assert [session.stat().st_mtime_ns for session in sessions] == written
+    runs = sorted(path for path in folder.iterdir())
+    assert [path.name for path in runs] == ["1-misread-eager-tp1", "2-refused-eager-tp1"]
+    for path, gate in zip(runs, ("logprobs", "load"), strict=True):
+        KIND.require_replaceable(path, overwrite=True)
+        shown = vexport("report", path, "--format", "json")
+        assert shown.code == 1
+        assert [each["check"] for each in json.loads(shown.stdout)["load"]["findings"]] == [gate]
 
 
 def test_quantizing_what_is_quantized_is_an_error_of_the_argument(

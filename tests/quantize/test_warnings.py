@@ -46,7 +46,7 @@ def test_layers_that_stay_and_few_quantized_weights() -> None:
         return Finding(check="shape", severity="info", where=where, expected="", got=got, fix=fix)
 
     notes = (note("down", KEPT), note("up", KEPT), note("gate", "stored in groups of 64"))
-    plan = replace(sample.report().plan, notes=notes)
+    plan = replace(sample.plan_of(sample.report()), notes=notes)
     kept, grouped = unsupported_warnings(plan)
     assert kept.startswith("down and 1 more stay 16 bit: 576")
     assert grouped.startswith("gate stored in groups of 64: 576")

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from vexport.files import from_json
+from vexport.formats.plan import Plan
 from vexport.records import (
     Canary,
     CheckReport,
@@ -62,18 +63,34 @@ def finding(severity: str = "warning", *, where: str = "model.layers.2.mlp.down_
             got="0.00217, 0.00217 and 0.00304",
             fix="export again, or run vexport repair",
         )
-    (warning,) = WHOLE.check.findings
+    (warning,) = check_of(WHOLE).findings
     return replace(warning, severity="warning" if severity == "warning" else "info", where=where)
 
 
 def engine() -> EngineInfo:
     """vLLM's CPU backend with emulated NVFP4 kernels."""
-    assert WHOLE.load.engine is not None
-    return WHOLE.load.engine
+    engine = load_of(WHOLE).engine
+    assert engine is not None
+    return engine
 
 
 def load(checkpoint: str = "runs/demo-nvfp4/checkpoint") -> LoadReport:
-    return replace(WHOLE.load, checkpoint=checkpoint)
+    return replace(load_of(WHOLE), checkpoint=checkpoint)
+
+
+def plan_of(report: Report) -> Plan:
+    assert report.plan is not None
+    return report.plan
+
+
+def check_of(report: Report) -> CheckReport:
+    assert report.check is not None
+    return report.check
+
+
+def load_of(report: Report) -> LoadReport:
+    assert report.load is not None
+    return report.load
 
 
 def verdict(outcome: Outcome = "PASS") -> Verdict:
@@ -176,7 +193,7 @@ def hostile() -> Report:
         command=HOSTILE,
         reason=HOSTILE,
         plan=replace(
-            base.plan,
+            plan_of(base),
             source=HOSTILE,
             architecture=HOSTILE,
             kept_linears=(HOSTILE,),

@@ -58,7 +58,7 @@ def test_the_card_says_how_to_install_serve_and_what_was_kept() -> None:
     text = render(sample.full(), "card")
     assert 'pip install "vllm>=0.32.0"\nvllm serve ' in text
     assert "- 1 linear layer kept\n" in text
-    loaded = sample.full().load
+    loaded = sample.load_of(sample.full())
     assert loaded.engine is not None
     odd = replace(loaded, engine=replace(loaded.engine, vllm="0.32.1.dev0+g1; rm -rf ~"))
     assert "rm -rf" not in render(replace(sample.full(), load=odd), "card").split("## How")[0]

@@ -21,7 +21,9 @@ from vexport.run.comparison import compared_run, mark_smallest, outcome_of
 def runs() -> list[Report]:
     """Three runs, the newest named first, which ended at the check; the smallest of all fails."""
     base = sample.full()
-    small, larger = (replace(base.plan, output_bytes=size) for size in (1_000_000, 1_100_000))
+    small, larger = (
+        replace(sample.plan_of(base), output_bytes=size) for size in (1_000_000, 1_100_000)
+    )
     return [
         replace(sample.unloaded(), name="third", created="2025-03-16T00:00:00Z", plan=small),
         replace(base, name="first", created="2025-03-14T00:00:00Z"),

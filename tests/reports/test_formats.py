@@ -70,12 +70,13 @@ def test_the_numbers_stand_in_what_people_read(format: str) -> None:
     report = sample.report("FAIL")
     text = " ".join(render(report, format).split())
     assert report.verdict is not None
-    assert report.load.logprobs is not None
-    numbers = [size(report.plan.source_bytes), size(report.plan.output_bytes)]
-    numbers += [bits_per_weight(report.plan.output_bytes, report.plan.parameters)]
-    numbers += [small(report.load.logprobs.mean_kl), small(report.load.logprobs.max_kl)]
+    plan, logprobs = sample.plan_of(report), sample.load_of(report).logprobs
+    assert logprobs is not None
+    numbers = [size(plan.source_bytes), size(plan.output_bytes)]
+    numbers += [bits_per_weight(plan.output_bytes, plan.parameters)]
+    numbers += [small(logprobs.mean_kl), small(logprobs.max_kl)]
     numbers += [
-        percent(report.load.logprobs.top1_agreement),
+        percent(logprobs.top1_agreement),
         duration(sum(report.seconds.values())),
     ]
     for task in report.verdict.tasks:
@@ -119,7 +120,10 @@ def test_a_metric_in_its_own_units_is_not_shown_in_per_cent(format: str) -> None
 
 
 def test_check_json_is_a_list_in_order_with_the_promised_keys() -> None:
-    reports = [sample.unloaded().check, CheckReport(checkpoint="other", ok=True, findings=())]
+    reports = [
+        sample.check_of(sample.unloaded()),
+        CheckReport(checkpoint="other", ok=True, findings=()),
+    ]
     answer = json.loads(render_checks(reports, "json"))
     assert [entry["checkpoint"] for entry in answer] == ["runs/demo-nvfp4/checkpoint", "other"]
     assert set(answer[0]) == {
@@ -135,7 +139,9 @@ def test_check_json_is_a_list_in_order_with_the_promised_keys() -> None:
     assert set(answer[0]["findings"][0]) == {"check", "severity", "where", "expected", "got", "fix"}
     assert json.loads(render_checks([], "json")) == []
     schema = json.loads((FOLDER / "check.schema.json").read_text(encoding="utf-8"))
-    jsonschema.validate(json.loads(render_checks([sample.unloaded().check], "json")), schema)
+    jsonschema.validate(
+        json.loads(render_checks([sample.check_of(sample.unloaded())], "json")), schema
+    )
     with pytest.raises(jsonschema.ValidationError):
         jsonschema.validate([{"checkpoint": "a", "ok": True}], schema)
 
@@ -198,8 +204,8 @@ def test_checks_loads_and_verdicts_share_their_formats(format: str) -> None:
     hostile = sample.hostile()
     assert hostile.verdict is not None
     for text in (
-        render_checks([hostile.check, sample.report().check], format),
-        render_loads([hostile.load, sample.load()], format),
+        render_checks([sample.check_of(hostile), sample.check_of(sample.report())], format),
+        render_loads([sample.load_of(hostile), sample.load()], format),
         render_verdicts([hostile.verdict], format),
     ):
         assert text.endswith("\n")
@@ -210,7 +216,7 @@ def test_checks_loads_and_verdicts_share_their_formats(format: str) -> None:
 def test_what_ran_the_model_stands_next_to_the_answer(format: str) -> None:
     text = re.sub(r"<[^>]*>", "", render(sample.report("PASS"), format)).replace("%2C", ",")
     assert "PASS on CPU, emulated" in text
-    loaded = sample.report("FAIL").load
+    loaded = sample.load_of(sample.report("FAIL"))
     assert loaded.engine is not None
     gpu = replace(
         loaded.engine, platform="cuda", processor="NVIDIA H100", emulated=False, compilation="3"

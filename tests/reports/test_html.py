@@ -113,9 +113,10 @@ def test_what_was_not_run_blind_spots_and_provenance_are_said() -> None:
     assert "Greedy continuations" not in text
     report = sample.report()
     words = " ".join(" ".join(Page(render(report, "html")).words).split())
-    assert report.load.engine is not None
-    told = (report.command, report.source, str(report.calibration_digest))
-    assert all(text in words for text in (*report.load.engine.blind_spots, *told))
+    engine = sample.load_of(report).engine
+    assert engine is not None
+    told = (report.command, str(report.source), str(report.calibration_digest))
+    assert all(text in words for text in (*engine.blind_spots, *told))
 
 
 def test_the_forest_places_every_interval_and_layers_are_grouped() -> None:
@@ -284,11 +285,13 @@ def test_findings_of_a_kind_are_one_row_and_what_follows_is_folded() -> None:
         sample.finding("error", where="config.json: quantization_config"), check="config"
     )
     base = sample.unloaded()
-    text = render(replace(base, check=replace(base.check, findings=many)), "html")
+    text = render(replace(base, check=replace(sample.check_of(base), findings=many)), "html")
     assert "model.layers.0-119.mlp.up_proj" in text
     assert "119 more like it" in text
     assert text.count("0.00217, 0.00217 and 0.00304</div>") == 1
-    text = render(replace(base, check=replace(base.check, findings=(cause, *many))), "html")
+    text = render(
+        replace(base, check=replace(sample.check_of(base), findings=(cause, *many))), "html"
+    )
     assert "120 findings that may follow from config.json: quantization_config</summary>" in text
 
 

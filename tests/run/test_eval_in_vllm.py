@@ -120,6 +120,15 @@ def test_a_server_answers_as_an_engine_and_the_cause_of_a_loss_comes_last(
     assert "addition loses" in table
     assert cause.startswith("cause         the loader: ")
     assert "global_scale" in cause
+    reports = [
+        json.loads((out / "candidate" / part / "report.json").read_text())
+        for part in ("1-v1", "2-broken")
+    ]
+    assert [(each["outcome"], each["load"] is None) for each in reports] == [
+        ("PASS", True),
+        ("FAIL", False),
+    ]
+    assert reports[1]["attribution"]["guilty"] == "loader"
     served, engine = out / "candidate" / "1-v1", out / "candidate" / "2-broken"
     assert answers(out / "baseline") == answers(served)
     assert answers(engine) != answers(served)

@@ -148,4 +148,10 @@ def test_an_evaluation_that_is_ended_three_times(
         assert ran.code in (0, 1, 3), ran.stderr
         text = ran.stdout.replace(str(folder), "FOLDER")
         reports.append(without_times(json.loads(text)))
+        session = folder / "baseline" / "session.json"
+        written = session.stat().st_mtime_ns
+        assert vexport(*call, *options).code == ran.code
+        assert session.stat().st_mtime_ns == written, "nothing is asked again"
     assert reports[0] == reports[1]
+    first, second = (report_of(tmp_path / name, "report.json") for name in ("whole", "ended"))
+    assert first == second

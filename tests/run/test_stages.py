@@ -18,16 +18,15 @@ from vexport.errors import InputError
 from vexport.files import write_text
 from vexport.formats.plan import Plan
 from vexport.outputs.manifest import MANIFEST, record
-from vexport.outputs.replaceable import written_alone
+from vexport.outputs.replaceable import FolderKind, written_alone
 from vexport.records import CheckReport, silent
-from vexport.run.directory import KIND as RUN
-from vexport.run.directory import Run, RunDirectory, Stage
-from vexport.run.evaluating import RESULTS, EvalJob, evaluate_checkpoints
+from vexport.run.directory import KIND, OLD_EVALUATION_MARK, Run, RunDirectory, Stage
+from vexport.run.evaluating import evaluate_checkpoints
 from vexport.run.making import check, quantize
 from vexport.run.options import EngineOptions
-from vexport.run.serving import CANDIDATE, clear_session
+from vexport.run.serving import clear_session
 from vexport.run.stages import STAGES, run_scenario
-from vexport.scenario import Evaluate, Serve, read_scenario
+from vexport.scenario import Serve, read_scenario
 
 SCENARIO = Path(__file__).parents[2] / "scenarios" / "demo-nvfp4.yaml"
 OWN_CODE = """from transformers import LlamaConfig, LlamaForCausalLM
@@ -45,26 +44,21 @@ def options_of(serve: Serve) -> EngineOptions:
 @pytest.mark.parametrize("name", ["run", "eval"])
 def test_a_second_call_in_the_same_folder_is_refused(name: str, tmp_path: Path) -> None:
     """Before it has touched what the first one writes."""
-    scenario, kind = read_scenario(SCENARIO), {"run": RUN, "eval": RESULTS}[name]
-    scenario = scenario.model_copy(update={"serve": Serve()})
+    scenario = read_scenario(SCENARIO).model_copy(update={"serve": Serve()})
     options, folder = options_of(scenario.serve), tmp_path / "out"
-    kind.begin(folder)
+    KIND.begin(folder)
     assert scenario.evaluate is not None
     settings = scenario.evaluate.model_copy(update={"baseline": scenario.source})
     calls: dict[str, Callable[[], object]] = {
         "run": lambda: run_scenario(scenario, folder, options, overwrite=False),
-        "eval": lambda: evaluate_checkpoints(
-            EvalJob(
-                checkpoints=(scenario.source,), settings=settings, folder=folder, options=options
-            )
-        ),
+        "eval": lambda: evaluate_checkpoints((scenario.source,), settings, folder, options),
     }
     with (
         written_alone(folder, "--run-dir"),
         pytest.raises(InputError, match="another process is writing it"),
     ):
         calls[name]()
-    assert {entry.name for entry in folder.iterdir()} == {kind.mark, MANIFEST}
+    assert {entry.name for entry in folder.iterdir()} == {KIND.mark, MANIFEST}
 
 
 @pytest.fixture
@@ -146,25 +140,28 @@ def test_weights_of_a_model_with_its_own_code_are_rounded(tmp_path: Path) -> Non
     assert "model.layers.0.mlp.down_proj.weight_packed" in run.result(quantize).tensors
 
 
-def job(folder: Path, *, overwrite: bool = False) -> EvalJob:
-    settings, options = Evaluate(tasks=("gsm8k",)), options_of(Serve())
-    job = EvalJob(checkpoints=("model",), settings=settings, folder=folder, options=options)
-    return replace(job, overwrite=overwrite)
-
-
-def test_an_evaluation_without_results_goes_on_unless_it_is_to_be_replaced(tmp_path: Path) -> None:
-    assert not job(tmp_path / "new").is_unfinished
-    RESULTS.begin(tmp_path)
-    assert job(tmp_path).is_unfinished
-    assert not job(tmp_path, overwrite=True).is_unfinished
-    (tmp_path / CANDIDATE).mkdir()
-    (tmp_path / CANDIDATE / "results_2026-01-01T00-00-00.000000.json").write_text("{}")
-    assert not job(tmp_path).is_unfinished
+def test_old_evaluation_folder(tmp_path: Path) -> None:
+    """It is named as such, and stays as it is, also with --overwrite."""
+    folder = tmp_path / "old"
+    old = FolderKind(name="results", mark=OLD_EVALUATION_MARK, text="Results of vexport.\n")
+    old.begin(folder)
+    record(folder / "candidate" / "results_1.json")
+    (folder / "candidate").mkdir()
+    write_text(folder / "candidate" / "results_1.json", "{}")
+    before = sorted(folder.rglob("*"))
+    model, task = SCENARIO.parent / "demo" / "model", SCENARIO.parent / "demo/tasks/facts.yaml"
+    call = ("eval", model, "--baseline", model, "--task", task, "--output-dir", folder)
+    for options in ((), ("--overwrite",)):
+        ran = vexport(*call, *options, "--quiet")
+        assert ran.code == 2
+        assert "results of `vexport eval` of an older version" in ran.errors[0]
+        assert "choose another --output-dir" in ran.errors[0]
+    assert sorted(folder.rglob("*")) == before
 
 
 def test_answers_outlive_an_unfinished_session(tmp_path: Path) -> None:
     session = tmp_path / "candidate"
-    RESULTS.begin(tmp_path)
+    KIND.begin(tmp_path)
     for name in ("tasks/one/one.yaml", "vllm.log", "answers-12.jsonl"):
         record(session / name)
         write_text(session / name, "kept\n")

@@ -19,7 +19,12 @@ from vexport.records import (
     silent,
 )
 from vexport.reports.report import Report
-from vexport.run.evaluating import EvalJob, accept_answers, evaluate_checkpoints, explained
+from vexport.run.evaluating import (
+    accept_answers,
+    evaluate_checkpoints,
+    report_causes,
+    verdict_in,
+)
 from vexport.run.loading import load_checkpoints
 from vexport.run.options import EXPLANATION_SECONDS, EngineOptions, Explaining
 from vexport.run.stages import compare_schemes, run_scenario
@@ -55,18 +60,23 @@ def load(
     gpu: Sequence[str] = (),
     speculative: str = "",
     mode: EngineMode = "eager",
+    run_dir: Name | None = None,
+    overwrite: bool = False,
     engine: Engine | None = None,
     on_progress: OnProgress = silent,
 ) -> LoadReport | DryLoadReport:
     """Load a checkpoint in vLLM, as `vexport load` does; with `dry` from headers, for `tp`, `sm`
     and `gpu`.
 
-    A real load has the tensor parallel size of `engine.serve`. `gpu` has names, as "H100", whose
-    room is compared with what the model takes; with `speculative`, METHOD or METHOD=FOLDER, the
-    drafter is loaded next to the model.
+    A real load has the tensor parallel size of `engine.serve`. Nothing is kept unless `run_dir`
+    names a run directory. `gpu` has names such as "H100", whose memory is compared with what the
+    model takes. With `speculative`, METHOD or METHOD=FOLDER, the drafter is loaded next to the
+    model.
     """
     engine_settings = engine or Engine()
     if dry:
+        if run_dir is not None:
+            raise ValueError("load: got run_dir with dry, need one of them: no engine starts")
         (dry_report,) = dry_load_checkpoints(
             (str(checkpoint),),
             (engine_settings.vllm_python,),
@@ -90,6 +100,8 @@ def load(
         [engine_settings.serve],
         (mode,),
         options,
+        run_dir=None if run_dir is None else Path(run_dir),
+        overwrite=overwrite,
     )
     return report
 
@@ -109,29 +121,31 @@ def evaluate(
 ) -> Verdict | None:
     """Compare a checkpoint by lm-eval with `settings.baseline`, or `against` an accepted baseline.
 
-    As `vexport eval` does; lm-eval's results and the logs of vLLM go to `folder`. The answers
-    become the accepted baseline `accept` unless they fail; with that alone nothing is compared, and
-    None returned. The cause of a loss is looked for where `attribution` says so, without it unless
-    the verdict is PASS, for `attribution_seconds` at most.
+    This is `vexport eval`: `folder` becomes a run directory with lm-eval's results, the logs of
+    vLLM and a report, and a second call resumes. The answers become the accepted baseline `accept`
+    unless they fail. With `accept` alone nothing is compared, and None is returned. The cause of a
+    loss is looked for if `attribution` is True, or if it is None and the verdict is not PASS, for
+    `attribution_seconds` at most.
     """
     if (settings.baseline and against) or not (settings.baseline or against or accept):
         raise ValueError(
             "evaluate: got no baseline or two, need settings.baseline or against, or accept alone"
         )
-    job = EvalJob(
-        checkpoints=(str(checkpoint),),
-        settings=settings,
-        folder=Path(folder),
-        options=(engine or Engine()).options(on_progress),
-        overwrite=overwrite,
+    accept_path = None if accept is None else Path(accept)
+    runs = evaluate_checkpoints(
+        (str(checkpoint),),
+        settings,
+        Path(folder),
+        (engine or Engine()).options(on_progress),
         against=None if against is None else Path(against),
-        accept=None if accept is None else Path(accept),
+        accept=accept_path,
+        overwrite=overwrite,
+        explaining=Explaining(wanted=attribution, seconds=attribution_seconds),
     )
-    (judged,) = evaluate_checkpoints(job)
-    explaining = Explaining(wanted=attribution, seconds=attribution_seconds)
-    verdict = explained(job, judged, explaining, on_progress).verdict
-    accept_answers(job, verdict)
-    return verdict
+    report_causes(runs, on_progress)
+    (run_of_checkpoint,) = runs
+    accept_answers(run_of_checkpoint, accept_path)
+    return verdict_in(run_of_checkpoint)
 
 
 def run(

@@ -17,6 +17,7 @@ from vexport.cli.engine import (
     session_options,
 )
 from vexport.cli.options import (
+    FORMATS,
     PATH,
     Answer,
     answer_file,
@@ -29,8 +30,11 @@ from vexport.cli.settings import given_settings, setting_options
 
 if TYPE_CHECKING:
     from vexport.records import Verdict
-    from vexport.run.evaluating import EvalJob, Judged
+    from vexport.reports.report import Report
+    from vexport.run.directory import Run
     from vexport.scenario import Evaluate
+
+VERDICT_FORMATS = (*FORMATS, "html", "markdown")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,7 +110,7 @@ class ComparisonOptions:
 @attribution_options
 @option(
     "--output-dir",
-    "Folder for lm-eval's files [default: runs/eval-NAME].",
+    "Folder for lm-eval's files and the report [default: runs/eval-NAME].",
     PATH,
     "DIR",
     heading="Output",
@@ -120,7 +124,7 @@ class ComparisonOptions:
 @interpreter_option
 @serve_options
 @session_options
-@format_option(names="-o --output-file --output")
+@format_option(VERDICT_FORMATS, names="-o --output-file --output")
 def evaluate(
     checkpoints: tuple[str, ...],
     comparison: ComparisonOptions,
@@ -140,6 +144,9 @@ def evaluate(
     file for git with each document's score: make one with --accept, and compare later checkpoints
     --against it. Either side may be lm-eval's results, or the address of a server's OpenAI API,
     whose key is VEXPORT_API_KEY.
+
+    The output folder has lm-eval's results in `baseline` and `candidate`, and a report
+    (report.html). A second call resumes.
 
     \b
     Examples:
@@ -161,31 +168,31 @@ def evaluate(
     written = [NamedPath(label="--output-dir", path=folder)]
     require_apart(click.get_current_context(), list(evaluation_inputs(settings, "--task")), written)
     require_engine((interpreter.vllm_python,))
-    from vexport.run.evaluating import EvalJob, evaluate_checkpoints, explained, first_line
+    from vexport.run.evaluating import evaluate_checkpoints, report_causes
+    from vexport.run.judging import first_line
     from vexport.run.options import Explaining
 
     with progress_display(quiet=answer.quiet) as on_progress:
-        job = EvalJob(
-            checkpoints=checkpoints,
-            settings=settings,
-            folder=folder,
-            options=interpreter.options(serve, on_progress),
-            overwrite=overwrite,
+        runs = evaluate_checkpoints(
+            checkpoints,
+            settings,
+            folder,
+            interpreter.options(serve, on_progress),
             against=comparison.against,
             accept=comparison.accept,
+            overwrite=overwrite,
+            explaining=Explaining(wanted=attribution, seconds=attribution_seconds),
         )
-        judged = evaluate_checkpoints(job)
-    # The verdict comes before its cause is looked for; what is for a file or a program is whole.
+    # The verdict comes before the search for its cause. A file or a program gets a whole answer.
     is_shown = answer.format_ == "text" and answer_file(click.get_current_context()) is None
-    if is_shown and _verdicts(judged):
-        print_text(_text(judged))
+    if is_shown and _verdicts(runs):
+        print_text(_text(runs))
     elif not answer.quiet:
-        for verdict in _verdicts(judged):
+        for verdict in _verdicts(runs):
             click.echo(f"{verdict.checkpoint}: {first_line(verdict)}", err=True)
-    explaining = Explaining(wanted=attribution, seconds=attribution_seconds)
     with progress_display(quiet=answer.quiet) as on_progress:
-        judged = [explained(job, each, explaining, on_progress) for each in judged]
-    _answer(job, judged, answer.format_, is_shown=is_shown)
+        reports = report_causes(runs, on_progress)
+    _answer(runs, reports, comparison.accept, answer.format_, is_shown=is_shown)
 
 
 def _name(checkpoints: Sequence[str]) -> str:
@@ -209,40 +216,85 @@ def _settings(options: Mapping[str, Any]) -> "Evaluate":
         return Evaluate(**keys)
 
 
-def _verdicts(judged: "Sequence[Judged]") -> "list[Verdict]":
-    return [each.verdict for each in judged if each.verdict]
+def _verdicts(runs: "Sequence[Run]") -> "list[Verdict]":
+    """Return the verdict on each checkpoint; nothing if there is no baseline."""
+    from vexport.run.evaluating import verdict_in
+
+    verdicts = [verdict_in(run) for run in runs]
+    return [verdict for verdict in verdicts if verdict is not None]
 
 
-def _text(judged: "Sequence[Judged]") -> str:
-    """The verdict, or the table of several checkpoints; nothing where there is no baseline."""
+def _text(runs: "Sequence[Run]") -> str:
+    """Return the verdict, or the table of several checkpoints; nothing if there is no baseline."""
     from vexport.reports import render_comparison, render_verdicts
     from vexport.run.evaluating import compared
 
-    if len(judged) > 1:
-        return render_comparison(compared(judged), "text")
-    return render_verdicts(verdicts, "text") if (verdicts := _verdicts(judged)) else ""
+    verdicts = _verdicts(runs)
+    if not verdicts:
+        return ""
+    if len(runs) > 1:
+        return render_comparison(compared(runs), "text")
+    return render_verdicts(verdicts, "text")
 
 
-def _answer(job: "EvalJob", judged: "Sequence[Judged]", format_: str, *, is_shown: bool) -> None:
-    """Print what has not been shown, write the accepted baseline, and exit by the outcome."""
-    from vexport.reports import render_cause, render_verdicts
+def _rest_of_text(runs: "Sequence[Run]", *, is_shown: bool) -> str:
+    """Return the causes of losses, and before them the verdicts unless they are shown already."""
+    from vexport.reports import render_cause
+
+    verdicts = _verdicts(runs)
+    if len(verdicts) == 1:
+        if not is_shown:
+            return _text(runs)  # which has the cause, too
+        cause = render_cause(verdicts[0])
+        return f"\n{cause}" if cause else ""
+    text = "" if is_shown else _text(runs)
+    for verdict in verdicts:
+        if cause := render_cause(verdict):
+            text += f"\n{verdict.checkpoint}\n{cause}"
+    return text
+
+
+def _in_form(runs: "Sequence[Run]", reports: "Sequence[Report]", format_: str) -> str:
+    """Return the whole answer in a form that is no text; nothing if there is no baseline."""
+    from vexport.reports import render, render_comparison, render_verdicts
+    from vexport.run.evaluating import compared
+
+    verdicts = _verdicts(runs)
+    if not verdicts:
+        return ""
+    if format_ not in ("html", "markdown"):
+        return render_verdicts(verdicts, format_)
+    if len(runs) > 1:
+        return render_comparison(compared(runs), format_)
+    file = answer_file(click.get_current_context())
+    page = file.parent if file else Path()
+    return render(reports[0], format_, folder=runs[0].folder, page=page)
+
+
+def _answer(
+    runs: "Sequence[Run]",
+    reports: "Sequence[Report]",
+    accept: Path | None,
+    format_: str,
+    *,
+    is_shown: bool,
+) -> None:
+    """Print the rest of the answer, write the accepted baseline, and exit by the outcome."""
     from vexport.run.evaluating import accept_answers
 
-    verdicts = _verdicts(judged)
-    text = "" if is_shown else _text(judged)
-    if len(verdicts) > 1:
-        named = ((verdict.checkpoint, render_cause(verdict)) for verdict in verdicts)
-        text += "".join(f"\n{name}\n{cause}" for name, cause in named if cause)
-    elif is_shown and verdicts and (cause := render_cause(verdicts[0])):
-        text = f"\n{cause}"
-    if format_ != "text" and verdicts:
-        text = render_verdicts(verdicts, format_)
+    verdicts = _verdicts(runs)
+    if format_ == "text":
+        text = _rest_of_text(runs, is_shown=is_shown)
+    else:
+        text = _in_form(runs, reports, format_)
     if text:
         print_text(text)
     if format_ == "github" and verdicts:
-        add_text_summary(_text(judged))
-    if accepted := accept_answers(job, verdicts[0] if verdicts else None):
+        add_text_summary(_text(runs))
+    if accepted := accept_answers(runs[0], accept):
         click.echo(accepted, err=bool(verdicts))
+    for run in runs if reports else ():
+        click.echo(f"report: {run.folder / 'report.html'}", err=format_ != "text")
     for outcome in ("FAIL", "INCONCLUSIVE"):
         for verdict in verdicts:
             if verdict.outcome == outcome:
@@ -259,7 +311,7 @@ def _fix(verdict: "Verdict") -> str:
 @click.argument("baseline_results", type=PATH)
 @click.argument("results", type=PATH)
 @setting_options("verdict", {"gate": EVALUATE_SYNTAXES["gate"]})
-@format_option()
+@format_option(VERDICT_FORMATS)
 def verdict_command(baseline_results: Path, results: Path, answer: Answer) -> None:
     """Compare two lm-eval result folders; starts no model.
 

@@ -10,12 +10,14 @@ import click
 from vexport.cli.base import command, print_text, progress_display, require_loaded
 from vexport.cli.engine import Session, engine_arg_option, interpreters_option, session_options
 from vexport.cli.options import (
+    PATH,
     Answer,
     device_options,
     format_option,
     given,
     gpu_option,
     option,
+    overwrite_run_option,
     speculative_option,
 )
 from vexport.errors import VexportError
@@ -49,6 +51,13 @@ _NO_DRY_LOAD = partial(DryLoadReport, vllm="", cells=(), rows=(), blind_spots=()
 @engine_arg_option
 @session_options
 @option(
+    "--run-dir",
+    "Keep the session and a report in DIR; a second call resumes [default: nothing is kept].",
+    PATH,
+    "DIR",
+)
+@overwrite_run_option
+@option(
     "--all every",
     "With --dry: list each finding, and vLLM's own words of a refusal in full.",
     heading="Output",
@@ -66,6 +75,8 @@ def load(
     trust_remote_code: bool,
     mode: Mode,
     session: Session,
+    run_dir: Path | None,
+    overwrite: bool,
     every: bool,
     answer: Answer,
 ) -> None:
@@ -91,6 +102,7 @@ def load(
     from vexport.reports import render_loads
 
     _require_consistent(dry, mode, session)
+    _require_run_dir(dry, run_dir, overwrite)
     reports: Sequence[LoadReport | DryLoadReport]
     pythons: tuple[Path | None, ...] = vllm_python or (None,)
     with progress_display(quiet=answer.quiet) as on_progress:
@@ -112,7 +124,16 @@ def load(
             )
         else:
             serves = [session.serve(size) for size in (tp if tp and given("tp") else (None,))]
-            reports = _loads(names, pythons, serves, mode, trust_remote_code, on_progress)
+            reports = _loads(
+                names,
+                pythons,
+                serves,
+                mode,
+                trust_remote_code,
+                on_progress,
+                run_dir=run_dir,
+                overwrite=overwrite,
+            )
     failed = _NO_DRY_LOAD if dry else LoadReport
     unread = [
         failed(checkpoint=name, ok=False, findings=findings_of(error))
@@ -120,6 +141,8 @@ def load(
     ]
     reports = sorted([*reports, *unread], key=lambda report: checkpoints.index(report.checkpoint))
     print_text(render_loads(reports, answer.format_, every=every))
+    for page in _pages(run_dir):
+        click.echo(f"report: {page}", err=answer.format_ != "text")
     raise_problems([*problems.values()])
     require_loaded(reports)
 
@@ -159,6 +182,21 @@ def _require_consistent(dry: bool, mode: Mode, session: Session) -> None:
         raise click.UsageError("--engine-arg enforce_eager is what --mode says: use --mode.")
 
 
+def _pages(run_dir: Path | None) -> list[Path]:
+    """Return the pages of the loads in a run directory: one, or one in each numbered folder."""
+    if run_dir is None:
+        return []
+    return sorted([*run_dir.glob("report.html"), *run_dir.glob("*/report.html")])
+
+
+def _require_run_dir(dry: bool, run_dir: Path | None, overwrite: bool) -> None:
+    """Raise UsageError if --run-dir or --overwrite does not fit the other options."""
+    if dry and run_dir is not None:
+        raise click.UsageError("--run-dir does not go with --dry, which starts no engine.")
+    if overwrite and run_dir is None:
+        raise click.UsageError("--overwrite needs --run-dir: without it nothing is kept.")
+
+
 def _loads(
     names: Sequence[str],
     pythons: Sequence[Path | None],
@@ -166,6 +204,9 @@ def _loads(
     mode: Mode,
     trust_remote_code: bool,
     on_progress: OnProgress,
+    *,
+    run_dir: Path | None,
+    overwrite: bool,
 ) -> list[LoadReport]:
     from vexport.engine.session import require_engine
 
@@ -180,4 +221,6 @@ def _loads(
         trust_remote_code=trust_remote_code,
         on_progress=on_progress,
     )
-    return load_checkpoints(names, pythons, serves, modes, options)
+    return load_checkpoints(
+        names, pythons, serves, modes, options, run_dir=run_dir, overwrite=overwrite
+    )

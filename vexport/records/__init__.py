@@ -82,6 +82,7 @@ from vexport.records.plan import (
 from vexport.records.report import (
     BudgetKind,
     ComparedRun,
+    GivenCheckpoint,
     GroupSensitivities,
     GroupSensitivity,
     KindSize,

@@ -107,6 +107,22 @@ class KindSize:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class GivenCheckpoint:
+    """A checkpoint that a run was given instead of making it.
+
+    `name` is the folder, hub name or address as the command was given it. `format` is the name of
+    its storage format, empty if it is not quantized or not known. The sizes are None if the files
+    are not on this machine. `source_bytes` and `parameters` are the baseline's.
+    """
+
+    name: str
+    format: str = ""
+    num_bytes: int | None = None
+    source_bytes: int | None = None
+    parameters: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedRun:
     """A row of `vexport compare`, or of `vexport report` with several runs.
 

@@ -312,7 +312,7 @@ def _flips(task: TaskVerdict) -> doc.Details:
     """Return the flipped answers of a task, losses first."""
     ordered = sorted(task.flips, key=lambda flip: flip.direction != "right to wrong")[:MAX_FLIPS]
     total = task.right_to_wrong + task.wrong_to_right
-    rest = f"{count(len(ordered))} of {count(total)} shown; eval/*/samples_*.jsonl has all"
+    rest = f"{count(len(ordered))} of {count(total)} shown; samples_*.jsonl of both models has all"
     counts = f"{count(task.right_to_wrong)} lost, {count(task.wrong_to_right)} gained"
     content = parts(map(_flip, ordered), muted(rest) if total > len(ordered) else None)
     return doc.Details(TableCell(f"{task_title(task)}: {counts}"), content, open=True)

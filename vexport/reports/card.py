@@ -8,7 +8,8 @@ import re
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
-from vexport.errors import visible
+from vexport.errors import InputError, visible
+from vexport.formats.plan import Plan
 from vexport.quantize.warnings import fallback_warnings
 from vexport.records import Verdict
 from vexport.records.values import plural
@@ -38,14 +39,18 @@ _ABSOLUTE = re.compile(r"(^|[\s='\"])(/[^\s'\"]*)")
 
 
 def render(report: Report) -> str:
-    """Return the card. Users copy it into the checkpoint as README.md before they upload it."""
+    """Return the card. Users copy it into the checkpoint as README.md before they upload it.
+
+    Raises InputError for a checkpoint that was given: its report does not say how it was made.
+    """
+    plan = _plan(report)
     answer = (
         f"**{safe(outcome_line(report.outcome, report_device(report)))}**: "
         f"{safe(report_sentence(report))}"
     )
-    title = f"# {safe(_model_name(report))}\n\n{safe(size_change(report.plan))}."
+    title = f"# {safe(_model_name(report))}\n\n{safe(size_change(plan))}."
     # The version of vLLM that loaded the checkpoint. Readers fill in the checkpoint's name.
-    version = report.load.engine.vllm if report.load.engine else ""
+    version = report.load.engine.vllm if report.load and report.load.engine else ""
     install = f'pip install "vllm>={version}"\n' if _VERSION.fullmatch(version) else ""
     content = parts(
         Section(
@@ -57,6 +62,18 @@ def render(report: Report) -> str:
     return (
         f"---\n{_front_matter(report)}\n---\n\n{title}\n\n{answer}\n\n{render_parts(content, 2)}\n"
     )
+
+
+def _plan(report: Report) -> Plan:
+    """Return the plan; InputError for a checkpoint that was given."""
+    if report.plan is None:
+        raise InputError(
+            report.name,
+            got="a report on a checkpoint that was given",
+            need="a run that made its checkpoint, for a model card",
+            fix="choose another --format, or report on a run of `vexport run`",
+        )
+    return report.plan
 
 
 def _front_matter(report: Report) -> str:
@@ -91,7 +108,7 @@ def _front_matter(report: Report) -> str:
             "vllm",
             "compressed-tensors",
             "quantized",
-            *(visible(name.lower()) for name in report.plan.schemes),
+            *(visible(name.lower()) for name in _plan(report).schemes),
         ],
     )
     return str(data.to_yaml())
@@ -108,7 +125,7 @@ def _first(report: Report, key: str) -> str | None:
 
 
 def _model_name(report: Report) -> str:
-    return visible(f"{schemes_in_use(report.plan)} of {_source_name(report)}")
+    return visible(f"{schemes_in_use(_plan(report))} of {_source_name(report)}")
 
 
 def _source_name(report: Report) -> str:
@@ -116,8 +133,9 @@ def _source_name(report: Report) -> str:
 
     For a local path, return its last part only: cards are public.
     """
-    is_on_hub = _HUB_ID.fullmatch(report.source)
-    return report.source_name or (report.source if is_on_hub else PurePosixPath(report.source).name)
+    source = report.source or ""
+    is_on_hub = _HUB_ID.fullmatch(source)
+    return report.source_name or (source if is_on_hub else PurePosixPath(source).name)
 
 
 def _accuracy(verdict: Verdict) -> Section:
@@ -139,11 +157,12 @@ def _made(report: Report) -> Iterator[str]:
     rows = report.calibration_rows
     yield f"vexport {report.vexport}, {report.created}: {command}"
     yield f"calibrated on {plural(rows, 'row')}" if rows else "no calibration"
-    yield f"{plural(len(report.plan.kept_linears), 'linear layer')} kept"
+    yield f"{plural(len(_plan(report).kept_linears), 'linear layer')} kept"
     yield from coverage_lines(report.experts)
     yield from rounding_lines(report.rounding)
     yield from fallback_warnings(report.rounding)
-    if engine := report.load.engine:
+    engine = report.load.engine if report.load else None
+    if engine:
         yield f"loaded in vLLM {engine_line(engine)}"
         if engine.settings:
             yield f"served there with {served_with(engine)}"

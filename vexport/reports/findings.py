@@ -49,6 +49,7 @@ MAX_FOLLOWING = 20
 _AT_CONFIG = "quantization_config"
 _JUDGED_BY_CONFIG = frozenset({"completeness", "shapes", "values", "fusion", "devices"})
 _NOT_ASKED = "not asked for: the scenario has no `evaluate`"
+_ONLY_LOADED = "not asked for: the checkpoint was only loaded"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,16 +179,18 @@ def _braced(names: Sequence[str]) -> str:
 def report_gates(report: "Report") -> tuple[Gate, ...]:
     """Return the gates of a run: plan, check, dry load, both loads, every task, and the answer.
 
-    A stage that the run did not reach is SKIPPED.
+    A stage that the run did not reach is SKIPPED. A given checkpoint has neither plan nor check.
     """
-    unasked = _NOT_ASKED if report.outcome == "PASS" else NOT_RUN
+    unasked = NOT_RUN
+    if report.outcome == "PASS":
+        unasked = _NOT_ASKED if report.given is None else _ONLY_LOADED
     overall = f"{outcome_line(report.outcome, report_device(report))}: {report_sentence(report)}"
     return (
-        findings_gate("plan", report.plan.refusals),
-        checkpoint_gate("check", report.check),
+        *((findings_gate("plan", report.plan.refusals),) if report.plan else ()),
+        *((checkpoint_gate("check", report.check),) if report.check else ()),
         *((checkpoint_gate("dry load", report.dry_load),) if report.dry_load else ()),
-        load_gate("load baseline", report.baseline_load),
-        load_gate("load", report.load),
+        *((load_gate("load baseline", report.baseline_load),) if report.baseline_load else ()),
+        *((load_gate("load", report.load),) if report.load else ()),
         *(
             _accuracy_gates(report.verdict)
             if report.verdict

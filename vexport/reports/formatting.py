@@ -140,21 +140,67 @@ def report_device(report: "Report") -> str:
     """Return the device or server that ran the quantized model, or "" if nothing ran it."""
     if report.verdict is not None and "://" in report.verdict.device:
         return report.verdict.device
-    return report.load.engine.device if report.load.engine else ""
+    return report.load.engine.device if report.load and report.load.engine else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """The bytes of the source, or of a given checkpoint's baseline, and of the checkpoint.
+
+    They are None if the files are not on this machine. `parameters` is their number in the source.
+    """
+
+    source_bytes: int | None
+    output_bytes: int | None
+    parameters: int | None
+
+
+def sizes_of(report: "Report") -> Sizes:
+    """Return the sizes from the plan, or those of a checkpoint that was given."""
+    if (plan := report.plan) is not None:
+        return Sizes(
+            source_bytes=plan.source_bytes,
+            output_bytes=plan.output_bytes,
+            parameters=plan.parameters,
+        )
+    given = report.given
+    return Sizes(
+        source_bytes=given.source_bytes if given else None,
+        output_bytes=given.num_bytes if given else None,
+        parameters=given.parameters if given else None,
+    )
+
+
+def schemes_of(report: "Report") -> str:
+    """Return the schemes in use, or the format of a checkpoint that was given."""
+    if report.plan is not None:
+        return schemes_in_use(report.plan)
+    return report.given.format if report.given else ""
+
+
+def subject_of(report: "Report") -> str:
+    """Return what the report is about: schemes and source, or a checkpoint and its baseline."""
+    if report.plan is not None:
+        return f"{schemes_of(report)} of {report.source_name or report.source}"
+    name = report.given.name if report.given else report.name
+    return f"{name} against {report.baseline}" if report.baseline else name
 
 
 def report_sentence(report: "Report") -> str:
     """Return the reason for the outcome of a run, with the size if the checkpoint loads."""
-    if not report.load.ok or not report.plan.source_bytes:
+    sizes = sizes_of(report)
+    is_loaded = report.load is not None and report.load.ok
+    if not is_loaded or not sizes.source_bytes or sizes.output_bytes is None:
         return report.reason
-    return (
-        f"{report.reason}. {ratio(report.plan.output_bytes, report.plan.source_bytes)} of the size."
-    )
+    share = ratio(sizes.output_bytes, sizes.source_bytes)
+    return f"{report.reason}. {share} of the size."
 
 
 def next_step(report: "Report") -> tuple[str, str]:
     """Return the next command (or "") and a sentence."""
     if report.outcome == "PASS":
+        if report.load is None:  # a server has it, or its answers were given
+            return "", ""
         return f"vllm serve {shlex.quote(report.load.checkpoint)}", "Serve it."
     if report.verdict and any(task.too_many_lost for task in report.verdict.tasks):
         return "", "Raise max_gen_toks until answers end by themselves, and evaluate again."
@@ -167,7 +213,7 @@ def next_step(report: "Report") -> tuple[str, str]:
     if report.outcome == "INCONCLUSIVE":
         more = "Evaluate more documents, tasks or text (evaluate.limit, tasks, text_rows)"
         return "", f"{more}, or accept a larger loss."
-    if report.load.ok:
+    if report.load is None or report.load.ok:
         more = "Keep the layers that lose most, choose a scheme with more bits"
         return "", f"{more}, or leave the choice to `scheme: auto`."
     return (

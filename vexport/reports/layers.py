@@ -41,9 +41,14 @@ _WARNS = "An early signal: it warns, it never decides."
 _FIRST = "The first tokens of each row of the text that decides."
 
 
-def size_section(report: Report) -> doc.Section:
-    """Return the sizes before and after, in total and by kind of layer."""
+def size_section(report: Report) -> doc.Section | None:
+    """Return the sizes before and after, in total and by kind of layer.
+
+    Returns None for a checkpoint that was given.
+    """
     plan = report.plan
+    if plan is None:
+        return None
     kept = f": {folded_places(plan.kept_linears)}" if plan.kept_linears else ""
     layers = count(sum(len(group.members) for group in plan.groups))
     lead = (

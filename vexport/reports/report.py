@@ -11,6 +11,7 @@ from vexport.records import (
     Drift,
     DryLoadReport,
     ExpertCoverage,
+    GivenCheckpoint,
     GroupSensitivities,
     KindSize,
     LayerError,
@@ -28,6 +29,10 @@ class Report:
 
     `source_name` is the source's id on the hub if it is known, else its folder. `source_revision`
     is the commit on the hub that was read.
+
+    In a run whose checkpoint was given (`vexport eval`, `vexport load --run-dir`) `given` describes
+    the checkpoint, and `source`, `plan` and `check` are None. `baseline` is None if nothing was
+    compared. `baseline_load` and `load` are None if the model did not run on this machine.
     """
 
     schema: Literal["vexport.report/1"] = "vexport.report/1"
@@ -35,14 +40,15 @@ class Report:
     vexport: str
     created: str
     command: str
-    source: str
+    source: str | None
     source_name: str = ""
     source_revision: str | None = None
     source_card: Mapping[str, str | tuple[str, ...]] = field(default_factory=dict)
-    baseline: str
+    baseline: str | None
     outcome: Outcome
     reason: str
-    plan: Plan
+    plan: Plan | None
+    given: GivenCheckpoint | None = None
     sizes: tuple[KindSize, ...] = ()
     layers: tuple[LayerError, ...]
     calibration_rows: int
@@ -50,10 +56,10 @@ class Report:
     calibration_digest: str | None
     experts: tuple[ExpertCoverage, ...] = ()
     rounding: RoundingReport | None = None
-    check: CheckReport
+    check: CheckReport | None
     dry_load: DryLoadReport | None = None
-    baseline_load: LoadReport
-    load: LoadReport
+    baseline_load: LoadReport | None
+    load: LoadReport | None
     verdict: Verdict | None
     sensitivity: GroupSensitivities | None = None
     mixed: MixedScheme | None = None

@@ -28,10 +28,12 @@ from vexport.reports.formatting import (
     report_device,
     report_sentence,
     scale_of,
-    schemes_in_use,
+    schemes_of,
     size,
     size_change,
+    sizes_of,
     small,
+    subject_of,
 )
 from vexport.reports.layers import (
     drift_line,
@@ -62,6 +64,13 @@ _FILES = (
     ("eval/candidate/vllm.log", "vLLM's log with the quantized model"),
     ("eval/baseline", "lm-eval's results and samples of the baseline"),
     ("eval/candidate", "lm-eval's results and samples of the quantized model"),
+    # Of a run whose checkpoint was given; of one of several checkpoints in candidate/NAME.
+    ("baseline/vllm.log", "vLLM's log with the baseline"),
+    ("candidate/vllm.log", "vLLM's log with the checkpoint"),
+    ("vllm.log", "vLLM's log with the checkpoint"),
+    ("baseline", "lm-eval's results and samples of the baseline"),
+    ("candidate", "lm-eval's results and samples of the checkpoint"),
+    ("../../baseline", "lm-eval's results and samples of the baseline"),
 )
 _LEGEND = (
     "KL: nats a token from the baseline. Worst task: the one with the lowest bound, its change "
@@ -80,11 +89,10 @@ def run_document(report: Report, files: Sequence[TableCell] = ()) -> doc.Documen
         status=report.outcome,
         device=report_device(report),
         sentence=report_sentence(report),
-        subtitle=f"{schemes_in_use(report.plan)} of {report.source_name or report.source}, "
-        f"{created} UTC",
+        subtitle=f"{subject_of(report)}, {created} UTC",
         next_step=next_step(report),
         gates=report_gates(report)[:-1],
-        tiles=(*accuracy_tiles(report.verdict), _size_tile(report), _load_tile(report)),
+        tiles=_tiles(report),
         parts=parts(
             doc.Section("", (_summary(report, total),), forms=("text", "markdown")),
             accuracy_section(report.verdict) if report.verdict else None,
@@ -100,34 +108,60 @@ def run_document(report: Report, files: Sequence[TableCell] = ()) -> doc.Documen
             page_section("Files", "files", linked, doc.Listing(tuple(files))) if files else None,
             _provenance(report, total),
         ),
-        footer=f"vexport {report.vexport}, {report.created}, source {report.source}, total {total}",
+        footer=f"vexport {report.vexport}, {report.created}, {_origin(report)}, total {total}",
     )
+
+
+def _origin(report: Report) -> str:
+    """Return the source, or the checkpoint that was given."""
+    if report.given is not None:
+        return f"checkpoint {report.given.name}"
+    return f"source {report.source}"
+
+
+def _tiles(report: Report) -> tuple[doc.Tile, ...]:
+    """Return the tiles of what was measured; a run that made its checkpoint has all of them."""
+    is_asked = report.given is None or report.verdict is not None
+    tiles = [
+        *(accuracy_tiles(report.verdict) if is_asked else ()),
+        _size_tile(report),
+        _load_tile(report),
+    ]
+    return tuple(tile for tile in tiles if tile is not None)
 
 
 def _summary(report: Report, total: str) -> doc.Facts:
     """Return a line for each important fact: size, schemes, experts, engine, drift, cause, time."""
     return facts(
-        ("size", size_change(report.plan)),
-        ("schemes", schemes_in_use(report.plan)),
+        ("size", size_change(report.plan)) if report.plan else None,
+        ("schemes", schemes) if (schemes := schemes_of(report)) else None,
         ("auto", mixed_line(report.mixed)) if report.mixed else None,
         *(("experts", line) for line in coverage_lines(report.experts)),
         *(("rounding", line) for line in rounding_lines(report.rounding)),
-        *load_facts(report.load).rows,
+        *(load_facts(report.load).rows if report.load else ()),
         ("drift", drift_line(report.drift)) if report.drift else None,
         ("cause", attribution_line(report.attribution)) if report.attribution else None,
         ("time", total),
     )
 
 
-def _size_tile(report: Report) -> doc.Tile:
-    before, after = report.plan.source_bytes, report.plan.output_bytes
-    was, bits = (bits_per_weight(each, report.plan.parameters) for each in (before, after))
+def _size_tile(report: Report) -> doc.Tile | None:
+    """Return the size of the checkpoint, None if the files of a model are not on this machine."""
+    sizes = sizes_of(report)
+    before, after, parameters = sizes.source_bytes, sizes.output_bytes, sizes.parameters
+    if before is None or after is None or parameters is None:
+        return None
+    was, bits = (bits_per_weight(each, parameters) for each in (before, after))
     note = f"{ratio(after, before)} of {size(before)}; {bits} bits per weight, was {was}"
     return doc.Tile("Size", size(after), "", note)
 
 
-def _load_tile(report: Report) -> doc.Tile:
-    load, engine = report.load, report.load.engine
+def _load_tile(report: Report) -> doc.Tile | None:
+    """Return whether the checkpoint loads, None if it was not loaded on this machine."""
+    load = report.load
+    if load is None:
+        return None
+    engine = load.engine
     answer = "yes" if load.ok else "no" if load.was_tried else "not run"
     note = "the engine did not start" if load.findings else _NOT_RUN
     if engine:
@@ -140,8 +174,10 @@ def _load_tile(report: Report) -> doc.Tile:
     )
 
 
-def _load_section(report: Report) -> doc.Section:
+def _load_section(report: Report) -> doc.Section | None:
     load = report.load
+    if load is None:
+        return None
     lead = f"Not run: {_NOT_RUN}."
     if load.engine:
         lead = (
@@ -150,17 +186,19 @@ def _load_section(report: Report) -> doc.Section:
         )
     elif load.findings:
         lead = "The engine did not start with this checkpoint; see the findings."
-    engine = _engine(report, load.engine) if load.engine else None
+    engine = _engine(load, load.engine, report.baseline_load) if load.engine else None
     return page_section("Load in vLLM", "load", lead, engine, _canaries(report.baseline_load, load))
 
 
-def _engine(report: Report, engine: EngineInfo) -> doc.Facts:
+def _engine(load: LoadReport, engine: EngineInfo, baseline: LoadReport | None) -> doc.Facts:
     """Return the facts of a load that every form has, then the facts for a page only."""
     processes = "several processes" if engine.multiprocess else "one process"
     emulated = "emulated: the numbers are the format's, the speed is not" if engine.emulated else ""
-    baseline_ok = report.baseline_load.ok
+    of_baseline = "did not load: the cause is the source or this engine"
+    if baseline is not None and baseline.ok:
+        of_baseline = "loads as well"
     return facts(
-        *load_facts(report.load).rows,
+        *load_facts(load).rows,
         ("kernels", TableCell("\n".join(engine.kernels), emulated, mono=True)),
         (
             "process",
@@ -168,22 +206,16 @@ def _engine(report: Report, engine: EngineInfo) -> doc.Facts:
             f"{engine.transformers}",
         ),
         ("start", duration(engine.start_seconds)),
-        (
-            "baseline",
-            "loads as well"
-            if baseline_ok
-            else "did not load: the cause is the source or this engine",
-        ),
+        ("baseline", of_baseline) if baseline is not None else None,
     )
 
 
-def _canaries(baseline: LoadReport, candidate: LoadReport) -> doc.Section | None:
+def _canaries(baseline: LoadReport | None, candidate: LoadReport) -> doc.Section | None:
     """Return the greedy continuations of both models. Prompts without any text are only counted."""
     if not candidate.canaries:
         return None
-    first, second = (
-        {canary.prompt: canary for canary in load.canaries} for load in (baseline, candidate)
-    )
+    first = {canary.prompt: canary for canary in baseline.canaries} if baseline else {}
+    second = {canary.prompt: canary for canary in candidate.canaries}
     pairs = {prompt: (first.get(prompt), second.get(prompt)) for prompt in {**first, **second}}
     shown = [
         doc.Exchange("prompt", prompt, (_answer("baseline", before), _answer("quantized", after)))
@@ -225,7 +257,8 @@ def _devices(report: Report) -> doc.Section | None:
 def _findings(report: Report) -> doc.Section:
     findings = staged_findings(report)
     if not findings:
-        nothing = muted("Plan, check and both loads found nothing to report.")
+        looked = "Plan, check and both loads" if report.given is None else "The loads"
+        nothing = muted(f"{looked} found nothing to report.")
         return page_section("Findings", "findings", "", nothing)
     counts = finding_counts(finding for _, finding in findings)
     return doc.Section(
@@ -239,17 +272,24 @@ def _provenance(report: Report, total: str) -> doc.Section:
     digest = f"sha256 {report.calibration_digest}" if report.calibration_digest else ""
     stages = "".join(f"{stage} {duration(taken)}, " for stage, taken in report.seconds.items())
     sources = facts(
-        ("Source", mono(report.source)),
-        ("Baseline", mono(report.baseline)),
-        ("Checkpoint", mono(report.load.checkpoint)),
-        ("Architecture", report.plan.architecture),
-        ("Calibration", TableCell(rows, digest)),
+        ("Source", mono(report.source)) if report.source is not None else None,
+        ("Baseline", mono(report.baseline)) if report.baseline is not None else None,
+        ("Checkpoint", mono(_checkpoint(report))),
+        ("Architecture", report.plan.architecture) if report.plan else None,
+        ("Calibration", TableCell(rows, digest)) if report.plan else None,
         *(("Experts", line) for line in coverage_lines(report.experts)),
         ("Made by", f"vexport {report.vexport}, {report.created}"),
         ("Time", f"{stages}total {total}") if stages else None,
     )
     reproduce = doc.Section("Reproduce", (doc.Paragraph(report.command, "code"),))
     return page_section("Provenance", "provenance", "", sources, reproduce)
+
+
+def _checkpoint(report: Report) -> str:
+    """Return the name of a given checkpoint, or the folder of the checkpoint that was made."""
+    if report.given is not None:
+        return report.given.name
+    return report.load.checkpoint if report.load else ""
 
 
 def run_files(folder: Path, start: Path) -> Sequence[TableCell]:

@@ -4,21 +4,23 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from vexport.records import ComparedRun, Outcome, TaskVerdict, Verdict
-from vexport.reports.formatting import schemes_in_use
+from vexport.reports.formatting import schemes_of, sizes_of
 from vexport.reports.report import Report
 
 
 def compared_run(report: Report, folder: str) -> ComparedRun:
     """Return the row of a finished run."""
-    plan = report.plan
+    sizes = sizes_of(report)
+    num_bytes = sizes.output_bytes or 0
+    bits = 8 * num_bytes / sizes.parameters if sizes.parameters else 0.0
     return ComparedRun(
         name=report.name,
         folder=folder,
-        schemes=schemes_in_use(plan),
+        schemes=schemes_of(report),
         outcome=report.outcome,
         reason=report.reason,
-        num_bytes=plan.output_bytes,
-        bits_per_weight=8 * plan.output_bytes / max(1, plan.parameters),
+        num_bytes=num_bytes,
+        bits_per_weight=bits,
         mean_kl=report.drift.mean_kl if report.drift else None,
         worst=worst_task(report.verdict) if report.verdict else None,
     )

@@ -26,6 +26,7 @@ from vexport.plan.source import settings_of, source_index
 from vexport.quantize.layer_groups import LayerGroup, find_layer_groups
 from vexport.records.calibration import RoundingReport
 from vexport.reports.report import Report
+from vexport.run.given import BASELINE, CANDIDATE, Given, RunModel
 from vexport.run.options import EXPLAINING, NO_EVALUATION, EngineOptions, Explaining
 from vexport.scenario import Calibration, Evaluate, Scenario
 from vexport.version import __version__
@@ -40,11 +41,14 @@ LAYERS = "layers.json"
 ROUNDING = "rounding.json"
 SCENARIO = "scenario.yaml"
 MARK = ".vexport-run"
+# The mark of the output folder of `vexport eval` before it recorded its stages.
+OLD_EVALUATION_MARK = ".vexport-eval"
+RUN_DIR = "--run-dir"
 CHECKPOINT = "checkpoint"
 KIND = FolderKind(
     name="a run directory",
     mark=MARK,
-    text="A run directory of vexport. `vexport run --overwrite` replaces everything in it.\n",
+    text="A run directory of vexport. The option --overwrite replaces everything in it.\n",
     checkpoint=CHECKPOINT,
 )
 # Digests of a stage's inputs, by name.
@@ -70,22 +74,38 @@ class StageRecords:
     stages: Mapping[str, StageRecord]
 
 
+def require_run_folder(root: Path, option: str = RUN_DIR) -> None:
+    """Raise InputError unless `root` can be, or is, a run directory; `option` names the folder."""
+    if (root / OLD_EVALUATION_MARK).is_file() and not (root / MARK).is_file():
+        raise InputError(
+            str(root),
+            got="the results of `vexport eval` of an older version, without a record of its stages",
+            need="a new folder or a run directory",
+            fix=f"choose another {option}, or move the folder away (mv {root} {root}.old)",
+        )
+    KIND.require_own(root)
+
+
 class RunDirectory:
-    """A folder whose stages are skipped when they are done and refused when their inputs
-    changed.
+    """A folder that records its finished stages.
+
+    A stage is skipped if it is done, and refused if its inputs have changed. `option` is the option
+    that names the folder in errors.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, option: str = RUN_DIR) -> None:
         self.root = root
+        self.option = option
         path = root / STAGES_FILE
         self._stages = dict(from_json(StageRecords, path).stages) if path.is_file() else {}
 
     def begin(self, *, overwrite: bool) -> None:
-        """Make the folder, empty it with `overwrite`.
+        """Make the folder; empty it with `overwrite`.
 
-        InputError where it is something else's, and with `overwrite` where something else is in it.
+        Raises InputError if the folder is not vexport's, or with `overwrite` if it holds other
+        files.
         """
-        KIND.require_own(self.root)
+        require_run_folder(self.root, self.option)
         if overwrite:
             KIND.require_replaceable(self.root, overwrite=True)
         if overwrite or not (self.root / MARK).is_file():
@@ -105,7 +125,7 @@ class RunDirectory:
                 f"{self.root} ({stage})",
                 got=f"the run began with another {' and another '.join(changed)}",
                 need="",
-                fix=f"choose another --run-dir, or {self._how_to_start_again()}",
+                fix=f"choose another {self.option}, or {self._how_to_start_again()}",
             )
         if record.made and record.made != folder_digest(self.root / CHECKPOINT):
             raise InputError(
@@ -162,15 +182,18 @@ class RunDirectory:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stage(Generic[T_co]):
-    """One stage of a run, whose result `make` returns; it sees the results of the stages before it.
+    """One stage of a run; `make` returns its result, from the results of earlier stages.
 
-    `@partial(Stage, name, type)` makes the function below it one.
+    `@partial(Stage, name, type)` turns the function below it into a stage.
 
-    `file` of the run directory holds the result as JSON, or is a checkpoint. The stage itself
-    writes the files in `writes`; it records files whose names are not known in advance. `digest`
-    has a digest of each input: a stage that was finished from the same ones is not done again, from
-    others it is an InputError. A stage without `digest` takes no time and is done at every call.
-    All of them are skipped unless `when`.
+    `file` holds the result as JSON, or is a checkpoint. It lies in the folder of the run, or in the
+    folder of a model's answers if `place` is `BASELINE` or `CANDIDATE`. The stage itself writes the
+    files in `writes`; it records files whose names are not known in advance. `digest` returns a
+    digest of each input. A stage is not done again if it was finished from the same inputs. Other
+    inputs are an InputError. A stage without `digest` takes no time and is done at every call.
+
+    The stage is skipped unless `when` returns True. With `makes_checkpoint` it is also skipped in
+    a run whose checkpoint is given.
     """
 
     name: str
@@ -179,31 +202,89 @@ class Stage(Generic[T_co]):
     file: str | None = None
     _: KW_ONLY
     digest: Callable[["Run"], Digests] | None = None
+    place: str = ""
     writes: tuple[str, ...] = ()
     when: Callable[["Run"], bool] = lambda run: True
+    makes_checkpoint: bool = False
 
 
 class Run:
-    """A scenario in its run directory."""
+    """A scenario, or models that were given, in a run directory.
+
+    Several runs of given models share a `directory` and its baseline.
+    """
 
     def __init__(
         self,
-        scenario: Scenario,
-        folder: Path,
+        work: Scenario | Given,
+        root: Path,
         options: EngineOptions,
         explaining: Explaining = EXPLAINING,
+        directory: RunDirectory | None = None,
     ) -> None:
-        self.scenario = scenario
-        self.folder = folder
+        self.work = work
+        self.root = root
         self.options = options
         self.explaining = explaining
-        self.directory = RunDirectory(folder)
+        self.directory = directory or RunDirectory(root)
         self._results: dict[str, object] = {}
+        # The names under which the directory records this run's stages, by the stage's own name.
+        self._recorded: dict[str, str] = {}
+
+    @property
+    def scenario(self) -> Scenario:
+        """The scenario of a run that makes its checkpoint."""
+        assert isinstance(self.work, Scenario), "the checkpoint of this run is given"
+        return self.work
+
+    @property
+    def given(self) -> Given | None:
+        """The models of a run whose checkpoint is given, None for a scenario."""
+        return self.work if isinstance(self.work, Given) else None
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the run's own files, such as its report."""
+        is_part = self.given is not None and bool(self.given.part)
+        return self.place(CANDIDATE) if is_part else self.root
+
+    def place(self, role: str) -> Path:
+        """Return the folder for the answers of `BASELINE` or `CANDIDATE`."""
+        if self.given is None:
+            return self.root / "eval" / role
+        return self.root / role / (self.given.part if role == CANDIDATE else "")
+
+    def model(self, role: str) -> RunModel | None:
+        """Return the model with the role `BASELINE` or `CANDIDATE`, None if there is no baseline.
+
+        The scenario's baseline is downloaded if it is not on this machine.
+        """
+        if self.given is not None:
+            return self.given.baseline if role == BASELINE else self.given.candidate
+        if role == BASELINE:
+            folder, url = self.baseline, self.evaluation.baseline_endpoint
+        else:
+            folder, url = self.checkpoint, self.evaluation.endpoint
+        return RunModel(name=str(folder), role=role, checkpoint=folder, url=url)
+
+    def asks(self, role: str) -> bool:
+        """Return whether the run asks the model with this role."""
+        if self.given is None:
+            return True
+        model = self.model(role)
+        return model is not None and model.is_asked
+
+    def answers(self, role: str) -> Path:
+        """Return the folder or file with the answers of a model that the run has."""
+        model = self.model(role) if self.given is not None else None
+        if model is not None and model.answers is not None:
+            return model.answers
+        return self.place(role)
 
     @property
     def checkpoint(self) -> Path:
-        """The folder of the quantized checkpoint."""
-        return self.folder / CHECKPOINT
+        """The folder of the checkpoint that the run makes."""
+        return self.root / CHECKPOINT
 
     @property
     def planning(self) -> PlanSettings:
@@ -212,8 +293,8 @@ class Run:
 
     @property
     def evaluation(self) -> Evaluate:
-        """The scenario's evaluation, without tasks and text where it has none."""
-        return self.scenario.evaluate or NO_EVALUATION
+        """How models are asked and judged; no tasks and no text if no evaluation is asked for."""
+        return self.work.evaluate or NO_EVALUATION
 
     @cached_property
     def index(self) -> SourceIndex:
@@ -232,14 +313,18 @@ class Run:
 
     @cached_property
     def baseline(self) -> Path:
-        """The checkpoint to compare with."""
+        """The checkpoint that the scenario's checkpoint is compared with."""
         return resolve_source(
             self.evaluation.baseline or self.scenario.source, self.options.on_progress
         )
 
+    def is_reached(self, stage: Stage[object]) -> bool:
+        """Return whether the stage has been done or skipped in this call."""
+        return stage.name in self._results
+
     def get(self, stage: Stage[T]) -> T | None:
-        """The result of an earlier stage; None where it was skipped or found nothing."""
-        assert stage.name in self._results, f"{stage.name} comes later"
+        """Return the result of an earlier stage; None if it was skipped or found nothing."""
+        assert self.is_reached(stage), f"{stage.name} comes later"
         return cast("T | None", self._results[stage.name])
 
     def result(self, stage: Stage[T]) -> T:
@@ -249,39 +334,66 @@ class Run:
         return result
 
     def keep(self, stage: Stage[T], result: T | None) -> None:
-        """Leave a result for later stages, in its file too; a checkpoint is in place already."""
+        """Keep a result for later stages, and write it to the stage's file.
+
+        A checkpoint is in place already.
+        """
         self._results[stage.name] = result
-        if stage.file is not None and stage.file != CHECKPOINT and result is not None:
-            record(self.folder / stage.file)
-            write_text(self.folder / stage.file, to_json(result))
+        path = self._path(stage)
+        if path is not None and stage.file != CHECKPOINT and result is not None:
+            record(path)
+            write_text(path, to_json(result))
+
+    def _path(self, stage: Stage[object]) -> Path | None:
+        """Return the path of the stage's file."""
+        if stage.file is None:
+            return None
+        return (self.place(stage.place) if stage.place else self.folder) / stage.file
+
+    def _record_name(self, stage: Stage[object]) -> str:
+        """Return the stage's name in the directory's records, which several runs may share."""
+        part = self.given.part if self.given is not None else ""
+        return f"{stage.name} ({part})" if part and stage.place != BASELINE else stage.name
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """The seconds that each finished stage of this run took."""
+        taken = self.directory.seconds
+        return {stage: taken[name] for stage, name in self._recorded.items()}
 
     def do(self, stage: Stage[object]) -> None:
-        """Do a stage that the run has, unless it was finished from the same inputs; InputError for
-        others.
+        """Do a stage unless it is skipped, or was finished from the same inputs.
+
+        Raises InputError if it was finished from other inputs.
         """
-        if not stage.when(self):
+        is_for_others = stage.makes_checkpoint and self.given is not None
+        if is_for_others or not stage.when(self):
             self._results[stage.name] = None
             return
         inputs = stage.digest(self) if stage.digest else None
         is_checkpoint = stage.file == CHECKPOINT
-        if inputs is not None and self.directory.is_done(stage.name, inputs):
-            LOG.debug("%s: done before", stage.name)
-            assert stage.file is not None
-            path = self.folder / stage.file
+        name = self._record_name(stage)
+        path = self._path(stage)
+        if inputs is not None and self.directory.is_done(name, inputs):
+            LOG.debug("%s: done before", name)
+            self._recorded[stage.name] = name
+            assert path is not None
             self._results[stage.name] = (
                 read_index(path) if is_checkpoint else from_json(stage.type, path)
             )
             return
-        for name in (*stage.writes, *((stage.file,) if is_checkpoint and stage.file else ())):
-            record(self.folder / name)
+        for written in stage.writes:
+            record(self.folder / written)
+            self.folder.mkdir(parents=True, exist_ok=True)
+        if is_checkpoint:
+            record(self.checkpoint)
         start = time.monotonic()
         self.keep(stage, stage.make(self))
         seconds = time.monotonic() - start
-        LOG.debug("%s: %.1f s", stage.name, seconds)
+        LOG.debug("%s: %.1f s", name, seconds)
         if inputs is not None:
-            self.directory.finish(
-                stage.name, inputs, seconds, self.checkpoint if is_checkpoint else None
-            )
+            self.directory.finish(name, inputs, seconds, self.checkpoint if is_checkpoint else None)
+            self._recorded[stage.name] = name
 
 
 def data_digest(settings: Calibration) -> str:
@@ -300,16 +412,16 @@ def value_digest(value: object) -> str:
 
 
 def read_report(folder: Path) -> Report:
-    """The report of a finished run directory; InputError where there is none."""
-    path, got = folder / REPORT_FILE, f"no {REPORT_FILE}"
+    """Read the report of a finished run; InputError if there is none."""
+    path = folder / REPORT_FILE
     if not path.is_file():
-        runs = any(folder.glob(f"*/{REPORT_FILE}"))
-        fix = (
-            f"name the runs in it: `vexport report {folder}/*`"
-            if runs
-            else "call `vexport run` first"
+        fix = "call `vexport run` first"
+        for pattern in ("*", f"{CANDIDATE}/*"):
+            if any(folder.glob(f"{pattern}/{REPORT_FILE}")):
+                fix = f"name the runs in it: `vexport report {folder}/{pattern}`"
+        raise InputError(
+            str(folder), got=f"no {REPORT_FILE}", need="a finished run directory", fix=fix
         )
-        raise InputError(str(folder), got=got, need="a finished run directory", fix=fix)
     return from_json(Report, path)
 
 

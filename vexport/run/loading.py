@@ -1,7 +1,8 @@
-"""`vexport load`: checkpoints in vLLM, one engine after the other, and a report on each."""
+"""`vexport load`: runs whose checkpoints are given and only loaded, one engine after the other."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vexport.checkpoint.index import require_checkpoint
@@ -10,10 +11,37 @@ from vexport.engine.arguments import require_arguments, require_heads, require_l
 from vexport.engine.session import EngineFault, log_folder, require_vllm
 from vexport.errors import VexportError
 from vexport.errors.extras import unforeseen
+from vexport.outputs.replaceable import NamedPath, require_separate, written_alone
 from vexport.records import ENGINE_CHECK, EngineMode, Finding, LoadReport
+from vexport.run.directory import RUN_DIR, Run, logged_to, require_run_folder
+from vexport.run.given import Given, RunModel, title_of
 from vexport.run.options import EngineOptions
-from vexport.run.serving import ModelUnderTest, serve_model
+from vexport.run.proving import load_candidate
+from vexport.run.stages import STAGES
 from vexport.scenario import Serve
+
+# The stages up to the report on the load: without a run directory no others are needed.
+LOADING = STAGES[: STAGES.index(load_candidate) + 1]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Load:
+    """One load: a checkpoint by its name and folder, an interpreter, engine settings, and a mode.
+
+    None is vexport's own interpreter.
+    """
+
+    name: str
+    root: Path
+    python: Path | None
+    serve: Serve
+    mode: EngineMode
+
+    @property
+    def title(self) -> str:
+        """Return the checkpoint's name with the settings, as a name of a folder."""
+        settings = [self.mode, f"tp{self.serve.ranks}"]
+        return "-".join([title_of(self.name), *settings])
 
 
 def load_checkpoints(
@@ -22,13 +50,19 @@ def load_checkpoints(
     serves: Sequence[Serve],
     modes: Sequence[EngineMode],
     options: EngineOptions,
+    *,
+    run_dir: Path | None = None,
+    overwrite: bool = False,
 ) -> list[LoadReport]:
-    """A report for each checkpoint, interpreter, engine setting and mode, in that order.
+    """Return a report for each checkpoint, interpreter, engine setting and mode, in that order.
 
-    None is our own interpreter; the settings differ in their tensor parallel size. Before the first
-    engine starts, raises InputError where a checkpoint cannot be read, its heads cannot be cut or a
-    vLLM does not know an argument, EnvironmentFault where an interpreter has no vLLM or there are
-    too few GPUs. What stops an engine later is in its report.
+    None is vexport's own interpreter; the settings differ in their tensor parallel size. Nothing is
+    kept unless `run_dir` is given: a single load is that run directory, several loads have
+    numbered ones in it.
+
+    Raises InputError before the first engine starts if a checkpoint cannot be read, its heads
+    cannot be divided, or a vLLM does not know an argument; EnvironmentFault if an interpreter has
+    no vLLM or there are too few GPUs. A report contains what stops an engine later.
     """
     for name in names:
         if Path(name).is_dir():  # before vLLM is asked, which takes longer
@@ -39,45 +73,77 @@ def load_checkpoints(
     roots = {name: resolve_source(name, options.on_progress) for name in names}
     for root in roots.values():
         require_servable(root, serves)
-    return [
-        _load(name, roots[name], mode, replace(options, vllm_python=python, serve=serve))
+    loads = [
+        Load(name=name, root=roots[name], python=python, serve=serve, mode=mode)
         for name in names
         for python in pythons
         for serve in serves
         for mode in modes
     ]
+    folders = run_folders(loads, run_dir)
+    if run_dir is not None:
+        read = [NamedPath(label="CHECKPOINT", path=root) for root in roots.values()]
+        require_separate([NamedPath(label=RUN_DIR, path=run_dir)], read)
+    for folder in folders:
+        if folder is not None:
+            require_run_folder(folder)
+    return [
+        _load(load, options, folder, overwrite=overwrite)
+        for load, folder in zip(loads, folders, strict=True)
+    ]
+
+
+def run_folders(loads: Sequence[Load], run_dir: Path | None) -> list[Path | None]:
+    """Return the run directory of each load, None if nothing is kept."""
+    if run_dir is None or len(loads) == 1:
+        return [run_dir] * len(loads)
+    return [run_dir / f"{number}-{load.title}" for number, load in enumerate(loads, 1)]
 
 
 def require_servable(root: Path, serves: Sequence[Serve]) -> None:
-    """Raise InputError where a folder is no checkpoint that vLLM could serve with these
-    settings.
-    """
+    """Raise InputError if a folder is no checkpoint that vLLM could serve with these settings."""
     require_checkpoint(root)
     require_layers(root)
     for serve in serves:
         require_heads(root, serve.ranks)
 
 
-def _load(name: str, root: Path, mode: EngineMode, options: EngineOptions) -> LoadReport:
-    """Load and judge one checkpoint. The log of a session that died is kept, and named."""
-    serve = options.serve.model_copy(update={"enforce_eager": mode == "eager"})
+def _load(
+    load: Load, options: EngineOptions, run_dir: Path | None, *, overwrite: bool
+) -> LoadReport:
+    """Load and judge one checkpoint. The log of a session that died is kept and named."""
+    serve = load.serve.model_copy(update={"enforce_eager": load.mode == "eager"})
+    started = replace(options, vllm_python=load.python, serve=serve)
+    role = f"load {load.root.name}"
+    model = RunModel(name=load.name, role=role, checkpoint=load.root)
+    given = Given(name=title_of(load.name), candidate=model, mode=load.mode)
     try:
-        with log_folder("vexport-load-") as folder:
-            model = ModelUnderTest(
-                role=f"load {root.name}",
-                checkpoint=root,
-                folder=folder,
-                options=replace(options, serve=serve),
-            )
-            report = serve_model(model).report()
+        with _folder(run_dir) as folder:
+            run = Run(given, folder, started)
+            run.directory.begin(overwrite=overwrite)
+            with logged_to(folder):
+                for stage in LOADING if run_dir is None else STAGES:
+                    run.do(stage)
+            report = run.result(load_candidate)
     except EngineFault as fault:
         report = _died(fault, fault.failure.log_tail)
     except (VexportError, OSError):
         raise
     except Exception as error:
-        report = _died(unforeseen(error, f"the load of {name}"), "")
-    python = str(options.vllm_python or "")
-    return replace(report, checkpoint=name, mode=mode, tp=serve.ranks, vllm_python=python)
+        report = _died(unforeseen(error, f"the load of {load.name}"), "")
+    python = str(load.python or "")
+    return replace(report, checkpoint=load.name, mode=load.mode, tp=serve.ranks, vllm_python=python)
+
+
+@contextmanager
+def _folder(run_dir: Path | None) -> Iterator[Path]:
+    """Yield the run directory, locked, or a temporary folder in its place."""
+    if run_dir is None:
+        with log_folder("vexport-load-") as folder:
+            yield folder
+    else:
+        with written_alone(run_dir, RUN_DIR):
+            yield run_dir
 
 
 def _died(fault: VexportError, log_tail: str) -> LoadReport:

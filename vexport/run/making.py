@@ -64,7 +64,7 @@ def _candidate_groups(run: Run) -> tuple[FusionGroup, ...]:
     return tuple(group for unit in run.units for option in unit.options for group in option.groups)
 
 
-@partial(Stage, "plan candidates", Plan)
+@partial(Stage, "plan candidates", Plan, makes_checkpoint=True)
 def plan_candidates(run: Run) -> Plan:
     """Plan what calibration has to serve: the rules, or with `auto` every candidate.
 
@@ -107,6 +107,7 @@ def _needs_samples(run: Run) -> bool:
     file="calibration/statistics.json",
     when=_needs_samples,
     digest=lambda run: _rule_inputs(run, run.scenario.rules),
+    makes_checkpoint=True,
 )
 def calibrate(run: Run) -> CalibrationRecord:
     """Run the samples through the source."""
@@ -134,6 +135,7 @@ def _sensitivity_inputs(run: Run) -> Digests:
     writes=("sensitivity/trials.json",),
     when=lambda run: run.scenario.is_mixed or run.scenario.sensitivity is not None,
     digest=_sensitivity_inputs,
+    makes_checkpoint=True,
 )
 def measure_sensitivity(run: Run) -> GroupSensitivities:
     """Measure what quantizing each unit costs, on the first samples; see
@@ -154,7 +156,14 @@ def measure_sensitivity(run: Run) -> GroupSensitivities:
     )
 
 
-@partial(Stage, "choose", MixedScheme, file="mixed.json", when=lambda run: run.scenario.is_mixed)
+@partial(
+    Stage,
+    "choose",
+    MixedScheme,
+    file="mixed.json",
+    when=lambda run: run.scenario.is_mixed,
+    makes_checkpoint=True,
+)
 def choose(run: Run) -> MixedScheme:
     """Choose the schemes of `auto` within its budget."""
     assert run.scenario.auto is not None
@@ -174,14 +183,20 @@ def _chosen_rules(run: Run) -> tuple[Rule, ...]:
     return rules_with(run.units, schemes | chosen, run.scenario.rules)
 
 
-@partial(Stage, "plan", Plan, file="plan.json")
+@partial(Stage, "plan", Plan, file="plan.json", makes_checkpoint=True)
 def make_plan(run: Run) -> Plan:
     """The plan by the rules that were chosen."""
     return _accepted_plan(run, _chosen_rules(run))
 
 
 @partial(
-    Stage, "quantize", SourceIndex, file=CHECKPOINT, digest=checkpoint_inputs, writes=(ROUNDING,)
+    Stage,
+    "quantize",
+    SourceIndex,
+    file=CHECKPOINT,
+    digest=checkpoint_inputs,
+    writes=(ROUNDING,),
+    makes_checkpoint=True,
 )
 def quantize(run: Run) -> SourceIndex:
     """The quantized checkpoint."""
@@ -206,7 +221,15 @@ def quantize(run: Run) -> SourceIndex:
     return read_index(run.checkpoint)
 
 
-@partial(Stage, "check", CheckReport, file="check.json", digest=checkpoint_inputs, writes=(LAYERS,))
+@partial(
+    Stage,
+    "check",
+    CheckReport,
+    file="check.json",
+    digest=checkpoint_inputs,
+    writes=(LAYERS,),
+    makes_checkpoint=True,
+)
 def check(run: Run) -> CheckReport:
     """Static findings, and whether what should have been copied was; each layer's error in its own
     file.

@@ -1,6 +1,10 @@
-"""The stages in vLLM: the checkpoint loaded dry, both models served, and their answers compared."""
+"""The stages in vLLM: load the checkpoint dry, serve both models, and compare their answers.
+
+The checkpoint is the one that earlier stages made, or one that the run was given.
+"""
 
 import logging
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -22,11 +26,10 @@ from vexport.inference.endpoint.server import require_address
 from vexport.inference.prompting import lm_eval_settings
 from vexport.records import Drift, DryLoadReport, LmEvalSettings, LoadReport, Verdict, named
 from vexport.run.directory import Digests, Run, Stage, data_digest, value_digest
-from vexport.run.evaluating import first_line, verdict_of
+from vexport.run.given import BASELINE, CANDIDATE
+from vexport.run.judging import first_line, verdict_of
 from vexport.run.making import check, checkpoint_inputs
 from vexport.run.serving import (
-    BASELINE,
-    CANDIDATE,
     PLAIN,
     ModelUnderTest,
     clear_session,
@@ -45,7 +48,7 @@ _UNREAD = {
     *("kl_limit", "nll_limit", "margin", "alpha", "gate"),
     *("concurrency", "request_timeout", "retry_seconds"),
 }
-SESSION = "eval/{}/session.json"
+SESSION = "session.json"
 SEEN_TEXT = (
     "the text that decides is the calibration data: give text that the checkpoint was not made with"
 )
@@ -54,24 +57,26 @@ LOAD_DECIDES = "the checkpoint failed at load, which decides: what it answered i
 
 @partial(Stage, "questions", LmEvalSettings)
 def settle_questions(run: Run) -> LmEvalSettings:
-    """Decide how lm-eval asks both models; the candidate has the source's tokenizer and chat
-    template.
+    """Decide how lm-eval asks both models.
 
-    Brings the tasks' documents into the cache first, unless both models have had them. Raises
-    InputError where the models cannot be asked alike.
+    A checkpoint that the run makes has the source's tokenizer and chat template. The tasks'
+    documents are brought into the cache first, unless both models have answered them. Raises
+    InputError if the models cannot be asked alike.
     """
     settings = run.evaluation
     if not settings.tasks:
         return PLAIN
+    if run.given is not None:
+        return lm_eval_settings(settings, run.given.prompted)
     for url in filter(None, (settings.endpoint, settings.baseline_endpoint)):
         require_address(url)
-    if not (run.folder / SESSION.format(CANDIDATE)).is_file():
+    if not (run.place(CANDIDATE) / SESSION).is_file():
         fetch_tasks(settings, run.options)
     return lm_eval_settings(settings, {BASELINE: run.baseline, "source": run.index.root})
 
 
 def _device_inputs(run: Run) -> Digests:
-    serve = run.scenario.serve
+    serve = run.options.serve
     return {
         **checkpoint_inputs(run),
         "serve devices": value_digest([serve.dry_ranks, serve.compute]),
@@ -83,12 +88,13 @@ def _device_inputs(run: Run) -> Digests:
     "dry load",
     DryLoadReport,
     file="dry-load.json",
-    when=lambda run: run.result(check).ok and bool(run.scenario.serve.capabilities),
+    when=lambda run: run.result(check).ok and bool(run.options.serve.capabilities),
     digest=_device_inputs,
+    makes_checkpoint=True,
 )
 def dry_load(run: Run) -> DryLoadReport:
     """Load the checkpoint dry on each GPU of the scenario, for each tensor parallel size."""
-    serve = run.scenario.serve
+    serve = run.options.serve
     (report,) = dry_load_checkpoints(
         [str(run.checkpoint)],
         [run.options.vllm_python],
@@ -102,15 +108,18 @@ def dry_load(run: Run) -> DryLoadReport:
 
 
 def _is_loadable(run: Run) -> bool:
-    """Return whether nothing found so far keeps vLLM from loading the checkpoint."""
-    dry = run.get(dry_load)
-    return run.result(check).ok and (dry is None or dry.ok)
+    """Return whether no earlier stage found an error in the checkpoint."""
+    checked, dry = run.get(check), run.get(dry_load)
+    return (checked is None or checked.ok) and (dry is None or dry.ok)
 
 
 def _texts(run: Run) -> tuple[str, ...]:
-    """The first halves of calibration texts as prompts: the model knows their kind and can go
-    on.
+    """Return the first halves of calibration texts, which the model can continue.
+
+    A run whose checkpoint is given has no calibration text.
     """
+    if run.given is not None:
+        return ()
     settings, most = run.scenario.calibration, max(CONTINUED, run.evaluation.kl_prompts)
     local = settings is not None and (settings.path or settings.data == DEFAULT)
     texts = first_texts(settings.source(), most) if settings and local else []
@@ -125,8 +134,27 @@ def serve_digest(arguments: EngineArguments) -> str:
     return value_digest(dict(arguments) if chosen == NONE else {**arguments, "environment": chosen})
 
 
-def _session_inputs(run: Run, *, is_baseline: bool) -> Digests:
-    """Digests of the inputs of a session, its model among them."""
+def _model_inputs(run: Run, role: str) -> Digests:
+    """Return the digest of a model that is asked, by a name for it in errors."""
+    if run.given is None:
+        if role == CANDIDATE:
+            return checkpoint_inputs(run)
+        return {"baseline": folder_digest(run.baseline)}
+    model = run.model(role)
+    assert model is not None
+    name = "baseline" if role == BASELINE else "checkpoint"
+    digests = {"interpreter of vLLM": value_digest(str(run.options.vllm_python or ""))}
+    if model.checkpoint is not None:
+        digests[name] = folder_digest(model.checkpoint)
+    if model.url is not None:
+        digests[f"address of the {name}"] = value_digest([model.url, str(model.tokenizer)])
+    if role == CANDIDATE:  # some documents are asked again if there is no session of the baseline
+        digests["kind of baseline"] = value_digest("accepted" if run.given.against else "model")
+    return digests
+
+
+def _session_inputs(run: Run, *, role: str) -> Digests:
+    """Return the digests of a session's inputs, its model among them."""
     settings = run.evaluation
     files = [Path(task) for task in settings.tasks]
     files += [file for folder in settings.include_path for file in sorted(folder.rglob("*"))]
@@ -134,41 +162,60 @@ def _session_inputs(run: Run, *, is_baseline: bool) -> Digests:
     if settings.text is not None:
         digests.append(data_digest(Calibration(data=settings.text)))
     evaluation = settings.model_dump(mode="json", exclude=_UNREAD)
-    templates = (
-        chat_templates(run.baseline) if run.result(settle_questions).apply_chat_template else None
-    )
     return {
-        **({"baseline": folder_digest(run.baseline)} if is_baseline else checkpoint_inputs(run)),
-        "evaluation": value_digest([evaluation, templates, *digests]),
-        "serve section": serve_digest(run.scenario.serve.arguments(is_baseline=is_baseline)),
+        **_model_inputs(run, role),
+        "evaluation": value_digest([evaluation, _templates(run), *digests]),
+        "serve section": serve_digest(run.options.serve.arguments(is_baseline=role == BASELINE)),
         "prompts": value_digest(list(_texts(run))),
     }
 
 
-def _serve(run: Run, role: str, model: Path) -> Served:
-    """One of the models in vLLM; where the baseline's answers change, nothing is compared."""
-    folder, settings = run.folder / "eval" / role, run.evaluation
-    clear_session(folder, run.folder)
+def _templates(run: Run) -> Mapping[str, str] | None:
+    """Return the chat templates of the first model that is asked, None if none is applied."""
+    if not run.result(settle_questions).apply_chat_template:
+        return None
+    folder = run.baseline if run.given is None else next(iter(run.given.prompted.values()))
+    return chat_templates(folder)
+
+
+def _serve(run: Run, role: str) -> Served:
+    """Ask one of the models, in vLLM on this machine, over an address, or both.
+
+    If the baseline's answers change when they are asked again, an error is raised and nothing is
+    compared.
+    """
+    model = run.model(role)
+    assert model is not None
+    folder, settings = run.place(role), run.evaluation
+    clear_session(folder, run.root)
+    is_against = run.given is not None and run.given.against is not None
+    prompted_by = model.prompt_folder
+    assert prompted_by is not None
     asked = ModelUnderTest(
-        role=role,
-        checkpoint=model,
+        role=model.role,
+        checkpoint=prompted_by,
         folder=folder,
         options=run.options,
         texts=_texts(run),
         evaluate=settings,
         lm_eval=run.result(settle_questions),
-        repeat=role == BASELINE,
+        repeat=role == BASELINE or is_against,
     )
-    url = settings.endpoint if role == CANDIDATE else settings.baseline_endpoint
-    if url is None:
+    if model.url is None:
         served = serve_model(asked)
+    elif model.checkpoint is None:
+        served = serve_model(replace(asked, url=model.url, trust_tokenizer=model.trust_tokenizer))
     else:
         served = serve_model(replace(asked, evaluate=settings.model_copy(update={"tasks": ()})))
         if served.result.failure is None:
-            tokenizer = tokenizer_of(role, url, settings, run.options, model)
-            trusted = tokenizer.is_trusted
+            tokenizer = tokenizer_of(role, model.url, settings, run.options, model.checkpoint)
             serve_model(
-                replace(asked, url=url, checkpoint=tokenizer.folder, trust_tokenizer=trusted)
+                replace(
+                    asked,
+                    url=model.url,
+                    checkpoint=tokenizer.folder,
+                    trust_tokenizer=tokenizer.is_trusted,
+                )
             )
     remove_answers(folder)
     return served
@@ -178,98 +225,182 @@ def _serve(run: Run, role: str, model: Path) -> Served:
     Stage,
     "serve baseline",
     Served,
-    file=SESSION.format(BASELINE),
-    when=_is_loadable,
-    digest=partial(_session_inputs, is_baseline=True),
+    file=SESSION,
+    place=BASELINE,
+    when=lambda run: _is_loadable(run) and run.asks(BASELINE),
+    digest=partial(_session_inputs, role=BASELINE),
 )
 def serve_baseline(run: Run) -> Served:
-    """The baseline in vLLM."""
-    return _serve(run, BASELINE, run.baseline)
+    """Ask the baseline."""
+    return _serve(run, BASELINE)
 
 
 @partial(
     Stage,
     "serve candidate",
     Served,
-    file=SESSION.format(CANDIDATE),
-    when=_is_loadable,
-    digest=partial(_session_inputs, is_baseline=False),
+    file=SESSION,
+    place=CANDIDATE,
+    when=lambda run: _is_loadable(run) and run.asks(CANDIDATE),
+    digest=partial(_session_inputs, role=CANDIDATE),
 )
 def serve_candidate(run: Run) -> Served:
-    """The checkpoint in vLLM; InputError where the baseline was refused there."""
-    baseline = run.result(serve_baseline)
-    require_served(BASELINE, baseline.result)
-    served = _serve(run, CANDIDATE, run.checkpoint)
-    if run.scenario.evaluate is not None and served.result.failure is None:
+    """Ask the checkpoint; InputError if vLLM refused the baseline."""
+    baseline = run.get(serve_baseline)
+    if baseline is not None:
+        require_served(BASELINE, baseline.result)
+    served = _serve(run, CANDIDATE)
+    if run.given is None and run.work.evaluate is not None and served.result.failure is None:
         with suppress(VexportError):  # which `judge` raises, unless the load gate decides
             LOG.info(first_line(_verdict(run, baseline, served)))
     return served
 
 
 def is_served(run: Run) -> bool:
-    """Return whether both models were started in vLLM, which may have refused the checkpoint."""
+    """Return whether vLLM was started with the checkpoint, which it may have refused."""
     return run.get(serve_candidate) is not None
 
 
-def _load_stage(role: str, session: Stage[Served], name: str, file: str) -> Stage[LoadReport]:
-    """The report on a model's session; the continuations are judged against the baseline's."""
+def _judges_load(run: Run) -> bool:
+    """Return whether the load is judged: `vexport eval` judges the answers alone."""
+    return is_served(run) and (run.given is None or run.given.evaluate is None)
+
+
+def _load_stage(role: str, session: Stage[Served], name: str, place: str) -> Stage[LoadReport]:
+    """Return the stage that judges a model's session, with the baseline's if there is one."""
 
     def inputs(run: Run) -> Digests:
-        canaries = run.result(serve_baseline).result.canaries
-        result = run.result(session).result
-        return {"session": value_digest(result), "baseline session": value_digest(canaries)}
+        baseline = run.get(serve_baseline)
+        canaries = baseline.result.canaries if baseline is not None else ()
+        return {
+            "session": value_digest(run.result(session).result),
+            "baseline session": value_digest(canaries),
+        }
 
-    @partial(Stage, name, LoadReport, file=file, when=is_served, digest=inputs)
+    def is_judged(run: Run) -> bool:
+        return _judges_load(run) and run.get(session) is not None
+
+    @partial(Stage, name, LoadReport, file="load.json", place=place, when=is_judged, digest=inputs)
     def load(run: Run) -> LoadReport:
-        progress = named(role, run.options.on_progress)
-        return run.result(session).report(run.result(serve_baseline), progress)
+        model = run.given.candidate if run.given is not None else None
+        progress = named(model.role if model else role, run.options.on_progress)
+        report = run.result(session).report(run.get(serve_baseline), progress)
+        if run.given is None:
+            return report
+        return replace(report, mode=run.given.mode, tp=run.options.serve.ranks)
 
     return load
 
 
-load_baseline = _load_stage(BASELINE, serve_baseline, "load baseline", "eval/baseline/load.json")
-load_candidate = _load_stage(CANDIDATE, serve_candidate, "load", "load.json")
+load_baseline = _load_stage(BASELINE, serve_baseline, "load baseline", BASELINE)
+load_candidate = _load_stage(CANDIDATE, serve_candidate, "load", "")
 
 
-@partial(Stage, "drift", Drift, when=is_served)
-def measure_drift(run: Run) -> Drift | None:
-    """The distance of both models' log-probabilities on the same prompts."""
-    return drift_between(run.result(serve_baseline), run.result(serve_candidate), run.evaluation)
+def load_of(run: Run, session: Stage[Served]) -> LoadReport | None:
+    """Return how a model's session started, which nothing judges.
 
-
-def _is_evaluated(run: Run) -> bool:
-    """Return whether both models answered tasks, or read the text that decides."""
-    served = run.get(serve_candidate)
-    return (
-        served is not None and served.result.failure is None and run.scenario.evaluate is not None
+    Returns None if the model was not started on this machine.
+    """
+    served = run.get(session)
+    if served is None:
+        return None
+    result = served.result
+    if result.failure is not None:
+        return served.report()
+    if result.engine is None:
+        return None
+    return LoadReport(
+        checkpoint=str(result.checkpoint),
+        ok=True,
+        findings=(),
+        vllm=result.vllm,
+        engine=result.engine,
+        canaries=result.canaries,
     )
 
 
-@partial(Stage, "judge", Verdict, when=_is_evaluated)
-def judge(run: Run) -> Verdict | None:
-    """The paired comparison of both models' answers, or of what they make of the text.
+def sessions_here(run: Run) -> tuple[Served, Served] | None:
+    """Return the sessions of both models if both ran in vLLM on this machine."""
+    baseline, candidate = run.get(serve_baseline), run.get(serve_candidate)
+    if baseline is None or candidate is None:
+        return None
+    is_here = run.given is None or (baseline.result.engine and candidate.result.engine)
+    return (baseline, candidate) if is_here else None
 
-    Where the load gate has failed it decides nothing, and is None for answers that cannot be
+
+@partial(Stage, "drift", Drift, when=lambda run: sessions_here(run) is not None)
+def measure_drift(run: Run) -> Drift | None:
+    """Measure the distance of both models' log-probabilities on the same prompts."""
+    sessions = sessions_here(run)
+    assert sessions is not None
+    return drift_between(*sessions, run.evaluation)
+
+
+def _is_compared(run: Run) -> bool:
+    """Return whether the run compares answers that it has, or was given."""
+    if run.given is None:
+        served = run.get(serve_candidate)
+        has_answers = served is not None and served.result.failure is None
+        return has_answers and run.work.evaluate is not None
+    return run.given.evaluate is not None and run.given.is_compared
+
+
+@partial(Stage, "judge", Verdict, when=_is_compared)
+def judge(run: Run) -> Verdict | None:
+    """Compare both models' answers, or their log-probabilities of the text.
+
+    If the load gate has failed the comparison decides nothing, and is None if the answers cannot be
     compared.
     """
-    is_loaded = run.result(load_candidate).ok
+    served, loaded = run.get(serve_candidate), run.get(load_candidate)
+    if run.given is not None and served is not None and served.result.failure is not None:
+        return _refused(run, served.result.failure.message)
+    is_loaded = loaded is None or loaded.ok
     try:
-        verdict = _verdict(run, run.result(serve_baseline), run.result(serve_candidate))
+        verdict = _verdict(run, run.get(serve_baseline), served)
     except VexportError:
         if is_loaded:
             raise
         return None
-    if run.evaluation.text is None:
-        drift = run.get(measure_drift)
-        warnings = drift_warnings(drift) if drift else ()
-    else:
-        calibration = run.scenario.calibration
-        warnings = (SEEN_TEXT,) if calibration and calibration.data == run.evaluation.text else ()
-    return replace(
-        verdict, warnings=(*verdict.warnings, *warnings, *(() if is_loaded else (LOAD_DECIDES,)))
+    warnings = [*verdict.warnings, *_other_warnings(run)]
+    if not is_loaded:
+        warnings.append(LOAD_DECIDES)
+    verdict = replace(verdict, warnings=tuple(warnings))
+    if run.given is None:
+        return verdict
+    name = run.given.candidate.name
+    if run.given.part:
+        LOG.info("%s: %s", name, first_line(verdict))
+    return replace(verdict, checkpoint=name)
+
+
+def _refused(run: Run, message: str) -> Verdict:
+    """Return the verdict on a given checkpoint that vLLM refused."""
+    assert run.given is not None
+    return Verdict(
+        outcome="FAIL",
+        reason=f"vLLM refused it: {message}",
+        margin=run.evaluation.margin,
+        alpha=run.evaluation.alpha,
+        method="not asked",
+        tasks=(),
+        checkpoint=run.given.candidate.name,
     )
 
 
-def _verdict(run: Run, baseline: Served, candidate: Served) -> Verdict:
-    answers = run.folder / "eval" / BASELINE, run.folder / "eval" / CANDIDATE
+def _other_warnings(run: Run) -> tuple[str, ...]:
+    """Return the warnings that the verdict does not contain itself."""
+    if run.evaluation.text is None:
+        drift = run.get(measure_drift)
+        return drift_warnings(drift) if drift else ()
+    if run.given is not None:
+        return ()
+    calibration = run.scenario.calibration
+    is_seen = calibration is not None and calibration.data == run.evaluation.text
+    return (SEEN_TEXT,) if is_seen else ()
+
+
+def _verdict(run: Run, baseline: Served | None, candidate: Served | None) -> Verdict:
+    against = run.given.against if run.given is not None else None
+    answers = (against or run.answers(BASELINE), run.answers(CANDIDATE))
     return verdict_of(run.evaluation, answers, baseline, candidate)

@@ -45,6 +45,7 @@ from vexport.outputs.manifest import (
 from vexport.outputs.replaceable import is_filled_folder, refuse_others
 from vexport.records import PROGRESS_DETAIL, CalibrationData, LmEvalSettings, named
 from vexport.records.values import MOST_COUNT
+from vexport.run.given import BASELINE, CANDIDATE
 from vexport.run.options import NO_EVALUATION, EngineOptions
 from vexport.scenario import Evaluate
 
@@ -53,8 +54,6 @@ LOG = logging.getLogger(__name__)
 EVALUATION_LENGTH = 4096
 SERVER_WORKER = "vexport.inference.endpoint.worker"
 LOGPROBS = "logprobs.safetensors"
-BASELINE = "baseline"
-CANDIDATE = "candidate"
 PLAIN = LmEvalSettings()
 # The log-probability of each token of the text.
 TEXT_FILE = "text.safetensors"

@@ -1,5 +1,4 @@
-"""A run: every stage of a scenario in its order, and the same for several schemes with one
-baseline.
+"""The stages of a run in their order: of a scenario, of several schemes, and of given checkpoints.
 
 The last stages are here: the outcome, the cause of a loss, and the report.
 """
@@ -16,7 +15,7 @@ from typing import NamedTuple
 
 from vexport.checkpoint.card import inherited_card
 from vexport.checkpoint.hub import HubName, pinned_name
-from vexport.checkpoint.index import SourceIndex
+from vexport.checkpoint.index import SourceIndex, find_quantization, read_index
 from vexport.checkpoint.source import require_data, require_source
 from vexport.engine.arguments import require_arguments
 from vexport.engine.session import require_vllm
@@ -32,6 +31,7 @@ from vexport.records import (
     CheckReport,
     ComparedRun,
     DryLoadReport,
+    GivenCheckpoint,
     KindSize,
     LayerErrors,
     LoadReport,
@@ -45,7 +45,6 @@ from vexport.reports.report import Report
 from vexport.run import making, proving
 from vexport.run.comparison import compared_run, mark_smallest
 from vexport.run.directory import (
-    KIND,
     LAYERS,
     REPORT_FILE,
     SCENARIO,
@@ -54,22 +53,20 @@ from vexport.run.directory import (
     Stage,
     logged_to,
     portable,
+    require_run_folder,
     rounding_of,
 )
-from vexport.run.evaluating import cause_of
+from vexport.run.given import BASELINE, Given, RunModel
+from vexport.run.judging import cause_of
 from vexport.run.options import EXPLAINING, EngineOptions, Explaining
-from vexport.run.serving import BASELINE, require_tasks
+from vexport.run.serving import require_tasks
 from vexport.scenario import Scenario
 from vexport.version import __version__
 
 NOT_RUN = LoadReport(checkpoint="", ok=False, findings=())
-# The page comes last: it links to what is there.
-RENDERED = {
-    "report.md": "markdown",
-    "junit.xml": "junit",
-    "model-card.md": "card",
-    "report.html": "html",
-}
+# The forms of the report, and their files. The page comes last: it links to what is there.
+RENDERED = {"report.md": "markdown", "junit.xml": "junit", "report.html": "html"}
+MODEL_CARD = "model-card.md"
 # The hub's cache: models--ORG--NAME/snapshots/REVISION (huggingface_hub.constants,
 # REPO_ID_SEPARATOR).
 _CACHED = re.compile(r"(?:^|/)models--([^/]+?)--([^/]+)/snapshots/[^/]+/?$")
@@ -84,9 +81,17 @@ class Conclusion(NamedTuple):
     reason: str
 
 
-@partial(Stage, "conclude", Conclusion)
+def _has_outcome(run: Run) -> bool:
+    """Return False if answers of a given checkpoint are compared with nothing."""
+    given = run.given
+    return given is None or given.evaluate is None or given.is_compared
+
+
+@partial(Stage, "conclude", Conclusion, when=_has_outcome)
 def conclude(run: Run) -> Conclusion:
-    """The outcome of all stages."""
+    """Decide the outcome from all stages."""
+    if run.given is not None:
+        return _concluded_given(run.get(proving.judge), run.get(proving.load_candidate))
     checked, dry, verdict = (
         run.result(making.check),
         run.get(proving.dry_load),
@@ -95,10 +100,20 @@ def conclude(run: Run) -> Conclusion:
     return concluded(checked, dry, run.get(proving.load_candidate) or NOT_RUN, verdict)
 
 
+def _concluded_given(verdict: Verdict | None, loaded: LoadReport | None) -> Conclusion:
+    """Decide by the verdict, or by the load if that is all that was asked for."""
+    if verdict is not None:
+        return Conclusion(verdict.outcome, verdict.reason)
+    assert loaded is not None
+    if not loaded.ok:
+        return Conclusion("FAIL", f"load: {checkpoint_gate('load', loaded).message}")
+    return Conclusion("PASS", "load found no error; accuracy was not evaluated")
+
+
 def concluded(
     checked: CheckReport, dry: DryLoadReport | None, loaded: LoadReport, verdict: Verdict | None
 ) -> Conclusion:
-    """The first stage that failed decides."""
+    """Decide the outcome of a checkpoint that the run made: the first stage that failed decides."""
     for gate, found in (("check", checked), ("dry load", dry), ("load", loaded)):
         if found is not None and not found.ok:
             return Conclusion("FAIL", f"{gate}: {checkpoint_gate(gate, found).message}")
@@ -111,31 +126,48 @@ def concluded(
     return Conclusion(verdict.outcome, verdict.reason)
 
 
-# After a pass too: the report shows the noise floor.
-@partial(
-    Stage,
-    "attribute",
-    Attribution,
-    when=lambda run: proving.is_served(run) and run.explaining.wanted is not False,
-)
+def _wants_cause(run: Run) -> bool:
+    """Return whether to look for the cause of a loss.
+
+    A scenario's run looks after a pass too: its report shows the noise floor.
+    """
+    if proving.sessions_here(run) is None:
+        return False
+    if run.given is None:
+        return run.explaining.wanted is not False
+    conclusion = run.get(conclude)
+    return conclusion is not None and run.explaining.is_due(conclusion.outcome)
+
+
+@partial(Stage, "attribute", Attribution, when=_wants_cause)
 def attribute(run: Run) -> Attribution | None:
     """Find the cause of a loss."""
-    sessions = run.result(proving.serve_baseline), run.result(proving.serve_candidate)
+    sessions = proving.sessions_here(run)
+    assert sessions is not None
     outcome = run.result(conclude).outcome
     return cause_of(*sessions, run.evaluation, outcome, run.options, run.explaining.seconds)
 
 
-@partial(Stage, "report", Report, writes=(REPORT_FILE, *RENDERED))
+@partial(Stage, "report", Report, writes=(REPORT_FILE, *RENDERED), when=_has_outcome)
 def report(run: Run) -> Report:
-    """The report of the run, in its files too."""
-    found = _all_of(run)
+    """Write the report of the run in all its forms."""
+    found = report_on(run)
     write_text(run.folder / REPORT_FILE, render(found, "json"))
+    if run.given is None:
+        record(run.folder / MODEL_CARD)
+        write_text(run.folder / MODEL_CARD, render(found, "card"))
     for name, format_ in RENDERED.items():
         write_text(run.folder / name, render(found, format_, folder=run.folder))
     return found
 
 
-def _all_of(run: Run) -> Report:
+def report_on(run: Run) -> Report:
+    """Collect everything that the run has found so far."""
+    return _made_report(run) if run.given is None else _given_report(run, run.given)
+
+
+def _made_report(run: Run) -> Report:
+    """Collect the results of a run that made its checkpoint."""
     scenario, root = run.scenario, run.index.root
     conclusion, calibration = run.result(conclude), run.get(making.calibrate)
     rounding, pinned = rounding_of(run.folder), pinned_name(root)
@@ -144,8 +176,8 @@ def _all_of(run: Run) -> Report:
     return Report(
         name=scenario.name,
         vexport=__version__,
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-        command=shlex.join(["vexport", *map(portable, sys.argv[1:])]),
+        created=_now(),
+        command=_command(),
         source=portable(scenario.source),
         source_name=source_name(scenario.source, root),
         source_revision=pinned.partition("@")[2] if pinned else None,
@@ -170,8 +202,67 @@ def _all_of(run: Run) -> Report:
         attribution=run.get(attribute),
         sensitivity=run.get(making.measure_sensitivity),
         mixed=run.get(making.choose),
-        seconds=run.directory.seconds,
+        seconds=run.seconds,
     )
+
+
+def _given_report(run: Run, given: Given) -> Report:
+    """Collect the results of a run whose checkpoint was given."""
+    conclusion = run.result(conclude)
+    baseline = given.against if given.baseline is None else given.baseline.name
+    load = run.get(proving.load_candidate)
+    return Report(
+        name=given.name,
+        vexport=__version__,
+        created=_now(),
+        command=_command(),
+        source=None,
+        baseline=None if baseline is None else portable(str(baseline)),
+        outcome=conclusion.outcome,
+        reason=conclusion.reason,
+        plan=None,
+        given=_described(given),
+        layers=(),
+        calibration_rows=0,
+        calibration_digest=None,
+        check=None,
+        baseline_load=proving.load_of(run, proving.serve_baseline),
+        load=load or proving.load_of(run, proving.serve_candidate),
+        verdict=run.get(proving.judge),
+        drift=run.get(proving.measure_drift),
+        attribution=run.get(attribute) if run.is_reached(attribute) else None,
+        seconds=run.seconds,
+    )
+
+
+def _described(given: Given) -> GivenCheckpoint:
+    """Describe a given checkpoint by the headers of its files and of its baseline's."""
+    index, baseline = _index_of(given.candidate), _index_of(given.baseline)
+    quantization = find_quantization(index.root, index.config) if index else None
+    values = quantization.values if quantization else {}
+    return GivenCheckpoint(
+        name=portable(given.candidate.name),
+        format=str(values.get("format") or values.get("quant_method") or ""),
+        num_bytes=index.num_bytes if index else None,
+        source_bytes=baseline.num_bytes if baseline else None,
+        parameters=baseline.num_parameters if baseline else None,
+    )
+
+
+def _index_of(model: RunModel | None) -> SourceIndex | None:
+    """Read the headers of a model, None if its files are not on this machine."""
+    if model is None or model.checkpoint is None:
+        return None
+    return read_index(model.checkpoint)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _command() -> str:
+    """Return the command line of this call, without the path of the current folder."""
+    return shlex.join(["vexport", *map(portable, sys.argv[1:])])
 
 
 STAGES: tuple[Stage[object], ...] = (
@@ -194,6 +285,8 @@ STAGES: tuple[Stage[object], ...] = (
     attribute,
     report,
 )
+# The stages up to the outcome, which comes before its cause is looked for.
+JUDGING = STAGES[: STAGES.index(attribute)]
 # Stages of the baseline alone, whatever it is compared with.
 BASELINE_STAGES = (proving.serve_baseline.name, proving.load_baseline.name)
 
@@ -219,7 +312,7 @@ def run_scenario(
         [NamedPath(label="--run-dir", path=folder)], list(scenario_inputs(scenario, file))
     )
     _require_usable(scenario, options)
-    KIND.require_own(folder)
+    require_run_folder(folder)
     with written_alone(folder, "--run-dir"):
         run = Run(scenario, folder, options, explaining)
         run.directory.begin(overwrite=overwrite)
@@ -292,7 +385,8 @@ def compare_schemes(
             )
         else:
             rows.append(compared_run(made, str(run_dir)))
-            served = served or (run_dir if made.baseline_load.engine else None)
+            is_served = made.baseline_load is not None and made.baseline_load.engine is not None
+            served = served or (run_dir if is_served else None)
     if len(problems) == len(scenarios):
         raise problems[0]
     faults = tuple(error for error in problems if isinstance(error, EnvironmentFault))

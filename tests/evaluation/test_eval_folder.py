@@ -1,0 +1,75 @@
+"""`vexport eval` is a run whose checkpoint is given: its folder, its report, and a second call."""
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from tests.command import ROOT, Ran, vexport
+from vexport.run.directory import KIND
+
+SCHEMA = json.loads((ROOT / "vexport" / "reports" / "report.schema.json").read_text())
+pytestmark = pytest.mark.vllm
+
+
+def evaluate(runs: Path, folder: Path, *options: object, names: tuple[str, ...]) -> Ran:
+    """Compare results of lm-eval with the baseline's; nothing is asked."""
+    tasks = [runs / "tasks" / f"{name}.yaml" for name in ("sums", "choices", "near")]
+    asked = [word for task in tasks for word in ("--task", task)]
+    given = [runs / name for name in names]
+    call = ("eval", *given, "--baseline", runs / "baseline", "--trust-remote-code", *asked)
+    return vexport(*call, "--output-dir", folder, *options)
+
+
+def test_report_of_a_given_checkpoint(lm_eval_runs: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    ran = evaluate(lm_eval_runs, folder, names=("worse",))
+    assert ran.code == 1
+    assert ran.stdout.startswith("FAIL")
+    assert ran.stdout.endswith(f"report: {folder}/report.html\n")
+    files = {file.name for file in folder.iterdir() if not file.name.startswith(".")}
+    assert files == {"report.html", "report.json", "report.md", "junit.xml", "vexport.log"}
+    KIND.require_replaceable(folder, overwrite=True)  # the list of files is complete
+    report = json.loads((folder / "report.json").read_text())
+    jsonschema.validate(report, SCHEMA)
+    assert (report["outcome"], report["name"]) == ("FAIL", "worse")
+    assert (report["plan"], report["check"], report["load"]) == (None, None, None)
+    assert report["given"]["name"] == str(lm_eval_runs / "worse")
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert "Answers that flipped" in page
+    assert f"worse against {lm_eval_runs}" in page
+    assert "<failure" in (folder / "junit.xml").read_text()
+    assert vexport("report", folder).code == 1
+    card = vexport("report", folder, "--format", "card")
+    assert card.code == 2
+    assert "got a report on a checkpoint that was given" in card.errors[0]
+
+
+def test_second_call_in_every_form(lm_eval_runs: Path, tmp_path: Path) -> None:
+    first = evaluate(lm_eval_runs, tmp_path, "--format", "json", names=("twin",))
+    again = evaluate(lm_eval_runs, tmp_path, "--format", "json", names=("twin",))
+    assert (first.code, first.stdout) == (again.code, again.stdout)
+    assert json.loads(first.stdout)["outcome"] == "PASS"
+    html = evaluate(lm_eval_runs, tmp_path, "--format", "html", names=("twin",)).stdout
+    assert html.startswith("<!DOCTYPE html>")
+    assert "Answers that flipped" in html
+    assert evaluate(lm_eval_runs, tmp_path, "--format", "markdown", names=("twin",)).code == 0
+    other = evaluate(lm_eval_runs, tmp_path, "--margin", "0", "--quiet", names=("twin",))
+    assert other.code == 3, "another margin, the same answers"
+
+
+def test_reports_of_several_checkpoints(lm_eval_runs: Path, tmp_path: Path) -> None:
+    ran = evaluate(lm_eval_runs, tmp_path, names=("worse", "twin"))
+    assert ran.code == 1
+    parts = [tmp_path / "candidate" / name for name in ("1-worse", "2-twin")]
+    outcomes = [json.loads((part / "report.json").read_text())["outcome"] for part in parts]
+    assert outcomes == ["FAIL", "PASS"]
+    KIND.require_replaceable(tmp_path, overwrite=True)
+    missing = vexport("report", tmp_path)
+    assert missing.code == 2
+    assert f"vexport report {tmp_path}/candidate/*" in missing.errors[0]
+    table = vexport("report", *parts).stdout
+    assert f"{parts[1]} *" in table
+    page = evaluate(lm_eval_runs, tmp_path, "--format", "html", names=("worse", "twin")).stdout
+    assert f"{lm_eval_runs}/twin *" in page

@@ -1,0 +1,82 @@
+"""Verdicts on two models that were asked, and the search for the cause of a loss."""
+
+import logging
+import time
+from pathlib import Path
+
+from vexport.evaluation.attribution import attribute
+from vexport.evaluation.held_out import decide_on_text
+from vexport.evaluation.verdict import decide
+from vexport.inference.answers import Served
+from vexport.records import Attribution, Outcome, Verdict, named
+from vexport.reports.formatting import outcome_line
+from vexport.run.directory import portable
+from vexport.run.options import EngineOptions
+from vexport.scenario import Evaluate
+
+LOG = logging.getLogger(__name__)
+
+
+class _OutOfTime(Exception):
+    """The time for the search is over."""
+
+
+def first_line(verdict: Verdict) -> str:
+    """Return the outcome and its reason in one line."""
+    return f"accuracy: {outcome_line(verdict.outcome, verdict.device)}: {verdict.reason}"
+
+
+def verdict_of(
+    settings: Evaluate,
+    answers: tuple[Path, Path],
+    baseline: Served | None,
+    candidate: Served | None,
+) -> Verdict:
+    """Compare both models' answers to tasks, or their log-probabilities of the text that decides.
+
+    `answers` are the baseline's and the candidate's: two results of lm-eval, or an accepted
+    baseline and results. Raises CheckpointFailed if the models' texts cannot be compared.
+    """
+    if settings.text is None:
+        return decide(*answers, margin=settings.margin, alpha=settings.alpha, gate=settings.gate)
+    assert baseline is not None
+    assert candidate is not None
+    return decide_on_text(portable(settings.text), baseline, candidate, settings)
+
+
+def cause_of(
+    baseline: Served,
+    candidate: Served,
+    settings: Evaluate,
+    outcome: Outcome,
+    options: EngineOptions,
+    seconds: float,
+) -> Attribution | None:
+    """Find the cause of a loss, given the outcome.
+
+    Returns None if vLLM refused a model, or if the search took more than `seconds`.
+    """
+    if not baseline.is_scored or not candidate.is_scored:
+        return None
+    deadline = time.monotonic() + seconds
+    on_progress = named("attribution", options.on_progress)
+
+    def tell(stage: str, done: int, total: int) -> None:
+        if time.monotonic() > deadline:
+            raise _OutOfTime
+        on_progress(stage, done, total)
+
+    try:
+        return attribute(
+            baseline,
+            candidate,
+            limit=settings.kl_limit,
+            outcome=outcome,
+            vllm_python=options.vllm_python,
+            on_progress=tell,
+        )
+    except _OutOfTime:
+        LOG.info(
+            "attribution: stopped after %g s (--attribution-seconds); the verdict stands", seconds
+        )
+        return None
