@@ -10,8 +10,8 @@ from tests.reports import sample
 from vexport.checkpoint.index import read_index
 from vexport.records import CheckReport
 from vexport.reports import render
+from vexport.run.concluding import NOT_RUN, concluded, size_by_kind, source_name, tensor_kind
 from vexport.run.directory import portable
-from vexport.run.stages import NOT_RUN, concluded, size_by_kind, source_name, tensor_kind
 
 GOOD = CheckReport(checkpoint="c", ok=True, findings=(sample.finding(),))
 

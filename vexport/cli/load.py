@@ -55,6 +55,7 @@ _NO_DRY_LOAD = partial(DryLoadReport, vllm="", cells=(), rows=(), blind_spots=()
     "Keep the session and a report in DIR; a second call resumes [default: nothing is kept].",
     PATH,
     "DIR",
+    heading="Output",
 )
 @overwrite_run_option
 @option(

@@ -262,9 +262,11 @@ class Run:
         if self.given is not None:
             return self.given.baseline if role == BASELINE else self.given.candidate
         if role == BASELINE:
-            folder, url = self.baseline, self.evaluation.baseline_endpoint
+            folder = self.baseline
+            url = self.evaluation.baseline_endpoint
         else:
-            folder, url = self.checkpoint, self.evaluation.endpoint
+            folder = self.checkpoint
+            url = self.evaluation.endpoint
         return RunModel(name=str(folder), role=role, checkpoint=folder, url=url)
 
     def asks(self, role: str) -> bool:

@@ -27,13 +27,14 @@ from vexport.outputs.replaceable import NamedPath, require_separate, written_alo
 from vexport.records import ComparedRun, OnProgress, Verdict
 from vexport.reports.report import Report
 from vexport.run.comparison import compared_run, mark_smallest
+from vexport.run.concluding import attribute, report, report_on
 from vexport.run.directory import Run, RunDirectory, logged_to, require_run_folder
 from vexport.run.given import BASELINE, CANDIDATE, Given, RunModel, candidate_parts, title_of
 from vexport.run.loading import require_servable
 from vexport.run.options import EXPLAINING, EngineOptions, Explaining
 from vexport.run.proving import SESSION, judge, measure_drift, serve_candidate
 from vexport.run.serving import fetch_tasks, require_served, require_tasks, tokenizer_of
-from vexport.run.stages import JUDGING, attribute, report, report_on
+from vexport.run.stages import JUDGING
 from vexport.scenario import Evaluate
 
 OUTPUT_DIR = "--output-dir"
@@ -132,7 +133,9 @@ def accept_answers(run: Run, accept: Path | None) -> str:
 
     Returns the lines that say so; nothing if no baseline is written.
     """
-    verdict, given, settings = run.get(judge), _given_to(run), run.evaluation
+    verdict = run.get(judge)
+    given = _given_to(run)
+    settings = run.evaluation
     if accept is None or (verdict is not None and verdict.outcome == "FAIL"):
         return ""
     choice: Mapping[str, str] = settings.gate

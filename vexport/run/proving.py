@@ -109,7 +109,8 @@ def dry_load(run: Run) -> DryLoadReport:
 
 def _is_loadable(run: Run) -> bool:
     """Return whether no earlier stage found an error in the checkpoint."""
-    checked, dry = run.get(check), run.get(dry_load)
+    checked = run.get(check)
+    dry = run.get(dry_load)
     return (checked is None or checked.ok) and (dry is None or dry.ok)
 
 
@@ -186,7 +187,8 @@ def _serve(run: Run, role: str) -> Served:
     """
     model = run.model(role)
     assert model is not None
-    folder, settings = run.place(role), run.evaluation
+    folder = run.place(role)
+    settings = run.evaluation
     clear_session(folder, run.root)
     is_against = run.given is not None and run.given.against is not None
     prompted_by = model.prompt_folder
@@ -321,7 +323,8 @@ def load_of(run: Run, session: Stage[Served]) -> LoadReport | None:
 
 def sessions_here(run: Run) -> tuple[Served, Served] | None:
     """Return the sessions of both models if both ran in vLLM on this machine."""
-    baseline, candidate = run.get(serve_baseline), run.get(serve_candidate)
+    baseline = run.get(serve_baseline)
+    candidate = run.get(serve_candidate)
     if baseline is None or candidate is None:
         return None
     is_here = run.given is None or (baseline.result.engine and candidate.result.engine)
@@ -352,7 +355,8 @@ def judge(run: Run) -> Verdict | None:
     If the load gate has failed the comparison decides nothing, and is None if the answers cannot be
     compared.
     """
-    served, loaded = run.get(serve_candidate), run.get(load_candidate)
+    served = run.get(serve_candidate)
+    loaded = run.get(load_candidate)
     if run.given is not None and served is not None and served.result.failure is not None:
         return _refused(run, served.result.failure.message)
     is_loaded = loaded is None or loaded.ok
