@@ -55,6 +55,7 @@ HEAVY = (
     "lm_eval",
     "scipy",
     "matplotlib",
+    "httpx",
     "compressed_tensors",
     "numpy",
 )

@@ -9,7 +9,6 @@ from transformers import AutoTokenizer
 
 from tests.models import Good, quantize
 from vexport.engine.agreement import KL_LIMITS, canary_findings, kl_limit, symptom
-from vexport.engine.load import CONTINUED, fixed_prompts, shortest_length
 from vexport.engine.reference import (
     BFLOAT16_ROUNDING,
     REFERENCE_FILE,
@@ -19,6 +18,7 @@ from vexport.engine.reference import (
     remembered_reference,
 )
 from vexport.errors import InputError
+from vexport.inference.prompts import CONTINUED, fixed_prompts, shortest_length
 from vexport.numerics.metrics import kl_divergence
 from vexport.records import Canary
 

@@ -17,11 +17,11 @@ from tests.evaluation.faults import (
     with_template,
 )
 from tests.models import quantize
-from vexport.engine.load import Prompts, fixed_prompts
 from vexport.engine.messages import SessionResult
 from vexport.engine.reference import reference_logprobs
 from vexport.evaluation.attribution import attribute
 from vexport.inference.answers import Served
+from vexport.inference.prompts import Prompts, fixed_prompts
 from vexport.records import Attribution, Outcome
 
 TEXTS = (

@@ -8,10 +8,10 @@ import torch
 from safetensors.torch import save_file
 from torch.nn import functional
 
-from vexport.engine.load import Prompts, fixed_prompts
 from vexport.engine.messages import SessionResult
 from vexport.evaluation.drift import drift_warnings, least_kl, measure_drift
 from vexport.inference.answers import Served
+from vexport.inference.prompts import Prompts, fixed_prompts
 from vexport.numerics.metrics import kl_divergence
 from vexport.scenario import Evaluate
 

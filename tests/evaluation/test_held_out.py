@@ -11,7 +11,6 @@ from numpy.typing import ArrayLike
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
-from vexport.engine.load import Prompts
 from vexport.engine.messages import SessionResult
 from vexport.errors import CheckpointFailed, Inconclusive
 from vexport.evaluation.held_out import (
@@ -21,6 +20,7 @@ from vexport.evaluation.held_out import (
     mean_bounds,
 )
 from vexport.inference.answers import Rows, Served
+from vexport.inference.prompts import Prompts
 from vexport.records import DraftCounts
 from vexport.reports import render_verdicts
 from vexport.scenario import Evaluate

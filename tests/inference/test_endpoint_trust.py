@@ -9,10 +9,10 @@ from vexport.errors import InputError, VexportError
 from vexport.inference.drafts import count_drafts
 from vexport.inference.endpoint.model import EndpointModel
 from vexport.inference.endpoint.server import Server
+from vexport.inference.endpoint.tokenizer import tokenizer_of
 from vexport.inference.kept_answers import KeptAnswers
+from vexport.inference.options import EngineOptions
 from vexport.records import Endpoint, silent
-from vexport.run.options import EngineOptions
-from vexport.run.serving import tokenizer_of
 from vexport.scenario import Evaluate
 from vexport.scenario.serve import Serve
 

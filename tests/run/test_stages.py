@@ -17,14 +17,14 @@ from vexport.checkpoint.index import folder_digest
 from vexport.errors import InputError
 from vexport.files import write_text
 from vexport.formats.plan import Plan
+from vexport.inference.options import EngineOptions
+from vexport.inference.session_folder import clear_session
 from vexport.outputs.manifest import MANIFEST, record
 from vexport.outputs.replaceable import FolderKind, written_alone
 from vexport.records import CheckReport, silent
 from vexport.run.directory import KIND, OLD_EVALUATION_MARK, Run, RunDirectory, Stage
 from vexport.run.evaluating import evaluate_checkpoints
 from vexport.run.making import check, quantize
-from vexport.run.options import EngineOptions
-from vexport.run.serving import clear_session
 from vexport.run.stages import STAGES, run_scenario
 from vexport.scenario import Serve, read_scenario
 

@@ -8,6 +8,7 @@ from vexport.api.common import Name, OnNote, OnProblem, python_warning
 from vexport.engine.dry.load import dry_load_checkpoints
 from vexport.engine.session import require_engine
 from vexport.formats.gpus import cards
+from vexport.inference.options import EngineOptions
 from vexport.plan.source import require_trusted_scenario, with_default_text
 from vexport.records import (
     ComparedRun,
@@ -26,7 +27,7 @@ from vexport.run.evaluating import (
     verdict_in,
 )
 from vexport.run.loading import load_checkpoints
-from vexport.run.options import EXPLANATION_SECONDS, EngineOptions, Explaining
+from vexport.run.options import EXPLANATION_SECONDS, Explaining
 from vexport.run.stages import compare_schemes, run_scenario
 from vexport.scenario import Evaluate, Serve, base_scenario, read_scenario
 from vexport.scenario.serve import EngineArguments, with_options

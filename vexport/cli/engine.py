@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from pydantic import JsonValue
 
     from vexport.api import Engine
+    from vexport.inference.options import EngineOptions
     from vexport.records import OnProgress
-    from vexport.run.options import EngineOptions
     from vexport.scenario import Serve
 
 # The key of vLLM's flags in a command's context.
@@ -40,7 +40,7 @@ class Interpreter:
 
     def options(self, serve: "Serve", on_progress: "OnProgress") -> "EngineOptions":
         """The start of every engine of the call."""
-        from vexport.run.options import EngineOptions
+        from vexport.inference.options import EngineOptions
 
         return EngineOptions(
             serve=serve,

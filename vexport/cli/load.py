@@ -212,8 +212,8 @@ def _loads(
     from vexport.engine.session import require_engine
 
     require_engine(pythons)
+    from vexport.inference.options import EngineOptions
     from vexport.run.loading import load_checkpoints
-    from vexport.run.options import EngineOptions
 
     modes: Sequence[EngineMode] = ("eager", "default") if mode == "both" else (mode,)
     options = EngineOptions(

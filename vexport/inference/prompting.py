@@ -1,5 +1,6 @@
-"""The prompts of both models: one object of lm-eval's settings for both, decided before an engine
-starts; and what differs between them before either computes: tokens, chat template, when to stop.
+"""How both models are prompted: lm-eval's settings, which are decided before an engine starts.
+
+Also finds differences between the models' prompts: tokens, chat templates, stop conditions.
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,11 +28,11 @@ _SHOWN = 60
 
 
 def lm_eval_settings(settings: Evaluate, models: Mapping[str, Path]) -> LmEvalSettings:
-    """lm-eval's settings for `models`, of which the first is the baseline, where there is one.
+    """Return lm-eval's settings for `models`: the baseline first, if there is one.
 
-    The chat template is applied where the models have one and `settings` do not decide, but not to
-    tasks that score a continuation of plain text. InputError where a template is asked for that a
-    model lacks, where only some have one, or where they render a conversation differently.
+    If `settings` do not decide, the chat template is applied if the models have one, but not to
+    tasks that score a continuation of plain text. Raises InputError if a model lacks the requested
+    template, if only some models have a template, or if they render a conversation differently.
     """
     template = _template(settings, {role: chat_templates(root) for role, root in models.items()})
     if template:
@@ -59,7 +60,7 @@ def lm_eval_settings(settings: Evaluate, models: Mapping[str, Path]) -> LmEvalSe
 
 
 def _template(settings: Evaluate, templates: Mapping[str, Mapping[str, str]]) -> bool | str:
-    """The template to apply: its name, true for the default one, or false."""
+    """Return the name of the template to apply, True for the default template, or False."""
     asked = settings.apply_chat_template
     if asked is False or (asked is None and not any(templates.values())):
         return False
@@ -83,9 +84,7 @@ def _lacking(role: str, name: str, templates: Mapping[str, str]) -> InputError:
 
 
 def differences(baseline: Served, candidate: Served) -> Iterator[str]:
-    """Yield a sentence for each thing that makes the candidate read, or end, unlike the
-    baseline.
-    """
+    """Yield a sentence for each difference that changes the candidate's prompts or their end."""
     roots = baseline.checkpoint, candidate.checkpoint
     old, new = baseline.prompts.tokens, candidate.prompts.tokens
     differ = next(((x, y) for x, y in zip(old, new, strict=False) if x != y), None)
@@ -103,7 +102,7 @@ def differences(baseline: Served, candidate: Served) -> Iterator[str]:
 
 
 def other_template(old: Path, new: Path) -> Iterator[str]:
-    """Yield a sentence where the checkpoint `new` renders a conversation unlike `old`."""
+    """Yield a sentence if the checkpoint `new` renders a conversation differently from `old`."""
     before, after = (_rendered(AutoTokenizer.from_pretrained(root)) for root in (old, new))
     if before != after:
         at = next((i for i, (x, y) in enumerate(zip(before, after, strict=False)) if x != y), 0)
@@ -114,7 +113,7 @@ def other_template(old: Path, new: Path) -> Iterator[str]:
 
 
 def _rendered(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A conversation as the model would read it; transformers renders templates in a sandbox."""
+    """Render a conversation as the model's prompt; transformers renders in a sandbox."""
     if not tokenizer.chat_template:
         return "(no chat template)"
     try:

@@ -28,8 +28,11 @@ Row = Mapping[str, object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeated:
-    """The number of documents asked again, and of those that changed from wrong to right or back;
-    answers that are sampled with several seeds may: how they scatter is part of the interval."""
+    """The number of documents asked again, and how many changed from wrong to right or back.
+
+    Answers that are `sampled` with several seeds may change, because the confidence interval
+    includes their spread.
+    """
 
     documents: int
     changed: int
@@ -37,8 +40,9 @@ class Repeated:
 
 
 def documents_to_repeat(tasks: int, limit: float | None) -> int:
-    """The number of each task's first documents that are asked again; `limit` is that of the
-    tasks.
+    """Return how many of each task's first documents are asked again.
+
+    `limit` is the limit on each task's documents.
     """
     share = max(LEAST, DOCUMENTS // max(1, tasks))
     return min(share, int(limit)) if limit is not None and limit >= 1 else share
@@ -47,9 +51,7 @@ def documents_to_repeat(tasks: int, limit: float | None) -> int:
 def compare_rows(
     first: Mapping[str, Sequence[Row]], again: Mapping[str, Sequence[Row]]
 ) -> Repeated:
-    """Count the documents whose scores of 0 and 1 changed, among those that were asked the same
-    question.
-    """
+    """Count documents with changed scores of 0 and 1, among documents with the same prompt."""
     before, now = _marks(first), _marks(again)
     asked = before.keys() & now.keys()
     changed = [
@@ -63,7 +65,7 @@ def compare_rows(
 
 
 def _marks(rows: Mapping[str, Sequence[Row]]) -> dict[tuple[object, ...], dict[str, float]]:
-    """The scores that say right or wrong, by task, document, filter and prompt."""
+    """Return the scores of 0 and 1 by task, document, filter and prompt."""
     marks: dict[tuple[object, ...], dict[str, float]] = {}
     for task, row in ((task, row) for task, task_rows in rows.items() for row in task_rows):
         metrics = row["metrics"]
@@ -82,15 +84,17 @@ def write_repeated(folder: Path, repeated: Repeated) -> None:
 
 
 def read_repeated(folder: Path) -> Repeated | None:
-    """Read the counts of `write_repeated`; None for a folder made elsewhere."""
+    """Read the counts of `write_repeated`; None if the folder has none."""
     return from_json(Repeated, folder / FILE) if (folder / FILE).is_file() else None
 
 
 def require_deterministic(folder: Path, repeated: Repeated, alpha: float) -> None:
-    """EnvironmentFault where more than TOLERATED of the answers change (exact binomial test at
-    `alpha`).
+    """Raise EnvironmentFault if more than `TOLERATED` of the answers change.
+
+    The decision is an exact binomial test at the level `alpha`.
     """
-    asked, changed = repeated.documents, repeated.changed
+    asked = repeated.documents
+    changed = repeated.changed
     if not asked or repeated.sampled:
         return
     if stats.binomtest(changed, asked, TOLERATED, alternative="greater").pvalue > alpha:

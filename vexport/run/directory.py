@@ -19,6 +19,7 @@ from vexport.checkpoint.index import SourceIndex, folder_digest, read_index
 from vexport.checkpoint.source import DEFAULT, DEFAULT_FILE, data_files, resolve_source
 from vexport.errors import InputError
 from vexport.files import digest_bytes, digest_file, from_json, to_json, write_text
+from vexport.inference.options import BASELINE, CANDIDATE, NO_EVALUATION, EngineOptions
 from vexport.outputs.manifest import has_manifest, is_recorded, record, remove_recorded, strangers
 from vexport.outputs.replaceable import FolderKind, refuse_others
 from vexport.plan.build import PlanSettings
@@ -26,8 +27,8 @@ from vexport.plan.source import settings_of, source_index
 from vexport.quantize.layer_groups import LayerGroup, find_layer_groups
 from vexport.records.calibration import RoundingReport
 from vexport.reports.report import Report
-from vexport.run.given import BASELINE, CANDIDATE, Given, RunModel
-from vexport.run.options import EXPLAINING, NO_EVALUATION, EngineOptions, Explaining
+from vexport.run.given import Given, RunModel
+from vexport.run.options import EXPLAINING, Explaining
 from vexport.scenario import Calibration, Evaluate, Scenario
 from vexport.version import __version__
 

@@ -19,9 +19,12 @@ from vexport.evaluation.accepted import (
 )
 from vexport.evaluation.given_answers import read_given, require_answers_to
 from vexport.evaluation.inputs import evaluation_inputs
-from vexport.evaluation.results import result_files
 from vexport.files import user_path
+from vexport.inference.asked_tasks import fetch_tasks, require_tasks
 from vexport.inference.endpoint.server import is_url, require_address
+from vexport.inference.endpoint.tokenizer import tokenizer_of
+from vexport.inference.options import BASELINE, CANDIDATE, EngineOptions
+from vexport.inference.result_files import is_results
 from vexport.inference.tasks import named_in_files
 from vexport.outputs.replaceable import NamedPath, require_separate, written_alone
 from vexport.records import ComparedRun, OnProgress, Verdict
@@ -29,11 +32,10 @@ from vexport.reports.report import Report
 from vexport.run.comparison import compared_run, mark_smallest
 from vexport.run.concluding import attribute, report, report_on
 from vexport.run.directory import Run, RunDirectory, logged_to, require_run_folder
-from vexport.run.given import BASELINE, CANDIDATE, Given, RunModel, candidate_parts, title_of
+from vexport.run.given import Given, RunModel, candidate_parts, title_of
 from vexport.run.loading import require_servable
-from vexport.run.options import EXPLAINING, EngineOptions, Explaining
-from vexport.run.proving import SESSION, judge, measure_drift, serve_candidate
-from vexport.run.serving import fetch_tasks, require_served, require_tasks, tokenizer_of
+from vexport.run.options import EXPLAINING, Explaining
+from vexport.run.proving import SESSION, judge, measure_drift, require_served, serve_candidate
 from vexport.run.stages import JUDGING
 from vexport.scenario import Evaluate
 
@@ -146,12 +148,6 @@ def accept_answers(run: Run, accept: Path | None) -> str:
     if verdict is None:  # otherwise its warnings name the lost answers of both models
         lines += [f"warning: {lost}" for lost in lost_answers(accepted, settings.alpha)]
     return "\n".join(lines)
-
-
-def is_results(name: str) -> bool:
-    """Return whether the name of a model is lm-eval's results: a file, or a folder with one."""
-    path = user_path(name)
-    return not (path / "config.json").exists() and bool(result_files(path))
 
 
 def _given_to(run: Run) -> Given:

@@ -11,9 +11,6 @@ from pathlib import Path
 from vexport.records import EngineMode
 from vexport.scenario import Evaluate
 
-BASELINE = "baseline"
-CANDIDATE = "candidate"
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunModel:

@@ -2,16 +2,15 @@
 
 import logging
 import time
-from pathlib import Path
 
 from vexport.evaluation.attribution import attribute
 from vexport.evaluation.held_out import decide_on_text
 from vexport.evaluation.verdict import decide
-from vexport.inference.answers import Served
+from vexport.inference.answers import Answers, Served
+from vexport.inference.options import EngineOptions
 from vexport.records import Attribution, Outcome, Verdict, named
 from vexport.reports.formatting import outcome_line
 from vexport.run.directory import portable
-from vexport.run.options import EngineOptions
 from vexport.scenario import Evaluate
 
 LOG = logging.getLogger(__name__)
@@ -28,20 +27,25 @@ def first_line(verdict: Verdict) -> str:
 
 def verdict_of(
     settings: Evaluate,
-    answers: tuple[Path, Path],
-    baseline: Served | None,
-    candidate: Served | None,
+    baseline: Answers,
+    candidate: Answers,
 ) -> Verdict:
     """Compare both models' answers to tasks, or their log-probabilities of the text that decides.
 
-    `answers` are the baseline's and the candidate's: two results of lm-eval, or an accepted
-    baseline and results. Raises CheckpointFailed if the models' texts cannot be compared.
+    The baseline's results may be an accepted baseline. Raises CheckpointFailed if the models' texts
+    cannot be compared.
     """
     if settings.text is None:
-        return decide(*answers, margin=settings.margin, alpha=settings.alpha, gate=settings.gate)
-    assert baseline is not None
-    assert candidate is not None
-    return decide_on_text(portable(settings.text), baseline, candidate, settings)
+        return decide(
+            baseline.results,
+            candidate.results,
+            margin=settings.margin,
+            alpha=settings.alpha,
+            gate=settings.gate,
+        )
+    assert baseline.served is not None
+    assert candidate.served is not None
+    return decide_on_text(portable(settings.text), baseline.served, candidate.served, settings)
 
 
 def cause_of(

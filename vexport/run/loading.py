@@ -11,11 +11,11 @@ from vexport.engine.arguments import require_arguments, require_heads, require_l
 from vexport.engine.session import EngineFault, log_folder, require_vllm
 from vexport.errors import VexportError
 from vexport.errors.extras import unforeseen
+from vexport.inference.options import EngineOptions
 from vexport.outputs.replaceable import NamedPath, require_separate, written_alone
 from vexport.records import ENGINE_CHECK, EngineMode, Finding, LoadReport
 from vexport.run.directory import RUN_DIR, Run, logged_to, require_run_folder
 from vexport.run.given import Given, RunModel, title_of
-from vexport.run.options import EngineOptions
 from vexport.run.proving import load_candidate
 from vexport.run.stages import STAGES
 from vexport.scenario import Serve

@@ -1,27 +1,13 @@
-"""Options of a call that no scenario has: how engines are started, and whether a loss is explained.
+"""Options of a call that no scenario has: whether the cause of a loss is looked for.
 
 `vexport report` imports this, without torch.
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 
-from vexport.records import OnProgress, Outcome
-from vexport.scenario import Evaluate, Serve
+from vexport.records import Outcome
 
 EXPLANATION_SECONDS = 300
-# The evaluation of a scenario that asks for none: the defaults, and nothing to decide by.
-NO_EVALUATION = Evaluate.model_construct(kl_prompts=0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions:
-    """The start of every engine of a call."""
-
-    serve: Serve
-    vllm_python: Path | None
-    trust_remote_code: bool
-    on_progress: OnProgress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

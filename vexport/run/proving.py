@@ -16,29 +16,33 @@ from vexport.checkpoint.index import folder_digest
 from vexport.checkpoint.source import DEFAULT
 from vexport.engine.describe import NONE, answer_environment
 from vexport.engine.dry.load import dry_load_checkpoints
-from vexport.engine.load import CONTINUED
-from vexport.errors import VexportError
+from vexport.engine.messages import SessionResult
+from vexport.errors import CheckpointFailed, InputError, VexportError
 from vexport.evaluation.drift import drift_warnings
 from vexport.evaluation.drift import measure_drift as drift_between
+from vexport.evaluation.load_gate import judge_by_reference
 from vexport.files import digest_file
-from vexport.inference.answers import Served
+from vexport.inference.answers import Answers, Served
+from vexport.inference.asked_tasks import fetch_tasks
+from vexport.inference.asking import (
+    PLAIN,
+    AnswerSource,
+    EndpointSource,
+    EngineSource,
+    GivenResults,
+    Questions,
+)
 from vexport.inference.endpoint.server import require_address
+from vexport.inference.endpoint.tokenizer import tokenizer_of
+from vexport.inference.options import BASELINE, CANDIDATE
 from vexport.inference.prompting import lm_eval_settings
+from vexport.inference.prompts import CONTINUED
+from vexport.inference.session_folder import clear_session, remove_answers
 from vexport.records import Drift, DryLoadReport, LmEvalSettings, LoadReport, Verdict, named
 from vexport.run.directory import Digests, Run, Stage, data_digest, value_digest
-from vexport.run.given import BASELINE, CANDIDATE
+from vexport.run.given import RunModel
 from vexport.run.judging import first_line, verdict_of
 from vexport.run.making import check, checkpoint_inputs
-from vexport.run.serving import (
-    PLAIN,
-    ModelUnderTest,
-    clear_session,
-    fetch_tasks,
-    remove_answers,
-    require_served,
-    serve_model,
-    tokenizer_of,
-)
 from vexport.scenario import Calibration
 from vexport.scenario.serve import EngineArguments
 
@@ -179,48 +183,86 @@ def _templates(run: Run) -> Mapping[str, str] | None:
     return chat_templates(folder)
 
 
+def _questions(run: Run, role: str) -> Questions:
+    """Return everything that a model of the run is asked."""
+    is_against = run.given is not None and run.given.against is not None
+    return Questions(
+        evaluate=run.evaluation,
+        lm_eval=run.result(settle_questions),
+        texts=_texts(run),
+        repeat=role == BASELINE or is_against,
+    )
+
+
+def _source(run: Run, role: str) -> AnswerSource:
+    """Return the source of a model's answers to all questions but the fixed prompts."""
+    model = _model(run, role)
+    if model.answers is not None:
+        return GivenResults(results=model.answers)
+    if model.url is None:
+        return _engine(run, role)
+    if model.checkpoint is None:
+        assert model.tokenizer is not None
+        folder, is_trusted = model.tokenizer, model.trust_tokenizer
+    else:
+        tokenizer = tokenizer_of(role, model.url, run.evaluation, run.options, model.checkpoint)
+        folder, is_trusted = tokenizer.folder, tokenizer.is_trusted
+    return EndpointSource(
+        role=model.role,
+        url=model.url,
+        tokenizer=folder,
+        options=run.options,
+        trust_tokenizer=is_trusted,
+    )
+
+
+def _engine(run: Run, role: str) -> EngineSource:
+    """Return vLLM on this machine as the source of a model's answers."""
+    model = _model(run, role)
+    assert model.checkpoint is not None
+    return EngineSource(role=model.role, checkpoint=model.checkpoint, options=run.options)
+
+
+def _model(run: Run, role: str) -> RunModel:
+    model = run.model(role)
+    assert model is not None
+    return model
+
+
 def _serve(run: Run, role: str) -> Served:
     """Ask one of the models, in vLLM on this machine, over an address, or both.
 
     If the baseline's answers change when they are asked again, an error is raised and nothing is
     compared.
     """
-    model = run.model(role)
-    assert model is not None
+    model = _model(run, role)
+    questions = _questions(run, role)
     folder = run.place(role)
-    settings = run.evaluation
     clear_session(folder, run.root)
-    is_against = run.given is not None and run.given.against is not None
-    prompted_by = model.prompt_folder
-    assert prompted_by is not None
-    asked = ModelUnderTest(
-        role=model.role,
-        checkpoint=prompted_by,
-        folder=folder,
-        options=run.options,
-        texts=_texts(run),
-        evaluate=settings,
-        lm_eval=run.result(settle_questions),
-        repeat=role == BASELINE or is_against,
-    )
-    if model.url is None:
-        served = serve_model(asked)
-    elif model.checkpoint is None:
-        served = serve_model(replace(asked, url=model.url, trust_tokenizer=model.trust_tokenizer))
+    if model.url is None or model.checkpoint is None:
+        served = _source(run, role).ask(questions, folder).served
     else:
-        served = serve_model(replace(asked, evaluate=settings.model_copy(update={"tasks": ()})))
-        if served.result.failure is None:
-            tokenizer = tokenizer_of(role, model.url, settings, run.options, model.checkpoint)
-            serve_model(
-                replace(
-                    asked,
-                    url=model.url,
-                    checkpoint=tokenizer.folder,
-                    trust_tokenizer=tokenizer.is_trusted,
-                )
-            )
+        without_tasks = questions.evaluate.model_copy(update={"tasks": ()})
+        prompts = replace(questions, evaluate=without_tasks)
+        served = _engine(run, role).ask(prompts, folder).served
+        if served is not None and served.result.failure is None:
+            _source(run, role).ask(questions, folder)
     remove_answers(folder)
+    assert served is not None
     return served
+
+
+def require_served(role: str, result: SessionResult) -> None:
+    """Raise if vLLM refused a model: CheckpointFailed for the candidate, else InputError."""
+    if result.failure is None:
+        return
+    kind = CheckpointFailed if role == CANDIDATE else InputError
+    raise kind(
+        f"{role} {result.checkpoint}",
+        got=f"vLLM does not load it: {result.failure.message}",
+        need="",
+        fix="find the fault with `vexport check`, or export it again",
+    )
 
 
 @partial(
@@ -254,7 +296,7 @@ def serve_candidate(run: Run) -> Served:
     served = _serve(run, CANDIDATE)
     if run.given is None and run.work.evaluate is not None and served.result.failure is None:
         with suppress(VexportError):  # which `judge` raises, unless the load gate decides
-            LOG.info(first_line(_verdict(run, baseline, served)))
+            LOG.info(first_line(_verdict(run, served)))
     return served
 
 
@@ -286,7 +328,7 @@ def _load_stage(role: str, session: Stage[Served], name: str, place: str) -> Sta
     def load(run: Run) -> LoadReport:
         model = run.given.candidate if run.given is not None else None
         progress = named(model.role if model else role, run.options.on_progress)
-        report = run.result(session).report(run.get(serve_baseline), progress)
+        report = judge_by_reference(run.result(session), run.get(serve_baseline), progress)
         if run.given is None:
             return report
         return replace(report, mode=run.given.mode, tp=run.options.serve.ranks)
@@ -308,7 +350,7 @@ def load_of(run: Run, session: Stage[Served]) -> LoadReport | None:
         return None
     result = served.result
     if result.failure is not None:
-        return served.report()
+        return judge_by_reference(served)
     if result.engine is None:
         return None
     return LoadReport(
@@ -361,7 +403,7 @@ def judge(run: Run) -> Verdict | None:
         return _refused(run, served.result.failure.message)
     is_loaded = loaded is None or loaded.ok
     try:
-        verdict = _verdict(run, run.get(serve_baseline), served)
+        verdict = _verdict(run, served)
     except VexportError:
         if is_loaded:
             raise
@@ -404,7 +446,17 @@ def _other_warnings(run: Run) -> tuple[str, ...]:
     return (SEEN_TEXT,) if is_seen else ()
 
 
-def _verdict(run: Run, baseline: Served | None, candidate: Served | None) -> Verdict:
-    against = run.given.against if run.given is not None else None
-    answers = (against or run.answers(BASELINE), run.answers(CANDIDATE))
-    return verdict_of(run.evaluation, answers, baseline, candidate)
+def _verdict(run: Run, candidate: Served | None) -> Verdict:
+    """Compare the answers of both models, given the candidate's session if it was asked."""
+    if run.given is not None and run.given.against is not None:
+        baseline = Answers(results=run.given.against)
+    else:
+        baseline = _answers(run, BASELINE, run.get(serve_baseline))
+    return verdict_of(run.evaluation, baseline, _answers(run, CANDIDATE, candidate))
+
+
+def _answers(run: Run, role: str, served: Served | None) -> Answers:
+    """Return a model's answers: of the session in which it was asked, or given results."""
+    if run.asks(role):
+        return Answers(results=run.place(role), served=served)
+    return _source(run, role).ask(_questions(run, role), run.place(role))

@@ -10,6 +10,8 @@ from vexport.errors import EnvironmentFault, VexportError
 from vexport.evaluation.inputs import scenario_inputs
 from vexport.files import write_text
 from vexport.formats.schemes import KEEP
+from vexport.inference.asked_tasks import require_tasks
+from vexport.inference.options import BASELINE, EngineOptions
 from vexport.outputs.manifest import record
 from vexport.outputs.replaceable import NamedPath, require_separate, written_alone
 from vexport.plan.source import with_default_text
@@ -28,9 +30,7 @@ from vexport.run.directory import (
     portable,
     require_run_folder,
 )
-from vexport.run.given import BASELINE
-from vexport.run.options import EXPLAINING, EngineOptions, Explaining
-from vexport.run.serving import require_tasks
+from vexport.run.options import EXPLAINING, Explaining
 from vexport.scenario import Scenario
 
 STAGES: tuple[Stage[object], ...] = (

@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 
 from vexport.inference.endpoint.client import Reply
+from vexport.inference.model import Place
 from vexport.records import Json
 from vexport.records.values import json_type
 
@@ -69,19 +70,12 @@ _TOO_LONG = re.compile(
     r"context.length.exceeded|prompt.{0,20} too long|exceed.{0,40}context", re.IGNORECASE
 )
 
-Position = Mapping[int, float]
-"""Log-probabilities by token id: the prompt's own token first, then the likeliest tokens.
-
-Tokens of a server that does not write ids are -1, -2, ...
-"""
-
 
 class PassingError(Exception):
-    """A fault that may be over at the next try. `wait` is the pause in seconds that the server asks
-    for.
+    """A fault that may have passed at the next attempt.
 
-    `is_busy` is True for faults that show nothing about the kind of request: no connection, 429,
-    503. `kind` is equal for equal faults.
+    `wait` is the server's Retry-After in seconds. `is_busy` is True for faults that show nothing
+    about the kind of request: no connection, 429, 503. `kind` is equal for equal faults.
     """
 
     wait = 0.0
@@ -89,7 +83,7 @@ class PassingError(Exception):
 
     @property
     def kind(self) -> str:
-        """The HTTP status, else the message without its numbers."""
+        """The HTTP status, or the message without its numbers."""
         words = str(self)
         return words[:8] if words.startswith("HTTP ") else re.sub(r"\d+", "0", words)
 
@@ -106,8 +100,9 @@ class NoScoresError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelCard:
-    """An entry in a server's list of models. `root` is empty and `max_model_len` None if it is not
-    given.
+    """An entry in a server's list of models.
+
+    `root` is empty, and `max_model_len` None, if the server does not give it.
     """
 
     root: str
@@ -186,8 +181,9 @@ def _error(reply: Reply, content: Json) -> PassingError | RefusedError:
 
 
 def _stated_status(content: Json, *, reads_words: bool) -> int:
-    """Return the status that the body of an error states, also in words if wanted; 0 if there is
-    none.
+    """Return the status in the body of an error, 0 if there is none.
+
+    With `reads_words`, a message about a rate limit or an overload also counts as a status.
     """
     if not isinstance(content, dict):
         return 0
@@ -219,10 +215,9 @@ def _seconds(retry_after: str) -> float:
 
 
 def length_limit(words: str) -> int | None:
-    """Return the limit that a server names when it refuses a prompt as too long: 0 if it names no
-    number.
+    """Return the limit in the message of a server that refuses a prompt as too long.
 
-    None if the server refuses something else.
+    Returns 0 if the message has no number, and None if the server refuses something else.
     """
     if match := _LIMIT.search(words):
         return int(match[1])
@@ -249,7 +244,7 @@ def model_cards(content: Json) -> dict[str, ModelCard]:
 
 
 def version_of(content: Json) -> str:
-    """Return vLLM's version; empty for another answer, as of other servers."""
+    """Return vLLM's version, or nothing if the server is another one."""
     version = content.get("version") if isinstance(content, dict) else None
     return (
         version if isinstance(version, str) and _is_usable(version) and len(version) <= 100 else ""
@@ -301,8 +296,9 @@ def _reason(choice: Mapping[str, Json], parameters: Mapping[str, Json]) -> str:
 
 
 def _first_stop(text: str, parameters: Mapping[str, Json]) -> int | None:
-    """Return where the first stop string begins; None if the server was right to keep it, or there
-    is none.
+    """Return the place of the first stop string.
+
+    Returns None if there is no stop string in the text, or if the parameters allow one.
     """
     if parameters.get("include_stop_str_in_output") or parameters.get("min_tokens"):
         return None
@@ -312,15 +308,15 @@ def _first_stop(text: str, parameters: Mapping[str, Json]) -> int | None:
     return min((place for place in found if place >= 0), default=None)
 
 
-def positions_of(
-    choice: Mapping[str, Json], prompt: Sequence[int], vocabulary: int
-) -> list[Position]:
-    """Return the log-probabilities of all tokens of a prompt but the first.
+def positions_of(choice: Mapping[str, Json], prompt: Sequence[int], vocabulary: int) -> list[Place]:
+    """Return the log-probabilities at all places of a prompt but the first.
+
+    If the server does not give the ids of the likeliest tokens, these are -1, -2, ...
 
     Raises:
-        NoScoresError: the server gives none.
-        PassingError: they are no log-probabilities, or of tokens at or beyond the size of the
-        vocabulary.
+        NoScoresError: the server gives no log-probabilities.
+        PassingError: the values are no log-probabilities, or a token is not below the size of the
+            vocabulary.
     """
     logprobs = choice.get("logprobs")
     given = logprobs if isinstance(logprobs, dict) else {}
@@ -335,7 +331,7 @@ def positions_of(
     return [_position(token, value, others, vocabulary) for token, value, others in places]
 
 
-def _position(token: int, value: Json, others: Json, vocabulary: int) -> Position:
+def _position(token: int, value: Json, others: Json, vocabulary: int) -> Place:
     own = _logprob(value)
     if not math.isfinite(own):
         raise PassingError(
@@ -372,8 +368,9 @@ def _token_id(digits: str, vocabulary: int) -> int:
 
 
 def counters_of(text: str, names: Iterable[str]) -> dict[str, float]:
-    """Return counters of Prometheus by name, summed over their labels; without those that are not
-    there.
+    """Return the counters of Prometheus with these names, summed over their labels.
+
+    Counters that the text lacks are left out.
     """
     totals: dict[str, float] = {}
     wanted = set(names)

@@ -1,8 +1,8 @@
-"""A model behind a server's OpenAI API: what the server says of it, and answers to prompts of token
+"""A server with the OpenAI API: its description of the model, and its answers to prompts of token
 ids.
 
-Faults that may pass (refused connections, 429, 5xx, timeouts, answers that are cut off) are tried
-again within bounds.
+If a request fails for a reason that may pass (refused connections, 429, 5xx, timeouts, answers that
+are cut off), it is sent again within bounds.
 """
 
 import json
@@ -33,7 +33,6 @@ from vexport.inference.endpoint.replies import (
     ModelCard,
     NoScoresError,
     PassingError,
-    Position,
     RefusedError,
     answer_of,
     choice_of,
@@ -45,17 +44,22 @@ from vexport.inference.endpoint.replies import (
     read_text,
     version_of,
 )
+from vexport.inference.model import Place
 from vexport.records import Endpoint, Json
 from vexport.records.values import MOST_COUNT
 from vexport.version import __version__
 
 T = TypeVar("T")
 API_KEY = "VEXPORT_API_KEY"
-_FIRST_WAIT, _LONGEST_WAIT = 0.5, 20.0
-# Seconds in which the first contact is tried again: the address may be mistyped. Later the server
-# may be restarting. And seconds after which the first contact ends, whatever the server sends.
-_FIRST_CONTACT, _FIRST_CONTACT_ENDS = 5.0, 15.0
-# Equal failures of a kind of request that end it, if the server has never answered that kind.
+# Seconds before the second attempt of a request, and the longest wait before a later one.
+_FIRST_WAIT = 0.5
+_LONGEST_WAIT = 20.0
+# Seconds in which the first contact is tried again. The time is short, because the address may be
+# mistyped; later, the server may be restarting.
+_FIRST_CONTACT = 5.0
+# Seconds after which the first contact ends, whatever the server sends.
+_FIRST_CONTACT_ENDS = 15.0
+# A kind of request that the server has never answered ends after so many equal failures.
 _PROBES = 3
 # Seconds between two lines about a server that does not answer.
 _TELL_EVERY = 30.0
@@ -66,19 +70,21 @@ _WITHOUT_SCORES = (
     "leave out --text, and tasks that choose by likelihood (multiple choice, perplexity)"
 )
 _SHOWN = 300
-# Bytes of an answer: a fixed part, a token of generated text, and a token of a prompt with 20
-# log-probabilities.
-_ANSWER_BYTES, _TEXT_TOKEN_BYTES, _SCORED_TOKEN_BYTES = 4 * MEBIBYTE, 256, 4096
+# The most bytes of an answer: a fixed part, and a part for each token of generated text or of a
+# prompt with 20 log-probabilities.
+_ANSWER_BYTES = 4 * MEBIBYTE
+_TEXT_TOKEN_BYTES = 256
+_SCORED_TOKEN_BYTES = 4096
 _MOST_ANSWER_BYTES = 1024 * MEBIBYTE
 # A shorter key would also replace ordinary words of answers.
 _SHORTEST_MASKED_KEY = 8
 
 _NEUTRAL: Mapping[str, Json] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-"""Else vLLM's server takes what generation_config.json says; an engine that is asked here does
-not.
+"""Parameters for every request. Without them, vLLM's server uses generation_config.json, which an
+engine on this machine does not.
 """
 _VLLMS = ("skip_special_tokens", "spaces_between_special_tokens")
-"""Of lm-eval's parameters, vLLM's alone."""
+"""Parameters of lm-eval that only vLLM knows."""
 MODELS = "a request for the list of models (/models)"
 VERSION = "a request for the version (/version)"
 METRICS = "a request for counters (/metrics)"
@@ -87,13 +93,14 @@ SCORE = "a prompt as token ids with echo and logprobs (/completions)"
 
 
 class UnreachableError(EnvironmentFault):
-    """A server that did not answer within bounds (exit 4); what it answered before stands."""
+    """The server did not answer within bounds (exit 4). Its earlier answers are kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """A server's answer about a model: its name, the folder or hub id it was started with, its
-    longest sequence, and vLLM's version. Empty or None if the server does not say.
+    """A server's description of a model; a field is empty or None if the server does not give it.
+
+    `root` is the folder or hub id that the server was started with, `version` is vLLM's.
     """
 
     name: str
@@ -103,7 +110,7 @@ class ServedModel:
 
 
 def is_url(name: str) -> bool:
-    """True where the name of a model is the address of a server."""
+    """Return True if the name of a model is the address of a server."""
     return name.startswith(("http://", "https://"))
 
 
@@ -120,10 +127,8 @@ def require_address(url: str) -> None:
             clip(visible(url), 100), got="no host in it", need="a server's address", fix=fix
         )
     if parts.username or parts.password or parts.query or parts.fragment:
-        where, got = (
-            f"{parts.scheme}://{parts.hostname}",
-            "a password, a query or a fragment in the address",
-        )
+        where = f"{parts.scheme}://{parts.hostname}"
+        got = "a password, a query or a fragment in the address"
         raise InputError(where, got=got, need="the address alone", fix=f"put a key into {API_KEY}")
 
 
@@ -132,10 +137,11 @@ def _ignore(line: str) -> None:
 
 
 class Server:
-    """The model of an endpoint. Several threads may ask; `model` is what the server said at first.
+    """The server of an endpoint. Several threads may ask it.
 
-    `on_retry` receives a line when a request is tried again, at most one in 30 seconds.
-    `first_wait` is the number of seconds before the second attempt; it doubles with each attempt.
+    `model` is the description of the model at the first contact. `on_retry` receives a line when a
+    request is tried again, at most one line in 30 seconds. `first_wait` is the number of seconds
+    before the second attempt; the wait doubles with each attempt.
     """
 
     def __init__(
@@ -146,7 +152,8 @@ class Server:
         first_wait: float = _FIRST_WAIT,
     ) -> None:
         require_address(endpoint.url)
-        self.endpoint, self._stopped = endpoint, threading.Event()
+        self.endpoint = endpoint
+        self._stopped = threading.Event()
         self._key = os.environ.get(API_KEY, "").strip()
         if not (self._key.isascii() and self._key.isprintable()):
             fix = "set it to the key alone"
@@ -163,7 +170,8 @@ class Server:
         if self._key:
             headers["Authorization"] = f"Bearer {self._key}"
         self._client = Client(self._url, headers)
-        self._on_retry, self._told = on_retry, -_TELL_EVERY
+        self._on_retry = on_retry
+        self._told = -_TELL_EVERY
         self._first_wait = first_wait
         # Kinds of requests that the server has answered.
         self._answered: set[str] = set()
@@ -188,7 +196,7 @@ class Server:
             raise EnvironmentFault(self.endpoint.url, got=got, need="", fix=_KEPT)
 
     def generate(self, prompt: Sequence[int], parameters: Mapping[str, Json]) -> Continuation:
-        """Return the text after a prompt; `parameters` are those of the completions API."""
+        """Return the text after a prompt, generated with `parameters` of the completions API."""
         if self.model.version:
             wanted = {**_NEUTRAL, **parameters}
         else:
@@ -207,20 +215,19 @@ class Server:
             text=self.masked(answer.text), finish_reason=self.masked(answer.finish_reason)
         )
 
-    def score(
-        self, prompt: Sequence[int], top: int, vocabulary: int = MOST_COUNT
-    ) -> list[Position]:
-        """Log-probabilities of all tokens of a prompt but the first, with the `top` likeliest in
-        the place of each.
+    def score(self, prompt: Sequence[int], top: int, vocabulary: int = MOST_COUNT) -> list[Place]:
+        """Return the log-probabilities of all tokens of a prompt but the first, and of the `top`
+        likeliest tokens at each place.
 
-        InputError if the server refuses the request. EnvironmentFault if its answer has no
-        log-probabilities. A token at or beyond the size of the `vocabulary` is a fault of the
-        server.
+        Raises:
+            InputError: the server refuses the request.
+            EnvironmentFault: the answer has no log-probabilities, or a token that is not below the
+                size of the `vocabulary`.
         """
         asked: dict[str, Json] = {"echo": True, "logprobs": top, "max_tokens": 1, "temperature": 0}
         ids: dict[str, Json] = {"return_tokens_as_token_ids": True} if self.model.version else {}
 
-        def read(content: Json) -> list[Position]:
+        def read(content: Json) -> list[Place]:
             return positions_of(choice_of(content), prompt, vocabulary)
 
         most_bytes = _ANSWER_BYTES + _SCORED_TOKEN_BYTES * len(prompt)
@@ -283,8 +290,10 @@ class Server:
         self, asked: str, body: Mapping[str, Json], error: RefusedError
     ) -> InputError:
         """Return the error for a request for a completion that the server refused."""
-        words, url = self._shown(str(error)), self.endpoint.url
-        prompt, new = body["prompt"], body.get("max_tokens")
+        words = self._shown(str(error))
+        url = self.endpoint.url
+        prompt = body["prompt"]
+        new = body.get("max_tokens")
         assert isinstance(prompt, list)
         if error.status == 404 and re.search(
             r"model\b.{0,200}\b(does not exist|not found)", words, re.IGNORECASE
@@ -298,8 +307,7 @@ class Server:
                 url,
                 got=f"no completions ({words})",
                 need="/completions, which takes prompts as token ids: over chat completions "
-                "alone the "
-                "server's template would make other prompts than the baseline's",
+                "alone the server's template would make other prompts than the baseline's",
                 fix="give the address of vLLM itself, behind the gateway; or ask both sides with "
                 "lm-eval's local-chat-completions and compare the results with `vexport verdict`",
             )
@@ -326,16 +334,14 @@ class Server:
         elif error.status < 400:
             fix = (
                 "give the address that the server redirects to: vexport follows no redirect, "
-                "because that "
+                "because that would send the API key there"
             )
-            fix += "would send the API key there"
         elif asked == GENERATE:
             need = "/completions that takes prompts as token ids, as vLLM's"
             fix = (
                 "change what the server objects to (--gen-kwargs, generation_kwargs of the "
-                "task), or give "
+                "task), or give another server"
             )
-            fix += "another server"
         else:
             fix = "correct the address (http://HOST:PORT/v1)"
         got = f"{self._shown(str(error))}, in answer to {asked}"
@@ -377,15 +383,11 @@ class Server:
                 return {self.endpoint.model: ModelCard(root="", max_model_len=None)}
             if error.status < 400:
                 raise self._refused(MODELS, error) from None
-            fix = (
-                "name the model with --model (of the baseline: --baseline-model) and its "
-                "--tokenizer, or "
-            )
-            fix += (
-                f"set {API_KEY}"
-                if error.status in NO_KEY
-                else "correct the address (http://HOST:PORT/v1)"
-            )
+            name_model = "name the model with --model (of the baseline: --baseline-model)"
+            other = "correct the address (http://HOST:PORT/v1)"
+            if error.status in NO_KEY:
+                other = f"set {API_KEY}"
+            fix = f"{name_model} and its --tokenizer, or {other}"
             got = f"no list of models ({self._shown(str(error))})"
             raise InputError(
                 self.endpoint.url, got=got, need="/models, or the model's name", fix=fix
@@ -420,11 +422,12 @@ class Server:
         """Return the result of the first attempt that succeeds.
 
         `attempt` receives its time limit. Attempts begin and end within `seconds` after the first
-        failure, and before the moment `ends`. A kind of request that the server never answered ends
-        after three equal failures.
+        failure, and before the moment `ends`. If the server has never answered this kind of
+        request, three equal failures end it.
         """
         failures: Counter[str] = Counter()
-        wait, given_up = self._first_wait, ends
+        wait = self._first_wait
+        given_up = ends
         while True:
             limit = self.endpoint.request_timeout
             if given_up is not None:
@@ -434,7 +437,8 @@ class Server:
                     raise PassingError("other requests to the server failed")
                 answer = attempt(limit)
             except PassingError as error:
-                words, now = self._shown(str(error)), time.monotonic()
+                words = self._shown(str(error))
+                now = time.monotonic()
                 if not failures:
                     given_up = min(now + seconds, ends or now + seconds)
                 failures["" if error.is_busy else error.kind] += 1
@@ -476,11 +480,8 @@ class Server:
         try:
             return self._client.send(url, body, seconds=seconds, most_bytes=most_bytes)
         except CertificateError as error:
-            got, fix = (
-                f"a certificate that cannot be verified ({self._shown(str(error))})",
-                "set SSL_CERT_FILE",
-            )
-            fix += " to the file of its certificate authority"
+            got = f"a certificate that cannot be verified ({self._shown(str(error))})"
+            fix = "set SSL_CERT_FILE to the file of its certificate authority"
             raise UnreachableError(
                 self.endpoint.url, got=got, need="a trusted certificate", fix=fix
             ) from None

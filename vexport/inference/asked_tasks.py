@@ -1,0 +1,73 @@
+"""The tasks of an evaluation: checked, fetched and added to a request before any engine starts."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+from vexport.checkpoint.source import require_data
+from vexport.engine.messages import SessionRequest
+from vexport.inference.options import EngineOptions
+from vexport.inference.task_data import fetch_task_data
+from vexport.inference.tasks import require_generating, resolve_tasks
+from vexport.records import LmEvalSettings
+from vexport.scenario import Evaluate
+
+
+def with_tasks(
+    request: SessionRequest, settings: Evaluate, options: EngineOptions, folder: Path
+) -> SessionRequest:
+    """Return the request with lm-eval's tasks, if there are any. Their files go to `folder`."""
+    if not settings.tasks:
+        return request
+    tasks = resolve_tasks(
+        settings.tasks,
+        folder=folder / "tasks",
+        include_paths=settings.include_path,
+        trust_remote_code=options.trust_remote_code,
+    )
+    return replace(
+        request,
+        tasks=tasks,
+        include_paths=settings.include_path,
+        limit=settings.limit,
+        output=folder,
+        seed=settings.seed,
+    )
+
+
+def require_tasks(settings: Evaluate, options: EngineOptions) -> None:
+    """Raise InputError, for all tasks at once, if a task or the text cannot be used."""
+    if settings.text is not None:
+        require_data(settings.text)
+    with _tasks_alone(settings, options) as request:
+        if settings.enable_thinking:
+            require_generating(request.tasks)
+
+
+def fetch_tasks(settings: Evaluate, options: EngineOptions) -> None:
+    """Download the tasks' documents into the cache. Raises as `fetch_task_data`."""
+    if not settings.tasks:
+        return
+    with _tasks_alone(settings, options) as request:
+        fetch_task_data(
+            request,
+            log=request.checkpoint / "fetch.log",
+            timeout=options.serve.timeout,
+            vllm_python=options.vllm_python,
+            on_progress=options.on_progress,
+        )
+
+
+@contextmanager
+def _tasks_alone(settings: Evaluate, options: EngineOptions) -> Iterator[SessionRequest]:
+    """Yield a request with nothing but the tasks, and remove their files afterwards."""
+    with tempfile.TemporaryDirectory(prefix="vexport-tasks-") as name:
+        folder = Path(name)
+        request = SessionRequest(
+            checkpoint=folder,
+            trust_remote_code=options.trust_remote_code,
+            lm_eval=LmEvalSettings(enable_thinking=settings.enable_thinking),
+        )
+        yield with_tasks(request, settings, options, folder)

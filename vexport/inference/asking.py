@@ -1,0 +1,311 @@
+"""Ask a model for answers: an engine of vLLM, a server, or results that exist already.
+
+The three kinds of sources have one interface, `AnswerSource.ask`. The caller chooses the source and
+need not know how the answers come.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from vexport.architectures.config import vocab_size
+from vexport.checkpoint.index import folder_digest, read_index
+from vexport.checkpoint.source import resolve_drafter
+from vexport.engine.describe import NONE, answer_environment
+from vexport.engine.messages import (
+    DRAFT_TOKENS,
+    KL_TOKENS,
+    SessionRequest,
+    SessionResult,
+    speculative_config,
+)
+from vexport.engine.session import Worker, session_error
+from vexport.errors import InputError
+from vexport.files import digest_bytes, to_json
+from vexport.inference.answers import Answers, Rows, Served
+from vexport.inference.asked_tasks import with_tasks
+from vexport.inference.endpoint.server import Server
+from vexport.inference.endpoint.tokenizer import show_retries
+from vexport.inference.engine_session import run_session
+from vexport.inference.fingerprint import engine_fingerprint, write_fingerprint
+from vexport.inference.options import BASELINE, NO_EVALUATION, EngineOptions
+from vexport.inference.prompts import CONTINUED, Prompts, fixed_prompts, shortest_length
+from vexport.inference.repeated import read_repeated, require_deterministic
+from vexport.inference.session_folder import (
+    ENGINE_LOG,
+    LOGPROBS,
+    SERVER_LOG,
+    TEXT_FILE,
+    recorded,
+)
+from vexport.inference.text_rows import beginnings, read_rows
+from vexport.records import LmEvalSettings, named
+from vexport.records.values import MOST_COUNT
+from vexport.scenario import Evaluate
+
+SERVER_WORKER = "vexport.inference.endpoint.worker"
+# The default context length of an evaluation. Longer prompts are an error and never truncated.
+EVALUATION_LENGTH = 4096
+# Tokens of a sequence with text: two of the text, the first of which is not predicted.
+_LEAST_TEXT = 2
+# Tokens drafted at once, unless an argument of vLLM says otherwise.
+DRAFT_LENGTH = 3
+PLAIN = LmEvalSettings()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Questions:
+    """Everything that a model is asked besides the fixed prompts.
+
+    `evaluate` has the tasks of lm-eval or the text, and `lm_eval` says how tasks are asked. `texts`
+    are prompts to continue. With `repeat`, a part of the documents is asked again.
+    """
+
+    evaluate: Evaluate = NO_EVALUATION
+    lm_eval: LmEvalSettings = PLAIN
+    texts: Sequence[str] = ()
+    repeat: bool = False
+
+
+class AnswerSource(ABC):
+    """A model that can be asked, or its results."""
+
+    @abstractmethod
+    def ask(self, questions: Questions, folder: Path) -> Answers:
+        """Return the answers of the model. Their files, and the log, go to `folder`.
+
+        If vLLM refuses a checkpoint, the answers contain the failure.
+
+        Raises:
+            EnvironmentFault: the engine or the server fails for good, or repeated answers differ.
+            InputError: a task cannot be used.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenResults(AnswerSource):
+    """Results of lm-eval in a file or folder: the model is not asked."""
+
+    results: Path
+
+    def ask(self, questions: Questions, folder: Path) -> Answers:
+        """Return the results, whatever the questions are: the comparison checks the tasks."""
+        return Answers(results=self.results)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSource(AnswerSource):
+    """A checkpoint that vLLM runs on this machine, in one start of the engine.
+
+    `role` names the model in progress and errors; the baseline has the role `BASELINE`.
+    """
+
+    role: str
+    checkpoint: Path
+    options: EngineOptions
+
+    @property
+    def is_baseline(self) -> bool:
+        """Return whether other models are compared with this model."""
+        return self.role == BASELINE
+
+    def ask(self, questions: Questions, folder: Path) -> Answers:
+        """Start vLLM and ask the fixed prompts, and the tasks or the text."""
+        folder.mkdir(parents=True, exist_ok=True)
+        settings = questions.evaluate
+        prompts = fixed_prompts(
+            self.checkpoint, texts=questions.texts, count=settings.kl_prompts or CONTINUED
+        )
+        rows = read_rows(
+            settings,
+            self.checkpoint,
+            longest=self.options.serve.max_model_len,
+            vocabulary=self._vocabulary(),
+            trust_tokenizer=self.options.trust_remote_code,
+            shows_notes=self.is_baseline,
+        )
+        if rows:
+            prompts = replace(prompts, tokens=beginnings(rows))
+        request = self._request(questions, prompts, rows, folder)
+        result = run_session(
+            request,
+            log=recorded(folder / ENGINE_LOG),
+            timeout=self.options.serve.timeout,
+            vllm_python=self.options.vllm_python,
+            on_progress=named(self.role, self.options.on_progress),
+        )
+        if request.tasks and result.engine is not None:
+            write_fingerprint(folder, engine_fingerprint(self.checkpoint, result.engine))
+        _require_deterministic(folder, settings)
+        return Answers(results=folder, served=Served(result=result, prompts=prompts, rows=rows))
+
+    def _vocabulary(self) -> int:
+        """Return the number of token ids of the model."""
+        config_file = self.checkpoint / "config.json"
+        return vocab_size(read_index(self.checkpoint).config, str(config_file))
+
+    def _request(
+        self, questions: Questions, prompts: Prompts, rows: Rows, folder: Path
+    ) -> SessionRequest:
+        settings = questions.evaluate
+        speculative = resolve_drafter(settings.speculative or "", self.options.on_progress)
+        started = self._start(settings)
+        request = replace(
+            started,
+            canaries=prompts.texts,
+            logprob_prompts=prompts.tokens,
+            logprobs_file=recorded(folder / LOGPROBS),
+            lm_eval=questions.lm_eval,
+            repeat=questions.repeat,
+            identity=_identity(started) if settings.tasks else None,
+        )
+        request = with_tasks(request, settings, self.options, folder)
+        if rows:
+            request = _with_text(request, rows, folder)
+        if rows and speculative:
+            request = _with_drafts(request, rows, speculative)
+        return request
+
+    def _start(self, settings: Evaluate) -> SessionRequest:
+        """Return the request that starts the engine and asks nothing."""
+        options = self.options
+        lengths = (EVALUATION_LENGTH,) if settings.tasks else ()
+        return SessionRequest(
+            checkpoint=self.checkpoint,
+            max_model_len=options.serve.max_model_len or shortest_length(self.checkpoint, *lengths),
+            enforce_eager=options.serve.enforce_eager,
+            arguments=options.serve.arguments(is_baseline=self.is_baseline),
+            trust_remote_code=options.trust_remote_code,
+            seed=settings.seed,
+        )
+
+
+def _with_text(request: SessionRequest, rows: Rows, folder: Path) -> SessionRequest:
+    """Return the request with the rows of a text, whose scores go to `folder`."""
+    longest = max(len(row) + 1 for row in rows)
+    return replace(
+        request,
+        text=rows,
+        text_file=recorded(folder / TEXT_FILE),
+        max_model_len=max(request.max_model_len or 0, longest),
+    )
+
+
+def _with_drafts(request: SessionRequest, rows: Rows, speculative: str) -> SessionRequest:
+    """Return the request with the beginnings of the rows to continue by drafting."""
+    config = speculative_config(speculative, DRAFT_LENGTH)
+    needed = shortest_length(request.checkpoint, KL_TOKENS + DRAFT_TOKENS)
+    return replace(
+        request,
+        drafted=beginnings(rows),
+        arguments={"speculative_config": config, **request.arguments},
+        max_model_len=max(request.max_model_len or 0, needed),
+    )
+
+
+def _identity(started: SessionRequest) -> str:
+    """Return a digest of the model and its engine's start, on which lm-eval's answers depend.
+
+    It does not depend on the tasks: an answer is found by its prompt and its sampling parameters.
+    """
+    parts = [to_json(started), folder_digest(started.checkpoint)]
+    environment = answer_environment()
+    if environment != NONE:
+        parts.append(environment)
+    return digest_bytes("\n".join(parts).encode())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndpointSource(AnswerSource):
+    """A model behind the address of a server.
+
+    `tokenizer` is the folder of the tokenizer for its prompts; the code of that tokenizer runs only
+    with `trust_tokenizer`. A part of the documents is always asked again, because the model behind
+    an address may change.
+    """
+
+    role: str
+    url: str
+    tokenizer: Path
+    options: EngineOptions
+    trust_tokenizer: bool = False
+
+    @property
+    def is_baseline(self) -> bool:
+        """Return whether other models are compared with this model."""
+        return self.role == BASELINE
+
+    def ask(self, questions: Questions, folder: Path) -> Answers:
+        """Ask the server the tasks or the text."""
+        folder.mkdir(parents=True, exist_ok=True)
+        settings = questions.evaluate
+        longest = self._longest_sequence(settings)
+        rows = read_rows(
+            settings,
+            self.tokenizer,
+            longest=longest,
+            vocabulary=MOST_COUNT,
+            trust_tokenizer=self.trust_tokenizer,
+            shows_notes=self.is_baseline,
+        )
+        result = Worker(
+            module=SERVER_WORKER,
+            request=self._request(questions, rows, longest, folder),
+            kind=SessionResult,
+            where=f"{self.role} {self.url}",
+            log=recorded(folder / SERVER_LOG),
+            timeout=self.options.serve.timeout,
+            vllm_python=self.options.vllm_python,
+        ).run(named(self.role, self.options.on_progress))
+        if result.problem is not None:
+            raise session_error(result.problem)
+        _require_deterministic(folder, settings)
+        prompts = Prompts(natural=True, texts=(), tokens=beginnings(rows))
+        return Answers(results=folder, served=Served(result=result, prompts=prompts, rows=rows))
+
+    def _longest_sequence(self, settings: Evaluate) -> int:
+        """Return the longest sequence to ask; InputError if the server's is too short for text."""
+        endpoint = settings.asking(self.url, is_baseline=self.is_baseline)
+        server = Server(endpoint, show_retries(self.role, self.options))
+        served = server.model.max_model_len or EVALUATION_LENGTH
+        longest = min(served, self.options.serve.max_model_len or EVALUATION_LENGTH)
+        if settings.text is not None and longest <= _LEAST_TEXT:
+            raise InputError(
+                f"{self.role} {self.url}",
+                got=f"sequences of at most {longest} tokens",
+                need=f"more than {_LEAST_TEXT}, to read text",
+                fix="start it with a longer --max-model-len",
+            )
+        return longest
+
+    def _request(
+        self, questions: Questions, rows: Rows, longest: int, folder: Path
+    ) -> SessionRequest:
+        settings = questions.evaluate
+        request = SessionRequest(
+            checkpoint=self.tokenizer,
+            endpoint=settings.asking(self.url, is_baseline=self.is_baseline),
+            lm_eval=questions.lm_eval,
+            max_model_len=longest,
+            repeat=True,
+            trust_remote_code=self.options.trust_remote_code,
+            trust_tokenizer=self.trust_tokenizer,
+            output=folder,
+        )
+        if rows:
+            request = replace(
+                request,
+                text=rows,
+                text_file=recorded(folder / TEXT_FILE),
+                logprobs_file=recorded(folder / LOGPROBS),
+                drafted=beginnings(rows) if settings.speculative else (),
+            )
+        return with_tasks(request, settings, self.options, folder)
+
+
+def _require_deterministic(folder: Path, settings: Evaluate) -> None:
+    """Raise EnvironmentFault if too many answers changed when they were asked again."""
+    repeated = read_repeated(folder)
+    if repeated is not None:
+        require_deterministic(folder, repeated, settings.alpha)

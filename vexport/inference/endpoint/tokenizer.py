@@ -1,0 +1,131 @@
+"""Choose the tokenizer that makes the prompts for a server's model."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from vexport.checkpoint.hub import HubName, fetch, list_files, side_files
+from vexport.checkpoint.source import hub_name
+from vexport.errors import InputError, clip, visible
+from vexport.files import user_path
+from vexport.inference.endpoint.server import Server
+from vexport.inference.options import BASELINE, EngineOptions
+from vexport.records import PROGRESS_DETAIL
+from vexport.scenario import Evaluate
+
+# The files that transformers loads a tokenizer from: vocabularies of all kinds, and settings.
+_TOKENIZER_FILE = re.compile(
+    r"tokenizer.*\.(json|model)|vocab.*\.(json|txt)|tekken\.json|spiece\.model|sentencepiece.*\.model|.*\.tiktoken"
+)
+_TOKENIZER_NEEDED = "tokenizer.json, or other files of a tokenizer"
+_GIVE_TOKENIZER = (
+    "give --tokenizer, a folder or ORG/NAME (evaluate: {tokenizer: ...} in a scenario)"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedTokenizer:
+    """The folder of the tokenizer for a server's prompts; `is_trusted` if its own code may run."""
+
+    folder: Path
+    is_trusted: bool
+
+
+def tokenizer_of(
+    role: str, url: str, settings: Evaluate, options: EngineOptions, here: Path | None = None
+) -> ServedTokenizer:
+    """Return the tokenizer for a server's prompts: as given, else `here`, else the server's own.
+
+    The server's tokenizer is the folder or the hub model that it was started with. A folder is used
+    only if the server runs on this machine: another machine must not choose among the files here.
+    It does not choose a download either: a hub model is fetched if the server runs on this machine,
+    or if the caller gives the same name (`--model`). A tokenizer that the server names never runs
+    code.
+
+    Raises InputError if there is no tokenizer, and as `Server` if the server does not answer.
+    """
+    if settings.tokenizer is None and here is not None:
+        return ServedTokenizer(folder=here, is_trusted=options.trust_remote_code)
+    where = f"{role} {url}: tokenizer"
+    endpoint = settings.asking(url, is_baseline=role == BASELINE)
+    server = Server(endpoint, show_retries(role, options))
+    if settings.tokenizer is not None:
+        folder = _chosen_tokenizer(where, settings.tokenizer)
+        return ServedTokenizer(folder=folder, is_trusted=options.trust_remote_code)
+    return ServedTokenizer(folder=_servers_tokenizer(where, server), is_trusted=False)
+
+
+def show_retries(role: str, options: EngineOptions) -> Callable[[str], None]:
+    """Return a function that reports that a request to the server is tried again."""
+    return lambda line: options.on_progress(f"{role}: server{PROGRESS_DETAIL}{line}", 0, 1)
+
+
+def _servers_tokenizer(where: str, server: Server) -> Path:
+    """Return the folder of the tokenizer that a server names, fetched if it is on the hub."""
+    url = server.endpoint.url
+    name = server.model.root or server.model.name
+    shown = visible(clip(server.masked(name), 200))
+    folder = Path(name)
+    if folder.is_dir() and _is_local(url):
+        if _has_tokenizer(folder):
+            return folder
+        got = f"no tokenizer in {shown}, which the model was started with"
+        raise InputError(where, got=got, need=_TOKENIZER_NEEDED, fix=_GIVE_TOKENIZER)
+    model = None if folder.is_absolute() else HubName.parse(name)
+    if model is None:
+        got = (
+            f"{shown}, which the model was started with: no model of the hub, and no folder "
+            f"of this machine"
+        )
+        need = "a tokenizer, to make prompts with"
+        raise InputError(where, got=got, need=need, fix=_GIVE_TOKENIZER)
+    if not _is_local(url) and name != server.endpoint.model:
+        got = f"{shown}, a model of the hub that a server on another machine names"
+        fix = (
+            f"add --tokenizer {shown} if this is the model that you expect (evaluate: "
+            f"{{tokenizer: {shown}}})"
+        )
+        raise InputError(where, got=got, need="your word before it is fetched", fix=fix)
+    listing = list_files(model)
+    return fetch(listing, side_files(listing.sizes))
+
+
+def _chosen_tokenizer(where: str, name: str) -> Path:
+    """Return the folder of --tokenizer, fetched if it is a model of the hub."""
+    folder = user_path(name)
+    if folder.is_dir():
+        if not _has_tokenizer(folder):
+            got = f"no tokenizer in {folder}"
+            raise InputError(where, got=got, need=_TOKENIZER_NEEDED, fix=_GIVE_TOKENIZER)
+        return folder
+    try:
+        model = None if folder.is_absolute() else hub_name(name)
+    except InputError:
+        model = None
+    if model is None:
+        need = "a tokenizer, to make prompts with"
+        raise InputError(where, got=name, need=need, fix=_GIVE_TOKENIZER)
+    listing = list_files(model)
+    return fetch(listing, side_files(listing.sizes))
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    """Return whether a folder has a file of a tokenizer."""
+    try:
+        return any(_TOKENIZER_FILE.fullmatch(entry.name) for entry in folder.iterdir())
+    except OSError:
+        return False
+
+
+def _is_local(url: str) -> bool:
+    """Return whether the host of an address is this machine, by its name or number."""
+    host = urlsplit(url).hostname or ""
+    if host == "localhost":
+        return True
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,22 @@
+"""How engines are started, and the roles of the two models that are compared. Imports no torch."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from vexport.records import OnProgress
+from vexport.scenario import Evaluate, Serve
+
+BASELINE = "baseline"
+CANDIDATE = "candidate"
+# The evaluation of a scenario without an `evaluate` section: defaults, and nothing that decides.
+NO_EVALUATION = Evaluate.model_construct(kl_prompts=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineOptions:
+    """How a command starts all its engines."""
+
+    serve: Serve
+    vllm_python: Path | None
+    trust_remote_code: bool
+    on_progress: OnProgress

@@ -1,0 +1,138 @@
+"""Fixed prompts for any model: English if its tokenizer knows English, otherwise seeded tokens."""
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from vexport.architectures.config import text_config
+from vexport.errors import InputError, first_line
+
+TEXTS = (
+    "The capital of France is Paris. The capital of Italy is Rome. The capital of Japan is",
+    "Water boils at one hundred degrees Celsius at sea level, and it freezes at",
+    "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
+    "Once upon a time, in a small village at the edge of the forest, there lived an old "
+    "clockmaker who",
+    "Question: If a train travels 60 miles in one hour, how far does it travel in three "
+    "hours?\nAnswer:",
+    "The three primary colours are red, yellow and",
+    "SELECT name, price FROM products WHERE price > 100 ORDER BY price DESC LIMIT 10; returns "
+    "at most ten",
+    "Le chat dort sur le canap\u00e9 pendant que les enfants jouent dans le jardin. Il fait "
+    "beau et",
+    "Der Zug nach Berlin f\u00e4hrt um acht Uhr von Gleis sieben ab. Die Fahrt dauert etwa vier",
+    "To make bread you need flour, water, salt and yeast. Mix them, knead the dough for ten "
+    "minutes, let it",
+    'The response of the server was {"status": "ok", "count": 3, "items": ["apple", "banana", '
+    '"cherry"]}, so',
+    "The theory of evolution by natural selection was first set out by Charles Darwin in his "
+    "book On the",
+    "User: My laptop does not turn on any more. What should I try first?\nAssistant: Check "
+    "that the",
+    "Let x be a real number with 2x + 3 = 11. Subtracting 3 from both sides gives 2x = 8, and "
+    "therefore x =",
+    "The committee met on Tuesday to discuss the budget. After a long debate the members "
+    "agreed that the",
+    "#include <stdio.h>\n\nint main(void) {\n    for (int i = 0; i < 10; i++) {\n        printf(",
+)
+# With a larger share of unknown tokens, the tokenizer was not made for English text.
+_MOST_UNKNOWN = 0.2
+# Prompts that are continued: each generates 200 tokens, which costs more than log-probabilities.
+CONTINUED = 6
+_SEED = 20240229
+_TOKENS = 64
+_SEEDED_TOKENS = 48
+_MAX_LENGTH = 512
+# How configs name the longest sequence (vllm/transformers_utils/model_arch_config_convertor.py).
+_LENGTHS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_seq_len",
+    "seq_length",
+    "model_max_length",
+    "max_sequence_length",
+    "max_seq_length",
+    "seq_len",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompts:
+    """Texts for greedy continuation, and the token ids whose log-probabilities are compared.
+
+    If the texts are not `natural` language to the model, their continuations alone show nothing.
+    """
+
+    natural: bool
+    texts: tuple[str, ...]
+    tokens: tuple[tuple[int, ...], ...]
+
+
+def fixed_prompts(
+    checkpoint: Path, *, texts: Sequence[str] = (), count: int = CONTINUED
+) -> Prompts:
+    """Return at most `count` prompts of at most 64 tokens, the same for every export of a model.
+
+    The prompts are `texts` (such as rows of the calibration data), or built-in texts if there are
+    none. The first `CONTINUED` of them are continued. If the tokenizer does not know the texts, the
+    prompts are sequences of its tokens from a fixed seed. Raises InputError if `checkpoint` has no
+    tokenizer.
+    """
+    tokenizer = _tokenizer(checkpoint)
+    known = [text for text in (texts or TEXTS) if _knows(tokenizer, text)]
+    if not known:
+        return _seeded(tokenizer, count)
+    tokens = [tuple(tokenizer(text)["input_ids"][:_TOKENS]) for text in known[:count]]
+    return Prompts(
+        natural=True,
+        texts=tuple(known[:CONTINUED]),
+        tokens=tuple(ids for ids in tokens if len(ids) > 1),
+    )
+
+
+def _tokenizer(checkpoint: Path) -> PreTrainedTokenizerBase:
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(checkpoint)
+        # If there is no file, transformers makes a tokenizer with special tokens alone.
+        if len(tokenizer) <= len(tokenizer.all_special_ids):
+            raise ValueError("no vocabulary")
+    except Exception as error:  # transformers raises any class for a file that it cannot read
+        raise InputError(
+            str(checkpoint),
+            got=f"no tokenizer that transformers reads ({first_line(error)})",
+            need="tokenizer.json, or the files of the model's own tokenizer",
+            fix="copy the tokenizer's files from the source next to the weights",
+        ) from error
+    return tokenizer
+
+
+def _knows(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return len(ids) > 0 and ids.count(tokenizer.unk_token_id) <= _MOST_UNKNOWN * len(ids)
+
+
+def _seeded(tokenizer: PreTrainedTokenizerBase, count: int) -> Prompts:
+    """Return seeded sequences over the vocabulary without its special tokens."""
+    special = set(tokenizer.all_special_ids)
+    ordinary = sorted(id_ for id_ in tokenizer.get_vocab().values() if id_ not in special)
+    source = random.Random(_SEED)
+    start = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
+    most = max(count, CONTINUED)
+    tokens = [
+        start + tuple(source.choices(ordinary, k=_SEEDED_TOKENS - len(start))) for _ in range(most)
+    ]
+    texts = tuple(tokenizer.decode(ids[1:9]) for ids in tokens[:CONTINUED])
+    return Prompts(natural=False, texts=texts, tokens=tuple(tokens[:count]))
+
+
+def shortest_length(checkpoint: Path, length: int = _MAX_LENGTH) -> int:
+    """Return the smaller of `length` and the model's own limit.
+
+    vLLM reserves its KV cache for sequences of this length.
+    """
+    text = text_config(json.loads((checkpoint / "config.json").read_text(encoding="utf-8")))
+    return min([length, *(limit for key in _LENGTHS if isinstance(limit := text.get(key), int))])

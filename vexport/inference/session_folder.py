@@ -1,0 +1,45 @@
+"""The files of a session with a model, in the folder that has its answers."""
+
+from pathlib import Path
+
+from vexport.engine.messages import ANSWERS
+from vexport.outputs.manifest import (
+    is_recorded,
+    record,
+    remove_recorded,
+    require_manifest,
+    strangers,
+)
+from vexport.outputs.replaceable import is_filled_folder, refuse_others
+
+LOGPROBS = "logprobs.safetensors"
+TEXT_FILE = "text.safetensors"
+"""The log-probability of each token of the text."""
+ENGINE_LOG = "vllm.log"
+SERVER_LOG = "lm-eval.log"
+
+
+def recorded(file: Path) -> Path:
+    """Add a file that another process will write to the manifest, and return its path."""
+    record(file)
+    return file
+
+
+def clear_session(folder: Path, root: Path) -> None:
+    """Remove the files of an unfinished session, but not the answers that are kept.
+
+    `root` is the folder with the manifest. Raises InputError, before anything is removed, if `root`
+    has no manifest or if `folder` has files that vexport did not write.
+    """
+    if not is_filled_folder(folder):
+        return
+    require_manifest(root)
+    refuse_others(root, strangers(root, folder))
+    remove_recorded(root, folder, folder.glob(f"{ANSWERS}*"))
+
+
+def remove_answers(folder: Path) -> None:
+    """Remove the kept answers, once lm-eval's results are complete."""
+    for file in folder.glob(f"{ANSWERS}*"):
+        if is_recorded(file):
+            file.unlink()
