@@ -39,8 +39,18 @@ class AddingServer(ThreadingHTTPServer):
         self.faults: deque[Fault] = deque()
         self.after: int | None = None
         self.dies_after: int | None = None
+        self.connections = 0
         self.headers: list[str | None] = []
         self.lock = threading.Lock()
+
+    def process_request_thread(self, request: object, client_address: object) -> None:
+        """Count the connections."""
+        with self.lock:
+            self.connections += 1
+        super().process_request_thread(request, client_address)  # type: ignore[arg-type]
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Say nothing: clients refuse certificates."""
 
     @property
     def url(self) -> str:

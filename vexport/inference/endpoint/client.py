@@ -27,6 +27,9 @@ _ERROR_SECONDS = 10.0
 # A server closes an idle connection after some seconds (uvicorn: 5). The client stops using it
 # before that.
 _IDLE_SECONDS = 2.0
+# The share of the time limit that connecting may take, and a TLS handshake as much again. If the
+# time limit itself cancels a handshake, httpcore leaves the connection open (_backends/anyio.py).
+_CONNECTING = 0.9
 # zlib detects the header of gzip and of zlib with this value.
 _GZIP_OR_ZLIB = 47
 
@@ -82,9 +85,9 @@ class Client:
         """Send a request (POST if there is a body, otherwise GET) and return the reply.
 
         Raises:
-            NoReplyError: no whole reply within `seconds` and `most_bytes`; the same request may
-            succeed
-            later. CertificateError: the certificate of the server is not trusted.
+            NoReplyError: no whole reply within `seconds` and `most_bytes`. The same request may
+                succeed later.
+            CertificateError: the certificate of the server is not trusted.
         """
         exchange = _exchange(self._http, url, body, seconds, most_bytes)
         future = asyncio.run_coroutine_threadsafe(exchange, self._loop)
@@ -100,14 +103,19 @@ async def _exchange(
 ) -> Reply:
     try:
         async with asyncio.timeout(seconds):
-            request = http.build_request("POST" if body is not None else "GET", url, content=body)
+            request = http.build_request(
+                "POST" if body is not None else "GET",
+                url,
+                content=body,
+                timeout=httpx.Timeout(None, connect=_CONNECTING * seconds),
+            )
             response = await http.send(request, stream=True)
             http.cookies.clear()
             try:
                 return await _read(response, most_bytes)
             finally:
                 await response.aclose()
-    except TimeoutError:
+    except (TimeoutError, httpx.TimeoutException):
         raise NoReplyError(f"no whole answer within {seconds:g} s") from None
     except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL, OSError, ValueError) as error:
         cause = _cause(error)
@@ -115,14 +123,15 @@ async def _exchange(
         if isinstance(cause, ssl.SSLCertVerificationError):
             raise CertificateError(words) from None
         problem = NoReplyError(words)
-        problem.is_connection = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
-        problem.is_connection &= not isinstance(cause, ssl.SSLError)
+        is_refused = isinstance(error, httpx.ConnectError)
+        problem.is_connection = is_refused and not isinstance(cause, ssl.SSLError)
         raise problem from None
 
 
 async def _read(response: httpx.Response, most_bytes: int) -> Reply:
     """Read the body of a response; NoReplyError if it is too large or encoded in an unknown way."""
-    status, headers = response.status_code, response.headers
+    status = response.status_code
+    headers = response.headers
     content = bytearray()
     if status >= 300:
         with suppress(TimeoutError, httpx.HTTPError):
