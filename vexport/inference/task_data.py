@@ -1,5 +1,7 @@
-"""lm-eval's tasks: loaded as data, their documents fetched before any engine starts, and what to
-say of one that needs more than there is: documents, packages, metrics of the hub, data of NLTK.
+"""Load lm-eval's tasks as data, and fetch their documents before any engine starts.
+
+A task may need more than is installed: documents, packages, metrics of the hub, data of NLTK. Such
+a task is an error that names the remedy.
 
 `python -m vexport.inference.task_data REQUEST.json RESULT.json` is the worker that fetches. It
 imports lm-eval and datasets, but no vLLM.
@@ -62,9 +64,11 @@ def fetch_task_data(
 ) -> None:
     """Bring the documents of `request.tasks` into the cache, with the lm-eval that will read them.
 
-    Starts nothing where all data are local files and all metrics usual ones of lm-eval. InputError
-    where a task, its dataset or metric is wrong, EnvironmentFault where network, token, disk or an
-    offline variable is in the way.
+    Starts no worker if all data are local files and all metrics are usual ones of lm-eval.
+
+    Raises:
+        InputError: a task, its dataset or its metric is wrong.
+        EnvironmentFault: the network, a token, the disk or an offline variable prevents it.
     """
     if any(reads_hub(task) or has_other_metrics(task) for task in request.tasks):
         worker = Worker(
@@ -80,10 +84,10 @@ def fetch_task_data(
 
 
 class _Bounded(jinja2.Template):
-    """A template that ends."""
+    """A template with a time limit."""
 
     def render(self, *args: object, **kwargs: object) -> str:
-        """Render as jinja2 does; TemplateRuntimeError where it takes too long."""
+        """Render as jinja2 does; raise TemplateRuntimeError if it takes too long."""
         try:
             with time_limit(TEMPLATE_SECONDS):
                 return super().render(*args, **kwargs)
@@ -97,19 +101,21 @@ class _Sandbox(SandboxedEnvironment):
 
 @contextmanager
 def tasks_as_data() -> Iterator[None]:
-    """Run nothing of a task's YAML but its templates, in a sandbox: they could reach all of Python.
+    """Inside the block, run nothing of a task's YAML but its templates, in a sandbox.
 
-    InputError for a `!function` of a file that is not lm-eval's own.
+    Without the sandbox, a template could reach all of Python. Loading a task raises InputError for
+    a `!function` in a file that does not belong to lm-eval.
     """
     from lm_eval import tasks, utils
     from lm_eval.tasks import _yaml_loader
 
-    own, imported = Path(tasks.__file__).resolve().parent, _yaml_loader._import_func_in_yml
+    own = Path(tasks.__file__).resolve().parent
+    imported = _yaml_loader._import_func_in_yml
 
     def import_own(name: str, folder: Path) -> object:
         if not folder.is_relative_to(own):
-            got, need = f"!function {name}, {METRIC_CODE}", "a task without Python"
-            raise InputError(str(folder), got=got, need=need, fix=TRUST)
+            got = f"!function {name}, {METRIC_CODE}"
+            raise InputError(str(folder), got=got, need="a task without Python", fix=TRUST)
         return imported(name, folder)
 
     sandbox = _Sandbox(
@@ -121,8 +127,9 @@ def tasks_as_data() -> Iterator[None]:
 
 
 def task_manager(request: SessionRequest) -> "TaskManager":
-    """lm-eval's index of tasks; its own 14000 files are read only where a task has no separate
-    file.
+    """Return lm-eval's index of tasks.
+
+    lm-eval's own 14,000 files are read only if a task is given by name.
     """
     from lm_eval.tasks import TaskManager
 
@@ -136,10 +143,11 @@ def task_manager(request: SessionRequest) -> "TaskManager":
 def load_tasks(
     request: SessionRequest, manager: "TaskManager", names: Sequence[str]
 ) -> list["Task | Group"]:
-    """The tasks, and the outermost groups, which lm-eval then aggregates.
+    """Load the tasks, and the outermost groups, which lm-eval aggregates.
 
-    InputError for a task that runs Python, without trust, and for one that cannot be loaded;
-    EnvironmentFault where a package or a metric is missing here.
+    Raises:
+        InputError: a task cannot be loaded, or runs Python and is not trusted.
+        EnvironmentFault: a package or a metric is missing.
     """
     tasks: list[Task | Group] = []
     trust = request.trust_remote_code
@@ -147,10 +155,8 @@ def load_tasks(
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # which `evaluate` asks for
     for task in names:
         if _settings(task, manager).get("unsafe_code") and not trust:
-            got, fix = (
-                "it runs Python that the model writes",
-                "add --trust-remote-code, best in a container",
-            )
+            got = "it runs Python that the model writes"
+            fix = "add --trust-remote-code, best in a container"
             raise InputError(f"task {task}", got=got, need="", fix=fix)
         name = Path(task).name.removesuffix(GROUP_SUFFIX) if task.endswith(GROUP_SUFFIX) else task
         try:
@@ -172,17 +178,16 @@ def load_tasks(
 
 
 def _settings(name: str, manager: "TaskManager") -> Mapping[str, object]:
-    """The YAML keys of a task that lm-eval knows by name; none of a file."""
+    """Return the YAML keys of a task that lm-eval knows by name, and nothing for a file."""
     entry = manager.task_index.get(name)
     return (entry.cfg or {}) if entry is not None else {}
 
 
 @contextmanager
 def _known_metrics(task_name: str, *, trust: bool) -> Iterator[None]:
-    """Within the block a metric of foreign code (without trust), or that nobody has, is an
-    InputError.
+    """Inside the block, loading a task raises InputError if a metric is missing or not trusted.
 
-    lm-eval itself fails only when it scores by one that is missing.
+    A metric from outside lm-eval is code. lm-eval itself fails only when it computes the score.
     """
     from lm_eval.api import task
 
@@ -202,7 +207,7 @@ def _known_metrics(task_name: str, *, trust: bool) -> Iterator[None]:
 
 
 def missing(error: Exception, task: str) -> EnvironmentFault | None:
-    """The fault of this installation behind an error of loading a task; None for another error."""
+    """Return the missing package or metric that made a task fail to load, None if there is none."""
     where = f"task {task}"
     if isinstance(error, ModuleNotFoundError) and error.name:
         module = error.name.partition(".")[0]
@@ -223,7 +228,7 @@ def missing(error: Exception, task: str) -> EnvironmentFault | None:
 
 
 def _requirement(module: str) -> str:
-    """`'lm-eval[ifeval]'` where an extra of lm-eval has the module, else its own name."""
+    """Return the extra of lm-eval with the module (`'lm-eval[ifeval]'`), or the module's name."""
     for line in importlib.metadata.requires("lm_eval") or ():
         named = _EXTRA.match(line)
         if named and named["package"].replace("-", "_") == module:
@@ -235,17 +240,17 @@ def _requirement(module: str) -> str:
 def explained_downloads(
     on_progress: OnProgress, done: int, total: int, folders: Sequence[Path] = ()
 ) -> Iterator[None]:
-    """Inside the block lm-eval's downloads are reported, and what goes wrong with the hub is our
-    error.
+    """Inside the block, report lm-eval's downloads, and turn faults of the hub into our errors.
 
-    Local files are looked for at or below the tasks' `folders`, too.
+    Local files are also looked for at or below the tasks' `folders`.
     """
     from lm_eval.api.task import ConfigurableTask
 
     original = ConfigurableTask.download
 
     def download(self: "ConfigurableTask", dataset_kwargs: dict[str, object] | None = None) -> None:
-        dataset, kwargs = str(self.DATASET_PATH), dataset_kwargs or {}
+        dataset = str(self.DATASET_PATH)
+        kwargs = dataset_kwargs or {}
         on_progress(f"{STAGE}{PROGRESS_DETAIL}{dataset}", done, total)
         is_local = is_local_dataset(dataset, dataset_kwargs)
         if kwargs and dataset in FILE_FORMATS and is_local:
@@ -276,8 +281,8 @@ def explained_downloads(
 
 @contextmanager
 def generating_tasks_only() -> Iterator[None]:
-    """Inside the block tasks that score given texts raise NoThinkingError before their documents
-    are read.
+    """Inside the block, tasks that score given texts raise NoThinkingError before they download
+    their documents.
     """
     from lm_eval.api.task import ConfigurableTask
 
@@ -293,8 +298,9 @@ def generating_tasks_only() -> Iterator[None]:
 
 
 def _found(value: object, task: str, folders: Sequence[Path]) -> object:
-    """Paths of local document files: relative to the current folder, else at or below the tasks'
-    folders.
+    """Return the paths of local document files.
+
+    They are relative to the current folder, or lie at or below the tasks' folders.
     """
     if isinstance(value, dict):
         return {name: _found(each, task, folders) for name, each in value.items()}
@@ -311,7 +317,7 @@ def _found(value: object, task: str, folders: Sequence[Path]) -> object:
 
 
 def _problems(request: SessionRequest) -> list[InputProblem]:
-    """The reasons that task data are unavailable, each data set once."""
+    """Return the problems with the tasks' data, each only once."""
     problems: dict[InputProblem, None] = {}
     try:
         problems.update((input_problem(error), None) for error in _fetch(request, reporter()))
@@ -321,13 +327,12 @@ def _problems(request: SessionRequest) -> list[InputProblem]:
 
 
 def _fetch(request: SessionRequest, report: OnProgress) -> Iterator[VexportError]:
-    """Build every task once, which downloads its documents; yield why those of a task cannot be
-    had.
-    """
+    """Build every task once, which downloads its documents, and yield the errors."""
     if importlib.util.find_spec("lm_eval") is None:
         fix = "install it there with `pip install lm-eval`"
         raise EnvironmentFault(sys.executable, got="lm-eval is missing", need="", fix=fix)
-    total, folders = len(request.tasks), request.include_paths
+    total = len(request.tasks)
+    folders = request.include_paths
     report(STAGE, 0, total)
     manager = task_manager(request)
     for number, task in enumerate(request.tasks):
@@ -350,9 +355,7 @@ def _fetch(request: SessionRequest, report: OnProgress) -> Iterator[VexportError
 
 
 def _without_answers(loaded: "list[Task | Group]") -> Iterator[InputError]:
-    """Yield an error for every task that scores given texts, if answers are to begin with
-    thinking.
-    """
+    """Yield an error for every task that scores given texts: these do not begin with thinking."""
     for entry in loaded:
         for task in entry.get_all_tasks() if hasattr(entry, "get_all_tasks") else [entry]:
             if task.OUTPUT_TYPE != "generate_until":
@@ -362,8 +365,9 @@ def _without_answers(loaded: "list[Task | Group]") -> Iterator[InputError]:
 def _data_problem(
     settings: Mapping[str, object], report: OnProgress, folders: Sequence[Path]
 ) -> Iterator[VexportError]:
-    """The error of the documents of a task that cannot be loaded, so that all errors are reported
-    at once.
+    """Yield the error of the documents of a task that cannot be loaded.
+
+    So all errors of a task are reported at once.
     """
     from lm_eval.api.task import ConfigurableTask
     from lm_eval.config.task import TaskConfig
@@ -382,15 +386,14 @@ def _data_problem(
 
 
 def _nltk_problem(task: str, before: Collection[str]) -> Iterator[EnvironmentFault]:
-    """The fault of a task that cuts text by NLTK's punkt_tab, where there is none; of modules not
-    `before`.
+    """Yield an error for a task that needs NLTK's punkt_tab if it is missing.
 
-    Without a network NLTK's own download fails silently, and the task when all answers are there.
+    Only modules that were imported after `before` are examined. Without a network, NLTK's own
+    download fails silently, and the task fails after all answers have come.
     """
     new = [module for name, module in [*sys.modules.items()] if name not in before]
-    if not any(
-        "download_nltk_resources" in vars(module) for module in new
-    ):  # hasattr imports lazy ones
+    # hasattr would import lazy modules.
+    if not any("download_nltk_resources" in vars(module) for module in new):
         return
     try:
         sys.modules["nltk"].data.find("tokenizers/punkt_tab")

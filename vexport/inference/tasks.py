@@ -1,4 +1,4 @@
-"""Turns the tasks a person names into tasks that lm-eval can run from any folder.
+"""Turn the tasks that the user names into tasks that lm-eval can run from any folder.
 
 A task is a name that lm-eval knows or a YAML file, of a task or of a group of tasks. YAML files are
 read here without running anything, their includes merged, their data files made absolute, and
@@ -40,7 +40,7 @@ FILE_FORMATS = {"json", "csv", "parquet", "arrow", "text", "xml", "webdataset", 
 MOST_INCLUDES = 50
 """The most files that a task's file includes, directly or through other files."""
 PICKLED = "pandas"
-"""The one of files that older versions of datasets unpickle."""
+"""The `dataset_path` of files that older versions of datasets unpickle."""
 EVALUATION_SPLITS = ("test_split", "validation_split")
 METRICS = {
     "loglikelihood": ("acc", "perplexity"),
@@ -56,8 +56,9 @@ METRICS = {
     )
     + ("brier_score", "likelihood"),
 }
-"""All metrics of tasks by output type (`process_results` in lm_eval/api/task.py); generated text
-has more.
+"""All metrics of tasks by output type (`process_results` in lm_eval/api/task.py).
+
+Tasks that generate text are not listed: they have more metrics.
 """
 METRIC_CODE = "Python that would be run"
 METRIC_FIX = "add --trust-remote-code if you trust it, or name a metric of lm-eval"
@@ -70,12 +71,12 @@ def resolve_tasks(
     include_paths: Sequence[Path] = (),
     trust_remote_code: bool = False,
 ) -> tuple[str, ...]:
-    """The names and YAML files that lm-eval is given; files are written to
+    """Return the names and YAML files for lm-eval. Files are written to
     `folder`/<task>/<task>.yaml.
 
-    InputError, for all tasks at once: a file that is missing or broken, a missing key or data file,
-    a `!function` tag without `trust_remote_code`, a name that lm-eval does not know; then a name
-    given twice.
+    Raises InputError, for all tasks at once, if a file is missing or broken, lacks a key or its
+    data, or has a `!function` tag without `trust_remote_code`, if lm-eval does not know a name, and
+    if a name is given twice.
     """
     resolved = attempt_all(
         (task, partial(_resolve, task, folder, include_paths, trust_remote_code)) for task in tasks
@@ -142,18 +143,20 @@ def thinking_error(task: str, output_type: str) -> NoThinkingError:
 def _resolve(
     task: str, folder: Path, include_paths: Sequence[Path], trust: bool
 ) -> tuple[str, str]:
-    """A task's own name, and its name or file for lm-eval."""
+    """Return a task's own name, and its name or file for lm-eval."""
     path = Path(task)
     if path.suffix not in (".yaml", ".yml") and not path.is_file():
         require_known(task, include_paths)
         return task, task
     config = read_task(path, trust)
     if isinstance(config.get("task"), list):
-        config, suffix = _inlined(path, config, trust), GROUP_SUFFIX
+        config = _inlined(path, config, trust)
         name = str(config["group"])
+        suffix = GROUP_SUFFIX
     else:
         _require_complete(path, config, trust)
-        name, suffix = str(config["task"]), ".yaml"
+        name = str(config["task"])
+        suffix = ".yaml"
     target = folder.resolve() / name / f"{name}{suffix}"
     target.parent.mkdir(parents=True, exist_ok=True)
     for module in named_modules(config):
@@ -165,7 +168,7 @@ def _resolve(
 
 
 def _inlined(path: Path, config: Config, trust: bool) -> Config:
-    """A group with the keys of its tasks written into it, as lm-eval reads them too."""
+    """Return a group with the keys of its tasks written into it; lm-eval accepts this form."""
     name = config.get("group")
     if not isinstance(name, str) or Path(name).name != name:
         need, fix = "the group's name, fit for a file", "add the key group"
@@ -191,15 +194,15 @@ def _inlined(path: Path, config: Config, trust: bool) -> Config:
 
 
 def _member(path: Path, member: object, trust: bool) -> Config:
-    """The keys of a group's task: written there, or in a YAML file next to the group's."""
+    """Return the keys of a group's task, from the group's YAML file or from a file next to it."""
     if isinstance(member, dict):
         return with_absolute_paths(
             {str(key): value for key, value in member.items()}, path.parent.resolve()
         )
-    file = path.parent / (
-        name if (name := str(member)).endswith((".yaml", ".yml")) else f"{name}.yaml"
-    )
-    return read_task(file, trust, (path.resolve(),))
+    name = str(member)
+    if not name.endswith((".yaml", ".yml")):
+        name += ".yaml"
+    return read_task(path.parent / name, trust, (path.resolve(),))
 
 
 def _require_complete(path: Path, config: Config, trust: bool) -> None:
@@ -245,20 +248,18 @@ def _metrics(config: Config) -> Iterator[str]:
 
 
 def _unknown_metrics(path: Path, config: Config) -> Iterator[InputError]:
-    """The metrics that lm-eval would silently leave out of the scores."""
+    """Yield an error for each metric that lm-eval would silently leave out of the scores."""
     output_type = str(config.get("output_type"))
     known = METRICS.get(output_type, ())
     for metric in _metrics(config) if known and "process_results" not in config else ():
         if metric not in known:
-            need, fix = (
-                f"one of {', '.join(known)} ({output_type})",
-                f"correct it{nearest(metric, known)}",
-            )
+            need = f"one of {', '.join(known)} ({output_type})"
+            fix = f"correct it{nearest(metric, known)}"
             yield InputError(f"{path}: metric", got=metric, need=need, fix=fix)
 
 
 def reads_hub(spec: str) -> bool:
-    """True where documents of a resolved task, or of a group's, are no local files."""
+    """Return True if a resolved task, or a task of a group, has documents outside this machine."""
     return not Path(spec).is_file() or not all(
         is_local_dataset(str(config.get("dataset_path")), config.get("dataset_kwargs"))
         for config in _resolved(Path(spec))
@@ -266,7 +267,9 @@ def reads_hub(spec: str) -> bool:
 
 
 def has_other_metrics(spec: str) -> bool:
-    """True where a metric of generated text in a resolved task may be one that nobody has."""
+    """Return True if a resolved task scores generated text with a metric that lm-eval may not
+    provide.
+    """
     return Path(spec).is_file() and any(
         metric != "exact_match"
         for config in _resolved(Path(spec))
@@ -276,7 +279,7 @@ def has_other_metrics(spec: str) -> bool:
 
 
 def _resolved(path: Path) -> list[Config]:
-    """The keys of the task in a resolved file, or of each of a group's."""
+    """Return the keys of the task in a resolved file, or of each task of a group."""
     config = parse_task(path, trust=True)
     members = config["task"] if isinstance(config.get("task"), list) else [config]
     assert isinstance(members, list)
@@ -284,7 +287,7 @@ def _resolved(path: Path) -> list[Config]:
 
 
 def is_local_dataset(dataset: str, kwargs: object) -> bool:
-    """True where `datasets` finds a task's documents without the network."""
+    """Return True if `datasets` finds a task's documents without the network."""
     if not isinstance(kwargs, dict):
         return Path(dataset).is_dir()
     urls = any(
@@ -298,9 +301,10 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def is_foreign_code(metric: str) -> bool:
-    """True where `evaluate.load` (evaluate/loading.py) would import a file, or what the hub has.
+    """Return True if `evaluate.load` (evaluate/loading.py) would import a local file, or code from
+    an account of the hub.
 
-    A name alone is lm-eval's own, or one of the account of `evaluate`, unless a folder here has
+    A plain name is a metric of lm-eval or of the account of `evaluate`, unless a folder here has
     that name.
     """
     return "/" in metric or metric.endswith(".py") or Path(metric, f"{metric}.py").is_file()
@@ -308,9 +312,7 @@ def is_foreign_code(metric: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Function:
-    """A `!function module.name` tag: Python that lm-eval would import from a file in `folder`, if
-    there.
-    """
+    """A `!function module.name` tag: Python that lm-eval would import from a file in `folder`."""
 
     name: str
     folder: Path
@@ -318,7 +320,7 @@ class _Function:
 
 
 class _Loader(BoundedLoader):
-    """YAML without Python; a `!function` tag is kept as a _Function."""
+    """Loads YAML without Python; a `!function` tag becomes a `_Function`."""
 
 
 class TaskDumper(yaml.SafeDumper):
@@ -336,10 +338,10 @@ TaskDumper.add_representer(
 
 
 def read_task(path: Path, trust: bool, above: tuple[Path, ...] = ()) -> Config:
-    """Return the file's keys over those of the files that it includes, with paths made absolute.
+    """Return the keys of a file, merged over the keys of its includes, with absolute paths.
 
-    The files in `above` include this file. InputError for a cycle, and for more than MOST_INCLUDES
-    includes.
+    The files in `above` include this file. Raises InputError for a cycle, and for more than
+    `MOST_INCLUDES` includes.
     """
     return _TaskFiles(trust=trust).read(path, above)
 
@@ -377,10 +379,9 @@ class _TaskFiles:
 
 
 def task_files(path: Path) -> list[Path]:
-    """Return the files that the YAML file of a task names: includes, tasks of a group, documents
-    and code.
+    """Return the files that a task reads: its YAML, includes, tasks of a group, documents and code.
 
-    Nothing is refused here: what cannot be read names no further files.
+    Files that cannot be read are not an error here.
     """
     found: dict[Path, None] = {}
     waiting = [path]
@@ -417,7 +418,7 @@ def leaves_of(value: object, key: str) -> Iterator[object]:
 
 
 def _matching(pattern: Path) -> list[Path]:
-    """Return the files that a path with `*` in its name means."""
+    """Return the files that match a path with `*` in its name."""
     try:
         return [file for file in pattern.parent.glob(pattern.name) if file.is_file()]
     except (ValueError, OSError):
@@ -425,8 +426,9 @@ def _matching(pattern: Path) -> list[Path]:
 
 
 def parse_task(path: Path, trust: bool) -> Config:
-    """The file's own keys; InputError where it is no YAML mapping, or has `!function` without
-    trust.
+    """Return a file's own keys.
+
+    Raises InputError if the file is no YAML mapping, or has `!function` without `trust`.
     """
     need = "a task's YAML"
     config = load_yaml(path, need, _Loader)
@@ -460,7 +462,7 @@ def with_absolute_paths(config: Config, base: Path) -> Config:
 
 
 def leaves(value: object) -> Iterator[object]:
-    """The values in nested mappings and lists."""
+    """Yield the values in nested mappings and lists."""
     if isinstance(value, (Mapping, list)):
         for member in value.values() if isinstance(value, Mapping) else value:
             yield from leaves(member)
@@ -473,15 +475,15 @@ def _functions(value: object) -> Iterator[_Function]:
 
 
 def named_modules(config: Config) -> Iterator[Path]:
-    """The Python files that the `!function` tags name, as far as they lie next to their YAML."""
+    """Return the Python files of the `!function` tags that lie next to their YAML."""
     files = (tag.folder / f"{tag.name.rpartition('.')[0]}.py" for tag in _functions(config))
     return (file for file in files if file.is_file())
 
 
 def require_known(name: str, include_paths: Sequence[Path]) -> None:
-    """Look `name` up in the YAML files that lm-eval would index, without importing lm-eval.
+    """Raise InputError if `name` is not in the YAML files that lm-eval indexes.
 
-    Where lm-eval is not installed next to vexport, the worker's lm-eval is left to judge.
+    lm-eval is not imported. If it is not installed next to vexport, the worker checks the name.
     """
     package = find_spec("lm_eval")
     if package is None or package.submodule_search_locations is None:
@@ -503,5 +505,5 @@ def require_known(name: str, include_paths: Sequence[Path]) -> None:
 
 
 def _is_readable(file: Path) -> bool:
-    """Return whether a path is a file that is small enough for a task's."""
+    """Return whether a path is a file that is small enough for a task."""
     return file.is_file() and file.stat().st_size <= MOST_BYTES
