@@ -3,13 +3,13 @@
 import json
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from vexport.cli.options import PATH, POSITIVE, Real, option, stacked, switch, trust_option
+from vexport.cli.options import PATH, POSITIVE, Decorator, option, stacked, switch, trust_option
+from vexport.cli.settings import SETTINGS, click_type, setting_option
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
@@ -39,7 +39,7 @@ class Interpreter:
         return Engine(vllm_python=self.vllm_python, trust_remote_code=self.trust_remote_code)
 
     def options(self, serve: "Serve", on_progress: "OnProgress") -> "EngineOptions":
-        """The start of every engine of the call."""
+        """Return the options of all engines of the call."""
         from vexport.inference.options import EngineOptions
 
         return EngineOptions(
@@ -52,26 +52,30 @@ class Interpreter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """The start of an engine where no scenario says it."""
+    """The settings of an engine that no scenario starts; None for a setting that is not given."""
 
     engine_args: "dict[str, JsonValue]"
-    timeout: int
+    timeout: int | None
     max_model_len: int | None
 
     def serve(self, tp: int | None) -> "Serve":
-        """The settings of an engine on `tp` devices; InputErrors where they contradict each
+        """Return the settings of an engine on `tp` devices; InputErrors if they contradict each
         other.
         """
         from vexport.scenario.serve import Serve, with_options
 
-        typed = {"tensor_parallel_size": tp, "max_model_len": self.max_model_len}
-        return with_options(Serve(timeout=self.timeout), typed, self.engine_args)
+        given = {
+            "tensor_parallel_size": tp,
+            "max_model_len": self.max_model_len,
+            "timeout": self.timeout,
+        }
+        return with_options(Serve(), given, self.engine_args)
 
 
 def _engine_args(
     context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
 ) -> dict[str, "JsonValue"]:
-    """NAME -> value: JSON where it is JSON, else text."""
+    """Return the arguments by name; values are parsed as JSON, or else are text."""
     arguments: dict[str, JsonValue] = dict(context.meta.get(ENGINE_FLAGS, {}))
     for value in values:
         name, sign, text = value.partition("=")
@@ -88,12 +92,22 @@ def _engine_args(
 
 
 def _keep(context: click.Context, parameter: click.Parameter, value: object) -> None:
-    """Keep a flag under vLLM's own name, which help leaves to --engine-arg."""
+    """Keep the value of a hidden option under vLLM's name, together with those of --engine-arg."""
     if value is not None:
         context.meta.setdefault(ENGINE_FLAGS, {})[parameter.name] = value
 
 
-_own_flag = partial(option, callback=_keep, kept=False, hidden=True)
+def _hidden_setting(key: str) -> Decorator:
+    """Return the option of a key of `serve` that is an argument of vLLM like any other."""
+    record = SETTINGS["serve"][key]
+    return _hidden_argument(record.names[0], record.help, click_type(record))
+
+
+def _hidden_argument(name: str, text: str, kind: object) -> Decorator:
+    """Return a hidden option for an argument of vLLM."""
+    return option(name, text, kind, callback=_keep, kept=False, hidden=True)
+
+
 attribution_options = stacked(
     switch(
         "--attribution",
@@ -110,13 +124,9 @@ attribution_options = stacked(
     ),
 )
 engine_arg_option = stacked(
-    _own_flag("--max-num-seqs", "Most sequences at once [default: vLLM's].", POSITIVE, "N"),
-    _own_flag(
-        "--gpu-memory-utilization", "Share of the GPU's memory [default: vLLM's].", Real(0, 1), "S"
-    ),
-    _own_flag(
-        "--dtype", "Data type of what is not quantized [default: the model's].", click.STRING, "D"
-    ),
+    _hidden_setting("max_num_seqs"),
+    _hidden_setting("gpu_memory_utilization"),
+    _hidden_argument("--dtype", "Data type of unquantized tensors.", click.STRING),
     option(
         "--engine-arg engine_args",
         "Any other argument of vLLM's engine, as max_num_seqs=64; repeatable.",
@@ -149,18 +159,6 @@ interpreters_option = stacked(
     trust_option,
 )
 session_options = stacked(
-    option("--max-model-len", "Longest sequence [default: the model's].", POSITIVE, heading="vLLM"),
-    option(
-        "--timeout", "Seconds for one engine.", POSITIVE, heading="vLLM", default=3600, shown=True
-    ),
+    setting_option("serve", "max_model_len"), setting_option("serve", "timeout")
 )
-serve_options = stacked(
-    option(
-        "--tp --tensor-parallel-size tp",
-        "Tensor parallel size: serve the model on N devices.",
-        POSITIVE,
-        "N",
-        heading="vLLM",
-    ),
-    engine_arg_option,
-)
+serve_options = stacked(setting_option("serve", "tensor_parallel_size"), engine_arg_option)

@@ -120,7 +120,7 @@ def load(
                 gpus=cards or (),
                 trust_remote_code=trust_remote_code,
                 speculative=speculative,
-                timeout=session.timeout,
+                timeout=session.serve(None).timeout,
                 on_progress=on_progress,
             )
         else:

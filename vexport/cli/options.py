@@ -39,17 +39,18 @@ class HeadedOption(click.Option):
 
 
 class SettingOption(HeadedOption):
-    """The option of a setting of `section`, whose key is the option's name in Python.
+    """The option of the setting `key` of `section`.
 
     It has no default of its own, as the model has it. Help shows `default_text`, or the value that
     a file of defaults sets.
     """
 
     def __init__(
-        self, *declarations: Any, section: str, default_text: str = "", **attributes: Any
+        self, *declarations: Any, section: str, key: str, default_text: str, **attributes: Any
     ) -> None:
         super().__init__(*declarations, show_default=True, **attributes)
         self.section = section
+        self.key = key
         self.default_text = default_text
 
     def get_help_extra(self, ctx: click.Context) -> "OptionHelpExtra":
@@ -78,7 +79,7 @@ class SectionedCommand(click.Command):
         """Return the problem of an argument, `quantize: smoothing`, as that of its option."""
         place, _, key = problem.where.partition(": ")
         for each in self.params if place == self.name else ():
-            if isinstance(each, SettingOption) and each.name == key:
+            if isinstance(each, SettingOption) and each.key == key:
                 return InputError(each.opts[0], got=problem.got, need=problem.need, fix=problem.fix)
         return problem
 

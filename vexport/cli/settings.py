@@ -63,12 +63,14 @@ def setting_options(
 def setting_option(section: str, key: str, syntax: Syntax = PLAIN) -> Decorator:
     """Return the option of a setting, which is None or empty unless it is given."""
     record = SETTINGS[section][key]
-    names = " ".join((*record.names, key))
+    has_own_name = not record.names[-1].startswith("--")
+    names = " ".join(record.names if has_own_name else (*record.names, key))
     is_repeatable = syntax.combine is not None or (record.repeatable and syntax.whole is None)
     return click.option(
         *(switch_names(names) if record.type == "boolean" else names).split(),
         cls=SettingOption,
         section=section,
+        key=key,
         heading=record.heading,
         default_text=record.default,
         help=f"{record.help.removesuffix('.')}; repeatable." if is_repeatable else record.help,
@@ -100,7 +102,7 @@ def given_settings(*sections: str) -> dict[str, object]:
     """Return the settings of these sections that the running command was given, by key."""
     context = click.get_current_context()
     values = {
-        str(each.name): context.params[str(each.name)]
+        each.key: context.params[str(each.name)]
         for each in context.command.params
         if isinstance(each, SettingOption) and each.section in sections
     }

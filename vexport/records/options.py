@@ -31,8 +31,10 @@ class OptionRecord:
     """The option of a setting.
 
     `key` is the setting's name in a scenario and in Python. `names` are the names of the option.
-    `default` is the default as help shows it, empty if there is nothing to show. `metavar` is the
-    value in help; None means click's default. A `hidden` option works, but help does not list it.
+    The last of them may have no dashes: it is then the parameter of the command's function, instead
+    of the key. `default` is the default as help shows it, empty if there is nothing to show.
+    `metavar` is the value in help; None means click's default. A `hidden` option works, but help
+    does not list it.
 
     `choices` are the values of the type "choice". `low` and `high` are the bounds of a number. A
     number must not equal a bound that is open. A `repeatable` option may be given several times.

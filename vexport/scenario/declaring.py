@@ -53,9 +53,10 @@ class Option(Key):
     """The help text of a key that is also an option of the command line.
 
     `heading` is the heading of help that lists the option. The option is named like the key unless
-    `names` has other names, separated by spaces. `metavar` is the value in help. `default` is the
-    default as the command line writes it, if Python writes it differently. Help does not list a
-    `hidden` option.
+    `names` has other names, separated by spaces. The last of them may have no dashes: it is then
+    the parameter of the command's function, instead of the key. `metavar` is the value in help.
+    `default` is the default as the command line writes it, if Python writes it differently. Help
+    does not list a `hidden` option.
     """
 
     heading: Heading

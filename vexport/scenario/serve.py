@@ -20,7 +20,7 @@ from pydantic_core import ErrorDetails
 from vexport.errors import InputError, InputErrors
 from vexport.formats.gpus import GENERATIONS, parse_capability
 from vexport.records.values import Positive
-from vexport.scenario.declaring import Key, Option
+from vexport.scenario.declaring import Key, Option, options_of
 from vexport.scenario.section import KeyProblem, ScenarioSection, located_errors
 
 EngineArguments = Mapping[str, JsonValue]
@@ -36,8 +36,6 @@ CANDIDATE_ONLY = (
     *("kv_cache_dtype", "kv_cache_dtype_skip_layers", "calculate_kv_scales"),
     *("quantization", "quantization_config", "allow_deprecated_quantization"),
 )
-# Options of the command line for arguments of vLLM.
-_OPTIONS = {"tensor_parallel_size": "--tp", "max_model_len": "--max-model-len"}
 _CHECKPOINT = "what the checkpoint itself holds, which is what is judged"
 _SAMPLING = "the sampling that each task of lm-eval asks for, or set it in the task"
 # Arguments that vexport decides: the values that change nothing, and what is needed in the place of
@@ -115,7 +113,7 @@ class Serve(ScenarioSection):
         Option(
             "Tensor parallel size: serve the model on N devices.",
             "vLLM",
-            names="--tp --tensor-parallel-size",
+            names="--tp --tensor-parallel-size tp",
             metavar="N",
             unset="vLLM's",
         ),
@@ -275,11 +273,11 @@ class Serve(ScenarioSection):
 def with_options(
     serve: Serve, options: Mapping[str, JsonValue], engine_args: EngineArguments
 ) -> Serve:
-    """The settings with what the command line says, which replaces what a scenario says.
+    """Return the settings with what the command line sets, which replaces a scenario's settings.
 
-    `options` has their values by vLLM's name, None for one that is not given; `engine_args` is what
-    --engine-arg gave. Raises InputErrors for all that cannot be, and where the two contradict each
-    other.
+    `options` has keys of `Serve`, with None for options that are not given. `engine_args` has the
+    arguments of --engine-arg. Raises InputErrors for values that are not allowed, and if the two
+    contradict each other.
     """
     options = {name: value for name, value in options.items() if value is not None}
     typed = {name: value for name, value in engine_args.items() if name in TYPED} | options
@@ -301,8 +299,9 @@ def with_options(
 def _option_error(detail: ErrorDetails, options: EngineArguments) -> InputError:
     section, *rest = map(str, detail["loc"] or ("",))
     name = rest[0] if rest else section
+    names = {option.key: option.names[0] for option in options_of(Serve)}
     return InputError(
-        _OPTIONS[name] if section in options else f"--engine-arg {name}".strip(),
+        names[name] if section in options else f"--engine-arg {name}".strip(),
         got=repr(detail["input"]),
         need=detail["msg"].removeprefix("Value error, "),
         fix=str(detail.get("ctx", {}).get("fix", "correct the value")),
