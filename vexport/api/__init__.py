@@ -4,11 +4,11 @@
     quantize("MODEL", "OUT", scheme="W4A16", group_size=64)
     assert check("OUT").ok
 
-Every function raises what the command line prints: InputError for what was given, EnvironmentFault
-for what is missing or has died, CheckpointFailed where there is no report to return. Engines are
-other processes. `eval` is `evaluate` and `list` is `entries`, whose names hide no builtin;
-`plan_schemes` is `plan` without a scheme. What the command line notes is a Python warning. What is
-not used is not imported.
+The functions raise the errors that the command line prints: InputError for wrong arguments,
+EnvironmentFault if something is missing or has died, CheckpointFailed if there is no report to
+return. Engines run in other processes. `eval` is called `evaluate`, and `list` is called `entries`,
+as `eval` and `list` are builtins. `plan_schemes` is `plan` without a scheme. Notes are Python
+warnings, unless `on_note` receives them. Modules are imported when their functions are used.
 """
 
 from importlib import import_module

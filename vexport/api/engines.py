@@ -1,4 +1,4 @@
-"""Functions that start vLLM, in processes of its own."""
+"""Functions that start vLLM in other processes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -35,14 +35,17 @@ from vexport.scenario.serve import EngineArguments, with_options
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """The start of vLLM: as `serve` of a scenario, by vexport's interpreter or another one."""
+    """How vLLM is started: the settings of `serve` in a scenario, and the interpreter.
+
+    `vllm_python` is None for vexport's own interpreter.
+    """
 
     serve: Serve = field(default_factory=Serve)
     vllm_python: Path | None = None
     trust_remote_code: bool = False
 
     def options(self, on_progress: OnProgress, serve: Serve | None = None) -> EngineOptions:
-        """The same for an engine of vexport's. EnvironmentFault where there is no vLLM."""
+        """Return the options of an engine; EnvironmentFault if there is no vLLM."""
         require_engine((self.vllm_python,))
         return EngineOptions(
             serve=serve or self.serve,

@@ -1,4 +1,4 @@
-"""Options that say how vLLM's engine is started, and what they come to."""
+"""Options for the start of vLLM's engine, and the settings made from them."""
 
 import json
 from contextlib import suppress
@@ -26,7 +26,7 @@ VLLM_PYTHON = "VEXPORT_VLLM_PYTHON"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interpreter:
-    """The vLLM to use, and whether a checkpoint's code may run."""
+    """The interpreter of vLLM, and whether a checkpoint's code may run."""
 
     vllm_python: Path | None
     trust_remote_code: bool

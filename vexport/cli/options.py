@@ -114,8 +114,9 @@ def grouped(function: Callable[..., object], values: Mapping[str, object]) -> di
 
 
 class OrderedGroup(click.Group):
-    """Commands in the order of work, each imported when it is asked for: `module:function` of
-    vexport.cli.
+    """Commands in the order of work. A command is imported when it is called.
+
+    `commands_in` has the place of each command: `module:function` of vexport.cli.
     """
 
     def __init__(self, *, commands_in: Mapping[str, str], **settings: Any) -> None:
@@ -123,16 +124,16 @@ class OrderedGroup(click.Group):
         self.places = commands_in
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command of a name."""
+        """Import the command with this name."""
         module, _, function = self.places.get(cmd_name, "").partition(":")
         return getattr(import_module(f"vexport.cli.{module}"), function) if module else None
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The names in the order of work."""
+        """Return the names in the order of work."""
         return list(self.places)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Name and first sentence of each command, then the options of all."""
+        """Write the name and first sentence of each command, then the options of all commands."""
         commands = ((name, self.get_command(ctx, name)) for name in self.places)
         rows = [
             (name, command.get_short_help_str(limit=1000)) for name, command in commands if command
@@ -145,7 +146,7 @@ class OrderedGroup(click.Group):
 
 
 def _short(option: click.Option, record: tuple[str, str]) -> tuple[str, str]:
-    """The line of an option in help; of a switch `--[no-]verify`."""
+    """Return the line of an option in help; a switch is written `--[no-]pack`."""
     on, off = option.opts[-1], next(iter(option.secondary_opts), "")
     return (f"--[no-]{on[2:]}", record[1]) if off == f"--no-{on[2:]}" else record
 
@@ -196,7 +197,7 @@ class Answer:
 
 
 def stacked(*options: Decorator) -> Decorator:
-    """Several options as one decorator, in the order in which help shows them."""
+    """Return one decorator for several options, which help shows in this order."""
 
     def decorate(function: Function) -> Function:
         for option in reversed(options):
@@ -276,7 +277,7 @@ class Count(click.IntRange):
 
 
 class Real(click.FloatRange):
-    """A finite number within a range; click accepts NaN, as every comparison with it is false."""
+    """A finite number within a range. Click itself accepts NaN in every range."""
 
     def convert(self, value: float, param: Parameter, ctx: Context) -> float:
         """Parse a finite number."""
@@ -290,7 +291,7 @@ class Real(click.FloatRange):
         super().fail(message.replace("range .", f"range {super()._describe_range()}."), param, ctx)
 
     def _describe_range(self) -> str:
-        """The range in help, where it has two bounds."""
+        """Return the range in help; empty if there is no upper bound."""
         return "" if self.max is None else super()._describe_range()
 
 
@@ -313,7 +314,7 @@ BYTE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "": 1}
 
 
 def byte_size(text: str) -> int:
-    """A number of bytes, written as transformers does: 5GB, 200MB. A type for click."""
+    """Parse a number of bytes, as transformers writes it: 5GB, 200MB. A type for click."""
     match = re.fullmatch("0*([1-9][0-9]{0,17})([KMG]B|)", text.upper())
     if match is None:
         raise click.BadParameter(f"{text!r} is no size; write 5GB, 200MB or a number of bytes.")
@@ -321,7 +322,7 @@ def byte_size(text: str) -> int:
 
 
 def numbers(text: str) -> tuple[int, ...]:
-    """Tensor parallel sizes separated by commas, each once: `1,2,4`. A type for click."""
+    """Parse tensor parallel sizes: `1,2,4`. Duplicates are dropped. A type for click."""
     parts = [part.strip() for part in text.split(",")]
     for part in parts:
         if not re.fullmatch("0*[1-9][0-9]*", part):
@@ -350,7 +351,7 @@ def capabilities(text: str) -> tuple[int, ...]:
 
 
 def gpus(text: str) -> tuple["Card", ...]:
-    """Names of GPUs separated by commas, each once: `H100,l40s`. A type for click."""
+    """Parse names of GPUs: `H100,l40s`. Duplicates are dropped. A type for click."""
     from vexport.formats.gpus import cards
 
     try:
@@ -360,7 +361,7 @@ def gpus(text: str) -> tuple["Card", ...]:
 
 
 def _by_suffix(context: click.Context, parameter: click.Parameter, value: str) -> str:
-    """The given format, else the one that the answer's file name ends in."""
+    """Return the given format, or else the format of the answer's file by its name."""
     file = answer_file(context)
     if file is None or context.get_parameter_source("format_") is ParameterSource.COMMANDLINE:
         return value
@@ -377,15 +378,15 @@ def _remember(context: click.Context, parameter: click.Parameter, value: Path | 
 
 
 def given(*names: str) -> bool:
-    """Return whether one of these options stands on the command line: the environment's may be
-    moot.
+    """Return whether one of these options was given on the command line, not by the environment or
+    a file of defaults.
     """
     context = click.get_current_context()
     return any(context.get_parameter_source(name) is ParameterSource.COMMANDLINE for name in names)
 
 
 def answer_file(context: click.Context) -> Path | None:
-    """The file of --output; None for stdout."""
+    """Return the file of --output; None for stdout."""
     file = context.meta.get(ANSWER_FILE)
     return file if isinstance(file, Path) else None
 
@@ -445,7 +446,7 @@ def _paths_read(context: click.Context, parameter: click.Parameter) -> "Iterator
 
 
 def format_option(formats: tuple[str, ...] = FORMATS, names: str = "-o --output") -> Decorator:
-    """--format and --output: the form of the answer, and the file that it goes to."""
+    """Return --format and --output: the form of the answer, and its file."""
     forms = f"Form of the answer: {', '.join(formats)}."
     file = "Write the answer to FILE, whose ending decides the form."
     return stacked(
@@ -472,7 +473,7 @@ def format_option(formats: tuple[str, ...] = FORMATS, names: str = "-o --output"
 
 
 def _version(text: str) -> tuple[int, int]:
-    """Major and minor number of a version. A type for click."""
+    """Parse the major and minor number of a version. A type for click."""
     match = re.match(r"v?([0-9]+)\.([0-9]+)(?:\.|$)", text)
     if match is None:
         raise click.BadParameter(f"{text!r} is not a version like 0.30.")

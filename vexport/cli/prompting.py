@@ -24,7 +24,7 @@ _PAIR = re.compile(r"""([A-Za-z_]\w*)=("[^"]*"|'[^']*'|\[[^\]]*\]|\{[^}]*\}|[^,]
 def _generation(
     context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
 ) -> dict[str, GenerationValue]:
-    """Generation arguments as lm-eval takes them: K=V,... or a JSON object; a later one wins."""
+    """Parse generation arguments as lm-eval does: K=V,... or a JSON object. The last value wins."""
     arguments: dict[str, GenerationValue] = {}
     for value in values:
         arguments |= dict(_generation_pairs(value))
@@ -50,7 +50,7 @@ def _generation_pairs(text: str) -> Iterator[tuple[str, GenerationValue]]:
 
 
 def _generation_value(text: str) -> GenerationValue:
-    """A Python literal, true, false or none; everything else is text."""
+    """Parse a Python literal, true, false or none; everything else is text."""
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     try:
@@ -61,7 +61,7 @@ def _generation_value(text: str) -> GenerationValue:
 
 
 def _batch_size(text: str) -> BatchSize:
-    """`auto` or a number of requests. A type for click."""
+    """Parse `auto` or a number of requests. A type for click."""
     if text == "auto":
         return "auto"
     if not text.isdecimal() or not int(text):
@@ -72,7 +72,7 @@ def _batch_size(text: str) -> BatchSize:
 def _gates(
     context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
 ) -> dict[str, str]:
-    """TASK -> METRIC[,FILTER]; without a task it is for all that have it."""
+    """Return METRIC[,FILTER] by task; `*` stands for all tasks that have the metric."""
     gates: dict[str, str] = {}
     for value in values:
         task, _, metric = value.rpartition("=")

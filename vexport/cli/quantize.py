@@ -43,7 +43,7 @@ def require_consistent(section: str) -> None:
 
 
 def _group_size(text: str) -> GroupSize:
-    """The number of columns that share a scale, or channel. A type for click."""
+    """Parse the number of columns that share a scale, or channel. A type for click."""
     from vexport.scenario import parse_group_size
 
     try:

@@ -1,4 +1,4 @@
-"""Tasks, limits and how the models are asked; suites, named lists of lm-eval tasks."""
+"""The settings of an evaluation, and suites: named lists of lm-eval tasks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,11 +21,11 @@ Url = Annotated[str, Field(pattern="^https?://")]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suite:
-    """Tasks of lm-eval with their documents, the accepted loss in each, how many documents are
-    asked at most.
+    """Tasks of lm-eval with their numbers of documents, the accepted loss, and the limit of
+    documents per task.
 
-    `apply_chat_template` is False where prompts are to be completed: humaneval ends an answer at
-    the first `def`, which a turn of a chat begins with.
+    `apply_chat_template` is False for tasks of completion: humaneval ends an answer at the first
+    `def`, and the answer in a chat begins with one.
     """
 
     about: str

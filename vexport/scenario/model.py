@@ -1,4 +1,4 @@
-"""A scenario: its sections, the calibration text among them, and what they need of each other."""
+"""A scenario with its sections, and the conditions between the sections."""
 
 from pathlib import Path
 from typing import Annotated, Self
@@ -110,9 +110,7 @@ def default_calibration() -> Calibration:
 
 
 class Sensitivity(ScenarioSection):
-    """The loss of each group of layers: the first `samples` rows of the calibration are run with
-    that group alone quantized.
-    """
+    """The measurement of each group's loss: calibration rows run with only that group quantized."""
 
     samples: Annotated[Positive, Key("Number of calibration rows to measure on.")] = 16
 

@@ -1,6 +1,4 @@
-"""Read a scenario from YAML, with its paths made absolute; what is wrong with it, and what to do
-instead.
-"""
+"""Read a scenario from YAML, make its paths absolute, and report problems with their remedies."""
 
 import os
 import re
@@ -46,7 +44,7 @@ _SECTIONS: Mapping[str, type[BaseModel]] = {
 
 @contextmanager
 def problems_at(where: str) -> Iterator[None]:
-    """Raise what pydantic finds inside the block as InputErrors, each at its key in `where`."""
+    """Raise the problems that pydantic finds inside the block as InputErrors, each at its key."""
     try:
         yield
     except ValidationError as error:
@@ -61,7 +59,7 @@ def problems_at(where: str) -> Iterator[None]:
 
 
 def _causes(details: Sequence[ErrorDetails]) -> list[ErrorDetails]:
-    """The errors without those that only follow from one further inside (an item less, say)."""
+    """Return the errors without those that follow from an error inside the same value."""
     followed = {detail["loc"][:end] for detail in details for end in range(len(detail["loc"]))}
     return [detail for detail in details if detail["loc"] not in followed]
 
@@ -102,9 +100,9 @@ def is_scenario(source: str) -> bool:
 
 
 def read_scenario(path: Path) -> Scenario:
-    """Read a scenario; every problem in it is reported at once, with the path of its key.
+    """Read a scenario, whose paths are relative to its folder, and make the paths absolute.
 
-    Paths inside are made absolute, relative to the scenario's folder. Raises InputError.
+    Raises InputErrors with all problems, each with the path of its key.
     """
     is_recipe = path.name == RECIPE
     content = read_json_object(path).get("scenario") if is_recipe else load_yaml(path, "a scenario")
@@ -114,9 +112,7 @@ def read_scenario(path: Path) -> Scenario:
 
 
 def _absolute(scenario: Scenario, folder: Path) -> Scenario:
-    """Resolve what names a file; a source, baseline or task that is no file stays a hub id or task
-    name.
-    """
+    """Make paths absolute. Names that are no paths stay hub ids and names of tasks."""
     folder = folder.resolve()
 
     def absolute(name: str | Path) -> str:
@@ -146,7 +142,7 @@ def _absolute(scenario: Scenario, folder: Path) -> Scenario:
 
 
 def base_scenario(source: str, scheme: str, file: Path | None) -> Scenario:
-    """Return what all schemes have in common: the scenario of a file, or text with all defaults."""
+    """Return the scenario that all schemes share: that of `file`, or one that the text decides."""
     if file is not None:
         return read_scenario(file).model_copy(update={"source": source})
     path = user_path(source)

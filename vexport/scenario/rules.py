@@ -1,4 +1,4 @@
-"""The rules of a scenario, and what `scheme: auto` among them chooses by."""
+"""The rules of a scenario, and the budget of the rules with `scheme: auto`."""
 
 import re
 import sys
@@ -59,9 +59,10 @@ WITH_IMPORTANCE = ("channel", "group", "tensor_group")
 
 
 def parse_group_size(value: object) -> int | None:
-    """The columns of a group, None for a scale a row; ValueError for what is no size.
+    """Return the number of columns of a group, or None for one scale per row.
 
-    -1 is a scale a row too, as in llm-compressor and AutoRound.
+    -1 is one scale per row too, as in llm-compressor and AutoRound. Raises ValueError for a value
+    that is no group size.
     """
     if isinstance(value, str) and value.lower() == "channel" or value == -1:
         return None
@@ -71,11 +72,11 @@ def parse_group_size(value: object) -> int | None:
 
 
 def with_named_scheme(content: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
-    """The keys of a rule or candidate with a scheme by name in the place of a group size or of
+    """Return the keys of a rule or candidate, with the scheme's name instead of a group size or
     arguments.
 
-    The observers of arguments become the rule's. Raises pydantic's ValidationError at the key that
-    cannot be.
+    Observers in the arguments become the rule's observers. Raises pydantic's ValidationError at the
+    key that is wrong.
     """
     size, weights, inputs = (content.get(key) for key in OWN_KEYS)
     others = {key: value for key, value in content.items() if key not in OWN_KEYS}
@@ -107,8 +108,9 @@ def with_named_scheme(content: Mapping[str, JsonValue]) -> Mapping[str, JsonValu
 
 
 def _sized(size: JsonValue, scheme: JsonValue) -> JsonValue:
-    """The name of the scheme with that group size; a scheme that is none is left to its own
-    validator.
+    """Return the name of the scheme with this group size.
+
+    An unknown scheme is returned as it is, because its own validator reports it.
     """
     if scheme in (KEEP, AUTO):
         need = f"no group size with scheme: {scheme}"
@@ -130,8 +132,9 @@ def _known_scheme(value: str, *others: str) -> str:
 
 
 def _known_observer(name: str | None) -> str | None:
-    """The registry name that is meant, or package.module:Class as it is; ValueError lists what is
-    known.
+    """Return the registry name that `name` spells, or package.module:Class unchanged.
+
+    Raises ValueError with all known names for another name.
     """
     if name is None:
         return None
@@ -168,7 +171,7 @@ def _keyword_problems(
 def _observer_problems(
     scheme: str, observer: str | None, input_observer: str | None
 ) -> Iterator[KeyProblem]:
-    """Observers that a scheme has no use for, by the key that names them."""
+    """Yield the problems of observers that do not fit the scheme, at their keys."""
     known = None if scheme in (KEEP, AUTO) else get_scheme(scheme)
     strategy = known.args.weights.strategy if known else WITH_IMPORTANCE[0]
     if observer in BY_IMPORTANCE and strategy not in WITH_IMPORTANCE:
@@ -263,7 +266,7 @@ class Refit(ScenarioSection):
 
 
 def _scheme_or_weights(schema: dict[str, JsonValue]) -> None:
-    """Change the schema of a rule, which needs a scheme or the arguments of the weights."""
+    """Change the schema of a rule: it requires a scheme or the arguments of the weights."""
     schema["required"] = ["match"]
     schema["anyOf"] = [{"required": ["scheme"]}, {"required": ["weights"]}]
 
@@ -326,7 +329,7 @@ class Rule(ScenarioSection):
 
     @property
     def method(self) -> Rounding | None:
-        """The name of the way of rounding; None where the rule names none."""
+        """The name of the rounding, or None if the rule does not set it."""
         return self.rounding.method if isinstance(self.rounding, Refit) else self.rounding
 
     @model_validator(mode="before")
@@ -421,8 +424,9 @@ class Auto(ScenarioSection):
 
 
 class IgnoredLayers(Rule):
-    """The layers that another tool's recipe ignores: it serves many models, and may match nothing
-    in this one.
+    """The layers that another tool's recipe ignores.
+
+    Recipes serve many models, so that the rule may match no layer of this model.
     """
 
     of_recipe: ClassVar[bool] = True

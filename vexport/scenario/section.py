@@ -1,6 +1,4 @@
-"""The base of all sections of a scenario, and the errors that their validators find, each at its
-key.
-"""
+"""The base class of all sections of a scenario, and errors of validators at a key."""
 
 from collections.abc import Sequence
 
@@ -19,14 +17,14 @@ from vexport.formats.schemes import fold_name
 
 
 class ScenarioSection(BaseModel):
-    """Keys that are all known, values that stay."""
+    """A frozen model that refuses unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_boolean_as_number(cls, value: object, info: ValidationInfo) -> object:
-        """Raise ValueError for a boolean in the place of a number: pydantic reads true as 1."""
+        """Raise ValueError for a boolean instead of a number, because pydantic reads true as 1."""
         values = value if isinstance(value, list | tuple) else [value]
         kind = str(cls.model_fields[info.field_name or ""].annotation)
         if any(isinstance(item, bool) for item in values) and "bool" not in kind:
@@ -35,8 +33,9 @@ class ScenarioSection(BaseModel):
 
 
 def known_name(value: str, known: Sequence[str]) -> str:
-    """The known name that `value` spells, in whatever case and with `-` or `_`; ValueError lists
-    them all.
+    """Return the known name that `value` spells, ignoring case, `-` and `_`.
+
+    Raises ValueError with all known names for another name.
     """
     names = {fold_name(name): name for name in known}
     if fold_name(value) not in names:
@@ -49,12 +48,12 @@ KeyProblem = tuple[tuple[str, ...], JsonValue, str, str]
 
 
 def located_error(key: str, value: JsonValue, need: str, fix: str) -> ValidationError:
-    """The error at one key of a model."""
+    """Return the error at one key of a model."""
     return located_errors([((key,), value, need, fix)])
 
 
 def located_errors(problems: list[KeyProblem]) -> ValidationError:
-    """Several errors of one model, each with its where; pydantic adds them to its own."""
+    """Return several errors of one model with their places, which pydantic adds to its own."""
     return ValidationError.from_exception_data(
         "section",
         [

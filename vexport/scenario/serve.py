@@ -1,6 +1,4 @@
-"""The start of vLLM's engine: what a scenario or command line may say, and what vexport decides
-itself.
-"""
+"""The settings of vLLM's engine: which of them users may set, and which vexport decides."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Literal, Self
@@ -82,7 +80,7 @@ _MODULE_PATH = "_module_path"
 def imported_by(engine_args: Mapping[str, JsonValue]) -> Iterator[str]:
     """Yield the arguments of vLLM that make it import Python by a name or path.
 
-    Such are also the paths of connectors in `kv_transfer_config` and `ec_transfer_config`, and a
+    These include the paths of connectors in `kv_transfer_config` and `ec_transfer_config`, and a
     compilation backend of another package.
     """
     for given, value in engine_args.items():
@@ -230,7 +228,7 @@ class Serve(ScenarioSection):
 
     @property
     def capabilities(self) -> tuple[int, ...]:
-        """The GPUs of `compute`: 90 for sm90."""
+        """The compute capabilities in `compute`: 90 for sm90."""
         return tuple(int(name.removeprefix("sm")) for name in self.compute if name != "cpu")
 
     @property
@@ -255,9 +253,7 @@ class Serve(ScenarioSection):
 
     @property
     def given(self) -> EngineArguments:
-        """The arguments given for one engine of vLLM's, in the order of `TYPED` and then as
-        written.
-        """
+        """The arguments that are set, in the order of `TYPED`, and then those of `engine_args`."""
         typed = {name: value for name in TYPED if (value := getattr(self, name)) is not None}
         return {**typed, **self.engine_args}
 
