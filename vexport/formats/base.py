@@ -1,4 +1,4 @@
-"""Protocol of storage formats, helpers for the parameters that vLLM creates, and the GPUs."""
+"""Protocol of storage formats, GPU support, and helpers for the parameters that vLLM creates."""
 
 import re
 from abc import abstractmethod

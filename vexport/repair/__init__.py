@@ -1,6 +1,6 @@
-"""Repairs a checkpoint of any producer without calibration, and says what each repair costs.
+"""Repair checkpoints of any producer without calibration, and report the cost of each repair.
 
-Adding a family of repairs is a function and a line in `families.FAMILIES`.
+To add a family of repairs, add a function and a line in `families.FAMILIES`.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,22 +31,22 @@ if TYPE_CHECKING:
 
 Family = Callable[[CheckpointView, "ComparedSource | None"], Changes]
 OnProgress = Callable[[str, int, int], None]
-# Families that repair only config.json and need no torch; `families.FAMILIES` has all.
+# Families that repair only config.json and need no torch. `families.FAMILIES` lists all families.
 CONFIG_ONLY: Sequence[Family] = (config.keys, config.targets)
 
 
 def repair_checkpoint(
     checkpoint: Path, out: Path, source: Path | None, *, overwrite: bool, on_progress: OnProgress
 ) -> RepairReport:
-    """Repair what can be repaired and write the result to the folder `out`, whole or not at all.
+    """Repair a checkpoint and write the result to the folder `out`, completely or not at all.
 
-    Nothing is written if an error remains that no repair removes: a file that cannot be read, a
-    fault with several explanations, or with `source` a weight that is not the source's. A smoothed
-    checkpoint is compared with the source as `smoothing.json` scales it.
+    Nothing is written if an error remains that no repair removes: an unreadable file, a fault with
+    several explanations or, with `source`, a weight that differs from the source's weight. A
+    smoothed checkpoint is compared with the source scaled by `smoothing.json`.
 
-    Raises InputError for folders that are no checkpoints, a quantized `source`, and an `out` that
-    may not be written. Without torch only config.json is repaired: MissingPackage if that is not
-    enough.
+    Raises InputError if a folder is not a checkpoint, if `source` is quantized, or if `out` may not
+    be written. Without torch only config.json is repaired, and MissingPackage is raised if that is
+    not enough.
     """
     require_checkpoint(checkpoint)
     inputs = {"CHECKPOINT": checkpoint} | ({"--source": source} if source else {})
@@ -106,8 +106,10 @@ def _families() -> Sequence[Family]:
 
 
 def _against(source: Path, on_progress: OnProgress) -> Against:
-    """Return the comparison of the repaired checkpoint with its source; InputError if that is no
-    such source."""
+    """Return the comparison of the repaired checkpoint with its source.
+
+    Raises InputError if `source` is not an unquantized checkpoint.
+    """
     require_extra("torch", "--source")
     from vexport.fidelity.compare import against
 
@@ -116,7 +118,7 @@ def _against(source: Path, on_progress: OnProgress) -> Against:
 
 @contextmanager
 def _compared_source(checkpoint: Path, source: Path) -> "Iterator[ComparedSource]":
-    """Open the source, whose weights are smoothed as the checkpoint's were."""
+    """Open the source with its weights smoothed like the checkpoint's weights."""
     from vexport.fidelity.source import ComparedSource
 
     with reader_of(smoothing_of(checkpoint)) as reader:
@@ -150,7 +152,7 @@ def _report(
 def _priced(
     repair: Repair, before: CheckpointView, after: CheckpointView, source: "ComparedSource | None"
 ) -> Repair:
-    """Return the repair with the distance that the weight of its layer moved."""
+    """Return the repair with the change of its layer's weight."""
     if repair.layer is None:
         return repair
     from vexport.repair.families import weight_change

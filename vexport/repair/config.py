@@ -1,6 +1,4 @@
-"""Repairs of config.json alone: keys of quantization_config that vLLM refuses, targets, the ignore
-list.
-"""
+"""Repair config.json alone: keys that vLLM refuses, targets, and the ignore list."""
 
 import copy
 from collections.abc import Iterator, Sequence
@@ -23,14 +21,14 @@ if TYPE_CHECKING:
 
 ARGUMENTS = ("weights", "input_activations", "output_activations")
 KNOWN = frozenset(field.name for field in fields(QuantArgs))
-# Tensors of compressed sparse weights in compressed-tensors; without them nothing is sparse.
+# Tensors of compressed sparse weights in compressed-tensors. Without them no weight is sparse.
 SPARSE_PARAMETERS = ("compressed", "bitmask", "row_offsets", "meta")
 MOST_NAMES = 4
 KEY_SAYS_NOTHING = "the removed keys change nothing in how the tensors are read"
 
 
 def keys(view: CheckpointView, source: "ComparedSource | None") -> Changes:
-    """The config without keys that the pinned vLLM refuses and that nothing rests on."""
+    """Move the quantization config to its usual place, and remove unused keys that vLLM refuses."""
     config: dict[str, Json] = copy.deepcopy(dict(view.index.config))
     moved = tuple(_moved(config, view))
     quantization = config.get(QUANTIZATION_CONFIG)
@@ -49,8 +47,9 @@ def keys(view: CheckpointView, source: "ComparedSource | None") -> Changes:
 
 
 def _moved(config: dict[str, Json], view: CheckpointView) -> Iterator[Repair]:
-    """vLLM finds the config in its older places too; other loaders look in one, and so do later
-    repairs.
+    """Move the quantization config to the key that all loaders read.
+
+    vLLM also reads the older places. Other loaders and later repairs read only this key.
     """
     stored = view.quantization.stored
     if stored is None or config.get(QUANTIZATION_CONFIG) is not None:
@@ -101,7 +100,7 @@ def _key_repair(where: str, got: str, now: str) -> Repair:
 
 
 def targets(view: CheckpointView, source: "ComparedSource | None") -> Changes:
-    """The config with an ignore list and targets that agree with the tensors."""
+    """Make the ignore list and the targets agree with the tensors."""
     if not view.quantization.config_groups:
         return Changes()
     repaired = _with(view, "ignore", _without_quantized(view))
@@ -115,8 +114,11 @@ def targets(view: CheckpointView, source: "ComparedSource | None") -> Changes:
 
 
 def _without_quantized(view: CheckpointView) -> tuple[str, ...]:
-    """The ignore list without what covers quantized layers; unquantized ones that went with it by
-    name, but for experts, whose pattern is written again."""
+    """Return the ignore list without entries that match quantized layers.
+
+    Unquantized layers that a removed entry matched are added by name. Experts are not added here,
+    because `_unquantized` adds a pattern for them.
+    """
     layers = view.layers.by_name.values()
     quantized = [layer.name for layer in layers if layer.is_quantized]
     kept: dict[str, None] = {}
@@ -132,11 +134,10 @@ def _without_quantized(view: CheckpointView) -> tuple[str, ...]:
 
 
 def _targets(view: CheckpointView, group: ConfigGroup) -> tuple[str, ...]:
-    """Return the targets of a group with the layers that it fits and that vLLM gives to no group or
-    to another.
+    """Return a group's targets, extended by fitting layers that vLLM does not assign to it.
 
-    A layer that fits several groups may belong to any of them: it stays as it is, which the check
-    `targets` reports.
+    A layer that fits several groups may belong to any of them. It is not changed, and the check
+    `targets` reports it.
     """
     alone, architecture = len(view.quantization.config_groups) == 1, view.model.architecture
     fitting = [fused for fused in view.model.fused_layers if _belongs(view, fused, group)]
@@ -156,7 +157,7 @@ def _targets(view: CheckpointView, group: ConfigGroup) -> tuple[str, ...]:
 
 
 def _belongs(view: CheckpointView, fused: FusedLayer, group: ConfigGroup) -> bool:
-    """Return whether all members are stored as this group says, and as no group before it says."""
+    """Return True if all members fit this group and do not all fit an earlier group."""
     members = [view.model.modules[name] for name in fused.members]
     groups = view.quantization.config_groups
     owners = (each for each in groups if all(fits(each, parameters) for parameters in members))
@@ -165,8 +166,7 @@ def _belongs(view: CheckpointView, fused: FusedLayer, group: ConfigGroup) -> boo
 
 
 def _fits_others(view: CheckpointView, fused: FusedLayer, group: ConfigGroup) -> bool:
-    """Return whether the layers are stored as another group says, which quantizes weights or inputs
-    otherwise."""
+    """Return True if the layers also fit a group that quantizes weights or inputs differently."""
     members = [view.model.modules[name] for name in fused.members]
     return any(
         (other.weights, other.input_activations) != (group.weights, group.input_activations)
@@ -181,7 +181,10 @@ def _is_lost(view: CheckpointView, fused: FusedLayer) -> bool:
 
 
 def _unquantized(view: CheckpointView) -> Iterator[str]:
-    """Unquantized layers that ignore lacks: a target covers them, or ignore names only some."""
+    """Yield unquantized layers that are missing in `ignore`.
+
+    They are matched by a target, or `ignore` contains only a part of their fused layer.
+    """
     missing: set[str] = set()
     for fused in view.model.fused_layers:
         named = {view.quantization.matched_ignore.match(name) for name in view.lookup.names(fused)}

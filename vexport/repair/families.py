@@ -1,4 +1,4 @@
-"""Every family of repairs, and what their changes cost: what needs torch."""
+"""All families of repairs, and the cost of their changes. This module needs torch."""
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,7 +27,7 @@ from vexport.repair.global_scales import reciprocals, unequal_inputs, unequal_we
 from vexport.repair.write import LOSSLESS, Changes, Edit, inside
 
 GROUP_SIZES = (16, 32, 64, 128, 256)
-# strategy, group size, symmetric
+# Strategy, group size, symmetric.
 CHOICES: tuple[tuple[Strategy, int | None, bool], ...] = (
     ("tensor", None, True),
     ("channel", None, True),
@@ -43,8 +43,7 @@ NOT_SCALED = "keys and values need no scale; only a calibration shows their rang
 
 
 def arguments(view: CheckpointView, source: ComparedSource | None) -> Changes:
-    """Correct the arguments of a config group if no layer matches them and exactly one other set of
-    arguments matches every layer."""
+    """Correct a group's arguments if no layer fits them and exactly one other set fits all."""
     changed: dict[str, Json] = copy.deepcopy(dict(view.index.config))
     repairs: list[Repair] = []
     for group in view.quantization.config_groups:
@@ -63,10 +62,9 @@ def arguments(view: CheckpointView, source: ComparedSource | None) -> Changes:
 
 
 def _is_reading(view: CheckpointView, reading: ConfigGroup, layer: StoredLayer) -> bool:
-    """Return whether a layer's tensors are what these arguments announce, of a weight of the stored
-    shape.
+    """Return True if a layer's tensors fit these arguments and give the stored shape.
 
-    Without the stored shape, twice the bits and half the columns look the same.
+    Without a stored shape, twice the bits and half the columns cannot be told apart.
     """
     if not fits(reading, layer.parameters):
         return False
@@ -78,7 +76,7 @@ def _is_reading(view: CheckpointView, reading: ConfigGroup, layer: StoredLayer) 
 
 
 def _readings(group: ConfigGroup) -> Iterator[ConfigGroup]:
-    """The group as it is and with other arguments, in its own format or the one that they imply."""
+    """Yield the group with other arguments, in its format and in the implied format."""
     blocks = group.weights.block_structure
     readings = [group.weights]
     for strategy, size, symmetric in CHOICES:
@@ -95,7 +93,7 @@ def _readings(group: ConfigGroup) -> Iterator[ConfigGroup]:
 
 
 def _implied_format(group: ConfigGroup) -> str | None:
-    """The format that compressed-tensors would store; None where it refuses the arguments."""
+    """Return the format that compressed-tensors would store, or None if it refuses."""
     try:
         return str(infer_module_format(Linear, ct_scheme(group)).value)
     except (NotImplementedError, ValueError):
@@ -133,8 +131,9 @@ def _argument_repair(where: str, got: str, now: str, *, is_compared: bool) -> Re
 
 
 def kv_cache(view: CheckpointView, source: ComparedSource | None) -> Changes:
-    """Scales of 1.0 for all attention layers; nothing where some have scales: 1.0 would not go with
-    them.
+    """Add scales of 1.0 for the KV cache of all attention layers.
+
+    Nothing changes if some layers have scales, because 1.0 would not be consistent with them.
     """
     scheme = parse_args((view.quantization.values or {}).get("kv_cache_scheme"))
     if isinstance(scheme, str) or scheme.dynamic:
@@ -168,7 +167,7 @@ def kv_cache(view: CheckpointView, source: ComparedSource | None) -> Changes:
 
 
 def _rows(view: CheckpointView) -> dict[str, int | None]:
-    """Return the out_features of every linear layer, None for layers whose size is unknown."""
+    """Return the out_features of every linear layer, or None for layers of unknown size."""
     rows: dict[str, int | None] = {}
     for fused in view.model.fused_layers:
         members = view.layers.sized(fused, view.lookup.group_of(fused))
@@ -184,9 +183,7 @@ def _ones(shape: tuple[int, ...]) -> Mapping[str, torch.Tensor]:
 def weight_change(
     before: CheckpointView, after: CheckpointView, layer: str, source: ComparedSource | None
 ) -> WeightChange | None:
-    """Return the distance that a layer's weight moved; None if it cannot be dequantized
-    afterwards.
-    """
+    """Return how far a layer's weight moved, or None if it cannot be dequantized now."""
     old, new = dequantized(before, layer), dequantized(after, layer)
     if new is None:
         return None
@@ -208,8 +205,9 @@ def weight_change(
 def _in_source(
     view: CheckpointView, source: ComparedSource | None, layer: str
 ) -> torch.Tensor | None:
-    """Return the source's weight of a layer, however the source stores it; None if it has no such
-    layer.
+    """Return the source's weight of a layer, or None if the source has no such layer.
+
+    The source may store the weight fused or split.
     """
     if source is None:
         return None
@@ -217,7 +215,7 @@ def _in_source(
     return torch.cat(tuple(pieces)) if pieces else None
 
 
-# The order matters: each family sees the changes of those before it.
+# The order matters: each family sees the changes of the families before it.
 FAMILIES: Sequence[Family] = (
     config.keys,
     arguments,

@@ -1,9 +1,8 @@
-"""Repairs of NVFP4's global scales: reciprocals, and layers of one fused layer that do not share a
-scale.
+"""Repair NVFP4's global scales: reciprocals, and fused layers with different scales.
 
-vLLM keeps one global scale for each fused layer. If the stored scales of its layers differ, there
-are two explanations. Either the producer did not share them: each layer's blocks were scaled with
-the layer's own global scale, and the stored weights are right. Or one of the scales is wrong, and
+vLLM keeps a single global scale for each fused layer. If the stored scales of its layers differ,
+there are two explanations. Either the producer did not share them: the blocks of each layer were
+scaled with this layer's global scale, and the stored weights are right. Or a scale is wrong, and
 the blocks were scaled with another. The source decides between the two. Without a source, a repair
 needs signs that only the first explanation gives.
 """
@@ -40,17 +39,16 @@ from vexport.repair.write import LOSSLESS, Changes, Edit
 FAMILY = "global scales"
 OTHER_SCALE = "{:.9g}, not that of the layers it runs with"
 LEAST = {WEIGHT: LEAST_WEIGHT_GLOBAL_SCALE, INPUT: LEAST_INPUT_GLOBAL_SCALE}
-# The smallest positive e4m3 number: a block scale of a block that is not all zero never becomes
-# zero.
+# Smallest positive e4m3 value. The scale of a block that is not all zero never becomes zero.
 E4M3_SMALLEST = 2.0**-9
-# Scales that differ by less are the same number after a conversion: float32 keeps 6e-8, a
-# reciprocal of a reciprocal twice that.
+# Scales that differ by less are the same number after a conversion: float32 has a precision of
+# 6e-8, and the reciprocal of a reciprocal has twice that.
 SAME = 1e-6
-# A layer with a global scale of its own has a block with the largest e4m3 number, or the one below
-# it.
+# If a layer's blocks were scaled with its global scale, a block has the largest e4m3 value, or the
+# value below it.
 LARGEST_BLOCK = 416.0
-# A stored weight is the source's, up to rounding, if its size differs by at most this share, and if
-# at least half of its power lies along the source's weight.
+# A stored weight is the source's weight, up to rounding, under two conditions. Its size differs by
+# at most this share, and at least half of its power lies along the source's weight.
 MOST_GAIN_ERROR, LEAST_ALONG = 0.2, 0.5
 RECIPROCAL = "the stored number is the reciprocal of the layer's global scale"
 OWN = "each layer's blocks were scaled with the layer's own global scale, as stored"
@@ -60,15 +58,15 @@ MOST_ARE_RIGHT = (
 WIDEST_IS_RIGHT = (
     "the smallest scale, which has the widest range, is right (a source has no inputs to compare)"
 )
-# Global scales by the name of their layer.
+# Global scales by the names of their layers.
 Scales = Mapping[str, float]
 
 
 def reciprocals(view: CheckpointView, source: ComparedSource | None) -> Changes:
     """Invert global scales stored as absmax/(448*6): vLLM expects the reciprocal.
 
-    With a source, the scale of a weight is inverted only if the inverse makes the weight the
-    source's.
+    With a source, the scale of a weight is inverted only if the weight then equals the source's
+    weight.
     """
     origins = _origins(view, source)
     changes = Changes()
@@ -107,8 +105,10 @@ def _inverted(
 def _as_the_others_have(
     view: CheckpointView, layer: StoredLayer, parameter: str, inverse: float
 ) -> float:
-    """Return the scale that a layer of the same fused layer stores if `inverse` is the same number
-    but for its last bits, else `inverse`."""
+    """Return the scale of a fused layer's other member that equals `inverse` up to its last bits.
+
+    If there is none, return `inverse`.
+    """
     for name in layer.fused.members:
         other = single_value(view.reader, view.model.modules[name].get(parameter))
         if other is not None and abs(other / inverse - 1) < SAME:
@@ -117,14 +117,14 @@ def _as_the_others_have(
 
 
 def unequal_weights(view: CheckpointView, source: ComparedSource | None) -> Changes:
-    """Give the layers that vLLM runs as one the same global scale of their weights: that of the
-    largest range.
+    """Give the weights of each fused layer the same global scale, the smallest of theirs.
 
-    With a source, the stored scale that makes a weight the source's is taken as the layer's.
-    Without a source, each layer's stored scale is taken as its own if the checkpoint shows that its
-    producer does not share scales; otherwise the layers are refused. Block scales are rescaled to
-    the shared global scale and rounded to e4m3 again. With a source, the layer is quantized again
-    from the source if that is nearer.
+    With a source, each layer's right scale is the stored scale with which its weight equals the
+    source's weight. Without a source, each stored scale is taken as right if the checkpoint shows
+    that its producer does not share scales. Otherwise the repair is refused.
+
+    Block scales are rescaled to the shared global scale and rounded to e4m3 again. With a source,
+    the layer is quantized again from the source if the result is closer.
     """
     origins = _origins(view, source)
     unshared = _kinds_with_own_scales(view)
@@ -150,10 +150,10 @@ def unequal_weights(view: CheckpointView, source: ComparedSource | None) -> Chan
 
 
 def unequal_inputs(view: CheckpointView, source: ComparedSource | None) -> Changes:
-    """Give the layers that vLLM runs as one the same global scale of their input.
+    """Give the inputs of each fused layer the same global scale.
 
-    They read the same input, so that another scale is a fault. The scale that most of the layers
-    have is right; without a majority the smallest is taken, which cuts off nothing.
+    All members read the same input, so different scales are a fault. The scale of most layers is
+    right. Without a majority the smallest scale is used, because it does not clip anything.
     """
     changes = Changes()
     for fused in view.model.fused_layers:
@@ -184,8 +184,10 @@ def _origins(view: CheckpointView, source: ComparedSource | None) -> SourceTenso
 
 
 def _weight_in_source(origins: SourceTensors | None, layer: StoredLayer) -> torch.Tensor | None:
-    """Return a layer's weight (out, in) in the source, however the source stores it; None if it has
-    no such layer."""
+    """Return a layer's weight (out, in) from the source, or None if the source has no such layer.
+
+    The source may store the weight fused or split.
+    """
     pieces = origins.pieces(layer) if origins is not None else ()
     if not pieces or layer.group is None or layer.group.refusal is not None:
         return None
@@ -194,7 +196,7 @@ def _weight_in_source(origins: SourceTensors | None, layer: StoredLayer) -> torc
 
 
 def _scales(view: CheckpointView, fused: FusedLayer, parameter: str) -> dict[str, float]:
-    """Return the usable global scales of the layers that vLLM runs as one."""
+    """Return the valid global scales of a fused layer's members."""
     stored = {
         name: single_value(view.reader, view.model.modules[name].get(parameter))
         for name in fused.members
@@ -205,7 +207,7 @@ def _scales(view: CheckpointView, fused: FusedLayer, parameter: str) -> dict[str
 
 
 def _same_number(view: CheckpointView, values: Scales) -> Changes:
-    """Replace scales that differ in their last bits only by the most common of them."""
+    """Replace scales that differ only in their last bits by the most common scale."""
     shared = Counter(values.values()).most_common(1)[0][0]
     changes = Changes()
     for name, value in values.items():
@@ -223,12 +225,11 @@ def _same_number(view: CheckpointView, values: Scales) -> Changes:
 
 
 def _kinds_with_own_scales(view: CheckpointView) -> frozenset[str]:
-    """Return the kinds of fused layers (names with stars for numbers) whose producer did not share
-    global scales.
+    """Return the kinds of fused layers for which the producer did not share global scales.
 
-    All fused layers of the kind must have different scales, which stand in different proportions,
-    and every layer must have a block with the largest scale. A single wrong scale does not look
-    like that.
+    Kinds are names with stars for numbers. All fused layers of a kind must have different scales,
+    in different proportions, and every layer must have a block with the largest scale. A single
+    wrong scale does not look like this.
     """
     kinds: dict[str, list[Scales]] = {}
     for fused in view.model.fused_layers:
@@ -251,7 +252,7 @@ def _are_own(view: CheckpointView, groups: Sequence[Scales]) -> bool:
 
 
 def _largest_block(view: CheckpointView, name: str) -> float:
-    """Return the largest block scale of a layer, 0 if it has none."""
+    """Return the largest block scale of a layer, or 0 if it has none."""
     tensor = view.layers.by_name[name].parameters.get("weight_scale")
     if tensor is None or not tensor.num_bytes:
         return 0.0
@@ -274,7 +275,7 @@ def _two_readings(fused: FusedLayer, values: Scales, *, has_source: bool) -> Fin
 
 
 def _place(fused: FusedLayer) -> str:
-    """Return the place of the finding of the check `fusion` on the same scales."""
+    """Return the same place as the finding of the check `fusion` for these scales."""
     return f"{fused.name}: {WEIGHT}"
 
 
@@ -283,7 +284,7 @@ def _listed(values: Scales) -> str:
 
 
 def _by_own_scales(view: CheckpointView, values: Scales) -> Changes:
-    """Rescale the blocks of each layer from its own global scale to the smallest."""
+    """Rescale the blocks of each layer from the layer's global scale to the smallest scale."""
     shared = min(values.values())
     changes = Changes()
     for name, value in values.items():
@@ -295,8 +296,7 @@ def _by_own_scales(view: CheckpointView, values: Scales) -> Changes:
 def _by_source(
     view: CheckpointView, fused: FusedLayer, values: Scales, exact: Mapping[str, torch.Tensor]
 ) -> Changes:
-    """Find each layer's right global scale among the stored ones, and rescale to the smallest of
-    the right ones."""
+    """Find each layer's right global scale among the stored ones, and rescale to the smallest."""
     candidates = tuple(dict.fromkeys(values.values()))
     meant: dict[str, float] = {}
     for name in values:
@@ -324,8 +324,10 @@ def _by_source(
 def _meant_scale(
     view: CheckpointView, layer: StoredLayer, candidates: Sequence[float], exact: torch.Tensor
 ) -> float | None:
-    """Return the global scale with which the stored weight is nearest to the source's; None if with
-    none of them it is the source's weight."""
+    """Return the global scale with which the stored weight is closest to the source's weight.
+
+    Returns None if the weight does not equal the source's weight with any of the candidates.
+    """
     stored = _with_scale(view, layer, candidates[0]).to(torch.float64).reshape(-1)
     source = exact.to(torch.float64).reshape(-1)
     power, source_power, product = (
@@ -333,7 +335,7 @@ def _meant_scale(
     )
     if not power or not source_power or not product**2 >= LEAST_ALONG * power * source_power:
         return None
-    # A global scale divides: with another one the weight is `factor` times as large.
+    # A global scale is a divisor: with another scale, the weight is `factor` times as large.
     factors = {scale: candidates[0] / scale for scale in candidates}
     errors = {
         scale: factor**2 * power - 2 * factor * product + source_power
@@ -345,7 +347,7 @@ def _meant_scale(
 
 
 def _with_scale(view: CheckpointView, layer: StoredLayer, scale: float) -> torch.Tensor:
-    """Return a layer's stored weight as it is with this global scale."""
+    """Return a layer's stored weight, dequantized with this global scale."""
     assert layer.group is not None
     stored = read_parameters(view, layer.parameters)
     stored[WEIGHT] = torch.full(stored[WEIGHT].shape, scale, dtype=stored[WEIGHT].dtype)
@@ -356,9 +358,7 @@ def _with_scale(view: CheckpointView, layer: StoredLayer, scale: float) -> torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Way:
-    """A way to store a layer with the shared global scale: which tensors change, and what it
-    costs.
-    """
+    """Way to store a layer with the shared global scale: the tensors that change, and the cost."""
 
     how: str
     cost: str
@@ -374,9 +374,7 @@ def _to_shared(
     shared: float,
     exact: torch.Tensor | None,
 ) -> Changes:
-    """Store a layer with the shared global scale; `meant` is the scale that its blocks were scaled
-    with.
-    """
+    """Store a layer with the shared global scale; its blocks were scaled with `meant`."""
     if meant == shared:
         tensor = layer.parameters[WEIGHT]
         repair = Repair(
@@ -423,11 +421,10 @@ def _nearer_way(
     exact: torch.Tensor,
     rescaling: _Way,
 ) -> _Way:
-    """Return a new quantization of the source's weight if it is nearer to the source than
-    `rescaling`.
+    """Return a new quantization of the source's weight if it is closer than `rescaling`.
 
-    A weight that is further from the source than rounding to nearest leaves it may have been
-    smoothed, or rounded by calibration text: quantizing it again would lose that.
+    If the stored weight is further from the source than rounding to nearest would be, it may have
+    been smoothed, or rounded with calibration data. Quantizing it again would lose that.
     """
     assert layer.group is not None
     group = layer.group
@@ -479,7 +476,7 @@ def _rescaled(
 def _requantized(
     group: ConfigGroup, weight: torch.Tensor, shared: float
 ) -> Mapping[str, torch.Tensor]:
-    """Return a layer quantized again from its weight in the source, by min-max ranges."""
+    """Quantize a layer again from its weight in the source, with min-max ranges."""
     observer = MemorylessMinMaxObserver("weight", replace(group.weights, observer_kwargs={}))
     observer.forward(weight)
     global_scale = torch.tensor([shared])

@@ -1,6 +1,4 @@
-"""The changes that a repair makes to a checkpoint, the repaired view for the checks, and the
-files.
-"""
+"""Changes of a repair, the repaired checkpoint for the checks, and its files."""
 
 import json
 import shutil
@@ -29,9 +27,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edit:
-    """Tensors that replace those of their names, or are new next to the tensor `near`.
+    """Tensors that replace tensors of the same name, or are added next to the tensor `near`.
 
-    `make` computes them, by the keys of `tensors`, when they are asked for, each time the same.
+    `make` computes them, by the keys of `tensors`. It is called when they are read, and must return
+    the same values each time.
     """
 
     tensors: Mapping[str, TensorSpec]
@@ -41,10 +40,9 @@ class Edit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Changes:
-    """The changes of one family of repairs: the whole config if it changes, and tensors.
+    """Changes of a family of repairs: the complete config if it changes, and tensors.
 
-    `refusals` are the errors for which the family knows several repairs and nothing that decides
-    between them.
+    `refusals` are errors for which several repairs are possible and nothing decides between them.
     """
 
     repairs: tuple[Repair, ...] = ()
@@ -53,7 +51,7 @@ class Changes:
     refusals: tuple[Finding, ...] = ()
 
     def __add__(self, other: "Changes") -> "Changes":
-        """Return the changes of both; the config is that of the first."""
+        """Return the changes of both, with the config of the first."""
         return replace(
             self,
             repairs=self.repairs + other.repairs,
@@ -66,7 +64,7 @@ LOSSLESS = "nothing"
 
 
 def inside(config: dict[str, Json], *keys: str) -> dict[str, Json]:
-    """The object below these keys of a config, to be changed in place."""
+    """Return the object below these keys of a config, to be changed in place."""
     for key in keys:
         value = config[key]
         assert isinstance(value, dict), key
@@ -75,7 +73,7 @@ def inside(config: dict[str, Json], *keys: str) -> dict[str, Json]:
 
 
 def apply(view: CheckpointView, changes: Changes) -> CheckpointView:
-    """The checkpoint with the changes; the tensors of one edit are in memory at a time."""
+    """Return the checkpoint with the changes. Tensors are in memory edit by edit."""
     computed, stored = lru_cache(maxsize=1)(lambda make: make()), view.index.tensors
     derived: dict[str, Derived] = {}
     for edit in changes.edits:
@@ -103,7 +101,7 @@ def _derived(
 def write_repaired(view: CheckpointView, folder: Path, *, on_progress: OnProgress) -> None:
     """Write weights, index and side files into the empty `folder`, config.json last.
 
-    `on_progress` counts the bytes of the weights. Memory holds one edit or one part of a file.
+    `on_progress` counts the bytes of the weights. Memory holds a single edit, or a part of a file.
     """
     index = view.index
     files: dict[Path, list[TensorInfo]] = {}
@@ -116,7 +114,7 @@ def write_repaired(view: CheckpointView, folder: Path, *, on_progress: OnProgres
         record(folder / file.name)
         repaired = repaired or not untouched
         if untouched:
-            shutil.copyfile(file, folder / file.name)  # never a link: it may be changed
+            shutil.copyfile(file, folder / file.name)  # never a link: the copy may be changed
         else:
             _write(view, tensors, folder / file.name)
         known = recorded.get(file.name) if untouched else None
