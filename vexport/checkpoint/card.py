@@ -1,4 +1,4 @@
-"""The metadata of a source's model card that stay true of a quantized checkpoint."""
+"""Metadata of a source's model card that also apply to a quantized checkpoint."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -6,20 +6,20 @@ from pathlib import Path
 
 import yaml
 
-# Metadata that stays true of a quantized model (https://huggingface.co/docs/hub/model-cards).
+# Metadata that also apply to a quantized model (https://huggingface.co/docs/hub/model-cards).
 INHERITED = ("license", "license_name", "license_link", "language", "pipeline_tag")
-# How license texts begin, and the hub's identifiers.
+# First words of license texts, and the hub's identifiers.
 LICENSES = {"Apache License Version 2.0": "apache-2.0", "MIT License": "mit"}
 _TEXT = "tag:yaml.org,2002:str"
-# The most bytes read of a file, and the most characters of a word.
+# Maximum number of bytes read from a file, and of characters in a word.
 _MOST_BYTES, _LONGEST_WORD = 1 << 16, 500
 
 
 def inherited_card(root: Path) -> Mapping[str, str | tuple[str, ...]]:
-    """The keys of INHERITED in the folder's README.md; none where there is no card, or no valid
-    one.
+    """Return the keys of INHERITED in the folder's README.md, or none without a valid card.
 
-    Without a license there, that of the folder's LICENSE file where it is one of LICENSES.
+    If the card has no license, the license of the folder's LICENSE file is added if it is in
+    LICENSES.
     """
     fields = _source_fields(_beginning(root / "README.md"))
     texts = (_beginning(root / name) for name in ("LICENSE", "LICENSE.txt", "LICENSE.md"))
@@ -29,11 +29,11 @@ def inherited_card(root: Path) -> Mapping[str, str | tuple[str, ...]]:
 
 
 def _source_fields(card: str) -> Mapping[str, str | tuple[str, ...]]:
-    """The keys of INHERITED in the front matter of a card."""
+    """Return the keys of INHERITED in the front matter of a card."""
     first, *rest = card.split("\n---", 1)
     if not rest or not first.startswith("---"):
         return {}
-    try:  # nodes alone: making values of them takes as long as aliases and merges say
+    try:  # only nodes: constructing values could take very long with aliases and merges
         content = yaml.compose(first.removeprefix("---"), yaml.SafeLoader)
     except (yaml.YAMLError, RecursionError):
         return {}
@@ -43,7 +43,7 @@ def _source_fields(card: str) -> Mapping[str, str | tuple[str, ...]]:
 
 
 def _plain(node: yaml.Node) -> str | tuple[str, ...]:
-    """A word, or words; nothing where it is something else."""
+    """Return a word or several words, or an empty value for anything else."""
     if isinstance(node, yaml.SequenceNode):
         words = tuple(_word(entry) for entry in node.value)
         return words if all(words) else ()
@@ -56,7 +56,7 @@ def _word(node: yaml.Node) -> str:
 
 
 def _beginning(file: Path) -> str:
-    """The first bytes of a text file; empty where there is no file."""
+    """Return the first bytes of a text file, or an empty string if there is no file."""
     with suppress(OSError):
         if file.is_file():
             with file.open("rb") as stream:

@@ -1,8 +1,8 @@
-"""The chat templates of a checkpoint, read without running any code.
+"""Chat templates of a checkpoint, read without running any code.
 
-Places and their order: `from_pretrained` of tokenizers and processors in transformers 5.19, and
-`resolve_chat_template` in vllm/renderers/hf.py (0.32), which asks the processor before the
-tokenizer.
+Places and their order are those of `from_pretrained` of tokenizers and processors in transformers
+5.19, and of `resolve_chat_template` in vllm/renderers/hf.py (0.32). The processor has priority over
+the tokenizer.
 """
 
 import shutil
@@ -14,18 +14,18 @@ from vexport.files import digest_bytes, read_json_object
 from vexport.records import Json
 
 DEFAULT = "default"
-"""The template that is used where none is named."""
+"""Name of the template that is used by default."""
 FILE = "chat_template.jinja"
 _FOLDER = "additional_chat_templates"
 _SETTINGS = ("chat_template.json", "processor_config.json", "tokenizer_config.json")
 DIGITS = 16
-"""Of a template's SHA-256, as vexport shows it."""
+"""Digits of a template's SHA-256 in vexport's output."""
 
 
 def chat_templates(root: Path) -> Mapping[str, str]:
-    """The Jinja texts of a checkpoint's templates by name; one without a name is DEFAULT.
+    """Return a checkpoint's Jinja templates by name; a template without a name is DEFAULT.
 
-    Raises InputError for a file that cannot be read.
+    Raises InputError if a file cannot be read.
     """
     if files := dict(_files(root)):
         return files
@@ -38,20 +38,21 @@ def chat_templates(root: Path) -> Mapping[str, str]:
 
 
 def named_template_files(root: Path) -> list[str]:
-    """Return the paths of the templates in their own folder, relative to the checkpoint."""
+    """Return the paths of the templates in their separate folder, relative to the checkpoint."""
     return [f"{_FOLDER}/{file.name}" for file in _named_files(root)]
 
 
 def copy_named_templates(root: Path, folder: Path) -> None:
-    """Copy the templates in their own folder, which is not among a checkpoint's `side_files`."""
+    """Copy the templates in their separate folder, which is not part of `side_files`."""
     for file in _named_files(root):
         (folder / _FOLDER).mkdir(exist_ok=True)
         shutil.copyfile(file, folder / _FOLDER / file.name)
 
 
 def template_digest(text: str) -> str:
-    """The first digits of a template's SHA-256; lm-eval records all of them as
-    `chat_template_sha`.
+    """Return the first digits of a template's SHA-256.
+
+    lm-eval records all digits as `chat_template_sha`.
     """
     return digest_bytes(text.encode())[:DIGITS]
 
@@ -64,7 +65,9 @@ def _files(root: Path) -> Iterator[tuple[str, str]]:
 
 
 def _named_files(root: Path) -> list[Path]:
-    """The templates in their own folder; what is no file, as a device, is none."""
+    """Return the templates in their separate folder. Special files, such as devices, are
+    ignored.
+    """
     return sorted(file for file in (root / _FOLDER).glob("*.jinja") if file.is_file())
 
 
@@ -78,7 +81,7 @@ def _read(file: Path) -> str:
 
 
 def _named(value: Json) -> dict[str, str]:
-    """One text, or several as a mapping or as a list of objects with `name` and `template`."""
+    """Return templates by name, from a text, a mapping, or objects with `name` and `template`."""
     if isinstance(value, str):
         return {DEFAULT: value} if value else {}
     if isinstance(value, list):

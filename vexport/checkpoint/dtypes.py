@@ -1,4 +1,4 @@
-"""The dtypes of safetensors: bits per element and their numpy storage."""
+"""dtypes of safetensors: bits per element and their numpy storage."""
 
 import math
 from collections.abc import Mapping
@@ -45,15 +45,14 @@ _NUMPY = {
 
 
 def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes that a tensor takes in a safetensors file."""
+    """Return the number of bytes of a tensor in a safetensors file."""
     return math.prod(shape) * BITS[dtype] // 8
 
 
 def to_numpy(data: memoryview | bytes, dtype: str) -> npt.NDArray[np.generic]:
-    """Decode raw little-endian bytes to a flat numpy array; BF16 and the 8-bit floats become
-    float32.
+    """Decode raw little-endian bytes to a flat numpy array, with BF16 and 8-bit floats as float32.
 
-    Raises ValueError for a dtype that has no decoder here (F4, C64).
+    Raises ValueError for dtypes without a decoder here (F4, C64).
     """
     if dtype in _NUMPY:
         plain: npt.NDArray[np.generic] = np.frombuffer(data, dtype=_NUMPY[dtype])
@@ -75,8 +74,9 @@ _CODES = np.arange(256, dtype=np.uint16)
 
 
 def _e4m3_table() -> npt.NDArray[np.float32]:
-    """Seven bits of magnitude and a sign, no infinity; NaN is all ones (OCP 8-bit Floating Point,
-    5).
+    """Return the values of e4m3: seven bits of magnitude and a sign, no infinity.
+
+    NaN is all ones (OCP 8-bit Floating Point, 5).
     """
     exponent, fraction = (_CODES >> 3 & 15).astype(np.int32), (_CODES & 7) / 8
     values = np.where(exponent, np.ldexp(1 + fraction, exponent - 7), np.ldexp(fraction, -6))
@@ -85,7 +85,9 @@ def _e4m3_table() -> npt.NDArray[np.float32]:
 
 
 def _e8m0_table() -> npt.NDArray[np.float32]:
-    """Powers of two from 2^-127 to 2^127; 255 is NaN (OCP Microscaling Formats, revision 1.0)."""
+    """Return powers of two from 2^-127 to 2^127, and NaN for 255 (OCP Microscaling Formats,
+    1.0).
+    """
     values = np.ldexp(1.0, np.arange(256) - 127)
     values[255] = np.nan
     return np.array(values, dtype=np.float32)

@@ -1,6 +1,4 @@
-"""Models of the Hugging Face hub: names, errors, and downloads of what is needed into the hub's
-cache.
-"""
+"""Models on the Hugging Face hub: names, errors, and downloads into the hub's cache."""
 
 import glob
 import re
@@ -23,10 +21,10 @@ from vexport.records import OnProgress
 
 # huggingface_hub/utils/_validators.py, with a git branch, tag or commit after the @.
 _NAME = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w.][\w./-]*))?")
-# <cache>/models--ORG--NAME/snapshots/COMMIT, as huggingface_hub lays its cache out.
+# <cache>/models--ORG--NAME/snapshots/COMMIT, the layout of huggingface_hub's cache.
 _SNAPSHOT = re.compile(r"models--(?P<id>.+)/snapshots/(?P<commit>[0-9a-f]{40})$")
 RepoKind = Literal["model", "dataset"]
-# Classes of huggingface_hub and datasets, by name: a wrong name or revision, or no access to it.
+# Classes of huggingface_hub and datasets: the name or revision is wrong, or access is denied.
 _INPUT = {
     "RepositoryNotFoundError",
     "RevisionNotFoundError",
@@ -42,14 +40,13 @@ _UNREACHABLE = {
     "LocalEntryNotFoundError",
 }
 CONFIG = "config.json"
-# Seconds before a download whose connection was reset is tried again.
+# Seconds to wait before retrying a download after a connection reset.
 _WAITS = (1.0, 4.0, 16.0)
-# Config, tokenizer, chat templates, code, card and license; other formats of the weights are never
-# fetched.
+# Config, tokenizer, chat templates, code, card and license. Other weight formats are not fetched.
 _SIDE_FILES = re.compile(
     r".*\.(json|txt|model|jinja|py|tiktoken|vocab|bpe)|README\.md|(LICENSE|NOTICE|USE_POLICY).*"
 )
-# Folders that hold the same weights in another format, and their configs.
+# Folders that contain the same weights in another format, and their configs.
 _OTHER_FORMATS = {
     "original",
     "onnx",
@@ -66,16 +63,14 @@ _OTHER_INDEX = re.compile(r".*\.(safetensors|bin|msgpack|h5)\.index\.json")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubName:
-    """A model of the hub; `revision` is a branch, tag or commit, None for the default branch."""
+    """Model on the hub. `revision` is a branch, tag or commit, or None for the default branch."""
 
     id: str
     revision: str | None = None
 
     @classmethod
     def parse(cls, name: str) -> Self | None:
-        """Parse ORG/NAME or ORG/NAME@REVISION; None for anything else. Local folders are not
-        considered.
-        """
+        """Parse ORG/NAME or ORG/NAME@REVISION, or return None. Local folders are not considered."""
         match = _NAME.fullmatch(name)
         return cls(id=match["id"], revision=match["revision"]) if match else None
 
@@ -84,16 +79,15 @@ class HubName:
 
 
 def pinned_name(root: Path) -> str | None:
-    """ORG/NAME@COMMIT of a folder in the hub's cache; None for any other folder."""
+    """Return ORG/NAME@COMMIT for a folder in the hub's cache, or None for any other folder."""
     match = _SNAPSHOT.search(str(root))
     return f"{match['id'].replace('--', '/', 1)}@{match['commit']}" if match else None
 
 
 def explain(error: BaseException, name: HubName, kind: RepoKind = "model") -> VexportError:
-    """Translate an error that a library raised while it looked for `name`.
+    """Translate an error that a library raised when it looked up `name`.
 
-    InputError where the name, the revision or the access to it is wrong; EnvironmentFault for all
-    else.
+    Returns InputError if the name or revision is wrong or access is denied, else EnvironmentFault.
     """
     words = " ".join(f"{type(error).__name__}: {error}".split())
     got = f"it cannot be fetched from the hub: {words}"
@@ -106,7 +100,7 @@ def explain(error: BaseException, name: HubName, kind: RepoKind = "model") -> Ve
 
 @contextmanager
 def explained(name: HubName) -> Iterator[None]:
-    """Translate the errors of huggingface_hub inside the block, see `explain`."""
+    """Translate the errors of huggingface_hub inside the block (see `explain`)."""
     try:
         yield
     except Exception as error:
@@ -114,19 +108,17 @@ def explained(name: HubName) -> Iterator[None]:
 
 
 def is_network_error(error: BaseException) -> bool:
-    """Return whether a connection failed, or offline mode forbids one."""
+    """Return True if a connection failed or offline mode forbids it."""
     return _is_any(error, _UNREACHABLE)
 
 
 def is_of_the_hub(error: BaseException) -> bool:
-    """Return whether an error comes from the hub or the network, not from the content of a file."""
+    """Return True if an error comes from the hub or the network, not from the content of a file."""
     return _is_any(error, _INPUT | _UNREACHABLE | {"HfHubHTTPError"})
 
 
 def downloaded(name: HubName) -> str | None:
-    """The folder of a data set in the cache that `hf download` has filled; None where there is
-    none.
-    """
+    """Return the cached folder of a dataset that `hf download` has fetched, or None."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -138,7 +130,7 @@ def downloaded(name: HubName) -> str | None:
 
 
 def _is_any(error: BaseException | None, names: set[str]) -> bool:
-    """Return whether an error, or one of its causes, is of a class with one of these names."""
+    """Return True if the class of an error, or of one of its causes, has one of these names."""
     if error is None:
         return False
     is_one = any(cls.__name__ in names for cls in type(error).__mro__)
@@ -147,7 +139,7 @@ def _is_any(error: BaseException | None, names: set[str]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepoListing:
-    """The files of a model at one commit, with their sizes in bytes."""
+    """Files of a model at a commit, with their sizes in bytes."""
 
     name: HubName
     commit: str
@@ -160,10 +152,10 @@ class RepoListing:
 
 
 def download(name: HubName, on_progress: OnProgress) -> Path:
-    """The folder in the hub's cache with the model's config, tokenizer and safetensors.
+    """Download a model's config, tokenizer and safetensors, and return the cached folder.
 
-    Raises InputError where the hub has no such model or gives no access to it, EnvironmentFault
-    where the hub cannot be reached and the cache has no whole copy.
+    Raises InputError if the hub has no such model or denies access. Raises EnvironmentFault if the
+    hub cannot be reached and the cache has no complete copy.
     """
     try:
         listing = list_files(name)
@@ -176,7 +168,7 @@ def download(name: HubName, on_progress: OnProgress) -> Path:
 
 
 def require_model(name: HubName) -> None:
-    """Raise what `download` would for a model that is not available; fetches its config only."""
+    """Raise the errors of `download` if a model is not available; fetch only its config."""
     try:
         _fetch_config(name)
     except EnvironmentFault as fault:
@@ -184,8 +176,9 @@ def require_model(name: HubName) -> None:
 
 
 def list_files(name: HubName) -> RepoListing:
-    """Resolve the revision to a commit and list its files; fetches the config. Raises as
-    `explain`.
+    """Resolve the revision to a commit, list its files and fetch the config.
+
+    Raises the errors of `explain`.
     """
     from huggingface_hub import HfApi
 
@@ -197,8 +190,9 @@ def list_files(name: HubName) -> RepoListing:
 
 
 def _fetch_config(name: HubName) -> Path:
-    """The config in the cache, in the folder of its commit; notes which commit a branch or tag
-    is.
+    """Return the config in the cache, in the folder of its commit.
+
+    huggingface_hub also stores the commit of a branch or tag in its cache.
     """
     from huggingface_hub import hf_hub_download
 
@@ -207,11 +201,11 @@ def _fetch_config(name: HubName) -> Path:
 
 
 def needed_weights(listing: RepoListing, folder: Path) -> list[str]:
-    """The weight files that are read: those of the index in `folder`, the single one, or all at the
-    top.
+    """Return the weight files that are read.
 
-    A file that the index names and the repository lacks is among them. InputError where there is
-    none.
+    They are the files of the index in `folder`, or the single file, or all safetensors files at the
+    top level. The result includes files that the index names and the repository lacks. Raises
+    InputError if there are no weight files.
     """
     paths = listing.sizes
     if INDEX_NAME in paths:
@@ -229,7 +223,7 @@ def needed_weights(listing: RepoListing, folder: Path) -> list[str]:
 
 
 def side_files(paths: Iterable[str]) -> list[str]:
-    """The files that are not weights, the index of the weights included."""
+    """Return the files that are not weights, including the index of the weights."""
     return sorted(filter(_is_side_file, paths))
 
 
@@ -237,7 +231,7 @@ def _is_side_file(path: str) -> bool:
     relative = PurePosixPath(path)
     if _OTHER_FORMATS.intersection(relative.parts[:-1]) or relative.is_absolute():
         return False
-    if any(part.startswith(".") for part in relative.parts):  # hidden, or out of the folder
+    if any(part.startswith(".") for part in relative.parts):  # hidden, or outside of the folder
         return False
     if _OTHER_INDEX.fullmatch(relative.name):
         return path == INDEX_NAME
@@ -245,10 +239,10 @@ def _is_side_file(path: str) -> bool:
 
 
 def fetch(listing: RepoListing, files: list[str]) -> Path:
-    """Download files of a listing and return the snapshot's folder. Raises as `explain`.
+    """Download files of a listing and return the snapshot's folder. Raises the errors of `explain`.
 
-    huggingface_hub goes on in the middle of a file where a connection ends; where it is reset, the
-    files that are not complete are begun again here.
+    If a connection ends, huggingface_hub continues in the middle of the file. If a connection is
+    reset, this function downloads the incomplete files again.
     """
     from huggingface_hub import snapshot_download
 
@@ -266,7 +260,7 @@ def fetch(listing: RepoListing, files: list[str]) -> Path:
 
 
 def _cached(name: HubName, fault: BaseException) -> Path:
-    """The whole copy in the cache; `fault` is raised where there is none."""
+    """Return the complete copy in the cache, or raise `fault` if there is none."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 

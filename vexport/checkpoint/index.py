@@ -1,4 +1,4 @@
-"""Reads what a checkpoint holds from its headers: tensors, config, quantization, side files."""
+"""Read the contents of a checkpoint from its headers: tensors, config, quantization, side files."""
 
 import json
 import math
@@ -17,25 +17,25 @@ from vexport.files import digest_bytes, read_json_object, require_fetched, unrea
 from vexport.records import Json, TensorInfo
 from vexport.records.values import json_type
 
-# The longest header that safetensors itself accepts (safetensors/src/tensor.rs, MAX_HEADER_SIZE).
+# Longest header that safetensors accepts (safetensors/src/tensor.rs, MAX_HEADER_SIZE).
 MAX_HEADER_BYTES = 100_000_000
 METADATA = "__metadata__"
-# The keys of a tensor; others are allowed and ignored.
+# Keys of a tensor. Other keys are allowed and ignored.
 FIELDS = ("dtype", "shape", "data_offsets")
-# Bounds of serde_json, with which safetensors parses: objects and arrays in each other (the header
-# is the first), digits of a number that a float can hold, and of Rust: the largest size.
+# Limits of serde_json, the parser of safetensors: nesting depth (the header is the first level) and
+# digits of a number that a float can hold. The largest size is a limit of Rust.
 DEEPEST, MOST_DIGITS, LARGEST_SIZE = 126, 308, 2**64 - 1
-# The escape of one half of a character beyond 16 bits.
+# Escape of a surrogate, half of a character beyond 16 bits.
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-# Endings of the files that belong to a checkpoint; pictures do not.
+# Endings of files that belong to a checkpoint, unlike pictures.
 CONTENT = frozenset({".safetensors", ".json", ".txt", ".model", ".jinja", ".py", ".tiktoken"})
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 WEIGHTS_SUFFIX = ".safetensors"
 QUANTIZATION_CONFIG = "quantization_config"
-# compressed-tensors' older name.
+# Older name in compressed-tensors.
 COMPRESSION_CONFIG = "compression_config"
-# ModelOpt 0.29 and before wrote it to a separate file, which newer versions still write as well.
+# ModelOpt 0.29 and earlier wrote it to a separate file; newer versions write this file, too.
 SEPARATE_FILE = "hf_quant_config.json"
 TEXT = "text_config"
 # Files that contain a tokenizer's vocabulary, or code that loads a vocabulary.
@@ -57,7 +57,7 @@ CONVERT = (
     "AutoModelForCausalLM as M; "
     "M.from_pretrained('{root}').save_pretrained('{root}-safetensors')\""
 )
-# Other kinds of folders, by the files in them (first match wins): the kind, and the remedy.
+# Other kinds of folders, by the files in them, with the remedy. The first match wins.
 OTHER_FOLDERS: Mapping[tuple[str, ...], tuple[str, str]] = {
     ("adapter_config.json",): (
         "a LoRA adapter of {base}",
@@ -82,10 +82,10 @@ OTHER_FOLDERS: Mapping[tuple[str, ...], tuple[str, str]] = {
 
 
 def read_header(file: Path) -> dict[str, TensorInfo]:
-    """The tensors of one safetensors file, in the order of their offsets.
+    """Return the tensors of a safetensors file, in the order of their offsets.
 
-    Raises InputError on a truncated or over-long file, a bad header, overlapping or ill-sized
-    tensors.
+    Raises InputError if the file is truncated or too long, if its header is invalid, or if tensors
+    overlap or have the wrong size.
     """
     if (kind := unreadable_kind(file)) is not None:
         raise _broken(file, kind)
@@ -117,8 +117,8 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 def _parsed(data: bytes) -> dict[str, Any]:
     """Parse a header as safetensors does (serde_json), which is stricter than Python.
 
-    Raises ValueError for what safetensors refuses, and for names and keys that occur twice: the
-    format forbids them, safetensors takes the last of two tensors.
+    Raises ValueError for anything that safetensors refuses, and for duplicate names and keys: the
+    format forbids them, but safetensors uses the last of two tensors.
     """
     header = json.loads(
         data.decode("utf-8"),
@@ -151,7 +151,7 @@ def _require_strings(metadata: object) -> None:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object of a header. Raises ValueError for a key that occurs twice."""
+    """Return an object of a header; ValueError if a key occurs twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -165,7 +165,7 @@ def _refused_constant(name: str) -> float:
 
 
 def _integer(text: str) -> int | float:
-    """A whole number; `-0` is a fraction for safetensors, and so no size."""
+    """Parse an integer. For safetensors `-0` is a float, so it is not a valid size."""
     if len(text) > MOST_DIGITS:
         raise ValueError(f"a number of {len(text)} digits")
     return -0.0 if text == "-0" else int(text)
@@ -179,7 +179,7 @@ def _finite(text: str) -> float:
 
 
 def _depth(value: Any) -> int:
-    """The number of objects and arrays around the innermost value."""
+    """Return the number of objects and arrays around the innermost value."""
     inner = (
         value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
     )
@@ -187,7 +187,7 @@ def _depth(value: Any) -> int:
 
 
 def _tensor(file: Path, name: str, entry: Json, base: int) -> TensorInfo:
-    """Return the tensor that an entry of a header describes; ValueError if it describes none."""
+    """Return the tensor that an entry of a header describes; ValueError if the entry is invalid."""
     if not isinstance(entry, dict):
         raise ValueError(f"{name} is {json_type(entry)}, not an object")
     if missing := [field for field in FIELDS if field not in entry]:
@@ -230,7 +230,7 @@ def _broken(file: Path, got: str) -> InputError:
 
 
 class FileStatus(NamedTuple):
-    """The bytes of a file, and when they were written last in nanoseconds."""
+    """Size of a file in bytes, and the time of its last change in nanoseconds."""
 
     size: int
     modified: int
@@ -238,12 +238,13 @@ class FileStatus(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceIndex:
-    """A checkpoint folder as its headers describe it.
+    """Checkpoint folder as described by its headers.
 
-    `tensors` is in file order; `side_files` are the rest of the folder (tokenizer, template,
-    licence); `repeated` are tensors of whose name a later file has another. `statuses` are those of
-    the files before anything of them was read, but for texts and pictures; they are no part of what
-    the checkpoint is.
+    `tensors` is in file order. `side_files` are the other files of the folder (tokenizer, template,
+    licence). `repeated` are tensors that a later file replaces by a tensor of the same name.
+
+    `statuses` are the statuses of weights, config and tokenizer files before they were read.
+    Indexes are compared without them.
     """
 
     root: Path
@@ -263,7 +264,10 @@ class SourceIndex:
 
     @property
     def architecture(self) -> str:
-        """The model class that config.json names first."""
+        """First model class in config.json.
+
+        Raises InputError if config.json has none.
+        """
         names = self.config.get("architectures")
         if isinstance(names, list) and names and isinstance(names[0], str):
             return names[0]
@@ -276,9 +280,9 @@ class SourceIndex:
 
 
 def read_index(root: Path) -> SourceIndex:
-    """Read a checkpoint folder's config and all safetensors headers.
+    """Read the config and all safetensors headers of a checkpoint folder.
 
-    Raises InputError where the folder, its config or its weights are missing or broken.
+    Raises InputError if the folder, its config or its weights are missing or broken.
     """
     require_checkpoint(root)
     statuses = statuses_of(content_files(root))
@@ -308,7 +312,7 @@ def read_index(root: Path) -> SourceIndex:
 
 
 def status_of(file: Path) -> FileStatus | None:
-    """The status of a file, or of a link's target; None where it cannot be read."""
+    """Return the status of a file, or of a link's target; None if it cannot be read."""
     with suppress(OSError):
         status = file.stat()
         return FileStatus(status.st_size, status.st_mtime_ns)
@@ -316,13 +320,13 @@ def status_of(file: Path) -> FileStatus | None:
 
 
 def statuses_of(files: Iterable[Path]) -> dict[Path, FileStatus]:
-    """The status of each file that exists."""
+    """Return the status of each file that exists."""
     return {file: status for file in files if (status := status_of(file)) is not None}
 
 
 @contextmanager
 def unchanged(index: SourceIndex) -> Iterator[None]:
-    """Raise InputError at the end of the block where a file has changed its size or time."""
+    """Raise InputError at the end of the block if a file has changed its size or time."""
     yield
     for file, before in index.statuses.items():
         if status_of(file) != before:
@@ -330,7 +334,7 @@ def unchanged(index: SourceIndex) -> Iterator[None]:
 
 
 def changed(file: Path, got: str) -> InputError:
-    """The error for a file that has changed since its header was read."""
+    """Return the error for a file that has changed since its header was read."""
     need, fix = (
         "a file that stays the same while it is read",
         "run again when nothing else writes to it",
@@ -339,7 +343,7 @@ def changed(file: Path, got: str) -> InputError:
 
 
 def folder_digest(root: Path) -> str:
-    """A digest that changes when a file of a checkpoint is written or replaced."""
+    """Return a digest that changes if a file of a checkpoint is written or replaced."""
     files = sorted({*weight_files(root), *content_files(root)})
     return digest_bytes(
         repr([(str(file.relative_to(root)), status_of(file)) for file in files]).encode()
@@ -353,7 +357,7 @@ def headers_digest(index: SourceIndex) -> str:
 
 
 def content_files(root: Path) -> list[Path]:
-    """The files besides weights that a checkpoint is loaded from: config, index, tokenizer."""
+    """Return the files other than weights that loaders read: config, index, tokenizer."""
     return [
         path
         for path in sorted(root.iterdir())
@@ -364,9 +368,9 @@ def content_files(root: Path) -> list[Path]:
 
 
 def require_checkpoint(root: Path) -> None:
-    """Raise InputError unless `root` is a folder with a config.json whose files can be read.
+    """Raise InputError unless `root` is a folder with a config.json and readable files.
 
-    Git LFS must have fetched them, and no pipe, folder or broken link may stand in their place.
+    Git LFS must have fetched the files, and they must not be pipes, folders or broken links.
     """
     require_config(root)
     _require_files(root)
@@ -374,11 +378,9 @@ def require_checkpoint(root: Path) -> None:
 
 
 def _require_files(root: Path) -> None:
-    """Raise InputErrors for pipes, folders and broken links in the place of files that loaders
-    open.
+    """Raise InputErrors for pipes, folders and broken links that loaders would open as files.
 
-    A loader would wait for a pipe forever. An index limits the files of weights to those that it
-    names.
+    A loader would wait for a pipe forever. If there is an index, only its weight files are checked.
     """
     indexed: list[str] | None = None
     if (root / INDEX_NAME).is_file():
@@ -422,9 +424,10 @@ def require_config(root: Path) -> None:
 
 
 def weight_files(root: Path) -> list[Path]:
-    """The safetensors files of a checkpoint: those of its index, else the single file.
+    """Return the safetensors files of a checkpoint.
 
-    Raises InputError where the index names a file outside the folder or a missing one.
+    They are the files of its index, or the single file, or all safetensors files if there is
+    neither. Raises InputError if the index names a missing file or a file outside of the folder.
     """
     if not (root / INDEX_NAME).is_file():
         return _single_or_all(root)
@@ -434,7 +437,7 @@ def weight_files(root: Path) -> list[Path]:
 
 
 def _shard_problems(root: Path, name: str) -> Iterator[InputError]:
-    """Problems of a file name of an index."""
+    """Yield the problems of a file name in an index."""
     file, index = file_inside(root, name), str(root / INDEX_NAME)
     if file is None:
         fix = "do not use this checkpoint: its index points elsewhere"
@@ -466,7 +469,7 @@ def _single_or_all(root: Path) -> list[Path]:
 
 
 def index_file_names(root: Path) -> list[str]:
-    """The shard names in a checkpoint's index, in order, each once."""
+    """Return the shard names in a checkpoint's index, sorted and without duplicates."""
     path = root / INDEX_NAME
     weight_map = read_json_object(path).get("weight_map")
     if not isinstance(weight_map, dict) or not all(
@@ -482,10 +485,10 @@ def index_file_names(root: Path) -> list[str]:
 
 
 def file_inside(root: Path, name: str) -> Path | None:
-    """The file that `name`, written in a checkpoint, means; None where that is not in its folder.
+    """Return the file that `name` in a checkpoint refers to, or None if it is elsewhere.
 
-    A symbolic link out of the folder is allowed (the hub's cache is made of them); a path out of it
-    is not.
+    A symbolic link to a file outside of the folder is allowed, because the hub's cache consists of
+    such links. A path that leaves the folder is not allowed.
     """
     path = Path(name)
     if path.is_absolute() and path.is_relative_to(root.absolute()):
@@ -494,7 +497,7 @@ def file_inside(root: Path, name: str) -> Path | None:
 
 
 def not_a_checkpoint(root: Path) -> InputError | None:
-    """The error that names the kind of a folder; None where its files do not tell."""
+    """Return the error for another kind of folder, or None if the kind is unknown."""
     for patterns, (got, fix) in OTHER_FOLDERS.items():
         file = next((file for pattern in patterns for file in sorted(root.glob(pattern))), None)
         if file is None:
@@ -517,18 +520,18 @@ def not_a_checkpoint(root: Path) -> InputError | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredQuantization:
-    """A quantization config, and the place that names it in messages."""
+    """Quantization config, and its place for messages."""
 
     place: str
     values: Mapping[str, Json]
 
 
 def find_quantization(root: Path, config: Mapping[str, Json]) -> StoredQuantization | None:
-    """The quantization config of a checkpoint folder whose config.json is `config`; None where it
-    has none.
+    """Return the quantization config of a checkpoint folder, or None if there is none.
 
-    Sources: get_config in vllm/transformers_utils/config.py, get_quantization_config in
-    model_arch_config_convertor.py next to it.
+    `config` is the content of its config.json. Sources: get_config in
+    vllm/transformers_utils/config.py, get_quantization_config in model_arch_config_convertor.py
+    next to it.
     """
     for place, value in _places(root, config):
         if value is not None:

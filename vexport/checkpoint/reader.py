@@ -1,4 +1,4 @@
-"""Reads tensors lazily from memory-mapped safetensors files."""
+"""Read tensors lazily from memory-mapped safetensors files."""
 
 import errno
 import mmap
@@ -16,17 +16,17 @@ from vexport.checkpoint.dtypes import num_bytes, to_numpy
 from vexport.checkpoint.index import changed
 from vexport.records import TensorInfo, WeightPart
 
-# numpy's view of a weight's elements: 16-bit floats as their bits.
+# numpy dtypes for views of a weight's elements: 16-bit floats as their bits.
 WEIGHT_VIEWS = {"BF16": "<u2", "F16": "<u2", "F32": "<f4", "F64": "<f8"}
-# Bytes compared at once.
+# Number of bytes compared at a time.
 RUN_BYTES = 1 << 26
 Array = npt.NDArray[np.generic]
 
 
 class Reader:
-    """Memory-mapped access to the files of a checkpoint; only the pages that are read take memory.
+    """Memory-mapped access to the files of a checkpoint. Only pages that are read use memory.
 
-    Threads may share it.
+    Threads may share a reader.
     """
 
     def __init__(self) -> None:
@@ -40,9 +40,9 @@ class Reader:
         self.close()
 
     def raw(self, tensor: TensorInfo) -> memoryview:
-        """The bytes of a tensor, without a copy; valid while the reader is open.
+        """Return the bytes of a tensor without a copy; they are valid while the reader is open.
 
-        InputError where its file has become shorter since its header was read.
+        Raises InputError if the file has become shorter since its header was read.
         """
         if tensor.start == tensor.end:
             return memoryview(b"")
@@ -55,20 +55,21 @@ class Reader:
         return memoryview(mapped)[tensor.start : tensor.end]
 
     def is_in_place(self, tensor: TensorInfo) -> bool:
-        """Return whether the bytes of a tensor are those of a local file, where its header says.
+        """Return True if the bytes of a tensor are in a local file, at the place in its header.
 
-        What is below reads them there. A reader that gives others from `raw` says so here.
+        Methods of this class then read them directly from the file. A subclass whose `raw` returns
+        other bytes must override this method.
         """
         return True
 
     def some_rows(self, tensor: TensorInfo, step: int) -> npt.NDArray[np.uint8]:
-        """Every `step`-th row of a tensor of two dimensions, as bytes."""
+        """Return every `step`-th row of a two-dimensional tensor, as bytes."""
         return self.rows(tensor, range(0, tensor.shape[0], step))
 
     def rows(self, tensor: TensorInfo, numbers: Sequence[int]) -> npt.NDArray[np.uint8]:
-        """Some rows of a tensor of two dimensions, as bytes. Of a file no others are read.
+        """Return some rows of a two-dimensional tensor, as bytes. No other rows are read.
 
-        InputError where the file has become shorter since its header was read.
+        Raises InputError if the file has become shorter since its header was read.
         """
         if len(numbers) == tensor.shape[0] or not self.is_in_place(tensor):
             stored = np.frombuffer(self.raw(tensor), np.uint8)
@@ -83,9 +84,7 @@ class Reader:
         return stored
 
     def is_hole(self, tensor: TensorInfo) -> bool:
-        """Return whether a tensor lies in a hole of its file: its bytes are zero and need not be
-        read.
-        """
+        """Return True if a tensor is in a hole of its file, so that all of its bytes are zero."""
         if not self.is_in_place(tensor):
             return False
         with tensor.file.open("rb", buffering=0) as stream:
@@ -97,9 +96,7 @@ class Reader:
                 return problem.errno == errno.ENXIO
 
     def expect_some_rows(self, tensor: TensorInfo, step: int) -> None:
-        """Tell the kernel that `some_rows` will be asked for soon: it begins to read them all at
-        once.
-        """
+        """Tell the kernel to start reading the rows that `some_rows` will return."""
         if not tensor.num_bytes or not self.is_in_place(tensor):
             return
         size = tensor.num_bytes // tensor.shape[0]
@@ -108,18 +105,18 @@ class Reader:
                 os.posix_fadvise(stream.fileno(), start, size, os.POSIX_FADV_WILLNEED)
 
     def array(self, tensor: TensorInfo) -> npt.NDArray[np.generic]:
-        """The values of a tensor in its shape; BF16 and 8-bit floats as float32."""
+        """Return the values of a tensor in its shape, with BF16 and 8-bit floats as float32."""
         return to_numpy(self.raw(tensor), tensor.dtype).reshape(tensor.shape)
 
     def floats(self, tensor: TensorInfo) -> npt.NDArray[np.float64]:
-        """The values of a tensor in its shape, as float64."""
+        """Return the values of a tensor in its shape, as float64."""
         return np.asarray(self.array(tensor), dtype=np.float64)
 
     def weight(self, tensor: TensorInfo, part: WeightPart | None) -> npt.NDArray[np.generic]:
-        """A layer's weight (out, in), a view of the file: 16-bit floats as their bits, others as
-        they are.
+        """Return a layer's weight (out, in) as a view of the file.
 
-        `part` says which part of a stored tensor it is; None is all of it.
+        16-bit floats are returned as their bits. `part` selects a part of the stored tensor; None
+        selects all of it.
         """
         stored: npt.NDArray[np.generic] = np.frombuffer(
             self.raw(tensor), WEIGHT_VIEWS[tensor.dtype]
@@ -130,29 +127,27 @@ class Reader:
         return (expert.T if part.transposed else expert)[part.start : part.stop]
 
     def release(self, tensors: Iterable[TensorInfo]) -> None:
-        """Tell the kernel that these tensors' pages are no longer needed."""
+        """Tell the kernel that the pages of these tensors are no longer needed."""
         for tensor in tensors:
             self._advise(tensor.file, tensor.start, tensor.end, mmap.MADV_DONTNEED)
 
     def expect(self, tensors: Iterable[TensorInfo]) -> None:
-        """Tell the kernel that these tensors will be read soon: it begins to read them all at
-        once.
-        """
+        """Tell the kernel to start reading these tensors."""
         for tensor in tensors:
             self._advise(tensor.file, tensor.start, tensor.end, mmap.MADV_WILLNEED)
 
     def release_view(self, tensor: TensorInfo, view: npt.NDArray[np.generic]) -> None:
-        """The same for the pages of a view of a tensor's `weight`; they may be read again."""
+        """Release the pages of a view of a tensor's `weight`. They may be read again."""
         if tensor.file in self._maps:
             self._advise(tensor.file, *self._bounds(tensor, view), mmap.MADV_DONTNEED)
 
     def expect_view(self, tensor: TensorInfo, view: npt.NDArray[np.generic]) -> None:
-        """Tell the kernel that a view will be read soon: it begins to, if it has not yet."""
+        """Tell the kernel to start reading a view, if it is not in memory yet."""
         if tensor.file in self._maps:
             self._advise(tensor.file, *self._bounds(tensor, view), mmap.MADV_WILLNEED)
 
     def close(self) -> None:
-        """Unmap all files; views that are still alive keep theirs until they go."""
+        """Unmap all files. The memory of views that are still alive is unmapped with them."""
         for mapped in self._maps.values():
             try:
                 mapped.close()
@@ -169,7 +164,7 @@ class Reader:
             return self._maps[file]
 
     def _bounds(self, tensor: TensorInfo, view: npt.NDArray[np.generic]) -> tuple[int, int]:
-        """The beginning and end of a view in its file."""
+        """Return the start and end of a view in its file."""
         if not view.size:
             return 0, 0
         low, high = np.lib.array_utils.byte_bounds(view)
@@ -177,7 +172,7 @@ class Reader:
         return low - first, high - first
 
     def _advise(self, file: Path, start: int, end: int, advice: int) -> None:
-        """Advise on whole pages: a neighbour's, which are dropped too, are read from the file
+        """Advise the kernel on whole pages. Pages that are shared with other tensors are read
         again.
         """
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
@@ -186,9 +181,7 @@ class Reader:
 
 
 def same_bytes(old: Reader, tensor_old: TensorInfo, new: Reader, other: TensorInfo) -> bool:
-    """Return whether two tensors are equal in dtype, shape and bytes, which are read a part at a
-    time.
-    """
+    """Return True if two tensors have the same dtype, shape and bytes. Bytes are read in parts."""
     same = (tensor_old.dtype, tensor_old.shape) == (other.dtype, other.shape)
     left, right = (
         np.frombuffer(reader.raw(tensor), np.uint8)
@@ -204,9 +197,9 @@ def same_bytes(old: Reader, tensor_old: TensorInfo, new: Reader, other: TensorIn
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Derived:
-    """A tensor of safetensors' `dtype`; `rows` computes some of its rows, contiguous or not.
+    """Tensor that is computed from stored tensors, the `sources`.
 
-    `sources` are the stored tensors that it is computed from.
+    `dtype` is safetensors' name. `rows` computes the rows of a slice, which may have a step.
     """
 
     dtype: str
@@ -215,7 +208,7 @@ class Derived:
     rows: Callable[[Reader, slice], Array]
 
     def info(self, name: str) -> TensorInfo:
-        """Its entry in an index."""
+        """Return the entry of the tensor in an index."""
         size = num_bytes(self.dtype, self.shape)
         return TensorInfo(
             name=name,
@@ -228,7 +221,7 @@ class Derived:
 
 
 class DerivedReader(Reader):
-    """A reader of stored tensors, and of derived ones by their names."""
+    """Reader of stored tensors, and of derived tensors by their names."""
 
     def __init__(self, base: Reader, derived: Mapping[str, Derived]) -> None:
         super().__init__()
@@ -236,41 +229,41 @@ class DerivedReader(Reader):
         self._derived = derived
 
     def raw(self, tensor: TensorInfo) -> memoryview:
-        """The bytes of a tensor."""
+        """Return the bytes of a tensor."""
         derived = self._derived.get(tensor.name)
         if derived is None:
             return self.base.raw(tensor)
         return memoryview(_bytes(derived.rows(self.base, slice(None))).reshape(-1).data)
 
     def is_in_place(self, tensor: TensorInfo) -> bool:
-        """Return whether a tensor is a stored one, in a local file."""
+        """Return True if a tensor is stored in a local file."""
         return tensor.name not in self._derived and self.base.is_in_place(tensor)
 
     def some_rows(self, tensor: TensorInfo, step: int) -> npt.NDArray[np.uint8]:
-        """Every `step`-th row as bytes; no other rows are computed."""
+        """Return every `step`-th row as bytes; no other rows are computed."""
         derived = self._derived.get(tensor.name)
         if derived is None:
             return self.base.some_rows(tensor, step)
         return _bytes(derived.rows(self.base, slice(None, None, step)))
 
     def release(self, tensors: Iterable[TensorInfo]) -> None:
-        """Give back the pages of tensors, of derived ones those that they are computed from."""
+        """Release the pages of tensors; for derived tensors, the pages of their sources."""
         for tensor in tensors:
             derived = self._derived.get(tensor.name)
             self.base.release(derived.sources if derived else (tensor,))
 
     def release_view(self, tensor: TensorInfo, view: Array) -> None:
-        """The same for a view of a stored tensor."""
+        """Release the pages of a view of a stored tensor."""
         if tensor.name not in self._derived:
             self.base.release_view(tensor, view)
 
 
 def renamed(tensor: TensorInfo, name: str, shape: tuple[int, ...] | None = None) -> TensorInfo:
-    """The same bytes under another name, and in another shape of as many elements."""
+    """Return the same bytes under another name, and with another shape of the same size."""
     return replace(tensor, name=name, shape=tensor.shape if shape is None else shape)
 
 
 def _bytes(array: Array) -> npt.NDArray[np.uint8]:
-    """The bytes of each row; of an array without rows, of all."""
+    """Return the bytes of each row, or of the whole array if it has no dimensions."""
     plain = np.ascontiguousarray(array)
     return plain.reshape(plain.shape[0] if plain.ndim else 1, -1).view(np.uint8)

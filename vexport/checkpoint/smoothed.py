@@ -1,8 +1,7 @@
-"""A source whose weights are smoothed: channels scaled by powers of two in one tensor and back in
-the next.
+"""Source with smoothed weights: channels are scaled by powers of two, and back in a later tensor.
 
-What the model computes stays the same, to the bit, since powers of two change no digit. The
-exponents lie next to the weights that were made of it, in SMOOTHING.
+The model's outputs stay bit-identical, because powers of two change no digit. The exponents are
+stored next to the weights that were quantized from the smoothed source, in SMOOTHING.
 """
 
 import base64
@@ -24,12 +23,12 @@ from vexport.records import Smoothing, TensorInfo
 SMOOTHING = "smoothing.json"
 # Channels are scaled by at most 2^8.
 MOST = 8
-# The name of a decoder layer, at the start of its tensors' names.
+# Name of a decoder layer, at the start of its tensors' names.
 LAYER = re.compile(r".*?\.\d+\.")
 FIX = "export the checkpoint again"
-# Tensors kept in memory: a weight is read run by run, and the next begins before the last one ends.
+# Number of cached tensors. Weights are read in runs, and a tensor may start before the last ends.
 KEPT = 2
-# The most elements in the rows that are scaled at once.
+# Maximum number of elements that are scaled at a time.
 RUN_ELEMENTS = 1 << 24
 # dtypes whose elements can be scaled; BF16 as its bits.
 VIEWS = {"BF16": "<u2", "F16": "<f2", "F32": "<f4"}
@@ -39,13 +38,13 @@ Exponents = npt.NDArray[np.int8]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _File:
-    """The exponents of a checkpoint's tensors, by the source's names."""
+    """Exponents of a checkpoint's tensors, by the source's names."""
 
     tensors: Mapping[str, Smoothing]
 
 
 class SmoothedReader(Reader):
-    """A reader of a source that gives its tensors smoothed."""
+    """Reader that returns smoothed tensors of a source."""
 
     def __init__(self, smoothing: Mapping[str, Smoothing]) -> None:
         super().__init__()
@@ -54,7 +53,7 @@ class SmoothedReader(Reader):
         self._scaling = Lock()
 
     def raw(self, tensor: TensorInfo) -> memoryview:
-        """The bytes of a tensor, of a smoothed one a copy, which is kept while others are few."""
+        """Return the bytes of a tensor. For a smoothed tensor they are a copy, which is cached."""
         exponents = self._smoothing.get(tensor.name)
         if exponents is None:
             return super().raw(tensor)
@@ -66,27 +65,27 @@ class SmoothedReader(Reader):
             return self._last[tensor.name].data.cast("B")
 
     def is_in_place(self, tensor: TensorInfo) -> bool:
-        """Return whether a tensor is not smoothed, and in a local file."""
+        """Return True if a tensor is not smoothed and is in a local file."""
         return tensor.name not in self._smoothing and super().is_in_place(tensor)
 
     def release_view(self, tensor: TensorInfo, view: Array) -> None:
-        """Give back the pages of a view; one of a copy has none."""
+        """Release the pages of a view; views of copies have none."""
         if tensor.name not in self._smoothing:
             super().release_view(tensor, view)
 
     def expect_view(self, tensor: TensorInfo, view: Array) -> None:
-        """Read ahead for a view; one of a copy is there."""
+        """Read ahead for a view; copies are already in memory."""
         if tensor.name not in self._smoothing:
             super().expect_view(tensor, view)
 
 
 def source_reader(checkpoint: Path) -> Reader:
-    """A reader of the source that a checkpoint of our own was made of, smoothed as it was then."""
+    """Return a reader of a vexport checkpoint's source, smoothed as it was for quantization."""
     return reader_of(smoothing_of(checkpoint))
 
 
 def smoothing_of(checkpoint: Path) -> Mapping[str, Smoothing]:
-    """The smoothing of a checkpoint's source; InputError where its exponents cannot be read."""
+    """Return the smoothing of a checkpoint's source; InputError if its exponents cannot be read."""
     path = checkpoint / SMOOTHING
     if not os.path.lexists(path):
         return {}
@@ -106,9 +105,7 @@ def smoothing_of(checkpoint: Path) -> Mapping[str, Smoothing]:
 
 
 def _exponents(text: str, where: str) -> Exponents:
-    """Exponents as the search gives them; a larger one could hide any weight behind infinity or
-    zero.
-    """
+    """Decode and check exponents. A larger exponent could turn any weight to infinity or zero."""
     try:
         exponents = decode(text)
     except ValueError:
@@ -119,30 +116,28 @@ def _exponents(text: str, where: str) -> Exponents:
 
 
 def reader_of(smoothing: Mapping[str, Smoothing]) -> Reader:
-    """A reader of a source that gives its tensors as smoothed, or as they are."""
+    """Return a reader of a source, with smoothed tensors if there is any smoothing."""
     return SmoothedReader(smoothing) if smoothing else Reader()
 
 
 def write_smoothing(smoothing: Mapping[str, Smoothing], folder: Path) -> None:
-    """Leave the exponents next to the weights; without any, no file."""
+    """Write the exponents next to the weights. Without exponents, write no file."""
     if smoothing:
         write_text(folder / SMOOTHING, to_json(_File(tensors=smoothing)))
 
 
 def encode(exponents: Exponents) -> str:
-    """Exponents as JSON text: base64 of their bytes."""
+    """Encode exponents as text for JSON: base64 of their bytes."""
     return base64.b64encode(exponents.astype(np.int8).tobytes()).decode("ascii")
 
 
 def decode(text: str) -> Exponents:
-    """Decode what `encode` writes."""
+    """Decode the text that `encode` returns."""
     return np.frombuffer(base64.b64decode(text, validate=True), np.int8)
 
 
 def fits(tensor: TensorInfo, smoothing: Smoothing) -> bool:
-    """Return whether a tensor has a dtype that can be scaled, and as many rows and columns as
-    exponents.
-    """
+    """Return True if a tensor can be scaled and its rows and columns match the exponents."""
     if tensor.dtype not in VIEWS or len(tensor.shape) not in (1, 2):
         return False
     sizes = (*tensor.shape, 1)[:2]
@@ -153,7 +148,7 @@ def fits(tensor: TensorInfo, smoothing: Smoothing) -> bool:
 
 
 def _scaled(stored: memoryview, tensor: TensorInfo, smoothing: Smoothing) -> Array:
-    """The values (rows, columns) times 2^(rows' + columns' exponents), in the tensor's dtype."""
+    """Multiply values (rows, columns) by 2^(row exponent + column exponent), in their dtype."""
     if not fits(tensor, smoothing):
         raise InputError(
             f"{tensor.file}: {tensor.name}",

@@ -1,6 +1,7 @@
-"""Finds checkpoints and calibration data by name: a folder or file, or a repository of the hub.
+"""Find checkpoints and calibration data by name: a folder or file, or a repository on the hub.
 
-Of a model of the hub a plan needs the headers of its weights alone: HTTP ranges, seconds.
+For a model on the hub, a plan needs only the headers of its weights. HTTP range requests fetch them
+in seconds.
 """
 
 import re
@@ -33,11 +34,11 @@ from vexport.records import OnProgress, silent
 from vexport.version import __version__
 
 DEFAULT = "default"
-# The text that ships with vexport.
+# Text that is part of vexport.
 DEFAULT_FILE = Path(__file__).resolve().parent.parent / "calibration" / "default.jsonl"
 SUFFIXES = (".jsonl", ".json", ".txt", ".md", ".parquet", ".gz")
 _HUB = re.compile(r"(?P<id>[^:]+)(?::(?P<split>[^:]*))?(?::(?P<column>[^:]+))?")
-# As in huggingface_hub's header reader: most headers are shorter, so one request is enough.
+# As in huggingface_hub's header reader: most headers are shorter, so a single request is enough.
 _FIRST_BYTES = 100_000
 _WORKERS = 8
 _PARTIAL_CONTENT = 206
@@ -45,7 +46,7 @@ _PARTIAL_CONTENT = 206
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataName:
-    """A parsed name: `path` of a file or folder, `hub` with a split, and the column of either."""
+    """Parsed name of calibration data: a local path or a hub dataset with a split, and a column."""
 
     kind: Literal["path", "hub", "default"]
     name: str
@@ -55,16 +56,16 @@ class DataName:
 
     @property
     def path(self) -> Path:
-        """The file or folder, of a name of that kind."""
+        """File or folder, for a name of kind "path"."""
         is_joined = self.kind == "path" and self.column is not None
         return user_path(self.name.removesuffix(f":{self.column}") if is_joined else self.name)
 
 
 def parse_data(name: str) -> DataName:
-    """Return the meaning of a name: a path if there is such a file, or if it looks like nothing
-    else.
+    """Parse the name of calibration data.
 
-    PATH:COLUMN is a path, too.
+    It is a path if the file exists, or if the name cannot be anything else. PATH:COLUMN is a path,
+    too.
     """
     if name == DEFAULT:
         return DataName(kind="default", name=name)
@@ -83,9 +84,7 @@ def parse_data(name: str) -> DataName:
 
 
 def require_data(name: str) -> None:
-    """Raise InputError where there are no such data, even if they are not read. The hub is not
-    asked.
-    """
+    """Raise InputError if local data are missing, without reading them or contacting the hub."""
     parsed = parse_data(name)
     if parsed.kind != "path":
         return
@@ -100,17 +99,16 @@ def require_data(name: str) -> None:
 
 
 def require_file(path: Path) -> None:
-    """Raise InputError if a path is a pipe or a device, which can be read only once, if it ever
-    ends.
-    """
+    """Raise InputError if a path is a pipe or a device, which cannot be read twice."""
     if path.exists() and not path.is_file():
         fix = "write its text into a file"
         raise InputError(str(path), got="a pipe or a device", need="a file or a folder", fix=fix)
 
 
 def data_files(folder: Path) -> list[Path]:
-    """The files with calibration data in a folder and below, by name. InputError where there is
-    none.
+    """Return the files with calibration data in a folder and its subfolders, sorted by name.
+
+    Raises InputError if there are none.
     """
     files = sorted(
         path
@@ -124,8 +122,9 @@ def data_files(folder: Path) -> list[Path]:
 
 
 def hub_name(name: str) -> HubName | None:
-    """The model of the hub that `name` means; None of a folder, and of no hub id. InputError for a
-    URL.
+    """Return the hub model that `name` refers to, or None for a folder or an invalid hub id.
+
+    Raises InputError for a URL.
     """
     if user_path(name).exists():
         return None
@@ -139,10 +138,10 @@ def hub_name(name: str) -> HubName | None:
 
 
 def resolve_source(name: str, on_progress: OnProgress = silent) -> Path:
-    """The folder of a checkpoint; ORG/NAME or ORG/NAME@REVISION is downloaded into the hub's cache
-    first.
+    """Return the folder of a checkpoint. ORG/NAME or ORG/NAME@REVISION is downloaded first.
 
-    A folder is never looked up on the hub. Raises as `download`; InputError for a URL.
+    A name of an existing folder is never looked up on the hub. Raises the errors of `download`, and
+    InputError for a URL.
     """
     model = hub_name(name)
     if model is None:
@@ -153,7 +152,7 @@ def resolve_source(name: str, on_progress: OnProgress = silent) -> Path:
 
 @contextmanager
 def source_headers(name: str, on_progress: OnProgress = silent) -> Iterator[Path]:
-    """Yield a folder to read headers from; of a model of the hub only they are fetched."""
+    """Yield a folder to read headers from. For a hub model, only the headers are fetched."""
     if (model := hub_name(name)) is None:
         yield user_path(name)
     else:
@@ -162,16 +161,14 @@ def source_headers(name: str, on_progress: OnProgress = silent) -> Iterator[Path
 
 
 def pinned_source(name: str, root: Path) -> str:
-    """ORG/NAME@COMMIT where `root`, a folder to read `name` from, is of the hub; else `name`."""
+    """Return ORG/NAME@COMMIT if the folder `root` of `name` is in the hub's cache, else `name`."""
     config = root / "config.json"
     folders = (root, config.readlink().parent if config.is_symlink() else root)
     return next((pinned for folder in folders if (pinned := pinned_name(folder))), name)
 
 
 def require_source(name: str) -> None:
-    """Raise what `resolve_source` would for a model that is not available; fetches its config
-    only.
-    """
+    """Raise the errors of `resolve_source` if a model is not available; fetch only its config."""
     if (model := hub_name(name)) is not None:
         with _or_no_such_folder(name):
             require_model(model)
@@ -179,7 +176,7 @@ def require_source(name: str) -> None:
 
 @contextmanager
 def _or_no_such_folder(name: str) -> Iterator[None]:
-    """A name below a folder that exists is a path with a mistake where the hub cannot be asked."""
+    """Report a missing folder if the hub is unreachable and the name's parent folder exists."""
     try:
         yield
     except EnvironmentFault as fault:
@@ -190,8 +187,9 @@ def _or_no_such_folder(name: str) -> Iterator[None]:
 
 
 def with_revision(name: str, revision: str | None) -> str:
-    """`name` with a revision that was given next to it. InputError where it has none, or has
-    another.
+    """Return `name` with a revision that was given separately.
+
+    Raises InputError if the name is a folder or already has another revision.
     """
     if revision is None:
         return name
@@ -206,16 +204,16 @@ def with_revision(name: str, revision: str | None) -> str:
 
 
 class _NoRangesError(Exception):
-    """The server answers with whole files."""
+    """The server does not support range requests."""
 
 
 @contextmanager
 def header_files(name: HubName, on_progress: OnProgress) -> Iterator[Path]:
-    """Yield a folder like the model's, whose weight files have their headers and sizes, but holes
-    for data.
+    """Yield a folder like the model's, but with weight files that have holes for their data.
 
-    The folder is gone after the block. Where the cache has the weights, or the hub gives no ranges,
-    it is the model's folder in the cache. Raises as `download`.
+    Weight files have the right headers and sizes. The folder is deleted after the block. If the
+    cache has the weights, or the hub does not support range requests, the model's folder in the
+    cache is yielded instead. Raises the errors of `download`.
     """
     try:
         listing = list_files(name)
@@ -248,7 +246,7 @@ def header_files(name: HubName, on_progress: OnProgress) -> Iterator[Path]:
 
 
 def _named(error: InputError, root: Path, name: str) -> InputError:
-    """The error with the model's name in place of the temporary folder."""
+    """Return the error with the model's name instead of the temporary folder."""
     where, got, need, fix = (
         text.replace(str(root), name) for text in (error.where, error.got, error.need, error.fix)
     )
@@ -270,10 +268,10 @@ def _write_headers(
 
 
 def read_remote_header(listing: RepoListing, file: str) -> bytes:
-    """The first bytes of a safetensors file: the length of its header, then the header if there is
-    one.
+    """Return the first bytes of a safetensors file: the length of its header, and the header.
 
-    A length that is no header's is left to whoever reads the file.
+    If the length is invalid, only the first bytes are returned, and the reader of the file reports
+    it.
     """
     first = _range(listing, file, 0, _FIRST_BYTES)
     length = struct.unpack("<Q", first[:8])[0] if len(first) >= 8 else 0
@@ -284,7 +282,7 @@ def read_remote_header(listing: RepoListing, file: str) -> bytes:
 
 
 def _range(listing: RepoListing, file: str, start: int, stop: int) -> bytes:
-    """Bytes `start` to `stop` of a file, fewer where it ends before."""
+    """Return the bytes `start` to `stop` of a file, or fewer if the file ends earlier."""
     from huggingface_hub import get_session, hf_hub_url, hf_raise_for_status
 
     url = hf_hub_url(listing.name.id, file, revision=listing.commit)
@@ -305,7 +303,7 @@ def _range(listing: RepoListing, file: str, start: int, stop: int) -> bytes:
 
 
 def _identification() -> dict[str, str]:
-    """Return the headers with this program's name and, as huggingface_hub sends it, the token."""
+    """Return the headers with this program's name and the token, as huggingface_hub sends it."""
     from huggingface_hub import constants, get_token
 
     headers = {"User-Agent": f"vexport/{__version__}"}
@@ -316,8 +314,9 @@ def _identification() -> dict[str, str]:
 
 
 def resolve_drafter(speculative: str, on_progress: OnProgress) -> str:
-    """`METHOD`, or `METHOD=FOLDER` with the folder of a draft model, given like any source, made
-    absolute.
+    """Return `METHOD`, or `METHOD=FOLDER` with the absolute folder of a draft model.
+
+    The draft model may be given like any source.
     """
     method, _, name = speculative.partition("=")
     if not name:

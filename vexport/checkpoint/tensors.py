@@ -1,4 +1,4 @@
-"""Torch tensors from and to the bytes of safetensors files."""
+"""Convert between torch tensors and the bytes of safetensors files."""
 
 import warnings
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
 
 
 def read_tensor(reader: Reader, tensor: TensorInfo) -> torch.Tensor:
-    """A tensor that shares the file's memory map: read it, never write to it."""
+    """Return a tensor that shares the file's memory map. Never write to it."""
     dtype = TORCH_DTYPES[tensor.dtype]
     if tensor.num_bytes == 0:
         return torch.empty(tensor.shape, dtype=dtype)
@@ -41,7 +41,7 @@ def read_tensor(reader: Reader, tensor: TensorInfo) -> torch.Tensor:
 
 
 def read_weight(reader: Reader, tensor: TensorInfo, part: WeightPart | None) -> torch.Tensor:
-    """A layer's weight (out, in), a view of the file: the stored tensor or `part` of it."""
+    """Return a layer's weight (out, in), a view of the stored tensor or of `part` of it."""
     stored = read_tensor(reader, tensor)
     if part is None:
         return stored
@@ -50,7 +50,7 @@ def read_weight(reader: Reader, tensor: TensorInfo, part: WeightPart | None) -> 
 
 
 def raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """The little-endian bytes of a tensor, row by row."""
+    """Return the little-endian bytes of a tensor, row by row."""
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.numel() == 0:
         return memoryview(b"")
@@ -59,5 +59,5 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def as_tensor(data: npt.NDArray[np.generic], spec: TensorSpec) -> torch.Tensor:
-    """A tensor of that dtype and shape that shares the memory of its bytes."""
+    """Return a tensor of this dtype and shape that shares the memory of its bytes."""
     return torch.from_numpy(data).view(TORCH_DTYPES[spec.dtype]).reshape(spec.shape)

@@ -1,5 +1,6 @@
-"""Writes safetensors shards front to back while the next bytes are made; a broken-off one is
-continued.
+"""Write safetensors shards from front to back, while the next bytes are computed.
+
+An interrupted shard can be resumed.
 """
 
 import json
@@ -22,27 +23,27 @@ from vexport.errors import require_working_disk
 from vexport.files import write_text
 from vexport.records import Json, TensorInfo, TensorSpec
 
-# transformers' own default for the size of a shard (modeling_utils.save_pretrained).
+# transformers' default for the size of a shard (modeling_utils.save_pretrained).
 DEFAULT_SHARD_BYTES = 5_000_000_000
 METADATA = {"format": "pt"}
-# The ending of a shard's progress record, which lets a later call resume.
+# Suffix of a shard's progress record, which allows a later call to resume.
 PROGRESS = ".progress"
-# Bytes after which write-back starts, so that the final sync is short.
+# Number of bytes after which write-back starts, so that the final sync is short.
 WRITE_BACK_BYTES = 1 << 26
-# Bytes of a copied tensor that are in memory at once.
+# Bytes of a copied tensor that are in memory at a time.
 COPY_BYTES = 1 << 22
-# Bytes of an unfinished shard that are read at once.
+# Bytes of an unfinished shard that are read at a time.
 READ_BYTES = 1 << 24
 
 Array = npt.NDArray[np.generic]
-# The next bytes of a shard: an array computed on demand, or a stored tensor to copy.
+# Next bytes of a shard: an array that is computed on demand, or a stored tensor to copy.
 Chunk = Callable[[], Array] | TensorInfo
 Source = TypeVar("Source", covariant=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteUnit(Generic[Source]):
-    """Tensors that are written in one go, and the caller's object from which it computes them."""
+    """Tensors that are written together, and the caller's object from which it computes them."""
 
     source: Source
     tensors: tuple[TensorSpec, ...]
@@ -54,7 +55,7 @@ class WriteUnit(Generic[Source]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard(Generic[Source]):
-    """One safetensors file to be written: its name and its units in order."""
+    """Safetensors file to be written: its name and its units in order."""
 
     name: str
     units: tuple[WriteUnit[Source], ...]
@@ -71,7 +72,7 @@ class Shard(Generic[Source]):
 def split_shards(
     units: Iterable[WriteUnit[Source]], *, shard_bytes: int
 ) -> tuple[Shard[Source], ...]:
-    """Distribute units over shards in order; a unit is never split, a shard never empty."""
+    """Distribute units over shards in order. Units are never split, and shards are never empty."""
     contents: list[list[WriteUnit[Source]]] = [[]]
     filled = 0
     for unit in units:
@@ -93,7 +94,7 @@ def split_shards(
 
 
 def write_index(folder: Path, shards: Sequence[Shard[object]]) -> None:
-    """Write the index that a checkpoint of several shards needs; nothing for a single one."""
+    """Write the index of a checkpoint with several shards. A single shard needs no index."""
     if len(shards) == 1:
         return
     weight_map: dict[str, Json] = {
@@ -105,17 +106,17 @@ def write_index(folder: Path, shards: Sequence[Shard[object]]) -> None:
 
 
 def progress_file(shard: Path) -> Path:
-    """The record of a shard."""
+    """Return the path of a shard's progress record."""
     return shard.with_name(shard.name + PROGRESS)
 
 
 class Progress:
-    """A line for each finished unit of a shard: the XXH3 of the file up to its end, 16 hexadecimal
-    digits.
+    """Progress record of a shard, with a line for each finished unit.
 
-    Neither the record nor the shard is synced while it grows. After a power cut either may lack
-    what was written last; then the two do not agree, and what follows the last unit that does is
-    written again.
+    A line is the XXH3 (16 hexadecimal digits) of the file up to the end of the unit. Neither the
+    record nor the shard is synced while it grows. After a power cut the last writes to either may
+    be missing, so that the two do not agree. The shard is then written again from the last unit
+    that agrees.
     """
 
     def __init__(self, file: Path) -> None:
@@ -124,10 +125,10 @@ class Progress:
     def verified(
         self, shard: int, header: bytes, ends: Sequence[int]
     ) -> tuple[int, xxhash.xxh3_64]:
-        """The number of units in the shard's descriptor that are as recorded, and the digest to
-        their end.
+        """Return how many units of the shard agree with the record, and the digest up to there.
 
-        The record is cut to them; `ends` has where the header and each unit end.
+        `shard` is a file descriptor. The record is truncated to these units. `ends` holds the end
+        of the header and of each unit.
         """
         self._file.seek(0)
         lines, done, digest = self._file.read().split(b"\n")[:-1], 0, xxhash.xxh3_64(header)
@@ -141,21 +142,21 @@ class Progress:
         return done, digest
 
     def add(self, digest: str) -> None:
-        """Record one more unit of the shard; `digest` is that of the shard up to its end."""
+        """Record another unit. `digest` covers the shard up to the end of this unit."""
         self._file.write(digest.encode() + b"\n")
 
     def close(self) -> None:
-        """Close the record, which stays."""
+        """Close the record without deleting it."""
         self._file.close()
 
 
 def written_digest(shard: Path) -> str:
-    """The digest of a shard that is whole, by its record."""
+    """Return the digest of a complete shard, from its record."""
     return f"xxh3:{progress_file(shard).read_text(encoding='ascii').splitlines()[-1]}"
 
 
 def _update(digest: xxhash.xxh3_64, shard: int, start: int, stop: int) -> bool:
-    """Add the bytes from `start` to `stop` to a digest; False where the file ends before."""
+    """Add the bytes from `start` to `stop` to a digest; return False if the file ends earlier."""
     while start < stop:
         data = os.pread(shard, min(READ_BYTES, stop - start), start)
         if not data:
@@ -166,11 +167,11 @@ def _update(digest: xxhash.xxh3_64, shard: int, start: int, stop: int) -> bool:
 
 
 class ShardWriter:
-    """Appends the chunks of one shard in its own thread, a few behind the one who makes them.
+    """Appends the chunks of a shard in a separate thread, at most `ahead` chunks behind the caller.
 
-    `done` units of an earlier, broken-off writer are there and stay: those whose bytes are as its
-    record says (`Progress`). The record has the digest of the whole shard at its end. An error in
-    the thread, or in a chunk, is raised by one of the next `write` or at the end.
+    `done` units of an earlier, interrupted writer are kept: the units that agree with its record
+    (see `Progress`). At the end, the record contains the digest of the whole shard. An error in the
+    thread, or in a chunk, is raised by a later `write` or at the end.
     """
 
     def __init__(self, folder: Path, shard: Shard[object], *, ahead: int) -> None:
@@ -204,13 +205,13 @@ class ShardWriter:
             assert length == self._ends[-1], f"{length} bytes, not {self._ends[-1]}"
 
     def write(self, chunk: Chunk) -> None:
-        """Pass the next chunk to the thread; waits while it is `ahead` chunks behind."""
+        """Pass the next chunk to the thread; wait while the thread is `ahead` chunks behind."""
         if len(self._appending) > self._ahead:
             self._appending.popleft().result()
         self._appending.append(self._thread.submit(self._append, chunk))
 
     def _append(self, chunk: Chunk) -> None:
-        """Append a chunk, unless an earlier one failed."""
+        """Append a chunk, unless an earlier chunk failed."""
         if self._is_broken:
             return
         self._is_broken = True
@@ -219,7 +220,7 @@ class ShardWriter:
             self._write(data)
         position = self._file.tell()
         if (size := position - self._handed_over) >= WRITE_BACK_BYTES:
-            # Linux starts the write-back of these bytes and does not wait for it (mm/fadvise.c).
+            # Linux starts the write-back of these bytes without waiting for it (mm/fadvise.c).
             os.posix_fadvise(self._file.fileno(), self._handed_over, size, os.POSIX_FADV_DONTNEED)
             self._handed_over = position
         while self._next < len(self._ends) - 1 and position >= self._ends[self._next + 1]:
@@ -232,17 +233,17 @@ class ShardWriter:
             while data:
                 data = data[self._file.write(data) :]
         except OSError as error:
-            error.filename = error.filename or self._file.name  # what a write reports has none
+            error.filename = error.filename or self._file.name  # a write error has no file name
             raise
 
 
 def as_bytes(array: Array) -> memoryview:
-    """The bytes of an array in the order of its elements."""
+    """Return the bytes of an array in the order of its elements."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def stored_parts(tensor: TensorInfo) -> Iterator[memoryview]:
-    """The bytes of a stored tensor, a part at a time in the same memory."""
+    """Yield the bytes of a stored tensor in parts, which use the same memory."""
     buffer = memoryview(bytearray(min(COPY_BYTES, tensor.num_bytes)))
     with tensor.file.open("rb", buffering=0) as source:
         source.seek(tensor.start)
@@ -260,9 +261,7 @@ def stored_parts(tensor: TensorInfo) -> Iterator[memoryview]:
 
 
 def header_bytes(tensors: Sequence[TensorSpec]) -> bytes:
-    """Length prefix and JSON header of a safetensors file, padded to 8 bytes as safetensors writes
-    it.
-    """
+    """Return the length prefix and JSON header of a safetensors file, padded to 8 bytes."""
     header: dict[str, object] = {"__metadata__": METADATA}
     position = 0
     for spec in tensors:
