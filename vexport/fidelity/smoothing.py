@@ -26,8 +26,8 @@ from vexport.records import Finding, Smoothing
 
 EXPECTED = "exponents that leave what each layer computes"
 FIX = "name the source that the checkpoint was made of, or export it again"
-# Norms before layers, and pairs of layers. The second layer of a pair reads the outputs of the
-# first element by element.
+# Norms before layers, and pairs of layers. The second layer of a pair reads the first layer's
+# outputs element by element.
 NORMS: Mapping[str, str] = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "input_layernorm.weight"),
     **dict.fromkeys(("gate_proj", "up_proj"), "post_attention_layernorm.weight"),

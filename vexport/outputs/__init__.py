@@ -1,5 +1,4 @@
-"""Places to write to: apart from what is read, and only over what vexport itself made."""
+"""Places for outputs: separate from inputs, and replacing only vexport's files."""
 
-# In a checkpoint that vexport wrote: how it was made, and the names and digests of what was
-# written.
+# File in a checkpoint that vexport wrote: how it was made, and the names and digests of its files.
 RECIPE = "vexport.json"

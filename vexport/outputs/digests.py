@@ -1,4 +1,4 @@
-"""Digests of files: those of the weights in vexport.json, and lists that sha256sum writes."""
+"""Digests of files: recorded in vexport.json, or listed in the format of sha256sum."""
 
 import hashlib
 import json
@@ -13,24 +13,22 @@ from vexport.files import read_json_object, require_no_device, write_text
 from vexport.outputs import RECIPE
 from vexport.records import Json
 
-# The key of vexport.json: the digest of each file of weights, as `digest_of` writes it.
+# Key of vexport.json for the digest of each weight file, in the format of `digest_of`.
 DIGESTS = "digests"
-# The key of vexport.json with facts about the source, and there the digest of its config and
-# headers.
+# Key of vexport.json for facts about the source, and the key in it for the digest of the source's
+# config and headers.
 HEADERS = "headers"
 HEADERS_DIGEST = "config_and_headers_sha256"
-# The key of vexport.json that `repair` sets if it changed weights: they are not what the recipe
-# makes.
+# Key of vexport.json that `repair` sets if it changed weights: they differ from the recipe.
 REPAIRED = "repaired"
 XXH3, SHA256 = "xxh3", "sha256"
-# A line of sha256sum; of a name with a line break or a backslash, which begins with one, there is
-# none.
+# Line of sha256sum. Escaped names (with a line break or a backslash) are not supported.
 _LINE = re.compile(r"(?P<hex>[0-9a-fA-F]{64}) [ *](?P<name>.+)")
 _TAGGED = re.compile(r"SHA256 \((?P<name>.+)\) = (?P<hex>[0-9a-fA-F]{64})")
 
 
 def digest_of(file: Path, algorithm: str = XXH3) -> str:
-    """The digest of a file's bytes: `xxh3:` (64 bits) or `sha256:` and hexadecimal digits."""
+    """Return the digest of a file: `xxh3:` (64 bits) or `sha256:`, and hexadecimal digits."""
     with file.open("rb", buffering=0) as stream:
         state = hashlib.file_digest(
             stream, hashlib.sha256 if algorithm == SHA256 else xxhash.xxh3_64
@@ -39,9 +37,9 @@ def digest_of(file: Path, algorithm: str = XXH3) -> str:
 
 
 def recorded_digests(folder: Path) -> dict[str, str]:
-    """File name -> digest as vexport.json of a checkpoint has it; empty where there is none.
+    """Return the digests in a checkpoint's vexport.json by file name, or an empty dictionary.
 
-    InputError where they are not names of files in the folder with digests.
+    Raises InputError if they are not file names of the folder with digests.
     """
     file = folder / RECIPE
     recorded = read_json_object(file).get(DIGESTS, {}) if file.is_file() else {}
@@ -59,8 +57,9 @@ def recorded_digests(folder: Path) -> dict[str, str]:
 
 
 def named_digests(name: str | None, root: Path) -> dict[str, str] | None:
-    """The digests of a list, or the checkpoint's own where vexport.json is named; None where
-    nothing is.
+    """Return the digests of a list, or the recorded digests if `name` is a vexport.json.
+
+    Returns None if `name` is None. Raises InputError if the checkpoint has no recorded digests.
     """
     if name is None or Path(name).name != RECIPE:
         return None if name is None else listed_digests(Path(name))
@@ -74,10 +73,9 @@ def named_digests(name: str | None, root: Path) -> dict[str, str] | None:
 
 
 def record_digests(folder: Path, digests: Mapping[str, str], *, repaired: bool = False) -> None:
-    """Write the digests of a checkpoint's weight files into its vexport.json, in place of earlier
-    digests.
+    """Write the digests of weight files to a checkpoint's vexport.json, replacing earlier ones.
 
-    `repaired` records that the weights are not those that the recipe makes.
+    `repaired` records that the weights differ from the recipe's result.
     """
     file = folder / RECIPE
     recipe: dict[str, Json] = read_json_object(file) if file.is_file() else {}
@@ -89,10 +87,10 @@ def record_digests(folder: Path, digests: Mapping[str, str], *, repaired: bool =
 
 
 def listed_digests(file: Path) -> dict[str, str]:
-    """Path -> digest of a list as sha256sum writes it, also with --tag.
+    """Return the digests by path in a list of sha256sum, with or without --tag.
 
-    Paths are relative to the checkpoint. InputError names the line of a path that is not, or cannot
-    be read. A pipe is refused: it may have no writer.
+    Paths must be relative to the checkpoint. Raises InputError with the line number if a path is
+    not, or if a line cannot be parsed. A pipe is refused, because it may have no writer.
     """
     require_no_device(file)
     try:

@@ -1,10 +1,14 @@
-"""Folders that appear whole or not at all, made in a hidden folder next to them.
+"""Folders that appear completely or not at all, prepared in a hidden folder next to them.
 
-The working folder of `OUT` is `.OUT.partial`, which only its owner can enter: in it are the record
-of what OUT is made from, which is locked while a process writes; `new`, which becomes OUT; `aside`,
-what a later call finds until OUT is whole; a list of the files in both, to which a name is added
-before its file is created (`record` of outputs/manifest.py); and for a moment `old`, the folder
-that it replaces. OUT is `new` or `old` at any time, or the next call puts `old` back.
+The working folder of `OUT` is `.OUT.partial`, which only its owner can enter. It contains:
+
+- a record of the inputs that OUT is made from, locked while a process writes
+- `new`, which becomes OUT
+- `aside`, files for later calls until OUT is complete
+- a list of the files in both; `record` of outputs/manifest.py adds a name before the file is made
+- for a moment `old`, the folder that OUT replaces
+
+At any time OUT is `new` or `old`; otherwise the next call moves `old` back.
 """
 
 import errno
@@ -37,33 +41,34 @@ from vexport.outputs.replaceable import is_filled_folder, refuse_existing, resol
 from vexport.records import Json
 from vexport.version import __version__
 
-# The key of vexport.json by which a failed call signs the checkpoint that it leaves as OUT.failed.
+# Key of vexport.json that marks a checkpoint which a failed call has left as OUT.failed.
 FAILED = "failed"
 
 
 def working_folder(path: Path) -> Path:
-    """Return the folder that `path` is made in until it is whole."""
+    """Return the folder in which `path` is prepared until it is complete."""
     return resolved(path).parent / f".{resolved(path).name}.partial"
 
 
 def failed_folder(path: Path) -> Path:
-    """Return the folder that is left in the place of `path` if the checkpoint fails."""
+    """Return the folder that is left next to `path` if the checkpoint fails."""
     return resolved(path).with_name(f"{resolved(path).name}.failed")
 
 
 def aside_folder(folder: Path) -> Path:
-    """Next to a folder of `resumable_directory`, one for files that a later call finds and OUT has
-    not.
+    """Return the folder for files that OUT does not get, next to `resumable_directory`'s.
+
+    A later call finds these files.
     """
     return folder.parent / ASIDE
 
 
 def kept_as_failed(folder: Path, path: Path, failure: CheckpointFailed) -> CheckpointFailed:
-    """Rename the `folder` of `resumable_directory` to `PATH.failed`, and say so in what it failed
-    with.
+    """Rename the `folder` of `resumable_directory` to `PATH.failed`, and add that to the failure.
 
-    Only what an earlier failed call left there is replaced. If something else is there, also a link
-    or a sound checkpoint, the folder is not kept, and the error says so.
+    Only a folder that an earlier failed call has left is replaced. If anything else is at this
+    path, even a link or a valid checkpoint, the folder is not kept, and the returned error contains
+    the reason.
     """
     failed = failed_folder(path)
     if is_replaceable_failure(failed):
@@ -79,9 +84,7 @@ def kept_as_failed(folder: Path, path: Path, failure: CheckpointFailed) -> Check
 
 
 def is_replaceable_failure(failed: Path) -> bool:
-    """Return whether nothing is at a path, or nothing but a checkpoint that a failed call
-    signed.
-    """
+    """Return True if a path is free, or is a checkpoint that a failed call has marked."""
     if not os.path.lexists(failed):
         return True
     if failed.is_symlink():
@@ -95,9 +98,9 @@ def is_replaceable_failure(failed: Path) -> bool:
 
 @contextmanager
 def new_directory(path: Path, *, overwrite: bool) -> Iterator[Path]:
-    """Yield a folder that becomes `path` when the block ends without error, and else is removed.
+    """Yield a folder that becomes `path` if the block ends without error, and is removed otherwise.
 
-    InputError as `resumable_directory`.
+    Raises the InputErrors of `resumable_directory`.
     """
     with _directory(path, overwrite=overwrite) as (work, record):
         _empty(work, NEW)
@@ -120,14 +123,19 @@ def resumable_directory(
     overwrite: bool,
     note: Callable[[str], None] = lambda text: None,
 ) -> Iterator[Path]:
-    """Yield a folder that becomes `path` when the block ends without error.
+    """Yield a folder that becomes `path` if the block ends without error.
 
-    Whatever breaks the block off but a refusal of ours leaves the folder for the next call with the
-    same `input_digest` to go on in: it finds the weights. One with another digest begins an empty
-    folder. `note` is told of both. InputError where `path` exists and may not be replaced (see
-    `refuse_existing`), where it cannot be renamed, where the working folder is not ours, or where
-    another process is writing it. Of torchrun's ranks the first makes it, at the end of whose block
-    it appears.
+    If the block is interrupted, the folder is kept, and the next call with the same `input_digest`
+    resumes from the weights in it. A call with another digest starts with an empty folder. If
+    vexport itself raises an error, the folder is removed. `note` receives a message if a call
+    resumes or starts again.
+
+    Raises InputError if `path` exists and may not be replaced (see `refuse_existing`), or if it
+    cannot be renamed. The same is raised if the working folder is not vexport's, or if another
+    process uses it.
+
+    With torchrun, the first rank prepares the folder. `path` appears at the end of this rank's
+    block.
     """
     if rank_and_size()[0] > 0:
         yield on_first(Path)
@@ -155,10 +163,10 @@ def resumable_directory(
 
 @contextmanager
 def _directory(path: Path, *, overwrite: bool) -> Iterator[tuple[Path, TextIO]]:
-    """The working folder and its locked record; when the block ends without error, `new` becomes
-    `path`.
+    """Yield the working folder and its locked record.
 
-    `path` is looked at once more then: what came to be there meanwhile is not ours to replace.
+    If the block ends without error, `new` becomes `path`. Before that, `path` is checked again,
+    because something else may have appeared there.
     """
     path = resolved(path)
     if path.is_mount():
@@ -189,10 +197,10 @@ def _directory(path: Path, *, overwrite: bool) -> Iterator[tuple[Path, TextIO]]:
 
 @contextmanager
 def _locked(work: Path, path: Path) -> Iterator[TextIO]:
-    """The open record of a working folder of ours, locked for as long as this process lives.
+    """Yield the open record of a working folder, locked for as long as this process lives.
 
-    InputError where it is someone else's, holds what vexport does not write, or where another
-    process has it.
+    Raises InputError if the folder belongs to someone else, if it contains files that vexport does
+    not write, or if another process has locked it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with suppress(FileExistsError):
@@ -207,9 +215,7 @@ def _locked(work: Path, path: Path) -> Iterator[TextIO]:
 
 
 def _require_ours(work: Path, path: Path) -> None:
-    """Raise InputError where a working folder has links, or files that vexport did not write
-    there.
-    """
+    """Raise InputError if a working folder contains links, or files that vexport did not write."""
     for entry in foreign_entries(work):
         raise _foreign(entry, path)
 
@@ -222,7 +228,7 @@ def _is_ours(record: TextIO, work: Path) -> bool:
 
 
 def _lock(record: TextIO, work: Path, path: Path) -> None:
-    """Lock the record, or InputError where another process has it or has just removed it."""
+    """Lock the record; InputError if another process has locked or just removed it."""
     try:
         fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if _is_ours(record, work):
@@ -251,7 +257,7 @@ def _sync(folder: Path) -> None:
 
 
 def _sync_entry(path: Path) -> None:
-    """Sync a file or folder; file systems that cannot (some FUSE) are taken at their word."""
+    """Sync a file or folder. File systems that do not support it (some FUSE) are ignored."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -264,7 +270,7 @@ def _sync_entry(path: Path) -> None:
 
 
 def _settle(path: Path, work: Path) -> None:
-    """Recover from a call that died between its last steps: put `old` back, or remove it."""
+    """Recover from a call that died between its last steps: move `old` back, or remove it."""
     if not (work / OLD).exists():
         return
     if not path.exists():
@@ -279,7 +285,7 @@ def _settle(path: Path, work: Path) -> None:
 
 
 def _swap(path: Path, work: Path) -> None:
-    """`path` becomes `old` and `new` becomes `path`; broken off between, `path` is what it was."""
+    """Rename `path` to `old` and `new` to `path`. If this is interrupted, `path` is restored."""
     try:
         if path.exists():
             path.rename(work / OLD)
@@ -291,9 +297,7 @@ def _swap(path: Path, work: Path) -> None:
 
 
 def _empty(work: Path, part: str, keep: str = "") -> None:
-    """Make a folder of the working folder, or remove vexport's files in it but those that match
-    `keep`.
-    """
+    """Make a part of the working folder, or remove vexport's files from it except `keep`."""
     folder = work / part
     folder.mkdir(exist_ok=True)
     kept = [file for file in folder.iterdir() if keep and file.match(keep)]
@@ -301,16 +305,14 @@ def _empty(work: Path, part: str, keep: str = "") -> None:
 
 
 def _begin(work: Path, *, is_continued: bool) -> None:
-    """Begin the list of vexport's files in `new` and `aside`, or go on with the list of an earlier
-    call.
-    """
+    """Start the list of vexport's files in `new` and `aside`, or continue an earlier list."""
     if not is_continued or not has_manifest(work):
         begin_manifest(work)
     record_file(work / NEW / RECIPE)
 
 
 def _rewrite(record: TextIO, text: str) -> None:
-    """Replace the text of the record, which is never empty meanwhile."""
+    """Replace the text of the record, which is never empty in between."""
     record.seek(0)
     record.write(text)
     record.truncate()
@@ -318,9 +320,9 @@ def _rewrite(record: TextIO, text: str) -> None:
 
 
 def _sign(folder: Path, marks: Mapping[str, Json] = MappingProxyType({})) -> None:
-    """List the files of a checkpoint in its recipe, by which vexport recognizes its own output.
+    """List the files of a checkpoint in its recipe, by which vexport recognizes its output.
 
-    `marks` are further keys of the recipe.
+    `marks` are additional keys of the recipe.
     """
     recipe: dict[str, Json] = {"vexport": __version__}
     with suppress(InputError):

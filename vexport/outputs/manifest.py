@@ -1,9 +1,7 @@
-"""A list of the files that vexport writes below a folder of results, by which it knows its own
-files again.
+"""List of the files that vexport writes below a folder of results, to recognize its files later.
 
-A name is added before its file is created. So the list is complete at any moment, also after
-SIGKILL: a file that is not in it was written by somebody else. The processes of one call share the
-list.
+A name is added before its file is created. So the list is always complete, even after SIGKILL:
+files that are not listed were written by somebody else. All processes of a call share the list.
 """
 
 import json
@@ -17,14 +15,14 @@ from vexport.errors import InputError
 from vexport.files import write_text
 
 MANIFEST = ".vexport-files"
-# The most folders between a file and the manifest: RUN/eval/baseline/tasks/NAME/NAME.yaml.
+# Maximum number of folders between a file and the manifest: RUN/eval/baseline/tasks/NAME/NAME.yaml.
 _LEVELS = 6
-# What `atomic_path` calls a file before it is whole, which a killed call leaves.
+# Name of a file of `atomic_path` before it is complete. A killed call may leave such a file.
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}")
 
 
 def begin_manifest(root: Path) -> None:
-    """Write an empty manifest into a folder."""
+    """Write an empty manifest to a folder."""
     write_text(root / MANIFEST, "")
 
 
@@ -42,19 +40,19 @@ def record(file: Path) -> None:
     flags = os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(root / MANIFEST, flags), "r+b") as manifest:
         content = manifest.read()
-        # A killed call may have left a part of a line.
+        # A killed call may have left an incomplete line.
         line_break = b"\n" if content and not content.endswith(b"\n") else b""
         manifest.write(line_break + json.dumps(name).encode() + b"\n")
 
 
 def recorded(root: Path) -> frozenset[str]:
-    """Return the names in a folder's manifest, relative to it; empty without a manifest."""
+    """Return the names in a folder's manifest, relative to the folder; empty without a manifest."""
     file = root / MANIFEST
     if file.is_symlink() or not file.is_file():
         return frozenset()
     names = set[str]()
     for line in file.read_bytes().splitlines():
-        with suppress(ValueError, RecursionError):  # of a line that was not finished
+        with suppress(ValueError, RecursionError):  # from an incomplete line
             name = json.loads(line)
             if isinstance(name, str):
                 names.add(name)
@@ -62,19 +60,20 @@ def recorded(root: Path) -> frozenset[str]:
 
 
 def has_manifest(root: Path) -> bool:
-    """Return whether a folder has a manifest, which a link is not."""
+    """Return True if a folder has a manifest that is not a link."""
     return (root / MANIFEST).is_file() and not (root / MANIFEST).is_symlink()
 
 
 def is_temporary_manifest(file: Path) -> bool:
-    """Return whether a file is a manifest that a killed call did not finish."""
+    """Return True if a file is a manifest that a killed call did not finish."""
     temporary = _TEMPORARY.fullmatch(file.name)
     return temporary is not None and temporary["name"] == MANIFEST
 
 
 def is_recorded(file: Path) -> bool:
-    """Return whether vexport wrote a file or folder, also as a temporary file: a link is somebody
-    else's.
+    """Return True if vexport wrote a file or folder, even as a temporary file.
+
+    Links are never vexport's.
     """
     root = _owner(file)
     if root is None or file.is_symlink():
@@ -83,10 +82,10 @@ def is_recorded(file: Path) -> bool:
 
 
 def strangers(root: Path, below: Path, left_out: Iterable[Path] = ()) -> list[str]:
-    """Return the entries below a folder that its manifest `root` does not have, relative to `root`.
+    """Return the entries below a folder that are not in the manifest of `root`, relative to `root`.
 
-    A folder is known by the files in it. A folder without files is a stranger's, unless a recorded
-    file may come into it. Folders in `left_out` are not looked into.
+    A folder is vexport's if its files are. An empty folder is vexport's only if a recorded file may
+    be created in it. Folders in `left_out` are skipped.
     """
     return [
         file.relative_to(root).as_posix()
@@ -110,23 +109,21 @@ def _strangers(
 
 
 def remove_recorded(root: Path, below: Path, left_out: Iterable[Path] = ()) -> None:
-    """Remove the files below a folder that the manifest in `root` has, and folders that are empty
-    then.
-    """
+    """Remove the files that the manifest in `root` lists below a folder, and emptied folders."""
     names, kept = recorded(root), {*left_out}
     for entry in sorted(below.iterdir()) if below.is_dir() else ():
         if entry in kept or entry.is_symlink():
             continue
         if entry.is_dir():
             remove_recorded(root, entry, kept)
-            with suppress(OSError):  # not empty: something else came into it
+            with suppress(OSError):  # not empty: something else was added
                 entry.rmdir()
         elif entry.name != MANIFEST and _is_own(entry, root, names):
             entry.unlink()
 
 
 def require_manifest(root: Path) -> None:
-    """Raise InputError for a folder whose files cannot be known, as an older version wrote it."""
+    """Raise InputError if a folder has no manifest, as folders of an older version."""
     if not has_manifest(root):
         raise InputError(
             str(root),

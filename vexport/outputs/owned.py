@@ -1,7 +1,6 @@
-"""The files that vexport wrote into a checkpoint, by its recipe, and into a folder of unfinished
-work.
+"""Files that vexport wrote to a checkpoint (by its recipe) or to a working folder.
 
-Both are removed file by file: what somebody else put there stays.
+Both are removed file by file, so that other files stay.
 """
 
 import os
@@ -14,23 +13,21 @@ from vexport.files import read_json_object
 from vexport.outputs import RECIPE
 from vexport.outputs.manifest import MANIFEST, is_temporary_manifest, remove_recorded, strangers
 
-# The key of vexport.json with the names of what was written.
+# Key of vexport.json for the names of the written files.
 FILES = "files"
-# What is in a folder of unfinished work, besides the manifest of `new` and `aside`: see
-# outputs/directory.py.
+# Contents of a working folder, in addition to the manifest; see outputs/directory.py.
 RECORD, NEW, OLD, ASIDE = ".made-from", "new", "old", "aside"
 
 
 def is_folder(path: Path) -> bool:
-    """Return whether a path is a folder, which a link is not."""
+    """Return True if a path is a folder and not a link."""
     return path.is_dir() and not path.is_symlink()
 
 
 def others(folder: Path, owned: Collection[str]) -> list[str]:
-    """Return the files below a checkpoint's folder that are not in `owned`, and folders without a
-    file.
+    """Return the files below a checkpoint's folder that are not in `owned`, and empty folders.
 
-    A link is somebody else's: vexport writes none.
+    Links count as other files, because vexport writes none.
     """
     found = []
     for entry in sorted(folder.rglob("*")):
@@ -42,7 +39,7 @@ def others(folder: Path, owned: Collection[str]) -> list[str]:
 
 
 def checkpoint_files(folder: Path) -> frozenset[str] | None:
-    """The names of what vexport wrote into a checkpoint's folder; None where it wrote none."""
+    """Return the names of vexport's files in a checkpoint's folder, or None if there are none."""
     try:
         files = read_json_object(folder / RECIPE).get(FILES)
     except InputError:
@@ -53,9 +50,7 @@ def checkpoint_files(folder: Path) -> frozenset[str] | None:
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Remove the files that a checkpoint's recipe lists, the recipe last, and folders that are
-    empty then.
-    """
+    """Remove the files that a checkpoint's recipe lists, the recipe last, and emptied folders."""
     names = sorted(checkpoint_files(folder) or (), key=lambda name: (name == RECIPE, name))
     for name in names:
         file = folder / name
@@ -68,15 +63,14 @@ def remove_checkpoint(folder: Path) -> None:
     for inner in sorted((entry for entry in folder.rglob("*") if is_folder(entry)), reverse=True):
         with suppress(OSError):
             inner.rmdir()
-    with suppress(OSError):  # something else came into it
+    with suppress(OSError):  # something else was added
         folder.rmdir()
 
 
 def foreign_entries(work: Path) -> list[Path]:
-    """Return what is in a folder of unfinished work that vexport did not write, or the folder
-    itself.
+    """Return entries of a working folder that vexport did not write, or the folder itself.
 
-    vexport begins with the record. Without it nothing in the folder is vexport's.
+    vexport writes the record first. Without a record, no file in the folder is vexport's.
     """
     if work.is_symlink() or not work.is_dir() or not _is_users(work):
         return [work]
@@ -108,12 +102,10 @@ def _is_users(entry: Path) -> bool:
 
 
 def remove_unfinished(work: Path) -> None:
-    """Remove the files of unfinished work, the record last, but not the folder that it was to
-    replace.
-    """
+    """Remove unfinished work, the record last, but not the folder that was to be replaced."""
     for part in (work / NEW, work / ASIDE):
         remove_recorded(work, part)
-        with suppress(OSError):  # something else is in it, or it is not there
+        with suppress(OSError):  # not empty, or missing
             part.rmdir()
     if any((work / part).exists() for part in (NEW, ASIDE, OLD)):
         return

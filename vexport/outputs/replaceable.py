@@ -1,6 +1,6 @@
-"""Places of outputs: apart from inputs, and with `--overwrite` only where vexport alone wrote.
+"""Places of outputs: separate from inputs. `--overwrite` replaces only files that vexport wrote.
 
-Folders of results have a file that marks them as vexport's, and a list of what vexport wrote there.
+Folders of results contain a file that marks them as vexport's, and a list of vexport's files.
 """
 
 import fcntl
@@ -36,9 +36,7 @@ SHOWN = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedPath:
-    """A path as it was given, and the argument, option or scenario key that gave it: `OUT`,
-    `--accept`.
-    """
+    """Path as given, and its argument, option or scenario key: `OUT`, `--accept`."""
 
     label: str
     path: Path
@@ -48,12 +46,12 @@ class NamedPath:
 
 
 def require_separate(outputs: Sequence[NamedPath], inputs: Sequence[NamedPath]) -> None:
-    """Raise InputError where an output is an input or another output, contains one, or lies inside
-    one.
+    """Raise InputError if an output overlaps with an input or with another output.
 
-    Call it before anything is created or removed, also with `--overwrite`. Paths are compared
-    without links and `..`, and by device and inode. An input that does not exist is passed over.
-    What the links in an input folder point to, as in the hub's cache, counts as that input.
+    Paths overlap if they are equal or if one is inside of the other. Call this before anything is
+    created or removed, even with `--overwrite`. Paths are compared without links and `..`, and by
+    device and inode. Inputs that do not exist are ignored. Targets of links in an input folder, as
+    in the hub's cache, count as part of that input.
     """
     existing = [named for named in inputs if os.path.lexists(named.path)]
     for output, other in (*product(outputs, existing), *combinations(outputs, 2)):
@@ -77,7 +75,7 @@ def _overlap(output: NamedPath, relation: str, other: NamedPath) -> InputError:
 
 
 def _relation(output: Path, other: Path) -> str:
-    """Describe how an output and another path overlap; empty where they do not."""
+    """Describe how an output and another path overlap; return an empty string if they do not."""
     inside, contains = _is_within(output, other), _is_within(other, output)
     if inside and contains:
         return "the same path as"
@@ -87,8 +85,9 @@ def _relation(output: Path, other: Path) -> str:
 
 
 def _is_within(inner: Path, outer: Path) -> bool:
-    """Return whether `inner` is `outer` or lies below it. A link counts where it is and where it
-    points.
+    """Return True if `inner` is `outer` or is inside of it.
+
+    A link counts at its place and at its target.
     """
     steps = {step for path in _real_paths(inner) for step in (path, *path.parents)}
     if any(
@@ -99,7 +98,7 @@ def _is_within(inner: Path, outer: Path) -> bool:
 
 
 def _has_other_names(file: Path) -> bool:
-    """Return whether a file has hard links, one of which may lie in a folder."""
+    """Return True if a file has other hard links, which may be in another folder."""
     try:
         return file.is_file() and file.stat().st_nlink > 1
     except OSError:
@@ -107,7 +106,7 @@ def _has_other_names(file: Path) -> bool:
 
 
 def resolved(path: Path) -> Path:
-    """The absolute path without links and `..`; InputError for a loop of links, or a NUL in it."""
+    """Return the absolute path without links and `..`; InputError for a loop of links or a NUL."""
     try:
         return path.resolve()
     except (ValueError, RuntimeError):
@@ -118,9 +117,7 @@ def resolved(path: Path) -> Path:
 
 
 def _real_paths(path: Path) -> set[Path]:
-    """The path without links and `..`, and the same but for its last part, which may be a link
-    itself.
-    """
+    """Return the path without links and `..`, and the same path with its last part not resolved."""
     itself = set() if path.name in ("", "..") else {resolved(path.parent) / path.name}
     return {resolved(path), *itself}
 
@@ -133,7 +130,7 @@ def _is_same_file(one: Path, other: Path) -> bool:
 
 
 def _linked_files(folder: NamedPath) -> Iterator[NamedPath]:
-    """The links directly inside an input folder."""
+    """Yield the links directly inside an input folder."""
     if folder.path.is_dir():
         for entry in sorted(folder.path.iterdir()):
             if entry.is_symlink():
@@ -141,10 +138,10 @@ def _linked_files(folder: NamedPath) -> Iterator[NamedPath]:
 
 
 def refuse_existing(path: Path, *, overwrite: bool) -> None:
-    """Raise InputError where writing a checkpoint to `path` would replace something that must stay.
+    """Raise InputError if writing a checkpoint to `path` would replace something that must stay.
 
-    Free are a path where nothing is and an empty folder; with `overwrite` also a checkpoint that
-    vexport wrote, unless something else is in its folder.
+    A missing path and an empty folder are free. With `overwrite`, a checkpoint that vexport wrote
+    is also free, unless its folder contains other files.
     """
     if not is_filled_folder(path):
         return
@@ -170,7 +167,7 @@ def refuse_others(folder: Path, names: Sequence[str]) -> None:
 
 
 def is_filled_folder(path: Path) -> bool:
-    """Return whether a folder with something in it is there; InputError where it is a file."""
+    """Return True if `path` is a folder that is not empty; InputError if it is a file."""
     if path.exists() and not path.is_dir():
         raise InputError(
             str(path), got="a file", need="a folder to write to", fix="choose another path"
@@ -179,7 +176,7 @@ def is_filled_folder(path: Path) -> bool:
 
 
 def not_ours(path: Path, kind: str) -> InputError:
-    """The error for a folder of something else."""
+    """Return the error for a folder that is not vexport's."""
     fix = f"choose another path, or move the folder away (mv {path} {path}.old)"
     return InputError(
         str(path),
@@ -190,17 +187,17 @@ def not_ours(path: Path, kind: str) -> InputError:
 
 
 def needs_overwrite(path: Path) -> InputError:
-    """The error for a folder that only --overwrite replaces."""
+    """Return the error for a folder that only --overwrite replaces."""
     fix = "choose another path or add --overwrite"
     return InputError(str(path), got="a folder that is not empty", need="a new folder", fix=fix)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderKind:
-    """A kind of folder: what it is called, the file that marks it and the text of that file.
+    """Kind of folder: its name, the file that marks it, and the text of this file.
 
     The folder's manifest lists vexport's files in it. `checkpoint` is the name of a checkpoint in
-    it, whose own recipe lists its files.
+    the folder; the checkpoint's recipe lists its files.
     """
 
     name: str
@@ -209,9 +206,9 @@ class FolderKind:
     checkpoint: str | None = None
 
     def require_own(self, folder: Path) -> None:
-        """Raise InputError for a folder that is not empty and lacks the mark.
+        """Raise InputError if the folder is not empty and has no mark.
 
-        A call that was killed may have left the manifest alone.
+        A folder with only a manifest is accepted, because a killed call may have left it.
         """
         if not is_filled_folder(folder) or (folder / self.mark).is_file():
             return
@@ -219,8 +216,9 @@ class FolderKind:
             raise not_ours(folder, self.name)
 
     def require_replaceable(self, folder: Path, *, overwrite: bool) -> None:
-        """Raise InputError unless the folder is empty, or with `overwrite` has only vexport's
-        files.
+        """Raise InputError unless the folder is empty or may be replaced.
+
+        It may be replaced if `overwrite` is set and if it contains only vexport's files.
         """
         self.require_own(folder)
         if not is_filled_folder(folder):
@@ -238,9 +236,9 @@ class FolderKind:
             refuse_existing(folder / self.checkpoint, overwrite=True)
 
     def begin(self, folder: Path) -> None:
-        """Make the folder, its mark and manifest. Only what vexport wrote there before is removed.
+        """Make the folder, its mark and its manifest. Only vexport's earlier files are removed.
 
-        The manifest is emptied last: a call that is killed before leaves no file without an owner.
+        The manifest is emptied last, so that a call that is killed earlier leaves no unlisted file.
         """
         folder.mkdir(parents=True, exist_ok=True)
         if has_manifest(folder):
@@ -255,9 +253,7 @@ class FolderKind:
         write_text(folder / self.mark, self.text)
 
     def _apart(self, folder: Path) -> list[Path]:
-        """Return the mark, and the folders of the checkpoint, whose files the manifest does not
-        have.
-        """
+        """Return the mark and the checkpoint's folders: the manifest does not list their files."""
         mark = folder / self.mark
         apart = [] if mark.is_symlink() else [mark]
         if self.checkpoint is not None and self.checkpoint in recorded(folder):
@@ -266,17 +262,16 @@ class FolderKind:
         return apart
 
     def _unfinished(self, folder: Path) -> Path:
-        """Return the folder in which the checkpoint is made."""
+        """Return the folder in which the checkpoint is prepared."""
         return folder / f".{self.checkpoint}.partial"
 
 
 @contextmanager
 def written_alone(folder: Path, option: str) -> Iterator[None]:
-    """Create the folder and lock it against other calls inside the block; the lock ends with the
-    process.
+    """Create the folder and lock it against other calls inside the block.
 
-    InputError where another call does; `option` is what names the folder. Where the file system has
-    no locks nothing is refused.
+    The lock ends with the process. Raises InputError if another call holds the lock; `option` is
+    the option that sets the folder. Without locks in the file system, nothing is refused.
     """
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
