@@ -65,9 +65,7 @@ def _files(root: Path) -> Iterator[tuple[str, str]]:
 
 
 def _named_files(root: Path) -> list[Path]:
-    """Return the templates in their separate folder. Special files, such as devices, are
-    ignored.
-    """
+    """Return the templates in their separate folder, except special files such as devices."""
     return sorted(file for file in (root / _FOLDER).glob("*.jinja") if file.is_file())
 
 

@@ -85,9 +85,7 @@ def _e4m3_table() -> npt.NDArray[np.float32]:
 
 
 def _e8m0_table() -> npt.NDArray[np.float32]:
-    """Return powers of two from 2^-127 to 2^127, and NaN for 255 (OCP Microscaling Formats,
-    1.0).
-    """
+    """Return powers of two from 2^-127 to 2^127; 255 is NaN (OCP Microscaling Formats 1.0)."""
     values = np.ldexp(1.0, np.arange(256) - 127)
     values[255] = np.nan
     return np.array(values, dtype=np.float32)

@@ -172,9 +172,7 @@ class Reader:
         return low - first, high - first
 
     def _advise(self, file: Path, start: int, end: int, advice: int) -> None:
-        """Advise the kernel on whole pages. Pages that are shared with other tensors are read
-        again.
-        """
+        """Advise the kernel on whole pages. Pages shared with other tensors are read again."""
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
         if file in self._maps and end > first:
             self._maps[file].madvise(advice, first, end - first)

@@ -1,6 +1,4 @@
-"""The `quantization_config` of config.json, in the terms of compressed-tensors that vLLM reads; KV
-scales.
-"""
+"""`quantization_config` of config.json, as vLLM reads it, and scales of the KV cache."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,13 +27,11 @@ if TYPE_CHECKING:
     from vexport.formats.packing.base import Array
 
 
-# The fp8 KV cache has a scale for keys and one for values, of each attention layer or of each of
-# its KV heads (CompressedTensorsKVCacheMethod in vLLM's compressed_tensors.py); per head needs
-# FlashAttention 3.
+# The fp8 KV cache has scales for keys and values, per attention layer or per KV head
+# (CompressedTensorsKVCacheMethod in vLLM's compressed_tensors.py). Per head needs FlashAttention 3.
 K_SCALE, V_SCALE = "k_scale", "v_scale"
-# vLLM puts its own attention into this attribute of a model's attention module, and finds the
-# scales of `self_attn.k_scale` there by itself (get_cache_scale_mapper,
-# quantization/base_config.py).
+# vLLM stores its attention in this attribute of a model's attention module. It also finds the
+# scales `self_attn.k_scale` there (get_cache_scale_mapper, quantization/base_config.py).
 INNER = "attn"
 KV_CACHES: Mapping[KvCache, QuantArgs] = {
     "fp8": QuantArgs(num_bits=8, type="float", strategy="tensor", observer="static_minmax"),
@@ -46,11 +42,10 @@ KV_CACHES: Mapping[KvCache, QuantArgs] = {
 
 
 def quantization_config(plan: Plan) -> dict[str, Json]:
-    """The configuration of a plan's output: a config group per scheme and observer, and what is
-    kept.
+    """Return the quantization config of a plan, with a group per scheme and observer.
 
-    One scheme targets the class Linear; several target their layers by name, because vLLM takes the
-    first target that matches and a class matches all.
+    If there is a single group, it targets the class Linear. Several groups target their layers by
+    name, because vLLM uses the first target that matches and a class matches all layers.
     """
     treated: dict[tuple[str, str], list[FusionGroup]] = {}
     for group in plan.groups:
@@ -91,13 +86,15 @@ def targets_of(
     *,
     alone: bool,
 ) -> list[str]:
-    """Targets that vLLM resolves to these layers and none of `others`, which have other schemes.
+    """Return targets that vLLM resolves to these layers and to none of `others`.
 
-    A fused module that its quantization config does not take apart (not in `resolved`, see
-    `Architecture`) is named itself as well; of one that it does, all parts are named, also those
-    that no tensor has. What vLLM asks for by another name than the file has is named by that, too.
-    A quantized output head is named by a pattern, as vLLM may know it by a longer name than the
-    checkpoint (`language_model.lm_head`) and translates only names with a dot.
+    `others` have other schemes. If vLLM's quantization config does not split a fused module (it is
+    not in `resolved`, see `Architecture`), the fused module itself is also a target. If vLLM splits
+    it, all parts are targets, even parts that have no tensor. If vLLM looks up a layer by another
+    name than in the file, this name is also a target.
+
+    A quantized output head is matched by a pattern. vLLM may use a longer name than the checkpoint
+    (`language_model.lm_head`), and it translates only names with a dot.
     """
     names = [name for layer in layers for name in _names(layer, architecture)]
     heads = [name for name in names if is_head(name)]
@@ -123,8 +120,9 @@ def _names(layer: FusedLayer, architecture: Architecture) -> Iterator[str]:
 def _experts_together(
     names: Iterable[str], architecture: Architecture, others: Iterable[str]
 ) -> list[str]:
-    """Names, with one pattern for a projection's experts: vLLM has one scheme for all experts of a
-    layer.
+    """Return the names, with a pattern for all experts of a projection.
+
+    vLLM has the same scheme for all experts of a layer.
     """
     targets: dict[tuple[str, str], Sequence[str]] = {}
     for name in names:
@@ -142,7 +140,7 @@ def _experts_together(
 
 
 def _arguments(group: FusionGroup) -> SchemeArgs:
-    """The arguments of a group's scheme with its observers."""
+    """Return the arguments of a group's scheme with its observers."""
     args = group.scheme.args
     inputs = args.input_activations
     if inputs is not None and group.input_observer is not None:
@@ -154,15 +152,13 @@ def _arguments(group: FusionGroup) -> SchemeArgs:
 
 
 def _json(args: QuantArgs | None) -> Json:
-    """Arguments as config.json has them."""
+    """Return the arguments as in config.json."""
     dumped: Json = None if args is None else arguments_adapter().dump_python(args, mode="json")
     return dumped
 
 
 def kv_layout(layer: AttentionLayer) -> tuple[TensorSpec, TensorSpec]:
-    """The scales of keys and values: (1,), or (heads, 1, 1) as compressed-tensors stores them by
-    head.
-    """
+    """Return the layout of the scales of keys and values: (1,), or (heads, 1, 1) per head."""
     shape = (1,) if layer.heads is None else (layer.heads, 1, 1)
     module = f"{layer.name}.{INNER}" if layer.name.rpartition(".")[2] == INNER else layer.name
     key, value = (
@@ -172,10 +168,10 @@ def kv_layout(layer: AttentionLayer) -> tuple[TensorSpec, TensorSpec]:
 
 
 def kv_scales(layer: AttentionLayer, ranges: Mapping[str, KeyValueRanges]) -> "tuple[Array, Array]":
-    """Largest magnitude / 448 of keys and of values in calibration, in the shapes of `kv_layout`,
-    float32.
+    """Return the scales of keys and of values: largest magnitude / 448 in calibration, float32.
 
-    Raises InputError where calibration did not see the layer's keys and values, or other heads.
+    They have the shapes of `kv_layout`. Raises InputError if calibration did not record the layer's
+    keys and values, or recorded another number of heads.
     """
     layer_ranges = ranges.get(layer.name)
     heads = 0 if layer_ranges is None else len(layer_ranges.key.low)

@@ -1,8 +1,8 @@
-"""The plan of a quantized checkpoint: the scheme and the treatment of each fused layer.
+"""Plan of a quantized checkpoint: the scheme and the treatment of each fused layer.
 
-These are the records of a plan. They stand here and not in `vexport.records` because a fusion
-group holds its `Scheme`. In JSON (`vexport plan --format json`, plan.json, report.json) a scheme is
-its name.
+The records of a plan are in this module instead of `vexport.records`, because a fusion group holds
+its `Scheme`. In JSON (`vexport plan --format json`, plan.json, report.json) a scheme is represented
+by its name.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from vexport.records.observer_names import OptionValue
 
 
 def _read_scheme(value: object) -> Scheme:
-    """Return the scheme that a JSON document names. Raises ValueError for an unknown name."""
+    """Return the scheme with the name in a JSON document; ValueError if the name is unknown."""
     if isinstance(value, Scheme):
         return value
     if not isinstance(value, str):
@@ -45,11 +45,11 @@ SchemeByName = Annotated[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Treatment:
-    """The scheme of a layer, and how its values are chosen.
+    """Scheme of a layer, and how its values are chosen.
 
-    `observer` finds the ranges of the weights, `input_observer` the ranges of inputs with static
-    scales, if a rule names one. `strength` and `ridge` are the settings of a refit, if a rule names
-    them.
+    `observer` finds the ranges of the weights. `input_observer` finds the ranges of inputs with
+    static scales, if a rule names it. `strength` and `ridge` are the settings of a refit, if a rule
+    sets them.
     """
 
     scheme: Scheme
@@ -66,14 +66,12 @@ class Treatment:
 class FusionGroup:
     """Linear layers that vLLM runs as one parameter and that therefore share scales per tensor.
 
-    `name` is the fused module's name in vLLM (`model.layers.0.self_attn.qkv_proj`); a group of one
-    member carries that member's name. `observer` finds the ranges of the weights, `input_observer`
-    those of inputs with static scales, where a rule names one. `strength` and `ridge` are those of
-    a refit, where a rule names them.
+    `name` is the fused module's name in vLLM (`model.layers.0.self_attn.qkv_proj`). A group with a
+    single member has the member's name. See `Treatment` for the other fields.
     """
 
-    # The fields of a fused layer and of its `Treatment` in one flat object: so plan.json has them,
-    # in this order.
+    # The fields of a fused layer and of its `Treatment` are in a single flat object, because
+    # plan.json has them like this, in this order.
     name: str
     scheme: SchemeByName
     observer: str
@@ -105,12 +103,12 @@ class FusionGroup:
 
     @property
     def layer(self) -> FusedLayer:
-        """The fused layer without its treatment."""
+        """Fused layer without its treatment."""
         return FusedLayer(name=self.name, members=tuple(member.name for member in self.members))
 
     @property
     def observers(self) -> str:
-        """The observers, with the keywords that a rule gives: `mse(norm=2.0), inputs minmax`."""
+        """Observers, with the keywords that a rule sets: `mse(norm=2.0), inputs minmax`."""
         weights = _called(self.observer, self.observer_kwargs)
         if self.input_observer is None:
             return weights
@@ -124,12 +122,12 @@ def _called(name: str, keywords: Mapping[str, OptionValue]) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """The quantization of a checkpoint as planned from headers, rules and architecture alone.
+    """Quantization of a checkpoint as planned from headers, rules and architecture alone.
 
-    `ignore` says in vLLM's terms what stays unquantized; `notes` are warnings about what was
-    assumed or kept. `attention` has the layers that get scales for the KV cache; none where
-    `kv_cache` is None. `smoothing` is the strength with which inputs are smoothed before anything
-    else, 0 for not at all.
+    `ignore` lists the unquantized layers with vLLM's names. `notes` are warnings about assumptions
+    and unquantized layers. `attention` lists the layers that get scales for the KV cache, and is
+    empty if `kv_cache` is None. `smoothing` is the strength of smoothing before quantization, or 0
+    for none.
     """
 
     schema: Literal["vexport.plan/1"] = "vexport.plan/1"
@@ -150,10 +148,10 @@ class Plan:
 
     @property
     def used_schemes(self) -> tuple[Scheme, ...]:
-        """The schemes in use, in order of first use."""
+        """Schemes in use, in order of first use."""
         return tuple(dict.fromkeys(group.scheme for group in self.groups))
 
     @property
     def schemes(self) -> tuple[str, ...]:
-        """The names of the schemes in use, in order of first use."""
+        """Names of the schemes in use, in order of first use."""
         return tuple(scheme.name for scheme in self.used_schemes)

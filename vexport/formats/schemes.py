@@ -1,9 +1,8 @@
-"""The quantization schemes: compressed-tensors' presets, the same with other groups of columns, a
-user's own.
+"""Quantization schemes: presets of compressed-tensors, other group sizes, custom schemes.
 
-`INT4_GROUP64_ASYM.A16` are weights of 4 bits in groups of 64 with zero points, inputs as they are;
-`FP8_CHANNEL.FP8_TENSOR` has one calibrated scale for the inputs. A name says all that is stored, so
-that plans, recipes and reports need no more than the name.
+`INT4_GROUP64_ASYM.A16` has weights of 4 bits in groups of 64 with zero points, and unquantized
+inputs. `FP8_CHANNEL.FP8_TENSOR` has a single static scale for the inputs. A name describes
+everything that is stored, so plans, recipes and reports need only the name.
 """
 
 import re
@@ -32,7 +31,7 @@ from vexport.numerics import MX_GROUP
 from vexport.records import Json, LinearPlan, TensorSpec
 
 KEEP = "keep"
-# `W4A16_G64` and `W4A16_CHANNEL` are W4A16 with groups of 64 columns, and with a scale a row.
+# `W4A16_G64` is W4A16 with groups of 64 columns, and `W4A16_CHANNEL` is W4A16 with a scale per row.
 OTHER_GROUPS = re.compile(
     r"(?P<preset>.+?)[-_ ]?(?:G(?P<size>[1-9]\d{0,5})|CHANNEL)", re.IGNORECASE
 )
@@ -51,7 +50,7 @@ _DYNAMIC: dict[str, bool | Literal["local"]] = {"": False, "_DYNAMIC": True, "_L
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PresetFile:
-    """The generated presets and the version of compressed-tensors that they come from."""
+    """Generated presets, and the version of compressed-tensors that they come from."""
 
     compressed_tensors: str
     presets: Mapping[str, SchemeArgs]
@@ -59,9 +58,9 @@ class PresetFile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scheme:
-    """A named scheme: its arguments, and the format in which its weights are stored.
+    """Named scheme: its arguments, and the format in which its weights are stored.
 
-    The name determines the rest, so schemes are compared by name alone.
+    The name determines the rest, so schemes are compared only by name.
     """
 
     name: str
@@ -88,10 +87,10 @@ class Scheme:
     def unsupported_shape(
         self, members: Sequence[LinearPlan], *, ranks: int = 1, split: Split = "none"
     ) -> str | None:
-        """The reason why vLLM could not run these layers as one on so many ranks, or None.
+        """Return why vLLM could not run these layers as one on this number of ranks, or None.
 
-        `split` is what tensor parallelism cuts of them. Key and value layers whose heads are fewer
-        than the ranks are repeated by vLLM: pass them with as many out_features as all ranks hold
+        `split` is the dimension that tensor parallelism splits. If a model has fewer key and value
+        heads than ranks, vLLM repeats these layers. Pass them with the out_features of all ranks
         together.
         """
         if ranks == 1 or split == "none":
@@ -103,7 +102,7 @@ class Scheme:
         return reason and f"{reason} on each of {ranks} ranks"
 
 
-# Other names of schemes, folded, and vexport's name.
+# Names in other tools (case and separators removed), and vexport's name.
 ELSEWHERE = {
     **dict.fromkeys(("int4", "w4", "q4", "nf4", "4bit"), "W4A16"),
     **dict.fromkeys(("fp4", "w4a4", "nvfp4a4", "nvfp4w4a4"), "NVFP4"),
@@ -127,25 +126,23 @@ ELSEWHERE = {
 
 @cache
 def presets() -> PresetFile:
-    """The presets as generated, in the order in which tables list them."""
+    """Return the generated presets, in the order of tables."""
     text = files("vexport.formats").joinpath("presets.json").read_text(encoding="utf-8")
     return TypeAdapter(PresetFile).validate_json(text)
 
 
 def scheme_names() -> tuple[str, ...]:
-    """The names of all presets."""
+    """Return the names of all presets."""
     return tuple(presets().presets)
 
 
 def fold_name(name: str) -> str:
-    """A name without case and separators: `fp8-dynamic` and `FP8_DYNAMIC` are one."""
+    """Remove case and separators from a name: `fp8-dynamic` and `FP8_DYNAMIC` become equal."""
     return re.sub(r"[-_ ]", "", name).casefold()
 
 
 def scheme_name(text: str) -> str:
-    """The scheme that `text` names, whatever its case and separators; the text itself where it is
-    none.
-    """
+    """Return the scheme's name for any case and separators, or `text` itself if unknown."""
     names = {fold_name(name): name for name in scheme_names()}
     if fold_name(text) in names:
         return names[fold_name(text)]
@@ -159,15 +156,13 @@ def scheme_name(text: str) -> str:
 
 
 def meant(name: str, known: Sequence[str]) -> str:
-    """` (did you mean X?)`: what a scheme of another tool is called here, else the nearest known
-    name.
-    """
+    """Return ` (did you mean X?)` with vexport's name for another tool's, or a similar name."""
     elsewhere = ELSEWHERE.get(fold_name(name))
     return f" (did you mean {elsewhere}?)" if elsewhere else nearest(name, known)
 
 
 def is_scheme(name: str) -> bool:
-    """Return whether there is a scheme of exactly that name."""
+    """Return True if there is a scheme with exactly this name."""
     with suppress(InputError):
         return get_scheme(name).name == name
     return False
@@ -175,10 +170,10 @@ def is_scheme(name: str) -> bool:
 
 @cache
 def get_scheme(name: str) -> Scheme:
-    """The scheme of that name: a preset, one with other groups, or one whose name spells its
-    arguments.
+    """Return the scheme of a preset, of a preset with other groups, or of spelled-out arguments.
 
-    InputError says what is wrong with a name of the latter two, else lists the presets.
+    Raises InputError if the name is unknown (with a list of the presets) or if its arguments are
+    invalid.
     """
     known = presets().presets
     if name in known:
@@ -198,9 +193,10 @@ def get_scheme(name: str) -> Scheme:
 
 
 def named_scheme(args: SchemeArgs) -> Scheme:
-    """The scheme of these arguments, by the name of a preset where one stores the same, or nearly.
+    """Return the scheme with these arguments, named after a preset if the preset stores the same.
 
-    Raises InputError where vLLM would not run it, or vexport does not write it.
+    A preset that differs only in its group size is named with this size. Raises InputError if vLLM
+    would not run the scheme, or if vexport does not write it.
     """
     text = spelled(args)
     for name, preset in presets().presets.items():
@@ -214,9 +210,9 @@ def named_scheme(args: SchemeArgs) -> Scheme:
 
 
 def with_group_size(name: str, group_size: int | None) -> str:
-    """The name of a scheme with groups of so many columns, with a scale a row where that is None.
+    """Return the name of a scheme with this group size; None stands for a scale per row.
 
-    Raises InputError for a scheme whose groups have another size by its name or format.
+    Raises InputError if the name or format of the scheme requires another size.
     """
     scheme = get_scheme(scheme_name(name))
     weights = scheme.args.weights
@@ -233,10 +229,10 @@ def with_group_size(name: str, group_size: int | None) -> str:
 
 
 def regrouped(scheme: Scheme, group_size: int | None) -> Scheme:
-    """A scheme of integers with groups of so many columns, or with a scale a row where that is
-    None.
+    """Return a scheme of integers with this group size; None stands for a scale per row.
 
-    Raises InputError for floats, whose groups have one size, and where vLLM has no scheme for it.
+    Raises InputError for floats, which support only one size, and if vLLM has no scheme for the
+    size.
     """
     weights = scheme.args.weights
     if weights.is_float or group_size == 0:
@@ -253,7 +249,7 @@ def regrouped(scheme: Scheme, group_size: int | None) -> Scheme:
 
 
 def grouped_schemes(group_size: int | None) -> tuple[str, ...]:
-    """The presets that have, or may have, this group size, by the names that they then have."""
+    """Return the presets that have or support this group size, named with the size."""
     names: dict[str, None] = {}
     for name in scheme_names():
         with suppress(InputError):
@@ -264,7 +260,7 @@ def grouped_schemes(group_size: int | None) -> tuple[str, ...]:
 def group_sizes(scheme: Scheme) -> tuple[int, ...]:
     """Return the group sizes that vLLM's kernels run for a scheme, largest first.
 
-    The result is empty for schemes whose groups have only one size, and for schemes without groups.
+    The result is empty for schemes with a fixed group size, and for schemes without groups.
     """
     if scheme.args.weights.is_float or scheme.args.weights.group is None:
         return ()
@@ -273,7 +269,7 @@ def group_sizes(scheme: Scheme) -> tuple[int, ...]:
 
 
 def all_schemes() -> tuple[Scheme, ...]:
-    """Every preset."""
+    """Return all presets."""
     return tuple(get_scheme(name) for name in scheme_names())
 
 
@@ -295,12 +291,12 @@ def _scheme(name: str, args: SchemeArgs) -> Scheme:
 
 
 def _size(name: re.Match[str]) -> int | None:
-    """The group size in a name that `OTHER_GROUPS` matches; None is a scale a row."""
+    """Return the group size in a match of `OTHER_GROUPS`; None stands for a scale per row."""
     return int(name["size"]) if name["size"] else None
 
 
 def _in_words(group_size: int | None, strategy: Strategy = "channel") -> str:
-    """A group size as errors say it."""
+    """Describe a group size for error messages."""
     if group_size is not None:
         return f"groups of {group_size}"
     return {"block": "scales by block", "tensor": "one scale a tensor"}.get(
@@ -309,13 +305,13 @@ def _in_words(group_size: int | None, strategy: Strategy = "channel") -> str:
 
 
 def spelled(args: SchemeArgs) -> str:
-    """The name that spells arguments; equal where the same is stored."""
+    """Return the name that spells out the arguments. It is equal for schemes with equal storage."""
     inputs = args.input_activations
     return f"{_spelled(args.weights)}.{_spelled(inputs) if inputs else UNQUANTIZED}"
 
 
 def spelled_args(name: str) -> SchemeArgs | None:
-    """The arguments that a name spells; None where it is no such name."""
+    """Return the arguments that a name spells out, or None if it is not such a name."""
     if not _NAME.fullmatch(name):
         return None
     weights, _, inputs = name.upper().partition(".")
@@ -323,10 +319,9 @@ def spelled_args(name: str) -> SchemeArgs | None:
 
 
 def own_args(weights: Json, inputs: Json) -> SchemeArgs:
-    """Arguments as compressed-tensors writes them, checked; ValueError says what vexport cannot
-    write.
+    """Check arguments in compressed-tensors' format, and complete them.
 
-    Observers are no part of them (see `Rule`).
+    Raises ValueError if vexport cannot write them. Observers are not part of them (see `Rule`).
     """
     parsed = _parsed("weights", weights)
     parsed_inputs = None if inputs is None else _parsed("input_activations", inputs)
@@ -338,9 +333,7 @@ def own_args(weights: Json, inputs: Json) -> SchemeArgs:
 
 
 def format_of(args: SchemeArgs) -> Format | str:
-    """The format that stores the weights, or why vLLM does not run them or vexport does not write
-    them.
-    """
+    """Return the format of the weights, or why vLLM cannot run or vexport cannot write them."""
     storage = written_format(args)
     if storage is None:
         reason = next(contradictions(args), None)
@@ -406,7 +399,7 @@ def _spelled(args: QuantArgs) -> str:
 
 
 def _args(text: str) -> QuantArgs:
-    """The arguments that one part of a name spells."""
+    """Return the arguments that a part of a name spells out."""
     match = _TENSOR_NAME.fullmatch(text)
     assert match is not None
     kind, bits, strategy, size, columns, asymmetric, dynamic = match.groups(default="")
