@@ -149,7 +149,7 @@ def _same_values(old: Reader, origin: TensorInfo, new: Reader, tensor: TensorInf
 
 
 def _went_through_one(old: Reader, origin: TensorInfo, new: Reader, tensor: TensorInfo) -> bool:
-    """Return True if a norm equals the source's norm after rounding it as 1 + weight.
+    """Return True if a norm equals (weight + 1) - 1 of the source's norm, in its dtype.
 
     llm-compressor converts norms that multiply by 1 + weight (Gemma, Qwen3-Next) to this form and
     back (norm_calibration_context in llmcompressor/modeling/offset_norm.py).
@@ -187,7 +187,7 @@ def _lost(view: CheckpointView, tensor: TensorInfo) -> Iterator[Finding]:
 
 
 def file_findings(index: SourceIndex, source: SourceIndex) -> Iterator[Finding]:
-    """Yield findings on files with different content that vLLM uses."""
+    """Yield findings on files if they differ in content that vLLM uses."""
     for key, old, new in _different(source.config, index.config):
         where = f"{index.root / 'config.json'}: {key}"
         yield _finding(

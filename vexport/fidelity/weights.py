@@ -33,12 +33,12 @@ LEAST_DB = 3.0
 # of noise. Then the rest of its error is well above rounding.
 MOST_GAIN_ERROR, MOST_REFIT_GAIN_ERROR = 0.05, 0.12
 REFITTED_DB = 3.0
-# A part (the elements that share a scale) is wrong if three conditions hold: its error has a
-# quarter of its power, its error is far above the rounding error of the layer's parts, and its gain
-# is wrong. This is true for a scale that is off by a half, and for values that are unrelated to the
-# weight. The error of GPTQ may be larger than a part, but it does not go along the weight. If most
-# rows have more noise in the same columns, a part may have it, too, unless it has lost three
-# quarters of its power.
+# A part (the elements that share a scale) is wrong if three conditions hold: its error has more
+# than a quarter of its power, its error is far above the rounding error of the layer's parts, and
+# its gain is wrong. This is true for a scale that is off by a half, and for values that are
+# unrelated to the weight. The error of GPTQ may be larger than a part, but it does not go along the
+# weight. If most rows have more noise in the same columns, a part may have it, too, unless it has
+# lost three quarters of its power.
 WRONG_PART_NOISE = 0.25
 WRONG_PART_FACTOR = 50.0
 # Next to a value that is much larger than the rest of its row, plain rounding already leaves the

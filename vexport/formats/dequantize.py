@@ -72,8 +72,8 @@ def _ct_scheme(weights: str, inputs: str | None) -> QuantizationScheme:
 def any_groups() -> Iterator[None]:
     """Silence compressed-tensors' warning about inputs with other groups than the weights.
 
-    From 0.20 on, compressed-tensors does not warn if weights and inputs have different bits,
-    because it has such presets.
+    From 0.20 on, compressed-tensors does not warn if weights and inputs have different bits, as in
+    some of its presets.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings(

@@ -140,11 +140,11 @@ class Fp8(Format):
         )
 
     def gpu_support(self, args: Arguments) -> GpuSupport:
-        """Below SM 89, vLLM runs W8A16 instead of W8A8 (compressed_tensors.py).
+        """Return the GPUs, with 8-bit inputs from SM 89 on (SM 90 for blocks).
 
-        Below SM 90, DeepGEMM and CUTLASS do not run blocks. There Marlin has priority over Triton
-        and keeps inputs at 16 bits (_POSSIBLE_FP8_BLOCK_KERNELS in
-        vllm/model_executor/kernels/linear/__init__.py).
+        Below SM 89, vLLM runs W8A16 instead of W8A8 (compressed_tensors.py). Below SM 90, DeepGEMM
+        and CUTLASS do not run blocks. There Marlin has priority over Triton and keeps inputs at 16
+        bits (_POSSIBLE_FP8_BLOCK_KERNELS in vllm/model_executor/kernels/linear/__init__.py).
         """
         full_from = 89 if args.weights.block is None else 90
         full = UNQUANTIZED_BITS if _leaves_inputs(args) else 8
@@ -178,7 +178,7 @@ class Fp8(Format):
         return Fp8Packing(member, dtype, args, inputs)
 
     def dequantize(self, args: Arguments, stored: "Mapping[str, torch.Tensor]") -> "torch.Tensor":
-        """Dequantize a weight, with incomplete blocks.
+        """Dequantize a weight, even if it has incomplete blocks.
 
         compressed-tensors infers the block size from shapes, which fails for incomplete blocks.
         """
@@ -190,7 +190,7 @@ class Fp8(Format):
 
 
 def _leaves_inputs(args: Arguments) -> bool:
-    """Return True if vLLM multiplies inputs in 16 bits, with or without the config's consent."""
+    """Return True if vLLM multiplies inputs in 16 bits, as configured or despite the config."""
     return args.input_activations is None or not _quantizes(args.input_activations)
 
 

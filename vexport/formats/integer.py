@@ -145,7 +145,10 @@ class PackedIntegers(Format):
         return grouped or _partial_tile(args, partition) or _cut_zero_points(args, partition)
 
     def gpu_support(self, args: Arguments) -> GpuSupport:
-        """Marlin, or for FP8 inputs CUTLASS on SM 90. No GPU kernel quantizes integer inputs."""
+        """Return the GPUs of Marlin or, for FP8 inputs, of CUTLASS (SM 90 only).
+
+        No GPU kernel quantizes integer inputs.
+        """
         stored, group = input_bits(args), args.weights.group
         if args.input_activations is not None and args.input_activations.is_float:
             if group != W4AFP8_GROUP:
@@ -154,7 +157,7 @@ class PackedIntegers(Format):
         return GpuSupport(input_bits={75: UNQUANTIZED_BITS}, stored_bits=stored)
 
     def cpu(self, args: Arguments) -> Cpu:
-        """Native for INT4 with 16-bit or integer inputs, for which the CPU build has kernels."""
+        """Return "native" for INT4 with 16-bit or integer inputs, for which kernels exist."""
         of_floats = args.input_activations is not None and args.input_activations.is_float
         return "emulated" if args.weights.num_bits != 4 or of_floats else "native"
 
@@ -237,9 +240,10 @@ class Int8(Format):
         return None
 
     def gpu_support(self, args: Arguments) -> GpuSupport:
-        """CUTLASS below SM 100. From SM 100 on vLLM also chooses it, but it raises at run time.
+        """Return the GPUs of CUTLASS below SM 100.
 
-        Source: scaled_mm_helper.hpp.
+        From SM 100 on vLLM also chooses CUTLASS, which then raises at run time
+        (scaled_mm_helper.hpp).
         """
         stored = input_bits(args)
         return GpuSupport(input_bits={75: 8}, stored_bits=stored, below=100)
@@ -303,7 +307,7 @@ class Int4(Int8):
         return partial_group(partition, args.weights.group)
 
     def gpu_support(self, args: Arguments) -> GpuSupport:
-        """No GPU runs this format, although vLLM chooses Humming's kernel and a dry load succeeds.
+        """Return no GPU, although vLLM chooses Humming's kernel and a dry load succeeds.
 
         After vLLM has loaded the bytes, HummingLinearKernel reads them as words of 8 codes. The
         shape is then twice the expected shape, and humming's validate_tensors raises an error

@@ -18,7 +18,8 @@ NVFP4_GROUP = 16
 MX_GROUP = 32
 # The global scale maps the largest block scale of NVFP4 to the largest e4m3 number.
 GLOBAL_SCALE_NUMERATOR = E4M3_MAX * E2M1_MAX
-# Replacement for a zero scale: the step of the storage dtype at 1. The code is the code of 0.125.
+# Replacement for a zero scale: the step of the storage dtype at 1. E4M3_EPS_CODE is the e4m3 code
+# of 0.125.
 FLOAT32_EPS = 2.0**-23
 E4M3_EPS = 0.125
 E4M3_EPS_CODE = 0x20

@@ -98,7 +98,10 @@ def value_range(values: Floats) -> tuple[np.float32, np.float32]:
 
 @compiled(inline=True)
 def nearest(value: np.float32) -> np.float32:
-    """Return the nearest integer, ties to even, of a value within 2**22, without a call."""
+    """Return the nearest integer, ties to even, of a value within 2**22.
+
+    Unlike np.rint, this compiles to arithmetic instead of a call.
+    """
     rounder = as_float(I32(ROUNDER + (127 << 23)))
     return F32(F32(value + rounder) - rounder)
 
@@ -122,7 +125,7 @@ def round_to(value: np.float32, form: NumberFormat) -> np.float32:
 
 @compiled()
 def round_values(values: Floats, form: NumberFormat) -> None:
-    """Round values in place to the nearest number of a format; larger values saturate."""
+    """Round values in place to the nearest number of a format, with saturation."""
     wide_vectors()
     for i in range(values.size):
         values[i] = round_to(min(max(values[i], form.low), form.high), form)
@@ -321,7 +324,10 @@ def e4m3_value(code: np.int32 | np.uint8) -> np.float32:
 
 @compiled()
 def pack_nibbles(codes: Bytes, packed: Bytes) -> None:
-    """Pack pairs of codes below 16 into bytes, the first in the low half; an odd code is last."""
+    """Pack codes below 16 into bytes, two per byte, the first in the low half.
+
+    If the number of codes is odd, the last byte contains a single code.
+    """
     pairs = codes[: codes.size // 2 * 2].view(np.uint16)
     for i in range(pairs.size):
         packed[i] = np.uint8((pairs[i] | (pairs[i] >> np.uint16(4))) & np.uint16(0xFF))

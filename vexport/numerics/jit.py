@@ -1,9 +1,9 @@
-"""Compile kernels with numba at their first call, and cache them in `cache_folder`; without torch.
+"""Compile kernels with numba at their first call, and cache them in `cache_folder`.
 
 A digest of all kernels' sources is part of the folder's name, for two reasons. Numba checks only
 the file of a function, so code that calls a function of another file would be outdated when that
 file changes. And numba checks the path and time of the file, so code that was compiled in a
-checkout would be compiled again in an installed package.
+checkout would be compiled again in an installed package. This module does not import torch.
 """
 
 import hashlib
@@ -185,7 +185,7 @@ class Compilation(event.Listener):  # type: ignore[misc]
         self._begun = self._ended = False
 
     def on_start(self, event: event.Event) -> None:
-        """Report the begin of the stage. Numba calls this in the thread that compiles."""
+        """Report the start of the stage. Numba calls this in the thread that compiles."""
         if not self._begun:
             self._begun = True
             self._on_progress(STAGE, 0, 1)

@@ -62,8 +62,8 @@ class QParamsDict(TypedDict):
 class Fused:
     """State that fused observers share.
 
-    `extremes` maps the seat of each observer to the extremes that it has observed. `members` holds
-    weak references to the observers, so that their weights can be freed.
+    `extremes` maps the seat (position) of each observer to the extremes that it has observed.
+    `members` holds weak references to the observers, so that their weights can be freed.
     """
 
     extremes: dict[int, Range | None]

@@ -126,7 +126,7 @@ class Tiles:
 def tiles_of_observations(observations: torch.Tensor) -> Tiles:
     """Return tiles of flattened observations, as views.
 
-    Two dimensions (tokens, hidden) are treated as a single observation.
+    Two dimensions (tokens, hidden) are a single observation for each token.
     """
     if observations.ndim == 2:
         observations = observations.unsqueeze(0)

@@ -99,7 +99,7 @@ def takes(method: Callable[..., object], parameter: str) -> bool:
 
 
 def is_older_constructor(kind: type) -> bool:
-    """Return True if a class takes `quantization_args` alone, as in the older generation."""
+    """Return True if a constructor takes `quantization_args` but no `base_name`."""
     parameters = inspect.signature(kind).parameters
     return "quantization_args" in parameters and "base_name" not in parameters
 

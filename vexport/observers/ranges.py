@@ -94,7 +94,7 @@ def lerp(start: torch.Tensor, end: torch.Tensor, weight: float) -> torch.Tensor:
 
 
 class MemorylessMSEObserver(Observer):
-    """Range of the last tensor with the smallest quantization error [memoryless_mse].
+    """Range with the smallest quantization error for the last tensor [memoryless_mse].
 
     For NVFP4 weights, the search tries the block scales that can be stored, and the reported range
     is the range of the values.
@@ -231,7 +231,7 @@ class MovingAverageMSEObserver(MemorylessMSEObserver):
 
 
 class NVFP4ExpandedMSEObserver(MemorylessMSEObserver):
-    """NVFP4 search between 1.8 and 0.8 times the range [nvfp4_expanded_mse]."""
+    """NVFP4 search by error between 1.8 and 0.8 times the range [nvfp4_expanded_mse]."""
 
     registry_name = "nvfp4_expanded_mse"
     aliases = ("fouroversix",)
@@ -387,10 +387,10 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
 
 
 class NVFP4ExpandedIMatrixObserver(IMatrixMSEObserver):
-    """Importance-weighted search between 1.5 and 0.5 times the range [nvfp4_expanded_imatrix].
+    """NVFP4 search by importance between 1.5 and 0.5 times the range [nvfp4_expanded_imatrix].
 
-    For NVFP4. A larger block scale may map the largest value of a block to 4. There e2m1 is finer
-    than next to 6 (four over six, arXiv 2512.02010).
+    A larger block scale may map the largest value of a block to 4. There e2m1 is finer than next to
+    6 (four over six, arXiv 2512.02010).
     """
 
     registry_name = "nvfp4_expanded_imatrix"

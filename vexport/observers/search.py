@@ -140,7 +140,7 @@ def readable(values: torch.Tensor) -> torch.Tensor:
 
 
 def stored_bits(values: torch.Tensor) -> tuple[Bits, int]:
-    """Return the bits of values as integers, and their dtype; without a copy if possible."""
+    """Return the bits of values as integers, without a copy if possible, and a storage code."""
     values = readable(values)
     as_integers = torch.int32 if values.dtype == torch.float32 else torch.uint16
     return values.contiguous().view(as_integers).numpy(), STORAGES[values.dtype]
@@ -215,8 +215,8 @@ def search_rows(
     """Yield rows of qparam_shape with the best ranges of their groups.
 
     Patience counts steps over the groups of all tiles, so a single tile cannot stop early. All
-    steps are tried first. If a group then chose a step after the end of the search, the search is
-    repeated without these steps. All rows are then yielded a second time.
+    steps are tried first. If a group then chose a step that patience would have skipped, the search
+    is repeated without the skipped steps. All rows are then yielded a second time.
     """
     form, improved = format_of(args), [False] * len(search.factors)
     for rows, tile in tiles.by_rows():

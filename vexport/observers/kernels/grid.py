@@ -190,7 +190,7 @@ def scaling_of(low: np.float32, high: np.float32, form: NumberFormat, unit: np.f
 def unit_of(low: np.float32, high: np.float32) -> np.float32:
     """Return the power of two that a group is multiplied with.
 
-    It prevents overflow and underflow and does not change any choice.
+    The multiplication prevents overflow and underflow and does not change any choice.
     """
     largest = min(max(max(-low, high), F32(2.0**-120)), F32(2.0**120))
     return F32(F32(UNIT) / power_of_two_below(largest))
@@ -206,7 +206,7 @@ def multiply(values: Floats, unit: np.float32) -> None:
 
 @compiled()
 def weight_of_ends(values: Floats, importance: Floats, ends: Ends) -> np.float32:
-    """Return the smaller importance of the smallest and the largest value."""
+    """Return the importance of the smallest or of the largest value, whichever is smaller."""
     wide_vectors()
     # Positive floats have the order of their bits, and a maximum of integers runs in lanes.
     bits = importance.view(np.int32)
