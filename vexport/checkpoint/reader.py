@@ -147,7 +147,7 @@ class Reader:
             self._advise(tensor.file, *self._bounds(tensor, view), mmap.MADV_WILLNEED)
 
     def close(self) -> None:
-        """Unmap all files. The memory of views that are still alive is unmapped with them."""
+        """Unmap all files. A file with views in use stays mapped until they are dropped."""
         for mapped in self._maps.values():
             try:
                 mapped.close()

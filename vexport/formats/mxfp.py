@@ -97,8 +97,7 @@ class Mxfp4(_Mx):
         return f"CompressedTensorsW4A{8 if _is_dynamic_fp8(args) else 4}Mxfp4"
 
     def gpu_support(self, args: Arguments) -> GpuSupport:
-        """Return the GPUs of Humming (FP8 inputs), of Marlin (weights only) and of FlashInfer (SM
-        100).
+        """Return the GPUs of Humming (FP8 inputs), Marlin (weights only) and FlashInfer (SM 100).
 
         On SM 90 Humming has priority over Marlin and quantizes all inputs to FP8, even if the
         config quantizes only weights (priority.py and schema.py in vLLM's
@@ -122,9 +121,7 @@ class Mxfp8(_Mx):
         return "CompressedTensorsW8A8Mxfp8"
 
     def gpu_support(self, args: Arguments) -> GpuSupport:
-        """Return Marlin's GPUs (weights only) and, from SM 100 on, kernels that quantize all
-        inputs.
-        """
+        """Return Marlin's GPUs (weights only) and GPUs that quantize all inputs (SM 100 on)."""
         return GpuSupport(input_bits={75: UNQUANTIZED_BITS, 100: 8}, stored_bits=input_bits(args))
 
 

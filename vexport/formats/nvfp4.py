@@ -73,7 +73,7 @@ class Nvfp4(Format):
         return partial_group(partition, NVFP4_GROUP)
 
     def gpu_support(self, args: Arguments) -> GpuSupport:
-        """Return Marlin's GPUs (inputs are not quantized) and, from SM 100 on, FP4 kernels."""
+        """Return Marlin's GPUs (weights only) and GPUs with FP4 kernels (SM 100 on)."""
         stored = input_bits(args)
         return GpuSupport(input_bits={75: UNQUANTIZED_BITS, 100: stored}, stored_bits=stored)
 

@@ -8,7 +8,7 @@ The working folder of `OUT` is `.OUT.partial`, which only its owner can enter. I
 - a list of the files in both; `record` of outputs/manifest.py adds a name before the file is made
 - for a moment `old`, the folder that OUT replaces
 
-At any time OUT is `new` or `old`; otherwise the next call moves `old` back.
+If a call dies while it replaces OUT, the next call moves `old` back.
 """
 
 import errno
@@ -64,7 +64,7 @@ def aside_folder(folder: Path) -> Path:
 
 
 def kept_as_failed(folder: Path, path: Path, failure: CheckpointFailed) -> CheckpointFailed:
-    """Rename the `folder` of `resumable_directory` to `PATH.failed`, and add that to the failure.
+    """Rename the `folder` of `resumable_directory` to `PATH.failed`, and add this to the failure.
 
     Only a folder that an earlier failed call has left is replaced. If anything else is at this
     path, even a link or a valid checkpoint, the folder is not kept, and the returned error contains

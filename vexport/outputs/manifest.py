@@ -123,7 +123,7 @@ def remove_recorded(root: Path, below: Path, left_out: Iterable[Path] = ()) -> N
 
 
 def require_manifest(root: Path) -> None:
-    """Raise InputError if a folder has no manifest, as folders of an older version."""
+    """Raise InputError if a folder has no manifest, like folders of an older version."""
     if not has_manifest(root):
         raise InputError(
             str(root),

@@ -181,7 +181,7 @@ def _is_lost(view: CheckpointView, fused: FusedLayer) -> bool:
 
 
 def _unquantized(view: CheckpointView) -> Iterator[str]:
-    """Yield unquantized layers that are missing in `ignore`.
+    """Yield unquantized layers that are missing from `ignore`.
 
     They are matched by a target, or `ignore` contains only a part of their fused layer.
     """

@@ -105,10 +105,7 @@ def _inverted(
 def _as_the_others_have(
     view: CheckpointView, layer: StoredLayer, parameter: str, inverse: float
 ) -> float:
-    """Return the scale of a fused layer's other member that equals `inverse` up to its last bits.
-
-    If there is none, return `inverse`.
-    """
+    """Return another member's scale if it equals `inverse` up to its last bits, else `inverse`."""
     for name in layer.fused.members:
         other = single_value(view.reader, view.model.modules[name].get(parameter))
         if other is not None and abs(other / inverse - 1) < SAME:
