@@ -39,10 +39,7 @@ _ABSOLUTE = re.compile(r"(^|[\s='\"])(/[^\s'\"]*)")
 
 
 def render(report: Report) -> str:
-    """Return the card. Users copy it into the checkpoint as README.md before they upload it.
-
-    Raises InputError for a checkpoint that was given: its report does not say how it was made.
-    """
+    """Return the card. Users copy it into the checkpoint as README.md before they upload it."""
     plan = _plan(report)
     answer = (
         f"**{safe(outcome_line(report.outcome, report_device(report)))}**: "

@@ -42,10 +42,7 @@ _FIRST = "The first tokens of each row of the text that decides."
 
 
 def size_section(report: Report) -> doc.Section | None:
-    """Return the sizes before and after, in total and by kind of layer.
-
-    Returns None for a checkpoint that was given.
-    """
+    """Return the sizes before and after, in total and by kind of layer."""
     plan = report.plan
     if plan is None:
         return None

@@ -37,8 +37,8 @@ def render_plan(
 ) -> str:
     """Return the plan as text or JSON (plan.schema.json), with a final newline.
 
-    The text says how many `documents` the evaluation of a scenario needs, and with `then` what to
-    type next. With `sm` it says how GPUs of that compute capability run the schemes.
+    The text includes the number of `documents` that a scenario's evaluation needs, and the next
+    command `then`. With `sm`, it also shows how GPUs of that compute capability run the schemes.
     """
     if format_ == "json":
         return to_json(plan)
@@ -76,9 +76,10 @@ def _runs_on(plan: Plan, sm: int) -> str:
 
 
 def render_table(schemes: SchemeTable, format_: str, *, every: bool = True) -> str:
-    """The table of schemes as text or JSON (plan-schemes.schema.json), with a final newline.
+    """Return the table of schemes as text or JSON, with a final newline.
 
-    A table for a GPU has the schemes that fit and run there, and with `every` all others.
+    The schema of the JSON is plan-schemes.schema.json. A table for a GPU has only the schemes that
+    fit and run there, unless `every` is True.
     """
     if format_ == "json":
         return to_json(schemes)
