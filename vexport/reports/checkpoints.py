@@ -124,9 +124,7 @@ def _document(
 
 
 def load_facts(load: LoadReport) -> doc.Facts:
-    """Return the engine, its arguments and blind spots, the distance from the reference, and the
-    log.
-    """
+    """Return the facts of a load: engine, arguments, blind spots, log-probabilities, and log."""
     engine, agreement = load.engine, load.logprobs
     return facts(
         ("vLLM", engine_line(engine)) if engine else None,

@@ -322,7 +322,7 @@ def _prompting_line(prompting: "Prompting") -> str:
 
 
 def nats(limit: "TextLimit", value: float) -> str:
-    """Return a KL as it is, a rise with its sign, or a fall of the acceptance length in per cent."""
+    """Return a KL as it is, a rise with its sign, or a fall of the acceptance length as a share."""
     if limit.is_share:
         return f"{value:+.1%}"
     return small(value) if limit.measure != "rise of the NLL" else f"{value:+.3g}"
