@@ -1,10 +1,11 @@
-"""Ends the process with one line if a mapped file can no longer be read.
+"""End the process with a one-line error if a mapped file can no longer be read.
 
-The system sends SIGBUS to a thread that reads a mapped page which its file has lost: another
-program made the file shorter, or the disk failed. The values are gone, so that the thread cannot go
-on. A handler of Python's module `signal` would not run: it waits for the end of the instruction,
-which fails again and again. The handler here is called through ctypes at once, in the thread that
-failed. It needs the interpreter's lock, which threads release while they compute on mapped weights.
+The system sends SIGBUS to a thread that reads a mapped page that its file has lost: another program
+truncated the file, or the disk failed. The values are gone, so the thread cannot continue.
+
+A handler of Python's module `signal` would not run. It waits for the end of the instruction, which
+fails again and again. The handler here is called through ctypes at once, in the thread that failed.
+It needs the interpreter's lock, which threads release while they compute on mapped weights.
 """
 
 import ctypes
@@ -17,21 +18,21 @@ from typing import NoReturn
 from vexport.errors import EnvironmentFault, InputError, VexportError, visible
 
 _MAPS = Path("/proc/self/maps")
-# How the system writes a line break in a name, and a file without a name.
+# A line break in a name, as the system writes it, and the ending for a deleted file.
 _LINE_BREAK, _DELETED = r"\012", " (deleted)"
-# From Linux's headers, on 64-bit machines: signal.h, asm-generic/siginfo.h, and glibc's
+# From the headers of Linux on 64-bit machines: signal.h, asm-generic/siginfo.h, and glibc's
 # bits/sigaction.h.
 _SA_SIGINFO = 4
 _SIGNAL_SET_BYTES = 128
 _ADDRESS_OFFSET = 16
 _Handler = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
-# Acquired by the first thread that fails, and never released: the others wait for the end of the
-# process.
+# Acquired by the first thread that fails, and never released. Other threads wait until the process
+# ends.
 _ending = Lock()
 
 
 class _Action(ctypes.Structure):
-    """The C library's `struct sigaction`."""
+    """Mirror of the C library's `struct sigaction`."""
 
     _fields_ = (
         ("handler", ctypes.c_void_p),
@@ -42,10 +43,10 @@ class _Action(ctypes.Structure):
 
 
 def install_bus_error_handler() -> None:
-    """Install the handler of SIGBUS for this process, before a file is mapped. Further calls change
-    nothing.
+    """Install the SIGBUS handler for this process, before a file is mapped.
 
-    The handler of somebody else, such as Python's faulthandler, is left in place.
+    Further calls change nothing. A handler that was installed before, such as Python's
+    faulthandler, is left in place.
     """
     library = ctypes.CDLL(None)
     present = _Action()
@@ -55,15 +56,13 @@ def install_bus_error_handler() -> None:
 
 
 def _end(number: int, information: int, context: int) -> NoReturn:
-    """Write the error for the page that was lost to stderr, and end the process with its exit
-    code.
-    """
+    """Write the error for the lost page to stderr, and end the process with its exit code."""
     _ending.acquire()
     code, text = EnvironmentFault.exit_code, "a mapped file cannot be read any more"
     try:
         problem = problem_at(ctypes.c_uint64.from_address(information + _ADDRESS_OFFSET).value)
         code, text = problem.exit_code, visible(str(problem))
-    finally:  # nothing that fails here may let the thread go on
+    finally:  # the thread must not continue, even if this code fails
         os.write(2, f"error: {text}\n".encode(errors="replace"))
         os._exit(code)
 
@@ -73,10 +72,10 @@ _OURS = _Action(handler=ctypes.cast(_HANDLER, ctypes.c_void_p).value, flags=_SA_
 
 
 def problem_at(address: int) -> VexportError:
-    """Return the error for a page in the memory of this process that cannot be read.
+    """Return the error for an unreadable page in the memory of this process.
 
-    A file that ends before the page is an input that changed (exit code 2). All else is a fault of
-    the machine (exit code 4).
+    If a file ends before the page, the input has changed (exit code 2). Everything else is a fault
+    of the machine (exit code 4).
     """
     place = _mapped_place(address)
     if place is None:
@@ -96,8 +95,9 @@ def problem_at(address: int) -> VexportError:
 
 
 def _mapped_place(address: int) -> tuple[str, int] | None:
-    """Return the file behind an address, and the position in it, by the system's list of this
-    process.
+    """Return the file behind an address and the position in it, or None without a file.
+
+    Source: the system's list of this process's mappings.
     """
     for line in _MAPS.read_text(encoding="utf-8", errors="surrogateescape").split("\n"):
         # start-end permissions offset device inode path
@@ -112,7 +112,7 @@ def _mapped_place(address: int) -> tuple[str, int] | None:
 
 
 def _size(file: str) -> float:
-    """Return the size of a file; infinity if it is gone, as files that have no name any more."""
+    """Return the size of a file, or infinity if it has no name any more."""
     try:
         return Path(file).stat().st_size
     except OSError:

@@ -1,8 +1,8 @@
-"""Read YAML and TOML within bounds of size, number of values and depth.
+"""Read YAML and TOML with limits on size, number of values and depth.
 
-These files may come from other people. A few hundred bytes of YAML can stand for billions of
-values, because an alias repeats everything below its anchor. Scenarios, recipes, tasks and options
-are all read here.
+These files may come from other people. A few hundred bytes of YAML can mean billions of values,
+because an alias repeats everything below its anchor. Scenarios, recipes, tasks and options are all
+read here.
 """
 
 import re
@@ -20,19 +20,24 @@ from vexport.errors import InputError, clip, file_problem
 from vexport.files import require_no_device
 
 MOST_BYTES = 4_000_000
-"""The largest YAML file. With every alias written out, the text of all values has the same
-limit.
+"""Maximum size of a YAML file.
+
+The text of all values, with every alias written out, has the same limit.
 """
 MOST_VALUES = 100_000
-"""The most values of a YAML file, with every alias written out; a long scenario has hundreds."""
+"""Maximum number of values in a YAML file, with aliases written out.
+
+A long scenario has hundreds.
+"""
 MOST_LEVELS = 100
-"""The most levels of lists and mappings inside each other, with every alias written out."""
+"""Maximum depth of nested lists and mappings, with every alias written out."""
 MOST_TOML_BYTES = 1_000_000
 MOST_KEY_PARTS = 20
-"""The most parts of a dotted key in TOML, as in [tool.vexport.check]: tomllib's time is
-quadratic in them.
+"""Maximum parts of a dotted key in TOML, such as [tool.vexport.check].
+
+tomllib needs time that is quadratic in the number of parts.
 """
-# Python converts numbers with many digits slowly, and those of more than 4,300 digits not at all.
+# Python converts numbers with many digits slowly, and rejects numbers with more than 4,300 digits.
 _MOST_DIGITS = 1000
 _NUMBERS = ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float")
 _KEY_PART = rb"""(?:[A-Za-z0-9_-]+|"[^"\n]*"|'[^'\n]*')[ \t]*"""
@@ -63,7 +68,7 @@ else:  # much slower, with the same results
 
 @dataclass(frozen=True, slots=True)
 class _Extent:
-    """The size of a part of a file, with every alias written out."""
+    """Size of a part of a file, with every alias written out."""
 
     values: int
     characters: int
@@ -71,7 +76,7 @@ class _Extent:
 
 
 class BoundedLoader(Composer, _Parser, SafeConstructor, Resolver):
-    """Loads YAML without Python objects, and raises MarkedYAMLError beyond the bounds above.
+    """Loads YAML without Python objects, and raises MarkedYAMLError beyond the limits above.
 
     `name` is the path of the file, for constructors of tags.
     """
@@ -133,8 +138,10 @@ class BoundedLoader(Composer, _Parser, SafeConstructor, Resolver):
 
 
 def _length(node: yaml.Node, mark: yaml.Mark) -> int:
-    """Return the characters of a scalar, and 0 for a list or mapping; MarkedYAMLError for a long
-    number.
+    """Return the number of characters of a scalar, and 0 for a list or mapping.
+
+    Raises:
+        MarkedYAMLError: If it is a number with too many digits.
     """
     if not isinstance(node, yaml.ScalarNode):
         return 0
@@ -149,12 +156,15 @@ def _marked(problem: str, mark: yaml.Mark) -> yaml.MarkedYAMLError:
 
 
 class UniqueKeysLoader(BoundedLoader):
-    """YAML without repeated keys, of which PyYAML would silently take the last."""
+    """Loads YAML without repeated keys.
+
+    PyYAML would silently use the last value of a repeated key.
+    """
 
     def construct_mapping(
         self, node: yaml.MappingNode, deep: bool = False
     ) -> dict[Hashable, object]:
-        """Return the mapping of a node; MarkedYAMLError if a key stands in it twice."""
+        """Return the mapping of a node. Raise MarkedYAMLError if a key occurs twice."""
         keys = set[str]()
         for key, _ in node.value:
             name = repr(self.construct_object(key, deep=True))
@@ -165,8 +175,10 @@ class UniqueKeysLoader(BoundedLoader):
 
 
 def load_yaml(path: Path, need: str, loader: type[BoundedLoader] = UniqueKeysLoader) -> object:
-    """Return the content of a YAML file. InputError if it cannot be read or is beyond the
-    bounds.
+    """Return the content of a YAML file.
+
+    Raises:
+        InputError: If the file cannot be read or exceeds the limits.
     """
     try:
         text = _read(path, MOST_BYTES, need).decode("utf-8-sig")
@@ -188,7 +200,11 @@ def _described(error: Exception) -> str:
 
 
 def load_toml(path: Path) -> Mapping[str, object]:
-    """Return the tables of a TOML file. InputError if it cannot be read or is beyond the bounds."""
+    """Return the tables of a TOML file.
+
+    Raises:
+        InputError: If the file cannot be read or exceeds the limits.
+    """
     data = _read(path, MOST_TOML_BYTES, "a TOML file")
     if long_key := _LONG_KEY.search(data):
         line = data.count(b"\n", 0, long_key.start()) + 1
@@ -204,8 +220,10 @@ def load_toml(path: Path) -> Mapping[str, object]:
 
 
 def _read(path: Path, most: int, need: str) -> bytes:
-    """Return the bytes of a file; InputError if it is missing, no file, or larger than `most`
-    bytes.
+    """Return the bytes of a file.
+
+    Raises:
+        InputError: If it is missing, not a file, or larger than `most` bytes.
     """
     try:
         require_no_device(path)

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, digests, and JSON of our own types."""
+"""Files that are written completely or not at all, digests, and JSON of our types."""
 
 import errno
 import hashlib
@@ -30,10 +30,12 @@ LFS_POINTER_BYTES = 1024
 
 
 def user_path(name: str | Path) -> Path:
-    """Return a path with the home folder in place of `~` or `~name`; InputError if there is no such
-    user.
+    """Return a path with the home folder in place of `~` or `~name`.
 
-    A file or folder here whose name begins with `~` keeps its name.
+    If the path exists as it is, with a name that starts with `~`, it is returned unchanged.
+
+    Raises:
+        InputError: If there is no such user.
     """
     path = Path(name)
     if not str(name).startswith("~") or os.path.lexists(path):
@@ -47,7 +49,7 @@ def user_path(name: str | Path) -> Path:
 
 @contextmanager
 def errors_at(place: str) -> Iterator[None]:
-    """Name the place of an error inside the block: the system names none if a write fails."""
+    """Add `place` to an OSError inside the block. The system names no file if a write fails."""
     try:
         yield
     except OSError as error:
@@ -58,8 +60,9 @@ def errors_at(place: str) -> Iterator[None]:
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary path next to `path`; it takes the name `path` when the block ends without
-    error.
+    """Yield a temporary path next to `path`.
+
+    It is renamed to `path` if the block ends without error.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
@@ -68,11 +71,11 @@ def atomic_path(path: Path) -> Iterator[Path]:
         yield temporary
         temporary.replace(path)
     except OSError as error:
-        if error.errno is not None:  # what a write reports has no name
+        if error.errno is not None:  # an error of a write has no file name
             error.filename = error.filename or str(path)
         raise
     except Exception as error:
-        # Other libraries raise their own types for an error of the system.
+        # Other libraries raise other types for an error of the system.
         if is_disk(str(error)) and not isinstance(error, VexportError):
             raise disk_full(str(path), error) from error
         raise
@@ -82,13 +85,13 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` as UTF-8, whole or not at all."""
+    """Write `text` as UTF-8, completely or not at all."""
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def require_fetched(files: Iterable[Path]) -> None:
-    """Raise InputError where a file is a Git LFS pointer instead of its content."""
+    """Raise InputError if a file is a Git LFS pointer instead of its content."""
     pointers = [file for file in files if _is_lfs_pointer(file)]
     if pointers:
         others = f" (and {len(pointers) - 1:,} more files)" if len(pointers) > 1 else ""
@@ -101,8 +104,9 @@ def require_fetched(files: Iterable[Path]) -> None:
 
 
 def _is_lfs_pointer(file: Path) -> bool:
-    """Source: github.com/git-lfs/git-lfs/blob/main/docs/spec.md: a small text with the version
-    first.
+    """Return True for a Git LFS pointer: a small text that starts with the version.
+
+    Source: github.com/git-lfs/git-lfs/blob/main/docs/spec.md.
     """
     try:
         if not file.is_file() or file.stat().st_size > LFS_POINTER_BYTES:
@@ -114,8 +118,9 @@ def _is_lfs_pointer(file: Path) -> bool:
 
 
 def unreadable_kind(path: Path) -> str | None:
-    """Return what a path is if it is no file that can be read, None for a file, or for nothing at
-    all.
+    """Return what a path is if it is not a readable file.
+
+    Return None for a readable file, or if nothing is there.
     """
     try:
         mode = path.stat().st_mode
@@ -133,13 +138,17 @@ def unreadable_kind(path: Path) -> str | None:
 
 
 def require_no_device(path: Path) -> None:
-    """Raise InputError for a pipe or a device, which may never end; a missing file is accepted."""
+    """Raise InputError for a pipe or a device, which may never end. A missing file is accepted."""
     if path.exists() and not path.is_file() and not path.is_dir():
         raise InputError(str(path), got="a pipe or a device", need="a file", fix="give a file")
 
 
 def read_json(path: Path) -> Json:
-    """The JSON value in `path`; InputError names the line of a syntax error."""
+    """Return the JSON value in `path`.
+
+    Raises:
+        InputError: If it cannot be read. For a syntax error, the error names the line.
+    """
     require_fetched([path])
     require_no_device(path)
     try:
@@ -167,7 +176,7 @@ def read_json(path: Path) -> Json:
 
 
 def read_json_object(path: Path) -> dict[str, Json]:
-    """The JSON object in `path`; InputError where it is another kind of value."""
+    """Return the JSON object in `path`. Raise InputError for another kind of value."""
     value = read_json(path)
     if not isinstance(value, dict):
         kind = type(value).__name__
@@ -178,12 +187,16 @@ def read_json_object(path: Path) -> dict[str, Json]:
 
 
 def to_json(value: object) -> str:
-    """One of our frozen types as indented JSON with a final newline."""
+    """Return one of our frozen types as indented JSON with a final newline."""
     return TypeAdapter(type(value)).dump_json(value, indent=2, by_alias=True).decode() + "\n"
 
 
 def from_json(kind: type[T], path: Path) -> T:
-    """Read one of our frozen types; InputError names the first field that does not fit."""
+    """Read one of our frozen types.
+
+    Raises:
+        InputError: If the file does not fit. The error names the first wrong field.
+    """
     value = read_json(path)
     try:
         parsed: T = TypeAdapter(kind).validate_python(value)
@@ -197,11 +210,11 @@ def from_json(kind: type[T], path: Path) -> T:
 
 
 def digest_bytes(data: bytes) -> str:
-    """SHA-256 as hexadecimal."""
+    """Return the SHA-256 in hexadecimal."""
     return hashlib.sha256(data).hexdigest()
 
 
 def digest_file(path: Path) -> str:
-    """SHA-256 of a file's bytes as hexadecimal."""
+    """Return the SHA-256 of a file in hexadecimal."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

