@@ -1,4 +1,4 @@
-"""Digests of files: recorded in vexport.json, or listed in the format of sha256sum."""
+"""Read and write digests of files: of weights in vexport.json, and in lists from sha256sum."""
 
 import hashlib
 import json

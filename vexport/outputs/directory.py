@@ -46,7 +46,7 @@ FAILED = "failed"
 
 
 def working_folder(path: Path) -> Path:
-    """Return the folder in which `path` is prepared until it is complete."""
+    """Return the folder in which `path` is made until it is complete."""
     return resolved(path).parent / f".{resolved(path).name}.partial"
 
 
@@ -84,7 +84,11 @@ def kept_as_failed(folder: Path, path: Path, failure: CheckpointFailed) -> Check
 
 
 def is_replaceable_failure(failed: Path) -> bool:
-    """Return True if a path is free, or is a checkpoint that a failed call has marked."""
+    """Return True if a path is free for a failed checkpoint.
+
+    A path is free if nothing is there, or only an empty folder, or only a checkpoint that a failed
+    call signed.
+    """
     if not os.path.lexists(failed):
         return True
     if failed.is_symlink():
@@ -191,7 +195,7 @@ def _directory(path: Path, *, overwrite: bool) -> Iterator[tuple[Path, TextIO]]:
             remove_checkpoint(work / OLD)
             remove_unfinished(work)
     except OSError as error:
-        error.filename = error.filename or str(work)  # a full disk names no file
+        error.filename = error.filename or str(work)  # an error of a full disk has no file name
         raise
 
 
@@ -215,7 +219,7 @@ def _locked(work: Path, path: Path) -> Iterator[TextIO]:
 
 
 def _require_ours(work: Path, path: Path) -> None:
-    """Raise InputError if a working folder contains links, or files that vexport did not write."""
+    """Raise InputError if a working folder has links, or files that vexport did not write."""
     for entry in foreign_entries(work):
         raise _foreign(entry, path)
 
@@ -228,7 +232,7 @@ def _is_ours(record: TextIO, work: Path) -> bool:
 
 
 def _lock(record: TextIO, work: Path, path: Path) -> None:
-    """Lock the record; InputError if another process has locked or just removed it."""
+    """Lock the record. Raise InputError if another process has it or has just removed it."""
     try:
         fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if _is_ours(record, work):
@@ -257,7 +261,7 @@ def _sync(folder: Path) -> None:
 
 
 def _sync_entry(path: Path) -> None:
-    """Sync a file or folder. File systems that do not support it (some FUSE) are ignored."""
+    """Sync a file or folder. Errors of file systems that cannot sync (some FUSE) are ignored."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -270,7 +274,7 @@ def _sync_entry(path: Path) -> None:
 
 
 def _settle(path: Path, work: Path) -> None:
-    """Recover from a call that died between its last steps: move `old` back, or remove it."""
+    """Recover from a call that ended between its last steps: move `old` back, or remove it."""
     if not (work / OLD).exists():
         return
     if not path.exists():
@@ -297,7 +301,10 @@ def _swap(path: Path, work: Path) -> None:
 
 
 def _empty(work: Path, part: str, keep: str = "") -> None:
-    """Make a part of the working folder, or remove vexport's files from it except `keep`."""
+    """Create a part of the working folder, or remove vexport's files in it.
+
+    Files that match `keep` stay.
+    """
     folder = work / part
     folder.mkdir(exist_ok=True)
     kept = [file for file in folder.iterdir() if keep and file.match(keep)]
@@ -312,7 +319,7 @@ def _begin(work: Path, *, is_continued: bool) -> None:
 
 
 def _rewrite(record: TextIO, text: str) -> None:
-    """Replace the text of the record, which is never empty in between."""
+    """Replace the text of the record. It is never empty in between."""
     record.seek(0)
     record.write(text)
     record.truncate()

@@ -46,7 +46,10 @@ def record(file: Path) -> None:
 
 
 def recorded(root: Path) -> frozenset[str]:
-    """Return the names in a folder's manifest, relative to the folder; empty without a manifest."""
+    """Return the names in a folder's manifest, relative to the folder.
+
+    Without a manifest, no names are returned.
+    """
     file = root / MANIFEST
     if file.is_symlink() or not file.is_file():
         return frozenset()
@@ -60,7 +63,7 @@ def recorded(root: Path) -> frozenset[str]:
 
 
 def has_manifest(root: Path) -> bool:
-    """Return True if a folder has a manifest that is not a link."""
+    """Return True if a folder has a manifest. A link does not count."""
     return (root / MANIFEST).is_file() and not (root / MANIFEST).is_symlink()
 
 
@@ -109,7 +112,7 @@ def _strangers(
 
 
 def remove_recorded(root: Path, below: Path, left_out: Iterable[Path] = ()) -> None:
-    """Remove the files that the manifest in `root` lists below a folder, and emptied folders."""
+    """Remove the files below a folder that the manifest in `root` lists, then empty folders."""
     names, kept = recorded(root), {*left_out}
     for entry in sorted(below.iterdir()) if below.is_dir() else ():
         if entry in kept or entry.is_symlink():
@@ -123,7 +126,7 @@ def remove_recorded(root: Path, below: Path, left_out: Iterable[Path] = ()) -> N
 
 
 def require_manifest(root: Path) -> None:
-    """Raise InputError if a folder has no manifest, like folders of an older version."""
+    """Raise InputError for a folder without a manifest, as older versions wrote it."""
     if not has_manifest(root):
         raise InputError(
             str(root),

@@ -50,7 +50,7 @@ def checkpoint_files(folder: Path) -> frozenset[str] | None:
 
 
 def remove_checkpoint(folder: Path) -> None:
-    """Remove the files that a checkpoint's recipe lists, the recipe last, and emptied folders."""
+    """Remove the files that a checkpoint's recipe lists, the recipe last, then empty folders."""
     names = sorted(checkpoint_files(folder) or (), key=lambda name: (name == RECIPE, name))
     for name in names:
         file = folder / name
@@ -102,7 +102,10 @@ def _is_users(entry: Path) -> bool:
 
 
 def remove_unfinished(work: Path) -> None:
-    """Remove unfinished work, the record last, but not the folder that was to be replaced."""
+    """Remove the files of unfinished work, the record last.
+
+    The folder that it was to replace (`old`) stays.
+    """
     for part in (work / NEW, work / ASIDE):
         remove_recorded(work, part)
         with suppress(OSError):  # not empty, or missing

@@ -36,7 +36,7 @@ SHOWN = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NamedPath:
-    """Path as given, and its argument, option or scenario key: `OUT`, `--accept`."""
+    """A path with the argument, option or scenario key that it comes from: `OUT`, `--accept`."""
 
     label: str
     path: Path
@@ -75,7 +75,7 @@ def _overlap(output: NamedPath, relation: str, other: NamedPath) -> InputError:
 
 
 def _relation(output: Path, other: Path) -> str:
-    """Describe how an output and another path overlap; return an empty string if they do not."""
+    """Describe how an output and another path overlap. Return "" if they do not."""
     inside, contains = _is_within(output, other), _is_within(other, output)
     if inside and contains:
         return "the same path as"
@@ -98,7 +98,7 @@ def _is_within(inner: Path, outer: Path) -> bool:
 
 
 def _has_other_names(file: Path) -> bool:
-    """Return True if a file has other hard links, which may be in another folder."""
+    """Return True if a file has several hard links, because another link may be in a folder."""
     try:
         return file.is_file() and file.stat().st_nlink > 1
     except OSError:
@@ -106,7 +106,11 @@ def _has_other_names(file: Path) -> bool:
 
 
 def resolved(path: Path) -> Path:
-    """Return the absolute path without links and `..`; InputError for a loop of links or a NUL."""
+    """Return the absolute path without links and `..`.
+
+    Raises:
+        InputError: If links form a loop, or if the path contains a NUL.
+    """
     try:
         return path.resolve()
     except (ValueError, RuntimeError):
@@ -117,7 +121,7 @@ def resolved(path: Path) -> Path:
 
 
 def _real_paths(path: Path) -> set[Path]:
-    """Return the path without links and `..`, and the same path with its last part not resolved."""
+    """Return the path without links and `..`, and the path whose last part may still be a link."""
     itself = set() if path.name in ("", "..") else {resolved(path.parent) / path.name}
     return {resolved(path), *itself}
 
@@ -154,7 +158,7 @@ def refuse_existing(path: Path, *, overwrite: bool) -> None:
 
 
 def refuse_others(folder: Path, names: Sequence[str]) -> None:
-    """Raise InputError with the files in a folder that vexport did not write."""
+    """Raise InputError for files in a folder that vexport did not write. The error names them."""
     if not names:
         return
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
@@ -167,7 +171,7 @@ def refuse_others(folder: Path, names: Sequence[str]) -> None:
 
 
 def is_filled_folder(path: Path) -> bool:
-    """Return True if `path` is a folder that is not empty; InputError if it is a file."""
+    """Return True if the folder exists and is not empty. Raise InputError if it is a file."""
     if path.exists() and not path.is_dir():
         raise InputError(
             str(path), got="a file", need="a folder to write to", fix="choose another path"
@@ -176,7 +180,7 @@ def is_filled_folder(path: Path) -> bool:
 
 
 def not_ours(path: Path, kind: str) -> InputError:
-    """Return the error for a folder that is not vexport's."""
+    """Return the error for a folder that vexport did not make."""
     fix = f"choose another path, or move the folder away (mv {path} {path}.old)"
     return InputError(
         str(path),
@@ -253,7 +257,7 @@ class FolderKind:
         write_text(folder / self.mark, self.text)
 
     def _apart(self, folder: Path) -> list[Path]:
-        """Return the mark and the checkpoint's folders: the manifest does not list their files."""
+        """Return the mark and the checkpoint's folders. The manifest does not list their files."""
         mark = folder / self.mark
         apart = [] if mark.is_symlink() else [mark]
         if self.checkpoint is not None and self.checkpoint in recorded(folder):
