@@ -43,7 +43,7 @@ def _source_fields(card: str) -> Mapping[str, str | tuple[str, ...]]:
 
 
 def _plain(node: yaml.Node) -> str | tuple[str, ...]:
-    """Return a word or several words, or an empty value for anything else."""
+    """Return a word or several words, or nothing for any other node."""
     if isinstance(node, yaml.SequenceNode):
         words = tuple(_word(entry) for entry in node.value)
         return words if all(words) else ()
@@ -56,7 +56,7 @@ def _word(node: yaml.Node) -> str:
 
 
 def _beginning(file: Path) -> str:
-    """Return the first bytes of a text file, or an empty string if there is no file."""
+    """Return the first bytes of a text file, or "" without a file."""
     with suppress(OSError):
         if file.is_file():
             with file.open("rb") as stream:

@@ -14,12 +14,12 @@ from vexport.files import digest_bytes, read_json_object
 from vexport.records import Json
 
 DEFAULT = "default"
-"""Name of the template that is used by default."""
+"""Name of the template that is used if no name is given."""
 FILE = "chat_template.jinja"
 _FOLDER = "additional_chat_templates"
 _SETTINGS = ("chat_template.json", "processor_config.json", "tokenizer_config.json")
 DIGITS = 16
-"""Digits of a template's SHA-256 in vexport's output."""
+"""Digits of a template's SHA-256 that vexport shows."""
 
 
 def chat_templates(root: Path) -> Mapping[str, str]:
@@ -38,12 +38,12 @@ def chat_templates(root: Path) -> Mapping[str, str]:
 
 
 def named_template_files(root: Path) -> list[str]:
-    """Return the paths of the templates in their separate folder, relative to the checkpoint."""
+    """Return the paths of the templates in the templates folder, relative to the checkpoint."""
     return [f"{_FOLDER}/{file.name}" for file in _named_files(root)]
 
 
 def copy_named_templates(root: Path, folder: Path) -> None:
-    """Copy the templates in their separate folder, which is not part of `side_files`."""
+    """Copy the templates folder. A checkpoint's `side_files` do not include it."""
     for file in _named_files(root):
         (folder / _FOLDER).mkdir(exist_ok=True)
         shutil.copyfile(file, folder / _FOLDER / file.name)
@@ -65,7 +65,7 @@ def _files(root: Path) -> Iterator[tuple[str, str]]:
 
 
 def _named_files(root: Path) -> list[Path]:
-    """Return the templates in their separate folder, except special files such as devices."""
+    """Return the templates in the templates folder, without anything that is not a file."""
     return sorted(file for file in (root / _FOLDER).glob("*.jinja") if file.is_file())
 
 
@@ -79,7 +79,10 @@ def _read(file: Path) -> str:
 
 
 def _named(value: Json) -> dict[str, str]:
-    """Return templates by name, from a text, a mapping, or objects with `name` and `template`."""
+    """Return templates by name from a single text, a mapping, or a list of objects.
+
+    The objects have `name` and `template`.
+    """
     if isinstance(value, str):
         return {DEFAULT: value} if value else {}
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""dtypes of safetensors: bits per element and their numpy storage."""
+"""Data types of safetensors: bits per element, and their storage in numpy."""
 
 import math
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ _NUMPY = {
 
 
 def num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Return the number of bytes of a tensor in a safetensors file."""
+    """Return the number of bytes that a tensor takes in a safetensors file."""
     return math.prod(shape) * BITS[dtype] // 8
 
 
@@ -85,7 +85,10 @@ def _e4m3_table() -> npt.NDArray[np.float32]:
 
 
 def _e8m0_table() -> npt.NDArray[np.float32]:
-    """Return powers of two from 2^-127 to 2^127; 255 is NaN (OCP Microscaling Formats 1.0)."""
+    """Return powers of two from 2^-127 to 2^127, and NaN for 255.
+
+    Source: OCP Microscaling Formats, revision 1.0.
+    """
     values = np.ldexp(1.0, np.arange(256) - 127)
     values[255] = np.nan
     return np.array(values, dtype=np.float32)

@@ -1,4 +1,4 @@
-"""Models on the Hugging Face hub: names, errors, and downloads into the hub's cache."""
+"""Models of the Hugging Face hub: names, errors, and downloads to the hub's cache."""
 
 import glob
 import re
@@ -19,7 +19,7 @@ from vexport.checkpoint.index import (
 from vexport.errors import EnvironmentFault, InputError, VexportError
 from vexport.records import OnProgress
 
-# huggingface_hub/utils/_validators.py, with a git branch, tag or commit after the @.
+# As in huggingface_hub/utils/_validators.py, with a git branch, tag or commit after the @.
 _NAME = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w.][\w./-]*))?")
 # <cache>/models--ORG--NAME/snapshots/COMMIT, the layout of huggingface_hub's cache.
 _SNAPSHOT = re.compile(r"models--(?P<id>.+)/snapshots/(?P<commit>[0-9a-f]{40})$")
@@ -63,14 +63,17 @@ _OTHER_INDEX = re.compile(r".*\.(safetensors|bin|msgpack|h5)\.index\.json")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubName:
-    """Model on the hub. `revision` is a branch, tag or commit, or None for the default branch."""
+    """A model of the hub. `revision` is a branch, tag or commit, or None for the default branch."""
 
     id: str
     revision: str | None = None
 
     @classmethod
     def parse(cls, name: str) -> Self | None:
-        """Parse ORG/NAME or ORG/NAME@REVISION, or return None. Local folders are not considered."""
+        """Parse ORG/NAME or ORG/NAME@REVISION. Return None for anything else.
+
+        Local folders of that name are not considered.
+        """
         match = _NAME.fullmatch(name)
         return cls(id=match["id"], revision=match["revision"]) if match else None
 
@@ -100,7 +103,7 @@ def explain(error: BaseException, name: HubName, kind: RepoKind = "model") -> Ve
 
 @contextmanager
 def explained(name: HubName) -> Iterator[None]:
-    """Translate the errors of huggingface_hub inside the block (see `explain`)."""
+    """Translate the errors of huggingface_hub inside the block, as `explain` does."""
     try:
         yield
     except Exception as error:
@@ -108,17 +111,17 @@ def explained(name: HubName) -> Iterator[None]:
 
 
 def is_network_error(error: BaseException) -> bool:
-    """Return True if a connection failed or offline mode forbids it."""
+    """Return True if a connection failed, or if offline mode forbids connections."""
     return _is_any(error, _UNREACHABLE)
 
 
 def is_of_the_hub(error: BaseException) -> bool:
-    """Return True if an error comes from the hub or the network, not from the content of a file."""
+    """Return True if an error comes from the hub or the network, and not from a file's content."""
     return _is_any(error, _INPUT | _UNREACHABLE | {"HfHubHTTPError"})
 
 
 def downloaded(name: HubName) -> str | None:
-    """Return the cached folder of a dataset that `hf download` has fetched, or None."""
+    """Return the cache folder of a data set that `hf download` has fetched, or None."""
     from huggingface_hub import snapshot_download
 
     try:
@@ -139,7 +142,7 @@ def _is_any(error: BaseException | None, names: set[str]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RepoListing:
-    """Files of a model at a commit, with their sizes in bytes."""
+    """Files of a model at one commit, with their sizes in bytes."""
 
     name: HubName
     commit: str
@@ -168,7 +171,7 @@ def download(name: HubName, on_progress: OnProgress) -> Path:
 
 
 def require_model(name: HubName) -> None:
-    """Raise the errors of `download` if a model is not available; fetch only its config."""
+    """Raise the errors of `download` for an unavailable model. Fetch only its config."""
     try:
         _fetch_config(name)
     except EnvironmentFault as fault:
@@ -260,7 +263,7 @@ def fetch(listing: RepoListing, files: list[str]) -> Path:
 
 
 def _cached(name: HubName, fault: BaseException) -> Path:
-    """Return the complete copy in the cache, or raise `fault` if there is none."""
+    """Return the complete copy in the cache. Raise `fault` if there is none."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 

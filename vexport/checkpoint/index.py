@@ -115,7 +115,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 
 
 def _parsed(data: bytes) -> dict[str, Any]:
-    """Parse a header as safetensors does (serde_json), which is stricter than Python.
+    """Parse a header as strictly as safetensors does (serde_json). Python's parser accepts more.
 
     Raises ValueError for anything that safetensors refuses, and for duplicate names and keys: the
     format forbids them, but safetensors uses the last of two tensors.
@@ -132,7 +132,7 @@ def _parsed(data: bytes) -> dict[str, Any]:
     if SURROGATE.search(data):
         json.dumps(header, ensure_ascii=False).encode(
             "utf-8"
-        )  # raises ValueError for half of a pair
+        )  # raises ValueError for half of a surrogate pair
     objects = (entry for entry in header.values() if isinstance(entry, dict))
     if any(_depth(entry) > DEEPEST for entry in objects if len(entry) > len(FIELDS)):
         raise ValueError("values too deep in each other")
@@ -141,7 +141,7 @@ def _parsed(data: bytes) -> dict[str, Any]:
 
 def _require_strings(metadata: object) -> None:
     """Raise ValueError unless the metadata of a header is null or an object of strings."""
-    if metadata is None:  # safetensors reads null as no metadata
+    if metadata is None:  # safetensors treats null as no metadata
         return
     if not isinstance(metadata, dict):
         raise ValueError(f"{METADATA} is {json_type(metadata)}, not an object of strings")
@@ -151,7 +151,7 @@ def _require_strings(metadata: object) -> None:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of a header; ValueError if a key occurs twice."""
+    """Return an object of a header. Raise ValueError for a key that occurs twice."""
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
@@ -165,7 +165,7 @@ def _refused_constant(name: str) -> float:
 
 
 def _integer(text: str) -> int | float:
-    """Parse an integer. For safetensors `-0` is a float, so it is not a valid size."""
+    """Return a whole number. safetensors treats `-0` as a fraction, so it is not a valid size."""
     if len(text) > MOST_DIGITS:
         raise ValueError(f"a number of {len(text)} digits")
     return -0.0 if text == "-0" else int(text)
@@ -179,7 +179,7 @@ def _finite(text: str) -> float:
 
 
 def _depth(value: Any) -> int:
-    """Return the number of objects and arrays around the innermost value."""
+    """Return the depth of nested objects and arrays."""
     inner = (
         value.values() if isinstance(value, dict) else value if isinstance(value, list) else None
     )
@@ -187,7 +187,10 @@ def _depth(value: Any) -> int:
 
 
 def _tensor(file: Path, name: str, entry: Json, base: int) -> TensorInfo:
-    """Return the tensor that an entry of a header describes; ValueError if the entry is invalid."""
+    """Return the tensor that an entry of a header describes.
+
+    Raise ValueError for an invalid entry.
+    """
     if not isinstance(entry, dict):
         raise ValueError(f"{name} is {json_type(entry)}, not an object")
     if missing := [field for field in FIELDS if field not in entry]:
@@ -264,10 +267,7 @@ class SourceIndex:
 
     @property
     def architecture(self) -> str:
-        """First model class in config.json.
-
-        Raises InputError if config.json has none.
-        """
+        """First model class in config.json."""
         names = self.config.get("architectures")
         if isinstance(names, list) and names and isinstance(names[0], str):
             return names[0]
@@ -312,7 +312,7 @@ def read_index(root: Path) -> SourceIndex:
 
 
 def status_of(file: Path) -> FileStatus | None:
-    """Return the status of a file, or of a link's target; None if it cannot be read."""
+    """Return the status of a file or of a link's target, or None if it cannot be read."""
     with suppress(OSError):
         status = file.stat()
         return FileStatus(status.st_size, status.st_mtime_ns)
@@ -326,7 +326,7 @@ def statuses_of(files: Iterable[Path]) -> dict[Path, FileStatus]:
 
 @contextmanager
 def unchanged(index: SourceIndex) -> Iterator[None]:
-    """Raise InputError at the end of the block if a file has changed its size or time."""
+    """Raise InputError at the end of the block if a file's size or time has changed."""
     yield
     for file, before in index.statuses.items():
         if status_of(file) != before:
@@ -357,7 +357,7 @@ def headers_digest(index: SourceIndex) -> str:
 
 
 def content_files(root: Path) -> list[Path]:
-    """Return the files other than weights that loaders read: config, index, tokenizer."""
+    """Return the files besides weights that are loaded: config, index of the weights, tokenizer."""
     return [
         path
         for path in sorted(root.iterdir())
@@ -469,7 +469,7 @@ def _single_or_all(root: Path) -> list[Path]:
 
 
 def index_file_names(root: Path) -> list[str]:
-    """Return the shard names in a checkpoint's index, sorted and without duplicates."""
+    """Return the shard names in a checkpoint's index, sorted, each once."""
     path = root / INDEX_NAME
     weight_map = read_json_object(path).get("weight_map")
     if not isinstance(weight_map, dict) or not all(
@@ -497,7 +497,7 @@ def file_inside(root: Path, name: str) -> Path | None:
 
 
 def not_a_checkpoint(root: Path) -> InputError | None:
-    """Return the error for another kind of folder, or None if the kind is unknown."""
+    """Return an error that names the kind of a folder, or None if the kind is unknown."""
     for patterns, (got, fix) in OTHER_FOLDERS.items():
         file = next((file for pattern in patterns for file in sorted(root.glob(pattern))), None)
         if file is None:
@@ -520,7 +520,7 @@ def not_a_checkpoint(root: Path) -> InputError | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredQuantization:
-    """Quantization config, and its place for messages."""
+    """A quantization config, and its place for messages."""
 
     place: str
     values: Mapping[str, Json]

@@ -84,7 +84,10 @@ class Reader:
         return stored
 
     def is_hole(self, tensor: TensorInfo) -> bool:
-        """Return True if a tensor is in a hole of its file, so that all of its bytes are zero."""
+        """Return True if a tensor is in a hole of its file.
+
+        Its bytes are then zero and need not be read.
+        """
         if not self.is_in_place(tensor):
             return False
         with tensor.file.open("rb", buffering=0) as stream:
@@ -96,7 +99,7 @@ class Reader:
                 return problem.errno == errno.ENXIO
 
     def expect_some_rows(self, tensor: TensorInfo, step: int) -> None:
-        """Tell the kernel to start reading the rows that `some_rows` will return."""
+        """Tell the kernel that `some_rows` will follow, so that it starts to read these rows."""
         if not tensor.num_bytes or not self.is_in_place(tensor):
             return
         size = tensor.num_bytes // tensor.shape[0]
@@ -105,7 +108,7 @@ class Reader:
                 os.posix_fadvise(stream.fileno(), start, size, os.POSIX_FADV_WILLNEED)
 
     def array(self, tensor: TensorInfo) -> npt.NDArray[np.generic]:
-        """Return the values of a tensor in its shape, with BF16 and 8-bit floats as float32."""
+        """Return the values of a tensor in its shape. BF16 and 8-bit floats become float32."""
         return to_numpy(self.raw(tensor), tensor.dtype).reshape(tensor.shape)
 
     def floats(self, tensor: TensorInfo) -> npt.NDArray[np.float64]:
@@ -132,22 +135,22 @@ class Reader:
             self._advise(tensor.file, tensor.start, tensor.end, mmap.MADV_DONTNEED)
 
     def expect(self, tensors: Iterable[TensorInfo]) -> None:
-        """Tell the kernel to start reading these tensors."""
+        """Tell the kernel that these tensors will be read soon, so that it starts to read them."""
         for tensor in tensors:
             self._advise(tensor.file, tensor.start, tensor.end, mmap.MADV_WILLNEED)
 
     def release_view(self, tensor: TensorInfo, view: npt.NDArray[np.generic]) -> None:
-        """Release the pages of a view of a tensor's `weight`. They may be read again."""
+        """Release the pages of a view of a tensor's `weight`. They may be read again later."""
         if tensor.file in self._maps:
             self._advise(tensor.file, *self._bounds(tensor, view), mmap.MADV_DONTNEED)
 
     def expect_view(self, tensor: TensorInfo, view: npt.NDArray[np.generic]) -> None:
-        """Tell the kernel to start reading a view, if it is not in memory yet."""
+        """Tell the kernel that a view will be read soon, so that it starts to read it."""
         if tensor.file in self._maps:
             self._advise(tensor.file, *self._bounds(tensor, view), mmap.MADV_WILLNEED)
 
     def close(self) -> None:
-        """Unmap all files. A file with views in use stays mapped until they are dropped."""
+        """Unmap all files. Views that are still in use keep their files mapped."""
         for mapped in self._maps.values():
             try:
                 mapped.close()
@@ -172,14 +175,14 @@ class Reader:
         return low - first, high - first
 
     def _advise(self, file: Path, start: int, end: int, advice: int) -> None:
-        """Advise the kernel on whole pages. Pages shared with other tensors are read again."""
+        """Give advice on whole pages. Dropped pages of a neighbour are read from the file again."""
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
         if file in self._maps and end > first:
             self._maps[file].madvise(advice, first, end - first)
 
 
 def same_bytes(old: Reader, tensor_old: TensorInfo, new: Reader, other: TensorInfo) -> bool:
-    """Return True if two tensors have the same dtype, shape and bytes. Bytes are read in parts."""
+    """Return True if two tensors are equal in dtype, shape and bytes. They are read in parts."""
     same = (tensor_old.dtype, tensor_old.shape) == (other.dtype, other.shape)
     left, right = (
         np.frombuffer(reader.raw(tensor), np.uint8)
@@ -206,7 +209,7 @@ class Derived:
     rows: Callable[[Reader, slice], Array]
 
     def info(self, name: str) -> TensorInfo:
-        """Return the entry of the tensor in an index."""
+        """Return the tensor's entry for an index."""
         size = num_bytes(self.dtype, self.shape)
         return TensorInfo(
             name=name,
@@ -219,7 +222,7 @@ class Derived:
 
 
 class DerivedReader(Reader):
-    """Reader of stored tensors, and of derived tensors by their names."""
+    """A reader for stored tensors, and for derived tensors by name."""
 
     def __init__(self, base: Reader, derived: Mapping[str, Derived]) -> None:
         super().__init__()
@@ -234,18 +237,18 @@ class DerivedReader(Reader):
         return memoryview(_bytes(derived.rows(self.base, slice(None))).reshape(-1).data)
 
     def is_in_place(self, tensor: TensorInfo) -> bool:
-        """Return True if a tensor is stored in a local file."""
+        """Return True for a stored tensor in a local file."""
         return tensor.name not in self._derived and self.base.is_in_place(tensor)
 
     def some_rows(self, tensor: TensorInfo, step: int) -> npt.NDArray[np.uint8]:
-        """Return every `step`-th row as bytes; no other rows are computed."""
+        """Return every `step`-th row as bytes. Other rows are not computed."""
         derived = self._derived.get(tensor.name)
         if derived is None:
             return self.base.some_rows(tensor, step)
         return _bytes(derived.rows(self.base, slice(None, None, step)))
 
     def release(self, tensors: Iterable[TensorInfo]) -> None:
-        """Release the pages of tensors; for derived tensors, the pages of their sources."""
+        """Release the pages of tensors. For a derived tensor, release its sources."""
         for tensor in tensors:
             derived = self._derived.get(tensor.name)
             self.base.release(derived.sources if derived else (tensor,))
@@ -257,11 +260,11 @@ class DerivedReader(Reader):
 
 
 def renamed(tensor: TensorInfo, name: str, shape: tuple[int, ...] | None = None) -> TensorInfo:
-    """Return the same bytes under another name, and with another shape of the same size."""
+    """Return the same bytes under another name, and with another shape of equal size if given."""
     return replace(tensor, name=name, shape=tensor.shape if shape is None else shape)
 
 
 def _bytes(array: Array) -> npt.NDArray[np.uint8]:
-    """Return the bytes of each row, or of the whole array if it has no dimensions."""
+    """Return the bytes of each row, or all bytes of an array without rows."""
     plain = np.ascontiguousarray(array)
     return plain.reshape(plain.shape[0] if plain.ndim else 1, -1).view(np.uint8)

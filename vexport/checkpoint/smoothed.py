@@ -21,7 +21,7 @@ from vexport.files import from_json, to_json, write_text
 from vexport.records import Smoothing, TensorInfo
 
 SMOOTHING = "smoothing.json"
-# Channels are scaled by at most 2^8.
+# Channels are scaled by 2^8 at most.
 MOST = 8
 # Name of a decoder layer, at the start of its tensors' names.
 LAYER = re.compile(r".*?\.\d+\.")
@@ -30,7 +30,7 @@ FIX = "export the checkpoint again"
 KEPT = 2
 # Maximum number of elements that are scaled at a time.
 RUN_ELEMENTS = 1 << 24
-# dtypes whose elements can be scaled; BF16 as its bits.
+# dtypes that can be scaled. BF16 is viewed as its bits.
 VIEWS = {"BF16": "<u2", "F16": "<f2", "F32": "<f4"}
 Array = npt.NDArray[np.generic]
 Exponents = npt.NDArray[np.int8]
@@ -44,7 +44,7 @@ class _File:
 
 
 class SmoothedReader(Reader):
-    """Reader that returns smoothed tensors of a source."""
+    """A reader that returns the tensors of a source smoothed."""
 
     def __init__(self, smoothing: Mapping[str, Smoothing]) -> None:
         super().__init__()
@@ -53,7 +53,10 @@ class SmoothedReader(Reader):
         self._scaling = Lock()
 
     def raw(self, tensor: TensorInfo) -> memoryview:
-        """Return the bytes of a tensor. For a smoothed tensor they are a copy, which is cached."""
+        """Return the bytes of a tensor.
+
+        A smoothed tensor is a copy; the last KEPT copies are kept.
+        """
         exponents = self._smoothing.get(tensor.name)
         if exponents is None:
             return super().raw(tensor)
@@ -69,23 +72,28 @@ class SmoothedReader(Reader):
         return tensor.name not in self._smoothing and super().is_in_place(tensor)
 
     def release_view(self, tensor: TensorInfo, view: Array) -> None:
-        """Release the pages of a view; views of copies have none."""
+        """Release the pages of a view. Views of a smoothed copy have no pages of the file."""
         if tensor.name not in self._smoothing:
             super().release_view(tensor, view)
 
     def expect_view(self, tensor: TensorInfo, view: Array) -> None:
-        """Read ahead for a view; copies are already in memory."""
+        """Read ahead for a view. Views of a smoothed copy are already in memory."""
         if tensor.name not in self._smoothing:
             super().expect_view(tensor, view)
 
 
 def source_reader(checkpoint: Path) -> Reader:
-    """Return a reader of a vexport checkpoint's source, smoothed as it was for quantization."""
+    """Return a reader of the source that vexport made a checkpoint from, smoothed as it was then."""
     return reader_of(smoothing_of(checkpoint))
 
 
 def smoothing_of(checkpoint: Path) -> Mapping[str, Smoothing]:
-    """Return the smoothing of a checkpoint's source; InputError if its exponents cannot be read."""
+    """Return the smoothing of a checkpoint's source.
+
+    Raises:
+        InputError: If its exponents cannot be read, or if exponents are not undone in the same
+        layer.
+    """
     path = checkpoint / SMOOTHING
     if not os.path.lexists(path):
         return {}
@@ -105,7 +113,10 @@ def smoothing_of(checkpoint: Path) -> Mapping[str, Smoothing]:
 
 
 def _exponents(text: str, where: str) -> Exponents:
-    """Decode and check exponents. A larger exponent could turn any weight to infinity or zero."""
+    """Decode exponents, and check that the search could have produced them.
+
+    Larger exponents could turn any weight into infinity or zero.
+    """
     try:
         exponents = decode(text)
     except ValueError:
@@ -116,18 +127,18 @@ def _exponents(text: str, where: str) -> Exponents:
 
 
 def reader_of(smoothing: Mapping[str, Smoothing]) -> Reader:
-    """Return a reader of a source, with smoothed tensors if there is any smoothing."""
+    """Return a reader of a source. Its tensors are smoothed if `smoothing` is not empty."""
     return SmoothedReader(smoothing) if smoothing else Reader()
 
 
 def write_smoothing(smoothing: Mapping[str, Smoothing], folder: Path) -> None:
-    """Write the exponents next to the weights. Without exponents, write no file."""
+    """Write the exponents next to the weights. Write no file without exponents."""
     if smoothing:
         write_text(folder / SMOOTHING, to_json(_File(tensors=smoothing)))
 
 
 def encode(exponents: Exponents) -> str:
-    """Encode exponents as text for JSON: base64 of their bytes."""
+    """Return exponents as JSON text: base64 of their bytes."""
     return base64.b64encode(exponents.astype(np.int8).tobytes()).decode("ascii")
 
 
@@ -137,7 +148,7 @@ def decode(text: str) -> Exponents:
 
 
 def fits(tensor: TensorInfo, smoothing: Smoothing) -> bool:
-    """Return True if a tensor can be scaled and its rows and columns match the exponents."""
+    """Return True if a tensor's dtype can be scaled and its shape matches the exponents."""
     if tensor.dtype not in VIEWS or len(tensor.shape) not in (1, 2):
         return False
     sizes = (*tensor.shape, 1)[:2]
@@ -148,7 +159,10 @@ def fits(tensor: TensorInfo, smoothing: Smoothing) -> bool:
 
 
 def _scaled(stored: memoryview, tensor: TensorInfo, smoothing: Smoothing) -> Array:
-    """Multiply values (rows, columns) by 2^(row exponent + column exponent), in their dtype."""
+    """Return values times 2^(row's exponent + column's exponent), in the tensor's dtype.
+
+    The result has the shape (rows, columns).
+    """
     if not fits(tensor, smoothing):
         raise InputError(
             f"{tensor.file}: {tensor.name}",

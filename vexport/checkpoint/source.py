@@ -46,7 +46,7 @@ _PARTIAL_CONTENT = 206
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataName:
-    """Parsed name of calibration data: a local path or a hub dataset with a split, and a column."""
+    """A parsed name: a `path`, or a repository `hub` with a split, and the column of either."""
 
     kind: Literal["path", "hub", "default"]
     name: str
@@ -56,7 +56,7 @@ class DataName:
 
     @property
     def path(self) -> Path:
-        """File or folder, for a name of kind "path"."""
+        """File or folder, for a name of that kind."""
         is_joined = self.kind == "path" and self.column is not None
         return user_path(self.name.removesuffix(f":{self.column}") if is_joined else self.name)
 
@@ -84,7 +84,10 @@ def parse_data(name: str) -> DataName:
 
 
 def require_data(name: str) -> None:
-    """Raise InputError if local data are missing, without reading them or contacting the hub."""
+    """Raise InputError if the data do not exist, even if no step will read them.
+
+    The hub is not contacted.
+    """
     parsed = parse_data(name)
     if parsed.kind != "path":
         return
@@ -99,7 +102,10 @@ def require_data(name: str) -> None:
 
 
 def require_file(path: Path) -> None:
-    """Raise InputError if a path is a pipe or a device, which cannot be read twice."""
+    """Raise InputError if a path is a pipe or a device.
+
+    These can be read only once, and may never end.
+    """
     if path.exists() and not path.is_file():
         fix = "write its text into a file"
         raise InputError(str(path), got="a pipe or a device", need="a file or a folder", fix=fix)
@@ -152,7 +158,7 @@ def resolve_source(name: str, on_progress: OnProgress = silent) -> Path:
 
 @contextmanager
 def source_headers(name: str, on_progress: OnProgress = silent) -> Iterator[Path]:
-    """Yield a folder to read headers from. For a hub model, only the headers are fetched."""
+    """Yield a folder to read headers from. For a model of the hub, only headers are fetched."""
     if (model := hub_name(name)) is None:
         yield user_path(name)
     else:
@@ -161,14 +167,14 @@ def source_headers(name: str, on_progress: OnProgress = silent) -> Iterator[Path
 
 
 def pinned_source(name: str, root: Path) -> str:
-    """Return ORG/NAME@COMMIT if the folder `root` of `name` is in the hub's cache, else `name`."""
+    """Return ORG/NAME@COMMIT if `root`, the folder for `name`, comes from the hub, else `name`."""
     config = root / "config.json"
     folders = (root, config.readlink().parent if config.is_symlink() else root)
     return next((pinned for folder in folders if (pinned := pinned_name(folder))), name)
 
 
 def require_source(name: str) -> None:
-    """Raise the errors of `resolve_source` if a model is not available; fetch only its config."""
+    """Raise the errors of `resolve_source` for an unavailable model. Fetch only its config."""
     if (model := hub_name(name)) is not None:
         with _or_no_such_folder(name):
             require_model(model)
@@ -176,7 +182,10 @@ def require_source(name: str) -> None:
 
 @contextmanager
 def _or_no_such_folder(name: str) -> Iterator[None]:
-    """Report a missing folder if the hub is unreachable and the name's parent folder exists."""
+    """Raise InputError for a wrong path if the hub cannot be reached.
+
+    A name is taken for a path if its parent folder exists.
+    """
     try:
         yield
     except EnvironmentFault as fault:
@@ -204,7 +213,7 @@ def with_revision(name: str, revision: str | None) -> str:
 
 
 class _NoRangesError(Exception):
-    """The server does not support range requests."""
+    """Raised if the server answers with whole files."""
 
 
 @contextmanager
@@ -246,7 +255,7 @@ def header_files(name: HubName, on_progress: OnProgress) -> Iterator[Path]:
 
 
 def _named(error: InputError, root: Path, name: str) -> InputError:
-    """Return the error with the model's name instead of the temporary folder."""
+    """Return the error with the model's name in place of the temporary folder."""
     where, got, need, fix = (
         text.replace(str(root), name) for text in (error.where, error.got, error.need, error.fix)
     )
@@ -282,7 +291,7 @@ def read_remote_header(listing: RepoListing, file: str) -> bytes:
 
 
 def _range(listing: RepoListing, file: str, start: int, stop: int) -> bytes:
-    """Return the bytes `start` to `stop` of a file, or fewer if the file ends earlier."""
+    """Return the bytes from `start` to `stop` of a file, or fewer if the file ends before."""
     from huggingface_hub import get_session, hf_hub_url, hf_raise_for_status
 
     url = hf_hub_url(listing.name.id, file, revision=listing.commit)
@@ -303,7 +312,7 @@ def _range(listing: RepoListing, file: str, start: int, stop: int) -> bytes:
 
 
 def _identification() -> dict[str, str]:
-    """Return the headers with this program's name and the token, as huggingface_hub sends it."""
+    """Return headers with this program's name and the token, as huggingface_hub sends them."""
     from huggingface_hub import constants, get_token
 
     headers = {"User-Agent": f"vexport/{__version__}"}

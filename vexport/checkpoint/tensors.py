@@ -31,7 +31,7 @@ TORCH_DTYPES: Mapping[str, torch.dtype] = {
 
 
 def read_tensor(reader: Reader, tensor: TensorInfo) -> torch.Tensor:
-    """Return a tensor that shares the file's memory map. Never write to it."""
+    """Return a tensor that shares the file's memory map. It must not be written to."""
     dtype = TORCH_DTYPES[tensor.dtype]
     if tensor.num_bytes == 0:
         return torch.empty(tensor.shape, dtype=dtype)
@@ -41,7 +41,7 @@ def read_tensor(reader: Reader, tensor: TensorInfo) -> torch.Tensor:
 
 
 def read_weight(reader: Reader, tensor: TensorInfo, part: WeightPart | None) -> torch.Tensor:
-    """Return a layer's weight (out, in), a view of the stored tensor or of `part` of it."""
+    """Return a layer's weight (out, in), a view of the file: the stored tensor or `part` of it."""
     stored = read_tensor(reader, tensor)
     if part is None:
         return stored
@@ -59,5 +59,5 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def as_tensor(data: npt.NDArray[np.generic], spec: TensorSpec) -> torch.Tensor:
-    """Return a tensor of this dtype and shape that shares the memory of its bytes."""
+    """Return a tensor with this dtype and shape that shares the memory of its bytes."""
     return torch.from_numpy(data).view(TORCH_DTYPES[spec.dtype]).reshape(spec.shape)

@@ -43,7 +43,7 @@ Source = TypeVar("Source", covariant=True)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteUnit(Generic[Source]):
-    """Tensors that are written together, and the caller's object from which it computes them."""
+    """Tensors that are written together, and the caller's object from which they are computed."""
 
     source: Source
     tensors: tuple[TensorSpec, ...]
@@ -55,7 +55,7 @@ class WriteUnit(Generic[Source]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard(Generic[Source]):
-    """Safetensors file to be written: its name and its units in order."""
+    """A safetensors file to write: its name, and its units in order."""
 
     name: str
     units: tuple[WriteUnit[Source], ...]
@@ -94,7 +94,7 @@ def split_shards(
 
 
 def write_index(folder: Path, shards: Sequence[Shard[object]]) -> None:
-    """Write the index of a checkpoint with several shards. A single shard needs no index."""
+    """Write the index of a checkpoint with several shards. Write nothing for a single shard."""
     if len(shards) == 1:
         return
     weight_map: dict[str, Json] = {
@@ -142,21 +142,27 @@ class Progress:
         return done, digest
 
     def add(self, digest: str) -> None:
-        """Record another unit. `digest` covers the shard up to the end of this unit."""
+        """Record one more unit of the shard.
+
+        `digest` is the digest of the shard up to the unit's end.
+        """
         self._file.write(digest.encode() + b"\n")
 
     def close(self) -> None:
-        """Close the record without deleting it."""
+        """Close the record. The file stays."""
         self._file.close()
 
 
 def written_digest(shard: Path) -> str:
-    """Return the digest of a complete shard, from its record."""
+    """Return the digest of a complete shard from its record."""
     return f"xxh3:{progress_file(shard).read_text(encoding='ascii').splitlines()[-1]}"
 
 
 def _update(digest: xxhash.xxh3_64, shard: int, start: int, stop: int) -> bool:
-    """Add the bytes from `start` to `stop` to a digest; return False if the file ends earlier."""
+    """Add the bytes from `start` to `stop` to a digest.
+
+    Return False if the file ends before `stop`.
+    """
     while start < stop:
         data = os.pread(shard, min(READ_BYTES, stop - start), start)
         if not data:
@@ -205,7 +211,7 @@ class ShardWriter:
             assert length == self._ends[-1], f"{length} bytes, not {self._ends[-1]}"
 
     def write(self, chunk: Chunk) -> None:
-        """Pass the next chunk to the thread; wait while the thread is `ahead` chunks behind."""
+        """Pass the next chunk to the thread. Wait while the thread is `ahead` chunks behind."""
         if len(self._appending) > self._ahead:
             self._appending.popleft().result()
         self._appending.append(self._thread.submit(self._append, chunk))
@@ -243,7 +249,7 @@ def as_bytes(array: Array) -> memoryview:
 
 
 def stored_parts(tensor: TensorInfo) -> Iterator[memoryview]:
-    """Yield the bytes of a stored tensor in parts, which use the same memory."""
+    """Yield the bytes of a stored tensor part by part. All parts use the same memory."""
     buffer = memoryview(bytearray(min(COPY_BYTES, tensor.num_bytes)))
     with tensor.file.open("rb", buffering=0) as source:
         source.seek(tensor.start)
@@ -261,7 +267,10 @@ def stored_parts(tensor: TensorInfo) -> Iterator[memoryview]:
 
 
 def header_bytes(tensors: Sequence[TensorSpec]) -> bytes:
-    """Return the length prefix and JSON header of a safetensors file, padded to 8 bytes."""
+    """Return the length prefix and JSON header of a safetensors file.
+
+    The header is padded to 8 bytes, as safetensors does.
+    """
     header: dict[str, object] = {"__metadata__": METADATA}
     position = 0
     for spec in tensors:
