@@ -83,7 +83,7 @@ class SmoothedReader(Reader):
 
 
 def source_reader(checkpoint: Path) -> Reader:
-    """Return a reader of the source that vexport made a checkpoint from, smoothed as it was then."""
+    """Return a reader of the source of a checkpoint of vexport, smoothed as it was then."""
     return reader_of(smoothing_of(checkpoint))
 
 
