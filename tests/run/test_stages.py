@@ -11,22 +11,25 @@ from shutil import copytree
 import pytest
 
 from tests.command import vexport
+from tests.evaluation.make import make_tasks
 from tests.models import save_llama, write_calibration
 from tests.quantize.test_streaming import write_model
 from vexport.checkpoint.index import folder_digest
 from vexport.errors import InputError
 from vexport.files import write_text
 from vexport.formats.plan import Plan
-from vexport.inference.options import EngineOptions
+from vexport.inference.options import CANDIDATE, EngineOptions
 from vexport.inference.session_folder import clear_session
 from vexport.outputs.manifest import MANIFEST, record
 from vexport.outputs.replaceable import FolderKind, written_alone
-from vexport.records import CheckReport, silent
+from vexport.records import CheckReport, LmEvalSettings, silent
 from vexport.run.directory import KIND, OLD_EVALUATION_MARK, Run, RunDirectory, Stage
 from vexport.run.evaluating import evaluate_checkpoints
+from vexport.run.given import Given, RunModel
 from vexport.run.making import check, quantize
+from vexport.run.proving import serve_candidate, settle_questions
 from vexport.run.stages import STAGES, run_scenario
-from vexport.scenario import Serve, read_scenario
+from vexport.scenario import Evaluate, Serve, read_scenario
 
 SCENARIO = Path(__file__).parents[2] / "scenarios" / "demo-nvfp4.yaml"
 OWN_CODE = """from transformers import LlamaConfig, LlamaForCausalLM
@@ -138,6 +141,23 @@ def test_weights_of_a_model_with_its_own_code_are_rounded(tmp_path: Path) -> Non
     for stage in STAGES[: STAGES.index(check)]:
         run.do(stage)
     assert "model.layers.0.mlp.down_proj.weight_packed" in run.result(quantize).tensors
+
+
+@pytest.mark.parametrize("file", ["additions.jsonl", "score.py", "near.yaml"])
+def test_session_depends_on_files_of_a_task(file: str, llama: Path, tmp_path: Path) -> None:
+    """Documents and code that a task names, and the task itself."""
+    make_tasks(tmp_path / "tasks", 3)
+    settings = Evaluate(tasks=(str(tmp_path / "tasks" / "near.yaml"),))
+    model = RunModel(name="model", role=CANDIDATE, checkpoint=llama)
+    given = Given(name="model", candidate=model, evaluate=settings, prompted={CANDIDATE: llama})
+    run = Run(given, tmp_path / "run", options_of(Serve()))
+    run.keep(settle_questions, LmEvalSettings())
+    assert serve_candidate.digest is not None
+    before = serve_candidate.digest(run)
+    changed = tmp_path / "tasks" / file
+    changed.write_text(changed.read_text() + "\n")
+    after = serve_candidate.digest(run)
+    assert [name for name in after if after[name] != before[name]] == ["evaluation"]
 
 
 def test_old_evaluation_folder(tmp_path: Path) -> None:

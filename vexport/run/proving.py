@@ -21,7 +21,7 @@ from vexport.errors import CheckpointFailed, InputError, VexportError
 from vexport.evaluation.drift import drift_warnings
 from vexport.evaluation.drift import measure_drift as drift_between
 from vexport.evaluation.load_gate import judge_by_reference
-from vexport.files import digest_file
+from vexport.files import digest_file, user_path
 from vexport.inference.answers import Answers, Served
 from vexport.inference.asked_tasks import fetch_tasks
 from vexport.inference.asking import (
@@ -38,6 +38,7 @@ from vexport.inference.options import BASELINE, CANDIDATE
 from vexport.inference.prompting import lm_eval_settings
 from vexport.inference.prompts import CONTINUED
 from vexport.inference.session_folder import clear_session, remove_answers
+from vexport.inference.tasks import task_files
 from vexport.records import Drift, DryLoadReport, LmEvalSettings, LoadReport, Verdict, named
 from vexport.run.directory import Digests, Run, Stage, data_digest, value_digest
 from vexport.run.given import RunModel
@@ -161,8 +162,11 @@ def _model_inputs(run: Run, role: str) -> Digests:
 def _session_inputs(run: Run, *, role: str) -> Digests:
     """Return the digests of a session's inputs, its model among them."""
     settings = run.evaluation
-    files = [Path(task) for task in settings.tasks]
-    files += [file for folder in settings.include_path for file in sorted(folder.rglob("*"))]
+    files = list[Path]()
+    for task in settings.tasks:
+        files += sorted(task_files(user_path(task)))
+    for folder in settings.include_path:
+        files += sorted(folder.rglob("*"))
     digests = [digest_file(path) for path in files if path.is_file()]
     if settings.text is not None:
         digests.append(data_digest(Calibration(data=settings.text)))
