@@ -1,20 +1,24 @@
 """Plans: groups as vLLM fuses, rules in order, refusals before anything is written."""
 
 import json
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.architectures.families import save_family
 from tests.command import vexport
 from tests.models import Good, save_llama
+from vexport.architectures.fusion import FusedLayer
 from vexport.checkpoint.index import read_index
 from vexport.errors import InputError
 from vexport.files import from_json, to_json
-from vexport.formats.plan import Plan
+from vexport.formats.plan import FusionGroup, Plan, Treatment
 from vexport.formats.schemes import get_scheme
 from vexport.plan.build import PlanSettings, build_plan
 from vexport.plan.rules import matches
+from vexport.records import LinearPlan
 from vexport.scenario import Rule
 
 DEFAULTS = PlanSettings()
@@ -288,3 +292,22 @@ def test_plan_json_has_scheme_names(llama: Path, tmp_path: Path) -> None:
     file.write_text(json.dumps(written))
     with pytest.raises(InputError, match=r"groups.0.scheme.*W4A17"):
         from_json(Plan, file)
+
+
+def test_groups_take_all_settings_of_a_treatment() -> None:
+    linear = LinearPlan(name="a", weight="a.weight", out_features=64, in_features=256)
+    settings: dict[str, Any] = {
+        "scheme": get_scheme("FP8"),
+        "observer": "mse",
+        "rounding": "refit",
+        "observer_kwargs": {"norm": 2.0},
+        "input_observer": "minmax",
+        "input_observer_kwargs": {"averaging_constant": 0.5},
+        "strength": 0.25,
+        "ridge": 0.1,
+    }
+    assert settings.keys() == {field.name for field in fields(Treatment)}
+    layer = FusedLayer(name="a", members=("a",))
+    group = FusionGroup.treated(layer, [linear], Treatment(**settings))
+    assert {name: getattr(group, name) for name in settings} == settings
+    assert (group.layer, group.members) == (layer, (linear,))
