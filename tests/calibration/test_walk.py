@@ -1,0 +1,95 @@
+"""The walk calls its watchers in order, layer by layer, and groups belong to layers."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.calibration.models import configs, plan_for, samples, save
+from vexport.calibration.walk import Layer, LayerWalk
+from vexport.checkpoint.index import read_index
+
+TEXT = samples((5, 7))
+LAYERS = 3
+
+pytestmark = pytest.mark.usefixtures("own_products")
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    return save(configs()["llama"], tmp_path / "llama")
+
+
+class Calls:
+    """Notes its calls and the states that it is shown; hooks count the forwards of layers."""
+
+    def __init__(self, fails_in: int = -1) -> None:
+        self.calls: list[tuple[object, ...]] = []
+        self.states: list[torch.Tensor] = []
+        self.forwards = 0
+        self._fails_in = fails_in
+
+    def enter(self, layer: Layer) -> None:
+        self.calls.append(("enter", layer.number))
+        assert not any(parameter.is_meta for parameter in layer.module.parameters(recurse=False))
+        layer.watching.callback(layer.module.register_forward_hook(self._count).remove)
+
+    def _count(self, module: torch.nn.Module, inputs: object, output: object) -> None:
+        self.forwards += 1
+
+    def row(self, index: int, hidden: torch.Tensor) -> None:
+        self.calls.append(("row", index))
+        self.states.append(hidden.clone())
+
+    def leave(self, layer: Layer) -> None:
+        self.calls.append(("leave", layer.number))
+        if layer.number == self._fails_in:
+            raise KeyboardInterrupt
+
+
+def test_watchers_see_every_row_of_every_layer(llama: Path) -> None:
+    """And the model's own logits at the end."""
+    walk = LayerWalk(read_index(llama))
+    watcher = Calls()
+    with walk.text(TEXT) as hidden:
+        walk.forward(hidden, watcher)
+        walk.head(hidden, watcher)
+    expected: list[tuple[object, ...]] = []
+    for number in range(LAYERS + 1):
+        expected += [("enter", number), ("row", 0), ("row", 1), ("leave", number)]
+    assert watcher.calls == expected
+    assert watcher.forwards == 2 * (LAYERS + 1)
+    model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.bfloat16)
+    with torch.no_grad():
+        for ids, logits in zip(TEXT.token_ids, watcher.states[-2:], strict=True):
+            assert torch.equal(model(input_ids=torch.tensor([ids])).logits, logits)
+
+
+def test_rows_that_are_not_asked_for_stay(llama: Path) -> None:
+    walk = LayerWalk(read_index(llama))
+    watcher = Calls()
+    with walk.text(TEXT) as hidden:
+        before = hidden[0].clone()
+        walk.forward(hidden, watcher, rows=[1])
+        assert torch.equal(hidden[0], before)
+    assert watcher.calls.count(("row", 1)) == LAYERS
+    assert ("row", 0) not in watcher.calls
+
+
+def test_hooks_are_gone_when_a_layer_is_left(llama: Path) -> None:
+    walk = LayerWalk(read_index(llama))
+    with pytest.raises(KeyboardInterrupt), walk.text(TEXT) as hidden:
+        walk.forward(hidden, Calls(fails_in=1))
+    assert not any(module._forward_hooks for module in walk.model.modules())
+
+
+def test_groups_belong_to_layers(llama: Path) -> None:
+    index, plan = plan_for(llama, head=True)
+    groups = LayerWalk(index).places.by_layer(plan.groups)
+    assert len(groups) == LAYERS + 1
+    for number in range(LAYERS):
+        assert {group.name.rpartition(f"layers.{number}.")[0] for group in groups[number]} == {
+            "model."
+        }
+    assert [group.name for group in groups[-1]] == ["lm_head"]
