@@ -163,7 +163,8 @@ def evaluate(
 
     options = click.get_current_context().params
     comparison = comparison.consistent(options)
-    settings, serve = _settings({**options, "baseline": comparison.baseline}), session.serve(tp)
+    settings = _settings(comparison.baseline, options["chat_template"])
+    serve = session.serve(tp)
     folder = output_dir or Path("runs") / f"eval-{_name(checkpoints)}"
     written = [NamedPath(label="--output-dir", path=folder)]
     require_apart(click.get_current_context(), list(evaluation_inputs(settings, "--task")), written)
@@ -202,18 +203,19 @@ def _name(checkpoints: Sequence[str]) -> str:
     return (host or Path(checkpoints[0]).name) + more
 
 
-def _settings(options: Mapping[str, Any]) -> "Evaluate":
-    """The options that are named as keys of a scenario's `evaluate`; InputErrors for values out of
-    bounds.
-    """
+def _settings(baseline: str | None, chat_template: str | None) -> "Evaluate":
+    """Return the settings of the command's options; InputErrors if they are not valid together."""
     from vexport.scenario import Evaluate, problems_at
 
-    keys = {key: options[key] for key in Evaluate.model_fields if options.get(key) is not None}
-    keys["include_path"] = tuple(path.resolve() for path in options["include_path"])
-    if template := options["chat_template"]:
-        keys["apply_chat_template"] = template
+    keys = given_settings("evaluate")
+    if baseline is not None:
+        keys["baseline"] = baseline
+    if chat_template:
+        keys["apply_chat_template"] = chat_template
     with problems_at("eval"):
-        return Evaluate(**keys)
+        settings = Evaluate(**keys)
+    folders = tuple(path.resolve() for path in settings.include_path)
+    return settings.model_copy(update={"include_path": folders})
 
 
 def _verdicts(runs: "Sequence[Run]") -> "list[Verdict]":
