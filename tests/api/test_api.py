@@ -93,6 +93,12 @@ def test_importing_it_imports_nothing_heavy() -> None:
         vexport.api.quantise  # noqa: B018
 
 
+@pytest.mark.parametrize("module", ["planning", "checking", "reading", "repairing"])
+def test_functions_that_need_no_extra_load_none(module: str) -> None:
+    extras = {"torch", "numba", "transformers", "compressed_tensors", "safetensors", "datasets"}
+    assert not loaded_by(f"import vexport.api.{module}") & extras
+
+
 def test_functions_have_the_arguments_of_their_commands() -> None:
     """Themselves or in a type that they take; but for what is printed, how, and how it exits."""
     printed = {"format_", "answer_file", "quiet", "verbose", "debug", "every", "strict"}

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vexport.api.checking import check
     from vexport.api.engines import Engine, compare, evaluate, load, run
-    from vexport.api.making import quantize, repair
+    from vexport.api.making import quantize
     from vexport.api.planning import plan, plan_schemes
     from vexport.api.reading import entries, explain, report, verdict
+    from vexport.api.repairing import repair
     from vexport.scenario import Calibration, Evaluate, Rule, Serve
 
 __all__ = [
@@ -45,7 +46,8 @@ __all__ = [
 # Names by the module that has them, and what commands are called whose names are builtins.
 _MODULES = {
     "vexport.api.planning": ("plan", "plan_schemes"),
-    "vexport.api.making": ("quantize", "repair"),
+    "vexport.api.making": ("quantize",),
+    "vexport.api.repairing": ("repair",),
     "vexport.api.checking": ("check",),
     "vexport.api.reading": ("entries", "explain", "report", "verdict"),
     "vexport.api.engines": ("Engine", "compare", "evaluate", "load", "run"),

@@ -1,4 +1,4 @@
-"""Functions that write a checkpoint."""
+"""The function that quantizes."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from vexport.engine.gate import Prover
 from vexport.plan.source import requested, with_needed_text
 from vexport.quantize.answer import quantized_answer
 from vexport.quantize.job import QuantizeJob, quantize_source
-from vexport.records import OnProgress, Quantized, RepairReport, silent
+from vexport.records import Quantized
 from vexport.scenario import Calibration
 
 
@@ -66,23 +66,3 @@ def _quantize(source: Name, out: Name, arguments: QuantizeArguments) -> Quantize
 
 
 quantize = with_keywords(QuantizeArguments, _quantize)
-
-
-def repair(
-    checkpoint: Name,
-    out: Name,
-    *,
-    source: Name | None = None,
-    overwrite: bool = False,
-    on_progress: OnProgress = silent,
-) -> RepairReport:
-    """Repair a checkpoint into the folder `out`, as `vexport repair` does.
-
-    If something cannot be repaired, the report has refusals, and nothing is written.
-    """
-    from vexport.repair import repair_checkpoint
-
-    origin = None if source is None else Path(source)
-    return repair_checkpoint(
-        Path(checkpoint), Path(out), origin, overwrite=overwrite, on_progress=on_progress
-    )

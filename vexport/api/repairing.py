@@ -1,0 +1,25 @@
+"""The function that repairs a checkpoint. It needs neither torch nor numba for config.json."""
+
+from pathlib import Path
+
+from vexport.api.common import Name
+from vexport.records import OnProgress, RepairReport, silent
+from vexport.repair import repair_checkpoint
+
+
+def repair(
+    checkpoint: Name,
+    out: Name,
+    *,
+    source: Name | None = None,
+    overwrite: bool = False,
+    on_progress: OnProgress = silent,
+) -> RepairReport:
+    """Repair a checkpoint into the folder `out`, as `vexport repair` does.
+
+    If something cannot be repaired, the report has refusals, and nothing is written.
+    """
+    origin = None if source is None else Path(source)
+    return repair_checkpoint(
+        Path(checkpoint), Path(out), origin, overwrite=overwrite, on_progress=on_progress
+    )
