@@ -344,9 +344,9 @@ def _judged(parts: Sequence[torch.Tensor], errors_of: ErrorsOf, columns: int) ->
 def _most_noise(signal: torch.Tensor, noise: torch.Tensor, rounding: torch.Tensor) -> torch.Tensor:
     """Return the largest noise of a plausible part.
 
-    It is a multiple of the rounding error in the layer, in its row or in the part. A part may also
-    have the noise that most rows have in its columns: a search that weights errors by the inputs
-    gives the columns next to a very large column coarse scales.
+    It is a multiple of the rounding error in the layer, in its row or in the part, whichever is
+    largest. A part may also have the noise that most rows have in its columns: a search that
+    weights errors by the inputs gives the columns next to a very large column coarse scales.
     """
     of_row = rounding.mean(dim=1, keepdim=True).clamp_min(float(rounding.mean()))
     usual = torch.maximum(WRONG_PART_FACTOR * of_row, OWN_ROUNDING_FACTOR * rounding)

@@ -149,8 +149,9 @@ def unequal_weights(view: CheckpointView, source: ComparedSource | None) -> Chan
 def unequal_inputs(view: CheckpointView, source: ComparedSource | None) -> Changes:
     """Give the inputs of each fused layer the same global scale.
 
-    All members read the same input, so different scales are a fault. The scale of most layers is
-    right. Without a majority the smallest scale is used, because it does not clip anything.
+    All members read the same input, so different scales are a fault. The scale of most members is
+    taken as right. Without a majority the smallest scale is used, because it does not clip
+    anything.
     """
     changes = Changes()
     for fused in view.model.fused_layers:
