@@ -67,7 +67,9 @@ class FusionGroup:
     """Linear layers that vLLM runs as one parameter and that therefore share scales per tensor.
 
     `name` is the fused module's name in vLLM (`model.layers.0.self_attn.qkv_proj`). A group with a
-    single member has the member's name. See `Treatment` for the other fields.
+    single member has the member's name. `observer` finds the ranges of the weights.
+    `input_observer` finds the ranges of inputs with static scales, if a rule names it. `strength`
+    and `ridge` are the settings of a refit, if a rule sets them.
     """
 
     # The fields of a fused layer and of its `Treatment` are in a single flat object, because
