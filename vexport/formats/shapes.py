@@ -1,4 +1,4 @@
-"""The reasons why vLLM could not run a fused layer in a scheme: sizes, order of rows, ranks."""
+"""Reasons why vLLM could not run a fused layer in a scheme: sizes, order of rows, ranks."""
 
 from collections.abc import Sequence
 
@@ -11,8 +11,8 @@ from vexport.formats.schemes import Scheme
 from vexport.records import LinearPlan, TensorSpec
 
 WEIGHTS = ("weight", "weight_packed")
-# Tensors of a layer that vLLM cuts by whole groups: mamba_v2_sharded_weight_loader in
-# mamba/mamba_mixer2.py.
+# Tensors of a layer that vLLM splits by whole groups (mamba_v2_sharded_weight_loader in
+# mamba/mamba_mixer2.py).
 CUT_BY_GROUPS = ("weight", "weight_scale", "input_scale")
 
 
@@ -23,7 +23,7 @@ def unsupported_on(
     names: Names,
     ranks: int,
 ) -> str | None:
-    """Return why vLLM could not run a fused layer on so many ranks, or None if it can.
+    """Return why vLLM could not run a fused layer on this number of ranks, or None if it can.
 
     `members` are the layer's linear layers with their sizes. A scheme of None stands for an
     unquantized layer.
@@ -62,9 +62,9 @@ def _left_behind(
     Sources in vllm/model_executor/models: permute_qk_weight_for_rotary of llama4.py (scales by
     row), _repack_qkv of bloom.py and _split_key_value of telechat2.py (every tensor),
     K2HorizonModel.load_weights of k2_horizon.py (plain weight), _transpose_conv1d of gpt2.py, which
-    turns what is called weight, packed or not (transposed). FalconModel.load_weights of falcon.py
-    (whole heads) cuts each tensor whose parameter has an output dimension: all but scales of the
-    tensor and shapes.
+    transposes tensors named weight, packed or not (transposed). FalconModel.load_weights of
+    falcon.py (whole heads) cuts each tensor that has an output dimension: all except shapes and
+    scales of whole tensors.
     """
     last_part, rows = spec.name.rpartition(".")[2], spec.shape[0]
     by_row = rows == member.out_features

@@ -1,4 +1,4 @@
-"""The searches of `vexport.observers.search` in torch, for weights that are not on a CPU.
+"""Searches of `vexport.observers.search` in torch, for weights that are not on the CPU.
 
 They try the same candidates with the same float32 arithmetic as the compiled kernels. Only the
 order of sums differs, and a multiply-add of the kernels rounds once. Nothing waits for the device
@@ -21,7 +21,7 @@ from vexport.numerics.number_formats import (
 from vexport.numerics.tensors import E2M1, E4M3, TensorFormat, mx_scale, round_to
 
 # Groups are normalized by a power of two so that their largest value is about this, and their
-# scales are about one: powers of errors then neither overflow nor underflow.
+# scales are about 1: powers of errors then neither overflow nor underflow.
 UNIT = 64.0
 LEAST_MAGNITUDE, LARGEST_MAGNITUDE = 2.0**-120, 2.0**120
 SCALE_DTYPES = {BFLOAT16: torch.bfloat16, FLOAT16: torch.float16}
@@ -94,7 +94,7 @@ def block_scales(
     """Return the best NVFP4 block scales of `groups` (rows, groups, size).
 
     `largest` and `smallest` are the ends of the candidates in units of a group's largest magnitude.
-    `importance` (columns,) or of one observation weighs the errors.
+    `importance` weights the errors: (columns,), or the importance of a single observation.
     """
     numbers = _e4m3_numbers(groups.device)
     unit = power_of_two_below(global_scale)
@@ -127,9 +127,10 @@ def power_of_two_below(values: torch.Tensor) -> torch.Tensor:
 def _scale_and_zero(
     low: torch.Tensor, high: torch.Tensor, form: NumberFormat, unit: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return scales and zero points of ranges of values times `unit`; no zero points if symmetric.
+    """Return scales and zero points of ranges, for values multiplied by `unit`.
 
-    Scales are rounded as they are stored: of values without the unit.
+    Scales are rounded to their storage dtype before they are multiplied by the unit. Symmetric
+    formats have no zero points (None).
     """
     low = low.clamp(max=0.0)
     high = high.clamp(min=0.0)
@@ -157,16 +158,14 @@ def _error(differences: torch.Tensor, norm: float, weights: torch.Tensor | None)
 
 
 def _rows_of(importance: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Return the importance of each row of groups: row i has row i modulo those of `importance`."""
+    """Return the importance of each row of groups: row i modulo the rows of `importance`."""
     count, size = shape
     rows = importance.to(torch.float32).reshape(-1, size)
     return rows[torch.arange(count, device=rows.device) % len(rows)]
 
 
 def _e4m3_numbers(device: torch.device) -> torch.Tensor:
-    """Return the finite e4m3 numbers that are not negative by their codes. Not every device has
-    the dtype.
-    """
+    """Return the finite e4m3 numbers from 0 on, by code. Not every device has the dtype."""
     codes = torch.arange(E4M3_CODES, dtype=torch.uint8)
     return codes.view(torch.float8_e4m3fn).to(torch.float32).to(device)
 

@@ -133,7 +133,7 @@ def range_of_values(values: torch.Tensor) -> tuple[float, float]:
 
 
 def readable(values: torch.Tensor) -> torch.Tensor:
-    """Return values of the CPU as kernels read them: float32 unless they have 16 bits."""
+    """Return CPU values as kernels read them: float32 unless they have 16 bits."""
     assert values.device.type == "cpu", "kernels read main memory"
     values = values.detach()
     return values if values.dtype in STORAGES else values.to(torch.float32)
