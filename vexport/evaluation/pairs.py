@@ -130,8 +130,7 @@ def gated_tasks(baseline: Results, candidate: Results, choice: Choice) -> tuple[
 
     Raises:
         InputError: For all tasks at once: a task is missing in one run, documents differ, a task
-        has no
-        metric with a number per document, or no task has the chosen metric.
+        has no metric with a number per document, or no task has the chosen metric.
     """
     for first, other in ((baseline, candidate), (candidate, baseline)):
         if missing := sorted(set(first.tasks) - set(other.tasks)):
@@ -282,8 +281,7 @@ def pair_metrics(
 
     Raises:
         InputError: If the two runs did not answer the same question. The error names the document
-        and
-        the settings that `changed`.
+        and the settings that `changed`.
     """
     right = _with_ids_of(left, right)
     _require_equal_documents(left, right, ", ".join(changed) or "nothing known")

@@ -111,10 +111,8 @@ class Patterns(tuple[str, ...]):
 
         Raises:
             InputError: If the expressions have taken too long for all names so far. On other
-            threads than
-            the main thread, this is only detected between two names: Python sends signals to the
-            main
-            thread.
+            threads than the main thread, this is only detected between two names: Python sends
+            signals to the main thread.
         """
         if name in self.names:
             return True
