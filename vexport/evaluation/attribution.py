@@ -5,9 +5,9 @@
 - (3) transformers on the candidate's weights, dequantized, with rounded activations
 - (4) vLLM on the candidate
 
-3 against 1 is the cost of quantization in exact arithmetic. 4 against 3 is the difference that vLLM
-adds by reading or multiplying differently. 2 against 1 is the noise floor of both: two
-implementations of one model in bfloat16.
+The distance of (3) from (1) is the cost of quantization in exact arithmetic. The distance of (4)
+from (3) comes from vLLM, if it reads or multiplies differently. The distance of (2) from (1) is the
+noise floor of both: two implementations of one model in bfloat16.
 """
 
 from collections.abc import Sequence

@@ -172,10 +172,7 @@ def _uninformative(
     """Return the reason why the task shows nothing, with its likely cause, else "".
 
     A task shows nothing if the baseline has no more right answers than chance and the margin give.
-    Metrics that are not 0/1 always return "".
-
-    A task shows nothing if the baseline has no more right answers than chance and the margin give.
-    Metrics that are not 0/1 are always fine.
+    The result is always "" for metrics that are not 0/1.
     """
     chance = pair.chance
     if not pair.binary or pair.sign < 0 or baseline.low > chance <= baseline.value - margin:

@@ -97,10 +97,10 @@ class Attribution:
     - (3) transformers on the exported weights, dequantized, with rounded activations
     - (4) vLLM on the candidate
 
-    `noise` compares 2 with 1, `quantization` 3 with 1, `engine` 4 with 3, and `total` 4 with 2.
-    They are None if the two models read different tokens. `harness` lists the other differences
-    between the two models' prompts. `evidence` lists errors of vLLM's loaders and of their rules,
-    in vLLM's words.
+    `noise` compares (2) with (1), `quantization` (3) with (1), `engine` (4) with (3), and `total`
+    (4) with (2). They are None if the two models read different tokens. `harness` lists the other
+    differences between the two models' prompts. `evidence` lists errors that the static check or
+    vLLM's loaders found in the candidate.
     """
 
     cause: Cause = field(metadata={"alias": "guilty"})

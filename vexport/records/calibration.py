@@ -66,7 +66,7 @@ class CalibrationRecord:
     - `data` is the name of the data set.
     - `rows` are the line numbers used, from 1.
     - `digest` is the SHA-256 of their token ids.
-    - `tokens` is the number of tokens. A layer that saw fewer tokens is an expert.
+    - `tokens` is their number. An expert may see fewer tokens, because not all are routed to it.
 
     The statistics:
     - `importance` maps a layer to the mean of x^2 of each input channel, as little-endian float32

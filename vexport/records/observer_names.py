@@ -22,7 +22,7 @@ _NEEDS: Mapping[str, tuple[Callable[[float], bool], str]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """Options of an observer that has no options."""
+    """Base class of options, used as it is for observers without options."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

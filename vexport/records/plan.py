@@ -134,7 +134,7 @@ class SchemeOutlook:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recommendation:
-    """The scheme to start with for weights of `bits` bits, and the reason in words."""
+    """Scheme to start with for weights of `bits` bits, and the reason."""
 
     bits: int
     scheme: str
@@ -143,7 +143,7 @@ class Recommendation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuOutlook:
-    """The GPU that a table of schemes is for.
+    """GPU that a table of schemes is for.
 
     `name` is empty and `usable_bytes` is None if only the compute capability `sm` is known.
     `usable_bytes` is the memory that vLLM uses by default, of one GPU.

@@ -250,10 +250,7 @@ def engine_line(engine: EngineInfo) -> str:
 
 
 def served_with(engine: EngineInfo) -> str:
-    """Return the engine's arguments without defaults:
-
-    `tensor_parallel_size 2, max_num_seqs 256`.
-    """
+    """Return the engine's arguments without defaults, as in `tensor_parallel_size 2`."""
     return ", ".join(
         f"{name} {value}" for name, value in engine.settings.items() if (name, value) not in _OFF
     )
