@@ -219,8 +219,9 @@ def _reading(verdict: Verdict) -> doc.Details:
 
 
 def _reading_lines(verdict: Verdict) -> Iterator[str]:
-    """A sentence for each kind of number, the method last (Holm: evaluation/verdict.py,
-    holm_levels).
+    """Yield a sentence for each kind of number, and the method last.
+
+    Holm's correction is described in evaluation/verdict.py, `holm_levels`.
     """
     level, tasks = _level(verdict.alpha), len(verdict.tasks)
     loss = accepted_loss(verdict)
