@@ -90,7 +90,7 @@ class TaskPair:
 
     @property
     def gain(self) -> Scores:
-        """The candidate's score minus the baseline's for each document. Positive is better."""
+        """Candidate's score minus baseline's for each document. Positive is better."""
         return self.sign * (self.candidate - self.baseline)
 
     @property

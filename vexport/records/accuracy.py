@@ -390,14 +390,14 @@ class TaskVerdict:
 
     @property
     def has_too_few_documents(self) -> bool:
-        """Return True if the whole task has fewer documents than would settle the outcome."""
+        """True if the whole task has fewer documents than are needed to settle the outcome."""
         if self.documents_needed is None or self.documents_available is None:
             return False
         return self.documents_needed > self.documents_available
 
     @property
     def remedy(self) -> str:
-        """Return what would settle an INCONCLUSIVE outcome, or "" if nothing is known to."""
+        """Remedy for an INCONCLUSIVE outcome, or "" if none is known."""
         if self.documents_needed is None:
             return ""
         if not self.has_too_few_documents:

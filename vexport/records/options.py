@@ -28,7 +28,7 @@ ValueType = Literal["integer", "number", "boolean", "text", "path", "choice", "o
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptionRecord:
-    """The option of a setting.
+    """A command-line option for a setting.
 
     `key` is the setting's name in a scenario and in Python. `names` are the names of the option.
     The last of them may have no dashes: it is then the parameter of the command's function, instead

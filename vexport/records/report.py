@@ -108,11 +108,11 @@ class KindSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenCheckpoint:
-    """A checkpoint that a run was given instead of making it.
+    """A checkpoint that the user gave to a run, so that the run did not make it.
 
-    `name` is the folder, hub name or address as the command was given it. `format` is the name of
-    its storage format, empty if it is not quantized or not known. The sizes are None if the files
-    are not on this machine. `source_bytes` and `parameters` are the baseline's.
+    `name` is the folder, hub name or address in the command. `format` is the name of the storage
+    format, empty if it is unknown or the checkpoint is not quantized. The sizes are None if the
+    files are not on this machine. `source_bytes` and `parameters` are the baseline's.
     """
 
     name: str

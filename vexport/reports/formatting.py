@@ -145,9 +145,10 @@ def report_device(report: "Report") -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """The bytes of the source, or of a given checkpoint's baseline, and of the checkpoint.
+    """Bytes before and after quantization, and the number of parameters.
 
-    They are None if the files are not on this machine. `parameters` is their number in the source.
+    `source_bytes` and `parameters` are the source's, or the baseline's if the checkpoint was given.
+    The bytes are None if the files are not on this machine.
     """
 
     source_bytes: int | None

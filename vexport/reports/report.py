@@ -30,9 +30,9 @@ class Report:
     `source_name` is the source's id on the hub if it is known, else its folder. `source_revision`
     is the commit on the hub that was read.
 
-    In a run whose checkpoint was given (`vexport eval`, `vexport load --run-dir`) `given` describes
-    the checkpoint, and `source`, `plan` and `check` are None. `baseline` is None if nothing was
-    compared. `baseline_load` and `load` are None if the model did not run on this machine.
+    If the user gave the checkpoint (`vexport eval`, `vexport load --run-dir`), `given` describes
+    it, and `source`, `plan` and `check` are None. `baseline` is None if nothing was compared.
+    `baseline_load` and `load` are None if the model did not run on this machine.
     """
 
     schema: Literal["vexport.report/1"] = "vexport.report/1"

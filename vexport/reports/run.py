@@ -64,7 +64,8 @@ _FILES = (
     ("eval/candidate/vllm.log", "vLLM's log with the quantized model"),
     ("eval/baseline", "lm-eval's results and samples of the baseline"),
     ("eval/candidate", "lm-eval's results and samples of the quantized model"),
-    # Of a run whose checkpoint was given; of one of several checkpoints in candidate/NAME.
+    # Files of a run with a given checkpoint. If there are several checkpoints, each has
+    # candidate/NAME.
     ("baseline/vllm.log", "vLLM's log with the baseline"),
     ("candidate/vllm.log", "vLLM's log with the checkpoint"),
     ("vllm.log", "vLLM's log with the checkpoint"),
@@ -120,7 +121,7 @@ def _origin(report: Report) -> str:
 
 
 def _tiles(report: Report) -> tuple[doc.Tile, ...]:
-    """Return the tiles of what was measured; a run that made its checkpoint has all of them."""
+    """Return a tile for each measured number. A run that made its checkpoint has all tiles."""
     is_asked = report.given is None or report.verdict is not None
     tiles = [
         *(accuracy_tiles(report.verdict) if is_asked else ()),
@@ -146,7 +147,7 @@ def _summary(report: Report, total: str) -> doc.Facts:
 
 
 def _size_tile(report: Report) -> doc.Tile | None:
-    """Return the size of the checkpoint, None if the files of a model are not on this machine."""
+    """Return the tile with the checkpoint's size, or None if a model's files are not here."""
     sizes = sizes_of(report)
     before, after, parameters = sizes.source_bytes, sizes.output_bytes, sizes.parameters
     if before is None or after is None or parameters is None:
@@ -157,7 +158,7 @@ def _size_tile(report: Report) -> doc.Tile | None:
 
 
 def _load_tile(report: Report) -> doc.Tile | None:
-    """Return whether the checkpoint loads, None if it was not loaded on this machine."""
+    """Return the tile on loading, or None if the checkpoint was not loaded on this machine."""
     load = report.load
     if load is None:
         return None
