@@ -148,7 +148,7 @@ class Sizes:
     """Bytes before and after quantization, and the number of parameters.
 
     `source_bytes` and `parameters` are the source's, or the baseline's if the checkpoint was given.
-    The bytes are None if the files are not on this machine.
+    Values are None if the files are not on this machine.
     """
 
     source_bytes: int | None
