@@ -27,11 +27,12 @@ SHARED = {
         "config",
         "dequantize",
         "input_rounding",
+        "gpus",
         "plan",
         "schemes",
         "shapes",
     },
-    "observers": {"base", "bases", "flatten", "older", "qparams", "search"},
+    "observers": {"base", "bases", "device_search", "flatten", "older", "qparams", "search"},
     "checks": {"numbers"},
 }
 

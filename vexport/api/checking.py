@@ -14,6 +14,7 @@ from vexport.engine.installed import installed_version
 from vexport.errors import VexportError
 from vexport.errors.extras import attempt, require_extra
 from vexport.files import user_path
+from vexport.formats.gpus import cards
 from vexport.outputs.digests import named_digests
 from vexport.records import CheckReport, OnProgress, silent
 from vexport.version import Version
@@ -40,6 +41,7 @@ def check(
     *,
     tp: Sequence[int] = (),
     sm: Sequence[int] = (),
+    gpu: Sequence[str] = (),
     vllm: Version | None = None,
     source: Name | None = None,
     digests: Name | None = None,
@@ -51,14 +53,15 @@ def check(
 ) -> CheckReport:
     """Check whether vLLM loads a checkpoint, as `vexport check` does.
 
-    With `source` the weights are compared, too. If vLLM is installed, its own loaders judge the
+    `gpu` has names such as "H100", and adds their compute capabilities to `sm`. With `source` the
+    weights are compared, too. If vLLM is installed, its own loaders judge the
     checkpoint as well, unless `static` or VEXPORT_NO_VERIFY is set. `vllm` is the version of vLLM
     to check against: by default the version of `vllm_python`, or of this environment.
     """
     problems: list[VexportError] = []
     settings = Checking(
         tp=tuple(tp),
-        sm=tuple(sm),
+        sm=tuple(dict.fromkeys((*sm, *(card.sm for card in cards(gpu))))),
         vllm=vllm,
         source=source,
         digests=digests,

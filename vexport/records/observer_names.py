@@ -128,41 +128,41 @@ class ObserverName:
 
 OBSERVERS: Mapping[str, ObserverName] = {
     "memoryless_minmax": ObserverName(
-        kind="MemorylessMinMaxObserver", summary="The range of the last tensor observed"
+        kind="MemorylessMinMaxObserver", summary="Range of the last observed tensor"
     ),
     "static_minmax": ObserverName(
         kind="StaticMinMaxObserver",
-        summary="The running minimum and maximum over all tensors observed",
+        summary="Running minimum and maximum over all observed tensors",
     ),
     "minmax": ObserverName(
         kind="MinMaxObserver",
-        summary="A moving average of minimum and maximum, `old * (1 - c) + new * c`",
+        summary="Moving average of minimum and maximum, `old * (1 - c) + new * c`",
         options=AverageOptions(),
     ),
     "memoryless_mse": ObserverName(
         kind="MemorylessMSEObserver",
-        summary="The range of the last tensor that has the least quantization error",
+        summary="Range with the smallest quantization error for the last tensor",
         options=SEARCH,
     ),
     "mse": ObserverName(
         kind="MovingAverageMSEObserver",
-        summary="A moving average of the ranges with the least quantization error",
+        summary="Moving average of the ranges with the smallest quantization error",
         options=AverageSearchOptions(),
     ),
     "imatrix_mse": ObserverName(
         kind="IMatrixMSEObserver",
-        summary="Least quantization error weighted by the mean square of each input channel",
+        summary="Smallest quantization error, weighted by the mean square of each input channel",
         options=IMPORTANCE_SEARCH,
     ),
     "nvfp4_expanded_mse": ObserverName(
         kind="NVFP4ExpandedMSEObserver",
-        summary="Least quantization error between 1.8 and 0.8 times the range, for NVFP4",
+        summary="NVFP4 search by error between 1.8 and 0.8 times the range",
         options=NVFP4_EXPANDED_SEARCH,
         aliases=("fouroversix",),
     ),
     "nvfp4_expanded_imatrix": ObserverName(
         kind="NVFP4ExpandedIMatrixObserver",
-        summary="The same search between 1.5 and 0.5 times the range, for NVFP4",
+        summary="NVFP4 search by importance between 1.5 and 0.5 times the range",
         options=NVFP4_EXPANDED_IMPORTANCE,
     ),
 }
