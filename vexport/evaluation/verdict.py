@@ -2,8 +2,8 @@
 
 With several tasks, PASS needs every task to pass. A test that rejects only if all its parts reject
 needs no correction (intersection-union test, Berger, Technometrics 24, 1982). So each lower bound
-is at 1 - alpha, and a model that loses more than the margin on any task passes with probability
-alpha at most.
+is at 1 - alpha. A model that loses more than the margin on any task passes with probability alpha
+at most.
 
 FAIL needs only one task, so upper bounds are corrected by Holm's steps (Scandinavian Journal of
 Statistics 6, 1979). A task's upper bound is at the level at which Holm last tested the task. Hence

@@ -184,9 +184,9 @@ class GroupRounding:
 class LayerRounding:
     """Rounded fusion groups of a decoder layer, and the error of the layer's output.
 
-    `state_error` is |h~ - h|^2 / |h|^2, where h is the source's output. `cached` has the ranges of
-    keys and values in the rounded layer if the KV cache is quantized, keyed by the attention
-    module's name in the checkpoint. `ranges`, `importance` and `routed` are as in
+    `state_error` is |h~ - h|^2 / |h|^2, where h is the source's output. `cached` maps an attention
+    module's name in the checkpoint to the ranges of its keys and values in the rounded layer. It is
+    filled if the KV cache is quantized. `ranges`, `importance` and `routed` are as in
     CalibrationRecord.
     """
 
