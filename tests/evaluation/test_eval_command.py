@@ -3,6 +3,7 @@ starts.
 """
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -42,8 +43,9 @@ def test_options_that_do_not_fit_are_refused(
 
 def test_the_help_names_the_limits_of_a_scenario() -> None:
     shown = " ".join(vexport("eval", "--help").stdout.split())
-    assert f"this mean KL [default: {DEFAULT_KL_LIMIT:g}]" in shown
-    assert f"the rise of the NLL [default: {DEFAULT_NLL_LIMIT:g}]" in shown
+    limits = {"--kl-limit": DEFAULT_KL_LIMIT, "--nll-limit": DEFAULT_NLL_LIMIT}
+    for option, limit in limits.items():
+        assert re.search(rf"{option} NATS [^\[]*\[default: {limit:g}\]", shown)
 
 
 def test_something_else_is_not_replaced_by_an_accepted_baseline(tmp_path: Path) -> None:
