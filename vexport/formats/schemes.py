@@ -103,7 +103,7 @@ class Scheme:
 
 
 # Names in other tools (case and separators removed), and vexport's name.
-ELSEWHERE = {
+ELSEWHERE: Mapping[str, str] = {
     **dict.fromkeys(("int4", "w4", "q4", "nf4", "4bit"), "W4A16"),
     **dict.fromkeys(("fp4", "w4a4", "nvfp4a4", "nvfp4w4a4"), "NVFP4"),
     **dict.fromkeys(("w4afp16", "nvfp4w4a16"), "NVFP4A16"),
@@ -114,12 +114,21 @@ ELSEWHERE = {
     **dict.fromkeys(("blockfp8", "fp8blockwise", "fp8deepseek"), "FP8_BLOCK"),
     **dict.fromkeys(("w8", "int8a16", "8bit"), "W8A16"),
     **dict.fromkeys(("w8a8int8", "int8w8a8", "smoothquant"), "W8A8"),
-    **dict.fromkeys(("gptq", "w4a16gptq"), "W4A16 with --rounding gptq"),
+}
+# Names of methods, which are no schemes, and what to do instead.
+METHODS: Mapping[str, str] = {
     **dict.fromkeys(
-        ("autoround", "w4a16autoround"), "W4A16 with --rounding refit, which is another method"
+        ("gptq", "w4a16gptq"), "GPTQ is a rounding: use --scheme W4A16 --rounding gptq"
     ),
     **dict.fromkeys(
-        ("awq", "w4a16awq"), "W4A16_ASYM with --rounding refit; vexport does not smooth weights"
+        ("autoround", "w4a16autoround"),
+        "AutoRound is not included: use --scheme W4A16 --rounding refit, or quantize with "
+        "AutoRound and check the result with vexport",
+    ),
+    **dict.fromkeys(
+        ("awq", "w4a16awq"),
+        "AWQ is not included: use --scheme W4A16_ASYM --rounding refit, or quantize with another "
+        "tool and check the result with vexport",
     ),
 }
 
@@ -156,8 +165,15 @@ def scheme_name(text: str) -> str:
 
 
 def meant(name: str, known: Sequence[str]) -> str:
-    """Return ` (did you mean X?)` with vexport's name for another tool's, or a similar name."""
-    elsewhere = ELSEWHERE.get(fold_name(name))
+    """Return a hint in parentheses on an unknown scheme, with a space before it, or "".
+
+    The hint is vexport's name of another tool's scheme, the remedy for a method such as AWQ, or
+    else the nearest known name.
+    """
+    folded = fold_name(name)
+    if folded in METHODS:
+        return f" ({METHODS[folded]})"
+    elsewhere = ELSEWHERE.get(folded)
     return f" (did you mean {elsewhere}?)" if elsewhere else nearest(name, known)
 
 
