@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from vexport.api.common import Name, OnProblem, is_verifying
+from vexport.checkpoint.index import require_checkpoint
 from vexport.checkpoint.source import resolve_drafter, resolve_source
 from vexport.checks import Against, check_checkpoint, findings_of
 from vexport.checks.vllm.view import Target
@@ -151,7 +152,8 @@ def _against(settings: Checking) -> Against | None:
     if settings.source is None:
         return None
     require_extra("torch", "--source")
+    root = _folder(os.fspath(settings.source), settings.on_progress)
+    require_checkpoint(root)
     from vexport.fidelity.compare import against
 
-    root = _folder(os.fspath(settings.source), settings.on_progress)
     return against(root, on_layer=partial(settings.on_progress, "compare (layers)"))
