@@ -229,3 +229,36 @@ def test_an_unknown_name_gets_the_nearest(name: str, meant: str) -> None:
     assert (ran.code, ran.stdout) == (2, "")
     (line,) = ran.errors
     assert f"did you mean {meant}?" in line
+
+
+@pytest.mark.parametrize(
+    ("command", "file", "forms"),
+    [("check", "a.html", ".txt, .json, .xml"), ("plan", "a.xml", ".txt, .json")],
+)
+def test_a_file_of_another_form_is_refused(
+    command: str, file: str, forms: str, llama: Path, tmp_path: Path
+) -> None:
+    """A file that is called html never holds text."""
+    ran = vexport(command, llama, "-o", tmp_path / file)
+    assert ran.code == 2
+    assert file in ran.errors[0]
+    assert f"ends in {forms}" in ran.errors[0]
+    assert not (tmp_path / file).exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("AWQ", "AWQ is not included: use --scheme W4A16_ASYM --rounding refit"),
+        ("auto-round", "quantize with AutoRound and check the result"),
+        ("gptq", "use --scheme W4A16 --rounding gptq"),
+    ],
+)
+def test_a_method_is_no_scheme(name: str, words: str, llama: Path) -> None:
+    ran = vexport("plan", llama, "--scheme", name)
+    assert ran.code == 2
+    assert words in ran.errors[0]
+
+
+def test_schemes_with_other_group_sizes_are_named() -> None:
+    assert "W4A16_G64 and W4A16_CHANNEL" in vexport("list", "schemes").stdout

@@ -367,7 +367,13 @@ def _by_suffix(context: click.Context, parameter: click.Parameter, value: str) -
         return value
     wanted = FORMAT_OF_SUFFIX.get(file.suffix.lower(), value)
     choices = parameter.type.choices if isinstance(parameter.type, click.Choice) else ()
-    return wanted if wanted in choices else value
+    if wanted not in choices:
+        endings = [suffix for suffix, form in FORMAT_OF_SUFFIX.items() if form in choices]
+        raise click.BadParameter(
+            f"{file.name}: this command cannot write {wanted}; name a file that ends in "
+            f"{', '.join(endings)}, or give --format."
+        )
+    return wanted
 
 
 def _remember(context: click.Context, parameter: click.Parameter, value: Path | None) -> None:

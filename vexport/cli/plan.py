@@ -31,6 +31,10 @@ if TYPE_CHECKING:
     from vexport.formats.plan import Plan
     from vexport.scenario import Scenario
 
+OTHER_GROUP_SIZES = """
+Other group sizes: add _G and the number of columns, or _CHANNEL for one scale per row, as in
+W4A16_G64 and W4A16_CHANNEL. --scheme W4A16 --group-size 64 is the same.
+"""
 # Settings that the table of all schemes depends on.
 OF_TABLE = ("revision", "group_size", "ignore", "kv_cache", "tp")
 
@@ -253,7 +257,10 @@ def list_command(what: str, answer: Answer) -> None:
     from vexport.api import entries
     from vexport.reports.catalog import render_catalog
 
-    print_text(render_catalog(entries(what), answer.format_))
+    shown = render_catalog(entries(what), answer.format_)
+    if what == "schemes" and answer.format_ == "text":
+        shown += OTHER_GROUP_SIZES
+    print_text(shown)
 
 
 @command("explain")
