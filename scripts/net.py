@@ -11,7 +11,8 @@ its JSON on the demo, and the exit code and message of wrong calls. Weights, con
 that made it.
 
 `--only PART...` records or compares some parts: written, rounded, checked, helped, answered,
-refused, run.
+refused, run. `compare --without-texts` leaves prose out: it compares exit codes, options, the keys
+and numbers of JSON, and the check, severity and place of findings.
 """
 
 import os
@@ -21,6 +22,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "VEXPORT_NO_VER
 import argparse  # noqa: E402
 import hashlib  # noqa: E402
 import json  # noqa: E402
+import re  # noqa: E402
 import subprocess  # noqa: E402
 import sys  # noqa: E402
 from collections.abc import Collection, Iterator, Mapping  # noqa: E402
@@ -61,6 +63,8 @@ VOLATILE = (
     "started",
     "version",
 )
+# Keys of JSON whose texts are compared without prose, too.
+COUNTING_TEXTS = ("check", "severity", "where", "outcome", "status", "scheme", "schema", "kernel")
 ANSWERED = (
     "plan MODEL --scheme NVFP4",
     "plan SCENARIO",
@@ -355,14 +359,38 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Record what vexport writes and says, or compare.")
     parser.add_argument("action", choices=("record", "compare"))
     parser.add_argument("file", type=Path)
+    parser.add_argument("--without-texts", action="store_true", help="compare no prose")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="PART")
     options = parser.parse_args()
     made = record(options.only)
     if options.action == "record":
         options.file.write_text(json.dumps(made, indent=1) + "\n")
         return 0
-    before: dict[str, str] = json.loads(options.file.read_text())
+    before: Mapping[str, str] = json.loads(options.file.read_text())
+    if options.without_texts:
+        before = {name: without_texts(name, text) for name, text in before.items()}
+        made = {name: without_texts(name, text) for name, text in made.items()}
     return compare(before, made, whole=options.only == names)
+
+
+def without_texts(name: str, text: str) -> str:
+    """Return a recorded text without its prose."""
+    kind = name.partition(" ")[0]
+    if kind == "help":
+        return "\n".join(sorted(set(re.findall(r"--[a-z][a-z-]*", text))))
+    if kind == "json":
+        code, _, content = text.partition("\n")
+        return f"{code}\n{json.dumps(bare(json.loads(content)), indent=1)}"
+    return text.partition("\n")[0] if kind in ("refused", "run") else text
+
+
+def bare(value: object, key: str = "") -> object:
+    """Return JSON with its keys and numbers, and with texts of findings only where they count."""
+    if isinstance(value, dict):
+        return {name: bare(part, name) for name, part in value.items()}
+    if isinstance(value, list):
+        return [bare(part, key) for part in value]
+    return "text" if isinstance(value, str) and key not in COUNTING_TEXTS else value
 
 
 def compare(before: Mapping[str, str], made: Mapping[str, str], whole: bool) -> int:
