@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+import torch
 
 from tests.command import vexport
 from vexport.checkpoint.index import read_index
@@ -95,7 +96,7 @@ def test_quantize_says_how_much_it_did_and_warns_of_little(narrow: Path, tmp_pat
     assert ran.code == 0, ran.stderr
     assert f"{out}: W4A16: 4 of 15 linear layers" in ran.stdout
     assert f"vexport check {out}" in ran.stdout
-    assert f"vllm serve {out}" in ran.stdout
+    assert f"vllm serve {out}\n" in ran.stdout
     warnings = [line for line in ran.stderr.splitlines() if line.startswith("warning: ")]
     assert len(warnings) == 2
     assert "192 is not a multiple of group size 128" in warnings[0]
@@ -236,3 +237,10 @@ def test_plan_of_one_gpu_only(llama: Path) -> None:
     ran = vexport("plan", llama, "--scheme", "NVFP4", "--gpu", "H100")
     assert ran.code == 0
     assert "on SM 90 (Hopper): NVFP4 weights only" in ran.stdout
+
+
+def test_next_line_says_if_serving_needs_a_gpu(llama: Path, tmp_path: Path) -> None:
+    """vLLM's CPU build runs W4A16 itself, and cannot run NVFP4A16."""
+    ran = vexport("quantize", llama, tmp_path / "a", "--scheme", "NVFP4A16", "--quiet")
+    needs = "" if torch.cuda.is_available() else "  # on a machine with a GPU"
+    assert f"vllm serve {tmp_path / 'a'}{needs}\n" in ran.stdout

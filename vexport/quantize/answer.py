@@ -2,6 +2,8 @@
 
 import shlex
 
+import torch
+
 from vexport.formats.plan import Plan
 from vexport.quantize.warnings import (
     fallback_warnings,
@@ -48,6 +50,19 @@ def quantized_answer(
         ),
         next_commands=(
             f"vexport check {shlex.quote(checkpoint)}",
-            f"vllm serve {shlex.quote(checkpoint)}",
+            _serve_command(checkpoint, plan),
         ),
     )
+
+
+def _serve_command(checkpoint: str, plan: Plan) -> str:
+    """Return the command that serves a checkpoint.
+
+    vLLM's CPU build cannot run some schemes, which vexport emulates inside its own commands. If
+    such a checkpoint is made on a machine without a GPU, a comment says that serving needs one.
+    """
+    command = f"vllm serve {shlex.quote(checkpoint)}"
+    is_emulated = any(scheme.format.cpu(scheme.args) == "emulated" for scheme in plan.used_schemes)
+    if is_emulated and not torch.cuda.is_available():
+        return f"{command}  # on a machine with a GPU"
+    return command

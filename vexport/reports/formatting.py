@@ -202,7 +202,10 @@ def next_step(report: "Report") -> tuple[str, str]:
     if report.outcome == "PASS":
         if report.load is None:  # a server has it, or its answers were given
             return "", ""
-        return f"vllm serve {shlex.quote(report.load.checkpoint)}", "Serve it."
+        command = f"vllm serve {shlex.quote(report.load.checkpoint)}"
+        if report.load.engine is not None and report.load.engine.emulated:
+            return command, "Serve it on a GPU: vLLM's CPU build has no kernels for this scheme."
+        return command, "Serve it."
     if report.verdict and any(task.too_many_lost for task in report.verdict.tasks):
         return "", "Raise max_gen_toks until answers end by themselves, and evaluate again."
     if report.verdict and any(task.uninformative for task in report.verdict.tasks):
