@@ -1,7 +1,7 @@
-"""The static gate: findings on a checkpoint's files, without vLLM, a GPU or torch.
+"""Static checks of a checkpoint's files, without vLLM, a GPU or torch.
 
-Adding a check family is one new file and one line in `CHECKS`. What families share is in `vllm`,
-the model of vLLM, and in `numbers`, the looks at stored numbers.
+A new check family needs one new file and one line in `CHECKS`. Families share `vllm`, the model of
+what vLLM does, and `numbers`, the checks of stored numbers.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -38,18 +38,19 @@ if TYPE_CHECKING:
     from vexport.checks.vllm.translated import TranslatedView
 
 FILES = "files"
-# The check of a finding that stands for an unexpected exception in a family.
+# The check name of findings that report an unexpected exception in a family.
 INTERNAL = "internal"
-# The family that compares with the source; it needs torch and lives in `vexport.fidelity`.
+# The family that compares with the source. It needs torch and is in `vexport.fidelity`.
 SOURCE = "source"
 COMPARED = (
     "weights, kept tensors, tokenizer, template and configs are those of the source (--source)"
 )
 # Families that apply to every quantization method.
 OF_ANY_METHOD = ("shards", "digests", "config")
-# Families that read numbers; other methods are translated to compressed-tensors first.
+# Families that read numbers. Checkpoints of other methods are translated to compressed-tensors
+# first.
 OF_NUMBERS = ("values", "fusion")
-# Families that need only config.json, names and headers: run on what vexport writes.
+# Families that only need config.json, names and headers. They also check what vexport writes.
 OF_HEADERS = (
     "shards",
     "model",
@@ -60,14 +61,14 @@ OF_HEADERS = (
     "kv_cache",
     "transforms",
 )
-# What is not judged: settled by vLLM's loaders, or by nothing.
+# Names of parts that the static checks may leave unchecked.
 NAMES = "names and shapes of tensors"
 NUMBERS = "quantized weights and their scales"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Against:
-    """The unquantized checkpoint `root`, and how one that was made from it is compared with it."""
+    """Unquantized checkpoint `root`, and the check that compares a quantized checkpoint with it."""
 
     root: Path
     run: CheckFunction
@@ -75,13 +76,13 @@ class Against:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """One family of findings."""
+    """Family of findings."""
 
     description: str
     run: CheckFunction
 
 
-# The families in the order of their findings.
+# The families, in the order in which their findings are reported.
 CHECKS: Mapping[str, Check] = {
     "shards": Check(description=shards.DESCRIPTION, run=shards.run),
     "digests": Check(description=shards.BYTES, run=shards.digests),
@@ -108,11 +109,13 @@ def check_checkpoint(
     root: Path | None = None,
     digests: Mapping[str, str] | None = None,
 ) -> CheckReport:
-    """All findings on the checkpoint `name`, a folder unless `root` is, in the order of `CHECKS`.
+    """Return all findings on the checkpoint `name`, in the order of `CHECKS`.
 
-    `target` says what it is to be served with, `against` compares it with its source
-    (`vexport.fidelity.compare`), `digests` has those of files by path. Raises InputError where
-    there is no checkpoint at all; broken files are findings.
+    `root` is the folder of the checkpoint if `name` is not. `target` contains the ranks, GPUs and
+    vLLM version that the checkpoint should be served with. `against` compares the checkpoint with
+    its source (`vexport.fidelity.compare`). `digests` maps paths of files to their digests.
+
+    Raises InputError if there is no checkpoint at all. Broken files are findings.
     """
     root = root or Path(name)
     require_config(root)
@@ -144,7 +147,7 @@ def check_checkpoint(
 
 
 def findings_of_headers(root: Path) -> tuple[Finding, ...]:
-    """The findings on a checkpoint that need no look at its weights, in less than a second."""
+    """Return the findings that do not need the weights. This takes less than a second."""
     try:
         with Reader() as reader:
             view = CheckpointView(read_index(root), reader)
@@ -159,8 +162,9 @@ def findings_of_headers(root: Path) -> tuple[Finding, ...]:
 
 
 def findings_on(view: CheckpointView, against: Against | None = None) -> Iterator[Finding]:
-    """The findings of all families; of a checkpoint of another method on its files and config
-    alone.
+    """Yield the findings of all families.
+
+    If the checkpoint's quantization method is not known, only its files and config are checked.
     """
     judged = other_method(view) is None
     numbers = _InOurTerms()
@@ -175,7 +179,7 @@ def findings_on(view: CheckpointView, against: Against | None = None) -> Iterato
 
 
 class _InOurTerms:
-    """Runs checks of numbers on one checkpoint of any method, which is translated only once."""
+    """Runner of checks of numbers. It translates a checkpoint of another method only once."""
 
     def __init__(self) -> None:
         self._translated: TranslatedView | None = None
@@ -194,7 +198,9 @@ class _InOurTerms:
 def _not_of_source(
     found: Iterable[Finding], view: CheckpointView, source: Path
 ) -> Iterator[Finding]:
-    """The findings but for those on tensors that the source has too, byte by byte."""
+    """Yield the findings, except findings on tensors that are stored in the source with the same
+    bytes.
+    """
     tensors, origins = view.index.tensors, read_index(source).tensors
     with Reader() as reader:
         for finding in found:
@@ -208,8 +214,10 @@ def _not_of_source(
 
 
 def _or_internal_error(family: str, run: CheckFunction, view: CheckpointView) -> Iterator[Finding]:
-    """The findings of a family; what it cannot read is one, as is a mistake of ours: the others go
-    on.
+    """Yield the findings of a family.
+
+    An unreadable file and an unexpected exception become findings, too, so that the other families
+    still run.
     """
     try:
         yield from run(view)
@@ -224,20 +232,20 @@ def _or_internal_error(family: str, run: CheckFunction, view: CheckpointView) ->
 
 
 def internal_error(where: str, error: Exception) -> Finding:
-    """A mistake of ours as a finding: what else was found stands, and the command ends with exit
-    code 4.
+    """Return a finding for an unexpected exception. Other findings are kept, and the command exits
+    with code 4.
     """
     return Finding.of(unforeseen(error, where), check=INTERNAL, severity="error")
 
 
 def findings_of(error: VexportError) -> tuple[Finding, ...]:
-    """Return what is said of files that cannot be read: a finding for each problem."""
+    """Return one finding for each problem of files that cannot be read."""
     problems = error.problems if isinstance(error, InputErrors) else (error,)
     return tuple(Finding.of(problem, check=FILES, severity="error") for problem in problems)
 
 
 def unjudged(view: CheckpointView) -> Iterator[NotJudged]:
-    """The parts of a checkpoint that no check has looked at: PASS is said of the rest."""
+    """Yield the parts of a checkpoint that no check covers. PASS only applies to the rest."""
     asked, known = view.model.asked_version, view.model.version
     if asked != known or view.quantization.method is not None and known != PINNED:
         rules = short_version(known if view.quantization.method is None else PINNED)

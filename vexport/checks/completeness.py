@@ -1,4 +1,4 @@
-"""Is every tensor there that vLLM would otherwise leave uninitialized, silently?"""
+"""Check that no tensor is missing that vLLM would silently leave uninitialized."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -27,7 +27,7 @@ DESCRIPTION = (
 LAYERS = "layers"
 EXPERTS = ".experts."
 LAYER = re.compile(r"\.layers\.\d+$")
-# The table of tokens and the output head, of text models and within multimodal ones.
+# Names of the embeddings and the output head, in text models and within multimodal models.
 TABLES = (
     "model.embed_tokens.weight",
     "language_model.model.embed_tokens.weight",
@@ -38,8 +38,8 @@ HEADS = tuple(
     for model in ("", "language_model.")
     for weight in ("weight", "weight_packed")
 )
-# Tensors that vLLM drops or takes for the KV cache, whatever the class: AutoWeightsLoader in
-# models/utils.py, get_cache_scale_mapper and _ignore_unexpected_suffixes in
+# Tensors that vLLM drops or uses for the KV cache in every class. Sources: AutoWeightsLoader in
+# models/utils.py, and get_cache_scale_mapper and _ignore_unexpected_suffixes in
 # quantization/base_config.py.
 UNREAD = re.compile(
     r"rotary_(pos_)?emb\.(inv_freq|cos_cached|sin_cached)|\.([qkv]_(scale|zero_point)|kv_scale|g_idx)$"
@@ -47,7 +47,7 @@ UNREAD = re.compile(
 
 
 def run(view: CheckpointView) -> Iterator[Finding]:
-    """Findings on missing and unexpected tensors."""
+    """Yield findings on missing and unexpected tensors."""
     if not view.index.tensors:
         yield _missing(str(view.index.root), "the model's tensors")
         return
@@ -68,7 +68,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
 
 
 def unjudged_tensors(view: CheckpointView) -> Iterator[NotJudged]:
-    """The tensors that are not judged, and why."""
+    """Yield the tensors that are not checked, with the reason."""
     layout = view.model.layout
     if layout is None:
         what = f"names and shapes of the tensors of {view.model.class_name or 'the model'}"
@@ -81,7 +81,11 @@ def unjudged_tensors(view: CheckpointView) -> Iterator[NotJudged]:
 
 
 def _drafts(view: CheckpointView) -> Iterator[Finding]:
-    """Layers that predict further tokens, which the config announces: only drafting needs them."""
+    """Report missing layers for multi-token prediction (MTP) that the config declares.
+
+    Only drafting needs them. The finding is an error if the checkpoint should draft with them, else
+    a warning.
+    """
     text = view.model.text
     announced = next((key for key in DRAFTS if isinstance(text.get(key), int) and text[key]), None)
     if announced is None or any(map(view.model.drafts, view.index.tensors)):
@@ -94,8 +98,8 @@ def _drafts(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _of_layout(view: CheckpointView, layout: ModelLayout) -> Iterator[Finding]:
-    """Modules and parameters that the class has and the checkpoint lacks, and the other way
-    round.
+    """Report tensors that the model class needs and the checkpoint lacks, and tensors that the
+    class does not have.
     """
     unexpected, missing = list(_unexpected(view, layout)), _lacking(view, layout)
     yield from _untied_head(view)
@@ -120,7 +124,7 @@ def _of_layout(view: CheckpointView, layout: ModelLayout) -> Iterator[Finding]:
 
 
 def _lacking(view: CheckpointView, layout: ModelLayout) -> dict[str, str]:
-    """The tensors that are not there, with the place that a finding names."""
+    """Return the missing tensors by name, each with the name that findings use."""
     names = view.index.tensors.keys()
     pairs = map(split_name, names)
     stored = {module for module, parameter in pairs if parameter not in WITH_OTHERS | {"bias"}}
@@ -139,7 +143,9 @@ def _lacking(view: CheckpointView, layout: ModelLayout) -> dict[str, str]:
 def _absent(
     view: CheckpointView, layout: ModelLayout, missing: Mapping[str, str]
 ) -> Iterator[Finding]:
-    """Findings on missing tensors: one on a part of the model of which nothing is there."""
+    """Yield findings on missing tensors. If a whole part of the model is missing, there is one
+    finding for the part.
+    """
     held = {
         name[:at] for name in view.index.tensors for at, letter in enumerate(name) if letter == "."
     }
@@ -152,7 +158,7 @@ def _absent(
     sized = f"of {view.model.class_name} as its config sizes it"
     for part, inside in sorted(parts.items()):
         if any(name.startswith(f"{part}.") for name in layout.unknown):
-            continue  # a tower that the config may leave out
+            continue  # the config may leave out this tower
         if len({name.rpartition(".")[0] for name in inside}) > 1:
             layers = view.model.text.get("num_hidden_layers")
             known = f"; {layers} decoder layers (num_hidden_layers)" if LAYER.search(part) else ""
@@ -164,7 +170,7 @@ def _absent(
 
 
 def _unexpected(view: CheckpointView, layout: ModelLayout) -> Iterator[str]:
-    """Tensors that the class does not have."""
+    """Yield the tensors that the model class does not have."""
     method = view.quantization.method
     own_scales = tuple(method.cache_scales.values()) if method else ()
     for name in sorted(view.index.tensors.keys() - layout.parameters.keys() - layout.optional):
@@ -178,7 +184,7 @@ def _unexpected(view: CheckpointView, layout: ModelLayout) -> Iterator[str]:
 
 
 def _without_parameter(view: CheckpointView, layout: ModelLayout, name: str) -> Finding:
-    """Return what vLLM does with a tensor that it has no parameter for."""
+    """Return the finding on a tensor that has no parameter in vLLM."""
     expected = f"only tensors of {view.model.class_name}, as its config sizes it"
     fix = "remove the tensor, or correct its name or the config"
     if name.endswith(".bias"):
@@ -194,10 +200,11 @@ def _without_parameter(view: CheckpointView, layout: ModelLayout, name: str) -> 
 
 
 def _untied_head(view: CheckpointView) -> Iterator[Finding]:
-    """A head next to a config that ties it to the embeddings: transformers takes these, vLLM the
-    head (maybe_untie_word_embeddings in config/model.py).
+    """Report an output head that differs from the embeddings although the config ties them.
 
-    In a multimodal model the outermost config decides (with_hf_config in config/vllm.py).
+    transformers then uses the embeddings, but vLLM uses the head (maybe_untie_word_embeddings in
+    config/model.py). In a multimodal model, the outermost config decides (with_hf_config in
+    config/vllm.py).
     """
     tensors = view.index.tensors
     table = next((tensors[name] for name in TABLES if name in tensors), None)
@@ -214,7 +221,7 @@ def _untied_head(view: CheckpointView) -> Iterator[Finding]:
 def _passed_over(
     where: str, expected: str, got: str, fix: str = "export the checkpoint again"
 ) -> Finding:
-    """A tensor that is not there or not read, which changes no answer of vLLM."""
+    """Return a warning about a missing or unread tensor that does not change vLLM's outputs."""
     return warning(NAME, where, expected=expected, got=got, fix=fix)
 
 
@@ -227,7 +234,7 @@ def _parameters(view: CheckpointView, group: ConfigGroup, layer: StoredLayer) ->
         if parameter == "input_scale" and any(
             parameter in view.model.modules[other] for other in fused.members
         ):
-            # vLLM takes the largest of all members (create_fp8_input_scale).
+            # vLLM uses the largest input scale of all members (create_fp8_input_scale).
             expected = "an input scale for each layer that runs as one"
             yield _passed_over(
                 where, expected, f"none: vLLM takes that of the others in {fused.name}"
@@ -265,8 +272,9 @@ def _fused_parts(view: CheckpointView, fused: FusedLayer) -> Iterator[Finding]:
 
 
 def _decoder_layers(view: CheckpointView) -> Iterator[Finding]:
-    """Compare the number of decoder layers with the config's, for a class whose tensors are not
-    known.
+    """Report missing decoder layers of a class whose tensors are not known.
+
+    The number of decoder layers is compared with `num_hidden_layers` in the config.
     """
     numbers: dict[str, set[int]] = {}
     for name in view.index.tensors:

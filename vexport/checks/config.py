@@ -1,6 +1,4 @@
-"""Can vLLM read the quantization config at all, and compute the rotations that it leaves to the
-model?
-"""
+"""Check that vLLM can read the quantization config and compute its online rotations."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -31,16 +29,16 @@ TRANSFORMS = (
 FORMAT_NAMES = frozenset(
     {"dense", "mixed-precision", "naive-quantized", *(each.name for each in FORMATS)}
 )
-# With both of them in static INT8 vLLM runs another scheme (_is_wNa8o8_int); other outputs it
-# passes over.
+# If both sides are static INT8, vLLM runs another scheme (_is_wNa8o8_int). It ignores other
+# quantized outputs.
 SIDES = ("input_activations", "output_activations")
-# Activation ordering that vLLM no longer runs (compressed_tensors.py,
+# Activation orders that vLLM no longer supports (compressed_tensors.py,
 # _quantization_scheme_map_from_config).
 REFUSED_ORDERING = ("group", "dynamic")
 
 
 def run(view: CheckpointView) -> Iterator[Finding]:
-    """Findings on the quantization config."""
+    """Yield findings on the quantization config."""
     config = view.quantization.values
     quantized = bool(view.layers.quantized)
     if config is None:
@@ -86,14 +84,18 @@ def _without_config(view: CheckpointView, *, quantized: bool) -> Iterator[Findin
 
 
 def _nothing_quantized(view: CheckpointView, got: str) -> Finding:
-    """Warn of a checkpoint that is not quantized, such as a copy of the source in a CI gate."""
+    """Return a warning that the checkpoint is not quantized, for example a copy of the source in a
+    CI job.
+    """
     expected = "a quantized checkpoint"
     fix = "name the quantized checkpoint; if this is the unquantized model, there is nothing to do"
     return warning(NAME, view.quantization.place, expected=expected, got=got, fix=fix)
 
 
 def _other_method(view: CheckpointView, method: "QuantMethod") -> Iterator[Finding]:
-    """Return what vLLM refuses of another method's config, or reads otherwise than it is meant."""
+    """Yield findings on another method's config: keys that vLLM refuses or misreads, and
+    unsupported arguments.
+    """
     for problem in method.problems:
         yield replace(problem, check=NAME, where=f"{view.quantization.place}.{problem.where}")
     used = [view.lookup.group_of(fused) for fused in view.layers.quantized]
@@ -115,8 +117,8 @@ def _unreadable(view: CheckpointView, groups: Mapping[str, Json]) -> Iterator[Fi
 
 
 def has_quantized_outputs(view: CheckpointView) -> bool:
-    """Return whether vLLM runs a group in a scheme of its own, whose rules are not among the
-    checks.
+    """Return True if vLLM runs a group in its scheme for static INT8 outputs, which vexport does
+    not check.
     """
     groups = (view.quantization.values or {}).get("config_groups")
     return any(
@@ -177,7 +179,9 @@ def _groups(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _sparsity(view: CheckpointView, config: Mapping[str, Json]) -> Iterator[Finding]:
-    """Source: _parse_sparsity_config of CompressedTensorsConfig."""
+    """Report a sparsity config that vLLM refuses (_parse_sparsity_config of
+    CompressedTensorsConfig).
+    """
     sparsity = config.get("sparsity_config")
     usable = isinstance(sparsity, dict) and "format" in sparsity and not sparsity.get("targets")
     if sparsity and not usable:
@@ -189,7 +193,7 @@ def _sparsity(view: CheckpointView, config: Mapping[str, Json]) -> Iterator[Find
 
 
 def _patterns(view: CheckpointView) -> Iterator[Finding]:
-    """Regular expressions that Python refuses, in targets and ignore."""
+    """Report invalid regular expressions in targets and ignore."""
     lists: dict[str, tuple[str, ...]] = {"ignore": view.quantization.ignore}
     for group in view.quantization.config_groups:
         lists[f"config_groups.{group.name}.targets"] = group.targets
@@ -208,13 +212,13 @@ def _finding(view: CheckpointView, key: str, expected: str, got: str, fix: str) 
 
 
 def other_method(view: CheckpointView) -> str | None:
-    """The name of the method, where it is neither compressed-tensors nor another that is judged."""
+    """Return the name of the quantization method, or None if vexport checks this method."""
     name = method_name(view.quantization.values) if view.quantization.values is not None else None
     return None if name in METHODS else name
 
 
 def _of_other_method(view: CheckpointView, method: str) -> Iterator[Finding]:
-    """The one finding on a checkpoint of a method that vLLM does not have."""
+    """Report that vLLM does not support the checkpoint's quantization method."""
     if method in view.model.facts.methods:
         return
     vllm = short_version(view.model.asked_version)
@@ -226,7 +230,9 @@ def _of_other_method(view: CheckpointView, method: str) -> Iterator[Finding]:
 
 
 def transforms(view: CheckpointView) -> Iterator[Finding]:
-    """Findings on transforms of inputs and outputs; those in the weights are of no concern."""
+    """Yield findings on transforms of inputs and outputs. Transforms that are merged into the
+    weights need no check.
+    """
     where = f"{view.quantization.place}.transform_config"
     for transform in view.quantization.transforms:
         if transform.location not in (INPUT, OUTPUT):
@@ -248,8 +254,10 @@ def transforms(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _matrix(view: CheckpointView, transform: OnlineTransform) -> Iterator[Finding]:
-    """Every producer stores it; without, vLLM multiplies with uninitialized memory
-    (SharedWeightParameter), or rotates the inputs of weights that were not rotated the other way.
+    """Report a transform whose matrix is not stored.
+
+    Every producer stores the matrix. Without it, vLLM multiplies by uninitialized memory
+    (SharedWeightParameter), or rotates the inputs of weights that are not rotated back.
     """
     if not any(name.endswith(f".{transform.submodule}.weight") for name in view.index.tensors):
         expected = f"the matrix of the {transform.kind} transform, with one of its layers"

@@ -1,10 +1,10 @@
-"""Would vLLM run the checkpoint on so many ranks, on such GPUs and in another version, as it is
-stored?
+"""Check whether a checkpoint runs as stored on the given numbers of GPUs, GPU types and vLLM
+version.
 
-Asked by `--tp`, `--sm` and `--vllm`. The rules of shapes by rank are those of the plan; which
-kernel runs each layer is vLLM's own choice, which `load --dry` shows. Which version has what comes
-from the files that scripts/generate_versions.py reads from the wheels; all other checks are true of
-`PINNED`.
+The options `--tp`, `--sm` and `--vllm` select these checks. Shapes per rank follow the same rules
+as in plans. vLLM chooses the kernel of each layer itself, and `load --dry` shows its choice. The
+features of each version come from files that scripts/generate_versions.py creates from the wheels.
+All other checks describe `PINNED`.
 """
 
 from collections import Counter
@@ -37,13 +37,14 @@ VERSIONS = (
 LOAD = "load it in that version: vexport load --dry --vllm-python"
 OTHER_SCHEME = "serve it elsewhere, or use another scheme"
 SERVE = "serve it with another version, or use another scheme"
-# FP8 caches in Triton's attention, and what FlashInfer's takes.
+# The first SM with FP8 caches in Triton's attention; the first SM and the head sizes that
+# FlashInfer supports.
 TRITON_FP8_FROM, FLASHINFER_FROM, FLASHINFER_HEADS = 89, 80, (64, 128, 256, 512)
 SINKS = ".sinks"
 
 
 def run(view: CheckpointView) -> Iterator[Finding]:
-    """Findings for the ranks and capabilities that were asked for."""
+    """Yield findings on the ranks and compute capabilities in the target."""
     for ranks in view.target.tp if view.model.architecture.row_parallel else ():
         yield from _heads(view, ranks)
         yield from _shapes(view, ranks)
@@ -53,12 +54,14 @@ def run(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _cache(view: CheckpointView) -> Iterator[Finding]:
-    """GPUs on which no attention runs an FP8 KV cache: Triton's refuses it there, FlashInfer's may
-    run it.
+    """Report GPUs on which no attention backend supports an FP8 KV cache.
 
-    Sources: _get_backend_priorities in vllm/platforms/cuda.py, TritonAttentionImpl.__init__ and
+    On older GPUs Triton's attention refuses an FP8 cache, but FlashInfer may support it. Latent
+    attention (MLA) uses other backends, which are not checked.
+
+    Sources: _get_backend_priorities in vllm/platforms/cuda.py; TritonAttentionImpl.__init__, and
     supports_compute_capability, get_supported_head_sizes and supports_sink of FlashInferBackend in
-    vllm/v1/attention/backends. Latent attention (MLA) has others, which are not known here.
+    vllm/v1/attention/backends.
     """
     text = view.model.text
     method = view.quantization.method
@@ -131,7 +134,7 @@ def _capabilities(
     layers = (
         f"{with_stars(fused_layers[0].name)} and all of {group.name} ({_layers(len(fused_layers))}"
     )
-    # In the vLLM that was asked for; 0 where that is not known.
+    # The scheme's least SM in the target version of vLLM, or 0 if it is not known.
     known = view.model.facts.schemes if view.model.asked_version != PINNED else {}
     least = known.get(group.storage.vllm_scheme(group), 0)
     refusing = [sm for sm in capabilities if support.refuses(sm) or sm < least]
@@ -141,7 +144,8 @@ def _capabilities(
         expected = f"{needed} for {precision(group)} ({group.format})"
         finding, got, fix = error, "a GPU on which vLLM refuses the scheme", OTHER_SCHEME
         if support.after_loading:
-            # Read from the kernel's code. It was not seen on a GPU, and the loaders accept it.
+            # This limit comes from the kernel's code and was not tested on a GPU. The loaders
+            # accept the checkpoint.
             finding, got = warning, support.after_loading
             fix = f"load it on such a GPU, or store it as {PACKED.name}"
         where = f"{layers}, sm {_listed(refusing)})"
@@ -166,7 +170,7 @@ def _listed(capabilities: list[int]) -> str:
 
 
 def versions(view: CheckpointView) -> Iterator[Finding]:
-    """Findings on what the version that was asked for does differently from the pinned one."""
+    """Yield findings on differences between the target version of vLLM and the pinned version."""
     asked, version = view.model.asked_version, view.model.version
     name, pinned = f"vLLM {short_version(version)}", short_version(PINNED)
     if asked != version:
@@ -210,14 +214,17 @@ def versions(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _refused(group: ConfigGroup, facts: VersionFacts) -> str | None:
-    """The zero points of a group that a version lacks (schemes/compressed_tensors_wNa16.py,
-    wNa8.py).
+    """Return the kind of zero points in a group that a version lacks, or None if it has all of
+    them.
+
+    Sources: schemes/compressed_tensors_wNa16.py and wNa8.py.
     """
     bits, inputs = group.weights.num_bits, group.input_activations
     if group.storage is not PACKED or group.weights.symmetric:
         return None
     if inputs is not None and not inputs.is_float:
-        # The wider table came with the parameter for zero points in schemes with integer inputs.
+        # The versions with more than two widths also have the parameter for zero points in schemes
+        # with integer inputs.
         known = len(facts.asymmetric_widths) > 2
         return None if known else "zero points of packed integers with integer inputs"
     return None if bits in facts.asymmetric_widths else f"zero points of {bits} bits"

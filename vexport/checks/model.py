@@ -1,4 +1,4 @@
-"""Does vLLM know the model's class, and does config.json give what the class is built from?"""
+"""Check that vLLM has the model's class, and that config.json has all that the class needs."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -17,21 +17,21 @@ DESCRIPTION = (
     "vLLM has the model's class, and config.json the sizes and names that it is built from"
 )
 HALF = ("float16", "half")
-# Classes that put their own layer in the place of the output head, and its layer's names.
+# Classes that replace the output head by a layer of their own, and the names of that layer.
 CLASSIFIER = ("ForSequenceClassification", "ForTokenClassification")
 CLASSIFIES = re.compile(r"(^|\.)(score|classifier|cls|qa_outputs)\.")
-# Base models that vLLM registers with a class that generates too (models/registry.py).
+# Base models that vLLM registers with a class that can also generate text (models/registry.py).
 GENERATING_BASES = ("Gemma2Model", "LlamaModel", "MistralModel", "Qwen2Model")
 # Trained models have 1e-8 to 1e-5.
 LARGEST_EPSILON = 0.01
-# A table for 10,485,760 positions of heads of 128, the most of a model of 2026, has 2.5 GiB in
-# bfloat16.
+# A table for 10,485,760 positions and heads of 128 has 2.5 GiB in bfloat16. This is the largest
+# number of positions of a model in 2026.
 MOST_TABLE_BYTES = 8 << 30
 MOST_LABELS = 1_000_000
 
 
 def run(view: CheckpointView) -> Iterator[Finding]:
-    """Findings on config.json, except its quantization_config."""
+    """Yield findings on config.json, except its quantization_config."""
     config = view.index.config
     yield from _class(view)
     yield from _narrowed(view)
@@ -56,11 +56,11 @@ def run(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _narrowed(view: CheckpointView) -> Iterator[Finding]:
-    """A config that says float16 of a model of bfloat16, whose larger numbers float16 does not
-    have.
+    """Report a config with dtype float16 for a model trained in bfloat16: large values overflow in
+    float16.
 
-    Where scales are in float16 the producer meant it: AutoRound turns models to float16 for AWQ and
-    GPTQ.
+    If scales are stored in float16, the producer meant it, and the finding is a warning. AutoRound
+    converts models to float16 for AWQ and GPTQ.
     """
     config = view.index.config
     dtype = str(config.get("dtype", config.get("torch_dtype"))).removeprefix("torch.")
@@ -76,7 +76,7 @@ def _narrowed(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _class(view: CheckpointView) -> Iterator[Finding]:
-    """The first that is wrong with the class: what would follow rests on it."""
+    """Yield the findings of the first rule that fails. Later rules depend on earlier ones."""
     rules = (_unreadable, _unknown, _without_output, _of_another_type, _unnamed)
     yield from next((findings for rule in rules if (findings := [*rule(view)])), [])
 
@@ -90,9 +90,10 @@ def _unreadable(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _unknown(view: CheckpointView) -> Iterator[Finding]:
-    """Find a class that neither vLLM, nor transformers, nor code in the checkpoint has.
+    """Report a class that exists neither in vLLM, nor in transformers, nor as code in the
+    checkpoint.
 
-    Classes of vLLM's registry that are not in the table are not judged: see `unjudged_class`.
+    Classes in vLLM's registry that are not in the table are not checked: see `unjudged_class`.
     """
     name, table = view.model.class_name, architecture_table(view.model.version)
     if not name:
@@ -118,8 +119,8 @@ def _unknown(view: CheckpointView) -> Iterator[Finding]:
 
 
 def unjudged_class(view: CheckpointView) -> Iterator[NotJudged]:
-    """Yield why no check knows the class, if vLLM's registry has it and the table of classes does
-    not.
+    """Yield why the class is not checked, if it is in vLLM's registry but not in the table of
+    classes.
     """
     name = view.model.class_name
     reason = left_out(name, view.model.version) if name not in view.model.facts.added else None
@@ -137,9 +138,11 @@ def _without_output(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _of_another_type(view: CheckpointView) -> Iterator[Finding]:
-    """A model type that transformers does not have, or whose tensors the checkpoint does not have.
+    """Report a model type that transformers does not have, or whose tensors the checkpoint does not
+    have.
 
-    The first is told only of classes whose config is transformers' own.
+    An unknown model type is only reported if the config belongs to transformers and needs no code
+    from the checkpoint.
     """
     name, kind, config = view.model.class_name, _kind(view), view.index.config
     models = architecture_table(view.model.version).text_models
@@ -159,7 +162,7 @@ def _of_another_type(view: CheckpointView) -> Iterator[Finding]:
 
 def _unnamed(view: CheckpointView) -> Iterator[Finding]:
     name, kind = view.model.class_name, _kind(view)
-    # transformers' base model, which vLLM takes where the config names no class (get_config).
+    # The base model of transformers, which vLLM uses if the config names no class (get_config).
     base = name.replace("ForCausalLM", "Model")
     if view.index.config.get("architectures"):
         return
@@ -188,7 +191,7 @@ def _sizes(
             f"a divisor of num_attention_heads {shown(heads)}",
             shown(keys),
         )
-    # vLLM computes with any number here without an error, and uses one of two RoPE descriptions.
+    # vLLM accepts any number here without an error. It uses only one of two RoPE descriptions.
     epsilon = config.get("rms_norm_eps", LARGEST_EPSILON)
     if isinstance(epsilon, float) and not 0 <= epsilon <= LARGEST_EPSILON:
         yield _wrong(view, "rms_norm_eps", f"a number from 0 to {LARGEST_EPSILON}", shown(epsilon))
@@ -203,7 +206,9 @@ def _sizes(
 
 
 def _positions(view: CheckpointView) -> Iterator[Finding]:
-    """Find bases of which no angle is finite, and tables of positions that no memory holds."""
+    """Report RoPE bases that give no finite angles, and position tables that do not fit into
+    memory.
+    """
     for wrong in wrong_numbers(view.index.config):
         yield _wrong(view, wrong.key, wrong.need, shown(wrong.value))
     num_bytes = table_bytes({"dtype": view.index.config.get("dtype"), **view.model.text})
@@ -222,9 +227,7 @@ def _positions(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _labels(view: CheckpointView) -> Iterator[Finding]:
-    """Find a number of labels for which transformers would make names until the memory is used
-    up.
-    """
+    """Report a number of labels for which transformers would use up the memory with names."""
     count = view.index.config.get("num_labels")
     if isinstance(count, int) and count > MOST_LABELS:
         yield _wrong(

@@ -1,6 +1,7 @@
-"""The numbers that a checkpoint stores: scales, read no further than a question needs, as most are
-one byte and there are many; codes and plain values that no weight has; what a cast to another dtype
-leaves of them.
+"""Checks of the stored numbers: scales, codes, and unquantized values.
+
+The functions read no more of a tensor than a check needs, because a model has many scales. The
+module also checks how much a cast to another dtype changes the values.
 """
 
 import math
@@ -19,25 +20,26 @@ from vexport.checks.vllm.view import CheckpointView
 from vexport.numerics import GLOBAL_SCALE_NUMERATOR
 from vexport.records import Finding, TensorInfo
 
-# The family of these findings.
+# The check name of the findings in this module.
 CHECK = "values"
 E4M3_NAN = 0x7F
-# Scales of linear layers; those of the KV cache are separate.
+# Scales of linear layers. The scales of the KV cache are checked separately.
 LAYER_SCALES = ("weight_scale", "weight_global_scale", "input_scale", "input_global_scale")
-# This many scales of a layer are never all equal, unless they are exponents.
+# A layer never has this many equal scales, unless they are exponents.
 MANY = 16
 E8M0_BIAS = 127
-# A scale that calibration never gives: a producer's initial value, and vLLM's default for a KV
-# cache.
+# The initial value of a scale in producers, and vLLM's default for a KV cache. Calibration never
+# gives exactly this value.
 PLACEHOLDER = 1.0
-# The number of values that estimates a scale's median.
+# The number of values that are read to estimate the median of a scale.
 SAMPLE = 1 << 11
-# Bits that are all set in NaN and infinity, by dtype: e4m3 has no infinity, and its NaN has them
-# all. Those of finite positive numbers are smaller, and in their order.
+# Bits that are all set in NaN and infinity, by dtype. e4m3 has no infinity, and its NaN sets all of
+# them. Finite positive numbers have smaller bits, in the order of their values.
 NOT_FINITE = {"F8_E4M3": E4M3_NAN, "F16": 0x7C00, "BF16": 0x7F80, "F32": 0x7F800000}
 # Names of bounds and masks: input_min of Gemma 4's towers, causal_mask.
 BOUNDS = re.compile(r"(^|_)(min|max|mask|bounds?)$")
-# Elements examined at once, as fit a processor's cache; elements after which pages are released.
+# Elements examined at once, so that they fit into the processor's cache, and elements after which
+# pages are released.
 RUN, RELEASED = 1 << 18, 1 << 24
 INTEGERS = {
     "U8": (0, 255),
@@ -45,34 +47,39 @@ INTEGERS = {
     "I32": (-(2**31), 2**31 - 1),
     "I64": (-(2**63), 2**63 - 1),
 }
-# From here on a whole number is within .2 % of what it was rounded from; bfloat16 is within .4 %.
+# An integer of at least this size differs by at most 0.2 % from the value that was rounded to it. A
+# bfloat16 number differs by at most 0.4 %.
 WHOLE = 256.0
 SIXTEEN_BITS = ("BF16", "F16")
-# From here on the values of e4m3 are whole numbers: integers have kept them.
+# All e4m3 values of at least this size are integers, so integer storage keeps them exactly.
 WHOLE_E4M3 = 8.0
-# Integers of one size wrap: the bits stay.
+# Casts between integers of the same size wrap and keep the bits.
 SAME_BITS = ({"I8", "U8"}, {"I32", "U32"})
 E4M3_CODES = bytes(range(256))
-# Ranges that are rounded, averaged or given some room; inputs so small that the norm's epsilon
-# counts.
+# Tolerance for ranges that are rounded, averaged or enlarged, and for inputs so small that the
+# norm's epsilon matters.
 MARGIN = 1.5
 IN_LAYER = re.compile(
     r"(?P<layer>model\.layers\.\d+\.)(?P<part>\w+)\.(?:experts\.\d+\.)?(?P<projection>\w+)$"
 )
-# Scales that are exponents.
+# Dtypes of scales that store exponents.
 BYTES = ("U8", "F8_E8M0")
 
 
 def single_value(reader: Reader, tensor: TensorInfo | None) -> float | None:
-    """Return the value of a tensor with one element, None for all other tensors."""
+    """Return the value of a tensor with one element, or None for any other tensor."""
     if tensor is None or tensor.num_bytes == 0 or any(side != 1 for side in tensor.shape):
         return None
     return float(reader.array(tensor).reshape(-1)[0])
 
 
 def positive_ends(reader: Reader, tensor: TensorInfo) -> tuple[float, float] | None:
-    """The least and the largest number of a scale of floats, where all are finite and above zero:
-    told from their bits."""
+    """Return the smallest and the largest value of a floating-point scale.
+
+    Returns None if a value is not finite or not above zero, or if the dtype stores exponents. The
+    function compares the bits, which have the same order as positive values, and decodes only the
+    two ends.
+    """
     if tensor.dtype not in NOT_FINITE:
         return None
     bits = np.frombuffer(reader.raw(tensor), f"<u{BITS[tensor.dtype] // 8}")
@@ -84,7 +91,7 @@ def positive_ends(reader: Reader, tensor: TensorInfo) -> tuple[float, float] | N
 
 
 def ends_of(reader: Reader, scale: TensorInfo) -> tuple[float, float]:
-    """The least and the largest of a scale's values, which have been found sound."""
+    """Return the smallest and the largest value of a scale whose values are known to be valid."""
     if positive := positive_ends(reader, scale):
         return positive
     codes = np.frombuffer(reader.raw(scale), np.uint8)
@@ -96,26 +103,28 @@ def ends_of(reader: Reader, scale: TensorInfo) -> tuple[float, float]:
 
 
 def middling(reader: Reader, scale: TensorInfo) -> float:
-    """The median of a scale's magnitudes, of many values that of some from all over it."""
+    """Return the median of a scale's magnitudes. For a large scale it is estimated from an evenly
+    spaced sample.
+    """
     stored = np.frombuffer(reader.raw(scale), f"V{BITS[scale.dtype] // 8}")
     some = stored[:: max(stored.size // SAMPLE, 1)].tobytes()
     return float(np.median(np.abs(_decoded(some, scale.dtype))))
 
 
 def numbers(reader: Reader, tensor: TensorInfo) -> npt.NDArray[np.float64]:
-    """The values of a scale in its shape."""
+    """Return the values of a scale in its shape."""
     return _decoded(reader.raw(tensor), tensor.dtype).reshape(tensor.shape)
 
 
 def _decoded(data: memoryview | bytes, dtype: str) -> npt.NDArray[np.float64]:
-    """The values of a scale; bytes are exponents."""
-    with np.errstate(invalid="ignore"):  # NaN of the signalling kind
+    """Return the values of a scale. U8 values are exponents (e8m0)."""
+    with np.errstate(invalid="ignore"):  # signalling NaN
         values = np.asarray(to_numpy(data, dtype), dtype=np.float64)
     return np.exp2(values - E8M0_BIAS) if dtype == "U8" else values
 
 
 def beyond(view: CheckpointView, group: ConfigGroup, layer: StoredLayer) -> Iterator[Finding]:
-    """Codes in bytes that the announced bits do not hold."""
+    """Report int8 codes that do not fit into the number of bits in the config group."""
     weight, half = layer.parameters.get("weight"), 2 ** (group.weights.num_bits - 1)
     if group.weights.is_float or half >= 128 or weight is None or weight.dtype != "I8":
         return
@@ -128,12 +137,14 @@ def beyond(view: CheckpointView, group: ConfigGroup, layer: StoredLayer) -> Iter
 
 
 def not_finite(view: CheckpointView) -> Iterator[Finding]:
-    """NaN in payloads of e4m3 and in what is not quantized, and infinity where that holds weights:
-    of other values it may be meant, as of bounds between which nothing is clipped and of masks."""
+    """Report NaN in e4m3 payloads and unquantized tensors, and infinity in unquantized weights.
+
+    Infinity in other tensors may be intended, such as bounds that disable clipping, and masks.
+    """
     for tensor in view.index.tensors.values():
         if tensor.name.endswith(LAYER_SCALES) or tensor.dtype not in NOT_FINITE:
             continue
-        # Neither a bound nor a mask by name, and more than one number.
+        # The tensor's name is not that of a bound or a mask, and the tensor is not a scalar.
         weights = bool(tensor.shape) and not BOUNDS.search(tensor.name.rpartition(".")[2])
         if bad := _count_not_finite(view, tensor, infinity=weights):
             expected = "finite values" if weights else "numbers"
@@ -150,8 +161,8 @@ def _count_not_finite(view: CheckpointView, tensor: TensorInfo, *, infinity: boo
     bad = 0
     for start in range(0, codes.size, RUN):
         part = codes[start : start + RUN]
-        # Of either sign they have the largest bits, which takes less time to see than to count
-        # them.
+        # NaN and infinity of either sign have the largest bits. Comparing the maximum is faster
+        # than counting them.
         if part.max() >= sign | mask or signed[start : start + RUN].max() >= mask:
             magnitudes = part & ~codes.dtype.type(sign)
             bad += int(
@@ -164,7 +175,9 @@ def _count_not_finite(view: CheckpointView, tensor: TensorInfo, *, infinity: boo
 
 
 def is_zero(view: CheckpointView, tensor: TensorInfo) -> bool:
-    """Return whether a tensor has zeros only; a part at a time, pages are given back."""
+    """Return True if a tensor contains only zeros. The tensor is read in parts, whose pages are
+    released.
+    """
     if view.reader.is_hole(tensor):
         return True
     data = np.frombuffer(view.reader.raw(tensor), np.uint8)
@@ -176,9 +189,10 @@ def is_zero(view: CheckpointView, tensor: TensorInfo) -> bool:
 
 
 def empty(view: CheckpointView) -> Iterator[Finding]:
-    """Embeddings, heads and norms without any number but zero: no trained model has them.
+    """Report embeddings, output heads and norms that contain only zeros, as no trained model has
+    them.
 
-    A class whose norms multiply by one more than their weight is passed over.
+    Classes whose norms multiply by `1 + weight` are skipped.
     """
     layout = view.model.layout
     if layout is None or layout.norms_above_one or not layout.norm_before_mlp:
@@ -195,7 +209,7 @@ def empty(view: CheckpointView) -> Iterator[Finding]:
 
 
 def is_lossless_cast(reader: Reader, tensor: TensorInfo, dtype: str) -> bool:
-    """Return whether a tensor's values are all kept when vLLM's `copy_` casts them to a parameter's
+    """Return True if a tensor keeps all its values when vLLM's `copy_` casts it to a parameter's
     dtype.
     """
     if {tensor.dtype, dtype} in SAME_BITS:
@@ -203,7 +217,7 @@ def is_lossless_cast(reader: Reader, tensor: TensorInfo, dtype: str) -> bool:
     is_integer = tensor.dtype.startswith(("I", "U"))
     is_wider = dtype == "I64" or BITS[tensor.dtype] > BITS[dtype]
     if not is_wider or is_integer and dtype in ("F16", "BF16", "F32"):
-        return False  # of another dtype: its values have been rounded already
+        return False  # the values were rounded when they were stored
     values = reader.floats(tensor)
     if dtype in INTEGERS:
         low, high = INTEGERS[dtype]
@@ -215,8 +229,8 @@ def is_lossless_cast(reader: Reader, tensor: TensorInfo, dtype: str) -> bool:
 
 
 def is_rounded_little(reader: Reader, tensor: TensorInfo) -> bool:
-    """Return whether what a single scale lost when it was stored in this dtype moves no answer by
-    much.
+    """Return True if storing a single scale in its dtype has changed it too little to affect
+    outputs.
     """
     if tensor.dtype in SIXTEEN_BITS:
         return True
@@ -224,7 +238,9 @@ def is_rounded_little(reader: Reader, tensor: TensorInfo) -> bool:
 
 
 def rounded(values: np.typing.NDArray[np.float64], dtype: str) -> np.typing.NDArray[np.float64]:
-    """Values as a floating dtype holds them; BF16 is cut, which only serves to compare."""
+    """Return the values as a floating-point dtype stores them. BF16 is truncated, which is enough
+    for comparisons.
+    """
     with np.errstate(over="ignore"):
         if dtype == "F16":
             return values.astype(np.float16).astype(np.float64)
@@ -235,7 +251,7 @@ def rounded(values: np.typing.NDArray[np.float64], dtype: str) -> np.typing.NDAr
 
 
 def impossible(view: CheckpointView, group: ConfigGroup, layer: StoredLayer) -> Iterator[Finding]:
-    """A finding on a scale for inputs that the layer's norm cannot make."""
+    """Report a static input scale for inputs that the norm before the layer cannot produce."""
     scale, bounds = _static_scale(view, group, layer), norm_bounds(view, layer.name)
     if scale is None or bounds is None:
         return
@@ -255,8 +271,9 @@ def impossible(view: CheckpointView, group: ConfigGroup, layer: StoredLayer) -> 
 def _static_scale(
     view: CheckpointView, group: ConfigGroup, layer: StoredLayer
 ) -> tuple[str, float] | None:
-    """A layer's static scale by its name, and the largest input that it represents; None without
-    one.
+    """Return the name of a layer's static input scale and the largest input that it represents.
+
+    Returns None if the layer has no static input scale.
     """
     if scale := layer.filled("input_scale"):
         value = float(np.abs(view.reader.floats(scale)).max())
@@ -269,13 +286,15 @@ def _static_scale(
 
 
 def norm_bounds(view: CheckpointView, module: str) -> tuple[float, float] | None:
-    """Between what the largest output of the norm before a layer lies; None where that is not
-    known.
+    """Return a lower and an upper bound of the largest output of the norm before a layer.
 
-    RMSNorm divides by the root mean square of `hidden_size` values: none of its outputs is larger
-    than sqrt(hidden_size) times the norm's largest weight, whatever the prompt. Nor are all outputs
-    of a token small: before they are multiplied by the weights their root mean square is 1, so that
-    the largest is at least the root of the harmonic mean of the squared weights.
+    Returns None if the norm is not known.
+
+    RMSNorm divides by the root mean square of `hidden_size` values. No output is therefore larger
+    than sqrt(hidden_size) times the largest weight of the norm, whatever the prompt. There is a
+    lower bound, too: before the multiplication with the weights, the root mean square of a token's
+    values is 1. The largest output is therefore at least the square root of the harmonic mean of
+    the squared weights.
     """
     match, architecture = IN_LAYER.match(module), view.model.architecture
     after_others = (*architecture.row_parallel, *(architecture.experts or ())[1:2])
@@ -290,8 +309,9 @@ def norm_bounds(view: CheckpointView, module: str) -> tuple[float, float] | None
 
 
 def reach(view: CheckpointView, tensor: TensorInfo) -> tuple[float, float]:
-    """Between what the largest output of a norm lies; the second is the most of their length,
-    too.
+    """Return a lower and an upper bound of the largest value that a norm can output.
+
+    The upper bound also holds for the length of the output vector.
     """
     offset = 1.0 if view.model.layout is not None and view.model.layout.norms_above_one else 0.0
     weights = np.abs(view.reader.floats(tensor) + offset)
@@ -301,11 +321,11 @@ def reach(view: CheckpointView, tensor: TensorInfo) -> tuple[float, float]:
 
 
 def largest_output(view: CheckpointView, module: str) -> float | None:
-    """No output of a quantized layer behind a norm is larger, with some room; None where that is
-    not known.
+    """Return an upper bound of the outputs of a quantized layer after a norm, with some tolerance.
 
-    That is the length of the input times that of a row of the weight (Cauchy and Schwarz), and the
-    bias; where keys have their own norm, what that lets through.
+    Returns None if no bound is known. The bound is the length of the input times the length of a
+    weight row (Cauchy-Schwarz inequality), plus the bias. If the layer's output has a norm of its
+    own (`k_norm`), the bound is the largest output of that norm.
     """
     norm = view.index.tensors.get(f"{module.removesuffix('proj')}norm.weight")
     if (
@@ -327,7 +347,7 @@ def largest_output(view: CheckpointView, module: str) -> float | None:
 
 
 def _largest_weight(view: CheckpointView, group: ConfigGroup, layer: StoredLayer) -> float | None:
-    """The largest weight that a layer's scales can make."""
+    """Return the largest weight that a layer's scales can represent, or None if it is not known."""
     scale, global_scale = layer.filled("weight_scale"), layer.filled("weight_global_scale")
     if scale is None or scale.dtype in BYTES:
         return None

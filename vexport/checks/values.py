@@ -1,4 +1,4 @@
-"""Are the numbers usable? vLLM never looks at them."""
+"""Check whether the stored numbers are usable. vLLM never checks them."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -36,40 +36,43 @@ NAME = "values"
 DESCRIPTION = (
     "no NaN or infinity in weights and scales, every scale above zero and of a plausible size"
 )
-# AutoRound uses the lowest code of symmetric integers, which has no counterpart: where the largest
-# weight of a group is positive its scale is negative, as in about half of them. Fewer of either
-# sign: an accident.
+# AutoRound uses the lowest code of symmetric integers, which has no positive counterpart. If the
+# largest weight of a group is positive, its scale is negative; this holds for about half of the
+# groups. If fewer scales than this share have one of the signs, the sign is an accident.
 LEAST_OF_EITHER_SIGN = 0.02
-# 448*6/absmax is below 1 only for absmax above 2688: no weight is that large, so it is a
-# reciprocal. Inputs reach float16's largest value, 65504, at most.
+# 448*6/absmax is below 1 only if absmax is above 2688. No weight is that large, so a smaller value
+# is a reciprocal. Inputs reach at most 65504, the largest value of float16.
 LEAST_WEIGHT_GLOBAL_SCALE = 1.0
 LEAST_INPUT_GLOBAL_SCALE = 0.04
 MOST_INPUT = 65504.0
-# The typical weight of a layer, estimated from its scales: trained models have 1e-3 to 0.5.
+# Bounds of a layer's typical weight, estimated from its scales. Trained models have 1e-3 to 0.5.
 LEAST_TYPICAL, MOST_TYPICAL = 1e-5, 1.25
-# NVFP4's largest block of a layer, or of the layers that share a global scale, has the scale 448.
-# Searches for less error end lower, other numbers in the place of scales much lower.
+# In NVFP4, the largest block of a layer, or of layers that share a global scale, has the scale 448.
+# Searches for a smaller error end somewhat lower. Numbers that are not scales end much lower.
 LEAST_LARGEST_BLOCK = E4M3_MAX / 8
 # The smallest plausible value for the largest input of a layer.
 LEAST_INPUT = 1e-3
 _E4M3 = to_numpy(bytes(range(256)), "F8_E4M3").astype(np.float64)
-# Rows examined per layer, spread over it; fewer where there are thousands of layers.
+# Rows examined per layer, evenly spread. Models with thousands of layers have fewer rows examined.
 FEWEST_ROWS, MOST_ROWS, ROWS_OF_ALL = 16, 128, 1 << 16
-# Of a random permutation of the codes about a third of the rows, a quarter of the groups of 16 are
-# not full.
+# If the codes were permuted at random, about a third of the rows and a quarter of the groups of 16
+# would not be full.
 MOST_FULL, LEAST_FULL = 0.85, 0.99
 FEWEST_OTHERS = 6
 WEIGHTS = ("weight_packed", "weight")
 Rows = npt.NDArray[np.uint8]
-# Scales of all-zero groups: eps of bfloat16, float16, float32 and e4m3, and one.
+# Scales that producers store for all-zero groups: eps of bfloat16, float16, float32 and e4m3, and
+# 1.
 PLACEHOLDERS = (2.0**-7, 2.0**-10, 2.0**-23, 2.0**-3, 1.0)
 LEAST_USUAL, MOST_LOST = 1 / 16, 0.01
-# Layers read ahead while one is examined: a disk or server answers them in parallel.
+# The number of layers that are read ahead, so that a disk or server can serve requests in parallel.
 AHEAD = 32
 
 
 def run(view: CheckpointView) -> Iterator[Finding]:
-    """Findings on scales that are NaN, infinite, zero, negative or implausible, and on payloads."""
+    """Yield findings on payloads, and on scales that are NaN, infinite, zero, negative or
+    implausible.
+    """
     known = [
         fused for fused in view.model.fused_layers if any(map(view.model.has_module, fused.members))
     ]
@@ -95,14 +98,14 @@ def run(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _expect_scales(view: CheckpointView, fused: FusedLayer) -> None:
-    """Begin to read the scales of layers that will be looked at."""
+    """Start reading the scales of layers that will be checked."""
     view.reader.expect(
         layer.parameters[name] for layer, name in _scales_of(view.layers.members(fused))
     )
 
 
 def _scales_of(layers: Sequence[StoredLayer]) -> Iterator[tuple[StoredLayer, str]]:
-    """Every scale as its layer and its name within that."""
+    """Yield every scale as its layer and its parameter name."""
     for layer in layers:
         yield from ((layer, name) for name in LAYER_SCALES if name in layer.parameters)
 
@@ -110,7 +113,7 @@ def _scales_of(layers: Sequence[StoredLayer]) -> Iterator[tuple[StoredLayer, str
 def _scale(
     view: CheckpointView, layer: StoredLayer, parameter: str, tensor: TensorInfo
 ) -> Iterator[Finding]:
-    """Findings on the numbers of a scale."""
+    """Yield findings on the values of a scale."""
     if tensor.dtype in ("U8", "F8_E8M0"):
         codes = np.frombuffer(view.reader.raw(tensor), dtype=np.uint8)
         bad = int(np.count_nonzero(codes == E8M0_NAN))
@@ -127,7 +130,8 @@ def _scale(
         wrong["negative"] = 0
     if wrong["zero"] and parameter == "weight_scale" and _scales_zeros(view, layer, tensor):
         wrong["zero"] = 0
-    # ModelOpt's second scale of zeros is zero, and its reciprocal infinite.
+    # ModelOpt stores the second scale of an all-zero weight as zero, and its reciprocal is
+    # infinite.
     if (
         wrong["infinite"]
         and parameter == "weight_global_scale"
@@ -151,7 +155,7 @@ def _scale(
 def _single_scale_size(
     tensor: TensorInfo, parameter: str, values: npt.NDArray[np.float64]
 ) -> Iterator[Finding]:
-    """Findings on a global scale or a static scale of inputs."""
+    """Yield findings on the size of a global scale or a static input scale."""
     if parameter.endswith("global_scale"):
         yield from _global_scale_size(tensor, parameter, float(values.max()))
     elif parameter == "input_scale":
@@ -161,8 +165,11 @@ def _single_scale_size(
 def _may_be_negative(
     values: npt.NDArray[np.float64], parameter: str, group: ConfigGroup | None
 ) -> bool:
-    """Signs change nothing of float inputs; of integers they are meant where both are frequent:
-    vLLM multiplies with them as they are."""
+    """Return True if negative values of this scale are harmless or intended.
+
+    The sign of an input scale cancels for floating-point weights. Weight scales of integers may be
+    negative if both signs are frequent: vLLM multiplies by them unchanged.
+    """
     if group is None or group.weights.is_float:
         return group is not None and parameter == "input_scale"
     rarer = min(int(np.count_nonzero(values < 0)), int(np.count_nonzero(values > 0)))
@@ -174,13 +181,13 @@ def _may_be_negative(
 
 
 def _scales_zeros(view: CheckpointView, layer: StoredLayer, scale: TensorInfo) -> bool:
-    """Return whether each zero of a scale multiplies zeros only."""
+    """Return True if each zero in a scale only multiplies zeros."""
     empty = empty_parts(view, layer, scale)
     return empty is not None and bool(empty[numbers(view.reader, scale) == 0].all())
 
 
 def _is_inverse_of_zeros(view: CheckpointView, layer: StoredLayer) -> bool:
-    """Return whether a global scale is stored as its reciprocal, for a weight of zeros."""
+    """Return True if a weight is all zeros and its global scale is stored as a reciprocal."""
     return "weight_global_scale" in view.reciprocals and is_empty(view, layer)
 
 
@@ -192,7 +199,7 @@ def _bad(tensor: TensorInfo, got: str) -> Finding:
 def _implausible(
     view: CheckpointView, layers: Sequence[StoredLayer], group: ConfigGroup
 ) -> Iterator[Finding]:
-    """Scales that make weights of a size that no model has."""
+    """Report scales that represent weights of a size that no model has."""
     sizes = {
         layer.name: size
         for layer in layers
@@ -212,8 +219,8 @@ def _implausible(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleSizes:
-    """The number of a layer's scales, their ends, and the size of a typical weight that they
-    make.
+    """Number of a layer's scales, the smallest and the largest, and the typical weight they
+    represent.
     """
 
     scale: TensorInfo
@@ -226,10 +233,9 @@ class ScaleSizes:
 def _scale_sizes(
     view: CheckpointView, group: ConfigGroup, layer: StoredLayer, *, filled_only: bool = False
 ) -> ScaleSizes | None:
-    """Return the sizes of a layer's scales; with `filled_only` of those that scale another number
-    than zero.
+    """Return the sizes of a layer's scales, or None if there are no such scales.
 
-    None if there are no such scales.
+    With `filled_only`, scales whose codes are all zero are left out.
     """
     scale = layer.filled("weight_scale")
     if scale is None or scale.dtype not in BITS:
@@ -254,7 +260,7 @@ def _scale_sizes(
 
 
 def _wrong_sizes(group: ConfigGroup, sizes: Sequence[ScaleSizes]) -> Iterator[Finding]:
-    """Findings on scales of layers that run as one."""
+    """Yield findings on the scales of layers that vLLM fuses."""
     largest: list[tuple[TensorInfo, float]] = []
     for each in sizes:
         largest.append((each.scale, each.most))
@@ -276,7 +282,7 @@ def _wrong_sizes(group: ConfigGroup, sizes: Sequence[ScaleSizes]) -> Iterator[Fi
 
 
 def _global_scale_size(tensor: TensorInfo, parameter: str, value: float) -> Iterator[Finding]:
-    """A global scale of weights or inputs: 448*6/absmax."""
+    """Yield findings on the size of a global scale of weights or inputs, which is 448*6/absmax."""
     of_weight = parameter.startswith("weight")
     least = LEAST_WEIGHT_GLOBAL_SCALE if of_weight else LEAST_INPUT_GLOBAL_SCALE
     if value < least:
@@ -294,7 +300,10 @@ def _global_scale_size(tensor: TensorInfo, parameter: str, value: float) -> Iter
 
 
 def _input_scale_size(tensor: TensorInfo, value: float) -> Iterator[Finding]:
-    """A static scale of e4m3 or of integers, which reach 127."""
+    """Yield findings on the size of a static input scale of e4m3 or of integers.
+
+    The bounds use the largest value of e4m3 for both. Integers reach 127.
+    """
     if value * E4M3_MAX > MOST_INPUT or value * E4M3_MAX < LEAST_INPUT:
         yield _wrong_size(tensor, f"{value:g}, for inputs as large as {value * E4M3_MAX:g}")
     elif value == PLACEHOLDER:
@@ -302,8 +311,10 @@ def _input_scale_size(tensor: TensorInfo, value: float) -> Iterator[Finding]:
 
 
 def _typical(view: CheckpointView, group: ConfigGroup, layer: StoredLayer, scale: float) -> float:
-    """A middling weight of a layer: of a quarter of the largest code, or for e4m3 of the mean
-    code.
+    """Return the size of a layer's typical weight.
+
+    It is the scale times a quarter of the largest code, or for e4m3 times the mean magnitude of the
+    codes.
     """
     args = group.weights
     if global_scale := layer.filled("weight_global_scale"):
@@ -322,13 +333,13 @@ def _wrong_size(tensor: TensorInfo, got: str) -> Finding:
 
 
 def ranges(view: CheckpointView) -> Iterator[Finding]:
-    """Findings on codes that do not fill their range where those of all other layers do, and on
+    """Report codes that do not fill their range although the codes of all other layers do, and
     empty ranges.
 
-    The scale of a row or group is made for its largest value, which then has the largest code.
-    Where a weight is transposed, or has another layer's scales by groups of codes, that is no
-    longer so. Observers and GPTQ may leave ranges unfilled: a layer is judged only where all others
-    fill theirs.
+    The scale of a row or group is computed from its largest value, which then gets the largest
+    code. If a weight is transposed, or has the scales of another layer, many ranges are not filled.
+    Observers and GPTQ may leave ranges unfilled, too. A layer is therefore only reported if all
+    other layers fill their ranges.
     """
     full: dict[str, float] = {}
     findings = []
@@ -339,8 +350,7 @@ def ranges(view: CheckpointView) -> Iterator[Finding]:
             full[module] = share
         empty = _lost_share(view, group, layer, stored)
         if empty is not None and empty > MOST_LOST:
-            # Where a weight is zero itself, producers store the least scale, or one that stands for
-            # none.
+            # For weights that are zero, producers store the smallest scale or a placeholder.
             expected = "codes other than zero where a scale of usual size is"
             fix = "download or export it again: a part of the weight is lost"
             got = f"{empty:.0%} of the ranges empty"
@@ -355,7 +365,9 @@ def ranges(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _quantized(view: CheckpointView) -> Iterator[tuple[StoredLayer, ConfigGroup]]:
-    """Every layer that a config group applies to, whose tensors are released, and that group."""
+    """Yield every layer that a config group applies to, with that group. Its tensors are released
+    afterwards.
+    """
     for fused in read_ahead(view.model.fused_layers, partial(_expect, view)):
         for layer in view.layers.members(fused):
             if layer.group is not None:
@@ -364,7 +376,7 @@ def _quantized(view: CheckpointView) -> Iterator[tuple[StoredLayer, ConfigGroup]
 
 
 def _expect(view: CheckpointView, fused: FusedLayer) -> None:
-    """Begin to read the rows of a layer that will be looked at."""
+    """Start reading the rows of a layer that will be checked."""
     if view.lookup.group_of(fused) is None:
         return
     for module in fused.members:
@@ -376,7 +388,10 @@ def _expect(view: CheckpointView, fused: FusedLayer) -> None:
 def _lost_share(
     view: CheckpointView, group: ConfigGroup, layer: StoredLayer, stored: dict[str, Rows]
 ) -> float | None:
-    """The share of scales of usual size that scale nothing; None where that cannot be told."""
+    """Return the share of a layer's scales that have a usual size but only zero codes.
+
+    Returns None if the share cannot be computed for this layout.
+    """
     weight, scale = layer.weight, layer.parameters.get("weight_scale")
     if weight is None or scale is None or len(weight.shape) != 2 or len(scale.shape) != 2:
         return None
@@ -398,7 +413,7 @@ def _lost_share(
         scales = np.asarray(values, np.float64).reshape(-1, scale.shape[1])
     usual = (scales > np.median(scales) * LEAST_USUAL) & ~np.isin(scales, PLACEHOLDERS)
     of_empty = scales[empty]
-    # A producer has one scale for all parts without a number; weights that were lost had their own
+    # A producer stores the same scale for all empty parts. Lost weights would have different
     # scales.
     if of_empty.size > 1 and of_empty.min() == of_empty.max():
         return 0.0
@@ -406,8 +421,8 @@ def _lost_share(
 
 
 def _zero_codes(group: ConfigGroup, weight: TensorInfo) -> int:
-    """The byte of zeros, which in packed integers is half their range; the byte 0 is lost data
-    there.
+    """Return the byte of zero codes. Packed integers store zero as half their range, so a byte 0 is
+    lost data.
     """
     bits = group.weights.num_bits
     if weight.dtype != "I32" or bits not in (4, 8):
@@ -418,7 +433,9 @@ def _zero_codes(group: ConfigGroup, weight: TensorInfo) -> int:
 def _share(
     view: CheckpointView, group: ConfigGroup, layer: StoredLayer, stored: dict[str, Rows]
 ) -> float | None:
-    """The share of scales whose codes reach the end; None where that cannot be told."""
+    """Return the share of scales whose codes reach the end of the range, or None if it cannot be
+    computed.
+    """
     storage, expected = group.storage, group.expected(layer.parameters)
     weight = layer.filled(storage.weight)
     if weight is None or expected is None or not group.weights.symmetric:
@@ -427,13 +444,14 @@ def _share(
         return None
     found = storage.largest_codes(group, _rows(view, weight, stored))
     largest, end = found if found is not None else (np.zeros(0, np.uint8), 0)
-    largest = largest[largest > 0]  # others are of rows or groups that are all zero
+    largest = largest[largest > 0]  # zeros belong to rows or groups that are all zero
     return float((largest >= end).mean()) if largest.size else None
 
 
 def _rows(view: CheckpointView, tensor: TensorInfo, stored: dict[str, Rows]) -> Rows:
-    """Some rows of a tensor, as bytes, kept in `stored`; of tensors with as many rows the same
-    ones.
+    """Return some rows of a tensor as bytes, cached in `stored`.
+
+    Tensors with the same number of rows return the same rows.
     """
     if tensor.name not in stored:
         stored[tensor.name] = view.reader.some_rows(tensor, _step(view, tensor))
@@ -448,8 +466,8 @@ def _step(view: CheckpointView, tensor: TensorInfo) -> int:
 def read_ahead(
     layers: Sequence[FusedLayer], begin: Callable[[FusedLayer], None]
 ) -> Iterator[FusedLayer]:
-    """The layers; before each, `begin` starts to read what is needed of the one that is AHEAD of
-    it.
+    """Yield the layers. Before each layer, call `begin` for the layer that is AHEAD positions
+    later.
     """
     for number, layer in enumerate(layers):
         if number + AHEAD < len(layers):
