@@ -1,1 +1,1 @@
-"""How vLLM reads a quantization config, and which group of it each layer gets."""
+"""How vLLM reads a quantization config, and which of its groups each layer gets."""

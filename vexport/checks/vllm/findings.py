@@ -1,20 +1,20 @@
-"""Findings of the checks by severity."""
+"""Functions that create findings by severity."""
 
 from vexport.records import Finding
 
 
 def error(check: str, where: str, *, expected: str, got: str, fix: str) -> Finding:
-    """A finding that fails the checkpoint."""
+    """Return a finding that fails the checkpoint."""
     return Finding(check=check, severity="error", where=where, expected=expected, got=got, fix=fix)
 
 
 def warning(check: str, where: str, *, expected: str, got: str, fix: str) -> Finding:
-    """A finding of an oddity that changes nothing, or that vLLM may mind on another device."""
+    """Return a finding on an oddity that changes no result or only matters on other devices."""
     return Finding(
         check=check, severity="warning", where=where, expected=expected, got=got, fix=fix
     )
 
 
 def info(check: str, where: str, *, expected: str, got: str, fix: str) -> Finding:
-    """A finding of what is good to know."""
+    """Return a finding for information only."""
     return Finding(check=check, severity="info", where=where, expected=expected, got=got, fix=fix)

@@ -1,11 +1,13 @@
-"""The config groups of a quantization config, how vLLM matches them with layers, and rotations.
+"""Config groups and online rotations of a quantization config, and how vLLM matches layers.
 
-Sources: `_quantization_scheme_map_from_config` and `get_scheme_dict` in vLLM's
+Sources for groups: `_quantization_scheme_map_from_config` and `get_scheme_dict` in vLLM's
 compressed_tensors.py, `find_matched_target` and `should_ignore_layer` in
 compressed_tensors/utils.py, `find_matching_patterns` in quantization/utils/config_utils.py,
-`get_moe_method` in compressed_tensors_moe.py. Rotations that a running model computes:
-get_linear_transform_schemes and CompressedTensorsLinearTransformMethod in vLLM's
-transform/linear.py; the others are in the weights.
+`get_moe_method` in compressed_tensors_moe.py.
+
+Sources for rotations that a running model computes: get_linear_transform_schemes and
+CompressedTensorsLinearTransformMethod in vLLM's transform/linear.py. All other rotations are merged
+into the weights.
 """
 
 import re
@@ -25,7 +27,8 @@ from vexport.records.patterns import REGEX, Patterns, matches
 HEAD_CLASS = "ParallelLMHead"
 EMBEDDING_CLASS = "VocabParallelEmbedding"
 EXPERTS_CLASS = "RoutedExperts"
-# Stands for routed experts too, in this spelling only (_add_fused_moe_to_target_scheme_map).
+# This target also matches routed experts, in this spelling only
+# (_add_fused_moe_to_target_scheme_map).
 LINEAR = "Linear"
 EXPERT_NUMBER = re.compile(r"(?<=\.experts\.)\d+(?=\.[^.]+$)")
 INPUT, OUTPUT = "input", "output"
@@ -34,7 +37,7 @@ IN_WEIGHTS = ("weight_input", "weight_output")
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigGroup:
-    """One entry of config_groups: its targets, and how weights and inputs are quantized."""
+    """Entry of config_groups: its targets, and how weights and inputs are quantized."""
 
     name: str
     targets: tuple[str, ...]
@@ -44,12 +47,12 @@ class ConfigGroup:
 
     @cached_property
     def storage(self) -> Format:
-        """The storage format of the group's layers, the nearest one if vLLM refuses the group."""
+        """Storage format of the layers, or the nearest format if vLLM refuses the group."""
         return nearest_format(self, self.format)
 
     @cached_property
     def refusal(self) -> str | None:
-        """The reason why vLLM refuses the group, or None."""
+        """Reason why vLLM refuses the group, or None if vLLM runs it."""
         layout = vllm_format(self, self.format)
         return layout if isinstance(layout, str) else None
 
@@ -93,7 +96,7 @@ def parse_group(name: str, raw: Json, default_format: str) -> ConfigGroup | str:
 
 
 def of_attention(raw: Json) -> bool:
-    """Return whether vLLM ignores a group because it targets attention (`from_config`).
+    """Return True if vLLM ignores a group because it targets attention (`from_config`).
 
     vLLM quantizes attention by the scheme of the KV cache.
     """
@@ -104,20 +107,23 @@ def of_attention(raw: Json) -> bool:
 def targets_of(groups: Iterable[ConfigGroup]) -> Targets:
     """Return the groups by target, in vLLM's order.
 
-    A target that occurs twice keeps its first place and has the later group.
+    If a target occurs twice, it keeps its first position but gets the later group.
     """
     return {target: group for group in groups for target in group.targets}
 
 
 def lookup_name(name: str) -> str:
-    """Return the name that vLLM looks up: the first expert's for all experts of a layer."""
+    """Return the name that vLLM looks up. All experts of a layer use the first expert's name."""
     return EXPERT_NUMBER.sub("0", name)
 
 
 def ignored(
     fused: str, members: Sequence[str], ignore: Patterns, architecture: Architecture
 ) -> Iterator[str]:
-    """Yield the members of a fused layer that `ignore` matches, all if it matches the layer."""
+    """Yield the members of a fused layer that `ignore` matches.
+
+    If `ignore` matches the fused layer, all members are ignored.
+    """
     projection = fused.rpartition(".")[2]
     if fused not in members and ignore.match(fused) and moe_layer(members[0]) is None:
         yield from members
@@ -146,7 +152,7 @@ def group_for(
 
 
 def _are_resolved(projection: str, members: Sequence[str], architecture: Architecture) -> bool:
-    """Return whether vLLM looks for the members' names, which not every fused layer has."""
+    """Return True if vLLM looks up the members' names, which it does for some fused layers only."""
     alone = len(members) == 1 or moe_layer(members[0]) is not None
     return alone or projection in architecture.resolved
 
@@ -180,9 +186,9 @@ def _class_of(projection: str, members: Sequence[str], architecture: Architectur
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OnlineTransform:
-    """One entry of `apply` in a scheme of transforms.
+    """Entry of `apply` in a transform scheme.
 
-    `kind` is the type of the scheme, `location` is the input or the output of a layer.
+    `kind` is the type of the scheme. `location` is the input or the output of a layer.
     """
 
     scheme: str
@@ -193,11 +199,11 @@ class OnlineTransform:
 
     @property
     def submodule(self) -> str:
-        """The name of the submodule that stores its matrix."""
+        """Name of the submodule that stores the matrix."""
         return f"{self.scheme}_{self.location}"
 
     def applies(self, module: str) -> bool:
-        """Return whether it rotates the inputs or outputs of a linear layer."""
+        """Return True if the transform rotates the inputs or outputs of a linear layer."""
         return self._names(module, self.targets) and not self._names(module, self.ignore)
 
     def _names(self, module: str, patterns: Patterns) -> bool:
@@ -232,7 +238,7 @@ def _patterns(raw: Json) -> Patterns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredLayer:
-    """One linear layer: its fused layer, its tensors by parameter, and its config group or None."""
+    """Linear layer: its fused layer, its tensors by parameter, and its config group or None."""
 
     name: str
     fused: FusedLayer
@@ -245,7 +251,7 @@ class StoredLayer:
 
     @property
     def weight(self) -> TensorInfo | None:
-        """The tensor with the layer's codes or values."""
+        """Tensor with the layer's codes or values."""
         return self.parameters.get("weight_packed", self.parameters.get("weight"))
 
     def filled(self, parameter: str) -> TensorInfo | None:
@@ -255,7 +261,7 @@ class StoredLayer:
 
 
 def fits(group: ConfigGroup, parameters: Mapping[str, TensorInfo]) -> bool:
-    """Return whether a layer has exactly the tensors that a config group implies."""
+    """Return True if a layer has exactly the tensors that a config group implies."""
     expected = group.expected(parameters)
     if expected is None or expected.keys() != parameters.keys() - {"bias"}:
         return False

@@ -1,4 +1,4 @@
-"""The linear layers of a checkpoint: stored tensors, config group, size."""
+"""Linear layers of a checkpoint: stored tensors, config group, size."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -40,18 +40,20 @@ class StoredLayers:
         return [self.by_name[name] for name in fused.members]
 
     def is_quantized(self, fused: FusedLayer) -> bool:
-        """Return whether any member of a fused layer stores quantized tensors."""
+        """Return True if any member of a fused layer stores quantized tensors."""
         return any(quantized_parameters(self._model.modules[name]) for name in fused.members)
 
     @property
     def quantized(self) -> list[FusedLayer]:
-        """The fused layers of which any member stores quantized tensors."""
+        """Fused layers with at least one member that stores quantized tensors."""
         return [fused for fused in self._model.fused_layers if self.is_quantized(fused)]
 
     def shape_of(self, layer: StoredLayer) -> tuple[int, int] | None:
-        """Return (out_features, in_features) of a layer with a config group, None if unknown.
+        """Return (out_features, in_features) of a layer, or None if unknown or without a config
+        group.
 
-        The shape comes from the model's config, or else from the stored tensors.
+        The shape comes from the model's config, or from the stored tensors if the config does not
+        contain it.
         """
         if layer.group is None:
             return None

@@ -1,4 +1,4 @@
-"""The config group that vLLM finds for each fused layer."""
+"""Lookup of the config group that vLLM applies to each fused layer."""
 
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class GroupLookup:
-    """Finds config groups as vLLM does: by names, by classes, or by the rules of another method."""
+    """Lookup of config groups as in vLLM: by name, by class, or by the rules of another method."""
 
     def __init__(self, model: BuiltModel, quantization: Quantization) -> None:
         self._model = model
@@ -37,23 +37,23 @@ class GroupLookup:
     def ignored(self, fused: FusedLayer) -> list[str]:
         """Return the `names` of a fused layer that the config leaves unquantized.
 
-        vLLM refuses a layer with only some of its names in the config.
+        vLLM refuses a fused layer if the config only lists some of its names.
         """
         if fused not in self._ignored:
             self._ignored[fused] = self._find_ignored(fused)
         return self._ignored[fused]
 
     def is_ignored(self, module: str, entries: Iterable[str]) -> bool:
-        """Return whether some entries of `ignore` match the name that vLLM has for a module."""
+        """Return True if an entry of `ignore` matches vLLM's name for a module."""
         architecture = self._model.architecture
         matched = Patterns(map(architecture.matched, entries))
         return matched.match(architecture.asked_name(module))
 
     def names(self, fused: FusedLayer) -> tuple[str, ...]:
-        """Return the names by which vLLM looks for the group of a fused layer.
+        """Return the names that vLLM uses to look up the group of a fused layer.
 
-        These are the names of all parts, also if the layer is stored as one or lacks some parts.
-        For a method other than compressed-tensors, they are the names in the files.
+        These are the names of all parts, even if the layer is stored fused or some parts are
+        missing. For a method other than compressed-tensors, they are the names in the files.
         """
         architecture = self._model.architecture
         name, members = fused.name, fused.members
@@ -67,7 +67,10 @@ class GroupLookup:
         return looked_up(FusedLayer(name=name, members=members), architecture)
 
     def built_plain(self, fused: FusedLayer) -> str | None:
-        """Return why vLLM never quantizes a layer (most routers), None if the config decides."""
+        """Return why vLLM never quantizes a layer, or None if the config decides.
+
+        vLLM never quantizes most routers.
+        """
         model = self._model
         kind = model.architecture.kind(fused.name)
         is_listed = fused.projection in model.architecture.unquantized
@@ -112,7 +115,7 @@ class GroupLookup:
 
 
 class KnownGroups(GroupLookup):
-    """The config groups of a translated checkpoint, by the name of each quantized linear layer."""
+    """Config groups of a translated checkpoint, by the name of each quantized linear layer."""
 
     def __init__(
         self, model: BuiltModel, quantization: Quantization, groups: Mapping[str, ConfigGroup]

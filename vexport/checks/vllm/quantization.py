@@ -1,4 +1,4 @@
-"""The quantization config of a checkpoint as vLLM reads it."""
+"""Quantization config of a checkpoint as vLLM reads it."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 
 class Quantization:
-    """The quantization config of a checkpoint, wherever vLLM finds it.
+    """Quantization config of a checkpoint, from any place where vLLM finds it.
 
-    Everything is computed at its first use. Without a config, `values` is None.
+    Everything is computed at its first use. `values` is None if there is no config.
     """
 
     def __init__(self, index: SourceIndex, model: BuiltModel) -> None:
@@ -41,24 +41,24 @@ class Quantization:
 
     @cached_property
     def stored(self) -> StoredQuantization | None:
-        """The config with the place where it stands."""
+        """Config with the place where it is stored."""
         return find_quantization(self._index.root, self._index.config)
 
     @property
     def values(self) -> Mapping[str, Json] | None:
-        """The config's keys and values."""
+        """Keys and values of the config."""
         return self.stored.values if self.stored else None
 
     @property
     def place(self) -> str:
-        """The place of the config in messages."""
+        """Place of the config in messages."""
         if self.stored is not None:
             return self.stored.place
         return f"{self._index.root / 'config.json'}: {QUANTIZATION_CONFIG}"
 
     @cached_property
     def method(self) -> "QuantMethod | None":
-        """The method of a checkpoint that is not compressed-tensors', if the checks know it."""
+        """Method other than compressed-tensors, or None if there is none or it is not supported."""
         name = method_name(self.values) if self.values is not None else None
         if self.values is None or name is None or name not in METHODS:
             return None
@@ -69,12 +69,12 @@ class Quantization:
 
     @property
     def format(self) -> str:
-        """The global storage format."""
+        """Global storage format."""
         return str((self.values or {}).get("format"))
 
     @cached_property
     def config_groups(self) -> tuple[ConfigGroup, ...]:
-        """The config groups that can be read, in order."""
+        """Config groups that can be read, in order."""
         if self.method is not None:
             return tuple(self.method.groups)
         groups = (self.values or {}).get("config_groups")
@@ -86,28 +86,28 @@ class Quantization:
 
     @cached_property
     def targets(self) -> Targets:
-        """The config groups by target, in the order in which vLLM tries them."""
+        """Config groups by target, in the order that vLLM tries."""
         groups = targets_of(self.config_groups)
         matched = self._model.architecture.matched
         return {matched(target): group for target, group in groups.items()}
 
     @cached_property
     def ignore(self) -> Patterns:
-        """The layers that the config leaves unquantized."""
+        """Names and patterns of the layers that the config leaves unquantized."""
         ignore = (self.values or {}).get("ignore")
         return Patterns(tuple(map(str, ignore)) if isinstance(ignore, (list, str)) else ())
 
     @cached_property
     def matched_ignore(self) -> Patterns:
-        """`ignore` as vLLM compares it with its own names."""
+        """`ignore` in the form that vLLM compares with its names of layers."""
         return Patterns(map(self._model.architecture.matched, self.ignore))
 
     @cached_property
     def transforms(self) -> tuple[OnlineTransform, ...]:
-        """The rotations that are left to the running model."""
+        """Rotations that the running model computes."""
         return tuple(online_transforms(self.values or {}))
 
     def is_transform(self, module: str) -> bool:
-        """Return whether a module is no layer but stores the matrix of such a rotation."""
+        """Return True if a module is not a layer, but stores the matrix of an online rotation."""
         projection = module.rpartition(".")[2]
         return any(projection == transform.submodule for transform in self.transforms)

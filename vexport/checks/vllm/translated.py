@@ -1,6 +1,4 @@
-"""A checkpoint of another quantization method with the tensors and config groups of
-compressed-tensors.
-"""
+"""Checkpoints of other quantization methods, viewed as compressed-tensors checkpoints."""
 
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import replace
@@ -17,12 +15,12 @@ from vexport.records import Finding, TensorInfo
 
 
 class TranslatedView(CheckpointView):
-    """The view of a checkpoint of another method in the terms of compressed-tensors.
+    """View of another method's checkpoint, with tensors and config groups of compressed-tensors.
 
     Args:
         groups: The translated config group of each quantized linear layer.
-        stored_names: The names in the files of the places that findings name.
-        reciprocals: Parameters that stand for their reciprocals in the files.
+        stored_names: Names in the files, by the places that findings name.
+        reciprocals: Parameters that the files store as reciprocals.
     """
 
     def __init__(
@@ -42,20 +40,20 @@ class TranslatedView(CheckpointView):
 
     @cached_property
     def lookup(self) -> GroupLookup:
-        """Finds the translated config group of a fused layer."""
+        """Lookup of the translated config group of a fused layer."""
         return KnownGroups(self.model, self.quantization, self._groups)
 
 
 def translated_findings(run: CheckFunction, translated: TranslatedView) -> Iterator[Finding]:
-    """Yield the findings of a check that looks at numbers, under the names of stored tensors."""
+    """Yield the findings of a check of numbers, under the names of the stored tensors."""
     for finding in run(translated):
         yield replace(finding, where=translated.stored_names.get(finding.where, finding.where))
 
 
 def translate(view: CheckpointView) -> TranslatedView:
-    """Return a view whose quantized layers have tensors of compressed-tensors with equal values.
+    """Return a view in which quantized layers have compressed-tensors' tensors with equal values.
 
-    Layers with tensors of another dtype or shape are left out: other checks report them.
+    Layers with tensors of another dtype or shape are left out, because other checks report them.
     """
     stored_names: dict[str, str] = {}
     reciprocals: set[str] = set()
@@ -103,7 +101,7 @@ def translate(view: CheckpointView) -> TranslatedView:
 
 
 def _cache_scales(view: CheckpointView, tensors: Iterable[str]) -> dict[str, str]:
-    """Return compressed-tensors' names of the method's scales of the KV cache."""
+    """Return compressed-tensors' names for the method's scales of the KV cache."""
     scales = view.quantization.method.cache_scales if view.quantization.method else {}
     return {
         name: f"{name.removesuffix(stored)}{stored.partition('.')[0]}.{own}"
@@ -121,7 +119,7 @@ def _described(group: MethodGroup, own: str) -> str:
 def _read(group: MethodGroup, parameters: Mapping[str, TensorInfo]) -> dict[str, TensorInfo] | None:
     """Return the tensors of a layer's scheme and its bias.
 
-    Returns None if a tensor is missing, or has another dtype or shape.
+    Returns None if a tensor is missing or has another dtype or shape.
     """
     expected = group.expected(parameters)
     unread = group.stored_as.unread if group.weights.symmetric else ()

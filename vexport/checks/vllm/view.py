@@ -1,4 +1,4 @@
-"""One checkpoint under check."""
+"""View of a checkpoint for the checks."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
@@ -16,11 +16,12 @@ from vexport.version import Version
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """The vLLM and GPUs that a checkpoint is to be served with.
+    """vLLM version and GPUs that the checkpoint should be served with.
 
-    Tensor parallel sizes and compute capabilities (90 for SM 9.0), each of which must do; the vLLM,
-    by default `PINNED` or the first later version that has the model's class; the method of
-    speculative decoding, empty for none.
+    `tp` has tensor parallel sizes and `sm` compute capabilities (90 for SM 9.0). The checkpoint
+    must work with each of them. `vllm` is the vLLM version, by default `PINNED` or the first later
+    version that has the model's class. `speculative` is the method of speculative decoding, or
+    empty.
     """
 
     tp: Sequence[int] = ()
@@ -34,14 +35,15 @@ CheckFunction = Callable[["CheckpointView"], Iterator[Finding]]
 
 
 class CheckpointView:
-    """One checkpoint under check: its files, and what vLLM makes of them.
+    """Checkpoint that is checked: its files, and how vLLM reads them.
 
-    Each subject is computed once, at its first use: `model` is what vLLM builds, `quantization`
-    the quantization config, `lookup` finds the config group of a layer, and `layers` has the
-    linear layers with their tensors.
+    Each part is computed at its first use. `model` describes the layers that vLLM builds,
+    `quantization` is the quantization config, `lookup` finds the config group of a layer, and
+    `layers` has the linear layers with their tensors.
     """
 
-    # Parameters that stand for their reciprocals in the files: vLLM's largest is the smallest here.
+    # Parameters that the files store as reciprocals. The largest stored value is then the smallest
+    # here.
     reciprocals: Set[str] = frozenset()
 
     def __init__(
@@ -54,7 +56,7 @@ class CheckpointView:
         self.index = index
         self.reader = reader
         self.target = target
-        # Digests by path, besides those in vexport.json; None if not asked for.
+        # Digests by path, in addition to those in vexport.json, or None if none were given.
         self.digests = digests
         self.config_path = str(index.root / "config.json")
         self.model = BuiltModel(index, target.vllm, self._is_layer)
@@ -62,12 +64,12 @@ class CheckpointView:
 
     @cached_property
     def lookup(self) -> GroupLookup:
-        """Finds the config group of a fused layer."""
+        """Lookup of the config group of a fused layer."""
         return GroupLookup(self.model, self.quantization)
 
     @cached_property
     def layers(self) -> StoredLayers:
-        """The linear layers with their tensors and config groups."""
+        """Linear layers with their tensors and config groups."""
         return StoredLayers(self.model, self.lookup)
 
     def _is_layer(self, module: str) -> bool:

@@ -1,8 +1,8 @@
-"""Finds weights that are zero, as a whole or in parts: scales of such parts mean nothing.
+"""Find weights that are zero, as a whole or in parts. The scales of such parts mean nothing.
 
-Depth expansion starts with layers of zeros, pruning makes rows and experts of zeros, padding adds
-both. Each producer stores another scale for them: zero, a dtype's epsilon, one, or a range of its
-own. Codes decide, not scales: a part is empty if each of its codes stands for zero.
+Depth expansion starts with layers of zeros, pruning creates zero rows and zero experts, and padding
+adds both. Producers store different scales for these parts: zero, a dtype's epsilon, one, or an
+arbitrary scale. Therefore the codes decide: a part is empty if all its codes stand for zero.
 """
 
 import re
@@ -19,11 +19,12 @@ from vexport.records import TensorInfo
 
 Bytes = npt.NDArray[np.uint8]
 Flags = npt.NDArray[np.bool_]
-# The number of a weight's values whose codes are decoded at once.
+# Number of values of a weight that are decoded at once.
 VALUES_AT_ONCE = 1 << 22
-# The bits of a code besides its sign.
+# The bits of a code without its sign.
 MAGNITUDE = {"F8_E4M3": 0x7F, "F8_E5M2": 0x7F}
-# Layers whose input other layers of the same block compute: the names of these layers' last parts.
+# Layers by last part of their names, each with a pattern for the layers of the same block that
+# compute its input.
 SOURCES_OF_INPUT = {
     "down_proj": re.compile(r"(gate|up|gate_up)_proj"),
     "w2": re.compile(r"w1|w3|w13"),
@@ -32,9 +33,11 @@ SOURCES_OF_INPUT = {
 
 
 def empty_parts(view: CheckpointView, layer: StoredLayer, scale: TensorInfo) -> Flags | None:
-    """Return for each value of a weight's scale whether all values that it scales are zero.
+    """Return a flag for each value of a weight's scale: True if all weights that it scales are
+    zero.
 
-    The flags have the shape of the scale. None if the layer's tensors are not understood.
+    The flags have the shape of the scale. Returns None if the layout of the layer's tensors is
+    unknown.
     """
     shape, weight = _shape(view, layer), layer.weight
     if shape is None or layer.group is None or weight is None or not weight.num_bytes:
@@ -59,16 +62,14 @@ def empty_parts(view: CheckpointView, layer: StoredLayer, scale: TensorInfo) -> 
 
 
 def is_empty(view: CheckpointView, layer: StoredLayer) -> bool:
-    """Return whether a layer's weight is all zero."""
+    """Return True if a layer's weight is all zero."""
     scale = layer.filled("weight_scale")
     empty = empty_parts(view, layer, scale) if scale is not None else None
     return empty is not None and bool(empty.all())
 
 
 def input_is_zero(view: CheckpointView, layer: StoredLayer) -> bool:
-    """Return whether a layer of zeros computes the layer's input, which is then zero for every
-    token.
-    """
+    """Return True if an all-zero layer computes this layer's input, so that every input is zero."""
     holder, dot, last_part = layer.name.rpartition(".")
     pattern = SOURCES_OF_INPUT.get(last_part)
     if pattern is None:
@@ -83,17 +84,16 @@ def input_is_zero(view: CheckpointView, layer: StoredLayer) -> bool:
 
 
 def _shape(view: CheckpointView, layer: StoredLayer) -> tuple[int, int] | None:
-    """Return (out_features, in_features) of the stored tensors, which may differ from the
-    config.
-    """
+    """Return (out_features, in_features) of the stored tensors, even if the config differs."""
     return layer.group.shape(layer.parameters) if layer.group is not None else None
 
 
 def _part_sizes(
     stored: tuple[int, ...], shape: tuple[int, int], args: QuantArgs
 ) -> tuple[int, int]:
-    """Rows and columns of a weight that share a scale; zeros if the scale's shape does not fit the
-    weight.
+    """Return the numbers of rows and columns of a weight that share a scale.
+
+    Returns (0, 0) if the scale's shape does not fit the weight.
     """
     rows, columns = shape
     if all(side == 1 for side in stored) and args.strategy == "tensor":
@@ -108,12 +108,15 @@ def _part_sizes(
 def _filled(
     view: CheckpointView, layer: StoredLayer, args: QuantArgs, numbers: range, columns: int
 ) -> Flags | None:
-    """Return for each value of some rows whether it is not zero."""
+    """Return a flag for each value of some rows of a weight: True if it is not zero.
+
+    Returns None if the layout is unknown.
+    """
     weight = layer.weight
     assert weight is not None
     stored = view.reader.rows(weight, list(numbers))
     zeros = _zero_points(view, layer, args, numbers, columns)
-    if weight.dtype == "U8":  # two codes of FP4 in a byte, each with a zero of either sign
+    if weight.dtype == "U8":  # two FP4 codes per byte; each has a positive and a negative zero
         filled = np.stack([stored & 0x7, stored >> 4 & 0x7], axis=2).reshape(len(stored), -1) != 0
     elif weight.dtype in MAGNITUDE:
         filled = stored & np.uint8(MAGNITUDE[weight.dtype]) != 0
@@ -129,8 +132,7 @@ def _filled(
 def _zero_points(
     view: CheckpointView, layer: StoredLayer, args: QuantArgs, numbers: range, columns: int
 ) -> npt.NDArray[np.int16] | None:
-    """Return the code that stands for zero, for each value of some rows or as an array that
-    broadcasts.
+    """Return the codes that stand for zero in some rows, in a shape that broadcasts to the rows.
 
     Returns None if the layout of the zero points is unknown.
     """
@@ -157,7 +159,7 @@ def _zero_points(
 
 
 def _unpacked(stored: Bytes, num_bits: int, count: int) -> npt.NDArray[np.int16]:
-    """The first `count` codes of each row (rows, bytes): they follow each other bit by bit."""
+    """Return the first `count` codes of each row (rows, bytes). Codes are stored without gaps."""
     bits = np.unpackbits(stored, axis=1, bitorder="little", count=count * num_bits)
     weights = (1 << np.arange(num_bits)).astype(np.int16)
     return bits.reshape(len(stored), count, num_bits).astype(np.int16) @ weights

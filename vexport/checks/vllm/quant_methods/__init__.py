@@ -1,4 +1,4 @@
-"""Quantization methods next to compressed-tensors: the judged ones, one file each."""
+"""Quantization methods besides compressed-tensors that vexport checks, one file each."""
 
 from collections.abc import Mapping, Set
 from dataclasses import replace
@@ -11,7 +11,7 @@ from vexport.version import Version
 if TYPE_CHECKING:
     from vexport.checks.vllm.quant_methods.base import QuantMethod
 
-# Modules by the method's name in configs; only the one that is needed is imported.
+# Modules by the method's name in configs. Only the module that is needed is imported.
 METHODS: Mapping[str, str] = {
     "auto-round": "auto_round",
     "auto_awq": "integers",
@@ -28,16 +28,18 @@ METHODS: Mapping[str, str] = {
     "quark": "quark",
 }
 METHOD = "compressed-tensors"
-# Keys that other methods have and compressed-tensors never has.
+# Keys of other methods that compressed-tensors never has.
 FOREIGN_KEYS = ("quant_algo", "quantization", "packing_format", "global_quant_config", "producer")
-# Methods that are not judged.
+# Methods that are not checked.
 OTHERS = ("bitsandbytes", "fbgemm_fp8", "fp_quant", "gguf", "mxfp8", "torchao")
 
 
 def method_name(config: Mapping[str, Json]) -> str | None:
-    """The name of the method, where a config is plainly not one of compressed-tensors.
+    """Return the name of the quantization method, or None if the config belongs to
+    compressed-tensors.
 
-    A config with compressed-tensors' keys is its own, whatever method it names: that is a mistake.
+    A config with compressed-tensors' keys belongs to compressed-tensors. If it names another
+    method, that name is a mistake.
     """
     if is_ours(config):
         return None
@@ -56,10 +58,10 @@ def read_method(
     quantized: Set[str],
     version: Version,
 ) -> "QuantMethod":
-    """Return a judged method as a version of vLLM reads its config.
+    """Return one of METHODS as a version of vLLM reads its config.
 
-    `values` is the quantization config, `model` the whole config.json, `quantized` the names of the
-    modules that are stored quantized.
+    `values` is the quantization config, `model` the whole config.json, and `quantized` the names of
+    the modules that are stored quantized.
     """
     base, module = (import_module(f"{__name__}.{file}") for file in ("base", METHODS[name]))
     config = base.MethodConfig(values, module.SOURCE, model, quantized, version)
@@ -70,13 +72,13 @@ def read_method(
 
 
 def is_ours(config: Mapping[str, Json]) -> bool:
-    """Return whether the keys of a config are compressed-tensors' and nobody else's."""
+    """Return True if a config has the keys of compressed-tensors and no keys of other methods."""
     groups = isinstance(config.get("config_groups"), dict) and isinstance(config.get("format"), str)
     return groups and not any(key in config for key in FOREIGN_KEYS)
 
 
 def _is_modelopt(config: Mapping[str, Json]) -> bool:
-    """Return whether ModelOpt wrote a config without a method (_normalize_quantization_config)."""
+    """Return True if ModelOpt wrote a config without a method (_normalize_quantization_config)."""
     producer = config.get("producer")
     named = isinstance(producer, dict) and producer.get("name") == "modelopt"
     return named or isinstance(config.get("quantization"), dict)

@@ -1,4 +1,4 @@
-"""`auto-round`: AutoRound's own format, which stores layers as GPTQ, AWQ, FP8 blocks or MXFP do.
+"""`auto-round`: AutoRound's format, which stores layers like GPTQ, AWQ, FP8 blocks or MXFP.
 
 Source: vllm/model_executor/layers/quantization/inc/inc.py, config_parser.py and schemes.
 """
@@ -25,13 +25,13 @@ from vexport.records import Json
 from vexport.records.patterns import REGEX, matches
 
 SOURCE = "inc/inc.py"
-# Of the layouts of integers, the first is that of configs without one.
+# Layouts of weights. Integers without a layout in the config have the first layout.
 AS_GPTQ, AS_AWQ, AS_FP8, AS_OURS = (
     f"auto_round:{layout}" for layout in ("auto_gptq", "auto_awq", "fp8", "llm_compressor")
 )
 BACKENDS = ("auto", "gptq", "gptq:marlin", "awq", "awq:marlin", "marlin")
 # Widths that only Humming's kernels run (CUDA_HUMMING_SUPPORTED_BITS). The layout of widths that do
-# not fill 32-bit words is not judged.
+# not fill 32-bit words is not checked.
 HUMMING_BITS, UNJUDGED_BITS, UNQUANTIZED = (2, 3, 5, 6, 7), (3, 5, 6, 7), 16
 REGEX_CHARACTERS = frozenset(r"*+?^$()[]{}|\\")
 # Input arguments of MXFP8 (`_validate_raw_config`).
@@ -45,7 +45,7 @@ MX_INPUTS: Mapping[str, Json] = {
 
 
 class AsGptq(Gptq):
-    """Also widths that vLLM hands to Humming's kernels."""
+    """GPTQ storage that also allows the widths of Humming's kernels."""
 
     def refusal(self, args: Arguments) -> str | None:
         bits = args.weights.num_bits
@@ -59,14 +59,14 @@ class AsGptq(Gptq):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerSettings:
-    """The quantization of layers: `group_size` is a number, or the sides of a block of FP8."""
+    """Quantization of layers. `group_size` is a number, or the sides of an FP8 block."""
 
     bits: int
     group_size: Json
     symmetric: bool
 
     def but(self, entry: Mapping[str, Json]) -> "LayerSettings":
-        """These with what an entry of extra_config has."""
+        """Return these settings, overridden by an entry of extra_config."""
         bits, size, symmetric = entry.get("bits"), entry.get("group_size"), entry.get("sym")
         return LayerSettings(
             bits=bits if isinstance(bits, int) else self.bits,
@@ -76,8 +76,9 @@ class LayerSettings:
 
 
 def read(config: MethodConfig) -> QuantMethod:
-    """The method as vLLM reads it: layers of the blocks are quantized, some by settings of their
-    own.
+    """Return the method as vLLM reads it.
+
+    The layers of the listed blocks are quantized. Entries of extra_config override their settings.
     """
     values = config.values
     bits, size = config.required("bits"), config.required("group_size")
@@ -119,8 +120,10 @@ def read(config: MethodConfig) -> QuantMethod:
 
 
 def _entry_of(layer: str, name: str, entries: Mapping[str, LayerSettings]) -> LayerSettings | None:
-    """The entry for vLLM's name or its end, the member's, experts below it, or a pattern
-    (_resolve_raw).
+    """Return the entry of extra_config for a layer, or None (_resolve_raw).
+
+    An entry matches in this order: vLLM's name or the member's name; the end of vLLM's name, or an
+    expert inside the layer; a regular expression.
     """
     for each in (layer, name):
         if each in entries:
@@ -135,12 +138,12 @@ def _entry_of(layer: str, name: str, entries: Mapping[str, LayerSettings]) -> La
 
 
 def _finds(pattern: str, name: str) -> bool:
-    """Return whether a pattern is found anywhere in a name."""
+    """Return True if a pattern matches anywhere in a name."""
     return matches(f"{REGEX}(?s:.*?)(?:{pattern})", name)
 
 
 def _group(config: MethodConfig, settings: LayerSettings) -> MethodGroup:
-    """The storage that a data type and a layout stand for (`_validate_supported_quantization`)."""
+    """Return the group for a data type and a layout (`_validate_supported_quantization`)."""
     values = config.values
     kind = str(values.get("data_type", "int"))
     layout = values.get("packing_format")
@@ -172,8 +175,9 @@ def _group(config: MethodConfig, settings: LayerSettings) -> MethodGroup:
 
 
 def _mx_group(config: MethodConfig, settings: LayerSettings, name: str) -> MethodGroup:
-    """Inputs are quantized like the weights; vLLM looks at what the config says of them for 8 bits
-    only.
+    """Return the group of MXFP4 or MXFP8 layers. Their inputs are quantized like the weights.
+
+    vLLM checks the config's input arguments only for 8 bits.
     """
     four = settings.bits == 4
     _require(config, {"packing_format": AS_OURS, **({} if four else MX_INPUTS)})
@@ -181,13 +185,16 @@ def _mx_group(config: MethodConfig, settings: LayerSettings, name: str) -> Metho
         config.wrong(
             "group_size", f"4 or 8 bits in groups of {MX_GROUP}, symmetric", repr(settings)
         )
-    if four:  # Marlin takes SM 75, and INCConfig.get_min_capability is 60
+    if four:  # Marlin supports SM 75, and INCConfig.get_min_capability is 60
         return preset_group(name, MethodMxfp4("auto-round", least_sm=75), "MXFP4")
     return preset_group(name, MethodMxfp8("auto-round"), "MXFP8")
 
 
 def _require(config: MethodConfig, expected: Mapping[str, Json]) -> None:
-    """Keys that vLLM compares where they are there (_check_expected)."""
+    """Add a problem for each key with another value than vLLM expects.
+
+    Absent keys are accepted (_check_expected).
+    """
     for key, value in expected.items():
         if config.values.get(key) not in (None, value):
             config.wrong(key, f"{value}, as vLLM asserts ({SOURCE})", repr(config.values[key]))

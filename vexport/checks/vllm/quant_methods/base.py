@@ -1,10 +1,10 @@
-"""The answers of a quantization method: how vLLM reads its config, and what its layers are in
-compressed-tensors' terms.
+"""Types for other quantization methods: how vLLM reads their config, and how their layers
+translate.
 
-Names and layouts of stored tensors are a `Format`, so that completeness, shapes and devices are
-judged as for compressed-tensors. What looks at numbers (values, fusion, the comparison with the
-source) sees each layer translated: most tensors by another name, some computed from the stored
-ones.
+The names and layouts of stored tensors are a `Format`, so completeness, shapes and devices are
+checked as for compressed-tensors. Checks of numbers (values, fusion, the comparison with the
+source) use layers that are translated to compressed-tensors. Translation renames most tensors and
+computes some from the stored tensors.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
@@ -26,22 +26,24 @@ EXPERTS = "experts"
 
 
 def problem(where: str, expected: str, got: str, fix: str, severity: Severity = "error") -> Finding:
-    """A fault at a key of the quantization config, or in a layer's tensor; its check is named
-    later.
+    """Return a finding on a key of the quantization config or on a layer's tensor.
+
+    The caller sets the name of its check.
     """
     return Finding(check="", severity=severity, where=where, expected=expected, got=got, fix=fix)
 
 
 class MethodFormat(Format):
-    """The storage of a layer by another method, whose `name` it has.
+    """Storage of a layer by another quantization method, which provides its `name`.
 
-    Comes before the compressed-tensors format that it resembles, whose answers it renames and whose
-    name is `translated_format`. `names` are the method's for compressed-tensors' tensors;
-    `least_sm` is its least capability, which overrides the scheme's.
+    Subclasses name this class before the compressed-tensors format that they resemble.
+    `MethodFormat` renames the results of that format, and `translated_format` is the format's name.
+    `names` maps compressed-tensors' names of tensors to the method's names. `least_sm` is the
+    smallest compute capability of the method, and overrides the scheme's.
     """
 
     names: Mapping[str, str] = {}
-    # Tensors of compressed-tensors that are reciprocals of the stored ones.
+    # Tensors of compressed-tensors that are reciprocals of the stored tensors.
     reciprocals: frozenset[str] = frozenset()
 
     def __init__(self, name: str, *, names: Mapping[str, str] = {}, least_sm: int = 0) -> None:
@@ -52,11 +54,11 @@ class MethodFormat(Format):
         self.least_sm = least_sm
 
     def matches(self, args: Arguments, stored_as: str) -> bool:
-        """vLLM picks it by the method, never for a config group."""
+        """Return False: vLLM selects this format by the method, never for a config group."""
         return False
 
     def vllm_scheme(self, args: Arguments) -> str:
-        """Return "": it is none of compressed-tensors' schemes."""
+        """Return "", because vLLM runs no compressed-tensors scheme for it."""
         return ""
 
     def gpu_support(self, args: Arguments) -> GpuSupport:
@@ -73,7 +75,10 @@ class MethodFormat(Format):
         return {self.names.get(name, name): form for name, form in renamed_parameters.items()}
 
     def translated(self, args: Arguments, stored: Mapping[str, TensorInfo]) -> Translation:
-        """A layer's tensors by compressed-tensors' names; `stored` are as `parameters` says."""
+        """Return a layer's tensors under compressed-tensors' names.
+
+        `stored` must be the tensors in `parameters`.
+        """
         ours = {name: own for own, name in self.names.items()}
         shape = self.shape(args, stored)
         assert shape is not None
@@ -88,17 +93,16 @@ class MethodFormat(Format):
     def unusable(
         self, args: Arguments, stored: Mapping[str, TensorInfo], reader: Reader
     ) -> Iterator[Finding]:
-        """Describe what vLLM passes over in a layer's tensors and should not, or other loaders read
-        otherwise."""
+        """Yield findings on tensors that vLLM ignores by mistake or that other loaders misread."""
         yield from ()
 
 
 class MethodFp8(MethodFormat, Fp8):
-    """FP8 weights and scales as compressed-tensors has them."""
+    """FP8 weights and scales as in compressed-tensors."""
 
 
 class MethodMxfp4(MethodFormat, Mxfp4):
-    """MXFP4 as in compressed-tensors; Marlin takes SM 75 where the method asks for no more."""
+    """MXFP4 as in compressed-tensors. Marlin supports SM 75, unless the method needs more."""
 
 
 class MethodMxfp8(MethodFormat, Mxfp8):
@@ -107,7 +111,7 @@ class MethodMxfp8(MethodFormat, Mxfp8):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MethodGroup(ConfigGroup):
-    """The quantization of some layers by the method's storage."""
+    """Quantization of some layers in the method's storage."""
 
     stored_as: MethodFormat
 
@@ -121,7 +125,7 @@ class MethodGroup(ConfigGroup):
 
     @property
     def translated(self) -> ConfigGroup:
-        """The same in compressed-tensors."""
+        """Group with the same arguments in compressed-tensors."""
         return ConfigGroup(
             name=self.name,
             targets=self.targets,
@@ -134,7 +138,7 @@ class MethodGroup(ConfigGroup):
 def linear_group(
     name: str, stored_as: MethodFormat, weights: QuantArgs, inputs: QuantArgs | None
 ) -> MethodGroup:
-    """A group for any linear layer, by how its weights and inputs are quantized."""
+    """Return a group for any linear layer with these arguments of weights and inputs."""
     return MethodGroup(
         name=name,
         targets=("Linear",),
@@ -146,19 +150,20 @@ def linear_group(
 
 
 def preset_group(name: str, stored_as: MethodFormat, preset: str) -> MethodGroup:
-    """A group of a preset's arguments."""
+    """Return a group with the arguments of a preset."""
     args = get_scheme(preset).args
     return linear_group(name, stored_as, args.weights, args.input_activations)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantMethod:
-    """A quantization config of another method as vLLM reads it.
+    """Quantization config of another method as vLLM reads it.
 
-    `group_of` answers for vLLM's name of a layer and the name of one of its members, both those of
-    the routed experts of a layer: None where vLLM keeps it. `skip_key` names the list that keeps
-    layers; `quantizes_head` says whether the output head is quantized where that list does not name
-    it; `source` is vLLM's file, `cache_scales` its own names for the KV cache's scales.
+    `group_of` takes vLLM's name of a layer and the name of a member. For routed experts, both are
+    the name of the experts' module. It returns None if vLLM leaves the layer unquantized.
+    `skip_key` is the config key that lists unquantized layers. `quantizes_head` is True if the
+    output head is quantized unless that list contains it. `source` is vLLM's file. `cache_scales`
+    maps the names of KV cache scales to the method's names.
     """
 
     name: str
@@ -173,11 +178,10 @@ class QuantMethod:
 
 
 class MethodConfig:
-    """A quantization config that is read key by key; what is wrong with it is collected in
-    `problems`.
+    """Quantization config that is read key by key. Errors in it are collected in `problems`.
 
-    `model` is config.json, `quantized` are the modules that are stored quantized, `version` is the
-    vLLM that reads the config.
+    `model` is config.json, `quantized` are the names of the modules that are stored quantized, and
+    `version` is the version of vLLM that reads the config.
     """
 
     def __init__(
@@ -194,8 +198,9 @@ class MethodConfig:
         self._source = source
 
     def required(self, *keys: str) -> Json:
-        """The value of the first key that is there (get_from_keys); a problem where that is
-        none.
+        """Return the value of the first key that exists (get_from_keys).
+
+        Adds a problem if no key exists or the value is null.
         """
         key = next((key for key in keys if key in self.values), None)
         value = self.values[key] if key is not None else None
@@ -205,7 +210,7 @@ class MethodConfig:
         return value
 
     def names(self, *keys: str) -> tuple[str, ...]:
-        """The first list of names that is not empty."""
+        """Return the first list of names that is not empty, or () if there is none."""
         for key in keys:
             value = self.values.get(key)
             if value and (
@@ -224,17 +229,20 @@ class MethodConfig:
         fix: str = "correct it, or export again",
         severity: Severity = "error",
     ) -> None:
-        """Note a problem."""
+        """Add a problem."""
         self.problems.append(problem(key, expected, got, fix, severity))
 
 
 def is_listed(name: str, listed: Collection[str]) -> bool:
-    """Match the whole name; for experts, an entry with `experts` that contains it."""
+    """Return True if the list contains the whole name.
+
+    For a name with `experts`, an entry with `experts` that contains the name is enough.
+    """
     if EXPERTS in name:
         return any(name in entry for entry in listed if EXPERTS in entry)
     return name in listed
 
 
 def contains_listed(name: str, listed: Collection[str]) -> bool:
-    """Return whether an entry is a part of the name."""
+    """Return True if an entry of the list is a part of the name."""
     return any(entry in name for entry in listed)

@@ -1,4 +1,4 @@
-"""`fp8`: weights in e4m3 with a scale for each block (DeepSeek, Qwen) or one for all.
+"""`fp8`: e4m3 weights with a scale for each block (DeepSeek, Qwen) or one scale per tensor.
 
 Source: vllm/model_executor/layers/quantization/fp8.py.
 """
@@ -22,18 +22,24 @@ from vexport.records import Json
 
 SOURCE = "fp8.py"
 SCHEMES = ("static", "dynamic")
-# The smallest blocks into which vLLM takes those of experts apart.
+# The size of the smallest blocks into which vLLM splits the blocks of experts.
 LEAST_BLOCK = 32
 
 
 class NativeFp8Block(MethodFp8):
-    """A scale for each block, weight_scale_inv, which is multiplied in spite of its name."""
+    """FP8 weights with a scale per block, `weight_scale_inv`.
+
+    Despite the scale's name, vLLM multiplies by it.
+    """
 
     names = {"weight_scale": "weight_scale_inv"}
 
     def unsupported_shape(self, args: Arguments, partition: Partition) -> str | None:
-        """Blocks of routed experts that ranks cut are taken in smaller ones, where those are whole
-        (refine_fp8_moe_block_shape in fused_moe/oracle/fp8.py)."""
+        """Return why vLLM refuses the blocks, or None if it runs them.
+
+        If ranks cut the blocks of routed experts, vLLM splits them into smaller whole blocks
+        (refine_fp8_moe_block_shape in fused_moe/oracle/fp8.py).
+        """
         reason = super().unsupported_shape(args, partition)
         if reason is None or not partition.experts or partition.split == "none":
             return reason
@@ -42,7 +48,7 @@ class NativeFp8Block(MethodFp8):
 
 
 def read(config: MethodConfig) -> QuantMethod:
-    """The method as vLLM reads it; the output head is never quantized."""
+    """Return the method as vLLM reads it. The output head is never quantized."""
     values = config.values
     scheme, block = config.required("activation_scheme"), values.get("weight_block_size")
     if scheme not in (*SCHEMES, None):
@@ -70,13 +76,13 @@ def read(config: MethodConfig) -> QuantMethod:
 
 
 def is_block(block: Json) -> bool:
-    """Return whether a block has two sides."""
+    """Return True if a block size consists of two positive integers."""
     sides = block if isinstance(block, list) else []
     return len(sides) == 2 and all(type(side) is int and side > 0 for side in sides)
 
 
 def group(block: Json, *, static: bool) -> MethodGroup:
-    """FP8 with inputs by token, by block, or by a static scale."""
+    """Return a group of FP8 weights, with inputs quantized by token, by block, or statically."""
     args = get_scheme("FP8_DYNAMIC" if block is None else "FP8_BLOCK").args
     weights, inputs = args.weights, args.input_activations
     if isinstance(block, list) and is_block(block) and inputs is not None:

@@ -1,7 +1,7 @@
-"""`gptq`: integers packed along the inputs, scales and zero points of groups of them.
+"""`gptq`: integers that are packed along the inputs, with scales and zero points per group.
 
-Source: vllm/model_executor/layers/quantization/auto_gptq.py and utils/gptq_utils.py, which run
-symmetric codes only and look neither at zero points nor at g_idx.
+Source: vllm/model_executor/layers/quantization/auto_gptq.py and utils/gptq_utils.py. vLLM only runs
+symmetric codes, and ignores zero points and g_idx.
 """
 
 from collections.abc import Iterator, Mapping
@@ -28,15 +28,15 @@ from vexport.records.patterns import REGEX, Patterns, expression
 
 SOURCE = "auto_gptq.py"
 BITS, MARLIN_GROUPS = (4, 8), (-1, 32, 64, 128)
-# Groups of this name have zero points that are stored one less than they are (AutoGPTQ's first
-# format).
+# Names of checkpoint formats. V1, AutoGPTQ's first format, stores each zero point minus one.
 V1, V2 = "gptq", "gptq_v2"
 
 
 class Gptq(TransposedIntegers):
-    """qweight (in*bits/32, out), scales (groups, out), qzeros (groups, out*bits/32), g_idx (in,).
+    """Tensors qweight (in*bits/32, out), scales (groups, out), qzeros (groups, out*bits/32), g_idx
+    (in,).
 
-    `name` is that of the checkpoint's format.
+    `name` is the name of the checkpoint's format.
     """
 
     unread = frozenset({"qzeros", "g_idx"})
@@ -67,7 +67,7 @@ class Gptq(TransposedIntegers):
         middle = 1 << (bits - 1)
         least, most = int(values.min()), int(values.max())
         if not args.weights.symmetric:
-            # Zero points of 0 and of a power of two, which the first format cannot tell apart.
+            # The first format cannot distinguish the zero points 0 and 2**bits.
             if most + self.zero_offset >= 1 << bits:
                 got, fix = f"{most} + {self.zero_offset}", "store it as gptq_v2, with GPTQModel"
                 yield problem("qzeros", f"zero points of {bits} bits", got, fix)
@@ -92,7 +92,7 @@ class Gptq(TransposedIntegers):
     def _order(
         self, args: Arguments, stored: Mapping[str, TensorInfo], reader: Reader
     ) -> Iterator[Finding]:
-        """Groups that are not runs of columns."""
+        """Report groups that do not consist of consecutive columns."""
         order, codes = stored.get("g_idx"), stored.get("qweight")
         size = args.weights.group
         if order is None or codes is None or size is None or not order.num_bytes:
@@ -108,8 +108,9 @@ class Gptq(TransposedIntegers):
 
 
 def read(config: MethodConfig) -> QuantMethod:
-    """The method as vLLM reads it: what is quantized follows from the tensors where no list says
-    it.
+    """Return the method as vLLM reads it.
+
+    If the config does not list the quantized layers, the stored tensors determine them.
     """
     values = config.values
     base = {key: config.required(key) for key in ("bits", "group_size", "desc_act", "sym")}
@@ -148,8 +149,11 @@ def _group(config: MethodConfig, values: Mapping[str, Json], name: str = "gptq")
 def _rules(
     config: MethodConfig, base: Mapping[str, Json]
 ) -> Iterator[tuple[Patterns, MethodGroup | None]]:
-    """GPTQModel's overrides, by a pattern from a layer's start: `-:` keeps layers, `+:` or nothing
-    gives them their own arguments."""
+    """Yield GPTQModel's overrides as patterns and groups.
+
+    A pattern matches from the start of a layer's name. Patterns with `-:` leave layers unquantized.
+    Patterns with `+:` or without a prefix change the layers' arguments.
+    """
     dynamic = config.values.get("dynamic")
     for number, (pattern, changes) in enumerate(
         dynamic.items() if isinstance(dynamic, dict) else ()

@@ -1,8 +1,9 @@
-"""Integers that are stored inputs first, for gptq, awq, auto-round and quark; `awq` itself, with
-zero points.
+"""Integers that are stored with the inputs first (gptq, awq, auto-round, quark), and the method
+`awq`.
 
-Words hold codes of one column or row, the first in the lowest bits unless a method has its own
-order. Source of awq: vllm/model_executor/layers/quantization/auto_awq.py.
+A 32-bit word holds codes of one column or row. The first code is in the lowest bits, unless a
+method uses another order. `awq` has zero points. Source of awq:
+vllm/model_executor/layers/quantization/auto_awq.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,25 +29,23 @@ from vexport.numerics import INT32_BITS
 from vexport.records import Json, TensorInfo
 
 Array = npt.NDArray[np.generic]
-# Bits of a code that methods of integers have, and usually; which of them vLLM runs is each
-# method's.
+# Largest and usual number of bits of a code. Each method defines which widths vLLM runs.
 MOST_BITS, USUAL_BITS = 8, 4
-# Codes in a word that is packed along the outputs; codes with a sign are those without it less
-# SIGN.
+# Number of codes in a word that is packed along the outputs. A signed code is the unsigned code
+# minus SIGN.
 CODES, SIGN = INT32_BITS // USUAL_BITS, 8
 SOURCE = "auto_awq.py"
-# The place in a word of each of its eight codes (_REVERSE_AWQ_PACK_ORDER).
+# Position in a word of each of its eight codes (_REVERSE_AWQ_PACK_ORDER).
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 LAYOUT = "gemm"
 
 
 class TransposedIntegers(MethodFormat, PackedIntegers):
-    """Words of codes (in*bits/32, out), scales (groups, out) and zero points (groups, out*bits/32),
-    which Marlin and others run with inputs as they are.
+    """Words of codes (in*bits/32, out), scales (groups, out) and zero points (groups, out*bits/32).
 
-    With `places`, codes of 4 bits are packed along the outputs instead, (in, out/8), each at its
-    place in a word; symmetric ones have a sign there. `zero_offset` is what is added to a stored
-    zero point.
+    Marlin and other kernels run these weights with unquantized inputs. If `places` is set, 4-bit
+    codes are packed along the outputs instead, (in, out/8), each at its position in a word.
+    Symmetric codes are then signed. `zero_offset` is added to a stored zero point.
     """
 
     names = {"weight_packed": "qweight", "weight_scale": "scales", "weight_zero_point": "qzeros"}
@@ -85,8 +84,9 @@ class TransposedIntegers(MethodFormat, PackedIntegers):
         return (columns * CODES, rows) if self.places else (columns, rows * INT32_BITS // bits)
 
     def translated(self, args: Arguments, stored: Mapping[str, TensorInfo]) -> Translation:
-        """Repack as compressed-tensors does: along the inputs, outputs first, in the plain
-        order.
+        """Return the tensors in compressed-tensors' layout.
+
+        Codes are repacked along the inputs in plain order, with the outputs as rows.
         """
         shape = self.shape(args, stored)
         assert shape is not None
@@ -109,7 +109,7 @@ class TransposedIntegers(MethodFormat, PackedIntegers):
         return tensors | {name: stored[name] for name in ("bias",) if name in stored}
 
     def _repacked(self, args: Arguments, codes: TensorInfo, reader: Reader, rows: slice) -> Array:
-        """Some rows (outputs) of the weight, in words along the inputs."""
+        """Return some rows (outputs) of the weight, packed into words along the inputs."""
         chosen = np.arange(codes.shape[1] * CODES)[rows]
         in_words, places = np.divmod(chosen, CODES)
         shifts = (np.asarray(self.places)[places] * USUAL_BITS).astype(np.uint32)
@@ -119,7 +119,7 @@ class TransposedIntegers(MethodFormat, PackedIntegers):
     def _zero_points(
         self, args: Arguments, zeros: TensorInfo, reader: Reader, rows: slice
     ) -> Array:
-        """Zero points as they are used, in words along the outputs."""
+        """Return the effective zero points, packed into words along the outputs."""
         values = (
             unpacked(bits_of(reader, zeros), args.weights.num_bits, self.places) + self.zero_offset
         )
@@ -135,8 +135,9 @@ def integer_group(
     *,
     symmetric: bool,
 ) -> MethodGroup:
-    """Weight-only integers in groups, or with a scale for each row; `config` notes what is no
-    number.
+    """Return a group of weight-only integers, with a scale per group or per row.
+
+    Adds problems to `config` if `bits` or `size` is not a valid number.
     """
     for key, value in (("bits", bits), ("group_size", size)):
         if value is not None and type(value) is not int:
@@ -156,28 +157,28 @@ def integer_group(
 
 
 def transposed(tensor: TensorInfo, rows: Callable[[TensorInfo, Reader, slice], Array]) -> Derived:
-    """A tensor of the same dtype whose columns are the rows of a stored one, by what reads some of
-    them.
-    """
+    """Return the transpose of a stored tensor in the same dtype. `rows` reads some rows of it."""
     sides = (tensor.shape[1], tensor.shape[0])
     return Derived(dtype=tensor.dtype, shape=sides, sources=(tensor,), rows=partial(rows, tensor))
 
 
 def transposed_rows(tensor: TensorInfo, reader: Reader, rows: slice) -> Array:
-    """Columns of a stored tensor as rows, of any dtype, as bits."""
+    """Return some columns of a stored tensor of any dtype as rows of raw bits."""
     return bits_of(reader, tensor).T[rows]
 
 
 def bits_of(reader: Reader, tensor: TensorInfo) -> Array:
-    """A tensor's elements as unsigned numbers of their size."""
+    """Return a tensor's elements as unsigned integers of the same size."""
     size = tensor.num_bytes // max(tensor.num_elements, 1)
     bits: Array = np.frombuffer(reader.raw(tensor), f"<u{size}").reshape(tensor.shape)
     return bits
 
 
 def unpacked(stored: Array, bits: int, places: Sequence[int] = ()) -> npt.NDArray[np.uint8]:
-    """The codes in the words of each row, one after the other across words; `places` has the place
-    in a word of each of its codes."""
+    """Return the codes in each row of words. Codes may cross word boundaries.
+
+    `places` has the position in a word of each of its codes.
+    """
     each = np.unpackbits(
         np.ascontiguousarray(stored, "<u4").view(np.uint8), axis=1, bitorder="little"
     )
@@ -190,7 +191,7 @@ def unpacked(stored: Array, bits: int, places: Sequence[int] = ()) -> npt.NDArra
 
 
 def packed(codes: npt.NDArray[np.integer], bits: int) -> npt.NDArray[np.uint32]:
-    """Words along the first dimension, the first code in the lowest bits."""
+    """Pack codes into words along the first dimension, with the first code in the lowest bits."""
     each = (
         codes.astype(np.uint8)[:, None, :] >> np.arange(bits, dtype=np.uint8)[None, :, None]
     ) & 1
@@ -199,7 +200,7 @@ def packed(codes: npt.NDArray[np.integer], bits: int) -> npt.NDArray[np.uint32]:
 
 
 class Awq(TransposedIntegers):
-    """qweight (in, out/8), qzeros (groups, out/8), scales (groups, out)."""
+    """Tensors qweight (in, out/8), qzeros (groups, out/8) and scales (groups, out)."""
 
     places: Sequence[int] = PLACES
 
@@ -209,7 +210,10 @@ class Awq(TransposedIntegers):
 
 
 def read(config: MethodConfig) -> QuantMethod:
-    """The method as vLLM reads it: without a list, layers that are stored unquantized are kept."""
+    """Return the method as vLLM reads it.
+
+    If the config lists no unquantized layers, layers that are stored unquantized stay so.
+    """
     values = config.values
     bits, size = config.required("w_bit", "bits"), config.required("q_group_size", "group_size")
     if config.required("zero_point") is False:

@@ -1,4 +1,4 @@
-"""`modelopt`: FP8, NVFP4 and MXFP8 as NVIDIA ModelOpt stores them, also by layer.
+"""`modelopt`: FP8, NVFP4 and MXFP8 as stored by NVIDIA ModelOpt, also mixed by layer.
 
 Source: vllm/model_executor/layers/quantization/modelopt.py.
 """
@@ -36,19 +36,23 @@ if TYPE_CHECKING:
 METHOD, SOURCE = "modelopt", "modelopt.py"
 NVFP4_ALGOS = ("NVFP4", "W4A16_NVFP4")
 MIXED = "MIXED_PRECISION"
-# Parts of names that are never quantized, whatever the list says.
+# Layers with these parts in their names are never quantized, whatever the list contains.
 VISION = ("vision_tower", "vision_model", "vit_large_projector")
-# The first vLLM that reads `exclude_modules` of a config without `ignore`, as some exports have it.
+# The first vLLM version that reads `exclude_modules` if a config has no `ignore`, as in some
+# exports.
 EITHER_KEY = (0, 33)
-# Keys without which the older file does not load in NVFP4.
+# Keys that the older config file needs for NVFP4.
 NVFP4_KEYS = ("group_size", "kv_cache_quant_algo", "exclude_modules")
 
 
 class ModelOptFp8(MethodFormat, Fp8):
-    """weight, weight_scale and, per tensor, input_scale."""
+    """Tensors weight, weight_scale and, if inputs have one static scale, input_scale."""
 
     def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
-        """Scales per channel are (out,), of blocks (rows, 1, columns, 1)."""
+        """Return the tensors of a layer.
+
+        Scales per channel have the shape (out,), and scales per block (rows, 1, columns, 1).
+        """
         parameters = dict(super().parameters(args, shape))
         scale = parameters["weight_scale"]
         if args.weights.strategy == "channel":
@@ -60,8 +64,9 @@ class ModelOptFp8(MethodFormat, Fp8):
 
 
 class ModelOptNvfp4(MethodFormat, Nvfp4):
-    """weight (two codes a byte), weight_scale, weight_scale_2 = absmax/(448*6), input_scale
-    likewise.
+    """Tensors weight (two codes per byte), weight_scale, weight_scale_2 and input_scale.
+
+    weight_scale_2 and input_scale are absmax/(448*6).
     """
 
     names = {
@@ -72,7 +77,7 @@ class ModelOptNvfp4(MethodFormat, Nvfp4):
     reciprocals = frozenset({"weight_global_scale", "input_global_scale"})
 
     def translated(self, args: Arguments, stored: Mapping[str, TensorInfo]) -> Translation:
-        """Global scales are the reciprocals of what ModelOpt stores."""
+        """Return the translated tensors. Global scales are the reciprocals of ModelOpt's scales."""
         tensors = dict(super().translated(args, stored))
         for name in self.reciprocals & tensors.keys():
             tensor = stored[self.names[name]]
@@ -83,14 +88,14 @@ class ModelOptNvfp4(MethodFormat, Nvfp4):
 
 
 class WeightOnlyNvfp4(ModelOptNvfp4):
-    """W4A16_NVFP4: vLLM drops an input_scale of older exports."""
+    """W4A16_NVFP4. vLLM drops the input_scale of older exports."""
 
     unread = frozenset({"input_scale"})
 
 
 # SM 80 by ModelOptFp8Config.get_min_capability.
 _FP8 = ModelOptFp8(METHOD, least_sm=80)
-# ModelOpt's algorithms: the storage format, and the preset with its arguments.
+# ModelOpt's algorithms: each with its storage format and the preset with its arguments.
 ALGOS: Mapping[str, tuple[MethodFormat, str]] = {
     "FP8": (_FP8, "FP8"),
     "FP8_PER_CHANNEL_PER_TOKEN": (_FP8, "FP8_DYNAMIC"),
@@ -102,8 +107,10 @@ ALGOS: Mapping[str, tuple[MethodFormat, str]] = {
 
 
 def _reciprocal(tensor: TensorInfo, reader: Reader, rows: slice) -> "Array":
-    """1/x in float32, of its neighbours that whose own reciprocal, which vLLM computes with, is
-    x.
+    """Return 1/x in float32, or a neighbour of it that vLLM inverts back to x exactly.
+
+    vLLM computes the reciprocal of the result in float32. A neighbour is used if its reciprocal is
+    x and the reciprocal of 1/x is not.
     """
     stored = reader.floats(tensor).reshape(-1).astype(np.float32)
     one = np.float32(1)
@@ -118,7 +125,7 @@ def _reciprocal(tensor: TensorInfo, reader: Reader, rows: slice) -> "Array":
 
 
 def read(config: MethodConfig) -> QuantMethod:
-    """The method as vLLM reads it, from config.json or the older hf_quant_config.json."""
+    """Return the method as vLLM reads it, from config.json or the older hf_quant_config.json."""
     values = config.values
     older = values.get("quantization")
     inner: Mapping[str, Json] = older if isinstance(older, dict) else values
@@ -168,8 +175,11 @@ def read(config: MethodConfig) -> QuantMethod:
 
 
 def is_excluded(layer: str, name: str, kept: tuple[str, ...]) -> bool:
-    """Return whether a layer is listed by its names, a part of vLLM's name, or a wildcard
-    (is_layer_excluded)."""
+    """Return True if a layer is excluded from quantization (is_layer_excluded).
+
+    The list can contain the layer's name, a part of vLLM's name, or a wildcard. Vision towers are
+    always excluded.
+    """
     if layer in kept or is_listed(name, kept) or contains_listed(layer, kept):
         return True
     wild = any(fnmatch(layer, entry) for entry in kept)
@@ -177,9 +187,7 @@ def is_excluded(layer: str, name: str, kept: tuple[str, ...]) -> bool:
 
 
 def _is_weight_only(values: Mapping[str, Json]) -> bool:
-    """Return whether config groups say that no inputs are quantized
-    (ModelOptNvFp4Config._from_config).
-    """
+    """Return True if the config groups quantize no inputs (ModelOptNvFp4Config._from_config)."""
     groups = values.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         return False
@@ -197,7 +205,7 @@ def _has_fp8_cache(inner: Mapping[str, Json], *, older: bool) -> bool:
 
 
 def _layers(config: MethodConfig, inner: Mapping[str, Json], keys: str) -> dict[str, str]:
-    """The algorithm of each layer of a mixed checkpoint."""
+    """Return the algorithm of each layer of a mixed-precision checkpoint."""
     listed, algos = inner.get("quantized_layers"), dict[str, str]()
     if not isinstance(listed, dict) or not listed:
         config.wrong(f"{keys}quantized_layers", f"the layers of {MIXED}", repr(listed))
@@ -215,8 +223,9 @@ def _layers(config: MethodConfig, inner: Mapping[str, Json], keys: str) -> dict[
 
 
 def _algo_of(layer: str, name: str, layers: Mapping[str, str]) -> str:
-    """The algorithm for vLLM's name, the member's, or for experts of a name below
-    (_resolve_quant_algo).
+    """Return the algorithm of a layer, or "" if it has none (_resolve_quant_algo).
+
+    The layer is listed under vLLM's name or the member's name. Experts may be listed one by one.
     """
     below = (algo for entry, algo in layers.items() if entry.startswith(f"{layer}."))
     return layers.get(layer) or layers.get(name) or next(below, "")

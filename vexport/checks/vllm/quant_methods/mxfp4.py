@@ -1,6 +1,6 @@
-"""`mxfp4`: the routed experts of gpt-oss, all of a layer in one tensor; nothing else is quantized.
+"""`mxfp4`: the routed experts of gpt-oss, stacked in one tensor per projection.
 
-Source: GptOssMxfp4Config and GptOssMxfp4MoEMethod of
+No other layers are quantized. Source: GptOssMxfp4Config and GptOssMxfp4MoEMethod of
 vllm/model_executor/layers/quantization/mxfp4.py, and _load_weights_mxfp4 of
 vllm/model_executor/models/gpt_oss.py.
 """
@@ -29,7 +29,7 @@ class StackedMxfp4(MethodMxfp4):
     """One projection of all experts: blocks (experts, out, in/32, 16), scales (experts, out,
     in/32), bias.
 
-    As a layer it has the rows of all experts. `rows` and `columns` are an expert's.
+    As a layer, it has the rows of all experts. `rows` and `columns` are the size of one expert.
     """
 
     names = {"weight_packed": "blocks", "weight_scale": "scales"}
@@ -39,7 +39,7 @@ class StackedMxfp4(MethodMxfp4):
         self.experts, self.rows, self.columns = experts, rows, columns
 
     def shape(self, args: Arguments, stored: Mapping[str, TensorInfo]) -> tuple[int, int] | None:
-        """The shape that config.json implies: vLLM views the tensors so."""
+        """Return the shape that config.json implies. vLLM views the tensors in this shape."""
         return self.experts * self.rows, self.columns
 
     def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
@@ -51,18 +51,22 @@ class StackedMxfp4(MethodMxfp4):
         }
 
     def unsupported_shape(self, args: Arguments, partition: Partition) -> str | None:
-        """Ranks take whole groups, the last of them fewer (per_rank_intermediate_size_block)."""
+        """Return None: each rank gets whole groups, and the last rank may get fewer.
+
+        Source: per_rank_intermediate_size_block.
+        """
         return None
 
     def gpu_support(self, args: Arguments) -> GpuSupport:
-        """Inputs stay in 16 bits unless asked otherwise (_get_priority_backends_for_gpt_oss)."""
+        """Return support with 16-bit inputs, which is vLLM's default.
+
+        Source: _get_priority_backends_for_gpt_oss.
+        """
         return GpuSupport(input_bits={80: 16}, stored_bits=16)
 
 
 def read(config: MethodConfig) -> QuantMethod:
-    """The method as vLLM reads it: it looks at no list and no other key, but at the sizes in
-    config.json.
-    """
+    """Return the method as vLLM reads it: with the sizes in config.json, and without other keys."""
     if config.model.get("model_type") != MODEL_TYPE:
         expected = (
             f"a model of type {MODEL_TYPE}: vLLM reads others by code that vexport does not judge"

@@ -1,4 +1,4 @@
-"""`quark`: FP8, INT8, INT4, MXFP4 and NVFP4 as AMD Quark stores them, also by layer.
+"""`quark`: FP8, INT8, INT4, MXFP4 and NVFP4 as stored by AMD Quark, also mixed by layer.
 
 Source: vllm/model_executor/layers/quantization/quark/quark.py and schemes.
 """
@@ -32,14 +32,18 @@ JUDGED = "FP8, INT8, INT4 in groups, MXFP4 and NVFP4 as vLLM runs them"
 PACK_METHODS = ("order", "reorder")
 # Names of the scales of the KV cache (get_cache_scale_mapper).
 CACHE_SCALES = {"k_scale": "k_proj.output_scale", "v_scale": "v_proj.output_scale"}
-# Settings of weights or inputs. Two of our keys: there are scales of the scales, scales are
-# exponents.
+# Settings of weights or inputs. vexport adds two keys: SECOND is True if the scales have scales,
+# and EXPONENTS is True if the scales are exponents.
 Settings = Mapping[str, Json]
 SECOND, EXPONENTS = "second", "exponents"
 
 
 def read(config: MethodConfig) -> QuantMethod:
-    """The method as vLLM reads it: by layer's name, else the global one; the output head never."""
+    """Return the method as vLLM reads it.
+
+    A layer uses the settings for its name, or the global settings. The output head is never
+    quantized.
+    """
     values = config.values
     export = values.get("export")
     if not isinstance(export, dict):
@@ -76,8 +80,9 @@ def read(config: MethodConfig) -> QuantMethod:
 
 
 def _cache(config: MethodConfig, cached: Json, layers: Json) -> None:
-    """The settings of the KV cache are the outputs' of its layers (from_config,
-    validate_kv_cache_config).
+    """Add a problem if the layers of the KV cache have no FP8 output settings.
+
+    vLLM uses these output settings for the KV cache (from_config, validate_kv_cache_config).
     """
     patterns = [str(each) for each in cached] if isinstance(cached, list) else []
     named = (
@@ -98,14 +103,18 @@ def _dicts(value: Json) -> Iterator[tuple[str, Json]]:
 
 
 def _names(entry: str, name: str) -> bool:
-    """Return whether an entry of layer_quant_config is of a layer
-    (get_layer_quant_config_from_name).
+    """Return True if an entry of layer_quant_config matches a layer.
+
+    Source: get_layer_quant_config_from_name.
     """
     return fnmatch(name, entry) if "*" in entry else name in entry
 
 
 def _side(raw: Mapping[str, Json], key: str) -> Settings | None:
-    """The settings of weights or inputs: an object, or a list whose second one is of the scales."""
+    """Return the settings of weights or inputs, or None if there are none.
+
+    The value is an object or a list. In a list, the second object describes the scales.
+    """
     value = raw.get(key)
     listed = [
         each for each in (value if isinstance(value, list) else [value]) if isinstance(each, dict)
@@ -117,12 +126,14 @@ def _side(raw: Mapping[str, Json], key: str) -> Settings | None:
 
 
 def _has(settings: Settings, expected: Settings) -> bool:
-    """Return whether keys have these values; False stands for absent too."""
+    """Return True if the settings contain these values. False also matches an absent key."""
     return all((settings.get(key) or False) == value for key, value in expected.items())
 
 
 def _group(config: MethodConfig, key: str, raw: Json, pack_method: str) -> MethodGroup | None:
-    """The storage of layers, by what vLLM tells from the config (_get_scheme_cls_from_config)."""
+    """Return the group for a layer's settings, or None if there is none
+    (_get_scheme_cls_from_config).
+    """
     values = raw if isinstance(raw, dict) else {}
     weight, inputs = _side(values, "weight"), _side(values, "input_tensors")
     if weight is None:
@@ -148,9 +159,9 @@ def _group(config: MethodConfig, key: str, raw: Json, pack_method: str) -> Metho
 
 
 def _kinds() -> Iterator[tuple[Settings, Settings | None, MethodGroup]]:
-    """The settings of weights and inputs that vLLM runs, and what they are."""
+    """Yield the settings of weights and inputs that vLLM runs, each with its group."""
     fp4: Settings = {"dtype": "fp4", "qscheme": "per_group"}
-    # The input scale has another name than ModelOpt's.
+    # The input scale has a different name than in ModelOpt.
     of_nvfp4 = ModelOptNvfp4(METHOD, names={"input_global_scale": "input_scale_2"})
     nvfp4: Settings = {**fp4, "group_size": NVFP4_GROUP, SECOND: True}
     yield nvfp4, {SECOND: True}, preset_group("quark NVFP4", of_nvfp4, "NVFP4")
@@ -195,7 +206,7 @@ def _kinds() -> Iterator[tuple[Settings, Settings | None, MethodGroup]]:
 
 
 class QuarkInt8(MethodFormat, Int8):
-    """weight, weight_scale (out,); weight_zero_point, which vLLM drops."""
+    """Tensors weight, weight_scale (out,), and weight_zero_point, which vLLM drops."""
 
     unread = frozenset({"weight_zero_point", "input_zero_point"})
 
@@ -210,10 +221,10 @@ class QuarkInt8(MethodFormat, Int8):
 
 
 class QuarkInt4(Awq):
-    """weight (in, out/8), weight_scale and weight_zero_point (groups, out) as AWQ has them.
+    """Tensors weight (in, out/8), weight_scale and weight_zero_point (groups, out) as in AWQ.
 
-    `reordered` is AWQ's order of codes in a word, else they follow each other; symmetric codes have
-    a sign.
+    If `reordered`, the codes in a word have AWQ's order, otherwise plain order. Symmetric codes are
+    signed.
     """
 
     names = {
