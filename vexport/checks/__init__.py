@@ -1,7 +1,7 @@
 """Static checks of a checkpoint's files, without vLLM, a GPU or torch.
 
-A new check family needs one new file and one line in `CHECKS`. Families share `vllm`, the model of
-what vLLM does, and `numbers`, the checks of stored numbers.
+Adding a check family takes a new file and a line in `CHECKS`. All families share `vllm`, a model of
+vLLM's behaviour, and `numbers`, the checks of stored numbers.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
     from vexport.checks.vllm.translated import TranslatedView
 
 FILES = "files"
-# The check name of findings that report an unexpected exception in a family.
+# Check name of findings that report an unexpected exception in a family.
 INTERNAL = "internal"
-# The family that compares with the source. It needs torch and is in `vexport.fidelity`.
+# Family that compares with the source. It needs torch and is in `vexport.fidelity`.
 SOURCE = "source"
 COMPARED = (
     "weights, kept tensors, tokenizer, template and configs are those of the source (--source)"
@@ -82,7 +82,7 @@ class Check:
     run: CheckFunction
 
 
-# The families, in the order in which their findings are reported.
+# Check families, in the order of their findings in reports.
 CHECKS: Mapping[str, Check] = {
     "shards": Check(description=shards.DESCRIPTION, run=shards.run),
     "digests": Check(description=shards.BYTES, run=shards.digests),
@@ -164,7 +164,8 @@ def findings_of_headers(root: Path) -> tuple[Finding, ...]:
 def findings_on(view: CheckpointView, against: Against | None = None) -> Iterator[Finding]:
     """Yield the findings of all families.
 
-    If the checkpoint's quantization method is not known, only its files and config are checked.
+    If vexport does not support the checkpoint's quantization method, only the families in
+    OF_ANY_METHOD run.
     """
     judged = other_method(view) is None
     numbers = _InOurTerms()
@@ -239,7 +240,7 @@ def internal_error(where: str, error: Exception) -> Finding:
 
 
 def findings_of(error: VexportError) -> tuple[Finding, ...]:
-    """Return one finding for each problem of files that cannot be read."""
+    """Return a finding for each problem of files that cannot be read."""
     problems = error.problems if isinstance(error, InputErrors) else (error,)
     return tuple(Finding.of(problem, check=FILES, severity="error") for problem in problems)
 

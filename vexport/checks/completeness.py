@@ -272,7 +272,7 @@ def _fused_parts(view: CheckpointView, fused: FusedLayer) -> Iterator[Finding]:
 
 
 def _decoder_layers(view: CheckpointView) -> Iterator[Finding]:
-    """Report missing decoder layers of a class whose tensors are not known.
+    """Report missing decoder layers of a class that has no layout.
 
     The number of decoder layers is compared with `num_hidden_layers` in the config.
     """

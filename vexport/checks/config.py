@@ -254,7 +254,7 @@ def transforms(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _matrix(view: CheckpointView, transform: OnlineTransform) -> Iterator[Finding]:
-    """Report a transform whose matrix is not stored.
+    """Report a transform without a stored matrix.
 
     Every producer stores the matrix. Without it, vLLM multiplies by uninitialized memory
     (SharedWeightParameter), or rotates the inputs of weights that are not rotated back.

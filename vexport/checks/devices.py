@@ -134,7 +134,7 @@ def _capabilities(
     layers = (
         f"{with_stars(fused_layers[0].name)} and all of {group.name} ({_layers(len(fused_layers))}"
     )
-    # The scheme's least SM in the target version of vLLM, or 0 if it is not known.
+    # Least SM of the scheme in the target version of vLLM, or 0 if vexport has no data on it.
     known = view.model.facts.schemes if view.model.asked_version != PINNED else {}
     least = known.get(group.storage.vllm_scheme(group), 0)
     refusing = [sm for sm in capabilities if support.refuses(sm) or sm < least]

@@ -1,4 +1,4 @@
-"""Do layers that vLLM runs as one share the scales that it keeps only once?"""
+"""Check that fused layers share the scales that vLLM stores only once."""
 
 from collections.abc import Iterator, Mapping
 
@@ -14,18 +14,20 @@ DESCRIPTION = (
     "q/k/v and gate/up share global and input scales; per-tensor FP8 scales that "
     "differ cost accuracy"
 )
-# vLLM keeps the largest for all (process_weights_after_loading of
+# vLLM uses the largest value for all members (process_weights_after_loading of
 # compressed_tensors_w4a4_nvfp4.py).
 WEIGHT_GLOBAL_SCALE, INPUT_GLOBAL_SCALE = "weight_global_scale", "input_global_scale"
-# The same of compressed_tensors_w8a8_fp8.py; INT8 keeps the last. They run on one input, so that
-# only a fault makes their scales differ: in which of them, most tell.
+# compressed_tensors_w8a8_fp8.py also uses the largest value, and INT8 uses the last. Fused layers
+# have the same input, so different scales are a fault of some members. The value of most members
+# shows which.
 INPUT_SCALES = (INPUT_GLOBAL_SCALE, "input_scale")
-# vLLM requantizes to the largest weight scale (process_fp8_weight_tensor_strategy): a small loss.
+# vLLM requantizes to the largest weight scale, with a small loss
+# (process_fp8_weight_tensor_strategy).
 WEIGHT_SCALE = "weight_scale"
 
 
 def run(view: CheckpointView) -> Iterator[Finding]:
-    """Findings on fused layers whose scales differ."""
+    """Yield findings on fused layers with different scales."""
     for fused in view.model.fused_layers:
         group = view.lookup.group_of(fused)
         if len(fused.members) < 2 or group is None:
@@ -45,10 +47,9 @@ def run(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _differ_in_zeros(view: CheckpointView, values: Mapping[str, float]) -> bool:
-    """Return whether all members have the global scale that vLLM takes, except members of zeros
-    only.
+    """Return True if only members with all-zero weights have another global scale than vLLM uses.
 
-    Routed experts are left out: vLLM takes the first member's scale there.
+    Routed experts are left out, because vLLM uses the first member's scale for them.
     """
     if any(moe_layer(module) is not None for module in values):
         return False
@@ -64,8 +65,9 @@ def _input_finding(
     group: ConfigGroup,
     taken: float,
 ) -> Finding:
-    """Different scales of one input: a warning where the one that vLLM takes is what most members
-    have.
+    """Return the finding on different scales of the same input.
+
+    The finding is a warning if most members have the scale that vLLM uses.
     """
     inputs = group.input_activations
     if inputs is not None and not inputs.is_float:
@@ -80,7 +82,10 @@ def _input_finding(
 
 
 def _differing(view: CheckpointView, fused: FusedLayer, parameter: str) -> dict[str, float]:
-    """The single values of a parameter by the members that have one; none where all are equal."""
+    """Return a parameter's values by member, or {} if all are equal.
+
+    Only members with a single value of the parameter are compared.
+    """
     values: dict[str, float] = {}
     for module in fused.members:
         value = single_value(view.reader, view.model.modules[module].get(parameter))
@@ -96,7 +101,7 @@ def _finding(
     severity: Severity,
     what_vllm_does: str,
 ) -> Finding:
-    """The members' different values."""
+    """Return a finding that lists the members' values."""
     return Finding(
         check=NAME,
         severity=severity,

@@ -1,4 +1,4 @@
-"""Is the fp8 KV cache one that vLLM accepts, and does every attention layer have its scales?"""
+"""Check that vLLM accepts the FP8 KV cache, and that every attention layer has its scales."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -21,18 +21,19 @@ DESCRIPTION = (
 SCALES = ("k_scale", "v_scale")
 STRATEGIES = ("tensor", "attn_head")
 FIX = "quantize the KV cache again with calibration"
-# For keys and values up to 4096; the largest known are some hundreds.
+# Largest plausible scale, for keys and values up to 4096. Models reach several hundred.
 MOST_SCALE = 4096 / E4M3_MAX
-# For keys and values of at most a thousandth.
+# Smallest plausible scale, for keys and values up to 1e-3.
 LEAST_SCALE = 1e-3 / E4M3_MAX
-# All that vLLM reads of the scheme (validate_kv_cache_scheme of CompressedTensorsKVCacheMethod).
+# All keys of the scheme that vLLM reads (validate_kv_cache_scheme of
+# CompressedTensorsKVCacheMethod).
 ACCEPTED: Mapping[str, tuple[Json, ...]] = {
     "type": ("float",),
     "num_bits": (8,),
     "symmetric": (True,),
     "strategy": STRATEGIES,
 }
-# KV cache dtypes that other methods can declare.
+# KV cache scheme that other methods can declare.
 ANNOUNCED: Mapping[str, Json] = {
     "type": "float",
     "num_bits": 8,
@@ -42,7 +43,7 @@ ANNOUNCED: Mapping[str, Json] = {
 
 
 def run(view: CheckpointView) -> Iterator[Finding]:
-    """Findings on kv_cache_scheme and its scales."""
+    """Yield findings on kv_cache_scheme and its scales."""
     scheme = cache_scheme(view)
     if scheme is None:
         yield from _unannounced(view) if view.quantization.method is None else ()
@@ -68,7 +69,10 @@ def run(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _unannounced(view: CheckpointView) -> Iterator[Finding]:
-    """Scales of all attention layers, calibrated for a cache that vLLM would keep in 16 bits."""
+    """Report calibrated scales in all attention layers although the config has no KV cache scheme.
+
+    vLLM would keep such a cache in 16 bits.
+    """
     if view.quantization.values is None:
         return
     stored = [tensor for _, _, tensor in _places(view)]
@@ -82,14 +86,17 @@ def _unannounced(view: CheckpointView) -> Iterator[Finding]:
 
 
 def cache_scales(view: CheckpointView) -> Iterator[tuple[str, str, TensorInfo | None]]:
-    """Every attention module with k_scale and v_scale, and the tensor that vLLM takes for it."""
+    """Yield every attention module with k_scale and v_scale, and the tensor that vLLM loads."""
     if cache_scheme(view) is not None:
         yield from _places(view)
 
 
 def cache_scheme(view: CheckpointView) -> Json:
-    """The scheme that the config announces; of other methods, for which vLLM's 1.0 may be meant,
-    what is announced is always the same."""
+    """Return the KV cache scheme that the config declares, or None.
+
+    Other methods can only declare one scheme. If their scales are missing, vLLM's default of 1.0
+    may be intended.
+    """
     if view.quantization.method is None:
         return (view.quantization.values or {}).get("kv_cache_scheme")
     return {**ANNOUNCED} if view.quantization.method.kv_cache else None
@@ -105,8 +112,9 @@ def _places(view: CheckpointView) -> Iterator[tuple[str, str, TensorInfo | None]
 
 
 def _stored(view: CheckpointView, module: str, parameter: str) -> TensorInfo | None:
-    """The scale under any name that vLLM finds (get_cache_scale_mapper,
-    quantization/base_config.py).
+    """Return the scale under any name that vLLM accepts.
+
+    Source: get_cache_scale_mapper in quantization/base_config.py.
     """
     tensors = view.index.tensors
     method = view.quantization.method
@@ -138,7 +146,7 @@ def _count(view: CheckpointView, tensor: TensorInfo, *, per_head: bool) -> Itera
 def _values(
     view: CheckpointView, module: str, parameter: str, tensor: TensorInfo
 ) -> Iterator[Finding]:
-    """Return whether scales are numbers, of a size that those of keys and values can have."""
+    """Yield findings on scales that are not valid numbers or not of a plausible size."""
     values = view.reader.floats(tensor)
     bad = int(np.count_nonzero(~(np.isfinite(values) & (values > 0))))
     if tensor.dtype not in FLOAT_SCALES:
@@ -162,9 +170,7 @@ def _values(
 
 
 def _makes_zeros(view: CheckpointView, module: str) -> bool:
-    """Return True if all outputs of a layer are zero: a scale of any size fits these keys or
-    values.
-    """
+    """Return True if all outputs of a layer are zero. Such keys or values can have any scale."""
     layer = view.layers.by_name.get(module)
     if layer is None or layer.filled("bias") is not None:
         return False

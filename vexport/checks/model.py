@@ -17,7 +17,7 @@ DESCRIPTION = (
     "vLLM has the model's class, and config.json the sizes and names that it is built from"
 )
 HALF = ("float16", "half")
-# Classes that replace the output head by a layer of their own, and the names of that layer.
+# Classes that replace the output head by another layer, and the names of that layer.
 CLASSIFIER = ("ForSequenceClassification", "ForTokenClassification")
 CLASSIFIES = re.compile(r"(^|\.)(score|classifier|cls|qa_outputs)\.")
 # Base models that vLLM registers with a class that can also generate text (models/registry.py).
@@ -138,8 +138,7 @@ def _without_output(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _of_another_type(view: CheckpointView) -> Iterator[Finding]:
-    """Report a model type that transformers does not have, or whose tensors the checkpoint does not
-    have.
+    """Report a model type that transformers does not have, or that does not fit the stored tensors.
 
     An unknown model type is only reported if the config belongs to transformers and needs no code
     from the checkpoint.
@@ -162,7 +161,7 @@ def _of_another_type(view: CheckpointView) -> Iterator[Finding]:
 
 def _unnamed(view: CheckpointView) -> Iterator[Finding]:
     name, kind = view.model.class_name, _kind(view)
-    # The base model of transformers, which vLLM uses if the config names no class (get_config).
+    # Base model of transformers. vLLM uses it if the config names no class (get_config).
     base = name.replace("ForCausalLM", "Model")
     if view.index.config.get("architectures"):
         return

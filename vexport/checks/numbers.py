@@ -20,7 +20,7 @@ from vexport.checks.vllm.view import CheckpointView
 from vexport.numerics import GLOBAL_SCALE_NUMERATOR
 from vexport.records import Finding, TensorInfo
 
-# The check name of the findings in this module.
+# Check name of the findings in this module.
 CHECK = "values"
 E4M3_NAN = 0x7F
 # Scales of linear layers. The scales of the KV cache are checked separately.
@@ -28,10 +28,10 @@ LAYER_SCALES = ("weight_scale", "weight_global_scale", "input_scale", "input_glo
 # A layer never has this many equal scales, unless they are exponents.
 MANY = 16
 E8M0_BIAS = 127
-# The initial value of a scale in producers, and vLLM's default for a KV cache. Calibration never
-# gives exactly this value.
+# Initial value of a scale in producers, and vLLM's default for a KV cache. Calibration never gives
+# exactly this value.
 PLACEHOLDER = 1.0
-# The number of values that are read to estimate the median of a scale.
+# Number of values that are read to estimate the median of a scale.
 SAMPLE = 1 << 11
 # Bits that are all set in NaN and infinity, by dtype. e4m3 has no infinity, and its NaN sets all of
 # them. Finite positive numbers have smaller bits, in the order of their values.
@@ -91,7 +91,7 @@ def positive_ends(reader: Reader, tensor: TensorInfo) -> tuple[float, float] | N
 
 
 def ends_of(reader: Reader, scale: TensorInfo) -> tuple[float, float]:
-    """Return the smallest and the largest value of a scale whose values are known to be valid."""
+    """Return the smallest and the largest value of a valid scale."""
     if positive := positive_ends(reader, scale):
         return positive
     codes = np.frombuffer(reader.raw(scale), np.uint8)
@@ -144,7 +144,7 @@ def not_finite(view: CheckpointView) -> Iterator[Finding]:
     for tensor in view.index.tensors.values():
         if tensor.name.endswith(LAYER_SCALES) or tensor.dtype not in NOT_FINITE:
             continue
-        # The tensor's name is not that of a bound or a mask, and the tensor is not a scalar.
+        # Weights are neither scalars nor named like a bound or a mask.
         weights = bool(tensor.shape) and not BOUNDS.search(tensor.name.rpartition(".")[2])
         if bad := _count_not_finite(view, tensor, infinity=weights):
             expected = "finite values" if weights else "numbers"
@@ -175,8 +175,9 @@ def _count_not_finite(view: CheckpointView, tensor: TensorInfo, *, infinity: boo
 
 
 def is_zero(view: CheckpointView, tensor: TensorInfo) -> bool:
-    """Return True if a tensor contains only zeros. The tensor is read in parts, whose pages are
-    released.
+    """Return True if a tensor contains only zeros.
+
+    The tensor is read in parts, and the pages of each part are released.
     """
     if view.reader.is_hole(tensor):
         return True
@@ -192,7 +193,7 @@ def empty(view: CheckpointView) -> Iterator[Finding]:
     """Report embeddings, output heads and norms that contain only zeros, as no trained model has
     them.
 
-    Classes whose norms multiply by `1 + weight` are skipped.
+    Classes are skipped if their norms multiply by `1 + weight`.
     """
     layout = view.model.layout
     if layout is None or layout.norms_above_one or not layout.norm_before_mlp:
@@ -288,7 +289,7 @@ def _static_scale(
 def norm_bounds(view: CheckpointView, module: str) -> tuple[float, float] | None:
     """Return a lower and an upper bound of the largest output of the norm before a layer.
 
-    Returns None if the norm is not known.
+    Returns None if the norm cannot be found.
 
     RMSNorm divides by the root mean square of `hidden_size` values. No output is therefore larger
     than sqrt(hidden_size) times the largest weight of the norm, whatever the prompt. There is a
@@ -323,9 +324,9 @@ def reach(view: CheckpointView, tensor: TensorInfo) -> tuple[float, float]:
 def largest_output(view: CheckpointView, module: str) -> float | None:
     """Return an upper bound of the outputs of a quantized layer after a norm, with some tolerance.
 
-    Returns None if no bound is known. The bound is the length of the input times the length of a
-    weight row (Cauchy-Schwarz inequality), plus the bias. If the layer's output has a norm of its
-    own (`k_norm`), the bound is the largest output of that norm.
+    Returns None if there is no bound. The bound is the length of the input times the length of a
+    weight row (Cauchy-Schwarz inequality), plus the bias. If a norm follows the layer (`k_norm`),
+    the bound is the largest output of this norm instead.
     """
     norm = view.index.tensors.get(f"{module.removesuffix('proj')}norm.weight")
     if (
@@ -347,7 +348,7 @@ def largest_output(view: CheckpointView, module: str) -> float | None:
 
 
 def _largest_weight(view: CheckpointView, group: ConfigGroup, layer: StoredLayer) -> float | None:
-    """Return the largest weight that a layer's scales can represent, or None if it is not known."""
+    """Return the largest weight that a layer's scales can represent, or None if it is unknown."""
     scale, global_scale = layer.filled("weight_scale"), layer.filled("weight_global_scale")
     if scale is None or scale.dtype in BYTES:
         return None

@@ -1,4 +1,4 @@
-"""Are dtypes and shapes those of the config group, and of the model's config?"""
+"""Check that dtypes and shapes agree with the config group and with the model's config."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -18,23 +18,23 @@ from vexport.numerics import INT32_BITS
 from vexport.records import FLOATING, Finding, TensorInfo
 
 NAME = "shapes"
-# How `expected` begins in findings on a tensor's shape; other findings are on its dtype, or on
-# whole layers.
+# Start of `expected` in findings on a tensor's shape. Other findings are on its dtype or on whole
+# layers.
 SHAPE = "shape "
 EXPORT = "export it again"
 DESCRIPTION = "dtypes and shapes are those that the config announces, and fused layers fit together"
 
-# Rounded to 16 bits they move all weights or inputs of a layer alike, by .4 %: far less than FP4
-# does.
+# Rounding these scales to 16 bits changes all weights or inputs of a layer by the same 0.4 %, far
+# less than FP4 rounding does.
 GLOBAL_SCALES = (".weight_global_scale", ".input_global_scale", ".weight_scale_2")
 ALIKE_SCALES = ("weight_scale", "input_scale", "weight_scale_inv", "scales")
 CACHE_SCALES = (".k_scale", ".v_scale")
-# Dimensions of a weight that ranks share.
+# Dimension along which a weight is split between ranks.
 CUTS: Mapping[Split, int] = {"out": 0, "in": 1}
 
 
 def run(view: CheckpointView) -> Iterator[Finding]:
-    """Findings on tensors that vLLM would refuse, narrow or cast."""
+    """Yield findings on tensors that vLLM would refuse, narrow or cast."""
     right = _right_somewhere(view)
     for fused in view.model.fused_layers:
         group = view.lookup.group_of(fused)
@@ -73,7 +73,7 @@ def _quantized(
 
 
 def _unusable(view: CheckpointView, group: ConfigGroup, fused: FusedLayer) -> Iterator[Finding]:
-    """Return what another method stores and vLLM passes over."""
+    """Yield findings on tensors of another method that vLLM ignores or reads differently."""
     if view.quantization.method is None:
         return
     from vexport.checks.vllm.quant_methods.base import MethodGroup
@@ -85,9 +85,10 @@ def _unusable(view: CheckpointView, group: ConfigGroup, fused: FusedLayer) -> It
 
 
 def _right_somewhere(view: CheckpointView) -> frozenset[str]:
-    """The last names of layers of which at least one is as large as the model's config says.
+    """Return the last names of layers, such as `down_proj`, that have the config's size at least
+    once.
 
-    Where all are larger the config is at fault, and vLLM would cut the model down to it.
+    If all layers of a name are larger, the config is wrong, and vLLM would narrow the layers to it.
     """
     return frozenset(
         name.rpartition(".")[2]
@@ -98,8 +99,9 @@ def _right_somewhere(view: CheckpointView) -> frozenset[str]:
 
 
 def _cut(view: CheckpointView, fused: FusedLayer) -> int | None:
-    """The dimension along which vLLM narrows what it loads for a layer, None where it compares
-    shapes.
+    """Return the dimension along which vLLM narrows a layer's tensors.
+
+    Returns None if vLLM compares shapes instead.
     """
     if EXPERT.search(fused.members[0]):
         return None
@@ -140,8 +142,9 @@ def _shape(
 
 
 def _is_narrowed(stored: tuple[int, ...], expected: Shape, cut: int | None) -> bool:
-    """Return whether a tensor only has too much along the dimension that vLLM cuts
-    (parameter.py).
+    """Return True if a tensor is too large only along the dimension that vLLM narrows.
+
+    Source: parameter.py.
     """
     if cut is None or len(stored) != len(expected):
         return False
@@ -154,7 +157,7 @@ def _is_narrowed(stored: tuple[int, ...], expected: Shape, cut: int | None) -> b
 
 
 def _rounded_scales(view: CheckpointView) -> Iterator[Finding]:
-    """Scales of fewer bits than the same scales of other layers: somebody has rounded them."""
+    """Report 16-bit scales if most of the same scales are float32: somebody rounded them."""
     stored: dict[tuple[str, str], dict[str, list[str]]] = {}
     for kind, tensor in _scales(view):
         if tensor.dtype in FLOATING:
@@ -173,7 +176,10 @@ def _rounded_scales(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _scales(view: CheckpointView) -> Iterator[tuple[tuple[str, str], TensorInfo]]:
-    """All scales, by what should be stored alike: config group and parameter, or the KV cache."""
+    """Yield all scales, each with the key of scales that should have the same dtype.
+
+    The key is the config group and the parameter, or it stands for the KV cache.
+    """
     for layer in view.layers.by_name.values():
         if layer.group is not None:
             for parameter in ALIKE_SCALES:
@@ -185,7 +191,7 @@ def _scales(view: CheckpointView) -> Iterator[tuple[tuple[str, str], TensorInfo]
 
 
 def _unquantized(view: CheckpointView, layout: ModelLayout) -> Iterator[Finding]:
-    """Norms, biases, embeddings and layers that are not quantized, by the model's config."""
+    """Yield findings on norms, biases, embeddings and unquantized layers, by the model's config."""
     quantized = {module for fused in view.layers.quantized for module in fused.members}
     cuts: dict[str, int | None] = {}
     for fused in view.model.fused_layers:
@@ -220,8 +226,10 @@ def _plain(view: CheckpointView, name: str, shape: Shape, cut: int | None) -> It
 
 
 def _has_shape(tensor: TensorInfo, shape: Shape) -> bool:
-    """Return whether a tensor is as large as it should be; the experts in one tensor may be either
-    way round."""
+    """Return True if a tensor has the expected shape.
+
+    The sides of stacked experts may be in any order.
+    """
     if len(tensor.shape) == 3 and None not in shape and ".experts." in tensor.name:
         return sorted(tensor.shape) == sorted(size for size in shape if size is not None)
     sides = zip(shape, tensor.shape, strict=False)
@@ -229,8 +237,10 @@ def _has_shape(tensor: TensorInfo, shape: Shape) -> bool:
 
 
 def _loses_in_bfloat16(view: CheckpointView, tensor: TensorInfo) -> bool:
-    """Return whether a tensor of float16 stands alone in a model of bfloat16 and does not fit into
-    it.
+    """Return True if a float16 tensor of a bfloat16 model has values that bfloat16 cannot
+    represent.
+
+    A model is bfloat16 if its config declares this dtype and other tensors are stored in it.
     """
     config, tensors = view.index.config, view.index.tensors.values()
     if tensor.dtype != "F16" or config.get("dtype", config.get("torch_dtype")) != "bfloat16":
@@ -257,7 +267,7 @@ def _fit_together(view: CheckpointView, group: ConfigGroup, fused: FusedLayer) -
 
 
 def _whole_blocks(view: CheckpointView, group: ConfigGroup, fused: FusedLayer) -> Iterator[Finding]:
-    """Return what vLLM refuses at every tensor parallel size."""
+    """Report block scales that vLLM refuses at every tensor parallel size."""
     members = view.layers.sized(fused, group) if group.weights.block is not None else None
     if members is None:
         return

@@ -1,6 +1,4 @@
-"""The files of a folder that vLLM loads: whether they agree, and have the bytes that were
-written.
-"""
+"""Check that the files that vLLM loads are consistent and have the bytes that were written."""
 
 import os
 import re
@@ -23,16 +21,17 @@ SHARD = re.compile(r"(?P<start>.*)-\d+(?P<of>-of-(?P<count>\d{1,9})\.safetensors
 DESCRIPTION = "vLLM loads the files that the index means, and every tensor is in one of them only"
 BYTES_NAME = "digests"
 BYTES = "files have the bytes that were written (vexport.json, --digests)"
-# Weights that are read for their digests unasked; all else that is checked takes a second or two.
+# Largest size of weights that are read for their digests without an option. The other checks take a
+# second or two.
 MOST_BYTES = 8_000_000_000
 
 
 def run(view: CheckpointView) -> Iterator[Finding]:
-    """Findings on safetensors files and the index.
+    """Yield findings on safetensors files and the index.
 
-    Source: filter_duplicate_safetensors_files (model_loader/weight_utils.py): with an index the
-    files that it names, without one all files of the folder. Of two tensors of a name the one that
-    is read last stays.
+    With an index, vLLM loads the files that the index lists, and without an index all files in the
+    folder (filter_duplicate_safetensors_files in model_loader/weight_utils.py). If two files
+    contain a tensor of the same name, vLLM keeps the tensor that it reads last.
     """
     root = view.index.root
     if (root / INDEX_NAME).is_file():
@@ -56,8 +55,10 @@ def run(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _is_remnant(name: str, files: Mapping[Path, Mapping[str, TensorInfo]]) -> bool:
-    """Return whether a file is a shard of several of which others are missing, as an older export
-    leaves it."""
+    """Return True if a file is a shard and other shards of its set are missing.
+
+    Older exports leave such files behind.
+    """
     shard = SHARD.fullmatch(name)
     if shard is None:
         return False
@@ -68,8 +69,9 @@ def _is_remnant(name: str, files: Mapping[Path, Mapping[str, TensorInfo]]) -> bo
 
 
 def _strays(view: CheckpointView, places: Mapping[str, TensorInfo]) -> Iterator[Finding]:
-    """Tensors of files next to model.safetensors; vLLM refuses names that its class does not
-    have.
+    """Report tensors in other files than model.safetensors.
+
+    vLLM loads these files, too, and refuses tensor names that its class does not have.
     """
     layout = view.model.layout
     modules = () if layout is None or layout.unknown else layout.modules
@@ -86,8 +88,9 @@ def _strays(view: CheckpointView, places: Mapping[str, TensorInfo]) -> Iterator[
 def _twice(
     view: CheckpointView, first: TensorInfo, second: TensorInfo, *, unread: bool = False
 ) -> Finding:
-    """A tensor in two files; `unread` where the first file is a remnant, all of which the second
-    has too.
+    """Return the finding on a tensor that is stored in two files.
+
+    `unread` is True if the first file is a remnant and the second file contains all its tensors.
     """
     got = f"one in {first.file.name} and one in {second.file.name}"
     expected = "each tensor in one file"
@@ -103,7 +106,7 @@ def _twice(
 
 
 def _index(view: CheckpointView, places: Mapping[str, TensorInfo]) -> Iterator[Finding]:
-    """An index that is wrong in what vLLM does not read: only names of files count for it."""
+    """Report errors of an index in parts that vLLM does not read. vLLM only uses the file names."""
     weight_map = read_json_object(view.index.root / INDEX_NAME).get("weight_map")
     listed = weight_map if isinstance(weight_map, dict) else {}
     stored = {name: tensor.file.name for name, tensor in places.items()}
@@ -131,9 +134,7 @@ def _index(view: CheckpointView, places: Mapping[str, TensorInfo]) -> Iterator[F
 
 
 def digests(view: CheckpointView) -> Iterator[Finding]:
-    """Findings on files whose bytes have another digest than the one in vexport.json or in
-    `view.digests`.
-    """
+    """Report files if their bytes differ from the digest in vexport.json or in `view.digests`."""
     root = view.index.root
     recorded = {
         name: digest for name, digest in recorded_digests(root).items() if (root / name).is_file()
@@ -163,7 +164,7 @@ def without_digests(view: CheckpointView) -> Iterator[NotJudged]:
     if view.digests is None:
         try:
             recorded = recorded_digests(view.index.root)
-        except InputError:  # a finding of `digests`
+        except InputError:  # `digests` reports it
             return
         if not recorded:
             yield NotJudged(

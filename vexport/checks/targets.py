@@ -1,4 +1,4 @@
-"""Do targets and ignore say of each layer what its tensors say?"""
+"""Check that targets and ignore in the config agree with the tensors of each layer."""
 
 from collections.abc import Iterator, Sequence
 
@@ -19,7 +19,7 @@ DESCRIPTION = "targets and ignore, resolved as vLLM does, agree with the tensors
 
 
 def run(view: CheckpointView) -> Iterator[Finding]:
-    """Findings on layers that the config and the tensors treat differently."""
+    """Yield findings on layers that the config and the tensors treat differently."""
     if not view.quantization.config_groups and not _only_attention(view):
         return
     for fused in view.model.fused_layers:
@@ -28,7 +28,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
             and not view.layers.is_quantized(fused)
             and "mtp" not in view.target.speculative
         ):
-            continue  # vLLM builds it to draft alone
+            continue  # vLLM builds this layer only for drafting
         ignored, parts = view.lookup.ignored(fused), view.lookup.names(fused)
         if ignored and len(ignored) < len(parts):
             expected = (
@@ -47,7 +47,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _only_attention(view: CheckpointView) -> bool:
-    """Return whether vLLM passes over every config group, so that it quantizes no layer."""
+    """Return True if vLLM ignores every config group, so that it quantizes no layer."""
     groups = (view.quantization.values or {}).get("config_groups")
     return (
         isinstance(groups, dict)
@@ -57,7 +57,10 @@ def _only_attention(view: CheckpointView) -> bool:
 
 
 def _embeddings(view: CheckpointView) -> Iterator[Finding]:
-    """Tables that a target matches: vLLM quantizes them too, to integers (get_quant_method)."""
+    """Report embeddings that a target matches. vLLM then quantizes them to integers.
+
+    Source: get_quant_method.
+    """
     for tensor in view.index.tensors.values():
         module, _, parameter = tensor.name.rpartition(".")
         if (
@@ -74,8 +77,9 @@ def _embeddings(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _stacked_experts(view: CheckpointView) -> Iterator[Finding]:
-    """Tensors of all experts of a layer that a target matches: vLLM asks for the group of the first
-    one.
+    """Report stacked, unquantized experts that a target matches.
+
+    vLLM looks up the config group of a layer's first expert for all its experts.
     """
     for name, tensor in view.index.tensors.items() if view.quantization.method is None else ():
         ending = stacked_ending(name, view.model.architecture) if len(tensor.shape) == 3 else None
@@ -92,7 +96,7 @@ def _unquantized(module: str, group: ConfigGroup, kind: str, fix: str) -> Findin
 
 
 def _quantized_table(view: CheckpointView, fused: FusedLayer) -> Iterator[Finding]:
-    """A table of tokens that is stored quantized, which vLLM refuses of most models."""
+    """Report quantized embeddings that vLLM refuses, as it does for most models."""
     reason = _table_refusal(view, fused)
     if reason is not None:
         expected = (
@@ -104,10 +108,10 @@ def _quantized_table(view: CheckpointView, fused: FusedLayer) -> Iterator[Findin
 
 
 def _table_refusal(view: CheckpointView, fused: FusedLayer) -> str | None:
-    """Return why vLLM refuses a quantized table; None where it looks tokens up in it.
+    """Return why vLLM refuses quantized embeddings, or None if it supports them.
 
-    Sources: get_quant_method in compressed_tensors.py, compressed_tensors_embedding.py, and what
-    each model hands to its VocabParallelEmbedding.
+    Sources: get_quant_method in compressed_tensors.py, compressed_tensors_embedding.py, and the
+    arguments that each model passes to VocabParallelEmbedding.
     """
     name = view.model.class_name
     version = short_version(view.model.asked_version)
@@ -131,8 +135,10 @@ def _table_refusal(view: CheckpointView, fused: FusedLayer) -> str | None:
 
 
 def _experts(view: CheckpointView) -> Iterator[Finding]:
-    """vLLM asks for the scheme of a layer's first expert, and refuses projections that differ in
-    it.
+    """Report projections of a layer's experts that belong to different config groups.
+
+    vLLM looks up the scheme of the first expert. It refuses layers with different schemes for their
+    projections.
     """
     by_layer: dict[str, dict[str, ConfigGroup | None]] = {}
     for fused in view.model.fused_layers:
@@ -189,7 +195,7 @@ def _agreement(view: CheckpointView, fused: FusedLayer) -> Iterator[Finding]:
 
 
 def _list(view: CheckpointView) -> str:
-    """The key of the config that keeps layers."""
+    """Return the config key that lists unquantized layers."""
     return view.quantization.method.skip_key if view.quantization.method is not None else "ignore"
 
 

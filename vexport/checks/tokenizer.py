@@ -1,7 +1,7 @@
-"""Are the files there that vLLM starts with: tokenizer, processor, chat template? Are they JSON?
+"""Check that the tokenizer, processor and chat template that vLLM needs exist and are JSON.
 
-What they say transformers judges, in `load --dry`. A checkpoint without any tokenizer is served
-with another one's (`--tokenizer`): that is a warning.
+transformers checks the contents of these files, in `load --dry`. A checkpoint without a tokenizer
+can be served with another model's tokenizer (`--tokenizer`), so a missing tokenizer is a warning.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ DESCRIPTION = (
     "the files that the class starts with are there: a vocabulary that opens, settings, a processor"
 )
 SETTINGS = "tokenizer_config.json"
-# vLLM starts without a generation config if it cannot read it.
+# vLLM starts without a generation config if it cannot read the file.
 JSON_FILES: Mapping[str, Severity] = {
     TOKENIZER: "error",
     SETTINGS: "error",
@@ -36,7 +36,7 @@ MISTRAL = "tekken.json"
 
 
 def run(view: CheckpointView) -> Iterator[Finding]:
-    """Findings on the files next to the weights that vLLM starts with."""
+    """Yield findings on the files next to the weights that vLLM needs at startup."""
     root = view.index.root
     for name, severity in JSON_FILES.items():
         if (root / name).is_file():
@@ -58,8 +58,11 @@ def run(view: CheckpointView) -> Iterator[Finding]:
 def _processor(
     view: CheckpointView, names: Sequence[str], finding: Callable[..., Finding]
 ) -> Iterator[Finding]:
-    """The file of a multimodal class of transformers', which vLLM reads at its start (get_processor
-    and get_image_processor in transformers_utils/processor.py); mistral-common needs none."""
+    """Report a missing processor config of a multimodal transformers class.
+
+    vLLM reads the file at startup (get_processor and get_image_processor in
+    transformers_utils/processor.py). mistral-common needs no such file.
+    """
     kind = str(view.index.config.get("model_type"))
     if (
         not view.model.architecture.language_model
@@ -80,8 +83,9 @@ def _processor(
 
 
 def _template(root: Path, names: Sequence[str]) -> Iterator[Finding]:
-    """A note where `/v1/chat/completions` refuses (resolve_chat_template in
-    vllm/renderers/hf.py).
+    """Report a missing chat template, without which `/v1/chat/completions` refuses requests.
+
+    Source: resolve_chat_template in vllm/renderers/hf.py.
     """
     settings = root / SETTINGS
     try:
@@ -111,10 +115,10 @@ def _file(path: Path, severity: Severity) -> Iterator[Finding]:
 
 
 def open_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a file; InputError with the library's words where it cannot be opened."""
+    """Open a tokenizer file. Raises InputError with the library's message if that fails."""
     try:
         return Tokenizer.from_file(str(path))
-    except Exception as error:  # it raises no other class, from Rust
+    except Exception as error:  # the Rust library raises plain Exception
         got = f"one that the library does not open: {error}"
         raise InputError(
             str(path), got=got, need="a tokenizer", fix="copy the source's file"

@@ -65,7 +65,7 @@ Rows = npt.NDArray[np.uint8]
 # 1.
 PLACEHOLDERS = (2.0**-7, 2.0**-10, 2.0**-23, 2.0**-3, 1.0)
 LEAST_USUAL, MOST_LOST = 1 / 16, 0.01
-# The number of layers that are read ahead, so that a disk or server can serve requests in parallel.
+# Number of layers that are read ahead, so that a disk or server can serve requests in parallel.
 AHEAD = 32
 
 
@@ -235,7 +235,7 @@ def _scale_sizes(
 ) -> ScaleSizes | None:
     """Return the sizes of a layer's scales, or None if there are no such scales.
 
-    With `filled_only`, scales whose codes are all zero are left out.
+    With `filled_only`, scales with only zero codes are left out.
     """
     scale = layer.filled("weight_scale")
     if scale is None or scale.dtype not in BITS:
@@ -433,9 +433,7 @@ def _zero_codes(group: ConfigGroup, weight: TensorInfo) -> int:
 def _share(
     view: CheckpointView, group: ConfigGroup, layer: StoredLayer, stored: dict[str, Rows]
 ) -> float | None:
-    """Return the share of scales whose codes reach the end of the range, or None if it cannot be
-    computed.
-    """
+    """Return the share of scales with a code at the end of the range, or None if it is unknown."""
     storage, expected = group.storage, group.expected(layer.parameters)
     weight = layer.filled(storage.weight)
     if weight is None or expected is None or not group.weights.symmetric:
