@@ -1,3 +1,4 @@
-"""From headers, rules and vLLM's architectures to a plan: what is quantized how, what vLLM would
-refuse.
+"""Planning from headers, rules and vLLM's architectures.
+
+A plan contains the treatment of each layer, and the layers that vLLM would refuse.
 """

@@ -1,4 +1,4 @@
-"""The blocks of an output in the order of the source: quantized groups and copied tensors."""
+"""Blocks of an output in the order of the source: quantized groups and copied tensors."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
@@ -10,7 +10,7 @@ from vexport.formats.plan import FusionGroup
 from vexport.formats.schemes import Scheme
 from vexport.records import AttentionLayer, TensorInfo, TensorSpec
 
-# The source of a block of the output.
+# Source of a block of the output.
 Source = FusionGroup | TensorInfo | AttentionLayer
 
 
@@ -19,8 +19,8 @@ def blocks(
 ) -> Iterator[Source]:
     """Yield the blocks of an output: groups to quantize and tensors to copy.
 
-    They are in the order of the source. A group has the place of the first of its weights. Experts
-    in one tensor follow each other there. The scales of the KV cache come last.
+    They are in the order of the source. A group takes the place of its first weight. Experts that
+    are stored in one tensor follow each other there. The scales of the KV cache come last.
     """
     groups_of: dict[str, dict[str, FusionGroup]] = {}
     for group in groups:

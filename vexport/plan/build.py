@@ -1,4 +1,4 @@
-"""From headers, rules and the architecture's fused modules to a plan; no tensor data is read."""
+"""Planning from headers, rules and the architecture's fused modules. No tensor data is read."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -38,17 +38,20 @@ from vexport.records import AttentionLayer, Finding, KvCache, OnUnsupportedShape
 if TYPE_CHECKING:
     from vexport.scenario import Rule
 
-# The origin of a plan's rules, and where to change them.
+# Origin of a plan's rules, where users can change them.
 Origin = Literal["options", "scenario"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanSettings:
-    """Settings of a plan besides its rules: tensor parallel sizes, what becomes of unsupported
-    shapes, the KV cache, whether there is calibration text and how much inputs are smoothed by it
-    (None: as the schemes need). With `smaller_groups` layers take the largest group size that fits
-    before any is refused or kept. `origin` is what the advice of refusals names: options or keys of
-    a scenario.
+    """Settings of a plan, in addition to its rules.
+
+    `ranks` has tensor parallel sizes, and `on_unsupported_shape` is the treatment of layers that do
+    not fit. With `smaller_groups`, layers get the largest group size that fits before any layer is
+    refused or kept. `kv_cache` is the dtype of a quantized KV cache. `has_text` is True if there is
+    calibration text. `smoothing` is the strength of smoothing inputs by that text; None means as
+    the schemes need. `origin` determines whether the advice in refusals names options or keys of a
+    scenario.
     """
 
     ranks: Sequence[int] = (1,)
@@ -61,12 +64,12 @@ class PlanSettings:
 
     @property
     def takes_smaller_groups(self) -> bool:
-        """Return whether layers of unsupported shape are quantized in smaller groups."""
+        """Return True if layers of unsupported shape are quantized in smaller groups."""
         return self.smaller_groups or self.on_unsupported_shape == "smaller-group"
 
     @property
     def lenient(self) -> "PlanSettings":
-        """The same, where a layer that nothing fits is kept."""
+        """The same settings, but layers that no group size fits are kept unquantized."""
         return replace(self, on_unsupported_shape="keep", smaller_groups=self.takes_smaller_groups)
 
 
@@ -75,10 +78,12 @@ def build_plan(
 ) -> Plan:
     """Decide for every tensor of a checkpoint whether and how it is quantized.
 
-    Layers that vLLM fuses form one group. What vLLM would not run is a refusal in the plan, not an
-    exception; with `on_unsupported_shape` keep, layers whose shape does not fit stay unquantized,
-    with smaller-group they take another group size; notes say so. Raises InputError for a source
-    that cannot be a source (quantized, unknown class).
+    Layers that vLLM fuses form one group. Layers that vLLM would not run become refusals in the
+    plan, not exceptions. Layers of unsupported shape are kept unquantized if `on_unsupported_shape`
+    is keep, and get another group size if it is smaller-group. Notes in the plan list them.
+
+    Raises InputError for a source that cannot be quantized: it is already quantized, or its class
+    is unknown.
     """
     _require_plain(index)
     architecture, notes = resolve(index.architecture, index.config)
@@ -132,7 +137,7 @@ def build_plan(
 
 
 def hidden_rule_notes(index: SourceIndex, rules: Sequence["Rule"]) -> tuple[Finding, ...]:
-    """A warning for each rule a user wrote that earlier rules leave without a layer."""
+    """Return a warning for each rule of the user if earlier rules match all its layers."""
     if len(rules) < 2:
         return ()
     architecture, _ = resolve(index.architecture, index.config)
@@ -142,22 +147,22 @@ def hidden_rule_notes(index: SourceIndex, rules: Sequence["Rule"]) -> tuple[Find
 
 
 def require_accepted(plan: Plan) -> None:
-    """Raise InputError with the first refusal of a plan and how many more there are, if there is
-    one.
-    """
+    """Raise InputError with the first refusal of a plan and the number of further refusals."""
     if not plan.refusals:
         return
     first, *rest = plan.refusals
     more = f" ({len(rest)} more: see `vexport plan`)" if rest else ""
-    need = "" if first.check == SHAPE else first.expected  # a reason is a sentence
+    # the reason is already a complete sentence
+    need = "" if first.check == SHAPE else first.expected
     raise InputError(first.where, got=first.got, need=need, fix=first.fix + more)
 
 
 def _fitted(
     groups: list[FusionGroup], names: Names, settings: PlanSettings
 ) -> tuple[list[FusionGroup], list[Finding], list[Finding]]:
-    """(groups, notes, refusals): where shapes do not fit, smaller groups, no scheme or a
-    refusal.
+    """Return (groups, notes, refusals) for shapes that do not fit.
+
+    Layers of unsupported shape get smaller groups, are kept unquantized, or are refused.
     """
     notes: list[Finding] = []
     if settings.takes_smaller_groups:
@@ -173,9 +178,9 @@ def _fitted(
 def _mixed(
     layers: Sequence[FusedLayer], chosen: Mapping[str, Treatment | None]
 ) -> Iterator[Finding]:
-    """Yield refusals of fused layers, and of the routed experts of a layer, with different rules.
+    """Yield refusals of fused layers with different rules, and of a layer's routed experts.
 
-    The routed experts of a layer need one scheme. The members of a fused layer need the same
+    The routed experts of a layer need the same scheme. The members of a fused layer need the same
     treatment.
     """
     units: dict[str, list[str]] = {}
@@ -239,8 +244,9 @@ def _shape_findings(
 def _without(
     groups: Sequence[FusionGroup], shape_findings: Mapping[str, Finding]
 ) -> tuple[list[FusionGroup], list[Finding]]:
-    """The groups that fit, routed experts of a layer all or none, and what is said of the
-    others.
+    """Return the groups that fit, and notes on the groups that are kept unquantized.
+
+    The routed experts of a layer are quantized all or not at all.
     """
     fitting: list[FusionGroup] = []
     notes: list[Finding] = []
@@ -283,9 +289,9 @@ def _require_plain(index: SourceIndex) -> None:
 def fitting_sizes(
     groups: Sequence[FusionGroup], names: Names, ranks: Sequence[int]
 ) -> tuple[int, ...]:
-    """Return the smaller group sizes with which vLLM runs all of some groups, largest first.
+    """Return the smaller group sizes that vLLM can run for all these groups, largest first.
 
-    The groups have one scheme.
+    All groups must have the same scheme.
     """
     if not groups:
         return ()
@@ -297,8 +303,9 @@ def fitting_sizes(
 
 
 def advice_on(group: FusionGroup, sizes: Sequence[int], origin: Origin) -> str:
-    """The advice on a group of unsupported shape, in words of options or a scenario; `sizes`
-    fit.
+    """Return the advice on a group of unsupported shape, as options or as keys of a scenario.
+
+    `sizes` are the group sizes that fit.
     """
     names_in_layer = [member.name.rpartition(".")[2] for member in group.members]
     if origin == "options":
@@ -317,10 +324,11 @@ def advice_on(group: FusionGroup, sizes: Sequence[int], origin: Origin) -> str:
 def with_smaller_groups(
     groups: Sequence[FusionGroup], names: Names, ranks: Sequence[int]
 ) -> tuple[list[FusionGroup], list[Finding]]:
-    """Groups of unsupported shape with the largest group size that fits, and what is said of each.
+    """Return the groups, with the largest group size that fits instead of an unsupported size, and
+    notes.
 
-    vLLM loads each fused layer in its own scheme, and the routed experts of a layer in one: so the
-    size is chosen for those. What no size fits stays as it is.
+    vLLM loads each fused layer, and all routed experts of a layer, in one scheme. Therefore they
+    get the same size. A group stays unchanged if no size fits.
     """
     reasons = unsupported(groups, names, ranks)
     sizes: dict[tuple[object, ...], int | None] = {}
@@ -344,8 +352,9 @@ def with_smaller_groups(
 
 
 def layers_alone(groups: Sequence[FusionGroup]) -> Mapping[str, list[FusionGroup]]:
-    """The layers that vLLM takes one scheme for, by name: a fused one, or all routed experts of a
-    layer.
+    """Return the groups by the units that need the same scheme in vLLM, by name of the unit.
+
+    A unit is a fused layer, or all routed experts of a layer.
     """
     units: dict[str, list[FusionGroup]] = {}
     for group in groups:
@@ -354,7 +363,7 @@ def layers_alone(groups: Sequence[FusionGroup]) -> Mapping[str, list[FusionGroup
 
 
 def _smaller(scheme: Scheme) -> tuple[int, ...]:
-    """Return the group sizes of a scheme's kernels that are smaller than the scheme's size."""
+    """Return the group sizes of the scheme's kernels that are smaller than the scheme's size."""
     group_size = scheme.args.weights.group
     if group_size is None:
         return ()

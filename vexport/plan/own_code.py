@@ -1,8 +1,7 @@
-"""Where the code of an observer `package.module:Class` comes from, found out without running any of
-it.
+"""Find where the code of an observer `package.module:Class` is, without running any of it.
 
 An observer may be named by a scenario or a recipe, which other people write. Without
---trust-remote-code it is imported only if its file, and those of its parent packages, are in a
+--trust-remote-code it is imported only if its file, and the files of its parent packages, are in a
 trusted place:
 
 - a folder of installed packages (site-packages) of this interpreter
@@ -10,10 +9,10 @@ trusted place:
 - a folder or archive that PYTHONPATH names
 
 The current folder, the folder of the scenario or recipe, and everything in them are not trusted,
-also if PYTHONPATH or an editable install names them. Installed packages below them, as those of a
+even if PYTHONPATH or an editable install names them. Installed packages inside them, as in a
 virtual environment in a project's folder, are trusted. Symbolic links are followed: neither the
-link nor its target may be in such a folder. The standard library is no trusted place: it contains
-no observers, and importing some of its modules does something.
+link nor its target may be in such a folder. The standard library is not trusted: it contains no
+observers, and importing some of its modules has side effects.
 """
 
 import json
@@ -34,10 +33,10 @@ PACKAGE = Path(vexport.__file__).resolve().parent
 
 
 def untrusted_place(name: str, folders: Sequence[Path]) -> str | None:
-    """Return the place of the first file that importing `package.module:Class` would run unasked.
+    """Return the first file in an untrusted place that importing `package.module:Class` would run.
 
-    None if all of them are trusted, or if there is no such module: importing it then fails.
-    `folders` are not trusted besides the current folder.
+    Returns None if all files are trusted, or if there is no such module: importing it then fails.
+    `folders` are not trusted, in addition to the current folder.
     """
     module = name.partition(CLASS_SEPARATOR)[0]
     near = [*_spellings(Path.cwd()), *(each for folder in folders for each in _spellings(folder))]
@@ -66,15 +65,13 @@ def _found(name: str, path: list[str] | None) -> ModuleSpec | None:
 
 
 def _locations(spec: ModuleSpec) -> list[str]:
-    """Return the folders of a package; those of a namespace package without asking for its
-    parent.
-    """
+    """Return the folders of a package. For a namespace package, its parent is not looked up."""
     locations = spec.submodule_search_locations
     return [*getattr(locations, "_path", locations or ())]
 
 
 def _is_trusted(origin: str, near: Sequence[Path]) -> bool:
-    """Return whether a file is in a trusted place. Built-in and frozen modules have no file."""
+    """Return True if a file is in a trusted place. Built-in and frozen modules have no file."""
     file = Path(origin)
     if not file.is_absolute():
         return False
@@ -83,8 +80,8 @@ def _is_trusted(origin: str, near: Sequence[Path]) -> bool:
     installed = [spelling for folder in _installed() for spelling in _spellings(folder)]
     roots = [root for root in installed if _is_in(file, [root])]
     if roots:
-        # Not trusted if the current folder is, or is in, the folder of installed packages and has
-        # the file.
+        # The file is not trusted if the current folder has the file and is, or is in, a folder of
+        # installed packages.
         inside = [folder for folder in near if _is_in(folder, roots)]
         outside = [folder for folder in near if folder not in inside]
         is_link = not _is_in(file.resolve(), installed)
@@ -115,16 +112,15 @@ def _installed() -> list[Path]:
 
 
 def _named() -> list[Path]:
-    """Return the entries of PYTHONPATH. An empty entry means the current folder, and is left
-    out.
-    """
+    """Return the entries of PYTHONPATH, except empty entries, which mean the current folder."""
     entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return [Path(entry) for entry in entries if entry]
 
 
 def _editable() -> Iterator[Path]:
-    """Yield the folders of projects that are installed as editable: by a path or by their
-    metadata.
+    """Yield the folders of projects that are installed as editable.
+
+    They are found by .pth files and by the metadata of distributions.
     """
     installed = [str(folder) for folder in _installed() if folder.is_dir()]
     for folder in installed:
@@ -142,7 +138,7 @@ def _editable() -> Iterator[Path]:
 
 
 def _editable_project(text: str) -> Iterator[Path]:
-    """Yield the folder of an editable project by its direct_url.json (PEP 610)."""
+    """Yield the folder of an editable project from its direct_url.json (PEP 610)."""
     try:
         content = json.loads(text)
         is_editable = content["dir_info"]["editable"] is True

@@ -1,4 +1,4 @@
-"""Which scheme for which GPU: how vLLM runs each scheme there, and which ones to start with."""
+"""How vLLM runs each scheme on a GPU, and which schemes to start with."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from vexport.records import GpuOutlook, Recommendation, SchemeOnGpu, SchemeOutlo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Choice:
-    """A scheme to start with, in the order of preference, and the reason."""
+    """Scheme to start with, and the reason. Choices are in order of preference."""
 
     bits: int
     scheme: str
@@ -18,7 +18,7 @@ class _Choice:
 
 
 # The first scheme of each width that the GPU runs natively and that fits the model. FP8_DYNAMIC
-# comes before W8A8, whose INT8 kernels vLLM has below SM 100 only. Accuracy and size are measured
+# comes before W8A8, because vLLM has INT8 kernels only below SM 100. Accuracy and size are measured
 # in vexport/docs/results.md.
 _CHOICES = (
     _Choice(bits=8, scheme="FP8_DYNAMIC", reason="FP8 tensor cores, and no calibration text"),
@@ -57,13 +57,13 @@ def runs_natively(outlook: SchemeOutlook) -> bool:
 
 
 def _rank(outlook: SchemeOutlook) -> tuple[bool, bool, bool]:
-    """Return the place in the table: native, then running otherwise, then what cannot be used."""
+    """Return the sort key: native schemes, other schemes that run, and then unusable schemes."""
     runs = outlook.on_gpu is not None and outlook.on_gpu.input_bits is not None
     return (not runs_natively(outlook), not runs, not outlook.fits)
 
 
 def _recommended(schemes: Sequence[SchemeOutlook]) -> Iterator[Recommendation]:
-    """Yield the first choice of each width. Another group size of the scheme may take its place."""
+    """Yield the first choice of each width, or the same scheme with another group size."""
     native = [outlook.scheme for outlook in schemes if runs_natively(outlook)]
     found: set[int] = set()
     for choice in _CHOICES:
@@ -79,6 +79,6 @@ def _regroups(name: str, scheme: str) -> bool:
 
 
 def schemes_on(schemes: Sequence[str], sm: int) -> Iterator[tuple[str, SchemeOnGpu]]:
-    """Yield how vLLM runs each of these schemes on a GPU of a compute capability."""
+    """Yield how vLLM runs each of these schemes on a GPU with compute capability `sm`."""
     for name in schemes:
         yield name, _on_gpu(name, sm)

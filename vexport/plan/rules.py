@@ -1,6 +1,4 @@
-"""The rules of a plan: which decides about a linear layer, and what a plan by them needs of
-calibration.
-"""
+"""Rules of a plan: which rule applies to a linear layer, and what calibration the plan needs."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -22,12 +20,12 @@ if TYPE_CHECKING:
 
 ALL = "Linear"
 PATTERN = "re:"
-# Weights of fewer bits are rounded by calibration text.
+# Weights with fewer bits are rounded with the help of calibration text.
 FEW_BITS = 8
-# The best strength for most models (SmoothQuant, arXiv 2211.10438, section 5.1), and in our
+# Best strength for most models (SmoothQuant, arXiv 2211.10438, section 5.1), also in our
 # measurements.
 STRENGTH = 0.5
-# Rows of text, evenly spread, whose gradients determine smoothing and token weights.
+# Numbers of evenly spread rows of text. Their gradients determine smoothing and token weights.
 SMOOTHING_ROWS, WEIGHING_ROWS = 16, 4
 # An `ignore` pattern may match nothing: some models do not have the layers it names.
 MAY_BE_ABSENT = re.compile(
@@ -43,13 +41,13 @@ def choose_rule(
     Returns None if the layer stays unquantized. A layer outside the decoder layers is quantized
     only by a rule that names it, and not by a rule for all linear layers. A layer that vLLM builds
     unquantized matches only a rule that names it without a pattern, and is then refused. If a rule
-    names no rounding and there is calibration text, weights of fewer than 8 bits are refitted.
+    has no rounding and there is calibration text, weights of fewer than 8 bits are refitted.
     """
     rule = next((rule for rule in rules if _applies(rule, name, place)), None)
     if rule is None or rule.scheme == KEEP:
         return None
     rounding = rule.method or default_rounding(rule.scheme, has_text=has_text)
-    # Of the schemes that `auto` chooses among only some may have static input scales.
+    # Only some of the schemes that `auto` selects from have static input scales.
     scheme = get_scheme(rule.scheme)
     observes_inputs = scheme.args.calibrated
     return Treatment(
@@ -65,8 +63,9 @@ def choose_rule(
 
 
 def default_rounding(scheme: str, *, has_text: bool) -> Rounding:
-    """Return the rounding where no rule says it: weights of 8 bits lose too little to be worth the
-    time.
+    """Return the rounding for rules that name none.
+
+    Weights of 8 bits lose too little for refitting to be worth the time.
     """
     return (
         "refit" if has_text and get_scheme(scheme).args.weights.num_bits < FEW_BITS else "nearest"
@@ -74,13 +73,13 @@ def default_rounding(scheme: str, *, has_text: bool) -> Rounding:
 
 
 def default_observer(scheme: str, rounding: Rounding) -> str:
-    """Return the observer of weights where no rule says it, for the rounding.
+    """Return the observer of weights for rules that name none, depending on the rounding.
 
     vexport/docs/results.md has the measurements.
     """
     chosen = get_scheme(scheme)
     weights = chosen.args.weights
-    # A power of two leaves a search little to choose.
+    # With power-of-two scales, a search has little to choose from.
     coarse = weights.num_bits >= FEW_BITS or chosen.format.exponent_scales
     if rounding == "nearest" or coarse or weights.strategy not in WITH_IMPORTANCE:
         return MIN_MAX[0]
@@ -88,7 +87,7 @@ def default_observer(scheme: str, rounding: Rounding) -> str:
 
 
 def _applies(rule: "Rule", name: str, place: Place) -> bool:
-    """Return whether a rule decides about a layer if none before it does."""
+    """Return True if a rule decides about a layer, unless an earlier rule does."""
     if rule.match == ALL and place != "decoder":
         return False
     if rule.match.startswith(PATTERN) and place == "unquantizable":
@@ -97,8 +96,9 @@ def _applies(rule: "Rule", name: str, place: Place) -> bool:
 
 
 def hidden_rules(rules: Sequence["Rule"], places: Mapping[str, Place]) -> Iterator[Finding]:
-    """A warning for each rule that decides about no layer, because earlier rules match all of its
-    layers.
+    """Yield a warning for each rule without effect, because earlier rules match all of its layers.
+
+    Patterns of a recipe's `ignore` also get a warning if they match no layer that most models have.
     """
     deciding = {
         next((number for number, rule in enumerate(rules) if _applies(rule, name, place)), None)
@@ -127,13 +127,13 @@ def hidden_rules(rules: Sequence["Rule"], places: Mapping[str, Place]) -> Iterat
 
 
 def _is_missed(rule: "Rule", names: Collection[str]) -> bool:
-    """Return whether it matches nothing that most models have."""
+    """Return True if a rule matches no layer although most models have such layers."""
     usual = MAY_BE_ABSENT.match(rule.match.removeprefix(PATTERN).rstrip("$"))
     return usual is None and not any(matches(rule.match, name) for name in names)
 
 
 def matches(pattern: str, name: str) -> bool:
-    """Return whether a rule's pattern covers a linear layer's name."""
+    """Return True if a rule's pattern matches a linear layer's name."""
     if pattern == ALL:
         return True
     if pattern.startswith(PATTERN):
@@ -142,7 +142,7 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def require_matching_rules(rules: Sequence["Rule"], names: Mapping[str, Place]) -> None:
-    """Raise InputErrors for the rules that match no layer."""
+    """Raise InputErrors for rules that match no layer."""
     bound = [
         rule
         for rule in rules
@@ -165,8 +165,10 @@ def require_matching_rules(rules: Sequence["Rule"], names: Mapping[str, Place]) 
 def smoothing_strength(
     groups: Sequence[FusionGroup], asked: float | None, *, has_text: bool
 ) -> float:
-    """The `asked` strength, else the default where there is text and some inputs lose much, else
-    0.
+    """Return the strength of smoothing.
+
+    It is `asked` if that is given. Otherwise it is the default if there is text and some inputs
+    lose much, or else 0.
     """
     if asked is not None:
         return asked if groups else 0.0
@@ -174,16 +176,18 @@ def smoothing_strength(
 
 
 def smoothed_groups(groups: Sequence[FusionGroup]) -> tuple[FusionGroup, ...]:
-    """The groups whose inputs lose much, or all where none does: weights have their part of it
-    too.
+    """Return the groups with inputs that lose much, or all groups if there are none.
+
+    Smoothing helps weights, too, so that it is useful without such inputs.
     """
     return tuple(filter(_gains, groups)) or tuple(groups)
 
 
 def smoothing_for(plan: Plan, found: Mapping[str, Smoothing]) -> Mapping[str, Smoothing]:
-    """Select a plan's part of the smoothing found for all candidates, by stored tensor.
+    """Select the part of the smoothing that a plan needs, by stored tensor.
 
-    It is what looking for these groups alone would find.
+    `found` has the smoothing of all candidates. The result equals a search for this plan's groups
+    alone.
     """
     if not plan.smoothing:
         return {}
@@ -202,8 +206,10 @@ def smoothing_for(plan: Plan, found: Mapping[str, Smoothing]) -> Mapping[str, Sm
 
 
 def _gains(group: FusionGroup) -> bool:
-    """Integers lose what is small next to the largest input of a token, 4 bits what is in a
-    block.
+    """Return True if the inputs of a group lose much by quantization.
+
+    Integers lose values that are small compared with the largest input of a token. 4-bit inputs
+    lose values that are small in their block.
     """
     inputs = group.scheme.args.input_activations
     if inputs is None or inputs.num_bits > 8:
@@ -213,13 +219,13 @@ def _gains(group: FusionGroup) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationNeed:
-    """The first part of a plan that samples change, and what they are for."""
+    """First part of a plan that needs samples, and their purpose."""
 
     where: str
     samples: str
 
     def missing(self) -> InputError:
-        """The error where there are no samples."""
+        """Return the error if there are no samples."""
         return InputError(
             self.where,
             got="no calibration data",
@@ -230,10 +236,9 @@ class CalibrationNeed:
 
 
 def calibration_need(plan: Plan) -> CalibrationNeed | None:
-    """The need of a plan for calibration: statistics, smoothing, or weights rounded by their
-    inputs.
+    """Return why a plan needs calibration, or None if samples would change nothing.
 
-    None if samples would change nothing.
+    Reasons are statistics, smoothing, and weights that are rounded by their inputs.
     """
     need = statistics_need(plan)
     if need:
@@ -265,12 +270,10 @@ def statistics_need(plan: Plan) -> CalibrationNeed | None:
 
 
 def needs_rounding(plan: Plan) -> bool:
-    """Return whether weights of the plan are rounded by what calibration text shows."""
+    """Return True if the plan rounds weights with the help of calibration text."""
     return any(group.rounding != "nearest" for group in plan.groups)
 
 
 def needs_search(plan: Plan) -> bool:
-    """Return whether an observer of the plan searches for scales instead of taking those of the
-    range.
-    """
+    """Return True if an observer of the plan searches for scales instead of using the range."""
     return any(group.observer not in MIN_MAX for group in plan.groups)

@@ -1,4 +1,4 @@
-"""The fused layers of a plan that vLLM could not run, and the refusals of them."""
+"""Fused layers of a plan that vLLM could not run, and their refusals."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import replace
@@ -10,7 +10,7 @@ from vexport.formats.plan import FusionGroup
 from vexport.formats.shapes import unsupported_on, unsupported_reordering
 from vexport.records import Finding, LinearPlan
 
-# The treatment of layers that do not fit.
+# Treatment of layers that do not fit.
 SHAPE = "shape"
 KEPT = "kept unquantized"
 OTHER_RANKS = "serve it on another number of GPUs (--tp)"
@@ -21,7 +21,8 @@ def unsupported(
 ) -> dict[str, str]:
     """Return the groups that vLLM could not run on all these ranks, each with the reason.
 
-    Groups that are alike in names and sizes are judged once: a model has many layers of few kinds.
+    Groups with equal names and sizes are checked once, because a model has many layers of few
+    kinds.
     """
     reasons: dict[str, str] = {}
     judged: dict[tuple[object, ...], str | None] = {}
@@ -37,7 +38,7 @@ def unsupported(
 def kind_of_group(group: FusionGroup) -> tuple[object, ...]:
     """Return a key that is equal for groups that vLLM runs or refuses alike.
 
-    The key has the names, the sizes and the scheme, and whether the layers are routed experts.
+    The key contains the names, the sizes and the scheme, and whether the layers are routed experts.
     """
     members = (
         (member.name.rpartition(".")[2], member.out_features, member.in_features)
@@ -58,7 +59,7 @@ def _unsupported(group: FusionGroup, names: Names, ranks: Sequence[int]) -> str 
 
 
 def refusal(group: FusionGroup, reason: str, fix: str) -> Finding:
-    """A refusal that names layers, sizes and rule."""
+    """Return a refusal that names the layers, the sizes and the rule."""
     where = group.name if len(group.members) > 1 else group.members[0].name
     expected = f"a shape that {group.scheme.name} can store and vLLM can run"
     return _refusal(where, expected, reason, fix, check=SHAPE)
@@ -96,7 +97,7 @@ def refused_ranks(
 
 
 def is_uneven(group: FusionGroup, names: Names, ranks: Sequence[int]) -> bool:
-    """Return True if vLLM could not cut a group for some rank count even if it is unquantized."""
+    """Return True if vLLM could not split a group between ranks even if it is unquantized."""
     several = [count for count in ranks if count > 1]
     return any(unsupported_on(group.layer, group.members, None, names, count) for count in several)
 

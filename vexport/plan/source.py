@@ -1,6 +1,4 @@
-"""From the name of a source, a folder or a hub id, to its headers, its plan and the table of all
-schemes.
-"""
+"""Plans and scheme tables of a source, which is a folder or a hub id."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -54,14 +52,15 @@ from vexport.scenario.llmcompressor import read_recipe
 from vexport.scenario.serve import imported_by
 
 DEFAULTS = PlanSettings()
-# The scheme whose plan says which layers a rule for all linear layers reaches; any would do.
+# A plan with this scheme shows which layers a rule for all linear layers matches. Any scheme would
+# do.
 PROBE = "FP8_DYNAMIC"
 
 
 def rules_for(request: Planning) -> tuple[Rule, ...]:
-    """The rules of a scheme: what to ignore is kept, all other linear layers get it.
+    """Return the rules of a scheme: keep the ignored layers, quantize all other linear layers.
 
-    Raises InputErrors by the names of the options.
+    Raises InputErrors that name the options.
     """
     name = get_scheme(scheme_name(request.scheme or "")).name
     if request.group_size is not None:
@@ -86,11 +85,13 @@ def requested(
     *,
     trust_remote_code: bool = False,
 ) -> tuple[tuple[Rule, ...], PlanSettings]:
-    """The rules of a call, and the settings besides; `note` is told what of a recipe is not
-    followed.
+    """Return the rules and the settings of a plan.
 
-    InputError if a recipe names observers that only run with `trust_remote_code`. ValueError unless
-    one of a scheme, a recipe and `rules` is given, and what goes with a scheme alone.
+    `note` receives a message for each part of a recipe that vexport does not follow.
+
+    Raises InputError if a recipe names observers that only run with `trust_remote_code`. Raises
+    ValueError unless exactly one of a scheme, a recipe and `rules` is given, or if arguments for a
+    scheme are given without a scheme.
     """
     if [request.scheme is None, request.recipe is None, not rules].count(False) != 1:
         raise ValueError("got several or none of scheme, recipe and rules, need one of them")
@@ -119,7 +120,7 @@ def requested(
 
 
 def ignored_rules(ignore: Sequence[str]) -> tuple[Rule, ...]:
-    """A rule that keeps for each --ignore."""
+    """Return a rule with scheme `keep` for each --ignore pattern."""
     try:
         return tuple(Rule(match=pattern, scheme=KEEP) for pattern in ignore)
     except ValidationError as error:
@@ -139,7 +140,7 @@ def _option_problem(detail: ErrorDetails) -> InputError:
 
 
 def settings_of(scenario: Scenario) -> PlanSettings:
-    """Return the settings of a scenario's plan besides its rules."""
+    """Return the settings of a scenario's plan, which has its rules separately."""
     return PlanSettings(
         ranks=scenario.serve.planned_ranks,
         on_unsupported_shape=scenario.on_unsupported_shape,
@@ -151,7 +152,10 @@ def settings_of(scenario: Scenario) -> PlanSettings:
 
 
 def default_text_note(rules: Sequence[Rule]) -> str:
-    """The note where no text was named that the rules need, with the schemes that need none."""
+    """Return the note that vexport's text is used because the user named no text.
+
+    The note also suggests schemes that need no text.
+    """
     asked = {
         rule.scheme: _without_text(rule.scheme) for rule in rules if rule.scheme not in (KEEP, AUTO)
     }
@@ -165,8 +169,9 @@ def default_text_note(rules: Sequence[Rule]) -> str:
 
 
 def _without_text(name: str) -> str | None:
-    """The first scheme that stores weights in the same format and needs no text, for one that
-    does.
+    """Return the first scheme with the same storage format that needs no text.
+
+    Returns None if no such scheme exists, or if the scheme itself needs no text.
     """
     scheme = get_scheme(name)
     others = map(get_scheme, scheme_names()) if scheme.args.calibrated else ()
@@ -179,7 +184,7 @@ def _without_text(name: str) -> str | None:
 def rules_need_calibration(
     rules: Sequence[Rule], kv_cache: KvCache | None, smoothing: float | None = None
 ) -> bool:
-    """Return whether a plan by these rules may need samples; it does unless they match no layer."""
+    """Return True if a plan by these rules needs samples, provided that the rules match a layer."""
     return (
         kv_cache is not None
         or bool(smoothing)
@@ -194,7 +199,10 @@ def rules_need_calibration(
 
 
 def rounded_to_nearest(rules: Sequence[Rule]) -> tuple[Rule, ...]:
-    """The rules where text is vexport's own: those that name no rounding do not round by it."""
+    """Return the rules for calibration with vexport's text.
+
+    Rules without a rounding round to nearest.
+    """
     return tuple(
         rule.model_copy(update={"rounding": "nearest"}) if rule.rounding is None else rule
         for rule in rules
@@ -208,7 +216,10 @@ def with_needed_text(
     default: Calibration,
     note: Callable[[str], None],
 ) -> tuple[tuple[Rule, ...], PlanSettings, Calibration | None]:
-    """The same, with the `default` text, and a note, where rules need one and none is named."""
+    """Return rules, settings and text, completed by the `default` text if the rules need text.
+
+    The default is only used if `text` is None. `note` then receives a message.
+    """
     if text is None and rules_need_calibration(rules, settings.kv_cache, settings.smoothing):
         note(default_text_note(rules))
         return rounded_to_nearest(rules), replace(settings, has_text=True), default
@@ -216,8 +227,9 @@ def with_needed_text(
 
 
 def with_default_text(scenarios: Sequence[Scenario], note: Callable[[str], None]) -> list[Scenario]:
-    """Scenarios of one kind; where one needs text and none is named, all with vexport's own, and a
-    note.
+    """Return the scenarios, all with vexport's text if any scenario needs text and has none.
+
+    `note` then receives a message.
     """
     if not any(
         scenario.calibration is None
@@ -238,18 +250,19 @@ def with_default_text(scenarios: Sequence[Scenario], note: Callable[[str], None]
 def require_trusted_observers(
     rules: Sequence[Rule], folders: Sequence[Path] = (), *, trusted: bool
 ) -> None:
-    """Raise InputError for each observer `package.module:Class` whose code may not be run.
+    """Raise InputError for each observer `package.module:Class` with code that may not run.
 
-    The code in `folders`, the folder of a scenario or recipe, and in the current folder runs only
-    if it is `trusted`, as --trust-remote-code says.
+    Code in the current folder and in `folders` (of a scenario or recipe) only runs if it is
+    `trusted`, which --trust-remote-code sets.
     """
     if not trusted:
         raise_all([problem for rule in rules for problem in _untrusted_observers(rule, folders)])
 
 
 def require_trusted_scenario(scenario: Scenario, file: Path, *, trusted: bool) -> None:
-    """Raise InputError if a scenario of a file makes vexport or vLLM run Python that is not
-    `trusted`.
+    """Raise InputError if a scenario file makes vexport or vLLM run Python code.
+
+    Such code is accepted if it is `trusted`.
     """
     if trusted:
         return
@@ -290,8 +303,9 @@ def source_index(
     *,
     trust_remote_code: bool = False,
 ) -> SourceIndex:
-    """The headers of a source, whose weights are fetched; InputError where it or an observer is
-    unusable.
+    """Return the headers of a source, and download its weights if needed.
+
+    Raises InputError if the source or an observer cannot be used.
     """
     require_trusted_observers(rules, trusted=trust_remote_code)
     raise_all([problem for rule in rules for problem in _observer_problems(rule)])
@@ -306,7 +320,7 @@ def plan_source(
     on_progress: OnProgress = silent,
     trust_remote_code: bool = False,
 ) -> tuple[SourceIndex, Plan]:
-    """Read a source's headers and plan. Raises InputError for an unusable source or rule."""
+    """Read a source's headers and plan. Raises InputError if the source or a rule is unusable."""
     index = source_index(source, rules, on_progress, trust_remote_code=trust_remote_code)
     plan = build_plan(index, rules, settings)
     return index, replace(plan, notes=(*plan.notes, *hidden_rule_notes(index, rules)))
@@ -320,16 +334,14 @@ def plan_headers(
     *,
     trust_remote_code: bool = False,
 ) -> tuple[SourceIndex, Plan]:
-    """Plan a model as `plan_source` does, from headers alone, whose files may be gone
-    afterwards.
-    """
+    """Plan a model like `plan_source`, but from headers only. The files may be gone afterwards."""
     with source_headers(source, on_progress) as root:
         index, plan = plan_source(str(root), rules, settings, trust_remote_code=trust_remote_code)
         return index, replace(plan, source=pinned_source(source, root))
 
 
 def _observer_problems(rule: Rule) -> Iterator[InputError]:
-    """The problems of a rule's observers of other packages, by their own classes."""
+    """Yield the problems of a rule's observers from other packages."""
     if rule.scheme in (KEEP, AUTO):
         return
     args = get_scheme(rule.scheme).args
@@ -344,7 +356,7 @@ def _observer_problems(rule: Rule) -> Iterator[InputError]:
 def _class_problems(
     rule: Rule, key: str, name: str, args: QuantArgs, keywords: Mapping[str, OptionValue]
 ) -> Iterator[InputError]:
-    """The reasons why a rule cannot use an observer of another package."""
+    """Yield the reasons why a rule cannot use an observer class of another package."""
     require_extra("torch", f"the observer {name}")
     from vexport.observers import IMatrixMSEObserver, Observer
 
@@ -374,7 +386,7 @@ def _class_problems(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kind:
-    """Fused layers of one kind: one of them, their number, their unquantized bytes."""
+    """Fused layers of the same kind: an example, their number, and the example's source bytes."""
 
     group: FusionGroup
     number: int
@@ -388,11 +400,13 @@ def table_of_schemes(
     on_progress: OnProgress,
     group_size: GroupSize | None = None,
 ) -> SchemeTable:
-    """Every scheme, or those of a group size, for all linear layers but those that the rules in
-    `kept` keep.
+    """Return the table of all schemes, or of all schemes with the given group size.
 
-    A scheme whose own groups do not fit is followed by the largest that do. Raises InputError for a
-    source that cannot be a source, as `build_plan` does.
+    Each scheme is planned for all linear layers except the layers that the rules in `kept` keep. If
+    the groups of a scheme do not fit, the table also has the scheme with the largest group size
+    that fits.
+
+    Raises InputError for a source that cannot be quantized, as `build_plan` does.
     """
     schemes = (
         scheme_names() if group_size is None else grouped_schemes(parse_group_size(group_size))
@@ -454,7 +468,7 @@ def _outlook(
     support = scheme.format.gpu_support(scheme.args)
     groups = [replace(kind.group, scheme=scheme) for kind in kinds]
     reasons = unsupported(groups, names, settings.ranks)
-    # What stays in every scheme: copied tensors and scales of the KV cache.
+    # The bytes that are equal for all schemes: copied tensors and scales of the KV cache.
     size = plan.output_bytes - sum(
         kind.number * _stored(index, kind.group, kind.group.scheme) for kind in kinds
     )
