@@ -199,9 +199,7 @@ class _InOurTerms:
 def _not_of_source(
     found: Iterable[Finding], view: CheckpointView, source: Path
 ) -> Iterator[Finding]:
-    """Yield the findings, except findings on tensors that are stored in the source with the same
-    bytes.
-    """
+    """Yield the findings, except on tensors that the source stores with the same bytes."""
     tensors, origins = view.index.tensors, read_index(source).tensors
     with Reader() as reader:
         for finding in found:
@@ -233,8 +231,9 @@ def _or_internal_error(family: str, run: CheckFunction, view: CheckpointView) ->
 
 
 def internal_error(where: str, error: Exception) -> Finding:
-    """Return a finding for an unexpected exception. Other findings are kept, and the command exits
-    with code 4.
+    """Return a finding for an unexpected exception.
+
+    Other findings are kept, and the command exits with code 4.
     """
     return Finding.of(unforeseen(error, where), check=INTERNAL, severity="error")
 

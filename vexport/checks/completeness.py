@@ -98,9 +98,7 @@ def _drafts(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _of_layout(view: CheckpointView, layout: ModelLayout) -> Iterator[Finding]:
-    """Report tensors that the model class needs and the checkpoint lacks, and tensors that the
-    class does not have.
-    """
+    """Report missing tensors of the model class, and tensors that the class does not have."""
     unexpected, missing = list(_unexpected(view, layout)), _lacking(view, layout)
     yield from _untied_head(view)
     for experts in sorted(
@@ -124,7 +122,7 @@ def _of_layout(view: CheckpointView, layout: ModelLayout) -> Iterator[Finding]:
 
 
 def _lacking(view: CheckpointView, layout: ModelLayout) -> dict[str, str]:
-    """Return the missing tensors by name, each with the name that findings use."""
+    """Return the missing tensors by name, each with its name in findings."""
     names = view.index.tensors.keys()
     pairs = map(split_name, names)
     stored = {module for module, parameter in pairs if parameter not in WITH_OTHERS | {"bias"}}
@@ -143,8 +141,9 @@ def _lacking(view: CheckpointView, layout: ModelLayout) -> dict[str, str]:
 def _absent(
     view: CheckpointView, layout: ModelLayout, missing: Mapping[str, str]
 ) -> Iterator[Finding]:
-    """Yield findings on missing tensors. If a whole part of the model is missing, there is one
-    finding for the part.
+    """Yield findings on missing tensors.
+
+    If a whole part of the model is missing, there is a single finding for the part.
     """
     held = {
         name[:at] for name in view.index.tensors for at, letter in enumerate(name) if letter == "."

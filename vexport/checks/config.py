@@ -84,8 +84,9 @@ def _without_config(view: CheckpointView, *, quantized: bool) -> Iterator[Findin
 
 
 def _nothing_quantized(view: CheckpointView, got: str) -> Finding:
-    """Return a warning that the checkpoint is not quantized, for example a copy of the source in a
-    CI job.
+    """Return a warning that the checkpoint is not quantized.
+
+    A CI job may check a copy of the source, for example.
     """
     expected = "a quantized checkpoint"
     fix = "name the quantized checkpoint; if this is the unquantized model, there is nothing to do"
@@ -93,8 +94,9 @@ def _nothing_quantized(view: CheckpointView, got: str) -> Finding:
 
 
 def _other_method(view: CheckpointView, method: "QuantMethod") -> Iterator[Finding]:
-    """Yield findings on another method's config: keys that vLLM refuses or misreads, and
-    unsupported arguments.
+    """Yield findings on another method's config.
+
+    They report keys that vLLM refuses or misreads, and arguments that it does not support.
     """
     for problem in method.problems:
         yield replace(problem, check=NAME, where=f"{view.quantization.place}.{problem.where}")
@@ -117,8 +119,9 @@ def _unreadable(view: CheckpointView, groups: Mapping[str, Json]) -> Iterator[Fi
 
 
 def has_quantized_outputs(view: CheckpointView) -> bool:
-    """Return True if vLLM runs a group in its scheme for static INT8 outputs, which vexport does
-    not check.
+    """Return True if vLLM runs a group in its scheme for static INT8 outputs.
+
+    vexport does not check this scheme.
     """
     groups = (view.quantization.values or {}).get("config_groups")
     return any(
@@ -179,8 +182,9 @@ def _groups(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _sparsity(view: CheckpointView, config: Mapping[str, Json]) -> Iterator[Finding]:
-    """Report a sparsity config that vLLM refuses (_parse_sparsity_config of
-    CompressedTensorsConfig).
+    """Report a sparsity config that vLLM refuses.
+
+    Source: _parse_sparsity_config of CompressedTensorsConfig.
     """
     sparsity = config.get("sparsity_config")
     usable = isinstance(sparsity, dict) and "format" in sparsity and not sparsity.get("targets")
@@ -230,8 +234,9 @@ def _of_other_method(view: CheckpointView, method: str) -> Iterator[Finding]:
 
 
 def transforms(view: CheckpointView) -> Iterator[Finding]:
-    """Yield findings on transforms of inputs and outputs. Transforms that are merged into the
-    weights need no check.
+    """Yield findings on transforms of inputs and outputs.
+
+    Transforms that are merged into the weights need no check.
     """
     where = f"{view.quantization.place}.transform_config"
     for transform in view.quantization.transforms:

@@ -1,5 +1,4 @@
-"""Check whether a checkpoint runs as stored on the given numbers of GPUs, GPU types and vLLM
-version.
+"""Check whether a checkpoint runs as stored on the target's GPUs and version of vLLM.
 
 The options `--tp`, `--sm` and `--vllm` select these checks. Shapes per rank follow the same rules
 as in plans. vLLM chooses the kernel of each layer itself, and `load --dry` shows its choice. The
@@ -214,8 +213,7 @@ def versions(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _refused(group: ConfigGroup, facts: VersionFacts) -> str | None:
-    """Return the kind of zero points in a group that a version lacks, or None if it has all of
-    them.
+    """Return the kind of zero points in a group that a version lacks, or None if there is none.
 
     Sources: schemes/compressed_tensors_wNa16.py and wNa8.py.
     """

@@ -56,11 +56,10 @@ def run(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _narrowed(view: CheckpointView) -> Iterator[Finding]:
-    """Report a config with dtype float16 for a model trained in bfloat16: large values overflow in
-    float16.
+    """Report a config with dtype float16 for a model in bfloat16: large values overflow in float16.
 
-    If scales are stored in float16, the producer meant it, and the finding is a warning. AutoRound
-    converts models to float16 for AWQ and GPTQ.
+    If other tensors are stored in float16, the producer meant it, and the finding is a warning.
+    AutoRound converts models to float16 for AWQ and GPTQ.
     """
     config = view.index.config
     dtype = str(config.get("dtype", config.get("torch_dtype"))).removeprefix("torch.")
@@ -90,10 +89,10 @@ def _unreadable(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _unknown(view: CheckpointView) -> Iterator[Finding]:
-    """Report a class that exists neither in vLLM, nor in transformers, nor as code in the
-    checkpoint.
+    """Report a class that neither vLLM, nor transformers, nor code in the checkpoint defines.
 
-    Classes in vLLM's registry that are not in the table are not checked: see `unjudged_class`.
+    Classes in vLLM's registry that are not in the table of classes are not checked: see
+    `unjudged_class`.
     """
     name, table = view.model.class_name, architecture_table(view.model.version)
     if not name:
@@ -119,9 +118,7 @@ def _unknown(view: CheckpointView) -> Iterator[Finding]:
 
 
 def unjudged_class(view: CheckpointView) -> Iterator[NotJudged]:
-    """Yield why the class is not checked, if it is in vLLM's registry but not in the table of
-    classes.
-    """
+    """Yield why the class is not checked, if vLLM has it but the table of classes does not."""
     name = view.model.class_name
     reason = left_out(name, view.model.version) if name not in view.model.facts.added else None
     if reason is not None and not reason.startswith(REMOVED):
@@ -205,9 +202,7 @@ def _sizes(
 
 
 def _positions(view: CheckpointView) -> Iterator[Finding]:
-    """Report RoPE bases that give no finite angles, and position tables that do not fit into
-    memory.
-    """
+    """Report RoPE bases without finite angles, and position tables that do not fit into memory."""
     for wrong in wrong_numbers(view.index.config):
         yield _wrong(view, wrong.key, wrong.need, shown(wrong.value))
     num_bytes = table_bytes({"dtype": view.index.config.get("dtype"), **view.model.text})

@@ -34,7 +34,7 @@ PLACEHOLDER = 1.0
 # Number of values that are read to estimate the median of a scale.
 SAMPLE = 1 << 11
 # Bits that are all set in NaN and infinity, by dtype. e4m3 has no infinity, and its NaN sets all of
-# them. Finite positive numbers have smaller bits, in the order of their values.
+# them. The bits of finite positive numbers are smaller, and have the order of the numbers.
 NOT_FINITE = {"F8_E4M3": E4M3_NAN, "F16": 0x7C00, "BF16": 0x7F80, "F32": 0x7F800000}
 # Names of bounds and masks: input_min of Gemma 4's towers, causal_mask.
 BOUNDS = re.compile(r"(^|_)(min|max|mask|bounds?)$")
@@ -103,8 +103,9 @@ def ends_of(reader: Reader, scale: TensorInfo) -> tuple[float, float]:
 
 
 def middling(reader: Reader, scale: TensorInfo) -> float:
-    """Return the median of a scale's magnitudes. For a large scale it is estimated from an evenly
-    spaced sample.
+    """Return the median of a scale's magnitudes.
+
+    The median of a large scale is estimated from an evenly spaced sample.
     """
     stored = np.frombuffer(reader.raw(scale), f"V{BITS[scale.dtype] // 8}")
     some = stored[:: max(stored.size // SAMPLE, 1)].tobytes()
@@ -190,10 +191,9 @@ def is_zero(view: CheckpointView, tensor: TensorInfo) -> bool:
 
 
 def empty(view: CheckpointView) -> Iterator[Finding]:
-    """Report embeddings, output heads and norms that contain only zeros, as no trained model has
-    them.
+    """Report embeddings, output heads and norms that contain only zeros.
 
-    Classes are skipped if their norms multiply by `1 + weight`.
+    No trained model has them. Classes are skipped if their norms multiply by `1 + weight`.
     """
     layout = view.model.layout
     if layout is None or layout.norms_above_one or not layout.norm_before_mlp:
@@ -210,9 +210,7 @@ def empty(view: CheckpointView) -> Iterator[Finding]:
 
 
 def is_lossless_cast(reader: Reader, tensor: TensorInfo, dtype: str) -> bool:
-    """Return True if a tensor keeps all its values when vLLM's `copy_` casts it to a parameter's
-    dtype.
-    """
+    """Return True if vLLM's `copy_` keeps all values of a tensor in a parameter's dtype."""
     if {tensor.dtype, dtype} in SAME_BITS:
         return True
     is_integer = tensor.dtype.startswith(("I", "U"))
@@ -230,17 +228,16 @@ def is_lossless_cast(reader: Reader, tensor: TensorInfo, dtype: str) -> bool:
 
 
 def is_rounded_little(reader: Reader, tensor: TensorInfo) -> bool:
-    """Return True if storing a single scale in its dtype has changed it too little to affect
-    outputs.
-    """
+    """Return True if rounding a single scale to its dtype hardly affects the model's outputs."""
     if tensor.dtype in SIXTEEN_BITS:
         return True
     return tensor.dtype in INTEGERS and bool(reader.floats(tensor).min(initial=WHOLE) >= WHOLE)
 
 
 def rounded(values: np.typing.NDArray[np.float64], dtype: str) -> np.typing.NDArray[np.float64]:
-    """Return the values as a floating-point dtype stores them. BF16 is truncated, which is enough
-    for comparisons.
+    """Return the values as a floating-point dtype stores them.
+
+    BF16 is truncated, which is enough for comparisons.
     """
     with np.errstate(over="ignore"):
         if dtype == "F16":

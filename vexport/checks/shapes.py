@@ -85,10 +85,11 @@ def _unusable(view: CheckpointView, group: ConfigGroup, fused: FusedLayer) -> It
 
 
 def _right_somewhere(view: CheckpointView) -> frozenset[str]:
-    """Return the last names of layers, such as `down_proj`, that have the config's size at least
-    once.
+    """Return the last names of layers, such as `down_proj`, with at least one layer of the right
+    size.
 
-    If all layers of a name are larger, the config is wrong, and vLLM would narrow the layers to it.
+    The right size is the size in the model's config. If all layers of a name are larger, the config
+    is wrong, and vLLM would narrow the layers to it.
     """
     return frozenset(
         name.rpartition(".")[2]
@@ -237,8 +238,7 @@ def _has_shape(tensor: TensorInfo, shape: Shape) -> bool:
 
 
 def _loses_in_bfloat16(view: CheckpointView, tensor: TensorInfo) -> bool:
-    """Return True if a float16 tensor of a bfloat16 model has values that bfloat16 cannot
-    represent.
+    """Return True if a float16 tensor has values that its bfloat16 model cannot represent.
 
     A model is bfloat16 if its config declares this dtype and other tensors are stored in it.
     """

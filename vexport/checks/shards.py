@@ -69,7 +69,7 @@ def _is_remnant(name: str, files: Mapping[Path, Mapping[str, TensorInfo]]) -> bo
 
 
 def _strays(view: CheckpointView, places: Mapping[str, TensorInfo]) -> Iterator[Finding]:
-    """Report tensors in other files than model.safetensors.
+    """Report tensors in files next to model.safetensors, if there is no index.
 
     vLLM loads these files, too, and refuses tensor names that its class does not have.
     """
@@ -106,7 +106,7 @@ def _twice(
 
 
 def _index(view: CheckpointView, places: Mapping[str, TensorInfo]) -> Iterator[Finding]:
-    """Report errors of an index in parts that vLLM does not read. vLLM only uses the file names."""
+    """Report errors in parts of an index that vLLM does not read. vLLM only uses the file names."""
     weight_map = read_json_object(view.index.root / INDEX_NAME).get("weight_map")
     listed = weight_map if isinstance(weight_map, dict) else {}
     stored = {name: tensor.file.name for name, tensor in places.items()}
@@ -134,7 +134,10 @@ def _index(view: CheckpointView, places: Mapping[str, TensorInfo]) -> Iterator[F
 
 
 def digests(view: CheckpointView) -> Iterator[Finding]:
-    """Report files if their bytes differ from the digest in vexport.json or in `view.digests`."""
+    """Report files if their bytes differ from the digest in vexport.json or in `view.digests`.
+
+    Files that only `view.digests` lists must exist.
+    """
     root = view.index.root
     recorded = {
         name: digest for name, digest in recorded_digests(root).items() if (root / name).is_file()

@@ -47,7 +47,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _only_attention(view: CheckpointView) -> bool:
-    """Return True if vLLM ignores every config group, so that it quantizes no layer."""
+    """Return True if vLLM ignores every config group because all target attention."""
     groups = (view.quantization.values or {}).get("config_groups")
     return (
         isinstance(groups, dict)

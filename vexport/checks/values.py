@@ -70,9 +70,7 @@ AHEAD = 32
 
 
 def run(view: CheckpointView) -> Iterator[Finding]:
-    """Yield findings on payloads, and on scales that are NaN, infinite, zero, negative or
-    implausible.
-    """
+    """Yield findings on payloads, and on scales that are NaN, infinite, <= 0 or implausible."""
     known = [
         fused for fused in view.model.fused_layers if any(map(view.model.has_module, fused.members))
     ]
@@ -219,9 +217,7 @@ def _implausible(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleSizes:
-    """Number of a layer's scales, the smallest and the largest, and the typical weight they
-    represent.
-    """
+    """Number of a layer's scales, their smallest and largest, and the typical weight."""
 
     scale: TensorInfo
     count: int
@@ -333,8 +329,7 @@ def _wrong_size(tensor: TensorInfo, got: str) -> Finding:
 
 
 def ranges(view: CheckpointView) -> Iterator[Finding]:
-    """Report codes that do not fill their range although the codes of all other layers do, and
-    empty ranges.
+    """Report codes that do not fill their ranges, and empty ranges.
 
     The scale of a row or group is computed from its largest value, which then gets the largest
     code. If a weight is transposed, or has the scales of another layer, many ranges are not filled.
@@ -365,9 +360,7 @@ def ranges(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _quantized(view: CheckpointView) -> Iterator[tuple[StoredLayer, ConfigGroup]]:
-    """Yield every layer that a config group applies to, with that group. Its tensors are released
-    afterwards.
-    """
+    """Yield every quantized layer with its config group. Its tensors are released afterwards."""
     for fused in read_ahead(view.model.fused_layers, partial(_expect, view)):
         for layer in view.layers.members(fused):
             if layer.group is not None:
@@ -421,8 +414,9 @@ def _lost_share(
 
 
 def _zero_codes(group: ConfigGroup, weight: TensorInfo) -> int:
-    """Return the byte of zero codes. Packed integers store zero as half their range, so a byte 0 is
-    lost data.
+    """Return the byte of zero codes.
+
+    Packed integers store zero as half their range, so a byte 0 is lost data.
     """
     bits = group.weights.num_bits
     if weight.dtype != "I32" or bits not in (4, 8):
@@ -464,9 +458,7 @@ def _step(view: CheckpointView, tensor: TensorInfo) -> int:
 def read_ahead(
     layers: Sequence[FusedLayer], begin: Callable[[FusedLayer], None]
 ) -> Iterator[FusedLayer]:
-    """Yield the layers. Before each layer, call `begin` for the layer that is AHEAD positions
-    later.
-    """
+    """Yield the layers. Before each, call `begin` for the layer that is AHEAD positions later."""
     for number, layer in enumerate(layers):
         if number + AHEAD < len(layers):
             begin(layers[number + AHEAD])

@@ -49,11 +49,9 @@ class StoredLayers:
         return [fused for fused in self._model.fused_layers if self.is_quantized(fused)]
 
     def shape_of(self, layer: StoredLayer) -> tuple[int, int] | None:
-        """Return (out_features, in_features) of a layer, or None if unknown or without a config
-        group.
+        """Return (out_features, in_features) of a layer, or None if the layer has no group or size.
 
-        The shape comes from the model's config, or from the stored tensors if the config does not
-        contain it.
+        The size comes from the model's config, or from the stored tensors if the config has none.
         """
         if layer.group is None:
             return None

@@ -33,8 +33,7 @@ SOURCES_OF_INPUT = {
 
 
 def empty_parts(view: CheckpointView, layer: StoredLayer, scale: TensorInfo) -> Flags | None:
-    """Return a flag for each value of a weight's scale: True if all weights that it scales are
-    zero.
+    """Return for each value of a weight's scale True if all weights that it scales are zero.
 
     The flags have the shape of the scale. Returns None if the layout of the layer's tensors is
     unknown.

@@ -35,8 +35,7 @@ OTHERS = ("bitsandbytes", "fbgemm_fp8", "fp_quant", "gguf", "mxfp8", "torchao")
 
 
 def method_name(config: Mapping[str, Json]) -> str | None:
-    """Return the name of the quantization method, or None if the config belongs to
-    compressed-tensors.
+    """Return the name of the quantization method, or None for compressed-tensors.
 
     A config with compressed-tensors' keys belongs to compressed-tensors. If it names another
     method, that name is a mistake.

@@ -1,5 +1,4 @@
-"""Types for other quantization methods: how vLLM reads their config, and how their layers
-translate.
+"""Types for other quantization methods: their config, their storage, and their translation.
 
 The names and layouts of stored tensors are a `Format`, so completeness, shapes and devices are
 checked as for compressed-tensors. Checks of numbers (values, fusion, the comparison with the

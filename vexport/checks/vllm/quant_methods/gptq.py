@@ -33,10 +33,9 @@ V1, V2 = "gptq", "gptq_v2"
 
 
 class Gptq(TransposedIntegers):
-    """Tensors qweight (in*bits/32, out), scales (groups, out), qzeros (groups, out*bits/32), g_idx
-    (in,).
+    """Tensors qweight (in*bits/32, out), scales (groups, out), qzeros and g_idx (in,).
 
-    `name` is the name of the checkpoint's format.
+    qzeros are (groups, out*bits/32). `name` is the name of the checkpoint's format.
     """
 
     unread = frozenset({"qzeros", "g_idx"})

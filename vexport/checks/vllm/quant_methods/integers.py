@@ -1,9 +1,8 @@
-"""Integers that are stored with the inputs first (gptq, awq, auto-round, quark), and the method
-`awq`.
+"""Integers that are stored with the inputs first, for gptq, awq, auto-round and quark.
 
-A 32-bit word holds codes of one column or row. The first code is in the lowest bits, unless a
-method uses another order. `awq` has zero points. Source of awq:
-vllm/model_executor/layers/quantization/auto_awq.py.
+The module also reads the method `awq`, which has zero points. A 32-bit word holds codes of one
+column or row. The first code is in the lowest bits, unless a method uses another order. Source of
+awq: vllm/model_executor/layers/quantization/auto_awq.py.
 """
 
 from collections.abc import Callable, Mapping, Sequence

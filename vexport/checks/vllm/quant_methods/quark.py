@@ -131,8 +131,9 @@ def _has(settings: Settings, expected: Settings) -> bool:
 
 
 def _group(config: MethodConfig, key: str, raw: Json, pack_method: str) -> MethodGroup | None:
-    """Return the group for a layer's settings, or None if there is none
-    (_get_scheme_cls_from_config).
+    """Return the group for a layer's settings, or None if no judged storage has them.
+
+    Source: _get_scheme_cls_from_config.
     """
     values = raw if isinstance(raw, dict) else {}
     weight, inputs = _side(values, "weight"), _side(values, "input_tensors")
