@@ -38,7 +38,7 @@ from vexport.records import AttentionLayer, Finding, KvCache, OnUnsupportedShape
 if TYPE_CHECKING:
     from vexport.scenario import Rule
 
-# Origin of a plan's rules, where users can change them.
+# Where a plan's rules come from, and where users can change them.
 Origin = Literal["options", "scenario"]
 
 
@@ -49,9 +49,8 @@ class PlanSettings:
     `ranks` has tensor parallel sizes, and `on_unsupported_shape` is the treatment of layers that do
     not fit. With `smaller_groups`, layers get the largest group size that fits before any layer is
     refused or kept. `kv_cache` is the dtype of a quantized KV cache. `has_text` is True if there is
-    calibration text. `smoothing` is the strength of smoothing inputs by that text; None means as
-    the schemes need. `origin` determines whether the advice in refusals names options or keys of a
-    scenario.
+    calibration text. `smoothing` is how much that text smooths inputs, or None for the schemes'
+    default. `origin` determines whether the advice in refusals names options or keys of a scenario.
     """
 
     ranks: Sequence[int] = (1,)
@@ -178,10 +177,10 @@ def _fitted(
 def _mixed(
     layers: Sequence[FusedLayer], chosen: Mapping[str, Treatment | None]
 ) -> Iterator[Finding]:
-    """Yield refusals of fused layers with different rules, and of a layer's routed experts.
+    """Yield refusals of layers with different rules that vLLM runs as one layer.
 
-    The routed experts of a layer need the same scheme. The members of a fused layer need the same
-    treatment.
+    The members of a fused layer need the same treatment. All routed experts of a layer need the
+    same scheme.
     """
     units: dict[str, list[str]] = {}
     for layer in layers:
@@ -324,11 +323,11 @@ def advice_on(group: FusionGroup, sizes: Sequence[int], origin: Origin) -> str:
 def with_smaller_groups(
     groups: Sequence[FusionGroup], names: Names, ranks: Sequence[int]
 ) -> tuple[list[FusionGroup], list[Finding]]:
-    """Return the groups, with the largest group size that fits instead of an unsupported size, and
-    notes.
+    """Return the groups, with smaller group sizes for unsupported shapes, and notes on these
+    groups.
 
-    vLLM loads each fused layer, and all routed experts of a layer, in one scheme. Therefore they
-    get the same size. A group stays unchanged if no size fits.
+    The largest size that fits is used. vLLM loads each fused layer, and all routed experts of a
+    layer, in one scheme. Therefore they get the same size. A group stays unchanged if no size fits.
     """
     reasons = unsupported(groups, names, ranks)
     sizes: dict[tuple[object, ...], int | None] = {}

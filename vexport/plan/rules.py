@@ -87,7 +87,7 @@ def default_observer(scheme: str, rounding: Rounding) -> str:
 
 
 def _applies(rule: "Rule", name: str, place: Place) -> bool:
-    """Return True if a rule decides about a layer, unless an earlier rule does."""
+    """Return True if a rule applies to a layer, regardless of earlier rules."""
     if rule.match == ALL and place != "decoder":
         return False
     if rule.match.startswith(PATTERN) and place == "unquantizable":
@@ -96,9 +96,10 @@ def _applies(rule: "Rule", name: str, place: Place) -> bool:
 
 
 def hidden_rules(rules: Sequence["Rule"], places: Mapping[str, Place]) -> Iterator[Finding]:
-    """Yield a warning for each rule without effect, because earlier rules match all of its layers.
+    """Yield a warning for each rule without effect, because earlier rules match all its layers.
 
-    Patterns of a recipe's `ignore` also get a warning if they match no layer that most models have.
+    Patterns of a recipe's `ignore` get a warning if they match no layer, except layers that some
+    models lack.
     """
     deciding = {
         next((number for number, rule in enumerate(rules) if _applies(rule, name, place)), None)
@@ -127,7 +128,7 @@ def hidden_rules(rules: Sequence["Rule"], places: Mapping[str, Place]) -> Iterat
 
 
 def _is_missed(rule: "Rule", names: Collection[str]) -> bool:
-    """Return True if a rule matches no layer although most models have such layers."""
+    """Return True if a rule matches no layer, although most models have such layers."""
     usual = MAY_BE_ABSENT.match(rule.match.removeprefix(PATTERN).rstrip("$"))
     return usual is None and not any(matches(rule.match, name) for name in names)
 
@@ -178,7 +179,7 @@ def smoothing_strength(
 def smoothed_groups(groups: Sequence[FusionGroup]) -> tuple[FusionGroup, ...]:
     """Return the groups with inputs that lose much, or all groups if there are none.
 
-    Smoothing helps weights, too, so that it is useful without such inputs.
+    Weights profit from smoothing, too.
     """
     return tuple(filter(_gains, groups)) or tuple(groups)
 

@@ -52,8 +52,8 @@ from vexport.scenario.llmcompressor import read_recipe
 from vexport.scenario.serve import imported_by
 
 DEFAULTS = PlanSettings()
-# A plan with this scheme shows which layers a rule for all linear layers matches. Any scheme would
-# do.
+# A plan with this scheme shows which layers a rule for all linear layers matches. The choice of
+# scheme does not matter.
 PROBE = "FP8_DYNAMIC"
 
 
@@ -140,7 +140,7 @@ def _option_problem(detail: ErrorDetails) -> InputError:
 
 
 def settings_of(scenario: Scenario) -> PlanSettings:
-    """Return the settings of a scenario's plan, which has its rules separately."""
+    """Return the settings of a scenario's plan, without its rules."""
     return PlanSettings(
         ranks=scenario.serve.planned_ranks,
         on_unsupported_shape=scenario.on_unsupported_shape,
@@ -201,7 +201,7 @@ def rules_need_calibration(
 def rounded_to_nearest(rules: Sequence[Rule]) -> tuple[Rule, ...]:
     """Return the rules for calibration with vexport's text.
 
-    Rules without a rounding round to nearest.
+    Rules that name no rounding get rounding to nearest.
     """
     return tuple(
         rule.model_copy(update={"rounding": "nearest"}) if rule.rounding is None else rule
@@ -402,9 +402,8 @@ def table_of_schemes(
 ) -> SchemeTable:
     """Return the table of all schemes, or of all schemes with the given group size.
 
-    Each scheme is planned for all linear layers except the layers that the rules in `kept` keep. If
-    the groups of a scheme do not fit, the table also has the scheme with the largest group size
-    that fits.
+    Each scheme is planned for all linear layers that no rule in `kept` keeps. If the groups of a
+    scheme do not fit, the table also has the scheme with the largest group size that fits.
 
     Raises InputError for a source that cannot be quantized, as `build_plan` does.
     """
