@@ -67,7 +67,8 @@ def _input_finding(
 ) -> Finding:
     """Return the finding on different scales of the same input.
 
-    The finding is a warning if most members have the scale that vLLM uses.
+    The finding is a warning if the inputs are floating-point and most members have the scale that
+    vLLM uses. Otherwise it is an error.
     """
     inputs = group.input_activations
     if inputs is not None and not inputs.is_float:

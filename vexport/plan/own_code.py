@@ -8,10 +8,10 @@ trusted place:
 - a project installed as editable
 - a folder or archive that PYTHONPATH names
 
-The current folder, the folder of the scenario or recipe, and everything in them are not trusted,
-even if PYTHONPATH or an editable install names them. Installed packages inside them, as in a
-virtual environment in a project's folder, are trusted. Symbolic links are followed: neither the
-link nor its target may be in such a folder. The standard library is not trusted: it contains no
+The current folder, the folder of the scenario or recipe, and everything in them are not trusted.
+This holds even if PYTHONPATH or an editable install names them. Installed packages inside them, as
+in a virtual environment in a project's folder, are trusted. Symbolic links are followed: neither
+the link nor its target may be in such a folder. The standard library is not trusted: it contains no
 observers, and importing some of its modules has side effects.
 """
 

@@ -37,8 +37,8 @@ CheckFunction = Callable[["CheckpointView"], Iterator[Finding]]
 class CheckpointView:
     """Checkpoint that is checked: its files, and how vLLM reads them.
 
-    Each part is computed at its first use. `model` describes the layers that vLLM builds,
-    `quantization` is the quantization config, `lookup` finds the config group of a layer, and
+    Each part is computed at its first use. `model` describes the layers that vLLM builds, and
+    `quantization` is the quantization config. `lookup` finds the config group of a layer, and
     `layers` has the linear layers with their tensors.
     """
 

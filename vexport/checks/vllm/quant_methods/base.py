@@ -33,12 +33,12 @@ def problem(where: str, expected: str, got: str, fix: str, severity: Severity = 
 
 
 class MethodFormat(Format):
-    """Storage of a layer by another quantization method, which provides its `name`.
+    """Storage of a layer by another quantization method, under the method's `name`.
 
-    Subclasses name this class before the compressed-tensors format that they resemble.
-    `MethodFormat` renames the results of that format, and `translated_format` is the format's name.
-    `names` maps compressed-tensors' names of tensors to the method's names. `least_sm` is the
-    smallest compute capability of the method, and overrides the scheme's.
+    In the bases of a subclass, this class comes before the compressed-tensors format that the
+    subclass resembles. `MethodFormat` renames the results of that format, and `translated_format`
+    is the format's name. `names` maps compressed-tensors' names of tensors to the method's names.
+    `least_sm` is the smallest compute capability of the method, and overrides the scheme's.
     """
 
     names: Mapping[str, str] = {}
@@ -76,7 +76,7 @@ class MethodFormat(Format):
     def translated(self, args: Arguments, stored: Mapping[str, TensorInfo]) -> Translation:
         """Return a layer's tensors under compressed-tensors' names.
 
-        `stored` must be the tensors in `parameters`.
+        `stored` must have the layout that `parameters` returns.
         """
         ours = {name: own for own, name in self.names.items()}
         shape = self.shape(args, stored)
