@@ -1,6 +1,6 @@
-"""Judges what vLLM answered: log-probabilities against a reference, and greedy continuations.
+"""Judge vLLM's log-probabilities against a reference, and its greedy continuations.
 
-They are looked at for what a broken export does: nothing, an early end, one thing for ever.
+A continuation is degenerate if it is empty, ends early or repeats itself, as in a broken export.
 """
 
 import json
@@ -16,20 +16,22 @@ from vexport.bus_errors import install_bus_error_handler
 from vexport.checkpoint.index import find_quantization
 from vexport.records import Canary, Finding
 
-# Limits on the mean KL(reference || vLLM) in nats, by the bits of the quantized activations (16:
-# none are). Both sides round to bfloat16 in their own order, and a low-bit rounding turns some of
-# those differences into whole steps. Measured on a random two-layer Llama: 2e-4 without, 2e-3 INT8,
-# 7e-3 FP8, 6e-2 FP4. A deep model amplifies them: `reference.agreement_limit`.
+# Limits on the mean KL(reference || vLLM) in nats, by the bits of the quantized activations (16
+# if activations are not quantized). vLLM and the reference round to bfloat16 in different orders,
+# and low-bit rounding turns some of these differences into whole steps. Measured on a random
+# two-layer Llama: 2e-4 without, 2e-3 INT8, 7e-3 FP8, 6e-2 FP4. A deep model amplifies the
+# differences: see `reference.agreement_limit`.
 KL_LIMITS = {16: 0.003, 8: 0.05, 4: 0.1}
-# A continuation is a loop if it ends in this many rounds of a cycle of at most this many words.
+# A continuation is a loop if it ends with this many repetitions of at most this many words.
 _ROUNDS = 4
 _LONGEST_CYCLE = 6
-# Text with fewer letters has no recognizable script; answers with fewer tokens cannot end early.
+# Text with fewer letters has no recognizable script. If the baseline has fewer tokens, no
+# continuation counts as ended early.
 _LEAST_LETTERS = 20
 _LEAST_TOKENS = 8
-# An answer of this many tokens may end; a broken export ends in its first sentence.
+# A continuation of this many tokens may end. A broken export ends in its first sentence.
 _WHOLE_TOKENS = 48
-# Text that repeats this many words this often loops, even if not to its end (as SmolLM2-135M does).
+# Text also loops if it repeats this many words this often anywhere (as SmolLM2-135M does).
 _LOOP_WORDS, _LOOP_TIMES = 8, 3
 _NUMBERS = "non-finite log-probabilities"
 _FIX = (
@@ -40,11 +42,12 @@ _FIX_QUANTIZED = "nothing if the evaluation passes: vLLM computes what the check
 
 
 def kl_limit(checkpoint: Path, cache: str = "auto", input_bits: int | None = None) -> float:
-    """The limit for a checkpoint: that of its coarsest activations, keys and values among them.
+    """Return the KL limit of a checkpoint for its activations, keys and values with the
+    fewest bits.
 
-    `cache` is vLLM's kv_cache_dtype, which may store keys and values in FP8 whatever the checkpoint
-    says. `input_bits` are those that a kernel of vLLM rounds inputs to (`EngineInfo.input_bits`),
-    which may be fewer than the checkpoint says, too.
+    `cache` is vLLM's kv_cache_dtype. It may store keys and values in FP8 even if the checkpoint's
+    config does not. `input_bits` is the number of bits to which vLLM's kernels round inputs
+    (`EngineInfo.input_bits`). It may also be smaller than in the checkpoint's config.
     """
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     stored = find_quantization(checkpoint, config)
@@ -63,8 +66,9 @@ def kl_limit(checkpoint: Path, cache: str = "auto", input_bits: int | None = Non
 
 
 def read_logprobs(path: Path) -> torch.Tensor:
-    """The worker's file as one float32 matrix (positions, vocabulary), the prompts one after
-    another.
+    """Return the worker's log-probabilities as a float32 matrix (positions, vocabulary).
+
+    The prompts follow each other along the first dimension.
     """
     install_bus_error_handler()
     tensors = load_file(path)
@@ -74,14 +78,16 @@ def read_logprobs(path: Path) -> torch.Tensor:
 def canary_findings(
     canaries: Sequence[Canary], baseline: Sequence[Canary] | None = None, *, agrees: bool = False
 ) -> list[Finding]:
-    """A finding for each degenerate continuation.
+    """Return a finding for each degenerate continuation.
 
-    With the baseline's continuations of the same prompts, one that the baseline shares is none; the
-    others are errors if they are half of all or more, else warnings, since one continuation may
-    change by chance. Without a baseline each is a warning: the model may have the habit itself. So
-    it is where the log-probabilities of vLLM are those of the reference (`agrees`): then the
-    weights say so, and what quantization costs is for the evaluation to judge. Numbers that are not
-    finite are always an error.
+    If there is a baseline, a continuation is not reported if the baseline's continuation of the
+    same prompt is degenerate as well. If at least half of all continuations are reported, they are
+    errors. Otherwise they are warnings, since a single continuation may change by chance.
+
+    Without a baseline, every finding is a warning, because the unquantized model may behave in the
+    same way. Every finding is also a warning if vLLM's log-probabilities agree with the reference
+    (`agrees`). In this case the quantized weights cause the text, and the evaluation judges the
+    loss. Numbers that are not finite are always an error.
     """
     others = {canary.prompt: canary for canary in baseline or ()}
     degenerate = [
@@ -106,7 +112,9 @@ def canary_findings(
 
 
 def symptom(canary: Canary, baseline: Canary | None = None) -> str | None:
-    """The fault of a continuation; None without one, or where the baseline's is no better."""
+    """Return the fault of a continuation, or None if it has no fault or the baseline is
+    no better.
+    """
     if canary.non_finite:
         return _NUMBERS
     if (alone := _alone(canary)) is not None:
@@ -133,8 +141,10 @@ def _alone(canary: Canary) -> str | None:
 
 
 def _early(canary: Canary, baseline: Canary) -> bool:
-    """Return whether the model ends before half of what the baseline says, early in the text, and
-    not of a loop."""
+    """Return True if the continuation ends early, and before half of the baseline's tokens.
+
+    Return False if the baseline is a loop.
+    """
     whole = baseline.tokens if baseline.ended_after is None else baseline.ended_after
     ended = canary.ended_after
     if ended is None or ended >= _WHOLE_TOKENS or _loops(baseline):
@@ -149,8 +159,9 @@ def _loops(canary: Canary) -> bool:
 
 
 def _script(text: str) -> str:
-    """The script of most letters (`LATIN`, `CYRILLIC`, `CJK`); nothing where there are few
-    letters.
+    """Return the script of most letters (`LATIN`, `CYRILLIC`, `CJK`), or "" if it is not certain.
+
+    The script is not certain if there are few letters, or if no script has more than half of them.
     """
     scripts = Counter(
         unicodedata.name(letter, "").partition(" ")[0] for letter in text if letter.isalpha()

@@ -1,4 +1,4 @@
-"""Requests to the processes that import vLLM, and their results: JSON in, JSON out."""
+"""Requests to the processes that import vLLM, and their results, both as JSON."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -10,16 +10,17 @@ from pydantic import JsonValue
 from vexport.records import Canary, DraftCounts, Endpoint, EngineInfo, LmEvalSettings, RankMemory
 from vexport.scenario.serve import EngineArguments
 
-# Long enough to show a slow loss (KV cache, long-range positions).
+# Tokens of a greedy continuation: enough to show a slow loss (KV cache, long-range positions).
 CANARY_TOKENS = 200
-# After each prompt that is continued by drafting: some 50 drafts.
+# Tokens that are generated after each prompt with speculative decoding: some 50 drafts.
 DRAFT_TOKENS = 128
-# Of each row of a text, as far as vocabularies are compared: vLLM answers in Python lists.
+# Tokens of each row of a text for which log-probabilities of the whole vocabulary are compared.
+# vLLM returns them as Python lists.
 KL_TOKENS = 64
 ANSWERS = "answers-"
-"""The beginning of the names of lm-eval's caches, next to its results."""
+"""Prefix of the file names of lm-eval's caches, next to lm-eval's results."""
 SERVER = "server"
-"""The platform of a session with a model behind an address."""
+"""Platform of a session with a model behind an HTTP address."""
 FailureKind = Literal[
     "refused",
     "unsupported",
@@ -32,39 +33,44 @@ FailureKind = Literal[
     "mismatched build",
     "no package",
 ]
-# missing: part of a parameter gets no value (vLLM reads uninitialized memory); unused: a stored
-# tensor goes nowhere; cast: its values are converted to a dtype of another kind; narrowed: only
-# part of it is read. stretched: it has fewer values than the part of a parameter that it is copied
-# to, which repeats them.
+# missing: part of a parameter gets no value (vLLM reads uninitialized memory). unused: a stored
+# tensor is not loaded. cast: its values are converted to a dtype of another kind. narrowed: only
+# part of the tensor is read. stretched: the tensor is smaller than the part of a parameter that it
+# is copied to, and its values are repeated.
 MiscopyKind = Literal["missing", "unused", "cast", "narrowed", "stretched"]
 Outcome = Literal["loaded", "refused", "unknown"]
-# What vLLM writes between the cause of a refusal and the reason of each kernel or backend.
+# Word in vLLM's messages between the cause of a refusal and the reason of each kernel or backend.
 REASONS = "Reasons:"
-# The unquantized model that a dry load compares a checkpoint with: its source; the model that
-# transformers builds of the same config.json, under the names that transformers saves; the same
-# config.json alone, or the class in its default configuration, which are built without weights.
+# The unquantized model that a dry load compares a checkpoint with. "source": its source. "same
+# config": the model that transformers builds from the same config.json, under the names that
+# transformers saves. "config alone": the same config.json. "default config": the class in its
+# default configuration. The last two are built without weights.
 ControlKind = Literal["source", "same config", "config alone", "default config"]
-# Models of which there are no weights.
+# Unquantized models without weights.
 WITHOUT_WEIGHTS: tuple[ControlKind, ...] = ("config alone", "default config")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionRequest:
-    """One engine start and everything to do in it.
+    """A request to start one engine, with all work to do in it.
 
-    Without `enforce_eager` the platform decides: compiled on a GPU, operator by operator on a CPU.
-    `arguments` are further ones of vLLM.
+    If `enforce_eager` is None, the platform decides: compiled on a GPU, eager on a CPU. `arguments`
+    are further arguments of vLLM.
 
-    `logprob_prompts` are token ids; with `logprobs_file` set, their full-vocabulary
-    log-probabilities are written there (see `worker`). `text` are rows of token ids; what each
-    token costs and the likeliest one go to `text_file`. `drafted` are prompts that the engine
-    continues by drafting. `tasks` are lm-eval task names or YAML files; with any, `output` is the
-    folder for lm-eval's own result and sample files, and `lm_eval` says how they are asked. `limit`
-    bounds the documents of each task, below 1 to a share of them. With `repeat` a part of the
-    documents is asked again. `identity` names what the answers depend on besides the engine: with
-    it they are kept in `output` batch by batch, and those of a killed session are not asked again.
-    With an `endpoint`, `checkpoint` is the folder of its tokenizer, and no engine is started. The
-    code of that tokenizer runs only with `trust_tokenizer`.
+    `logprob_prompts` are token ids. If `logprobs_file` is set, their full-vocabulary
+    log-probabilities are written to it (see `worker`). `text` are rows of token ids. The cost of
+    each token and the most probable token are written to `text_file`. `drafted` are prompts that
+    the engine continues with speculative decoding.
+
+    `tasks` are lm-eval task names or YAML files. If there are any, `output` is the folder for
+    lm-eval's result and sample files, and `lm_eval` has the settings of lm-eval. `limit` is the
+    largest number of documents of each task, or a share of them if it is below 1. With `repeat`, a
+    part of the documents is evaluated a second time.
+
+    `identity` names everything that the answers depend on, except the engine. If it is set, the
+    answers are stored in `output` after each batch, and reused after a session was killed. With an
+    `endpoint`, `checkpoint` is the folder of its tokenizer, and no engine is started. The code of
+    that tokenizer runs only with `trust_tokenizer`.
     """
 
     checkpoint: Path
@@ -92,11 +98,10 @@ class SessionRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFailure:
-    """The reason why a session has no full result: cause, vLLM's own last words, the end of the
-    log.
+    """Reason why a session has no full result: its cause, vLLM's last message, the end of the log.
 
-    "refused" is the checkpoint's fault; "unsupported" means that this platform lacks a kernel for
-    it.
+    "refused" means that the checkpoint is at fault, "unsupported" that this platform lacks a kernel
+    for the checkpoint.
     """
 
     kind: FailureKind
@@ -106,9 +111,7 @@ class EngineFailure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputProblem:
-    """A VexportError raised inside the worker (an unusable task, say), to be raised again by the
-    parent.
-    """
+    """A VexportError of the worker (an unusable task, for example) that the parent raises again."""
 
     exit_code: int
     where: str
@@ -119,7 +122,7 @@ class InputProblem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArgumentsRequest:
-    """Arguments of vLLM to look at, and how many devices an engine with them needs."""
+    """Arguments of vLLM to check, and the number of devices that an engine with them needs."""
 
     arguments: EngineArguments
     devices: int
@@ -127,7 +130,7 @@ class ArgumentsRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionResult:
-    """The answers of a session; with `failure` set, those before that."""
+    """The answers of a session. If `failure` is set, the answers up to the failure."""
 
     checkpoint: Path
     platform: str
@@ -151,13 +154,13 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRequest:
-    """Checkpoints and the cells to try for each; `folder` takes a file per finished cell.
+    """Checkpoints and the cells to try for each. Each finished cell writes a file to `folder`.
 
-    `speculative` is the method of drafting, `METHOD` or `METHOD=FOLDER` of the draft model, empty
-    for none. With `controlled`, each cell with an error is tried again with an unquantized model:
-    with the `source`, or with a model that transformers makes (see `ControlKind`). `plain_cells`
-    are further cells for that model, which show whether it loads anywhere. A try that takes more
-    than `try_seconds` is ended.
+    `speculative` is the method of speculative decoding, `METHOD` or `METHOD=FOLDER` of the draft
+    model. It is empty without speculative decoding. With `controlled`, each cell with an error is
+    tried again with an unquantized model: the `source`, or a model that transformers makes (see
+    `ControlKind`). `plain_cells` are further cells for that model. They show whether it loads
+    anywhere. A try ends after `try_seconds`.
     """
 
     checkpoints: tuple[Path, ...]
@@ -173,9 +176,10 @@ class DryRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryTry:
-    """One checkpoint of a request, by its `number`, in one cell as one rank, in a separate process.
+    """One checkpoint of a request in one cell as one rank, in a separate process.
 
-    With `control` the unquantized model is tried in the checkpoint's place.
+    `number` is the position of the checkpoint in the request. With `control`, the unquantized model
+    is tried instead of the checkpoint.
     """
 
     request: DryRequest
@@ -195,12 +199,16 @@ class DryTry:
 
     @property
     def file(self) -> Path:
-        """The file that takes the CellResult."""
+        """The file for the CellResult."""
         return self.request.folder / f"{self._name}-{self.cell.tp}-{self.cell.sm}-{self.rank}.json"
 
     def loaded(self, signature: str) -> Path:
-        """The file in which tries of one checkpoint and rank, whose models have the same signature,
-        tell each other what became of its tensors: that does not depend on the capability."""
+        """Return the file through which tries of one checkpoint and rank share the result of
+        a load.
+
+        They share it if their models have the same signature, because the load does not depend on
+        the capability.
+        """
         return self.request.folder / f"{self._name}-{self.cell.tp}-{self.rank}-{signature}.json"
 
     @property
@@ -212,10 +220,10 @@ class DryTry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Miscopy:
-    """A fault that the copy audit saw: at a parameter of vLLM's (missing) or a stored tensor (the
-    others).
+    """A fault that the copy audit found at a parameter of vLLM (missing) or a stored tensor
+    (all others).
 
-    `layer` is the kind of layer whose parameter it is, empty for a tensor that went nowhere.
+    `layer` is the parameter's kind of layer. It is empty for a tensor that is not loaded.
     """
 
     kind: MiscopyKind
@@ -227,10 +235,9 @@ class Miscopy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKind:
-    """All layers of the same name (indices as *), stored precision, running precision and kernel.
+    """All layers with the same name (indices as *), stored precision, running precision and kernel.
 
-    Precisions are like W4A16 with the type's name behind them where it matters; `kernel` is vLLM's
-    class.
+    Precisions look like W4A16, followed by the type's name if it matters. `kernel` is vLLM's class.
     """
 
     name: str
@@ -243,12 +250,13 @@ class LayerKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellResult:
-    """The outcome of one checkpoint in one cell.
+    """Result of one checkpoint in one cell.
 
-    "refused" has vLLM's reason, and in `where` the stored tensor that it was at, if any; "unknown"
-    means that the dry load could not follow vLLM that far. `built` is False if vLLM raised before
-    it had built the model; `in_class` is True if it raised in the code of the model class.
-    `control` is the same cell with an unquantized model, if that was tried.
+    If the `outcome` is "refused", `reason` is vLLM's reason, and `where` is the stored tensor at
+    which vLLM stopped, if there is one. "unknown" means that the dry load could not imitate vLLM up
+    to the end. `built` is False if vLLM raised before the model was built. `in_class` is True if
+    the code of the model class raised. `control` is the result of an unquantized model in the same
+    cell, if it was tried.
     """
 
     cell: Cell
@@ -265,9 +273,10 @@ class CellResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Control:
-    """An unquantized model in the cell in which a checkpoint has an error.
+    """Result of an unquantized model in a cell in which the checkpoint has an error.
 
-    `loads_elsewhere` is True if this model loads in a plain cell, so that the cell is at fault.
+    `loads_elsewhere` is True if the unquantized model loads in a plain cell. Then the cell is
+    at fault.
     """
 
     kind: ControlKind
@@ -280,15 +289,16 @@ class Control:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryResult:
-    """Every checkpoint's cells, in the order of the request."""
+    """Results of all cells of each checkpoint, in the order of the request."""
 
     vllm: str
     checkpoints: tuple[tuple[CellResult, ...], ...]
 
 
 def draft_counts(metrics: Mapping[str, float], ending: str = "") -> DraftCounts:
-    """vLLM's totals of drafts among its metrics, 0 where it drafts none; `ending` is of a server's
-    names.
+    """Return vLLM's counts of drafts from its metrics, 0 if it does not draft.
+
+    `ending` is appended to the names of the metrics. A server's metrics have such an ending.
     """
     names = (counter.name for counter in fields(DraftCounts))
     return DraftCounts(
@@ -297,8 +307,10 @@ def draft_counts(metrics: Mapping[str, float], ending: str = "") -> DraftCounts:
 
 
 def speculative_config(speculative: str, tokens: int = 1) -> dict[str, JsonValue] | None:
-    """The `speculative_config` of vLLM for `METHOD` or `METHOD=FOLDER`, with drafts of so many
-    tokens.
+    """Return vLLM's `speculative_config` for `METHOD` or `METHOD=FOLDER`, with drafts of
+    `tokens` tokens.
+
+    Return None if `speculative` is empty.
     """
     method, _, model = speculative.partition("=")
     draft: dict[str, JsonValue] = {"model": model} if model else {}

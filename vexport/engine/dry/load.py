@@ -1,6 +1,4 @@
-"""Loads checkpoints dry: starts the worker, gives it cells, and makes a report of what it saw in
-them.
-"""
+"""Load checkpoints dry: start the worker, pass it the cells, and turn its results into reports."""
 
 import re
 from collections import defaultdict
@@ -45,7 +43,7 @@ from vexport.records import (
 )
 
 CHECK = "dry-load"
-# Which cells must load: every one, or for each tensor parallel size at least one.
+# Which cells must load: all of them, or at least one for each tensor parallel size.
 Require = Literal["all", "any"]
 BLIND_SPOTS = (
     "no kernel ran, values were read only where vLLM converts them to another dtype, and what "
@@ -79,12 +77,13 @@ _SAYS: dict[MiscopyKind, tuple[Severity, str, str]] = {
         "store it in the shape that config.json describes, if the values are not all alike",
     ),
 }
-# Ampere, Ada, Hopper and Blackwell in data centres: where vLLM's answers differ.
+# Ampere, Ada, Hopper and Blackwell in data centers: vLLM chooses different kernels for each
+# of them.
 CAPABILITIES = (80, 89, 90, 100)
-# Where an unquantized model that loads at all loads: one rank of a common GPU.
+# Cells in which an unquantized model loads if it loads at all: one rank of a common GPU.
 _PLAIN_CELLS = tuple(Cell(tp=1, sm=sm) for sm in CAPABILITIES)
 SECONDS = 600.0
-# Kinds of faults that every checkpoint has alike.
+# Kinds of faults that do not depend on the checkpoint.
 _OF_ALL: tuple[FailureKind, ...] = ("missing", "no space", "mismatched build")
 
 
@@ -97,19 +96,19 @@ def judge(
     groups: Sequence[ConfigGroup] = (),
     requested: bool = False,
 ) -> DryLoadReport:
-    """Make the report on one checkpoint from its cells.
+    """Make the report on one checkpoint from the results of its cells.
 
-    `groups` are the config groups of the checkpoint, by which messages name its schemes. Errors
-    that the unquantized model has as well, if that was tried, are not errors. If the cells were
-    `requested`, a refusal stays an error if the unquantized model loads in another cell.
+    `groups` are the config groups of the checkpoint. Messages use them to name its schemes. An
+    error is dropped if the unquantized model was tried and has the same error. If the user
+    `requested` the cells, a refusal stays an error if the unquantized model loads in another cell.
     """
     left_out = not_judged(results)
     results = [
         excused(result, told, in_any_cell=not requested)
         for result, told in zip(results, _told(results, groups, vllm), strict=True)
     ]
-    # The first cell that loaded for each tensor parallel size: memory is the same on every
-    # capability.
+    # Take the first cell that loaded for each tensor parallel size: memory does not depend on
+    # the capability.
     memory = {each.memory.tp: each.memory for each in reversed(results) if each.memory is not None}
     findings = (*_not_loaded(results, require), *_faults(results), *_precisions(results))
     return DryLoadReport(
@@ -128,8 +127,9 @@ def judge(
 
 
 def _told(results: Sequence[CellResult], groups: Sequence[ConfigGroup], vllm: str) -> Iterator[str]:
-    """Yield each result's reason with the cause in front. Cells with the same cause get the same
-    text.
+    """Yield each result's reason with the cause in front.
+
+    Cells with the same cause get the same text.
     """
     alike = defaultdict[tuple[Outcome, str, str], list[CellResult]](list)
     for result in results:
@@ -141,17 +141,19 @@ def _told(results: Sequence[CellResult], groups: Sequence[ConfigGroup], vllm: st
 
 
 def _kind_of_refusal(result: CellResult) -> tuple[Outcome, str, str]:
-    """Return a key that results with the same cause share: the cause without the GPU's
-    capability.
+    """Return a key that is equal for results with the same cause.
+
+    The key contains the cause without the GPU's capability.
     """
     words = result.reason.partition(REASONS)[0]
     return result.outcome, result.where, re.sub(r"\bSM \d+|\b[Cc]apability: \d+", "#", words)
 
 
 def errors_or_doubt(report: DryLoadReport, require: Require = "any") -> list[Finding] | str:
-    """The errors that hold for a tensor parallel size on all GPUs, or why it cannot be told.
+    """Return the errors for a tensor parallel size that occur on all GPUs, or why they
+    are uncertain.
 
-    With `require` "all" those that hold on any.
+    With `require` "all", return the errors that occur on any GPU.
     """
     needed = [cell for cell in report.cells if cell.needed and cell.reason]
     doubts = {_place(cell, require): cell.reason for cell in needed if cell.status == "not shown"}
@@ -172,12 +174,12 @@ def _place(cell: MatrixCell, require: Require) -> tuple[int, int]:
 
 
 def unused(report: DryLoadReport) -> list[Finding]:
-    """The findings on stored tensors that went nowhere."""
+    """Return the findings about stored tensors that vLLM does not use."""
     return [each for each in report.findings if each.expected == _SAYS["unused"][1]]
 
 
 def is_stretched(finding: Finding) -> bool:
-    """Return True if a finding is on a tensor whose values vLLM repeats to fill a parameter."""
+    """Return True if a finding is about a tensor whose values vLLM repeats to fill a parameter."""
     return finding.check == CHECK and finding.fix == _SAYS["stretched"][2]
 
 
@@ -191,8 +193,9 @@ def _cell(result: CellResult, *, needed: bool = True) -> MatrixCell:
 
 
 def _needed(cell: Cell, results: Sequence[CellResult], require: Require) -> bool:
-    """Return whether a cell must load: with "any", where no other of its tensor parallel size
-    does.
+    """Return True if a cell must load.
+
+    With `require` "any", a cell must load if no cell of the same tensor parallel size loaded.
     """
     loaded = {result.cell.tp for result in results if result.outcome == "loaded"}
     return require == "all" or cell.tp not in loaded
@@ -205,8 +208,10 @@ def _status(layers: Sequence[LayerKind], faults: Sequence[Miscopy]) -> CellStatu
 
 
 def _rows(results: Sequence[CellResult]) -> Iterator[MatrixRow]:
-    """A row for each kind of layer; where a cell has no such layer, what became of the checkpoint
-    there.
+    """Yield a row for each kind of layer.
+
+    If a cell has no layer of this kind, the row contains the status of the whole checkpoint in
+    that cell.
     """
     kinds: dict[tuple[str, str], LayerKind] = {}
     for kind in (kind for result in results for kind in result.layers):
@@ -229,7 +234,7 @@ def _layer_cell(result: CellResult, like: LayerKind) -> MatrixCell:
 
 
 def _not_loaded(results: Sequence[CellResult], require: Require) -> Iterator[Finding]:
-    """One finding for each reason, with the cells that it holds in."""
+    """Yield a finding for each reason, with the cells that did not load for this reason."""
     reasons = defaultdict[tuple[str, str, str], list[Cell]](list)
     for result in results:
         if result.outcome != "loaded":
@@ -247,7 +252,7 @@ def _not_loaded(results: Sequence[CellResult], require: Require) -> Iterator[Fin
 
 
 def _faults(results: Sequence[CellResult]) -> Iterator[Finding]:
-    """One finding for each fault at each place, however many cells have it."""
+    """Yield a finding for each kind of fault at each place, with the cells that have the fault."""
     faults: dict[tuple[str, MiscopyKind], tuple[Miscopy, list[Cell]]] = {}
     for result in results:
         for fault in result.faults:
@@ -265,8 +270,9 @@ def _faults(results: Sequence[CellResult]) -> Iterator[Finding]:
 
 
 def _precisions(results: Sequence[CellResult]) -> Iterator[Finding]:
-    """One finding for each kernel with another precision than the stored one; a warning if it is
-    coarser.
+    """Yield a finding for each kernel that runs in another precision than the stored precision.
+
+    The finding is a warning if the kernel's precision is lower.
     """
     kernels = defaultdict[tuple[str, str, str], list[tuple[str, Cell]]](list)
     for result in results:
@@ -292,7 +298,7 @@ def _activation_bits(precision: str) -> int:
 
 
 def _in_cells(place: str, cells: Sequence[Cell], results: Sequence[CellResult]) -> str:
-    """`place` and the cells meant, unless that is all of them."""
+    """Return `place` with the cells behind it. The cells are left out if they are all cells."""
     if len(cells) == len(results):
         return place
     sizes = dict.fromkeys(str(cell.tp) for cell in cells)
@@ -304,18 +310,18 @@ def _in_cells(place: str, cells: Sequence[Cell], results: Sequence[CellResult]) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryLoad:
-    """A load of checkpoints by vLLM's own model classes and weight loaders, from their headers
-    alone.
+    """A load of checkpoints by vLLM's model classes and weight loaders from the headers alone.
 
-    Needs no GPU and reads no weights: about 10 s to import vLLM, then 0.2 s for each cell of a
-    small model. The cells are `tp` (tensor parallel sizes) x `sm` (90 for SM 9.0); each must load,
-    or with `require` "any" one for each `tp`. `vllm_python` is the interpreter, None our own. With
-    `speculative`, `METHOD` or `METHOD=FOLDER`, vLLM's draft model is built and loaded as well.
+    It needs no GPU and reads no weights. Importing vLLM takes about 10 s, each cell of a small
+    model 0.2 s. The cells are the combinations of `tp` (tensor parallel sizes) and `sm` (90 for SM
+    9.0). Each cell must load, or with `require` "any" one cell for each `tp`. `vllm_python` is the
+    interpreter, or None for the running interpreter. `speculative` is `METHOD` or `METHOD=FOLDER`:
+    with it, vLLM's draft model is built and loaded as well.
 
-    With `controlled`, errors that vLLM has with the unquantized model as well are no errors of the
-    reports: with the model in the folder `source`, or, without one, with the checkpoint's class in
-    its default configuration. If the cells were `requested`, a refusal stays an error if that model
-    loads in other cells.
+    With `controlled`, an error is dropped from the reports if vLLM has the same error with the
+    unquantized model. This is the model in the folder `source`, or, without `source`, the
+    checkpoint's class in its default configuration. If the user `requested` the cells, a refusal
+    stays an error if the unquantized model loads in other cells.
     """
 
     checkpoints: Sequence[Path]
@@ -331,19 +337,21 @@ class DryLoad:
     timeout: float = SECONDS
 
     def reports(self, on_progress: OnProgress = silent) -> list[DryLoadReport]:
-        """A report for each checkpoint, in their order. Raises as `started`."""
+        """Return a report for each checkpoint, in the order of `checkpoints`. Raises the errors
+        of `started`.
+        """
         with self.started() as reports:
             return reports(on_progress)
 
     def outcomes(
         self, fault: EngineFault, on_progress: OnProgress
     ) -> list[DryLoadReport | EngineFault]:
-        """After the process for all checkpoints ended with a fault: a report or the fault of each
-        checkpoint.
+        """Return a report or the fault of each checkpoint, after the process for all of
+        them failed.
 
-        Each checkpoint gets a process of its own, so that only the checkpoint that ends its process
-        has no report. If vLLM cannot be started at all, or there is one checkpoint only, all have
-        the same fault.
+        Each checkpoint is loaded again in a separate process. So only a checkpoint that makes its
+        process fail has no report. All checkpoints get the same `fault` if vLLM cannot be started
+        at all, or if there is only one checkpoint.
         """
         if fault.failure.kind in _OF_ALL or len(self.checkpoints) == 1:
             return [fault] * len(self.checkpoints)
@@ -352,10 +360,10 @@ class DryLoad:
 
     @contextmanager
     def started(self) -> Iterator[Callable[[OnProgress], list[DryLoadReport]]]:
-        """Start the process; what is yielded waits for the reports.
+        """Start the process. Yield a function that waits for the reports.
 
-        EngineFault where vLLM is missing, dies outside a cell, or takes more than `timeout`
-        seconds.
+        Raises EngineFault if vLLM is missing, dies outside a cell, or takes more than
+        `timeout` seconds.
         """
         with log_folder("vexport-dry-") as folder:
             worker = Worker(
@@ -396,7 +404,7 @@ class DryLoad:
 
 
 def _report_or_fault(load: DryLoad, on_progress: OnProgress) -> DryLoadReport | EngineFault:
-    """The report on a single checkpoint, or the fault that ended its process."""
+    """Return the report on a single checkpoint, or the fault that ended its process."""
     try:
         (report,) = load.reports(on_progress)
     except EngineFault as fault:
@@ -416,11 +424,12 @@ def dry_load_checkpoints(
     on_progress: OnProgress,
     speculative: str = "",
 ) -> list[DryLoadReport]:
-    """A report for each checkpoint and interpreter, in that order; None is our own interpreter.
+    """Return a report for each checkpoint and interpreter, in that order.
 
-    Without `sm` the capabilities are those of `gpus`, for which the reports have the room; without
-    both they are those of the GPUs in use, of which one must do for each `tp`. Raises as `DryLoad`,
-    and InputError where a checkpoint cannot be read.
+    In `pythons`, None stands for the running interpreter. Without `sm`, the capabilities of `gpus`
+    are tried. Without `sm` and `gpus`, the capabilities of common GPUs are tried, and one of them
+    must load for each `tp`. The reports contain the free memory on each of `gpus`. Raises the
+    errors of `DryLoad`, and InputError if a checkpoint cannot be read.
     """
     roots = [resolve_source(name, on_progress) for name in names]
     for root in roots:
@@ -454,10 +463,11 @@ def dry_load_checkpoints(
 
 
 def _rooms(memory: Sequence[RankMemory], cards: Sequence[Card]) -> Iterator[GpuRoom]:
-    """For each card, tensor parallel size and length of a sequence how many sequences fit at once.
+    """Yield how many sequences fit at once, for each card, tensor parallel size and
+    sequence length.
 
-    An upper bound: what a step computes with and CUDA graphs take their part, which vLLM measures
-    at its start (1 to 3 GB, more with long prompts).
+    The number is an upper bound. Activations and CUDA graphs need memory, too. vLLM measures it at
+    its start (1 to 3 GB, more with long prompts).
     """
     for card, rank in product(cards, memory):
         free = card.usable_bytes - rank.weight_bytes

@@ -1,9 +1,8 @@
-"""`python -m vexport.engine.dry.worker REQUEST.json RESULT.json`: every cell in forks of one
-process.
+"""`python -m vexport.engine.dry.worker REQUEST.json RESULT.json`: try every cell in a fork.
 
-vLLM is imported once. Each try forks, because a process has one set of groups, one capability that
-vLLM remembers here and there, and one crash. Memory and time of a try are limited: a checkpoint is
-not trusted.
+vLLM is imported once, and each try forks this process. A process can have only one set of groups
+and one capability, because vLLM caches both. A crash ends only the fork. Memory and time of a try
+are limited, because a checkpoint is not trusted.
 """
 
 import gc
@@ -40,11 +39,11 @@ from vexport.records import OnProgress
 
 _STAGE = "dry load"
 _GIB = 2**30
-# The most memory that one try may take besides what vLLM's own modules take.
+# Limit of a try's memory, in addition to the memory of vLLM's modules.
 MEMORY_BYTES = 4 * _GIB
 _TOO_LARGE = f"it takes more than {MEMORY_BYTES // _GIB} GiB of memory to build the model"
 _TOO_SLOW = "it takes vLLM more than {} s to build and load the model"
-# Modules that vLLM imports for every model: the plainest class, and the attention backends.
+# Modules that vLLM imports for every model: the simplest model class, and the attention backends.
 _EVERY_CELL = (
     "vllm.model_executor.models.llama",
     "vllm.v1.attention.backends.flash_attn",
@@ -57,19 +56,19 @@ _EVERY_CELL = (
 
 @cache
 def preload() -> None:
-    """Import vLLM for a device that is not there, for a process that forks dry loads."""
+    """Import vLLM for a fake CUDA device, in a process that forks dry loads."""
     from vexport.engine.dry.fake_platform import fake_cuda
 
     fake_cuda()
     from vexport.engine.dry import cell  # noqa: F401
 
     for module in _EVERY_CELL:
-        with suppress(Exception):  # of another version of vLLM; a cell that needs it will say so
+        with suppress(Exception):  # another version of vLLM: a cell that needs the module fails
             importlib.import_module(module)
 
 
 def main(arguments: list[str]) -> int:
-    """Read the request, try every cell, write the result; 0 whenever there is a result to read."""
+    """Read the request, try every cell, and write the result. Return 0 if there is a result."""
     return answer_request(arguments, DryRequest, _results_of)
 
 
@@ -99,7 +98,9 @@ def _results_of(request: DryRequest) -> DryResult:
 
 
 def _ranks(attempt: DryTry) -> list[DryTry]:
-    """The tries of a cell's first and last rank: what is too small shows at the last one."""
+    """Return the tries of a cell's first and last rank. Tensors that are too small fail at the
+    last rank.
+    """
     return [replace(attempt, rank=rank) for rank in dict.fromkeys((0, attempt.cell.tp - 1))]
 
 
@@ -108,8 +109,10 @@ def _merged(ranks: Sequence[DryTry]) -> CellResult:
 
 
 def merge_ranks(results: Sequence[CellResult]) -> CellResult:
-    """One result for a cell from those of its ranks: the first that did not load, else all their
-    faults.
+    """Merge the results of a cell's ranks into one result.
+
+    Return the first result that did not load. If all ranks loaded, the result has the faults of
+    all ranks.
     """
     failed = [result for result in results if result.outcome != "loaded"]
     if failed:
@@ -121,7 +124,9 @@ def merge_ranks(results: Sequence[CellResult]) -> CellResult:
 
 
 def _give_up(cells: Sequence[Sequence[DryTry]], reason: str) -> None:
-    """Write the result of tries that are not worth making, because an earlier one took too much."""
+    """Write results for tries that are skipped because an earlier try took too much
+    memory or time.
+    """
     for rank in (rank for ranks in cells for rank in ranks):
         if not rank.file.is_file():
             write_text(
@@ -130,8 +135,8 @@ def _give_up(cells: Sequence[Sequence[DryTry]], reason: str) -> None:
 
 
 def _with_controls(request: DryRequest, results: list[list[CellResult]]) -> list[list[CellResult]]:
-    """Return the results. A result with an error also has the unquantized model's result in the
-    same cell.
+    """Return the results, each with the unquantized model's result if the checkpoint
+    has an error.
     """
     kinds: dict[tuple[int, Cell], ControlKind] = {}
     for number, cells in enumerate(results):
@@ -181,9 +186,7 @@ def _with_doubtful_config(
     results: Mapping[tuple[int, Cell], CellResult],
     refused: Mapping[tuple[int, Cell], ControlKind],
 ) -> list[tuple[int, Cell]]:
-    """Return the cells that refuse a config.json alone, and where a wrong value in it may be the
-    cause.
-    """
+    """Return the cells that refuse a config.json alone, if a wrong value in it may be the cause."""
     alone = [key for key, kind in refused.items() if kind == "config alone"]
     numbers = {number for number, cell in alone if results[number, cell].in_class}
     sound = {number for number in numbers if _is_sound(request, number)}
@@ -193,8 +196,9 @@ def _with_doubtful_config(
 def _written_and_tried(
     request: DryRequest, kinds: Mapping[tuple[int, Cell], ControlKind]
 ) -> tuple[dict[tuple[int, Cell], ControlKind], dict[tuple[int, Cell], CellResult]]:
-    """Try the unquantized models that can be made; return the cells of these models and their
-    results.
+    """Make the unquantized models that can be made, and try them.
+
+    Return the cells with such a model, with its kind, and the results of these cells.
     """
     written = {
         (number, kind) for number, kind in _numbered(kinds) if _is_written(request, number, kind)
@@ -204,13 +208,16 @@ def _written_and_tried(
 
 
 def _numbered(kinds: Mapping[tuple[int, Cell], ControlKind]) -> set[tuple[int, ControlKind]]:
-    """Return each checkpoint's number with the kinds of models that it is compared with."""
+    """Return each checkpoint's number with the kinds of models that the checkpoint is
+    compared with.
+    """
     return {(number, kind) for (number, _), kind in kinds.items()}
 
 
 def _is_written(request: DryRequest, number: int, kind: ControlKind) -> bool:
-    """Return True if there is a model to compare a checkpoint with; transformers makes it in a
-    fork.
+    """Return True if there is a model to compare a checkpoint with.
+
+    transformers makes the model in a fork, unless it is the source.
     """
     if kind == "source":
         return True
@@ -245,7 +252,7 @@ def _control_folder(request: DryRequest, number: int, kind: ControlKind) -> Path
 
 
 def _in_fork(request: DryRequest, work: Callable[[], bool]) -> bool:
-    """Return the result of `work` in a fork, whose time is limited; False if the fork dies."""
+    """Return the result of `work` in a fork, or False if the fork dies or takes too long."""
 
     def run() -> None:
         gc.disable()
@@ -261,7 +268,7 @@ def _in_fork(request: DryRequest, work: Callable[[], bool]) -> bool:
 def _tried(
     request: DryRequest, kinds: Mapping[tuple[int, Cell], ControlKind]
 ) -> dict[tuple[int, Cell], CellResult]:
-    """Try the unquantized models in these cells of these checkpoints."""
+    """Try unquantized models for the given checkpoints and cells, and return the results."""
     tries = {
         (number, cell): _ranks(
             DryTry(request=request, number=number, cell=cell, rank=0, control=kind)
@@ -282,9 +289,10 @@ def _package_that_raised(error: Exception) -> str:
 
 
 def _import_vllm() -> str:
-    """Import what the children need, and return vLLM's version.
+    """Import the modules that the forks need, and return vLLM's version.
 
-    vLLM looks at a model class in a separate process, so as not to touch a GPU; here there is none.
+    vLLM inspects a model class in a separate process to keep CUDA uninitialized. There is no CUDA
+    here, so the inspection runs in this process.
     """
     try:
         preload()
@@ -302,9 +310,10 @@ def _import_vllm() -> str:
 
 
 def _import_class(request: DryRequest, number: int) -> str | None:
-    """Import the model class of a checkpoint, which its tries then share.
+    """Import the model class of a checkpoint before its tries fork, so that the tries share it.
 
-    Returns the reason if that takes too much memory or time: the tries would take as much, each.
+    Return the reason if the import takes too much memory or time, because each try would take as
+    much. Otherwise return None.
     """
     from vllm.model_executor.models import registry
 
@@ -312,7 +321,7 @@ def _import_class(request: DryRequest, number: int) -> str | None:
 
     checkpoint, trust = request.checkpoints[number], request.trust_remote_code
     largest = max(cell.tp for cell in request.cells)
-    for tp in dict.fromkeys((largest, 1)):  # vLLM imports more where it has to communicate
+    for tp in dict.fromkeys((largest, 1)):  # vLLM imports more modules if ranks communicate
         try:
             with _time_limit(request.try_seconds):
                 model = configure(checkpoint, tp=tp, trust_remote_code=trust).model_config
@@ -322,14 +331,14 @@ def _import_class(request: DryRequest, number: int) -> str | None:
             return _TOO_LARGE
         except TimeoutError:
             return _TOO_SLOW.format(request.try_seconds)
-        except Exception as error:  # each cell will say so
+        except Exception as error:  # each cell reports this error
             traceback.print_exception(error)
     return None
 
 
 @contextmanager
 def _time_limit(seconds: int) -> Iterator[None]:
-    """Raise TimeoutError if the block takes longer."""
+    """Raise TimeoutError if the block takes more than `seconds`."""
 
     def expire(number: int, frame: object) -> None:
         raise TimeoutError
@@ -344,10 +353,10 @@ def _time_limit(seconds: int) -> Iterator[None]:
 
 
 def limit_memory(more: int) -> None:
-    """Let this process and its forks take so many bytes more than it has now; beyond, MemoryError.
+    """Limit this process and its forks to `more` bytes above their current memory.
 
-    What counts is RLIMIT_DATA: private memory that can be written. Mapped files and reserved
-    addresses, of which torch has many, do not count.
+    Allocations beyond the limit raise MemoryError. The limit is RLIMIT_DATA, which counts private
+    writable memory. Mapped files and reserved addresses (torch has many) do not count.
     """
     used = re.search(r"^VmData:\s*(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
     if used is not None:
@@ -358,10 +367,10 @@ def limit_memory(more: int) -> None:
 
 
 def _run(tries: Sequence[DryTry], report: OnProgress) -> None:
-    """Fork a child for each try, as many at a time as there are cores; every one leaves a file.
+    """Fork a child for each try, as many at a time as there are cores. Each try leaves a file.
 
-    Those of one capability come first, so that what they share is there for the others. If a child
-    takes too much memory or time, the other tries of its checkpoint are left out.
+    Tries are sorted by capability, so that later tries can reuse files of earlier tries. If a child
+    takes too much memory or time, the remaining tries of its checkpoint are skipped.
     """
     fork, running = multiprocessing.get_context("fork"), dict[BaseProcess, DryTry]()
     waiting = sorted(
@@ -386,7 +395,7 @@ def _run(tries: Sequence[DryTry], report: OnProgress) -> None:
 
 
 def _took_too_much(attempt: DryTry) -> tuple[str, str]:
-    """Return the reasons after which the other tries of the same checkpoint are left out."""
+    """Return the reasons after which the remaining tries of the same checkpoint are skipped."""
     return _TOO_LARGE, _TOO_SLOW.format(attempt.request.try_seconds)
 
 
@@ -403,11 +412,14 @@ def _try(attempt: DryTry) -> None:
 
 
 def _require_file(attempt: DryTry, code: int) -> None:
-    """A child that died is a checkpoint that vLLM does not load there."""
+    """Write a result for a child that died without writing its own result.
+
+    The outcome is "refused", or "unknown" if the system or the time limit killed the child.
+    """
     if attempt.file.is_file():
         return
     ending = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    # The system kills a process that is out of memory; any other death is vLLM's fault.
+    # The system kills a process if memory runs out. Every other death is vLLM's fault.
     outcome: Outcome = "unknown" if code in (-signal.SIGKILL, -signal.SIGALRM) else "refused"
     reason = f"the process ended with {ending}"
     if code == -signal.SIGALRM:
