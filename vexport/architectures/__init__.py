@@ -1,5 +1,8 @@
-"""The layers of each model class in vLLM: fused, renamed, cut; tables generated for each vLLM
-version (scripts/generate_architectures.py, generate_modules.py)."""
+"""Layers of each model class in vLLM: how they are fused, renamed and split.
+
+The tables are generated for each vLLM version
+(scripts/generate_architectures.py, generate_modules.py).
+"""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -15,22 +18,23 @@ from vexport.records import Finding, Json, Severity
 from vexport.version import PINNED, Version, short_version
 
 T = TypeVar("T")
-# linear: asks the quantization config how it is stored, by its name. plain: a matrix that is built
-# without one. table: embeddings that ask, lookup: embeddings that do not. head: the output head.
+# linear: a layer that vLLM looks up in the quantization config by its name. plain: a matrix that is
+# built without a quantization config. table: embeddings that vLLM looks up in the config. lookup:
+# embeddings that it does not look up. head: the output head.
 ModuleKind = Literal["linear", "plain", "table", "lookup", "head"]
 # Numbers of layers and experts in a name.
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
-# A numbered layer of a model.
+# A numbered layer in the name of a module.
 STACK = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleNames:
-    """The kinds of one class's modules, named as `Architecture.vllm_name` says, `*` for each
-    number.
+    """Kinds of the modules of one class, by vLLM's name (`Architecture.vllm_name`) with `*` for
+    each number.
 
-    `asked` are other names under which vLLM asks its quantization config for modules, decoder
-    layers' too.
+    `asked` maps vLLM's names of modules to other names under which vLLM looks up the modules in its
+    quantization config. It also contains modules of decoder layers.
     """
 
     kinds: dict[str, ModuleKind] = field(default_factory=dict)
@@ -39,9 +43,7 @@ class ModuleNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleTable:
-    """The modules by class for one version of vLLM; `unknown` are classes that could not be
-    built.
-    """
+    """Modules by class for one version of vLLM. `unknown` are classes that could not be built."""
 
     vllm: str
     unknown: frozenset[str]
@@ -55,20 +57,21 @@ def module_table(version: Version = PINNED) -> ModuleTable:
 
 
 def with_stars(name: str) -> str:
-    """A module's name without its numbers."""
+    """Return a module's name with `*` for each number."""
     return NUMBER.sub("*", name)
 
 
 def with_numbers(pattern: str, name: str) -> str:
-    """A pattern with the numbers of a name for its stars, in their order."""
+    """Return a pattern with its stars replaced by the numbers in `name`, in their order."""
     numbers = iter(NUMBER.findall(name))
     return re.sub(r"(?<![^.])\*(?![^.])", lambda _: next(numbers, "*"), pattern)
 
 
-# fused module name -> names of the layers that it is made of, in vLLM's order
+# Names of fused modules, with the names of the layers that vLLM fuses into each, in vLLM's order.
 FusedModules = Mapping[str, tuple[str, ...]]
 
-# Fused layers of nearly all vLLM classes, used for a language model that is not in the table.
+# Fused layers of nearly all vLLM classes. They are used for a language model that is not in
+# the table.
 USUAL: FusedModules = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
@@ -78,27 +81,28 @@ USUAL: FusedModules = {
 USUAL_PARTS = {"qkv_proj": ("queries", "keys", "values"), "gate_up_proj": ("1", "1")}
 USUAL_EXPERTS = ("gate_proj", "down_proj", "up_proj")
 USUAL_ROW_PARALLEL = ("o_proj", "down_proj", "out_proj")
-# Tables of embeddings of a module that is not in the table of modules, by the last part of its
-# name.
+# Names of embeddings among the modules that are not in the table of modules: the last part of
+# the name.
 TABLE_NAMES = re.compile(
     r"wte|wpe|(?!.*patch)\w*embed(?:ding)?s?|embed_(?:tokens(?:_per_layer)?|positions|in)"
 )
 
 
-# How vLLM finds a class's token embedding for quantization: by name or class, or by class alone.
+# How vLLM finds the config group of a class's token embeddings: by name or class, or only by class.
 TableLookup = Literal["name", "class"]
-# Which tensors of a layer follow when vLLM's loader orders its rows again. scales by row: the
-# weight and a scale of each row or of all. every tensor: each is taken for a row of values for each
-# row of the weight. whole heads: each that has an output dimension, cut by heads. plain weight:
-# `weight` alone, packed ones and scales do not. transposed: `weight` alone is stored (in, out) and
-# turned around.
+# Which tensors of a layer are reordered when vLLM's loader reorders the layer's rows. scales by
+# row: the weight, and its scales (one for each row or one for all rows). every tensor: all tensors,
+# and each must have a row for each row of the weight. whole heads: all tensors with an output
+# dimension, cut by heads. plain weight: only `weight`, not packed weights and scales. transposed:
+# only `weight`, which is stored as (in, out) and transposed.
 Reordering = Literal["scales by row", "every tensor", "whole heads", "plain weight", "transposed"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Renames:
-    """The way from a checkpoint's names to vLLM's: `WeightsMapper` in models/utils.py, in this
-    order.
+    """Rules that turn a checkpoint's names into vLLM's names, applied in this order.
+
+    Source: `WeightsMapper` in models/utils.py.
     """
 
     regex: Mapping[str, str] = field(default_factory=dict)
@@ -106,7 +110,7 @@ class Renames:
     prefix: Mapping[str, str] = field(default_factory=dict)
 
     def __call__(self, name: str) -> str:
-        """vLLM's name of a tensor, or of an entry of its quantization config."""
+        """Return vLLM's name of a tensor, or of an entry of its quantization config."""
         for pattern, new in self.regex.items():
             name = re.sub(pattern, new, name)
         for old, new in self.substr.items():
@@ -118,25 +122,38 @@ class Renames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Architecture:
-    """One model class of vLLM, in the names of a checkpoint's modules.
+    """One model class of vLLM, with the names of a checkpoint's modules.
 
-    `resolved` are the fused modules whose members vLLM's quantization config knows (for the others
-    it looks for the fused name itself). `experts` are the names of an expert's gate, down and up
-    projections, up None where it has no gate; `stacked_experts` other endings of the tensors that
-    hold all experts, to vLLM's own; `transposed_experts` whether these are (experts, in, out).
-    `reordered` layers get their rows in another order when vLLM loads them. `unquantized` layers
-    are built without a quantization config, `routers` with one: vLLM quantizes them unless `ignore`
-    names them. `parts` are the sizes of what layers are merged of, also where a checkpoint stores
-    them as one (read by `config.py`), `groups` the number of groups of which each rank needs whole
-    ones.
-    `row_parallel` layers are cut along in_features by tensor parallelism, `replicated` ones not at
-    all, the rest along out_features. `embedding` says how vLLM looks for the config group of the
-    table of tokens, None where it never quantizes it. `language_model` are the attributes of a
-    multimodal class that hold one, empty for a text model; `inner_unknown` where the checkpoint's
-    config chooses its class. `kinds` are modules outside the decoder layers, and `asked` names
-    under which vLLM asks for modules, both in vLLM's names with `*` for numbers (`modules.json`).
-    `backend` is "transformers" for a class that vLLM runs with transformers' code, in which it
-    replaces and fuses the layers that it recognizes.
+    Attributes:
+        backend: "transformers" for a class that vLLM runs with transformers' code. vLLM replaces
+            and fuses the layers that it recognizes in this code.
+        fused: The fused modules, with the layers that each contains.
+        resolved: Fused modules that vLLM's quantization config takes apart into their members. It
+            looks up all other fused modules by their fused name.
+        experts: The names of an expert's gate, down and up projections. `up` is None if an expert
+            has no gate.
+        stacked_experts: Further endings of tensors that hold all experts, with vLLM's endings
+            for them.
+        transposed_experts: True if these tensors are (experts, in, out).
+        reordered: Layers whose rows vLLM reorders when it loads them.
+        parts: The sizes of the parts of merged layers, also if a checkpoint stores the merged layer
+            (`config.py` evaluates the sizes).
+        groups: The number of groups in a layer. Each rank needs whole groups.
+        unquantized: Layers that are built without a quantization config.
+        routers: Routers that are built with a quantization config. vLLM quantizes them unless
+            `ignore` names them.
+        row_parallel: Layers that tensor parallelism splits along in_features.
+        replicated: Layers that tensor parallelism does not split. It splits all remaining layers
+            along out_features.
+        embedding: How vLLM finds the config group of the token embeddings, or None if it never
+            quantizes them.
+        language_model: The attributes of a multimodal class that hold a language model. Empty for a
+            text model.
+        inner_unknown: True if the checkpoint's config chooses the class of the language model.
+        kinds: Kinds of the modules outside the decoder layers, by vLLM's name with `*` for
+            numbers (`modules.json`).
+        asked: Names under which vLLM looks up modules in its quantization config, by vLLM's name
+            with `*` for numbers (`modules.json`).
     """
 
     backend: Literal["transformers"] | None = None
@@ -160,28 +177,37 @@ class Architecture:
     asked: dict[str, str] = field(default_factory=dict)
 
     def vllm_name(self, module: str) -> str:
-        """vLLM's name of a checkpoint's module (`WeightsMapper.map_name` in models/utils.py)."""
+        """Return vLLM's name of a checkpoint's module (`WeightsMapper.map_name`
+        in models/utils.py).
+        """
         return self.renames(f"{module}.weight").removesuffix(".weight")
 
     def asked_name(self, module: str) -> str:
-        """The name under which vLLM asks its quantization config for a checkpoint's module."""
+        """Return the name under which vLLM looks up a checkpoint's module in its
+        quantization config.
+        """
         name = self.vllm_name(module)
         pattern = self.asked.get(with_stars(name))
         return name if pattern is None else with_numbers(pattern, name)
 
     def matched(self, entry: str) -> str:
-        """Return what vLLM makes of an entry of `ignore` or of targets: it renames what names a
-        layer (apply_vllm_mapper in compressed_tensors.py)."""
+        """Return an entry of `ignore` or of targets as vLLM matches it.
+
+        vLLM renames entries that name a layer (apply_vllm_mapper in compressed_tensors.py).
+        """
         return self.renames(entry) if "." in entry and not entry.startswith("re:") else entry
 
     def kind(self, module: str) -> ModuleKind | None:
-        """The kind of module that vLLM builds for a checkpoint's outside decoder layers; None where
-        that is unknown."""
+        """Return the kind of a checkpoint's module outside the decoder layers, or None if it
+        is unknown.
+        """
         return self.kinds.get(with_stars(self.vllm_name(module)))
 
     def is_table(self, module: str) -> bool:
-        """Return whether a module with a two-dimensional weight holds embeddings: as it is built,
-        else by name."""
+        """Return True if a module with a two-dimensional weight holds embeddings.
+
+        The kind of the module decides, or its name if the kind is unknown.
+        """
         kind = self.kind(module)
         if kind is not None:
             return kind in ("table", "lookup")
@@ -190,11 +216,11 @@ class Architecture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArchitectureTable:
-    """One vLLM version's classes with a language model, and the text ones by transformers' model
-    type.
+    """All classes with a language model in one vLLM version, and the text models by model type.
 
-    `transformers` is the version whose code the Transformers backend was asked about, `left_out`
-    why a class that vLLM or transformers has is not among the architectures.
+    `transformers` is the version in which the Transformers backend's classes were
+    examined. `left_out` has the reason for each class of vLLM or transformers that is not
+    among the architectures.
     """
 
     vllm: str
@@ -214,15 +240,15 @@ def architecture_table(version: Version = PINNED) -> ArchitectureTable:
 def version_with(name: str) -> Version:
     """Return the version of vLLM whose tables are used for a class.
 
-    This is `PINNED`, or, for a class that `PINNED` lacks, the first later version that has it.
+    This is `PINNED`. If `PINNED` lacks the class, it is the first later version that has the class.
     """
     later = (version for version in table_versions() if version > PINNED)
     known = (each for each in (PINNED, *later) if name in architecture_table(each).architectures)
     return next(known, PINNED)
 
 
-# Endings of classes that vLLM makes of a class that generates text, and endings of the latter
-# (_SUFFIX_TO_DEFAULTS in vllm/config/model.py, _normalize_arch in models/registry.py).
+# Endings of classes that generate text, and endings of classes that vLLM derives from them for
+# other tasks (_SUFFIX_TO_DEFAULTS in vllm/config/model.py, _normalize_arch in models/registry.py).
 GENERATING_ENDINGS = ("ForCausalLM", "ForConditionalGeneration", "ChatModel", "LMHeadModel")
 POOLING_ENDINGS = (
     "ForTextEncoding",
@@ -238,13 +264,14 @@ POOLING_ENDINGS = (
     "Model",
 )
 POOLED = "vLLM runs it to embed, score or classify, not to generate text"
-# How the reasons of classes begin that vLLM had and no longer has.
+# Start of the reason for a class that vLLM has removed.
 REMOVED = "vLLM had it until"
 
 
 def left_out(name: str, version: Version = PINNED) -> str | None:
-    """Return why a class of vLLM's registry is not in the table, or None if the registry does not
-    have it.
+    """Return why a class of vLLM's registry is not in the table.
+
+    Return None if the class is in the table or not in the registry.
     """
     table = architecture_table(version)
     if name in table.left_out:
@@ -257,9 +284,9 @@ def left_out(name: str, version: Version = PINNED) -> str | None:
 
 
 def get_architecture(name: str, version: Version | None = None) -> Architecture:
-    """Return a model class as a version of vLLM has it (default: as `version_with` says).
+    """Return a model class in a version of vLLM (default: the version that `version_with` returns).
 
-    Raises InputError if that vLLM does not have the class.
+    Raises InputError if this version of vLLM does not have the class.
     """
     version = version or version_with(name)
     table = architecture_table(version)
@@ -281,16 +308,16 @@ def get_architecture(name: str, version: Version | None = None) -> Architecture:
 def resolve(
     name: str, config: Mapping[str, Json], version: Version | None = None
 ) -> tuple[Architecture, tuple[Finding, ...]]:
-    """Return a model class with the language model that its config names, and the notes on it.
+    """Return a model class together with the language model that its config names, and notes on it.
 
     Args:
         name: The class, as config.json names it.
-        config: The whole config.json. A multimodal class may take any text model: the nested config
-            says which one.
-        version: The vLLM whose tables are used (default: as `version_with` says).
+        config: The whole config.json. A multimodal class may take any text model. The nested config
+            names it.
+        version: The vLLM version whose tables are used (default: see `version_with`).
 
     Raises:
-        InputError: That vLLM does not have the class.
+        InputError: This version of vLLM does not have the class.
     """
     version = version or version_with(name)
     outer = get_architecture(name, version)
@@ -325,7 +352,10 @@ def _text_models(config: Mapping[str, Json], table: ArchitectureTable) -> Iterat
 
 
 def _joined(outer: Architecture, inner: Architecture) -> Architecture:
-    """A multimodal class around a language model: the inner one's layers, the outer one's names."""
+    """Return a multimodal class around a language model.
+
+    It has the layers of the inner class and the names of the outer class.
+    """
     holders = outer.language_model
     return replace(
         inner,
@@ -347,7 +377,7 @@ def _joined(outer: Architecture, inner: Architecture) -> Architecture:
 
 
 def _newer(name: str, version: Version) -> tuple[Finding, ...]:
-    """Return a note on a class that vLLM has only since a version after `PINNED`."""
+    """Return a note on a class that was added in a version of vLLM after `PINNED`."""
     if name in architecture_table().architectures or version == PINNED:
         return ()
     vllm = short_version(version)
@@ -363,7 +393,7 @@ def _newer(name: str, version: Version) -> tuple[Finding, ...]:
 
 
 def _unknown_modules(name: str, version: Version) -> tuple[Finding, ...]:
-    """Return a warning on a multimodal class that could not be built to look at its towers."""
+    """Return a warning on a multimodal class if it could not be built to examine its towers."""
     unknown = module_table(version).unknown
     if name not in unknown or not get_architecture(name, version).language_model:
         return ()
@@ -408,7 +438,7 @@ def _note(severity: Severity, name: str, expected: str, got: str, fix: str) -> F
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformersTable:
-    """One version of transformers: model classes by folder of the package."""
+    """Model classes in one version of transformers, by folder of the package."""
 
     transformers: str
     models: Mapping[str, tuple[str, ...]]
@@ -416,7 +446,7 @@ class TransformersTable:
 
 @cache
 def transformers_table(version: Version = PINNED) -> TransformersTable:
-    """Return the generated table of the transformers that a version of vLLM requires."""
+    """Return the generated table for the transformers version that a version of vLLM requires."""
     return _generated(TransformersTable, "transformers.json", version)
 
 

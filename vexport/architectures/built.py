@@ -1,4 +1,7 @@
-"""What one version of vLLM builds for a checkpoint, from its config.json and its tensors' names."""
+"""The modules and tensors that one version of vLLM builds for a checkpoint.
+
+They are computed from its config.json and the names of its tensors.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -21,12 +24,15 @@ from vexport.architectures.versions import VersionFacts, facts_of, nearest_versi
 from vexport.records import Json, TensorInfo
 from vexport.version import PINNED, Version
 
-# How configs count layers that draft (hf_config_override in vllm/config/speculative.py).
+# Keys of a config with the number of layers that draft (hf_config_override
+# in vllm/config/speculative.py).
 DRAFTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 
 
 def any_layer(module: str) -> bool:
-    """Return True: by default every module with the tensors of a linear layer is one."""
+    """Return True. By default, every module with the tensors of a linear layer is a
+    linear layer.
+    """
     return True
 
 
@@ -39,7 +45,7 @@ class BuiltModel:
         headers: The config and the tensors of the checkpoint.
         asked: The version of vLLM that the checkpoint is to be served with. By default this is
             `PINNED`, or the first later version that has the model's class.
-        is_layer: Returns False for modules with a matrix that are no linear layers.
+        is_layer: Returns False for modules with a matrix that are not linear layers.
     """
 
     def __init__(
@@ -62,7 +68,9 @@ class BuiltModel:
 
     @property
     def version(self) -> Version:
-        """The version of vLLM whose rules are used: the one asked for, or the nearest known one."""
+        """The version of vLLM whose rules are used: the nearest known version
+        to `asked_version`.
+        """
         return nearest_version(self.asked_version)
 
     @cached_property
@@ -72,10 +80,11 @@ class BuiltModel:
 
     @cached_property
     def class_name(self) -> str:
-        """The model class, empty if it is unknown.
+        """The model class, or empty if it is unknown.
 
-        This is the first class of config.json that vLLM has (resolve_model_cls in
-        models/registry.py), and for a config without classes the class of its model type.
+        This is the first class in config.json that vLLM has (resolve_model_cls in
+        models/registry.py). If the config names no classes, it is the class of the config's
+        model type.
         """
         names = self._headers.config.get("architectures")
         if isinstance(names, list) and names:
@@ -86,7 +95,7 @@ class BuiltModel:
 
     @cached_property
     def architecture(self) -> Architecture:
-        """The layers of the class. Nothing is fused in a class that is not in the table."""
+        """The layers of the class. If the class is not in the table, no layers are fused."""
         if self.class_name not in architecture_table(self.version).architectures:
             return Architecture()
         architecture = resolve(self.class_name, self._headers.config, self.version)[0]
@@ -97,7 +106,9 @@ class BuiltModel:
 
     @cached_property
     def table_lookup(self) -> TableLookup | None:
-        """How vLLM finds the config group of the token embeddings: by name for unknown classes."""
+        """How vLLM finds the config group of the token embeddings. For unknown classes, it is
+        by name.
+        """
         known = self.class_name in architecture_table(self.version).architectures
         return self.architecture.embedding if known else "name"
 
@@ -108,11 +119,11 @@ class BuiltModel:
 
     @cached_property
     def names(self) -> Names:
-        """The reading of the tensors' names."""
+        """The facts that are needed to interpret the tensors' names."""
         return names_of(self._headers, self.architecture)
 
     def drafts(self, name: str) -> bool:
-        """Return whether a tensor or module is part of a layer that predicts further tokens.
+        """Return True if a tensor or module is part of a layer that predicts further tokens.
 
         A layer with the name of a decoder layer drafts only if the config announces it.
         """
@@ -138,7 +149,7 @@ class BuiltModel:
 
     @cached_property
     def layout(self) -> ModelLayout | None:
-        """The tensors that the class has by its config, or None if they are unknown."""
+        """The tensors that the config implies, or None if they are unknown."""
         layout = layout_of(
             self.class_name,
             self._headers.config,
@@ -149,7 +160,7 @@ class BuiltModel:
         return None if layout is None else replace(layout, linears=self._as_stored(layout.linears))
 
     def _as_stored(self, linears: Mapping[str, Shape]) -> dict[str, Shape]:
-        """Replace the parts of layers that the checkpoint stores fused: vLLM loads both."""
+        """Replace the parts of layers that the checkpoint stores fused. vLLM loads both forms."""
         merged = dict(linears)
         for fused in self.fused_layers:
             parts = part_names(fused.name, self.architecture)
@@ -160,6 +171,6 @@ class BuiltModel:
         return merged
 
     def has_module(self, module: str) -> bool:
-        """Return whether vLLM has a module of that name, or may have it."""
+        """Return True if vLLM has, or may have, a module with that name."""
         layout = self.layout
         return layout is None or module in layout.modules or not layout.judges(f"{module}.")

@@ -1,10 +1,9 @@
-"""Sizes that a model's config.json tells: its language part, and expressions of the generated
-tables.
+"""Sizes from a model's config.json: its language part, and expressions of the generated tables.
 
-Expressions are Python: keys of config.json (`text_config.hidden_size`), `i` for the number of a
-layer of `layers`, whole numbers and words; those of the parts of merged layers
-(scripts/model_classes.py) also know `queries`, `keys` and `values` of attention. Only what comes
-with the package is evaluated, and reaches a config's values alone.
+Expressions are Python. They contain keys of config.json (`text_config.hidden_size`), whole numbers
+and words. `i` is the number of a layer, `layers` the number of layers. Expressions for the parts of
+merged layers (scripts/model_classes.py) may also use `queries`, `keys` and `values` of attention.
+Only expressions in this package are evaluated. They can read nothing except the values of a config.
 """
 
 from collections import defaultdict
@@ -20,18 +19,19 @@ from vexport.records import Json
 # text_config (_CONFIG_ATTRS_MAPPING in transformers_utils/config.py); of DeepSeek-VL2; of Qwen Omni
 # and Qwen3-ASR, around another text_config (`get_text_config` of their configs).
 TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
-# Keys that count the routed experts of a layer.
+# Keys with the number of routed experts of a layer.
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-# No tensor is made of larger numbers.
+# No size of a tensor is larger.
 LARGEST = 1 << 40
-# Characters of a value in a message, and whole numbers that are shown in short.
+# Characters of a value in a message. Whole numbers from LONG on are shown in short form.
 SHOWN, LONG, LARGEST_FLOAT = 80, 10**9, 10**300
 QUERIES, KEYS, VALUES = "queries", "keys", "values"
 
 
 def text_config(config: Mapping[str, Json]) -> Mapping[str, Json]:
-    """The part of a config.json that describes the language model: the whole of it for a text
-    model.
+    """Return the part of a config.json that describes the language model.
+
+    For a text model this is the whole config.
     """
     nested = (config.get(key) for key in TEXT_CONFIGS)
     inner = next((value for value in nested if isinstance(value, dict)), None)
@@ -39,7 +39,7 @@ def text_config(config: Mapping[str, Json]) -> Mapping[str, Json]:
 
 
 def vocab_size(config: Mapping[str, Json], where: str) -> int:
-    """Return the number of token ids that a model knows; InputError at `where` if it is missing."""
+    """Return a model's number of token ids. Raises InputError at `where` if the config lacks it."""
     size = text_config(config).get("vocab_size")
     if isinstance(size, int):
         return size
@@ -52,12 +52,13 @@ def vocab_size(config: Mapping[str, Json], where: str) -> int:
 
 
 def shown(value: Json) -> str:
-    """Return a value of a config as messages show it: at most 80 characters, large numbers in
-    short.
+    """Return a value of a config as shown in messages, with at most 80 characters.
+
+    Large numbers are shown in short form.
     """
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= LONG:
-        # A float holds no larger numbers; Python refuses to write out numbers of thousands of
-        # digits.
+        # Larger numbers do not fit a float, and Python refuses to print numbers with thousands
+        # of digits.
         return (
             f"{value:.6g}"
             if abs(value) < LARGEST_FLOAT
@@ -68,11 +69,13 @@ def shown(value: Json) -> str:
 
 
 class Unknown(Exception):
-    """A config does not tell."""
+    """A value cannot be computed from a config."""
 
 
 class Items:
-    """A word or a list of a config: no number, so that nothing is multiplied by it."""
+    """A word or a list of a config. It is not a number, so that expressions cannot
+    multiply by it.
+    """
 
     def __init__(self, values: str | list[Json]) -> None:
         self.values = values
@@ -95,7 +98,7 @@ class Items:
 
 
 def wrapped(value: Json) -> object:
-    """A value of a config as expressions see it. Raises Unknown for what is no size."""
+    """Return a value of a config for use in expressions. Raises Unknown if it cannot be a size."""
     if isinstance(value, str | list):
         return Items(value)
     if isinstance(value, dict) or isinstance(value, int) and abs(value) > LARGEST:
@@ -106,7 +109,7 @@ def wrapped(value: Json) -> object:
 def evaluate(
     expression: str, values: Mapping[str, object], *, i: int = -1, layers: int = -1
 ) -> object:
-    """The value of an expression. Raises Unknown where the values do not tell."""
+    """Return the value of an expression. Raises Unknown if it cannot be computed from `values`."""
     known = {"__builtins__": {}, "len": len, "i": i, "layers": layers}
     try:
         return eval(_compiled(expression), known, values)
@@ -122,7 +125,10 @@ def evaluate(
 
 
 def size(expression: str, values: Mapping[str, object], *, i: int = -1, layers: int = -1) -> int:
-    """A whole number that is not negative. Raises Unknown."""
+    """Return the value of an expression as a whole number.
+
+    Raises Unknown if it is negative, not a whole number, or cannot be computed.
+    """
     value = evaluate(expression, values, i=i, layers=layers)
     if not isinstance(value, int) or value < 0:
         raise Unknown(f"{expression}: {value!r}")
@@ -137,8 +143,11 @@ def _compiled(expression: str) -> CodeType:
 def part_sizes(
     layer: str, rows: int, architecture: Architecture, text: Mapping[str, Json]
 ) -> tuple[int, ...]:
-    """The out_features of the parts of a layer of so many, by the last part of its name; none where
-    they are not known or not these."""
+    """Return the out_features of the parts of a merged layer with `rows` out_features.
+
+    `layer` is the last part of the layer's name. Return nothing if the sizes are unknown or do not
+    add up to `rows`.
+    """
     expressions = architecture.parts.get(layer, ())
     if len({*expressions}) == 1 and rows % len(expressions) == 0:
         return (rows // len(expressions),) * len(expressions)
@@ -149,17 +158,17 @@ def part_sizes(
 
 
 def query_rows(text: Mapping[str, Json]) -> int:
-    """Heads times their width; 0 where the config does not tell."""
+    """Return the number of heads times their width, or 0 if it is unknown."""
     return head_width(text) * known_size("num_attention_heads", text)
 
 
 def head_width(text: Mapping[str, Json]) -> int:
-    """Columns of an attention head; 0 where the config does not tell."""
+    """Return the number of columns of an attention head, or 0 if it is unknown."""
     return known_size("head_dim", text) or known_size("hidden_size // num_attention_heads", text)
 
 
 def known_size(expression: str, values: Mapping[str, Json]) -> int:
-    """A size; 0 where the config does not tell."""
+    """Return the value of an expression, or 0 if it cannot be computed."""
     sizes = {
         key: value
         for key, value in values.items()

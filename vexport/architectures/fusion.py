@@ -10,7 +10,7 @@ from vexport.records.patterns import matches
 EXPERT = re.compile(r"(?P<layer>.*\bexperts)\.\d+$")
 # Output heads. vLLM's ParallelLMHead is not a linear layer and loads weights differently.
 HEADS = ("lm_head", "embed_out")
-# The third projection that vLLM asks for where experts have no gate (compressed_tensors_moe.py).
+# vLLM's name for the third projection if experts have no gate (compressed_tensors_moe.py).
 NO_UP = "None"
 
 
@@ -18,9 +18,9 @@ NO_UP = "None"
 class FusedLayer:
     """Linear layers that vLLM runs as one parameter, by their names in the checkpoint.
 
-    `name` is the name of vLLM's module (`model.layers.0.self_attn.qkv_proj`), `members` are the
-    linear layers in vLLM's order. A linear layer that vLLM fuses with no other layer is the only
-    member, and has the same name.
+    `name` is the name of vLLM's module (`model.layers.0.self_attn.qkv_proj`). `members` are the
+    linear layers in vLLM's order. If vLLM does not fuse a linear layer, this layer is the only
+    member and has the same name.
     """
 
     name: str
@@ -33,21 +33,22 @@ class FusedLayer:
 
     @property
     def experts(self) -> str | None:
-        """The name of the module of routed experts (`model.layers.1.mlp.experts`), else None."""
+        """The module of routed experts (`model.layers.1.mlp.experts`), or None for other layers."""
         return moe_layer(self.members[0])
 
     @property
     def is_stored_fused(self) -> bool:
-        """Return whether the checkpoint stores the layer under the name of vLLM's module."""
+        """Return True if the checkpoint stores the layer under the name of vLLM's module."""
         return self.name in self.members
 
 
 def fuse(names: Iterable[str], architecture: Architecture) -> tuple[FusedLayer, ...]:
-    """Group linear layers by the module that vLLM makes of them.
+    """Group linear layers by the module into which vLLM fuses them.
 
-    The fused layers come in the order of their first member. If a linear layer could belong to
-    several modules (for example to attention with and without a gate), it belongs to the module
-    with most members in `names`, and among these to the module with fewest missing members.
+    The fused layers come in the order of their first member. A linear layer could belong to several
+    modules, for example to attention with and without a gate. Then it belongs to the module with
+    most members in `names`. If several modules have the same number, it belongs to the module with
+    fewest missing members.
     """
     siblings: dict[str, list[str]] = {}
     for name in names:
@@ -69,7 +70,9 @@ def is_head(name: str) -> bool:
 
 
 def moe_layer(name: str) -> str | None:
-    """Return the module of routed experts that has a layer (`model.layers.1.mlp.experts`)."""
+    """Return the module of routed experts that contains a layer (`model.layers.1.mlp.experts`),
+    or None.
+    """
     match = EXPERT.match(name.rpartition(".")[0])
     return match["layer"] if match else None
 
@@ -77,8 +80,8 @@ def moe_layer(name: str) -> str | None:
 def looked_up(layer: FusedLayer, architecture: Architecture) -> tuple[str, ...]:
     """Return the names by which vLLM's quantization config looks up a fused layer.
 
-    If the config takes the module apart, these are the names of all its parts, also of parts that
-    the checkpoint does not have (values that are the keys).
+    If the config takes the module apart, these are the names of all its parts. They include parts
+    that the checkpoint does not have (values that are the same as the keys).
     """
     if len(layer.members) == 1 or layer.projection not in architecture.resolved:
         return layer.members
@@ -109,7 +112,9 @@ def also_asked(
 
 
 def _modules(prefix: str, architecture: Architecture) -> Mapping[str, tuple[str, ...]]:
-    """Return the fused modules that may be below a prefix. Experts have another one, w13."""
+    """Return the fused modules that may be below a prefix. Experts have only the fused
+    module w13.
+    """
     if not EXPERT.match(prefix):
         return architecture.fused
     if architecture.experts is None:
@@ -121,7 +126,7 @@ def _modules(prefix: str, architecture: Architecture) -> Mapping[str, tuple[str,
 def _owners(
     leaves: list[str], modules: Mapping[str, tuple[str, ...]]
 ) -> dict[str, tuple[str, tuple[str, ...]]]:
-    """Return the fused module, and its members in `leaves`, of each leaf that is fused."""
+    """Return the fused module of each leaf that is fused, and the module's members in `leaves`."""
     present = set(leaves)
     owners: dict[str, tuple[str, tuple[str, ...]]] = {}
     ranked = sorted(
@@ -140,10 +145,10 @@ def _owners(
 def below(
     module: str, ending: str, architecture: Architecture, others: Iterable[str]
 ) -> Iterator[str]:
-    """Yield patterns for modules below a module whose names have this ending.
+    """Yield patterns for modules below a module if their names have this ending.
 
-    There is one pattern for the name in the file and one for vLLM's name, if these differ. vLLM
-    renames names, but not patterns. Both names agree from the list of layers on, so a pattern
+    There is one pattern for the name in the file, and one for vLLM's name if it differs. vLLM
+    renames names, but not patterns. Both names agree from the list of layers on. So a pattern
     starts as far to the right as it can without matching any of `others`, but not to the right of
     the list of layers.
     """
@@ -159,7 +164,7 @@ def below(
 def all_names(modules: Iterable[str], architecture: Architecture) -> tuple[str, ...]:
     """Return the names of modules in the file, in vLLM, and in vLLM's lookups.
 
-    Routed experts have the name of the first expert.
+    Routed experts get the name of the first expert.
     """
     names = dict.fromkeys(map(_of_one_expert, modules))
     asked = map(architecture.asked_name, names)
@@ -172,5 +177,5 @@ def _of_one_expert(module: str) -> str:
 
 
 def matches_any(pattern: str, modules: Iterable[str]) -> bool:
-    """Return whether a pattern matches the start of any of these names, as vLLM matches it."""
+    """Return True if a pattern matches the start of any of these names, as vLLM matches it."""
     return any(map(re.compile(pattern).match, modules))

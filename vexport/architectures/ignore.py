@@ -26,22 +26,21 @@ def ignored(
     """Return the entries that `ignore` needs.
 
     `layers` are all fused layers, `kept` the linear layers that stay unquantized, and `opaque` the
-    tensors of experts that are copied as they are.
+    tensors of experts that are copied unchanged.
 
-    - Names are those of the checkpoint: vLLM renames entries as it renames tensors
-      (apply_vllm_mapper in compressed_tensors.py). Patterns are matched with vLLM's names. So a
-      pattern starts where both names agree, or further to the left if it would match a quantized
-      layer of another stack (`mtp.layers.0`).
-    - One pattern covers the routed experts of a layer: vLLM looks up the first expert's
-      projections.
-    - Modules outside the decoder layers have a pattern that also matches longer names. The inner
-      model may rename them, and the quantization config does not see this
-      (Gemma3nModel.hf_to_vllm_mapper).
-    - If vLLM's quantization config takes a fused module apart, the list has all its parts, also
-      parts without a tensor (values that are the keys). Otherwise it has the module's name, too.
-    - A layer that predicts further tokens is kept by one pattern for each of its names. Another
-      class runs it, and may fuse and name its modules otherwise (Glm4MoeMTP, Step3p5MTP).
-    - If vLLM looks up a module by another name than the file has, the list has this name, too.
+    - Names are the names in the checkpoint. vLLM renames entries as it renames tensors
+    (apply_vllm_mapper in compressed_tensors.py). Patterns are matched with vLLM's names. So a
+    pattern starts where both names agree. It starts further to the left if it would match a
+    quantized layer of another stack (`mtp.layers.0`). - One pattern covers the routed experts of a
+    layer, because vLLM looks up the first expert's projections. - Modules outside the decoder
+    layers have a pattern that also matches longer names. The inner model may rename them, and the
+    quantization config does not see this (Gemma3nModel.hf_to_vllm_mapper). - If vLLM's quantization
+    config takes a fused module apart, the list has all its parts. This includes parts without a
+    tensor (values that are the same as the keys). If the config does not take the module apart, the
+    list also has the module's name. - A layer that predicts further tokens is kept by one pattern
+    for each of its names. Another class runs it, and may fuse and name its modules differently
+    (Glm4MoeMTP, Step3p5MTP). - If vLLM looks up a module by a different name than the file has, the
+    list also has this name.
     """
     linears = [member for layer in layers for member in layer.members]
     stacks = {_before_layers(member) for member in linears if names.in_decoder(member)}
@@ -82,9 +81,9 @@ def _quantized_names(layers: Sequence[FusedLayer], kept: Set[str], names: Names)
 
 
 def ignored_head(linears: Iterable[str]) -> tuple[str, ...]:
-    """Return an entry for a head that is tied to the embeddings, which no tensor stores.
+    """Return an entry for a head that is tied to the embeddings, if no tensor stores the head.
 
-    Without the entry transformers would look for the head's scales.
+    Without the entry, transformers would look for the head's scales.
     """
     return () if any(map(is_head, linears)) else (f"re:.*{HEADS[0]}",)
 
@@ -100,13 +99,13 @@ def _patterns(layer: FusedLayer, names: Names, quantized: Sequence[str]) -> Iter
 
 
 def _before_layers(module: str) -> str:
-    """Return the name of the module around the list of decoder layers, with a dot behind it."""
+    """Return the name of the module around the list of decoder layers, followed by a dot."""
     stack = STACK.search(module)
     return module[: stack.start() + 1] if stack else ""
 
 
 def _outside(module: str, stacks: Set[str]) -> str | None:
-    """Return a pattern for a module outside the decoder layers, None for all other modules."""
+    """Return a pattern for a module outside the decoder layers, or None for other modules."""
     if STACK.search(module):
         return None
     holders = (before for before in stacks if before.strip(".") and module.startswith(before))

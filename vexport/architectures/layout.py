@@ -14,13 +14,14 @@ from vexport.records import Json
 from vexport.version import PINNED, Version
 
 Shape = tuple[int | None, ...]
-# Keys that count layers or experts. Each has at least one tensor, so the number of tensors is a
-# limit.
+# Keys that count layers or experts. Each layer or expert has at least one tensor, so their number
+# cannot exceed the number of tensors.
 COUNTS = ("num_hidden_layers", "num_experts", "num_local_experts", "n_routed_experts")
-# How many more experts a config may announce than are stored: some layers may have no experts, and
-# some tensors may be missing.
+# How many more experts a config may announce than the checkpoint stores. Some layers may have no
+# experts, and some tensors may be missing.
 SLACK, LEAST_SLACK = 16, 4096
-# Keys without which transformers would build a model of its default size.
+# Keys that must be in a config. If they are missing, transformers would build a model of its
+# default size.
 SIZES = (
     "hidden_size",
     "intermediate_size",
@@ -34,7 +35,7 @@ ATTENTION_NORM, MLP_NORM, FEEDFORWARD_NORM = (
     "post_attention_layernorm",
     "pre_feedforward_layernorm",
 )
-# Tensors of all experts of a layer that vLLM's loaders know (load_weights of its classes).
+# Tensors of all experts of a layer, as vLLM's loaders accept them (load_weights of its classes).
 STACKED = re.compile(r".*\.experts\.(gate_up|down|gate|up)_proj(\.weight|_(blocks|scales|bias))?")
 # The tensors of a decoder layer with an RMSNorm before its attention and one before its MLP.
 PLAIN = re.compile(
@@ -46,18 +47,18 @@ PLAIN = re.compile(
 
 @dataclass(frozen=True, kw_only=True)
 class ModelLayout:
-    """The modules of a model: linear layers and tables with their sizes, other parameters by name.
+    """Modules of a model: linear layers and tables with their sizes, other parameters by name.
 
     An unknown size is None, an unknown shape is empty.
 
     Attributes:
         plain: Modules that vLLM builds without a quantization config.
         optional: Tensors that a checkpoint may have or not.
-        unknown: Names (with stars for numbers) that may exist or not.
+        unknown: Names (with stars for numbers) of tensors that may exist or not.
         drops: Modules in which vLLM ignores unknown names.
-        norm_before_mlp: The norm whose output enters the MLP, empty if it is unknown.
-        norms_above_one: True if norms multiply by one more than their weight.
-        translated: True if the file has other names than transformers.
+        norm_before_mlp: The norm whose output enters the MLP, or empty if it is unknown.
+        norms_above_one: True if norms multiply by their weight plus one.
+        translated: True if the names in the file differ from transformers' names.
     """
 
     linears: dict[str, Shape]
@@ -89,7 +90,7 @@ class ModelLayout:
         return {name[:at] for name in names for at, letter in enumerate(name) if letter == "."}
 
     def place(self, name: str) -> str:
-        """Return the innermost of the `places` around a tensor; empty for the model itself."""
+        """Return the innermost of the `places` around a tensor, or "" for the model itself."""
         parts = with_stars(name).split(".")
         around = (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
         return next((prefix for prefix in around if prefix in self.places), "")
@@ -177,7 +178,7 @@ def _as_stored(
     """Return the expected tensors with experts as the file stores them.
 
     Stacked experts are split if the file stores them separately. The second result has the prefixes
-    of experts whose layout is unknown.
+    of experts with an unknown layout.
     """
     known: dict[str, list[str]] = {}
     for name, each in expected.items():
@@ -205,7 +206,9 @@ def _as_stored(
 def _one_by_one(
     prefix: str, name: str, stacked: Expected, architecture: Architecture, hidden: int
 ) -> dict[str, Expected]:
-    """Return the layers of all experts in one tensor, none if their names or sizes are unknown."""
+    """Return the layers of all experts in one tensor, or nothing if their names or sizes
+    are unknown.
+    """
     if architecture.experts is None or stacked.shape is None or len(stacked.shape) != 3:
         return {}
     sizes = [side for side in stacked.shape if side is not None]
@@ -227,12 +230,12 @@ def _one_by_one(
 
 
 def _is_single(name: str) -> bool:
-    """Return whether a tensor belongs to a single expert."""
+    """Return True if a tensor belongs to a single expert."""
     return moe_layer(split_name(name)[0]) is not None
 
 
 def _experts(name: str, each: Expected | None = None) -> str:
-    """Return the module of routed experts that a tensor belongs to, empty for other tensors."""
+    """Return the module of routed experts that a tensor belongs to, or "" for other tensors."""
     before, experts, _ = name.partition(".experts.")
     stacked = each is not None and each.kind == "experts" and len(each.shape or ()) == 3
     if stacked and not experts:
@@ -243,9 +246,9 @@ def _experts(name: str, each: Expected | None = None) -> str:
 def _names_in_file(
     stored: Iterable[str], architecture: Architecture
 ) -> Callable[[str], tuple[str, str]]:
-    """Return a function from a tensor's name to its module and parameter in the file.
+    """Return a function that maps a tensor's name to its module and parameter in the file.
 
-    The names of the file may differ if vLLM renames both to the same name.
+    The name in the file may differ if vLLM renames both names to the same name.
     """
     modules = {split_name(name)[0] for name in stored}
     renamed = {architecture.vllm_name(module): module for module in modules}
@@ -260,10 +263,10 @@ def _names_in_file(
 
 
 def impossible_size(config: Mapping[str, Json], tensors: int) -> tuple[str, str] | None:
-    """Return a key whose number is impossible for so many tensors, and the number, or None.
+    """Return a key with a number that is impossible for this number of tensors, and the number.
 
-    This limits the work for each layer and expert by the size of the files, and not by a number in
-    config.json.
+    Return None if all numbers are possible. This limits the work for each layer and expert by the
+    size of the files instead of a number in config.json.
     """
     text = text_config(config)
     for where in (config, text):
@@ -291,7 +294,7 @@ def oversized(
 
 
 def missing_sizes(entry: ClassLayout, config: Mapping[str, Json]) -> list[str]:
-    """Return the keys of sizes that the class needs and that the config lacks."""
+    """Return the keys of sizes that the class needs and the config lacks."""
     absent = [key for key in SIZES if _int(config, key) < 1]
     if not absent:
         return []

@@ -1,4 +1,4 @@
-"""Find the linear layers of a checkpoint from names and shapes, and which can be quantized."""
+"""Find the linear layers of a checkpoint by name and shape, and decide which can be quantized."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,31 +19,32 @@ from vexport.records import (
     WeightPart,
 )
 
-# decoder: quantized by a rule for all linear layers. outside: quantized only by a rule that names
-# the layer (lm_head, vision towers, layers that predict further tokens, routers, gates).
-# unquantizable: vLLM builds the layer without a quantization config, or as experts of a format that
-# only the class has.
+# decoder: a rule for all linear layers quantizes it. outside: only a rule that names the layer
+# quantizes it (lm_head, vision towers, layers that predict further tokens, routers, gates).
+# unquantizable: vLLM builds the layer without a quantization config, or as experts in a format of
+# this class only.
 Place = Literal["decoder", "outside", "unquantizable"]
 
-# Layers that predict further tokens. transformers drops them, vLLM drafts with them. The drafters
-# of ErnieMTP and MiMoMTP number them as decoder layers after the last one.
+# Layers that predict further tokens. transformers drops them, vLLM uses them for speculative
+# decoding. The drafters of ErnieMTP and MiMoMTP number them as decoder layers after the last
+# decoder layer.
 RENUMBERED = re.compile(r"(?:^|\.)(?:mtp_block|mtp_layers)\.(\d+)\.")
 PREDICTION = re.compile(r"(?:^|\.)(?:mtp|nextn|mtp_\w+)\b")
 SMALL_BUT_DECISIVE = re.compile(
     r"(?:.*\.)?(?:\w*router\w*(?:\.layer)?|\w*gate|\w*norm\w*|\w*conv1d\w*|\w+_coefs|in_proj_(?:ba|b|a))$"
 )
-# vLLM's own endings of tensors that hold all experts of a layer
+# vLLM's endings of tensors that hold all experts of a layer
 # (RoutedExperts.build_expert_params_mapping).
 STACKED_EXPERTS: Mapping[str, str] = {
     name: name for name in ("experts.gate_up_proj", "experts.down_proj")
 }
-# Classes that load experts under other names than compressed-tensors has
-# (vllm/model_executor/models/gpt_oss.py).
+# Classes that load experts under other names than compressed-tensors
+# uses (vllm/model_executor/models/gpt_oss.py).
 OWN_EXPERTS = frozenset({"GptOssForCausalLM"})
 UNNUMBERED = re.compile(r"\bexperts\.(?!\d+\.)")
 KEYS = "k_proj"
 HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads", "n_head")
-# Queries, keys and values in one weight on disk.
+# Names of layers that store queries, keys and values in one weight.
 FUSED = frozenset({"qkv_proj", "query_key_value", "Wqkv", "W_pack", "c_attn", "wqkv", "qkv"})
 # vLLM makes no scales for multi-head latent attention, because
 # CompressedTensorsConfig.get_quant_method handles only the class Attention.
@@ -52,11 +53,12 @@ LATENT = "kv_a_proj_with_mqa"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """Everything that is needed to read the names of one checkpoint.
+    """All facts that are needed to interpret the names of one checkpoint.
 
-    `text` is the config of the language model, `layers` the number of its decoder layers.
-    `experts_known` is True if vLLM loads the class's experts one by one. `transposed_experts` is
-    True if tensors of all experts are (experts, in, out) in this checkpoint.
+    `text` is the config of the language model, `layers` the number of its decoder
+    layers. `experts_known` is True if vLLM can load each expert of the class
+    separately. `transposed_experts` is True if tensors of all experts are (experts, in,
+    out) in this checkpoint.
     """
 
     architecture: Architecture
@@ -66,7 +68,7 @@ class Names:
     transposed_experts: bool
 
     def place(self, module: str) -> Place:
-        """Return the place of a linear layer of that name."""
+        """Return the place of the linear layer with this name."""
         if self._is_unquantizable(module):
             return "unquantizable"
         if SMALL_BUT_DECISIVE.match(module) or not self.in_decoder(module):
@@ -83,7 +85,7 @@ class Names:
         return RENUMBERED.search(module) is not None
 
     def in_decoder(self, module: str) -> bool:
-        """Return whether a module is part of a decoder layer of the language model."""
+        """Return True if a module is part of a decoder layer of the language model."""
         name = self.vllm_name(module)
         stack = STACK.search(name)
         if stack is None or PREDICTION.search(name) or not self._in_language_model(name):
@@ -100,7 +102,9 @@ class Names:
         return module[: stack.end() - 1] if drafts else None
 
     def drafter_names(self, draft_layer: str) -> tuple[str, ...]:
-        """Return the name of such a layer in the file, and its name in vLLM's drafter."""
+        """Return the name of a layer that predicts further tokens in the file and in
+        vLLM's drafter.
+        """
         match = RENUMBERED.search(f"{draft_layer}.")
         if match is None or self.layers is None:
             return (draft_layer,)
@@ -112,12 +116,12 @@ class Names:
         return not inside or vllm_name.startswith(tuple(f"{attribute}." for attribute in inside))
 
     def vllm_name(self, module: str) -> str:
-        """vLLM's name of a module."""
+        """Return vLLM's name of a module."""
         return self.architecture.vllm_name(module)
 
 
 def names_of(index: Headers, architecture: Architecture) -> Names:
-    """Return how the names of a checkpoint are read."""
+    """Return the facts that are needed to interpret the names of a checkpoint."""
     text = text_config(index.config)
     layers = text.get("num_hidden_layers")
     return Names(
@@ -130,10 +134,10 @@ def names_of(index: Headers, architecture: Architecture) -> Names:
 
 
 def _is_transposed(index: Headers, architecture: Architecture, hidden: Json) -> bool:
-    """Return whether tensors of all experts are (experts, in, out).
+    """Return True if tensors of all experts are (experts, in, out).
 
-    Checkpoints of one class come in both orders, because transformers changed it. The hidden_size
-    decides. If both sides are equal, the order is the one that the class's table has.
+    Checkpoints of one class exist in both orders, because transformers changed the order. The
+    hidden_size decides. If both sides are equal, the order of the class's table is used.
     """
     for tensor in index.tensors.values():
         ending = stacked_ending(tensor.name, architecture) if len(tensor.shape) == 3 else None
@@ -174,7 +178,7 @@ def _linear(tensor: TensorInfo, module: str, names: Names) -> LinearPlan:
 
 
 def is_unknown_experts(tensor: TensorInfo, names: Names) -> bool:
-    """Return whether a tensor has experts in an unknown format. Such tensors are copied."""
+    """Return True if a tensor has experts in an unknown format. Such tensors are copied."""
     if names.architecture.experts is None or tensor.dtype not in FLOATING or "conv" in tensor.name:
         return False
     together = len(tensor.shape) == 2 and UNNUMBERED.search(tensor.name)
@@ -191,9 +195,9 @@ def stacked_ending(name: str, architecture: Architecture) -> tuple[str, str] | N
 
 
 def _stacked_experts(tensor: TensorInfo, names: Names) -> Iterator[LinearPlan]:
-    """Yield gate and up, or down, of each expert.
+    """Yield the gate and up projections, or the down projection, of each expert.
 
-    The rows of gate come first, as in `RoutedExperts.load_weights`.
+    The rows of the gate come first, as in `RoutedExperts.load_weights`.
     """
     ending = stacked_ending(tensor.name, names.architecture)
     if ending is None or names.architecture.experts is None or 0 in tensor.shape:
@@ -226,8 +230,8 @@ def attention_layers(
 ) -> tuple[AttentionLayer, ...]:
     """Return the decoder's attention layers, which may get scales of the KV cache.
 
-    `rows` has the out_features of each linear layer, None for unknown ones. With `per_head` each
-    KV head has its own scales.
+    `rows` has the out_features of each linear layer, or None if they are unknown. With `per_head`,
+    each KV head has a separate scale.
     """
     return tuple(
         AttentionLayer(
@@ -240,7 +244,7 @@ def attention_layers(
 
 
 def makes_keys(linear: str, names: Names) -> bool:
-    """Return whether a linear layer of the decoder outputs the keys of an attention layer."""
+    """Return True if a linear layer of the decoder outputs the keys of an attention layer."""
     last_part = linear.rpartition(".")[2]
     return (last_part == KEYS or last_part in FUSED) and names.in_decoder(linear)
 
@@ -248,8 +252,8 @@ def makes_keys(linear: str, names: Names) -> bool:
 def kv_heads(linear: str, out_features: int | None, text: Mapping[str, Json]) -> int:
     """Return the number of KV heads of the attention layer with this linear layer.
 
-    The number comes from the rows of the keys if these are known and stored alone, and otherwise
-    from the config.
+    The number comes from the rows of the keys if these are known and stored separately, and
+    otherwise from the config.
     """
     width = head_width(text) if linear.endswith(KEYS) else 0
     if width and out_features and out_features % width == 0:
@@ -258,7 +262,7 @@ def kv_heads(linear: str, out_features: int | None, text: Mapping[str, Json]) ->
 
 
 def refused_caches(layers: Sequence[AttentionLayer], linears: Iterable[str]) -> Iterator[Finding]:
-    """Yield a refusal if vLLM would read no scale of the KV cache."""
+    """Yield an error if vLLM would not read any scale of the KV cache."""
     latent = next((linear for linear in linears if linear.endswith(f".{LATENT}")), None)
     if latent or not layers:
         yield Finding(

@@ -1,4 +1,4 @@
-"""The parts of a fused layer in vLLM, and what each rank of tensor parallelism holds of them."""
+"""Parts of a fused layer in vLLM, and the share of each tensor parallel rank."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,15 +15,15 @@ from vexport.records import Json, LinearPlan
 Split = Literal["out", "in", "none"]
 KEY_VALUE = ("k_proj", "v_proj")
 QUERY_KEY_VALUE = ("q_proj", *KEY_VALUE)
-# The rank counts that are offered instead of one that does not work.
+# Up to this number of ranks, possible rank counts are offered in messages.
 MOST_RANKS = 16
 
 
 def parts_of(layer: FusedLayer, members: Sequence[LinearPlan], names: Names) -> list[LinearPlan]:
     """Return the parts that vLLM fuses into a layer, with their sizes.
 
-    A weight that is stored fused is cut into its parts. A part that vLLM loads twice (keys that
-    are the values, too) is there twice.
+    A weight that is stored fused is split into its parts. If vLLM loads a part twice (keys that are
+    also the values), the part is returned twice.
     """
     architecture = names.architecture
     first = members[0]
@@ -64,7 +64,7 @@ def split_of(layer: FusedLayer, names: Names) -> Split:
 
 
 def repeated(member: LinearPlan, ranks: int, text: Mapping[str, Json]) -> LinearPlan:
-    """Return a layer with the size that all ranks hold together.
+    """Return a layer with the total size on all ranks.
 
     vLLM repeats keys and values if they have fewer heads than ranks (QKVParallelLinear).
     """
@@ -75,7 +75,7 @@ def repeated(member: LinearPlan, ranks: int, text: Mapping[str, Json]) -> Linear
 
 
 def uneven(members: Sequence[LinearPlan], ranks: int, split: Split) -> str | None:
-    """Return why so many ranks cannot share linear layers, or None if they can.
+    """Return why linear layers cannot be split evenly among the ranks, or None if they can.
 
     Source: `divide` in vllm/distributed/utils.py.
     """
@@ -88,16 +88,16 @@ def uneven(members: Sequence[LinearPlan], ranks: int, split: Split) -> str | Non
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heads:
-    """The numbers of attention heads, and of heads of keys and values; 0 if they are unknown."""
+    """Numbers of attention heads and of key and value heads. 0 if they are unknown."""
 
     queries: int
     keys: int
 
     def uneven(self, ranks: int) -> str | None:
-        """Return the heads that so many ranks cannot share (`9 attention heads`), or None.
+        """Return the heads that cannot be split among the ranks (`9 attention heads`), or None.
 
         Sources: ModelConfig.verify_with_parallel_config (vllm/config/model.py); the attention of
-        every model class, which asserts that key and value heads can be cut, or repeated.
+        every model class, which asserts that key and value heads can be split or repeated.
         """
         if self.queries % ranks:
             return f"{self.queries} attention heads"
@@ -107,7 +107,7 @@ class Heads:
 
     @property
     def possible_ranks(self) -> str:
-        """The tensor parallel sizes that the heads allow, as a person lists them: `1, 3 or 9`."""
+        """The tensor parallel sizes that the heads allow, as text: `1, 3 or 9`."""
         fitting = [str(ranks) for ranks in range(1, MOST_RANKS + 1) if self.uneven(ranks) is None]
         *first, last = fitting
         return f"{', '.join(first)} or {last}" if first else last

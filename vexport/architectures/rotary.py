@@ -1,8 +1,8 @@
-"""Rotary position embeddings by config.json as vLLM builds them: their bases, and the sizes of
+"""Rotary position embeddings that vLLM builds from config.json: their bases, and the sizes of
 their tables.
 
 Source: get_rope in vllm/model_executor/layers/rotary_embedding/__init__.py and the classes that it
-makes: a table has a row of `rotary_dim` values for each position.
+makes. A table has a row of `rotary_dim` values for each position.
 """
 
 import math
@@ -12,26 +12,26 @@ from dataclasses import dataclass
 from vexport.architectures.config import head_width, known_size
 from vexport.records import Json
 
-# The keys of a base, by the ends of their names: rope_theta, local_rope_theta, and older names.
+# Endings of the keys of a base: rope_theta (also local_rope_theta), and older names.
 BASES = ("rope_theta", "rope_local_base_freq", "rotary_emb_base")
 PARTIAL = ("partial_rotary_factor", "rotary_pct", "rope_pct")
 DESCRIPTIONS = ("rope_parameters", "rope_scaling")
 ORIGINAL = "original_max_position_embeddings"
-# Types whose table is longer by `factor` than the positions that the model was trained with, or
-# than all.
+# Types of embeddings with a table that is `factor` times as long as the original positions
+# (OF_ORIGINAL) or as all positions (OF_ALL).
 OF_ORIGINAL = ("yarn", "deepseek_yarn", "deepseek_llama_scaling")
 OF_ALL = ("linear", "ntk", "dynamic")
 # Rows of a table for sections of an image's height and width (MRotaryEmbedding).
 SECTIONS = 4
-# No position is larger: what is computed from larger numbers stays small.
+# Limit of positions, so that numbers computed from them stay small.
 LARGEST = 1 << 62
-# Names and dictionaries nested deeper hold no description of positions.
+# Limit of nesting. Dictionaries nested more deeply are not searched.
 DEEPEST = 6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrongNumber:
-    """A key of a description, the number that it needs, and its value."""
+    """A key of a rotary embedding with a wrong value, and the number that it needs."""
 
     key: str
     need: str
@@ -41,7 +41,7 @@ class WrongNumber:
 def wrong_numbers(
     config: Mapping[str, Json], path: str = "", depth: int = 0
 ) -> Iterator[WrongNumber]:
-    """Yield the bases that make no finite angle, and the shares of a head that no head has."""
+    """Yield bases that do not give finite angles, and shares of a head that are impossible."""
     for key, value in config.items():
         if isinstance(value, dict):
             if depth < DEEPEST:
@@ -58,7 +58,7 @@ def wrong_numbers(
 
 
 def _is_between(value: Json, most: float) -> bool:
-    """Return whether a value is null, or a finite number above zero that is at most `most`."""
+    """Return True if a value is null, or a finite number above zero that is at most `most`."""
     if value is None:
         return True
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -68,7 +68,9 @@ def _is_between(value: Json, most: float) -> bool:
 
 
 def table_bytes(text: Mapping[str, Json]) -> int:
-    """Return the bytes of the largest table of positions, 0 if the config does not tell them."""
+    """Return the bytes of the largest table of positions, or 0 if the config lacks their number
+    or width.
+    """
     positions = _whole(text.get("max_position_embeddings"))
     width = known_size("qk_rope_head_dim", text) or head_width(text)
     size = 4 if text.get("dtype", text.get("torch_dtype")) in ("float32", "torch.float32") else 2
@@ -77,9 +79,7 @@ def table_bytes(text: Mapping[str, Json]) -> int:
 
 
 def _descriptions(text: Mapping[str, Json]) -> Iterator[Mapping[str, Json]]:
-    """Yield the description of the positions; in newer configs each kind of layer may have its
-    own.
-    """
+    """Yield the descriptions of the positions. In newer configs each kind of layer may have one."""
     yield {}
     for key in DESCRIPTIONS:
         found = text.get(key)
@@ -89,7 +89,7 @@ def _descriptions(text: Mapping[str, Json]) -> Iterator[Mapping[str, Json]]:
 
 
 def _rows(rope: Mapping[str, Json], positions: int) -> int:
-    """Return the rows of a table for a description of the positions."""
+    """Return the number of rows of a table for a description of the positions."""
     kind = rope.get("rope_type", rope.get("type"))
     original = _whole(rope.get(ORIGINAL)) or positions
     if "mrope_section" in rope:
@@ -102,7 +102,7 @@ def _rows(rope: Mapping[str, Json], positions: int) -> int:
 
 
 def _times(rows: int, factor: Json) -> int:
-    """Rows times a factor, of a list the largest one."""
+    """Return the rows times a factor. If `factor` is a list, the largest factor is used."""
     factors = factor if isinstance(factor, list) else [factor]
     known = [_as_float(each) for each in factors if isinstance(each, int | float)]
     most = max((each for each in known if each > 0), default=1.0)
@@ -110,13 +110,13 @@ def _times(rows: int, factor: Json) -> int:
 
 
 def _whole(value: Json) -> int:
-    """A positive whole number, 0 for every other value."""
+    """Return a positive whole number unchanged, and 0 for every other value."""
     is_size = isinstance(value, int) and not isinstance(value, bool) and value > 0
     return min(value, LARGEST) if is_size and isinstance(value, int) else 0
 
 
 def _as_float(value: int | float) -> float:
-    """A number as float, infinite if it is too large for one."""
+    """Return a number as float, or infinity if it is too large for a float."""
     try:
         return float(value)
     except OverflowError:

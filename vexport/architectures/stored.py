@@ -42,9 +42,10 @@ QUANTIZED_PARAMETERS = frozenset(
         "blocks",
     }
 )
-# Parameters that never occur alone.
+# Parameters that never occur without other parameters.
 WITH_OTHERS = frozenset({"scales", "g_idx"})
-# Parameters of all experts of a layer that are joined to their projection's name (gpt-oss).
+# Parameters of all experts of a layer whose names are joined to the name of their
+# projection (gpt-oss).
 JOINED = re.compile(
     r"(?P<module>.*\.experts\.(?:gate_up|down)_proj)_(?P<parameter>blocks|scales|bias)"
 )

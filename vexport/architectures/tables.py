@@ -25,7 +25,9 @@ def table_versions() -> tuple[Version, ...]:
 
 
 def read_table(file: str, version: Version) -> dict[str, Json]:
-    """Return a table for one version of vLLM, or that of `PINNED` if this version has no tables."""
+    """Return a table for one version of vLLM, or the table of `PINNED` if this version has
+    no tables.
+    """
     table: dict[str, Json] = json.loads(FOLDER.joinpath(file).read_text(encoding="utf-8"))
     changes: dict[str, Json] = json.loads(_changes(file, version) or "{}")
     for key, value in changes.items():
@@ -59,6 +61,6 @@ def _changes(file: str, version: Version) -> str:
 
 
 def _merged(entries: Mapping[str, Json], changes: Json) -> Json:
-    """Return the entries with the changes, in which an entry that is gone is null."""
+    """Return the entries with the changes. A removed entry is null in the changes."""
     assert isinstance(changes, dict)
     return {name: entry for name, entry in {**entries, **changes}.items() if entry is not None}

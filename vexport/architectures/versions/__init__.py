@@ -1,5 +1,6 @@
-"""The classes and arguments of each vLLM, one generated file a version
-(scripts/generate_versions.py).
+"""Model classes and quantization methods of each vLLM version.
+
+There is a generated file for each version (scripts/generate_versions.py).
 """
 
 from collections.abc import Mapping
@@ -15,8 +16,8 @@ from vexport.version import Version, short_version
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassFacts:
-    """A model class: its packed_modules_mapping, and how it finds the config group of its table of
-    tokens.
+    """The packed_modules_mapping of a model class, and how vLLM finds the config group of its
+    token embeddings.
     """
 
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -25,11 +26,11 @@ class ClassFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionFacts:
-    """One vLLM, read from its wheel.
+    """Facts about one version of vLLM, read from its wheel.
 
-    `schemes` are the classes of linear layers with the least compute capability of each,
-    `asymmetric_widths` the bits of packed integers with zero points. `absent`, `added` and
-    `classes` are the model classes, in comparison with those of `PINNED`.
+    `schemes` are the classes of linear layers with the minimum compute capability of each.
+    `asymmetric_widths` are the bits of packed integers with zero points. `absent`, `added` and
+    `classes` are the model classes that differ from `PINNED`.
     """
 
     vllm: str
@@ -43,7 +44,7 @@ class VersionFacts:
 
 
 def with_facts(pinned: Architecture, changed: ClassFacts) -> Architecture:
-    """A class of `PINNED` as another version fuses its layers."""
+    """Return a class of `PINNED`, with its layers fused as in another version."""
     kept = {name: parts for name, parts in pinned.fused.items() if name not in pinned.resolved}
     merged = {name: tuple(parts) for name, parts in changed.fused.items() if len(parts) > 1}
     return replace(
@@ -53,14 +54,16 @@ def with_facts(pinned: Architecture, changed: ClassFacts) -> Architecture:
 
 @cache
 def known_versions() -> tuple[Version, ...]:
-    """Every version that has a file, oldest first."""
+    """Return every version that has a file, oldest first."""
     names = (entry.name for entry in files(__name__).iterdir() if entry.name.endswith(".json"))
     return tuple(sorted(_version(name.removesuffix(".json")) for name in names))
 
 
 def nearest_version(version: Version) -> Version:
-    """The known version whose rules are used for one: itself, the nearest before it, or the
-    oldest.
+    """Return the known version whose rules are used for a version.
+
+    This is the version itself, or the nearest known version before it, or else the oldest
+    known version.
     """
     known = known_versions()
     return max((each for each in known if each <= version), default=known[0])
@@ -68,7 +71,7 @@ def nearest_version(version: Version) -> Version:
 
 @cache
 def facts_of(version: Version) -> VersionFacts:
-    """The facts of a known version."""
+    """Return the facts of a known version."""
     text = files(__name__).joinpath(f"{short_version(version)}.json").read_text(encoding="utf-8")
     return TypeAdapter(VersionFacts).validate_json(text)
 
