@@ -1,4 +1,4 @@
-"""The modules and tensors that one version of vLLM builds for a checkpoint.
+"""Modules and tensors that a version of vLLM builds for a checkpoint.
 
 They are computed from its config.json and the names of its tensors.
 """
@@ -37,14 +37,14 @@ def any_layer(module: str) -> bool:
 
 
 class BuiltModel:
-    """The model class, its names, its linear layers and its tensors in one version of vLLM.
+    """Model class, names, linear layers and tensors of a checkpoint in a version of vLLM.
 
     Everything is computed at its first use.
 
     Args:
         headers: The config and the tensors of the checkpoint.
-        asked: The version of vLLM that the checkpoint is to be served with. By default this is
-            `PINNED`, or the first later version that has the model's class.
+        asked: The version of vLLM that will serve the checkpoint. By default this is `PINNED`, or
+            the first later version that has the model's class.
         is_layer: Returns False for modules with a matrix that are not linear layers.
     """
 
@@ -60,7 +60,7 @@ class BuiltModel:
 
     @cached_property
     def asked_version(self) -> Version:
-        """The version of vLLM that the checkpoint is to be served with."""
+        """Version of vLLM that will serve the checkpoint."""
         if self._asked is not None:
             return self._asked
         names = self._headers.config.get("architectures")
@@ -68,19 +68,19 @@ class BuiltModel:
 
     @property
     def version(self) -> Version:
-        """The version of vLLM whose rules are used: the nearest known version
-        to `asked_version`.
+        """Version of vLLM with the rules that are used: `asked_version`, or the nearest version
+        with rules.
         """
         return nearest_version(self.asked_version)
 
     @cached_property
     def facts(self) -> VersionFacts:
-        """The schemes, methods and classes of the version of vLLM whose rules are used."""
+        """Schemes, methods and classes of `version`."""
         return facts_of(self.version)
 
     @cached_property
     def class_name(self) -> str:
-        """The model class, or empty if it is unknown.
+        """Name of the model class, or empty if it is unknown.
 
         This is the first class in config.json that vLLM has (resolve_model_cls in
         models/registry.py). If the config names no classes, it is the class of the config's
@@ -95,7 +95,7 @@ class BuiltModel:
 
     @cached_property
     def architecture(self) -> Architecture:
-        """The layers of the class. If the class is not in the table, no layers are fused."""
+        """Layers of the class. If the class is not in the table, no layers are fused."""
         if self.class_name not in architecture_table(self.version).architectures:
             return Architecture()
         architecture = resolve(self.class_name, self._headers.config, self.version)[0]
@@ -114,12 +114,12 @@ class BuiltModel:
 
     @cached_property
     def text(self) -> Mapping[str, Json]:
-        """The part of config.json that describes the language model."""
+        """Part of config.json that describes the language model."""
         return text_config(self._headers.config)
 
     @cached_property
     def names(self) -> Names:
-        """The facts that are needed to interpret the tensors' names."""
+        """Facts that are needed to interpret the tensors' names."""
         return names_of(self._headers, self.architecture)
 
     def drafts(self, name: str) -> bool:
@@ -138,7 +138,7 @@ class BuiltModel:
 
     @cached_property
     def modules(self) -> Mapping[str, Mapping[str, TensorInfo]]:
-        """The tensors of each linear layer by parameter, in the order of the files."""
+        """Tensors of each linear layer by parameter, in the order of the files."""
         modules = linear_modules(self._headers, self.architecture)
         return {name: tensors for name, tensors in modules.items() if self._is_layer(name)}
 
@@ -149,7 +149,7 @@ class BuiltModel:
 
     @cached_property
     def layout(self) -> ModelLayout | None:
-        """The tensors that the config implies, or None if they are unknown."""
+        """Tensors that the config implies, or None if they are unknown."""
         layout = layout_of(
             self.class_name,
             self._headers.config,

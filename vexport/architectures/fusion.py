@@ -1,4 +1,4 @@
-"""Fused layers: the linear layers that vLLM runs as one parameter, found by their names."""
+"""Find fused layers by their names: linear layers that vLLM runs as one parameter."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -28,12 +28,14 @@ class FusedLayer:
 
     @property
     def projection(self) -> str:
-        """The last part of the module's name: `qkv_proj`."""
+        """Last part of the module's name: `qkv_proj`."""
         return self.name.rpartition(".")[2]
 
     @property
     def experts(self) -> str | None:
-        """The module of routed experts (`model.layers.1.mlp.experts`), or None for other layers."""
+        """Name of the module of routed experts (`model.layers.1.mlp.experts`), or None for
+        other layers.
+        """
         return moe_layer(self.members[0])
 
     @property
@@ -147,10 +149,9 @@ def below(
 ) -> Iterator[str]:
     """Yield patterns for modules below a module if their names have this ending.
 
-    There is one pattern for the name in the file, and one for vLLM's name if it differs. vLLM
+    There is a pattern for the name in the file, and a pattern for vLLM's name if it differs. vLLM
     renames names, but not patterns. Both names agree from the list of layers on. So a pattern
-    starts as far to the right as it can without matching any of `others`, but not to the right of
-    the list of layers.
+    starts at the list of layers, or further to the left if it would match any of `others`.
     """
     for name in dict.fromkeys((module, architecture.vllm_name(module))):
         stack = STACK.search(f"{name}.")

@@ -1,4 +1,6 @@
-"""The `ignore` list of a quantization config: complete for fused layers, short for experts."""
+"""Build the `ignore` list of a quantization config: complete for fused layers, short
+for experts.
+"""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence, Set
@@ -29,18 +31,20 @@ def ignored(
     tensors of experts that are copied unchanged.
 
     - Names are the names in the checkpoint. vLLM renames entries as it renames tensors
-    (apply_vllm_mapper in compressed_tensors.py). Patterns are matched with vLLM's names. So a
-    pattern starts where both names agree. It starts further to the left if it would match a
-    quantized layer of another stack (`mtp.layers.0`). - One pattern covers the routed experts of a
-    layer, because vLLM looks up the first expert's projections. - Modules outside the decoder
-    layers have a pattern that also matches longer names. The inner model may rename them, and the
-    quantization config does not see this (Gemma3nModel.hf_to_vllm_mapper). - If vLLM's quantization
-    config takes a fused module apart, the list has all its parts. This includes parts without a
-    tensor (values that are the same as the keys). If the config does not take the module apart, the
-    list also has the module's name. - A layer that predicts further tokens is kept by one pattern
-    for each of its names. Another class runs it, and may fuse and name its modules differently
-    (Glm4MoeMTP, Step3p5MTP). - If vLLM looks up a module by a different name than the file has, the
-    list also has this name.
+      (apply_vllm_mapper in compressed_tensors.py). Patterns are matched with vLLM's names. So a
+      pattern starts where both names agree. It starts further to the left if it would match a
+      quantized layer of another stack (`mtp.layers.0`).
+    - One pattern covers the routed experts of a layer, because vLLM looks up the first
+      expert's projections.
+    - Modules outside the decoder layers have a pattern that also matches longer
+      names. The inner model may rename them, and the quantization config does not see
+      this (Gemma3nModel.hf_to_vllm_mapper).
+    - If vLLM's quantization config takes a fused module apart, the list has all its parts. This
+      includes parts without a tensor (values that are the same as the keys). If the config does not
+      take the module apart, the list also has the module's name.
+    - A layer that predicts further tokens is kept by one pattern for each of its names. Another
+      class runs it, and may fuse and name its modules differently (Glm4MoeMTP, Step3p5MTP).
+    - If vLLM looks up a module by a different name than the file has, the list also has this name.
     """
     linears = [member for layer in layers for member in layer.members]
     stacks = {_before_layers(member) for member in linears if names.in_decoder(member)}

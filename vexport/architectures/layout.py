@@ -1,4 +1,4 @@
-"""The tensors of a model and their shapes, from its class and its config.json."""
+"""Compute the tensors of a model and their shapes from its class and its config.json."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -37,7 +37,7 @@ ATTENTION_NORM, MLP_NORM, FEEDFORWARD_NORM = (
 )
 # Tensors of all experts of a layer, as vLLM's loaders accept them (load_weights of its classes).
 STACKED = re.compile(r".*\.experts\.(gate_up|down|gate|up)_proj(\.weight|_(blocks|scales|bias))?")
-# The tensors of a decoder layer with an RMSNorm before its attention and one before its MLP.
+# Tensors of a decoder layer with an RMSNorm before its attention and an RMSNorm before its MLP.
 PLAIN = re.compile(
     r"lm_head\.weight|model\.(embed_tokens|norm)\.weight|model\.layers\.\*\."
     r"(((input|post_attention|pre_feedforward|post_feedforward)_layernorm|self_attn\.[qk]_norm)\.weight"
@@ -79,13 +79,13 @@ class ModelLayout:
 
     @cached_property
     def known(self) -> set[str]:
-        """The modules with a known tensor, with stars for numbers."""
+        """Modules with a known tensor, with stars for numbers."""
         names = (*self.modules, *(split_name(name)[0] for name in self.parameters))
         return {*map(with_stars, names)}
 
     @cached_property
     def places(self) -> set[str]:
-        """The modules that contain other modules, with stars for numbers."""
+        """Modules that contain other modules, with stars for numbers."""
         names = {*map(with_stars, (*self.parameters, *self.modules)), *self.unknown}
         return {name[:at] for name in names for at, letter in enumerate(name) if letter == "."}
 

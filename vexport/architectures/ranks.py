@@ -107,7 +107,7 @@ class Heads:
 
     @property
     def possible_ranks(self) -> str:
-        """The tensor parallel sizes that the heads allow, as text: `1, 3 or 9`."""
+        """Tensor parallel sizes that the heads allow, as text: `1, 3 or 9`."""
         fitting = [str(ranks) for ranks in range(1, MOST_RANKS + 1) if self.uneven(ranks) is None]
         *first, last = fitting
         return f"{', '.join(first)} or {last}" if first else last

@@ -1,5 +1,4 @@
-"""Rotary position embeddings that vLLM builds from config.json: their bases, and the sizes of
-their tables.
+"""Rotary position embeddings of a config.json as vLLM builds them: bases and sizes of their tables.
 
 Source: get_rope in vllm/model_executor/layers/rotary_embedding/__init__.py and the classes that it
 makes. A table has a row of `rotary_dim` values for each position.

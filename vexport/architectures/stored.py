@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint by module and parameter, and which modules are linear layers."""
+"""Group the tensors of a checkpoint by module and parameter, and find its linear layers."""
 
 import re
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
-"""The generated tables of this package, for each version of vLLM that has tables.
+"""Read the generated tables of this package, for each version of vLLM that has tables.
 
-The tables of `PINNED` are whole. Those of another version are in `versions/MAJOR.MINOR/`, and
-contain only the entries that differ from the tables of `PINNED`.
+The tables of `PINNED` are complete. The tables of another version are in `versions/MAJOR.MINOR/`.
+They contain only the entries that differ from the tables of `PINNED`.
 """
 
 import json

@@ -16,8 +16,8 @@ from vexport.version import Version, short_version
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassFacts:
-    """The packed_modules_mapping of a model class, and how vLLM finds the config group of its
-    token embeddings.
+    """Fused layers of a model class (packed_modules_mapping), and how vLLM finds the config group
+    of its token embeddings.
     """
 
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
