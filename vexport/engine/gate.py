@@ -1,4 +1,6 @@
-"""Asks vLLM's own loaders: for `check`, and to prove a checkpoint before it takes its name."""
+"""Load checkpoints with vLLM's loaders, for `check` and before a written checkpoint
+gets its name.
+"""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,16 +46,16 @@ NO_VLLM = (
     "vLLM is not installed: install it, name its interpreter (--vllm-python), or check "
     "with --static"
 )
-# Checks that vLLM's loaders repeat, `shapes` in part (`_is_seen`). If the loaders find no fault, an
-# error of these checks becomes a warning.
+# Checks that vLLM's loaders repeat, `shapes` only in part (`_is_seen`). If the loaders find no
+# fault, an error of these checks becomes a warning.
 SEEN_BY_LOADERS = (completeness.NAME, shapes.NAME, targets.NAME)
 _KINDS = ("missing", "cast", "narrowed")
-# Kinds of faults that are about the same as the errors of a check.
+# Kinds of faults of the loaders for the same problems as the errors of a check.
 _KINDS_OF_CHECKS = {
     completeness.NAME: frozenset({"missing"}),
     shapes.NAME: frozenset({"cast", "narrowed"}),
 }
-# The most layers named one by one in advice; beyond it, projections are named.
+# Up to this number of layers, advice names each layer. Beyond it, advice names projections.
 _FEW = 6
 _NUMBERED = re.compile(r"[^.\s]+\.\d+\.\S+")
 
@@ -68,13 +70,16 @@ def checked_in_vllm(
     on_progress: OnProgress,
     source: Path | None = None,
 ) -> list[CheckReport]:
-    """Return the reports that `read` makes of the folders `roots`, by name, each with a dry load's
-    findings.
+    """Return the reports of `read`, each with the findings of a dry load.
 
-    The dry load starts before `read`, in a process that is gone when this returns or raises. If it
-    cannot run, the reports say so in `not_judged`. `vllm_python` is the interpreter, None our own.
-    What vLLM does with the unquantized model as well is not judged: with the folder `source`, or
-    without one with the class of the checkpoint in its default configuration.
+    `roots` are the folders by name. The dry load starts before `read`, in a separate process. The
+    process has ended when this function returns or raises. If the dry load cannot run, `not_judged`
+    in the reports has the reason. `vllm_python` is the interpreter, or None for the
+    running interpreter.
+
+    A fault is not judged if vLLM has the same fault with the unquantized model. This is the model
+    in the folder `source`, or, without `source`, the checkpoint's class in its
+    default configuration.
     """
     loadable = {name: root for name, root in roots.items() if _is_loadable(root)}
     require: Require = "all" if target.sm else "any"
@@ -120,7 +125,9 @@ def _joined(
     require: Require,
     vllm_is_there: bool,
 ) -> CheckReport:
-    """The check of a checkpoint with its dry load, or with the reason why there is none."""
+    """Return the check of a checkpoint with its dry load, or with the reason why there is no
+    dry load.
+    """
     if isinstance(outcome, VexportError):
         return _not_loaded(report, outcome.got if vllm_is_there else NO_VLLM)
     return with_load(report, outcome, require)
@@ -129,7 +136,7 @@ def _joined(
 def _is_loadable(root: Path) -> bool:
     """Return True if the folder has the files that vLLM needs to start loading.
 
-    The static check reports missing files, and files that nobody can load, such as pipes.
+    The static check reports missing files and files that cannot be read, such as pipes.
     """
     steps = (require_checkpoint, require_layers)
     return not any(isinstance(attempt(partial(step, root), ""), VexportError) for step in steps)
@@ -138,8 +145,8 @@ def _is_loadable(root: Path) -> bool:
 def with_load(report: CheckReport, load: DryLoadReport, require: Require) -> CheckReport:
     """Join a check with the dry load of the same checkpoint.
 
-    What the loaders refuse or copy wrongly is an error. If they find no fault, they have judged
-    names and shapes, also names and shapes that the check takes for wrong.
+    A tensor that the loaders refuse or copy incorrectly is an error. If the loaders find no fault,
+    all names and shapes are judged, even if the check considers them wrong.
     """
     version = report.vllm
     if not f"{load.vllm}.".startswith(f"{version}."):
@@ -155,11 +162,10 @@ def with_load(report: CheckReport, load: DryLoadReport, require: Require) -> Che
 
 
 def overruled(findings: Sequence[Finding], load: DryLoadReport) -> Iterator[Finding]:
-    """The findings of a check, after a load in which vLLM's loaders took every tensor that they
-    need.
+    """Yield the findings of a check, after vLLM's loaders found all tensors that they need.
 
-    An error about names, targets or shapes becomes a warning. It stays if the loaders could not see
-    it, or if they have a fault of the same kind that is not judged.
+    An error about names, targets or shapes becomes a warning. It stays an error if the loaders
+    could not see it, or if they have a fault of the same kind that is not judged.
     """
     kinds = {kind for each in load.not_judged for kind in _KINDS if f"({kind})" in each.what}
     repeated = {each.where for each in load.findings if is_stretched(each)}
@@ -178,9 +184,9 @@ def overruled(findings: Sequence[Finding], load: DryLoadReport) -> Iterator[Find
 def _is_seen(finding: Finding) -> bool:
     """Return True if vLLM's loaders would have found this error.
 
-    Of `shapes` that is true of a tensor's shape: loaders compare it or, as the audit of copies
-    shows, narrow or repeat the tensor. They do not see dtypes of another width, and sizes that vLLM
-    rounds down.
+    For the check `shapes`, this is true of a tensor's shape. Loaders compare it, or they narrow or
+    repeat the tensor, which the copy audit reports. They do not see dtypes of another width, and
+    sizes that vLLM rounds down.
     """
     if finding.check == shapes.NAME:
         return finding.expected.startswith(shapes.SHAPE)
@@ -193,13 +199,13 @@ def _not_loaded(report: CheckReport, reason: str) -> CheckReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prover:
-    """Proves what a job wrote before it becomes its `out`: in this process its config, names,
-    headers.
+    """Proof that a written checkpoint loads, before it becomes the job's `out`.
 
-    With `dry` also by a dry load in vLLM, where it is installed: one GPU of those that run the
-    schemes must load it for each rank of the plan, as attention and a quantized KV cache need more
-    than schemes do. `note` is told what was not judged; `keeping` says how patterns of layers are
-    kept instead.
+    This process checks its config, names and headers. With `dry`, and if vLLM is installed, a dry
+    load follows. At least one type of GPU that runs the schemes must load the checkpoint for each
+    rank of the plan. Schemes alone do not prove this, because attention and a quantized KV cache
+    have further requirements. `note` receives everything that could not be judged. `keeping`
+    returns how to keep the layers that match the given patterns.
     """
 
     note: Callable[[str], None]
@@ -207,9 +213,9 @@ class Prover:
     dry: bool = True
 
     def failure(self, job: "QuantizeJob", folder: Path, plan: Plan) -> CheckpointFailed | None:
-        """Return the error for which the checkpoint in `folder` must not become `job.out`, or None.
+        """Return the error because of which `folder` must not become `job.out`, or None.
 
-        What could not be judged, and what vLLM refuses of the source as well, is a note.
+        If something could not be judged, or vLLM refuses the source as well, this becomes a note.
         """
         job.on_progress("prove (config and names)", 0, 1)
         found = [each for each in findings_of_headers(folder) if each.severity == "error"]
@@ -245,8 +251,9 @@ class Prover:
 
 
 def _dry_loaded(job: "QuantizeJob", folder: Path, plan: Plan) -> DryLoadReport | str:
-    """Load the checkpoint dry, compared with its source; or return the reason why that is not
-    possible.
+    """Load the checkpoint dry and compare it with its source.
+
+    Return the report, or the reason why the dry load is not possible.
     """
     if not is_installed("vllm"):
         return "vLLM is not installed, and has not loaded it; run `vexport load --dry` where it is"
@@ -272,7 +279,7 @@ def _dry_loaded(job: "QuantizeJob", folder: Path, plan: Plan) -> DryLoadReport |
 
 
 def _groups(plan: Plan, errors: Sequence[Finding]) -> Iterator[FusionGroup]:
-    """The layers of the plan that findings name, by names of the files or by vLLM's."""
+    """Yield the layers of the plan that findings name, by their names in the files or in vLLM."""
     named = {_tail(word) for each in errors for word in re.findall(r"[\w.]+", each.where)} - {""}
     for group in plan.groups:
         tails = {
@@ -287,14 +294,14 @@ def _groups(plan: Plan, errors: Sequence[Finding]) -> Iterator[FusionGroup]:
 
 
 def _tail(name: str) -> str:
-    """A layer's name from the one that numbers its decoder layer: `layers.0.mlp.down_proj`."""
+    """Return a layer's name from its decoder layer's number on: `layers.0.mlp.down_proj`."""
     numbered = _NUMBERED.search(name)
     return numbered[0] if numbered else ""
 
 
 def _patterns(groups: Sequence[FusionGroup]) -> Iterator[str]:
-    """Patterns of --ignore that keep layers whole: all that are fused, and all experts of a
-    layer.
+    """Yield patterns of --ignore that keep whole layers: all fused layers, and all experts of
+    a layer.
     """
     names = [member.name for group in groups for member in group.members]
     experts = dict.fromkeys(layer for name in names if (layer := moe_layer(name)))

@@ -1,9 +1,9 @@
-"""Watches what a model's loaders copy: which elements of each parameter, from which tensors, of
-what dtype.
+"""Record the copies of a model's loaders: which tensors fill which parts of each parameter,
+and dtypes.
 
-Everything is on the meta device, so that a copy is only an entry in these books. A region is a
-view's offset, shape and strides; the regions of one storage are equal or apart, as vLLM's loaders
-make them.
+All tensors are on the meta device, so that a copy has no data and is only recorded. A region is a
+view's offset, shape and strides. Regions of the same storage are assumed to be equal or disjoint,
+because vLLM's loaders copy in this way.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,23 +24,22 @@ Region: TypeAlias = tuple[int, Layout]
 _ATEN = torch.ops.aten
 _COPIES = (_ATEN.copy_, _ATEN.index_put_, _ATEN.index_copy_)
 _FILLS = (_ATEN.fill_, _ATEN.zero_)
-# Comparisons that loaders make between values that must agree (input scales of an expert's w1 and
-# w3).
+# Comparisons in loaders between values that must agree (input scales of an expert's w1 and w3).
 _DIFFERENCES = (_ATEN.ne, _ATEN.gt, _ATEN.lt)
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _INTEGERS = frozenset({torch.int16, torch.int32, torch.int64})
-# Never read (weight_shape), or unused placeholders of the KV cache.
+# Parameters that vLLM never reads (weight_shape), or unused placeholders of the KV cache.
 _ANY_DTYPE = ("weight_shape", "k_zero_point", "v_zero_point", "q_zero_point")
-# What vLLM drops before it loads: get_checkpoint_weight_mapper in quantization/base_config.py,
-# EAGLE-3's map from the target's vocabulary in models/llama_eagle3.py.
+# Tensors that vLLM drops before it loads: get_checkpoint_weight_mapper in
+# quantization/base_config.py, EAGLE-3's map from the target's vocabulary in models/llama_eagle3.py.
 _DROPPED = (".g_idx", "t2d")
 _MOST_NAMES = 4
 
 
 @dataclass(slots=True, kw_only=True)
 class _Written:
-    """The regions of one parameter that got a value, and the first stored tensors that they came
-    from.
+    """Regions of a parameter that got a value, and the first stored tensors that the values
+    came from.
     """
 
     regions: dict[Region, int] = field(default_factory=dict)
@@ -49,11 +48,12 @@ class _Written:
 
 @dataclass(slots=True, kw_only=True)
 class _Source:
-    """A stored tensor, and what became of it.
+    """A stored tensor and the copies of it.
 
-    `read` has the bytes of each region that was read, `casts` the pairs of dtypes that its values
-    went through, `targets` the storages that they were copied to. `stretched` has the shapes of a
-    copy that repeated its values: of what was read, and of the part of a parameter.
+    `read` has the bytes of each region that was read. `casts` has the pairs of dtypes between which
+    its values were converted. `targets` has the storages that they were copied to. If a copy
+    repeated the values, `stretched` has the shape of the values and the shape of the part of
+    a parameter.
     """
 
     tensor: torch.Tensor
@@ -64,11 +64,10 @@ class _Source:
 
 
 class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Active while a model is loaded; answers `.item()` of an absent value with 1, of a comparison
-    with yes.
+    """Recorder of all copies while a model is loaded. It replaces values that are absent.
 
-    To whether two values differ the answer is no. Of each tensor `ranks` ranks, which read equal
-    parts, must read all.
+    `.item()` returns 1, or True for a comparison. A comparison for a difference returns False. All
+    `ranks` ranks together must read each tensor, and they are assumed to read equal parts.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -79,21 +78,23 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.begin()
 
     def begin(self) -> None:
-        """Begin with a model: nothing is read or written yet."""
+        """Start with a new model, of which nothing is read or written yet."""
         self._written: dict[int, _Written] = {}
         self._sources: dict[str, _Source] = {}
-        # The stored tensors that a storage is, or was computed from, and a tensor that keeps it
-        # alive.
+        # For each storage, the stored tensors that it contains or was computed from, and a tensor
+        # that keeps the storage alive.
         self._origins: dict[int, tuple[tuple[str, ...], torch.Tensor]] = {}
-        self._differences = set[int]()  # storages, each of an origin
+        self._differences = set[int]()  # storages of the results of comparisons
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """No: torch would wrap `__torch_dispatch__`, and each call of it take a third longer."""
+        """Return False. Otherwise torch would wrap `__torch_dispatch__`, and its calls would take a
+        third longer.
+        """
         return False
 
     def handed_out(self, name: str, tensor: torch.Tensor) -> None:
-        """A stored tensor goes to the loaders."""
+        """Record that the loaders get a stored tensor."""
         self.last_handed_out = name
         self._sources[name] = _Source(tensor=tensor)
         self._origins[_storage(tensor)] = (name,), tensor
@@ -118,7 +119,7 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _copied(self, target: torch.Tensor, source: torch.Tensor | None) -> None:
-        """`target` got values: those of `source`, or a constant."""
+        """Record that `target` got the values of `source`, or a constant if `source` is None."""
         written = self._written.setdefault(_storage(target), _Written())
         written.regions[_region(target)] = target.numel()
         if source is not None:
@@ -133,8 +134,9 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _computed(
         self, func: torch._ops.OpOverload, inputs: list[torch.Tensor], result: torch.Tensor
     ) -> None:
-        """A new storage comes from the stored tensors behind `inputs`; a view of one of them does
-        not.
+        """Record that a new storage was computed from the stored tensors behind `inputs`.
+
+        A view of an input is not a new storage.
         """
         if any(_storage(tensor) == _storage(result) for tensor in inputs):
             return
@@ -142,12 +144,14 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._origins[_storage(result)] = names, result
         if func.overloadpacket in _DIFFERENCES:
             self._differences.add(_storage(result))
-        if len(inputs) == 1 and result.dtype is not torch.bool:  # a comparison is no cast
+        if len(inputs) == 1 and result.dtype is not torch.bool:  # a comparison is not a cast
             for name in names:
                 self._sources[name].casts[inputs[0].dtype, result.dtype] = None
 
     def _read(self, tensor: torch.Tensor) -> tuple[str, ...]:
-        """The stored tensors behind `tensor`; what a view of one shows of it is noted as read."""
+        """Return the stored tensors behind `tensor`. If it is a view of a stored tensor, record its
+        region as read.
+        """
         names, _ = self._origins.get(_storage(tensor), ((), tensor))
         for name in names:
             source = self._sources[name]
@@ -163,8 +167,10 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return 1
 
     def faults(self, model: torch.nn.Module, *, optional: frozenset[str]) -> Iterator[Miscopy]:
-        """Silent faults of a load. Parameters named in `optional` need no stored tensor."""
-        for parameter in model.parameters():  # one that a loader replaced is a stored tensor itself
+        """Yield the silent faults of a load. Parameters named in `optional` need no
+        stored tensor.
+        """
+        for parameter in model.parameters():  # a loader may replace a parameter by a stored tensor
             self._read(parameter)
         layers = {_storage(parameter): _layer(name) for name, parameter in model.named_parameters()}
         yield from self._missing(model, optional)
@@ -192,7 +198,7 @@ def _region(tensor: torch.Tensor) -> Region:
 
 
 def _source_faults(name: str, source: _Source, layer: str, ranks: int) -> Iterator[Miscopy]:
-    """The faults of one stored tensor."""
+    """Yield the faults of a stored tensor."""
     fault, tensor = partial(Miscopy, where=name, layer=layer), source.tensor
     shape = list(tensor.shape)
     read = ranks * sum(source.read.values()) // tensor.element_size()
@@ -211,13 +217,15 @@ def _source_faults(name: str, source: _Source, layer: str, ranks: int) -> Iterat
 
 
 def _layer(parameter: str) -> str:
-    """The kind of layer that a parameter belongs to."""
+    """Return the kind of layer that a parameter belongs to."""
     return with_stars(parameter.rpartition(".")[0])
 
 
 def _where_from(written: _Written, parameter: torch.Tensor) -> str:
-    """The experts that got less than others, or the few tensors that a parameter was filled
-    from.
+    """Return the experts with missing elements, or the stored tensors that a parameter was
+    filled from.
+
+    Return an empty text if there are none or too many of these tensors.
     """
     if parameter.dim() == 3 and written.regions:
         size = parameter.stride(0)
@@ -234,8 +242,9 @@ def _where_from(written: _Written, parameter: torch.Tensor) -> str:
 
 
 def _changes_values(before: torch.dtype, after: torch.dtype) -> bool:
-    """Return whether a cast is more than a change of width among ordinary floats or among
-    integers.
+    """Return True if a cast may change values.
+
+    A cast between ordinary floats or between integers only changes the width.
     """
     return before != after and not any({before, after} <= kind for kind in (_FLOATS, _INTEGERS))
 
@@ -249,7 +258,7 @@ def _short(dtype: torch.dtype) -> str:
 
 
 def _tensors(values: tuple[object, ...]) -> Iterator[torch.Tensor]:
-    """The tensors among arguments, those in lists too."""
+    """Yield the tensors in arguments, also in nested lists."""
     for value in values:
         if isinstance(value, torch.Tensor):
             yield value
@@ -258,7 +267,9 @@ def _tensors(values: tuple[object, ...]) -> Iterator[torch.Tensor]:
 
 
 class HeaderFile:
-    """Replaces vLLM's `safe_open`: tensors are on the meta device, the file is still checked."""
+    """Replacement of vLLM's `safe_open`: tensors are on the meta device. The file is
+    still checked.
+    """
 
     def __init__(
         self, audit: Audit, filename: str, framework: str = "pt", device: str = "cpu"
@@ -269,16 +280,16 @@ class HeaderFile:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if error[0] is None:  # what is raised from here on is not about the last tensor
+        if error[0] is None:  # later errors are not about the last tensor
             self._audit.last_handed_out = ""
         self._file.__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __getattr__(self, name: str) -> object:
-        """Its names and metadata are those of the file."""
+        """Return the attribute of the file, such as its names and metadata."""
         return getattr(self._file, name)
 
     def get_tensor(self, name: str) -> torch.Tensor:
-        """A tensor of the stored shape and dtype without data."""
+        """Return a tensor with the stored shape and dtype, but without data."""
         header = self._file.get_slice(name)  # type: ignore[no-untyped-call]
         tensor = torch.empty(
             header.get_shape(), dtype=TORCH_DTYPES[header.get_dtype()], device="meta"

@@ -1,4 +1,4 @@
-"""Puts the cause of a refusal in front of vLLM's own words."""
+"""Put the cause of a refusal in front of vLLM's message."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,9 +13,10 @@ from vexport.formats.arguments import SchemeArgs
 from vexport.formats.schemes import Scheme, named_scheme
 from vexport.records import IN_FULL
 
-# The longest message that is its own cause; of a longer one the first sentence is.
+# Up to this length, a message is its own cause. The cause of a longer message is its
+# first sentence.
 _LONGEST = 240
-# Characters of vLLM's own words.
+# Limit of vLLM's message in characters.
 _MOST_WORDS = 1000
 # vLLM's messages if no kernel takes a layer: kernels/linear/__init__.py, compressed_tensors.py, and
 # fused_moe/oracle. A reason for each kernel follows.
@@ -24,20 +25,20 @@ _NO_KERNEL = re.compile(
     r"|Quantization scheme is not supported for the current GPU"
     r"|No [\w ]*MoE backend supports the deployment configuration"
 )
-# platforms/cuda.py.
+# vLLM's message if no attention backend takes the model: platforms/cuda.py.
 _NO_ATTENTION = re.compile(r"No valid attention backend")
-# In that message: what the model asks of a backend, and each backend's objections to it
-# (v1/attention/selector.py and backend.py). An objection may contain brackets itself.
+# Parts of that message: the model's requirements on a backend, and each backend's objections to
+# them (v1/attention/selector.py and backend.py). An objection may contain brackets itself.
 _ASKED = re.compile(r"\b(head_size|dtype|kv_cache_dtype|block_size)=([\w.]+)")
 _OBJECTIONS = re.compile(r"\b([A-Z][A-Z0-9_]+): \[(.*?)\](?=, [A-Z][A-Z0-9_]+: \[|\}|$)")
 _MLA = "use_mla=True"
-# Objections of backends for another kind of attention than the model's.
+# Objections of backends for another kind of attention than the model has.
 _OTHER_KIND = re.compile(r"(?:non-)?(?:MLA|sparse) not supported")
 _FIRST_SENTENCE = re.compile(r"^.{20,}?(?:[.:;](?= )|$)")
 
 
 def schemes_of(checkpoint: Path) -> tuple[ConfigGroup, ...]:
-    """Return the config groups of a compressed-tensors checkpoint, none of another method."""
+    """Return the config groups of a compressed-tensors checkpoint, or none for another method."""
     try:
         stored = find_quantization(checkpoint, read_json_object(checkpoint / "config.json"))
     except InputError:
@@ -55,9 +56,9 @@ def schemes_of(checkpoint: Path) -> tuple[ConfigGroup, ...]:
 def with_cause(
     reason: str, capabilities: Sequence[int], groups: Sequence[ConfigGroup], vllm: str
 ) -> str:
-    """Return one line with the cause of a refusal, and vLLM's words behind it.
+    """Return one line with the cause of a refusal, followed by vLLM's message.
 
-    `capabilities` are those of the cells that were refused for this reason.
+    `capabilities` are the capabilities of the cells that were refused for this reason.
     """
     version = ".".join(vllm.split(".")[:2])
     devices = " and ".join(
@@ -79,11 +80,12 @@ def with_cause(
 
 
 def _objection(reason: str) -> str:
-    """Return why the attention backends refuse a model, from vLLM's message; empty if unknown.
+    """Return why the attention backends refuse a model, from vLLM's message, or "" if it
+    is unknown.
 
-    Backends for another kind of attention do not count, unless there are no others. An objection
-    of all backends is the cause. Without one it is what the backends object to that have the fewest
-    objections, because these come closest to running the model.
+    Backends for another kind of attention are ignored, unless there are no other backends. An
+    objection of all backends is the cause. If there is no such objection, the result has the
+    backends with the fewest objections, because these come closest to running the model.
     """
     config, _, listed = reason.partition(REASONS)
     backends = {name: _shown(objections) for name, objections in _OBJECTIONS.findall(listed)}
@@ -95,7 +97,7 @@ def _objection(reason: str) -> str:
     backends = of_kind or backends
     asked = dict(_ASKED.findall(config))
     if _MLA in config and "head_size" in asked:
-        # The two keys of config.json that make the head size of vLLM's MLA backends.
+        # Two keys of config.json add up to the head size of vLLM's MLA backends.
         asked["head_size"] += " (kv_lora_rank + qk_rope_head_dim)"
     fewest = min(map(len, backends.values()))
     nearest = {name: each for name, each in backends.items() if len(each) == fewest}
@@ -124,7 +126,10 @@ def _with_values(objections: Sequence[str], asked: Mapping[str, str]) -> str:
 
 
 def _what(groups: Sequence[ConfigGroup], capabilities: Sequence[int]) -> str:
-    """Return the schemes that have no kernel; if each has one, the shapes are at fault."""
+    """Return the schemes that have no kernel.
+
+    If each scheme has a kernel, the shapes of the layers are the cause.
+    """
     schemes = list(_schemes(groups))
     refused = [
         each.name
@@ -143,5 +148,5 @@ def _schemes(groups: Sequence[ConfigGroup]) -> Iterator[Scheme]:
             yield named_scheme(
                 SchemeArgs(weights=group.weights, input_activations=group.input_activations)
             )
-        except (InputError, ValueError):  # one that vexport does not write
+        except (InputError, ValueError):  # vexport does not write this scheme
             continue

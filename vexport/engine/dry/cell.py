@@ -1,5 +1,6 @@
-"""One checkpoint in one cell: vLLM's configuration, model class and loaders, with nothing in
-memory.
+"""Load one checkpoint in one cell with vLLM's configuration, model class and loaders.
+
+No tensor has data in memory.
 """
 
 import fcntl
@@ -35,10 +36,11 @@ from vexport.files import from_json, to_json, write_text
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
-# With the reasons of each kernel or attention backend; `with_cause` shortens what is shown.
+# Limit of a message, with the reasons of each kernel or attention backend. `with_cause` shortens it
+# for reports.
 _MOST_MESSAGE = 4000
-# Messages about a missing device, package, value or memory: the limit of a dry load, not vLLM's
-# judgement.
+# Errors about a missing device, package, value or memory. They show a limit of the dry load, and
+# not that vLLM refuses the checkpoint.
 _NOT_FOLLOWED = (NotFollowed, ImportError, MemoryError)
 _NOT_FOLLOWED_WORDS = re.compile(
     r"meta tensor|meta device|NVIDIA driver|CUDA enabled|re-initialize CUDA|No CUDA GPUs|CUDA "
@@ -48,22 +50,23 @@ _NOT_FOLLOWED_WORDS = re.compile(
 _NO_PACKAGE = re.compile(
     r"[Pp]lease install|requires? [^.;]*(?:to be installed|in the current vLLM environment)"
 )
-# Files of vLLM's model classes, without the registry that looks them up.
+# Files of vLLM's model classes, except the registry that finds the classes.
 _CLASS_CODE = re.compile(r"/vllm/(?:model_executor/)?models/(?!registry\.py$)")
-# pydantic's own words around a validator's message.
+# pydantic's text around a validator's message.
 _PYDANTIC = re.compile(r"^\d+ validation errors? for \w+\s+Value error,|\[type=.*\Z", re.DOTALL)
-# Parameters that vLLM registers and never reads; its own weight tracking leaves out the second.
+# Parameters that vLLM registers and never reads. vLLM's weight tracking leaves out
+# `input_scale_ub`, too.
 _NEVER_READ = ("weight_shape", "input_scale_ub")
 _UNREAD_GPTQ = ("qzeros", "_bias")
-# The prefix of its layers' names in a report.
+# Prefix of the drafter's layers in a report.
 DRAFTER = "drafter."
-# Parameters that MTP layers take from the target, whatever the checkpoint has:
+# Parameters that MTP layers always take from the target, even if the checkpoint has them:
 # `_maybe_share_embeddings` and `_maybe_share_lm_head` in vllm/v1/spec_decode/llm_base_proposer.py.
 _SHARED = re.compile(r"(?:^|\.)(?P<shared>embed_tokens|lm_head|shared_head\.head)\.")
 
 
 def try_cell(attempt: DryTry) -> CellResult:
-    """Build and load a checkpoint as a rank of a cell; after `fake_cuda`."""
+    """Build and load a checkpoint as a rank of a cell. `fake_cuda` must be called before."""
     audit = Audit(attempt.cell.tp)
     try:
         return _load(attempt, audit)
@@ -85,18 +88,17 @@ def try_cell(attempt: DryTry) -> CellResult:
 
 
 def is_limit(text: str) -> bool:
-    """Return True if vLLM's message is about something that a dry load lacks, not about the
-    checkpoint.
+    """Return True if vLLM's message is about a limit of the dry load instead of the checkpoint.
 
-    A kernel that lacks an optional package is no such limit if the other kernels refuse the layer
-    as well.
+    A kernel that lacks an optional package is not such a limit if the other kernels refuse the
+    layer as well.
     """
     cause = text.partition(REASONS)[0]
     return bool(_NOT_FOLLOWED_WORDS.search(text) or _NO_PACKAGE.search(cause))
 
 
 def _is_raised_in_class(error: Exception) -> bool:
-    """Return True if an exception came out of the code of a model class of vLLM."""
+    """Return True if the code of a model class of vLLM raised the exception."""
     frames = traceback.walk_tb(error.__traceback__)
     return any(_CLASS_CODE.search(frame.f_code.co_filename) for frame, _ in frames)
 
@@ -104,7 +106,7 @@ def _is_raised_in_class(error: Exception) -> bool:
 def configure(
     checkpoint: Path, *, tp: int, trust_remote_code: bool, speculative: str = ""
 ) -> "VllmConfig":
-    """vLLM's configuration for a checkpoint; raises what vLLM raises."""
+    """Return vLLM's configuration for a checkpoint. Raises vLLM's errors."""
     from vllm.engine.arg_utils import EngineArgs
 
     arguments = EngineArgs(
@@ -136,7 +138,7 @@ def _load(attempt: DryTry, audit: Audit) -> CellResult:
             set_default_torch_dtype(config.model_config.dtype),
         ):
             models = {"": initialize_model(config)}
-            layers = layer_kinds(models[""])  # a drafter's names replace what vLLM knows of these
+            layers = layer_kinds(models[""])  # before a drafter replaces these names
             if (drafter := build_drafter(config)) is not None:
                 models[DRAFTER] = drafter
                 layers += tuple(
@@ -148,7 +150,7 @@ def _load(attempt: DryTry, audit: Audit) -> CellResult:
         memory = rank_memory([*models.values()], config, cell.tp)
         known = attempt.loaded(_signature(models))
         with known.with_suffix(".lock").open("w") as lock:
-            # One cell loads first; the same cell on other capabilities waits for its result.
+            # One cell loads first. The same cell on other capabilities waits for its result.
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not known.is_file():
                 if attempt.rank == 0:
@@ -168,8 +170,10 @@ def _load(attempt: DryTry, audit: Audit) -> CellResult:
 
 
 def _open_tokenizer(checkpoint: Path, config: "VllmConfig") -> None:
-    """Open what a server opens before it answers; one without a tokenizer is served with
-    another's.
+    """Open the files that a server opens before it answers.
+
+    If the checkpoint has no tokenizer, a server uses the tokenizer of another checkpoint, so
+    nothing is checked.
     """
     from vllm.tokenizers.registry import get_tokenizer
 
@@ -193,10 +197,10 @@ def _load_weights(
 
 
 def _harmless_casts(faults: Sequence[Miscopy], checkpoint: Path) -> set[Miscopy]:
-    """Return the casts after which a stored tensor still has all its values.
+    """Return the casts that keep all values of a stored tensor.
 
     The audit sees only dtypes, so the values are read here. A cast from or to integers is never
-    harmless: vLLM takes the bytes of an integer for a number.
+    harmless, because vLLM reinterprets the bytes of an integer as a number.
     """
     casts: dict[str, list[Miscopy]] = {}
     for fault in faults:
@@ -214,7 +218,7 @@ def _harmless_casts(faults: Sequence[Miscopy], checkpoint: Path) -> set[Miscopy]
 
 
 def _keeps_values(tensor: torch.Tensor, cast: Miscopy) -> bool:
-    """Return whether a tensor has the same values after a cast and back."""
+    """Return True if a cast and its reverse keep the values of a tensor."""
     stored = tensor.to(_dtype(cast.got))
     again = stored.to(_dtype(cast.expected)).to(stored.dtype)
     return bool(torch.equal(stored.nan_to_num(), again.nan_to_num()))
@@ -228,8 +232,9 @@ def _dtype(name: str) -> torch.dtype:
 def _with_drafter(
     faults: tuple[Miscopy, ...], drafter: torch.nn.Module, config: "VllmConfig", audit: Audit
 ) -> tuple[Miscopy, ...]:
-    """The faults of a target and its drafter; where both read one folder, what neither reads is
-    unused.
+    """Return the faults of a target and its drafter.
+
+    If both read the same folder, a tensor is unused only if neither of them reads it.
     """
     draft, shared = (
         config.speculative_config.draft_model_config,
@@ -249,8 +254,9 @@ def _with_drafter(
 
 
 def _signature(models: Mapping[str, torch.nn.Module]) -> str:
-    """Digest of what loading depends on: parameters, classes of the modules and methods that load
-    them.
+    """Return a digest of everything that loading depends on.
+
+    It includes the parameters, and the classes of the modules and of the methods that load them.
     """
     digest = hashlib.sha256()
     for model in models.values():
@@ -265,7 +271,7 @@ def _signature(models: Mapping[str, torch.nn.Module]) -> str:
 
 
 def _optional(model: torch.nn.Module) -> Iterator[str]:
-    """The parameters that need no stored tensor."""
+    """Yield the parameters that need no stored tensor."""
     from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 
     for name, module in model.named_modules():
@@ -284,8 +290,9 @@ def _optional(model: torch.nn.Module) -> Iterator[str]:
 
 
 def build_drafter(config: "VllmConfig") -> torch.nn.Module | None:
-    """The draft model of a configuration; None where nothing drafts, or a method without weights
-    does.
+    """Return the draft model of a configuration.
+
+    Return None if there is no speculative decoding, or if its method has no weights.
     """
     from vllm.compilation.backends import set_model_tag
     from vllm.model_executor.model_loader.utils import initialize_model
@@ -299,8 +306,9 @@ def build_drafter(config: "VllmConfig") -> torch.nn.Module | None:
 
 
 def shared_parameters(drafter: torch.nn.Module) -> Iterator[str]:
-    """The parameters that a loaded drafter takes from its target where the checkpoint has none for
-    it.
+    """Yield the parameters that a loaded drafter takes from its target.
+
+    It takes them if the checkpoint does not have them for the drafter.
     """
     own = {
         "embed_tokens": getattr(drafter, "has_own_embed_tokens", False),

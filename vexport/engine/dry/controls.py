@@ -1,24 +1,19 @@
-"""Compares a checkpoint that vLLM refuses or misreads with an unquantized model in the same cell.
+"""Compare a checkpoint that vLLM refuses or misreads with an unquantized model in the same cell.
 
-If vLLM refuses or misreads the unquantized model in the same way, the quantization is not to blame.
-The unquantized model is the checkpoint's source, if it is known. Without a source there are models
-that need no weights:
+If vLLM refuses or misreads the unquantized model in the same way, the quantization is not the
+cause. The unquantized model is the checkpoint's source, if it is known. Without a source there are
+models that need no weights:
 
-- If vLLM refused to build the model: the checkpoint's config.json without its quantization. A
-refusal of this
-  model as well may be due to a wrong value in config.json. It is not if vLLM's class raised the
-  error, and
-  transformers builds a model of the same config.json with the shapes of the stored tensors.
-  Otherwise the
-  class is tried in the default configuration of transformers: it is refused alike if the class or
-  the
-  environment is to blame, but not because of a wrong value in config.json.
+- If vLLM refused to build the model: the checkpoint's config.json without its quantization. If vLLM
+  refuses this model as well, a wrong value in config.json may be the cause. It is not the cause if
+  vLLM's class raised the error, and transformers builds a model of the same config.json with the
+  shapes of the stored tensors. Otherwise the class is tried in the default configuration of
+  transformers. This model is refused in the same way if the class or the environment is the cause,
+  but not if a value in config.json is wrong.
 - If vLLM built the model and then refused or misread a tensor: the model that transformers builds
-of the same
-  config.json, with all tensors under the names that transformers saves. It fails alike if vLLM's
-  class cannot
-  read any checkpoint of this config, but not because of a wrong name or a missing tensor in the
-  checkpoint.
+  of the same config.json, with all tensors under the names that transformers saves. It fails in the
+  same way if vLLM's class cannot read any checkpoint of this config. It does not fail if the
+  checkpoint has a wrong name or lacks a tensor.
 """
 
 import re
@@ -28,7 +23,7 @@ from dataclasses import replace
 from vexport.engine.messages import CellResult, Control, ControlKind, Miscopy
 from vexport.records import NotJudged
 
-# Kinds of faults that are errors; a tensor that goes nowhere is a warning.
+# Kinds of faults that are errors. An unused tensor is a warning.
 _ERRORS = ("missing", "cast", "narrowed")
 # Names of parameters and tensors that quantization changes, in the files and in vLLM.
 _QUANTIZED = re.compile(
@@ -49,8 +44,9 @@ _WORDS: Mapping[ControlKind, str] = {
 
 
 def control_kind(result: CellResult, *, has_source: bool) -> ControlKind | None:
-    """Return the unquantized model that could show that the quantization is not to blame, if there
-    is one.
+    """Return the kind of unquantized model that could show that quantization is not the cause.
+
+    Return None if the result has no error.
     """
     is_faulty = result.outcome == "refused" or any(fault.kind in _ERRORS for fault in result.faults)
     if not is_faulty:
@@ -61,7 +57,7 @@ def control_kind(result: CellResult, *, has_source: bool) -> ControlKind | None:
 
 
 def control_of(result: CellResult, kind: ControlKind, *, loads_elsewhere: bool) -> Control:
-    """Return what the unquantized model did in a cell."""
+    """Return the unquantized model's result in a cell."""
     return Control(
         kind=kind,
         outcome=result.outcome,
@@ -73,8 +69,9 @@ def control_of(result: CellResult, kind: ControlKind, *, loads_elsewhere: bool) 
 
 
 def same_refusal(result: CellResult, control: CellResult | Control) -> bool:
-    """Return True if vLLM refused both for the same reason, but for names that quantization
-    changes.
+    """Return True if vLLM refused both for the same reason.
+
+    Names that quantization changes may differ.
     """
     if result.outcome != "refused" or control.outcome != "refused":
         return False
@@ -84,15 +81,15 @@ def same_refusal(result: CellResult, control: CellResult | Control) -> bool:
 
 
 def _plain(text: str) -> str:
-    """Return a message without paths and numbers, with the tensor names of the unquantized
-    model.
+    """Return a message without paths and numbers, and with the tensor names of the
+    unquantized model.
     """
     without_paths = _PATH.sub("PATH", text)
     return _NUMBER.sub("#", _QUANTIZED.sub(_unquantized, without_paths))
 
 
 def _unquantized(name: re.Match[str]) -> str:
-    """`weight` for `weight_packed`, `w13_weight` for `w13_weight_scale`."""
+    """Return `weight` for `weight_packed`, `w13_weight` for `w13_weight_scale`."""
     first = name[0].partition("_")[0]
     return f"{first}_weight" if first.startswith("w") and first != "weight" else "weight"
 
@@ -100,9 +97,9 @@ def _unquantized(name: re.Match[str]) -> str:
 def excused(result: CellResult, told: str, *, in_any_cell: bool) -> CellResult:
     """Return the result without the errors that the unquantized model has as well.
 
-    A refusal becomes "unknown", with `told`, the reason as reports show it. With `in_any_cell`
-    False, a refusal stays if the unquantized model loads in another cell: then the GPU or the
-    number of ranks that was asked for is the cause.
+    A refusal becomes "unknown", with `told`, the reason as shown in reports. If `in_any_cell` is
+    False, a refusal stays if the unquantized model loads in another cell. In this case the
+    requested GPU or number of ranks is the cause.
     """
     control = result.control
     if control is None:
@@ -117,7 +114,7 @@ def excused(result: CellResult, told: str, *, in_any_cell: bool) -> CellResult:
 
 
 def is_excuse(reason: str) -> bool:
-    """Return True if the reason says that the unquantized model is refused as well."""
+    """Return True if the reason is that vLLM refuses the unquantized model as well."""
     return reason.startswith(tuple(_WORDS.values()))
 
 
@@ -126,12 +123,14 @@ def _is_shared(fault: Miscopy, shared: set[tuple[str, str]]) -> bool:
 
 
 def _key(fault: Miscopy) -> tuple[str, str]:
-    """Kind and place; a place has its numbers, because each layer is read for itself."""
+    """Return kind and place of a fault. Numbers stay in the place, because each layer is
+    read separately.
+    """
     return fault.kind, _QUANTIZED.sub(_unquantized, fault.where)
 
 
 def not_judged(results: Sequence[CellResult]) -> tuple[NotJudged, ...]:
-    """Return the faults that vLLM has with the unquantized model as well, each once."""
+    """Return the faults that vLLM also has with the unquantized model. Each fault occurs once."""
     found: dict[str, NotJudged] = {}
     for result in results:
         control = result.control

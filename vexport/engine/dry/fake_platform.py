@@ -1,8 +1,7 @@
-"""Makes vLLM believe in a CUDA device of a chosen compute capability, and in ranks. Nothing is run
-on it.
+"""Make vLLM use a fake CUDA device with a chosen compute capability, and fake ranks.
 
-Called before any other part of vLLM is imported, because much of vLLM asks for the platform when
-imported.
+Nothing runs on the device. The functions must be called before any other part of vLLM is imported,
+because many modules of vLLM read the platform when they are imported.
 """
 
 import sys
@@ -27,18 +26,20 @@ _DEVICES = 1024
 
 
 def fake_cuda() -> None:
-    """Set vLLM's platform to a CUDA device without a driver; `set_capability` chooses which."""
+    """Set vLLM's platform to a CUDA device without a driver. `set_capability` sets
+    its capability.
+    """
     hide_cuda()
     import vllm.platforms
 
-    # Compiled parts of the CUDA wheel can be imported.
+    # Make compiled parts of the CUDA wheel importable.
     for name in _EXTENSIONS:
         sys.modules.setdefault(name, ModuleType(name))
     from vllm.platforms.cuda import NonNvmlCudaPlatform
     from vllm.platforms.interface import DeviceCapability
 
     class FakeCuda(NonNvmlCudaPlatform):  # type: ignore[misc]
-        """A CUDA platform whose facts are made up."""
+        """A CUDA platform with made-up properties."""
 
         capability = DeviceCapability(9, 0)
 
@@ -60,7 +61,7 @@ def fake_cuda() -> None:
 
         @classmethod
         def current_device(cls) -> torch.device:
-            """The device of the tensors that layers make besides their parameters."""
+            """Return the device of the tensors that layers create besides their parameters."""
             return torch.device("meta")
 
         @classmethod
@@ -74,21 +75,22 @@ def fake_cuda() -> None:
     from vllm.model_executor.model_loader import utils
     from vllm.utils import flashinfer
 
-    # FlashInfer comes with vLLM's CUDA wheel: kernels are chosen as if it were here. None is run.
+    # vLLM's CUDA wheel requires FlashInfer. Kernels are chosen as if it were installed. None of
+    # them runs.
     vars(flashinfer).update({name: _yes for name in _FLASHINFER if hasattr(flashinfer, name)})
-    # vLLM records how to reload weights, which takes as long as building the model: not needed
-    # here.
+    # vLLM records how to reload weights, which takes as long as building the model. A dry load does
+    # not need this.
     if hasattr(utils, "record_metadata_for_reloading"):
         utils.record_metadata_for_reloading = lambda model: None
 
 
 def hide_cuda() -> None:
-    """Answer what packages ask torch about a CUDA device, so that CUDA's driver is never asked.
+    """Replace torch's functions about CUDA devices, so that CUDA's driver is never called.
 
     Packages of the CUDA wheel count devices when they are imported (FlashInfer, tvm_ffi). After
-    torch has asked the driver, forked processes raise "Cannot re-initialize CUDA in forked
-    subprocess" where they only want to know a capability. Must be called before those packages are
-    imported.
+    torch has called the driver, forked processes raise "Cannot re-initialize CUDA in forked
+    subprocess", even if they only read a capability. Must be called before those packages
+    are imported.
     """
     vars(torch.cuda).update(
         Stream=_OnDevice,
@@ -103,24 +105,22 @@ def hide_cuda() -> None:
 
 
 def set_capability(sm: int) -> None:
-    """Choose the compute capability, 90 for SM 9.0; before the first configuration of the
-    process.
-    """
+    """Set the compute capability (90 for SM 9.0), before the first configuration of the process."""
     from vllm.model_executor.kernels.linear.scaled_mm import cutlass
     from vllm.platforms import current_platform
     from vllm.platforms.interface import DeviceCapability
 
     type(current_platform).capability = DeviceCapability(sm // 10, sm % 10)
-    # The one place where vLLM caches an answer at import.
+    # The only place where vLLM caches a capability at import.
     if hasattr(cutlass, "CUTLASS_BLOCK_FP8_SUPPORTED"):
         cutlass.CUTLASS_BLOCK_FP8_SUPPORTED = _from_hopper(sm)
 
 
 def join_group(tp: int, rank: int) -> None:
-    """Set up vLLM's groups for one process, then let the tensor parallel one claim to be `rank` of
-    `tp`.
+    """Set up vLLM's groups for one process, and make the tensor parallel group appear as `rank`
+    of `tp`.
 
-    Nothing may communicate: the other ranks do not exist.
+    Nothing may communicate, because there are no other ranks.
     """
     from vllm.distributed import parallel_state
 
@@ -139,9 +139,10 @@ _EXTENSIONS = (
     "vllm.vllm_flash_attn._vllm_fa2_C",
     "vllm.vllm_flash_attn._vllm_fa3_C",
 )
-# Packages that vLLM's CUDA wheel requires or brings, which its model classes import: FlashInfer,
+# Packages that vLLM's CUDA wheel requires or contains and vLLM's model classes import: FlashInfer,
 # CUTLASS's Python DSL (nvidia-cutlass-dsl, with the bindings of CUDA), Humming, TileLang, Quack.
-# Multimodal classes import the others for pictures and sound, of which there are none here.
+# Multimodal classes import the remaining packages for images and sound, which a dry load does
+# not need.
 _OPTIONAL_PACKAGES = (
     "torchvision",
     "torchaudio",
@@ -158,10 +159,9 @@ _OPTIONAL_PACKAGES = (
 # of the package.
 _TRITON_KERNELS = "vllm.third_party.triton_kernels"
 _WHEEL_MODULES = ("vllm.third_party.deep_gemm", "vllm._deepselect_C", _TRITON_KERNELS)
-# Functions that return True if Humming, or DeepGEMM or a part of it, can be imported.
+# Functions that return True if Humming, DeepGEMM or a part of DeepGEMM can be imported.
 _IMPORTABLE = ("has_humming", "has_deep_gemm", "has_deep_gemm_sparse_mqa")
-# The questions of vllm/utils/flashinfer.py on which the choice of a kernel for layers or experts
-# rests.
+# Functions of vllm/utils/flashinfer.py that decide which kernel vLLM chooses for layers or experts.
 _FLASHINFER = (
     "has_flashinfer",
     "has_flashinfer_moe",
@@ -175,7 +175,7 @@ _FLASHINFER = (
 
 
 class NotFollowed(RuntimeError):
-    """vLLM wants something that only a real device has."""
+    """vLLM needs something that only a real device has."""
 
 
 def _yes() -> bool:
@@ -197,7 +197,7 @@ def _capability(device: object = None) -> tuple[int, int]:
 
 
 def _properties(device: object = None) -> SimpleNamespace:
-    """What torch tells of a device; vLLM and FlashInfer read these."""
+    """Return the properties of a device that vLLM and FlashInfer read."""
     major, minor = _capability()
     return SimpleNamespace(
         major=major,
@@ -214,8 +214,11 @@ def _not_initialised() -> NoReturn:
 
 
 class AbsentValues(TorchFunctionMode):
-    """While a model is built: numbers that it computes and reads back (slopes of ALiBi, say) are
-    all 1, and what it allocates on the GPU has no memory."""
+    """Values for tensors without data while a model is built.
+
+    Numbers that vLLM computes and reads back (for example slopes of ALiBi) are all 1. Tensors that
+    it allocates on the GPU are on the meta device.
+    """
 
     def __torch_function__(
         self,
@@ -235,14 +238,15 @@ class AbsentValues(TorchFunctionMode):
 
 
 def provide_packages() -> None:
-    """Let kernels be chosen, and classes be built, as if Humming, DeepGEMM and triton_kernels were
-    there.
+    """Make vLLM choose kernels and build classes as if Humming, DeepGEMM and
+    triton_kernels existed.
 
     vLLM's CUDA wheel requires the package humming-kernels and contains DeepGEMM and triton_kernels
     (vllm/third_party). triton_kernels runs experts in MXFP4 on SM 90. The sparse attention indexer
-    of GLM-5 and DeepSeek V3.2 raises without DeepGEMM. Whether a capability is DeepGEMM's is vLLM's
-    own answer. The library itself, which knows sizes and packs scales, is not asked: no kernel
-    runs. Must be called before other modules of vLLM import these functions.
+    of GLM-5 and DeepSeek V3.2 raises without DeepGEMM. vLLM itself decides whether DeepGEMM
+    supports a capability. The DeepGEMM library, which computes sizes and packs scales, is never
+    called, because no kernel runs. Must be called before other modules of vLLM import
+    these functions.
     """
     from vllm.utils import deep_gemm, import_utils
 
@@ -257,16 +261,16 @@ def provide_packages() -> None:
 def _import_triton_kernels() -> None:
     """Import the wheel's triton_kernels, or its stand-in, under the name of the package.
 
-    vLLM's function of this name also logs the file of the package, which a stand-in has not.
+    vLLM's function with this name also logs the file of the package. A stand-in has no file.
     """
     sys.modules.setdefault("triton_kernels", import_module(_TRITON_KERNELS))
 
 
 def stub_packages() -> None:
-    """Let classes be imported without Triton and the packages that only pictures and sound need.
+    """Let classes be imported without Triton and without packages for images and sound.
 
-    transformers decides by their presence how it prepares pictures: it was imported before they
-    seem present.
+    transformers prepares images differently if these packages exist. So this module imports
+    transformers before the packages seem to exist.
     """
     sys.meta_path.append(_AbsentPackages())
     from vllm.triton_utils import HAS_TRITON, triton
@@ -276,11 +280,12 @@ def stub_packages() -> None:
 
 
 def stub_operators() -> None:
-    """Answer for the operators of a wheel for CUDA 12.9 or later, by capability.
+    """Make the operators of a wheel for CUDA 12.9 or later report their support by capability.
 
-    In csrc/libtorch_stable/quantization of vLLM: w8a8/cutlass/scaled_mm_entry.cu (FP8, blocks,
-    groups), fp4/nvfp4_scaled_mm_entry.cu, fp4/mxfp4_experts_quant.cu. vLLM's wrappers of them are
-    imported before any name seems to exist, because they describe to torch what they find.
+    Sources in csrc/libtorch_stable/quantization of vLLM: w8a8/cutlass/scaled_mm_entry.cu (FP8,
+    blocks, groups), fp4/nvfp4_scaled_mm_entry.cu, fp4/mxfp4_experts_quant.cu. vLLM's wrappers are
+    imported before every operator seems to exist, because the wrappers register the operators that
+    they find in torch.
     """
     import vllm._custom_ops  # noqa: F401
 
@@ -312,26 +317,24 @@ class _AnyOperator(ModuleType):
 
 
 class _OnDevice:
-    """Stands for a stream or an event, which layers make when they are built and use when they
-    run.
+    """Stand-in for a stream or an event. Layers create these when they are built, and use them only
+    when they run.
     """
 
 
 class _TritonConfig:
-    """Stands for a choice of tile sizes, which modules filter when they are imported on a CUDA
-    platform.
+    """Stand-in for a choice of tile sizes. Modules filter these when they are imported on a
+    CUDA platform.
     """
 
     num_stages = 1
 
     def __init__(self, *_: object, **__: object) -> None:
-        """Keep nothing."""
+        """Ignore all arguments."""
 
 
 class _AnyAttribute(type):
-    """The type of a class that has any attribute: another such class. It can be called and
-    subscripted.
-    """
+    """Type of a class that can be called and subscripted. Each attribute is another such class."""
 
     def __getattr__(cls, name: str) -> "_AnyAttribute":
         if name.startswith("__"):
@@ -339,17 +342,18 @@ class _AnyAttribute(type):
         return _any_class(name)
 
     def __getitem__(cls, item: object) -> "_AnyAttribute":
-        """The class itself: `cutlass.Constexpr[int]` in an annotation."""
+        """Return the class itself: `cutlass.Constexpr[int]` in an annotation."""
         return cls
 
 
 class _AnyInstance:
-    """The base of those classes. An instance can be called: `@cute.jit` and `@tilelang.jit(...)`
-    decorate.
+    """Base of the classes with any attribute.
+
+    An instance can be called, because `@cute.jit` and `@tilelang.jit(...)` are decorators.
     """
 
     def __init__(self, *_: object, **__: object) -> None:
-        """Keep nothing."""
+        """Ignore all arguments."""
 
     def __call__(self, *_: object, **__: object) -> "_AnyInstance":
         return self
@@ -360,7 +364,7 @@ def _any_class(name: str) -> _AnyAttribute:
 
 
 class _GemmType(Enum):
-    """Stands for humming.config.GemmType, whose values vLLM compares when it chooses experts."""
+    """Stand-in for humming.config.GemmType. vLLM compares its values when it chooses experts."""
 
     DENSE = "dense"
     INDEXED = "indexed"
@@ -369,9 +373,12 @@ class _GemmType(Enum):
 
 
 class _Absent(ModuleType):
-    """Stands for an optional package that is not installed: any name in it is an empty class, but
-    for FlashInfer's functions, which vLLM 0.33 asks for sizes when it builds an attention, and for
-    the kinds of Humming's multiplications."""
+    """Stand-in for an optional package that is not installed.
+
+    Each name in it is an empty class, with two exceptions. FlashInfer's functions return 1, because
+    vLLM 0.33 calls them for sizes when it builds an attention layer. humming.config.GemmType is
+    an enum.
+    """
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
@@ -384,7 +391,7 @@ class _Absent(ModuleType):
 
 
 class _AbsentPackages(MetaPathFinder, Loader):
-    """Finds the optional packages after everything that is installed."""
+    """Finder of the optional packages. It comes after the finders of installed packages."""
 
     def find_spec(
         self, fullname: str, path: object = None, target: object = None
@@ -397,11 +404,11 @@ class _AbsentPackages(MetaPathFinder, Loader):
         return _Absent(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing to run."""
+        """Do nothing: there is no code to run."""
 
 
 class _Uncallable:
-    """Stands for an operator of the CUDA wheel, and for each of its overloads."""
+    """Stand-in for an operator of the CUDA wheel, and for each of its overloads."""
 
     def __init__(self, name: str) -> None:
         self._name = name

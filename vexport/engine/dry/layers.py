@@ -1,4 +1,6 @@
-"""Reads a model that vLLM built: scheme, precision and kernel of its layers, memory of a rank."""
+"""Read scheme, precision and kernel of the layers of a model that vLLM built, and a
+rank's memory.
+"""
 
 import re
 import traceback
@@ -17,27 +19,28 @@ from vexport.records import RankMemory, SequenceMemory
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-# Lengths of a sequence, in tokens, next to the longest that the model allows.
+# Lengths of a sequence in tokens, in addition to the longest length that the model allows.
 _LENGTHS = (1_024, 8_192, 32_768)
 _SCHEME = re.compile(r"^CompressedTensors|(MoE|Linear)?Method$")
-# Kernels that are chosen for a capability from this one on, where they raise at the first batch; in
-# vLLM's words. csrc/libtorch_stable/quantization/w8a8/cutlass/c3x/scaled_mm_helper.hpp.
+# Kernels that vLLM chooses from this capability on, although they raise at the first batch, with
+# vLLM's message. csrc/libtorch_stable/quantization/w8a8/cutlass/c3x/scaled_mm_helper.hpp.
 _RAISING_KERNELS = {"CutlassInt8ScaledMMLinearKernel": (100, "Int8 not supported on SM{}")}
-# Shapes that are no multiples of this go to Triton instead (`cutlass_scaled_mm` in
-# vllm/_custom_ops.py).
+# Shapes that are not multiples of this run in Triton instead (`cutlass_scaled_mm`
+# in vllm/_custom_ops.py).
 _CUTLASS_ALIGNMENT = 16
 
 
 def layer_kinds(model: torch.nn.Module) -> tuple[LayerKind, ...]:
-    """The linear and expert layers of a model, those that differ in nothing but an index counted
-    together.
+    """Return the linear and expert layers of a model.
+
+    Layers that differ only in an index are counted together.
     """
     return tuple(replace(kind, count=count) for kind, count in Counter(_layers(model)).items())
 
 
 def raising_layer(model: torch.nn.Module, sm: int) -> tuple[str, str] | None:
-    """The first layer whose kernel raises when it runs on this capability, and its words; None is
-    none.
+    """Return the first layer with a kernel that raises on this capability, and its message,
+    or None.
     """
     for name, layer in model.named_modules():
         scheme = getattr(layer, "scheme", None)
@@ -75,8 +78,8 @@ def _layers(model: torch.nn.Module) -> Iterator[LayerKind]:
 
 
 def _stored(method: object, layer: torch.nn.Module, name: str) -> str:
-    """The precision that the checkpoint's config gives a layer, as bits of weight and
-    activation.
+    """Return the precision of a layer in the checkpoint's config, as bits of weight
+    and activation.
     """
     if type(method).__name__.startswith("Unquantized"):
         return "W16A16"
@@ -95,10 +98,10 @@ def _stored(method: object, layer: torch.nn.Module, name: str) -> str:
 def rank_memory(
     models: Sequence[torch.nn.Module], config: "VllmConfig", tp: int
 ) -> RankMemory | None:
-    """Bytes of a rank's parameters before `load_weights`, and of its KV cache for sequences of some
-    lengths.
+    """Return the bytes of a rank's parameters before `load_weights`, and of its KV cache.
 
-    None where this vLLM counts in another way: the load itself does not depend on it.
+    The bytes of the KV cache are given for sequences of several lengths. Return None if this vLLM
+    computes them in another way. The load itself does not depend on them.
     """
     longest = config.model_config.max_model_len
     try:
@@ -117,10 +120,11 @@ def rank_memory(
 
 
 def _sequences(config: "VllmConfig", longest: int) -> tuple[SequenceMemory, ...]:
-    """The bytes that vLLM's scheduler reserves for one sequence (vllm/v1/core/kv_cache_utils.py).
+    """Return the bytes that vLLM's scheduler reserves for one
+    sequence (vllm/v1/core/kv_cache_utils.py).
 
-    Whole blocks; the window of a sliding attention and the tokens scheduled with it; states of
-    linear layers.
+    These are whole blocks. They include the window of a sliding attention with the tokens scheduled
+    with it, and the states of linear layers.
     """
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
@@ -129,7 +133,7 @@ def _sequences(config: "VllmConfig", longest: int) -> tuple[SequenceMemory, ...]
     from vllm.v1.worker.worker_base import get_current_attn_backends, get_supported_kv_cache_layouts
 
     layers = get_layers_from_vllm_config(config, AttentionLayerBase)
-    all_specs = {  # as `get_kv_cache_spec` of vLLM's model runner
+    all_specs = {  # as in `get_kv_cache_spec` of vLLM's model runner
         name: layer.get_kv_cache_spec(config)
         for name, layer in layers.items()
         if getattr(layer, "kv_sharing_target_layer_name", None) is None

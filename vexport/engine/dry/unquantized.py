@@ -1,4 +1,4 @@
-"""Writes the unquantized model of a checkpoint's class that transformers makes, without weights."""
+"""Write the unquantized model that transformers makes of a checkpoint's class, without weights."""
 
 import json
 import struct
@@ -21,17 +21,18 @@ from vexport.engine.messages import ControlKind
 from vexport.files import read_json_object, write_text
 from vexport.records import Json
 
-# Dtypes that store one value of a weight in each element, so that the weight has its own shape.
+# Dtypes that store one value of a weight in each element, so that the tensor has the
+# weight's shape.
 _UNPACKED_DTYPES = ("F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E5M2", "I8")
-# Decoder layers of the default model: enough for the kinds of layers that follow each other.
+# Number of decoder layers of the default model: enough for all kinds of layers in a row.
 _LAYERS = 4
 
 
 def write_control(kind: ControlKind, checkpoint: Path, folder: Path) -> bool:
-    """Write the unquantized model of a checkpoint's class that transformers makes into `folder`.
+    """Write the unquantized model that transformers makes of a checkpoint's class into `folder`.
 
-    Returns False if transformers cannot, as for a class with code of its own. Weights are not
-    written: the file has holes in their place, which take no room on the disk.
+    Return False if transformers cannot make it, for example because the class has custom code.
+    Weights are not written. The file has holes instead, which use no disk space.
     """
     try:
         stored = read_json_object(checkpoint / "config.json")
@@ -51,9 +52,10 @@ def write_control(kind: ControlKind, checkpoint: Path, folder: Path) -> bool:
 def is_sound(checkpoint: Path, folder: Path) -> bool:
     """Return True if no value in a checkpoint's config.json seems to be wrong.
 
-    `folder` has the config without its quantization. Transformers has to read the model types that
-    the config names, and to build a model that has most of the stored tensors, in the stored
-    shapes. Only vLLM can judge a class that transformers lacks, so its config counts as sound.
+    `folder` has the config without its quantization. transformers must be able to read the model
+    types that the config names. It must also build a model that has most of the stored tensors,
+    with the stored shapes. Only vLLM can judge a class that transformers lacks, so the config of
+    such a class counts as sound.
     """
     try:
         stored = read_json_object(checkpoint / "config.json")
@@ -78,9 +80,7 @@ def is_sound(checkpoint: Path, folder: Path) -> bool:
 
 
 def _has_types(read: Mapping[str, Json], stored: Mapping[str, Json]) -> bool:
-    """Return True if transformers reads the model types that a config and the configs in it
-    name.
-    """
+    """Return True if transformers reads the model types of a config and of the configs in it."""
     pairs = ((read.get(key), value) for key, value in stored.items() if isinstance(value, dict))
     inner = (_has_types(ours, theirs) for ours, theirs in pairs if isinstance(ours, dict))
     return stored.get("model_type") in (None, read.get("model_type")) and all(inner)
@@ -96,7 +96,7 @@ def _default_config(stored: Mapping[str, Json]) -> dict[str, Json]:
     make = _config_class(stored)
     try:
         config = make(num_hidden_layers=_LAYERS)
-    except Exception:  # a config whose lists have one entry for each layer
+    except Exception:  # a config with lists that need one entry for each layer
         config = make()
     text = json.loads(config.to_json_string(use_diff=False))
     dtype = stored.get("dtype", stored.get("torch_dtype", "bfloat16"))
@@ -106,8 +106,8 @@ def _default_config(stored: Mapping[str, Json]) -> dict[str, Json]:
 def _config_class(stored: Mapping[str, Json]) -> type[transformers.PretrainedConfig]:
     """Return the class of a model's config in transformers.
 
-    vLLM registers config classes of its own for some types, with other defaults: they are taken
-    only if transformers lacks the model.
+    For some types vLLM registers its config classes, with other defaults. They are used only if
+    transformers lacks the model.
     """
     model = _transformers_class(stored)
     found: type[transformers.PretrainedConfig] | None = (
@@ -117,7 +117,7 @@ def _config_class(stored: Mapping[str, Json]) -> type[transformers.PretrainedCon
 
 
 def _without_quantization(config: Mapping[str, Json]) -> dict[str, Json]:
-    """The config and the configs in it without what is quantized."""
+    """Return the config and the configs in it without their quantization."""
     return {
         key: _without_quantization(value) if isinstance(value, dict) else value
         for key, value in config.items()
@@ -126,7 +126,7 @@ def _without_quantization(config: Mapping[str, Json]) -> dict[str, Json]:
 
 
 def _saved_tensors(folder: Path, stored: Mapping[str, Json]) -> Mapping[str, torch.Tensor]:
-    """The tensors that transformers saves of the model of a config, on the meta device."""
+    """Return the tensors that transformers saves for the model of a config, on the meta device."""
     kind = _transformers_class(stored)
     assert kind is not None, "transformers lacks this class"
     config = _config_class(stored).from_pretrained(folder)
