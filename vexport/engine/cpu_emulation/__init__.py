@@ -1,6 +1,6 @@
-"""Lets vLLM's CPU build run the schemes that it refuses: a vLLM plugin, off unless asked for.
+"""Run schemes in vLLM's CPU build that it refuses. This is a vLLM plugin that is off by default.
 
-`register` is the entry point in the group `vllm.general_plugins`; vLLM calls it in every one of its
+`register` is the entry point in the group `vllm.general_plugins`. vLLM calls it in each of its
 processes. It does nothing unless VEXPORT_CPU_EMULATION=1 and vLLM runs on its CPU platform.
 """
 
@@ -10,7 +10,7 @@ SWITCH = "VEXPORT_CPU_EMULATION"
 
 
 def register() -> None:
-    """Register the emulation kernels where they were asked for; safe to call more than once."""
+    """Register the emulation kernels if they are enabled. It may be called more than once."""
     if os.environ.get(SWITCH) != "1":
         return
     from vllm.platforms import current_platform

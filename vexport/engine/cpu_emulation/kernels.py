@@ -1,4 +1,4 @@
-"""Linear layers that are dequantized once at load, and their places in vLLM's tables.
+"""Linear layers that are dequantized once at load, and their registration in vLLM's tables.
 
 Imported only inside vLLM's processes.
 """
@@ -36,16 +36,17 @@ from vexport.engine.cpu_emulation.rounding import (
 from vexport.formats.dequantize import unpack_int32
 from vexport.numerics import E8M0_BIAS, MX_GROUP
 
-# (whether a kernel can run a layer, what it requires)
+# True if a kernel can run a layer. Otherwise False and the kernel's requirement.
 Answer = tuple[bool, str | None]
-# Entries of one size and either sign, which vLLM's kernel computes without the matrix, so exactly.
+# Type of a transform with a Hadamard matrix, whose entries have the same size and either sign.
+# vLLM's kernel computes it exactly, without the stored matrix.
 _COMPUTED = "hadamard"
 _ORIGINAL_QUANT = _custom_ops.scaled_fp8_quant
 _ORIGINAL_SCHEME = CompressedTensorsConfig._get_scheme_from_parts
 
 
 class QuantizedLayer(Module):
-    """A linear layer of vLLM: the tensors that the kernels here read and replace."""
+    """A linear layer of vLLM, with the tensors that the kernels in this module read and replace."""
 
     weight: Tensor
     weight_scale: Tensor
@@ -57,32 +58,37 @@ class QuantizedLayer(Module):
 
 
 class Dequantized:
-    """Before a kernel class of vLLM's: runs anywhere, and multiplies by a weight in floats."""
+    """Mixin for a kernel class of vLLM. It runs on any device and multiplies by a
+    floating-point weight.
+    """
 
     @classmethod
     def is_supported(cls, compute_capability: int | None = None) -> Answer:
-        """Yes."""
+        """Return True: every device can run the kernel."""
         return True, None
 
     @classmethod
     def can_implement(cls, config: object) -> Answer:
-        """Yes, unless a kernel says otherwise."""
+        """Return True, unless a kernel overrides this."""
         return True, None
 
     def apply_weights(self, layer: QuantizedLayer, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`x` (..., in) times the weight (out, in)."""
+        """Multiply `x` (..., in) by the weight (out, in)."""
         return F.linear(x, layer.weight, bias)
 
     def apply_scaled_mm(self, **tensors: Tensor) -> Tensor:
-        """Required by vLLM but never called: `apply_weights` does all of it."""
+        """Raise NotImplementedError. vLLM requires this method but never calls it: `apply_weights`
+        does all the work.
+        """
         raise NotImplementedError
 
     apply_block_scaled_mm = apply_scaled_mm
 
 
 class EmulationWNA16Linear(Dequantized, linear.MPLinearKernel):  # type: ignore[misc]
-    """Weights of 2 to 8 bits in groups or channels, with or without zero points; activations as
-    they are.
+    """Weights of 2 to 8 bits in groups or channels, with or without zero points.
+
+    Activations are not quantized.
     """
 
     @classmethod
@@ -94,8 +100,9 @@ class EmulationWNA16Linear(Dequantized, linear.MPLinearKernel):  # type: ignore[
         return c.act_type in (torch.bfloat16, torch.float16), "requires 16-bit activations"
 
     def process_weights_after_loading(self, layer: QuantizedLayer) -> None:
-        """Dequantize: outputs come first, as compressed-tensors stores them, or last, as GPTQ and
-        AWQ do.
+        """Dequantize the weight.
+
+        Its first dimension is the outputs in compressed-tensors, and the inputs in GPTQ and AWQ.
         """
         packed, scale, zero_point = self._get_weight_params(layer)
         columns, rows = self.config.partition_weight_shape
@@ -112,17 +119,17 @@ class EmulationWNA16Linear(Dequantized, linear.MPLinearKernel):  # type: ignore[
             by_group = zero_point.data if zero_point.output_dim else zero_point.data.T.contiguous()
             zeros = unpack_int32(by_group, bits, rows).T.unsqueeze(-1)
         weight = (values.reshape(rows, -1, size) - zeros).to(torch.float32) * scales.unsqueeze(-1)
-        setattr(layer, self.w_q_name, None)  # which Quark calls `weight`
+        setattr(layer, self.w_q_name, None)  # Quark's name for it is `weight`
         layer.weight = Parameter(weight.reshape(rows, columns).to(scale.dtype), requires_grad=False)
 
     def stored_scale(self, scale: Tensor) -> Tensor:
-        """The scales (rows, groups), float32, as the kernel uses them."""
+        """Return the scales (rows, groups), float32, with the rounding of the kernel."""
         return scale
 
 
 class EmulationW4A8Fp8Linear(EmulationWNA16Linear):
-    """INT4 weights in groups, FP8 activations with a scale per token: vLLM's
-    CutlassW4A8LinearKernel.
+    """INT4 weights in groups, FP8 activations with a scale per token, as in
+    vLLM's CutlassW4A8LinearKernel.
     """
 
     @classmethod
@@ -130,9 +137,9 @@ class EmulationW4A8Fp8Linear(EmulationWNA16Linear):
         return c.act_type == torch.float8_e4m3fn, "requires FP8 activations"
 
     def stored_scale(self, scale: Tensor) -> Tensor:
-        """Group scales in e4m3 relative to one of the row, an eighth of what would fill their
-        range.
+        """Return group scales, rounded to e4m3 relative to a scale of the row.
 
+        The e4m3 values use an eighth of their range. Source:
         `convert_bf16_scales_to_fp8` (layers/quantization/utils/quant_utils.py).
         """
         row = fp8_token_scale(scale)
@@ -146,11 +153,11 @@ class EmulationW4A8Fp8Linear(EmulationWNA16Linear):
 
 
 class EmulationFp8Linear(Dequantized, linear.FP8ScaledMMLinearKernel):  # type: ignore[misc]
-    """FP8 weights (a scale per tensor or channel) and activations (static per tensor, dynamic per
-    token).
+    """FP8 weights (a scale per tensor or channel) and activations (static per tensor, dynamic
+    per token).
 
-    The CPU build ignores static activation scales where it has AMX, and takes 0.2 s a layer for
-    dynamic ones where it has no AMX-FP8.
+    On machines with AMX, the CPU build ignores static activation scales. On machines without
+    AMX-FP8, its kernel for dynamic scales takes 0.2 s per layer.
     """
 
     @classmethod
@@ -163,7 +170,9 @@ class EmulationFp8Linear(Dequantized, linear.FP8ScaledMMLinearKernel):  # type: 
         return known, "requires weight scales per tensor or channel"
 
     def process_weights_after_loading(self, layer: QuantizedLayer) -> None:
-        """The weight's e4m3 values in the model's dtype, which holds them exactly, as (out, in)."""
+        """Convert the weight's e4m3 values to the model's dtype, which holds them exactly, as
+        (out, in).
+        """
         weight = layer.weight.data.t().to(self.config.out_dtype)
         layer.weight = Parameter(weight.contiguous(), requires_grad=False)
         layer.weight_scale = Parameter(layer.weight_scale.data.reshape(-1), requires_grad=False)
@@ -176,11 +185,15 @@ class EmulationFp8Linear(Dequantized, linear.FP8ScaledMMLinearKernel):  # type: 
 
 
 class EmulationW8A16Fp8Linear(Dequantized, linear.FP8ScaledMMLinearKernel):  # type: ignore[misc]
-    """FP8 weights, activations as they are. vLLM makes scales per channel of those per tensor."""
+    """FP8 weights, activations that are not quantized. vLLM expands scales per tensor to scales
+    per channel.
+    """
 
     def process_weights_after_loading(self, layer: QuantizedLayer) -> None:
-        """Dequantize the weight: it is (in, out) with scales per channel, as stored with block
-        scales.
+        """Dequantize the weight.
+
+        With scales per channel, the weight is (in, out). With block scales, it is (out, in),
+        as stored.
         """
         if layer.weight_block_size is None:
             weight = layer.weight.data.t().to(torch.float32) * layer.weight_scale.data.reshape(
@@ -194,7 +207,9 @@ class EmulationW8A16Fp8Linear(Dequantized, linear.FP8ScaledMMLinearKernel):  # t
 
 
 class EmulationFp8BlockLinear(Dequantized, linear.Fp8BlockScaledMMLinearKernel):  # type: ignore[misc]
-    """FP8 weights with scales by block, activations dynamic in groups: for CPUs without AMX."""
+    """FP8 weights with scales per block, dynamic activation scales per group: for CPUs
+    without AMX.
+    """
 
     can_implement = linear.Fp8BlockScaledMMLinearKernel.can_implement
 
@@ -211,11 +226,12 @@ class EmulationFp8BlockLinear(Dequantized, linear.Fp8BlockScaledMMLinearKernel):
 
 
 class EmulationNvFp4A16Linear(Dequantized, linear.NvFp4LinearKernel):  # type: ignore[misc]
-    """NVFP4 weights, activations as they are."""
+    """NVFP4 weights, activations that are not quantized."""
 
     def process_weights_after_loading(self, layer: QuantizedLayer) -> None:
-        """Dequantize; `weight_global_scale` is a factor by now, vLLM has inverted the stored global
-        scale.
+        """Dequantize the weight.
+
+        vLLM has already inverted the stored global scale, so `weight_global_scale` is a factor.
         """
         weight = nvfp4_emulation_utils.dequantize_to_dtype(
             layer.weight.data,
@@ -228,8 +244,9 @@ class EmulationNvFp4A16Linear(Dequantized, linear.NvFp4LinearKernel):  # type: i
 
 
 class EmulationNvFp4Linear(EmulationNvFp4A16Linear):
-    """NVFP4 weights and activations: vLLM's EmulationNvFp4LinearKernel, without its dequantization
-    a call.
+    """NVFP4 weights and activations, as in vLLM's EmulationNvFp4LinearKernel.
+
+    That kernel dequantizes the weight at each call. This kernel does it once.
     """
 
     def apply_weights(self, layer: QuantizedLayer, x: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -237,8 +254,8 @@ class EmulationNvFp4Linear(EmulationNvFp4A16Linear):
 
 
 class EmulationMxFp4Linear(Dequantized, linear.MxFp4LinearKernel):  # type: ignore[misc]
-    """MXFP4 weights; activations in MXFP4, as on SM 100, as they are, as in Marlin below, or in
-    FP8.
+    """MXFP4 weights. Activations are MXFP4 as on SM 100, unquantized as in Marlin on older GPUs,
+    or FP8.
     """
 
     @classmethod
@@ -250,13 +267,18 @@ class EmulationMxFp4Linear(Dequantized, linear.MxFp4LinearKernel):  # type: igno
     def _supports_quant_scheme(
         cls, weight_key: QuantKey | None, activation_key: QuantKey | None
     ) -> bool:
-        """Accept dynamic FP8 inputs; vLLM 0.33 asks this too, and its default refuses FP8."""
+        """Return True for unquantized, MXFP4 and dynamic FP8 inputs.
+
+        vLLM 0.33 calls this function as well, and its default refuses FP8.
+        """
         if activation_key in (None, kMxfp4Dynamic):
             return True
         return activation_key.dtype == torch.float8_e4m3fn and not activation_key.scale.static
 
     def process_weights_after_loading(self, layer: QuantizedLayer) -> None:
-        """Dequantize; the scales are e8m0 exponents with a bias of 127, one for 32 values."""
+        """Dequantize the weight. The scales are e8m0 exponents with a bias of 127, one for
+        32 values.
+        """
         values = nvfp4_emulation_utils.break_fp4_bytes(layer.weight.data, torch.float32)
         scale = torch.exp2(layer.weight_scale.data.to(torch.float32) - E8M0_BIAS)
         weight = (values * scale.repeat_interleave(MX_GROUP, dim=-1)).to(torch.get_default_dtype())
@@ -270,7 +292,7 @@ class EmulationMxFp4Linear(Dequantized, linear.MxFp4LinearKernel):  # type: igno
 
 
 def blocks_of(layer: QuantizedLayer, stored: Tensor) -> Tensor:
-    """The scales by block of a weight (out, in), each as often as its block has elements."""
+    """Return the block scales of a weight (out, in), repeated for each element of their blocks."""
     assert layer.weight_block_size is not None
     (block_rows, block_cols), (rows, columns) = layer.weight_block_size, layer.weight.shape
     scales = stored.repeat_interleave(block_rows, 0)[:rows]
@@ -278,30 +300,31 @@ def blocks_of(layer: QuantizedLayer, stored: Tensor) -> Tensor:
 
 
 def register_kernels() -> None:
-    """Offer a kernel for every scheme that the CPU build refuses or runs without its activation
-    scales.
+    """Register a kernel for every scheme that the CPU build refuses or runs without its
+    activation scales.
     """
     if nvfp4_scheme.init_nvfp4_linear_kernel is nvfp4_kernel:
         return
-    # vLLM forces Marlin for NVFP4A16 before it looks at its table: replace each user's own name.
+    # vLLM forces Marlin for NVFP4A16 before it looks at its table. So the function is replaced in
+    # each module that imports it.
     for module in (nvfp4_scheme, modelopt, quark_nvfp4):
         module.init_nvfp4_linear_kernel = nvfp4_kernel
     linear.register_linear_kernel(EmulationMxFp4Linear, PlatformEnum.CPU, "mxfp4")
     linear.register_linear_kernel(linear.EmulationMxfp8LinearKernel, PlatformEnum.CPU, "mxfp8")
     # First, because a later entry, chosen on AMX machines, ignores static input scales, and another
-    # is slow.
+    # entry is slow.
     linear._POSSIBLE_FP8_KERNELS[PlatformEnum.CPU].insert(0, EmulationFp8Linear)
-    # The CPU build lacks the operator behind this name, which fused layers need to share one weight
-    # scale.
+    # The CPU build lacks the operator of this function. Fused layers need it to share one
+    # weight scale.
     _custom_ops.scaled_fp8_quant = scaled_fp8_quant
     linear._POSSIBLE_WFP8A16_KERNELS[PlatformEnum.CPU].append(EmulationW8A16Fp8Linear)
-    # Last: vLLM's own kernels need AMX.
+    # Last, because vLLM's kernels are used if the machine has AMX.
     linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU].append(EmulationFp8BlockLinear)
-    # Last, for what vLLM's own kernel for INT4 does not take; first on processors without AVX-512,
-    # for which vLLM chooses that kernel although the build has none.
+    # Last, for layers that vLLM's INT4 kernel does not take. First on processors without AVX-512:
+    # vLLM chooses its INT4 kernel for them although the build does not contain it.
     mixed = linear._POSSIBLE_KERNELS[PlatformEnum.CPU]
     mixed.insert(len(mixed) if hasattr(torch.ops._C, "cpu_gemm_wna16") else 0, EmulationWNA16Linear)
-    # First, because vLLM's kernel for INT4 with INT8 inputs does not look at the inputs' type.
+    # First, because vLLM's kernel for INT4 with INT8 inputs does not check the inputs' type.
     mixed.insert(0, EmulationW4A8Fp8Linear)
     CompressedTensorsConfig._get_scheme_from_parts = scheme_from_parts
     HadamardTransform.forward = rotate
@@ -315,8 +338,9 @@ def scheme_from_parts(
     format: str | None = None,
     layer_name: str | None = None,
 ) -> schemes.CompressedTensorsScheme:
-    """vLLM's choice of a scheme, with two that only a GPU gets: W4AFP8, and MXFP4 without MXFP4
-    inputs.
+    """Return vLLM's choice of a scheme, with two schemes that vLLM chooses only on a GPU.
+
+    These are W4AFP8, and MXFP4 weights without MXFP4 inputs.
     """
     if config._is_fp8_w4a8(weight_quant, input_quant):
         return schemes.CompressedTensorsW4A8Fp8(
@@ -331,8 +355,9 @@ def scheme_from_parts(
 
 
 def scaled_fp8_quant(tensor: Tensor, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """vLLM's `ops.scaled_fp8_quant`: e4m3 values and their scale; here in torch for a static one a
-    tensor.
+    """Replace vLLM's `ops.scaled_fp8_quant`: return e4m3 values and their scale.
+
+    A given scale, which is static per tensor, is applied in torch.
     """
     if scale is None:
         quantized: tuple[Tensor, Tensor] = _ORIGINAL_QUANT(tensor)
@@ -341,10 +366,11 @@ def scaled_fp8_quant(tensor: Tensor, scale: Tensor | None = None) -> tuple[Tenso
 
 
 def ready_amx() -> None:
-    """Ask Linux for the AMX tiles in this process.
+    """Request the AMX tiles for this process from Linux.
 
-    vLLM's attention uses them without asking, and is killed by SIGILL unless oneDNN happened to ask
-    before: a model whose layers are all unquantized or emulated dies at its first short prompt.
+    vLLM's attention uses the tiles without requesting them. Then SIGILL kills the process, unless
+    oneDNN requested them before. A model with only unquantized or emulated layers would die at its
+    first short prompt.
     """
     if torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()
@@ -357,9 +383,10 @@ def nvfp4_kernel(use_a16: bool = False) -> linear.NvFp4LinearKernel:
 
 
 def rotate(transform: HadamardTransform, value: Tensor, part_id: int = 0) -> Tensor:
-    """Replace `HadamardTransform.forward`: `value` (..., features) times the matrix or its inverse.
+    """Replace `HadamardTransform.forward`: multiply `value` (..., features) by the matrix or
+    its inverse.
 
-    vLLM has kernels for it on GPUs only.
+    vLLM has kernels for this on GPUs only.
     """
     if part_id not in transform.weight.partitions:
         return value

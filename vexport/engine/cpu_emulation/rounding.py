@@ -10,10 +10,12 @@ LEAST_NORMAL = torch.finfo(torch.float32).tiny
 
 
 def fake_nvfp4(activations: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
-    """Quantize to NVFP4 and back: (tokens, features) in its own dtype, features a multiple of 16.
+    """Quantize activations to NVFP4 and back.
 
-    `global_scale` is the stored one, float32. The block scale is rounded to e4m3 relative to it, as
-    in vLLM's `ref_nvfp4_quant` (layers/quantization/utils/nvfp4_emulation_utils.py).
+    `activations` are (tokens, features) in any dtype, features a multiple of 16. The result has the
+    same dtype. `global_scale` is the stored global scale, float32. The block scale is rounded to
+    e4m3 relative to it, as in vLLM's
+    `ref_nvfp4_quant` (layers/quantization/utils/nvfp4_emulation_utils.py).
     """
     blocks = activations.to(torch.float32).reshape(activations.shape[0], -1, NVFP4_GROUP)
     scale = global_scale * (blocks.abs().amax(dim=-1, keepdim=True) * (1 / E2M1_MAX))
@@ -24,10 +26,11 @@ def fake_nvfp4(activations: torch.Tensor, global_scale: torch.Tensor) -> torch.T
 
 
 def fake_mxfp4(activations: torch.Tensor) -> torch.Tensor:
-    """Quantize to MXFP4 and back: (tokens, features) in its own dtype, features a multiple of 32.
+    """Quantize activations to MXFP4 and back.
 
-    The smallest scale is no subnormal number: compiled code may take those for zero, and zeros
-    divided by it would become NaN.
+    `activations` are (tokens, features) in any dtype, features a multiple of 32. The result has the
+    same dtype. The smallest scale is not a subnormal number. Compiled code may replace subnormal
+    numbers by zero, and zeros divided by zero are NaN.
     """
     blocks = activations.to(torch.float32).reshape(activations.shape[0], -1, MX_GROUP)
     scale = mx_scale(blocks.abs().amax(dim=-1, keepdim=True), E2M1).clamp_(min=LEAST_NORMAL)
@@ -36,16 +39,17 @@ def fake_mxfp4(activations: torch.Tensor) -> torch.Tensor:
 
 
 def fp8_token_scale(activations: torch.Tensor) -> torch.Tensor:
-    """Dynamic FP8 scales, one a token: float32 (tokens, 1), absmax / 448, never zero.
+    """Return dynamic FP8 scales, one per token: float32 (tokens, 1), absmax / 448, never zero.
 
-    The floor is vLLM's (layers/quantization/input_quant_fp8.py).
+    The lower bound is vLLM's (layers/quantization/input_quant_fp8.py).
     """
     largest = activations.abs().amax(dim=-1, keepdim=True).to(torch.float32)
     return (largest / E4M3_MAX).clamp_(min=1.0 / (E4M3_MAX * 512.0))
 
 
 def round_fp8(activations: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """The e4m3 values of activations / scale, saturating at 448, in the dtype of the activations.
+    """Return the e4m3 values of activations / scale, saturated at 448, in the dtype of
+    the activations.
 
     bfloat16 and float16 hold every e4m3 value exactly.
     """
@@ -54,11 +58,10 @@ def round_fp8(activations: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def fake_fp8(activations: torch.Tensor, group: int) -> torch.Tensor:
-    """Quantize to e4m3 and back: (tokens, features) in its own dtype, a scale for every `group`
-    features.
+    """Quantize activations to e4m3 and back, with a scale for every `group` features.
 
-    One for each token where `group` is -1, as vLLM's `GroupShape` has it. The last group may be
-    smaller.
+    `activations` are (tokens, features) in any dtype. The result has the same dtype. If `group` is
+    -1, there is a scale for each token, as in vLLM's `GroupShape`. The last group may be smaller.
     """
     tokens, features = activations.shape
     size = group if group > 0 else features
@@ -69,5 +72,5 @@ def fake_fp8(activations: torch.Tensor, group: int) -> torch.Tensor:
 
 
 def _reciprocal(value: torch.Tensor) -> torch.Tensor:
-    """1 / value, and close to zero where value is zero: vLLM's `get_reciprocal`."""
+    """Return 1 / value, or a number close to zero if value is zero, as vLLM's `get_reciprocal`."""
     return torch.reciprocal(value + (value == 0) * 1e8)
