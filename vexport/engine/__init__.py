@@ -1,7 +1,7 @@
-"""Run vLLM in worker processes, and judge what it loads.
+"""Run vLLM in worker processes, and judge the results.
 
-`session.py` and `process.py` start a worker and name the cause if it fails. `worker.py` starts the
-engine there, and `describe.py` describes it. `dry/` loads checkpoints without weights or GPU, and
-`gate.py` uses this after `quantize`. `reference.py` and `agreement.py` compare vLLM with
-transformers. `vexport.inference` asks the engine.
+`session.py` and `process.py` start a worker and find the cause if it fails. `worker.py` starts the
+engine in the worker, and `describe.py` describes it. `dry/` loads checkpoints without weights or
+GPU. `gate.py` uses the dry load for `check`, and after `quantize`. `reference.py` and
+`agreement.py` compare vLLM with transformers. `vexport.inference` sends prompts to the engine.
 """

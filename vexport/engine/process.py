@@ -1,8 +1,7 @@
-"""A worker in its own process group that cannot outlive us: progress on a pipe, its output in a
-log.
+"""Run a worker in a process group that ends with this process.
 
-Of a worker that failed the log and the exit code tell the cause, in vLLM's own words where it has
-some.
+Progress comes through a pipe, and output goes to a log. If a worker fails, the cause is found in
+the log and the exit code, with vLLM's message if there is one.
 """
 
 import json
@@ -24,47 +23,48 @@ from vexport.records import OnProgress
 
 PROGRESS_FD = "VEXPORT_PROGRESS_FD"
 _POLL_SECONDS, _GRACE_SECONDS = 0.1, 1.0
-# Seconds for a killed process to end: it may wait for a driver or a disk.
+# Time limit for the end of a killed process. The process may wait for a driver or a disk.
 _KILLED_SECONDS = 30.0
 _PIPE_BYTES = 1 << 16
-# Waits for the end of a started command and returns its exit code, negative for a signal.
+# Function that waits for the end of a started command and returns its exit code, negative for
+# a signal.
 Follow = Callable[[OnProgress], int]
 TAIL_LINES = 40
 # Only the end of a long log is read, and only the beginning of a long line.
 _READ_BYTES = 4 << 20
 _LONGEST_LINE = 4000
-# The CPU build has fewer kernels and operators than the GPU builds: kernels/linear/__init__.py, and
-# fewer for experts: fused_moe/oracle.
+# vLLM's messages about missing kernels. The CPU build has fewer kernels and operators than the GPU
+# builds (kernels/linear/__init__.py), and fewer kernels for experts (fused_moe/oracle).
 _NO_CPU_KERNEL = re.compile(
     r"Failed to find a kernel|_C::\w+\(\)|'_C\w*' object has no attribute|not implemented for 'CPU"
     r"|No .*MoE backend supports the deployment configuration"
 )
-# torch.compile's messages without a C++ compiler: torch/_inductor/exc.py, cpp_builder.py.
+# torch.compile's messages if there is no C++ compiler: torch/_inductor/exc.py, cpp_builder.py.
 _NO_COMPILER = re.compile(
     r"InvalidCxxCompiler|No working C\+\+ compiler|CppCompileError|Failed to find C compiler"
 )
 # Python's messages about a module that is not installed, or that fails while it is imported.
 _NO_PACKAGE = re.compile(r"(?:\w+\.)*(?:ModuleNotFoundError|ImportError): ")
-# vLLM's messages that hide the exception of a process further down; that one is in the log.
+# vLLM's messages that hide the exception of another process. The log contains this exception.
 _WRAPPER = re.compile(
     r"Engine core initialization failed|WorkerProc initialization failed|EngineDeadError"
 )
 # The operating system's out-of-memory killer ends a process with SIGKILL.
 _KILLED_CORE = re.compile(r"Failed core proc\(s\): .*: -9\b")
-# Whatever its exit code, if vLLM has learned one: a core that refuses a checkpoint says why in the
-# log.
+# vLLM's message for every exit code of its core, if it has one. A core that refuses a checkpoint
+# writes the reason to the log.
 _SILENT_CORE = re.compile(r"Failed core proc\(s\): ")
 _PREFIX = re.compile(
     r"^(?:\([^)]*pid=\d+\)\s*|(?:ERROR|WARNING|INFO|CRITICAL) \S+ \S+ \[[^\]]*\]\s*)+"
 )
 _EXCEPTION = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception)(?: \S+)?: \S")
-# An exception without a message: the source line above it in the traceback explains it.
+# An exception without a message. The source line above it in the traceback explains it.
 _BARE = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception)$")
 # Messages of C++ and C at a crash, which Python does not see.
 _LAST_WORDS = re.compile(
     r"^terminate called after throwing an instance of|^libgomp: |^Fatal Python error: .*[Mm]emory"
 )
-# Signals whose cause is seldom a mistake in the code.
+# Signals that are rarely caused by a mistake in the code.
 _MEANT: Mapping[int, str] = {
     signal.SIGBUS: ": /dev/shm is full, or a file was cut while it was read"
 }
@@ -82,12 +82,13 @@ _ENVIRONMENT: tuple[tuple[Callable[[str], object], FailureKind], ...] = (
 def started_group(
     command: Sequence[str], *, environment: Mapping[str, str], log: Path, timeout: float
 ) -> Iterator[Follow]:
-    """Start a command in its own process group, which is gone when the context ends, however that
-    ends.
+    """Start a command in a separate process group. The group is always gone when the context ends.
 
-    Its stdout and stderr go to `log`; lines of JSON on the descriptor named in $VEXPORT_PROGRESS_FD
-    go to `on_progress` of what is yielded. Its stdin closes when this process dies, however it
-    dies. TimeoutError `timeout` seconds after the start.
+    Its stdout and stderr go to `log`. It can write lines of JSON to the descriptor in
+    $VEXPORT_PROGRESS_FD. The yielded function passes them to its `on_progress`. The command's stdin
+    closes when this process dies, even if it is killed.
+
+    The yielded function raises TimeoutError `timeout` seconds after the start.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     reader, writer = os.pipe()
@@ -112,7 +113,9 @@ def started_group(
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """Ask the group to end, then kill what is left of it and see it gone."""
+    """Request the end of the group, then kill all processes that are left, and wait for
+    their end.
+    """
     assert process.stdin is not None
     process.stdin.close()
     try:
@@ -122,9 +125,9 @@ def _end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def _signal_until_gone(process: subprocess.Popen[bytes], number: int, seconds: float) -> None:
-    """Send a signal to a group, and wait some seconds for its end."""
+    """Send a signal to a group, and wait up to `seconds` for its end."""
     deadline = time.monotonic() + seconds
-    with suppress(ProcessLookupError, PermissionError):  # there is none of ours left
+    with suppress(ProcessLookupError, PermissionError):  # no process of the group is left
         os.killpg(process.pid, number)
         while time.monotonic() < deadline:
             process.poll()
@@ -135,7 +138,7 @@ def _signal_until_gone(process: subprocess.Popen[bytes], number: int, seconds: f
 def _follow(
     process: subprocess.Popen[bytes], pipe: int, deadline: float, on_progress: OnProgress
 ) -> int:
-    """Pass progress on until the process has ended; or TimeoutError."""
+    """Pass progress on until the process has ended. Raises TimeoutError after `deadline`."""
     pending = b""
     os.set_blocking(pipe, False)
     while True:
@@ -150,28 +153,29 @@ def _follow(
 
 
 def _pass_on(text: bytes, on_progress: OnProgress) -> bytes:
-    """Tell of the whole lines that are progress; what is left of the text where it may become a
-    line.
+    """Report the complete lines that are progress. Return the rest of the text, which may become
+    a line.
     """
     *lines, rest = text.split(b"\n")
     for line in lines:
         try:
             stage, done, total = json.loads(line)
             progress = str(stage), int(done), int(total)
-        except (ValueError, TypeError, RecursionError):  # a library that writes into any descriptor
+        except (ValueError, TypeError, RecursionError):  # output of a library
             continue
         on_progress(*progress)
     return rest if len(rest) <= _PIPE_BYTES else b""
 
 
 def log_tail(log: Path) -> str:
-    """The last lines of a log that may not exist."""
+    """Return the last lines of a log, or "" if the log does not exist."""
     return "\n".join(_lines(log)[-TAIL_LINES:])
 
 
 def last_exception(log: Path) -> str | None:
-    """The last line of the log that names an exception, other than vLLM's wrappers around
-    another.
+    """Return the last line of the log that names an exception.
+
+    Exceptions that vLLM wraps around other exceptions are ignored.
     """
     exception, code = None, ""
     for line in _lines(log):
@@ -185,16 +189,17 @@ def last_exception(log: Path) -> str | None:
 
 
 def one_line(error: BaseException) -> str:
-    """An exception as one line; of one without a message the line of code that raised it."""
+    """Return an exception as one line. Without a message, the line has the code that raised it."""
     text = " ".join(str(error).split())
     frames = traceback.extract_tb(error.__traceback__)
     return f"{type(error).__name__}: {text or (frames[-1].line if frames else '')}"
 
 
 def explain(failure: EngineFailure, log: Path, *, platform: str) -> EngineFailure:
-    """The worker's failure with its root cause and the end of its log.
+    """Return the worker's failure with its root cause and the end of its log.
 
-    What looks like a refusal but is the platform's fault becomes "out of memory" or "unsupported".
+    A failure that looks like a refusal becomes "out of memory" or "unsupported" if the platform is
+    at fault.
     """
     cause = last_exception(log) if _WRAPPER.search(failure.message) else None
     message = cause or failure.message
@@ -208,7 +213,9 @@ def explain(failure: EngineFailure, log: Path, *, platform: str) -> EngineFailur
 
 
 def failure_from_exit(log: Path, code: int) -> EngineFailure:
-    """The worker ended with `code` (negative: a signal) and left no result."""
+    """Return the failure of a worker that ended with `code` (negative: a signal) and left
+    no result.
+    """
     cause = last_exception(log)
     ending = f"exit code {code}"
     if code < 0:
@@ -221,14 +228,12 @@ def failure_from_exit(log: Path, code: int) -> EngineFailure:
 
 
 def _kind(message: str, other: FailureKind) -> FailureKind:
-    """The kind of failure of the environment that a message names; `other` where it names none."""
+    """Return the failure of the environment that a message shows, or `other` if it shows none."""
     return next((kind for names, kind in _ENVIRONMENT if names(message)), other)
 
 
 def _lines(log: Path) -> list[str]:
-    """The end of the log without the process and logger prefixes that vLLM puts before each
-    line.
-    """
+    """Return the lines at the end of the log, without vLLM's prefixes of process and logger."""
     if not log.is_file():
         return []
     with log.open("rb") as stream:

@@ -1,9 +1,9 @@
-"""The answers that a checkpoint should give: transformers with weights dequantized by
-compressed-tensors.
+"""Compute a checkpoint's expected log-probabilities with transformers.
 
-Independent of vLLM and of vexport's own quantizer. Activations are rounded with compressed-tensors'
-code, computed in float32, as the scheme of each layer says; those of routed experts are not,
-because transformers runs all experts of a layer in one module.
+compressed-tensors dequantizes the weights. The reference does not use vLLM or vexport's quantizer.
+The scheme of each layer decides how activations are rounded, with compressed-tensors' code and in
+float32. Activations of routed experts are not rounded, because transformers runs all experts of a
+layer in one module.
 """
 
 import json
@@ -46,9 +46,10 @@ from vexport.records import Canary, OnProgress, silent
 
 Tensors = dict[str, torch.Tensor]
 REFERENCE_FILE = "reference.safetensors"
-"""Next to the log-probabilities that vLLM gave."""
+"""File of the reference, next to vLLM's log-probabilities."""
 _MATRIX, _NOISE = "logprobs", "noise"
-# Half a unit in the last place of bfloat16, and how many times its effect vLLM may differ by.
+# Half a unit in the last place of bfloat16, and how much larger than its effect vLLM's difference
+# may be.
 BFLOAT16_ROUNDING = 2**-9
 NOISE_FACTOR = 3.0
 KV_SCALES = (f".{K_SCALE}", f".{V_SCALE}")
@@ -61,13 +62,15 @@ def reference_logprobs(
     jitter: float = 0.0,
     on_progress: OnProgress = silent,
 ) -> torch.Tensor:
-    """Log-probabilities of the next token after each token but the last of each prompt.
+    """Return log-probabilities of the next token after each token of each prompt except the
+    last token.
 
-    float32, (sum of len(prompt) - 1, vocabulary), the prompts one after another. The model computes
-    in the checkpoint's own dtype, bfloat16 where that is float32. With `jitter` the embeddings are
-    multiplied by 1 + jitter times normal noise, the same at every call. InputError where the
-    checkpoint is not one that transformers can build as a causal language model with `nn.Linear`
-    for every quantized layer.
+    The result is float32 (sum of len(prompt) - 1, vocabulary), with the prompts in their order. The
+    model computes in the checkpoint's dtype, but in bfloat16 if that is float32. With `jitter`, the
+    embeddings are multiplied by 1 + jitter times normal noise, which is the same at every call.
+
+    Raises InputError if transformers cannot build the checkpoint as a causal language model with
+    `nn.Linear` for every quantized layer.
     """
     rows: list[torch.Tensor] = []
     stage = "reference, its noise" if jitter else "reference"
@@ -93,13 +96,13 @@ def agreement_limit(
     limit: float,
     on_progress: OnProgress = silent,
 ) -> float:
-    """The limit on the mean KL(reference || vLLM); for a KL beyond it, what this checkpoint's noise
-    allows.
+    """Return the limit on the mean KL(reference || vLLM) for this checkpoint.
 
-    Where inputs are rounded, a difference in the last bit of bfloat16 becomes a whole step here and
-    there, layer after layer: of SmolLM2-135M in W8A8, FP8_DYNAMIC and NVFP4 such a difference in
-    the embeddings alone makes 0.040, 0.021 and 0.24, and vLLM is 0.057 and 0.033 away from the
-    reference in the first two. The noise is kept in `path`, the file of `remembered_reference`.
+    If `mean_kl` exceeds `limit`, the limit depends on the checkpoint's noise. If inputs are
+    rounded, a difference in the last bit of bfloat16 may become a whole step, in every layer. Such
+    a difference in the embeddings of SmolLM2-135M alone causes a mean KL of 0.040 in W8A8, 0.021 in
+    FP8_DYNAMIC and 0.24 in NVFP4. The mean KL between vLLM and the reference is 0.057 in W8A8 and
+    0.033 in FP8_DYNAMIC. The noise is stored in `path`, the file of `remembered_reference`.
     """
     if mean_kl <= limit or limit <= KL_LIMITS[16]:
         return limit
@@ -129,8 +132,9 @@ def _jitter_embeddings(model: Module, jitter: float) -> None:
 def remembered_reference(
     checkpoint: Path, prompts: Sequence[Sequence[int]], path: Path, on_progress: OnProgress = silent
 ) -> torch.Tensor:
-    """`reference_logprobs`, read from the safetensors file `path`, or computed and written
-    there.
+    """Return `reference_logprobs` from the safetensors file `path`.
+
+    If the file does not exist, the log-probabilities are computed and written to it.
     """
     if not path.is_file():
         record(path)
@@ -144,10 +148,10 @@ def remembered_reference(
 
 
 def reference_canaries(checkpoint: Path, canaries: Sequence[Canary]) -> tuple[Canary, ...]:
-    """The reference's greedy continuations of canaries' prompts, up to as many tokens or its own
-    end.
+    """Return the reference's greedy continuations of the canaries' prompts.
 
-    Raises as `reference_logprobs`.
+    A continuation has as many tokens as the canary, or fewer if the reference ends it. Raises the
+    errors of `reference_logprobs`.
     """
     model = load_dequantized(checkpoint)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
@@ -176,8 +180,8 @@ def _continuation(model: Module, tokenizer: PreTrainedTokenizerBase, canary: Can
 
 
 def load_dequantized(checkpoint: Path) -> Module:
-    """The checkpoint as a plain transformers model that rounds activations where the scheme says
-    so.
+    """Return the checkpoint as a transformers model that rounds activations as its
+    schemes require.
     """
     raw = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     config = AutoConfig.from_pretrained(checkpoint)
@@ -195,8 +199,8 @@ def load_dequantized(checkpoint: Path) -> Module:
         for name, module in skeleton.named_modules()
         if isinstance(module, Linear | Conv1D) and name in stored
     }
-    # The projections of single experts, which transformers joins to one tensor when it has them
-    # all.
+    # Projections of single experts. transformers joins the experts of a layer in one tensor once it
+    # has read all of them.
     experts = {key.rpartition(".")[0]: linear for key in tensors if EXPERT.search(key)}
     quantization = find_quantization(checkpoint, raw)
     transforms = _take_transforms(quantization, tensors)
@@ -209,7 +213,7 @@ def load_dequantized(checkpoint: Path) -> Module:
         None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True
     )
     model, loading = loaded
-    if missing := sorted(loading["missing_keys"]):  # they would be random
+    if missing := sorted(loading["missing_keys"]):  # transformers would initialize them randomly
         need, fix = "a checkpoint whose names transformers loads", "compare without a reference"
         raise InputError(f"{checkpoint}: {missing[0]}", got="no weight", need=need, fix=fix)
     for transform in transforms:  # before any other hook on inputs
@@ -224,7 +228,9 @@ def load_dequantized(checkpoint: Path) -> Module:
 
 
 def _read(checkpoint: Path) -> Tensors:
-    """All tensors but the scales of the KV cache, which the reference keeps in its own dtype."""
+    """Return all tensors except the scales of the KV cache, which the reference does
+    not quantize.
+    """
     install_bus_error_handler()
     tensors: Tensors = {}
     for file in sorted(checkpoint.glob("*.safetensors")):
@@ -235,9 +241,10 @@ def _read(checkpoint: Path) -> Tensors:
 def _schemes(
     linears: Mapping[str, Module], stored: StoredQuantization | None, tensors: Tensors
 ) -> dict[str, QuantizationScheme]:
-    """The scheme of each quantized linear layer; the first group that matches, as in vLLM.
+    """Return the scheme of each quantized linear layer: the first group that matches, as in vLLM.
 
-    A layer that has no scale is not quantized, as vLLM takes an output head that no target names.
+    A layer without a scale is not quantized. vLLM does the same for an output head that no
+    target names.
     """
     if stored is None:
         return {}
@@ -264,7 +271,7 @@ def _schemes(
 def _dequantize(
     name: str, scheme: QuantizationScheme, tensors: Tensors, dtype: torch.dtype
 ) -> Tensors:
-    """Replace a layer's stored tensors by its weight; return what its input needs."""
+    """Replace a layer's stored tensors by its weight. Return the tensors for its input."""
     prefix = f"{name}."
     names = [name for name in tensors if name.startswith(prefix)]
     state = {name.removeprefix(prefix): tensors.pop(name) for name in names}
@@ -289,7 +296,7 @@ class ReferenceTransform:
     matrices: Mapping[int, torch.Tensor]
 
     def attach(self, model: Module) -> None:
-        """Let the layers of a model that it targets compute it."""
+        """Attach the transform to the layers of a model that it targets."""
         for name, module in model.named_modules():
             if isinstance(module, Linear) and is_match(
                 name, module, self.args.targets, self.args.ignore
@@ -318,9 +325,9 @@ class ReferenceTransform:
 def _take_transforms(
     stored: StoredQuantization | None, tensors: Tensors
 ) -> list[ReferenceTransform]:
-    """The transforms that layers compute; their matrices are taken out of `tensors`.
+    """Return the transforms that layers compute, and remove their matrices from `tensors`.
 
-    InputError where a transform is one of attention, which vLLM does not run.
+    Raises InputError if a transform belongs to attention, because vLLM does not run these.
     """
     if stored is None or not (raw := stored.values.get("transform_config")):
         return []

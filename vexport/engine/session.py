@@ -31,35 +31,36 @@ from vexport.records import OnProgress
 from vexport.version import __version__
 
 T = TypeVar("T")
-# Turns torch.compile off; read when decorated functions are imported.
+# Turns torch.compile off. The variable is read when decorated functions are imported.
 EAGER = {"TORCHDYNAMO_DISABLE": "1"}
-# Set by vexport, whatever the caller's environment says.
+# Variables that vexport sets. They override the caller's environment.
 _FIXED_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_NO_USAGE_STATS": "1",
-    # W4A16 on AMX machines runs with int8 activations otherwise:
-    # kernels/linear/mixed_precision/cpu.py.
+    # Otherwise W4A16 would run with int8 activations on AMX
+    # machines: kernels/linear/mixed_precision/cpu.py.
     "VLLM_CPU_INT4_W4A8": "0",
     SWITCH: "1",
     "NO_COLOR": "1",
     "PYTHONUNBUFFERED": "1",
     "PYTHONFAULTHANDLER": "1",
 }
-# The stubs for kernels that the CPU lacks would be in the way of a fake device.
+# Kernels that emulate missing CPU kernels must not be registered for a fake device.
 NO_EMULATION = {SWITCH: "0"}
-# Defaults that the caller's environment overrides. The KV cache is in whole GiB.
+# Defaults that the caller's environment overrides. The size of the KV cache is in whole GiB.
 _DEFAULT_ENVIRONMENT = {
-    # Waiting threads sleep soon: on shared cores spinning threads hold up the others.
+    # Waiting threads sleep soon. On shared cores, spinning threads would delay other threads.
     "GOMP_SPINCOUNT": "10000",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "INFO",
 }
-# A socket's path has 108 bytes: vLLM's have 42 below the folder of a session, whose name has 25.
+# A socket's path has at most 108 bytes. vLLM needs 42 below the folder of a session, and the
+# folder's name has 25.
 _LONGEST_TEMPORARY = 40
-# Seconds to ask an interpreter whether it has vLLM.
+# Time limit for checking whether an interpreter has vLLM.
 _PROBE_SECONDS = 60.0
 _PLUGIN = "[vllm.general_plugins]\nvexport_cpu_emulation = vexport.engine.cpu_emulation:register\n"
-# What happened and what to do, for each kind of failure.
+# Event and remedy for each kind of failure.
 _TOLD: Mapping[FailureKind, tuple[str, str]] = {
     "refused": ("vLLM refuses to load it", "re-export the checkpoint"),
     "unsupported": (
@@ -94,8 +95,9 @@ _TOLD: Mapping[FailureKind, tuple[str, str]] = {
 
 
 class EngineFault(EnvironmentFault):
-    """vLLM is missing, crashed, ran out of memory, space or time; `failure` has the end of its
-    log.
+    """vLLM is missing, crashed, ran out of memory or space, or took too long.
+
+    `failure` has the end of its log.
     """
 
     def __init__(self, where: str, failure: EngineFailure, log: Path | None = None) -> None:
@@ -107,7 +109,7 @@ class EngineFault(EnvironmentFault):
 
 @contextmanager
 def log_folder(prefix: str) -> Iterator[Path]:
-    """A folder for the log of a session, which stays only where an EngineFault names the log."""
+    """Yield a folder for the log of a session. It is kept only if an EngineFault names the log."""
     folder = Path(tempfile.mkdtemp(prefix=prefix, dir=_temporary_folder()))
     keep = False
     try:
@@ -122,10 +124,11 @@ def log_folder(prefix: str) -> Iterator[Path]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Worker(Generic[T]):
-    """`python -m MODULE REQUEST RESULT`: a process that writes its result, which is of type `kind`.
+    """A process `python -m MODULE REQUEST RESULT` that writes a result of type `kind`.
 
-    `where` names it in errors. Its output goes to `log`, its environment is ours with
-    `environment`; `vllm_python` is another interpreter that has vLLM.
+    `where` is its name in errors. Its output goes to `log`. Its environment is this process's
+    environment, with the variables in `environment`. `vllm_python` is another interpreter that has
+    vLLM, or None for the running interpreter.
     """
 
     module: str
@@ -138,17 +141,16 @@ class Worker(Generic[T]):
     environment: Mapping[str, str] = field(default_factory=dict)
 
     def run(self, on_progress: OnProgress) -> T:
-        """Start it and wait for its result. Raises as `started`."""
+        """Start the worker and wait for its result. Raises the errors of `started`."""
         with self.started() as result:
             return result(on_progress)
 
     @contextmanager
     def started(self) -> Iterator[Callable[[OnProgress], T]]:
-        """Start it; what is yielded waits for the result. The process is gone when the context
-        ends.
+        """Start the worker. Yield a function that waits for its result.
 
-        EngineFault if vLLM is missing, if the worker ends without a result, or `timeout` seconds
-        after its start.
+        The process is gone when the context ends. Raises EngineFault if vLLM is missing, if the
+        worker ends without a result, or `timeout` seconds after its start.
         """
         require_vllm(self.vllm_python)
         python = self.vllm_python or Path(sys.executable)
@@ -186,9 +188,10 @@ class Worker(Generic[T]):
 
 
 def _temporary_files(scratch: Path) -> Mapping[str, str]:
-    """The variables that name a worker's folder for temporary files, which goes with the session.
+    """Return the variables that set a worker's folder for temporary files, which the
+    session removes.
 
-    Each engine leaves sockets. What torch compiles is kept where it would be without this.
+    Each engine leaves sockets in it. torch's compiled code stays in the usual folder.
     """
     folder = scratch / "tmp"
     folder.mkdir()
@@ -200,21 +203,25 @@ def _temporary_files(scratch: Path) -> Mapping[str, str]:
 
 
 def _temporary_folder() -> str:
-    """The folder for temporary files, unless sockets below it would have too long a path."""
+    """Return the folder for temporary files, or /tmp if sockets in that folder would have too long
+    a path.
+    """
     folder = tempfile.gettempdir()
     return folder if len(folder) <= _LONGEST_TEMPORARY else "/tmp"
 
 
 def session_error(problem: InputProblem) -> VexportError:
-    """The error that a worker met, to be raised here."""
+    """Return the error of a worker, so that this process can raise it."""
     kinds: tuple[type[VexportError], ...] = (CheckpointFailed, Inconclusive, EnvironmentFault)
     kind = next((kind for kind in kinds if kind.exit_code == problem.exit_code), InputError)
     return kind(problem.where, got=problem.got, need=problem.need, fix=problem.fix)
 
 
 def raise_found(problems: Sequence[InputProblem]) -> None:
-    """Raise what a worker found wrong: the inputs together, or else the faults of the
-    environment.
+    """Raise the problems that a worker found.
+
+    Problems of the inputs are raised together. If there are none, faults of the environment
+    are raised.
     """
     errors = [session_error(problem) for problem in problems]
     raise_all([error for error in errors if isinstance(error, InputError)])
@@ -223,8 +230,10 @@ def raise_found(problems: Sequence[InputProblem]) -> None:
 
 
 def require_vllm(vllm_python: Path | None = None) -> None:
-    """MissingPackage unless this interpreter has vLLM; EngineFault unless the other one starts and
-    has it.
+    """Raise an error unless an interpreter has vLLM.
+
+    Raises MissingPackage if the running interpreter lacks it, and EngineFault if `vllm_python`
+    lacks it or does not start.
     """
     if vllm_python is None:
         require_extra("vllm", "vexport: loading a checkpoint")
@@ -246,10 +255,11 @@ def require_vllm(vllm_python: Path | None = None) -> None:
 
 
 def require_engine(vllm_pythons: Sequence[Path | None]) -> None:
-    """EngineFault unless each interpreter has vLLM, MissingPackage unless this one has the
-    reference model's.
+    """Raise an error unless each interpreter has vLLM, and the running one has the
+    reference's packages.
 
-    Imports neither: what needs them takes seconds to import.
+    Raises EngineFault and MissingPackage. Neither vLLM nor these packages are imported, because
+    importing them takes seconds.
     """
     for python in vllm_pythons:
         require_vllm(python)
@@ -258,8 +268,9 @@ def require_engine(vllm_pythons: Sequence[Path | None]) -> None:
 
 
 def _packages(scratch: Path) -> str:
-    """Where another interpreter finds this very vexport and its plugin, but none of the other
-    packages.
+    """Return a PYTHONPATH on which another interpreter finds this vexport and its plugin.
+
+    The path contains no other packages of this environment.
     """
     shim = scratch / "packages"
     metadata = shim / f"vexport-{__version__}.dist-info"

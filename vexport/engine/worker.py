@@ -1,7 +1,7 @@
-"""A process that runs one model in the real vLLM, and the plumbing of all worker processes.
+"""Run one model in vLLM in a separate process, and provide the basic functions of all workers.
 
-The process starts the engine, describes it, lets a function ask it, and tears it down. The result
-file is written whole or not at all; a worker that dies leaves none.
+The process starts the engine, describes it, calls a function that uses it, and tears it down. The
+result file is written completely or not at all. A worker that dies leaves no result file.
 `vexport/inference/engine_worker.py` is the program that runs this.
 """
 
@@ -44,15 +44,17 @@ _MOST_MESSAGE = 1000
 CPU = "cpu"
 # Seconds for vLLM to raise that its core has ended.
 _CORE_GRACE_SECONDS = 3
-# Seconds to tear down an engine whose answers are written.
+# Time limit for tearing down an engine after the result was written.
 _TEARDOWN_SECONDS = 20
 AskEngine = Callable[
     [EngineArguments, "LLM", SessionRequest, SessionResult, OnProgress], SessionResult
 ]
-"""Asks an engine that was built with the arguments, and returns the result with the answers."""
-# Arguments of vLLM that have other defaults here than on a GPU. Eager, as compiling takes longer
-# than the few prompts and needs a C++ compiler; the engine reserves room for so many prompts at
-# once.
+"""Function that uses an engine and returns the result with the answers. It also gets the
+engine's arguments.
+"""
+# Arguments of vLLM with other defaults on a CPU than on a GPU. A CPU runs eager, because compiling
+# takes longer than the few prompts and needs a C++ compiler. The engine reserves memory for
+# `max_num_seqs` prompts at once.
 _CPU_DEFAULTS: EngineArguments = {
     "enforce_eager": True,
     "max_num_seqs": 64,
@@ -63,27 +65,29 @@ _NODES = Path("/sys/devices/system/node")
 
 
 def main(arguments: list[str], ask: AskEngine) -> Never:
-    """Read the request, start the engine, let `ask` ask it, write the result, and end.
+    """Read the request, start the engine, call `ask`, write the result, and exit.
 
-    The exit code is 0 if there is a result, which may be a failure.
+    The exit code is 0 if there is a result. The result may be a failure.
     """
     request_file, result_file = (Path(argument) for argument in arguments)
     end_with_parent()
     with ExitStack() as engine:
         result = run(from_json(SessionRequest, request_file), reporter(), ask, engine)
         write_text(result_file, to_json(result))
-        # Teardown may crash, or wait for threads and devices forever: the alarm ends this process
-        # then.
+        # Teardown may crash, or wait for threads and devices forever. In this case the alarm ends
+        # the process.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(_TEARDOWN_SECONDS)
-    # Python's own end takes apart all of vLLM, which is seconds.
+    # A regular exit of Python would tear down all of vLLM, which takes seconds.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
 
 
 def answer_request(arguments: list[str], kind: type[T], answer: Callable[[T], object]) -> int:
-    """The `main` of the other workers: read the request, write what `answer` says; 0."""
+    """Read the request, write the result of `answer`, and return 0: the `main` of the
+    other workers.
+    """
     request_file, result_file = (Path(argument) for argument in arguments)
     end_with_parent()
     write_text(result_file, to_json(answer(from_json(kind, request_file))))
@@ -93,9 +97,9 @@ def answer_request(arguments: list[str], kind: type[T], answer: Callable[[T], ob
 def end_at_crashes() -> None:
     """Make a crash end the process at once, with Python's stack in the log.
 
-    tvm_ffi, which vLLM imports, handles SIGSEGV by code that allocates memory
-    (src/ffi/backtrace.cc): where memory was being allocated, the process waited for itself until
-    the timeout.
+    vLLM imports tvm_ffi, which handles SIGSEGV with code that allocates memory
+    (src/ffi/backtrace.cc). If the crash happened during an allocation, the process waited for
+    itself until the timeout.
     """
     faulthandler.disable()
     signal.signal(signal.SIGSEGV, signal.SIG_DFL)
@@ -103,11 +107,12 @@ def end_at_crashes() -> None:
 
 
 def end_with_core(llm: "LLM", engine: ExitStack) -> None:
-    """Let `engine` tear down an engine of several processes, and end this one soon after the
-    engine's core.
+    """Register the teardown of an engine with several processes, and end this process if the
+    core ends.
 
-    On a GPU the core is a process of its own. vLLM notes where it ended (v1/engine/core_client.py,
-    start_engine_core_monitor), but who waits for its answers waits for ever.
+    On a GPU the core is a separate process. vLLM notices when it ends (v1/engine/core_client.py,
+    start_engine_core_monitor), but callers that wait for its answers would wait forever. So this
+    process ends soon after the core.
     """
     core, done = llm.llm_engine.engine_core, threading.Event()
 
@@ -131,7 +136,8 @@ def end_with_core(llm: "LLM", engine: ExitStack) -> None:
 def run(
     request: SessionRequest, report: OnProgress, ask: AskEngine, engine: ExitStack
 ) -> SessionResult:
-    """Start an engine and ask it; an exception becomes part of the result and goes to the log.
+    """Start an engine and pass it to `ask`. An exception is stored in the result and printed to
+    the log.
 
     The caller closes `engine` to tear down the engine.
     """
@@ -166,20 +172,21 @@ def run(
 
 
 def build_engine(arguments: EngineArguments, platform: str) -> "LLM":
-    """vLLM's engine."""
+    """Return vLLM's engine."""
     from vllm import LLM
 
     if platform == CPU:
         prepare_cpu(arguments)
-    # vLLM collects garbage seven times as it starts: without the modules that is 1.6 s of a core
-    # less.
+    # vLLM collects garbage seven times when it starts. Leaving out the modules saves 1.6 s of
+    # a core.
     gc.freeze()
     return LLM(**arguments)
 
 
 def model_arguments(request: SessionRequest, platform: str) -> EngineArguments:
-    """The arguments of `vllm.LLM` for a request; what the request does not say has the platform's
-    default.
+    """Return the arguments of `vllm.LLM` for a request.
+
+    Settings that the request does not contain get the platform's defaults.
     """
     arguments: dict[str, JsonValue] = {
         **(_CPU_DEFAULTS if platform == CPU else {}),
@@ -188,13 +195,14 @@ def model_arguments(request: SessionRequest, platform: str) -> EngineArguments:
         "trust_remote_code": request.trust_remote_code,
         "seed": request.seed,
         "disable_log_stats": not request.drafted,
-        # Answers must not depend on earlier prompts; with it 20 of 64 changed (docs/evaluation.md).
+        # Answers must not depend on earlier prompts. With prefix caching 20 of 64
+        # changed (docs/evaluation.md).
         "enable_prefix_caching": False,
         "worker_extension_cls": "vexport.engine.describe.DescribeKernels",
     }
     if platform == CPU and (request.lm_eval.seeds > 1 or "seed" in request.lm_eval.gen_kwargs):
-        # After a prefill in parts vLLM rewinds a request's generator, which fails for those of a
-        # CPU ("CPU Generator does not use offset", v1/worker/gpu_model_runner.py).
+        # After a prefill in parts, vLLM rewinds a request's generator. A CPU generator cannot be
+        # rewound ("CPU Generator does not use offset", v1/worker/gpu_model_runner.py).
         arguments["enable_chunked_prefill"] = False
     if request.max_model_len is not None:
         arguments["max_model_len"] = request.max_model_len
@@ -206,8 +214,9 @@ def model_arguments(request: SessionRequest, platform: str) -> EngineArguments:
 
 
 def _refused_argument(error: Exception, given: EngineArguments) -> InputError | None:
-    """The first argument that vLLM's own config classes refuse; None where it refuses something
-    else.
+    """Return an error for the first given argument that vLLM's config classes refuse.
+
+    Return None if vLLM refuses something else.
     """
     for detail in error.errors() if isinstance(error, ValidationError) else []:
         name = str(detail["loc"][0]) if detail["loc"] else ""
@@ -226,7 +235,9 @@ def _failure(kind: FailureKind, error: Exception) -> EngineFailure:
 
 
 def input_problem(error: VexportError) -> InputProblem:
-    """The error as the parent will raise it; its traceback goes to the log."""
+    """Return a description of the error for the parent, which raises it again. Print its traceback
+    to the log.
+    """
     traceback.print_exception(error)
     return InputProblem(
         exit_code=error.exit_code, where=error.where, got=error.got, need=error.need, fix=error.fix
@@ -234,7 +245,10 @@ def input_problem(error: VexportError) -> InputProblem:
 
 
 def reporter() -> OnProgress:
-    """Progress as JSON lines on the descriptor that the parent named; to nowhere without one."""
+    """Return a function that writes progress as JSON lines to the descriptor that the parent named.
+
+    If the parent named no descriptor, the function does nothing.
+    """
     name = os.environ.pop(PROGRESS_FD, None)
     if name is None:
         return lambda stage, done, total: None
@@ -248,7 +262,10 @@ def reporter() -> OnProgress:
 
 
 def end_with_parent() -> None:
-    """Our stdin is a pipe that our parent holds: when it closes, the whole process group ends."""
+    """Kill the whole process group as soon as the parent ends.
+
+    The parent holds a pipe to this process's stdin. The pipe closes when the parent ends.
+    """
 
     def watch() -> None:
         while os.read(0, 1):
@@ -262,15 +279,18 @@ def prepare_cpu(arguments: EngineArguments) -> None:
     """Set the environment variables that the engine's processes read at their start.
 
     vLLM binds each rank to a NUMA node and refuses more ranks than nodes
-    (utils/ompmultiprocessing.py). There the ranks share the cores unbound, unless
-    VLLM_CPU_OMP_THREADS_BIND names cores. The engine's core runs in this process, and with it a
-    single rank, unless cores are named for that one, which takes a process: every further process
-    imports vLLM, 10 s each. The core's process would compute on one thread (utils/torch_utils.py,
-    set_torch_threads_for_runtime) unless OMP_NUM_THREADS says otherwise: it is what computes here.
+    (utils/ompmultiprocessing.py). If there are more ranks than nodes, the ranks share the cores
+    unbound, unless VLLM_CPU_OMP_THREADS_BIND names cores.
+
+    The engine's core runs in this process, and a single rank as well. If VLLM_CPU_OMP_THREADS_BIND
+    names cores for a single rank, the core gets a separate process. Every further process imports
+    vLLM, which takes 10 s. By default the core's process uses only one thread
+    (utils/torch_utils.py, set_torch_threads_for_runtime). OMP_NUM_THREADS overrides this, because a
+    core in this process does the computation.
     """
     if arguments.get("enforce_eager"):
-        # vLLM compiles parts of its sampler even so: 4 s at the first prompt, and it needs a
-        # compiler.
+        # vLLM compiles parts of its sampler even in eager mode. This takes 4 s at the first prompt,
+        # and needs a compiler.
         os.environ["TORCHDYNAMO_DISABLE"] = "1"
     sizes = (arguments.get(name, 1) for name in ("tensor_parallel_size", "pipeline_parallel_size"))
     ranks = math.prod(size for size in sizes if isinstance(size, int))
@@ -285,5 +305,5 @@ def prepare_cpu(arguments: EngineArguments) -> None:
 
 
 def _nodes() -> int:
-    """The machine's number of NUMA nodes; 1 where the kernel does not say."""
+    """Return the machine's number of NUMA nodes, or 1 if the kernel does not list them."""
     return len(list(_NODES.glob("node[0-9]*"))) or 1
