@@ -30,8 +30,9 @@ STACK = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleNames:
-    """Kinds of the modules of one class, by vLLM's name (`Architecture.vllm_name`) with `*` for
-    each number.
+    """Kinds of the modules of a class, by vLLM's name with `*` for each number.
+
+    The names are those that `Architecture.vllm_name` returns, with stars.
 
     `asked` maps vLLM's names of modules to other names under which vLLM looks up the modules in its
     quantization config. It also contains modules of decoder layers.
@@ -92,9 +93,9 @@ TABLE_NAMES = re.compile(
 TableLookup = Literal["name", "class"]
 # Which tensors of a layer are reordered when vLLM's loader reorders the layer's rows. scales by
 # row: the weight, and its scales (one for each row or one for all rows). every tensor: all tensors,
-# and each must have a row for each row of the weight. whole heads: all tensors with an output
-# dimension, cut by heads. plain weight: only `weight`, not packed weights and scales. transposed:
-# only `weight`, which is stored as (in, out) and transposed.
+# each with a row for each row of the weight. whole heads: all tensors with an output dimension, cut
+# by heads. plain weight: only `weight`, not packed weights and scales. transposed: only `weight`,
+# which is stored as (in, out) and transposed.
 Reordering = Literal["scales by row", "every tensor", "whole heads", "plain weight", "transposed"]
 
 
@@ -177,13 +178,14 @@ class Architecture:
     asked: dict[str, str] = field(default_factory=dict)
 
     def vllm_name(self, module: str) -> str:
-        """Return vLLM's name of a checkpoint's module (`WeightsMapper.map_name`
-        in models/utils.py).
+        """Return vLLM's name of a checkpoint's module.
+
+        Source: `WeightsMapper.map_name` in models/utils.py.
         """
         return self.renames(f"{module}.weight").removesuffix(".weight")
 
     def asked_name(self, module: str) -> str:
-        """Return the name under which vLLM looks up a checkpoint's module in its
+        """Return the name by which vLLM looks up a checkpoint's module in its
         quantization config.
         """
         name = self.vllm_name(module)
@@ -198,8 +200,9 @@ class Architecture:
         return self.renames(entry) if "." in entry and not entry.startswith("re:") else entry
 
     def kind(self, module: str) -> ModuleKind | None:
-        """Return the kind of a checkpoint's module outside the decoder layers, or None if it
-        is unknown.
+        """Return the kind of a module outside the decoder layers, or None if it is unknown.
+
+        `module` is the checkpoint's name of the module.
         """
         return self.kinds.get(with_stars(self.vllm_name(module)))
 

@@ -30,9 +30,7 @@ DRAFTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules"
 
 
 def any_layer(module: str) -> bool:
-    """Return True. By default, every module with the tensors of a linear layer is a
-    linear layer.
-    """
+    """Return True: by default every module with the tensors of a linear layer is a linear layer."""
     return True
 
 
@@ -68,8 +66,9 @@ class BuiltModel:
 
     @property
     def version(self) -> Version:
-        """Version of vLLM with the rules that are used: `asked_version`, or the nearest version
-        with rules.
+        """Version of vLLM with the rules that are used.
+
+        This is `asked_version`, or the nearest version with rules.
         """
         return nearest_version(self.asked_version)
 
@@ -106,9 +105,7 @@ class BuiltModel:
 
     @cached_property
     def table_lookup(self) -> TableLookup | None:
-        """How vLLM finds the config group of the token embeddings. For unknown classes, it is
-        by name.
-        """
+        """How vLLM finds the config group of the token embeddings: by name for unknown classes."""
         known = self.class_name in architecture_table(self.version).architectures
         return self.architecture.embedding if known else "name"
 

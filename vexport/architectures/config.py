@@ -73,8 +73,9 @@ class Unknown(Exception):
 
 
 class Items:
-    """A word or a list of a config. It is not a number, so that expressions cannot
-    multiply by it.
+    """A word or a list of a config.
+
+    It is not a number, so that expressions cannot multiply by it.
     """
 
     def __init__(self, values: str | list[Json]) -> None:

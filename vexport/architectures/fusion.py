@@ -33,9 +33,7 @@ class FusedLayer:
 
     @property
     def experts(self) -> str | None:
-        """Name of the module of routed experts (`model.layers.1.mlp.experts`), or None for
-        other layers.
-        """
+        """Module of routed experts (`model.layers.1.mlp.experts`), or None for other layers."""
         return moe_layer(self.members[0])
 
     @property
@@ -72,8 +70,9 @@ def is_head(name: str) -> bool:
 
 
 def moe_layer(name: str) -> str | None:
-    """Return the module of routed experts that contains a layer (`model.layers.1.mlp.experts`),
-    or None.
+    """Return the module of routed experts that contains a layer, or None.
+
+    The name of such a module is `model.layers.1.mlp.experts`.
     """
     match = EXPERT.match(name.rpartition(".")[0])
     return match["layer"] if match else None
@@ -114,8 +113,9 @@ def also_asked(
 
 
 def _modules(prefix: str, architecture: Architecture) -> Mapping[str, tuple[str, ...]]:
-    """Return the fused modules that may be below a prefix. Experts have only the fused
-    module w13.
+    """Return the fused modules that may be below a prefix.
+
+    Experts have only the fused module w13.
     """
     if not EXPERT.match(prefix):
         return architecture.fused

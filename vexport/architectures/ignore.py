@@ -1,5 +1,6 @@
-"""Build the `ignore` list of a quantization config: complete for fused layers, short
-for experts.
+"""Build the `ignore` list of a quantization config.
+
+The list is complete for fused layers and short for experts.
 """
 
 import re

@@ -206,8 +206,9 @@ def _as_stored(
 def _one_by_one(
     prefix: str, name: str, stacked: Expected, architecture: Architecture, hidden: int
 ) -> dict[str, Expected]:
-    """Return the layers of all experts in one tensor, or nothing if their names or sizes
-    are unknown.
+    """Return the layers of all experts in one tensor.
+
+    Return nothing if the names or sizes of the layers are unknown.
     """
     if architecture.experts is None or stacked.shape is None or len(stacked.shape) != 3:
         return {}

@@ -98,8 +98,9 @@ class ClassLayout:
 
 
 class ConfigValues(Mapping[str, object]):
-    """Values of a config, as transformers reads them. The values of a nested config
-    are attributes.
+    """Values of a config, as transformers reads them.
+
+    The values of a nested config are attributes.
     """
 
     def __init__(
@@ -176,8 +177,7 @@ class Expected:
 def expected_tensors(
     layout: ClassLayout, config: Mapping[str, Json], most: int
 ) -> tuple[dict[str, Expected], set[str]]:
-    """Return the tensors that a config implies, and the names (with `*`) of tensors that
-    are uncertain.
+    """Return the tensors that a config implies, and the names (with `*`) of uncertain tensors.
 
     A name is also uncertain if it stands for so many tensors that the total would exceed `most`.
     """

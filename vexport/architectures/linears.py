@@ -102,7 +102,7 @@ class Names:
         return module[: stack.end() - 1] if drafts else None
 
     def drafter_names(self, draft_layer: str) -> tuple[str, ...]:
-        """Return the name of a layer that predicts further tokens in the file and in
+        """Return the names of a layer that predicts further tokens: in the file and in
         vLLM's drafter.
         """
         match = RENUMBERED.search(f"{draft_layer}.")

@@ -67,8 +67,9 @@ def _is_between(value: Json, most: float) -> bool:
 
 
 def table_bytes(text: Mapping[str, Json]) -> int:
-    """Return the bytes of the largest table of positions, or 0 if the config lacks their number
-    or width.
+    """Return the bytes of the largest table of positions.
+
+    Return 0 if the config lacks the number or the width of positions.
     """
     positions = _whole(text.get("max_position_embeddings"))
     width = known_size("qk_rope_head_dim", text) or head_width(text)

@@ -25,8 +25,9 @@ def table_versions() -> tuple[Version, ...]:
 
 
 def read_table(file: str, version: Version) -> dict[str, Json]:
-    """Return a table for one version of vLLM, or the table of `PINNED` if this version has
-    no tables.
+    """Return a table for one version of vLLM.
+
+    If this version has no tables, return the table of `PINNED`.
     """
     table: dict[str, Json] = json.loads(FOLDER.joinpath(file).read_text(encoding="utf-8"))
     changes: dict[str, Json] = json.loads(_changes(file, version) or "{}")

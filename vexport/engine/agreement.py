@@ -42,11 +42,11 @@ _FIX_QUANTIZED = "nothing if the evaluation passes: vLLM computes what the check
 
 
 def kl_limit(checkpoint: Path, cache: str = "auto", input_bits: int | None = None) -> float:
-    """Return the KL limit of a checkpoint for its activations, keys and values with the
-    fewest bits.
+    """Return the limit on the mean KL for a checkpoint.
 
-    `cache` is vLLM's kv_cache_dtype. It may store keys and values in FP8 even if the checkpoint's
-    config does not. `input_bits` is the number of bits to which vLLM's kernels round inputs
+    It depends on the smallest number of bits of activations, keys and values. `cache` is vLLM's
+    kv_cache_dtype. It may store keys and values in FP8 even if the checkpoint's config does not.
+    `input_bits` is the number of bits to which vLLM's kernels round inputs
     (`EngineInfo.input_bits`). It may also be smaller than in the checkpoint's config.
     """
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
@@ -112,8 +112,9 @@ def canary_findings(
 
 
 def symptom(canary: Canary, baseline: Canary | None = None) -> str | None:
-    """Return the fault of a continuation, or None if it has no fault or the baseline is
-    no better.
+    """Return the fault of a continuation.
+
+    Return None if it has no fault, or if the baseline's continuation is no better.
     """
     if canary.non_finite:
         return _NUMBERS

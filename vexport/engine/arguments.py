@@ -28,8 +28,9 @@ _CERTAIN = {"max_model_len", "enforce_eager"}
 
 
 def require_arguments(serves: Sequence[Serve], vllm_python: Path | None) -> None:
-    """Check the engine arguments with vLLM. `serves` are settings that differ in their number
-    of devices.
+    """Check the engine arguments with vLLM.
+
+    `serves` are settings that differ in their number of devices.
 
     Raises InputError for all arguments that this vLLM does not accept, and EnvironmentFault if the
     machine has too few GPUs or lacks Ray. vLLM is imported in a separate process, which takes some
@@ -52,8 +53,7 @@ def require_arguments(serves: Sequence[Serve], vllm_python: Path | None) -> None
 
 
 def require_layers(checkpoint: Path) -> None:
-    """Raise InputError if config.json has more layers or experts than the checkpoint could have
-    tensors for.
+    """Raise InputError if config.json has more layers or experts than there can be tensors for.
 
     vLLM would build them one after the other and not finish. If the checkpoint cannot be read,
     nothing is raised, and vLLM reports the problem.
@@ -73,9 +73,7 @@ def require_layers(checkpoint: Path) -> None:
 
 
 def require_heads(checkpoint: Path, ranks: int) -> None:
-    """Raise InputError if vLLM cannot split the attention heads of a checkpoint among
-    `ranks` ranks.
-    """
+    """Raise InputError if vLLM cannot split the attention heads among `ranks` ranks."""
     text = text_config(read_json_object(checkpoint / "config.json"))
     # Latent attention (MLA) has no KV heads to split.
     keys = 0 if text.get("kv_lora_rank") else known_size("num_key_value_heads", text)
@@ -97,8 +95,9 @@ def main(arguments: list[str]) -> int:
 
 
 def problems_of(request: ArgumentsRequest) -> Iterator[VexportError]:
-    """Yield problems of the arguments: unknown to vLLM, unsuitable, or beyond this
-    machine's devices.
+    """Yield problems of the arguments.
+
+    An argument may be unknown to vLLM, have a wrong value, or need more devices than there are.
     """
     from vllm import __version__ as version
     from vllm.engine.arg_utils import EngineArgs

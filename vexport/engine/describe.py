@@ -44,8 +44,9 @@ _UNRELATED = re.compile(r"_(CACHE|DIR|SIZE|THREADS)(_|$)|^VLLM_CPU_INT4_W4A8$")
 
 
 class DescribeKernels:
-    """Mixin for vLLM's worker (`worker_extension_cls`). Its methods can be called in the worker
-    by name.
+    """Mixin for vLLM's worker (`worker_extension_cls`).
+
+    Its methods can be called in the worker by name.
     """
 
     def vexport_kernels(self) -> list[list[str]]:
@@ -65,9 +66,7 @@ class DescribeKernels:
 
 
 def _describe_layer(layer: torch.nn.Module) -> tuple[str, str, str, str]:
-    """Return scheme, kernel, blind spot of the kernel and bits of the kernel's inputs
-    for a layer.
-    """
+    """Return scheme, kernel, blind spot of the kernel and bits of its inputs for a layer."""
     scheme = getattr(layer, "scheme", None) or layer.quant_method
     chosen, name = kernel_of(scheme)
     bits = activation_bits(scheme, chosen, name)
@@ -93,13 +92,12 @@ def _blind_spot(layer: torch.nn.Module, scheme: object, kernel: str) -> str:
 def describe(llm: "LLM", given: EngineArguments, *, start_seconds: float) -> EngineInfo:
     """Return the EngineInfo of a loaded engine that was started with the arguments `given`.
 
-    It calls the engine's workers, in whichever process or machine they run.
+    It calls the engine's workers, wherever they run.
     """
     from vllm import __version__ as vllm_version
     from vllm.platforms import current_platform
 
-    # Ranks of tensor parallelism have the same layers. Each stage of a pipeline has
-    # different layers.
+    # All tensor parallel ranks have the same layers. Each stage of a pipeline has different layers.
     rows = [row for rank in llm.collective_rpc("vexport_kernels") for row in rank]
     on_cpu = current_platform.is_cpu()
     spots = dict.fromkeys(row[3] for row in rows if row[3])
@@ -135,8 +133,9 @@ def describe(llm: "LLM", given: EngineArguments, *, start_seconds: float) -> Eng
 
 
 def _settings(llm: "LLM", given: EngineArguments) -> dict[str, str]:
-    """Return the engine's arguments, including vLLM's defaults: values as text by name
-    in EngineArgs.
+    """Return the engine's arguments, including vLLM's defaults.
+
+    They are values as text, by name in EngineArgs.
 
     `kv_cache_dtype` is the given value, because vLLM's resolved value depends on the checkpoint.
     """
@@ -156,9 +155,7 @@ def _settings(llm: "LLM", given: EngineArguments) -> dict[str, str]:
 
 
 def _processor() -> str:
-    """Return the CPU's model name and its widest instruction set of those that vLLM's
-    kernels use.
-    """
+    """Return the CPU's model name and its widest instruction set that vLLM's kernels use."""
     info = Path("/proc/cpuinfo")
     text = info.read_text(encoding="utf-8") if info.is_file() else ""
     name = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
@@ -171,8 +168,9 @@ def _processor() -> str:
 
 
 def answer_environment(environment: Mapping[str, str] = os.environ) -> str:
-    """Return the set variables that affect answers, by name: `VLLM_BATCH_INVARIANT=1`;
-    else "none".
+    """Return the variables in the environment that affect answers: `VLLM_BATCH_INVARIANT=1`.
+
+    Return "none" if no such variable is set.
     """
     names = (
         name

@@ -1,6 +1,4 @@
-"""Load checkpoints with vLLM's loaders, for `check` and before a written checkpoint
-gets its name.
-"""
+"""Load checkpoints with vLLM's loaders: for `check`, and before `quantize` renames its output."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -78,8 +76,8 @@ def checked_in_vllm(
     running interpreter.
 
     A fault is not judged if vLLM has the same fault with the unquantized model. This is the model
-    in the folder `source`, or, without `source`, the checkpoint's class in its
-    default configuration.
+    in the folder `source`, or, without `source`, a model that transformers makes of the
+    checkpoint's class (see `dry/controls.py`).
     """
     loadable = {name: root for name, root in roots.items() if _is_loadable(root)}
     require: Require = "all" if target.sm else "any"
@@ -125,9 +123,7 @@ def _joined(
     require: Require,
     vllm_is_there: bool,
 ) -> CheckReport:
-    """Return the check of a checkpoint with its dry load, or with the reason why there is no
-    dry load.
-    """
+    """Return the check of a checkpoint with its dry load, or why there is no dry load."""
     if isinstance(outcome, VexportError):
         return _not_loaded(report, outcome.got if vllm_is_there else NO_VLLM)
     return with_load(report, outcome, require)
@@ -146,7 +142,7 @@ def with_load(report: CheckReport, load: DryLoadReport, require: Require) -> Che
     """Join a check with the dry load of the same checkpoint.
 
     A tensor that the loaders refuse or copy incorrectly is an error. If the loaders find no fault,
-    all names and shapes are judged, even if the check considers them wrong.
+    their judgment of names and shapes replaces the judgment of the check.
     """
     version = report.vllm
     if not f"{load.vllm}.".startswith(f"{version}."):
@@ -201,11 +197,11 @@ def _not_loaded(report: CheckReport, reason: str) -> CheckReport:
 class Prover:
     """Proof that a written checkpoint loads, before it becomes the job's `out`.
 
-    This process checks its config, names and headers. With `dry`, and if vLLM is installed, a dry
-    load follows. At least one type of GPU that runs the schemes must load the checkpoint for each
-    rank of the plan. Schemes alone do not prove this, because attention and a quantized KV cache
-    have further requirements. `note` receives everything that could not be judged. `keeping`
-    returns how to keep the layers that match the given patterns.
+    Its config, names and headers are checked in this process. With `dry`, and if vLLM is installed,
+    a dry load follows. One of the GPUs that run the schemes must load the checkpoint for each rank
+    count of the plan. A GPU that runs the schemes may still refuse the checkpoint, because of its
+    attention or a quantized KV cache. `note` receives everything that could not be judged.
+    `keeping` returns how to keep the layers that match the given patterns.
     """
 
     note: Callable[[str], None]
@@ -213,7 +209,7 @@ class Prover:
     dry: bool = True
 
     def failure(self, job: "QuantizeJob", folder: Path, plan: Plan) -> CheckpointFailed | None:
-        """Return the error because of which `folder` must not become `job.out`, or None.
+        """Return an error if the checkpoint in `folder` must not become `job.out`, else None.
 
         If something could not be judged, or vLLM refuses the source as well, this becomes a note.
         """
@@ -300,8 +296,9 @@ def _tail(name: str) -> str:
 
 
 def _patterns(groups: Sequence[FusionGroup]) -> Iterator[str]:
-    """Yield patterns of --ignore that keep whole layers: all fused layers, and all experts of
-    a layer.
+    """Yield patterns of --ignore that keep whole layers.
+
+    They match all layers that are fused, and all experts of a layer.
     """
     names = [member.name for group in groups for member in group.members]
     experts = dict.fromkeys(layer for name in names if (layer := moe_layer(name)))

@@ -34,9 +34,7 @@ def kernel_of(scheme: object) -> tuple[object, str]:
 
 
 def activation_bits(scheme: object, kernel: object, name: str) -> int | None:
-    """Return the number of bits of the inputs that a kernel multiplies, or None if it
-    is unknown.
-    """
+    """Return the number of bits of a kernel's inputs, or None if it is unknown."""
     config = getattr(kernel, "config", None)
     dtype = getattr(config, "act_type", None)
     if isinstance(dtype, torch.dtype):

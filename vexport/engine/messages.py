@@ -43,8 +43,8 @@ Outcome = Literal["loaded", "refused", "unknown"]
 REASONS = "Reasons:"
 # The unquantized model that a dry load compares a checkpoint with. "source": its source. "same
 # config": the model that transformers builds from the same config.json, under the names that
-# transformers saves. "config alone": the same config.json. "default config": the class in its
-# default configuration. The last two are built without weights.
+# transformers saves. "config alone": the same config.json without its quantization. "default
+# config": the class in its default configuration. The last two are built without weights.
 ControlKind = Literal["source", "same config", "config alone", "default config"]
 # Unquantized models without weights.
 WITHOUT_WEIGHTS: tuple[ControlKind, ...] = ("config alone", "default config")
@@ -58,9 +58,9 @@ class SessionRequest:
     are further arguments of vLLM.
 
     `logprob_prompts` are token ids. If `logprobs_file` is set, their full-vocabulary
-    log-probabilities are written to it (see `worker`). `text` are rows of token ids. The cost of
-    each token and the most probable token are written to `text_file`. `drafted` are prompts that
-    the engine continues with speculative decoding.
+    log-probabilities are written to it (see `vexport.inference`). `text` are rows of token ids. The
+    cost of each token and the most probable token are written to `text_file`. `drafted` are prompts
+    that the engine continues with speculative decoding.
 
     `tasks` are lm-eval task names or YAML files. If there are any, `output` is the folder for
     lm-eval's result and sample files, and `lm_eval` has the settings of lm-eval. `limit` is the
@@ -68,9 +68,9 @@ class SessionRequest:
     part of the documents is evaluated a second time.
 
     `identity` names everything that the answers depend on, except the engine. If it is set, the
-    answers are stored in `output` after each batch, and reused after a session was killed. With an
-    `endpoint`, `checkpoint` is the folder of its tokenizer, and no engine is started. The code of
-    that tokenizer runs only with `trust_tokenizer`.
+    answers are stored in `output` after each batch. A later session reuses them if this session is
+    killed. With an `endpoint`, `checkpoint` is the folder of its tokenizer, and no engine is
+    started. The code of that tokenizer runs only with `trust_tokenizer`.
     """
 
     checkpoint: Path
@@ -203,8 +203,7 @@ class DryTry:
         return self.request.folder / f"{self._name}-{self.cell.tp}-{self.cell.sm}-{self.rank}.json"
 
     def loaded(self, signature: str) -> Path:
-        """Return the file through which tries of one checkpoint and rank share the result of
-        a load.
+        """Return the file through which tries of one checkpoint and rank share a load's result.
 
         They share it if their models have the same signature, because the load does not depend on
         the capability.
@@ -220,8 +219,9 @@ class DryTry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Miscopy:
-    """A fault that the copy audit found at a parameter of vLLM (missing) or a stored tensor
-    (all others).
+    """A fault that the copy audit found.
+
+    It is at a parameter of vLLM if the kind is "missing", and at a stored tensor otherwise.
 
     `layer` is the parameter's kind of layer. It is empty for a tensor that is not loaded.
     """
@@ -307,8 +307,9 @@ def draft_counts(metrics: Mapping[str, float], ending: str = "") -> DraftCounts:
 
 
 def speculative_config(speculative: str, tokens: int = 1) -> dict[str, JsonValue] | None:
-    """Return vLLM's `speculative_config` for `METHOD` or `METHOD=FOLDER`, with drafts of
-    `tokens` tokens.
+    """Return vLLM's `speculative_config` for `METHOD` or `METHOD=FOLDER`.
+
+    `tokens` is the number of tokens of a draft.
 
     Return None if `speculative` is empty.
     """

@@ -51,8 +51,8 @@ _WRAPPER = re.compile(
 )
 # The operating system's out-of-memory killer ends a process with SIGKILL.
 _KILLED_CORE = re.compile(r"Failed core proc\(s\): .*: -9\b")
-# vLLM's message for every exit code of its core, if it has one. A core that refuses a checkpoint
-# writes the reason to the log.
+# vLLM's message if its core ends, with the exit code if vLLM has one. A core that refuses a
+# checkpoint writes the reason to the log.
 _SILENT_CORE = re.compile(r"Failed core proc\(s\): ")
 _PREFIX = re.compile(
     r"^(?:\([^)]*pid=\d+\)\s*|(?:ERROR|WARNING|INFO|CRITICAL) \S+ \S+ \[[^\]]*\]\s*)+"
@@ -113,9 +113,7 @@ def started_group(
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:
-    """Request the end of the group, then kill all processes that are left, and wait for
-    their end.
-    """
+    """Request the end of the group, then kill the remaining processes and wait for their end."""
     assert process.stdin is not None
     process.stdin.close()
     try:
@@ -153,8 +151,9 @@ def _follow(
 
 
 def _pass_on(text: bytes, on_progress: OnProgress) -> bytes:
-    """Report the complete lines that are progress. Return the rest of the text, which may become
-    a line.
+    """Report the complete lines that are progress.
+
+    Return the rest of the text, which may become a line.
     """
     *lines, rest = text.split(b"\n")
     for line in lines:
@@ -213,8 +212,9 @@ def explain(failure: EngineFailure, log: Path, *, platform: str) -> EngineFailur
 
 
 def failure_from_exit(log: Path, code: int) -> EngineFailure:
-    """Return the failure of a worker that ended with `code` (negative: a signal) and left
-    no result.
+    """Return the failure of a worker that ended with `code` and left no result.
+
+    A negative `code` is a signal.
     """
     cause = last_exception(log)
     ending = f"exit code {code}"

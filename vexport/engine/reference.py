@@ -62,8 +62,9 @@ def reference_logprobs(
     jitter: float = 0.0,
     on_progress: OnProgress = silent,
 ) -> torch.Tensor:
-    """Return log-probabilities of the next token after each token of each prompt except the
-    last token.
+    """Return log-probabilities of the next token after each token of each prompt.
+
+    There are none after a prompt's last token.
 
     The result is float32 (sum of len(prompt) - 1, vocabulary), with the prompts in their order. The
     model computes in the checkpoint's dtype, but in bfloat16 if that is float32. With `jitter`, the
@@ -180,9 +181,7 @@ def _continuation(model: Module, tokenizer: PreTrainedTokenizerBase, canary: Can
 
 
 def load_dequantized(checkpoint: Path) -> Module:
-    """Return the checkpoint as a transformers model that rounds activations as its
-    schemes require.
-    """
+    """Return the checkpoint as a transformers model that rounds activations as in its schemes."""
     raw = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     config = AutoConfig.from_pretrained(checkpoint)
     if hasattr(config, "quantization_config"):
@@ -228,8 +227,9 @@ def load_dequantized(checkpoint: Path) -> Module:
 
 
 def _read(checkpoint: Path) -> Tensors:
-    """Return all tensors except the scales of the KV cache, which the reference does
-    not quantize.
+    """Return all tensors except the scales of the KV cache.
+
+    The KV cache of the reference is not quantized.
     """
     install_bus_error_handler()
     tensors: Tensors = {}

@@ -37,8 +37,8 @@ EAGER = {"TORCHDYNAMO_DISABLE": "1"}
 _FIXED_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_NO_USAGE_STATS": "1",
-    # Otherwise W4A16 would run with int8 activations on AMX
-    # machines: kernels/linear/mixed_precision/cpu.py.
+    # W4A16 would run with int8 activations on AMX machines
+    # otherwise: kernels/linear/mixed_precision/cpu.py.
     "VLLM_CPU_INT4_W4A8": "0",
     SWITCH: "1",
     "NO_COLOR": "1",
@@ -188,8 +188,9 @@ class Worker(Generic[T]):
 
 
 def _temporary_files(scratch: Path) -> Mapping[str, str]:
-    """Return the variables that set a worker's folder for temporary files, which the
-    session removes.
+    """Return the variables that set a worker's folder for temporary files.
+
+    The folder is removed with the session.
 
     Each engine leaves sockets in it. torch's compiled code stays in the usual folder.
     """
@@ -203,8 +204,9 @@ def _temporary_files(scratch: Path) -> Mapping[str, str]:
 
 
 def _temporary_folder() -> str:
-    """Return the folder for temporary files, or /tmp if sockets in that folder would have too long
-    a path.
+    """Return the folder for temporary files.
+
+    This is /tmp if the path of sockets in the usual folder would be too long.
     """
     folder = tempfile.gettempdir()
     return folder if len(folder) <= _LONGEST_TEMPORARY else "/tmp"
@@ -255,7 +257,9 @@ def require_vllm(vllm_python: Path | None = None) -> None:
 
 
 def require_engine(vllm_pythons: Sequence[Path | None]) -> None:
-    """Raise an error unless each interpreter has vLLM, and the running one has the
+    """Raise an error unless vLLM and the packages of the reference are installed.
+
+    Each interpreter in `vllm_pythons` needs vLLM. The running interpreter needs the
     reference's packages.
 
     Raises EngineFault and MissingPackage. Neither vLLM nor these packages are imported, because

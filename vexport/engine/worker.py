@@ -49,9 +49,7 @@ _TEARDOWN_SECONDS = 20
 AskEngine = Callable[
     [EngineArguments, "LLM", SessionRequest, SessionResult, OnProgress], SessionResult
 ]
-"""Function that uses an engine and returns the result with the answers. It also gets the
-engine's arguments.
-"""
+"""Function that uses an engine, which was built with these arguments, and returns the result."""
 # Arguments of vLLM with other defaults on a CPU than on a GPU. A CPU runs eager, because compiling
 # takes longer than the few prompts and needs a C++ compiler. The engine reserves memory for
 # `max_num_seqs` prompts at once.
@@ -85,8 +83,9 @@ def main(arguments: list[str], ask: AskEngine) -> Never:
 
 
 def answer_request(arguments: list[str], kind: type[T], answer: Callable[[T], object]) -> int:
-    """Read the request, write the result of `answer`, and return 0: the `main` of the
-    other workers.
+    """Read the request, write the result of `answer`, and return 0.
+
+    This is the `main` of the other workers.
     """
     request_file, result_file = (Path(argument) for argument in arguments)
     end_with_parent()
@@ -107,8 +106,9 @@ def end_at_crashes() -> None:
 
 
 def end_with_core(llm: "LLM", engine: ExitStack) -> None:
-    """Register the teardown of an engine with several processes, and end this process if the
-    core ends.
+    """Register the teardown of an engine with several processes.
+
+    If the engine's core ends, this process ends as well.
 
     On a GPU the core is a separate process. vLLM notices when it ends (v1/engine/core_client.py,
     start_engine_core_monitor), but callers that wait for its answers would wait forever. So this
@@ -136,8 +136,9 @@ def end_with_core(llm: "LLM", engine: ExitStack) -> None:
 def run(
     request: SessionRequest, report: OnProgress, ask: AskEngine, engine: ExitStack
 ) -> SessionResult:
-    """Start an engine and pass it to `ask`. An exception is stored in the result and printed to
-    the log.
+    """Start an engine and pass it to `ask`.
+
+    An exception is stored in the result and printed to the log.
 
     The caller closes `engine` to tear down the engine.
     """
@@ -195,7 +196,7 @@ def model_arguments(request: SessionRequest, platform: str) -> EngineArguments:
         "trust_remote_code": request.trust_remote_code,
         "seed": request.seed,
         "disable_log_stats": not request.drafted,
-        # Answers must not depend on earlier prompts. With prefix caching 20 of 64
+        # Answers must not depend on earlier prompts. With prefix caching, 20 of 64 answers
         # changed (docs/evaluation.md).
         "enable_prefix_caching": False,
         "worker_extension_cls": "vexport.engine.describe.DescribeKernels",
@@ -235,8 +236,9 @@ def _failure(kind: FailureKind, error: Exception) -> EngineFailure:
 
 
 def input_problem(error: VexportError) -> InputProblem:
-    """Return a description of the error for the parent, which raises it again. Print its traceback
-    to the log.
+    """Return a description of the error for the parent, which raises it again.
+
+    The traceback is printed to the log.
     """
     traceback.print_exception(error)
     return InputProblem(

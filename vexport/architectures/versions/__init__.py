@@ -16,8 +16,10 @@ from vexport.version import Version, short_version
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClassFacts:
-    """Fused layers of a model class (packed_modules_mapping), and how vLLM finds the config group
-    of its token embeddings.
+    """Facts about a model class in a version of vLLM.
+
+    `fused` is its packed_modules_mapping. `embedding` is how vLLM finds the config group of the
+    class's token embeddings.
     """
 
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -1,4 +1,6 @@
-"""Run schemes in vLLM's CPU build that it refuses. This is a vLLM plugin that is off by default.
+"""Run schemes in vLLM's CPU build that the CPU build refuses.
+
+This is a vLLM plugin that is off by default.
 
 `register` is the entry point in the group `vllm.general_plugins`. vLLM calls it in each of its
 processes. It does nothing unless VEXPORT_CPU_EMULATION=1 and vLLM runs on its CPU platform.

@@ -58,8 +58,9 @@ class QuantizedLayer(Module):
 
 
 class Dequantized:
-    """Mixin for a kernel class of vLLM. It runs on any device and multiplies by a
-    floating-point weight.
+    """Mixin for a kernel class of vLLM that multiplies by a dequantized weight.
+
+    It runs on any device.
     """
 
     @classmethod
@@ -77,8 +78,9 @@ class Dequantized:
         return F.linear(x, layer.weight, bias)
 
     def apply_scaled_mm(self, **tensors: Tensor) -> Tensor:
-        """Raise NotImplementedError. vLLM requires this method but never calls it: `apply_weights`
-        does all the work.
+        """Raise NotImplementedError.
+
+        vLLM requires this method but never calls it: `apply_weights` does all the work.
         """
         raise NotImplementedError
 
@@ -128,8 +130,9 @@ class EmulationWNA16Linear(Dequantized, linear.MPLinearKernel):  # type: ignore[
 
 
 class EmulationW4A8Fp8Linear(EmulationWNA16Linear):
-    """INT4 weights in groups, FP8 activations with a scale per token, as in
-    vLLM's CutlassW4A8LinearKernel.
+    """INT4 weights in groups, FP8 activations with a scale per token.
+
+    It replaces vLLM's CutlassW4A8LinearKernel.
     """
 
     @classmethod
@@ -153,8 +156,10 @@ class EmulationW4A8Fp8Linear(EmulationWNA16Linear):
 
 
 class EmulationFp8Linear(Dequantized, linear.FP8ScaledMMLinearKernel):  # type: ignore[misc]
-    """FP8 weights (a scale per tensor or channel) and activations (static per tensor, dynamic
-    per token).
+    """FP8 weights and activations.
+
+    Weights have a scale per tensor or channel. Activations have a static scale per tensor or a
+    dynamic scale per token.
 
     On machines with AMX, the CPU build ignores static activation scales. On machines without
     AMX-FP8, its kernel for dynamic scales takes 0.2 s per layer.
@@ -170,8 +175,9 @@ class EmulationFp8Linear(Dequantized, linear.FP8ScaledMMLinearKernel):  # type: 
         return known, "requires weight scales per tensor or channel"
 
     def process_weights_after_loading(self, layer: QuantizedLayer) -> None:
-        """Convert the weight's e4m3 values to the model's dtype, which holds them exactly, as
-        (out, in).
+        """Convert the weight's e4m3 values to the model's dtype, as (out, in).
+
+        The model's dtype holds them exactly.
         """
         weight = layer.weight.data.t().to(self.config.out_dtype)
         layer.weight = Parameter(weight.contiguous(), requires_grad=False)
@@ -185,8 +191,9 @@ class EmulationFp8Linear(Dequantized, linear.FP8ScaledMMLinearKernel):  # type: 
 
 
 class EmulationW8A16Fp8Linear(Dequantized, linear.FP8ScaledMMLinearKernel):  # type: ignore[misc]
-    """FP8 weights, activations that are not quantized. vLLM expands scales per tensor to scales
-    per channel.
+    """FP8 weights, activations that are not quantized.
+
+    vLLM expands scales per tensor to scales per channel.
     """
 
     def process_weights_after_loading(self, layer: QuantizedLayer) -> None:
@@ -207,8 +214,9 @@ class EmulationW8A16Fp8Linear(Dequantized, linear.FP8ScaledMMLinearKernel):  # t
 
 
 class EmulationFp8BlockLinear(Dequantized, linear.Fp8BlockScaledMMLinearKernel):  # type: ignore[misc]
-    """FP8 weights with scales per block, dynamic activation scales per group: for CPUs
-    without AMX.
+    """FP8 weights with scales per block, dynamic activation scales per group.
+
+    It is for CPUs without AMX.
     """
 
     can_implement = linear.Fp8BlockScaledMMLinearKernel.can_implement
@@ -254,8 +262,9 @@ class EmulationNvFp4Linear(EmulationNvFp4A16Linear):
 
 
 class EmulationMxFp4Linear(Dequantized, linear.MxFp4LinearKernel):  # type: ignore[misc]
-    """MXFP4 weights. Activations are MXFP4 as on SM 100, unquantized as in Marlin on older GPUs,
-    or FP8.
+    """MXFP4 weights.
+
+    Activations are MXFP4 as on SM 100, unquantized as in Marlin on older GPUs, or FP8.
     """
 
     @classmethod
@@ -276,8 +285,9 @@ class EmulationMxFp4Linear(Dequantized, linear.MxFp4LinearKernel):  # type: igno
         return activation_key.dtype == torch.float8_e4m3fn and not activation_key.scale.static
 
     def process_weights_after_loading(self, layer: QuantizedLayer) -> None:
-        """Dequantize the weight. The scales are e8m0 exponents with a bias of 127, one for
-        32 values.
+        """Dequantize the weight.
+
+        The scales are e8m0 exponents with a bias of 127. There is one for 32 values.
         """
         values = nvfp4_emulation_utils.break_fp4_bytes(layer.weight.data, torch.float32)
         scale = torch.exp2(layer.weight_scale.data.to(torch.float32) - E8M0_BIAS)
@@ -300,7 +310,9 @@ def blocks_of(layer: QuantizedLayer, stored: Tensor) -> Tensor:
 
 
 def register_kernels() -> None:
-    """Register a kernel for every scheme that the CPU build refuses or runs without its
+    """Register the kernels of this module in vLLM.
+
+    There is a kernel for every scheme that the CPU build refuses or runs without its
     activation scales.
     """
     if nvfp4_scheme.init_nvfp4_linear_kernel is nvfp4_kernel:
@@ -320,8 +332,8 @@ def register_kernels() -> None:
     linear._POSSIBLE_WFP8A16_KERNELS[PlatformEnum.CPU].append(EmulationW8A16Fp8Linear)
     # Last, because vLLM's kernels are used if the machine has AMX.
     linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU].append(EmulationFp8BlockLinear)
-    # Last, for layers that vLLM's INT4 kernel does not take. First on processors without AVX-512:
-    # vLLM chooses its INT4 kernel for them although the build does not contain it.
+    # Last, for layers that vLLM's INT4 kernel does not take. It is first on processors without
+    # AVX-512: vLLM chooses its INT4 kernel for them although the build does not contain it.
     mixed = linear._POSSIBLE_KERNELS[PlatformEnum.CPU]
     mixed.insert(len(mixed) if hasattr(torch.ops._C, "cpu_gemm_wna16") else 0, EmulationWNA16Linear)
     # First, because vLLM's kernel for INT4 with INT8 inputs does not check the inputs' type.
@@ -383,8 +395,9 @@ def nvfp4_kernel(use_a16: bool = False) -> linear.NvFp4LinearKernel:
 
 
 def rotate(transform: HadamardTransform, value: Tensor, part_id: int = 0) -> Tensor:
-    """Replace `HadamardTransform.forward`: multiply `value` (..., features) by the matrix or
-    its inverse.
+    """Replace `HadamardTransform.forward`: multiply a value by the matrix or its inverse.
+
+    `value` is (..., features).
 
     vLLM has kernels for this on GPUs only.
     """

@@ -48,8 +48,9 @@ def fp8_token_scale(activations: torch.Tensor) -> torch.Tensor:
 
 
 def round_fp8(activations: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Return the e4m3 values of activations / scale, saturated at 448, in the dtype of
-    the activations.
+    """Return the e4m3 values of activations / scale, saturated at 448.
+
+    The result has the dtype of the activations.
 
     bfloat16 and float16 hold every e4m3 value exactly.
     """

@@ -1,1 +1,1 @@
-"""Dry load: vLLM's own model classes and weight loaders without weights and without a GPU."""
+"""Dry load: vLLM's model classes and weight loaders without weights and without a GPU."""

@@ -1,5 +1,6 @@
-"""Record the copies of a model's loaders: which tensors fill which parts of each parameter,
-and dtypes.
+"""Record the copies that a model's loaders make.
+
+The record has the tensors that fill each part of a parameter, and their dtypes.
 
 All tensors are on the meta device, so that a copy has no data and is only recorded. A region is a
 view's offset, shape and strides. Regions of the same storage are assumed to be equal or disjoint,
@@ -38,9 +39,7 @@ _MOST_NAMES = 4
 
 @dataclass(slots=True, kw_only=True)
 class _Written:
-    """Regions of a parameter that got a value, and the first stored tensors that the values
-    came from.
-    """
+    """Regions of a parameter that got a value, and the first stored tensors with these values."""
 
     regions: dict[Region, int] = field(default_factory=dict)
     sources: dict[str, None] = field(default_factory=dict)
@@ -78,7 +77,7 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.begin()
 
     def begin(self) -> None:
-        """Start with a new model, of which nothing is read or written yet."""
+        """Forget the last model: nothing is read or written yet."""
         self._written: dict[int, _Written] = {}
         self._sources: dict[str, _Source] = {}
         # For each storage, the stored tensors that it contains or was computed from, and a tensor
@@ -88,8 +87,9 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False. Otherwise torch would wrap `__torch_dispatch__`, and its calls would take a
-        third longer.
+        """Return False.
+
+        Otherwise torch would wrap `__torch_dispatch__`, and its calls would take a third longer.
         """
         return False
 
@@ -149,8 +149,9 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._sources[name].casts[inputs[0].dtype, result.dtype] = None
 
     def _read(self, tensor: torch.Tensor) -> tuple[str, ...]:
-        """Return the stored tensors behind `tensor`. If it is a view of a stored tensor, record its
-        region as read.
+        """Return the stored tensors behind `tensor`.
+
+        If it is a view of a stored tensor, its region is recorded as read.
         """
         names, _ = self._origins.get(_storage(tensor), ((), tensor))
         for name in names:
@@ -167,8 +168,9 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return 1
 
     def faults(self, model: torch.nn.Module, *, optional: frozenset[str]) -> Iterator[Miscopy]:
-        """Yield the silent faults of a load. Parameters named in `optional` need no
-        stored tensor.
+        """Yield the silent faults of a load.
+
+        Parameters named in `optional` need no stored tensor.
         """
         for parameter in model.parameters():  # a loader may replace a parameter by a stored tensor
             self._read(parameter)
@@ -222,8 +224,9 @@ def _layer(parameter: str) -> str:
 
 
 def _where_from(written: _Written, parameter: torch.Tensor) -> str:
-    """Return the experts with missing elements, or the stored tensors that a parameter was
-    filled from.
+    """Return text that names the experts with missing elements.
+
+    For a parameter without experts, return the stored tensors that the parameter was filled from.
 
     Return an empty text if there are none or too many of these tensors.
     """
@@ -267,8 +270,9 @@ def _tensors(values: tuple[object, ...]) -> Iterator[torch.Tensor]:
 
 
 class HeaderFile:
-    """Replacement of vLLM's `safe_open`: tensors are on the meta device. The file is
-    still checked.
+    """Replacement of vLLM's `safe_open` with tensors on the meta device.
+
+    The file is still checked.
     """
 
     def __init__(

@@ -80,8 +80,9 @@ def with_cause(
 
 
 def _objection(reason: str) -> str:
-    """Return why the attention backends refuse a model, from vLLM's message, or "" if it
-    is unknown.
+    """Return why the attention backends refuse a model, from vLLM's message.
+
+    Return "" if it is unknown.
 
     Backends for another kind of attention are ignored, unless there are no other backends. An
     objection of all backends is the cause. If there is no such objection, the result has the

@@ -69,7 +69,7 @@ def control_of(result: CellResult, kind: ControlKind, *, loads_elsewhere: bool) 
 
 
 def same_refusal(result: CellResult, control: CellResult | Control) -> bool:
-    """Return True if vLLM refused both for the same reason.
+    """Return True if vLLM refused the checkpoint and the unquantized model for the same reason.
 
     Names that quantization changes may differ.
     """
@@ -81,8 +81,9 @@ def same_refusal(result: CellResult, control: CellResult | Control) -> bool:
 
 
 def _plain(text: str) -> str:
-    """Return a message without paths and numbers, and with the tensor names of the
-    unquantized model.
+    """Return a message with the tensor names of the unquantized model.
+
+    Paths and numbers are replaced.
     """
     without_paths = _PATH.sub("PATH", text)
     return _NUMBER.sub("#", _QUANTIZED.sub(_unquantized, without_paths))
@@ -97,7 +98,7 @@ def _unquantized(name: re.Match[str]) -> str:
 def excused(result: CellResult, told: str, *, in_any_cell: bool) -> CellResult:
     """Return the result without the errors that the unquantized model has as well.
 
-    A refusal becomes "unknown", with `told`, the reason as shown in reports. If `in_any_cell` is
+    A refusal becomes "unknown". `told` is its reason as shown in reports. If `in_any_cell` is
     False, a refusal stays if the unquantized model loads in another cell. In this case the
     requested GPU or number of ranks is the cause.
     """
@@ -123,8 +124,9 @@ def _is_shared(fault: Miscopy, shared: set[tuple[str, str]]) -> bool:
 
 
 def _key(fault: Miscopy) -> tuple[str, str]:
-    """Return kind and place of a fault. Numbers stay in the place, because each layer is
-    read separately.
+    """Return kind and place of a fault.
+
+    Numbers stay in the place, because each layer is read separately.
     """
     return fault.kind, _QUANTIZED.sub(_unquantized, fault.where)
 

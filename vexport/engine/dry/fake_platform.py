@@ -26,8 +26,9 @@ _DEVICES = 1024
 
 
 def fake_cuda() -> None:
-    """Set vLLM's platform to a CUDA device without a driver. `set_capability` sets
-    its capability.
+    """Set vLLM's platform to a CUDA device without a driver.
+
+    `set_capability` sets its capability.
     """
     hide_cuda()
     import vllm.platforms
@@ -117,8 +118,9 @@ def set_capability(sm: int) -> None:
 
 
 def join_group(tp: int, rank: int) -> None:
-    """Set up vLLM's groups for one process, and make the tensor parallel group appear as `rank`
-    of `tp`.
+    """Set up vLLM's groups for one process.
+
+    The tensor parallel group appears as `rank` of `tp`.
 
     Nothing may communicate, because there are no other ranks.
     """
@@ -238,8 +240,9 @@ class AbsentValues(TorchFunctionMode):
 
 
 def provide_packages() -> None:
-    """Make vLLM choose kernels and build classes as if Humming, DeepGEMM and
-    triton_kernels existed.
+    """Make Humming, DeepGEMM and triton_kernels appear to exist.
+
+    vLLM then chooses kernels and builds classes that need them.
 
     vLLM's CUDA wheel requires the package humming-kernels and contains DeepGEMM and triton_kernels
     (vllm/third_party). triton_kernels runs experts in MXFP4 on SM 90. The sparse attention indexer
@@ -317,14 +320,16 @@ class _AnyOperator(ModuleType):
 
 
 class _OnDevice:
-    """Stand-in for a stream or an event. Layers create these when they are built, and use them only
-    when they run.
+    """Stand-in for a stream or an event.
+
+    Layers create these when they are built, and use them only when they run.
     """
 
 
 class _TritonConfig:
-    """Stand-in for a choice of tile sizes. Modules filter these when they are imported on a
-    CUDA platform.
+    """Stand-in for a choice of tile sizes.
+
+    Modules filter these when they are imported on a CUDA platform.
     """
 
     num_stages = 1

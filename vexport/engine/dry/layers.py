@@ -1,6 +1,4 @@
-"""Read scheme, precision and kernel of the layers of a model that vLLM built, and a
-rank's memory.
-"""
+"""Read the layers of a model that vLLM built: scheme, precision, kernel and memory of a rank."""
 
 import re
 import traceback
@@ -39,8 +37,9 @@ def layer_kinds(model: torch.nn.Module) -> tuple[LayerKind, ...]:
 
 
 def raising_layer(model: torch.nn.Module, sm: int) -> tuple[str, str] | None:
-    """Return the first layer with a kernel that raises on this capability, and its message,
-    or None.
+    """Return the first layer whose kernel raises on this capability, and the kernel's message.
+
+    Return None if no kernel raises.
     """
     for name, layer in model.named_modules():
         scheme = getattr(layer, "scheme", None)
@@ -78,9 +77,7 @@ def _layers(model: torch.nn.Module) -> Iterator[LayerKind]:
 
 
 def _stored(method: object, layer: torch.nn.Module, name: str) -> str:
-    """Return the precision of a layer in the checkpoint's config, as bits of weight
-    and activation.
-    """
+    """Return the precision of a layer in the checkpoint's config: bits of weight and activation."""
     if type(method).__name__.startswith("Unquantized"):
         return "W16A16"
     config = getattr(method, "quantization_config", None) or getattr(layer, "quant_config", None)
@@ -120,8 +117,9 @@ def rank_memory(
 
 
 def _sequences(config: "VllmConfig", longest: int) -> tuple[SequenceMemory, ...]:
-    """Return the bytes that vLLM's scheduler reserves for one
-    sequence (vllm/v1/core/kv_cache_utils.py).
+    """Return the bytes that vLLM's scheduler reserves for one sequence of each length.
+
+    Source: vllm/v1/core/kv_cache_utils.py.
 
     These are whole blocks. They include the window of a sliding attention with the tokens scheduled
     with it, and the states of linear layers.

@@ -77,8 +77,7 @@ _SAYS: dict[MiscopyKind, tuple[Severity, str, str]] = {
         "store it in the shape that config.json describes, if the values are not all alike",
     ),
 }
-# Ampere, Ada, Hopper and Blackwell in data centers: vLLM chooses different kernels for each
-# of them.
+# Ampere, Ada, Hopper and Blackwell in data centers. vLLM chooses different kernels for each.
 CAPABILITIES = (80, 89, 90, 100)
 # Cells in which an unquantized model loads if it loads at all: one rank of a common GPU.
 _PLAIN_CELLS = tuple(Cell(tp=1, sm=sm) for sm in CAPABILITIES)
@@ -99,8 +98,9 @@ def judge(
     """Make the report on one checkpoint from the results of its cells.
 
     `groups` are the config groups of the checkpoint. Messages use them to name its schemes. An
-    error is dropped if the unquantized model was tried and has the same error. If the user
-    `requested` the cells, a refusal stays an error if the unquantized model loads in another cell.
+    error of the checkpoint does not count if the unquantized model was tried and has the same
+    error. If the user `requested` the cells, a refusal stays an error if the unquantized model
+    loads in another cell.
     """
     left_out = not_judged(results)
     results = [
@@ -150,10 +150,10 @@ def _kind_of_refusal(result: CellResult) -> tuple[Outcome, str, str]:
 
 
 def errors_or_doubt(report: DryLoadReport, require: Require = "any") -> list[Finding] | str:
-    """Return the errors for a tensor parallel size that occur on all GPUs, or why they
-    are uncertain.
+    """Return the errors that make a checkpoint fail, or why they are uncertain.
 
-    With `require` "all", return the errors that occur on any GPU.
+    With `require` "any", these are the errors that a tensor parallel size has on all GPUs. With
+    "all", they are the errors that it has on any GPU.
     """
     needed = [cell for cell in report.cells if cell.needed and cell.reason]
     doubts = {_place(cell, require): cell.reason for cell in needed if cell.status == "not shown"}
@@ -312,16 +312,16 @@ def _in_cells(place: str, cells: Sequence[Cell], results: Sequence[CellResult]) 
 class DryLoad:
     """A load of checkpoints by vLLM's model classes and weight loaders from the headers alone.
 
-    It needs no GPU and reads no weights. Importing vLLM takes about 10 s, each cell of a small
+    It needs no GPU and reads no weights. Importing vLLM takes about 10 s, and each cell of a small
     model 0.2 s. The cells are the combinations of `tp` (tensor parallel sizes) and `sm` (90 for SM
-    9.0). Each cell must load, or with `require` "any" one cell for each `tp`. `vllm_python` is the
-    interpreter, or None for the running interpreter. `speculative` is `METHOD` or `METHOD=FOLDER`:
-    with it, vLLM's draft model is built and loaded as well.
+    9.0). With `require` "all", each cell must load. With "any", one cell for each `tp` must load.
+    `vllm_python` is the interpreter, or None for the running interpreter. `speculative` is `METHOD`
+    or `METHOD=FOLDER`. If it is set, vLLM's draft model is built and loaded as well.
 
-    With `controlled`, an error is dropped from the reports if vLLM has the same error with the
-    unquantized model. This is the model in the folder `source`, or, without `source`, the
-    checkpoint's class in its default configuration. If the user `requested` the cells, a refusal
-    stays an error if the unquantized model loads in other cells.
+    With `controlled`, an error does not count if vLLM has the same error with the unquantized
+    model. This is the model in the folder `source`, or, without `source`, a model that transformers
+    makes of the checkpoint's class (see `controls.py`). If the user `requested` the cells, a
+    refusal stays an error if the unquantized model loads in other cells.
     """
 
     checkpoints: Sequence[Path]
@@ -337,17 +337,14 @@ class DryLoad:
     timeout: float = SECONDS
 
     def reports(self, on_progress: OnProgress = silent) -> list[DryLoadReport]:
-        """Return a report for each checkpoint, in the order of `checkpoints`. Raises the errors
-        of `started`.
-        """
+        """Return a report for each checkpoint, in their order. Raises the errors of `started`."""
         with self.started() as reports:
             return reports(on_progress)
 
     def outcomes(
         self, fault: EngineFault, on_progress: OnProgress
     ) -> list[DryLoadReport | EngineFault]:
-        """Return a report or the fault of each checkpoint, after the process for all of
-        them failed.
+        """Return a report or a fault for each checkpoint, after loading them in one process failed.
 
         Each checkpoint is loaded again in a separate process. So only a checkpoint that makes its
         process fail has no report. All checkpoints get the same `fault` if vLLM cannot be started
@@ -428,8 +425,9 @@ def dry_load_checkpoints(
 
     In `pythons`, None stands for the running interpreter. Without `sm`, the capabilities of `gpus`
     are tried. Without `sm` and `gpus`, the capabilities of common GPUs are tried, and one of them
-    must load for each `tp`. The reports contain the free memory on each of `gpus`. Raises the
-    errors of `DryLoad`, and InputError if a checkpoint cannot be read.
+    must load for each `tp`. If there are `gpus`, the reports contain the number of sequences that
+    fit on each of them. Raises the errors of `DryLoad`, and InputError if a checkpoint cannot
+    be read.
     """
     roots = [resolve_source(name, on_progress) for name in names]
     for root in roots:
@@ -463,8 +461,7 @@ def dry_load_checkpoints(
 
 
 def _rooms(memory: Sequence[RankMemory], cards: Sequence[Card]) -> Iterator[GpuRoom]:
-    """Yield how many sequences fit at once, for each card, tensor parallel size and
-    sequence length.
+    """Yield how many sequences fit at once, for each card, rank and sequence length.
 
     The number is an upper bound. Activations and CUDA graphs need memory, too. vLLM measures it at
     its start (1 to 3 GB, more with long prompts).

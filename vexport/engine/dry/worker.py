@@ -98,8 +98,9 @@ def _results_of(request: DryRequest) -> DryResult:
 
 
 def _ranks(attempt: DryTry) -> list[DryTry]:
-    """Return the tries of a cell's first and last rank. Tensors that are too small fail at the
-    last rank.
+    """Return the tries of a cell's first and last rank.
+
+    Tensors that are too small fail at the last rank.
     """
     return [replace(attempt, rank=rank) for rank in dict.fromkeys((0, attempt.cell.tp - 1))]
 
@@ -124,9 +125,7 @@ def merge_ranks(results: Sequence[CellResult]) -> CellResult:
 
 
 def _give_up(cells: Sequence[Sequence[DryTry]], reason: str) -> None:
-    """Write results for tries that are skipped because an earlier try took too much
-    memory or time.
-    """
+    """Write results for skipped tries, after an earlier try took too much memory or time."""
     for rank in (rank for ranks in cells for rank in ranks):
         if not rank.file.is_file():
             write_text(
@@ -135,9 +134,7 @@ def _give_up(cells: Sequence[Sequence[DryTry]], reason: str) -> None:
 
 
 def _with_controls(request: DryRequest, results: list[list[CellResult]]) -> list[list[CellResult]]:
-    """Return the results, each with the unquantized model's result if the checkpoint
-    has an error.
-    """
+    """Return the results. A result with an error also has the unquantized model's result."""
     kinds: dict[tuple[int, Cell], ControlKind] = {}
     for number, cells in enumerate(results):
         for result in cells:
@@ -208,9 +205,7 @@ def _written_and_tried(
 
 
 def _numbered(kinds: Mapping[tuple[int, Cell], ControlKind]) -> set[tuple[int, ControlKind]]:
-    """Return each checkpoint's number with the kinds of models that the checkpoint is
-    compared with.
-    """
+    """Return each checkpoint's number with the kinds of models that it is compared with."""
     return {(number, kind) for (number, _), kind in kinds.items()}
 
 
