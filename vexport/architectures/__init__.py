@@ -131,8 +131,8 @@ class Architecture:
         fused: The fused modules, with the layers that each contains.
         resolved: Fused modules that vLLM's quantization config takes apart into their members. It
             looks up all other fused modules by their fused name.
-        experts: The names of an expert's gate, down and up projections. `up` is None if an expert
-            has no gate.
+        experts: The names of an expert's gate, down and up projections. The name of the up
+            projection is None if an expert has no gate.
         stacked_experts: Further endings of tensors that hold all experts, with vLLM's endings
             for them.
         transposed_experts: True if these tensors are (experts, in, out).
@@ -148,6 +148,7 @@ class Architecture:
             along out_features.
         embedding: How vLLM finds the config group of the token embeddings, or None if it never
             quantizes them.
+        renames: The rules that turn a checkpoint's names into vLLM's names.
         language_model: The attributes of a multimodal class that hold a language model. Empty for a
             text model.
         inner_unknown: True if the checkpoint's config chooses the class of the language model.
@@ -185,9 +186,7 @@ class Architecture:
         return self.renames(f"{module}.weight").removesuffix(".weight")
 
     def asked_name(self, module: str) -> str:
-        """Return the name by which vLLM looks up a checkpoint's module in its
-        quantization config.
-        """
+        """Return the name by which vLLM's quantization config looks up a checkpoint's module."""
         name = self.vllm_name(module)
         pattern = self.asked.get(with_stars(name))
         return name if pattern is None else with_numbers(pattern, name)

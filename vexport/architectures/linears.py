@@ -102,8 +102,9 @@ class Names:
         return module[: stack.end() - 1] if drafts else None
 
     def drafter_names(self, draft_layer: str) -> tuple[str, ...]:
-        """Return the names of a layer that predicts further tokens: in the file and in
-        vLLM's drafter.
+        """Return the names of a layer that predicts further tokens.
+
+        They are its name in the file, and its name in vLLM's drafter if it differs.
         """
         match = RENUMBERED.search(f"{draft_layer}.")
         if match is None or self.layers is None:

@@ -9,7 +9,7 @@ from vexport.records import FLOATING, Json, TensorInfo
 
 
 class Headers(Protocol):
-    """The config and the tensors of a checkpoint, and the model class that the config names."""
+    """Config and tensors of a checkpoint, and the model class that the config names."""
 
     @property
     def config(self) -> Mapping[str, Json]: ...

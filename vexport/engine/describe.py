@@ -32,7 +32,7 @@ _KERNEL_BLIND_SPOTS = {
 }
 _CPU_BLIND_SPOT = "GPU kernels were not run: their rounding order, their limits on shapes"
 NONE = "none"
-# Number of the layer in front of the module's name within the layer.
+# Layer number that separates the decoder's name from the module's name within the layer.
 _LAYER = re.compile(r"\.\d+\.")
 _CHOOSES = re.compile(
     r"VLLM_(\w+_)?(AITER|ALLREDUCE|ATTENTION_BACKEND|BATCH_INVARIANT|DEEP_GEMM|EMULATION|FLASHINFER|FP4|FP8|"

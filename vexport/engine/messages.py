@@ -130,7 +130,7 @@ class ArgumentsRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionResult:
-    """The answers of a session. If `failure` is set, the answers up to the failure."""
+    """Answers of a session. If `failure` is set, these are the answers up to the failure."""
 
     checkpoint: Path
     platform: str
@@ -190,7 +190,7 @@ class DryTry:
 
     @property
     def checkpoint(self) -> Path:
-        """The folder that is loaded."""
+        """Folder that is loaded."""
         if self.control == "source" and self.request.source is not None:
             return self.request.source
         if self.control is not None:
@@ -199,7 +199,7 @@ class DryTry:
 
     @property
     def file(self) -> Path:
-        """The file for the CellResult."""
+        """File for the CellResult."""
         return self.request.folder / f"{self._name}-{self.cell.tp}-{self.cell.sm}-{self.rank}.json"
 
     def loaded(self, signature: str) -> Path:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _MOST_MESSAGE = 1000
 CPU = "cpu"
-# Seconds for vLLM to raise that its core has ended.
+# Seconds that vLLM gets to raise an error after its core has ended.
 _CORE_GRACE_SECONDS = 3
 # Time limit for tearing down an engine after the result was written.
 _TEARDOWN_SECONDS = 20

@@ -62,7 +62,7 @@ def known_versions() -> tuple[Version, ...]:
 
 
 def nearest_version(version: Version) -> Version:
-    """Return the known version whose rules are used for a version.
+    """Return the known version with the rules for a version.
 
     This is the version itself, or the nearest known version before it, or else the oldest
     known version.

@@ -298,7 +298,7 @@ def _activation_bits(precision: str) -> int:
 
 
 def _in_cells(place: str, cells: Sequence[Cell], results: Sequence[CellResult]) -> str:
-    """Return `place` with the cells behind it. The cells are left out if they are all cells."""
+    """Return `place`, followed by the cells in brackets unless they are all cells."""
     if len(cells) == len(results):
         return place
     sizes = dict.fromkeys(str(cell.tp) for cell in cells)
@@ -344,7 +344,7 @@ class DryLoad:
     def outcomes(
         self, fault: EngineFault, on_progress: OnProgress
     ) -> list[DryLoadReport | EngineFault]:
-        """Return a report or a fault for each checkpoint, after loading them in one process failed.
+        """Return a report or a fault for each checkpoint, after their common process failed.
 
         Each checkpoint is loaded again in a separate process. So only a checkpoint that makes its
         process fail has no report. All checkpoints get the same `fault` if vLLM cannot be started
@@ -461,7 +461,7 @@ def dry_load_checkpoints(
 
 
 def _rooms(memory: Sequence[RankMemory], cards: Sequence[Card]) -> Iterator[GpuRoom]:
-    """Yield how many sequences fit at once, for each card, rank and sequence length.
+    """Yield how many sequences fit at once, by card, tensor parallel size and sequence length.
 
     The number is an upper bound. Activations and CUDA graphs need memory, too. vLLM measures it at
     its start (1 to 3 GB, more with long prompts).

@@ -43,7 +43,7 @@ def write_control(kind: ControlKind, checkpoint: Path, folder: Path) -> bool:
         write_text(folder / "config.json", json.dumps(_without_quantization(stored)))
         if kind == "same config":
             _write_headers(folder, _saved_tensors(folder, stored))
-    except Exception as error:  # whatever transformers raises of this config
+    except Exception as error:  # transformers raises many types of errors
         traceback.print_exception(error)
         return False
     return True
@@ -66,7 +66,7 @@ def is_sound(checkpoint: Path, folder: Path) -> bool:
             return False
         expected = _saved_tensors(folder, stored)
         tensors = read_index(checkpoint).tensors
-    except Exception as error:  # whatever transformers raises of this config
+    except Exception as error:  # transformers raises many types of errors
         traceback.print_exception(error)
         return False
     unpacked = [

@@ -221,7 +221,7 @@ def _is_written(request: DryRequest, number: int, kind: ControlKind) -> bool:
     def write() -> bool:
         from vexport.engine.dry.unquantized import (
             write_control,
-        )  # not of every version of transformers
+        )  # fails in some transformers versions
 
         return write_control(kind, request.checkpoints[number], folder)
 
@@ -233,7 +233,7 @@ def _is_sound(request: DryRequest, number: int) -> bool:
     folder = _control_folder(request, number, "config alone")
 
     def judge() -> bool:
-        from vexport.engine.dry.unquantized import is_sound  # not of every version of transformers
+        from vexport.engine.dry.unquantized import is_sound  # fails in some transformers versions
 
         return is_sound(request.checkpoints[number], folder)
 
