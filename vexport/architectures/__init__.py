@@ -44,7 +44,7 @@ class ModuleNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleTable:
-    """Modules by class for one version of vLLM. `unknown` are classes that could not be built."""
+    """Modules by class for a version of vLLM. `unknown` are classes that could not be built."""
 
     vllm: str
     unknown: frozenset[str]
@@ -92,7 +92,7 @@ TABLE_NAMES = re.compile(
 # How vLLM finds the config group of a class's token embeddings: by name or class, or only by class.
 TableLookup = Literal["name", "class"]
 # Which tensors of a layer are reordered when vLLM's loader reorders the layer's rows. scales by
-# row: the weight, and its scales (one for each row or one for all rows). every tensor: all tensors,
+# row: the weight, and its scales (a scale for each row or for all rows). every tensor: all tensors,
 # each with a row for each row of the weight. whole heads: all tensors with an output dimension, cut
 # by heads. plain weight: only `weight`, not packed weights and scales. transposed: only `weight`,
 # which is stored as (in, out) and transposed.
@@ -218,11 +218,11 @@ class Architecture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArchitectureTable:
-    """All classes with a language model in one vLLM version, and the text models by model type.
+    """All classes with a language model in a vLLM version, and the text models by model type.
 
-    `transformers` is the version in which the Transformers backend's classes were
-    examined. `left_out` has the reason for each class of vLLM or transformers that is not
-    among the architectures.
+    The classes of the Transformers backend were examined with the version `transformers`.
+    `left_out` has the reason for each class of vLLM or transformers that is not among
+    the architectures.
     """
 
     vllm: str
@@ -240,7 +240,7 @@ def architecture_table(version: Version = PINNED) -> ArchitectureTable:
 
 @cache
 def version_with(name: str) -> Version:
-    """Return the version of vLLM whose tables are used for a class.
+    """Return the version of vLLM with the tables for a class.
 
     This is `PINNED`. If `PINNED` lacks the class, it is the first later version that has the class.
     """
@@ -316,7 +316,7 @@ def resolve(
         name: The class, as config.json names it.
         config: The whole config.json. A multimodal class may take any text model. The nested config
             names it.
-        version: The vLLM version whose tables are used (default: see `version_with`).
+        version: The vLLM version of the tables (default: see `version_with`).
 
     Raises:
         InputError: This version of vLLM does not have the class.
@@ -440,7 +440,7 @@ def _note(severity: Severity, name: str, expected: str, got: str, fix: str) -> F
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformersTable:
-    """Model classes in one version of transformers, by folder of the package."""
+    """Model classes in a version of transformers, by folder of the package."""
 
     transformers: str
     models: Mapping[str, tuple[str, ...]]

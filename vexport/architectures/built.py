@@ -66,7 +66,7 @@ class BuiltModel:
 
     @property
     def version(self) -> Version:
-        """Version of vLLM with the rules that are used.
+        """Version of vLLM with the rules for `asked_version`.
 
         This is `asked_version`, or the nearest version with rules.
         """

@@ -15,9 +15,10 @@ from vexport.architectures import Architecture
 from vexport.errors import InputError
 from vexport.records import Json
 
-# Keys of nested configs: of most models; of InternVL, Nemotron VL and NVLM, which vLLM reads as
-# text_config (_CONFIG_ATTRS_MAPPING in transformers_utils/config.py); of DeepSeek-VL2; of Qwen Omni
-# and Qwen3-ASR, around another text_config (`get_text_config` of their configs).
+# Keys of nested configs. text_config: most models. llm_config: InternVL, Nemotron VL and NVLM,
+# where vLLM reads it as text_config (_CONFIG_ATTRS_MAPPING in transformers_utils/config.py).
+# language_config: DeepSeek-VL2. thinker_config: Qwen Omni and Qwen3-ASR, around another text_config
+# (`get_text_config` of their configs).
 TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
 # Keys with the number of routed experts of a layer.
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")

@@ -98,7 +98,7 @@ def part_names(name: str, architecture: Architecture) -> tuple[str, ...]:
 def also_asked(
     layer: FusedLayer, entries: Sequence[str], architecture: Architecture
 ) -> Iterator[str]:
-    """Yield an entry for the name by which vLLM looks up a module, if no other entry matches it."""
+    """Yield an entry for vLLM's lookup name of a module, unless another entry matches that name."""
     asked = architecture.asked_name(layer.name)
     renamed = [architecture.matched(entry) for entry in entries]
     parts = {architecture.asked_name(member) for member in layer.members}

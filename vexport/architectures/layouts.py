@@ -25,13 +25,15 @@ PER_LAYER = "per_layer_config"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutRow:
-    """Tensors of one kind and shape: their names with `*` for numbers, their layers and their size.
+    """Tensors of the same kind and shape: their names with `*` for numbers, their layers and
+    their size.
 
     `condition` and `shape` are expressions. `i` is the number of the layer (the first `*`),
     `layers` the number of layers. An empty expression is unknown, and so is a shape that is None.
-    `kind` describes what vLLM makes of the tensors: the kind of a weight's module (`ModuleKind`),
-    "experts", "norm", "norm above one" (the norm multiplies by its weight plus one), "dropped", or
-    "" for all other tensors.
+
+    `kind` describes what the tensors become in vLLM. For a weight it is the kind of the module
+    (`ModuleKind`). Other kinds are "experts", "norm", "norm above one" (the norm multiplies by its
+    weight plus one) and "dropped". All other tensors have the kind "".
     """
 
     names: Sequence[str]
@@ -73,7 +75,7 @@ class ClassLayout:
 
     @property
     def keys(self) -> frozenset[str]:
-        """Paths of all config keys from which numbers and sizes of tensors are computed."""
+        """Paths of all config keys that affect numbers or sizes of tensors."""
         sides = (side for row in self.rows for side in row.shape or ())
         texts = (*self.counts.values(), *sides, *(row.condition for row in self.rows))
         used = {path for text in texts for path in PATH.findall(text)}
@@ -83,8 +85,8 @@ class ClassLayout:
     def knows(self, config: Mapping[str, Json]) -> bool:
         """Return True if the tensors are known for this config.
 
-        The model types of the config and of the configs in it must match, and no config may have
-        values of single layers.
+        The model types of the configs in it must match, and no config may have values of
+        single layers.
         """
         for path, kind in self.types.items():
             part: Json = {**config}

@@ -44,7 +44,7 @@ OWN_EXPERTS = frozenset({"GptOssForCausalLM"})
 UNNUMBERED = re.compile(r"\bexperts\.(?!\d+\.)")
 KEYS = "k_proj"
 HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads", "n_head")
-# Names of layers that store queries, keys and values in one weight.
+# Names of layers that store queries, keys and values in a single weight.
 FUSED = frozenset({"qkv_proj", "query_key_value", "Wqkv", "W_pack", "c_attn", "wqkv", "qkv"})
 # vLLM makes no scales for multi-head latent attention, because
 # CompressedTensorsConfig.get_quant_method handles only the class Attention.
@@ -53,7 +53,7 @@ LATENT = "kv_a_proj_with_mqa"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Names:
-    """All facts that are needed to interpret the names of one checkpoint.
+    """Facts that are needed to interpret the names of a checkpoint.
 
     `text` is the config of the language model, `layers` the number of its decoder
     layers. `experts_known` is True if vLLM can load each expert of the class

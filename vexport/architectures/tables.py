@@ -25,7 +25,7 @@ def table_versions() -> tuple[Version, ...]:
 
 
 def read_table(file: str, version: Version) -> dict[str, Json]:
-    """Return a table for one version of vLLM.
+    """Return a table for a version of vLLM.
 
     If this version has no tables, return the table of `PINNED`.
     """

@@ -52,8 +52,9 @@ class DescribeKernels:
     def vexport_kernels(self) -> list[list[str]]:
         """Return five texts for each linear or expert layer.
 
-        They are the layer's name, its scheme, its kernel, the steps that the kernel leaves out, and
-        the bits of the kernel's inputs (empty if unknown).
+        The first three are the layer's name, its scheme and its kernel. The fourth has the steps
+        that the kernel leaves out. The fifth has the bits of the kernel's inputs, or is empty if
+        they are unknown.
         """
         model: torch.nn.Module = self.model_runner.get_model()  # type: ignore[attr-defined]
         return [

@@ -28,7 +28,7 @@ class ClassFacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VersionFacts:
-    """Facts about one version of vLLM, read from its wheel.
+    """Facts about a version of vLLM, read from its wheel.
 
     `schemes` are the classes of linear layers with the minimum compute capability of each.
     `asymmetric_widths` are the bits of packed integers with zero points. `absent`, `added` and

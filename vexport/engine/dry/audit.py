@@ -77,7 +77,7 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.begin()
 
     def begin(self) -> None:
-        """Forget the last model: nothing is read or written yet."""
+        """Start with a new model: nothing is read or written yet."""
         self._written: dict[int, _Written] = {}
         self._sources: dict[str, _Source] = {}
         # For each storage, the stored tensors that it contains or was computed from, and a tensor

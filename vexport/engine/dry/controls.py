@@ -1,19 +1,19 @@
 """Compare a checkpoint that vLLM refuses or misreads with an unquantized model in the same cell.
 
 If vLLM refuses or misreads the unquantized model in the same way, the quantization is not the
-cause. The unquantized model is the checkpoint's source, if it is known. Without a source there are
+cause. The unquantized model is the checkpoint's source, if there is one. Without a source there are
 models that need no weights:
 
-- If vLLM refused to build the model: the checkpoint's config.json without its quantization. If vLLM
-  refuses this model as well, a wrong value in config.json may be the cause. It is not the cause if
-  vLLM's class raised the error, and transformers builds a model of the same config.json with the
-  shapes of the stored tensors. Otherwise the class is tried in the default configuration of
-  transformers. This model is refused in the same way if the class or the environment is the cause,
-  but not if a value in config.json is wrong.
-- If vLLM built the model and then refused or misread a tensor: the model that transformers builds
-  of the same config.json, with all tensors under the names that transformers saves. It fails in the
-  same way if vLLM's class cannot read any checkpoint of this config. It does not fail if the
-  checkpoint has a wrong name or lacks a tensor.
+- If vLLM refused to build the model, the checkpoint's config.json is tried without its
+  quantization. If vLLM refuses this model as well, a wrong value in config.json may be the cause.
+  Two facts together exclude this: vLLM's class raised the error, and transformers builds a model of
+  the same config.json with the shapes of the stored tensors. Otherwise the class is tried in the
+  default configuration of transformers. vLLM refuses this model in the same way if the class or the
+  environment is the cause. It does not if a value in config.json is wrong.
+- If vLLM built the model and then refused or misread a tensor, the model that transformers builds
+  of the same config.json is tried. It has all tensors under the names that transformers saves. It
+  fails in the same way if vLLM's class cannot read any checkpoint of this config. It does not fail
+  if the checkpoint has a wrong name or lacks a tensor.
 """
 
 import re

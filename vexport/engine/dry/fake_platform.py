@@ -141,10 +141,10 @@ _EXTENSIONS = (
     "vllm.vllm_flash_attn._vllm_fa2_C",
     "vllm.vllm_flash_attn._vllm_fa3_C",
 )
-# Packages that vLLM's CUDA wheel requires or contains and vLLM's model classes import: FlashInfer,
-# CUTLASS's Python DSL (nvidia-cutlass-dsl, with the bindings of CUDA), Humming, TileLang, Quack.
-# Multimodal classes import the remaining packages for images and sound, which a dry load does
-# not need.
+# Packages that vLLM's CUDA wheel requires or contains, and that its model classes import:
+# FlashInfer, CUTLASS's Python DSL (nvidia-cutlass-dsl, with the bindings of CUDA), Humming,
+# TileLang, Quack. Multimodal classes import the remaining packages for images and sound, which a
+# dry load does not need.
 _OPTIONAL_PACKAGES = (
     "torchvision",
     "torchaudio",
