@@ -242,7 +242,8 @@ def architecture_table(version: Version = PINNED) -> ArchitectureTable:
 def version_with(name: str) -> Version:
     """Return the version of vLLM with the tables for a class.
 
-    This is `PINNED`. If `PINNED` lacks the class, it is the first later version that has the class.
+    This is `PINNED`, or, if `PINNED` lacks the class, the first later version that has it. If no
+    version has the class, it is `PINNED`.
     """
     later = (version for version in table_versions() if version > PINNED)
     known = (each for each in (PINNED, *later) if name in architecture_table(each).architectures)
