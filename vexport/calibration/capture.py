@@ -1,11 +1,11 @@
-"""The calls of a model's decoder layers and of its attention, without knowledge of the model's
-class.
+"""Capture the calls of a model's decoder layers and of its attention, for any model class.
 
-Keys and values are seen where transformers hands them to the attention: keys after rotary
-embedding, before they are repeated for the query heads. Multi-head latent attention (DeepSeek)
-caches something else; vLLM reads no scales for it and plans refuse them.
+Keys and values are observed at the point where transformers passes them to the attention: keys
+after rotary embedding, before they are repeated for the query heads. Multi-head latent attention
+(DeepSeek) caches other tensors. vLLM reads no scales for it, and plans refuse them.
 
-Products of 16-bit layers and of attention are made in float32 where a CPU computes them faster so.
+On CPUs that multiply float32 faster than 16-bit floats, the products of 16-bit layers and of
+attention are computed in float32.
 """
 
 import sys
@@ -24,23 +24,27 @@ from vexport.errors import InputError
 from vexport.observers.flatten import channel_extremes
 from vexport.records import HeadRanges, KeyValueRanges
 
-# The number of recent tensors that a new one is compared with.
+# A tensor is compared with this many recent tensors.
 RECENT = 16
 
 Forward = Callable[..., object]
-# The rest of a layer's output tuple, after the hidden states; None where it returns them alone.
+# The elements of a layer's output tuple after the hidden states. None if the layer returns only the
+# hidden states, without a tuple.
 Rest = tuple[object, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCall:
-    """The arguments of one decoder layer for one batch, besides the hidden states."""
+    """Arguments of a decoder layer for a batch, without the hidden states."""
 
     args: tuple[object, ...]
     kwargs: Mapping[str, object]
 
     def run(self, layer: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
-        """The layer's new hidden states, which it returns alone or in front of a tuple."""
+        """Run the layer and return its new hidden states.
+
+        The layer may return a tensor or a tuple.
+        """
         output = layer(hidden, *self.args, **self.kwargs)
         states = output[0] if isinstance(output, tuple) else output
         assert isinstance(states, torch.Tensor)
@@ -48,12 +52,14 @@ class LayerCall:
 
 
 def as_output(states: torch.Tensor, rest: Rest) -> object:
-    """The output of a layer with these hidden states, alone or in front of a tuple."""
+    """Return a layer's output with these hidden states: a tensor, or a tuple
+    that begins with it.
+    """
     return states if rest is None else (states, *rest)
 
 
 class Interner:
-    """Stores equal tensors once: masks and positions are the same for all layers and most
+    """Stores equal tensors only once: masks and positions are the same for all layers and for most
     samples.
     """
 
@@ -61,7 +67,7 @@ class Interner:
         self._recent = deque[torch.Tensor](maxlen=RECENT)
 
     def of(self, value: object) -> object:
-        """Return the value with recent equal tensors in place of its own."""
+        """Return the value, with each tensor replaced by an equal recent tensor if there is any."""
         if type(value) is tuple:
             return tuple(map(self.of, value))
         if not isinstance(value, torch.Tensor):
@@ -74,10 +80,10 @@ class Interner:
 
 
 class Recorder:
-    """Stands in for the layers' forwards: records the calls of each and passes the states through.
+    """Replaces the layers' forwards: records each call and passes the hidden states through.
 
-    `rest` is what layers return after the hidden states: for the first batch the first layer really
-    runs.
+    The first layer really runs for the first batch, which shows the rest of its output tuple,
+    `rest`.
     """
 
     def __init__(self, name: str, layers: torch.nn.ModuleList, hidden: HiddenStates) -> None:
@@ -89,11 +95,11 @@ class Recorder:
         self.rest: Rest = None
 
     def begin(self) -> None:
-        """Call before each batch."""
+        """Prepare for a batch. Call this before each batch."""
         self._passed = None
 
     def record(self, number: int, forward: Forward, *args: object, **kwargs: object) -> object:
-        """Replace a layer's forward."""
+        """Record a call of a layer, in place of the layer's forward."""
         states, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states", None), args)
         if not isinstance(states, torch.Tensor):
             raise self.unusual(number, "a call without hidden states in front")
@@ -112,7 +118,7 @@ class Recorder:
         return as_output(states, self.rest)
 
     def unusual(self, number: int, got: str) -> InputError:
-        """The error for a model that calls a layer in a way that calibration cannot repeat."""
+        """Return the error for a model that calls a layer in a way calibration cannot repeat."""
         return InputError(
             f"{self._name}.{number}",
             got=got,
@@ -124,7 +130,9 @@ class Recorder:
 
 @contextmanager
 def replaced_forwards(layers: Sequence[torch.nn.Module], forward: Forward) -> Iterator[None]:
-    """Within the block each layer runs `forward(number, own, ...)`, which gets its number and own
+    """Replace the layers' forwards inside the block.
+
+    Each layer runs `forward(number, original, ...)`, with its position in `layers` and its original
     forward.
     """
     before = [layer.__dict__.get("forward") for layer in layers]
@@ -146,10 +154,11 @@ def capture_layer_calls(
     batches: Sequence[torch.Tensor],
     hidden: HiddenStates,
 ) -> Recorder:
-    """The calls of each layer by the model for each batch; the first layer's inputs go to `hidden`.
+    """Record the calls of each layer while the model runs each batch.
 
-    `batches` are token ids (samples, tokens). The first layer must be loaded, the others need not.
-    Raises InputError for a model that does not run its layers one after the other.
+    The first layer's inputs are appended to `hidden`. `batches` are token ids (samples, tokens).
+    The first layer must be loaded, the other layers need not be. Raises InputError if the model
+    does not run its layers one after the other.
     """
     recorder = Recorder(name, layers, hidden)
     with replaced_forwards(list(layers), recorder.record):
@@ -164,8 +173,8 @@ def capture_layer_calls(
 
 @contextmanager
 def replayed_layers(layers: torch.nn.ModuleList, final: torch.Tensor, rest: Rest) -> Iterator[None]:
-    """Run the model without its layers' weights: the last layer returns the hidden states
-    `final`.
+    """Let the model run without its layers' weights inside the block: the last layer returns the
+    hidden states `final`.
     """
 
     def replay(number: int, forward: Forward, *args: object, **kwargs: object) -> object:
@@ -177,12 +186,12 @@ def replayed_layers(layers: torch.nn.ModuleList, final: torch.Tensor, rest: Rest
         yield
 
 
-# An attention function of transformers: its outputs, and its probabilities or None.
+# An attention function of transformers. It returns outputs, and probabilities or None.
 Attend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 
 def head_ranges(states: torch.Tensor) -> HeadRanges:
-    """The range of each head of states (batch, heads, tokens, head size)."""
+    """Return the range of each head in states (batch, heads, tokens, head size)."""
     heads, size = states.shape[1], states.shape[3]
     low, high = channel_extremes(states.transpose(1, 2).reshape(-1, heads * size)).view(
         2, heads, size
@@ -198,8 +207,9 @@ def watching_attention(
     stored_name: Callable[[str], str],
     seen: dict[str, KeyValueRanges],
 ) -> Iterator[None]:
-    """Collect the head ranges of the attention layers below `module` in `seen`, by name in the
-    checkpoint.
+    """Collect the head ranges of the attention layers below `module` in `seen`.
+
+    Keys of `seen` are the layers' names in the checkpoint.
     """
     names = {id(child): joined(prefix, name) for name, child in module.named_modules()}
 
@@ -221,7 +231,7 @@ def watching_attention(
         function: Attend = attend or sys.modules[type(attention).__module__].eager_attention_forward
         return function(attention, query, key, value, *args, **kwargs)
 
-    # "eager" is not in the table: each model file of transformers has its own.
+    # "eager" is not in the table: each model file of transformers defines an eager function.
     own: Mapping[str, Attend | None] = {**ALL_ATTENTION_FUNCTIONS, "eager": None}
     with replaced_attention({name: partial(observing, attend) for name, attend in own.items()}):
         yield
@@ -246,10 +256,12 @@ WIDENED = (torch.bfloat16, torch.float16)
 
 
 def widens(device: str) -> bool:
-    """True where float32 products are the faster ones: on Intel's CPUs without AMX.
+    """Return True if the device multiplies float32 faster than 16-bit floats: x86 CPUs without
+    units for bf16 products.
 
-    On one of Sapphire Rapids whose AMX is hidden by its hypervisor torch 2.13 multiplies bf16 at 84
-    GFLOPS and float32 at 154 (one thread, 512 tokens, 576 x 1536).
+    AMX counts as such a unit, and so does AVX-512 BF16 on CPUs that are not Intel's. Measured on a
+    Sapphire Rapids CPU whose hypervisor hides AMX: torch 2.13 multiplies bf16 at 84 GFLOPS and
+    float32 at 154 (one thread, 512 tokens, 576 x 1536).
     """
     if device != "cpu" or not hasattr(torch.cpu, "get_capabilities"):  # an older torch
         return False
@@ -261,11 +273,10 @@ def widens(device: str) -> bool:
 
 @contextmanager
 def fast_products(model: torch.nn.Module, device: str) -> Iterator[None]:
-    """Multiply 16-bit linear layers and attention in float32 inside the block, where that is
-    faster.
+    """Compute 16-bit linear layers and attention in float32 inside the block, if that is faster.
 
-    Linear layers add up in float32 either way and round the sum once to their dtype: only the order
-    of the sum differs. Attention no longer rounds its probabilities.
+    Linear layers accumulate in float32 in either case and round the sum once to their dtype, so
+    only the order of the sum differs. Attention no longer rounds its probabilities.
     """
     if not widens(device):
         yield
@@ -292,19 +303,18 @@ def _wide_product(
     return output.to(value.dtype)
 
 
-# Rows of an output head whose float32 values are in memory at once.
+# Rows of an output head that are converted to float32 at a time.
 HEAD_ROWS = 1 << 13
 
 
 @contextmanager
 def fast_head_gradient(head: torch.nn.Module | None, device: str) -> Iterator[None]:
-    """Multiply the gradient of a 16-bit output head in float32 inside the block, where that is
-    faster.
+    """Compute the gradient of a 16-bit output head in float32 inside the block, if that is faster.
 
-    The head's output stays as it is. Its gradient adds up one product for each word of the
-    vocabulary. Without units for 16-bit products torch reads the weight across its rows for that:
-    with 49,152 x 576 bf16 values the gradient took 40 times as long as the output. torch also adds
-    up in float32 and rounds the sum once: only the order of the sum differs.
+    The head's output does not change. Its gradient sums a product for each word of the vocabulary.
+    On CPUs without units for 16-bit products, torch reads the weight across its rows for this sum:
+    with 49,152 x 576 bf16 values the gradient took 40 times as long as the output. torch also
+    accumulates in float32 and rounds the sum once, so only the order of the sum differs.
     """
     if not widens(device) or type(head) is not torch.nn.Linear:
         yield
@@ -322,7 +332,7 @@ def _head_product(
 
 
 class _HeadProduct(torch.autograd.Function):
-    """The product of an output head. Only its input has a gradient."""
+    """Product of an output head. Only its input has a gradient."""
 
     @staticmethod
     def forward(

@@ -1,11 +1,15 @@
-"""Conversations as vLLM's chat endpoint hands them to a chat template, and the renders of
-templates.
+"""Prepare conversations for a chat template as vLLM's chat endpoint does, and render them.
 
-The rules are those of vLLM 0.32. `ChatCompletionRequest` in
-vllm/entrypoints/openai/chat_completion/protocol.py has reasoning_content and tools,
-`parse_chat_messages` and `_postprocess_messages` in vllm/renderers/chat_utils.py have contents and
-tool calls, `_detect_content_format` and `_convert_developer_to_system` in vllm/renderers/hf.py have
-what a template expects. A test holds `as_served` to vLLM.
+The rules are those of vLLM 0.32:
+
+- reasoning_content and tools: `ChatCompletionRequest` in
+  vllm/entrypoints/openai/chat_completion/protocol.py
+- contents and tool calls: `parse_chat_messages` and `_postprocess_messages` in
+  vllm/renderers/chat_utils.py
+- what a template expects: `_detect_content_format` and `_convert_developer_to_system` in
+  vllm/renderers/hf.py
+
+A test compares `as_served` with vLLM.
 """
 
 import json
@@ -25,7 +29,7 @@ from vexport.records.patterns import TEMPLATE_BYTES, TEMPLATE_SECONDS, memory_li
 
 Message = Mapping[str, object]
 ContentFormat = Literal["string", "openai"]
-# The key of the text in each type of a content part that is text.
+# The key that holds the text, for each type of a content part that is text.
 _TEXT_OF_PART = {
     "text": "text",
     "input_text": "text",
@@ -33,7 +37,7 @@ _TEXT_OF_PART = {
     "refusal": "refusal",
     "thinking": "thinking",
 }
-# Keys of content parts that vLLM reads itself; other keys are handed on to the template.
+# Keys of content parts that vLLM processes itself. It passes other keys to the template.
 _KEYS_OF_PARTS = frozenset(
     (
         "type",
@@ -53,29 +57,26 @@ _MEDIA_PART = re.compile(
     r"([_-]?(url|urls|pil|embeds|path|paths|data|file|id|bytes|base64|tensor|blob))?|inline_?data|file_?data",
     re.IGNORECASE,
 )
-# Clients put this line into system prompts; vLLM removes it, since it is another one in every
-# request.
+# Clients put this line into system prompts. vLLM removes it, because it differs in every request.
 _BILLING_HEADER = "x-anthropic-billing-header"
-# What a template is rendered with, to see whether it shows the calls, the results and the tools of
-# a row.
+# A template is rendered with this value to find out whether it shows the calls, the results and the
+# tools of a row.
 _PROBE = "vexport_probe"
 TOOLS, CALLS, RESULTS = "tools", "tool_calls", "results of tools"
 
 
 class MultimodalRowError(ValueError):
-    """A row with an image, a video or sound, which calibration of the language model cannot
-    read.
-    """
+    """A row with an image, a video or sound, which calibration of the language model cannot use."""
 
 
 class RefusedTurnsError(ValueError):
-    """Turns that the chat template does not render, so that a server would refuse them."""
+    """Turns that the chat template does not render. A server would refuse them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """The turns of a conversation as messages of OpenAI's chat API, and the tools that the model
-    may call.
+    """Turns of a conversation as messages of OpenAI's chat API, and the tools that the model may
+    call.
     """
 
     messages: tuple[Message, ...]
@@ -83,7 +84,7 @@ class Conversation:
 
 
 class ChatTokenizer(Protocol):
-    """The part of a transformers tokenizer that renders a chat template."""
+    """The method of a transformers tokenizer that renders a chat template."""
 
     def apply_chat_template(
         self, conversation: object, *, tools: object, chat_template: str, tokenize: bool
@@ -91,10 +92,10 @@ class ChatTokenizer(Protocol):
 
 
 def as_served(messages: Sequence[Message], template: str) -> list[Message]:
-    """Return the messages that vLLM hands to this chat template for these messages of a request.
+    """Return the messages that vLLM passes to this chat template for the messages of a request.
 
-    Raises ValueError if vLLM would refuse the request, MultimodalRowError for content that is not
-    text.
+    Raises ValueError if vLLM would refuse the request, and MultimodalRowError for content that is
+    not text.
     """
     is_openai = content_format(template) == "openai"
     served = [_served_message(message, is_openai=is_openai) for message in messages]
@@ -105,10 +106,10 @@ def as_served(messages: Sequence[Message], template: str) -> list[Message]:
 
 
 def rendered(tokenizer: ChatTokenizer, template: str, conversation: Conversation) -> str:
-    """Return the text of a conversation. Raises RefusedTurnsError with the reason if the template
-    refuses it.
+    """Return the text of a conversation.
 
-    A chat template is a program of the checkpoint: its time and its memory are bounded.
+    Raises RefusedTurnsError with the reason if the template refuses the conversation. A chat
+    template is a program from the checkpoint, so its time and memory are limited.
     """
     messages = as_served(conversation.messages, template)
     try:
@@ -132,8 +133,8 @@ def unrendered(
     """Yield the parts of a conversation that its rendered `text` does not show: TOOLS, CALLS,
     RESULTS.
 
-    The conversation is rendered again with another value of each part. A template shows the part if
-    the text changes, or if it refuses the value.
+    The conversation is rendered again with a different value for each part. A template shows the
+    part if the text changes, or if the template refuses the value.
     """
     for part, changed in (
         (TOOLS, replace(conversation, tools=())),
@@ -157,8 +158,9 @@ def unrendered(
 
 
 def media_of_part(part: Mapping[str, object]) -> str | None:
-    """Return the name under which a content part has an image, a video, sound or a file; None for
-    text.
+    """Return the type or key that gives a content part an image, a video, sound or a file.
+
+    Returns None for text.
     """
     kind = part.get("type")
     if isinstance(kind, str) and _MEDIA_PART.fullmatch(kind):
@@ -174,7 +176,9 @@ def media_of_part(part: Mapping[str, object]) -> str | None:
 
 
 def _served_message(message: Message, *, is_openai: bool) -> Message:
-    """Return what `_parse_chat_message_content` and `_postprocess_messages` make of a message."""
+    """Return a message as `_parse_chat_message_content` and `_postprocess_messages` would change
+    it.
+    """
     role = message["role"]
     parts = list(_text_parts(message, is_openai=is_openai))
     if role == "system":
@@ -194,7 +198,7 @@ def _served_message(message: Message, *, is_openai: bool) -> Message:
 
 
 def _calls_and_reasoning(message: Message) -> Message:
-    """Return the parts of an assistant's message besides its content."""
+    """Return the tool calls and the reasoning of an assistant's message."""
     served: dict[str, object] = {}
     calls = message.get("tool_calls")
     if isinstance(calls, Sequence) and calls:
@@ -237,7 +241,7 @@ def _text_parts(message: Message, *, is_openai: bool) -> Iterator[Message]:
 
 
 def _text_of_part(part: Message) -> str | None:
-    """Return the text of a content part; None if it has none, which vLLM skips."""
+    """Return the text of a content part. Returns None for a part without text, which vLLM skips."""
     kind = part.get("type")
     if kind is None and "text" in part:
         kind = "text"
@@ -267,9 +271,9 @@ def _without_billing_header(parts: Sequence[Message]) -> Iterator[Message]:
 
 
 def _served_call(call: object) -> Message:
-    """Return a tool call with its arguments as an object, which is what templates expect.
+    """Return a tool call with its arguments as an object, as templates expect.
 
-    Arguments that are no JSON object become an empty object, as in vLLM.
+    Arguments that are not a JSON object become an empty object, as in vLLM.
     """
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping):
@@ -280,8 +284,9 @@ def _served_call(call: object) -> Message:
 
 
 def arguments_of(function: Mapping[str, object]) -> Mapping[str, object] | None:
-    """Return the arguments of a call as an object; None if they are no object, nor JSON of an
-    object.
+    """Return the arguments of a call as an object.
+
+    Returns None if the arguments are neither an object nor the JSON text of an object.
     """
     arguments = function.get("arguments")
     if not arguments:
@@ -301,7 +306,10 @@ def _as_system(message: Message) -> Message:
 
 
 def _one_system_message(messages: Sequence[Message]) -> list[Message]:
-    """Join the system messages into one in front, if there is one elsewhere."""
+    """Join all system messages into a single message in front.
+
+    Messages with a single system message in front stay as they are.
+    """
     places = [place for place, message in enumerate(messages) if message["role"] == "system"]
     if places == [0]:
         return list(messages)
@@ -328,26 +336,27 @@ def _with_other_result(message: Message) -> Message:
 
 
 class _Generation(Extension):
-    """The block `generation` of templates for training, which transformers knows."""
+    """The block `generation` of templates for training, which transformers supports."""
 
     tags = {"generation"}  # noqa: RUF012  (as jinja2 declares it)
 
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        """Parse the block as its content."""
+        """Parse the block as the statements in it."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
 class _UnknownShapeError(ValueError):
-    """A template that assigns to something other than a name, which vLLM does not follow either."""
+    """A template that assigns to something other than a name. vLLM does not follow this either."""
 
 
 @lru_cache(maxsize=32)
 def content_format(template: str) -> ContentFormat:
-    """Return `openai` if a template loops over the parts of a message's content, `string` if it
-    wants text.
+    """Return `openai` if a template loops over the parts of a message's content, otherwise
+    `string`.
 
-    vLLM decides so by the template's syntax tree; what it cannot follow is `string`.
+    vLLM decides this by the template's syntax tree. A template that vLLM cannot parse or follow is
+    `string`.
     """
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
@@ -360,8 +369,8 @@ def content_format(template: str) -> ContentFormat:
 
 
 def _loops_over_content(root: nodes.Template) -> bool:
-    """Return whether a loop goes over `message.content`, or over a macro's parameter that is given
-    it.
+    """Return True if a loop iterates over `message.content`, or over a macro's parameter that
+    receives it.
     """
     loops = list(root.find_all(nodes.For))
     lists_of_messages = _names_of(root, "messages")
@@ -383,7 +392,7 @@ def _loops_over_content(root: nodes.Template) -> bool:
 
 
 def _loops_in_macros(root: nodes.Template, items: Sequence[str]) -> Mapping[int, set[str]]:
-    """Return, for each loop inside a macro, the macro's parameters that are given a message's
+    """Return, for each loop inside a macro, the macro's parameters that receive a message's
     content.
     """
     found: dict[int, set[str]] = {}
@@ -409,7 +418,7 @@ def _loops_in_macros(root: nodes.Template, items: Sequence[str]) -> Mapping[int,
 
 
 def _names_of(root: nodes.Template, variable: str) -> list[str]:
-    """Return a variable and the names that it, or elements of it, are assigned to."""
+    """Return a variable, and the names to which the variable or its elements are assigned."""
     names = [variable]
     for name in names:  # grows meanwhile
         for assignment in root.find_all(nodes.Assign):
@@ -425,8 +434,9 @@ def _name(node: nodes.Node) -> str:
 
 
 def _reads(node: nodes.Node | None, variable: str, key: str | None = None) -> bool:
-    """Return whether an expression is a variable, or its `key`, behind any filters, tests and
-    slices.
+    """Return True if an expression is a variable, or its `key`.
+
+    Filters, tests and slices around the variable are ignored.
     """
     while isinstance(node, nodes.Filter | nodes.Test) or (
         isinstance(node, nodes.Getitem) and isinstance(node.arg, nodes.Slice)

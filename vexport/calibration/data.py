@@ -1,6 +1,4 @@
-"""Calibration samples: rows of text, turns of a conversation or token ids, as token ids of the
-model.
-"""
+"""Turn rows of text, conversations or token ids into calibration samples: the model's token ids."""
 
 import json
 import re
@@ -33,15 +31,16 @@ from vexport.errors import InputError, first_line, raise_all
 from vexport.files import digest_bytes, read_json_object
 from vexport.records import CalibrationData
 
-# Characters tokenized per token that is needed: the rest of a text would be cut after tokenizing.
+# Characters tokenized for each token that is needed. Text beyond this would be cut off after
+# tokenizing.
 CHARACTERS = 64
-# Broken rows after which reading ends, and rows with images after which it ends if there is no
-# other row.
+# Reading ends after MOST_BROKEN broken rows, or if the first MOST_MULTIMODAL rows all have images,
+# video or sound.
 MOST_BROKEN, MOST_MULTIMODAL = 10, 10_000
-# The template that transformers takes if there are tools, and it has several.
+# The template that transformers uses for conversations with tools if the tokenizer has several.
 TOOL_TEMPLATE = "tool_use"
-# Keys of config.json whose value is a token that stands for an image, a video or sound, and such
-# tokens.
+# Matches keys of config.json for tokens that stand for an image, a video or sound, and the text of
+# such tokens.
 _MEDIA_ID = re.compile(r"(image|img|video|vision|audio|speech|media|boi|eoi|boa|eoa)\w*_(id|index)")
 _MEDIA_TOKEN = re.compile(
     r"[<\[].*(image|img|video|vision|audio|speech|media_|pixel).*[>\]]", re.IGNORECASE
@@ -49,7 +48,7 @@ _MEDIA_TOKEN = re.compile(
 
 
 class Tokenizer(ChatTokenizer, Protocol):
-    """The part of a transformers tokenizer that calibration calls."""
+    """The methods and attributes of a transformers tokenizer that calibration uses."""
 
     bos_token_id: int | None
     eos_token_id: int | None
@@ -65,10 +64,10 @@ class Tokenizer(ChatTokenizer, Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """Token ids of each sample and the row (from 1) that it came from, or began in; `data` names
-    the set.
+    """Token ids of each sample, and the number (from 1) of the row in which it begins.
 
-    `notes` are sentences on rows that were left out, and on what the chat template leaves out.
+    `data` is the name of the data set. `notes` are sentences about skipped rows and about parts of
+    conversations that the chat template does not render.
     """
 
     token_ids: tuple[tuple[int, ...], ...]
@@ -78,16 +77,16 @@ class Samples:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the token ids."""
+        """Return the SHA-256 of the token ids."""
         return digest_bytes(json.dumps(self.token_ids).encode())
 
     @property
     def tokens(self) -> int:
-        """The number of tokens of all samples."""
+        """Return the number of tokens in all samples."""
         return sum(len(ids) for ids in self.token_ids)
 
     def taken(self, positions: Iterable[int]) -> "Samples":
-        """Select the samples at these positions, in their order."""
+        """Select the samples at these positions, in the order of `positions`."""
         positions = tuple(positions)
         return replace(
             self,
@@ -105,11 +104,11 @@ class Samples:
 def read_samples(
     data: CalibrationData, checkpoint: Path, *, vocab_size: int, trust_remote_code: bool = False
 ) -> Samples:
-    """Read rows as token ids, as many and as long as `data` asks for, and no more.
+    """Read rows as token ids, as many and as long as `data` requires.
 
-    A row has the forms of `read_row`. Conversations go through the chat template as in vLLM's chat
-    endpoint. Rows with images, video or sound are left out, with a note. Broken rows are reported
-    together. Raises InputError, and EnvironmentFault if the hub cannot be reached.
+    `read_row` describes the forms of a row. Conversations go through the chat template as in vLLM's
+    chat endpoint. Rows with images, video or sound are skipped, with a note. Broken rows are
+    reported together. Raises InputError, and EnvironmentFault if the hub cannot be reached.
     """
     reader = _Reader(data, checkpoint, vocab_size, trust_remote_code)
     rows = (
@@ -130,12 +129,12 @@ def read_samples(
 
 
 def first_texts(data: CalibrationData, most: int) -> list[str]:
-    """Return the texts of the first rows that are text, at most `most`, without a tokenizer."""
+    """Return the texts of the first rows that are text, at most `most`. Needs no tokenizer."""
     return [text[: CHARACTERS * data.seq_len] for text in islice(_plain_texts(data), most)]
 
 
 def _plain_texts(data: CalibrationData) -> Iterator[str]:
-    """Yield the rows that are text. Rows that cannot be read are errors of `read_samples` alone."""
+    """Yield the rows that are text. Skip unreadable rows: `read_samples` reports them."""
     for raw in raw_rows(data):
         try:
             row = read_row(_content(raw), data.column)
@@ -147,7 +146,7 @@ def _plain_texts(data: CalibrationData) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tokens:
-    """The token ids of a row. A packed sample that starts inside the row begins with the tokens
+    """Token ids of a row. A packed sample that starts inside the row begins with the tokens
     `start`.
     """
 
@@ -157,8 +156,8 @@ class _Tokens:
 
 
 class _Reader:
-    """Tokenizes the rows of a data set, and collects the errors of broken rows and notes on
-    others.
+    """Tokenizes the rows of a data set. Collects the errors of broken rows, and notes on other
+    rows.
     """
 
     def __init__(
@@ -172,7 +171,7 @@ class _Reader:
         self._number = 0
         rows = raw_rows(data)
         self._raw = chain(first := list(islice(rows, 1)), rows)
-        # Rows are joined if asked, or if they are paragraphs of one text.
+        # Rows are concatenated if `data` requires it, or if they are paragraphs of a single text.
         file = parse_data(data.name).path
         paragraphs = (
             file.suffix.lower() in (".txt", ".md")
@@ -183,19 +182,19 @@ class _Reader:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the checkpoint, loaded when the first row needs it."""
+        """Return the tokenizer of the checkpoint. It is loaded when the first row needs it."""
         return load_tokenizer(self._checkpoint, trust_remote_code=self._trust)
 
     @cached_property
     def _templates(self) -> Mapping[str, str]:
-        """The chat templates by name, in the order in which vLLM looks for them."""
+        """Return the chat templates by name, in the order in which vLLM looks for them."""
         own = self.tokenizer.chat_template
         named = own if isinstance(own, Mapping) else {DEFAULT_TEMPLATE: own} if own else {}
         return {**named, **chat_templates(self._checkpoint)}
 
     @cached_property
     def _start(self) -> Sequence[int]:
-        """The tokens that the tokenizer puts in front of a prompt: BOS, or nothing."""
+        """Return the tokens that the tokenizer puts in front of a prompt: BOS, or nothing."""
         plain = self._encode("a", add_special_tokens=False)
         whole = self._encode("a", add_special_tokens=True)
         places = range(len(whole) - len(plain) + 1)
@@ -204,7 +203,7 @@ class _Reader:
 
     @cached_property
     def _media_ids(self) -> frozenset[int]:
-        """The tokens that stand for an image, a video or sound, by the config and by their
+        """Return the tokens that stand for an image, a video or sound, by the config and by their
         names.
         """
         config = self._checkpoint / "config.json"
@@ -216,7 +215,7 @@ class _Reader:
 
     @cached_property
     def _media_words(self) -> Sequence[str]:
-        """The same tokens as they stand in a text."""
+        """Return the text of the tokens in `_media_ids`."""
         known = [number for number in self._media_ids if number < len(self.tokenizer)]
         words = map(self.tokenizer.convert_ids_to_tokens, known)
         return [word for word in words if word and len(word) > 2]
@@ -245,14 +244,14 @@ class _Reader:
                     return
 
     def errors(self) -> list[InputError]:
-        """Return the errors of broken rows, one for all rows that lack the same."""
+        """Return the errors of broken rows. Rows with the same problem share an error."""
         return [
             InputError(_places(places), got=got, need=need, fix=fix)
             for (got, need, fix), places in self._broken.items()
         ]
 
     def no_row(self) -> InputError:
-        """Return the error of data without a row that can be calibrated with."""
+        """Return the error for data without any row that calibration can use."""
         if not self._multimodal:
             return InputError(self._data.name, got="no row", need=FORMS, fix="add rows")
         (place, what), number = self._multimodal[0], len(self._multimodal)
@@ -265,7 +264,9 @@ class _Reader:
         )
 
     def notes(self) -> Iterator[str]:
-        """Yield sentences on rows that were left out, and on what the chat template leaves out."""
+        """Yield sentences about skipped rows and about parts that the chat template does not
+        render.
+        """
         name = self._data.name
         if self._multimodal:
             (place, what), number = self._multimodal[0], len(self._multimodal)
@@ -304,11 +305,12 @@ class _Reader:
         return _Tokens(number=raw.number, ids=ids if is_ended else (*ids, end), start=start)  # type: ignore[arg-type]
 
     def _ids(self, row: Row, most: int, *, begins: bool) -> tuple[Sequence[int], Sequence[int]]:
-        """Return the ids of a row, of no more text than `most` tokens can need, and how its samples
-        start.
+        """Return a row's token ids, and the tokens with which samples that start inside the row
+        begin.
 
-        `begins` a text of its own. Raises ValueError if the row cannot be rendered or tokenized,
-        MultimodalRowError if it has tokens that stand for an image, a video or sound.
+        Only as much text is tokenized as `most` tokens can need. `begins` is True if the row begins
+        a text. Raises ValueError if the row cannot be rendered or tokenized, and MultimodalRowError
+        if it has tokens that stand for an image, a video or sound.
         """
         if row.ids is not None:
             if found := self._media_ids_of_rows.intersection(row.ids):
@@ -340,8 +342,9 @@ class _Reader:
 
     @cached_property
     def _media_ids_of_rows(self) -> frozenset[int]:
-        """The tokens of images for rows of token ids, which need no tokenizer: those of the config
-        alone.
+        """Return the image, video and sound tokens that the config names.
+
+        They are for rows of token ids, which need no tokenizer.
         """
         config = self._checkpoint / "config.json"
         return frozenset(_media_ids(read_json_object(config))) if config.is_file() else frozenset()
@@ -359,7 +362,9 @@ class _Reader:
         return self._templates.get(DEFAULT_TEMPLATE)
 
     def _rendered(self, conversation: Conversation, template: str) -> str:
-        """Return the text of a conversation, and count what the template does not show of it."""
+        """Return the text of a conversation, and count the parts that the
+        template does not show.
+        """
 
         def render(other: Conversation) -> str:
             return rendered(self.tokenizer, template, other)
@@ -380,7 +385,7 @@ def _calls_of(message: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
 
 
 def _places(places: Sequence[str]) -> str:
-    """The first of several places, and how many there are."""
+    """Return the first place, and the number of further rows."""
     others = len(places) - 1
     return places[0] + (f" and {others} more row{'s' if others > 1 else ''}" if others else "")
 
@@ -390,8 +395,8 @@ def _rows(number: int) -> str:
 
 
 def _media_ids(config: Mapping[str, object]) -> Iterator[int]:
-    """Yield the token ids of a config that stand for an image, a video or sound, also of its
-    parts.
+    """Yield the token ids in a config, and in its nested configs, that stand for an image, a video
+    or sound.
     """
     for key, value in config.items():
         if isinstance(value, Mapping):
@@ -402,10 +407,10 @@ def _media_ids(config: Mapping[str, object]) -> Iterator[int]:
 
 
 def _packed(rows: Iterable[_Tokens], data: CalibrationData) -> Iterator[tuple[int, Sequence[int]]]:
-    """Concatenate the rows and cut them into samples of `seq_len` tokens; the rest is the last
-    sample.
+    """Concatenate the rows and cut them into samples of `seq_len` tokens.
 
-    Every sample starts as a served prompt does, with the tokenizer's BOS if it has one.
+    The remaining tokens are the last sample. Every sample starts like a served prompt, with the
+    tokenizer's BOS if it has a BOS.
     """
     held, number = list[int](), 0
     for row in rows:
@@ -424,17 +429,23 @@ def _packed(rows: Iterable[_Tokens], data: CalibrationData) -> Iterator[tuple[in
 
 
 def _started(ids: list[int], start: list[int]) -> list[int]:
-    """Return the ids with the tokens `start` in front, unless they are there."""
+    """Return the ids with the tokens `start` in front, unless they already begin with `start`."""
     return ids if ids[: len(start)] == start else [*start, *ids]
 
 
 def _content(raw: RawRow) -> object:
-    """The JSON of a line, or the record as it is. Raises ValueError, RecursionError."""
+    """Return the parsed JSON of a line, or a record unchanged.
+
+    Raises ValueError, and RecursionError for JSON nested too deeply.
+    """
     return json.loads(raw.content) if isinstance(raw.content, bytes) else raw.content
 
 
 def load_tokenizer(checkpoint: Path, *, trust_remote_code: bool) -> Tokenizer:
-    """The checkpoint's tokenizer; InputError where it has none that transformers can load."""
+    """Return the checkpoint's tokenizer.
+
+    Raises InputError if transformers cannot load a tokenizer from the checkpoint.
+    """
     import transformers
 
     load = transformers.AutoTokenizer.from_pretrained

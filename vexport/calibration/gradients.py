@@ -1,10 +1,10 @@
-"""Walk up through a model's layers and back, with the gradients of the model's answers.
+"""Walk up through a model's layers and back, with the gradients of the model's predictions.
 
-The gradients are of the log-probability of tokens that are drawn from the model's answers. Their
-second moments are the Fisher information: they show how a small error of an input changes the KL
-divergence. Tokens are weighed by them (GuidedQuant, arXiv 2505.07004): most attention rests on the
-first token, and its errors change every answer. The root of the mean square, averaged over places
-in the text, left less KL than the mean (docs/rounding.md).
+The gradients are of the log-probability of tokens that are drawn from the model's predictions.
+Their second moments are the Fisher information: they show how a small error of an input changes the
+KL divergence. Tokens are weighted by them (GuidedQuant, arXiv 2505.07004): most attention is on the
+first token, and its errors change every prediction. The root of the mean square, averaged over
+places in the text, left less KL than the mean (docs/rounding.md).
 """
 
 import logging
@@ -28,16 +28,17 @@ RUN_ELEMENTS = 1 << 22
 
 
 class Gradients:
-    """Runs text up through a model and the gradients of its answers back down.
+    """Runs text up through a model, and the gradients of the model's predictions back down.
 
     The states in front of every layer are kept on the way up. `watchers` watch the way back, with
-    gradients as torch computes them. A row whose gradient cannot be computed goes back without one.
+    gradients as torch computes them. A row whose gradient cannot be computed goes back without it.
     """
 
     def __init__(self, walk: LayerWalk, watchers: Sequence[Watcher]) -> None:
         self._walk = walk
         self._watchers = watchers
-        # The states in front of each layer, and last of the head: row after row of each.
+        # The states of all rows in front of the first layer, of the second layer and so on, and
+        # last of the head.
         self._entered = HiddenStates(ENTERED_BYTES)
         # A generator of the CPU draws the same numbers on any device.
         self._generator = torch.Generator().manual_seed(0)
@@ -66,7 +67,7 @@ class Gradients:
         """Nothing has to be prepared for a layer on the way up."""
 
     def row(self, index: int, hidden: torch.Tensor) -> None:
-        """Keep the states behind a layer, which are those in front of the next."""
+        """Keep the states behind a layer, which are the states in front of the next layer."""
         self._entered.append(hidden)
 
     def leave(self, layer: Layer) -> None:
@@ -98,8 +99,9 @@ class Gradients:
         return _gradient(states, partial(self._walk.logits, index), self._errors)
 
     def _errors(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of logits (1, tokens, vocabulary): probabilities, less 1 at a token
-        that is drawn from them.
+        """Return the gradient of logits (1, tokens, vocabulary).
+
+        It is the probabilities, less 1 for a token that is drawn from them.
         """
         errors = torch.empty_like(logits)
         rows = max(1, RUN_ELEMENTS // logits.shape[-1])
@@ -121,10 +123,10 @@ def _gradient(
     forward: Callable[[torch.Tensor], torch.Tensor],
     behind: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor | None:
-    """Return the gradient of `states`, with which `behind` returns the gradient of the output.
+    """Return the gradient of `states`, given by `behind` the gradient of the output.
 
-    Returns None if the model cannot be differentiated: an operation has no gradient, or the
-    gradient overflows.
+    `behind` receives the output. Returns None if the model cannot be differentiated: an operation
+    has no gradient, or the gradient overflows.
     """
     states.requires_grad_()
     try:
@@ -169,7 +171,7 @@ def weights_of(
 
 
 def octaves(tokens: int) -> torch.Tensor:
-    """Return the octave of each place in a row of so many tokens, (tokens,)."""
+    """Return the octave of each place in a row of `tokens` tokens, (tokens,)."""
     places = torch.arange(tokens, dtype=torch.float64)
     return torch.frexp(places).exponent.to(torch.int64)
 

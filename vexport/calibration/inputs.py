@@ -1,9 +1,9 @@
-"""The places of fusion groups in a model, and their inputs while it runs.
+"""Find the places of fusion groups in a model, and observe their inputs while it runs.
 
-A hook sees the input of a linear module. Experts that are held as three-dimensional parameters have
-one module, and the hook sees the input of that module: all tokens of the text enter gate and up,
-the tokens routed to an expert enter its down projection. A new kind of experts needs a class like
-`Arithmetic` and an entry in KINDS.
+A hook sees the input of a linear module. Experts in three-dimensional parameters share a module,
+and the hook sees the input of that module. All tokens of the text enter the experts' gate and up
+projections. The tokens routed to an expert enter its down projection. A new kind of experts needs a
+class like `Arithmetic` and an entry in KINDS.
 """
 
 import inspect
@@ -27,10 +27,10 @@ LAYOUT = ("has_gate", "has_bias", "is_transposed", "down_proj")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entered:
-    """The input of a module of experts: all tokens (tokens, hidden size) in the order of the text.
+    """Input of a module of experts: all tokens (tokens, hidden size) in the order of the text.
 
-    `routes` are the places of the tokens routed to each expert, `shares` (routed, 1) the weights of
-    the expert's outputs for them.
+    `routes` are the places of the tokens routed to each expert. `shares` (routed, 1) are the
+    weights of the expert's outputs for these tokens.
     """
 
     tokens: torch.Tensor
@@ -39,9 +39,9 @@ class Entered:
 
 
 class Arithmetic:
-    """The computation of a module of experts, expert by expert, with room between its products.
+    """Computation of a module of experts, expert by expert, with access between its products.
 
-    These are the experts that run by transformers' experts interface (integrations/moe.py).
+    This class is for experts that run by transformers' experts interface (integrations/moe.py).
     """
 
     def serves(self, module: torch.nn.Module) -> bool:
@@ -60,7 +60,7 @@ class Arithmetic:
         assert isinstance(chosen, torch.Tensor)
         assert isinstance(weights, torch.Tensor)
         experts = len(module.get_parameter("down_proj"))
-        # The places in (tokens, chosen), sorted by expert. The host waits for the counts alone.
+        # The places in (tokens, chosen), sorted by expert. The host waits only for the counts.
         places = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=experts).tolist()
         routes = places // chosen.shape[-1]
@@ -156,11 +156,11 @@ KINDS: Sequence[Arithmetic] = (Arithmetic(), Llama4())
 
 
 def arithmetic_of(module: torch.nn.Module) -> Arithmetic | None:
-    """Return the arithmetic of a module with stacked weights; None if it is unknown."""
+    """Return the arithmetic of a module with stacked weights, or None if it is unknown."""
     return next((kind for kind in KINDS if kind.serves(module)), None)
 
 
-# The input of a module; for experts, the arguments of their forward.
+# The input of a module. For experts, the arguments of their forward.
 Value = torch.Tensor | Entered
 # Inputs by the module's name in the model.
 Noted = Mapping[str, Value]
@@ -175,7 +175,7 @@ class ExpertLayer:
 
 
 class Places:
-    """The places of a plan's layers in a model, whose decoder layers are the list `layers_name`."""
+    """Finds a plan's layers in a model. `layers_name` is the name of the list of decoder layers."""
 
     def __init__(
         self, model: torch.nn.Module, weights: Weights, layers_name: str, layers: int
@@ -194,7 +194,7 @@ class Places:
     def layer_of(self, group: FusionGroup) -> int:
         """Return the number of the decoder layer that has a group's weights.
 
-        A group outside the decoder layers, such as the output head, has the number of layers.
+        For a group outside the decoder layers, such as the output head, it is the number of layers.
         """
         parameter = self.parameter_of(group.members[0])
         if not parameter.startswith(self._layers_prefix):
@@ -233,8 +233,8 @@ class Places:
         return owner, ExpertLayer(expert=number, is_down=parameter == "down_proj")
 
     def _owner(self, member: LinearPlan) -> tuple[torch.nn.Module | None, str]:
-        """Return the module with the parameter that holds a layer's weight, and the parameter's
-        name in it.
+        """Return the module whose parameter holds a layer's weight, and the name of that parameter
+        in it.
         """
         name = self.parameter_of(member)
         owner = self._model.get_submodule(name.rpartition(".")[0]) if name else None
@@ -249,10 +249,11 @@ class _AllNoted(Exception):
 class Site:
     """An input (..., columns) of the module `module` that groups share.
 
-    `expert` is the number of an expert, for the input of its down projection. It is None for a
-    linear module and for the common input of all experts. `is_aligned` is True if both streams have
-    the same tokens in the same order; this is not so if a router in front of the module chooses
-    them. Some of the `groups` may be rounded to nearest, and need only static scales or importance.
+    `expert` is the number of an expert if this is the input of its down projection. It is None for
+    a linear module and for the common input of all experts. `is_aligned` is True if both streams
+    have the same tokens in the same order. It is False if a router in front of the module chooses
+    the tokens. Some of the `groups` may be rounded to nearest. These need only static scales or
+    importance.
     """
 
     name: str
@@ -269,11 +270,11 @@ class Site:
 
 
 class GroupInputs:
-    """The inputs of groups in a model, and the reason for each group whose input cannot be seen."""
+    """Inputs of groups in a model, and the reason for each group whose input cannot be seen."""
 
     def __init__(self, places: Places, groups: Sequence[FusionGroup]) -> None:
         self._places = places
-        # The modules that share one input.
+        # The modules that share an input.
         self._modules: dict[str, list[torch.nn.Module]] = {}
         # The group that takes an expert's tokens, by module and expert.
         self._firsts: dict[tuple[str, int], FusionGroup] = {}
@@ -346,7 +347,7 @@ class GroupInputs:
         return arithmetic.between(module, site.expert, tokens)
 
     def only(self, module: str | None) -> "GroupInputs":
-        """Return the inputs of a module's groups; with None only the groups without an input."""
+        """Return the inputs of a module's groups, or with None only the groups without an input."""
         part = copy(self)
         part.sites = tuple(site for site in self.sites if site.module == module)
         part.unreachable = {} if module else self.unreachable
@@ -356,7 +357,8 @@ class GroupInputs:
     def shown(self, show: Callable[[str, Value], None], *, once: bool = False) -> Iterator[None]:
         """Call `show` with the name of each module and its unrounded input inside the block.
 
-        An input that several modules read is shown for each of them, or `once` for the first.
+        An input that several modules read is shown for each of them. With `once` it is shown only
+        for the first.
         """
         with ExitStack() as block:
             for name, modules in self._modules.items():
@@ -412,6 +414,6 @@ def _show(
     args: tuple[torch.Tensor, ...],
     kwargs: Mapping[str, object],
 ) -> None:
-    """A forward hook that calls `show` with the module's name and its input."""
+    """Call `show` with the module's name and its input. This is a forward pre-hook."""
     arithmetic = arithmetic_of(module)
     show(name, args[0] if arithmetic is None else arithmetic.enter(module, args, kwargs))

@@ -1,6 +1,4 @@
-"""A model of transformers without its weights, the devices of torch, and the hidden states between
-layers.
-"""
+"""Build transformers models without weights, check torch devices, and store hidden states."""
 
 import mmap
 import os
@@ -20,15 +18,16 @@ from vexport.errors.extras import mismatch_of
 def build_on_meta(
     root: Path, *, trust_remote_code: bool, device: str = "cpu"
 ) -> transformers.PreTrainedModel:
-    """The model in eval mode and its own dtype: parameters on the meta device, buffers real on
+    """Return the model in eval mode: parameters on the meta device, buffers with values on
     `device`.
 
-    It is of the class that the checkpoint names, a language model within a multimodal one too, or
-    of the class that transformers has for text. InputError where it has none.
+    The class is the class that the checkpoint names, which can be the language model in a
+    multimodal model, or transformers' class for text. The dtype is the config's. Raises InputError
+    if transformers cannot build the model.
 
-    From here on torch computes with numba's number of threads. Numba gives it that number at its
-    first kernel, and sums depend on it: a call that is continued would compute other bytes until
-    then.
+    From here on torch computes with as many threads as numba. Numba sets this number for torch at
+    its first kernel, and sums depend on it: until then, a resumed call would compute different
+    bytes.
     """
     torch.set_num_threads(numba.get_num_threads())
     try:
@@ -70,8 +69,8 @@ def _build(root: Path, trust_remote_code: bool) -> transformers.PreTrainedModel:
 def parameters_on_meta() -> Iterator[None]:
     """Create the parameters of all modules on the meta device inside the block.
 
-    Buffers stay real: rotary frequencies are computed by the constructor and stored in no
-    checkpoint.
+    Buffers keep their values: the constructor computes rotary frequencies, and checkpoints do not
+    store them.
     """
     register = torch.nn.Module.register_parameter
 
@@ -88,10 +87,10 @@ def parameters_on_meta() -> Iterator[None]:
 
 
 def decoder_layers(model: transformers.PreTrainedModel) -> tuple[str, torch.nn.ModuleList]:
-    """Name and list of the decoder layers: of the text model's lists of modules the one with most
-    parameters.
+    """Return the name and the list of the decoder layers.
 
-    Raises InputError for a model without a list of modules.
+    Of the lists of modules in the text model, it is the list with most parameters. Raises
+    InputError for a model without a list of modules.
     """
     within = set(model.get_decoder().modules())
     lists = {
@@ -112,31 +111,31 @@ def decoder_layers(model: transformers.PreTrainedModel) -> tuple[str, torch.nn.M
 
 
 def tie_head(model: transformers.PreTrainedModel) -> None:
-    """Give an output head without its own weights those of the embeddings."""
+    """Give an output head without weights the weights of the embeddings."""
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if head is not None and head.weight.is_meta:
         head.weight = embeddings.weight
 
 
 def joined(*parts: str) -> str:
-    """Join the parts of a name; some may be empty."""
+    """Join the parts of a dotted name. Parts may be empty."""
     return ".".join(part for part in parts if part)
 
 
 def unload(module: torch.nn.Module) -> None:
-    """Drop the module's weights: its parameters are on the meta device again, its buffers stay."""
+    """Drop the module's weights: its parameters go back to the meta device, its buffers stay."""
     for owner in module.modules():
         for name, parameter in list(owner.named_parameters(recurse=False)):
             setattr(owner, name, torch.nn.Parameter(parameter.to("meta"), requires_grad=False))
 
 
 def default_device() -> str:
-    """A GPU where torch has one, else the CPU."""
+    """Return a GPU if torch has a usable GPU, otherwise the CPU."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def require_device(name: str) -> None:
-    """InputError where torch does not know the device or cannot put a tensor on it."""
+    """Raise InputError if torch does not support the device or cannot put a tensor on it."""
     try:
         torch.empty(1, device=name).cpu()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
@@ -153,24 +152,24 @@ MEMORY_BYTES = 2**30
 
 
 class HiddenStates:
-    """The hidden states of every batch, overwritten layer after layer; in main memory, pinned for a
-    GPU.
+    """Hidden states of every batch, overwritten layer after layer. They are in main memory, pinned
+    for a GPU.
 
-    The first `memory_bytes` stay in memory. Others lie in unnamed files of the temporary folder
-    (TMPDIR), and their pages leave the process's memory as soon as they are written.
+    The first `memory_bytes` stay in memory. Other states are in unnamed files in the temporary
+    folder (TMPDIR), and their pages leave the process's memory as soon as they are written.
     """
 
     def __init__(self, memory_bytes: int = MEMORY_BYTES) -> None:
         self._room = memory_bytes
         self._states: list[torch.Tensor] = []
-        # The mapped pages of those that lie on disk.
+        # The mapped pages of the states on disk, by batch.
         self._pages: dict[int, mmap.mmap] = {}
 
     def __len__(self) -> int:
         return len(self._states)
 
     def append(self, states: torch.Tensor) -> None:
-        """Copy the states of the next batch."""
+        """Append a copy of a batch's states."""
         if states.nbytes <= self._room:
             self._room -= states.nbytes
             pinned = (
@@ -193,11 +192,11 @@ class HiddenStates:
         self[len(self) - 1] = states
 
     def __getitem__(self, batch: int) -> torch.Tensor:
-        """The states of a batch; valid until they are overwritten."""
+        """Return the states of a batch. They are valid until they are overwritten."""
         return self._states[batch]
 
     def __setitem__(self, batch: int, states: torch.Tensor) -> None:
-        """Overwrite the states of a batch with others of the same shape."""
+        """Overwrite the states of a batch with states of the same shape."""
         kept = self._states[batch]
         assert states.shape == kept.shape, (states.shape, kept.shape)
         kept.copy_(states)

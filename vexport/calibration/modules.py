@@ -1,9 +1,8 @@
-"""Observers attached to modules: calibrate any torch.nn.Module and read its quantization
-parameters.
+"""Attach observers to modules: calibrate any torch.nn.Module and read its quantization parameters.
 
 A module's `quantization_scheme` is compressed-tensors' `QuantizationScheme` or vexport's
-`SchemeArgs`. Names and meaning are llm-compressor's (modifiers/quantization/calibration.py),
-formulas those of `vexport.observers`.
+`SchemeArgs`. Names and their meaning follow llm-compressor (modifiers/quantization/calibration.py).
+Formulas are from `vexport.observers`.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -14,7 +13,7 @@ import torch
 from vexport.errors import CheckpointFailed
 from vexport.observers import Observer, ObserverArgs, fit_global_scale
 
-# What can be observed, and the scheme's arguments for it.
+# Base names of observers, and the attribute of the scheme with the arguments for each.
 ARGUMENTS: Mapping[str, str] = {
     "weight": "weights",
     "input": "input_activations",
@@ -36,8 +35,9 @@ Modules = torch.nn.Module | Iterable[torch.nn.Module]
 
 
 class QuantizationArguments(ObserverArgs, Protocol):
-    """Arguments that also name the observer: compressed-tensors' `QuantizationArgs` and our
-    `QuantArgs`.
+    """Arguments that also name the observer.
+
+    compressed-tensors' `QuantizationArgs` and vexport's `QuantArgs` are such arguments.
     """
 
     @property
@@ -45,12 +45,12 @@ class QuantizationArguments(ObserverArgs, Protocol):
 
 
 def initialize_observer(module: torch.nn.Module, base_name: str) -> None:
-    """Attach the observer of a module's "weight", "input", "output", "q", "k" or "v" as a
+    """Attach the observer for "weight", "input", "output", "q", "k" or "v" to a module as a
     submodule.
 
-    Nothing is attached where the scheme has no such part or quantizes it dynamically; with dynamic
-    "local" (NVFP4 inputs) the observer serves the global scale. A weight's observer is always
-    memoryless. Raises ValueError for another base name or an unknown observer.
+    Nothing is attached if the scheme does not quantize this part or quantizes it dynamically. With
+    dynamic "local" (NVFP4 inputs) the observer serves the global scale. Observers of weights are
+    always memoryless. Raises ValueError for another base name or an unknown observer.
     """
     args = arguments_of(module, base_name)
     if args is None or args.dynamic is True:
@@ -64,10 +64,11 @@ def initialize_observer(module: torch.nn.Module, base_name: str) -> None:
 
 
 def observe(module: Modules, base_name: str, value: torch.Tensor | None = None) -> None:
-    """Show a value to the observers of that base name; modules without one are passed over.
+    """Show a value to the observers of this base name. Modules without such an observer are
+    skipped.
 
-    Without `value` each module shows its own tensor of that name (its weight). A map of columns to
-    groups, `weight_g_idx` of compressed-tensors, goes with it.
+    Without `value` each module shows its attribute of that name (its weight). If the module has a
+    map of columns to groups, compressed-tensors' `weight_g_idx`, the observer receives it too.
     """
     for part in _each(module):
         if (observer := observer_of(part, base_name)) is not None:
@@ -78,15 +79,16 @@ def observe(module: Modules, base_name: str, value: torch.Tensor | None = None) 
 def update_qparams(
     module: Modules, base_name: str | Iterable[str], only_update_onload: bool = False
 ) -> None:
-    """Write what the observers found to the modules: `{base_name}_scale`, `_zero_point`,
+    """Write the observers' results to the modules: `{base_name}_scale`, `_zero_point`,
     `_global_scale`.
 
-    Parameters that exist keep their dtype and shape, others are registered: scales float32, zero
-    point int32. Dynamic "local" writes the global scale alone. If observers of NVFP4 weights search
-    above the range, the global scale that fused weights share is chosen first (`fit_global_scale`).
-    With `only_update_onload` the parameters of an offloaded module change on the device that
-    computes, and their offloaded copies do not. CheckpointFailed names modules whose observer saw
-    nothing, or values that are not finite.
+    Existing parameters keep their dtype and shape. New parameters are registered: scales in
+    float32, zero points in int32. With dynamic "local" only the global scale is written. If
+    observers of NVFP4 weights search above the range, the global scale that fused weights share is
+    chosen first (`fit_global_scale`). With `only_update_onload` the parameters of an offloaded
+    module change on the device that computes, and their offloaded copies do not. Raises
+    CheckpointFailed with the name of a module if its observer saw nothing, or values that are not
+    finite.
     """
     base_names = [base_name] if isinstance(base_name, str) else list(base_name)
     for part in _each(module):
@@ -98,38 +100,42 @@ def update_qparams(
 
 
 def calibrate_input_hook(module: torch.nn.Module, args: object) -> None:
-    """A forward pre-hook: the module's first positional input goes to its `input_observer`."""
+    """Pass the module's first positional input to its `input_observer`.
+
+    This is a forward pre-hook.
+    """
     _show(module, "input", args[0] if isinstance(args, tuple) and args else args)
 
 
 def calibrate_output_hook(module: torch.nn.Module, args: object, output: object) -> None:
-    """A forward hook: the module's output (the first of a tuple) goes to its `output_observer`.
+    """Pass the module's output, or the first element of a tuple, to its `output_observer`.
 
-    The output itself stays as it is; the peer rounds it by scales that are not known yet.
+    This is a forward hook. It does not change the output. llm-compressor's hook rounds the output
+    by scales that are not known yet.
     """
     _show(module, "output", output[0] if isinstance(output, tuple) else output)
 
 
 def calibrate_query_hook(module: torch.nn.Module, query_states: torch.Tensor) -> None:
-    """Query states (batch, heads, tokens, head size) go to the attention module's `q_observer`."""
+    """Pass query states (batch, heads, tokens, head size) to the attention's `q_observer`."""
     _show(module, "q", query_states)
 
 
 def calibrate_key_hook(module: torch.nn.Module, key_states: torch.Tensor) -> None:
-    """Key states (batch, heads, tokens, head size) go to the attention module's `k_observer`."""
+    """Pass key states (batch, heads, tokens, head size) to the attention's `k_observer`."""
     _show(module, "k", key_states)
 
 
 def calibrate_value_hook(module: torch.nn.Module, value_states: torch.Tensor) -> None:
-    """Value states (batch, heads, tokens, head size) go to the attention module's `v_observer`."""
+    """Pass value states (batch, heads, tokens, head size) to the attention's `v_observer`."""
     _show(module, "v", value_states)
 
 
 def freeze_module_quantization(module: torch.nn.Module) -> None:
-    """Remove a module's observers and mark it frozen; `model.apply(freeze_module_quantization)` for
-    all.
+    """Remove a module's observers and mark the module as frozen.
 
-    Modules without a scheme, and frozen ones, stay as they are.
+    Freeze a whole model with `model.apply(freeze_module_quantization)`. Modules without a scheme
+    and frozen modules do not change.
     """
     from compressed_tensors.quantization import QuantizationStatus
 
@@ -144,11 +150,11 @@ def freeze_module_quantization(module: torch.nn.Module) -> None:
 
 
 def get_modules(parents: Modules, base_name: str | None = None) -> list[torch.nn.Module]:
-    """The modules in one parent or several that have a quantization scheme, or an observer of
+    """Return the modules below the parents that have a quantization scheme, or an observer of
     `base_name`.
 
-    Each module comes once, however many names and parents it has, in the order of registration:
-    ranks that built the same model agree on it.
+    Each module is returned once, even if it has several names or parents. The modules are in the
+    order of registration, so that ranks that built the same model agree on the order.
     """
     modules = dict.fromkeys(module for parent in _each(parents) for module in parent.modules())
     if base_name is None:
@@ -159,8 +165,8 @@ def get_modules(parents: Modules, base_name: str | None = None) -> list[torch.nn
 def sync_activation_stats(model: Modules) -> None:
     """Reduce the statistics of all activation observers over the ranks of the process group.
 
-    Every rank calls it once, after the last observation, with the same model; alone it does
-    nothing.
+    Every rank calls this once, after the last observation, with the same model. Without other ranks
+    it does nothing.
     """
     for base_name in ACTIVATIONS:
         for module in get_modules(model, base_name):
@@ -169,8 +175,9 @@ def sync_activation_stats(model: Modules) -> None:
 
 
 def observer_of(module: torch.nn.Module, base_name: str) -> Observer | None:
-    """The observer attached under a base name; None where there is none. ValueError for another
-    base name.
+    """Return the observer attached under a base name, or None.
+
+    Raises ValueError for an unknown base name.
     """
     _require_base_name(base_name)
     observer = getattr(module, f"{base_name}_observer", None)
@@ -178,7 +185,7 @@ def observer_of(module: torch.nn.Module, base_name: str) -> Observer | None:
 
 
 def arguments_of(module: torch.nn.Module, base_name: str) -> QuantizationArguments | None:
-    """The arguments by which the module's scheme quantizes that part; None where it does not."""
+    """Return the scheme's arguments for a part of the module, or None for an unquantized part."""
     _require_base_name(base_name)
     scheme = getattr(module, "quantization_scheme", None)
     return cast(QuantizationArguments | None, getattr(scheme, ARGUMENTS[base_name], None))
@@ -208,7 +215,7 @@ def _show(module: torch.nn.Module, base_name: str, value: object) -> None:
 
 
 def _require_statistics(module: torch.nn.Module, base_name: str, observer: Observer) -> None:
-    """CheckpointFailed where an observer saw nothing, or values that are not finite."""
+    """Raise CheckpointFailed if an observer saw nothing, or values that are not finite."""
     if not observer.has_statistics:
         got = f"{observer.tokens} tokens in calibration"
         need = "at least one observation for its static scale"
@@ -222,9 +229,7 @@ def _require_statistics(module: torch.nn.Module, base_name: str, observer: Obser
 
 
 def _fit_once(observer: Observer) -> None:
-    """Choose the global scale of fused weights once all of them were observed, the same for each of
-    them.
-    """
+    """Choose the shared global scale of fused weights as soon as all of them were observed."""
     fused = observer.fused()
     if observer.base_name == "weight" and not observer.is_fitted:
         if all(member.has_statistics for member in fused):

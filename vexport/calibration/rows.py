@@ -1,7 +1,7 @@
-"""Rows of calibration data as people store them: each becomes text, a conversation or token ids.
+"""Read rows of calibration data in their usual forms as text, a conversation or token ids.
 
-Conversations become messages of OpenAI's chat API, whatever their spelling. What vLLM makes of such
-messages before it renders them is in `conversations.py`.
+Conversations in any known spelling become messages of OpenAI's chat API. `conversations.py` changes
+such messages as vLLM does before it renders them.
 """
 
 import json
@@ -20,8 +20,7 @@ from vexport.calibration.sources import key_of_rows
 from vexport.errors import clip
 
 CONVERSATIONS = ("messages", "conversations", "conversation")
-# Further names of conversations, and of a question with its answer, which a row's `text` goes
-# before.
+# Further columns that hold conversations. A column `text` takes precedence over them.
 _MORE_CONVERSATIONS = (
     "dialog",
     "dialogue",
@@ -48,7 +47,7 @@ _ANSWERS = (
 # Text that belongs to a question: Alpaca's input, Dolly's context.
 _CONTEXTS = ("input", "context")
 _SYSTEM = ("system", "system_prompt")
-# Where logs of OpenAI's API keep the request, and the answer to it.
+# Keys under which logs of OpenAI's API store the request.
 _REQUESTS = ("body", "request", "kwargs")
 FORMS = (
     "a row with text, messages or conversations (and tools), input_ids, or a pair such as "
@@ -57,7 +56,7 @@ FORMS = (
 )
 FIX = "name the column of the text or the turns (DATA:COLUMN), or correct the row"
 CORRECT = "correct or remove the row"
-# ShareGPT's names of the speakers, and those of other data sets and APIs.
+# Speakers as ShareGPT, other data sets and other APIs name them, with their roles in OpenAI's API.
 _SPEAKERS = {
     **dict.fromkeys(("human", "user", "prompter"), "user"),
     **dict.fromkeys(
@@ -70,9 +69,9 @@ _SPEAKERS = {
 _CALL_ROLES = ("function_call", "function-call", "tool_call", "tool-call")
 _ROLE_KEYS = ("role", "from", "speaker")
 _CONTENT_KEYS = ("content", "value", "text", "parts")
-# The start of JSON of objects, or of what Python prints for them.
+# Matches the start of JSON objects, and of Python's repr of them.
 _JSON_OF_OBJECTS = re.compile(r"\s*(\[\s*)?\{\s*['\"]")
-# Roles whose turn may be empty: a call without words, a result of nothing.
+# Roles that may have an empty turn: a call without text, or an empty result.
 _MAY_BE_EMPTY = ("assistant", "tool")
 _MEDIA_COLUMN = re.compile(
     r"(image|img|picture|photo|video|audio|pixel_value)s?(_(url|path|file|bytes|base64|data)s?)?",
@@ -81,8 +80,8 @@ _MEDIA_COLUMN = re.compile(
 # A placeholder of an image, a video or sound: <image>, <image_1>, <|image_pad|>, <start_of_image>.
 _MARK = r"<\|?(?:[a-z]+_)*(?:image|img|vision|video|audio|speech)(?:here|_[a-z0-9_]+| ?\d+)?\|?>"
 _ANY_PLACEHOLDER = re.compile(_MARK, re.IGNORECASE)
-# As data for such models have it: at the start or the end of a turn, on a line of its own, or with
-# a path.
+# Matches a placeholder as data for multimodal models contain it: at the start or the end of a turn,
+# alone on a line, or around a path.
 _PLACEHOLDER = re.compile(
     rf"\A\s*{_MARK}|{_MARK}\s*\Z|^[ \t]*{_MARK}[ \t]*$|<img>[^<>\n]+</img>",
     re.MULTILINE | re.IGNORECASE,
@@ -90,17 +89,15 @@ _PLACEHOLDER = re.compile(
 
 
 class UnknownFormError(ValueError):
-    """A row whose keys are none of those that a text, a conversation or token ids are known to
-    have.
-    """
+    """A row without any key that is known to hold a text, a conversation or token ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """The content of one row: exactly one of `ids`, `conversation` and `text`.
+    """Content of a row: exactly one of `ids`, `conversation` and `text`.
 
-    `flat` is the text of a conversation for a model without a chat template; None if that is an
-    error.
+    `flat` is the text of a conversation for a model without a chat template. If it is None, such a
+    model cannot be calibrated with the row.
     """
 
     ids: tuple[int, ...] | None = None
@@ -109,7 +106,7 @@ class Row:
     flat: str | None = None
 
     def texts(self) -> Iterator[str]:
-        """Yield the texts of the row that come from the data, not from a template."""
+        """Yield the texts of the row that come from the data and not from a template."""
         if self.text is not None:
             yield self.text
         if self.conversation is not None:
@@ -120,7 +117,7 @@ class Row:
 def read_row(raw: object, column: str | None) -> Row:
     """Read a JSON object or a record of a data set.
 
-    Raises ValueError for a broken row, UnknownFormError for a row in none of the known forms, and
+    Raises ValueError for a broken row, UnknownFormError for a row of an unknown form, and
     MultimodalRowError for a row with an image, a video or sound.
     """
     if isinstance(raw, list) and raw and all(map(_is_turn, raw)):
@@ -138,7 +135,7 @@ def read_row(raw: object, column: str | None) -> Row:
 
 
 def _by_its_keys(raw: Mapping[object, object]) -> Row:
-    """Read a row by the keys that it has, the most telling first."""
+    """Read a row by its keys. Unambiguous keys take precedence."""
     column = next((key for key in ("input_ids", *CONVERSATIONS) if raw.get(key) is not None), None)
     if column is not None:
         return _of_value(raw, column)
@@ -151,8 +148,9 @@ def _by_its_keys(raw: Mapping[object, object]) -> Row:
 
 
 def _by_rarer_keys(raw: Mapping[object, object]) -> Row:
-    """Read a row without any of the usual keys. Raises UnknownFormError if it has no rarer one
-    either.
+    """Read a row without any of the usual keys.
+
+    Raises UnknownFormError if the row has no rarer key either.
     """
     for question, answer in product(_QUESTIONS, _ANSWERS):
         if question != answer and all(
@@ -172,7 +170,7 @@ def _by_rarer_keys(raw: Mapping[object, object]) -> Row:
 
 
 def _without_form(raw: Mapping[object, object]) -> str:
-    """Return the words for a row without a known form."""
+    """Describe a row of an unknown form for an error message."""
     if not raw:
         return "an empty object"
     if len(raw) == 1 and (key := key_of_rows(raw)) is not None:
@@ -185,7 +183,7 @@ def _without_form(raw: Mapping[object, object]) -> str:
 
 
 def _of_value(raw: Mapping[object, object], key: str) -> Row:
-    """Read the value of a column: a string, ids or turns."""
+    """Read the value of a column: a string, token ids or turns."""
     value = _parsed_turns(raw[key], key)
     if isinstance(value, str):
         return Row(text=value)
@@ -201,7 +199,10 @@ def _of_value(raw: Mapping[object, object], key: str) -> Row:
 
 
 def _parsed_turns(value: object, key: str) -> object:
-    """Return the turns of a column that has them as JSON text; any other value as it is."""
+    """Return the turns of a column that stores them as JSON text.
+
+    Return any other value unchanged.
+    """
     if not isinstance(value, str) or not _JSON_OF_OBJECTS.match(value):
         return value
     try:
@@ -247,7 +248,7 @@ def _of_pair(raw: Mapping[object, object], question: str, answer: str) -> Row:
 
 
 def _of_log(raw: Mapping[object, object], request: Mapping[object, object]) -> Row:
-    """Read a logged request, with the answer that was logged next to it."""
+    """Read a logged request, and the logged response to it if there is any."""
     messages = list(_messages(_listed(request["messages"], "messages"), "messages"))
     response = raw.get("response")
     if isinstance(response, Mapping):
@@ -260,7 +261,7 @@ def _of_log(raw: Mapping[object, object], request: Mapping[object, object]) -> R
 
 
 def _history(raw: Mapping[object, object]) -> Iterator[Message]:
-    """Yield the earlier turns of an instruction, which Alpaca's data keep as pairs."""
+    """Yield the earlier turns of an instruction. Data sets in Alpaca's form store them as pairs."""
     history = raw.get("history")
     for pair in history if isinstance(history, list) else ():
         if (
@@ -277,9 +278,7 @@ def _turn(role: str, content: str) -> Message:
 
 
 def _conversation(raw: Mapping[object, object], messages: Sequence[Message]) -> Conversation:
-    """Return the messages of a row with its tools, and its system prompt if it stands beside
-    them.
-    """
+    """Return a row's messages and tools. Prepend the system prompt if another column has it."""
     if not messages:
         raise ValueError("a conversation without turns")
     if messages[0]["role"] != "system":
@@ -296,7 +295,9 @@ def _conversation(raw: Mapping[object, object], messages: Sequence[Message]) -> 
 
 
 def _tool(value: object) -> Message:
-    """Return a tool as `ChatCompletionToolsParam` of vLLM's protocol hands it to the template."""
+    """Return a tool in the form in which vLLM's `ChatCompletionToolsParam` passes it to the
+    template.
+    """
     tool = _parsed(value, "tools")
     if not isinstance(tool, Mapping):
         raise ValueError(f"tools with {_kind(tool)}, no object")
@@ -316,7 +317,7 @@ def _tool(value: object) -> Message:
 
 
 def _parsed(value: object, key: str) -> object:
-    """Return a value that may be stored as JSON text."""
+    """Return the value, decoded if it is stored as JSON text."""
     if not isinstance(value, str):
         return value
     try:
@@ -338,7 +339,7 @@ def _listed(value: object, key: str) -> Sequence[object]:
 
 
 def _is_turn(item: object) -> bool:
-    """Return whether a value is an object with a speaker and what was said or called."""
+    """Return True if a value is an object with a speaker, and with content or a tool call."""
     if not isinstance(item, Mapping):
         return False
     has_role = any(isinstance(item.get(key), str) for key in ("role", "from"))
@@ -346,7 +347,7 @@ def _is_turn(item: object) -> bool:
 
 
 def _messages(items: Sequence[object], key: str) -> Iterator[Message]:
-    """Yield turns as messages of OpenAI's API; calls that follow each other are one message."""
+    """Yield turns as messages of OpenAI's API. Consecutive tool calls become a single message."""
     calls: Message | None = None
     for item in items:
         if not isinstance(item, Mapping):
@@ -371,7 +372,7 @@ def _messages(items: Sequence[object], key: str) -> Iterator[Message]:
 
 
 def _message(item: Mapping[object, object], key: str) -> Iterator[Message]:
-    """Yield the message of a turn; two of a turn that has a question and its answer."""
+    """Yield the message of a turn, or two messages if the turn holds a question and its answer."""
     spoken = next((item[name] for name in _ROLE_KEYS if isinstance(item.get(name), str)), None)
     if spoken is None:
         pair = [
@@ -413,7 +414,7 @@ def _message(item: Mapping[object, object], key: str) -> Iterator[Message]:
 
 
 def _is_call(item: Mapping[object, object]) -> bool:
-    """Return whether a turn is a call of a tool by its role, as in ShareGPT's data with tools."""
+    """Return True if a turn's role marks it as a tool call, as in ShareGPT data with tools."""
     return any(
         isinstance(item.get(key), str) and str(item[key]).lower() in _CALL_ROLES
         for key in _ROLE_KEYS
@@ -421,19 +422,20 @@ def _is_call(item: Mapping[object, object]) -> bool:
 
 
 def _content(item: Mapping[object, object]) -> object:
-    """Return what was said in a turn; None if nothing was."""
+    """Return the content of a turn, or None if the turn is empty."""
     content = next((item[name] for name in _CONTENT_KEYS if item.get(name) is not None), None)
     return None if _is_missing(content) else content
 
 
 def _is_missing(content: object) -> bool:
-    """Return whether a content is not there: null, or NaN, as pandas writes it."""
+    """Return True if a content is null, or NaN (pandas writes NaN for null)."""
     return content is None or (isinstance(content, float) and content != content)
 
 
 def _calls(calls: object, legacy: object) -> list[Message]:
-    """Return tool calls as OpenAI's API has them; `legacy` is the one `function_call` of earlier
-    logs.
+    """Return tool calls in the form of OpenAI's API.
+
+    `legacy` is the value of `function_call` in older logs.
     """
     listed = (
         list(_listed(calls, "tool_calls"))
@@ -464,7 +466,9 @@ def _calls(calls: object, legacy: object) -> list[Message]:
 
 
 def _calls_of_text(content: object) -> Message:
-    """Return the message of a turn `function_call` of ShareGPT: its tool calls, else its text."""
+    """Return the message of a ShareGPT turn `function_call`: its tool calls, or its text if it has
+    no valid calls.
+    """
     try:
         calls = _calls(content, None)
     except ValueError:
@@ -475,10 +479,11 @@ def _calls_of_text(content: object) -> Message:
 
 
 def _refuse_media(raw: Mapping[object, object], row: Row, column: str | None) -> None:
-    """Raise MultimodalRowError if a row has a column of images, video or sound, a part or a
-    placeholder.
+    """Raise MultimodalRowError if a row has an image, a video or sound: as a column, as a content
+    part or as a placeholder.
 
-    If the column of the text was named, other columns count only if the text refers to them.
+    If the user named the column with the text, other columns count only if the text has a
+    placeholder.
     """
     if row.ids is not None:
         return
@@ -496,7 +501,7 @@ def _refuse_media(raw: Mapping[object, object], row: Row, column: str | None) ->
 
 
 def _media_column(raw: Mapping[object, object] | Message, column: str | None) -> str | None:
-    """Return the first key with images, video or sound, other than the column of the text."""
+    """Return the first key with images, video or sound, except for the column of the text."""
     for key, value in raw.items():
         is_named = isinstance(key, str) and key != column and _MEDIA_COLUMN.fullmatch(key)
         is_empty = value in (None, "", [], {}) or isinstance(value, bool | int | float)
@@ -506,8 +511,9 @@ def _media_column(raw: Mapping[object, object] | Message, column: str | None) ->
 
 
 def _placeholder(text: str) -> str | None:
-    """Return the placeholder in a turn, if there is one; a tag of HTML, which is closed, is
-    none.
+    """Return the first placeholder in a turn, or None.
+
+    An HTML tag with a closing tag is not a placeholder, except for `<img>`.
     """
     for found in _PLACEHOLDER.finditer(text):
         mark = found[0].strip()
@@ -524,7 +530,7 @@ def _contents(row: Row) -> Iterator[str]:
 
 
 def _strings(value: object) -> Iterator[str]:
-    """Yield the strings in a value of JSON."""
+    """Yield all strings in a JSON value."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
@@ -541,7 +547,7 @@ def _keys(raw: Mapping[object, object]) -> str:
 
 
 def _kind(value: object) -> str:
-    """Return the words of JSON for the type of a value."""
+    """Return the JSON name of a value's type."""
     if value is None:
         return "null"
     if isinstance(value, bool):

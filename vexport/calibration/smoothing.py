@@ -36,14 +36,14 @@ LEAST = 1e-5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fold:
-    """Parameters whose rows are divided, and those whose columns are multiplied."""
+    """Parameters whose rows are divided, and parameters whose columns are multiplied."""
 
     rows: tuple[str, ...]
     columns: tuple[str, ...]
 
 
 class Smoother:
-    """Folds the inputs of some groups, layer by layer, from the inputs and their gradients."""
+    """Folds the inputs of some groups, layer by layer, by the inputs and their gradients."""
 
     def __init__(self, groups: Sequence[FusionGroup], strength: float, weights: Weights) -> None:
         # Exponents by the name of the stored tensor.
@@ -84,7 +84,7 @@ class Smoother:
         _add(self._squares, name, self._last[1])
 
     def leave(self, layer: Layer) -> None:
-        """Fold every pair that can be folded, one after another."""
+        """Fold every pair that can be folded, in order."""
         self._last = None
         again = partial(layer.again, 0)
         expected = again()
@@ -103,8 +103,9 @@ class Smoother:
         }
 
     def _folds(self, layer: Layer, again: Callable[[], torch.Tensor]) -> Iterator[_Fold]:
-        """Yield the pairs that may be scaled against each other: norms first, then linear layers
-        of the same module.
+        """Yield the pairs that may be scaled against each other.
+
+        Norms come first, then linear layers of the same module.
         """
         wanted = self._wanted(layer)
         inputs, outputs = _traced(layer.module, again)
@@ -224,13 +225,13 @@ def _traced(
 
 
 def _own(parameters: Mapping[str, torch.Tensor], module: str) -> tuple[str, ...]:
-    """Return the parameters of a module itself, by their names in the layer."""
+    """Return the parameters directly in a module, by their names in the layer."""
     return tuple(name for name in parameters if name.rpartition(".")[0] == module)
 
 
 def _before(layer: torch.nn.Module, name: str) -> list[str]:
-    """Return the other linear layers of the same module, the last first: values before keys, up
-    before gate.
+    """Return the other linear layers of the same module, last first: values before keys, up before
+    gate.
     """
     parent = name.rpartition(".")[0]
     children = [joined(parent, child) for child, _ in layer.get_submodule(parent).named_children()]
@@ -284,17 +285,18 @@ def look_back(
     return on_first(find)
 
 
-# Powers of two are undone for any input or for none, so that a few tokens of the vocabulary do.
+# Smoothing by powers of two is undone exactly for every input or for none, so a few tokens of the
+# vocabulary are enough.
 TOKENS = 16
 
 
 @torch.no_grad()
 def changed_by(index: SourceIndex, smoothing: Mapping[str, Smoothing], device: str) -> list[str]:
-    """Return the decoder layers whose output changes when smoothed, and the smoothed tensors that
-    belong to no layer.
+    """Return the decoder layers whose output changes when smoothed, and the smoothed tensors
+    outside the layers.
 
     Raises InputError for a model that cannot run layer by layer and for a tensor that does not fit
-    its exponents, CheckpointFailed if a hidden state of the source is not finite.
+    its exponents. Raises CheckpointFailed if a hidden state of the source is not finite.
     """
     size = text_config(index.config).get("vocab_size")
     vocabulary = size if isinstance(size, int) and size > 0 else 1
@@ -308,9 +310,9 @@ def changed_by(index: SourceIndex, smoothing: Mapping[str, Smoothing], device: s
 
 
 class _SmoothedLayers:
-    """Compares the output of each layer with the output of the smoothed layer, for one row.
+    """Compares the output of each layer with the output of the smoothed layer, for a single row.
 
-    `changed` are the names of layers whose output differs, `applied` the smoothed tensors.
+    `changed` has the names of layers with different outputs, `applied` the smoothed tensors.
     """
 
     def __init__(self, walk: LayerWalk, smoothing: Mapping[str, Smoothing], reader: Reader) -> None:

@@ -1,4 +1,4 @@
-"""Rows of calibration data from files and the hub, read lazily."""
+"""Read rows of calibration data from files and the hub, lazily."""
 
 import gzip
 import json
@@ -20,13 +20,14 @@ from vexport.records import CalibrationData
 T = TypeVar("T")
 # The size of the shuffle buffer, as in a stream of `datasets`.
 SHUFFLED = 10_000
-# Bytes of a line or a paragraph, and of a file that is one JSON list: a device has no end.
+# Limits in bytes for a line or paragraph, and for a file that is a JSON list. A device file never
+# ends.
 LONGEST_LINE, LARGEST_LIST = 1 << 26, 1 << 30
 TEXT, PARQUET = (".txt", ".md"), ".parquet"
-# The bytes of a file's start by which its kind is told, and of a file that is looked at whole for
-# it.
+# Bytes at the start of a file that show its format, and bytes that are parsed to find a JSON object
+# of several lines.
 START, LOOKED_AT = 4096, 1 << 26
-# How the files of other formats begin, with what to do about them.
+# Signatures of other file formats, with their names and what to do about them.
 _SIGNATURES: tuple[tuple[bytes, str, str], ...] = (
     (b"PAR1", "a parquet file", "name it .parquet"),
     (b"\x1f\x8b", "a gzip file", "name it .jsonl.gz"),
@@ -36,7 +37,7 @@ _SIGNATURES: tuple[tuple[bytes, str, str], ...] = (
     (b"%PDF", "a PDF", "extract its text"),
 )
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
-# Control characters that no text has.
+# Control characters that do not occur in text.
 _CONTROLS = bytes(set(range(32)) - set(b"\t\n\v\f\r\x1b"))
 
 
@@ -44,7 +45,7 @@ _CONTROLS = bytes(set(range(32)) - set(b"\t\n\v\f\r\x1b"))
 class RawRow:
     """An unparsed row: its place, and its JSON, record or text.
 
-    `joins` says that it goes on where the row before it ends, as paragraphs of a file do.
+    `joins` is True if the row continues the previous row, as paragraphs of a file do.
     """
 
     place: str
@@ -54,8 +55,9 @@ class RawRow:
 
 
 def raw_rows(data: CalibrationData) -> Iterator[RawRow]:
-    """The rows of a set of data in order, or in that of its seed. Raises InputError,
-    EnvironmentFault.
+    """Return the rows of a data set in their order, or shuffled by the seed of `data`.
+
+    Raises InputError, and EnvironmentFault.
     """
     name = parse_data(data.name)
     if name.kind == "hub":
@@ -66,7 +68,10 @@ def raw_rows(data: CalibrationData) -> Iterator[RawRow]:
 
 
 def shuffled(items: Iterable[T], seed: int) -> Iterator[T]:
-    """Items in a random order that depends on the seed alone, of a stream: SHUFFLED are held."""
+    """Yield the items of a stream in a random order that depends only on the seed.
+
+    SHUFFLED items are in memory at a time.
+    """
     chooser, held = random.Random(seed), list[T]()
     for item in items:
         if len(held) < SHUFFLED:
@@ -117,7 +122,9 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _of_json(path: Path, stream: BinaryIO) -> Iterator[RawRow]:
-    """JSON lines, cut at newlines only; or one list of objects."""
+    """Yield the rows of a file with JSON lines, split only at newlines, or with a JSON list of
+    objects.
+    """
     start = stream.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()
     stream.seek(0)
     if start[:1] == b"[":
@@ -134,7 +141,7 @@ def _of_json(path: Path, stream: BinaryIO) -> Iterator[RawRow]:
 
 
 def _require_lines(path: Path, first: bytes) -> None:
-    """Raise InputError if the first line is not JSON, but begins a JSON object of several lines."""
+    """Raise InputError if the first line is not JSON but starts a JSON object of several lines."""
     try:
         json.loads(first)
         return
@@ -161,9 +168,7 @@ def _require_lines(path: Path, first: bytes) -> None:
 
 
 def key_of_rows(value: Mapping[str, object] | Mapping[object, object]) -> object:
-    """Return the key whose value is a list of objects, but no turns of a conversation; None without
-    one.
-    """
+    """Return the first key with a list of objects that are not turns of a conversation, or None."""
     for key, items in value.items():
         is_list = isinstance(items, list) and all(isinstance(item, Mapping) for item in items)
         if (
@@ -177,7 +182,7 @@ def key_of_rows(value: Mapping[str, object] | Mapping[object, object]) -> object
 
 
 def _require_text(path: Path, start: bytes) -> None:
-    """Raise InputError, one for the file, if it begins like something other than text in UTF-8."""
+    """Raise a single InputError for the file if it does not begin like text in UTF-8."""
     need = "text in UTF-8: JSON lines, a JSON list or plain text; or parquet"
     for signature, got, fix in _SIGNATURES:
         if start.startswith(signature):
@@ -194,9 +199,7 @@ def _require_text(path: Path, start: bytes) -> None:
 
 
 def undecodable(place: str, error: UnicodeDecodeError) -> InputError:
-    """Return the error of a text that is not UTF-8; the encoding that it is likely to have is
-    named.
-    """
+    """Return the error for a text that is not UTF-8. The error names the probable encoding."""
     byte = error.object[error.start]
     what, fix = "text that is not UTF-8", "convert the file to UTF-8"
     if _is_western(error.object):
@@ -209,8 +212,9 @@ def undecodable(place: str, error: UnicodeDecodeError) -> InputError:
 
 
 def _is_western(text: bytes) -> bool:
-    """Return whether a text looks like Latin-1: few bytes beyond ASCII, mostly letters, none in
-    UTF-8.
+    """Return True if a text looks like Latin-1.
+
+    Such a text has few bytes beyond ASCII, most of them are letters, and none are valid UTF-8.
     """
     high = [byte for byte in text if byte >= 0x80]
     letters = sum(byte >= 0xC0 for byte in high)
@@ -250,7 +254,9 @@ def _of_list(path: Path, stream: BinaryIO) -> Iterator[RawRow]:
 
 
 def _paragraphs(path: Path, stream: BinaryIO) -> Iterator[RawRow]:
-    """The paragraphs of a text, each with the blank line that ends it; a very long one in parts."""
+    """Yield the paragraphs of a text, each with the blank line after it. A paragraph longer than
+    LONGEST_LINE is yielded in parts.
+    """
     lines, number, size, has_text, first = list[bytes](), 0, 0, False, True
     for number, line in _lines(path, stream):
         lines.append(line)
@@ -290,7 +296,7 @@ def _of_parquet(path: Path) -> Iterator[RawRow]:
 
 
 def _of_hub(data: CalibrationData, name: DataName) -> Iterator[RawRow]:
-    """The rows of a data set on the hub, as they are asked for."""
+    """Yield the rows of a data set on the hub while they are downloaded."""
     require_extra("datasets", "reading a data set of the hub")
     import datasets
 
@@ -314,9 +320,9 @@ def _of_hub(data: CalibrationData, name: DataName) -> Iterator[RawRow]:
 
 
 def _downloaded(hub: HubName) -> str | None:
-    """The folder that `hf download` has filled, where the hub is not reached; None where it is.
+    """Return the folder that `hf download` filled if the hub cannot be reached, otherwise None.
 
-    Raises at once what `datasets` would after several attempts.
+    Raises at once the errors that `datasets` would raise after several attempts.
     """
     from huggingface_hub import HfApi
 
@@ -331,7 +337,9 @@ def _downloaded(hub: HubName) -> str | None:
 
 
 def _first_split(path: str, subset: str | None, revision: str | None) -> str:
-    """`train` where a data set has it, else the first split that begins so, else its first."""
+    """Return `train` if the data set has it, or the first split that begins with `train`, or the
+    first split.
+    """
     import datasets
 
     names: list[str] = datasets.get_dataset_split_names(path, subset, revision=revision)

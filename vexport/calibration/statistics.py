@@ -79,7 +79,7 @@ class Statistics:
         )
 
     def wants(self, group: FusionGroup) -> bool:
-        """Return whether statistics of a group's input are needed."""
+        """Return True if statistics of a group's input are needed."""
         return any(
             member.name in self.inputs or member.name in self.importance for member in group.members
         )
@@ -124,7 +124,7 @@ class Statistics:
         return finite
 
     def sync(self) -> None:
-        """Reduce the statistics over all ranks, also those that saw nothing."""
+        """Reduce the statistics over all ranks. Ranks that saw nothing call this too."""
         for observer in self.inputs.values():
             observer.sync_activation_stats()
         for gathered in self.importance.values():
@@ -183,7 +183,7 @@ def show(observer: Observer, value: torch.Tensor, rows: torch.Tensor) -> None:
 
 
 def encode_channels(values: torch.Tensor) -> str:
-    """Return a vector as JSON text: base64 of its little-endian float32 bytes."""
+    """Return a vector as text for JSON: base64 of its little-endian float32 bytes."""
     return base64.b64encode(values.cpu().numpy().astype("<f4").tobytes()).decode("ascii")
 
 
@@ -208,13 +208,14 @@ def calibrate(
     smoothing: Mapping[str, Smoothing] | None = None,
     token_weights: TokenWeights | None = None,
 ) -> CalibrationRecord:
-    """Run the samples through the smoothed source; record ranges, importance and the KV cache.
+    """Run the samples through the smoothed source, and record ranges, importance and the KV cache.
 
-    With `all_experts` the statistics of every expert see all tokens, otherwise the tokens routed to
-    it. The ranks share the samples, and each returns the statistics of all samples.
+    With `all_experts` the statistics of every expert see all tokens. Without it they see the tokens
+    routed to the expert. The ranks share the samples, and each rank returns the statistics of all
+    samples.
 
-    Raises CheckpointFailed if an activation is not finite or a layer saw no token, InputError for a
-    model that cannot run layer by layer.
+    Raises CheckpointFailed if an activation is not finite or a layer saw no token. Raises
+    InputError for a model that cannot run layer by layer.
     """
     statistics = Statistics.needed_by(plan, all_experts=all_experts)
     cached = dict[str, KeyValueRanges]()
@@ -264,7 +265,7 @@ class StatisticsWatcher:
         wanted = [group for group in plan.groups if statistics.wants(group)]
         self._groups = walk.places.by_layer(wanted)
         # Names of linear layers that the present row has entered, and whether its states there are
-        # finite. Tensors, so that a GPU is not waited for.
+        # finite. They are tensors, so that the host does not wait for a GPU.
         self._finite: list[tuple[str, torch.Tensor]] = []
 
     @property

@@ -1,8 +1,8 @@
-"""Walk samples of text through a model in which one decoder layer at a time has weights.
+"""Walk samples of text through a model. Only a single decoder layer at a time has weights.
 
 The walk runs the rows and calls its watchers: statistics, rounding, gradients and trials of schemes
-are watchers. If a forward makes a value that is not finite, the error names the first module that
-did.
+are watchers. If a forward computes a value that is not finite, the error names the first module
+with such a value.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -44,11 +44,11 @@ def is_finite(value: torch.Tensor) -> bool:
 def first_not_finite(
     module: torch.nn.Module, name: str, run: Callable[[], object]
 ) -> tuple[str, str] | None:
-    """Run a forward of `module`; return the first module with a value that is not finite, and
-    whether that value is its "input" or its "output".
+    """Run a forward of `module` and return the first module with a value that is not finite.
 
-    First means in the order of execution: an input comes before the output that is computed from
-    it, a child's output before its parent's.
+    Also returns whether that value is the module's "input" or its "output". First means in the
+    order of execution: an input comes before the output that is computed from it, and a child's
+    output comes before its parent's.
     """
     places: list[tuple[str, str]] = []
 
@@ -71,9 +71,9 @@ def first_not_finite(
     return places[0] if places else None
 
 
-# Run the row at an index, with these hidden states in front.
+# Runs the row at an index, with these hidden states in front.
 RunRow = Callable[[int, torch.Tensor], torch.Tensor]
-# Return the hidden states in front of a layer, by its number and the row's index.
+# Returns the hidden states in front of a layer, by the layer's number and the row's index.
 Entered = Callable[[int, int], torch.Tensor]
 
 
@@ -82,10 +82,10 @@ class Layer:
     """A decoder layer with its weights, or the model's head, which counts as the last layer.
 
     The head has the number of layers as its `number`, an empty `name` and the whole model as its
-    `module`; it returns logits. `run` runs the module on the hidden states of a row. `entered`
-    returns a copy of a row's hidden states in front of the layer, on the device; on the way
-    forward they are known until `Watcher.row` for that row returns. Context managers entered in
-    `watching` end when all rows are through, also if the walk fails.
+    `module`. It returns logits. `run` runs the module on the hidden states of a row. `entered`
+    returns a copy of a row's hidden states in front of the layer, on the device. On the way
+    forward, `entered` works for a row until `Watcher.row` for that row returns. Context managers
+    entered in `watching` end when all rows are through, also if the walk fails.
     """
 
     number: int
@@ -117,8 +117,9 @@ class Watcher(Protocol):
     def row(self, index: int, hidden: torch.Tensor) -> None:
         """Watch a row that has just run through the layer.
 
-        `hidden` are the states that it leaves the layer with: those behind the layer on the way
-        forward, the head's logits, and those in front of the layer on the way back.
+        `hidden` has the states with which the row leaves the layer. On the way forward they are the
+        states behind the layer, or the head's logits. On the way back they are the states in front
+        of the layer.
         """
 
     def leave(self, layer: Layer) -> None:
@@ -136,11 +137,11 @@ class Stream(Protocol):
 class LayerWalk:
     """The model of a checkpoint, built once, for samples of text on their way through its layers.
 
-    `text` runs what is in front of the decoder layers; `forward`, `head` and `backward` run rows of
-    hidden states through the layers, which are loaded one after the other, and call watchers. Rows
-    run one by one: in bf16 a batched product rounds differently, and a moving average takes one
-    step per forward. Layers run on `device`, hidden states wait in main memory, beyond a size on
-    disk. Raises InputError for an unusable device and for a model that transformers cannot build.
+    `text` runs the parts in front of the decoder layers. `forward`, `head` and `backward` run rows
+    of hidden states through the layers and call watchers. Layers are loaded one after the other.
+    Rows run one by one: in bf16 a batched product rounds differently, and a moving average takes a
+    step per forward. Layers run on `device`. Hidden states wait in main memory, or on disk beyond a
+    size. Raises InputError for an unusable device and for a model that transformers cannot build.
     """
 
     def __init__(
@@ -254,13 +255,17 @@ class LayerWalk:
                     _show_row(watchers, index, back(layer, index))
 
     def on_device(self, states: torch.Tensor) -> torch.Tensor:
-        """Return hidden states on the device. The copy is not waited for: only the device changes
-        pinned states.
+        """Return hidden states on the device.
+
+        Nothing waits for the copy: only the device changes pinned states.
         """
         return states.to(self.device, non_blocking=True)
 
     def through(self, layer: Layer, index: int, states: torch.Tensor) -> torch.Tensor:
-        """Run a row of another stream through a layer; CheckpointFailed if it is not finite."""
+        """Run a row of another stream through a layer.
+
+        Raises CheckpointFailed if the output is not finite.
+        """
         run = partial(layer.run, index, self.on_device(states))
         output = run()
         if not is_finite(output):
@@ -296,7 +301,7 @@ class LayerWalk:
         )
 
     def _copied(self, stream: Stream) -> Entered:
-        """Return a function that copies the present states of a stream, whatever the layer."""
+        """Return a function that copies the present states of a stream, for any layer."""
 
         def entered(number: int, index: int) -> torch.Tensor:
             return stream[index].to(self.device, copy=True)
@@ -304,7 +309,7 @@ class LayerWalk:
         return entered
 
     def _loaded(self, numbers: Sequence[int], entered: Entered) -> Iterator[Layer]:
-        """Yield these layers with their weights, which are dropped afterwards."""
+        """Yield these layers with their weights, and drop the weights of each layer afterwards."""
         if self._done == 0:
             self._report(0, self._steps)
         reading = None

@@ -1,9 +1,9 @@
-"""The weights of a model of transformers, read from a checkpoint when a part of the model runs.
+"""Read the weights of a transformers model from a checkpoint when a part of the model runs.
 
-Names and conversions of weights are transformers' own for loading this model: renamed tensors
-(`embed_out` is `lm_head` in its GPT-NeoX), those of a bare base model (`h.0` in many a GPT-2), and
-parameters made of several tensors (the experts of a layer, stored one by one, become one
-three-dimensional parameter).
+Names and conversions are the same as when transformers loads the model. It renames tensors
+(`embed_out` is `lm_head` in its GPT-NeoX) and adds the prefix that a bare base model lacks (`h.0`
+in many GPT-2 checkpoints). It makes some parameters from several tensors: the experts of a layer,
+stored as separate tensors, become a single three-dimensional parameter.
 """
 
 import re
@@ -32,21 +32,22 @@ from vexport.errors import InputError, first_line, raise_all
 from vexport.records import TensorInfo
 
 FIX = "restore the checkpoint, or use a weight-only scheme"
-# The value of a stored tensor.
+# Reads the value of a stored tensor.
 Read = Callable[[TensorInfo], torch.Tensor]
-# Moves a value to a device in a dtype; copies it if it shares the file's memory map (True).
+# Moves a value to a device in a dtype. True forces a copy, because the value shares the file's
+# memory map.
 Place = Callable[[torch.Tensor, torch.dtype, bool], torch.Tensor]
-# A module, one of its parameters or buffers by name, and the value that it gets.
+# A module, the name of a parameter or buffer in it, and its new value.
 Filling = tuple[torch.nn.Module, str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterRecipe:
-    """A conversion of tensors of the checkpoint into parameters.
+    """Conversion of stored tensors into parameters.
 
-    `tensors` are by the pattern of transformers' rule that they matched, in the rule's order;
-    without a rule the one tensor is the parameter. With one, `target` is the first parameter that
-    it makes.
+    With a conversion rule of transformers, `target` is the first parameter that the rule makes.
+    `tensors` has the stored tensors by the rule's pattern that they matched, in the order of the
+    rule's patterns. Without a rule there is a single tensor, and it is the parameter.
     """
 
     target: str
@@ -55,16 +56,17 @@ class ParameterRecipe:
 
     @property
     def stored(self) -> tuple[TensorInfo, ...]:
-        """All tensors that go in."""
+        """Return all stored tensors that the conversion reads."""
         return tuple(tensor for tensors in self.tensors.values() for tensor in tensors)
 
     def values(self, read: Read, model: transformers.PreTrainedModel) -> Mapping[str, torch.Tensor]:
-        """The parameters by name. ValueError or RuntimeError where the tensors do not fit
-        together.
+        """Return the parameters by name.
+
+        Raises ValueError or RuntimeError if the tensors do not fit together.
         """
         if self.rule is None:
             return {self.target: read(self.stored[0])}
-        rule = deepcopy(self.rule)  # it collects what it converts
+        rule = deepcopy(self.rule)  # the copy collects the tensors to convert
         for pattern, tensors in self.tensors.items():
             for tensor in tensors:
                 rule.add_tensor(self.target, tensor.name, pattern, partial(read, tensor))
@@ -99,11 +101,11 @@ class Weights:
         self._float32 = tuple(model._get_dtype_plan(model.dtype))
 
     def stored_as(self, parameter: str) -> tuple[tuple[str, ...], ...]:
-        """The tensors that a parameter is made of: one tuple for each part of it, in it one name an
-        expert.
+        """Return the names of the stored tensors that make a parameter.
 
-        A tensor that makes several parameters belongs to the first of them. Empty for what the
-        checkpoint does not have.
+        There is a tuple for each part of the parameter, with a name for each expert. A tensor that
+        makes several parameters belongs to the first of them. Returns an empty tuple if the
+        checkpoint has no tensor for the parameter.
         """
         recipe = self._recipes.get(parameter)
         if recipe is None or recipe.target != parameter:
@@ -113,8 +115,10 @@ class Weights:
         )
 
     def stored_name(self, module: str) -> str:
-        """The name in the checkpoint of a module, as far as its own or its parents' tensors tell
-        it.
+        """Return the name of a module in the checkpoint.
+
+        The name follows from the module's tensors or, if they do not show it, from its parents'
+        tensors.
         """
         for parameter, recipe in self._recipes.items():
             ending, name = parameter.removeprefix(module), recipe.stored[0].name
@@ -124,14 +128,16 @@ class Weights:
         return joined(self.stored_name(parent), leaf) if parent else module
 
     def parameters_of(self, stored: str) -> tuple[str, ...]:
-        """The parameters into which a stored tensor goes; empty where the model has no use for
-        it.
+        """Return the parameters that are made from a stored tensor.
+
+        Returns an empty tuple if the model does not use the tensor.
         """
         return self._parameters.get(stored, ())
 
     def plain_tensor(self, parameter: str) -> str | None:
-        """The stored tensor that is a parameter and nothing else, as it is; None where there is
-        none.
+        """Return the name of the stored tensor that is the parameter without any conversion.
+
+        Returns None if the parameter is converted, or if the tensor makes other parameters too.
         """
         recipe = self._recipes.get(parameter)
         if recipe is None or recipe.rule is not None or len(recipe.stored) != 1:
@@ -140,10 +146,10 @@ class Weights:
         return name if self.parameters_of(name) == (parameter,) else None
 
     def parameters_from(self, stored: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The parameters that these tensors make, by name; other tensors they need are the
-        checkpoint's.
+        """Return the parameters that are made from these tensors, by name.
 
-        They are on the device, in the dtype that the model computes in.
+        Other tensors that the parameters need are read from the checkpoint. The parameters are on
+        the device, in the dtype in which the model computes.
         """
 
         def read(tensor: TensorInfo) -> torch.Tensor:
@@ -168,17 +174,22 @@ class Weights:
         }
 
     def _dtype(self, name: str, present: torch.Tensor) -> torch.dtype:
-        """The dtype in which transformers loads what now has the value `present`."""
+        """Return the dtype in which transformers loads a parameter or buffer with the value
+        `present`.
+        """
         return (
             torch.float32 if any(re.search(part, name) for part in self._float32) else present.dtype
         )
 
     def load(self, module: torch.nn.Module, prefix: str) -> None:
-        """Fill the module named `prefix`; InputErrors name what the checkpoint lacks."""
+        """Fill the module named `prefix`.
+
+        Raises InputErrors that name the weights missing from the checkpoint.
+        """
         put(self.read(module, prefix))
 
     def load_around(self, layers_name: str) -> None:
-        """Fill what lies outside the decoder layers.
+        """Fill the modules outside the decoder layers.
 
         Parameters that the checkpoint does not have (a tied output head) stay on the meta device.
         """
@@ -191,10 +202,10 @@ class Weights:
     def read(
         self, module: torch.nn.Module, prefix: str, place: Place | None = None
     ) -> list[Filling]:
-        """The values of the module named `prefix`, which itself stays as it is: `place` copies
-        each.
+        """Return the values for the module named `prefix`, without changing the module.
 
-        InputErrors name what the checkpoint lacks.
+        `place` copies each value. Raises InputErrors that name the weights missing from the
+        checkpoint.
         """
         owners = _owners(module, prefix)
         raise_all(
@@ -212,8 +223,8 @@ class Weights:
         return list(self._values(owners, place or self._plain))
 
     def _values(self, owners: Mapping[str, torch.nn.Module], place: Place) -> Iterator[Filling]:
-        """The checkpoint's values of these parameters and buffers, in the dtypes that transformers
-        loads.
+        """Yield the checkpoint's values of these parameters and buffers, in the dtypes in which
+        transformers loads them.
         """
         needed = {recipe.target: recipe for name in owners if (recipe := self._recipes.get(name))}
         for recipe in needed.values():
@@ -241,7 +252,7 @@ class Weights:
 
 
 def put(values: Iterable[Filling]) -> None:
-    """Fill parameters and buffers of modules."""
+    """Set parameters and buffers of modules to the given values."""
     for owner, name, value in values:
         is_parameter = name in owner._parameters
         setattr(
@@ -249,18 +260,21 @@ def put(values: Iterable[Filling]) -> None:
         )
 
 
-# A GPU holds two layers while one is read ahead: each takes at most this share of its memory.
+# While a layer is read ahead, a GPU holds two layers. A layer is read ahead if it takes at most
+# this share of the GPU's memory.
 MOST_AHEAD = 1 / 8
-# Pinned host memory through which weights go to a GPU.
+# Bytes of the pinned host buffer through which weights are copied to a GPU.
 STAGED_BYTES = 1 << 26
 
 
 class ReadAhead:
-    """Reads the weights of the next layer in a thread while this one is calibrated or rounded.
+    """Reads the weights of the next layer in a thread while the present layer is calibrated or
+    rounded.
 
-    They go through a buffer of pinned host memory, on a stream of their own. Nothing is read ahead
-    for a CPU, whose cores are busy (reading is a hundredth of what they do), nor for Metal, whose
-    queue is one thread's. Leaving the block waits for the thread.
+    The weights go through a buffer of pinned host memory, on a separate CUDA stream. Nothing is
+    read ahead for a CPU: its cores are busy, and reading takes a hundredth of their time. Nothing
+    is read ahead for Metal, whose queue belongs to a single thread. Leaving the block waits for the
+    thread.
     """
 
     def __init__(self, weights: Weights, device: str) -> None:
@@ -280,7 +294,10 @@ class ReadAhead:
         self._pool.shutdown(cancel_futures=True)
 
     def begin(self, module: torch.nn.Module, prefix: str) -> Future[list[Filling]] | None:
-        """Begin to read a module's weights; None where they are read when they are needed."""
+        """Begin to read a module's weights.
+
+        Returns None if the weights should be read when they are needed.
+        """
         if not self._is_used:
             return None
         if self._stream is not None:
@@ -290,15 +307,18 @@ class ReadAhead:
         return self._pool.submit(self._weights.read, module, prefix, self._place)
 
     def put(self, reading: Future[list[Filling]]) -> None:
-        """Fill a module with what was read for it; raises as `Weights.load`."""
+        """Fill a module with the values that were read for it.
+
+        Raises the errors of `Weights.load`.
+        """
         values = reading.result()
         if self._stream is not None:
-            for _, _, value in values:  # whose memory belongs to the other stream
+            for _, _, value in values:  # the memory belongs to the other stream
                 value.record_stream(torch.cuda.current_stream(self._device))
         put(values)
 
     def _place(self, value: torch.Tensor, dtype: torch.dtype, is_mapped: bool) -> torch.Tensor:
-        """A copy on the device, in the thread; it is there when this returns."""
+        """Copy a value to the device, in the thread. The copy is complete on return."""
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             placed = torch.empty(value.shape, dtype=dtype, device=self._device)
             run = STAGED_BYTES // dtype.itemsize
@@ -312,7 +332,7 @@ class ReadAhead:
 
 
 def _owners(module: torch.nn.Module, prefix: str) -> dict[str, torch.nn.Module]:
-    """The module that has each parameter and buffer below `module`, by its name."""
+    """Return the module that holds each parameter and buffer below `module`, by full name."""
     return {
         joined(prefix, owner_name, name): owner
         for owner_name, owner in module.named_modules()
@@ -321,18 +341,17 @@ def _owners(module: torch.nn.Module, prefix: str) -> dict[str, torch.nn.Module]:
 
 
 def last_part(name: str) -> str:
-    """The last part of a name."""
+    """Return the last part of a dotted name."""
     return name.rpartition(".")[2]
 
 
 def recipes(
     model: transformers.PreTrainedModel, stored: Mapping[str, TensorInfo]
 ) -> Iterator[ParameterRecipe]:
-    """The conversions of stored tensors into the model's parameters and buffers; others are left
-    out.
+    """Yield the conversions of stored tensors into the model's parameters and buffers.
 
-    This is the matching of transformers' `convert_and_load_state_dict_in_model`
-    (core_model_loading.py).
+    Stored tensors that the model does not use are left out. Names are matched as in transformers'
+    `convert_and_load_state_dict_in_model` (core_model_loading.py).
     """
     rules = get_model_conversion_mapping(model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
@@ -354,7 +373,7 @@ def recipes(
 
 
 def targets_of(recipe: ParameterRecipe) -> tuple[str, ...]:
-    """The parameters that come of it."""
+    """Return the names of the parameters that a recipe makes."""
     if recipe.rule is None:
         return (recipe.target,)
     first, *others = recipe.rule.target_patterns
