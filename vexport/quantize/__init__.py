@@ -1,3 +1,3 @@
-"""From a plan to a written checkpoint: a stream of fusion groups, and what the checkpoint was made
-from.
+"""Turn a plan into a written checkpoint: stream fusion groups, and record the
+checkpoint's inputs.
 """

@@ -1,4 +1,4 @@
-"""The answer of `quantize`: how much was quantized, what to know about it, what to do next."""
+"""Build the result of `quantize`: how much was quantized, warnings, and the next commands."""
 
 import shlex
 
@@ -21,7 +21,7 @@ def quantized_answer(
     calibration: CalibrationRecord | None,
     rounding: RoundingReport | None,
 ) -> Quantized:
-    """Return the answer of `quantize` for a checkpoint that was written by this plan."""
+    """Return the result of `quantize` for a checkpoint that was written by this plan."""
     members = [member for group in plan.groups for member in group.members]
     quantized = sum(member.out_features * member.in_features for member in members)
     return Quantized(

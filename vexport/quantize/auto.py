@@ -1,9 +1,10 @@
-"""The choice for `scheme: auto`: by measured losses where a run has left them, else the smallest.
+"""Choose schemes for `scheme: auto`: by the losses that a run measured, otherwise the smallest.
 
-The mixed scheme of least loss within a budget is a knapsack with one choice for each group. Losses
-of groups are added up, as if each did its harm alone (measured one at a time, they are small); the
-run's evaluation has the last word. scipy.optimize.milp took up to 17 percent more loss than the
-best, by its tolerances.
+Finding the mixed scheme of least loss within a budget is a knapsack problem with a choice for each
+group. The losses of groups are added up, as if they were independent. They are small, since each is
+measured with a single quantized group. The run's evaluation then judges the mixed scheme.
+scipy.optimize.milp found mixtures with up to 17 percent more loss than the best, because of its
+tolerances.
 """
 
 from collections.abc import Sequence
@@ -38,15 +39,17 @@ from vexport.records import (
 )
 from vexport.scenario import Auto, Scenario
 
-# The most mixtures kept while groups are added. Below it the answer is exact: groups come in few
-# sizes, so even large models have few different totals.
+# The most mixtures kept while groups are added. With fewer mixtures the result is exact. Groups
+# come in few sizes, so that even large models have few different totals.
 MOST_MIXTURES = 1 << 15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixtures:
-    """The best mixtures: bytes rise and losses fall from one to the next; `picks` has an option for
-    each group, shape (mixtures, groups)."""
+    """Mixtures that no other mixture beats, in the order of rising bytes and falling losses.
+
+    `picks` has an option for each group, shape (mixtures, groups).
+    """
 
     num_bytes: npt.NDArray[np.int64]
     loss: npt.NDArray[np.float64]
@@ -54,8 +57,9 @@ class Mixtures:
 
 
 def best_mixtures(groups: Sequence[Sequence[SchemeChoice]]) -> Mixtures:
-    """All mixtures that no other beats in both bytes and loss; those beyond MOST_MIXTURES are
-    thinned.
+    """Return all mixtures that no other mixture beats in both bytes and loss.
+
+    If there are more than MOST_MIXTURES, they are thinned.
     """
     num_bytes, loss = np.zeros(1, np.int64), np.zeros(1, np.float64)
     steps: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int16]]] = []
@@ -82,7 +86,7 @@ def best_mixtures(groups: Sequence[Sequence[SchemeChoice]]) -> Mixtures:
 def _unbeaten(
     num_bytes: npt.NDArray[np.int64], loss: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.int64]:
-    """The mixtures for which none of as few bytes has as little loss, in order of bytes."""
+    """Return the mixtures that have less loss than every smaller mixture, in the order of bytes."""
     order = np.lexsort((loss, num_bytes))
     sorted_loss = loss[order]
     least_before = np.concatenate([[np.inf], np.minimum.accumulate(sorted_loss)[:-1]])
@@ -93,8 +97,9 @@ def _unbeaten(
 def _thinned(
     kept: npt.NDArray[np.int64], num_bytes: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    """At most MOST_MIXTURES: the smallest, and the last (of least loss) in each of equal steps of
-    bytes.
+    """Return at most MOST_MIXTURES mixtures: the last of each of equal steps in bytes.
+
+    The last mixture of a step has its least loss. The smallest mixture is always kept.
     """
     if len(kept) <= MOST_MIXTURES:
         return kept
@@ -106,8 +111,9 @@ def _thinned(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """The budget of `auto` for the bytes of a whole output, of which no choice changes
-    `rest_bytes`.
+    """The budget of `auto` for the bytes of a whole output.
+
+    `rest_bytes` of the output are the same for every choice of schemes.
     """
 
     auto: Auto
@@ -117,18 +123,18 @@ class Budget:
 
     @property
     def unit(self) -> float:
-        """The bytes that one of the limit stands for."""
+        """Return the number of bytes for 1 in the limit's unit."""
         return {"bits": self.parameters / 8, "bytes": 1.0, "share": self.source_bytes}[
             self.auto.budget[0]
         ]
 
     @property
     def limit_bytes(self) -> float:
-        """The most bytes of output."""
+        """Return the most bytes that the output may have."""
         return self.auto.budget[1] * self.unit
 
     def require_in_reach(self, least_bytes: int) -> None:
-        """InputError where an output of the smallest candidates, `least_bytes`, is beyond the
+        """Raise InputError if `least_bytes`, the output with the smallest candidates, exceeds the
         budget.
         """
         kind, limit = self.auto.budget
@@ -146,7 +152,7 @@ class Budget:
 def budget_of(
     index: SourceIndex, layer_groups: Sequence[LayerGroup], plan: Plan, auto: Auto
 ) -> Budget:
-    """The budget for a source; `plan` has what no choice changes."""
+    """Return the budget for a source. `plan` has the parts that are the same for every choice."""
     return Budget(
         auto=auto,
         rest_bytes=rest_bytes(index, layer_groups, plan),
@@ -156,7 +162,7 @@ def budget_of(
 
 
 def require_in_reach(layer_groups: Sequence[LayerGroup], budget: Budget) -> None:
-    """Raise InputError where the smallest candidates are beyond the budget."""
+    """Raise InputError if the smallest candidates exceed the budget."""
     least = sum(min(map(group.bytes_in, group.allowed)) for group in layer_groups)
     budget.require_in_reach(least + budget.rest_bytes)
 
@@ -164,8 +170,9 @@ def require_in_reach(layer_groups: Sequence[LayerGroup], budget: Budget) -> None
 def choose_schemes(
     groups: Sequence[GroupSensitivity], layer_groups: Sequence[LayerGroup], budget: Budget
 ) -> MixedScheme:
-    """The schemes of least loss within the budget, by measured losses; InputError where none
-    fits.
+    """Return the schemes with the least measured loss within the budget.
+
+    Raises InputError if no mixture fits the budget.
     """
     allowed = {layer_group.name: layer_group.allowed for layer_group in layer_groups}
     options = [_options(group, allowed[group.name]) for group in groups]
@@ -207,11 +214,11 @@ def plan_scenario(
     *,
     trust_remote_code: bool = False,
 ) -> tuple[SourceIndex, Plan]:
-    """The headers and the plan of what a scenario asks for.
+    """Return the headers of a scenario's source, and the scenario's plan.
 
-    With `auto` what `vexport run` measured in `run_dir` decides; without that each group gets its
-    smallest candidate, and a note says so. Raises InputError as `find_layer_groups`, and where no
-    mixture is within the budget.
+    With `auto` the losses that `vexport run` measured in `run_dir` decide. Without measured losses
+    each group gets its smallest candidate, and a note says so. Raises the InputErrors of
+    `find_layer_groups`, and InputError if no mixture is within the budget.
     """
     settings, rules, auto = settings_of(scenario), scenario.rules, scenario.auto
     if auto is None:
@@ -240,7 +247,10 @@ def plan_scenario(
 
 
 def _measured(run_dir: Path, layer_groups: Sequence[LayerGroup]) -> GroupSensitivities | None:
-    """A run's losses of these very layer groups in these schemes, rounded in these ways."""
+    """Return the losses that a run measured, or None.
+
+    They count only if they are of the same layer groups, schemes and roundings.
+    """
     file = run_dir / FILE
     if not file.is_file():
         return None

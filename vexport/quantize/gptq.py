@@ -1,11 +1,11 @@
 """GPTQ: round the columns of a weight one by one; each corrects the errors of earlier columns.
 
-A refit is GPTQ of a weight that is corrected first for its input in the quantized model. The grid
-has the numbers that a weight can become: the numbers of its format, in units of each group's scale.
+A refit is GPTQ of a weight that is first corrected for its input in the quantized model. The grid
+has the values that a weight can have: the numbers of its format, in units of each group's scale.
 Everything stays on the device of H. On the CPU compiled kernels round the columns.
 
-Source: Frantar et al. (arXiv 2210.17323); order of columns and damping as in llm-compressor's
-GPTQModifier.
+Source: Frantar et al. (arXiv 2210.17323). The order of columns and the damping are the same as in
+llm-compressor's GPTQModifier.
 """
 
 import os
@@ -30,7 +30,8 @@ from vexport.quantize.moments import Moments
 
 # Rows rounded at once by one thread.
 TILE_ROWS = 64
-# Columns whose errors are passed on together, by one matrix product, to all columns that follow.
+# Columns per block. A single matrix product passes the errors of a block on to all columns that
+# follow.
 BLOCK_COLUMNS = 128
 # Damping is raised tenfold this many times before falling back to rounding to nearest.
 ATTEMPTS = 4
@@ -123,10 +124,11 @@ def _spread(values: torch.Tensor, rows: int, groups: int, high: int) -> torch.Te
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factor:
-    """The upper Cholesky factor of the inverse of a damped H, its columns in the order of rounding.
+    """Upper Cholesky factor of the inverse of a damped H, with its columns in the order of
+    rounding.
 
-    `order` (columns,) are the columns by falling diagonal of H, `damping` the share of its mean
-    that was added, `dead` how many columns were always zero.
+    `order` (columns,) are the columns by falling diagonal of H. `damping` is the added share of the
+    diagonal's mean. `dead` is the number of columns that were always zero.
     """
 
     upper: torch.Tensor
@@ -157,7 +159,11 @@ def factorize(hessian: torch.Tensor, damping: float) -> Factor | None:
 
 
 def _inverse_factor(hessian: torch.Tensor) -> torch.Tensor | None:
-    """U, upper, with U^T U = H^-1: the inverse of the Cholesky factor R, upper, with R R^T = H."""
+    """Return U, upper, with U^T U = H^-1.
+
+    U is the inverse of the Cholesky factor R, upper, with R R^T = H. Returns None if H is not
+    positive definite.
+    """
     lower, failed = torch.linalg.cholesky_ex(hessian.flip(0, 1))
     if failed:
         return None
@@ -185,11 +191,12 @@ def round_block(
     first: int,
     errors: Floats,
 ) -> None:
-    """Round some columns of some rows in place, from `first` on, as many as `errors` has.
+    """Round some columns of some rows in place, beginning at the column `first`.
 
-    `weight` (rows, columns); `factor` (columns, columns) is the upper Cholesky factor of the
-    inverse of H; `scales` and `zeros` (rows, groups), of which column c has number `groups[c]`;
-    `errors` (rows, some) is what the columns behind them have to take in.
+    `weight` is (rows, columns). `factor` (columns, columns) is the upper Cholesky factor of the
+    inverse of H. `scales` and `zeros` are (rows, groups), and column c belongs to group
+    `groups[c]`. `errors` (rows, some) has as many columns as are rounded, and receives the errors
+    that the columns behind them correct.
     """
     last = first + errors.shape[1]
     for row in range(weight.shape[0]):
@@ -205,9 +212,9 @@ def round_block(
 
 
 def refit(weight: torch.Tensor, moments: Moments, *, strength: float, ridge: float) -> torch.Tensor:
-    """The weight (out, in) float32 that is to be rounded for the inputs of the quantized model.
+    """Return the weight (out, in) float32, corrected for the inputs of the quantized model.
 
-    `ridge` is lambda as a share of the mean of H's diagonal, with which H is positive definite.
+    `ridge` is lambda as a share of the mean of H's diagonal. With it H is positive definite.
     """
     assert moments.drift is not None
     if not moments.hessian.diagonal().any():  # the layer's input is zero for every token
@@ -220,7 +227,7 @@ def refit(weight: torch.Tensor, moments: Moments, *, strength: float, ridge: flo
 
 
 def round_nearest(weight: torch.Tensor, grid: Grid) -> torch.Tensor:
-    """The nearest number of the grid for every value of a weight (out, in), float32."""
+    """Return the nearest number of the grid for every value of a weight (out, in), float32."""
     columns = weight.shape[1]
     scale, zero = (
         values.repeat_interleave(grid.width, dim=1)[:, :columns]
@@ -238,7 +245,7 @@ def _nearest(
 
 
 def round_columns(weight: torch.Tensor, factor: Factor, grid: Grid) -> torch.Tensor:
-    """The rounded weight (out, in) float32, every value of it a number of the grid."""
+    """Return the rounded weight (out, in) float32. All of its values are numbers of the grid."""
     values = weight[:, factor.order].to(torch.float32).contiguous()
     (round_compiled if values.device.type == "cpu" else round_blocks)(values, factor, grid)
     rounded = torch.empty_like(values)
@@ -247,7 +254,7 @@ def round_columns(weight: torch.Tensor, factor: Factor, grid: Grid) -> torch.Ten
 
 
 def round_blocks(values: torch.Tensor, factor: Factor, grid: Grid) -> None:
-    """Round the ordered columns in place, by matrix products on any device: nothing waits for the
+    """Round the ordered columns in place, by matrix products on any device. Nothing waits for the
     host.
     """
     groups = factor.order // grid.width
@@ -275,7 +282,7 @@ def round_blocks(values: torch.Tensor, factor: Factor, grid: Grid) -> None:
 
 
 def round_compiled(weight: torch.Tensor, factor: Factor, grid: Grid) -> None:
-    """The same on the CPU, by a kernel on all its cores."""
+    """Round the ordered columns in place, by a compiled kernel on all cores of the CPU."""
     columns, upper, values = weight.shape[1], factor.upper.numpy(), weight.numpy()
     scale, zero = grid.scale.contiguous().numpy(), grid.zero.contiguous().numpy()
     groups = (factor.order.numpy() // grid.width).astype(np.int32)

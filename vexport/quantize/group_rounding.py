@@ -39,10 +39,10 @@ def round_groups(
     model: QuantizedModel, moments: InputMoments, groups: Sequence[FusionGroup]
 ) -> tuple[Stored, Mapping[str, GroupRounding]]:
     """Return the bytes that replace the weights of groups, and how the groups of sites were
-    rounded. All ranks call.
+    rounded.
 
-    The ranks share the sites in their order, and the groups without a site. Raises InputError if a
-    weight is not finite.
+    Every rank must call this. The ranks share the sites in their order, and the groups without a
+    site. Raises InputError if a weight is not finite.
     """
     moments.all_reduce()
     rank, size = rank_and_size()
@@ -66,8 +66,8 @@ def rounded_by(
 ) -> tuple[dict[str, GroupWeights], dict[str, GroupRounding]]:
     """Return the rounded weights of the groups of sites, and how each was rounded, by group name.
 
-    A group whose input was not seen has no weights here, because it is rounded to nearest; the
-    second mapping has the reason. Raises InputError if a weight is not finite.
+    A group without observed input has no weights here, because it is rounded to nearest. The second
+    mapping has the reason. Raises InputError if a weight is not finite.
     """
     weights = dict[str, GroupWeights]()
     how = dict[str, GroupRounding]()
@@ -110,8 +110,8 @@ def round_group(
 ) -> tuple[Mapping[str, RoundedWeight], GroupRounding]:
     """Round the weights (out, in) of a group's layers, which share an input.
 
-    Returns the rounded weights by layer name, and how the group was rounded. `factor` belongs to
-    the moments' H with the strength's ridge; it is None if H is not positive definite. Raises
+    Returns the rounded weights by layer name, and how the group was rounded. `factor` is the factor
+    of the moments' H with the strength's ridge, or None if H is not positive definite. Raises
     InputError if a weight is not finite.
     """
     source = torch.cat([weight.to(moments.hessian.device).to(torch.float32) for weight in weights])
@@ -150,7 +150,9 @@ def _name(group: FusionGroup, strength: Strength) -> str:
 def _scales_and_grid(
     group: FusionGroup, weights: Sequence[torch.Tensor], moments: Moments, index: SourceIndex
 ) -> tuple[list[Scales], Grid]:
-    """Return the scales of each weight, as far as the group shares them, and their grid."""
+    """Return the scales of each weight, shared as the group requires, and the
+    grid of all weights.
+    """
     scheme = group.scheme
     dtypes = [TORCH_DTYPES[index.tensors[member.weight].dtype] for member in group.members]
     importance = moments.hessian.diagonal() / max(1, moments.tokens)
@@ -177,7 +179,7 @@ def _errors(
 ) -> tuple[float, float]:
     """Return |X~ (Q - W)^T|^2 / |X~ W^T|^2 of rounding to nearest and of the rounded weights.
 
-    The errors are measured on rows that are evenly spread over the group's.
+    The errors are measured on rows that are evenly spread over the group's rows.
     """
     rows = torch.linspace(0, len(source) - 1, min(len(source), MEASURED_ROWS)).to(
         source.device, torch.int64

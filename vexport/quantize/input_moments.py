@@ -17,7 +17,7 @@ SHARED_TOKENS_PER_COLUMN = 1.0
 
 
 class InputMoments:
-    """The moments of each site of `inputs` that decides a rounding. Each rank adds its own rows.
+    """Moments of each site of `inputs` that is rounded by its input. Each rank adds its rows.
 
     `text` is the number of tokens of all rows. With `plain` all groups are rounded by GPTQ: if
     nothing in front of them is quantized, a refit has no errors to correct.
@@ -38,7 +38,7 @@ class InputMoments:
         return Moments.zeros(site.columns, drift=has_drift, device=self._model.device)
 
     def add(self, quantized: Noted, source: Noted) -> None:
-        """Add the inputs of one row in the quantized stream and in the source's stream.
+        """Add the inputs of a row in the quantized stream and in the source's stream.
 
         The model must have the source's weights. A row that does not reach a site's module changes
         nothing there.
@@ -58,16 +58,16 @@ class InputMoments:
                 self._moments[site.name].add(rounded, wanted, weights=weights)
 
     def all_reduce(self) -> None:
-        """Sum the moments over all ranks; all call."""
+        """Sum the moments over all ranks. Every rank must call this."""
         for moments in self._moments.values():
             moments.all_reduce()
 
     def of(self, site: Site) -> Moments:
-        """Return the moments of a site, complete: no more tokens can be added."""
+        """Return the moments of a site, completed. No tokens can be added afterwards."""
         return self._moments[site.name].complete()
 
     def strength(self, group: FusionGroup, site: Site, tokens: int) -> Strength:
-        """Return how strongly to round a group of a site that so many tokens have reached.
+        """Return how strongly to round a group at a site that `tokens` tokens have reached.
 
         The ridge of a refit grows if a site has fewer tokens than columns.
         """
@@ -77,11 +77,13 @@ class InputMoments:
         return replace(strength, ridge=strength.ridge * max(1.0, site.columns / tokens))
 
     def _strength(self, group: FusionGroup, site: Site) -> Strength:
-        """Return plain GPTQ for groups whose tokens differ between the streams."""
+        """Return a group's strength. It is plain GPTQ if the group's tokens differ between the
+        streams.
+        """
         return strength_of(group) if site.is_aligned and not self._plain else GPTQ
 
     def _token_weights(self, site: Site, tokens: torch.Tensor) -> torch.Tensor | None:
-        """Return the weights of a row's tokens; None if they are unknown or not used."""
+        """Return the weights of a row's tokens, or None if they are unknown or not used."""
         if not all(self._strength(group, site).weighs_tokens for group in site.rounded):
             return None
         number = tokens.numel() // tokens.shape[-1]
@@ -92,10 +94,10 @@ class InputMoments:
     def _add_down(
         self, site: Site, here: Entered, exact: torch.Tensor | None, weights: torch.Tensor | None
     ) -> None:
-        """Add the tokens of an expert's down projection, and with a small weight all tokens.
+        """Add the tokens of an expert's down projection, and all tokens with a small weight.
 
-        All tokens together weigh `SHARED_TOKENS_PER_COLUMN` per column. They decide how an expert
-        is rounded to which few tokens are routed.
+        All tokens together weigh `SHARED_TOKENS_PER_COLUMN` per column. They decide the rounding if
+        few tokens are routed to the expert.
         """
         moments = self._moments[site.name]
         first = self._inputs.first_of(site)

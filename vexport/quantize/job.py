@@ -1,9 +1,8 @@
-"""One quantization: what is asked for, its steps plan, calibrate, write, and the files besides the
-weights.
+"""Run a quantization: plan, calibrate, and write weights and side files.
 
-Its recipe, vexport.json, is a scenario that makes it again, with digests of its inputs. Nothing in
-it depends on time or machine, so that equal calls leave equal bytes. Paths are relative to the
-checkpoint's folder.
+The output's recipe, vexport.json, is a scenario that makes the output again, with digests of its
+inputs. Nothing in it depends on time or machine, so that equal calls write equal bytes. Paths are
+relative to the checkpoint's folder.
 """
 
 import json
@@ -59,8 +58,9 @@ SNAPSHOTS, CONFIG = "snapshots", "config.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizeJob:
-    """A request to quantize `source`, a folder or a hub id as it was asked for, into the folder
-    `out`.
+    """Request to quantize `source` into the folder `out`.
+
+    `source` is a folder or a hub id, as the user wrote it.
     """
 
     source: str
@@ -71,7 +71,7 @@ class QuantizeJob:
     overwrite: bool = False
     trust_remote_code: bool = False
     shard_bytes: int = DEFAULT_SHARD_BYTES
-    # Checks the finished folder before it becomes `out`; the error that it returns is raised.
+    # Checks the finished folder before it becomes `out`. An error that it returns is raised.
     prove: Callable[["QuantizeJob", Path, Plan], CheckpointFailed | None] = (
         lambda job, folder, plan: None
     )
@@ -81,12 +81,12 @@ class QuantizeJob:
 def quantize_source(
     job: QuantizeJob, accepted: Callable[[], None] = lambda: None
 ) -> tuple[Plan, CalibrationRecord | None, RoundingReport | None]:
-    """Quantize a checkpoint; `accepted` is called once nothing that was asked for is refused any
-    more.
+    """Quantize a checkpoint.
 
-    The answer is what was done, what the samples showed where they were run, and how the weights
-    were rounded by them. Torchrun's ranks calibrate, round and write together, in a folder that all
-    of them see.
+    `accepted` is called when planning has passed and no part of the request can be refused any
+    more. Returns the plan, the calibration record if samples were run, and the report of rounding
+    if weights were rounded by text. Ranks of torchrun calibrate, round and write together, in a
+    folder that all ranks see.
     """
     _require_separate(job, user_path(job.source))
     with process_group():
@@ -109,7 +109,9 @@ def quantize_source(
 
 
 def _require_same_on_all_ranks(plan: Plan) -> None:
-    """Raise InputError where this rank's plan differs from the first's: they would deadlock."""
+    """Raise InputError if this rank's plan differs from the first rank's plan. Such ranks would
+    deadlock.
+    """
     rank, size = rank_and_size()
     digest = digest_bytes(repr((plan.groups, plan.attention)).encode()) if size > 1 else ""
     if on_first(lambda: digest) != digest:
@@ -123,13 +125,13 @@ def _require_same_on_all_ranks(plan: Plan) -> None:
 def write_checkpoint(
     job: QuantizeJob, index: SourceIndex, plan: Plan, known: CalibrationRecord | None = None
 ) -> tuple[CalibrationRecord | None, RoundingReport | None]:
-    """Calibrate, round and write: the quantized checkpoint with its recipe appears whole or not at
-    all.
+    """Calibrate, round and write the quantized checkpoint with its recipe. It appears whole or not
+    at all.
 
-    A call that was broken off is continued by the next one with the same arguments. The answer is
-    what the samples showed where they were run (`known` where that was done before), and how
-    weights were rounded by them. InputError where a file of the source has changed since `index`
-    was read; CheckpointFailed, with OUT.failed in the place of OUT, by `job.prove`.
+    If a call is interrupted, the next call with the same arguments resumes it. Returns the
+    calibration record if samples were run (`known` if that was done before), and the report of
+    rounding. Raises InputError if a file of the source has changed since `index` was read. Raises
+    the CheckpointFailed that `job.prove` returns, and leaves OUT.failed instead of OUT.
     """
     text, finished, rounding, shards = (
         None,
@@ -180,8 +182,8 @@ def write_checkpoint(
 
 
 def _require_separate(job: QuantizeJob, source: Path) -> None:
-    """Raise InputError if `out`, its working folder or the folder of a failed call overlaps an
-    input.
+    """Raise InputError if an input overlaps `out`, its working folder or the folder of a failed
+    call.
     """
     inputs = [NamedPath(label="SOURCE", path=source)]
     if job.calibration and job.calibration.path:
@@ -198,11 +200,11 @@ def finish(
     folder: Path,
     shards: Sequence[Shard[Source]],
 ) -> None:
-    """Write what a checkpoint has besides weights: index of all `shards`, side files, config.json
+    """Write the files besides the weights: the index of all `shards`, side files, and config.json
     last.
 
-    What tells how far shards are written is removed: they are whole. Raises what `job.prove` finds,
-    with OUT.failed in the place of OUT.
+    Progress files are removed, because all shards are complete. Raises the error that `job.prove`
+    returns, and leaves OUT.failed instead of OUT.
     """
     for name in (RECIPE, INDEX_NAME, SMOOTHING, CONFIG):
         record(folder / name)
@@ -220,7 +222,7 @@ def finish(
 
 
 def write_config(index: SourceIndex, plan: Plan, folder: Path) -> None:
-    """Write config.json: the source's, with the quantization that vLLM has to know."""
+    """Write config.json: the source's config with the quantization config that vLLM reads."""
     config: dict[str, Json] = dict(index.config)
     if plan.groups or plan.attention:
         config["quantization_config"] = quantization_config(plan)
@@ -228,7 +230,9 @@ def write_config(index: SourceIndex, plan: Plan, folder: Path) -> None:
 
 
 def _copy_side_files(index: SourceIndex, folder: Path) -> None:
-    """Copy tokenizer, templates and the like; not vexport's own files of a source that it made."""
+    """Copy the tokenizer, templates and other side files. Skip the files that vexport wrote if it
+    made the source.
+    """
     for file in index.side_files:
         if file.name not in (RECIPE, SMOOTHING):
             record(folder / file.name)
@@ -241,9 +245,7 @@ def _copy_side_files(index: SourceIndex, folder: Path) -> None:
 def recipe(
     job: "QuantizeJob", index: SourceIndex, plan: Plan, calibration: CalibrationRecord | None
 ) -> str:
-    """The text of OUT/vexport.json, whose `scenario` is what `vexport plan` and `vexport run` read
-    of it.
-    """
+    """Return the text of OUT/vexport.json. `vexport plan` and `vexport run` read its `scenario`."""
     path, folder, settings = user_path(job.source), job.out.resolve(), job.calibration
     scenario: dict[str, Json] = {
         "name": _name(job.source, plan),
@@ -281,8 +283,8 @@ def recipe(
 
 
 def _source(index: SourceIndex) -> Iterator[tuple[str, Json]]:
-    """The revision of a model of the hub, and a digest of config.json and of all tensors'
-    headers.
+    """Yield the revision of a model from the hub, a digest of config.json and all tensors' headers,
+    and the size in bytes.
     """
     if index.root.parent.name == SNAPSHOTS:
         yield "revision", index.root.name
@@ -295,7 +297,9 @@ def _relative(path: Path, folder: Path) -> str:
 
 
 def _name(source: str, plan: Plan) -> str:
-    """The source's last name and the schemes, in the letters of a scenario's name."""
+    """Return a scenario name: the last part of the source's name and the schemes, in allowed
+    letters.
+    """
     path = user_path(source)
     name = path.resolve().name if path.exists() else source.rpartition("/")[2]
     return (
@@ -304,7 +308,7 @@ def _name(source: str, plan: Plan) -> str:
 
 
 def _ranges(rows: Sequence[int]) -> str:
-    """Line numbers as ranges: `1-128` or `1-3,7`."""
+    """Return line numbers as ranges: `1-128` or `1-3,7`."""
     ranges: list[list[int]] = []
     for row in rows:
         if ranges and row == ranges[-1][-1] + 1:

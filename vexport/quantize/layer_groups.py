@@ -1,10 +1,10 @@
-"""Layers that can be given their own scheme: fused ones, all routed experts of a layer; from
-headers alone.
+"""Find layer groups: layers that can have a scheme different from all other layers. Reads only
+headers.
 
-vLLM needs one scheme for the members of a fused layer and one for the routed experts of a layer
-(rules in CompressedTensorsConfig.get_scheme_dict and compressed_tensors_moe.py). Which scheme a
-layer group could have is asked of the planner, scheme by scheme, so that shapes, ranks and
-architectures count as in any plan.
+vLLM needs the same scheme for the members of a fused layer and for the routed experts of a layer
+(rules in CompressedTensorsConfig.get_scheme_dict and compressed_tensors_moe.py). The planner
+decides, scheme by scheme, which schemes a layer group can have. Shapes, ranks and architectures
+therefore count as in any plan.
 """
 
 import re
@@ -28,7 +28,9 @@ Groups = tuple[FusionGroup, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """A layer group in one scheme: its groups and the bytes of their tensors."""
+    """A scheme of a layer group: the group's fusion groups in this scheme, and the bytes of their
+    tensors.
+    """
 
     scheme: str
     groups: Groups
@@ -37,11 +39,11 @@ class Option:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerGroup:
-    """Linear layers that need one scheme together.
+    """Linear layers that need the same scheme.
 
-    `allowed` are the schemes that the rules leave to choose from, in the candidates' order; one
-    where a rule names it. `options` has those but for `keep`. `refused` says which vLLM could not
-    run.
+    `allowed` are the schemes that the rules leave to choose from, in the candidates' order. If a
+    rule names the scheme, it is the only one. `options` has the allowed schemes except for `keep`.
+    `refused` has a finding for each scheme that vLLM cannot run.
     """
 
     name: str
@@ -53,17 +55,17 @@ class LayerGroup:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """The linear layers."""
+        """Return the names of the linear layers."""
         return tuple(member.name for group in self.options[0].groups for member in group.members)
 
     def bytes_in(self, scheme: str) -> int:
-        """The bytes of the layer group in a scheme."""
+        """Return the bytes of the layer group in a scheme."""
         if scheme == KEEP:
             return self.source_bytes
         return next(option.num_bytes for option in self.options if option.scheme == scheme)
 
     def rules(self, scheme: str) -> Iterator[Rule]:
-        """Rules that give this layer group a scheme and touch no other."""
+        """Yield rules that give a scheme to this layer group and to no other layer."""
         group = next((option.groups[0] for option in self.options if option.scheme == scheme), None)
         how = _how(group) if group else {}
         is_experts = moe_layer(self.layers[0]) is not None
@@ -75,10 +77,10 @@ class LayerGroup:
 def find_layer_groups(
     index: SourceIndex, rules: Sequence[Rule], auto: Auto | None, settings: PlanSettings
 ) -> tuple[LayerGroup, ...]:
-    """The layer groups that rules quantize or leave to `auto`, in plan order.
+    """Return the layer groups that rules quantize or leave to `auto`, in plan order.
 
-    Raises InputError for rules that vLLM would refuse, and where no candidate fits a layer group
-    that may not stay as it is.
+    Raises InputError if vLLM would refuse the rules, or if no candidate fits a layer group that may
+    not stay unquantized.
     """
     fixed, candidates = (
         build_plan(index, _with(rules, KEEP), settings),
@@ -110,8 +112,9 @@ def find_layer_groups(
 def rules_with(
     layer_groups: Sequence[LayerGroup], schemes: Mapping[str, str], rules: Sequence[Rule]
 ) -> tuple[Rule, ...]:
-    """The rules with a scheme for each group named in `schemes`; what is left to `auto` stays as it
-    is.
+    """Return the rules, with a scheme for each layer group in `schemes`.
+
+    Other layers with `scheme: auto` stay unquantized.
     """
     chosen = [
         rule
@@ -123,19 +126,23 @@ def rules_with(
 
 
 def smallest(layer_groups: Sequence[LayerGroup]) -> dict[str, str]:
-    """The scheme of fewest bytes for each layer group."""
+    """Return the scheme with the fewest bytes for each layer group."""
     return {group.name: min(group.allowed, key=group.bytes_in) for group in layer_groups}
 
 
 def rest_bytes(index: SourceIndex, layer_groups: Sequence[LayerGroup], plan: Plan) -> int:
-    """The bytes of the output that no choice changes."""
+    """Return the bytes of the output that are the same for every choice of schemes."""
     return output_bytes(index, (), plan.attention) - sum(
         group.source_bytes for group in layer_groups
     )
 
 
 def probe_plan(plan: Plan, layer_groups: Sequence[LayerGroup]) -> Plan:
-    """A plan whose calibration serves every option: the statistics that schemes need are alike."""
+    """Return a plan whose calibration serves every option.
+
+    For each layer group it has an option that needs calibration, if any does. All such options need
+    the same statistics.
+    """
     chosen = (
         max(layer_group.options, key=lambda option: option.groups[0].scheme.args.calibrated)
         for layer_group in layer_groups
@@ -151,7 +158,7 @@ def _with(rules: Sequence[Rule], scheme: str) -> list[Rule]:
 
 
 def _how(group: FusionGroup) -> dict[str, object]:
-    """The keys of a rule that treats layers as a group is treated, but for its scheme."""
+    """Return the keys of a rule that treats layers as a group is treated, without the scheme."""
     keys = ("observer", "observer_kwargs", "input_observer", "input_observer_kwargs", "rounding")
     settings = {key: getattr(group, key) for key in keys}
     if group.strength is None and group.ridge is None:
@@ -172,8 +179,9 @@ def _allowed(
     mixed: Mapping[str, Mapping[str, Groups]],
     candidates: Sequence[str],
 ) -> tuple[str, ...]:
-    """The scheme of a rule, else the candidates that fit (also in smaller groups, if asked), else
-    `keep`.
+    """Return the scheme of a rule, or the candidates that fit, or `keep` if none fits.
+
+    A candidate may fit with a smaller group size if the scenario allows this.
     """
     if name in named:
         return (named[name][0].scheme.name,)
@@ -212,7 +220,9 @@ def _layer_group(
 
 
 def _unfit(plans: Iterable[Plan], fitting: Collection[str]) -> list[InputError]:
-    """An error for each layer group that no candidate fits, by what the first says."""
+    """Return an error for each layer group that no candidate fits, with the reason for the first
+    candidate.
+    """
     notes = {
         note.where: note for plan in plans for note in reversed(plan.notes) if note.fix == KEPT
     }

@@ -46,8 +46,8 @@ class Moments:
     ) -> None:
         """Add the same tokens of both streams, (..., in) each.
 
-        `weights` (tokens,) float32 are powers of two. Tokens that are added with a `share`, a
-        factor for all of them, do not count in `tokens`.
+        `weights` (tokens,) float32 are powers of two. `share` is a factor for all tokens of the
+        call. Tokens that are added with a `share` do not count in `tokens`.
         """
         rows = quantized.reshape(-1, quantized.shape[-1])
         alpha = 1.0 if share is None else share
@@ -86,7 +86,7 @@ class Moments:
         self.drift.add_(weighed.T @ change, alpha=alpha)
 
     def all_reduce(self) -> None:
-        """Sum the moments over all ranks; all call."""
+        """Sum the moments over all ranks. Every rank must call this."""
         all_reduce(self.hessian)
         if self.drift is not None:
             all_reduce(self.drift)
@@ -114,8 +114,8 @@ def exact_products(dtype: torch.dtype) -> Iterator[None]:
     """Run float32 products of 16-bit values on faster units inside the block: bf16 units of a CPU,
     TF32 units of a GPU.
 
-    The product of two such numbers is exact in float32, and sums are float32. Only the order of
-    the sum differs (1e-6 of the result).
+    The product of two such numbers is exact in float32, and sums are float32. Only the order of the
+    sum differs (1e-6 of the result).
     """
     cpu: SimpleNamespace = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # in no stub
     gpu = torch.backends.cuda.matmul

@@ -1,4 +1,6 @@
-"""The calibration text of a plan on its way: look back, statistics, weights rounded by it."""
+"""Run the calibration text of a plan: look back, collect statistics, and
+round weights by the text.
+"""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -83,7 +85,7 @@ class PlanText:
         return LayerWalk(self._index, trust_remote_code=self._trust, device=self._device)
 
     def show_overall_progress(self) -> None:
-        """Report the time of all steps of calibration together, too, if there are several."""
+        """Also report the time of all steps of calibration together, if there are several steps."""
         steps = tuple(self._steps())
         if len(steps) > 1:
             self.on_progress = OverallProgress(steps, self.on_progress)
@@ -111,9 +113,9 @@ class PlanText:
     def calibrate(self, candidates: Sequence[FusionGroup] = ()) -> CalibrationRecord:
         """Return the statistics of the samples before weights are rounded.
 
-        A plan that rounds by text computes its statistics while rounding: only smoothing and the
+        A plan that rounds by text collects its statistics while rounding. Only smoothing and the
         weights of tokens are computed here. With `candidates` the statistics of the whole plan are
-        computed, and smoothing serves the candidates, too.
+        collected, and smoothing also serves the candidates.
         """
         from vexport.calibration import calibrate
 
@@ -149,26 +151,30 @@ class PlanText:
         )
 
     def _smoothed(self, candidates: Sequence[FusionGroup]) -> Sequence[FusionGroup]:
-        """Return the groups whose inputs are smoothed: among `candidates`, or all of the plan."""
+        """Return the groups whose inputs are smoothed, from `candidates` or from the whole plan."""
         return smoothed_groups(candidates or self.plan.groups) if self.plan.smoothing else ()
 
     @property
     def _weighs_tokens(self) -> bool:
-        """True if weights are rounded with tokens that count by their gradients."""
+        """Return True if weights are rounded with tokens weighted by their gradients."""
         from vexport.quantize.gptq import weighs_tokens
 
         return weighs_tokens(self.plan.groups)
 
     @property
     def _looked_back_from(self) -> "Samples":
-        """Return evenly spread samples whose gradients decide smoothing and weights of tokens."""
+        """Return evenly spread samples.
+
+        Their gradients decide smoothing and the weights of tokens.
+        """
         return self.samples.spread(SMOOTHING_ROWS if self.plan.smoothing else WEIGHING_ROWS)
 
     def round(
         self, calibration: CalibrationRecord, folder: Path
     ) -> tuple[Mapping[str, Array], RoundingReport]:
-        """Return the bytes of the weights, kept in `folder` until they are read, and how they were
-        rounded.
+        """Return the bytes of the weights, and how they were rounded.
+
+        The bytes stay in files in `folder` until they are read.
         """
         from vexport.quantize.rounding_walk import round_weights
 

@@ -1,4 +1,4 @@
-"""A model with some quantized layers: their weights as they are stored, their inputs rounded."""
+"""Run a model with some quantized layers: stored weights, and rounded inputs."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -80,8 +80,9 @@ class QuantizedModel:
     def weights_of(
         self, group: FusionGroup, stored: Mapping[str, Array]
     ) -> dict[LinearPlan, torch.Tensor]:
-        """Return the weights (out, in) of a group's layers, as compressed-tensors dequantizes the
-        `stored` bytes.
+        """Return the weights (out, in) of a group's layers.
+
+        compressed-tensors dequantizes them from the `stored` bytes.
         """
         scheme = group.scheme
         weights: dict[LinearPlan, torch.Tensor] = {}
@@ -96,7 +97,7 @@ class QuantizedModel:
         return weights
 
     def _input_rounding(self, group: FusionGroup) -> InputRounding | None:
-        """Return the rounding of a group's inputs; None if they are not rounded."""
+        """Return the rounding of a group's inputs, or None if they are not rounded."""
         args = ct_scheme(group.scheme.args).input_activations
         if args is None:
             return None
@@ -119,9 +120,7 @@ class QuantizedModel:
     def applied(
         self, groups: Sequence[FusionGroup], weights: Mapping[LinearPlan, torch.Tensor]
     ) -> Iterator[None]:
-        """Use these weights in the model, and round the inputs of these groups, inside the
-        block.
-        """
+        """Inside the block, use these weights in the model and round the inputs of these groups."""
         with self.with_weights(weights), self.rounding_inputs(groups):
             yield
 

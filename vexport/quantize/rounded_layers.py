@@ -1,4 +1,4 @@
-"""Finished decoder layers in files of a folder: a call that was killed resumes after them."""
+"""Store finished decoder layers in files of a folder, so that a killed call resumes after them."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +16,7 @@ from vexport.records.calibration import LayerRounding
 
 
 class RoundedLayers(Stored):
-    """The bytes of the weights of rounded layers, by tensor name, in files of a folder."""
+    """Bytes of the weights of rounded layers, by tensor name, in files of a folder."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -39,7 +39,7 @@ class RoundedLayers(Stored):
         return len(self._files)
 
     def how(self, number: int) -> LayerRounding | None:
-        """Return the report of a rounded layer; None if it is not finished."""
+        """Return the report of a rounded layer, or None if the layer is not finished."""
         report = self._folder / f"layer-{number:04d}.json"
         return from_json(LayerRounding, report) if report.is_file() else None
 

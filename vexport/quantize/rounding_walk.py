@@ -1,8 +1,8 @@
 """Round the weights of a plan while calibration text walks through the model, in two streams.
 
-One stream goes through the source's layers, the other through the layers rounded so far. A layer is
-rounded for its input in the quantized stream. The output of the rounded layer, with inputs rounded
-by their schemes, is the next layer's input.
+The first stream goes through the source's layers, the second through the layers rounded so far. A
+layer is rounded for its input in the quantized stream. The output of the rounded layer, with inputs
+rounded by their schemes, is the next layer's input.
 """
 
 from collections.abc import Callable, Sequence
@@ -57,13 +57,13 @@ def round_weights(
 ) -> tuple[Stored, RoundingReport]:
     """Return the bytes that replace the weights, by tensor name, and how they were rounded.
 
-    The bytes are read from `folder` when they are needed. All ranks see the folder and the first
-    rank writes it: the next call resumes after the layers in it. With `all_experts` static scales
+    The bytes are read from `folder` when they are needed. All ranks see the folder, and the first
+    rank writes it. The next call resumes after the layers in it. With `all_experts` static scales
     of experts are computed from all tokens, otherwise from the tokens routed to each.
 
     Raises CheckpointFailed if a hidden state is not finite or no token reached the input of a
-    static scale, InputError for a model that cannot run layer by layer and for a weight that is not
-    finite.
+    static scale. Raises InputError for a model that cannot run layer by layer and for a weight that
+    is not finite.
     """
     report_file = folder / REPORT
     if not on_first(report_file.is_file):
@@ -88,7 +88,7 @@ def round_weights(
 
 
 def _write_report(file: Path, walk: LayerWalk, plan: Plan, done: RoundedLayers) -> None:
-    """Write the report of all layers; InputError if the cache of no layer was seen."""
+    """Write the report of all layers. Raises InputError if no keys and values were observed."""
     layers = map(done.how, range(len(walk.layers) + 1))
     report = RoundingReport(layers=tuple(layer for layer in layers if layer is not None))
     if plan.attention:
@@ -100,7 +100,8 @@ def _write_report(file: Path, walk: LayerWalk, plan: Plan, done: RoundedLayers) 
 class RoundingWatcher:
     """Follows the source's stream, and rounds each layer when all of its rows are through.
 
-    The stream of the quantized model is its own. `tokens` is the number of tokens on all ranks.
+    The watcher runs the stream of the quantized model. `tokens` is the number of tokens on all
+    ranks.
     """
 
     def __init__(
@@ -130,19 +131,25 @@ class RoundingWatcher:
 
     @property
     def followed(self) -> Sequence[int]:
-        """Return the rows of the source's stream to run: all for a refit, else a few to compare."""
+        """Return the rows of the source's stream to run: all rows for a refit, otherwise a few to
+        compare.
+        """
         rank, size = rank_and_size()
         rows = range(len(self._source))
         return [row for row in rows if self._refits or rank + row * size < COMPARED_ROWS]
 
     @property
     def followed_to_head(self) -> Sequence[int]:
-        """Return the rows of the source's stream to run through the head: all for a refit of it."""
+        """Return the rows of the source's stream to run through the head: all rows if a refit
+        rounds it.
+        """
         return self.followed if _is_refit(self._groups[-1]) else ()
 
     @property
     def rounds_head(self) -> bool:
-        """Return True if groups outside the decoder layers are to be rounded. All ranks call."""
+        """Return True if groups outside the decoder layers must be rounded. Every rank must call
+        this.
+        """
         return bool(self._groups[-1]) and self._report_of(len(self._walk.layers)) is None
 
     def enter(self, layer: Layer) -> None:
@@ -170,7 +177,7 @@ class RoundingWatcher:
         self._exact.clear()
 
     def _report_of(self, number: int) -> LayerRounding | None:
-        """Return how an earlier call rounded a layer; None if it did not. All ranks call."""
+        """Return how an earlier call rounded a layer, or None. Every rank must call this."""
         return on_first(lambda: self._done.how(number))
 
     def _repeat(self, layer: Layer, known: LayerRounding) -> None:
@@ -209,7 +216,7 @@ class RoundingWatcher:
         return LayerRounder(self._model, groups, self._inputs, self._statistics, self._tokens)
 
     def _inputs_of(self, groups: Sequence[FusionGroup]) -> GroupInputs:
-        """Return the inputs of the groups that text decides."""
+        """Return the inputs of the groups that calibration text affects."""
         wanted = [
             group
             for group in groups
@@ -222,11 +229,13 @@ class RoundingWatcher:
         return [partial(run, index) for index in range(len(self._quantized))]
 
     def _run(self, layer: Layer, index: int) -> None:
-        """Run one row of the quantized stream through a layer."""
+        """Run a row of the quantized stream through a layer."""
         self._quantized[index] = self._walk.through(layer, index, self._quantized[index])
 
     def _state_error(self) -> float:
-        """Return |h~ - h|^2 / |h|^2 behind a layer, over the followed rows. All ranks call."""
+        """Return |h~ - h|^2 / |h|^2 behind a layer, over the followed rows. Every rank must call
+        this.
+        """
         signal = noise = 0.0
         for index in self.followed:
             exact = self._walk.on_device(self._source[index]).to(torch.float32)
@@ -248,10 +257,10 @@ def _is_refit(groups: Sequence[FusionGroup]) -> bool:
 
 
 class LayerRounder:
-    """Rounds the groups of one layer in the order in which rows reach them.
+    """Rounds the groups of a layer in the order in which rows reach them.
 
     Rows wait in front of a module. Its inputs decide static scales, importance and then its
-    weights; the rows go on through the rounded module. `text` is the number of tokens of all rows.
+    weights. The rows go on through the rounded module. `text` is the number of tokens of all rows.
     """
 
     def __init__(
@@ -273,12 +282,11 @@ class LayerRounder:
         self._weights = dict[LinearPlan, torch.Tensor]()
 
     def round(self, rows: Rows, exact: Sequence[dict[str, Value]]) -> tuple[Stored, LayerRounding]:
-        """Return the bytes that replace the weights, and how each group was rounded. All ranks
-        call.
+        """Return the bytes that replace the weights, and how each group was rounded. Every rank
+        must call this.
 
-        `exact` has the inputs of each row in the source's layer, for a refit; inputs are removed
-        when they have been used. When this returns, all waiting rows have gone through the rounded
-        layer.
+        `exact` has the inputs of each row in the source's layer, for a refit. Inputs are removed
+        after their use. When this returns, all waiting rows have gone through the rounded layer.
         """
         sites = self._inputs.sites
         reached = {group.name for site in sites for group in site.groups}

@@ -1,4 +1,4 @@
-"""The calibration samples of a plan: whether it needs them, and reading them."""
+"""Check whether a plan needs calibration samples, and read them."""
 
 from typing import TYPE_CHECKING
 

@@ -1,8 +1,8 @@
-"""Measure the loss of each layer group in each scheme that it can have, all else as in the source.
+"""Measure the loss of each layer group in each possible scheme, with all other layers unquantized.
 
-Trials run next to the model itself, all through one decoder layer before the next is loaded. A
-trial begins at the layer whose weights it changes, with the hidden states of the model itself. It
-runs to the output, where its loss is measured.
+Trials run next to the model itself: all trials run through a decoder layer before the next layer is
+loaded. A trial begins at the layer whose weights it changes, with the hidden states of the model
+itself. It runs to the output, and its loss is measured there.
 """
 
 from collections.abc import Mapping, Sequence
@@ -63,11 +63,11 @@ def measure(
     trust_remote_code: bool,
     device: str,
 ) -> GroupSensitivities:
-    """Run every layer group's options on the samples, except for options whose losses an earlier
-    call with the same arguments left in `file`.
+    """Run every layer group's options on the samples.
 
+    Options are skipped if an earlier call with the same arguments left their losses in `file`.
     Raises InputError for a model that cannot run layer by layer, a layer group that text cannot
-    reach and an unusable device.
+    reach, and an unusable device.
     """
     inputs = digest_bytes(repr((layer_groups, calibration, samples)).encode())
     losses: dict[str, dict[str, float]] = {}
@@ -81,7 +81,7 @@ def measure(
         size = sum(hidden[index].nbytes for index in range(len(hidden)))
         most = min(MOST_TRIALS, max(1, MEMORY_BYTES // size))
         parts = [trials[start : start + most] for start in range(0, len(trials), most)]
-        # Trials of the head are the last ones of a part.
+        # Trials of the head come last in a part.
         heads = [part for part in parts if part[-1].depth == len(walk.layers)]
         walk.expect_steps(len(parts) * len(walk.layers) + len(heads))
         for part in parts:
@@ -107,7 +107,7 @@ def _trials(
     layer_groups: Sequence[LayerGroup],
     known: Mapping[str, Mapping[str, float]],
 ) -> list["Trial"]:
-    """Return the trials whose losses are not known, in the order of the layers that they change."""
+    """Return the trials with unknown losses, in the order of the layers that they change."""
     trials: list[Trial] = []
     for layer_group in layer_groups:
         for option in layer_group.options:
@@ -138,9 +138,9 @@ def _sensitivity(group: LayerGroup, losses: Mapping[str, float]) -> GroupSensiti
 
 
 class Trial:
-    """A layer group in one scheme, in the model that `walk` fills.
+    """A layer group in a scheme, in the model that `walk` fills.
 
-    Nothing in front of it is quantized: a refit has no errors to correct and is the same as GPTQ.
+    No layer in front of it is quantized: a refit has no errors to correct and is the same as GPTQ.
     Raises InputError if the text model has none of its weights. `depth` is the number of the
     decoder layer that the trial changes, or the number of layers for the output head.
     """
@@ -189,7 +189,9 @@ class Trial:
 
 
 class MainMemory:
-    """Hidden states in main memory. A row's new states are a new tensor: the old stay valid."""
+    """Hidden states in main memory. New states of a row are a new tensor: the old tensor stays
+    valid.
+    """
 
     def __init__(self, states: States) -> None:
         self._states = states

@@ -1,8 +1,8 @@
-"""Streams a checkpoint from safetensors to safetensors: reader -> kernel -> writer, all at the same
+"""Stream a checkpoint from safetensors to safetensors. Reader, kernels and writer run at the same
 time.
 
-Rows are read, quantized and written a few at a time: memory does not grow with the model. Nothing
-here loads torch but a search for scales.
+A few rows at a time are read, quantized and written, so that memory does not grow with the model.
+Only a search for scales imports torch.
 """
 
 import os
@@ -66,13 +66,12 @@ def write_shards(
     finished: Mapping[str, Array] | None = None,
     on_progress: OnProgress = silent,
 ) -> None:
-    """Write some files of weights of a quantized checkpoint into `folder`, and how far each is
-    written.
+    """Write some shards of a quantized checkpoint into `folder`, and record the progress of each.
 
-    `folder` is empty or was left by an equal call that was broken off, which is continued.
-    `finished` has the bytes of rounded tensors; `on_progress` counts those handed to the writer.
-    Raises InputError where a scheme needs a calibration and there is none, or where a weight is not
-    finite.
+    `folder` is empty, or an equal call that was interrupted left it. In that case this call
+    resumes. `finished` has the bytes of rounded tensors. `on_progress` receives the bytes of
+    tensors that were passed to the writer. Raises InputError if a scheme needs a calibration and
+    there is none, or if a weight is not finite.
     """
     if calibration is None and (need := calibration_need(plan)):
         raise need.missing()
@@ -108,7 +107,7 @@ def write_shards(
 
 
 def planned_shards(index: SourceIndex, plan: Plan, shard_bytes: int) -> tuple[Shard[Source], ...]:
-    """The files of weights of the quantized checkpoint, and what each is made of."""
+    """Return the weight files of the quantized checkpoint, with the sources of each."""
     sources = blocks(index, plan.groups, plan.attention)
     specs = output_blocks(index, plan.groups, plan.attention)
     units = [
@@ -119,7 +118,10 @@ def planned_shards(index: SourceIndex, plan: Plan, shard_bytes: int) -> tuple[Sh
 
 
 def dealt(shards: Sequence[Shard[Source]]) -> Sequence[Shard[Source]]:
-    """The files that this rank writes: the largest first, each to the rank with least to write."""
+    """Return the files that this rank writes.
+
+    The files are dealt out largest first, each to the rank with the fewest bytes so far.
+    """
     rank, size = rank_and_size()
     loads, shards_of_rank = [0] * size, list[Shard[Source]]()
     for shard in sorted(shards, key=lambda shard: -shard.num_bytes):
@@ -132,9 +134,7 @@ def dealt(shards: Sequence[Shard[Source]]) -> Sequence[Shard[Source]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stream:
-    """Turns units of a checkpoint into the chunks that are written, computed by the threads of
-    `pool`.
-    """
+    """Turns units of a checkpoint into the chunks to write. The threads of `pool` compute them."""
 
     index: SourceIndex
     calibration: CalibrationRecord
@@ -144,8 +144,8 @@ class Stream:
     finished: Mapping[str, Array] = field(default_factory=dict)
 
     def chunks(self, unit: WriteUnit[Source]) -> Iterator[Chunk]:
-        """The chunks of a unit, in order: a kept tensor itself, or the packed weights of a
-        group.
+        """Yield the chunks of a unit, in order: a kept tensor itself, scales of the KV cache, or
+        the packed weights of a group.
         """
         if isinstance(unit.source, TensorInfo):
             is_in_file = unit.source.name not in self.calibration.smoothing
@@ -158,14 +158,15 @@ class Stream:
         yield from self.packed_group(unit.source)
 
     def stored(self, tensor: TensorInfo) -> Array:
-        """The bytes of a tensor that is kept."""
+        """Return the bytes of a kept tensor."""
         data = np.frombuffer(self.reader.raw(tensor), np.uint8)
         self.reader.release([tensor])
         return data
 
     def packed_group(self, group: FusionGroup) -> Iterator[Callable[[], Array]]:
-        """A group's tensors by the kernels, member by member, a few rows at a time, or as they are
-        kept.
+        """Yield the tensors of a group, member by member and a few rows at a time.
+
+        Kernels compute the rows, unless the group's bytes are finished.
         """
         layout = group_layout(group, self.index.tensors)
         if layout[0].name in self.finished:
@@ -180,13 +181,13 @@ class Stream:
             for rows in runs(member, packing.multiple):
                 self.expect(member, rows)
                 yield self.pool.submit(self.packed, member, packing, rows).result
-            # Called by the writer after all runs before it.
+            # The writer calls this after all runs before it.
             for spec in others:
                 name = spec.name.removeprefix(f"{member.name}.")
                 yield partial(inputs.__getitem__ if name in inputs else packing.tensor, name)
 
     def packed(self, member: LinearPlan, packing: Packing, rows: slice) -> Array:
-        """The stored bytes of some rows of a weight; their pages are given back."""
+        """Return the stored bytes of some rows of a weight, and release the rows' pages."""
         if member.name in self.rounded:
             return packing.pack(kernel_input(self.rounded[member.name].values[rows]), rows.start)
         view = self.view(member, rows)
@@ -195,7 +196,9 @@ class Stream:
         return packed
 
     def known(self, group: FusionGroup) -> Sequence[PackingInputs]:
-        """The scales or largest values of members, needed before rows can be packed."""
+        """Return the scales or the largest value of each member, which packing needs before it
+        starts.
+        """
         if group.members[0].name in self.rounded:
             return [
                 PackingInputs(scales=self.rounded[member.name].scales) for member in group.members
@@ -215,7 +218,10 @@ class Stream:
         return [PackingInputs(largest=max(part.result() for part in largest))] * len(group.members)
 
     def largest(self, member: LinearPlan, rows: slice) -> np.float32:
-        """The largest magnitude in some rows; InputError where a weight is not finite."""
+        """Return the largest magnitude in some rows.
+
+        Raises InputError if a weight is not finite.
+        """
         storage = STORAGES[self.index.tensors[member.weight].dtype]
         view = self.view(member, rows)
         largest = np.float32(largest_magnitude(kernel_input(view).reshape(-1), storage))
@@ -225,11 +231,11 @@ class Stream:
         return largest
 
     def expect(self, member: LinearPlan, rows: slice) -> None:
-        """Ask the kernel to read some rows ahead of the thread that needs them."""
+        """Make the operating system read some rows ahead of the thread that needs them."""
         self.reader.expect_view(self.index.tensors[member.weight], self.view(member, rows))
 
     def view(self, member: LinearPlan, rows: slice) -> Array:
-        """Some rows of a weight as they lie in the file."""
+        """Return some rows of a weight as they are stored in the file."""
         return self.reader.weight(self.index.tensors[member.weight], member.part)[rows]
 
 
@@ -240,10 +246,10 @@ def quantized_group(
     reader: Reader,
     rounded: Mapping[str, RoundedWeight],
 ) -> dict[str, Array]:
-    """The bytes of all tensors that replace a group's weights, by name, in memory.
+    """Return the bytes of all tensors that replace a group's weights, by name, in memory.
 
-    Weights that are `rounded` already, by layer name, take the place of the source's. Raises
-    InputError where a weight is not finite.
+    `rounded` has weights that are already rounded, by layer name. They replace the source's
+    weights. Raises InputError if a weight is not finite.
     """
     stored: dict[str, Array] = {}
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
@@ -261,8 +267,9 @@ def quantized_group(
 
 
 def static_scales(group: FusionGroup, calibration: CalibrationRecord) -> dict[str, Array]:
-    """The static input scales of a group by their name within a layer: one value for all
-    members.
+    """Return the static input scales of a group by their name within a layer.
+
+    All members have the same value.
     """
     scheme = group.scheme
     if not scheme.args.calibrated:
@@ -273,8 +280,9 @@ def static_scales(group: FusionGroup, calibration: CalibrationRecord) -> dict[st
 
 
 def runs(member: LinearPlan, multiple: int = 1) -> Iterator[slice]:
-    """The rows of a weight in runs computed at once; all but the last a multiple of `multiple`
-    rows.
+    """Yield the rows of a weight in runs that are computed at once.
+
+    All runs but the last have a multiple of `multiple` rows.
     """
     rows = max(1, RUN_ELEMENTS // max(1, member.in_features) // multiple) * multiple
     for start in range(0, member.out_features, rows):
@@ -284,9 +292,10 @@ def runs(member: LinearPlan, multiple: int = 1) -> Iterator[slice]:
 def input_digest(
     index: SourceIndex, plan: Plan, known: CalibrationRecord | None, text: str, *, shard_bytes: int
 ) -> str:
-    """A digest of all that the written bytes depend on; of files, their sizes and times.
+    """Return a digest of everything that the written bytes depend on.
 
-    `known` is what calibration showed before, `text` a digest of the text that decides the rest.
+    Files count by their sizes and times. `known` is the result of an earlier calibration. `text` is
+    a digest of the text that the rest depends on.
     """
     files = [(str(file), *status) for file, status in index.statuses.items()]
     parts = (__version__, files, index.config, plan, known, text, shard_bytes)

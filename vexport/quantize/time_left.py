@@ -1,4 +1,4 @@
-"""The progress of calibration over all of its steps, with the seconds that are left.
+"""Report the progress of calibration over all of its steps, with the seconds that are left.
 
 Every step reports its layers. Their speed so far shows how long the step takes, and roughly how
 long the steps after it take.
@@ -27,7 +27,7 @@ class Step:
 
     @property
     def work(self) -> float:
-        """The expected time of the step, in a unit that all steps share."""
+        """Return the expected time of the step, in a unit that all steps share."""
         return self.tokens * COST[self.name]
 
 

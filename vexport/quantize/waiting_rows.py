@@ -1,6 +1,7 @@
-"""Rows of text that wait in front of a module until its weights are rounded, and their memory.
+"""Let rows of text wait in front of a module until its weights are rounded, and limit their memory.
 
-The forward of each row runs in a greenlet: all in one thread, one at a time.
+The forward of each row runs in a greenlet: all in the same thread, and only a single forward at a
+time.
 """
 
 import os
@@ -26,7 +27,7 @@ Stop = tuple[str, Value]
 
 
 class WaitingRows:
-    """The rows of one stream in a decoder layer. Each of `runs` is the forward of a row."""
+    """Rows of a stream in a decoder layer. Each of `runs` is the forward of a row."""
 
     def __init__(self, runs: Sequence[Callable[[], object]]) -> None:
         self._rows = [greenlet(run) for run in runs]
@@ -56,7 +57,7 @@ class WaitingRows:
 
     @property
     def names(self) -> set[str]:
-        """Return the modules that rows wait in front of; none when all rows are through."""
+        """Return the modules that rows wait in front of. Empty when all rows are through."""
         return {stop[0] for stop in self._stops if stop is not None}
 
     def noted(self, position: int, name: str) -> Noted:
@@ -73,9 +74,9 @@ class WaitingRows:
 
 
 class NotedRows:
-    """Rows that run to the last of some inputs and no further, as in front of the output head.
+    """Rows that run to the last of some inputs and no further, for the output head.
 
-    No input depends on what is rounded there, so that no row has to wait.
+    No input depends on weights that are rounded there, so no row has to wait.
     """
 
     def __init__(self, runs: Sequence[Callable[[], object]]) -> None:
@@ -97,7 +98,7 @@ class NotedRows:
         return set[str]().union(*self._seen)
 
     def noted(self, position: int, name: str) -> Noted:
-        """Return the input of this module of a row."""
+        """Return a row's input of this module, if the row reaches it."""
         inputs_of_row = self._seen[position]
         return {name: inputs_of_row[name]} if name in inputs_of_row else {}
 
@@ -111,8 +112,9 @@ Rows = WaitingRows | NotedRows
 
 
 def most_waiting(device: str = "cpu") -> int:
-    """Return the most bytes for rows that wait in a layer: half of the GPU's memory, or of the
-    memory that this process can have.
+    """Return the most bytes for rows that wait in a layer.
+
+    It is half of the GPU's memory, or half of the memory that this process may use.
     """
     if device.startswith("cuda"):
         return torch.cuda.get_device_properties(device).total_memory // 2
@@ -123,10 +125,10 @@ def most_waiting(device: str = "cpu") -> int:
 
 
 def waiting_bytes(groups: Iterable[FusionGroup], tokens: int) -> int:
-    """Return the bytes of rows that wait in front of the widest input of a layer, 16-bit.
+    """Return the bytes of 16-bit rows that wait in front of the widest input of a layer.
 
     The rows have `tokens` tokens in all. A row has the widest input, the same input rounded, and
-    about as much as all inputs together; memory of the same size is lost in gaps. A refit also
+    about as much as all inputs together. Memory of the same size is lost in gaps. A refit also
     keeps the widest input of the source's stream.
     """
     rounded = [group for group in groups if group.rounding != "nearest"]

@@ -1,4 +1,6 @@
-"""Warnings about a quantized checkpoint: what was left as it was, and what calibration missed."""
+"""Warn about unquantized layers in a checkpoint, and about layers that
+calibration did not reach.
+"""
 
 from collections.abc import Iterator
 
@@ -8,8 +10,8 @@ from vexport.plan.shapes import KEPT
 from vexport.records import CalibrationRecord, Finding
 from vexport.records.calibration import RoundingReport
 
-# A checkpoint is hardly quantized if less than this share of the weights and of the linear layers
-# is.
+# A checkpoint counts as hardly quantized if less than this share of the weights is quantized, and
+# less than this share of the linear layers.
 LITTLE = 0.5
 # Calibration tokens for each column of a weight. Mean KL in nats of SmolLM2-135M with only
 # down_proj rounded (W4A16_G64), on held-out text of the same kind and of another kind:
@@ -25,14 +27,12 @@ LITTLE = 0.5
 ENOUGH_TOKENS, FEWEST_TOKENS = 6, 2
 # The defaults of --samples and --seq-len.
 USUAL_TOKENS = 128 * 512
-# The most groups that a warning names; the others are counted.
+# The most groups that a warning names. Further groups are only counted.
 MAX_NAMED = 4
 
 
 def unsupported_warnings(plan: Plan) -> Iterator[str]:
-    """Warn of layers that rules meant to quantize and that stay as they are, once for each
-    remedy.
-    """
+    """Warn once per remedy about layers that rules should quantize but that stay unquantized."""
     by_remedy: dict[str, list[Finding]] = {}
     for note in plan.notes:
         if note.check == "shape":
@@ -44,7 +44,10 @@ def unsupported_warnings(plan: Plan) -> Iterator[str]:
 
 
 def little_quantized_warnings(plan: Plan, layers: int, parameters: int) -> Iterator[str]:
-    """Warn if few weights are quantized: `parameters` of them, in `layers` linear layers."""
+    """Warn if few weights are quantized.
+
+    `parameters` is the number of quantized weights, in `layers` linear layers.
+    """
     of_layers = layers + len(plan.kept_linears)
     if parameters < LITTLE * plan.parameters and layers < LITTLE * of_layers:
         share = f"{parameters / plan.parameters:.0%}"
@@ -55,7 +58,7 @@ def little_quantized_warnings(plan: Plan, layers: int, parameters: int) -> Itera
 
 
 def fallback_warnings(rounding: RoundingReport | None) -> Iterator[str]:
-    """Name the groups rounded to nearest although a rule asks for more, once for each reason."""
+    """Name the groups rounded to nearest although a rule requires more, once for each reason."""
     reasons: dict[str, list[str]] = {}
     for group in rounding.fallbacks if rounding else ():
         reasons.setdefault(group.fallback or "", []).append(group.name)
@@ -65,7 +68,7 @@ def fallback_warnings(rounding: RoundingReport | None) -> Iterator[str]:
 
 
 def fallback_findings(rounding: RoundingReport | None) -> Iterator[Finding]:
-    """Yield a warning for each group rounded to nearest although a rule asks for more."""
+    """Yield a warning for each group rounded to nearest although a rule requires more."""
     for group in rounding.fallbacks if rounding else ():
         yield Finding(
             check="rounding",
@@ -80,8 +83,8 @@ def fallback_findings(rounding: RoundingReport | None) -> Iterator[Finding]:
 def little_text_warnings(
     calibration: CalibrationRecord | None, rounding: RoundingReport | None
 ) -> Iterator[str]:
-    """Name the kinds of layers that were rounded by too little calibration text, all in one
-    line.
+    """Name the kinds of layers that were rounded by too little calibration
+    text, in a single line.
     """
     if calibration is None or rounding is None:
         return
@@ -102,7 +105,7 @@ def little_text_warnings(
 
 
 def enough_tokens(columns: int) -> int:
-    """Return the number of calibration tokens from which a weight with so many columns needs no
-    warning.
+    """Return the number of calibration tokens that avoids the warning for a weight with `columns`
+    columns.
     """
     return min(ENOUGH_TOKENS * columns, max(USUAL_TOKENS, FEWEST_TOKENS * columns))
