@@ -1,1 +1,1 @@
-"""The stages, and a run directory around them."""
+"""Run the stages of making and judging a checkpoint, in a run directory."""

@@ -1,4 +1,6 @@
-"""Several runs compared: a row for each run, the smallest that passes, and the outcome of all."""
+"""Compare several runs: a row for each run, the smallest run that passes, and the outcome of all
+runs.
+"""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -33,14 +35,16 @@ def worst_task(verdict: Verdict) -> TaskVerdict | None:
 
 
 def mark_smallest(runs: Sequence[ComparedRun]) -> tuple[ComparedRun, ...]:
-    """Mark the smallest run that passes; of equal ones, the run nearest to the baseline."""
+    """Mark the smallest run that passes. Of runs with equal size, mark the run nearest to the
+    baseline.
+    """
     passed = [run for run in runs if run.outcome == "PASS"]
     best = min(passed, key=lambda run: (run.num_bytes, run.mean_kl or 0.0), default=None)
     return tuple(replace(run, smallest=run is best) for run in runs)
 
 
 def outcome_of(runs: Sequence[ComparedRun]) -> Outcome:
-    """Return PASS if a run passes, FAIL if all runs fail, else INCONCLUSIVE."""
+    """Return PASS if a run passes, FAIL if all runs fail, otherwise INCONCLUSIVE."""
     outcomes = {run.outcome for run in runs}
     if "PASS" in outcomes:
         return "PASS"

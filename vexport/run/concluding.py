@@ -1,4 +1,4 @@
-"""The last stages of a run: the outcome, the cause of a loss, and the report."""
+"""Run the last stages of a run: the outcome, the cause of a loss, and the report."""
 
 import re
 import shlex
@@ -43,7 +43,7 @@ from vexport.run.judging import cause_of
 from vexport.version import __version__
 
 NOT_RUN = LoadReport(checkpoint="", ok=False, findings=())
-# The forms of the report, and their files. The page comes last: it links to what is there.
+# The forms of the report, by file. The page comes last, because it links to existing files.
 RENDERED = {"report.md": "markdown", "junit.xml": "junit", "report.html": "html"}
 MODEL_CARD = "model-card.md"
 # The hub's cache: models--ORG--NAME/snapshots/REVISION (huggingface_hub.constants,
@@ -54,14 +54,14 @@ _ROLES = {"model", "checkpoint", "source", "snapshot", "hf", "weights", "final",
 
 
 class Conclusion(NamedTuple):
-    """The outcome and the sentence that justifies it."""
+    """Outcome of a run, and the sentence that justifies it."""
 
     outcome: Outcome
     reason: str
 
 
 def _has_outcome(run: Run) -> bool:
-    """Return False if answers of a given checkpoint are compared with nothing."""
+    """Return False if there is nothing to compare the answers of a given checkpoint with."""
     given = run.given
     return given is None or given.evaluate is None or given.is_compared
 
@@ -80,7 +80,7 @@ def conclude(run: Run) -> Conclusion:
 
 
 def _concluded_given(verdict: Verdict | None, loaded: LoadReport | None) -> Conclusion:
-    """Decide by the verdict, or by the load if that is all that was asked for."""
+    """Decide by the verdict, or by the load if the command only loads."""
     if verdict is not None:
         return Conclusion(verdict.outcome, verdict.reason)
     assert loaded is not None
@@ -92,7 +92,10 @@ def _concluded_given(verdict: Verdict | None, loaded: LoadReport | None) -> Conc
 def concluded(
     checked: CheckReport, dry: DryLoadReport | None, loaded: LoadReport, verdict: Verdict | None
 ) -> Conclusion:
-    """Decide the outcome of a checkpoint that the run made: the first stage that failed decides."""
+    """Decide the outcome of a checkpoint that the run made.
+
+    The first failed stage decides. If no stage failed, the verdict decides.
+    """
     for gate, found in (("check", checked), ("dry load", dry), ("load", loaded)):
         if found is not None and not found.ok:
             return Conclusion("FAIL", f"{gate}: {checkpoint_gate(gate, found).message}")
@@ -106,9 +109,9 @@ def concluded(
 
 
 def _wants_cause(run: Run) -> bool:
-    """Return whether to look for the cause of a loss.
+    """Return True if the run should look for the cause of a loss.
 
-    A scenario's run looks after a pass too: its report shows the noise floor.
+    A scenario's run also looks after a pass, because its report shows the noise floor.
     """
     if proving.sessions_here(run) is None:
         return False
@@ -141,7 +144,7 @@ def report(run: Run) -> Report:
 
 
 def report_on(run: Run) -> Report:
-    """Collect everything that the run has found so far."""
+    """Collect all results that the run has so far."""
     return _made_report(run) if run.given is None else _given_report(run, run.given)
 
 
@@ -189,7 +192,7 @@ def _made_report(run: Run) -> Report:
 
 
 def _given_report(run: Run, given: Given) -> Report:
-    """Collect the results of a run whose checkpoint was given."""
+    """Collect the results of a run with a given checkpoint."""
     conclusion = run.result(conclude)
     baseline = given.against if given.baseline is None else given.baseline.name
     load = run.get(proving.load_candidate)
@@ -218,7 +221,7 @@ def _given_report(run: Run, given: Given) -> Report:
 
 
 def _described(given: Given) -> GivenCheckpoint:
-    """Describe a given checkpoint by the headers of its files and of its baseline's."""
+    """Describe a given checkpoint by the headers of its files and of its baseline's files."""
     index = _index_of(given.candidate)
     baseline = _index_of(given.baseline)
     quantization = find_quantization(index.root, index.config) if index else None
@@ -233,7 +236,7 @@ def _described(given: Given) -> GivenCheckpoint:
 
 
 def _index_of(model: RunModel | None) -> SourceIndex | None:
-    """Read the headers of a model, None if its files are not on this machine."""
+    """Read the headers of a model. Returns None if its files are not on this machine."""
     if model is None or model.checkpoint is None:
         return None
     return read_index(model.checkpoint)
@@ -249,9 +252,9 @@ def _command() -> str:
 
 
 def source_name(source: str, root: Path) -> str:
-    """Return a model's id on the hub where that is known, else the name of its folder.
+    """Return a model's id on the hub if it is known, otherwise the name of its folder.
 
-    `source` is the name that the scenario gives, `root` the folder that it became.
+    `source` is the scenario's name for the model. `root` is the model's folder on this machine.
     """
     for path in (source, root.as_posix()):
         if cached := _CACHED.search(path):
@@ -264,7 +267,10 @@ def source_name(source: str, root: Path) -> str:
 
 
 def size_by_kind(source: SourceIndex, written: SourceIndex) -> tuple[KindSize, ...]:
-    """The largest of the source first; all kinds together have all bytes of both."""
+    """Return the bytes of each kind of tensor in the source and in the output.
+
+    The kinds that are largest in the source come first. Together the kinds have all bytes of both.
+    """
     before, after = Counter[str](), Counter[str]()
     for index, sizes_by_kind in ((source, before), (written, after)):
         for name, tensor in index.tensors.items():
@@ -276,9 +282,9 @@ def size_by_kind(source: SourceIndex, written: SourceIndex) -> tuple[KindSize, .
 
 
 def tensor_kind(name: str) -> str:
-    """The part of a block that a tensor belongs to (`self_attn`, `mlp`), `norm`, or what stands
-    alone.
+    """Return the part of a block to which a tensor belongs (`self_attn`, `mlp`), or `norm`.
 
+    Outside the blocks it is the name of the tensor's module.
     `model.layers.3.mlp.down_proj.weight_scale` is `mlp`, `model.embed_tokens.weight` is
     `embed_tokens`.
     """

@@ -1,4 +1,4 @@
-"""A run under way: its stages, its directory, which stage is done, and from what it was made."""
+"""Manage a run: its stages, its directory, its finished stages and the digests of their inputs."""
 
 import logging
 import platform
@@ -42,7 +42,7 @@ LAYERS = "layers.json"
 ROUNDING = "rounding.json"
 SCENARIO = "scenario.yaml"
 MARK = ".vexport-run"
-# The mark of the output folder of `vexport eval` before it recorded its stages.
+# The mark in output folders of older versions of `vexport eval`, which did not record stages.
 OLD_EVALUATION_MARK = ".vexport-eval"
 RUN_DIR = "--run-dir"
 CHECKPOINT = "checkpoint"
@@ -58,9 +58,9 @@ Digests = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRecord:
-    """The inputs of a finished stage (name -> digest) and the seconds it took.
+    """Inputs of a finished stage (name -> digest), and the seconds that the stage took.
 
-    `made` is the digest of a checkpoint that the stage has made, empty for all else.
+    `made` is the digest of the checkpoint that the stage made. It is empty for other stages.
     """
 
     inputs: Mapping[str, str]
@@ -70,13 +70,16 @@ class StageRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRecords:
-    """The finished stages of a run directory."""
+    """Finished stages of a run directory."""
 
     stages: Mapping[str, StageRecord]
 
 
 def require_run_folder(root: Path, option: str = RUN_DIR) -> None:
-    """Raise InputError unless `root` can be, or is, a run directory; `option` names the folder."""
+    """Raise InputError unless `root` is a run directory or can become one.
+
+    `option` is the option that sets the folder.
+    """
     if (root / OLD_EVALUATION_MARK).is_file() and not (root / MARK).is_file():
         raise InputError(
             str(root),
@@ -90,8 +93,8 @@ def require_run_folder(root: Path, option: str = RUN_DIR) -> None:
 class RunDirectory:
     """A folder that records its finished stages.
 
-    A stage is skipped if it is done, and refused if its inputs have changed. `option` is the option
-    that names the folder in errors.
+    A finished stage is skipped. If its inputs have changed, it is an error. `option` is the option
+    that sets the folder, for error messages.
     """
 
     def __init__(self, root: Path, option: str = RUN_DIR) -> None:
@@ -101,10 +104,10 @@ class RunDirectory:
         self._stages = dict(from_json(StageRecords, path).stages) if path.is_file() else {}
 
     def begin(self, *, overwrite: bool) -> None:
-        """Make the folder; empty it with `overwrite`.
+        """Create the folder, or empty it with `overwrite`.
 
-        Raises InputError if the folder is not vexport's, or with `overwrite` if it holds other
-        files.
+        Raises InputError if vexport did not create the folder, or with `overwrite` if the folder
+        has other files.
         """
         require_run_folder(self.root, self.option)
         if overwrite:
@@ -114,8 +117,9 @@ class RunDirectory:
             self._stages.clear()
 
     def is_done(self, stage: str, inputs: Digests) -> bool:
-        """Return whether the stage is finished; InputError where it was made from something
-        else.
+        """Return True if the stage is finished.
+
+        Raises InputError if it was finished from other inputs.
         """
         record = self._stages.get(stage)
         if record is None:
@@ -138,25 +142,26 @@ class RunDirectory:
         return True
 
     def _how_to_start_again(self) -> str:
-        """Return what to do with results that are of no use: --overwrite needs the list of the
-        files.
+        """Return the remedy for results that cannot be used any more.
+
+        --overwrite needs the folder's list of files, which older versions did not write.
         """
         if has_manifest(self.root):
             return "add --overwrite to start again"
         return f"move the folder away, which an older version made (mv {self.root} {self.root}.old)"
 
     def finish(self, stage: str, inputs: Digests, seconds: float, made: Path | None = None) -> None:
-        """Record that a stage is done; its outputs, and a checkpoint that it `made`, must be in
+        """Record that a stage is done. Its outputs, and a checkpoint that it `made`, must be in
         place.
         """
         made_digest = folder_digest(made) if made else ""
         self._record({stage: StageRecord(inputs=inputs, seconds=seconds, made=made_digest)})
 
     def adopt(self, other: "RunDirectory", stages: Sequence[str], folder: str) -> None:
-        """Take the finished `stages` of another run, whose files lie in `folder`, where this one
-        has none.
+        """Copy the finished `stages` of another run, with their files in `folder`.
 
-        What was made from other inputs is refused later, by `is_done`.
+        Nothing is copied if this run has finished any of these stages. If the inputs differ,
+        `is_done` raises an error later.
         """
         finished = {name: other._stages[name] for name in stages if name in other._stages}
         if finished and not any(name in self._stages for name in stages):
@@ -177,24 +182,24 @@ class RunDirectory:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """The seconds that each finished stage took."""
+        """Return the seconds that each finished stage took."""
         return {name: round(record.seconds, 3) for name, record in self._stages.items()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stage(Generic[T_co]):
-    """One stage of a run; `make` returns its result, from the results of earlier stages.
+    """A stage of a run. `make` returns its result, from the results of earlier stages.
 
     `@partial(Stage, name, type)` turns the function below it into a stage.
 
-    `file` holds the result as JSON, or is a checkpoint. It lies in the folder of the run, or in the
-    folder of a model's answers if `place` is `BASELINE` or `CANDIDATE`. The stage itself writes the
-    files in `writes`; it records files whose names are not known in advance. `digest` returns a
+    `file` contains the result as JSON, or is a checkpoint. It is in the folder of the run, or in
+    the folder of a model's answers if `place` is `BASELINE` or `CANDIDATE`. The stage itself writes
+    the files in `writes`. It records files whose names are not known in advance. `digest` returns a
     digest of each input. A stage is not done again if it was finished from the same inputs. Other
     inputs are an InputError. A stage without `digest` takes no time and is done at every call.
 
-    The stage is skipped unless `when` returns True. With `makes_checkpoint` it is also skipped in
-    a run whose checkpoint is given.
+    The stage is skipped unless `when` returns True. With `makes_checkpoint` it is also skipped in a
+    run with a given checkpoint.
     """
 
     name: str
@@ -210,7 +215,7 @@ class Stage(Generic[T_co]):
 
 
 class Run:
-    """A scenario, or models that were given, in a run directory.
+    """A scenario, or given models, in a run directory.
 
     Several runs of given models share a `directory` and its baseline.
     """
@@ -229,23 +234,23 @@ class Run:
         self.explaining = explaining
         self.directory = directory or RunDirectory(root)
         self._results: dict[str, object] = {}
-        # The names under which the directory records this run's stages, by the stage's own name.
+        # The names under which the directory records this run's stages, by the name of the stage.
         self._recorded: dict[str, str] = {}
 
     @property
     def scenario(self) -> Scenario:
-        """The scenario of a run that makes its checkpoint."""
+        """Return the scenario of a run that makes its checkpoint."""
         assert isinstance(self.work, Scenario), "the checkpoint of this run is given"
         return self.work
 
     @property
     def given(self) -> Given | None:
-        """The models of a run whose checkpoint is given, None for a scenario."""
+        """Return the models of a run with a given checkpoint, or None for a scenario."""
         return self.work if isinstance(self.work, Given) else None
 
     @property
     def folder(self) -> Path:
-        """The folder of the run's own files, such as its report."""
+        """Return the folder of files that belong to this run alone, such as its report."""
         is_part = self.given is not None and bool(self.given.part)
         return self.place(CANDIDATE) if is_part else self.root
 
@@ -256,7 +261,8 @@ class Run:
         return self.root / role / (self.given.part if role == CANDIDATE else "")
 
     def model(self, role: str) -> RunModel | None:
-        """Return the model with the role `BASELINE` or `CANDIDATE`, None if there is no baseline.
+        """Return the model with the role `BASELINE` or `CANDIDATE`, or None if there is no
+        baseline.
 
         The scenario's baseline is downloaded if it is not on this machine.
         """
@@ -271,7 +277,7 @@ class Run:
         return RunModel(name=str(folder), role=role, checkpoint=folder, url=url)
 
     def asks(self, role: str) -> bool:
-        """Return whether the run asks the model with this role."""
+        """Return True if the run asks the model with this role."""
         if self.given is None:
             return True
         model = self.model(role)
@@ -286,22 +292,25 @@ class Run:
 
     @property
     def checkpoint(self) -> Path:
-        """The folder of the checkpoint that the run makes."""
+        """Return the folder of the checkpoint that the run makes."""
         return self.root / CHECKPOINT
 
     @property
     def planning(self) -> PlanSettings:
-        """The settings of the plan besides the rules."""
+        """Return the settings of the plan, without the rules."""
         return settings_of(self.scenario)
 
     @property
     def evaluation(self) -> Evaluate:
-        """How models are asked and judged; no tasks and no text if no evaluation is asked for."""
+        """Return the settings of the evaluation.
+
+        They have no tasks and no text if the run does not evaluate.
+        """
         return self.work.evaluate or NO_EVALUATION
 
     @cached_property
     def index(self) -> SourceIndex:
-        """The source's headers."""
+        """Return the source's headers."""
         return source_index(
             self.scenario.source,
             self.scenario.rules,
@@ -311,27 +320,27 @@ class Run:
 
     @cached_property
     def units(self) -> tuple[LayerGroup, ...]:
-        """The groups of layers that can be given a scheme of their own."""
+        """Return the groups of layers that can have a scheme different from other layers."""
         return find_layer_groups(self.index, self.scenario.rules, self.scenario.auto, self.planning)
 
     @cached_property
     def baseline(self) -> Path:
-        """The checkpoint that the scenario's checkpoint is compared with."""
+        """Return the checkpoint with which the scenario's checkpoint is compared."""
         return resolve_source(
             self.evaluation.baseline or self.scenario.source, self.options.on_progress
         )
 
     def is_reached(self, stage: Stage[object]) -> bool:
-        """Return whether the stage has been done or skipped in this call."""
+        """Return True if the stage has been done or skipped in this call."""
         return stage.name in self._results
 
     def get(self, stage: Stage[T]) -> T | None:
-        """Return the result of an earlier stage; None if it was skipped or found nothing."""
+        """Return the result of an earlier stage, or None if it was skipped or found nothing."""
         assert self.is_reached(stage), f"{stage.name} comes later"
         return cast("T | None", self._results[stage.name])
 
     def result(self, stage: Stage[T]) -> T:
-        """The result of a stage that must have been run."""
+        """Return the result of a stage that was not skipped."""
         result = self.get(stage)
         assert result is not None, f"{stage.name} has left nothing"
         return result
@@ -339,7 +348,7 @@ class Run:
     def keep(self, stage: Stage[T], result: T | None) -> None:
         """Keep a result for later stages, and write it to the stage's file.
 
-        A checkpoint is in place already.
+        A checkpoint is already in place.
         """
         self._results[stage.name] = result
         path = self._path(stage)
@@ -360,7 +369,7 @@ class Run:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """The seconds that each finished stage of this run took."""
+        """Return the seconds that each finished stage of this run took."""
         taken = self.directory.seconds
         return {stage: taken[name] for stage, name in self._recorded.items()}
 
@@ -400,7 +409,9 @@ class Run:
 
 
 def data_digest(settings: Calibration) -> str:
-    """SHA-256 of calibration data's files; of a data set of the hub, its name."""
+    """Return the SHA-256 of the files of calibration data, or of the name of
+    a data set on the hub.
+    """
     path = DEFAULT_FILE if settings.data == DEFAULT else settings.path
     if path is None:
         return value_digest(settings.data)
@@ -410,12 +421,12 @@ def data_digest(settings: Calibration) -> str:
 
 
 def value_digest(value: object) -> str:
-    """The digest of a value's JSON."""
+    """Return the digest of a value's JSON."""
     return digest_bytes(TypeAdapter(type(value)).dump_json(value))
 
 
 def read_report(folder: Path) -> Report:
-    """Read the report of a finished run; InputError if there is none."""
+    """Read the report of a finished run. Raises InputError if there is none."""
     path = folder / REPORT_FILE
     if not path.is_file():
         fix = "call `vexport run` first"
@@ -429,15 +440,19 @@ def read_report(folder: Path) -> Report:
 
 
 def rounding_of(folder: Path) -> RoundingReport | None:
-    """Read how the weights of a run's checkpoint were rounded; None where no calibration text
-    decided it.
+    """Read how the weights of a run's checkpoint were rounded.
+
+    Returns None if no calibration text was used for rounding.
     """
     file = folder / ROUNDING
     return from_json(RoundingReport, file) if file.is_file() else None
 
 
 def portable(argument: str) -> str:
-    """A word of a command line without the path of the current folder, of `--option=PATH` too."""
+    """Return a word of a command line without the path of the current folder.
+
+    The path in `--option=PATH` is shortened too.
+    """
     here = f"{Path.cwd().as_posix().rstrip('/')}/"
     option, equals, value = argument.partition("=")
     if equals and option.startswith("-"):
@@ -449,8 +464,10 @@ LOG_FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
 
 
 class _LogFile(logging.FileHandler):
-    """A log in a file. On a full disk it ends early: the command reports what else it could not
-    write.
+    """A log in a file.
+
+    On a full disk the log ends early, without an error: the command itself reports its files that
+    it cannot write.
     """
 
     def handleError(self, record: logging.LogRecord) -> None:
@@ -464,7 +481,7 @@ class _LogFile(logging.FileHandler):
 
 @contextmanager
 def logged_to(folder: Path) -> Iterator[None]:
-    """Log to FOLDER/vexport.log too inside the block, and the error that ends it."""
+    """Also log to FOLDER/vexport.log inside the block, including the error that ends the block."""
     record(folder / LOG_FILE)
     logger, handler = logging.getLogger("vexport"), _LogFile(folder / LOG_FILE, encoding="utf-8")
     handler.setFormatter(logging.Formatter(LOG_FORMAT))

@@ -1,4 +1,6 @@
-"""`vexport eval`: runs whose checkpoints are given, in one run directory with one baseline."""
+"""Run `vexport eval`: runs with given checkpoints, in a single run directory with a common
+baseline.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -53,14 +55,14 @@ def evaluate_checkpoints(
     overwrite: bool = False,
     explaining: Explaining = EXPLAINING,
 ) -> list[Run]:
-    """Do every stage that is not done yet up to the verdict; return a run for each checkpoint.
+    """Do every unfinished stage up to the verdict, and return a run for each checkpoint.
 
     The checkpoints are compared with `settings.baseline`, or with `against`, an accepted baseline.
-    Without both there is no verdict. `accept` is the file that the caller will write an accepted
-    baseline to. `report_causes` does the stages that are left.
+    Without either there is no verdict. `accept` is the file to which the caller will write an
+    accepted baseline. `report_causes` does the remaining stages.
 
-    Raises CheckpointFailed if vLLM refuses the only checkpoint; its report is written first.
-    Raises InputError if vLLM refuses the baseline, and if an output overlaps an input.
+    Raises CheckpointFailed if vLLM refuses the only checkpoint, after its report is written. Raises
+    InputError if vLLM refuses the baseline, or if an output overlaps an input.
     """
     names = _names_by_role(checkpoints, settings.baseline)
     outputs = _named({OUTPUT_DIR: folder, "--accept": accept})
@@ -103,7 +105,7 @@ def _require_loaded(run: Run) -> None:
 def report_causes(runs: Sequence[Run], on_progress: OnProgress) -> list[Report]:
     """Look for the causes of losses, and write the reports.
 
-    There is no report if the answers were compared with nothing.
+    There is no report if there is nothing to compare the answers with.
     """
     root = runs[0].root
     with written_alone(root, OUTPUT_DIR), logged_to(root):
@@ -116,7 +118,7 @@ def report_causes(runs: Sequence[Run], on_progress: OnProgress) -> list[Report]:
 
 
 def verdict_in(run: Run) -> Verdict | None:
-    """Return the verdict with the drift, and the cause of a loss if that was looked for."""
+    """Return the verdict with the drift, and with the cause of a loss if the run looked for it."""
     verdict = run.get(judge)
     if verdict is None:
         return None
@@ -125,15 +127,16 @@ def verdict_in(run: Run) -> Verdict | None:
 
 
 def compared(runs: Sequence[Run]) -> tuple[ComparedRun, ...]:
-    """Return a row for each checkpoint, with the smallest that passes marked."""
+    """Return a row for each checkpoint. The smallest checkpoint that passes is marked."""
     rows = [compared_run(report_on(run), _given_to(run).candidate.name) for run in runs]
     return mark_smallest(rows)
 
 
 def accept_answers(run: Run, accept: Path | None) -> str:
-    """Write the candidate's answers to `accept` as an accepted baseline, unless they fail.
+    """Write the candidate's answers to `accept` as an accepted baseline, unless the candidate
+    fails.
 
-    Returns the lines that say so; nothing if no baseline is written.
+    Returns lines for the user about it, or an empty string if no baseline is written.
     """
     verdict = run.get(judge)
     given = _given_to(run)
@@ -174,7 +177,7 @@ def _candidate_role(part: str) -> str:
 
 
 def _model(role: str, name: str, settings: Evaluate, options: EngineOptions) -> RunModel:
-    """Find a model by its name, and download it; InputError if vLLM could not serve it."""
+    """Find a model by its name, and download it. Raises InputError if vLLM cannot serve it."""
     if is_results(name):
         return RunModel(name=name, role=role, answers=user_path(name))
     if is_url(name):
@@ -197,7 +200,7 @@ def _given(
     settings: Evaluate,
     against: Path | None,
 ) -> Iterator[Given]:
-    """Yield what the run of each checkpoint is given."""
+    """Yield the given models of each checkpoint's run."""
     folders = {role: model.prompt_folder for role, model in models.items()}
     prompted = {role: folder for role, folder in folders.items() if folder is not None}
     for part, checkpoint in zip(candidate_parts(checkpoints), checkpoints, strict=True):
@@ -206,7 +209,7 @@ def _given(
             candidate=models[_candidate_role(part)],
             baseline=models.get(BASELINE),
             against=against,
-            # Digests have the baseline's files, which its name says nothing about.
+            # Digests contain the baseline's files. They must not depend on its name.
             evaluate=settings.model_copy(update={"baseline": None}),
             part=part,
             prompted=prompted,
@@ -221,7 +224,7 @@ def _require_usable(
     outputs: Sequence[NamedPath],
     against: Path | None,
 ) -> None:
-    """Raise for problems that show without a download or an engine."""
+    """Raise errors for problems that can be found without a download or an engine."""
     for output in outputs:
         if output.label == "--accept":
             require_writable(output.path)
@@ -266,7 +269,7 @@ def _require_comparable(
 
 
 def _require_had(name: str, options: EngineOptions) -> None:
-    """Raise for a model that is not available, or whose folder vLLM cannot serve."""
+    """Raise an error for a model that is not available, or for a folder that vLLM cannot serve."""
     if hub_name(name) is None:
         require_servable(user_path(name), [options.serve])
     else:

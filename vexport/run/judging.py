@@ -1,4 +1,4 @@
-"""Verdicts on two models that were asked, and the search for the cause of a loss."""
+"""Judge two models by their answers, and search for the cause of a loss."""
 
 import logging
 import time
@@ -17,11 +17,11 @@ LOG = logging.getLogger(__name__)
 
 
 class _OutOfTime(Exception):
-    """The time for the search is over."""
+    """Stops the search when its time is over."""
 
 
 def first_line(verdict: Verdict) -> str:
-    """Return the outcome and its reason in one line."""
+    """Return the outcome and its reason in a single line."""
     return f"accuracy: {outcome_line(verdict.outcome, verdict.device)}: {verdict.reason}"
 
 

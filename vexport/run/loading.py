@@ -1,4 +1,4 @@
-"""`vexport load`: runs whose checkpoints are given and only loaded, one engine after the other."""
+"""Run `vexport load`: runs that only load given checkpoints, each in a new engine, in sequence."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,15 +20,16 @@ from vexport.run.proving import load_candidate
 from vexport.run.stages import STAGES
 from vexport.scenario import Serve
 
-# The stages up to the report on the load: without a run directory no others are needed.
+# The stages up to the report on the load. Without a run directory the later stages are not needed.
 LOADING = STAGES[: STAGES.index(load_candidate) + 1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """One load: a checkpoint by its name and folder, an interpreter, engine settings, and a mode.
+    """Settings of a single load: a checkpoint's name and folder, an interpreter, engine settings, a
+    mode.
 
-    None is vexport's own interpreter.
+    If `python` is None, the load uses vexport's interpreter.
     """
 
     name: str
@@ -39,7 +40,7 @@ class Load:
 
     @property
     def title(self) -> str:
-        """Return the checkpoint's name with the settings, as a name of a folder."""
+        """Return the checkpoint's name with the settings, as the name of a folder."""
         settings = [self.mode, f"tp{self.serve.ranks}"]
         return "-".join([title_of(self.name), *settings])
 
@@ -56,16 +57,17 @@ def load_checkpoints(
 ) -> list[LoadReport]:
     """Return a report for each checkpoint, interpreter, engine setting and mode, in that order.
 
-    None is vexport's own interpreter; the settings differ in their tensor parallel size. Nothing is
-    kept unless `run_dir` is given: a single load is that run directory, several loads have
-    numbered ones in it.
+    An interpreter of None is vexport's interpreter. The engine settings differ in their tensor
+    parallel size. Results are kept only if `run_dir` is given. A single load uses it as its run
+    directory. Several loads have numbered run directories in it.
 
     Raises InputError before the first engine starts if a checkpoint cannot be read, its heads
-    cannot be divided, or a vLLM does not know an argument; EnvironmentFault if an interpreter has
-    no vLLM or there are too few GPUs. A report contains what stops an engine later.
+    cannot be divided, or a vLLM does not support an argument. Raises EnvironmentFault if an
+    interpreter has no vLLM or there are too few GPUs. If an engine fails later, its report contains
+    the error.
     """
     for name in names:
-        if Path(name).is_dir():  # before vLLM is asked, which takes longer
+        if Path(name).is_dir():  # starting vLLM takes longer than this check
             require_servable(Path(name), serves)
     for python in pythons:
         require_vllm(python)
@@ -94,14 +96,16 @@ def load_checkpoints(
 
 
 def run_folders(loads: Sequence[Load], run_dir: Path | None) -> list[Path | None]:
-    """Return the run directory of each load, None if nothing is kept."""
+    """Return the run directory of each load, or None if nothing is kept."""
     if run_dir is None or len(loads) == 1:
         return [run_dir] * len(loads)
     return [run_dir / f"{number}-{load.title}" for number, load in enumerate(loads, 1)]
 
 
 def require_servable(root: Path, serves: Sequence[Serve]) -> None:
-    """Raise InputError if a folder is no checkpoint that vLLM could serve with these settings."""
+    """Raise InputError if a folder is not a checkpoint, or if vLLM cannot serve it with these
+    settings.
+    """
     require_checkpoint(root)
     require_layers(root)
     for serve in serves:
@@ -111,7 +115,7 @@ def require_servable(root: Path, serves: Sequence[Serve]) -> None:
 def _load(
     load: Load, options: EngineOptions, run_dir: Path | None, *, overwrite: bool
 ) -> LoadReport:
-    """Load and judge one checkpoint. The log of a session that died is kept and named."""
+    """Load and judge a checkpoint. If the session dies, its log is kept and the report names it."""
     serve = load.serve.model_copy(update={"enforce_eager": load.mode == "eager"})
     started = replace(options, vllm_python=load.python, serve=serve)
     role = f"load {load.root.name}"
@@ -137,7 +141,7 @@ def _load(
 
 @contextmanager
 def _folder(run_dir: Path | None) -> Iterator[Path]:
-    """Yield the run directory, locked, or a temporary folder in its place."""
+    """Yield the run directory, locked, or a temporary folder if there is no run directory."""
     if run_dir is None:
         with log_folder("vexport-load-") as folder:
             yield folder

@@ -1,5 +1,7 @@
-"""The stages that make the checkpoint: which layer gets which scheme, by the rules or by measured
-losses, calibration, quantization, and the check of what was written.
+"""Run the stages that make the checkpoint.
+
+They choose the scheme of each layer, by rules or by measured losses. They calibrate and quantize,
+and check the written checkpoint.
 """
 
 from dataclasses import replace
@@ -56,7 +58,7 @@ def _rule_inputs(run: Run, rules: tuple[Rule, ...]) -> Digests:
 
 
 def checkpoint_inputs(run: Run) -> Digests:
-    """Digests of the inputs of the checkpoint."""
+    """Return digests of the inputs of the checkpoint."""
     return _rule_inputs(run, _chosen_rules(run))
 
 
@@ -66,9 +68,10 @@ def _candidate_groups(run: Run) -> tuple[FusionGroup, ...]:
 
 @partial(Stage, "plan candidates", Plan, makes_checkpoint=True)
 def plan_candidates(run: Run) -> Plan:
-    """Plan what calibration has to serve: the rules, or with `auto` every candidate.
+    """Make the plan for calibration: by the rules, or with `auto` for every candidate.
 
-    Raises InputError for refusals that no choice changes; the plan is left to be read.
+    Raises InputError if parts of the plan are refused for every choice. A refused plan by rules is
+    still written to its file.
     """
     if run.scenario.is_mixed:
         plain = build_plan(run.index, rules_with((), {}, run.scenario.rules), run.planning)
@@ -83,7 +86,10 @@ def plan_candidates(run: Run) -> Plan:
 
 
 def _accepted_plan(run: Run, rules: tuple[Rule, ...]) -> Plan:
-    """The plan by rules; InputError for refusals, which are left to be read."""
+    """Make the plan by these rules.
+
+    Raises InputError if parts of the plan are refused. The plan is still written to its file.
+    """
     plan = build_plan(run.index, rules, run.planning)
     if plan.refusals:
         run.keep(make_plan, plan)
@@ -92,8 +98,9 @@ def _accepted_plan(run: Run, rules: tuple[Rule, ...]) -> Plan:
 
 
 def _needs_samples(run: Run) -> bool:
-    """Return whether samples are to be run; InputError where the plan needs them and there are
-    none.
+    """Return True if samples have to be run.
+
+    Raises InputError if the plan needs samples and there are none.
     """
     plan = run.result(plan_candidates)
     require_calibration(plan, run.scenario.calibration)
@@ -138,8 +145,9 @@ def _sensitivity_inputs(run: Run) -> Digests:
     makes_checkpoint=True,
 )
 def measure_sensitivity(run: Run) -> GroupSensitivities:
-    """Measure what quantizing each unit costs, on the first samples; see
-    `vexport.quantize.sensitivity`.
+    """Measure the loss from quantizing each layer group, on the first samples.
+
+    See `vexport.quantize.sensitivity`.
     """
     settings, how = run.scenario.calibration, run.scenario.sensitivity or Sensitivity()
     assert settings is not None, "a scenario whose losses are asked for has a calibration"
@@ -172,9 +180,7 @@ def choose(run: Run) -> MixedScheme:
 
 
 def _chosen_rules(run: Run) -> tuple[Rule, ...]:
-    """The scenario's rules, and before them one for each layer that they do not decide about
-    alone.
-    """
+    """Return the scenario's rules. With `auto`, rules for each layer group come before them."""
     mixed = run.get(choose)
     if mixed is None:
         return run.scenario.rules
@@ -185,7 +191,7 @@ def _chosen_rules(run: Run) -> tuple[Rule, ...]:
 
 @partial(Stage, "plan", Plan, file="plan.json", makes_checkpoint=True)
 def make_plan(run: Run) -> Plan:
-    """The plan by the rules that were chosen."""
+    """Make the plan by the chosen rules."""
     return _accepted_plan(run, _chosen_rules(run))
 
 
@@ -199,7 +205,7 @@ def make_plan(run: Run) -> Plan:
     makes_checkpoint=True,
 )
 def quantize(run: Run) -> SourceIndex:
-    """The quantized checkpoint."""
+    """Write the quantized checkpoint."""
     job = QuantizeJob(
         source=run.scenario.source,
         out=run.checkpoint,
@@ -231,8 +237,9 @@ def quantize(run: Run) -> SourceIndex:
     makes_checkpoint=True,
 )
 def check(run: Run) -> CheckReport:
-    """Static findings, and whether what should have been copied was; each layer's error in its own
-    file.
+    """Check the written checkpoint, and check that unquantized tensors are unchanged.
+
+    The error of each layer goes into a separate file.
     """
     plan, written = run.result(make_plan), run.result(quantize)
     report = check_checkpoint(str(run.checkpoint))

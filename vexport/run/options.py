@@ -1,6 +1,6 @@
-"""Options of a call that no scenario has: whether the cause of a loss is looked for.
+"""Define options of a call that are not in a scenario: whether to look for the cause of a loss.
 
-`vexport report` imports this, without torch.
+`vexport report` imports this module, without torch.
 """
 
 from dataclasses import dataclass
@@ -12,16 +12,17 @@ EXPLANATION_SECONDS = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explaining:
-    """The search for the cause of a loss after the verdict, which takes so many seconds at most.
+    """Settings of the search for the cause of a loss after the verdict, which takes at most
+    `seconds`.
 
-    Without `wanted` there is one unless the verdict is PASS.
+    If `wanted` is None, the search runs unless the verdict is PASS.
     """
 
     wanted: bool | None = None
     seconds: float = EXPLANATION_SECONDS
 
     def is_due(self, outcome: Outcome) -> bool:
-        """Return whether to look for the cause of this outcome."""
+        """Return True if the run should look for the cause of this outcome."""
         return outcome != "PASS" if self.wanted is None else self.wanted
 
 

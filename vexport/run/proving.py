@@ -1,6 +1,6 @@
-"""The stages in vLLM: load the checkpoint dry, serve both models, and compare their answers.
+"""Run the stages in vLLM: load the checkpoint dry, serve both models, and compare their answers.
 
-The checkpoint is the one that earlier stages made, or one that the run was given.
+Earlier stages made the checkpoint, or the user gave it to the run.
 """
 
 import logging
@@ -48,7 +48,7 @@ from vexport.scenario import Calibration
 from vexport.scenario.serve import EngineArguments
 
 LOG = logging.getLogger(__name__)
-# Settings of the evaluation that a session does not depend on: those that warn, those that decide.
+# Settings of the evaluation that do not change a session: settings of warnings and of the verdict.
 _UNREAD = {
     *("kl_limit", "nll_limit", "margin", "alpha", "gate"),
     *("concurrency", "request_timeout", "retry_seconds"),
@@ -62,11 +62,11 @@ LOAD_DECIDES = "the checkpoint failed at load, which decides: what it answered i
 
 @partial(Stage, "questions", LmEvalSettings)
 def settle_questions(run: Run) -> LmEvalSettings:
-    """Decide how lm-eval asks both models.
+    """Decide how lm-eval prompts both models.
 
     A checkpoint that the run makes has the source's tokenizer and chat template. The tasks'
-    documents are brought into the cache first, unless both models have answered them. Raises
-    InputError if the models cannot be asked alike.
+    documents are downloaded into the cache first, unless both models have answered them. Raises
+    InputError if the same prompts cannot be used for both models.
     """
     settings = run.evaluation
     if not settings.tasks:
@@ -98,7 +98,7 @@ def _device_inputs(run: Run) -> Digests:
     makes_checkpoint=True,
 )
 def dry_load(run: Run) -> DryLoadReport:
-    """Load the checkpoint dry on each GPU of the scenario, for each tensor parallel size."""
+    """Load the checkpoint dry for each GPU of the scenario and each tensor parallel size."""
     serve = run.options.serve
     (report,) = dry_load_checkpoints(
         [str(run.checkpoint)],
@@ -113,16 +113,16 @@ def dry_load(run: Run) -> DryLoadReport:
 
 
 def _is_loadable(run: Run) -> bool:
-    """Return whether no earlier stage found an error in the checkpoint."""
+    """Return True if no earlier stage found an error in the checkpoint."""
     checked = run.get(check)
     dry = run.get(dry_load)
     return (checked is None or checked.ok) and (dry is None or dry.ok)
 
 
 def _texts(run: Run) -> tuple[str, ...]:
-    """Return the first halves of calibration texts, which the model can continue.
+    """Return the first halves of calibration texts, for the model to continue.
 
-    A run whose checkpoint is given has no calibration text.
+    A run with a given checkpoint has no calibration text.
     """
     if run.given is not None:
         return ()
@@ -133,15 +133,13 @@ def _texts(run: Run) -> tuple[str, ...]:
 
 
 def serve_digest(arguments: EngineArguments) -> str:
-    """Digest the arguments that an engine is started with, and the environment that chooses its
-    kernels.
-    """
+    """Return a digest of the engine's arguments and of the environment that selects its kernels."""
     chosen = answer_environment()
     return value_digest(dict(arguments) if chosen == NONE else {**arguments, "environment": chosen})
 
 
 def _model_inputs(run: Run, role: str) -> Digests:
-    """Return the digest of a model that is asked, by a name for it in errors."""
+    """Return the digests of a model's inputs, by their names in errors."""
     if run.given is None:
         if role == CANDIDATE:
             return checkpoint_inputs(run)
@@ -160,7 +158,7 @@ def _model_inputs(run: Run, role: str) -> Digests:
 
 
 def _session_inputs(run: Run, *, role: str) -> Digests:
-    """Return the digests of a session's inputs, its model among them."""
+    """Return the digests of a session's inputs, including its model."""
     settings = run.evaluation
     files = list[Path]()
     for task in settings.tasks:
@@ -180,7 +178,7 @@ def _session_inputs(run: Run, *, role: str) -> Digests:
 
 
 def _templates(run: Run) -> Mapping[str, str] | None:
-    """Return the chat templates of the first model that is asked, None if none is applied."""
+    """Return the chat templates of the first model, or None if no chat template is applied."""
     if not run.result(settle_questions).apply_chat_template:
         return None
     folder = run.baseline if run.given is None else next(iter(run.given.prompted.values()))
@@ -188,7 +186,7 @@ def _templates(run: Run) -> Mapping[str, str] | None:
 
 
 def _questions(run: Run, role: str) -> Questions:
-    """Return everything that a model of the run is asked."""
+    """Return all questions for a model of the run."""
     is_against = run.given is not None and run.given.against is not None
     return Questions(
         evaluate=run.evaluation,
@@ -199,7 +197,7 @@ def _questions(run: Run, role: str) -> Questions:
 
 
 def _source(run: Run, role: str) -> AnswerSource:
-    """Return the source of a model's answers to all questions but the fixed prompts."""
+    """Return the source of a model's answers to all questions except for the fixed prompts."""
     model = _model(run, role)
     if model.answers is not None:
         return GivenResults(results=model.answers)
@@ -234,10 +232,10 @@ def _model(run: Run, role: str) -> RunModel:
 
 
 def _serve(run: Run, role: str) -> Served:
-    """Ask one of the models, in vLLM on this machine, over an address, or both.
+    """Get a model's answers from vLLM on this machine, from an address, or from both.
 
-    If the baseline's answers change when they are asked again, an error is raised and nothing is
-    compared.
+    Raises an error, so that nothing is compared, if the baseline gives different answers to
+    repeated questions.
     """
     model = _model(run, role)
     questions = _questions(run, role)
@@ -257,7 +255,9 @@ def _serve(run: Run, role: str) -> Served:
 
 
 def require_served(role: str, result: SessionResult) -> None:
-    """Raise if vLLM refused a model: CheckpointFailed for the candidate, else InputError."""
+    """Raise an error if vLLM refused a model: CheckpointFailed for the candidate, InputError for
+    the baseline.
+    """
     if result.failure is None:
         return
     kind = CheckpointFailed if role == CANDIDATE else InputError
@@ -279,7 +279,7 @@ def require_served(role: str, result: SessionResult) -> None:
     digest=partial(_session_inputs, role=BASELINE),
 )
 def serve_baseline(run: Run) -> Served:
-    """Ask the baseline."""
+    """Get the answers of the baseline."""
     return _serve(run, BASELINE)
 
 
@@ -293,7 +293,7 @@ def serve_baseline(run: Run) -> Served:
     digest=partial(_session_inputs, role=CANDIDATE),
 )
 def serve_candidate(run: Run) -> Served:
-    """Ask the checkpoint; InputError if vLLM refused the baseline."""
+    """Get the answers of the checkpoint. Raises InputError if vLLM refused the baseline."""
     baseline = run.get(serve_baseline)
     if baseline is not None:
         require_served(BASELINE, baseline.result)
@@ -305,17 +305,19 @@ def serve_candidate(run: Run) -> Served:
 
 
 def is_served(run: Run) -> bool:
-    """Return whether vLLM was started with the checkpoint, which it may have refused."""
+    """Return True if vLLM was started with the checkpoint. vLLM may have refused it."""
     return run.get(serve_candidate) is not None
 
 
 def _judges_load(run: Run) -> bool:
-    """Return whether the load is judged: `vexport eval` judges the answers alone."""
+    """Return True if the load is judged. `vexport eval` judges only the answers."""
     return is_served(run) and (run.given is None or run.given.evaluate is None)
 
 
 def _load_stage(role: str, session: Stage[Served], name: str, place: str) -> Stage[LoadReport]:
-    """Return the stage that judges a model's session, with the baseline's if there is one."""
+    """Return the stage that judges a model's session, by comparing it with the baseline's session
+    if there is one.
+    """
 
     def inputs(run: Run) -> Digests:
         baseline = run.get(serve_baseline)
@@ -345,7 +347,7 @@ load_candidate = _load_stage(CANDIDATE, serve_candidate, "load", "")
 
 
 def load_of(run: Run, session: Stage[Served]) -> LoadReport | None:
-    """Return how a model's session started, which nothing judges.
+    """Return a report on how a model's session started, without a judgement.
 
     Returns None if the model was not started on this machine.
     """
@@ -368,7 +370,7 @@ def load_of(run: Run, session: Stage[Served]) -> LoadReport | None:
 
 
 def sessions_here(run: Run) -> tuple[Served, Served] | None:
-    """Return the sessions of both models if both ran in vLLM on this machine."""
+    """Return the sessions of both models if both ran in vLLM on this machine, otherwise None."""
     baseline = run.get(serve_baseline)
     candidate = run.get(serve_candidate)
     if baseline is None or candidate is None:
@@ -379,14 +381,14 @@ def sessions_here(run: Run) -> tuple[Served, Served] | None:
 
 @partial(Stage, "drift", Drift, when=lambda run: sessions_here(run) is not None)
 def measure_drift(run: Run) -> Drift | None:
-    """Measure the distance of both models' log-probabilities on the same prompts."""
+    """Measure the distance between both models' log-probabilities on the same prompts."""
     sessions = sessions_here(run)
     assert sessions is not None
     return drift_between(*sessions, run.evaluation)
 
 
 def _is_compared(run: Run) -> bool:
-    """Return whether the run compares answers that it has, or was given."""
+    """Return True if the run has both models' answers and compares them."""
     if run.given is None:
         served = run.get(serve_candidate)
         has_answers = served is not None and served.result.failure is None
@@ -398,8 +400,8 @@ def _is_compared(run: Run) -> bool:
 def judge(run: Run) -> Verdict | None:
     """Compare both models' answers, or their log-probabilities of the text.
 
-    If the load gate has failed the comparison decides nothing, and is None if the answers cannot be
-    compared.
+    If the load gate has failed, the comparison does not decide the outcome. In that case the result
+    is None if the answers cannot be compared.
     """
     served = run.get(serve_candidate)
     loaded = run.get(load_candidate)
@@ -439,7 +441,7 @@ def _refused(run: Run, message: str) -> Verdict:
 
 
 def _other_warnings(run: Run) -> tuple[str, ...]:
-    """Return the warnings that the verdict does not contain itself."""
+    """Return further warnings that belong to the verdict."""
     if run.evaluation.text is None:
         drift = run.get(measure_drift)
         return drift_warnings(drift) if drift else ()
@@ -451,7 +453,7 @@ def _other_warnings(run: Run) -> tuple[str, ...]:
 
 
 def _verdict(run: Run, candidate: Served | None) -> Verdict:
-    """Compare the answers of both models, given the candidate's session if it was asked."""
+    """Compare the answers of both models. `candidate` is the candidate's session if it has one."""
     if run.given is not None and run.given.against is not None:
         baseline = Answers(results=run.given.against)
     else:
@@ -460,7 +462,7 @@ def _verdict(run: Run, candidate: Served | None) -> Verdict:
 
 
 def _answers(run: Run, role: str, served: Served | None) -> Answers:
-    """Return a model's answers: of the session in which it was asked, or given results."""
+    """Return a model's answers, from its session in this run or from given results."""
     if run.asks(role):
         return Answers(results=run.place(role), served=served)
     return _source(run, role).ask(_questions(run, role), run.place(role))

@@ -1,4 +1,4 @@
-"""The stages of a run in their order, and runs of a scenario and of several schemes."""
+"""List the stages of a run in their order, and run a scenario or several schemes."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -53,9 +53,9 @@ STAGES: tuple[Stage[object], ...] = (
     concluding.attribute,
     concluding.report,
 )
-# The stages up to the outcome, which comes before its cause is looked for.
+# The stages up to the outcome. The search for its cause comes later.
 JUDGING = STAGES[: STAGES.index(concluding.attribute)]
-# Stages of the baseline alone, whatever it is compared with.
+# Stages that depend only on the baseline, and not on the candidate.
 BASELINE_STAGES = (proving.serve_baseline.name, proving.load_baseline.name)
 
 
@@ -69,12 +69,12 @@ def run_scenario(
     baseline_of: Path | None = None,
     explaining: Explaining = EXPLAINING,
 ) -> Report:
-    """Do every stage of a scenario that is not done yet and write the report.
+    """Do every unfinished stage of a scenario and write the report.
 
-    With `baseline_of`, a finished run directory, its baseline's results are taken where this run
-    has none. Raises InputError for an unusable source, rule, calibration or task, and where
-    `folder` overlaps one of them or the scenario's `file`; EnvironmentFault where vLLM is missing
-    or dies. A checkpoint that fails is a report with outcome FAIL.
+    `baseline_of` is a finished run directory. Its results of the baseline are copied if this run
+    has no such results. Raises InputError for an unusable source, rule, calibration or task, and if
+    `folder` overlaps an input or the scenario's `file`. Raises EnvironmentFault if vLLM is missing
+    or dies. For a failed checkpoint it returns a report with outcome FAIL.
     """
     require_separate(
         [NamedPath(label="--run-dir", path=folder)], list(scenario_inputs(scenario, file))
@@ -95,7 +95,7 @@ def run_scenario(
 
 
 def _require_usable(scenario: Scenario, options: EngineOptions) -> None:
-    """Raise for what would stop the run hours later, before anything is written."""
+    """Raise errors that would otherwise stop the run hours later, before anything is written."""
     if scenario.calibration:
         require_data(scenario.calibration.data)
     require_vllm(options.vllm_python)
@@ -114,7 +114,7 @@ def _keep_scenario(file: Path, folder: Path) -> None:
 
 
 def compare_folder(base: Scenario) -> Path:
-    """Return the folder of the runs of a comparison, unless another folder is named."""
+    """Return the default folder for the runs of a comparison."""
     return Path("runs") / f"compare-{base.name}"
 
 
@@ -127,12 +127,12 @@ def compare_schemes(
     overwrite: bool,
     note: Callable[[str], None],
 ) -> tuple[tuple[ComparedRun, ...], tuple[VexportError, ...]]:
-    """Run `base` in each scheme where that is not done yet, in a folder named by the scheme.
+    """Run `base` in each scheme, in a folder named after the scheme. Finished stages are skipped.
 
-    `folder` is runs/compare-NAME unless given. The runs differ in their rules alone, so the first
-    baseline that is served is that of all; `note` announces default text. Returns a row for each,
-    also for a scheme that cannot be made, and the faults of engines. Where none has a report, the
-    first problem is raised.
+    `folder` is runs/compare-NAME by default. The runs differ only in their rules, so the baseline
+    is served once and all runs share its results. `note` announces default text. Returns a row for
+    each scheme, also for a scheme that cannot be made, and the errors of engines. If no scheme has
+    a report, the first error is raised.
     """
     rows: list[ComparedRun] = []
     problems: list[VexportError] = []
@@ -162,8 +162,9 @@ def compare_schemes(
 
 
 def with_scheme(scenario: Scenario, scheme: str) -> Scenario:
-    """The scenario with one scheme in the place of all that its rules name; what they keep is
-    kept.
+    """Return the scenario with a single scheme instead of all schemes that its rules name.
+
+    Layers that the rules keep stay unquantized.
     """
     observers: dict[str, object] = {
         "observer": None,
