@@ -1,8 +1,8 @@
-"""What one class of vLLM is built of: kinds of modules, and the names that its quantization config
-hears.
+"""Build a class of vLLM, and collect its kinds of modules and the names that its quantization
+config receives.
 
-It is built from small configs, and loads the tensors of transformers' models of them: headers over
-holes.
+The class is built from small configs. It loads the tensors of transformers' models with these
+configs, from files with headers but without data.
 """
 
 import json
@@ -49,18 +49,19 @@ from vexport.records import TensorSpec
 
 Values: TypeAlias = dict[str, object]
 LAYERS = re.compile(r"(?:\w*_)?(?:layers?|depth|blocks)")
-# So many layers are enough to see a module of each kind; where they are not possible, all are
-# built.
+# FEW layers are enough to see a module of each kind. If a class cannot be built with FEW layers,
+# all are built.
 FEW, ALL = 4, 1 << 20
-# Experts of a layer, and those that a token goes to.
+# Keys for the number of experts in a layer, and for the number of experts that a token is routed
+# to.
 EXPERTS = re.compile(r"(\w+_)?(routed_|local_)?experts")
 CHOSEN = re.compile(r"(?!index_)(\w+_)?(per_tok|top_?k|topk_experts)(_experts)?")
 FEW_EXPERTS, FEW_CHOSEN = 8, 2
-# Towers that wrappers take by the type of their nested config.
+# Vision towers that wrappers choose by the type of their nested config.
 TOWERS = ("clip_vision_model", "siglip_vision_model", "pixtral")
-# Lists of the hub's own for each class: None in a default config, and vLLM counts on a number.
+# Keys that each config on the hub sets. They are None in a default config, but vLLM needs a number.
 COUNTS = ("n_group", "topk_group", "num_experts_per_tok")
-# Nothing is quantized, but every layer asks.
+# Nothing is quantized, but every layer calls the quantization config.
 QUANTIZATION: Values = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",
@@ -73,14 +74,14 @@ QUANTIZATION: Values = {
     },
 }
 CAPABILITY = 90
-# So many tensors that vLLM does not take, as transformers names them, are left out one by one.
+# At most this many tensors that vLLM refuses are left out, one after another.
 MOST_REFUSALS = 40
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """How a config of a class is made: by transformers' or vLLM's own model type, with a tower of a
-    type.
+    """Recipe for the config of a class: a model type of transformers or vLLM, and the type of a
+    tower.
     """
 
     architecture: str
@@ -89,7 +90,7 @@ class Recipe:
     layers: int = FEW
 
     def values(self) -> Values:
-        """The default config with few layers."""
+        """Return the default config with few layers."""
         without_packages()
         config = filled(AutoConfig.for_model(self.model_type))
         if self.tower:
@@ -103,7 +104,7 @@ class Recipe:
         }
 
     def write(self, folder: Path, missing: Mapping[str, object]) -> None:
-        """config.json, and the tensors where transformers has the model. `missing` are keys to
+        """Write config.json, and the tensors if transformers has the model. `missing` has keys to
         add.
         """
         values = self.values()
@@ -121,7 +122,10 @@ class Recipe:
 
 
 def recipes(architecture: str) -> Iterator[list[Recipe]]:
-    """The configs that a class is built from; of each list the first that can be built."""
+    """Yield lists of configs for a class.
+
+    The first config of each list that can be built is used.
+    """
     kinds = transformers_types(architecture) or own_types(architecture)
     parts = [getattr(type(AutoConfig.for_model(kind)), "sub_configs", {}) for kind in kinds]
     towers = TOWERS if any(part.get("vision_config") is AutoConfig for part in parts) else ()
@@ -134,8 +138,9 @@ def recipes(architecture: str) -> Iterator[list[Recipe]]:
 
 
 def without_packages() -> None:
-    """Let an empty module stand for a tower whose package (timm) is not installed: it asks for
-    nothing.
+    """Replace a tower by an empty module if its package (timm) is not installed.
+
+    It has no layers.
     """
     make = AutoModel.from_config
 
@@ -161,7 +166,7 @@ def transformers_types(architecture: str) -> list[str]:
 
 
 def own_types(architecture: str) -> list[str]:
-    """The model types that vLLM has a config for, which the module of a class names."""
+    """Return the model types with a config in vLLM that the module of a class names."""
     entry = {**registry._MULTIMODAL_MODELS, **registry._TEXT_GENERATION_MODELS}[architecture]
     module = namespace(load_class(*entry))
     text = getsource(module)
@@ -173,7 +178,7 @@ def own_types(architecture: str) -> list[str]:
 
 
 def filled(config: PretrainedConfig) -> PretrainedConfig:
-    """A config with the nested ones that are None by default."""
+    """Fill in the nested configs that are None by default, and return the config."""
     for key, kind in getattr(type(config), "sub_configs", {}).items():
         if getattr(config, key, None) is None and kind is not AutoConfig:
             setattr(config, key, kind())
@@ -181,14 +186,18 @@ def filled(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def elsewhere(values: Values, key: str, default: object) -> object:
-    """The value of a key in one of the nested configs, a default where none has it."""
+    """Return the value of a key in a nested config, or the default if no
+    nested config has the key.
+    """
     nested = [value for value in values.values() if isinstance(value, dict)]
     found = (each[key] for each in nested if each.get(key) is not None)
     return next(found, default)
 
 
 def shorten(values: Values, layers: int, missing: Mapping[str, object]) -> None:
-    """Cut the numbers of layers, and lists of so many entries; add what vLLM asks for."""
+    """Reduce the numbers of layers, and the lists with an entry for each layer. Add the keys that
+    vLLM needs.
+    """
     for key in ("id2label", "label2id", "per_layer_config"):
         values.pop(key, None)
     counts = {
@@ -248,11 +257,11 @@ def stored_tensors(made: nn.Module, config: PretrainedConfig) -> dict[str, torch
 
 @dataclass(slots=True, kw_only=True)
 class Built:
-    """The modules of a class, in vLLM's names with a star for each number.
+    """Modules of a class, by vLLM's names with a star for each number.
 
-    `asked` are the names that the quantization config hears for modules that have others, for the
-    parts of fused ones that of the whole. `stored` says what became of each tensor of a file,
-    `faults` what vLLM would not have read right.
+    `asked` has the names that the quantization config receives, for modules whose names differ. For
+    the parts of a fused module it has the name of the whole. `stored` has the use of each tensor in
+    a file. `faults` has the tensors that vLLM would not have loaded correctly.
     """
 
     kinds: dict[str, ModuleKind] = field(default_factory=dict)
@@ -263,10 +272,11 @@ class Built:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """What a module asks for: its name, and the members that the quantization config knew it to
-    have then.
+    """Name of a module when it called the quantization config, and its members in the config at
+    that time.
 
-    Each model adds its own, so that a tower may ask before the language model has.
+    Each model adds its members when it is built. A tower may therefore call before the language
+    model has added any.
     """
 
     prefix: str
@@ -274,10 +284,10 @@ class Asked:
 
 
 class Books(Audit):  # type: ignore[no-untyped-call]
-    """An audit that tells where tensors went."""
+    """An audit that also returns where tensors were copied."""
 
     def copied(self, model: nn.Module) -> Iterator[tuple[str, str]]:
-        """(stored tensor, parameter that it was copied to, or that it became)."""
+        """Yield (stored tensor, parameter that it was copied to or that it became)."""
         names = {storage(parameter): name for name, parameter in model.named_parameters()}
         for stored, source in self._sources.items():
             targets = [*source.targets, storage(source.tensor)]
@@ -289,8 +299,8 @@ def storage(tensor: torch.Tensor) -> int:
 
 
 def build(folder: Path) -> Built:
-    """Build the class that a folder's config names on the meta device, and load its tensors if it
-    has any.
+    """Build the class of a folder's config on the meta device, and load its
+    tensors if it has any.
     """
     heard: dict[nn.Module, Asked] = {}
     method = CompressedTensorsConfig.get_quant_method
@@ -333,8 +343,9 @@ def described(
     heard: Mapping[nn.Module, Asked],
     loaded: Mapping[str, str],
 ) -> Built:
-    """The kinds of a model's modules by their names in files; `loaded` are vLLM's own by those of
-    files.
+    """Return the kinds of a model's modules by their names in files.
+
+    `loaded` maps modules' names in files to vLLM's names.
     """
     built = Built()
     packed = config.quant_config.packed_modules_mapping
@@ -359,9 +370,7 @@ def described(
 
 
 def other_names(name: str, asked: Asked) -> Iterator[tuple[str, str]]:
-    """(name in files, name that is asked for) of a module, where they differ: of a part, and of the
-    whole.
-    """
+    """Yield (name in files, name in vLLM) for a module's part and whole if these names differ."""
     holder, dot, last_part = name.rpartition(".")
     asked_holder, _, whole = asked.prefix.rpartition(".")
     names = {name: asked.prefix}
@@ -373,8 +382,9 @@ def other_names(name: str, asked: Asked) -> Iterator[tuple[str, str]]:
 
 
 def kind_of(module: nn.Module, heard: Mapping[nn.Module, Asked]) -> ModuleKind | None:
-    """What a module is to a quantization config; None for what has no weight or is no layer of its
-    own.
+    """Return the kind of a module for the quantization config.
+
+    Returns None for a module without a weight and for a module that is not a separate layer.
     """
     weight = dict(module.named_parameters(recurse=False)).get("weight")
     if weight is None or isinstance(module, RoutedExperts):
@@ -389,7 +399,10 @@ def kind_of(module: nn.Module, heard: Mapping[nn.Module, Asked]) -> ModuleKind |
 
 
 def stored_kind(module: nn.Module, heard: Mapping[nn.Module, Asked]) -> str:
-    """Return what a stored tensor is part of; empty for parameters of other kinds."""
+    """Return the kind of module that a stored tensor belongs to.
+
+    It is empty for other parameters.
+    """
     if isinstance(module, RoutedExperts):
         return "experts"
     name = type(module).__name__
@@ -401,8 +414,9 @@ def stored_kind(module: nn.Module, heard: Mapping[nn.Module, Asked]) -> str:
 
 
 def load(model: nn.Module, config: VllmConfig) -> tuple[Books, list[str]]:
-    """Return what vLLM's loaders copied, and the tensors that they refused, which are left out one
-    by one.
+    """Return the tensors that vLLM's loaders copied, and the tensors that they refused.
+
+    Refused tensors are left out one after another.
     """
     audit = Books(1)
     refused: list[str] = []
@@ -424,8 +438,8 @@ def load(model: nn.Module, config: VllmConfig) -> tuple[Books, list[str]]:
 
 
 def stored_modules(model: nn.Module, audit: Books) -> Iterator[tuple[str, str]]:
-    """(a module of the file as vLLM's class renames it, the module that its weight was copied
-    to).
+    """Yield (module in the file, as vLLM's class renames it; module that its
+    weight was copied to).
     """
     mapper = getattr(type(model), "hf_to_vllm_mapper", None)
     for stored, parameter in audit.copied(model):

@@ -1,7 +1,7 @@
-"""The tensors that transformers' models have under small configs that differ in one key, by names
-of the hub.
+"""Collect the tensors of transformers' models under small configs that differ in a single key.
 
-Numbers of a config remember, through the code of a model, the keys that they come from.
+Tensors have their names on the hub. Numbers of a config record, through the code of a model, the
+keys that they come from.
 """
 
 import ast
@@ -31,7 +31,7 @@ from vexport.records import Json
 
 Values = dict[str, Json]
 Numbers = tuple[int, ...]
-# Keys that no tensor depends on.
+# Keys that do not affect any tensor.
 IRRELEVANT = re.compile(
     r"transformers_version|_name_or_path|architectures|model_type|dtype|torch_dtype|.*token_?(id|index|ids)?$|"
     r".*dropout|.*_eps|initializer.*|output_(attentions|hidden_states|router_logits|scores)|return_dict.*|use_cache|"
@@ -39,7 +39,7 @@ IRRELEVANT = re.compile(
     r".*_coef|attn_implementation|.*scaling.*|time_step(_min|_max|_floor|_limit|_scale|_init_scheme)?|"
     r"_attn.*|id2label|label2id|pruned_heads|max_length"
 )
-# How the code of a model asks for a key that its config need not have.
+# Matches code of a model that reads an optional key of its config.
 ASKED = re.compile(
     r'getattr\((?:\w+\.)?(?:\w+_)?config, "(\w+)"|kwargs\.(?:pop|get)\("(\w+)"|"(\w+)" in kwargs'
 )
@@ -47,15 +47,16 @@ LISTED = (*ALLOWED_ATTN_LAYER_TYPES, *ALLOWED_MLP_LAYER_TYPES)
 LAYERS = re.compile(r"layers|depth|blocks")
 LONGEST, MOST_TRIES, MOST_COMBINED = 300, 24, 6
 PLAIN = ClassLayout(types={})
-# Factors that every model's code contains: gate and up, queries with keys and values, four gates.
+# Factors up to this number occur in every model's code: gate and up; queries, keys and values; four
+# gates.
 LARGEST_FACTOR = 4
 
 
 class Traced(int):
-    """A number of a config with the expression that it was made by."""
+    """A number from a config, with the expression that computed it."""
 
     text: str
-    # Every number that was made under one config, with the expressions.
+    # Every number that was computed from a config, with its expressions.
     made: dict[int, dict[str, None]] = {}
 
     def __new__(cls, value: int, text: str) -> "Traced":
@@ -76,7 +77,7 @@ class Traced(int):
 
 
 def traced(name: str, sign: str) -> None:
-    """Let an operation of numbers remember what it was done with."""
+    """Make an operation of numbers record its operands."""
     forward, backward = getattr(int, f"__{name}__"), getattr(int, f"__r{name}__")
 
     def of(self: Traced, other: object) -> object:
@@ -107,7 +108,10 @@ for operation, operator in {
 
 
 def sized(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """A function of torch that takes several traced sizes: its own takes those in a tuple only."""
+    """Return a function of torch that accepts several traced sizes.
+
+    torch's function accepts traced sizes only in a tuple.
+    """
 
     def takes(*sizes: Any, **options: Any) -> torch.Tensor:
         several = sizes and all(isinstance(each, int) for each in sizes)
@@ -122,8 +126,9 @@ for function in ("empty", "ones", "zeros", "randn", "rand"):
 
 
 def with_traces(value: Json, path: str = "", layers: Set[int] = frozenset()) -> Any:
-    """A config whose numbers know their keys; a list with a number for each of so many layers is
-    `key[i]`.
+    """Return a config with numbers that record their keys.
+
+    The entries of a list with a number for each layer are recorded as `key[i]`.
     """
     if isinstance(value, dict):
         counts = {
@@ -150,9 +155,9 @@ def is_number(value: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """A config, as it is given and as it is read, and the tensors of its model.
+    """A config, as it is given and as transformers reads it, and the tensors of its model.
 
-    `made` are the numbers that the model's code made of those of the config, with expressions.
+    `made` are the numbers that the model's code computed from the config, with their expressions.
     """
 
     raw: Values
@@ -171,7 +176,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """Two configs that differ in one key."""
+    """Two samples with configs that differ in a single key."""
 
     path: str
     before: Sample
@@ -180,9 +185,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Literals:
-    """The numbers that an expression may contain, and the keys of which several values were
-    seen.
-    """
+    """Numbers that an expression may contain, and keys that had several values."""
 
     numbers: frozenset[int]
     keys: frozenset[str]
@@ -190,7 +193,7 @@ class Literals:
 
 @dataclass(slots=True, kw_only=True)
 class Model:
-    """A class of transformers, and what was seen of it."""
+    """A class of transformers, and the samples of it."""
 
     kind: type
     config: type[PretrainedConfig]
@@ -198,14 +201,14 @@ class Model:
     hidden: tuple[str, ...] = ()
     samples: list[Sample] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
-    # The classes that the models are made of, and the keys of which another value made a model.
+    # The classes in the models, and the keys that could be changed without breaking the model.
     parts: set[type] = field(default_factory=set)
     varied: set[str] = field(default_factory=set)
 
     @property
     def literals(self) -> Literals:
-        """The numbers in the class's code, except larger values of keys that could not be
-        varied.
+        """Return the numbers in the class's code. Larger values of keys that could not be varied
+        are left out.
         """
         unvaried = {
             number
@@ -220,12 +223,15 @@ class Model:
 
     @classmethod
     def of(cls, kind: type, model_type: str, raw: Values) -> "Model":
-        """A class with a config to begin with."""
+        """Return a class with its first config."""
         config = type(AutoConfig.for_model(model_type))
         return cls(kind=kind, config=config, raw=raw, hidden=tuple(hidden_keys(kind, raw)))
 
     def sample(self, raw: Values) -> Sample | None:
-        """The model of a config; None where there is none, or one without a size."""
+        """Return the model of a config.
+
+        Returns None if the model cannot be built or if a tensor has a dimension of 0.
+        """
         Traced.made = {}
         try:
             config = self.config.from_dict(with_traces(raw))
@@ -245,7 +251,10 @@ class Model:
         return Sample(raw=raw, config=joined(raw, read), tensors=shapes, made=Traced.made)
 
     def observe(self) -> None:
-        """Vary each key of the config, and again where a key brings other tensors."""
+        """Vary each key of the config.
+
+        Vary all keys again after a change that brings new tensors.
+        """
         base = self.sample(self.raw)
         if base is None:
             fill(self.raw)
@@ -268,8 +277,9 @@ class Model:
         self.combine()
 
     def vary(self, base: Sample, *, holder: str | None = None) -> None:
-        """Change each key of a config to some others; only numbers of a part of it where one is
-        named.
+        """Change each key of a config to several other values.
+
+        If `holder` names a part of the config, only numbers in that part are changed.
         """
         values = {**dict.fromkeys(self.hidden), **base.keys}
         layers = {
@@ -296,7 +306,7 @@ class Model:
                     break
 
     def combine(self) -> None:
-        """Models of configs that differ from the first in several keys."""
+        """Add models with configs that differ from the first config in several keys."""
         rng, first = random.Random(0), self.samples[0]
         self.samples += filter(None, map(self.sample, self.switched(first)))
         changes = {
@@ -316,10 +326,10 @@ class Model:
                 made += 1
 
     def switched(self, first: Sample) -> Iterator[Values]:
-        """Configs with another list of kinds of layers and one switch turned.
+        """Yield configs with a different list of layer kinds and a single changed switch.
 
-        A switch may matter in layers of one kind only, which in the first config may be the last
-        layer.
+        A switch may affect only layers of a certain kind. In the first config the last layer may be
+        the only layer of that kind.
         """
         changes = [change for change in self.changes if change.before is first]
         kinds = {
@@ -343,10 +353,11 @@ def is_words(value: object) -> bool:
 
 
 def written_numbers(classes: Iterable[type]) -> Iterator[int]:
-    """The whole numbers in the code of classes of transformers and of the functions next to them.
+    """Yield the whole numbers in the code of transformers' classes and of the functions next to
+    them.
 
-    Defaults of fields, arguments and keys that a config may lack do not count: they are sizes of
-    the default config.
+    Defaults of fields, arguments and optional config keys are left out: they are sizes of the
+    default config.
     """
     bases = {
         base
@@ -373,8 +384,8 @@ def written_numbers(classes: Iterable[type]) -> Iterator[int]:
 
 
 def default_of_key(node: ast.AST) -> list[ast.expr]:
-    """The value that code takes for a key that a config lacks, as in `getattr(config, "key",
-    4)`.
+    """Return the default that code uses if a config lacks a key, as in
+    `getattr(config, "key", 4)`.
     """
     if not isinstance(node, ast.Call):
         return []
@@ -389,7 +400,7 @@ def default_of_key(node: ast.AST) -> list[ast.expr]:
 
 
 def fill(raw: Values) -> None:
-    """Give the keys that are null a value by their names, where the default config makes no
+    """Set keys that are null to a value that fits their names. Used if the default config makes no
     model.
     """
     for path in [path for path, value in leaves(raw) if value is None]:
@@ -402,7 +413,7 @@ def fill(raw: Values) -> None:
 
 
 def joined(one: Values, other: Values) -> Values:
-    """The keys of two configs, the second's value where both have one."""
+    """Return the keys of both configs. The second config's values take precedence."""
     both: Values = {**one, **other}
     for key, value in one.items():
         inner = other.get(key)
@@ -412,8 +423,8 @@ def joined(one: Values, other: Values) -> Values:
 
 
 def hidden_keys(kind: type, raw: Values) -> Iterator[str]:
-    """Keys that a class or its config asks for and that no default config has, in each part of a
-    config.
+    """Yield keys that a class or its config reads but that no default config has, for each part of
+    a config.
     """
     names: dict[str, None] = {}
     for file in sorted(Path(inspect.getfile(kind)).parent.glob("*.py")):
@@ -438,7 +449,7 @@ def leaves(values: Mapping[str, Json], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def part_of(raw: Values, path: str) -> Any:
-    """The part of a config that has a key. Raises KeyError."""
+    """Return the part of a config that contains a key. Raises KeyError."""
     part: Any = raw
     for name in path.split(".")[:-1]:
         part = part[name]
@@ -446,8 +457,9 @@ def part_of(raw: Values, path: str) -> Any:
 
 
 def changed(raw: Values, path: str, value: Json) -> Values | None:
-    """A config with another value; lists of an entry for each layer get as many as there are layers
-    then.
+    """Return a config with another value, or None if the config has no such part.
+
+    If the value is a number of layers, lists with an entry for each layer get the new length.
     """
     raw, key = copy.deepcopy(raw), path.rpartition(".")[2]
     try:
@@ -466,7 +478,9 @@ def changed(raw: Values, path: str, value: Json) -> Values | None:
 
 
 def variations(path: str, value: Json, layers: set[int]) -> Iterator[list[Any]]:
-    """Lists of other values for a key; of each the first that makes a model is taken."""
+    """Yield lists of other values for a key. Of each list, the first value that makes a model is
+    used.
+    """
     if isinstance(value, bool):
         yield [not value]
     elif isinstance(value, int):
@@ -486,7 +500,7 @@ def variations(path: str, value: Json, layers: set[int]) -> Iterator[list[Any]]:
 
 
 def variations_of_list(value: list[Any], layers: set[int]) -> Iterator[list[Any]]:
-    """As `variations`, of words or of numbers."""
+    """Yield lists of other values for a list of words or of numbers, as `variations` does."""
     if any(isinstance(each, str) for each in value):
         yield from ([[*value[1:], value[0]]], [[*value, value[-1]]])
         for other in dict.fromkeys((*value, *LISTED)):
@@ -502,7 +516,7 @@ def variations_of_list(value: list[Any], layers: set[int]) -> Iterator[list[Any]
 
 
 def meant(path: str, before: Sample, after: Sample) -> str:
-    """The key that a config sets where another name of it is given."""
+    """Return the key that a config sets if `path` is another name of that key."""
     holder, old, new = path.rpartition(".")[0], before.keys, after.keys
     others = (
         key

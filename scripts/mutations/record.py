@@ -1,21 +1,20 @@
-"""Records what vLLM does with the mutations of tests/mutations: raises, answers otherwise, or
-alike.
+"""Record how vLLM handles the mutations of tests/mutations: it raises, gives wrong answers, or
+gives the same answers.
 
     PYTHONPATH=. .venv/bin/python scripts/mutations/record.py [--good NVFP4 ...] [--only 'name.*']
     PYTHONPATH=. .venv/bin/python scripts/mutations/record.py --methods dry|run [--good gptq ...]
 
-What is recorded already is left out, so that a call goes on where the last one stopped; each answer
-is written at once. One that answers otherwise is compared with the unquantized model too: it may be
-no further from that than the sound checkpoint is. One process loads one checkpoint after the other
-(2 to 12 s each); where it dies, the mutation is recorded as refused and another process goes on. A
-sound checkpoint that does not load, or does not answer twice alike, ends the recording with an
-error.
+Mutations that are already recorded are skipped, so that a call resumes where the last call stopped.
+Each result is written at once. A mutation with different answers is also compared with the
+unquantized model: the mutation may be no further from that model than the sound checkpoint is. A
+single process loads checkpoints one after the other (2 to 12 s each). If the process dies, the
+mutation is recorded as refused, and another process continues. If a sound checkpoint does not load
+or does not repeat its answers, the recording ends with an error.
 
-With `--methods` the checkpoints are those of other quantization methods
-(tests/mutations/methods.py), of which vLLM's CPU build has kernels for some: `run` does the same
-with these. `dry` loads all on SM 90 without computing: what is accepted is judged by whether
-`check` reads other weights of it (tests/checks/test_quant_methods.py holds what it reads to the
-producers' formulas).
+With `--methods` the checkpoints have other quantization methods (tests/mutations/methods.py).
+vLLM's CPU build has kernels for some of them: `run` records these in the same way. `dry` loads all
+on SM 90 without computing. A mutation that vLLM accepts is judged by whether `check` reads changed
+weights from it (tests/checks/test_quant_methods.py compares these with the producers' formulas).
 """
 
 import argparse
@@ -57,9 +56,9 @@ from vexport.inference.engine_model import dense
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
-    # What is freed is filled with this byte, what is allocated with its complement: a parameter
-    # that was never loaded is 1.3e7 or -3.4e-7 in bfloat16 and float32, 5.5 or -.08 in e4m3, and
-    # shows, also where vLLM takes the largest of several.
+    # Freed memory is filled with this byte, allocated memory with its complement. A parameter that
+    # was never loaded is therefore 1.3e7 or -3.4e-7 in bfloat16 and float32, and 5.5 or -.08 in
+    # e4m3. It shows even if vLLM takes the largest of several parameters.
     "MALLOC_PERTURB_": "180",
     "TORCHDYNAMO_DISABLE": "1",
     "VEXPORT_CPU_EMULATION": "1",
@@ -67,14 +66,14 @@ ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
-# First token of each prompt and the step to the next one, below any micro model's vocabulary.
+# First token of each prompt, and the step to the next token, below any micro model's vocabulary.
 PROMPTS = ((5, 3), (1, 5), (40, 7))
 PROMPT_TOKENS = 20
 LEAST_VOCABULARY = 64
 KV_CACHE_BYTES = 1 << 24
 MOST_MESSAGE = 160
-# vLLM collects garbage a dozen times a checkpoint, which takes longer than all else: done now and
-# then.
+# vLLM collects garbage a dozen times per checkpoint, which takes longer than everything else. It is
+# collected only after this many checkpoints.
 COLLECT_EVERY = 10
 FILES = {"": PINNED_RECORDS, "dry": METHOD_RECORDS, "run": RUN_RECORDS}
 Answer = dict[str, object]
@@ -82,8 +81,8 @@ Answer = dict[str, object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A mutation's folder to load, the sound checkpoint that it was made from, and the source of
-    that.
+    """A mutation to load: its folder, the sound checkpoint that it is made from, and the
+    checkpoint's source.
     """
 
     good: str
@@ -130,7 +129,9 @@ def main() -> None:
 
 
 def jobs_of(root: Path, methods: str, chosen: Sequence[str] | None) -> Iterator[Job]:
-    """The mutations of sound checkpoints, which are written, each with a folder to write it to."""
+    """Yield the mutations of sound checkpoints, each with a folder. The sound checkpoints are
+    written.
+    """
     names = chosen or (RUN if methods == "run" else CHECKPOINTS if methods else GOOD)
     (write_methods if methods else write_good)(root, names)
     for good in names:
@@ -149,7 +150,7 @@ def jobs_of(root: Path, methods: str, chosen: Sequence[str] | None) -> Iterator[
 
 
 def load_and_run(jobs: Sequence[Job]) -> Iterator[Record]:
-    """The answers of real loads, a process for as many as it survives."""
+    """Yield the results of real loads. A process that dies is replaced."""
     worker, sound = Worker(), set[Path]()
     for job in jobs:
         if job.sound not in sound:
@@ -166,8 +167,8 @@ def load_and_run(jobs: Sequence[Job]) -> Iterator[Record]:
 
 
 class Worker:
-    """A process that loads one checkpoint after the other; where it dies, the next one takes its
-    place.
+    """A process that loads checkpoints one after the other. If it dies, the next process replaces
+    it.
     """
 
     def __init__(self) -> None:
@@ -181,7 +182,7 @@ class Worker:
         )
 
     def ask(self, *folders: Path) -> Answer:
-        """What vLLM did: `outcome`, `detail` and perhaps `further` of a Record."""
+        """Return vLLM's result: `outcome`, `detail` and possibly `further` of a Record."""
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.process.stdin.write(json.dumps([str(folder) for folder in folders]) + "\n")
@@ -195,8 +196,8 @@ class Worker:
 
 
 def work() -> None:
-    """Load of every three folders the second and compare it with the first; a line of JSON for
-    each.
+    """Read lines of three folders, load the second and compare it with the first. Print a line of
+    JSON for each.
     """
     import vllm.triton_utils
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
@@ -208,7 +209,7 @@ def work() -> None:
         torch.set_default_dtype(torch.float32)  # a load that failed may have left another
         try:
             right = known[sound] = known[sound] if sound in known else logprobs(sound)
-            # The first load has put these in their places, which takes a look at every name of
+            # The first load has rebound the kernels. Doing it again would look at every name of
             # every module.
             vllm.triton_utils.dispatcher._rebind_kernels = lambda overrides: None
             found = logprobs(folder)
@@ -228,9 +229,7 @@ def work() -> None:
 
 
 def compared(right: torch.Tensor, found: torch.Tensor) -> Answer:
-    """Compare with the answers of the sound checkpoint: vLLM repeats itself to the last bit
-    here.
-    """
+    """Compare answers with the sound checkpoint's answers. vLLM repeats itself exactly here."""
     if found.shape != right.shape:
         return {"outcome": "wrong", "detail": f"{list(found.shape)} instead of {list(right.shape)}"}
     difference = float((found - right).abs().max())
@@ -239,8 +238,10 @@ def compared(right: torch.Tensor, found: torch.Tensor) -> Answer:
 
 
 def further(source: torch.Tensor, sound: torch.Tensor, found: torch.Tensor) -> float | None:
-    """The mean KL divergence from the source as a multiple of the sound checkpoint's; None for
-    NaN.
+    """Return the mean KL divergence from the source, as a multiple of the sound checkpoint's
+    divergence.
+
+    Returns None for NaN.
     """
     exact = source.double()
     loss, least = (
@@ -250,7 +251,7 @@ def further(source: torch.Tensor, sound: torch.Tensor, found: torch.Tensor) -> f
 
 
 def logprobs(folder: str) -> torch.Tensor:
-    """Log-probabilities of the whole vocabulary at every position of the prompts."""
+    """Return log-probabilities of the whole vocabulary at every position of the prompts."""
     from vllm import LLM, SamplingParams, TokensPrompt
 
     llm = LLM(
@@ -281,8 +282,9 @@ def logprobs(folder: str) -> torch.Tensor:
 
 
 def load_dry(jobs: Sequence[Job]) -> Iterator[Record]:
-    """Ask vLLM's classes and loaders about all of them in one call; a sound one that is refused
-    ends it.
+    """Pass all mutations to vLLM's classes and loaders in a single call.
+
+    Ends the recording if a sound checkpoint is refused.
     """
     for job in jobs:
         job.write()
@@ -318,7 +320,9 @@ def accepted(job: Job) -> tuple[str, str]:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """The quantized layers' weights; without those whose tensors do not fit."""
+    """Return the weights of quantized layers. Layers with tensors that do not fit together are left
+    out.
+    """
     found = {}
     with Reader() as reader:
         view = translate(CheckpointView(read_index(folder), reader))
