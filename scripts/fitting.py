@@ -1,5 +1,5 @@
-"""Finds the rows of a class's table: names, layers and sizes of tensors as functions of its
-config.
+"""Find the rows of a class's table: names, layers and sizes of tensors as
+functions of its config.
 """
 
 import json
@@ -30,25 +30,26 @@ from vexport.architectures import with_stars
 from vexport.architectures.config import Unknown, evaluate, size
 from vexport.architectures.layouts import ConfigValues
 
-# Layers, and words of their kinds, in configs that lack a list.
+# Numbers of layers and patterns of layer kinds, for configs that lack a list.
 MANY, PATTERNS = 8, ("M-*EM*E-", "*EM-")
-# Conditions of one key, of which four are joined at most.
+# With more tables of simple conditions than this, conditions of four keys are not tried.
 FEW_TABLES = 60
 # A number in an expression, except the number of an entry of a list.
 BEFORE = r"(?<![\w.\[])"
 LITERAL = re.compile(rf"{BEFORE}\d+")
-# So many conditions that fit are compared, in configs that differ from the first in so many keys.
+# At most MOST_CANDIDATES fitting conditions are compared. The compared configs differ from the
+# first config in at most MOST_CHANGED_KEYS keys.
 MOST_CANDIDATES, MOST_CHANGED_KEYS = 40, 3
-# Configs that are tried in order to decide between the conditions of one tensor.
+# The most configs that are tried to decide between the conditions of a tensor.
 MOST_QUESTIONS = 20
-# Keys with the value of a number that was made of a key in a way that was not seen.
+# The most keys that may stand for a number if the code left no trace of the number's key.
 MOST_NAMES = 4
 KEY, WORD = re.compile(r"[A-Za-z_][\w.]*"), re.compile(r"'[^']*'")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """A size, or of `layers` layers the set of those that have something, under one config."""
+    """A size under a config, or the set of those of `layers` layers that have a tensor."""
 
     sample: Sample
     result: Any
@@ -56,7 +57,7 @@ class Observed:
     layers: int = -1
 
     def read(self, expression: str) -> object:
-        """The value of an expression; None where it has none."""
+        """Return the value of an expression, or None if it cannot be evaluated."""
         with suppress(Unknown):
             return evaluate(expression, self.sample.values, i=self.i, layers=self.layers)
         return None
@@ -65,9 +66,10 @@ class Observed:
 def fitted(observed: Iterable[Observed], literals: Literals, *, deeper: bool = True) -> str:
     """Return the expression that gives the size under every config, or "" if there is none.
 
-    The expression is one that the model's code computed, or two of them: the first if a key is set,
-    the second if it is not. Expressions with other numbers than `literals` are ignored: the number
-    may be the value of a key that the class read in a way that leaves no trace.
+    The expression is computed by the model's code, or it combines two such expressions: the first
+    if a key is set, the second if it is not. Expressions with numbers outside of `literals` are
+    ignored. Such a number may be the value of a key that the class read in a way that leaves no
+    trace.
     """
     observed = list({(id(each.sample), each.i, each.result): each for each in observed}.values())
     first = observed[0]
@@ -100,10 +102,10 @@ def fitted(observed: Iterable[Observed], literals: Literals, *, deeper: bool = T
 
 
 def named_numbers(text: str, observed: Observed, literals: Literals) -> Iterator[str]:
-    """Yield an expression, with a key for each number that is not among `literals`.
+    """Yield an expression with a key for each number that is not in `literals`.
 
-    Python's `int` drops the key that a number comes from: any key of that value may be meant, and
-    other values of the key tell whether it is.
+    Python's `int` drops the key that a number comes from. Any key with this value may be the
+    source; other values of the key show whether it is.
     """
     foreign = next(
         (number for number in LITERAL.findall(text) if int(number) not in literals.numbers), None
@@ -119,8 +121,8 @@ def named_numbers(text: str, observed: Observed, literals: Literals) -> Iterator
 
 
 def differ(expressions: Sequence[str], observed: Observed) -> bool:
-    """Return whether expressions that are alike under every config would not be under another
-    one.
+    """Return True if expressions with equal values under every config would differ under another
+    config.
     """
     for path in (
         {key for text in expressions for key in KEY.findall(text)} if len(expressions) > 1 else ()
@@ -138,15 +140,13 @@ def differ(expressions: Sequence[str], observed: Observed) -> bool:
 
 
 def fitted_condition(observed: Sequence[Observed], keys: Sequence[str]) -> str:
-    """Return the plainest condition that holds for the layers that were seen, or "" if there is
-    none.
-    """
+    """Return the simplest condition that holds for the observed layers, or "" if there is none."""
     return next(fitting_conditions(observed, keys), "")
 
 
 def fitting_conditions(observed: Sequence[Observed], keys: Sequence[str]) -> Iterator[str]:
-    """Yield the conditions that hold for the layers that were seen and for no others, the plainest
-    first.
+    """Yield the conditions that hold for the observed layers and for no
+    others, the simplest first.
     """
     tables: dict[int, list[str]] = {}
     places = [
@@ -168,10 +168,10 @@ Tables = Mapping[int, Sequence[str]]
 
 
 def joined_alike(tables: Tables, wanted: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield three conditions at most of which all must hold, or of which one must hold.
+    """Yield combinations of at most three conditions: all must hold, or at least a single one.
 
-    Each is a text with a place for each condition, and the tables of the conditions for these
-    places.
+    Each combination is a text with a place for each condition, and the tables of the conditions for
+    these places.
     """
     necessary = [table for table in tables if not wanted & ~table]
     sufficient = [table for table in tables if not table & ~wanted]
@@ -183,8 +183,9 @@ def joined_alike(tables: Tables, wanted: int) -> Iterator[tuple[str, tuple[int, 
 
 
 def nested(tables: Tables, wanted: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield one condition that must hold next to one of two, or of two the second of which is
-    two.
+    """Yield combinations of a necessary condition with one of two others.
+
+    The second of the two others can itself consist of two conditions.
     """
     necessary = [table for table in tables if not wanted & ~table]
     for one in necessary:
@@ -202,7 +203,7 @@ def bits(values: Iterable[bool]) -> int:
 
 
 def conditions(observed: Sequence[Observed], keys: Sequence[str]) -> Iterator[str]:
-    """Conditions of one key each, the plainest first."""
+    """Yield conditions with a single key each, the simplest first."""
     yield "1"
     layered = any(each.layers >= 0 for each in observed)
     for key in keys:
@@ -242,7 +243,7 @@ def conditions(observed: Sequence[Observed], keys: Sequence[str]) -> Iterator[st
 
 
 def with_prefixes(name: str) -> Iterator[tuple[str, str]]:
-    """Each part of a name, and the name up to it with a dot."""
+    """Yield each part of a name, with the name up to this part and a dot."""
     prefix = ""
     for part in name.split("."):
         prefix += f"{part}."
@@ -254,16 +255,17 @@ Seen = Mapping[Numbers, tuple[int, ...]]
 
 @dataclass(kw_only=True)
 class Fitter:
-    """Finds the rows of a class, by name."""
+    """Finds the rows of a class's table, by tensor name."""
 
     model: Model
-    # The configs that were tried in order to decide between conditions, as JSON.
+    # The configs that were tried to decide between conditions, as JSON.
     tried: set[str] = field(default_factory=set)
 
     @cached_property
     def literal(self) -> set[str]:
-        """The names with stars up to numbers that are the same under every config: those count
-        nothing.
+        """Return the names, with stars, up to numbers that are the same under every config.
+
+        Such numbers do not count anything.
         """
         seen: dict[str, set[frozenset[str]]] = {}
         for sample in self.model.samples:
@@ -278,7 +280,7 @@ class Fitter:
 
     @cached_property
     def tables(self) -> dict[int, dict[str, dict[Numbers, tuple[int, ...]]]]:
-        """The tensors of each sample, by name and numbers."""
+        """Return the tensors of each sample, by name and numbers."""
         return {id(sample): self.table(sample) for sample in self.model.samples}
 
     def table(self, sample: Sample) -> dict[str, dict[Numbers, tuple[int, ...]]]:
@@ -289,7 +291,7 @@ class Fitter:
         return table
 
     def split(self, name: str) -> tuple[str, Numbers]:
-        """A name with stars for the numbers that count something, and these."""
+        """Return a name with stars for the numbers that count something, and these numbers."""
         counting = [
             (part, part.isdigit() and with_stars(prefix) not in self.literal)
             for part, prefix in with_prefixes(name)
@@ -301,7 +303,7 @@ class Fitter:
         return self.tables[id(sample)].get(pattern, {})
 
     def entry(self) -> dict[str, Any]:
-        """`counts` and `rows` of the table."""
+        """Return `counts` and `rows` of the table."""
         counts: dict[str, str] = {}
         rows: dict[str, list[str]] = {}
         for pattern in dict.fromkeys(name for table in self.tables.values() for name in table):
@@ -333,7 +335,7 @@ class Fitter:
         return fitted(found, self.model.literals)
 
     def row(self, pattern: str, count: str) -> Iterator[tuple[str, list[str] | None]]:
-        """(a condition, a shape) of each kind of layers that have a tensor."""
+        """Yield (condition, shape) for each kind of layers with a tensor."""
         observed = self.observed(pattern, count)
         if observed is None:
             yield "", None
@@ -349,7 +351,7 @@ class Fitter:
     def observed(self, pattern: str, count: str) -> list[Observed] | None:
         """Return the layers that have a tensor under each config.
 
-        None if it is in the model of a config that does not say how many layers there are.
+        Returns None if a model has the tensor but its config does not give the number of layers.
         """
         observed = []
         for sample in self.model.samples:
@@ -367,8 +369,9 @@ class Fitter:
     def condition(self, pattern: str, count: str, keys: Set[str]) -> str:
         """Return the condition under which layers have a tensor, or "" if it cannot be found.
 
-        Several conditions may fit the configs that were seen. Then models are made of configs under
-        which these conditions differ, until one is left or no further config makes a model.
+        Several conditions may fit the observed configs. In that case models are made from configs
+        under which the conditions differ, until a single condition is left or no further config
+        makes a model.
         """
         for _ in range(MOST_QUESTIONS):
             observed = distinct(self.observed(pattern, count) or [], keys)
@@ -378,8 +381,8 @@ class Fitter:
         return fitting[0] if fitting else ""
 
     def decide(self, conditions: Sequence[str], count: str) -> bool:
-        """Add the model of a config under which conditions differ. Returns whether there was
-        one.
+        """Add the model of a config under which conditions differ. Return False if there is no such
+        model.
         """
         names = {name for each in conditions for name in KEY.findall(WORD.sub("", each))}
         first = self.model.samples[0]
@@ -422,7 +425,7 @@ class Fitter:
     def shapes(
         self, pattern: str, observed: Sequence[Observed], keys: set[str]
     ) -> Iterator[tuple[str, list[str] | None]]:
-        """(a condition, a shape): of all layers, or of two kinds of them."""
+        """Yield (condition, shape): for all layers, or for two kinds of layers."""
         seen, literals = (
             [(each, self.seen(each.sample, pattern)) for each in observed],
             self.model.literals,
@@ -466,8 +469,8 @@ class Fitter:
 
 
 def with_values(raw: Values, names: Sequence[str], values: Sequence[Any]) -> Values | None:
-    """Return a config with other values of some keys, or None if it lacks the part that has one of
-    them.
+    """Return a config with other values of some keys, or None if it lacks a
+    part with such a key.
     """
     for name, value in zip(names, values, strict=True):
         other = changed(raw, name, value)
@@ -478,9 +481,7 @@ def with_values(raw: Values, names: Sequence[str], values: Sequence[Any]) -> Val
 
 
 def disagree(conditions: Sequence[str], config: Values, count: str) -> bool:
-    """Return whether conditions differ for a layer of the model of a config, or for the model
-    itself.
-    """
+    """Return True if conditions differ for a layer of a config's model, or for the model itself."""
     values = ConfigValues(config, PLAIN)
     with suppress(Unknown):
         layers = size(count, values) if count else -1
@@ -493,8 +494,10 @@ def disagree(conditions: Sequence[str], config: Values, count: str) -> bool:
 
 
 def shape(seen: Sequence[tuple[Observed, tuple[int, ...]]], literals: Literals) -> list[str] | None:
-    """Return an expression for each size of tensors that are alike under each config, "" if it is
-    unknown.
+    """Return an expression for each size of tensors that are equal under each config.
+
+    An expression is "" if it is unknown. Returns None if the tensors differ in their number of
+    sizes.
     """
     if len({len(sizes) for _, sizes in seen}) != 1:
         return None
@@ -504,7 +507,7 @@ def shape(seen: Sequence[tuple[Observed, tuple[int, ...]]], literals: Literals) 
 
 
 def distinct(observed: Sequence[Observed], keys: Iterable[str]) -> list[Observed]:
-    """One of those that say the same of some keys."""
+    """Return a single observation for each combination of values of these keys."""
     names = sorted(keys)
     told = {
         json.dumps([each.layers, *map(each.sample.keys.get, names), sorted(each.result)]): each
@@ -514,7 +517,7 @@ def distinct(observed: Sequence[Observed], keys: Iterable[str]) -> list[Observed
 
 
 def entry_of(model: Model) -> dict[str, Any]:
-    """The entry of a class but for what vLLM makes of it."""
+    """Return the entry of a class, without the parts that vLLM determines."""
     entry = Fitter(model=model).entry()
     for row in entry["rows"]:
         row["shape"] = row["shape"] and [
@@ -531,8 +534,10 @@ def entry_of(model: Model) -> dict[str, Any]:
 
 
 def without_hidden(side: str, hidden: Sequence[str]) -> str:
-    """A size that is known only where it does not hang on a key that the class has no default for:
-    vLLM need not read it."""
+    """Make a size unknown if it depends on a key without a default in the class.
+
+    vLLM may ignore such a key.
+    """
     for key in hidden:
         alike = rf"(\2 if not {key} or \1 == \2 else '')"
         side = re.sub(rf"^\((.*) if {re.escape(key)} else (.*)\)$", alike, side)
@@ -541,7 +546,7 @@ def without_hidden(side: str, hidden: Sequence[str]) -> str:
 
 
 def meanings(model: Model, used: Iterable[str]) -> dict[str, Any]:
-    """`defaults`, `nulls`, `lists` and `aliases` of the keys that are used, and of those that these
+    """Return `defaults`, `nulls`, `lists` and `aliases` of the used keys and of the keys that these
     need.
     """
     found: dict[str, dict[str, Any]] = {"defaults": {}, "nulls": {}, "lists": {}, "aliases": {}}
@@ -574,7 +579,7 @@ def meanings(model: Model, used: Iterable[str]) -> dict[str, Any]:
 
 
 def is_constant(model: Model, path: str, default: int, *, absent: bool) -> bool:
-    """Return whether a default is the same number, or the same expression, under every changed
+    """Return True if a default is the same number, or the same expression, under every changed
     config.
 
     Some defaults are computed from other keys in a way that leaves no trace (a rounded quotient).
@@ -594,8 +599,9 @@ def is_constant(model: Model, path: str, default: int, *, absent: bool) -> bool:
 
 
 def meant(model: Model, path: str, *, absent: bool, raw: Values | None = None) -> Any:
-    """What transformers takes for a key that a config lacks or that is null; None where it keeps
-    that.
+    """Return the value that transformers uses for a key that is missing or null.
+
+    Returns None if it leaves the key unset.
     """
     try:
         return read_without(model, path, absent=absent, raw=raw or model.raw)
@@ -604,7 +610,7 @@ def meant(model: Model, path: str, *, absent: bool, raw: Values | None = None) -
 
 
 def read_without(model: Model, path: str, *, absent: bool, raw: Values) -> Any:
-    """As `meant`, but raises what transformers raises of the config."""
+    """Return the same as `meant`, but raise the errors that transformers raises for the config."""
     raw = json.loads(json.dumps(raw))
     key = path.rpartition(".")[2]
     part = part_of(raw, path)
@@ -617,8 +623,9 @@ def read_without(model: Model, path: str, *, absent: bool, raw: Values) -> Any:
 
 
 def listed(model: Model, path: str) -> dict[str, str] | None:
-    """Of a list that a config lacks: how many entries it has (""), and a condition for each
-    word.
+    """Describe the list that transformers computes for a missing key.
+
+    Returns its length (under ""), and a condition for each word.
     """
     holder = path.rpartition(".")[0]
     base = changed(model.raw, f"{holder}.num_hidden_layers".lstrip("."), MANY) or model.raw

@@ -1,11 +1,12 @@
-"""Write vexport/architectures/vllm.json: what vLLM's model classes fuse, rename and never quantize.
+"""Write vexport/architectures/vllm.json: the layers that vLLM's model classes fuse, rename and
+never quantize.
 
-Run in an environment with vLLM: `python scripts/generate_architectures.py [--out TABLE.json]`. Of
-vLLM's own classes nothing is instantiated: class attributes are read, and the source of a class and
-of the classes that it is made of is searched for the tables of its loader
-(`stacked_params_mapping`), for layers built without `quant_config`, and for the attribute that
-holds the language model (`_mark_language_model`). What vLLM runs with its Transformers backend is
-built without memory: see transformers_backend.py. vLLM believes in a CUDA device, for some of its
+Run in an environment with vLLM: `python scripts/generate_architectures.py [--out TABLE.json]`. No
+vLLM class is instantiated. The script reads class attributes, and searches the source of a class
+and of the classes in it for three things: the tables of its loader (`stacked_params_mapping`),
+layers built without `quant_config`, and the attribute that holds the language model
+(`_mark_language_model`). Models for vLLM's Transformers backend are built without memory, see
+transformers_backend.py. vLLM is made to believe that there is a CUDA device, because some of its
 classes differ by platform.
 """
 
@@ -45,12 +46,12 @@ from vllm.model_executor.models.utils import WeightsMapper  # noqa: E402
 
 DEFAULT_EXPERTS = ("gate_proj", "down_proj", "up_proj")  # FusedMoE's own `ckpt_names`
 REPLICATED = ("ReplicatedLinear", "GateLinear", "DeepSeekV2FusedQkvAProjLinear")
-# Experts in one tensor of shape (experts, in, out): said to the layer, or done by Llama 4's own
-# loader.
+# Signs of experts in a single tensor of shape (experts, in, out): an argument of the layer, or a
+# method of Llama 4's loader.
 TRANSPOSED = ("is_fused_checkpoint_transposed=True", "def load_moe_expert_weights")
-# Loaders that order a layer's rows again, by (class, function): which of its tensors follow
-# (`Reordering` in vexport/architectures). Read by a person: a new class whose loader does that is
-# added here.
+# Loaders that reorder a layer's rows, by (class, function), and which of the layer's tensors are
+# reordered (`Reordering` in vexport/architectures). A person reads the loaders: add new classes
+# with such a loader here.
 REORDERS: Mapping[tuple[str, str], Mapping[str, str]] = {
     ("Llama4ForCausalLM", "permute_qk_weight_for_rotary"): dict.fromkeys(
         ("q_proj", "k_proj"), "scales by row"
@@ -67,7 +68,7 @@ Table = dict[str, object]
 def main() -> None:
     target: Path = arguments(__doc__, "vllm.json").out
     logging.disable(logging.WARNING)
-    # vLLM inspects each class in its own process, to leave GPUs alone. There is no GPU here.
+    # vLLM inspects each class in a separate process, to leave GPUs alone. There is no GPU here.
     registry._run_in_subprocess = lambda function: function()
     own, left_out = own_classes()
     backed, failed = backed_classes(own.keys() | left_out.keys())
@@ -91,7 +92,7 @@ def main() -> None:
 
 
 def own_classes() -> tuple[dict[str, Table], dict[str, str]]:
-    """(entries, reasons) of the generating classes with vLLM's own code."""
+    """Return (entries, reasons) for the generating classes with code in vLLM."""
     table: dict[str, Table] = {}
     left_out: dict[str, str] = {}
     models = {**registry._MULTIMODAL_MODELS, **registry._TEXT_GENERATION_MODELS}
@@ -116,10 +117,10 @@ def own_classes() -> tuple[dict[str, Table], dict[str, str]]:
 
 
 def backed_classes(known: Collection[str]) -> tuple[dict[str, Table], dict[str, str]]:
-    """(entries, reasons) of what vLLM runs by its Transformers backend.
+    """Return (entries, reasons) for classes that run by vLLM's Transformers backend.
 
-    That is what its registry lists for it, and the classes of transformers with a plan for tensor
-    parallelism that no registry of vLLM lists.
+    These are the classes that vLLM's registry lists for the backend, and the classes of
+    transformers with a plan for tensor parallelism that no registry of vLLM lists.
     """
     kinds = generating_classes()
     listed = registry._TRANSFORMERS_SUPPORTED_MODELS
@@ -141,8 +142,8 @@ def backed_classes(known: Collection[str]) -> tuple[dict[str, Table], dict[str, 
 
 
 def other_tasks() -> dict[str, str]:
-    """Return what vLLM runs for something else than to generate text, and what it does not run any
-    more.
+    """Return the classes that vLLM runs for tasks other than generating text, and classes that vLLM
+    has removed.
     """
     pooling = {
         **registry._EMBEDDING_MODELS,
@@ -180,8 +181,9 @@ def reordered(parts: list[type]) -> dict[str, str]:
 
 
 def describe(model: type) -> Table:
-    """The entry of one class; of a multimodal one, that of its language model with its own names
-    added.
+    """Return the entry of a class.
+
+    For a multimodal class, it is the entry of its language model with the class's names added.
     """
     attributes, inner = language_models(model)
     parts = parts_of(model)
@@ -212,7 +214,9 @@ def describe(model: type) -> Table:
 
 
 def packed_modules(parts: list[type]) -> dict[str, list[str]]:
-    """`packed_modules_mapping` of the classes, with what their source adds to it."""
+    """Return `packed_modules_mapping` of the classes, with the entries that their source adds to
+    it.
+    """
     found: dict[str, list[str]] = {}
     for part in parts:
         for fused, members in (getattr(part, "packed_modules_mapping", None) or {}).items():
@@ -228,8 +232,9 @@ def packed_modules(parts: list[type]) -> dict[str, list[str]]:
 
 
 def stacked_modules(parts: list[type]) -> dict[str, list[str]]:
-    """What the loaders stack into one parameter: `orig_to_new_stacked` and literal (fused, member,
-    shard).
+    """Return the weights that loaders stack into a single parameter.
+
+    They are in `orig_to_new_stacked` and in literals (fused, member, shard).
     """
     found: dict[str, list[str]] = {}
     for fused, member in [
@@ -244,7 +249,7 @@ def stacked_modules(parts: list[type]) -> dict[str, list[str]]:
 
 
 def leaf(name: str) -> str:
-    """The module's own name in a pattern of a loader (`.self_attn.qkv_proj.` -> qkv_proj)."""
+    """Return the name of the module in a loader's pattern (`.self_attn.qkv_proj.` -> qkv_proj)."""
     return name.removesuffix(".weight").strip(".").rpartition(".")[2]
 
 
@@ -256,7 +261,7 @@ def mapped_pairs(part: type) -> Iterator[tuple[str, str]]:
 
 
 def literal_pairs(part: type) -> Iterator[tuple[str, str]]:
-    """(fused, member) of the lists that a class's load_weights goes through."""
+    """Yield (fused, member) from the lists that a class's load_weights iterates over."""
     for node in ast.walk(tree(part)):
         if isinstance(node, ast.Tuple) and len(node.elts) == 3:
             values = literal(node)
@@ -269,7 +274,7 @@ def literal_pairs(part: type) -> Iterator[tuple[str, str]]:
 
 
 def expert_names(parts: list[type]) -> list[str | None] | None:
-    """The names of an expert's gate, down and up projections on disk; None for a class without
+    """Return the names of an expert's gate, down and up projections on disk, or None without
     experts.
     """
     calls = [call for part in parts for call in calls_in(part)]
@@ -287,7 +292,7 @@ def expert_names(parts: list[type]) -> list[str | None] | None:
 
 
 def layers(parts: list[type]) -> Iterator[tuple[ast.Call, str]]:
-    """Each call whose result an attribute of self holds, and the last part of the layer's name."""
+    """Yield each call that makes an attribute of self, and the last part of the layer's name."""
     for part in parts:
         for node in ast.walk(tree(part)):
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
@@ -295,8 +300,8 @@ def layers(parts: list[type]) -> Iterator[tuple[ast.Call, str]]:
 
 
 def unquantized(parts: list[type]) -> list[str]:
-    """The linear layers that are never built with a quantization config, by the last part of their
-    names.
+    """Return the linear layers that are never built with a quantization config, by their last name
+    part.
     """
     plain: set[str] = set()
     quantizable: set[str] = set()
@@ -307,18 +312,18 @@ def unquantized(parts: list[type]) -> list[str]:
 
 
 def named_layers(parts: list[type], wanted: Callable[[ast.Call], bool]) -> list[str]:
-    """The layers that are built as wanted, by the last part of their names."""
+    """Return the layers that are built by calls with `wanted`, by the last part of their names."""
     return sorted({name for call, name in layers(parts) if wanted(call)})
 
 
 def is_replicated(call: ast.Call) -> bool:
-    """Return whether every rank of tensor parallelism holds the whole layer."""
+    """Return True if every rank of tensor parallelism has the whole layer."""
     whole = any(word.arg == "disable_tp" and literal(word.value) is True for word in call.keywords)
     return whole or name_of(call) in REPLICATED
 
 
 def is_plain(call: ast.Call) -> bool:
-    """Return whether a layer gets no quantization config, or None."""
+    """Return True if a layer gets no quantization config, or None."""
     given = [
         ast.unparse(keyword.value) for keyword in call.keywords if keyword.arg == "quant_config"
     ]
@@ -326,14 +331,15 @@ def is_plain(call: ast.Call) -> bool:
 
 
 def is_quantizable_router(call: ast.Call) -> bool:
-    """Return whether a call builds a router with a quantization config
-    (fused_moe/router/gate_linear.py).
+    """Return True if a call builds a router with a quantization config.
+
+    Source: fused_moe/router/gate_linear.py.
     """
     return name_of(call) == "GateLinear" and not is_plain(call)
 
 
 def layer_name(call: ast.Call, attribute: str) -> str:
-    """The last part of the prefix that a layer is built with, else the attribute that holds it."""
+    """Return the last part of the layer's prefix, or the attribute that holds the layer."""
     for keyword in call.keywords:
         if keyword.arg == "prefix":
             tail = ast.unparse(keyword.value).strip("'\")").rpartition(".")[2]
@@ -343,7 +349,7 @@ def layer_name(call: ast.Call, attribute: str) -> str:
 
 
 def stacked_experts(parts: list[type]) -> dict[str, str]:
-    """Other names on disk for the experts that are stored in one tensor: suffix -> vLLM's
+    """Return other names on disk for experts that are stored in a single tensor: suffix -> vLLM's
     suffix.
     """
     mappers = [getattr(part, "hf_to_vllm_mapper", None) for part in parts]
@@ -357,7 +363,9 @@ def stacked_experts(parts: list[type]) -> dict[str, str]:
 
 
 def renames(model: type) -> dict[str, dict[str, str]]:
-    """The checkpoint's names to vLLM's, as far as they place a module."""
+    """Return the renaming of the checkpoint's names to vLLM's names, as far
+    as it places modules.
+    """
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     found: dict[str, dict[str, str]] = {}
     for kind in ("regex", "substr", "prefix") if isinstance(mapper, WeightsMapper) else ():

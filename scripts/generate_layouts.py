@@ -1,16 +1,15 @@
-"""Write vexport/architectures/layouts.json: the tensors of each class by its config, what vLLM
-makes of them.
+"""Write vexport/architectures/layouts.json: the tensors of each class by its config, and their use
+in vLLM.
 
-Run in an environment with vLLM:
-`python scripts/generate_layouts.py [--out TABLE.json] [--pinned SITE_PACKAGES] [CLASS]...`.
-Classes that are named are made again, the others where the table is of another version or lacks
-them: it can be stopped at any time. A class takes up to a minute. With `--pinned` the entries of
-classes whose code is the same in that environment, which has the pinned vLLM, are taken from
-vexport's own table.
+Run in an environment with vLLM: `python scripts/generate_layouts.py [--out TABLE.json] [--pinned
+SITE_PACKAGES] [CLASS]...`. Named classes are made again. Other classes are made if the table lacks
+them or is for another version, so the script can be stopped at any time. A class takes up to a
+minute. SITE_PACKAGES of `--pinned` belong to an environment with the pinned vLLM. Classes with the
+same code there keep their entries from vexport's table.
 
-Names, layers and shapes are those of transformers' models (samples.py, fitting.py); vLLM's class
-loads the tensors of one config, as `vexport load --dry` does. Of what it does not load nothing is
-said.
+Names, layers and shapes come from transformers' models (samples.py, fitting.py). vLLM's class loads
+the tensors of a single config, as `vexport load --dry` does. The table says nothing about tensors
+that vLLM does not load.
 """
 
 import json
@@ -30,14 +29,14 @@ from tables import FOLDER, arguments, known_classes, write_table
 from vexport.architectures import with_stars
 from vexport.engine.dry.worker import preload
 
-# A name that no class knows, to see whether it is passed over.
+# A tensor name that no class has, to find out whether vLLM ignores it.
 UNKNOWN = "zz_unknown.weight"
-# What a row of the table leaves out.
+# Values that rows of the table leave out.
 USUAL = {"condition": "1", "shape": None, "kind": ""}
 
 
 def main() -> None:
-    """Make the entries that are asked for or not there, and write the table after each."""
+    """Make the entries that are named or missing, and write the table after each."""
     options = arguments(__doc__, "layouts.json", classes=True)
     preload()
     import transformers
@@ -75,10 +74,10 @@ def main() -> None:
 
 
 def made(name: str, folder: Path) -> Entry | str:
-    """The entry of a class, or why there is none.
+    """Return the entry of a class, or the reason why there is none.
 
-    What vLLM refuses is loaded once more as files on the hub have it: a part under a name that is
-    one deeper or less deep, experts with their last two dimensions the other way round.
+    Tensors that vLLM refuses are loaded again in forms that files on the hub have: a part whose
+    name is a level deeper or less deep, and experts with their last two dimensions swapped.
     """
     found = in_child(lambda: observed(name, folder))
     built = found if isinstance(found, str) else loaded(folder)
@@ -99,8 +98,8 @@ def made(name: str, folder: Path) -> Entry | str:
 
 
 def other_place(built: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The prefix of tensors that vLLM refuses, and that of the tensors that it lacks in their
-    place.
+    """Return the prefix of tensors that vLLM refuses, and the prefix of the tensors that it misses
+    instead.
     """
     lacking = [
         fault.split()[1].rstrip(":") for fault in built["faults"] if fault.startswith("missing ")
@@ -136,8 +135,9 @@ def rewrite(folder: Path, old: str, new: str, turned: Collection[str]) -> Entry:
 
 
 def observed(name: str, folder: Path) -> Entry:
-    """Return what transformers' class has; a checkpoint of it is written, with names that no class
-    knows.
+    """Return the tensors of transformers' class, and write a checkpoint of it.
+
+    The checkpoint has extra names that no class has.
     """
     import transformers
     from built_modules import QUANTIZATION, Recipe, own_types, save, transformers_types
@@ -183,7 +183,7 @@ def typed(config: Mapping[str, Any], path: str = "") -> list[tuple[str, Any]]:
 
 
 def containers(names: Mapping[str, object]) -> dict[str, str]:
-    """Of each part of a model, with stars, a name in it that no class knows; "" is the model
+    """Return, for each part of a model with stars, a name in it that no class has. "" is the model
     itself.
     """
     found = {"": UNKNOWN, "mtp": f"mtp.{UNKNOWN}"}
@@ -209,8 +209,8 @@ def loaded(folder: Path) -> Entry | str:
 
 
 def joined(found: Entry, built: Mapping[str, Any]) -> Entry:
-    """The entry with what vLLM makes of each tensor; of those that it does not read nothing is
-    known.
+    """Return the entry with vLLM's use of each tensor. The use of tensors that vLLM does not read
+    is unknown.
     """
     stored, probes = built["stored"], found.pop("probes")
     kinds: dict[str, set[str]] = {}

@@ -1,12 +1,12 @@
-"""Write vexport/architectures/modules.json: what vLLM builds of each class, and how modules are
-asked for.
+"""Write vexport/architectures/modules.json: the modules of each vLLM class, and their names for the
+quantization config.
 
 Run in an environment with vLLM: `python scripts/generate_modules.py [--out TABLE.json] [CLASS]...`.
 A class is built on the meta device, as `vexport load --dry` builds it, from the default config of
-transformers or vLLM with few layers, and loads the tensors of transformers' model under the names
-of the hub. A layer that asks the quantization config for a method is linear, a table or a head;
-what does not ask is built without it. Decoder layers are left out, but for the names under which
-they ask: vllm.json has them.
+transformers or vLLM with few layers. It loads the tensors of transformers' model under the names of
+the hub. A layer that gets its method from the quantization config is linear, a table or a head.
+Other layers are built without the config. Decoder layers are left out, because vllm.json has them.
+Only the names that they pass to the config are kept.
 """
 
 import json
@@ -29,13 +29,12 @@ if TYPE_CHECKING:
     from built_modules import Built
 
 KINDS = ("linear", "plain", "table", "lookup", "head")
-# vLLM asks a config for a key that it has no default for: it is given one, so often.
+# vLLM reads a key without a default that the config lacks. The key is added, at most this often.
 MISSING = re.compile(r"AttributeError: '\w+' object has no attribute '(\w+)'")
 MOST_MISSING = 16
-# Seconds of a processor for a class: more are taken by none but a few whose conditions are not
-# found.
+# Processor seconds for a class. Only a few classes with conditions that cannot be found take more.
 SECONDS = 300
-# What a key is given by its name: sizes that divide each other, counts, a factor; other keys are
+# Values of added keys by name: sizes that divide each other, counts, a factor. Other keys are
 # False.
 DEFAULTS = {
     "rate": 16000,
@@ -51,7 +50,7 @@ Entry = dict[str, Any]
 
 
 def main() -> None:
-    """Build each class in a process of its own; name those that cannot be built here."""
+    """Build each class in a separate process, and name the classes that cannot be built here."""
     options = arguments(__doc__, "modules.json", classes=True)
     preload()
     import vllm
@@ -81,7 +80,7 @@ def main() -> None:
 
 
 def built(name: str) -> Iterator["Built"]:
-    """Return what a class is built of, once for each config that it can be built from."""
+    """Yield the modules of a class, for each config that the class can be built from."""
     from built_modules import Built, Recipe, build, recipes
 
     def attempt(recipe: Recipe, missing: Entry) -> Entry:
@@ -102,8 +101,9 @@ def built(name: str) -> Iterator["Built"]:
 
 
 def until_built(attempt: Callable[[Entry], Entry]) -> Entry | str:
-    """What an attempt in a child makes with the keys that vLLM misses in a config, or why it
-    cannot.
+    """Return the result of an attempt in a child, with the keys that vLLM misses in a config.
+
+    Returns the error if the attempt fails even so.
     """
     missing: Entry = {}
     while True:
@@ -119,7 +119,7 @@ def default_of(key: str) -> object:
 
 
 def in_child(work: Callable[[], Entry]) -> Entry | str:
-    """Return what a child process answers, or why it could not; vLLM's logs go nowhere."""
+    """Return the result of a child process, or its error. vLLM's logs are discarded."""
     fork = multiprocessing.get_context("fork")
     reading, writing = fork.Pipe(duplex=False)
 
@@ -146,7 +146,10 @@ def in_child(work: Callable[[], Entry]) -> Entry | str:
 
 
 def merged(results: list["Built"]) -> Entry | None:
-    """The entry of a class: what all of its configs say alike; None where none could be built."""
+    """Return the entry of a class: everything that is the same for all of its configs.
+
+    Returns None if no config could be built.
+    """
     if not results:
         return None
     kinds: dict[str, str] = {}

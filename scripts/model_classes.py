@@ -1,8 +1,7 @@
-"""The model classes of vLLM as they are written: the source of each and of the classes that it is
-made of.
+"""Read the source of vLLM's model classes and of the classes in them.
 
-Of the parts of linear layers that vLLM builds merged the sizes, as sums and products of config
-keys.
+For the parts of linear layers that vLLM builds merged, it finds the sizes, as sums and products of
+config keys.
 """
 
 import ast
@@ -25,14 +24,14 @@ MODELS = ("vllm.model_executor.models", "vllm.models", "vllm.model_executor.laye
 MERGED = "MergedColumnParallelLinear"
 QKV = "QKVParallelLinear"
 SHARDED = "mamba_v2_sharded_weight_loader"
-# Names of sizes that vexport/architectures/config.py knows.
+# Names of sizes that vexport/architectures/config.py defines.
 QUERIES_KEYS_VALUES = ["queries", "keys", "values"]
 OPERATORS = {ast.Mult: "*", ast.Add: "+"}
 DEEPEST = 8
 
 
 def load_class(module: str, name: str) -> type:
-    """A registered class; modules are named relative to vLLM's models unless they have a dot."""
+    """Return a registered class. Module names without a dot are relative to vLLM's models."""
     loaded: type = getattr(
         importlib.import_module(module if "." in module else f"{MODELS[0]}.{module}"), name
     )
@@ -40,7 +39,7 @@ def load_class(module: str, name: str) -> type:
 
 
 def parts_of(model: type) -> list[type]:
-    """The classes that a model, of a multimodal one its language model, is made of."""
+    """Return the classes in a model, or in its language model if it is multimodal."""
     _, inner = language_models(model)
     return list(dict.fromkeys(part for root in (inner or [model]) for part in reachable(root)))
 
@@ -64,8 +63,8 @@ def namespace(model: type) -> ModuleType:
 
 @cache
 def reachable(model: type) -> tuple[type, ...]:
-    """The class and every module class that its source names, bases too, as far as they are models'
-    code.
+    """Return the class and every module class that its source names, including bases, if they are
+    models' code.
     """
     found: dict[type, None] = {}
     todo = [model]
@@ -88,18 +87,18 @@ def reachable(model: type) -> tuple[type, ...]:
 
 
 def chosen_classes(value: object) -> tuple[object, ...]:
-    """The class of which a function returns one, by its annotation `type[Class]`."""
+    """Return the class in the annotation `type[Class]` of a function that returns a class."""
     returned = getattr(value, "__annotations__", {}).get("return") if isfunction(value) else None
     return get_args(returned) if get_origin(returned) is type else ()
 
 
 def language_models(model: type) -> tuple[set[str], list[type]]:
-    """The attributes that hold a wrapper's language model, and its classes where the source names
-    them.
+    """Return the attributes that hold a wrapper's language model, and its classes if the source
+    names them.
 
-    Where no block marks the language model, the class names it for LoRA (`get_mm_mapping`), and
-    what it is made of as `language_targets`; else it is what is made by the name of another class
-    of vLLM.
+    If no block marks the language model, the class names it for LoRA (`get_mm_mapping`), and its
+    parts as `language_targets`. Otherwise it is the module that is made by the name of another vLLM
+    class.
     """
     for owner in model.__mro__:
         blocks = [
@@ -127,7 +126,7 @@ def language_models(model: type) -> tuple[set[str], list[type]]:
 
 
 def registered(owner: type) -> Iterator[str]:
-    """The attributes that hold what is made by a class's name."""
+    """Yield the attributes that hold modules made by a class's name."""
     for node in ast.walk(tree(owner)):
         if isinstance(node, ast.Assign) and "init_vllm_registered_model(" in ast.unparse(
             node.value
@@ -136,7 +135,7 @@ def registered(owner: type) -> Iterator[str]:
 
 
 def assigned(node: ast.AST) -> Iterator[str]:
-    """The attributes of self that a statement assigns a module to."""
+    """Yield the attributes of self to which a statement assigns a module."""
     targets = (
         node.targets
         if isinstance(node, ast.Assign)
@@ -150,7 +149,9 @@ def assigned(node: ast.AST) -> Iterator[str]:
 
 
 def named_class(node: ast.AST, owner: type) -> Iterator[type]:
-    """A model class that is called by name, or one that is named as the architecture to build."""
+    """Yield the model class that a node calls by name, or that it names as the architecture to
+    build.
+    """
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         entry = registry._TEXT_GENERATION_MODELS.get(node.value)
         if entry is not None:
@@ -166,7 +167,10 @@ def named_class(node: ast.AST, owner: type) -> Iterator[type]:
 
 
 def literal(node: ast.AST) -> object:
-    """The value of a literal, or the key of a subscript; None where it is computed."""
+    """Return the value of a literal, or the key of a subscript.
+
+    Returns None for a computed value.
+    """
     try:
         return ast.literal_eval(node.slice if isinstance(node, ast.Subscript) else node)
     except (ValueError, TypeError):
@@ -179,14 +183,14 @@ def calls_in(part: type) -> Iterator[ast.Call]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scope:
-    """A function, with the arguments of a call of it and the scope that these are written in."""
+    """A function, with the arguments of a call of it and the scope of that call."""
 
     function: ast.FunctionDef
     arguments: Mapping[str, ast.expr] = field(default_factory=dict)
     caller: "Scope | None" = None
 
     def look_up(self, node: ast.expr) -> "tuple[ast.expr, Scope] | None":
-        """Return what a name or an attribute of self was assigned, and where."""
+        """Return the value that was assigned to a name or an attribute of self, and its scope."""
         if isinstance(node, ast.Name):
             if node.id in self.arguments and self.caller is not None:
                 return self.arguments[node.id], self.caller
@@ -200,8 +204,11 @@ class Scope:
 
 
 def output_sizes(parts: list[type]) -> dict[str, list[str]]:
-    """The merged layers of classes, by the last part of their names: an expression in config keys
-    for each of their parts, ["1", "1"] where these are equal."""
+    """Return the merged layers of classes, by the last part of their names.
+
+    Each layer has an expression in config keys for each of its parts, or ["1", "1"] if the parts
+    are equal.
+    """
     found: dict[str, list[str]] = {}
     for part in parts:
         for function, calls in functions(part):
@@ -231,8 +238,11 @@ def functions(part: type) -> list[tuple[ast.FunctionDef, list[ast.Call]]]:
 def scopes(
     part: type, function: ast.FunctionDef, parts: Sequence[type], depth: int = 0
 ) -> Iterator[Scope]:
-    """A method as it is called by the class itself or, for `__init__`, by classes that build it;
-    last, as nothing is known of its arguments."""
+    """Yield the scopes of a method's calls: by the class itself or, for `__init__`, by classes that
+    build it.
+
+    The last scope has no known arguments.
+    """
     wanted = part.__name__ if function.name == "__init__" else f"self.{function.name}"
     for caller in (parts if function.name == "__init__" else [part]) if depth < DEEPEST else ():
         for other, calls in functions(caller):
@@ -258,7 +268,9 @@ def given(call: ast.Call, function: ast.FunctionDef) -> dict[str, ast.expr]:
 
 
 def assignment(function: ast.FunctionDef, target: str) -> ast.expr | None:
-    """Return what a name is assigned in a function: once, or once outside its branches."""
+    """Return the value assigned to a name in a function: if once, or if once
+    outside its branches.
+    """
     for nodes in (function.body, [*ast.walk(function)]):
         values = [
             node.value
@@ -280,7 +292,7 @@ def layer_of(call: ast.Call, scope: Scope) -> str | None:
 
 
 def sizes_of(call: ast.Call, scope: Scope) -> list[str] | None:
-    """An expression for each part of a merged layer; None where that is not known."""
+    """Return an expression for each part of a merged layer, or None if a part is unknown."""
     if name_of(call).endswith(QKV):
         return QUERIES_KEYS_VALUES
     sizes = next((word.value for word in call.keywords if word.arg == "output_sizes"), None)
@@ -290,7 +302,7 @@ def sizes_of(call: ast.Call, scope: Scope) -> list[str] | None:
 
 
 def listed(node: ast.expr | None, scope: Scope) -> list[str] | None:
-    """A list of sizes, written out or repeated."""
+    """Return a list of sizes, written out or repeated."""
     if isinstance(node, ast.List):
         sizes = [expression(item, scope) for item in node.elts]
         return [size for size in sizes if size] if all(sizes) else None
@@ -310,7 +322,7 @@ def listed(node: ast.expr | None, scope: Scope) -> list[str] | None:
 
 
 def constant(node: ast.expr, scope: Scope) -> bool | None:
-    """A truth value that is written in the code."""
+    """Return a truth value that is written in the code."""
     if isinstance(node, ast.Constant):
         return bool(node.value)
     found = scope.look_up(node)
@@ -318,7 +330,7 @@ def constant(node: ast.expr, scope: Scope) -> bool | None:
 
 
 def expression(node: ast.expr, scope: Scope) -> str | None:
-    """A size in config keys: `a or b` is b where the config has no a."""
+    """Return a size in config keys. `a or b` is b if the config has no a."""
     if isinstance(node, ast.Constant):
         return str(node.value) if isinstance(node.value, int) else None
     if isinstance(node, ast.BinOp):
@@ -336,7 +348,7 @@ def expression(node: ast.expr, scope: Scope) -> str | None:
 
 
 def optional(node: ast.IfExp, scope: Scope) -> str | None:
-    """`other if key is None else key`."""
+    """Return the size for `other if key is None else key`."""
     test = node.test
     if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], ast.Is):
         return None
@@ -345,7 +357,7 @@ def optional(node: ast.IfExp, scope: Scope) -> str | None:
 
 
 def called_size(call: ast.Call, scope: Scope) -> str | None:
-    """A key that may be absent, a size made whole, a sum."""
+    """Return the size from a call: an optional key, a size converted to int, or a sum."""
     name, arguments = name_of(call), call.args
     if name == "getattr" and ast.unparse(arguments[0]).endswith("config"):
         key = literal(arguments[1])
@@ -360,9 +372,10 @@ def called_size(call: ast.Call, scope: Scope) -> str | None:
 
 
 def groups(parts: list[type]) -> dict[str, str]:
-    """Layers of which each rank needs whole groups, which are repeated where there are fewer than
-    ranks by a loader that cuts tensors by row (mamba_v2_sharded_weight_loader), with the number of
-    groups.
+    """Return the layers that are split into whole groups, with the number of groups.
+
+    If there are fewer groups than ranks, a loader that splits tensors by row repeats them
+    (mamba_v2_sharded_weight_loader).
     """
     found: dict[str, str] = {}
     for part in parts:
