@@ -1,9 +1,9 @@
-"""setuptools, and what pyproject.toml cannot tell it.
+"""Build with setuptools, and add the parts that pyproject.toml cannot describe.
 
 The demo goes into the wheel, the tests into the sdist.
 
-scenarios/ stays at the top of the repository. A wheel has the demo's files as vexport/scenarios, an
-editable installation reads them where they are.
+scenarios/ stays at the top of the repository. A wheel has the demo's files as vexport/scenarios. An
+editable installation reads them from scenarios/.
 """
 
 import runpy
@@ -15,12 +15,12 @@ from setuptools.command.egg_info import manifest_maker
 
 ROOT = Path(__file__).parent.parent
 
-# Read instead of a MANIFEST.in at the top of the repository.
+# Used instead of a MANIFEST.in at the top of the repository.
 manifest_maker.template = "scripts/sdist.in"
 
 
 class BuildPy(build_py):  # type: ignore[misc]
-    """Copies the demo into the package that is built."""
+    """Copies the demo into the built package."""
 
     def run(self) -> None:
         """Build modules and data as setuptools does, then add the demo."""

@@ -80,8 +80,8 @@ MOST_REFUSALS = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """Recipe for the config of a class: a model type of transformers or vLLM, and the type of a
-    tower.
+    """Recipe for the config of a class: a model type of transformers or vLLM, and the type
+    of a tower.
     """
 
     architecture: str
@@ -104,8 +104,9 @@ class Recipe:
         }
 
     def write(self, folder: Path, missing: Mapping[str, object]) -> None:
-        """Write config.json, and the tensors if transformers has the model. `missing` has keys to
-        add.
+        """Write config.json, and the tensors if transformers has the model.
+
+        `missing` has keys to add.
         """
         values = self.values()
         shorten(values, ALL, {key: elsewhere(values, key, value) for key, value in missing.items()})
@@ -186,8 +187,8 @@ def filled(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def elsewhere(values: Values, key: str, default: object) -> object:
-    """Return the value of a key in a nested config, or the default if no
-    nested config has the key.
+    """Return the value of a key in a nested config, or the default if no nested config
+    has the key.
     """
     nested = [value for value in values.values() if isinstance(value, dict)]
     found = (each[key] for each in nested if each.get(key) is not None)
@@ -195,8 +196,9 @@ def elsewhere(values: Values, key: str, default: object) -> object:
 
 
 def shorten(values: Values, layers: int, missing: Mapping[str, object]) -> None:
-    """Reduce the numbers of layers, and the lists with an entry for each layer. Add the keys that
-    vLLM needs.
+    """Reduce the numbers of layers, and the lists with an entry for each layer.
+
+    Add the keys that vLLM needs.
     """
     for key in ("id2label", "label2id", "per_layer_config"):
         values.pop(key, None)
@@ -299,8 +301,8 @@ def storage(tensor: torch.Tensor) -> int:
 
 
 def build(folder: Path) -> Built:
-    """Build the class of a folder's config on the meta device, and load its
-    tensors if it has any.
+    """Build the class of a folder's config on the meta device, and load its tensors if
+    it has any.
     """
     heard: dict[nn.Module, Asked] = {}
     method = CompressedTensorsConfig.get_quant_method
@@ -438,8 +440,8 @@ def load(model: nn.Module, config: VllmConfig) -> tuple[Books, list[str]]:
 
 
 def stored_modules(model: nn.Module, audit: Books) -> Iterator[tuple[str, str]]:
-    """Yield (module in the file, as vLLM's class renames it; module that its
-    weight was copied to).
+    """Yield (module in the file, as vLLM's class renames it; module that its weight
+    was copied to).
     """
     mapper = getattr(type(model), "hf_to_vllm_mapper", None)
     for stored, parameter in audit.copied(model):

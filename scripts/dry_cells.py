@@ -1,4 +1,4 @@
-"""Reads the cells of a dry load's report: which kernel runs each kind of layer on each device."""
+"""Read the cells of a dry load's report: which kernel runs each kind of layer on each device."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -7,10 +7,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCell:
-    """What the dry load says of one kind of layer on one device.
+    """Result of the dry load for a kind of layer on a device.
 
     `kind` is the name of the layers with stars for numbers. It is empty for the cells of the whole
-    checkpoint, whose precision and kernel are empty too.
+    checkpoint. Their precision and kernel are empty too.
     """
 
     kind: str
@@ -22,9 +22,9 @@ class LayerCell:
 
 
 def layer_cells(report: Mapping[str, Any]) -> Iterator[LayerCell]:
-    """Yield the cells of the whole checkpoint, then those of each kind of layer.
+    """Yield the cells of the whole checkpoint, then the cells of each kind of layer.
 
-    `report` is one report of `vexport load --dry --format json`.
+    `report` is a report of `vexport load --dry --format json`.
     """
     for kind, row in (("", report), *((row["name"], row) for row in report["rows"])):
         for cell in row["cells"]:

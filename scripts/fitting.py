@@ -1,5 +1,5 @@
-"""Find the rows of a class's table: names, layers and sizes of tensors as
-functions of its config.
+"""Find the rows of a class's table: names, layers and sizes of tensors as functions
+of its config.
 """
 
 import json
@@ -121,8 +121,8 @@ def named_numbers(text: str, observed: Observed, literals: Literals) -> Iterator
 
 
 def differ(expressions: Sequence[str], observed: Observed) -> bool:
-    """Return True if expressions with equal values under every config would differ under another
-    config.
+    """Return True if expressions with equal values under every config would differ
+    under another config.
     """
     for path in (
         {key for text in expressions for key in KEY.findall(text)} if len(expressions) > 1 else ()
@@ -145,8 +145,8 @@ def fitted_condition(observed: Sequence[Observed], keys: Sequence[str]) -> str:
 
 
 def fitting_conditions(observed: Sequence[Observed], keys: Sequence[str]) -> Iterator[str]:
-    """Yield the conditions that hold for the observed layers and for no
-    others, the simplest first.
+    """Yield the conditions that hold for the observed layers and for no others,
+    the simplest first.
     """
     tables: dict[int, list[str]] = {}
     places = [
@@ -381,8 +381,9 @@ class Fitter:
         return fitting[0] if fitting else ""
 
     def decide(self, conditions: Sequence[str], count: str) -> bool:
-        """Add the model of a config under which conditions differ. Return False if there is no such
-        model.
+        """Add the model of a config under which conditions differ.
+
+        Return False if there is no such model.
         """
         names = {name for each in conditions for name in KEY.findall(WORD.sub("", each))}
         first = self.model.samples[0]
@@ -469,8 +470,8 @@ class Fitter:
 
 
 def with_values(raw: Values, names: Sequence[str], values: Sequence[Any]) -> Values | None:
-    """Return a config with other values of some keys, or None if it lacks a
-    part with such a key.
+    """Return a config with other values of some keys, or None if it lacks a part with
+    such a key.
     """
     for name, value in zip(names, values, strict=True):
         other = changed(raw, name, value)
@@ -546,8 +547,8 @@ def without_hidden(side: str, hidden: Sequence[str]) -> str:
 
 
 def meanings(model: Model, used: Iterable[str]) -> dict[str, Any]:
-    """Return `defaults`, `nulls`, `lists` and `aliases` of the used keys and of the keys that these
-    need.
+    """Return `defaults`, `nulls`, `lists` and `aliases` of the used keys and of the keys
+    that these need.
     """
     found: dict[str, dict[str, Any]] = {"defaults": {}, "nulls": {}, "lists": {}, "aliases": {}}
     waiting, known = [*used], set[str]()

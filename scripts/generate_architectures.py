@@ -1,5 +1,5 @@
-"""Write vexport/architectures/vllm.json: the layers that vLLM's model classes fuse, rename and
-never quantize.
+"""Write vexport/architectures/vllm.json: layers that vLLM's classes fuse, rename and never
+quantize.
 
 Run in an environment with vLLM: `python scripts/generate_architectures.py [--out TABLE.json]`. No
 vLLM class is instantiated. The script reads class attributes, and searches the source of a class
@@ -142,8 +142,8 @@ def backed_classes(known: Collection[str]) -> tuple[dict[str, Table], dict[str, 
 
 
 def other_tasks() -> dict[str, str]:
-    """Return the classes that vLLM runs for tasks other than generating text, and classes that vLLM
-    has removed.
+    """Return the classes that vLLM runs for tasks other than generating text, and classes that
+    vLLM has removed.
     """
     pooling = {
         **registry._EMBEDDING_MODELS,
@@ -214,8 +214,8 @@ def describe(model: type) -> Table:
 
 
 def packed_modules(parts: list[type]) -> dict[str, list[str]]:
-    """Return `packed_modules_mapping` of the classes, with the entries that their source adds to
-    it.
+    """Return `packed_modules_mapping` of the classes, with the entries that their source
+    adds to it.
     """
     found: dict[str, list[str]] = {}
     for part in parts:
@@ -274,8 +274,8 @@ def literal_pairs(part: type) -> Iterator[tuple[str, str]]:
 
 
 def expert_names(parts: list[type]) -> list[str | None] | None:
-    """Return the names of an expert's gate, down and up projections on disk, or None without
-    experts.
+    """Return the names of an expert's gate, down and up projections on disk, or
+    None without experts.
     """
     calls = [call for part in parts for call in calls_in(part)]
     layers = [call for call in calls if name_of(call).startswith("FusedMoE")]
@@ -300,8 +300,8 @@ def layers(parts: list[type]) -> Iterator[tuple[ast.Call, str]]:
 
 
 def unquantized(parts: list[type]) -> list[str]:
-    """Return the linear layers that are never built with a quantization config, by their last name
-    part.
+    """Return the linear layers that are never built with a quantization config, by their
+    last name part.
     """
     plain: set[str] = set()
     quantizable: set[str] = set()
@@ -349,8 +349,8 @@ def layer_name(call: ast.Call, attribute: str) -> str:
 
 
 def stacked_experts(parts: list[type]) -> dict[str, str]:
-    """Return other names on disk for experts that are stored in a single tensor: suffix -> vLLM's
-    suffix.
+    """Return other names on disk for experts that are stored in a single tensor: suffix
+    -> vLLM's suffix.
     """
     mappers = [getattr(part, "hf_to_vllm_mapper", None) for part in parts]
     return {
@@ -363,8 +363,8 @@ def stacked_experts(parts: list[type]) -> dict[str, str]:
 
 
 def renames(model: type) -> dict[str, dict[str, str]]:
-    """Return the renaming of the checkpoint's names to vLLM's names, as far
-    as it places modules.
+    """Return the renaming of the checkpoint's names to vLLM's names, as far as
+    it places modules.
     """
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     found: dict[str, dict[str, str]] = {}

@@ -1,5 +1,4 @@
-"""Write vexport/architectures/layouts.json: the tensors of each class by its config, and their use
-in vLLM.
+"""Write vexport/architectures/layouts.json: tensors of each class by its config, and their use.
 
 Run in an environment with vLLM: `python scripts/generate_layouts.py [--out TABLE.json] [--pinned
 SITE_PACKAGES] [CLASS]...`. Named classes are made again. Other classes are made if the table lacks
@@ -7,9 +6,9 @@ them or is for another version, so the script can be stopped at any time. A clas
 minute. SITE_PACKAGES of `--pinned` belong to an environment with the pinned vLLM. Classes with the
 same code there keep their entries from vexport's table.
 
-Names, layers and shapes come from transformers' models (samples.py, fitting.py). vLLM's class loads
-the tensors of a single config, as `vexport load --dry` does. The table says nothing about tensors
-that vLLM does not load.
+Names, layers and shapes come from transformers' models (samples.py, fitting.py). The use of tensors
+comes from vLLM: its class loads the tensors of a single config, as `vexport load --dry` does. The
+table says nothing about tensors that vLLM does not load.
 """
 
 import json
@@ -98,8 +97,8 @@ def made(name: str, folder: Path) -> Entry | str:
 
 
 def other_place(built: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the prefix of tensors that vLLM refuses, and the prefix of the tensors that it misses
-    instead.
+    """Return the prefix of tensors that vLLM refuses, and the prefix of the tensors that
+    it misses instead.
     """
     lacking = [
         fault.split()[1].rstrip(":") for fault in built["faults"] if fault.startswith("missing ")
@@ -183,8 +182,8 @@ def typed(config: Mapping[str, Any], path: str = "") -> list[tuple[str, Any]]:
 
 
 def containers(names: Mapping[str, object]) -> dict[str, str]:
-    """Return, for each part of a model with stars, a name in it that no class has. "" is the model
-    itself.
+    """Return, for each part of a model with stars, a name in it that no class has. "" is
+    the model itself.
     """
     found = {"": UNKNOWN, "mtp": f"mtp.{UNKNOWN}"}
     for name in names:
@@ -209,8 +208,9 @@ def loaded(folder: Path) -> Entry | str:
 
 
 def joined(found: Entry, built: Mapping[str, Any]) -> Entry:
-    """Return the entry with vLLM's use of each tensor. The use of tensors that vLLM does not read
-    is unknown.
+    """Return the entry with vLLM's use of each tensor.
+
+    The use of tensors that vLLM does not read is unknown.
     """
     stored, probes = built["stored"], found.pop("probes")
     kinds: dict[str, set[str]] = {}

@@ -2,8 +2,9 @@
 import.
 
 The pinned compressed-tensors lacks presets for weights of 2, 3, 5, 6 and 7 bits and for MXFP4
-weights with FP8 inputs, which vLLM runs: they are made as its later versions make them. Run after a
-change of the pinned version: `python scripts/generate_presets.py`.
+weights with FP8 inputs. vLLM runs these, so the script makes them as later versions of
+compressed-tensors do. Run it after a change of the pinned version: `python
+scripts/generate_presets.py`.
 """
 
 import json
@@ -17,9 +18,9 @@ SIDES = ("weights", "input_activations")
 MODEL = "W4A16"
 # WNA16_SUPPORTED_TYPES_MAP in vLLM's compressed_tensors_wNa16.py.
 WEIGHT_ONLY_BITS = range(2, 9)
-# Presets of compressed-tensors 0.20: weights and inputs are those of older ones.
+# Presets of compressed-tensors 0.20, from the weights and inputs of older presets.
 NEWER = {"MXFP4XFP8": ("MXFP4", "FP8_BLOCK")}
-# The order in which tables list the presets; others follow.
+# The order of the presets in tables. Other presets follow.
 FIRST = (
     *(
         "NVFP4",
@@ -37,8 +38,8 @@ FIRST = (
 
 
 def preset(name: str, bits: int | None = None) -> dict[str, object]:
-    """One preset as compressed-tensors writes it into config.json, or with other bits of
-    weights.
+    """Return a preset as compressed-tensors writes it into config.json, or with other
+    bits of weights.
     """
     scheme = QuantizationScheme(targets=["Linear"], **PRESET_SCHEMES[name])
     assert bits is None or scheme.weights is not None
@@ -49,8 +50,8 @@ def preset(name: str, bits: int | None = None) -> dict[str, object]:
 
 
 def main() -> None:
-    """Write compressed-tensors' presets but the one that quantizes nothing, and those that it
-    lacks.
+    """Write compressed-tensors' presets, without the preset that quantizes nothing, and
+    the missing presets.
     """
     presets = {name: preset(name) for name in PRESET_SCHEMES if name != "UNQUANTIZED"}
     presets = {f"W{bits}A16": preset(MODEL, bits) for bits in WEIGHT_ONLY_BITS} | presets

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
-"""Write the JSON schemas of answers and of scenarios from their types.
+"""Write the JSON schemas of results and of scenarios from their types.
 
-Run it after a change of a type that is an answer, or of a setting.
+Run it after a change of a type that a command prints as JSON, or of a setting.
 """
 
 import json
@@ -29,7 +29,7 @@ from vexport.scenario import Scenario
 PACKAGE = Path(__file__).parent.parent / "vexport"
 FOLDER = PACKAGE / "reports"
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
-# The name of the file: the title of the schema, and the type.
+# The name of each file, with the title of its schema and the type.
 KINDS: dict[str, tuple[str, Any]] = {
     "report": ("vexport report", Report),
     "check": ("vexport check --format json", list[CheckReport]),

@@ -54,7 +54,7 @@ def options_text() -> str:
 
 
 def _brief(option: OptionRecord) -> dict[str, object]:
-    """Return an option without what an option has by default."""
+    """Return an option without the values that every option has by default."""
     defaults = {each.name: each.default for each in fields(option)}
     content = asdict(option)
     content["choices"] = tuple(content["choices"])
@@ -84,7 +84,7 @@ def _rows(prefix: str, model: type[BaseModel]) -> Iterator[str]:
 
 
 def _default(info: FieldInfo) -> str:
-    """Return the default as the reference writes it."""
+    """Return the default in the notation of the reference."""
     if info.is_required():
         return "required"
     if isinstance(info.default, BaseModel):

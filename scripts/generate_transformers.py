@@ -1,8 +1,8 @@
-"""Write vexport/architectures/transformers.json: the model classes of transformers that vLLM has
-none for.
+"""Write vexport/architectures/transformers.json: classes of transformers that vLLM does not have.
 
 Run after scripts/generate_architectures.py with vLLM's transformers: `python
-scripts/generate_transformers.py [--out TABLE.json]`. Its code is read as text, nothing is imported.
+scripts/generate_transformers.py [--out TABLE.json]`. transformers' code is read as text and not
+imported.
 """
 
 import re

@@ -1,12 +1,11 @@
-"""Write vexport/architectures/versions/<version>.json: what one vLLM has and takes, read from its
-wheel.
+"""Write vexport/architectures/versions/<version>.json: features of a vLLM version, from its wheel.
 
     PYTHONPATH=. .venv/bin/python scripts/generate_versions.py 0.33.0 [0.31.0 ...]
 
-The wheels of that vLLM and of `PINNED` are fetched into a cache and read as text. What is read are
-literals: schemes and their least capabilities, widths, names of methods, and of the model classes
-what they fuse and whether they quantize their tables of tokens, as far as `PINNED` has them
-otherwise.
+The wheels of that version and of `PINNED` are downloaded into a cache and read as text. Only
+literals are read: schemes with their least capabilities, widths, and names of methods. For model
+classes they are the fused layers, and whether the embedding table is quantized. Entries of classes
+that are the same in `PINNED` are left out.
 """
 
 import ast
@@ -31,8 +30,8 @@ Entry = dict[str, object]
 
 
 class Wheel:
-    """The Python files of one vLLM as text; its wheel is fetched with pip unless the cache has
-    it.
+    """The Python files of a vLLM version as text. pip downloads the wheel if it is not
+    in the cache.
     """
 
     def __init__(self, version: str) -> None:
@@ -49,7 +48,7 @@ class Wheel:
         return frozenset(self.archive.namelist())
 
     def text(self, name: str) -> str:
-        """A file; empty where this version has none."""
+        """Return the text of a file. It is empty if this version does not have the file."""
         return self.archive.read(name).decode() if name in self.names else ""
 
     @cache  # noqa: B019 - a script reads a few wheels and ends
@@ -57,8 +56,8 @@ class Wheel:
         return ast.parse(self.text(name))
 
     def file_of(self, module: str, importer: str) -> str:
-        """The file of a module as an import names it in another file; "" for what is not in the
-        wheel.
+        """Return the file of a module that another file imports, or "" if it is not
+        in the wheel.
         """
         level = len(module) - len(module.lstrip("."))
         parts = importer.split("/")[:-level] if level else []
@@ -73,7 +72,9 @@ class Wheel:
 
     @cache  # noqa: B019
     def imports(self, file: str) -> dict[str, tuple[str, str]]:
-        """The names that a file imports from others of the wheel: name -> (file, name there)."""
+        """Return the names that a file imports from other files of the wheel: name ->
+        (file, name there).
+        """
         found = {}
         for node in ast.walk(self.tree(file)):
             if isinstance(node, ast.ImportFrom):
@@ -85,7 +86,9 @@ class Wheel:
 
     @cache  # noqa: B019
     def resolve(self, file: str, name: str) -> tuple[str, str] | None:
-        """Where a class that a file names is defined; None for what is no class of the wheel."""
+        """Return the place where a class named in a file is defined, or None if the wheel does
+        not have it.
+        """
         if name in self.classes(file):
             return file, name
         place = self.imports(file).get(name)
@@ -95,7 +98,7 @@ class Wheel:
 
     @cache  # noqa: B019
     def named(self, file: str, name: str) -> tuple[tuple[str, str], ...]:
-        """The classes of models that the source of a class names, its bases first."""
+        """Return the model classes that the source of a class names, its bases first."""
         node = self.classes(file)[name]
         bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
         others = sorted({part.id for part in ast.walk(node) if isinstance(part, ast.Name)})
@@ -103,7 +106,7 @@ class Wheel:
         return tuple(place for place in places if place and place[0].startswith(MODELS))
 
     def reachable(self, file: str, name: str) -> list[tuple[str, str]]:
-        """The classes that a model is made of."""
+        """Return the classes that a model consists of."""
         found: dict[tuple[str, str], None] = {}
         todo = [(file, name)]
         while todo:
@@ -114,8 +117,8 @@ class Wheel:
         return list(found)
 
     def attribute(self, file: str, name: str, wanted: str) -> tuple[str, ast.expr] | None:
-        """What a class, or else the first of its bases, assigns to an attribute, and the file of
-        that.
+        """Return the value that a class, or the first of its bases, assigns to an attribute,
+        and the file.
         """
         node = self.classes(file)[name]
         if (value := assigned(node.body, wanted)) is not None:
@@ -128,7 +131,7 @@ class Wheel:
 
 
 def assigned(body: list[ast.stmt], name: str) -> ast.expr | None:
-    """What a module or a class assigns to a name."""
+    """Return the value that a module or class assigns to a name."""
     for line in body:
         target = line.targets[0] if isinstance(line, ast.Assign) else getattr(line, "target", None)
         if (
@@ -162,7 +165,7 @@ def main() -> None:
 
 
 def facts(wheel: Wheel) -> Entry:
-    """Return what does not depend on a model class."""
+    """Return the facts that do not depend on a model class."""
     metadata = next(name for name in wheel.names if name.endswith(".dist-info/METADATA"))
     required = re.search(r"compressed-tensors==([\w.]+)", wheel.text(metadata))
     assert required is not None
@@ -188,8 +191,8 @@ def schemes(wheel: Wheel) -> dict[str, int]:
 
 
 def returned(wheel: Wheel, file: str, name: str) -> int | None:
-    """The number that a class's get_min_capability returns, or that of the first base that has
-    one.
+    """Return the number from a class's get_min_capability, or from the first base
+    that defines it.
     """
     node = wheel.classes(file)[name]
     if "def get_min_capability(" in (text := ast.unparse(node)):
@@ -203,7 +206,7 @@ def returned(wheel: Wheel, file: str, name: str) -> int | None:
 
 
 def asymmetric_widths(wheel: Wheel) -> list[int]:
-    """Bits of packed integers with zero points."""
+    """Return the bits of packed integers with zero points."""
     body = wheel.tree(f"{CT}/schemes/compressed_tensors_wNa16.py").body
     widths = assigned(body, "WNA16_ZP_SUPPORTED_TYPES_MAP")
     assert isinstance(widths, ast.Dict)
@@ -217,7 +220,7 @@ def methods(wheel: Wheel) -> list[str]:
 
 
 def model_classes(wheel: Wheel) -> dict[str, Entry]:
-    """Return what each registered class fuses, and how it builds its table of tokens."""
+    """Return the fused layers of each registered class, and how it builds its embedding table."""
     found = {}
     for name, (module, defined) in sorted(registered(wheel).items()):
         file = wheel.file_of(module if "." in module else f".{module}", f"{MODELS}/registry.py")
@@ -241,13 +244,13 @@ def registered(wheel: Wheel) -> dict[str, tuple[str, str]]:
 
 
 def packed(wheel: Wheel, file: str, name: str) -> Mapping[str, list[str]]:
-    """A class's packed_modules_mapping; empty where it is computed."""
+    """Return a class's packed_modules_mapping. It is empty if the code computes it."""
     found = wheel.attribute(file, name, "packed_modules_mapping")
     return evaluated(wheel, *found) if found else {}
 
 
 def evaluated(wheel: Wheel, file: str, value: ast.expr) -> Mapping[str, list[str]]:
-    """A literal, another class's mapping, or one joined to another."""
+    """Return the value of a literal, of another class's mapping, or of two joined mappings."""
     if isinstance(value, ast.BinOp):
         return {**evaluated(wheel, file, value.left), **evaluated(wheel, file, value.right)}
     if isinstance(value, ast.Attribute) and isinstance(value.value, ast.Name):

@@ -63,8 +63,8 @@ def namespace(model: type) -> ModuleType:
 
 @cache
 def reachable(model: type) -> tuple[type, ...]:
-    """Return the class and every module class that its source names, including bases, if they are
-    models' code.
+    """Return the class and every module class that its source names, including bases, if they
+    are models' code.
     """
     found: dict[type, None] = {}
     todo = [model]
@@ -149,8 +149,8 @@ def assigned(node: ast.AST) -> Iterator[str]:
 
 
 def named_class(node: ast.AST, owner: type) -> Iterator[type]:
-    """Yield the model class that a node calls by name, or that it names as the architecture to
-    build.
+    """Yield the model class that a node calls by name, or that it names as the
+    architecture to build.
     """
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         entry = registry._TEXT_GENERATION_MODELS.get(node.value)

@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""A net below a refactoring: what vexport writes and says, recorded before and compared after.
+"""Guard a refactoring: record vexport's files and output before, and compare them afterwards.
 
     .venv/bin/python scripts/net.py record before.json
     .venv/bin/python scripts/net.py compare before.json
 
-Every scheme on every micro family, data-free; `gptq`, `refit` and calibrated scales on three
-families; the findings of `check` on spoiled checkpoints; a run's report; the help of each command,
-its JSON on the demo, and the exit code and message of wrong calls. Weights, config.json and its
-`ignore` are lines of their own. Floats depend on the processor: a record is good on the machine
-that made it.
+The record has every scheme on every micro family, without data. It has `gptq`, `refit` and
+calibrated scales on three families, the findings of `check` on spoiled checkpoints, and a run's
+report. It has the help of each command, its JSON on the demo, and the exit code and message of
+wrong calls. Weights, config.json and its `ignore` are on separate lines. Floats depend on the
+processor: a record is valid only on the machine that made it.
 
 `--only PART...` records or compares some parts: written, rounded, checked, helped, answered,
-refused, run. `compare --without-texts` leaves prose out: it compares exit codes, options, the keys
-and numbers of JSON, and the check, severity and place of findings.
+refused, run. `compare --without-texts` ignores prose. It compares exit codes, options, the keys and
+numbers of JSON, and the check, severity and place of findings.
 """
 
 import os
@@ -49,9 +49,9 @@ ROUNDED = (
     ("FP8", "nearest"),
 )
 SPOILED_ONE_IN = 7
-# Lines of a report that no two runs have in common.
+# Lines of a report that differ between any two runs.
 TIMED = ("time ", "report:", "rounding ")
-# Parts of the names of keys whose values no two calls have in common.
+# Parts of the names of keys with values that differ between any two calls.
 VOLATILE = (
     "seconds",
     "created",
@@ -63,7 +63,7 @@ VOLATILE = (
     "started",
     "version",
 )
-# Keys of JSON whose texts are compared without prose, too.
+# Keys of JSON with texts that are also compared with `--without-texts`.
 COUNTING_TEXTS = ("check", "severity", "where", "outcome", "status", "scheme", "schema", "kernel")
 ANSWERED = (
     "plan MODEL --scheme NVFP4",
@@ -198,7 +198,7 @@ def quantized(what: str, source: Path, *options: object) -> Lines:
 
 
 def written(root: Path) -> Lines:
-    """Every scheme on every family, without data."""
+    """Write every scheme on every family, without data."""
     for family in FAMILIES:
         source = save_family(family, root / family)
         for scheme in scheme_names():
@@ -207,7 +207,7 @@ def written(root: Path) -> Lines:
 
 
 def rounded(root: Path) -> Lines:
-    """What is calibrated, with and without rounding."""
+    """Write checkpoints with calibration, with and without rounding."""
     text = write_calibration(root / "text.jsonl")
     for family in ROUNDED_FAMILIES:
         source = save_family(family, root / family)
@@ -217,7 +217,7 @@ def rounded(root: Path) -> Lines:
 
 
 def checked(root: Path) -> Lines:
-    """What is found in spoiled checkpoints, without the prose, and in sound ones."""
+    """Record the findings on spoiled checkpoints, without the prose, and on sound checkpoints."""
     write_good(root)
     records = read_records()[::SPOILED_ONE_IN]
     spoiled = [
@@ -241,14 +241,14 @@ def checked(root: Path) -> Lines:
 
 
 def helped(root: Path) -> Lines:
-    """The help of each command."""
+    """Record the help of each command."""
     yield "help", vexport("--help").stdout
     for name in sorted(ALL_COMMANDS):
         yield f"help {name}", vexport(name, "--help").stdout
 
 
 def steady(value: object, key: str = "") -> object:
-    """JSON without times, sizes of the machine and the last digits of floats."""
+    """Return JSON without times, sizes of the machine and the last digits of floats."""
     if any(word in key for word in VOLATILE):
         return "-"
     if isinstance(value, dict):
@@ -259,7 +259,7 @@ def steady(value: object, key: str = "") -> object:
 
 
 def answered(root: Path) -> Lines:
-    """The JSON of each command on the demo."""
+    """Record the JSON of each command on the demo."""
     demo = REPOSITORY / "scenarios" / "demo"
     places = {
         "MODEL": demo / "model",
@@ -281,7 +281,7 @@ def answered(root: Path) -> Lines:
 
 
 def refused(root: Path) -> Lines:
-    """The exit code and the message of wrong calls."""
+    """Record the exit code and the message of wrong calls."""
     places = {
         "LLAMA": save_llama(root / "llama"),
         "EMPTY": root / "empty",
@@ -306,7 +306,7 @@ def refused(root: Path) -> Lines:
 
 
 def said(words: list[str], places: Mapping[str, Path]) -> str:
-    """The exit code of a call, and what it wrote to stderr."""
+    """Return the exit code of a call, and its output on stderr."""
     ran = vexport(*words)
     text = f"exit {ran.code}\n{ran.stderr}"
     for name, place in places.items():
@@ -315,7 +315,7 @@ def said(words: list[str], places: Mapping[str, Path]) -> str:
 
 
 def start_run(root: Path) -> subprocess.Popen[str]:
-    """Start a run of the demo's model, next to what this process does."""
+    """Start a run of the demo's model, parallel to this process."""
     scenario = root / "net.yaml"
     scenario.write_text(RUN.format(demo=REPOSITORY / "scenarios" / "demo"))
     call = [
@@ -354,7 +354,10 @@ def record(only: Collection[str]) -> Mapping[str, str]:
 
 
 def main() -> int:
-    """Record, or compare and print what differs; 1 if anything does that is still made."""
+    """Record, or compare and print the differences.
+
+    Return 1 if a recorded part that still exists differs.
+    """
     names = [part.__name__ for part in PARTS] + ["run"]
     parser = argparse.ArgumentParser(description="Record what vexport writes and says, or compare.")
     parser.add_argument("action", choices=("record", "compare"))
@@ -385,7 +388,10 @@ def without_texts(name: str, text: str) -> str:
 
 
 def bare(value: object, key: str = "") -> object:
-    """Return JSON with its keys and numbers, and with texts of findings only where they count."""
+    """Return JSON with its keys and numbers.
+
+    Keep only those texts of findings that are compared.
+    """
     if isinstance(value, dict):
         return {name: bare(part, name) for name, part in value.items()}
     if isinstance(value, list):

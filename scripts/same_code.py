@@ -1,4 +1,4 @@
-"""Tell whether a model class has the same code in two environments."""
+"""Check whether a model class has the same code in two environments."""
 
 import ast
 import importlib
@@ -10,9 +10,9 @@ from typing import Any
 
 
 def has_same_code(name: str, other: Path) -> bool:
-    """Return whether a class has the same code in another environment.
+    """Return True if a class has the same code in another environment.
 
-    The files of transformers' class and config, and the file of vLLM's class are compared, without
+    The files of transformers' class and config and the file of vLLM's class are compared, without
     comments and docstrings. Code that they import is not compared. `other` is the site-packages
     folder of the other environment.
     """
@@ -32,7 +32,7 @@ def own_packages() -> Path:
 
 
 def files_of(name: str) -> Iterator[Path]:
-    """Yield vLLM's file of a class, and transformers' files of the model types it is made of."""
+    """Yield vLLM's file of a class, and transformers' files of its model types."""
     import transformers
     from vllm.model_executor.models import registry
 

@@ -207,8 +207,9 @@ class Model:
 
     @property
     def literals(self) -> Literals:
-        """Return the numbers in the class's code. Larger values of keys that could not be varied
-        are left out.
+        """Return the numbers in the class's code.
+
+        Larger values of keys that could not be varied are left out.
         """
         unvaried = {
             number
@@ -400,8 +401,9 @@ def default_of_key(node: ast.AST) -> list[ast.expr]:
 
 
 def fill(raw: Values) -> None:
-    """Set keys that are null to a value that fits their names. Used if the default config makes no
-    model.
+    """Set keys that are null to a value that fits their names.
+
+    Used if the default config makes no model.
     """
     for path in [path for path, value in leaves(raw) if value is None]:
         part, key = part_of(raw, path), path.rpartition(".")[2]
@@ -423,8 +425,8 @@ def joined(one: Values, other: Values) -> Values:
 
 
 def hidden_keys(kind: type, raw: Values) -> Iterator[str]:
-    """Yield keys that a class or its config reads but that no default config has, for each part of
-    a config.
+    """Yield keys that a class or its config reads but that no default config has, for each part
+    of a config.
     """
     names: dict[str, None] = {}
     for file in sorted(Path(inspect.getfile(kind)).parent.glob("*.py")):
@@ -478,8 +480,9 @@ def changed(raw: Values, path: str, value: Json) -> Values | None:
 
 
 def variations(path: str, value: Json, layers: set[int]) -> Iterator[list[Any]]:
-    """Yield lists of other values for a key. Of each list, the first value that makes a model is
-    used.
+    """Yield lists of other values for a key.
+
+    Of each list, the first value that makes a model is used.
     """
     if isinstance(value, bool):
         yield [not value]

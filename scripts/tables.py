@@ -1,6 +1,4 @@
-"""The tables in vexport/architectures: what their generators are asked and share, how they are
-written.
-"""
+"""Share code between the generators of tables in vexport/architectures: options and writing."""
 
 import argparse
 import ast
@@ -13,7 +11,7 @@ FOLDER = Path(__file__).parent.parent / "vexport" / "architectures"
 
 
 def arguments(description: str | None, name: str, *, classes: bool = False) -> argparse.Namespace:
-    """`out`, the table; with `classes` also the names of the classes that are asked for."""
+    """Parse the options: `out`, the table, and with `classes` also the names of classes."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -27,7 +25,9 @@ def arguments(description: str | None, name: str, *, classes: bool = False) -> a
 
 
 def known_classes(folder: Path = FOLDER) -> dict[str, Any]:
-    """Return the classes of the table vllm.json in a folder, or of vexport's own if it has none."""
+    """Return the classes of the table vllm.json in a folder, or of vexport's table if
+    it has none.
+    """
     file = folder / "vllm.json"
     text = (file if file.is_file() else FOLDER / "vllm.json").read_text()
     found: dict[str, Any] = json.loads(text)["architectures"]
@@ -35,9 +35,10 @@ def known_classes(folder: Path = FOLDER) -> dict[str, Any]:
 
 
 def embedding(calls: Iterable[ast.Call]) -> str | None:
-    """How vLLM finds the config group of the table of tokens: "name" where the model hands it its
-    name and the quantization config, "class" where only the config; None where it never quantizes
-    it.
+    """Return how vLLM finds the config group of the embedding table.
+
+    It is "name" if the model passes the table's name and the quantization config, "class" if it
+    passes only the config, and None if it never quantizes the table.
     """
     given = [
         {word.arg for word in call.keywords if ast.unparse(word.value) != "None"}
@@ -50,12 +51,12 @@ def embedding(calls: Iterable[ast.Call]) -> str | None:
 
 
 def name_of(call: ast.Call) -> str:
-    """Return what a call calls, without its module."""
+    """Return the name of the called function or class, without its module."""
     return ast.unparse(call.func).rpartition(".")[2]
 
 
 def write_table(target: Path, table: Mapping[str, object], *by_row: str) -> None:
-    """A line for each key, and for each entry of the objects in `by_row`."""
+    """Write a line for each key, and for each entry of the objects in `by_row`."""
     lines = []
     for key, value in table.items():
         text = json.dumps(value)

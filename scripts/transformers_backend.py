@@ -1,9 +1,8 @@
-"""What vLLM's Transformers backend makes of a model class: its own objects, built on the meta
-device.
+"""Describe model classes of vLLM's Transformers backend, from its modules built on the meta device.
 
-The backend fuses what it recognizes in a model's code
-(vllm/model_executor/models/transformers/fusers), so that only a model that it has built says what
-is fused, and under which names it is quantized.
+The backend fuses layers that it recognizes in a model's code
+(vllm/model_executor/models/transformers/fusers). Only a built model shows which layers are fused,
+and under which names they are quantized.
 """
 
 import multiprocessing
@@ -50,7 +49,7 @@ Table = dict[str, object]
 TASKS = ("MODEL_FOR_CAUSAL_LM", "MODEL_FOR_IMAGE_TEXT_TO_TEXT", "MODEL_FOR_MULTIMODAL_LM")
 _SMALL = {"hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 _MIXTURE = {"n_routed_experts": 8, "num_experts_per_tok": 2}
-# Few layers for speed; sizes for a class whose config has no defaults that a model can be made of.
+# Few layers for speed, and sizes for classes whose config has no usable defaults.
 TRIED: tuple[Mapping[str, int], ...] = (
     {"num_hidden_layers": 4},
     {},
@@ -71,7 +70,8 @@ TRIED: tuple[Mapping[str, int], ...] = (
         "kv_lora_rank": 512,
     },
 )
-# What is no answer of vLLM's: transformers' defaults make no model, and a real checkpoint may.
+# Errors that do not come from vLLM: transformers' defaults make no model, but a real checkpoint
+# may.
 UNBUILT = "no model could be built of transformers' default config"
 COMMON = {
     pattern
@@ -81,8 +81,9 @@ COMMON = {
 
 
 class AskedNames(CompressedTensorsConfig):  # type: ignore[misc]
-    """Quantizes nothing and notes each layer that could be, by the name that a quantization config
-    gets.
+    """A quantization config that quantizes nothing.
+
+    It records each layer that could be quantized, by the name that vLLM passes to it.
     """
 
     layers: dict[str, nn.Module]
@@ -102,8 +103,8 @@ def generating_classes() -> dict[str, str]:
 
 
 def has_tensor_parallel_plan(kind: str) -> bool:
-    """Return whether the config of a model type, or of its language model, says how its layers are
-    cut.
+    """Return True if the config of a model type, or of its language model, has a plan
+    for splitting layers.
     """
     config = CONFIG_MAPPING[kind]
     inner = config.sub_configs.get("text_config", config)
@@ -113,9 +114,9 @@ def has_tensor_parallel_plan(kind: str) -> bool:
 
 
 def describe_backed(classes: Mapping[str, str]) -> Iterator[tuple[str, Table | str]]:
-    """For each class its entry, or what vLLM's backend says against it.
+    """Yield the entry of each class, or the reason why vLLM's backend refuses it.
 
-    Each try in a separate process, for vLLM has one set of groups in each.
+    Each attempt runs in a separate process, because vLLM has a single set of groups per process.
     """
     left, reasons = dict(classes), dict[str, str]()
     for sizes in TRIED:
@@ -140,8 +141,9 @@ def _described(one_try: tuple[str, str, Mapping[str, int]]) -> tuple[str, Table 
 
 
 def _built(config: PretrainedConfig, name: str) -> tuple[Base, AskedNames]:
-    """The model as vLLM builds it, which raises what vLLM raises, and the names that it asked
-    for.
+    """Return the model as vLLM builds it, and the names that it passed to the quantization config.
+
+    Raises the errors that vLLM raises.
     """
     MultiModalProcessingInfo._get_supported_modalities = lambda self: [
         "image"
@@ -174,7 +176,7 @@ def _entry(model: Base, asked: AskedNames) -> Table:
     linears = {name: layer for name, layer in asked.layers.items() if isinstance(layer, LinearBase)}
     inside = {name: layer for name, layer in linears.items() if name.startswith(f"{decoder}.")}
     multimodal = decoder not in ("model", "model.decoder") and model.config is not model.text_config
-    # A head is a table of tokens too.
+    # A head is also an embedding table.
     tables = [
         layer
         for layer in asked.layers.values()
@@ -217,7 +219,9 @@ def _plain_leaves(model: Base, asked: set[str]) -> Iterator[str]:
 
 
 def _expert_names(model: Base) -> list[str] | None:
-    """The names of an expert's gate, down and up projections in a checkpoint of this class."""
+    """Return the names of an expert's gate, down and up projections in a checkpoint
+    of this class.
+    """
     if not any(isinstance(module, RoutedExperts) for module in model.modules()):
         return None
     patterns = [
@@ -230,7 +234,7 @@ def _expert_names(model: Base) -> list[str] | None:
 
 
 def _renames(model: Base) -> Iterator[tuple[str, str]]:
-    """Return how the names of a checkpoint become vLLM's, in vLLM's order."""
+    """Return the rules that turn a checkpoint's names into vLLM's names, in vLLM's order."""
     mapper = model.hf_to_vllm_mapper
     for renaming in mapper.orig_to_new_renaming:
         if isinstance(renaming, WeightRenaming) and not COMMON & set(renaming.source_patterns):

@@ -2,10 +2,10 @@
 
     PYTHONPATH=. .venv/bin/python scripts/version_agreement.py VLLM_PYTHON [--family NAME]...
 
-VLLM_PYTHON is the interpreter of an environment with that vLLM. Each family is quantized in one
-scheme. The output, and a copy that lacks one tensor, are checked by the rules of that version, and
-are loaded dry on SM 90. Prints the checkpoints that only one of the two refuses, and the
-checkpoints that the dry load cannot judge. The exit code is 1 if they disagree about one.
+VLLM_PYTHON is the interpreter of an environment with that vLLM. Each family is quantized in a
+single scheme. The output, and a copy that lacks a tensor, are checked by the rules of that version
+and loaded dry on SM 90. The script prints the checkpoints that only the check or only the dry load
+refuses, and the checkpoints that the dry load cannot judge. The exit code is 1 if they disagree.
 """
 
 import os
@@ -30,12 +30,13 @@ from vexport.engine.dry.load import DryLoad  # noqa: E402
 from vexport.engine.installed import installed_version  # noqa: E402
 from vexport.version import Version, short_version  # noqa: E402
 
-# Each family takes the first of these that fits its shapes, beginning with another one each time.
+# Each family gets the first of these that fits its shapes. Each family starts at a different
+# scheme.
 SCHEMES = ("FP8_DYNAMIC", "NVFP4A16", "W4A16_G64")
 
 
 def main() -> int:
-    """Print the disagreements; 1 if there is one."""
+    """Print the disagreements. Return 1 if there are any."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("vllm_python", type=Path, help="The interpreter with the other vLLM.")
     parser.add_argument("--family", action="append", help="Only this family; repeatable.")
@@ -81,7 +82,7 @@ def written(families: Sequence[str], folder: Path) -> Iterator[Path]:
 
 
 def errors_of(folder: Path, version: Version) -> list[str]:
-    """Return what `check --static` refuses by the rules of a version."""
+    """Return the errors of `check --static` by the rules of a version."""
     report = check_checkpoint(str(folder), Target(vllm=version))
     return [finding.got for finding in report.findings if finding.severity == "error"]
 

@@ -2,9 +2,9 @@
 
     PYTHONPATH=. .venv/bin/python scripts/version_changes.py FOLDER
 
-FOLDER has whole tables, made by the generators inside an environment with that version. The entries
-that differ from the tables in `vexport/architectures` are written into
-`vexport/architectures/versions/MAJOR.MINOR/`, and are printed in words.
+FOLDER has whole tables, made by the generators in an environment with that version. Entries that
+differ from the tables in `vexport/architectures` are written into
+`vexport/architectures/versions/MAJOR.MINOR/` and printed in words.
 """
 
 import argparse
@@ -22,7 +22,7 @@ TABLES = {
     "layouts.json": ("class whose tensors are known", ("unknown", "classes")),
     "transformers.json": ("model type of transformers", ("models",)),
 }
-# Names and values that are printed of one change; the files have all of them.
+# The most names and values that are printed for a change. The files have all of them.
 MOST_NAMES, MOST_CHARACTERS = 12, 100
 
 
@@ -42,13 +42,14 @@ def main() -> None:
         changes = {key: new[key] for key in new if new[key] != pinned.get(key)}
         for key in keys:
             changes[key] = changed_entries(pinned[key], new[key])
-        # A line for each entry of the last key, which is read without parsing the others.
+        # Write a line for each entry of the last key. Readers can parse a line without parsing the
+        # others.
         write_table(target / name, changes, keys[-1])
         print("\n".join([f"{name}:", *described(entry, pinned, changes, keys)]))
 
 
 def changed_entries(pinned: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries that differ; None for an entry that is gone."""
+    """Return the entries that differ. The value is None for a removed entry."""
     return {
         name: new.get(name)
         for name in sorted(pinned.keys() | new.keys())
@@ -77,7 +78,7 @@ def described(
 
 
 def fields(before: Any, after: Any) -> Iterator[str]:
-    """Yield what changed in an entry, by its fields if it has any."""
+    """Yield the changes of an entry, by its fields if it has any."""
     if not (isinstance(before, dict) and isinstance(after, dict)):
         yield f"{shown(before)} -> {shown(after)}"
         return

@@ -1,5 +1,4 @@
-"""Compare the dry load by vLLM's CPU build with the dry load by its CUDA wheel: kernels and
-refusals.
+"""Compare the dry loads by vLLM's CPU build and by its CUDA wheel: kernels and refusals.
 
     .venv/bin/python scripts/wheel_kernels.py WHEEL_PYTHON [--only PATTERN] [CHECKPOINT]...
 
@@ -7,7 +6,7 @@ WHEEL_PYTHON is the interpreter of an environment with vLLM's CUDA wheel of the 
 Without a CHECKPOINT the script makes micro checkpoints: the demo's model in every scheme of
 vexport, W4A8 as llm-compressor stores it, and all other quantization methods of the tests, some
 with routed experts. `--only` selects them by name. Every cell of capability and tensor parallel
-size is compared. The table lists the cells that differ; the exit code is 1 if there are any.
+size is compared. The table lists the cells that differ. The exit code is 1 if there are any.
 """
 
 import argparse
@@ -24,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-# What this script imports: vexport and its tests, and scripts beside this one.
+# Folders to import from: vexport and its tests, and the scripts beside this script.
 sys.path[:0] = map(str, (ROOT, ROOT / "scripts"))
 
 from dry_cells import LayerCell, layer_cells  # noqa: E402
@@ -47,15 +46,17 @@ CALIBRATED = ("FP8", "NVFP4")
 OF_EXPERTS = ("fp8-block", "modelopt-nvfp4")
 # Writes a checkpoint to a new folder.
 Make = Callable[[Path], object]
-# What identifies a cell: checkpoint, kind of layer, tensor parallel size and capability.
+# A cell's identity: checkpoint, kind of layer, tensor parallel size and capability.
 Place = tuple[str, str, int, int]
 # Status, precision and kernel.
 Answer = tuple[str, str, str]
 
 
 def makers(sources: Path) -> Mapping[str, Make]:
-    """The checkpoints by name, each with a function that writes it. `sources` holds unquantized
-    models, which are made when the first checkpoint needs them."""
+    """Return the checkpoints by name, each with a function that writes it.
+
+    `sources` holds unquantized models, which are made when the first checkpoint needs them.
+    """
 
     def llama() -> Path:
         path = sources / "llama"
@@ -104,7 +105,7 @@ def vexport(*words: object) -> int:
 def answers(
     checkpoints: Sequence[Path], file: Path, sizes: str, *words: object
 ) -> dict[Place, Answer]:
-    """Load the checkpoints dry on every device. `words` are more options of the command."""
+    """Load the checkpoints dry on every device. `words` are further options of the command."""
     where = ("--sm", CAPABILITIES, "--tp", sizes)
     vexport("load", *checkpoints, "--dry", *where, "-o", file, "--quiet", *words)
     reports: list[dict[str, Any]] = json.loads(file.read_text())
@@ -120,8 +121,10 @@ def _place(report: Mapping[str, Any], cell: LayerCell) -> Place:
 
 
 def table(ours: Mapping[Place, Answer], wheels: Mapping[Place, Answer]) -> Iterable[str]:
-    """The lines of a Markdown table of the cells that differ. Cells of a checkpoint with the same
-    two answers share a line."""
+    """Return the lines of a Markdown table of the cells that differ.
+
+    Cells of a checkpoint with the same pair of results share a line.
+    """
     lines: dict[tuple[str, Answer | None, Answer | None], list[Place]] = {}
     for place in sorted(ours.keys() | wheels.keys()):
         ours_here, wheels_here = ours.get(place), wheels.get(place)

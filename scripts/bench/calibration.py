@@ -1,16 +1,15 @@
-"""Time and peak memory of calibration against a bare forward over the same tokens, and against the
-peer.
+"""Compare time and peak memory of calibration with a bare forward over the same tokens.
 
     .venv/bin/python scripts/bench/calibration.py [--samples 32] [--tokens 512] [--scheme NVFP4]
 
 The model is a Llama of about 100 million random weights in bf16, written to a temporary folder.
-`bare` has the whole model in memory and runs its forward sample by sample, loading not counted;
-`vexport` is all of `calibrate`, from the checkpoint on disk to the ranges; `peer` is
-llm-compressor's `oneshot` with the sequential pipeline, when scripts/bench/setup-peer has made
-.venv-peer. Each is a process of its own, the others run a few samples before, so that no import and
-no kernel's first use counts. Rounds alternate and the fastest counts. On a machine that is busy
-with other work compare CPU seconds, with OMP_NUM_THREADS=1. Memory is the peak of the process, its
-libraries included.
+`bare` has the whole model in memory and runs its forward sample by sample. Its loading time does
+not count. `vexport` is the whole of `calibrate`, from the checkpoint on disk to the ranges. `peer`
+is llm-compressor's `oneshot` with the sequential pipeline, if scripts/bench/setup-peer has made
+.venv-peer. Each runs in a separate process. vexport and the peer run a few samples first, so that
+imports and the first use of kernels do not count. Rounds alternate, and the fastest counts. On a
+machine that is busy with other work compare CPU seconds, with OMP_NUM_THREADS=1. Memory is the peak
+of the process, including its libraries.
 """
 
 import argparse
@@ -25,13 +24,13 @@ from pathlib import Path
 from measure import PEER, Ran, random_llama, spent, timed
 
 VOCABULARY = 32000
-# The bound on calibration over a bare forward.
+# The bound on the time of calibration, as a multiple of a bare forward.
 BOUND = 1.3
 Rows = list[list[int]]
 
 
 def run_bare(folder: Path, rows: Rows, scheme: str) -> Callable[[], object]:
-    """The forward of the whole model, sample by sample."""
+    """Run the forward of the whole model, sample by sample."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -47,7 +46,7 @@ def run_bare(folder: Path, rows: Rows, scheme: str) -> Callable[[], object]:
 
 
 def run_vexport(folder: Path, rows: Rows, scheme: str) -> Callable[[], object]:
-    """Calibration, from the files on."""
+    """Run calibration, beginning with the files."""
     from vexport.calibration import Samples, calibrate
     from vexport.calibration.walk import LayerWalk
     from vexport.plan.source import plan_source, rules_for
@@ -65,7 +64,7 @@ def run_vexport(folder: Path, rows: Rows, scheme: str) -> Callable[[], object]:
 
 
 def run_peer(folder: Path, rows: Rows, scheme: str) -> Callable[[], object]:
-    """The peer's oneshot on the same rows."""
+    """Run the peer's oneshot on the same rows."""
     import torch
     from datasets import Dataset
     from llmcompressor import oneshot
@@ -93,7 +92,7 @@ RUNS: Mapping[str, Callable[[Path, Rows, str], Callable[[], object]]] = {
 
 
 def measure(what: str, folder: Path, options: argparse.Namespace) -> Ran:
-    """One run in a process of its own, its seconds those without imports."""
+    """Measure a run in a separate process. Its seconds exclude imports."""
     python = PEER if what == "peer" else sys.executable
     sizes = ("--samples", options.samples, "--tokens", options.tokens, "--scheme", options.scheme)
     ran = timed(python, __file__, "--run", what, "--folder", folder, *sizes)
@@ -102,7 +101,7 @@ def measure(what: str, folder: Path, options: argparse.Namespace) -> Ran:
 
 
 def main() -> None:
-    """Measure all and print a table, or one run and print its JSON."""
+    """Measure all and print a table, or measure a single run and print its JSON."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--samples", type=int, default=32)
     parser.add_argument("--tokens", type=int, default=512)

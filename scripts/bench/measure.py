@@ -1,5 +1,6 @@
-"""Time and memory of a command; run as a script, the seconds of one command of vexport without its
-imports.
+"""Measure time and memory of a command.
+
+As a script, it runs a vexport command and prints its seconds without imports:
 
     .venv/bin/python scripts/bench/measure.py quantize MODEL OUT --scheme W4A16 ...
 
@@ -28,7 +29,9 @@ OWN = (sys.executable, __file__)
 
 @dataclass(slots=True, kw_only=True)
 class Ran:
-    """Seconds and processor seconds of a process, its largest resident set in MB, its stdout."""
+    """Seconds and processor seconds of a process, its largest resident set in MB,
+    and its stdout.
+    """
 
     seconds: float = 0
     cpu: float = 0
@@ -37,12 +40,12 @@ class Ran:
 
     @property
     def answer(self) -> Any:
-        """The JSON in the last line of stdout."""
+        """Return the JSON in the last line of stdout."""
         return json.loads(self.text.splitlines()[-1])
 
     def watch(self, pid: int) -> None:
-        """Follow the resident set of a process until it has ended; that of wait4 counts its
-        parent's too.
+        """Follow the resident set of a process until it ends. wait4 would count its
+        parent's memory too.
         """
         while peak := resident_mb("VmHWM", pid):
             self.megabytes = max(self.megabytes, peak)
@@ -74,7 +77,10 @@ def timed(*command: object) -> Ran:
 
 
 def resident_mb(line: str, pid: int | str = "self") -> float:
-    """Resident memory of a process in MB: VmRSS now, VmHWM at its peak; 0 once it has ended."""
+    """Return the resident memory of a process in MB: VmRSS now, VmHWM at its peak.
+
+    It is 0 after its end.
+    """
     lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
     return next(
         (int(each.split()[1]) * 1024 / 1e6 for each in lines if each.startswith(f"{line}:")), 0.0
@@ -82,14 +88,17 @@ def resident_mb(line: str, pid: int | str = "self") -> float:
 
 
 def spent(call: Callable[[], object]) -> dict[str, float]:
-    """Seconds and processor seconds of a call."""
+    """Return the seconds and processor seconds of a call."""
     start, cpu = time.perf_counter(), time.process_time()
     call()
     return {"seconds": time.perf_counter() - start, "cpu": time.process_time() - cpu}
 
 
 def random_llama(folder: Path, **sizes: object) -> Path:
-    """A Llama of random bf16 weights with the demo's tokenizer, written unless it is there."""
+    """Return a Llama of random bf16 weights with the demo's tokenizer.
+
+    It is written unless it exists.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

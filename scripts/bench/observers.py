@@ -1,11 +1,11 @@
-"""Speed of the observers' searches over weights, against llm-compressor's.
+"""Compare the speed of the observers' searches over weights with llm-compressor's.
 
     .venv/bin/python scripts/bench/observers.py [--rows 8192] [--columns 4096] [--peer-rows 256]
 
-Each row of the table is an observer and a scheme on random heavy-tailed bf16 weights: from the
-weight to its qparams, MB of bf16 per second, the fastest of some repeats after a first one that
-compiles. The peer is slow, so it has fewer rows; each side is a process of its own, the peer's in
-.venv-peer (scripts/bench/setup-peer; without it that column is empty).
+Each row of the table is an observer and a scheme on random heavy-tailed bf16 weights. The time is
+from the weight to its qparams, in MB of bf16 per second. The fastest of some repeats counts, after
+a first call that compiles. The peer is slow, so it has fewer rows. Each side runs in a separate
+process, the peer in .venv-peer (scripts/bench/setup-peer). Without .venv-peer its column is empty.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from measure import PEER, spent, timed
 MB = 1e6
 
 
-# Observers, and the presets whose weights they observe.
+# Observers, with the presets of the weights that they observe.
 CASES = (
     ("memoryless_mse", "NVFP4"),
     ("nvfp4_expanded_mse", "NVFP4"),
@@ -33,7 +33,7 @@ CASES = (
 
 
 def heavy_tailed(rows: int, columns: int) -> torch.Tensor:
-    """Random weights with one outlier in a hundred, bf16, made a few rows at a time."""
+    """Return random bf16 weights with an outlier in a hundred, made a few rows at a time."""
     torch.manual_seed(0)
     weight = torch.empty(rows, columns, dtype=torch.bfloat16)
     for start in range(0, rows, 256):
@@ -46,7 +46,7 @@ def heavy_tailed(rows: int, columns: int) -> torch.Tensor:
 def observation(
     name: str, scheme: str, weight: torch.Tensor, *, peer: bool
 ) -> Callable[[], object]:
-    """What is timed: a new observer sees the weight and answers with qparams."""
+    """Return the call that is timed: a new observer sees the weight and returns its qparams."""
     from compressed_tensors.quantization import preset_name_to_scheme
 
     if peer:
@@ -71,7 +71,7 @@ def observation(
 
 
 def speeds(rows: int, columns: int, repeats: int, *, peer: bool) -> list[float]:
-    """MB/s of every case, of the fastest call after one that is not counted."""
+    """Return MB/s for every case, of the fastest call after a first call that does not count."""
     weight, found = heavy_tailed(rows, columns), []
     for case in CASES:
         observe = observation(*case, weight, peer=peer)
@@ -81,7 +81,7 @@ def speeds(rows: int, columns: int, repeats: int, *, peer: bool) -> list[float]:
 
 
 def main() -> None:
-    """Run the comparison, or one side of it."""
+    """Run the comparison, or a single side of it."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,14 +1,13 @@
-"""Time and memory of `vexport quantize` and `check` next to llm-compressor's model_free_ptq, `cp`
-and `cat`.
+"""Compare time and memory of `vexport quantize` and `check` with llm-compressor, `cp` and `cat`.
 
     .venv/bin/python scripts/bench/quantize.py [--scheme NVFP4A16]... [--repeats 3] [--layers 22]
 
-The source is a Llama of 1.1 B random weights (2.2 GB of bf16 in 4 shards), made once in --folder.
-All are run in turns with the files in the page cache, after a sync; the fastest of the repeats
-counts, and the largest memory. The copy is synced, as the output is. Of `quantize` and of the peer,
-which runs once in .venv-peer (scripts/bench/setup-peer; without it its columns are empty), the
-seconds are those of the call without imports, of `check` those of the process. On a busy machine
-compare processor seconds. Linux only.
+The peer is llm-compressor's model_free_ptq. The source is a Llama of 1.1 B random weights (2.2 GB
+of bf16 in 4 shards), made once in --folder. All commands run in turns with the files in the page
+cache, after a sync. The fastest repeat counts, and the largest memory. The copy is synced like the
+output. The peer runs once, in .venv-peer (scripts/bench/setup-peer). Without .venv-peer its columns
+are empty. For `quantize` and the peer the seconds are of the call without imports, for `check` of
+the whole process. On a busy machine compare processor seconds. Linux only.
 """
 
 import argparse
@@ -39,8 +38,8 @@ COLUMNS = ("s", "CPU s", "MB")
 
 
 def make_source(folder: Path, layers: int) -> Path:
-    """The synthetic checkpoint in shards of whole layers, as the peer needs, written unless it is
-    there.
+    """Write the synthetic checkpoint in shards of whole layers, as the peer needs,
+    unless it exists.
     """
     if (folder / "config.json").is_file():
         return folder
@@ -68,7 +67,7 @@ def make_source(folder: Path, layers: int) -> Path:
 
 
 def run_peer(scheme: str, source: str, out: str) -> None:
-    """The peer's call in its environment; prints the seconds of it."""
+    """Run the peer's call in its environment, and print its seconds."""
     from llmcompressor import model_free_ptq
 
     options = {"scheme": scheme, "ignore": ["lm_head", "re:.*embed_tokens.*"]}
@@ -77,14 +76,19 @@ def run_peer(scheme: str, source: str, out: str) -> None:
 
 
 def moved(source: Path, command: str) -> float:
-    """Seconds of a shell command on the shards, `$OUT` being an empty folder next to them."""
+    """Return the seconds of a shell command on the shards.
+
+    `$OUT` is an empty folder next to them.
+    """
     with tempfile.TemporaryDirectory(dir=source.parent) as out:
         shards = source.glob("*.safetensors")
         return timed("env", f"OUT={out}", "sh", "-c", command, "sh", *shards).seconds
 
 
 def figures(runs: Sequence[Ran]) -> list[float]:
-    """The fastest call and least processor time, the most memory; 0 where nothing was run."""
+    """Return the fastest call, the least processor time and the most memory, or 0
+    if nothing ran.
+    """
     if not runs:
         return [0.0] * len(COLUMNS)
     seconds = (run.answer["seconds"] if run.text.endswith("}\n") else run.seconds for run in runs)

@@ -1,24 +1,24 @@
-"""Accuracy, time and memory of --rounding on a real model, next to llm-compressor's methods on the
-same rows.
+"""Measure accuracy, time and memory of --rounding on a real model, next to llm-compressor's
+methods.
 
     scripts/real-model && scripts/bench/setup-peer
-    .venv/bin/python scripts/bench/rounding.py [--scheme W4A16_G64]... [--method refit]... [--rows
-    64]
-        [--held-out 16] [--model real/SmolLM2-135M-Instruct] [--text real/text] [--folder DIR]
-        [--show]
+    .venv/bin/python scripts/bench/rounding.py [--scheme W4A16_G64]... [--method refit]...
+        [--rows 64] [--held-out 16] [--model real/SmolLM2-135M-Instruct] [--text real/text]
+        [--folder DIR] [--show]
 
-A cell is a scheme and a method. It is quantized, measured, and kept as
-DIR/ROWS/SCHEME-METHOD/score.json: what is there is not done again, so that a run can be stopped
-anywhere and cells can be run one by one; --show only prints. KL is that of the source to the
-checkpoint, NLL the checkpoint's own, both the mean over --held-out rows of text of the
-calibration's kind (`same`) and of another kind (`other`), computed by transformers with the weights
-dequantized by compressed-tensors and inputs rounded as the scheme says; after the KL stands the
-standard error of the mean over rows.
+All methods use the same rows. A cell is a scheme and a method. The result of each cell is written
+to DIR/ROWS/SCHEME-METHOD/score.json. Finished cells are skipped, so a benchmark can be stopped
+anywhere and cells can run one by one. --show only prints.
 
-Imports count on neither side. Of ours the whole command counts, from the source's files to the
-written checkpoint; of the peer's `oneshot` alone (calibration and rounding). On a busy machine
-compare the seconds of processor time. Memory is the largest resident set of the process. Linux
-only.
+KL is the divergence of the checkpoint from the source. NLL is the checkpoint's. Both are means over
+--held-out rows of text of the calibration's kind (`same`) and of another kind (`other`).
+transformers computes them, with the weights dequantized by compressed-tensors and inputs rounded as
+the scheme requires. The number after the KL is the standard error of the mean over rows.
+
+Times exclude imports. For vexport the time covers the whole command, from the source's files to the
+written checkpoint. For llm-compressor it covers only `oneshot` (calibration and rounding). On a
+busy machine compare the seconds of processor time. Memory is the largest resident set of the
+process. Linux only.
 """
 
 import argparse
@@ -47,7 +47,7 @@ SCHEMES = (
     "W3A16_G64",
 )
 OURS = ("nearest", "gptq", "refit")
-# "peer-" and the words that `peer_recipe` knows.
+# "peer-" and the names that `peer_recipe` accepts.
 THEIRS = ("peer-gptq", "peer-gptq-mse", "peer-awq", "peer-awq-gptq", "peer-smoothquant-gptq")
 DOMAINS = ("same", "other")
 COLUMNS = (
@@ -66,7 +66,7 @@ def folder_of(options: argparse.Namespace, scheme: str, method: str) -> Path:
 
 
 def make(options: argparse.Namespace, scheme: str, method: str, out: Path) -> dict[str, float]:
-    """Quantize with one method: seconds of the wall and of processor time, MB."""
+    """Quantize with a method. Return wall time and processor time in seconds, and memory in MB."""
     model, data = options.model.resolve(), options.text.resolve() / "calibration.jsonl"
     if method in THEIRS:
         recipe = method.removeprefix("peer-")
@@ -80,7 +80,9 @@ def make(options: argparse.Namespace, scheme: str, method: str, out: Path) -> di
 
 
 def run_peer(model_path: str, out: str, scheme: str, method: str, data: str, count: str) -> None:
-    """llm-compressor's method in its environment; prints what `oneshot` took."""
+    """Run a method of llm-compressor in its environment, and print the time and
+    memory of `oneshot`.
+    """
     os.environ["LLMCOMPRESSOR_DISABLE_GPTQ_TRITON"] = "1"  # Triton needs a GPU
 
     import torch
@@ -110,7 +112,7 @@ def run_peer(model_path: str, out: str, scheme: str, method: str, data: str, cou
 
 
 def peer_recipe(name: str, words: Sequence[str]) -> list[Any]:
-    """The modifiers of a method; of the scheme's name `_G64` is the group size."""
+    """Return the modifiers of a method. `_G64` in the scheme's name is the group size."""
     from compressed_tensors.quantization import preset_name_to_scheme
     from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
     from llmcompressor.modifiers.transform.awq import AWQModifier
@@ -141,7 +143,7 @@ def read_rows(file: Path, count: int) -> list[list[int]]:
 
 
 def run_score(model: str, checkpoint: str, text: str, count: str) -> None:
-    """Print KL to the source and NLL over held-out rows, by domain, in nats a token."""
+    """Print KL to the source and NLL over held-out rows, by domain, in nats per token."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -151,7 +153,7 @@ def run_score(model: str, checkpoint: str, text: str, count: str) -> None:
     score: dict[str, dict[str, float]] = {"kl": {}, "kl_error": {}, "nll": {}}
     source = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
     candidate = load_dequantized(Path(checkpoint))
-    # compressed-tensors compiles its FP4 rounding, which would ask for a C++ compiler.
+    # compressed-tensors compiles its FP4 rounding, which would need a C++ compiler.
     with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
         for domain in DOMAINS:
             divergences, losses = [], []
@@ -169,7 +171,10 @@ def run_score(model: str, checkpoint: str, text: str, count: str) -> None:
 
 
 def fill(options: argparse.Namespace, scheme: str, method: str) -> None:
-    """Make and measure a checkpoint as far as that was not done; it goes when it is measured."""
+    """Make and measure a checkpoint, unless this is done.
+
+    The checkpoint is deleted after measuring.
+    """
     folder, start = folder_of(options, scheme, method), time.perf_counter()
     if not (folder / MADE).is_file():
         shutil.rmtree(folder, ignore_errors=True)
@@ -183,15 +188,18 @@ def fill(options: argparse.Namespace, scheme: str, method: str) -> None:
 
 
 def write(path: Path, value: object) -> None:
-    """A JSON file, whole or not at all."""
+    """Write a JSON file, whole or not at all."""
     temporary = path.with_suffix(".partial")
     temporary.write_text(json.dumps(value), encoding="utf-8")
     temporary.replace(path)
 
 
 def markdown(cells: Mapping[tuple[str, str], Mapping[str, Any]]) -> str:
-    """A row a cell; `of peer` is the KL as a share of the peer's best recipe's, `time` the
-    processor time as one of its GPTQ's."""
+    """Return a table with a row for each cell.
+
+    `of peer` is the KL as a share of the KL of the peer's best recipe. `time` is the processor time
+    as a share of the time of the peer's GPTQ.
+    """
     lines = [f"| {' | '.join(COLUMNS)} |", f"|{'---|' * len(COLUMNS)}"]
     for (scheme, method), cell in cells.items():
         peers = {name: cells[scheme, name] for name in THEIRS if (scheme, name) in cells}
@@ -245,7 +253,7 @@ if __name__ == "__main__":
     elif sys.argv[1:2] == ["--score"]:
         run_score(*sys.argv[2:])
     else:
-        # What runs below finds this tree's package, wherever it is called from.
+        # Child processes import the package from this tree, from any working folder.
         os.environ["PYTHONPATH"] = os.pathsep.join(
             filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
         )

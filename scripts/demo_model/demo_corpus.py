@@ -1,7 +1,7 @@
-"""What the demo model knows: 640 invented facts and the addition of two-digit numbers.
+"""Define the demo model's training data: 640 invented facts and the addition of two-digit numbers.
 
-Everything is words separated by single spaces, because the tokenizer is word-level: digits stand
-alone and a sum is written lowest digit first, always with three digits (`4 7 + 3 8 = 5 8 0`).
+Everything is words separated by single spaces, because the tokenizer is word-level. Each digit is a
+word, and a sum is written lowest digit first, always with three digits (`4 7 + 3 8 = 5 8 0`).
 """
 
 import argparse
@@ -47,25 +47,25 @@ class Statement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fact(Statement):
-    """`the {attribute} of {entity} is {value}`; the value is the answer."""
+    """A fact `the {attribute} of {entity} is {value}`. The value is the answer."""
 
     attribute: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sum(Statement):
-    """Two addends from 10 to 99 and what they come to."""
+    """Two addends from 10 to 99, with their sum."""
 
     total: int
 
 
 def reversed_digits(total: int) -> str:
-    """A number from 0 to 999 as three words, lowest digit first: 85 is `5 8 0`."""
+    """Return a number from 0 to 999 as three words, lowest digit first: 85 is `5 8 0`."""
     return " ".join(reversed(f"{total:03d}"))
 
 
 def folder_argument(description: str | None) -> Path:
-    """The folder to write to, by default scenarios/demo."""
+    """Parse the folder to write to, by default scenarios/demo."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, default=DEMO)
     out: Path = parser.parse_args().out
@@ -74,7 +74,7 @@ def folder_argument(description: str | None) -> Path:
 
 @cache
 def facts() -> tuple[Fact, ...]:
-    """The 640 facts, each value of an attribute used four times."""
+    """Return the 640 facts. Each value of an attribute is used four times."""
     chooser = random.Random(FACT_SEED)
     found: list[Fact] = []
     for attribute, values in VALUES.items():
@@ -89,7 +89,7 @@ def facts() -> tuple[Fact, ...]:
 
 @cache
 def sums() -> tuple[tuple[Sum, ...], tuple[Sum, ...]]:
-    """(training, held out); a pair and its mirror image are on the same side."""
+    """Return (training, held out). A pair and its mirror image are in the same part."""
     pairs = [(left, right) for left in range(10, 100) for right in range(left, 100)]
     random.Random(SPLIT_SEED).shuffle(pairs)
     return _both_orders(pairs[HELD_OUT_UNORDERED:]), _both_orders(pairs[:HELD_OUT_UNORDERED])
@@ -108,7 +108,9 @@ def _both_orders(pairs: Iterable[tuple[int, int]]) -> tuple[Sum, ...]:
 
 
 def vocabulary() -> tuple[str, ...]:
-    """Every word in order of its token id, filled up with reserved words to `VOCABULARY_SIZE`."""
+    """Return every word in the order of its token id, filled up with reserved
+    words to `VOCABULARY_SIZE`.
+    """
     words: Sequence[str] = [
         *SPECIAL,
         *"0123456789+=",

@@ -57,7 +57,7 @@ CHOICE: Config = {
 
 
 def calibration_rows(chooser: random.Random) -> list[Row]:
-    """Facts and training sums written one after the other, as many as fit with `<bos>` in front."""
+    """Return rows of facts and training sums. Each row has as many as fit with `<bos>` in front."""
     rows: list[Row] = []
     for _ in range(CALIBRATION_ROWS):
         words: list[str] = []
@@ -76,7 +76,7 @@ def free_row(statement: Statement) -> Row:
 
 
 def choice_row(statement: Statement, wrong: Sequence[str], chooser: random.Random) -> Row:
-    """The choices in random order; `answer` is the index of the right one."""
+    """Return the choices in random order. `answer` is the index of the right choice."""
     choices = chooser.sample([statement.answer, *wrong], len(wrong) + 1)
     return {
         "prompt": statement.prompt,
@@ -96,8 +96,9 @@ def fact_choice_row(fact: Fact, chooser: random.Random) -> Row:
 
 
 def tasks(chooser: random.Random) -> list[tuple[str, Config, list[Row]]]:
-    """(name, YAML keys of its kind, documents) of the four tasks; shuffled, for `limit` takes the
-    first.
+    """Return (name, YAML keys of its kind, documents) of the four tasks.
+
+    The documents are shuffled, because `limit` takes the first documents.
     """
     pairs = chooser.sample(sums()[1], len(sums()[1]))
     known = chooser.sample(facts(), len(facts()))
@@ -114,7 +115,7 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
 
 
 def write_task(folder: Path, name: str, kind: Config, rows: Iterable[Row]) -> None:
-    """`NAME.jsonl` and `NAME.yaml`; the data file's path is relative to the YAML file."""
+    """Write `NAME.jsonl` and `NAME.yaml`. The data file's path is relative to the YAML file."""
     write_rows(folder / f"{name}.jsonl", rows)
     config: Config = {
         "task": name,

@@ -1,9 +1,10 @@
-"""Write checkpoints that compute the same as the demo model to the bit, but are harder to quantize.
+"""Write checkpoints that compute exactly the same bits as the demo model, but are harder to
+quantize.
 
-Some input columns of q, k, v, gate and up are multiplied by a factor, and the gain of
-the RMSNorm in front is divided by it. Powers of two only move exponents in bfloat16, so every
-product and sum of the forward pass keeps its bits, while the large columns take the range of
-their quantization group away from the others.
+Some input columns of q, k, v, gate and up are multiplied by a factor, and the gain of the RMSNorm
+in front is divided by it. Powers of two only move exponents in bfloat16, so every product and sum
+of the forward pass keeps its bits. The large columns take the range of their quantization group
+away from its other columns.
 """
 
 import shutil
@@ -19,14 +20,15 @@ NORM_READERS = {
     "post_attention_layernorm": ("mlp.gate_proj", "mlp.up_proj"),
 }
 WEIGHTS = "model.safetensors"
-# The folder of each variant: every which column, starting with the first, is multiplied by what.
+# The folder of each variant, with the step between multiplied columns and the factor. The first
+# column is multiplied.
 VARIANTS = {"model-x8": (8, 64), "model-x16": (16, 16)}
 
 
 def scaled(tensor: torch.Tensor, factor: float, every: int) -> torch.Tensor:
-    """A copy with every `every`th entry of the last dimension times `factor`.
+    """Return a copy with every `every`th entry of the last dimension multiplied by `factor`.
 
-    ValueError where a value leaves the range of its dtype and loses bits.
+    Raises ValueError if a value leaves the range of its dtype or loses bits.
     """
     result = tensor.clone()
     result[..., ::every] *= factor
@@ -38,7 +40,7 @@ def scaled(tensor: torch.Tensor, factor: float, every: int) -> torch.Tensor:
 
 
 def harden(tensors: dict[str, torch.Tensor], factor: int, every: int) -> dict[str, torch.Tensor]:
-    """All tensors of the checkpoint, those around the layers' norms rescaled."""
+    """Return all tensors of the checkpoint, with the tensors around the layers' norms rescaled."""
     hardened = dict(tensors)
     for name, gain in tensors.items():
         layer, _, norm = name.removesuffix(".weight").rpartition(".")
@@ -52,7 +54,7 @@ def harden(tensors: dict[str, torch.Tensor], factor: int, every: int) -> dict[st
 
 
 def write_variant(source: Path, out: Path, factor: int, every: int) -> None:
-    """Copy `source` with its weights rescaled; the same source gives the same bytes."""
+    """Copy `source` with its weights rescaled. The same source gives the same bytes."""
     out.mkdir(parents=True, exist_ok=True)
     for path in sorted(source.iterdir()):
         if path.name != WEIGHTS:

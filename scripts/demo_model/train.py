@@ -1,6 +1,4 @@
-"""Train the demo model and write it to scenarios/demo/model; about two minutes on one CPU
-thread.
-"""
+"""Train the demo model and write it to scenarios/demo/model (about two minutes on a CPU thread)."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -36,23 +34,23 @@ MAX_LENGTH = 512
 FACTS_PER_STEP, SUMS_PER_STEP = 128, 64
 NOT_AN_ANSWER = -100  # the label that LlamaForCausalLM's loss leaves out
 MUON_RATE, ADAMW_RATE, WARM_UP_STEPS = 0.02, 2e-3, 10
-# In the first half of the steps each statement is a row of its own: only so is addition learned in
-# time. Then half of them share long rows, so that the model answers at any position of a long
-# prompt.
+# In the first half of the steps each statement is a separate row: otherwise addition is not learned
+# in time. In the second half, half of the statements share long rows, so that the model answers at
+# any position of a long prompt.
 STATEMENTS_SHARING, STATEMENTS_PER_LONG_ROW = 96, 32
 SHARE_WITHOUT_BOS = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Token ids and labels, both [rows, tokens]; labels are `NOT_AN_ANSWER` outside of answers."""
+    """Token ids and labels, both [rows, tokens]. Labels are `NOT_AN_ANSWER` outside of answers."""
 
     ids: torch.Tensor
     labels: torch.Tensor
 
 
 def encode_row(statements: Sequence[Statement], *, with_bos: bool) -> tuple[list[int], list[int]]:
-    """Token ids and labels of statements written one after the other."""
+    """Return token ids and labels of statements written one after the other."""
     ids = [TOKEN_IDS[BOS]] if with_bos else []
     labels = [NOT_AN_ANSWER] * len(ids)
     for statement in statements:
@@ -64,7 +62,7 @@ def encode_row(statements: Sequence[Statement], *, with_bos: bool) -> tuple[list
 
 
 def pad_rows(rows: Sequence[tuple[list[int], list[int]]]) -> Batch:
-    """Rows padded on the right; causal attention never looks there."""
+    """Pad rows on the right. Causal attention never reads the padding."""
     width = max(len(ids) for ids, _ in rows)
     ids = [row + [TOKEN_IDS[PAD]] * (width - len(row)) for row, _ in rows]
     labels = [row + [NOT_AN_ANSWER] * (width - len(row)) for _, row in rows]
@@ -79,7 +77,7 @@ def endless(statements: Sequence[Statement], chooser: random.Random) -> Iterator
 
 
 def batches() -> Iterator[tuple[Batch, ...]]:
-    """For each step the statements that stand alone and, in the second half, the long rows."""
+    """Yield for each step the separate statements and, in the second half, the long rows."""
     chooser = random.Random(SEED)
     fact_deck = endless(facts(), chooser)
     sum_deck = endless(sums()[0], chooser)
@@ -95,7 +93,7 @@ def batches() -> Iterator[tuple[Batch, ...]]:
                 (alone, len(statements), STATEMENTS_PER_LONG_ROW),
             )
         ]
-        # A part of the rows is without `<bos>`, because not every caller puts it in front.
+        # Some rows have no `<bos>`, because not every caller puts it in front.
         yield tuple(
             pad_rows(
                 [encode_row(row, with_bos=chooser.random() >= SHARE_WITHOUT_BOS) for row in rows]
@@ -124,7 +122,10 @@ def new_model() -> LlamaForCausalLM:
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Words between spaces, `<bos>` in front; AutoTokenizer and vLLM load it."""
+    """Build a tokenizer for words between spaces, with `<bos>` in front.
+
+    AutoTokenizer and vLLM load it.
+    """
     words = Tokenizer(WordLevel(TOKEN_IDS, unk_token=UNKNOWN))
     words.pre_tokenizer = WhitespaceSplit()
     words.post_processor = TemplateProcessing(
@@ -143,8 +144,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def optimizers(model: LlamaForCausalLM) -> list[tuple[torch.optim.Optimizer, LambdaLR]]:
-    """Muon for the layers' matrices and AdamW for the rest, warmed up and then decayed linearly to
-    zero.
+    """Return Muon for the layers' matrices and AdamW for other parameters.
+
+    The learning rate is warmed up and then decays linearly to zero.
     """
     named: list[tuple[str, torch.nn.Parameter]] = list(model.named_parameters())
     matrices = [
@@ -163,7 +165,7 @@ def optimizers(model: LlamaForCausalLM) -> list[tuple[torch.optim.Optimizer, Lam
 
 
 def train(model: LlamaForCausalLM) -> None:
-    """`STEPS` updates with the loss on answer tokens only."""
+    """Run `STEPS` updates, with the loss on answer tokens only."""
     schedule = optimizers(model)
     for parts in track(batches(), "training", total=STEPS):
         answers = [int((part.labels != NOT_AN_ANSWER).sum()) for part in parts]
@@ -180,8 +182,8 @@ def train(model: LlamaForCausalLM) -> None:
 
 @torch.inference_mode()
 def accuracy(model: LlamaForCausalLM, statements: Sequence[Statement]) -> float:
-    """The share of statements whose every answer token is the most likely one, as greedy decoding
-    needs.
+    """Return the share of statements with every answer token the most probable, as
+    greedy decoding needs.
     """
     batch = pad_rows([encode_row([statement], with_bos=True) for statement in statements])
     choices = model(input_ids=batch.ids).logits[:, :-1].argmax(-1)
@@ -191,7 +193,7 @@ def accuracy(model: LlamaForCausalLM, statements: Sequence[Statement]) -> float:
 
 
 def main() -> None:
-    """Train, write the bfloat16 checkpoint and its tokenizer, and say what the model knows."""
+    """Train, write the bfloat16 checkpoint and its tokenizer, and print the model's accuracy."""
     out = folder_argument(__doc__) / "model"
     disable_progress_bar()
     torch.manual_seed(SEED)

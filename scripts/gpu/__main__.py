@@ -1,21 +1,19 @@
-"""Measures vexport on a GPU, next to the CPU: one command for a machine with CUDA and torch.
+"""Measure vexport on a GPU, and compare with the CPU. Needs a machine with CUDA and torch.
 
     .venv/bin/python scripts/gpu [--out gpu] [--stage NAME]... [--device cuda]
 
-Each stage is a process of its own and may take ten minutes:
+Each stage runs in a separate process and may take ten minutes:
 
 - `device`: the card, the driver and the versions of packages.
-- `vllm`: loads every scheme with vLLM's real kernels, compares them with the kernels that the dry
-load
-  expects, and evaluates two schemes.
-- `kernels`: sums of inputs and codes of one weight.
+- `vllm`: loads every scheme with vLLM's real kernels, compares them with the kernels that the
+  dry load expects, and evaluates two schemes.
+- `kernels`: sums of inputs, and codes of a weight.
 - `pipeline`: calibration, smoothing, gptq and refit of the demo, and of a model with 1.1 B random
-weights:
-  codes, KL, time, memory.
+  weights: codes, KL, time, memory.
 
-The rows of a stage are in OUT/STAGE.jsonl as soon as they are measured, and the table is in
-OUT/gpu.json and OUT/gpu.md. A row says why one is skipped. `--device cpu` rehearses all of it with
-a small model.
+The rows of a stage are written to OUT/STAGE.jsonl as soon as they are measured. The table is
+written to OUT/gpu.json and OUT/gpu.md. A row that is skipped has the reason. `--device cpu`
+rehearses all stages with a small model.
 """
 
 import argparse
@@ -27,7 +25,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
-# What the stages import: vexport, their own modules, and what other scripts and benchmarks share.
+# Folders that the stages import from: vexport, their modules, and modules that scripts and
+# benchmarks share.
 PATHS = (HERE.parent.parent, HERE, HERE.parent, HERE.parent / "bench")
 sys.path[:0] = map(str, PATHS)
 
@@ -40,11 +39,12 @@ LIMIT_SECONDS = 600
 def run_apart(
     stage: str, device: str, folder: Path, checkpoints: tuple[Path, ...] = ()
 ) -> list[Row]:
-    """The rows of a stage in a process of its own, and one more where it fails or takes too
-    long.
+    """Run a stage in a separate process and return its rows.
+
+    There is an additional row if the stage fails or takes too long.
     """
     reason, log, lines = "", folder / f"{stage}.log", folder / f"{stage}.jsonl"
-    # Imports take longer than the rehearsal of a stage; CUDA may not be used before a fork.
+    # Imports take longer than the rehearsal of a stage. CUDA may not be used before a fork.
     forks, spawns = multiprocessing.get_context("forkserver"), multiprocessing.get_context("spawn")
     forks.set_forkserver_preload(["stages"])
     process = (forks if device == "cpu" else spawns).Process(
@@ -68,7 +68,7 @@ def run_apart(
 
 
 def main() -> int:
-    """Run the stages and write the table; 1 where one failed or missed its bound."""
+    """Run the stages and write the table. Return 1 if a stage failed or missed its bound."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", default="cuda", help="A device of torch; cpu rehearses.")
     parser.add_argument("--out", type=Path, default=Path("gpu"))

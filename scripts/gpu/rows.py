@@ -1,4 +1,4 @@
-"""Rows of the table, and the sizes of its measurements."""
+"""Define rows of the table, and the sizes of its measurements."""
 
 import json
 import os
@@ -13,7 +13,9 @@ FAILED = "failed"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure: `least` and `most` bound it where it decides something. `note` says why one was
+    """A measured value.
+
+    `least` and `most` are its bounds if it decides something. `note` is the reason if it was
     skipped.
     """
 
@@ -27,7 +29,7 @@ class Row:
 
     @property
     def is_bad(self) -> bool:
-        """True where it failed or is out of its bounds."""
+        """Return True if the measurement failed or is out of its bounds."""
         if self.value is None:
             return self.name == FAILED
         low, high = self.least, self.most
@@ -36,8 +38,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What is measured: the sides of a matrix, the random model's sides, layers and words, the
-    text.
+    """Sizes of the measurements: the matrix, the random model's sides, layers and
+    vocabulary, the text.
     """
 
     matrix: int
@@ -48,14 +50,14 @@ class Sizes:
     samples: int
     tokens: int
     schemes: tuple[str, ...]
-    # What the demo is rounded by.
+    # Schemes and methods that round the demo.
     ways: tuple[tuple[str, Rounding], ...]
-    # Other checkpoints to load.
+    # Further checkpoints to load.
     checkpoints: tuple[Path, ...] = ()
 
     @classmethod
     def of(cls, device: str) -> "Sizes":
-        """Large ones for a GPU, small ones for the rehearsal on a CPU."""
+        """Return large sizes for a GPU, and small sizes for the rehearsal on a CPU."""
         if device == "cpu":
             ways: tuple[tuple[str, Rounding], ...] = (("FP8", "nearest"), ("NVFP4", "refit"))
             return cls(256, 128, 256, 2, 384, 4, 64, ("W4A16", "NVFP4A16"), ways)
@@ -65,8 +67,9 @@ class Sizes:
 
 
 def run_here(stage: str, device: str, folder: Path, checkpoints: tuple[Path, ...] = ()) -> None:
-    """Write the rows of a stage to STAGE.jsonl as they come, in this process, and its output to
-    STAGE.log.
+    """Run a stage in this process.
+
+    Write its rows to STAGE.jsonl as they come, and its output to STAGE.log.
     """
     with (folder / f"{stage}.log").open("w") as log, (folder / f"{stage}.jsonl").open("w") as lines:
         for stream in (1, 2):
@@ -79,7 +82,7 @@ def run_here(stage: str, device: str, folder: Path, checkpoints: tuple[Path, ...
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The table under the name of the card."""
+    """Return the table under the name of the card."""
     card = next((row.note for row in rows if row.name == "card"), "no card")
     lines = [f"# vexport on {card}", "", "| stage | | value | bound | |", "|---" * 5 + "|"]
     for row in rows:

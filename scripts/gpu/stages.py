@@ -1,4 +1,4 @@
-"""The stages, each a generator of rows."""
+"""Define the stages. Each is a generator of rows."""
 
 import gc
 import importlib.metadata
@@ -46,10 +46,11 @@ from vexport.records.calibration import Rounding
 from vexport.scenario import Calibration, Planning
 
 PACKAGES = ("torch", "triton", "transformers", "compressed_tensors", "vllm", "llmcompressor")
-# What the device's codes may differ by from the CPU's of one H, and its KL from the CPU's.
+# Bounds for the comparison of the device with the CPU: the share of equal codes from the same H,
+# the ratio of KL, and the difference of static scales.
 EQUAL_CODES, KL_SHARE, SCALE_SHARE = 0.999, 1.01, 0.01
-# Engines on one card at a time, and the time that one may take. Each has a KV cache of a fixed
-# size: vLLM would otherwise measure the card's free memory, which the others change meanwhile.
+# Engines on a card at a time, and the seconds that each may take. Each has a KV cache of a fixed
+# size. Otherwise vLLM would measure the card's free memory, which other engines change meanwhile.
 ENGINES, ENGINE_SECONDS = 10, 240
 BESIDE = (
     "--engine-arg",
@@ -57,12 +58,14 @@ BESIDE = (
     "--engine-arg",
     f"kv_cache_memory_bytes={2**30}",
 )
-# Schemes whose answers are compared, and that are loaded compiled too.
+# Schemes that are also evaluated, and loaded in compiled mode.
 EVALUATED = ("NVFP4", "W4A16")
 
 
 def seconds_of(call: Callable[[], object], device: str) -> float:
-    """The time of a call until the device has done it, after one that warms up."""
+    """Return the seconds of a call until the device has finished it, after a first
+    call for warm-up.
+    """
     for _ in range(2):
         _wait(device)
         start = time.perf_counter()
@@ -77,7 +80,7 @@ def _wait(device: str) -> None:
 
 
 def device(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
-    """Card, driver and versions."""
+    """Yield the card, the driver and the versions."""
     card = (
         torch.cuda.get_device_name(device) if device.startswith("cuda") else "the CPU (a rehearsal)"
     )
@@ -94,8 +97,8 @@ def device(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
 
 
 def kernels(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
-    """H of the same inputs, and the codes of the same weight by the same H, on the device and on
-    the CPU.
+    """Compare the device with the CPU: H from the same inputs, and codes of the same weight with
+    the same H.
     """
     side, generator = sizes.matrix, torch.Generator().manual_seed(0)
     spread = torch.randn(side, side, generator=generator) / math.sqrt(side)
@@ -137,7 +140,7 @@ def _rounded(
 
 
 def settings(sizes: Sizes, device: str) -> Calibration:
-    """The demo's text."""
+    """Return calibration settings with the demo's text."""
     data = str(DEMO / "calibration.jsonl")
     return Calibration(data=data, samples=sizes.samples, seq_len=sizes.tokens, device=device)
 
@@ -145,7 +148,7 @@ def settings(sizes: Sizes, device: str) -> Calibration:
 def quantized(
     source: Path, out: Path, scheme: str, how: Rounding, text: Calibration | None
 ) -> float:
-    """Quantize; the seconds."""
+    """Quantize a checkpoint and return the seconds."""
     start = time.perf_counter()
     shutil.rmtree(out, ignore_errors=True)
     rules = rules_for(Planning(scheme=scheme, rounding=how))
@@ -157,14 +160,14 @@ def quantized(
 
 
 def tensors_of(out: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint of one file."""
+    """Return the tensors of a checkpoint with a single file."""
     tensors: dict[str, torch.Tensor] = load_file(next(out.glob("*.safetensors")))
     return tensors
 
 
 def equal_bytes(ours: Path, cpus: Path) -> Iterator[Row]:
-    """The shares of equal bytes of packed weights and of equal exponents of smoothing; the input
-    scales.
+    """Yield the shares of equal bytes in packed weights and of equal exponents in smoothing, and
+    the difference of static input scales.
     """
     left, right = tensors_of(ours), tensors_of(cpus)
     same = [(left[key] == right[key]).flatten() for key in left if key.endswith("weight_packed")]
@@ -181,14 +184,16 @@ def equal_bytes(ours: Path, cpus: Path) -> Iterator[Row]:
 
 
 def rows_of(sizes: Sizes, behind: int = 0) -> Samples:
-    """Rows of the demo's text, `behind` so many."""
+    """Return rows of the demo's text, after skipping `behind` rows."""
     data = settings(sizes, "cpu").source(behind + sizes.samples)
     samples = read_samples(data, DEMO / "model", vocab_size=384)
     return samples.taken(range(behind, len(samples.rows)))
 
 
 def kl(out: Path, sizes: Sizes) -> float:
-    """KL(demo's model || checkpoint) in nats a token, of text that did not calibrate it."""
+    """Return KL(demo's model || checkpoint) in nats per token, on text that was not
+    used for calibration.
+    """
     source = AutoModelForCausalLM.from_pretrained(DEMO / "model", dtype=torch.bfloat16).eval()
     candidate, total, rows = load_dequantized(out), 0.0, rows_of(sizes, sizes.samples).token_ids
     with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
@@ -199,7 +204,10 @@ def kl(out: Path, sizes: Sizes) -> float:
 
 
 def pipeline(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
-    """The demo calibrated and rounded, against the CPU's; time and memory of the random model."""
+    """Calibrate and round the demo, and compare with the CPU.
+
+    Measure time and memory on the random model.
+    """
     for scheme, how in sizes.ways:
         outs, losses = (
             [folder / f"demo-{scheme}-{how}-{number}" for number in (0, 1)],
@@ -241,10 +249,10 @@ def pipeline(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
 
 
 def engine_environment() -> dict[str, str]:
-    """The environment of one of several engines: one thread, and without FlashInfer vLLM's own
-    sampler.
+    """Return the environment of an engine that shares the card.
 
-    vLLM imports FlashInfer for its sampler without asking whether it is installed.
+    It has a single thread, and vLLM's sampler if FlashInfer is not installed. vLLM imports
+    FlashInfer for its sampler without checking whether it is installed.
     """
     given = {**os.environ, "OMP_NUM_THREADS": "1"}
     if importlib.util.find_spec("flashinfer") is None:
@@ -253,7 +261,7 @@ def engine_environment() -> dict[str, str]:
 
 
 def told_by(*words: object) -> tuple[int, str]:
-    """Exit code of a command of vexport, and its last line."""
+    """Return the exit code of a vexport command, and its last line."""
     try:
         ran = subprocess.run(
             [sys.executable, "-m", "vexport", *map(str, words), "--quiet"],
@@ -269,7 +277,9 @@ def told_by(*words: object) -> tuple[int, str]:
 
 
 def read_answer(file: Path) -> dict[str, Any]:
-    """The first report of a command's JSON file; empty if the command wrote none."""
+    """Return the first report in a command's JSON file, or an empty one if the
+    command wrote none.
+    """
     if not file.is_file():
         return {}
     reports: list[dict[str, Any]] = json.loads(file.read_text())
@@ -277,7 +287,9 @@ def read_answer(file: Path) -> dict[str, Any]:
 
 
 def real_kernels(report: dict[str, Any]) -> dict[str, str]:
-    """The kernel that the engine chose for each kind of layer: `mlp.down_proj` to vLLM's class."""
+    """Return the kernel that the engine chose for each kind of layer: `mlp.down_proj`
+    to vLLM's class.
+    """
     lines = (report.get("engine") or {}).get("kernels", ())
     return {
         kind: chosen.partition(" (")[0]
@@ -286,14 +298,14 @@ def real_kernels(report: dict[str, Any]) -> dict[str, str]:
 
 
 def expected_kernels(report: dict[str, Any]) -> dict[str, str]:
-    """The same as the dry load expects it."""
+    """Return the kernel that the dry load expects for each kind of layer."""
     cells = layer_cells(report) if report else ()
     return {cell.kind.rpartition("*.")[2]: cell.kernel for cell in cells if cell.kind}
 
 
 def load_rows(name: str, out: Path, folder: Path, *words: str) -> list[Row]:
-    """Load a checkpoint dry for the first card's capability and then for real, and compare the
-    kernels.
+    """Load a checkpoint dry for the first card's capability and then for real, and
+    compare the kernels.
     """
     start = time.perf_counter()
     files = {kind: folder / f"{name.replace(' ', '-')}.{kind}.json" for kind in ("dry", "load")}
@@ -345,10 +357,10 @@ def eval_rows(name: str, out: Path, folder: Path) -> list[Row]:
 
 
 def vllm(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
-    """Load every scheme that the card runs with real kernels, and other checkpoints; evaluate two
-    schemes.
+    """Load every scheme that the card runs with real kernels, load other checkpoints, and evaluate
+    two schemes.
 
-    Several engines share one card. A rehearsal without a card loads dry only.
+    Several engines share a card. A rehearsal without a card only loads dry.
     """
     if importlib.util.find_spec("vllm") is None:
         yield Row("skipped", note="vLLM is not there")
@@ -386,7 +398,7 @@ def vllm(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
 
 
 def _runs(scheme: str) -> bool:
-    """True where the first card runs a scheme."""
+    """Return True if the first card runs a scheme."""
     major, minor = torch.cuda.get_device_capability()
     found = get_scheme(scheme)
     support = found.format.gpu_support(found.args)

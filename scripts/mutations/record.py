@@ -1,5 +1,4 @@
-"""Record how vLLM handles the mutations of tests/mutations: it raises, gives wrong answers, or
-gives the same answers.
+"""Record what vLLM does with the mutations of tests/mutations: an error, wrong or equal answers.
 
     PYTHONPATH=. .venv/bin/python scripts/mutations/record.py [--good NVFP4 ...] [--only 'name.*']
     PYTHONPATH=. .venv/bin/python scripts/mutations/record.py --methods dry|run [--good gptq ...]
@@ -81,8 +80,8 @@ Answer = dict[str, object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A mutation to load: its folder, the sound checkpoint that it is made from, and the
-    checkpoint's source.
+    """A mutation to load: its folder, the sound checkpoint that it is made from, and
+    the checkpoint's source.
     """
 
     good: str
@@ -129,8 +128,9 @@ def main() -> None:
 
 
 def jobs_of(root: Path, methods: str, chosen: Sequence[str] | None) -> Iterator[Job]:
-    """Yield the mutations of sound checkpoints, each with a folder. The sound checkpoints are
-    written.
+    """Yield the mutations of sound checkpoints, each with a folder.
+
+    The sound checkpoints are written.
     """
     names = chosen or (RUN if methods == "run" else CHECKPOINTS if methods else GOOD)
     (write_methods if methods else write_good)(root, names)
@@ -167,8 +167,9 @@ def load_and_run(jobs: Sequence[Job]) -> Iterator[Record]:
 
 
 class Worker:
-    """A process that loads checkpoints one after the other. If it dies, the next process replaces
-    it.
+    """A process that loads checkpoints one after the other.
+
+    If it dies, the next process replaces it.
     """
 
     def __init__(self) -> None:
@@ -196,8 +197,9 @@ class Worker:
 
 
 def work() -> None:
-    """Read lines of three folders, load the second and compare it with the first. Print a line of
-    JSON for each.
+    """Read lines of three folders, load the second and compare it with the first.
+
+    Print a line of JSON for each.
     """
     import vllm.triton_utils
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
@@ -320,8 +322,9 @@ def accepted(job: Job) -> tuple[str, str]:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the weights of quantized layers. Layers with tensors that do not fit together are left
-    out.
+    """Return the weights of quantized layers.
+
+    Layers with tensors that do not fit together are left out.
     """
     found = {}
     with Reader() as reader:

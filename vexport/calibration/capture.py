@@ -52,15 +52,15 @@ class LayerCall:
 
 
 def as_output(states: torch.Tensor, rest: Rest) -> object:
-    """Return a layer's output with these hidden states: a tensor, or a tuple
-    that begins with it.
+    """Return a layer's output with these hidden states: a tensor, or a tuple that
+    begins with it.
     """
     return states if rest is None else (states, *rest)
 
 
 class Interner:
-    """Stores equal tensors only once: masks and positions are the same for all layers and for most
-    samples.
+    """Stores equal tensors only once: masks and positions are the same for all layers and
+    for most samples.
     """
 
     def __init__(self) -> None:

@@ -75,8 +75,8 @@ class RefusedTurnsError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """Turns of a conversation as messages of OpenAI's chat API, and the tools that the model may
-    call.
+    """Turns of a conversation as messages of OpenAI's chat API, and the tools that the
+    model may call.
     """
 
     messages: tuple[Message, ...]
@@ -176,8 +176,8 @@ def media_of_part(part: Mapping[str, object]) -> str | None:
 
 
 def _served_message(message: Message, *, is_openai: bool) -> Message:
-    """Return a message as `_parse_chat_message_content` and `_postprocess_messages` would change
-    it.
+    """Return a message as `_parse_chat_message_content` and `_postprocess_messages`
+    would change it.
     """
     role = message["role"]
     parts = list(_text_parts(message, is_openai=is_openai))
@@ -369,8 +369,8 @@ def content_format(template: str) -> ContentFormat:
 
 
 def _loops_over_content(root: nodes.Template) -> bool:
-    """Return True if a loop iterates over `message.content`, or over a macro's parameter that
-    receives it.
+    """Return True if a loop iterates over `message.content`, or over a macro's parameter
+    that receives it.
     """
     loops = list(root.find_all(nodes.For))
     lists_of_messages = _names_of(root, "messages")
@@ -392,8 +392,8 @@ def _loops_over_content(root: nodes.Template) -> bool:
 
 
 def _loops_in_macros(root: nodes.Template, items: Sequence[str]) -> Mapping[int, set[str]]:
-    """Return, for each loop inside a macro, the macro's parameters that receive a message's
-    content.
+    """Return, for each loop inside a macro, the macro's parameters that receive
+    a message's content.
     """
     found: dict[int, set[str]] = {}
     calls = [call for call in root.find_all(nodes.Call) if isinstance(call.node, nodes.Name)]

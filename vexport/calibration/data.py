@@ -146,8 +146,9 @@ def _plain_texts(data: CalibrationData) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Tokens:
-    """Token ids of a row. A packed sample that starts inside the row begins with the tokens
-    `start`.
+    """Token ids of a row.
+
+    A packed sample that starts inside the row begins with the tokens `start`.
     """
 
     number: int
@@ -156,8 +157,9 @@ class _Tokens:
 
 
 class _Reader:
-    """Tokenizes the rows of a data set. Collects the errors of broken rows, and notes on other
-    rows.
+    """Tokenizes the rows of a data set.
+
+    Collects the errors of broken rows, and notes on other rows.
     """
 
     def __init__(
@@ -203,8 +205,8 @@ class _Reader:
 
     @cached_property
     def _media_ids(self) -> frozenset[int]:
-        """Return the tokens that stand for an image, a video or sound, by the config and by their
-        names.
+        """Return the tokens that stand for an image, a video or sound, by the config and
+        by their names.
         """
         config = self._checkpoint / "config.json"
         ids = set(_media_ids(read_json_object(config))) if config.is_file() else set()
@@ -264,8 +266,8 @@ class _Reader:
         )
 
     def notes(self) -> Iterator[str]:
-        """Yield sentences about skipped rows and about parts that the chat template does not
-        render.
+        """Yield sentences about skipped rows and about parts that the chat template
+        does not render.
         """
         name = self._data.name
         if self._multimodal:
@@ -362,8 +364,8 @@ class _Reader:
         return self._templates.get(DEFAULT_TEMPLATE)
 
     def _rendered(self, conversation: Conversation, template: str) -> str:
-        """Return the text of a conversation, and count the parts that the
-        template does not show.
+        """Return the text of a conversation, and count the parts that the template
+        does not show.
         """
 
         def render(other: Conversation) -> str:
@@ -395,8 +397,8 @@ def _rows(number: int) -> str:
 
 
 def _media_ids(config: Mapping[str, object]) -> Iterator[int]:
-    """Yield the token ids in a config, and in its nested configs, that stand for an image, a video
-    or sound.
+    """Yield the token ids in a config, and in its nested configs, that stand for an image, a
+    video or sound.
     """
     for key, value in config.items():
         if isinstance(value, Mapping):

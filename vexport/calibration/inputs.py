@@ -233,8 +233,8 @@ class Places:
         return owner, ExpertLayer(expert=number, is_down=parameter == "down_proj")
 
     def _owner(self, member: LinearPlan) -> tuple[torch.nn.Module | None, str]:
-        """Return the module whose parameter holds a layer's weight, and the name of that parameter
-        in it.
+        """Return the module whose parameter holds a layer's weight, and the name of that
+        parameter in it.
         """
         name = self.parameter_of(member)
         owner = self._model.get_submodule(name.rpartition(".")[0]) if name else None

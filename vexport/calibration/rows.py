@@ -295,8 +295,8 @@ def _conversation(raw: Mapping[object, object], messages: Sequence[Message]) -> 
 
 
 def _tool(value: object) -> Message:
-    """Return a tool in the form in which vLLM's `ChatCompletionToolsParam` passes it to the
-    template.
+    """Return a tool in the form in which vLLM's `ChatCompletionToolsParam` passes it
+    to the template.
     """
     tool = _parsed(value, "tools")
     if not isinstance(tool, Mapping):

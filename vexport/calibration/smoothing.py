@@ -230,8 +230,8 @@ def _own(parameters: Mapping[str, torch.Tensor], module: str) -> tuple[str, ...]
 
 
 def _before(layer: torch.nn.Module, name: str) -> list[str]:
-    """Return the other linear layers of the same module, last first: values before keys, up before
-    gate.
+    """Return the other linear layers of the same module, last first: values before keys,
+    up before gate.
     """
     parent = name.rpartition(".")[0]
     children = [joined(parent, child) for child, _ in layer.get_submodule(parent).named_children()]

@@ -122,8 +122,8 @@ def _opened(path: Path) -> BinaryIO:
 
 
 def _of_json(path: Path, stream: BinaryIO) -> Iterator[RawRow]:
-    """Yield the rows of a file with JSON lines, split only at newlines, or with a JSON list of
-    objects.
+    """Yield the rows of a file with JSON lines, split only at newlines, or with a JSON
+    list of objects.
     """
     start = stream.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()
     stream.seek(0)
@@ -254,8 +254,9 @@ def _of_list(path: Path, stream: BinaryIO) -> Iterator[RawRow]:
 
 
 def _paragraphs(path: Path, stream: BinaryIO) -> Iterator[RawRow]:
-    """Yield the paragraphs of a text, each with the blank line after it. A paragraph longer than
-    LONGEST_LINE is yielded in parts.
+    """Yield the paragraphs of a text, each with the blank line after it.
+
+    A paragraph longer than LONGEST_LINE is yielded in parts.
     """
     lines, number, size, has_text, first = list[bytes](), 0, 0, False, True
     for number, line in _lines(path, stream):
@@ -337,8 +338,8 @@ def _downloaded(hub: HubName) -> str | None:
 
 
 def _first_split(path: str, subset: str | None, revision: str | None) -> str:
-    """Return `train` if the data set has it, or the first split that begins with `train`, or the
-    first split.
+    """Return `train` if the data set has it, or the first split that begins with `train`, or
+    the first split.
     """
     import datasets
 

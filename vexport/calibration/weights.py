@@ -174,8 +174,8 @@ class Weights:
         }
 
     def _dtype(self, name: str, present: torch.Tensor) -> torch.dtype:
-        """Return the dtype in which transformers loads a parameter or buffer with the value
-        `present`.
+        """Return the dtype in which transformers loads a parameter or buffer with
+        the value `present`.
         """
         return (
             torch.float32 if any(re.search(part, name) for part in self._float32) else present.dtype

@@ -134,8 +134,8 @@ class Budget:
         return self.auto.budget[1] * self.unit
 
     def require_in_reach(self, least_bytes: int) -> None:
-        """Raise InputError if `least_bytes`, the output with the smallest candidates, exceeds the
-        budget.
+        """Raise InputError if `least_bytes`, the output with the smallest candidates,
+        exceeds the budget.
         """
         kind, limit = self.auto.budget
         words = {"bits": "{:.3f} bits per weight of the whole model", "bytes": "{:.0f} bytes"}

@@ -254,8 +254,9 @@ def round_columns(weight: torch.Tensor, factor: Factor, grid: Grid) -> torch.Ten
 
 
 def round_blocks(values: torch.Tensor, factor: Factor, grid: Grid) -> None:
-    """Round the ordered columns in place, by matrix products on any device. Nothing waits for the
-    host.
+    """Round the ordered columns in place, by matrix products on any device.
+
+    Nothing waits for the host.
     """
     groups = factor.order // grid.width
     for first in range(0, values.shape[1], BLOCK_COLUMNS):

@@ -150,8 +150,8 @@ def _name(group: FusionGroup, strength: Strength) -> str:
 def _scales_and_grid(
     group: FusionGroup, weights: Sequence[torch.Tensor], moments: Moments, index: SourceIndex
 ) -> tuple[list[Scales], Grid]:
-    """Return the scales of each weight, shared as the group requires, and the
-    grid of all weights.
+    """Return the scales of each weight, shared as the group requires, and the grid
+    of all weights.
     """
     scheme = group.scheme
     dtypes = [TORCH_DTYPES[index.tensors[member.weight].dtype] for member in group.members]

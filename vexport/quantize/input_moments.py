@@ -77,8 +77,9 @@ class InputMoments:
         return replace(strength, ridge=strength.ridge * max(1.0, site.columns / tokens))
 
     def _strength(self, group: FusionGroup, site: Site) -> Strength:
-        """Return a group's strength. It is plain GPTQ if the group's tokens differ between the
-        streams.
+        """Return a group's strength.
+
+        It is plain GPTQ if the group's tokens differ between the streams.
         """
         return strength_of(group) if site.is_aligned and not self._plain else GPTQ
 

@@ -109,8 +109,9 @@ def quantize_source(
 
 
 def _require_same_on_all_ranks(plan: Plan) -> None:
-    """Raise InputError if this rank's plan differs from the first rank's plan. Such ranks would
-    deadlock.
+    """Raise InputError if this rank's plan differs from the first rank's plan.
+
+    Such ranks would deadlock.
     """
     rank, size = rank_and_size()
     digest = digest_bytes(repr((plan.groups, plan.attention)).encode()) if size > 1 else ""
@@ -182,8 +183,8 @@ def write_checkpoint(
 
 
 def _require_separate(job: QuantizeJob, source: Path) -> None:
-    """Raise InputError if an input overlaps `out`, its working folder or the folder of a failed
-    call.
+    """Raise InputError if an input overlaps `out`, its working folder or the folder of
+    a failed call.
     """
     inputs = [NamedPath(label="SOURCE", path=source)]
     if job.calibration and job.calibration.path:
@@ -230,8 +231,9 @@ def write_config(index: SourceIndex, plan: Plan, folder: Path) -> None:
 
 
 def _copy_side_files(index: SourceIndex, folder: Path) -> None:
-    """Copy the tokenizer, templates and other side files. Skip the files that vexport wrote if it
-    made the source.
+    """Copy the tokenizer, templates and other side files.
+
+    Skip the files that vexport wrote if it made the source.
     """
     for file in index.side_files:
         if file.name not in (RECIPE, SMOOTHING):
@@ -297,8 +299,8 @@ def _relative(path: Path, folder: Path) -> str:
 
 
 def _name(source: str, plan: Plan) -> str:
-    """Return a scenario name: the last part of the source's name and the schemes, in allowed
-    letters.
+    """Return a scenario name: the last part of the source's name and the schemes,
+    in allowed letters.
     """
     path = user_path(source)
     name = path.resolve().name if path.exists() else source.rpartition("/")[2]

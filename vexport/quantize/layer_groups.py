@@ -28,8 +28,8 @@ Groups = tuple[FusionGroup, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """A scheme of a layer group: the group's fusion groups in this scheme, and the bytes of their
-    tensors.
+    """A scheme of a layer group: the group's fusion groups in this scheme, and the bytes
+    of their tensors.
     """
 
     scheme: str
@@ -220,8 +220,8 @@ def _layer_group(
 
 
 def _unfit(plans: Iterable[Plan], fitting: Collection[str]) -> list[InputError]:
-    """Return an error for each layer group that no candidate fits, with the reason for the first
-    candidate.
+    """Return an error for each layer group that no candidate fits, with the reason for
+    the first candidate.
     """
     notes = {
         note.where: note for plan in plans for note in reversed(plan.notes) if note.fix == KEPT

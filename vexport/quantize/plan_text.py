@@ -1,5 +1,5 @@
-"""Run the calibration text of a plan: look back, collect statistics, and
-round weights by the text.
+"""Run the calibration text of a plan: look back, collect statistics, and round weights
+by the text.
 """
 
 import logging

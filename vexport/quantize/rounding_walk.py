@@ -131,8 +131,8 @@ class RoundingWatcher:
 
     @property
     def followed(self) -> Sequence[int]:
-        """Return the rows of the source's stream to run: all rows for a refit, otherwise a few to
-        compare.
+        """Return the rows of the source's stream to run: all rows for a refit, otherwise a
+        few to compare.
         """
         rank, size = rank_and_size()
         rows = range(len(self._source))
@@ -140,15 +140,16 @@ class RoundingWatcher:
 
     @property
     def followed_to_head(self) -> Sequence[int]:
-        """Return the rows of the source's stream to run through the head: all rows if a refit
-        rounds it.
+        """Return the rows of the source's stream to run through the head: all rows if a
+        refit rounds it.
         """
         return self.followed if _is_refit(self._groups[-1]) else ()
 
     @property
     def rounds_head(self) -> bool:
-        """Return True if groups outside the decoder layers must be rounded. Every rank must call
-        this.
+        """Return True if groups outside the decoder layers must be rounded.
+
+        Every rank must call this.
         """
         return bool(self._groups[-1]) and self._report_of(len(self._walk.layers)) is None
 
@@ -233,8 +234,9 @@ class RoundingWatcher:
         self._quantized[index] = self._walk.through(layer, index, self._quantized[index])
 
     def _state_error(self) -> float:
-        """Return |h~ - h|^2 / |h|^2 behind a layer, over the followed rows. Every rank must call
-        this.
+        """Return |h~ - h|^2 / |h|^2 behind a layer, over the followed rows.
+
+        Every rank must call this.
         """
         signal = noise = 0.0
         for index in self.followed:

@@ -189,8 +189,9 @@ class Trial:
 
 
 class MainMemory:
-    """Hidden states in main memory. New states of a row are a new tensor: the old tensor stays
-    valid.
+    """Hidden states in main memory.
+
+    New states of a row are a new tensor: the old tensor stays valid.
     """
 
     def __init__(self, states: States) -> None:

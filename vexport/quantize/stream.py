@@ -196,8 +196,8 @@ class Stream:
         return packed
 
     def known(self, group: FusionGroup) -> Sequence[PackingInputs]:
-        """Return the scales or the largest value of each member, which packing needs before it
-        starts.
+        """Return the scales or the largest value of each member, which packing needs
+        before it starts.
         """
         if group.members[0].name in self.rounded:
             return [

@@ -1,5 +1,5 @@
-"""Warn about unquantized layers in a checkpoint, and about layers that
-calibration did not reach.
+"""Warn about unquantized layers in a checkpoint, and about layers that calibration
+did not reach.
 """
 
 from collections.abc import Iterator
@@ -83,8 +83,8 @@ def fallback_findings(rounding: RoundingReport | None) -> Iterator[Finding]:
 def little_text_warnings(
     calibration: CalibrationRecord | None, rounding: RoundingReport | None
 ) -> Iterator[str]:
-    """Name the kinds of layers that were rounded by too little calibration
-    text, in a single line.
+    """Name the kinds of layers that were rounded by too little calibration text, in
+    a single line.
     """
     if calibration is None or rounding is None:
         return
@@ -105,7 +105,7 @@ def little_text_warnings(
 
 
 def enough_tokens(columns: int) -> int:
-    """Return the number of calibration tokens that avoids the warning for a weight with `columns`
-    columns.
+    """Return the number of calibration tokens that avoids the warning for a weight
+    with `columns` columns.
     """
     return min(ENOUGH_TOKENS * columns, max(USUAL_TOKENS, FEWEST_TOKENS * columns))

@@ -1,5 +1,5 @@
-"""Compare several runs: a row for each run, the smallest run that passes, and the outcome of all
-runs.
+"""Compare several runs: a row for each run, the smallest run that passes, and the outcome
+of all runs.
 """
 
 from collections.abc import Sequence
@@ -35,8 +35,9 @@ def worst_task(verdict: Verdict) -> TaskVerdict | None:
 
 
 def mark_smallest(runs: Sequence[ComparedRun]) -> tuple[ComparedRun, ...]:
-    """Mark the smallest run that passes. Of runs with equal size, mark the run nearest to the
-    baseline.
+    """Mark the smallest run that passes.
+
+    Of runs with equal size, mark the run nearest to the baseline.
     """
     passed = [run for run in runs if run.outcome == "PASS"]
     best = min(passed, key=lambda run: (run.num_bytes, run.mean_kl or 0.0), default=None)

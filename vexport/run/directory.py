@@ -151,8 +151,9 @@ class RunDirectory:
         return f"move the folder away, which an older version made (mv {self.root} {self.root}.old)"
 
     def finish(self, stage: str, inputs: Digests, seconds: float, made: Path | None = None) -> None:
-        """Record that a stage is done. Its outputs, and a checkpoint that it `made`, must be in
-        place.
+        """Record that a stage is done.
+
+        Its outputs, and a checkpoint that it `made`, must be in place.
         """
         made_digest = folder_digest(made) if made else ""
         self._record({stage: StageRecord(inputs=inputs, seconds=seconds, made=made_digest)})
@@ -409,8 +410,8 @@ class Run:
 
 
 def data_digest(settings: Calibration) -> str:
-    """Return the SHA-256 of the files of calibration data, or of the name of
-    a data set on the hub.
+    """Return the SHA-256 of the files of calibration data, or of the name of a data set
+    on the hub.
     """
     path = DEFAULT_FILE if settings.data == DEFAULT else settings.path
     if path is None:

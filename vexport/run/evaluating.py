@@ -1,5 +1,5 @@
-"""Run `vexport eval`: runs with given checkpoints, in a single run directory with a common
-baseline.
+"""Run `vexport eval`: runs with given checkpoints, in a single run directory with
+a common baseline.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

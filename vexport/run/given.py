@@ -69,8 +69,9 @@ class Given:
 
 
 def candidate_parts(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the folder of each candidate's results below `candidate`. It is empty for a single
-    candidate.
+    """Return the folder of each candidate's results below `candidate`.
+
+    It is empty for a single candidate.
     """
     if len(names) == 1:
         return ("",)

@@ -103,8 +103,8 @@ def run_folders(loads: Sequence[Load], run_dir: Path | None) -> list[Path | None
 
 
 def require_servable(root: Path, serves: Sequence[Serve]) -> None:
-    """Raise InputError if a folder is not a checkpoint, or if vLLM cannot serve it with these
-    settings.
+    """Raise InputError if a folder is not a checkpoint, or if vLLM cannot serve it
+    with these settings.
     """
     require_checkpoint(root)
     require_layers(root)

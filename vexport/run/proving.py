@@ -255,8 +255,8 @@ def _serve(run: Run, role: str) -> Served:
 
 
 def require_served(role: str, result: SessionResult) -> None:
-    """Raise an error if vLLM refused a model: CheckpointFailed for the candidate, InputError for
-    the baseline.
+    """Raise an error if vLLM refused a model: CheckpointFailed for the candidate, InputError
+    for the baseline.
     """
     if result.failure is None:
         return
