@@ -440,8 +440,8 @@ def load(model: nn.Module, config: VllmConfig) -> tuple[Books, list[str]]:
 
 
 def stored_modules(model: nn.Module, audit: Books) -> Iterator[tuple[str, str]]:
-    """Yield (module in the file, as vLLM's class renames it; module that its weight
-    was copied to).
+    """Yield pairs: a module of the file, as vLLM's class renames it, and the module
+    with its weight.
     """
     mapper = getattr(type(model), "hf_to_vllm_mapper", None)
     for stored, parameter in audit.copied(model):

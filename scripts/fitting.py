@@ -49,7 +49,7 @@ KEY, WORD = re.compile(r"[A-Za-z_][\w.]*"), re.compile(r"'[^']*'")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """A size under a config, or the set of those of `layers` layers that have a tensor."""
+    """A size under a config, or the set of layers (of `layers`) that have a tensor under it."""
 
     sample: Sample
     result: Any
@@ -105,7 +105,7 @@ def named_numbers(text: str, observed: Observed, literals: Literals) -> Iterator
     """Yield an expression with a key for each number that is not in `literals`.
 
     Python's `int` drops the key that a number comes from. Any key with this value may be the
-    source; other values of the key show whether it is.
+    source. Other values of the key show whether it is.
     """
     foreign = next(
         (number for number in LITERAL.findall(text) if int(number) not in literals.numbers), None
@@ -168,7 +168,7 @@ Tables = Mapping[int, Sequence[str]]
 
 
 def joined_alike(tables: Tables, wanted: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield combinations of at most three conditions: all must hold, or at least a single one.
+    """Yield combinations of at most three conditions. Either all of them must hold, or any of them.
 
     Each combination is a text with a place for each condition, and the tables of the conditions for
     these places.
@@ -183,9 +183,9 @@ def joined_alike(tables: Tables, wanted: int) -> Iterator[tuple[str, tuple[int, 
 
 
 def nested(tables: Tables, wanted: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield combinations of a necessary condition with one of two others.
+    """Yield combinations of a necessary condition with either of two further conditions.
 
-    The second of the two others can itself consist of two conditions.
+    The second of these can itself consist of two conditions.
     """
     necessary = [table for table in tables if not wanted & ~table]
     for one in necessary:

@@ -3,11 +3,15 @@ quantize.
 
 Run in an environment with vLLM: `python scripts/generate_architectures.py [--out TABLE.json]`. No
 vLLM class is instantiated. The script reads class attributes, and searches the source of a class
-and of the classes in it for three things: the tables of its loader (`stacked_params_mapping`),
-layers built without `quant_config`, and the attribute that holds the language model
-(`_mark_language_model`). Models for vLLM's Transformers backend are built without memory, see
-transformers_backend.py. vLLM is made to believe that there is a CUDA device, because some of its
-classes differ by platform.
+and of the classes in it for:
+
+- the tables of its loader (`stacked_params_mapping`)
+- layers built without `quant_config`
+- the attribute that holds the language model (`_mark_language_model`)
+
+Models for vLLM's Transformers backend are built without memory (transformers_backend.py). The
+script makes vLLM believe that there is a CUDA device, because some of its classes differ by
+platform.
 """
 
 import ast
@@ -44,7 +48,7 @@ from transformers_backend import (  # noqa: E402
 from vllm.model_executor.models import registry  # noqa: E402
 from vllm.model_executor.models.utils import WeightsMapper  # noqa: E402
 
-DEFAULT_EXPERTS = ("gate_proj", "down_proj", "up_proj")  # FusedMoE's own `ckpt_names`
+DEFAULT_EXPERTS = ("gate_proj", "down_proj", "up_proj")  # the default `ckpt_names` of FusedMoE
 REPLICATED = ("ReplicatedLinear", "GateLinear", "DeepSeekV2FusedQkvAProjLinear")
 # Signs of experts in a single tensor of shape (experts, in, out): an argument of the layer, or a
 # method of Llama 4's loader.
@@ -119,8 +123,8 @@ def own_classes() -> tuple[dict[str, Table], dict[str, str]]:
 def backed_classes(known: Collection[str]) -> tuple[dict[str, Table], dict[str, str]]:
     """Return (entries, reasons) for classes that run by vLLM's Transformers backend.
 
-    These are the classes that vLLM's registry lists for the backend, and the classes of
-    transformers with a plan for tensor parallelism that no registry of vLLM lists.
+    vLLM's registry lists some of these classes for the backend. The others are classes of
+    transformers that have a plan for tensor parallelism and are in no registry of vLLM.
     """
     kinds = generating_classes()
     listed = registry._TRANSFORMERS_SUPPORTED_MODELS

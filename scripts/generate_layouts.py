@@ -73,10 +73,10 @@ def main() -> None:
 
 
 def made(name: str, folder: Path) -> Entry | str:
-    """Return the entry of a class, or the reason why there is none.
+    """Return the entry of a class, or the reason why it has no entry.
 
-    Tensors that vLLM refuses are loaded again in forms that files on the hub have: a part whose
-    name is a level deeper or less deep, and experts with their last two dimensions swapped.
+    Tensors that vLLM refuses are loaded again in other forms that occur on the hub. A part gets a
+    name that is a level deeper or less deep. Experts get their last two dimensions swapped.
     """
     found = in_child(lambda: observed(name, folder))
     built = found if isinstance(found, str) else loaded(folder)

@@ -30,9 +30,7 @@ Entry = dict[str, object]
 
 
 class Wheel:
-    """The Python files of a vLLM version as text. pip downloads the wheel if it is not
-    in the cache.
-    """
+    """Python files of a vLLM version as text. pip downloads the wheel if it is not in the cache."""
 
     def __init__(self, version: str) -> None:
         pattern = f"vllm-{version}-*.whl"
@@ -264,7 +262,7 @@ def evaluated(wheel: Wheel, file: str, value: ast.expr) -> Mapping[str, list[str
 
 
 def calls_in(wheel: Wheel, file: str, name: str) -> Iterator[ast.Call]:
-    """The calls in the classes that a model is made of."""
+    """Return the calls in the classes that a model consists of."""
     for place in wheel.reachable(file, name):
         nodes = ast.walk(wheel.classes(place[0])[place[1]])
         yield from (node for node in nodes if isinstance(node, ast.Call))

@@ -120,7 +120,7 @@ def sized(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     return takes
 
 
-torch.utils._device._device_constructors()  # knows torch's own ones from here on
+torch.utils._device._device_constructors()  # cache torch's functions before they are replaced
 for function in ("empty", "ones", "zeros", "randn", "rand"):
     setattr(torch, function, sized(getattr(torch, function)))
 

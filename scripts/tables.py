@@ -25,8 +25,9 @@ def arguments(description: str | None, name: str, *, classes: bool = False) -> a
 
 
 def known_classes(folder: Path = FOLDER) -> dict[str, Any]:
-    """Return the classes of the table vllm.json in a folder, or of vexport's table if
-    it has none.
+    """Return the classes of the table vllm.json in a folder.
+
+    If the folder has no table, use vexport's.
     """
     file = folder / "vllm.json"
     text = (file if file.is_file() else FOLDER / "vllm.json").read_text()
@@ -37,8 +38,8 @@ def known_classes(folder: Path = FOLDER) -> dict[str, Any]:
 def embedding(calls: Iterable[ast.Call]) -> str | None:
     """Return how vLLM finds the config group of the embedding table.
 
-    It is "name" if the model passes the table's name and the quantization config, "class" if it
-    passes only the config, and None if it never quantizes the table.
+    It is "name" if the model passes the table's name and the quantization config. It is "class" if
+    the model passes only the config, and None if it never quantizes the table.
     """
     given = [
         {word.arg for word in call.keywords if ast.unparse(word.value) != "None"}

@@ -146,7 +146,7 @@ def _shown(answer: Answer | None) -> str:
 
 
 def main() -> int:
-    """Print the table; return 1 if cells differ."""
+    """Print the table. Return 1 if cells differ."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("wheel_python", type=Path, help="The interpreter with vLLM's CUDA wheel.")
     parser.add_argument(

@@ -7,13 +7,13 @@ methods.
         [--folder DIR] [--show]
 
 All methods use the same rows. A cell is a scheme and a method. The result of each cell is written
-to DIR/ROWS/SCHEME-METHOD/score.json. Finished cells are skipped, so a benchmark can be stopped
-anywhere and cells can run one by one. --show only prints.
+to DIR/ROWS/SCHEME-METHOD/score.json. Finished cells are skipped, so a benchmark can be stopped at
+any time and cells can run separately. --show only prints.
 
 KL is the divergence of the checkpoint from the source. NLL is the checkpoint's. Both are means over
---held-out rows of text of the calibration's kind (`same`) and of another kind (`other`).
-transformers computes them, with the weights dequantized by compressed-tensors and inputs rounded as
-the scheme requires. The number after the KL is the standard error of the mean over rows.
+--held-out rows of text of the calibration's kind (`same`) and of another kind (`other`). Weights
+are dequantized by compressed-tensors, inputs are rounded as the scheme requires, and transformers
+runs the model. The number after the KL is the standard error of the mean over rows.
 
 Times exclude imports. For vexport the time covers the whole command, from the source's files to the
 written checkpoint. For llm-compressor it covers only `oneshot` (calibration and rounding). On a

@@ -47,7 +47,7 @@ from vexport.scenario import Calibration, Planning
 
 PACKAGES = ("torch", "triton", "transformers", "compressed_tensors", "vllm", "llmcompressor")
 # Bounds for the comparison of the device with the CPU: the share of equal codes from the same H,
-# the ratio of KL, and the difference of static scales.
+# the ratio of KL, and the relative difference of static scales.
 EQUAL_CODES, KL_SHARE, SCALE_SHARE = 0.999, 1.01, 0.01
 # Engines on a card at a time, and the seconds that each may take. Each has a KV cache of a fixed
 # size. Otherwise vLLM would measure the card's free memory, which other engines change meanwhile.
@@ -277,9 +277,7 @@ def told_by(*words: object) -> tuple[int, str]:
 
 
 def read_answer(file: Path) -> dict[str, Any]:
-    """Return the first report in a command's JSON file, or an empty one if the
-    command wrote none.
-    """
+    """Return the first report in a command's JSON file, or an empty report if there is no file."""
     if not file.is_file():
         return {}
     reports: list[dict[str, Any]] = json.loads(file.read_text())

@@ -82,7 +82,7 @@ class Interner:
 class Recorder:
     """Replaces the layers' forwards: records each call and passes the hidden states through.
 
-    The first layer really runs for the first batch, which shows the rest of its output tuple,
+    For the first batch the first layer really runs. Its output shows the rest of the output tuple,
     `rest`.
     """
 
@@ -259,9 +259,10 @@ def widens(device: str) -> bool:
     """Return True if the device multiplies float32 faster than 16-bit floats: x86 CPUs without
     units for bf16 products.
 
-    AMX counts as such a unit, and so does AVX-512 BF16 on CPUs that are not Intel's. Measured on a
-    Sapphire Rapids CPU whose hypervisor hides AMX: torch 2.13 multiplies bf16 at 84 GFLOPS and
-    float32 at 154 (one thread, 512 tokens, 576 x 1536).
+    AMX counts as such a unit, and so does AVX-512 BF16 on CPUs that are not Intel's.
+
+    Measured on a Sapphire Rapids CPU whose hypervisor hides AMX (one thread, 512 tokens, 576 x
+    1536): torch 2.13 multiplies bf16 at 84 GFLOPS and float32 at 154.
     """
     if device != "cpu" or not hasattr(torch.cpu, "get_capabilities"):  # an older torch
         return False
@@ -312,9 +313,10 @@ def fast_head_gradient(head: torch.nn.Module | None, device: str) -> Iterator[No
     """Compute the gradient of a 16-bit output head in float32 inside the block, if that is faster.
 
     The head's output does not change. Its gradient sums a product for each word of the vocabulary.
-    On CPUs without units for 16-bit products, torch reads the weight across its rows for this sum:
-    with 49,152 x 576 bf16 values the gradient took 40 times as long as the output. torch also
-    accumulates in float32 and rounds the sum once, so only the order of the sum differs.
+    On CPUs without units for 16-bit products, torch reads the weight across its rows for this sum.
+    With 49,152 x 576 bf16 values the gradient took 40 times as long as the output. Like this
+    function, torch accumulates in float32 and rounds the sum once, so only the order of the sum
+    differs.
     """
     if not widens(device) or type(head) is not torch.nn.Linear:
         yield

@@ -84,7 +84,7 @@ class Conversation:
 
 
 class ChatTokenizer(Protocol):
-    """The method of a transformers tokenizer that renders a chat template."""
+    """Method of a transformers tokenizer that renders a chat template."""
 
     def apply_chat_template(
         self, conversation: object, *, tools: object, chat_template: str, tokenize: bool
@@ -336,7 +336,7 @@ def _with_other_result(message: Message) -> Message:
 
 
 class _Generation(Extension):
-    """The block `generation` of templates for training, which transformers supports."""
+    """Block `generation` in templates for training. transformers supports it."""
 
     tags = {"generation"}  # noqa: RUF012  (as jinja2 declares it)
 

@@ -48,7 +48,7 @@ _MEDIA_TOKEN = re.compile(
 
 
 class Tokenizer(ChatTokenizer, Protocol):
-    """The methods and attributes of a transformers tokenizer that calibration uses."""
+    """Methods and attributes of a transformers tokenizer that calibration uses."""
 
     bos_token_id: int | None
     eos_token_id: int | None

@@ -142,8 +142,9 @@ def _gradient(
 # A token's weight is within this many octaves of the mean.
 MOST_OCTAVES = 10
 
-# The mean square of the gradient behind each module, by octaves of the token's place in its row:
-# the tokens 0, 1, 2 and 3, 4 to 7 and so on. All tokens of other modules count the same.
+# The mean square of the gradient behind each module, by octaves of the token's place in its row.
+# The octaves are the tokens 0, 1, 2 and 3, 4 to 7 and so on. All tokens of other modules count the
+# same.
 TokenWeights = Mapping[str, tuple[float, ...]]
 
 
@@ -197,7 +198,7 @@ class TokenWeigher:
                 layer.watching.callback(module.register_forward_hook(see).remove)
 
     def row(self, index: int, hidden: torch.Tensor) -> None:
-        """The hooks have seen the row."""
+        """Do nothing: the hooks have already seen the row."""
 
     def leave(self, layer: Layer) -> None:
         """Add up the squares of the layer's rows."""

@@ -102,7 +102,7 @@ class Arithmetic:
 
 
 class Experts(Protocol):
-    """The part of transformers' modules of experts that is used here."""
+    """Methods and attributes of transformers' modules of experts that are used here."""
 
     has_gate: bool
     has_bias: bool
@@ -188,7 +188,9 @@ class Places:
         self.modules = [name for name, _ in model.named_modules()]
 
     def parameter_of(self, member: LinearPlan) -> str:
-        """Return the name of the parameter with a layer's weight; empty if the model has none."""
+        """Return the name of the parameter with a layer's weight, or "" if the model has
+        no such parameter.
+        """
         return next(iter(self._weights.parameters_of(member.weight)), "")
 
     def layer_of(self, group: FusionGroup) -> int:

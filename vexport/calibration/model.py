@@ -21,13 +21,13 @@ def build_on_meta(
     """Return the model in eval mode: parameters on the meta device, buffers with values on
     `device`.
 
-    The class is the class that the checkpoint names, which can be the language model in a
-    multimodal model, or transformers' class for text. The dtype is the config's. Raises InputError
-    if transformers cannot build the model.
+    The class is the class that the checkpoint names, or transformers' class for text. The named
+    class can be the language model in a multimodal model. The dtype is the config's. Raises
+    InputError if transformers cannot build the model.
 
     From here on torch computes with as many threads as numba. Numba sets this number for torch at
-    its first kernel, and sums depend on it: until then, a resumed call would compute different
-    bytes.
+    its first kernel, and sums depend on it. Without this, a resumed call would compute different
+    bytes until that kernel.
     """
     torch.set_num_threads(numba.get_num_threads())
     try:

@@ -1,11 +1,13 @@
 """Scale the channels of a model's inputs without changing its function, to round them better.
 
-If a norm, or a linear layer followed only by products, computes an input, its channels can be
-scaled there, and scaled back in the weights that read the input. SmoothQuant does the same (arXiv
-2211.10438). Channel j is scaled by a_j^s / g_j^(1 - s): a_j is its root mean square, g_j the root
-mean square of its gradient, s the strength. (The paper's largest magnitudes leave more KL:
-docs/rounding.md.) Scales are powers of two, so that a folded layer computes the same bits. Each
-fold is tried on a row of text and kept only if the bits are the same.
+Channels of an input can be scaled in the layer that computes the input, and scaled back in the
+weights that read it. The layer must be a norm, or a linear layer followed only by products.
+SmoothQuant does the same (arXiv 2211.10438).
+
+Channel j is scaled by a_j^s / g_j^(1 - s): a_j is its root mean square, g_j the root mean square of
+its gradient, s the strength. (The paper's largest magnitudes leave more KL: docs/rounding.md.)
+Scales are powers of two, so that a folded layer computes the same bits. Each fold is tried on a row
+of text and kept only if the bits are the same.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -60,7 +62,7 @@ class Smoother:
     def enter(self, layer: Layer) -> None:
         """Add up the squares of a layer's inputs and of their gradients, by channel.
 
-        An input that several modules read counts for each of them; its gradient counts for the
+        An input that several modules read counts for each of them. Its gradient counts only for the
         first.
         """
         self._squares = dict[str, torch.Tensor]()
@@ -72,7 +74,7 @@ class Smoother:
             layer.watching.callback(module.register_forward_pre_hook(see).remove)
 
     def row(self, index: int, hidden: torch.Tensor) -> None:
-        """The hooks have seen the row."""
+        """Do nothing: the hooks have already seen the row."""
 
     def _see(self, name: str, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         value = inputs[0]
@@ -208,7 +210,7 @@ def _largest_of(squares: Mapping[str, torch.Tensor], weights: Iterable[str]) -> 
 def _traced(
     layer: torch.nn.Module, run: Callable[[], torch.Tensor]
 ) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]:
-    """Run a layer; return the inputs and outputs of its modules with weights, by name."""
+    """Run a layer, and return the inputs and outputs of its modules with weights, by name."""
     inputs_of = dict[str, torch.Tensor]()
     outputs = dict[str, torch.Tensor]()
 

@@ -1,9 +1,9 @@
-"""Statistics of layers' inputs, for static scales and searches by importance.
+"""Collect statistics of layers' inputs, for static scales and searches by importance.
 
 Observers of ranges see two rows instead of an activation: the minimum and maximum of each channel.
-The range of any group of channels follows from these. torch reduces 16-bit floats over tokens
-several times more slowly than integers of the same size, and over groups of 16 channels fifty times
-more slowly.
+The range of any group of channels follows from these. The reason is speed: torch reduces 16-bit
+floats over tokens several times more slowly than integers of the same size. Over groups of 16
+channels it is fifty times slower.
 """
 
 import base64

@@ -127,7 +127,7 @@ class Watcher(Protocol):
 
 
 class Stream(Protocol):
-    """The hidden states of all rows, which the walk replaces layer after layer."""
+    """Hidden states of all rows, which the walk replaces layer after layer."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: int, /) -> torch.Tensor: ...
@@ -210,8 +210,8 @@ class LayerWalk:
     ) -> None:
         """Run rows of a stream through all layers, first to last.
 
-        `rows` are indices into the stream; None means all rows. Afterwards the stream has the
-        states behind the last layer. Raises CheckpointFailed if a hidden state is not finite.
+        `rows` are indices into the stream. If it is None, all rows run. Afterwards the stream has
+        the states behind the last layer. Raises CheckpointFailed if a hidden state is not finite.
         """
         numbers = range(len(self.layers))
         for layer in self._loaded(numbers, self._copied(stream)):

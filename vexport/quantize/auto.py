@@ -111,7 +111,7 @@ def _thinned(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """The budget of `auto` for the bytes of a whole output.
+    """Budget of `auto` for the bytes of a whole output.
 
     `rest_bytes` of the output are the same for every choice of schemes.
     """

@@ -1,4 +1,5 @@
-"""GPTQ: round the columns of a weight one by one; each corrects the errors of earlier columns.
+"""GPTQ: round the columns of a weight one by one. Each column corrects the errors of earlier
+columns.
 
 A refit is GPTQ of a weight that is first corrected for its input in the quantized model. The grid
 has the values that a weight can have: the numbers of its format, in units of each group's scale.
@@ -77,7 +78,7 @@ def weighs_tokens(groups: Iterable[FusionGroup]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """The numbers (code - zero) * scale of all codes of `form`.
+    """Numbers (code - zero) * scale for all codes of `form`.
 
     `scale` and `zero` (rows, groups) are float32. `width` columns share a scale.
     """

@@ -23,7 +23,7 @@ class Moments:
     X~ (tokens, in) is the input in the quantized stream after the layer's input rounding. X is the
     input of the source's layer for the same tokens. V is the weight of each token, 1 by default.
     `drift` is None if the source's stream is not followed. Tokens are added to the lower triangle
-    of `hessian`; `complete` makes it symmetric.
+    of `hessian`. `complete` makes it symmetric.
     """
 
     hessian: torch.Tensor

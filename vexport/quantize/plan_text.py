@@ -37,9 +37,9 @@ LOG = logging.getLogger(__name__)
 
 
 class PlanText:
-    """The calibration samples of a plan, and the steps in which they go through its model.
+    """Calibration samples of a plan, and the steps in which they go through its model.
 
-    Raises the errors of `require_calibration` and `calibration_samples`, and InputError if the
+    Raises the errors of `require_calibration` and `calibration_samples`. Raises InputError if the
     memory is too small for so much text to wait while weights are rounded.
     """
 

@@ -12,9 +12,10 @@ from vexport.records import PROGRESS_DETAIL, OnProgress
 from vexport.records.calibration import CALIBRATE, LOOK_BACK, ROUND
 
 OVERALL = "calibrate (seconds)"
-# The assumed time of a token in each step, in passes through a layer: forward, forward again and
-# backward; forward; source and quantized model forward, and the moments of the inputs. Used only
-# for steps that have not started: a step that runs is measured.
+# The assumed time of a token in each step, in passes through a layer. Looking back takes a forward,
+# a second forward and a backward. Calibrating takes a forward. Rounding takes a forward of the
+# source and of the quantized model, and the moments of the inputs. The numbers are used only for
+# steps that have not started: a running step is measured.
 COST = {LOOK_BACK: 3.0, CALIBRATE: 1.0, ROUND: 3.0}
 
 
@@ -34,7 +35,7 @@ class Step:
 class OverallProgress:
     """Report the seconds of all steps together, next to the progress of each step.
 
-    The steps run in the given order. Steps that an earlier call has finished are not reported; they
+    The steps run in the given order. Steps that an earlier call has finished are not reported. They
     are left out when a later step starts.
     """
 

@@ -1,6 +1,4 @@
-"""Warn about unquantized layers in a checkpoint, and about layers that calibration
-did not reach.
-"""
+"""Warn about unquantized layers in a checkpoint, and about layers rounded with too little text."""
 
 from collections.abc import Iterator
 

@@ -49,7 +49,7 @@ MODEL_CARD = "model-card.md"
 # The hub's cache: models--ORG--NAME/snapshots/REVISION (huggingface_hub.constants,
 # REPO_ID_SEPARATOR).
 _CACHED = re.compile(r"(?:^|/)models--([^/]+?)--([^/]+)/snapshots/[^/]+/?$")
-# Folder names that only state a role; the parent folder's name is used instead.
+# Folder names that only state a role. For these the parent folder's name is used instead.
 _ROLES = {"model", "checkpoint", "source", "snapshot", "hf", "weights", "final", "main", "output"}
 
 
