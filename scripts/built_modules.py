@@ -139,9 +139,8 @@ def recipes(architecture: str) -> Iterator[list[Recipe]]:
 
 
 def without_packages() -> None:
-    """Replace a tower by an empty module if its package (timm) is not installed.
-
-    It has no layers.
+    """Replace a tower by an empty module, without layers, if its package (timm)
+    is not installed.
     """
     make = AutoModel.from_config
 

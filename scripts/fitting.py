@@ -508,7 +508,7 @@ def shape(seen: Sequence[tuple[Observed, tuple[int, ...]]], literals: Literals) 
 
 
 def distinct(observed: Sequence[Observed], keys: Iterable[str]) -> list[Observed]:
-    """Return a single observation for each combination of values of these keys."""
+    """Return a single observation for each combination of these keys' values, layers and result."""
     names = sorted(keys)
     told = {
         json.dumps([each.layers, *map(each.sample.keys.get, names), sorted(each.result)]): each

@@ -229,7 +229,7 @@ def checked(root: Path) -> Lines:
             mutations(good)[name](folder)
         (folder / "vexport.json").unlink(
             missing_ok=True
-        )  # whose digests find every change of weights
+        )  # their digests show every change of weights
         ran = vexport("check", folder, "--tp", "1,2", "--sm", "80,90,100", "--format", "json")
         found = [item for report in json.loads(ran.stdout) for item in report["findings"]]
         told = sorted(f"{item['severity']} {item['check']} {item['where']}" for item in found)

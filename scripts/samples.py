@@ -201,7 +201,7 @@ class Model:
     hidden: tuple[str, ...] = ()
     samples: list[Sample] = field(default_factory=list)
     changes: list[Change] = field(default_factory=list)
-    # The classes in the models, and the keys that could be changed without breaking the model.
+    # The classes in the models, and the keys for which another value also made a model.
     parts: set[type] = field(default_factory=set)
     varied: set[str] = field(default_factory=set)
 
@@ -303,7 +303,7 @@ class Model:
                         Change(path=meant(path, base, other), before=base, after=other)
                     )
                     alike += other.tensors == base.tensors
-                if alike == (1 if value is None else 2):  # a key that no tensor depends on
+                if alike == (1 if value is None else 2):  # the key does not affect any tensor
                     break
 
     def combine(self) -> None:
@@ -403,7 +403,7 @@ def default_of_key(node: ast.AST) -> list[ast.expr]:
 def fill(raw: Values) -> None:
     """Set keys that are null to a value that fits their names.
 
-    Used if the default config makes no model.
+    Use this if the default config makes no model.
     """
     for path in [path for path, value in leaves(raw) if value is None]:
         part, key = part_of(raw, path), path.rpartition(".")[2]

@@ -79,7 +79,7 @@ def timed(*command: object) -> Ran:
 def resident_mb(line: str, pid: int | str = "self") -> float:
     """Return the resident memory of a process in MB: VmRSS now, VmHWM at its peak.
 
-    It is 0 after its end.
+    It is 0 if the process has ended.
     """
     lines = Path(f"/proc/{pid}/status").read_text(encoding="ascii").splitlines()
     return next(

@@ -235,7 +235,7 @@ def pipeline(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
         if device.startswith("cuda"):
             torch.cuda.reset_peak_memory_stats(device)
         gc.collect()
-        Path("/proc/self/clear_refs").write_text("5")  # the peak is taken from here on
+        Path("/proc/self/clear_refs").write_text("5")  # reset the peak
         before = resident_mb("VmRSS")
         taken = quantized(model, folder / f"random-{how}", "W4A16", how, text)
         yield Row(f"random {how}: time", taken, "s")
@@ -345,7 +345,9 @@ def load_rows(name: str, out: Path, folder: Path, *words: str) -> list[Row]:
 
 
 def eval_rows(name: str, out: Path, folder: Path) -> list[Row]:
-    """Compare a checkpoint with the demo's model by a task of the demo, both run by the card."""
+    """Compare a checkpoint with the demo's model by a task of the demo. Both models run
+    on the card.
+    """
     start, task = time.perf_counter(), DEMO / "tasks" / "facts_choice.yaml"
     words = ("--baseline", DEMO / "model", "--task", task, *BESIDE)
     code, told = told_by("eval", out, *words)

@@ -1,9 +1,9 @@
-"""Calibration: samples go through the model while observers watch.
+"""Calibrate: run samples through a model while observers watch.
 
-Two ways in. `calibrate` runs a checkpoint layer by layer for a plan. For any torch.nn.Module,
-observers are attached by hand (llm-compressor's names): set `module.quantization_scheme`, call
-`initialize_observer`, register the hooks or call `observe`, run the module, then `update_qparams`
-and `freeze_module_quantization`.
+There are two ways to calibrate. `calibrate` runs a checkpoint layer by layer for a plan. For any
+torch.nn.Module, observers can be attached by hand, with llm-compressor's names: set
+`module.quantization_scheme`, call `initialize_observer`, and register the hooks or call `observe`.
+Then run the module, and call `update_qparams` and `freeze_module_quantization`.
 """
 
 from vexport.calibration.data import Samples, read_samples

@@ -196,7 +196,7 @@ def head_ranges(states: torch.Tensor) -> HeadRanges:
     low, high = channel_extremes(states.transpose(1, 2).reshape(-1, heads * size)).view(
         2, heads, size
     )
-    low, high = torch.stack((low.amin(-1), high.amax(-1))).tolist()  # a GPU is waited for once
+    low, high = torch.stack((low.amin(-1), high.amax(-1))).tolist()  # wait for a GPU only once
     return HeadRanges(low=tuple(low), high=tuple(high))
 
 
@@ -264,7 +264,7 @@ def widens(device: str) -> bool:
     Measured on a Sapphire Rapids CPU whose hypervisor hides AMX (one thread, 512 tokens, 576 x
     1536): torch 2.13 multiplies bf16 at 84 GFLOPS and float32 at 154.
     """
-    if device != "cpu" or not hasattr(torch.cpu, "get_capabilities"):  # an older torch
+    if device != "cpu" or not hasattr(torch.cpu, "get_capabilities"):  # torch is too old
         return False
     known = torch.cpu.get_capabilities()
     is_intel = "Intel" in str(known.get("cpu_name"))

@@ -420,7 +420,7 @@ def _loops_in_macros(root: nodes.Template, items: Sequence[str]) -> Mapping[int,
 def _names_of(root: nodes.Template, variable: str) -> list[str]:
     """Return a variable, and the names to which the variable or its elements are assigned."""
     names = [variable]
-    for name in names:  # grows meanwhile
+    for name in names:  # the list grows during the loop
         for assignment in root.find_all(nodes.Assign):
             if _reads(assignment.node, name) and (target := _name(assignment.target)) not in names:
                 names.append(target)

@@ -64,14 +64,14 @@ class Gradients:
             walk.backward(self._back, self._before, *self._watchers)
 
     def enter(self, layer: Layer) -> None:
-        """Nothing has to be prepared for a layer on the way up."""
+        """Do nothing: a layer on the way up needs no preparation."""
 
     def row(self, index: int, hidden: torch.Tensor) -> None:
         """Keep the states behind a layer, which are the states in front of the next layer."""
         self._entered.append(hidden)
 
     def leave(self, layer: Layer) -> None:
-        """Nothing is left to do for a layer on the way up."""
+        """Do nothing: a layer on the way up needs no further work."""
 
     def _before(self, number: int, index: int) -> torch.Tensor:
         """Return a copy, on the device, of a row's states in front of a layer or the head."""

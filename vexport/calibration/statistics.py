@@ -100,7 +100,7 @@ class Statistics:
     ) -> list[tuple[str, torch.Tensor]]:
         """Add the inputs of a module in a forward.
 
-        Returns the name of a linear layer and whether its input is finite, for each input. This
+        Returns the name of the linear layer for each input, and whether the input is finite. This
         does not wait for a GPU.
         """
         sites = [site for site in inputs.sites if site.module == module]
@@ -297,7 +297,7 @@ class StatisticsWatcher:
             raise self._walk.not_finite(self._layer, index, run, broken)
 
     def leave(self, layer: Layer) -> None:
-        """Nothing is left to do for a layer."""
+        """Do nothing: a layer needs no further work."""
 
 
 def _require_reachable(inputs: GroupInputs) -> None:

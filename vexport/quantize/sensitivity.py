@@ -162,7 +162,7 @@ class Trial:
         self.depth = model.places.layer_of(option.groups[0])
 
     def begin(self) -> None:
-        """Prepare for the text."""
+        """Prepare the trial for the rows of text."""
         tokens = sum(ids.numel() for ids in self._walk.ids)
         groups = [group for group in self.option.groups if group.rounding != "nearest"]
         self.inputs = GroupInputs(self.model.places, groups)

@@ -85,7 +85,7 @@ def write_shards(
         ThreadPoolExecutor(threads) as pool,
         warnings.catch_warnings(),
     ):
-        warnings.simplefilter("once")  # not once a weight
+        warnings.simplefilter("once")  # not for every weight
         stream = Stream(
             index=index, calibration=record, reader=reader, pool=pool, finished=finished or {}
         )

@@ -139,7 +139,9 @@ def waiting_bytes(groups: Iterable[FusionGroup], tokens: int) -> int:
 
 
 def require_room(groups: Iterable[FusionGroup], tokens: int, samples: int, device: str) -> None:
-    """Raise InputError if the waiting rows of so many samples exceed the memory."""
+    """Raise InputError if the waiting rows of all samples need more memory
+    than `most_waiting` allows.
+    """
     needed = waiting_bytes(groups, tokens)
     most = most_waiting(device)
     if needed > most:

@@ -200,7 +200,7 @@ def _given(
     settings: Evaluate,
     against: Path | None,
 ) -> Iterator[Given]:
-    """Yield the given models of each checkpoint's run."""
+    """Yield the given models for the run of each checkpoint."""
     folders = {role: model.prompt_folder for role, model in models.items()}
     prompted = {role: folder for role, folder in folders.items() if folder is not None}
     for part, checkpoint in zip(candidate_parts(checkpoints), checkpoints, strict=True):

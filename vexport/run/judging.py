@@ -17,7 +17,7 @@ LOG = logging.getLogger(__name__)
 
 
 class _OutOfTime(Exception):
-    """Stops the search when its time is over."""
+    """Raised to stop the search when its time is over."""
 
 
 def first_line(verdict: Verdict) -> str:
