@@ -58,8 +58,8 @@ def quantized_answer(
 def _serve_command(checkpoint: str, plan: Plan) -> str:
     """Return the command that serves a checkpoint.
 
-    vLLM's CPU build cannot run some schemes, which vexport emulates inside its own commands. If
-    such a checkpoint is made on a machine without a GPU, a comment says that serving needs one.
+    vLLM's CPU build cannot run some schemes, which vexport emulates inside its commands. If such a
+    checkpoint is made on a machine without a GPU, a comment says that serving needs a GPU.
     """
     command = f"vllm serve {shlex.quote(checkpoint)}"
     is_emulated = any(scheme.format.cpu(scheme.args) == "emulated" for scheme in plan.used_schemes)
