@@ -17,6 +17,11 @@ from vexport.formats.gpus import CARDS, GENERATIONS, cards, find_card, parse_cap
         ("gb10", "DGX-Spark"),
         ("Jetson AGX Thor", "Thor"),
         ("A100-80GB", "A100"),
+        ("NVIDIA A100-SXM4-40GB", "A100-40GB"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition", "RTX-PRO-6000"),
+        ("NVIDIA B300 SXM6 AC", "B300"),
+        ("NVIDIA H100 PCIe", "H100"),
     ],
 )
 def test_spellings(name: str, card: str) -> None:

@@ -92,18 +92,27 @@ _ALSO = {
     "RTXA6000": "A6000",
     "A100-80GB": "A100",
     "H100-80GB": "H100",
-    "H100-SXM": "H100",
-    "H100-PCIe": "H100",
+    "H200-NVL": "H200",
+    "B300-AC": "B300",
+    "GH200-480GB": "GH200",
     "H800": "H100",
     "A800": "A100",
     "V100-32GB": "V100",
 }
 
 
+# What `nvidia-smi` prints besides the name: the maker, the kind of board and of memory.
+_DECORATION = re.compile(
+    r"nvidia|geforce|tesla|jetson|blackwell|hbm\d?e?|sxm\d?|pcie|server|workstation|max-?q|edition"
+    r"|[\W_]"
+)
+
+
 def find_card(name: str) -> Card | None:
     """Return the GPU with this name, or None.
 
-    Case, spaces and punctuation don't count, nor does the maker's name: "NVIDIA L40S" is "l40s".
+    Case, spaces and punctuation don't count, nor do the words that `nvidia-smi` prints besides:
+    "NVIDIA H100 80GB HBM3" is "H100".
     """
     known = {_fold(each): card for each, card in CARDS.items()}
     known |= {_fold(each): CARDS[card] for each, card in _ALSO.items()}
@@ -111,7 +120,7 @@ def find_card(name: str) -> Card | None:
 
 
 def _fold(name: str) -> str:
-    return re.sub(r"nvidia|geforce|tesla|jetson|blackwell|[\W_]", "", name.casefold())
+    return _DECORATION.sub("", name.casefold())
 
 
 def cards(names: Iterable[str]) -> tuple[Card, ...]:
