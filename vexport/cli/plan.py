@@ -97,6 +97,8 @@ def plan(
 
     settings = given_settings("plan")
     gpu = _one_gpu(cards, sm)
+    if every and gpu is None:
+        raise click.UsageError("--all needs --gpu or --sm: without them all schemes are listed.")
     if is_scenario(source):
         if gpu is not None:
             raise click.UsageError(

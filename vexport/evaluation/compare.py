@@ -113,7 +113,7 @@ def compare_task(
         lost_answers=words,
         too_many_lost=too_many_lost,
         documents_available=pair.available,
-        settling_margin=_settling_margin(pair, low, needed),
+        settling_margin=_settling_margin(pair, low, needed, margin),
     )
 
 
@@ -265,7 +265,7 @@ def _needed(
     return needed, seeds_to_settle(documents // pair.answers, pair.answers, worth.design, needed)
 
 
-def _settling_margin(pair: TaskPair, low: float, needed: int | None) -> float | None:
+def _settling_margin(pair: TaskPair, low: float, needed: int | None, margin: float) -> float | None:
     """Return the smallest margin that all documents of the task would settle with PASS.
 
     The bound at the present difference shrinks with the root of the number of documents. The
@@ -279,7 +279,8 @@ def _settling_margin(pair: TaskPair, low: float, needed: int | None) -> float | 
     difference = float(pair.gain.mean())
     documents = len(pair.gain) // pair.seeds
     width = (difference - low) * math.sqrt(documents / pair.available)
-    return math.ceil(200 * max(width - difference, 0.0) + 1e-9) / 200
+    settling = math.ceil(200 * max(width - difference, 0.0) + 1e-9) / 200
+    return settling if settling > margin else None
 
 
 def _changed_wrong(pair: TaskPair) -> int | None:

@@ -65,12 +65,21 @@ def _rank(outlook: SchemeOutlook) -> tuple[bool, bool, bool]:
 def _recommended(schemes: Sequence[SchemeOutlook]) -> Iterator[Recommendation]:
     """Yield the first choice of each width, or the same scheme with another group size."""
     native = [outlook.scheme for outlook in schemes if runs_natively(outlook)]
+    runnable = {each.scheme for each in schemes if each.on_gpu is not None and each.on_gpu.native}
     found: set[int] = set()
+    # Better schemes that the GPU runs and that do not fit the model, by width.
+    unfit: dict[int, str] = {}
     for choice in _CHOICES:
+        if choice.bits in found:
+            continue
         names = [name for name in native if name == choice.scheme or _regroups(name, choice.scheme)]
-        if names and choice.bits not in found:
+        if names:
             found.add(choice.bits)
-            yield Recommendation(bits=choice.bits, scheme=names[0], reason=choice.reason)
+            better = unfit.get(choice.bits)
+            reason = f"{better} does not fit this model" if better else choice.reason
+            yield Recommendation(bits=choice.bits, scheme=names[0], reason=reason)
+        elif choice.scheme in runnable:
+            unfit.setdefault(choice.bits, choice.scheme)
 
 
 def _regroups(name: str, scheme: str) -> bool:
