@@ -116,6 +116,24 @@ class RunDirectory:
             KIND.begin(self.root)
             self._stages.clear()
 
+    def require_same_number(self, checkpoints: int) -> None:
+        """Raise InputError if the folder has results of one checkpoint, and several are given.
+
+        The same is raised for the reverse. Their answers would replace each other.
+        """
+        has_several = any(" (" in stage for stage in self._stages)
+        has_one = any(stage in self._stages for stage in ("serve candidate", "load"))
+        if has_several and checkpoints == 1 or has_one and checkpoints > 1:
+            found, given = (
+                ("several checkpoints", "one") if has_several else ("one checkpoint", "several")
+            )
+            raise InputError(
+                str(self.root),
+                got=f"the results of {found}, and {given} to evaluate",
+                need="",
+                fix=f"choose another {self.option}, or {self._how_to_start_again()}",
+            )
+
     def is_done(self, stage: str, inputs: Digests) -> bool:
         """Return True if the stage is finished.
 

@@ -68,7 +68,8 @@ def evaluate_checkpoints(
     outputs = _named({OUTPUT_DIR: folder, "--accept": accept})
     _require_usable(names, settings, folder, options, outputs, against)
     asked = {role: name for role, name in names.items() if not is_results(name)}
-    if not all((folder / role / SESSION).is_file() for role in asked):
+    is_answered = all((folder / role / SESSION).is_file() for role in asked)
+    if overwrite or not is_answered:
         fetch_tasks(settings, options)
     models = {role: _model(role, name, settings, options) for role, name in names.items()}
     folders = {role: models[role].prompt_folder for role in asked}
@@ -77,6 +78,7 @@ def evaluate_checkpoints(
     with written_alone(folder, OUTPUT_DIR):
         directory = RunDirectory(folder, OUTPUT_DIR)
         directory.begin(overwrite=overwrite)
+        directory.require_same_number(len(checkpoints))
         runs = [Run(given, folder, options, explaining, directory) for given in work]
         with logged_to(folder):
             for run in runs:
@@ -188,6 +190,7 @@ def _model(role: str, name: str, settings: Evaluate, options: EngineOptions) -> 
             url=name,
             tokenizer=tokenizer.folder,
             trust_tokenizer=tokenizer.is_trusted,
+            served="" if tokenizer.model is None else repr(tokenizer.model),
         )
     checkpoint = resolve_source(name, options.on_progress)
     require_servable(checkpoint, [options.serve])

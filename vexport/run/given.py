@@ -21,7 +21,8 @@ class RunModel:
     only on a server. `url` is the address of the server that answers tasks, or None if vLLM on this
     machine answers them. `tokenizer` is the folder of the tokenizer for that server's prompts. If
     it is None, the tokenizer is chosen when the first prompt is sent. Its code runs only with
-    `trust_tokenizer`. `answers` are given results of lm-eval. With them the model is not asked.
+    `trust_tokenizer`. `served` is the server's description of its model, "" without a server.
+    `answers` are given results of lm-eval. With them the model is not asked.
     """
 
     name: str
@@ -30,6 +31,7 @@ class RunModel:
     url: str | None = None
     tokenizer: Path | None = None
     trust_tokenizer: bool = False
+    served: str = ""
     answers: Path | None = None
 
     @property

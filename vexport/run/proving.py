@@ -16,6 +16,7 @@ from vexport.checkpoint.index import folder_digest
 from vexport.checkpoint.source import DEFAULT
 from vexport.engine.describe import NONE, answer_environment
 from vexport.engine.dry.load import dry_load_checkpoints
+from vexport.engine.installed import installed_text
 from vexport.engine.messages import SessionResult
 from vexport.errors import CheckpointFailed, InputError, VexportError
 from vexport.evaluation.drift import drift_warnings
@@ -147,11 +148,16 @@ def _model_inputs(run: Run, role: str) -> Digests:
     model = run.model(role)
     assert model is not None
     name = "baseline" if role == BASELINE else "checkpoint"
-    digests = {"interpreter of vLLM": value_digest(str(run.options.vllm_python or ""))}
+    python = run.options.vllm_python
+    digests = {
+        "interpreter of vLLM": value_digest(str(python or "")),
+        "version of vLLM": value_digest(installed_text(python)),
+    }
     if model.checkpoint is not None:
         digests[name] = folder_digest(model.checkpoint)
     if model.url is not None:
         digests[f"address of the {name}"] = value_digest([model.url, str(model.tokenizer)])
+        digests[f"model at the address of the {name}"] = value_digest(model.served)
     if role == CANDIDATE:  # some documents are asked again if there is no session of the baseline
         digests["kind of baseline"] = value_digest("accepted" if run.given.against else "model")
     return digests
@@ -164,7 +170,8 @@ def _session_inputs(run: Run, *, role: str) -> Digests:
     for task in settings.tasks:
         files += sorted(task_files(user_path(task)))
     for folder in settings.include_path:
-        files += sorted(folder.rglob("*"))
+        # Python writes compiled modules next to a task's code when it runs.
+        files += [file for file in sorted(folder.rglob("*")) if "__pycache__" not in file.parts]
     digests = [digest_file(path) for path in files if path.is_file()]
     if settings.text is not None:
         digests.append(data_digest(Calibration(data=settings.text)))
@@ -405,6 +412,9 @@ def judge(run: Run) -> Verdict | None:
     """
     served = run.get(serve_candidate)
     loaded = run.get(load_candidate)
+    baseline = run.get(serve_baseline)
+    if baseline is not None:
+        require_served(BASELINE, baseline.result)
     if run.given is not None and served is not None and served.result.failure is not None:
         return _refused(run, served.result.failure.message)
     is_loaded = loaded is None or loaded.ok

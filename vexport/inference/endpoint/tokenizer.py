@@ -11,7 +11,7 @@ from vexport.checkpoint.hub import HubName, fetch, list_files, side_files
 from vexport.checkpoint.source import hub_name
 from vexport.errors import InputError, clip, visible
 from vexport.files import user_path
-from vexport.inference.endpoint.server import Server
+from vexport.inference.endpoint.server import ServedModel, Server
 from vexport.inference.options import BASELINE, EngineOptions
 from vexport.records import PROGRESS_DETAIL
 from vexport.scenario import Evaluate
@@ -28,10 +28,14 @@ _GIVE_TOKENIZER = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedTokenizer:
-    """The folder of the tokenizer for a server's prompts; `is_trusted` if its own code may run."""
+    """The folder of the tokenizer for a server's prompts; `is_trusted` if its own code may run.
+
+    `model` is the server's description of its model, or None if the server was not asked for it.
+    """
 
     folder: Path
     is_trusted: bool
+    model: ServedModel | None = None
 
 
 def tokenizer_of(
@@ -54,8 +58,11 @@ def tokenizer_of(
     server = Server(endpoint, show_retries(role, options))
     if settings.tokenizer is not None:
         folder = _chosen_tokenizer(where, settings.tokenizer)
-        return ServedTokenizer(folder=folder, is_trusted=options.trust_remote_code)
-    return ServedTokenizer(folder=_servers_tokenizer(where, server), is_trusted=False)
+        return ServedTokenizer(
+            folder=folder, is_trusted=options.trust_remote_code, model=server.model
+        )
+    folder = _servers_tokenizer(where, server)
+    return ServedTokenizer(folder=folder, is_trusted=False, model=server.model)
 
 
 def show_retries(role: str, options: EngineOptions) -> Callable[[str], None]:
