@@ -102,9 +102,8 @@ def test_vllm_loads_an_output_dry(
     ran = vexport("quantize", source, tmp_path / "out", "--scheme", "NVFP4A16", *cache)
     assert ran.code == 0, ran.stderr
     assert "dry load" in ran.stderr
-    assert json.loads(ran.stdout)["next_commands"][-1] == shlex.join(
-        ["vllm", "serve", str(tmp_path / "out")]
-    )
+    serve = shlex.join(["vllm", "serve", str(tmp_path / "out")])
+    assert json.loads(ran.stdout)["next_commands"][-1].startswith(serve)
     # Four heads for three ranks, which vLLM refuses with the source as well: no fault of the
     # quantization.
     assert failure_of(source, tmp_path / "out", tp=(3,)) is None
