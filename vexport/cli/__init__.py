@@ -1,7 +1,7 @@
-"""The command line: one file a theme; `main` is the console script, `entry` has the commands.
+"""The command line. `main` is the console script, and `entry` defines the commands.
 
-SIGINT and SIGTERM end a command: one line, exit code 130 or 143; the same call goes on from what is
-written.
+SIGINT and SIGTERM end a command with one line on stderr and exit code 130 or 143. Running the same
+command again resumes from the files written so far.
 """
 
 import os
@@ -14,13 +14,14 @@ from typing import NoReturn
 
 INTERRUPTED = "Interrupted. Run the same command again to resume"
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
-# Seconds that a command has to end its engines before the process exits.
+# Seconds between a signal and the forced end of the process. The command ends its engines in them.
 PATIENCE_SECONDS = 5.0
 
 
 def main() -> NoReturn:
-    """The console script: a command with the handlers in place, then the end, without cleaning
-    up.
+    """Install the signal handlers, run the command, and exit the process.
+
+    The exit skips Python's cleanup.
     """
     try:
         for number in CODES:
@@ -33,19 +34,21 @@ def main() -> NoReturn:
             with suppress(OSError, ValueError, AttributeError):
                 stream.flush()
         os._exit(code)
-    except KeyboardInterrupt:  # before the handlers stand, or when the command has ended
+    except KeyboardInterrupt:  # before the handlers are installed, or after the command has ended
         end(INTERRUPTED, 130)
 
 
 def end(error: str, code: int) -> NoReturn:
-    """End the process with a line on stderr, whatever state it is in."""
+    """Write a line to stderr and exit the process at once. Safe in a signal handler or a thread."""
     os.write(2, f"error: {error}\n".encode())
     os._exit(code)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
-    """Raise in the main thread, but in an import, which C++ would abort: there is nothing to end
-    there.
+    """Raise KeyboardInterrupt in the main thread, and exit after `PATIENCE_SECONDS` at the latest.
+
+    If the signal arrives during an import, exit at once. An exception there would make C++ code
+    abort, and no engine runs yet.
     """
     for each in CODES:
         signal.signal(each, signal.SIG_IGN)

@@ -1,6 +1,4 @@
-"""Shared by all commands: the answer in colour, progress on stderr, and exit codes from
-findings.
-"""
+"""Shared code of all commands: coloured output, progress on stderr, exit codes from findings."""
 
 import os
 import re
@@ -33,7 +31,7 @@ if TYPE_CHECKING:
 
     from vexport.formats.plan import Plan
 
-# Words that are coloured at the start of a line, or in a column, of a text report.
+# Words that get a colour at the start of a line or in a column of a text report.
 _SHADES = {
     "PASS": "green",
     "FAIL": "red",
@@ -55,8 +53,10 @@ _MARKS = re.compile(
 
 
 def wants_colour(stream: TextIO) -> bool:
-    """Return whether `stream` gets colour: a terminal does, NO_COLOR turns it off and FORCE_COLOR
-    on.
+    """Return True if output to `stream` is coloured.
+
+    Terminals get colour, except TERM=dumb. NO_COLOR turns colour off everywhere, FORCE_COLOR turns
+    it on. NO_COLOR wins if both are set.
     """
     if os.environ.get("NO_COLOR"):
         return False
@@ -66,26 +66,27 @@ def wants_colour(stream: TextIO) -> bool:
 
 
 def coloured(text: str) -> str:
-    """`text` with its statuses and severities in colour."""
+    """Return `text` with statuses and severities in colour."""
     return _MARKS.sub(lambda mark: click.style(mark[0], fg=_SHADES[mark[0]], bold=True), text)
 
 
 EXIT_CODES = "Exit codes: see `vexport --help`."
-# Formats that people read, so that stderr needs no summary.
+# Formats for people. With these, stderr need not repeat the output.
 _READ = ("text", "github", "markdown")
 
 
 def note(text: str) -> None:
-    """A line on stderr about what the answer on stdout does not say."""
+    """Print a note on stderr, about something that is not in the output on stdout."""
     click.echo(f"note: {text}", err=True)
 
 
 def command(
     name: str | None = None, *, no_args_is_help: bool = False, unlisted: Sequence[str] = ()
 ) -> Callable[[Callable[..., None]], click.Command]:
-    """A command named `name`, or like its function, with --quiet and --debug.
+    """Return a decorator that makes a command with --quiet, --verbose and --debug.
 
-    Help leaves out the options that are `unlisted`; they work.
+    The command has the name `name`, or its function's name by default. Help does not list the
+    options in `unlisted`, but the command accepts them.
     """
 
     def decorate(function: Callable[..., None]) -> click.Command:
@@ -120,7 +121,7 @@ def command(
 
 
 def print_text(text: str) -> None:
-    """The answer of a command: on stdout, in colour on a terminal, or in the file of --output."""
+    """Write a command's output to stdout, in colour on a terminal, or to the file of --output."""
     from vexport.files import errors_at, write_text
 
     context = click.get_current_context()
@@ -133,7 +134,7 @@ def print_text(text: str) -> None:
     whole = text if text.endswith("\n") else f"{text}\n"
     if (
         file.exists() and not file.is_file()
-    ):  # /dev/stdout, /dev/null and pipes are written to, not replaced
+    ):  # write into /dev/stdout, /dev/null and pipes instead of replacing them
         with errors_at(str(file)), file.open("w", encoding="utf-8") as stream:
             stream.write(whole)
         return
@@ -141,7 +142,7 @@ def print_text(text: str) -> None:
 
 
 def add_step_summary(markdown: str) -> None:
-    """Append to the summary of the step of GitHub Actions that runs this; nothing elsewhere."""
+    """Append text to the step summary of GitHub Actions. Do nothing outside GitHub Actions."""
     path = os.environ.get("GITHUB_STEP_SUMMARY")
     if path:
         from vexport.files import errors_at
@@ -151,13 +152,14 @@ def add_step_summary(markdown: str) -> None:
 
 
 def add_text_summary(text: str) -> None:
-    """Append an answer for people, as it is shown in a terminal, to the summary of the step."""
+    """Append output in text form to the step summary of GitHub Actions, as a code block."""
     add_step_summary("```text\n" + text.replace("```", "'''").rstrip("\n") + "\n```\n")
 
 
 def is_read() -> bool:
-    """Return whether stdout has the answer in a form for people, so that stderr need not repeat
-    it.
+    """Return True if stdout shows the output in a form for people.
+
+    In this case, errors on stderr need not repeat the output.
     """
     context = click.get_current_context(silent=True)
     return (
@@ -168,7 +170,7 @@ def is_read() -> bool:
 
 
 def require_ok(checkpoint: str, ok: bool, findings: Sequence[Finding]) -> None:
-    """Exit with 1 where a checkpoint has an error finding, naming the first."""
+    """Raise CheckpointFailed (exit code 1) with the first error finding, unless `ok` is True."""
     if ok:
         return
     errors = [finding for finding in findings if finding.severity == "error"]
@@ -186,7 +188,7 @@ def _more(number: int) -> str:
 
 
 def require_judged(reports: Sequence[CheckReport]) -> None:
-    """Exit with 3 where something of a checkpoint was not judged, naming the first."""
+    """Raise Inconclusive (exit code 3) for the first report with a part that was not judged."""
     for report in reports:
         if report.not_judged:
             first, more = report.not_judged[0].brief, _more(len(report.not_judged))
@@ -196,7 +198,10 @@ def require_judged(reports: Sequence[CheckReport]) -> None:
 
 
 def require_no(check: str, reports: Sequence[CheckReport | LoadReport | DryLoadReport]) -> None:
-    """Exit with 4 at a finding of this check: an exception of ours, or an engine that died."""
+    """Raise EnvironmentFault (exit code 4) if a report has a finding of this check.
+
+    The check stands for an exception inside vexport, or for an engine that died.
+    """
     for finding in (finding for report in reports for finding in report.findings):
         if finding.check == check:
             raise EnvironmentFault(
@@ -205,7 +210,10 @@ def require_no(check: str, reports: Sequence[CheckReport | LoadReport | DryLoadR
 
 
 def require_plan(source: str, plan: "Plan") -> None:
-    """Exit with 2 where a plan has refusals, naming the first unless it has been read."""
+    """Raise InputError (exit code 2) if a plan has refusals.
+
+    The error contains the first refusal, unless stdout already shows the plan to a person.
+    """
     from vexport.plan.build import require_accepted
 
     if plan.refusals and is_read():
@@ -217,9 +225,7 @@ def require_plan(source: str, plan: "Plan") -> None:
 
 
 def require_loaded(reports: Sequence[LoadReport | DryLoadReport]) -> None:
-    """Exit with 1 where a checkpoint fails, else with 4 where an engine died before it could
-    tell.
-    """
+    """Exit with code 1 if a checkpoint fails, or with code 4 if an engine died without a result."""
     for report in reports:
         of_checkpoint = [finding for finding in report.findings if finding.check != ENGINE_CHECK]
         require_ok(report.checkpoint, report.ok or not of_checkpoint, of_checkpoint)
@@ -227,7 +233,7 @@ def require_loaded(reports: Sequence[LoadReport | DryLoadReport]) -> None:
 
 
 def conclude(outcome: str, name: str, reason: str, *, fix: str = "") -> None:
-    """Exit with 1 for FAIL and 3 for INCONCLUSIVE. `fix` replaces the usual advice."""
+    """Exit with code 1 for FAIL, with code 3 for INCONCLUSIVE. `fix` replaces the usual advice."""
     why = "" if is_read() else f": {reason}"
     if outcome == "FAIL":
         fix = fix or "see the report; keep the worst layers or choose a scheme with more bits"
@@ -244,16 +250,16 @@ LINE_EVERY_SECONDS = 15.0
 
 @contextmanager
 def progress_display(*, quiet: bool) -> Iterator[OnProgress]:
-    """Yield the function that stages report to: it shows bars on a terminal, else a line now and
-    then.
+    """Yield a progress callback. It shows bars on a terminal, and occasional lines elsewhere.
+
+    If `quiet`, the callback shows nothing, and downloads from the hub show no bars either.
     """
     if quiet:
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
         yield silent
         return
     if not sys.stderr.isatty():
-        # Not rich's own answer: FORCE_COLOR, which CI sets, asks for colour and not for bars that
-        # move.
+        # Do not use rich's detection: CI sets FORCE_COLOR for colour, and rich would show bars.
         yield PlainDisplay()
         return
     display = BarDisplay()
@@ -266,22 +272,22 @@ def progress_display(*, quiet: bool) -> Iterator[OnProgress]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Begun:
-    """The time of a stage's first report, and how much of the stage was done at that time."""
+    """Time of a stage's first report, and the number of steps done at that time."""
 
     at: float
     done: int
 
     def seconds_left(self, now: float, done: int, total: int) -> float | None:
-        """Return the seconds until the end at the mean speed so far, or None before the first step.
+        """Return the estimated seconds until the end, or None before the first step.
 
-        The speed is the mean of the whole stage, because single layers differ.
+        The estimate uses the mean speed of the whole stage, because layers differ in duration.
         """
         new = done - self.done
         return (now - self.at) / new * (total - done) if new > 0 else None
 
 
 class BarDisplay:
-    """One bar for each stage, with the time that it has taken and the time that is left."""
+    """Progress display with one bar per stage, its elapsed time and its remaining time."""
 
     def __init__(self) -> None:
         from rich import progress
@@ -318,10 +324,11 @@ class BarDisplay:
 
 
 class PlainDisplay:
-    """A line when a stage starts, at most every fifteen seconds with the time left, and when it
-    ends.
+    """Progress display without a terminal.
 
-    The detail of a stage (PROGRESS_DETAIL) is printed when it changes.
+    Prints a line when a stage starts and when it ends. In between, prints the progress and the
+    remaining time at most every 15 seconds. A stage's detail (PROGRESS_DETAIL) is printed when it
+    changes.
     """
 
     def __init__(self) -> None:
@@ -356,5 +363,5 @@ class PlainDisplay:
 
 
 def _whole(stage: str) -> str:
-    """A stage's name with its detail."""
+    """Return a stage's name followed by its detail."""
     return stage.replace(PROGRESS_DETAIL, " ")

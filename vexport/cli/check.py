@@ -1,4 +1,4 @@
-"""`check`: a checkpoint judged from its files alone."""
+"""The command `check`: find faults of checkpoints in their files."""
 
 from typing import TYPE_CHECKING
 

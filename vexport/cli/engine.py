@@ -1,4 +1,4 @@
-"""Options for the start of vLLM's engine, and the settings made from them."""
+"""Options for starting vLLM's engine, and the settings made from these options."""
 
 import json
 from contextlib import suppress
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from vexport.records import OnProgress
     from vexport.scenario import Serve
 
-# The key of vLLM's flags in a command's context.
+# Key in a click context's `meta` for the values of hidden options named like vLLM's flags.
 ENGINE_FLAGS = "vexport.engine"
 VLLM_PYTHON = "VEXPORT_VLLM_PYTHON"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interpreter:
-    """The interpreter of vLLM, and whether a checkpoint's code may run."""
+    """Interpreter that runs vLLM, and permission to run a checkpoint's code."""
 
     vllm_python: Path | None
     trust_remote_code: bool
@@ -52,15 +52,16 @@ class Interpreter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Session:
-    """The settings of an engine that no scenario starts; None for a setting that is not given."""
+    """Engine settings from the command line. A setting that is not given is None."""
 
     engine_args: "dict[str, JsonValue]"
     timeout: int | None
     max_model_len: int | None
 
     def serve(self, tp: int | None) -> "Serve":
-        """Return the settings of an engine on `tp` devices; InputErrors if they contradict each
-        other.
+        """Return the settings of an engine on `tp` devices.
+
+        Raises InputErrors if the settings contradict each other.
         """
         from vexport.scenario.serve import Serve, with_options
 
@@ -75,7 +76,11 @@ class Session:
 def _engine_args(
     context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
 ) -> dict[str, "JsonValue"]:
-    """Return the arguments by name; values are parsed as JSON, or else are text."""
+    """Return the arguments of --engine-arg and of hidden options by name.
+
+    Values are parsed as JSON. Values that are no JSON stay text. Raises BadParameter if an argument
+    is given twice with different values.
+    """
     arguments: dict[str, JsonValue] = dict(context.meta.get(ENGINE_FLAGS, {}))
     for value in values:
         name, sign, text = value.partition("=")
@@ -92,13 +97,13 @@ def _engine_args(
 
 
 def _keep(context: click.Context, parameter: click.Parameter, value: object) -> None:
-    """Keep the value of a hidden option under vLLM's name, together with those of --engine-arg."""
+    """Store the value of a hidden option under its vLLM name, for `_engine_args` to merge."""
     if value is not None:
         context.meta.setdefault(ENGINE_FLAGS, {})[parameter.name] = value
 
 
 def _hidden_setting(key: str) -> Decorator:
-    """Return the option of a key of `serve` that is an argument of vLLM like any other."""
+    """Return a hidden option for a key of `serve`. It is passed on as an engine argument."""
     record = SETTINGS["serve"][key]
     return _hidden_argument(record.names[0], record.help, click_type(record))
 

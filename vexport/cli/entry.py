@@ -1,5 +1,6 @@
-"""The group of all commands, the one place where an outcome becomes an exit code, and the options
-that a file of the current folder sets: `vexport.toml`, or [tool.vexport] in pyproject.toml.
+"""Run a command, turn its outcome into an exit code, and read a file of defaults.
+
+The file of defaults is `vexport.toml` in the current folder, or [tool.vexport] in pyproject.toml.
 """
 
 import logging
@@ -29,8 +30,8 @@ from vexport.errors import (
 from vexport.errors.extras import unforeseen
 from vexport.version import __version__
 
-# One file a topic, imported when it is asked for; each imports what it runs: `--help` answers at
-# once.
+# Each command's module is imported when the command is called, and imports heavy libraries only
+# inside functions. This keeps `--help` fast.
 COMMANDS = {
     "demo": "scenario:demo",
     "plan": "plan:plan",
@@ -46,15 +47,15 @@ COMMANDS = {
     "list": "plan:list_command",
     "explain": "plan:explain_command",
 }
-# Bounds of what goes to stderr: names and values come from files and may be of any size.
+# Limits of messages on stderr, because names and values from files may have any length.
 MAX_CHARACTERS = 600
 MAX_LINES = 50
-# Options that run foreign code, or say where files are written, must be given in the call, not in a
-# file: the file may belong to a folder that somebody else made.
+# Options that a file of defaults must not set: they run foreign code or choose output paths, and
+# the file may be in a folder from somebody else.
 NEVER = frozenset(
     {"trust_remote_code", "vllm_python", "engine_args", "overwrite", "help", "version", *OUTPUTS}
 )
-# The last is one that other tools share.
+# The last file is shared with other tools.
 FILES = ("vexport.toml", "pyproject.toml")
 EPILOG = """
 Exit codes: 0 pass; 1 the checkpoint fails; 2 bad usage or input; 3 inconclusive; 4 the environment
@@ -71,8 +72,10 @@ Completion: `eval "$(_VEXPORT_COMPLETE=bash_source vexport)"`, or zsh_source, fi
 
 
 def run_command() -> int:
-    """Run a command; every outcome becomes an exit code, which is returned, and one line an
-    error.
+    """Run the command on the command line and return its exit code.
+
+    Each error is printed as one line on stderr. No exception leaves this function, except
+    SystemExit and similar exceptions that are neither errors nor interrupts.
     """
     _show_log()
     try:
@@ -85,7 +88,7 @@ def run_command() -> int:
 
 
 class _Lines(logging.Handler):
-    """Each record as a line on stderr, below the bars where there are some."""
+    """Log handler that prints each record as a line on stderr, below any progress bars."""
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print the record."""
@@ -94,7 +97,10 @@ class _Lines(logging.Handler):
 
 
 def _show_log() -> None:
-    """Send vexport's log to stderr: all of it with --debug or -v, nothing but warnings with -q."""
+    """Send vexport's log to stderr.
+
+    The default level is INFO. --debug and -v show all records, -q only warnings and errors.
+    """
     given = set(sys.argv[1:])
     is_verbose, is_quiet = given & {"--debug", "-v", "--verbose"}, given & {"-q", "--quiet"}
     logger = logging.getLogger("vexport")
@@ -104,17 +110,20 @@ def _show_log() -> None:
 
 
 def _interrupt_before(error: BaseException | None) -> KeyboardInterrupt | None:
-    """The interrupt that an error is, or that libraries made into another one."""
+    """Return the KeyboardInterrupt in the error's chain of causes and contexts, or None.
+
+    Libraries may turn an interrupt into an exception of another type.
+    """
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error
 
 
 def _failed(error: BaseException) -> int:
-    """The exit code of what a command raised, with its lines on stderr."""
+    """Print a command's exception on stderr and return its exit code."""
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
-        # Nothing was asked: the help, and the code of a usage error, lest `vexport $EMPTY` pass in
-        # CI.
+        # No arguments: print the help, with the exit code of a usage error. Otherwise
+        # `vexport $EMPTY` would pass in CI.
         click.echo(error.format_message())
         return error.exit_code
     if isinstance(error, click.UsageError):
@@ -134,7 +143,7 @@ def _failed(error: BaseException) -> int:
 
 
 def _file_behind(error: click.UsageError) -> str | None:
-    """Return the name of the file whose setting click could not use; None if no file gave it."""
+    """Return the name of the file of defaults if click refused a value from it, or else None."""
     if not isinstance(error, click.BadParameter) or error.ctx is None or error.param is None:
         return None
     source = error.ctx.get_parameter_source(str(error.param.name))
@@ -142,21 +151,23 @@ def _file_behind(error: click.UsageError) -> str | None:
 
 
 def _problem(error: BaseException) -> VexportError:
-    """Return what was raised as one of our errors."""
+    """Return the exception as a VexportError. Raise it again if it is no Exception."""
     if isinstance(error, VexportError):
         return error
     if isinstance(error, OSError):
         return file_problem(error)
     if isinstance(error, click.exceptions.Abort) and isinstance(error.__cause__, EOFError):
-        error = error.__cause__  # of some file: click takes it for the end of a person's input
+        error = error.__cause__  # EOF in a file: click mistakes it for the end of user input
     if isinstance(error, Exception):
         return unforeseen(error, "vexport")
     raise error
 
 
 def _say(messages: Sequence[str], code: int) -> int:
-    """Each message as one line on stderr: bounded, and with nothing in it that a terminal would
-    obey.
+    """Print each message as one line on stderr and return `code`.
+
+    Long messages are cut, and control characters are made visible. With --debug the traceback is
+    printed first.
     """
     if "--debug" in sys.argv:
         traceback.print_exc()
@@ -174,11 +185,11 @@ def _say(messages: Sequence[str], code: int) -> int:
 
 
 def default_map(group: click.Group) -> dict[str, dict[str, object]]:
-    """The options of each command by their parameters; InputError for a file that no command
-    understands.
+    """Return the defaults of each command's parameters, read from the file of defaults.
 
-    A table is for the command of that name; what stands outside of tables is for every command that
-    has it.
+    A table in the file sets options of the command with the table's name. Keys outside tables set
+    options of every command that has the option. Raises InputError for unknown tables or options,
+    and for values of a wrong type.
     """
     where, table = _table()
     if not table:
@@ -209,7 +220,7 @@ def default_map(group: click.Group) -> dict[str, dict[str, object]]:
 
 
 def _require_known(where: str, settings: Iterable[str], known: Mapping[str, click.Option]) -> None:
-    """InputError for a setting that is no option, or one that a file may not set."""
+    """Raise InputError for a setting that is no option, or that a file must not set."""
     for key in settings:
         place = f"{where}{clip(key, 100)}"
         name = key.replace("-", "_")
@@ -224,7 +235,7 @@ def _require_known(where: str, settings: Iterable[str], known: Mapping[str, clic
 
 
 def _table() -> tuple[str, Mapping[str, object]]:
-    """The file and its settings; none where there is no file."""
+    """Return the place and the settings in the file of defaults, both empty if there is no file."""
     for name in FILES:
         is_project = name == FILES[-1]
         if not Path(name).is_file() or (is_project and not _mentions_vexport(Path(name))):
@@ -244,7 +255,10 @@ def _table() -> tuple[str, Mapping[str, object]]:
 
 
 def _mentions_vexport(project: Path) -> bool:
-    """Return whether a pyproject.toml can have settings of vexport; False if it cannot be read."""
+    """Return True if a pyproject.toml may contain settings of vexport.
+
+    Returns False if the file cannot be read.
+    """
     try:
         return b"tool.vexport" in project.read_bytes()
     except OSError:
@@ -252,7 +266,7 @@ def _mentions_vexport(project: Path) -> bool:
 
 
 def _options(command: click.Command) -> dict[str, click.Option]:
-    """The options of a command, by their names on the command line without dashes."""
+    """Return a command's options by their long names without leading dashes."""
     options = [each for each in command.params if isinstance(each, click.Option)]
     return {
         name.lstrip("-"): option
@@ -263,11 +277,11 @@ def _options(command: click.Command) -> dict[str, click.Option]:
 
 
 def _value(option: click.Option, value: object, place: str) -> object:
-    """The value as a command line has it: text, which click converts, of several values a list of
-    it.
+    """Return the value as it would be written on the command line, so that click converts it.
 
-    InputError for a switch that is neither true nor false, and for another option's value that is
-    no text, no number and no list of them.
+    A switch stays a boolean. Other values become text, or a list of texts for a repeatable option.
+    Raises InputError if a switch is neither true nor false, or if another option's value is not
+    text, a number, or a list of these.
     """
     if option.is_flag:
         if isinstance(value, bool):

@@ -1,4 +1,4 @@
-"""The accuracy of a checkpoint: `eval`, and `verdict` on results that are there."""
+"""Commands that measure accuracy: `eval`, and `verdict` for results that exist already."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -39,16 +39,16 @@ VERDICT_FORMATS = (*FORMATS, "html", "markdown")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonOptions:
-    """The baseline, and the file that CHECKPOINT's answers are accepted into."""
+    """Options of `eval` for the baseline, and for the file that accepts CHECKPOINT's answers."""
 
     baseline: str | None
     against: Path | None
     accept: Path | None
 
     def consistent(self, options: Mapping[str, Any]) -> "ComparisonOptions":
-        """The same, with an accepted baseline that is given as --baseline in its own option.
+        """Return these options, with an accepted baseline moved from `baseline` to `against`.
 
-        UsageError where options of `eval` do not go together.
+        Raises UsageError if options of `eval` contradict each other.
         """
         from vexport.evaluation.accepted import is_accepted
 
@@ -184,7 +184,8 @@ def evaluate(
             overwrite=overwrite,
             explaining=Explaining(wanted=attribution, seconds=attribution_seconds),
         )
-    # The verdict comes before the search for its cause. A file or a program gets a whole answer.
+    # Print the verdict before the search for its cause, which takes minutes. Files and machine
+    # formats get the whole output at the end.
     is_shown = answer.format_ == "text" and answer_file(click.get_current_context()) is None
     if is_shown and _verdicts(runs):
         print_text(_text(runs))
@@ -197,14 +198,18 @@ def evaluate(
 
 
 def _name(checkpoints: Sequence[str]) -> str:
-    """The first checkpoint's name or host, and how many more there are."""
+    """Return a folder name: the first checkpoint's name or host, and the number of others."""
     host = checkpoints[0].partition("://")[2].replace(":", "-").split("/")[0]
     more = f"-and-{len(checkpoints) - 1}-more" if len(checkpoints) > 1 else ""
     return (host or Path(checkpoints[0]).name) + more
 
 
 def _settings(baseline: str | None, chat_template: str | None) -> "Evaluate":
-    """Return the settings of the command's options; InputErrors if they are not valid together."""
+    """Return the settings from the command's options.
+
+    Paths in `include_path` are made absolute. Raises InputErrors if the settings are not valid
+    together.
+    """
     from vexport.scenario import Evaluate, problems_at
 
     keys = given_settings("evaluate")
@@ -219,7 +224,7 @@ def _settings(baseline: str | None, chat_template: str | None) -> "Evaluate":
 
 
 def _verdicts(runs: "Sequence[Run]") -> "list[Verdict]":
-    """Return the verdict on each checkpoint; nothing if there is no baseline."""
+    """Return the verdict on each checkpoint, or an empty list if there is no baseline."""
     from vexport.run.evaluating import verdict_in
 
     verdicts = [verdict_in(run) for run in runs]
@@ -227,7 +232,10 @@ def _verdicts(runs: "Sequence[Run]") -> "list[Verdict]":
 
 
 def _text(runs: "Sequence[Run]") -> str:
-    """Return the verdict, or the table of several checkpoints; nothing if there is no baseline."""
+    """Return the verdict as text, or a table if there are several checkpoints.
+
+    Returns an empty string if there is no baseline.
+    """
     from vexport.reports import render_comparison, render_verdicts
     from vexport.run.evaluating import compared
 
@@ -240,13 +248,13 @@ def _text(runs: "Sequence[Run]") -> str:
 
 
 def _rest_of_text(runs: "Sequence[Run]", *, is_shown: bool) -> str:
-    """Return the causes of losses, and before them the verdicts unless they are shown already."""
+    """Return the causes of losses as text, after the verdicts if these are not shown already."""
     from vexport.reports import render_cause
 
     verdicts = _verdicts(runs)
     if len(verdicts) == 1:
         if not is_shown:
-            return _text(runs)  # which has the cause, too
+            return _text(runs)  # it includes the cause
         cause = render_cause(verdicts[0])
         return f"\n{cause}" if cause else ""
     text = "" if is_shown else _text(runs)
@@ -257,7 +265,10 @@ def _rest_of_text(runs: "Sequence[Run]", *, is_shown: bool) -> str:
 
 
 def _in_form(runs: "Sequence[Run]", reports: "Sequence[Report]", format_: str) -> str:
-    """Return the whole answer in a form that is no text; nothing if there is no baseline."""
+    """Return the whole output in a format other than text.
+
+    Returns an empty string if there is no baseline.
+    """
     from vexport.reports import render, render_comparison, render_verdicts
     from vexport.run.evaluating import compared
 
@@ -281,7 +292,7 @@ def _answer(
     *,
     is_shown: bool,
 ) -> None:
-    """Print the rest of the answer, write the accepted baseline, and exit by the outcome."""
+    """Print the rest of the output, write the accepted baseline, and exit by the outcome."""
     from vexport.run.evaluating import accept_answers
 
     verdicts = _verdicts(runs)
@@ -304,7 +315,7 @@ def _answer(
 
 
 def _fix(verdict: "Verdict") -> str:
-    """Return the advice for answers that do not count; empty if there are few."""
+    """Return advice if a task lost too many answers, or else an empty string."""
     few = not any(task.too_many_lost for task in verdict.tasks)
     return "" if few else "see the answers that were cut or are empty above, and evaluate again"
 

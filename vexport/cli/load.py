@@ -1,4 +1,4 @@
-"""`load`: a checkpoint in a real engine, or from headers alone."""
+"""The command `load`: load checkpoints in a real engine, or from headers alone."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -149,7 +149,11 @@ def load(
 
 
 def _unreadable(names: Sequence[str], on_progress: OnProgress) -> dict[str, VexportError]:
-    """The errors of those of several checkpoints that cannot be read; raised where none can."""
+    """Return the errors of unreadable checkpoints by name.
+
+    Raises the errors if no checkpoint can be read. A single checkpoint is not tried here, because
+    the load itself raises its error.
+    """
     from vexport.checkpoint.index import require_checkpoint
     from vexport.checkpoint.source import resolve_source
     from vexport.engine.arguments import require_layers
@@ -169,7 +173,7 @@ def _unreadable(names: Sequence[str], on_progress: OnProgress) -> dict[str, Vexp
 
 
 def _require_consistent(dry: bool, mode: Mode, session: Session) -> None:
-    """UsageError where options do not go together."""
+    """Raise UsageError if --dry, --mode and the engine's options contradict each other."""
     for parameter, name in (("sm", "--sm"), ("cards", "--gpu"), ("speculative", "--speculative")):
         if not dry and given(parameter):
             raise click.UsageError(
@@ -184,7 +188,7 @@ def _require_consistent(dry: bool, mode: Mode, session: Session) -> None:
 
 
 def _pages(run_dir: Path | None) -> list[Path]:
-    """Return the pages of the loads in a run directory: one, or one in each numbered folder."""
+    """Return the report pages in a run directory: one page, or one page per numbered folder."""
     if run_dir is None:
         return []
     return sorted([*run_dir.glob("report.html"), *run_dir.glob("*/report.html")])

@@ -39,10 +39,10 @@ class HeadedOption(click.Option):
 
 
 class SettingOption(HeadedOption):
-    """The option of the setting `key` of `section`.
+    """Option for the setting `key` of `section`.
 
-    It has no default of its own, as the model has it. Help shows `default_text`, or the value that
-    a file of defaults sets.
+    The option has no default, because the settings model declares the default. Help shows
+    `default_text`, or the value from a file of defaults.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class SettingOption(HeadedOption):
         self.default_text = default_text
 
     def get_help_extra(self, ctx: click.Context) -> "OptionHelpExtra":
-        """Return what help shows in brackets behind the text."""
+        """Return the extra information that help shows in brackets behind the text."""
         extra = super().get_help_extra(ctx)
         if self.default_text:
             extra.setdefault("default", self.default_text)
@@ -65,8 +65,10 @@ class SectionedCommand(click.Command):
     """A command whose help lists the options under the headings of `HEADINGS`."""
 
     def invoke(self, ctx: click.Context) -> object:
-        """Call the command; a parameter whose type is a dataclass takes the options named as its
-        fields.
+        """Call the command's function.
+
+        If a parameter's type is a dataclass, the parameter receives the options with the names of
+        the dataclass's fields.
         """
         assert self.callback is not None
         require_apart(ctx)
@@ -76,7 +78,10 @@ class SectionedCommand(click.Command):
             raise InputErrors([self._at_option(each) for each in error.problems]) from error
 
     def _at_option(self, problem: InputError) -> InputError:
-        """Return the problem of an argument, `quantize: smoothing`, as that of its option."""
+        """Return the problem with the option's name, if it is at an argument of the Python API.
+
+        For example, the place `quantize: smoothing` becomes `--smoothing`.
+        """
         place, _, key = problem.where.partition(": ")
         for each in self.params if place == self.name else ():
             if isinstance(each, SettingOption) and each.key == key:
@@ -84,7 +89,7 @@ class SectionedCommand(click.Command):
         return problem
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write every heading that has options, and its options as they were declared."""
+        """Write every heading that has options, with its options in the order of declaration."""
         rows: dict[Heading, list[tuple[str, str]]] = {heading: [] for heading in HEADINGS}
         for each in self.get_params(ctx):
             record = each.get_help_record(ctx) if isinstance(each, click.Option) else None
@@ -97,12 +102,15 @@ class SectionedCommand(click.Command):
 
 
 def _heading(option: click.Option) -> Heading:
-    """Return the heading of an option; --help, which click adds, is about the output."""
+    """Return the heading of an option. Options that click adds (--help) are listed as output."""
     return option.heading if isinstance(option, HeadedOption) else OUTPUT
 
 
 def grouped(function: Callable[..., object], values: Mapping[str, object]) -> dict[str, object]:
-    """Return the arguments of a command's function from the values of its parameters."""
+    """Return the arguments of a command's function, made from the values of its parameters.
+
+    Parameters with the fields of a dataclass are grouped into an instance of the dataclass.
+    """
     arguments: dict[str, object] = {}
     for name, parameter in inspect.signature(function).parameters.items():
         kind = parameter.annotation
@@ -114,9 +122,9 @@ def grouped(function: Callable[..., object], values: Mapping[str, object]) -> di
 
 
 class OrderedGroup(click.Group):
-    """Commands in the order of work. A command is imported when it is called.
+    """Group of commands in the order of work. A command is imported when it is called.
 
-    `commands_in` has the place of each command: `module:function` of vexport.cli.
+    `commands_in` maps each command's name to `module:function` in vexport.cli.
     """
 
     def __init__(self, *, commands_in: Mapping[str, str], **settings: Any) -> None:
@@ -146,7 +154,7 @@ class OrderedGroup(click.Group):
 
 
 def _short(option: click.Option, record: tuple[str, str]) -> tuple[str, str]:
-    """Return the line of an option in help; a switch is written `--[no-]pack`."""
+    """Return the line of an option in help. A switch is written as `--[no-]pack`."""
     on, off = option.opts[-1], next(iter(option.secondary_opts), "")
     return (f"--[no-]{on[2:]}", record[1]) if off == f"--no-{on[2:]}" else record
 
@@ -165,12 +173,11 @@ FORMAT_OF_SUFFIX = {
     ".html": "html",
     ".md": "markdown",
 }
-# The name of --output, and where a context holds its value.
+# Name of the parameter of --output. It is also the key of its value in a context's `meta`.
 ANSWER_FILE = "answer_file"
-# Parameters of commands that name what is written, unless their type is READ_PATH. Everything else
-# that names a path is read.
+# Parameters that name outputs, unless their type is READ_PATH. All other paths are inputs.
 OUTPUTS = (ANSWER_FILE, "out", "run_dir", "output_dir", "accept", "folder")
-# Parameters whose texts may be paths that are read; parameters of the type PATH always are.
+# Parameters of type text that may name an input path. Parameters of type PATH always name one.
 INPUTS = (
     "source",
     "checkpoints",
@@ -184,20 +191,20 @@ INPUTS = (
 # Inputs that may name a column: FILE:COLUMN.
 DATA = ("text", "data")
 DRAFTER = "speculative"
-# An interpreter is run, and no output can replace it.
+# Interpreters. They are executed, so they are neither inputs nor outputs.
 RUN = ("vllm_python",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """The form of the answer; `quiet` shows no progress."""
+    """Form of a command's output. If `quiet`, no progress is shown."""
 
     format_: str
     quiet: bool
 
 
 def stacked(*options: Decorator) -> Decorator:
-    """Return one decorator for several options, which help shows in this order."""
+    """Return one decorator for several options. Help shows the options in this order."""
 
     def decorate(function: Function) -> Function:
         for option in reversed(options):
@@ -223,10 +230,11 @@ def option(
     hidden: bool = False,
     kept: bool = True,
 ) -> Decorator:
-    """Return an option by its names, separated by spaces, which help lists under `heading`.
+    """Return a decorator that adds an option. `names` are separated by spaces.
 
-    Help shows the default if it is `shown`. An option that is not `kept` is parsed first, by its
-    callback, and is not an argument of the command's function.
+    Help lists the option under `heading`, and shows the default if `shown` is True. If `kept` is
+    False, the option is parsed before all others, only its callback receives the value, and the
+    command's function has no such argument.
     """
     defaults: dict[str, Any] = {} if default is ... else {"default": default}
     return click.option(
@@ -249,7 +257,7 @@ def option(
 
 
 def switch(names: str, text: str, *, heading: Heading = OTHERS) -> Decorator:
-    """Return an option that turns something on, and with --no- in front off."""
+    """Return an option with an opposite: `--pack` turns a setting on, `--no-pack` turns it off."""
     return option(switch_names(names), text, heading=heading, default=None)
 
 
@@ -260,7 +268,7 @@ def switch_names(names: str) -> str:
 
 
 class Count(click.IntRange):
-    """A bounded whole number, which help calls N."""
+    """Whole number within a range. Help shows its value as N."""
 
     name = "n"
 
@@ -277,7 +285,7 @@ class Count(click.IntRange):
 
 
 class Real(click.FloatRange):
-    """A finite number within a range. Click itself accepts NaN in every range."""
+    """Finite number within a range. Click itself accepts NaN in every range."""
 
     def convert(self, value: float, param: Parameter, ctx: Context) -> float:
         """Parse a finite number."""
@@ -296,17 +304,17 @@ class Real(click.FloatRange):
 
 
 class UserPath(click.Path):
-    """A path, with the home folder in place of `~` and `~name`."""
+    """Path in which `~` and `~name` are replaced by the home folder."""
 
     def convert(self, value: str | os.PathLike[str], param: Parameter, ctx: Context) -> Path:
-        """Return the path; InputError if there is no such user."""
+        """Return the path. Raise InputError if there is no such user."""
         from vexport.files import user_path
 
         return user_path(Path(os.fsdecode(super().convert(value, param, ctx))))
 
 
 PATH = UserPath(path_type=Path)
-# Of a parameter that is only read, where one of this name is written by other commands.
+# Type of an input parameter with the name of another command's output, such as `run_dir` of `plan`.
 READ_PATH = UserPath(path_type=Path)
 FOLDER = UserPath(path_type=Path, exists=True, file_okay=False)
 POSITIVE = Count(1)
@@ -314,7 +322,7 @@ BYTE_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "": 1}
 
 
 def byte_size(text: str) -> int:
-    """Parse a number of bytes, as transformers writes it: 5GB, 200MB. A type for click."""
+    """Parse a size in the syntax of transformers (5GB, 200MB) to bytes. A type for click."""
     match = re.fullmatch("0*([1-9][0-9]{0,17})([KMG]B|)", text.upper())
     if match is None:
         raise click.BadParameter(f"{text!r} is no size; write 5GB, 200MB or a number of bytes.")
@@ -361,7 +369,10 @@ def gpus(text: str) -> tuple["Card", ...]:
 
 
 def _by_suffix(context: click.Context, parameter: click.Parameter, value: str) -> str:
-    """Return the given format, or else the format of the answer's file by its name."""
+    """Return the format given on the command line, or else the format of the output file's suffix.
+
+    Raises BadParameter if the command cannot write the format of this suffix.
+    """
     file = answer_file(context)
     if file is None or context.get_parameter_source("format_") is ParameterSource.COMMANDLINE:
         return value
@@ -384,15 +395,16 @@ def _remember(context: click.Context, parameter: click.Parameter, value: Path | 
 
 
 def given(*names: str) -> bool:
-    """Return whether one of these options was given on the command line, not by the environment or
-    a file of defaults.
+    """Return True if at least one of these options was given on the command line.
+
+    Values from the environment or from a file of defaults do not count.
     """
     context = click.get_current_context()
     return any(context.get_parameter_source(name) is ParameterSource.COMMANDLINE for name in names)
 
 
 def answer_file(context: click.Context) -> Path | None:
-    """Return the file of --output; None for stdout."""
+    """Return the file of --output, or None if the output goes to stdout."""
     file = context.meta.get(ANSWER_FILE)
     return file if isinstance(file, Path) else None
 
@@ -400,11 +412,10 @@ def answer_file(context: click.Context) -> Path | None:
 def require_apart(
     context: click.Context, inputs: "Sequence[NamedPath]" = (), outputs: "Sequence[NamedPath]" = ()
 ) -> None:
-    """Raise InputError if an output of a command overlaps what it reads, before anything is
-    written.
+    """Raise InputError if an output of a command overlaps an input. Call it before writing.
 
-    The paths of its arguments and options are always compared. `inputs` and `outputs` are further
-    paths: what a scenario names, and folders that have a default.
+    The paths in the command's arguments and options are always compared. `inputs` and `outputs`
+    are further paths, such as the inputs of a scenario and default output folders.
     """
     from vexport.outputs.replaceable import NamedPath, require_separate
 
@@ -424,15 +435,16 @@ def require_apart(
 
 
 def _label(parameter: click.Parameter) -> str:
-    """Return how help calls a parameter: `OUT`, `--run-dir`."""
+    """Return the name of a parameter in help: `OUT`, `--run-dir`."""
     if isinstance(parameter, click.Option):
         return next((name for name in parameter.opts if name.startswith("--")), parameter.opts[0])
     return str(parameter.name).upper()
 
 
 def _paths_read(context: click.Context, parameter: click.Parameter) -> "Iterator[Path]":
-    """Yield the paths that a parameter names and its command reads; a name of the hub or a URL is
-    no path.
+    """Yield the input paths in the value of a parameter.
+
+    URLs and task folders are skipped. A hub id is yielded too: it may also be a folder's name.
     """
     from vexport.checkpoint.source import parse_data
     from vexport.files import user_path
@@ -447,12 +459,12 @@ def _paths_read(context: click.Context, parameter: click.Parameter) -> "Iterator
             path = parse_data(each).path if parameter.name in DATA else user_path(each)
             if (
                 parameter.name != "tasks" or path.is_file()
-            ):  # a folder is no task: it is named like one
+            ):  # a folder with the name of a task is not an input
                 yield path
 
 
 def format_option(formats: tuple[str, ...] = FORMATS, names: str = "-o --output") -> Decorator:
-    """Return --format and --output: the form of the answer, and its file."""
+    """Return the options --format (form of the output) and --output (its file)."""
     forms = f"Form of the answer: {', '.join(formats)}."
     file = "Write the answer to FILE, whose ending decides the form."
     return stacked(

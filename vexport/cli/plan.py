@@ -1,4 +1,4 @@
-"""Commands that only show: a plan from headers, the tables of `list`, the sections of `explain`."""
+"""Commands that only show something: `plan`, `list` and `explain`."""
 
 import json
 import shlex
@@ -35,7 +35,7 @@ OTHER_GROUP_SIZES = """
 Other group sizes: add _G and the number of columns, or _CHANNEL for one scale per row, as in
 W4A16_G64 and W4A16_CHANNEL. --scheme W4A16 --group-size 64 is the same.
 """
-# Settings that the table of all schemes depends on.
+# Settings that affect the table of all schemes.
 OF_TABLE = ("revision", "group_size", "ignore", "kv_cache", "tp")
 
 
@@ -120,7 +120,10 @@ def plan(
 
 
 def _one_gpu(cards: "Sequence[Card] | None", sm: Sequence[int] | None) -> "Card | int | None":
-    """Return the GPU of --gpu or the compute capability of --sm."""
+    """Return the GPU of --gpu or the compute capability of --sm, or None without both.
+
+    Raises UsageError if there are several.
+    """
     given: list[Card | int] = [*(cards or ()), *(sm or ())]
     if len(given) > 1:
         raise click.UsageError("plan shows one GPU: give one name to --gpu, or one number to --sm.")
@@ -130,7 +133,10 @@ def _one_gpu(cards: "Sequence[Card] | None", sm: Sequence[int] | None) -> "Card 
 def _plan_scenario(
     source: str, run_dir: Path | None, answer: Answer, *, trust_remote_code: bool
 ) -> None:
-    """Print the plan of a scenario, and the number of documents that its evaluation needs."""
+    """Print the plan of a scenario, the documents that its evaluation needs, and the next command.
+
+    Raises UsageError if options repeat settings of the scenario.
+    """
     from vexport.api import plan as api_plan
     from vexport.evaluation.inputs import scenario_inputs
     from vexport.outputs.replaceable import NamedPath
@@ -161,7 +167,7 @@ def _plan_scenario(
 
 
 def _note_missing_data(scenario: "Scenario") -> None:
-    """Print a note for each missing text: the plan does not need the text, but a run does."""
+    """Print a note for each missing text. The plan does not need the text, but a run does."""
     from vexport.checkpoint.source import require_data
 
     calibration = scenario.calibration.data if scenario.calibration else None
@@ -176,7 +182,7 @@ def _note_missing_data(scenario: "Scenario") -> None:
 def _plan_rules(
     source: str, answer: Answer, gpu: "Card | int | None", *, trust_remote_code: bool
 ) -> None:
-    """Print the plan of a model by the options for a scheme or a recipe."""
+    """Print the plan of a model for a scheme or a recipe from the command line."""
     from vexport.api import Calibration
     from vexport.api import plan as api_plan
     from vexport.checkpoint.source import require_data
@@ -205,7 +211,7 @@ def _plan_rules(
 
 
 def _compare_schemes(source: str, answer: Answer, gpu: "Card | int | None", *, every: bool) -> None:
-    """Print the table of all schemes, for one GPU or for all."""
+    """Print the table of all schemes, for one GPU or for all GPUs."""
     from vexport.api import plan_schemes
     from vexport.reports.plan import render_table
 
@@ -229,7 +235,7 @@ def _print(
     scenario: "Scenario | None" = None,
     gpu: "Card | int | None" = None,
 ) -> None:
-    """Print a plan and the next command; exit with 2 if the plan has refusals."""
+    """Print a plan and the next command. Exit with code 2 if the plan has refusals."""
     from vexport.reports.plan import render_plan
     from vexport.scenario.evaluate import TYPICAL_DISAGREEMENT
 

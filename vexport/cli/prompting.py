@@ -1,6 +1,6 @@
-"""The syntax of options that say how models are asked, under the names of lm-eval's command line.
+"""Parsers for options about tasks and prompts, with the names of lm-eval's command line.
 
-The settings themselves are keys of a scenario's `evaluate`.
+The settings themselves are keys of a scenario's `evaluate` section.
 """
 
 import ast
@@ -17,7 +17,7 @@ from vexport.records import BatchSize, Scalar
 
 GenerationValue = Scalar | list[Scalar] | dict[str, Scalar]
 _WORDS: dict[str, Scalar] = {"true": True, "false": False, "none": None}
-# A key's value: quoted text, a list or an object, or whatever comes before the next comma.
+# A key and its value: quoted text, a list, an object, or all text up to the next comma.
 _PAIR = re.compile(r"""([A-Za-z_]\w*)=("[^"]*"|'[^']*'|\[[^\]]*\]|\{[^}]*\}|[^,]*)(?:,|$)""")
 
 
@@ -50,7 +50,7 @@ def _generation_pairs(text: str) -> Iterator[tuple[str, GenerationValue]]:
 
 
 def _generation_value(text: str) -> GenerationValue:
-    """Parse a Python literal, true, false or none; everything else is text."""
+    """Parse a Python literal, true, false or none. All other values stay text."""
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     try:
@@ -87,7 +87,7 @@ def _gates(
 def _tasks(
     context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """Return each task. A value that is the path of a file is one task, even with commas."""
+    """Split values at commas into tasks. A value that is an existing path is one task."""
     names: list[str] = []
     for value in values:
         parts = [value] if Path(value).exists() else value.split(",")

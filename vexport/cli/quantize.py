@@ -1,6 +1,4 @@
-"""Commands that write a checkpoint, `quantize` and `repair`, and the options that `plan` takes
-too.
-"""
+"""Commands that write a checkpoint (`quantize`, `repair`), and options shared with `plan`."""
 
 import os
 import shlex
@@ -28,8 +26,9 @@ from vexport.records import GroupSize, RepairReport
 
 
 def require_consistent(section: str) -> None:
-    """Raise UsageError unless one of scheme and recipe is given, and if options repeat what the
-    recipe has.
+    """Raise UsageError unless exactly one of --scheme and --recipe is given.
+
+    Also raise UsageError for options that contradict a recipe, such as --observer.
     """
     settings = given_settings(section)
     if ("scheme" in settings) == ("recipe" in settings):
@@ -43,7 +42,7 @@ def require_consistent(section: str) -> None:
 
 
 def _group_size(text: str) -> GroupSize:
-    """Parse the number of columns that share a scale, or channel. A type for click."""
+    """Parse a group size: a number of columns, or `channel`. A type for click."""
     from vexport.scenario import parse_group_size
 
     try:
@@ -102,7 +101,7 @@ def quantize(
     from vexport.reports.quantized import render_quantized
 
     require_consistent("quantize")
-    # Of torchrun's ranks, only the first prints.
+    # Under torchrun, only the first rank prints.
     is_first = os.environ.get("RANK", "0") == "0"
     text = given_settings("calibration")
     with progress_display(quiet=answer.quiet or not is_first) as on_progress:
@@ -130,7 +129,7 @@ def _no_note(text: str) -> None:
 
 
 def _keeping(patterns: Sequence[str]) -> str:
-    """Return this command with further layers to keep."""
+    """Return the running command line with --ignore for each pattern added, in backticks."""
     words = [word for pattern in patterns for word in ("--ignore", pattern)]
     return f"`{shlex.join(['vexport', *sys.argv[1:], *words])}`"
 
@@ -176,7 +175,7 @@ def repair(
 
 
 def _not_repaired(report: RepairReport) -> CheckpointFailed:
-    """Return the first error that could not be repaired, and the number of the others."""
+    """Return an error with the first refusal and the number of further refusals."""
     first, others = report.refusals[0], len(report.refusals) - 1
     return CheckpointFailed(
         f"{report.checkpoint}: {first.where}",

@@ -1,6 +1,4 @@
-"""Scenarios from start to end: `demo` writes some, `run` and `compare` run them, `report` shows
-runs.
-"""
+"""Commands for whole scenarios: `demo`, `run`, `compare` and `report`."""
 
 import logging
 import shlex
@@ -140,8 +138,9 @@ def report(run_dirs: tuple[Path, ...], answer: Answer) -> None:
 
 
 def _of_report(folder: Path, make: Callable[[], T]) -> T:
-    """Return what is made of the report in a folder; InputError if its values do not fit
-    together.
+    """Return the result of `make`, which renders the report in `folder`.
+
+    Raises InputError if the report's values contradict each other.
     """
     from vexport.run.directory import REPORT_FILE
 
@@ -163,7 +162,7 @@ def _of_report(folder: Path, make: Callable[[], T]) -> T:
 
 
 def _schemes(text: str) -> tuple[str, ...]:
-    """Names of schemes separated by commas, each once. A type for click."""
+    """Parse scheme names separated by commas. Duplicates are dropped. A type for click."""
     from vexport.formats.schemes import get_scheme, scheme_name
 
     parts = [part.strip() for part in text.split(",") if part.strip()]
@@ -275,9 +274,10 @@ def demo(folder: Path, overwrite: bool, quiet: bool) -> None:
 
 
 def _write_demo(folder: Path, overwrite: bool) -> None:
-    """Copy the demo's files. A new folder appears whole or not at all.
+    """Copy the demo's files into `folder`. A new folder is created atomically.
 
-    InputError where the folder is not empty, unless `overwrite` and nothing but a demo is in it.
+    Raises InputError if the folder is not empty, unless `overwrite` is set and the folder contains
+    only a demo.
     """
     from vexport.outputs.manifest import record
     from vexport.outputs.replaceable import FolderKind

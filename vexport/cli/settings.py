@@ -1,7 +1,7 @@
 """Options made from the settings that the models of `vexport.scenario` declare.
 
-`settings.json` has the options of each section. `scripts/generate_settings.py` writes it from the
-models, so that `--help` needs neither the models nor pydantic.
+`settings.json` contains the options of each section. `scripts/generate_settings.py` writes the file
+from the models, so that `--help` imports neither the models nor pydantic.
 """
 
 import json
@@ -35,10 +35,11 @@ SETTINGS: Mapping[str, Mapping[str, OptionRecord]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Syntax:
-    """How the command line writes a setting that has no plain type.
+    """Syntax of a setting's option if the setting has no plain type.
 
-    `whole` and `item` are types of click: of one text with all values, or of each value of a
-    repeated option. `combine` makes the setting's value from the texts of a repeated option.
+    `whole` is the click type of one text with all values. `item` is the click type of each value
+    of a repeatable option. `combine` is a callback that makes the setting's value from all texts of
+    a repeatable option.
     """
 
     whole: object = None
@@ -52,7 +53,7 @@ PLAIN = Syntax()
 def setting_options(
     section: str, syntaxes: Mapping[str, Syntax] = MappingProxyType({})
 ) -> Decorator:
-    """Return all options of a section. `syntaxes` has the keys without a plain type."""
+    """Return all options of a section. `syntaxes` contains the keys without a plain type."""
     unknown = syntaxes.keys() - SETTINGS[section].keys()
     assert not unknown, f"no settings of {section}: {unknown}"
     return stacked(
@@ -61,7 +62,7 @@ def setting_options(
 
 
 def setting_option(section: str, key: str, syntax: Syntax = PLAIN) -> Decorator:
-    """Return the option of a setting, which is None or empty unless it is given."""
+    """Return the option of a setting. Its value is None or empty unless the user gives it."""
     record = SETTINGS[section][key]
     has_own_name = not record.names[-1].startswith("--")
     names = " ".join(record.names if has_own_name else (*record.names, key))
@@ -84,7 +85,7 @@ def setting_option(section: str, key: str, syntax: Syntax = PLAIN) -> Decorator:
 
 
 def click_type(record: OptionRecord) -> object:
-    """Return the type of a setting's values. A value without a plain type is text."""
+    """Return the click type of a setting's values, or text if the setting has no plain type."""
     if record.type == "integer":
         low = 0 if record.low is None else int(record.low) + record.open_low
         high = MOST_COUNT if record.high is None else int(record.high) - record.open_high
@@ -99,7 +100,7 @@ def click_type(record: OptionRecord) -> object:
 
 
 def given_settings(*sections: str) -> dict[str, object]:
-    """Return the settings of these sections that the running command was given, by key."""
+    """Return the settings of these sections that the user gave to the running command, by key."""
     context = click.get_current_context()
     values = {
         each.key: context.params[str(each.name)]
@@ -110,12 +111,12 @@ def given_settings(*sections: str) -> dict[str, object]:
 
 
 def option_names(*sections: str) -> list[str]:
-    """Return the options of these sections that stand on the command line: `--seq-len`."""
+    """Return the names of these sections' options on the command line, such as `--seq-len`."""
     return [each.opts[0] for each in _on_command_line(sections)]
 
 
 def option_words(*sections: str) -> list[str]:
-    """Return these options with their values, as words of another command line."""
+    """Return the options on the command line with their values, as words of a new command line."""
     words: list[str] = []
     for each in _on_command_line(sections):
         value = click.get_current_context().params[str(each.name)]
