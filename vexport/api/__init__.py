@@ -5,10 +5,11 @@
     assert check("OUT").ok
 
 The functions raise the errors that the command line prints: InputError for wrong arguments,
-EnvironmentFault if something is missing or has died, CheckpointFailed if there is no report to
-return. Engines run in other processes. `eval` is called `evaluate`, and `list` is called `entries`,
-as `eval` and `list` are builtins. `plan_schemes` is `plan` without a scheme. Notes are Python
-warnings, unless `on_note` receives them. Modules are imported when their functions are used.
+EnvironmentFault if a part of the environment is missing or has died, CheckpointFailed if there is
+no report to return. Engines run in other processes. The command `eval` is the function `evaluate`,
+and `list` is `entries`, because `eval` and `list` are builtins. `plan_schemes` is `plan` without a
+scheme. Notes are Python warnings, unless `on_note` receives them. Modules are imported when their
+functions are used.
 """
 
 from importlib import import_module
@@ -43,7 +44,7 @@ __all__ = [
     "run",
     "verdict",
 ]
-# Names by the module that has them, and what commands are called whose names are builtins.
+# Public names by defining module.
 _MODULES = {
     "vexport.api.planning": ("plan", "plan_schemes"),
     "vexport.api.making": ("quantize",),
@@ -53,6 +54,7 @@ _MODULES = {
     "vexport.api.engines": ("Engine", "compare", "evaluate", "load", "run"),
     "vexport.scenario": ("Calibration", "Evaluate", "Rule", "Serve"),
 }
+# Functions by command name, if the command is named like a builtin.
 _COMMANDS = {"eval": "evaluate", "list": "entries"}
 
 

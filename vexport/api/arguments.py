@@ -1,4 +1,4 @@
-"""The arguments of functions as models, whose fields are the functions' keywords."""
+"""Pydantic models of functions' arguments. Their fields are the functions' keywords."""
 
 from collections.abc import Callable, Sequence
 from functools import wraps
@@ -38,10 +38,10 @@ R = TypeVar("R")
 
 
 class PlanArguments(Planning):
-    """The keywords of `vexport.api.plan`.
+    """Keywords of `vexport.api.plan`.
 
     `rules` are an alternative to `scheme` and `recipe`. `run_dir` is the run directory with the
-    losses for `scheme: auto`. `has_text` says whether there will be calibration text. Observers
+    losses for `scheme: auto`. Set `has_text` if quantization will have calibration text. Observers
     from any folder are imported only with `trust_remote_code`.
     """
 
@@ -54,7 +54,7 @@ class PlanArguments(Planning):
 
 
 class SchemesArguments(ScenarioSection):
-    """The keywords of `vexport.api.plan_schemes`.
+    """Keywords of `vexport.api.plan_schemes`.
 
     `gpu` is the name of a GPU or a compute capability, such as "L40S" or "89".
     """
@@ -69,12 +69,12 @@ class SchemesArguments(ScenarioSection):
 
 
 class QuantizeArguments(Planning):
-    """The keywords of `vexport.api.quantize`.
+    """Keywords of `vexport.api.quantize`.
 
-    `rules` are an alternative to `scheme` and `recipe`. `calibration` may be the name of the data
-    alone. Without it, `default_calibration` is used if the rules need text. With `verify`, vLLM
-    loads the checkpoint dry before it is published. `how_to_keep` returns, for errors, how the
-    caller would keep the layers of further patterns.
+    `rules` are an alternative to `scheme` and `recipe`. `calibration` may be only the name of the
+    data. If it is None and the rules need text, `default_calibration` is used. With `verify`, vLLM
+    loads the checkpoint dry before it is published. `how_to_keep` returns text for errors: the
+    arguments with which the caller would keep the layers of the given patterns.
     """
 
     rules: tuple[Rule, ...] = ()
@@ -94,7 +94,7 @@ class QuantizeArguments(Planning):
 
 
 class VerdictArguments(ScenarioSection):
-    """The keywords of `vexport.api.verdict`."""
+    """Keywords of `vexport.api.verdict`."""
 
     margin: MarginSetting = DEFAULT_MARGIN
     alpha: AlphaSetting = DEFAULT_ALPHA
@@ -110,10 +110,10 @@ def with_keywords(
     model: Callable[P, M], function: Callable[[Name, Name, M], R]
 ) -> Callable[Concatenate[Name, Name, P], R]: ...
 def with_keywords(model: Callable[..., BaseModel], function: Callable[..., R]) -> Callable[..., R]:
-    """Return a function that takes the fields of `model` as keywords.
+    """Return a function that accepts the fields of `model` as keywords.
 
-    `function` takes the model as its last argument. The new function has the name of `function`
-    without the leading underscore, and raises InputErrors for values that the model refuses.
+    `function` accepts an instance of the model as its last argument. The new function has the name
+    of `function` without the leading underscore. It raises InputErrors if a value is not valid.
     """
     name = function.__name__.removeprefix("_")
     *names, arguments = signature(function).parameters.values()
@@ -134,7 +134,7 @@ def with_keywords(model: Callable[..., BaseModel], function: Callable[..., R]) -
 
 
 def signature_of(model: type[BaseModel]) -> list[Parameter]:
-    """Return the fields of a model as keywords with their types and defaults."""
+    """Return the fields of a model as keyword parameters with their types and defaults."""
     return [
         Parameter(key, Parameter.KEYWORD_ONLY, default=field.default, annotation=field.annotation)
         for key, field in model.model_fields.items()

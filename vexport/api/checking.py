@@ -1,4 +1,4 @@
-"""Functions that judge checkpoints from their files: one checkpoint, or several in one call."""
+"""Check one checkpoint, or several checkpoints in one call."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ from vexport.version import Version
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checking:
-    """The settings of a check; see `check`."""
+    """Settings of a check; see `check`."""
 
     tp: tuple[int, ...] = ()
     sm: tuple[int, ...] = ()
@@ -54,10 +54,10 @@ def check(
 ) -> CheckReport:
     """Check whether vLLM loads a checkpoint, as `vexport check` does.
 
-    `gpu` has names such as "H100", and adds their compute capabilities to `sm`. With `source` the
-    weights are compared, too. If vLLM is installed, its own loaders judge the
-    checkpoint as well, unless `static` or VEXPORT_NO_VERIFY is set. `vllm` is the version of vLLM
-    to check against: by default the version of `vllm_python`, or of this environment.
+    `gpu` contains GPU names such as "H100". Their compute capabilities are added to `sm`. With
+    `source`, the weights are compared with the source too. If vLLM is installed, its own loaders
+    also load the checkpoint dry, unless `static` or VEXPORT_NO_VERIFY is set. `vllm` is the version
+    of vLLM to check against. Its default is the version in `vllm_python`, or in this environment.
     """
     problems: list[VexportError] = []
     settings = Checking(
@@ -83,7 +83,8 @@ def check_checkpoints(
 ) -> list[CheckReport]:
     """Check several checkpoints with one start of vLLM, and return their reports in order.
 
-    `on_problem` is called for each checkpoint that cannot be read. Its report has the error.
+    If a checkpoint cannot be read, `on_problem` receives the error, and the checkpoint's report
+    contains it as a finding.
     """
     names = [os.fspath(name) for name in checkpoints]
     target = Target(
@@ -129,7 +130,7 @@ def _errors(outcomes: Mapping[str, object]) -> dict[str, VexportError]:
 
 
 def _folder(name: str, on_progress: OnProgress) -> Path:
-    """Return the folder of a checkpoint, or of a model of the hub if there is no such folder."""
+    """Return the folder of a checkpoint. If there is no such folder, load it from the hub."""
     folder = user_path(name)
     return folder if folder.exists() else resolve_source(name, on_progress)
 

@@ -1,4 +1,4 @@
-"""What functions have in common: names of checkpoints, and how notes and problems are passed on."""
+"""Shared types and helpers of the API's functions: names, notes and problems."""
 
 import os
 import warnings
@@ -8,9 +8,9 @@ from pathlib import Path
 from vexport.errors import VexportError
 
 Name = str | Path
-# Called with a note on what was assumed or left out.
+# Called with a note on an assumption or an omission.
 OnNote = Callable[[str], None]
-# Called with the error of an input that cannot be used, while the others are.
+# Called with the error of an input that cannot be used. The remaining inputs are still processed.
 OnProblem = Callable[[VexportError], None]
 _NO_VERIFY = "VEXPORT_NO_VERIFY"
 _FALSE = ("", "0", "false", "f", "no", "n", "off")
@@ -22,5 +22,5 @@ def python_warning(text: str) -> None:
 
 
 def is_verifying() -> bool:
-    """Return whether vLLM's loaders may be started to verify: unless VEXPORT_NO_VERIFY is set."""
+    """Return True unless VEXPORT_NO_VERIFY forbids starting vLLM's loaders to verify."""
     return os.environ.get(_NO_VERIFY, "").lower() in _FALSE

@@ -35,9 +35,9 @@ from vexport.scenario.serve import EngineArguments, with_options
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Engine:
-    """How vLLM is started: the settings of `serve` in a scenario, and the interpreter.
+    """Settings for starting vLLM: a scenario's `serve` section, and the interpreter.
 
-    `vllm_python` is None for vexport's own interpreter.
+    If `vllm_python` is None, vLLM runs in vexport's interpreter.
     """
 
     serve: Serve = field(default_factory=Serve)
@@ -45,7 +45,7 @@ class Engine:
     trust_remote_code: bool = False
 
     def options(self, on_progress: OnProgress, serve: Serve | None = None) -> EngineOptions:
-        """Return the options of an engine; EnvironmentFault if there is no vLLM."""
+        """Return the options of an engine. Raise EnvironmentFault if vLLM is not installed."""
         require_engine((self.vllm_python,))
         return EngineOptions(
             serve=serve or self.serve,
@@ -69,13 +69,16 @@ def load(
     engine: Engine | None = None,
     on_progress: OnProgress = silent,
 ) -> LoadReport | DryLoadReport:
-    """Load a checkpoint in vLLM, as `vexport load` does; with `dry` from headers, for `tp`, `sm`
-    and `gpu`.
+    """Load a checkpoint in vLLM, as `vexport load` does.
 
-    A real load has the tensor parallel size of `engine.serve`. Nothing is kept unless `run_dir`
-    names a run directory. `gpu` has names such as "H100", whose memory is compared with what the
-    model takes. With `speculative`, METHOD or METHOD=FOLDER, the drafter is loaded next to the
-    model.
+    With `dry`, the checkpoint is loaded from headers alone, for the devices in `tp`, `sm` and
+    `gpu`. A real load uses the tensor parallel size of `engine.serve`. Its results are kept only if
+    `run_dir` names a run directory. `gpu` contains GPU names such as "H100". Their memory is
+    compared with the model's needs. With `speculative` (METHOD or METHOD=FOLDER), the drafter is
+    loaded next to the model.
+
+    Raises:
+        ValueError: `dry` is combined with `run_dir`, or devices are given without `dry`.
     """
     engine_settings = engine or Engine()
     if dry:
@@ -126,10 +129,10 @@ def evaluate(
     """Compare a checkpoint by lm-eval with `settings.baseline`, or `against` an accepted baseline.
 
     This is `vexport eval`: `folder` becomes a run directory with lm-eval's results, the logs of
-    vLLM and a report, and a second call resumes. The answers become the accepted baseline `accept`
-    unless they fail. With `accept` alone nothing is compared, and None is returned. The cause of a
-    loss is looked for if `attribution` is True, or if it is None and the verdict is not PASS, for
-    `attribution_seconds` at most.
+    vLLM and a report, and a second call resumes. The answers are written to `accept` as an accepted
+    baseline, unless the verdict is FAIL. With `accept` alone, nothing is compared and None is
+    returned. If `attribution` is True, or if it is None and the verdict is not PASS, the cause of
+    the loss is searched for, for at most `attribution_seconds` seconds.
     """
     if (settings.baseline and against) or not (settings.baseline or against or accept):
         raise ValueError(

@@ -17,9 +17,9 @@ from vexport.scenario import Calibration
 def _quantize(source: Name, out: Name, arguments: QuantizeArguments) -> Quantized:
     """Quantize a folder or a model of the hub into the folder `out`, as `vexport quantize` does.
 
-    `scheme` is for all linear layers except those to `ignore`. `rules` choose a scheme layer by
-    layer, and `recipe` is a file of llm-compressor. Without `calibration`, a scheme that needs
-    samples uses the text that ships with vexport.
+    `scheme` applies to all linear layers except the layers in `ignore`. `rules` choose a scheme
+    layer by layer, and `recipe` is a file of llm-compressor. Without `calibration`, a scheme that
+    needs samples uses the text that ships with vexport.
 
     The checkpoint is checked before it becomes `out`. If vLLM is installed, and VEXPORT_NO_VERIFY
     is not set, `verify` adds a dry load. A checkpoint that fails becomes OUT.failed, and

@@ -26,8 +26,8 @@ from vexport.scenario import Planning, is_scenario, read_scenario
 def _plan(source: Name, arguments: PlanArguments) -> Plan:
     """Plan from headers alone, as `vexport plan` does. The plan's `refusals` are not raised.
 
-    One of `scheme`, `recipe` and `rules` is needed. `source` may also be the file of a scenario,
-    which has all settings; then `run_dir` has the losses for its `scheme: auto`.
+    One of `scheme`, `recipe` and `rules` is required. `source` may also be the file of a scenario.
+    The scenario then contains all settings, and `run_dir` the losses for its `scheme: auto`.
     """
     if is_scenario(str(source)):
         return _plan_of_scenario(Path(source), arguments)
@@ -68,7 +68,8 @@ plan = with_keywords(PlanArguments, _plan)
 def _plan_schemes(source: Name, arguments: SchemesArguments) -> SchemeTable:
     """Compare all schemes, as `vexport plan` does without a scheme.
 
-    With `gpu` the table has the schemes that this GPU runs natively first, and recommendations.
+    With `gpu`, the table starts with the schemes that this GPU runs natively, and has
+    recommendations.
     """
     sm = None if arguments.gpu is None else parse_capability(arguments.gpu)
     if arguments.gpu is not None and sm is None:

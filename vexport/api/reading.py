@@ -26,7 +26,7 @@ verdict = with_keywords(VerdictArguments, _verdict)
 
 
 def report(run_dir: Name) -> Report:
-    """Return the report of a run, as `vexport report` reads it; InputError if there is none."""
+    """Return the report of a run, as `vexport report` reads it. Raise InputError without one."""
     from vexport.run.directory import read_report
 
     return read_report(Path(run_dir))
@@ -40,7 +40,8 @@ def entries(what: str) -> Rows:
 
 
 def explain(name: str) -> str:
-    """Return the section of the reference with this heading, in Markdown; InputError if there is
-    none.
+    """Return the section of the reference with this heading, in Markdown.
+
+    Raises InputError if there is no such section.
     """
     return find_section(name).text
