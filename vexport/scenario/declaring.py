@@ -1,11 +1,11 @@
-"""The declaration of settings: what stands beside a field of a model.
+"""Declare settings: annotations of model fields with help texts and options.
 
     samples: Annotated[Positive, Option("Number of samples to use.", "Calibration")] = 128
 
-The field holds the setting's name, type, bounds and default. `Key` adds the help text of a key of
-scenarios; `Option` makes the key an option of the command line, too. `scripts/generate_settings.py`
-makes help and the tables of the documents from these fields, `scripts/generate_schemas.py` the
-schema.
+The field defines the setting's name, type, bounds and default. `Key` adds the help text for a key
+of scenarios. `Option` also makes the key an option of the command line.
+`scripts/generate_settings.py` generates help and the tables in the documents from these fields.
+`scripts/generate_schemas.py` generates the JSON schema.
 """
 
 import re
@@ -31,10 +31,10 @@ Schema = Mapping[str, JsonValue]
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """The help text of a key, in Markdown.
+    """Help text of a key, in Markdown.
 
-    `help` is a sentence. `unset` says what happens if the key is left out. `more` is only for the
-    documents.
+    `help` is a sentence. `unset` describes the effect of leaving the key out. `more` appears only
+    in the documents.
     """
 
     help: str
@@ -50,13 +50,13 @@ class Key:
 
 @dataclass(frozen=True, slots=True)
 class Option(Key):
-    """The help text of a key that is also an option of the command line.
+    """Help text of a key that is also an option of the command line.
 
-    `heading` is the heading of help that lists the option. The option is named like the key unless
-    `names` has other names, separated by spaces. The last of them may have no dashes: it is then
-    the parameter of the command's function, instead of the key. `metavar` is the value in help.
-    `default` is the default as the command line writes it, if Python writes it differently. Help
-    does not list a `hidden` option.
+    `heading` is the heading under which help lists the option. By default the option has the key's
+    name. `names` replaces it with other names, separated by spaces. If the last of them has no
+    dashes, it names the parameter of the command's function. Otherwise the key names the parameter.
+    `metavar` is the option's value in help. `default` is the default in command line syntax, if
+    Python's syntax differs. Help does not list a `hidden` option.
     """
 
     heading: Heading
@@ -67,13 +67,13 @@ class Option(Key):
 
 
 def declaration(info: FieldInfo) -> Key | None:
-    """Return the `Key` or `Option` of a field, or None for an argument of Python alone."""
+    """Return the `Key` or `Option` of a field, or None for an argument of the Python API only."""
     found = [each for each in info.metadata if isinstance(each, Key)]
     return found[-1] if found else None
 
 
 def default_value(info: FieldInfo) -> JsonValue:
-    """Return the default of a field as JSON; None if the field is required."""
+    """Return the default of a field as JSON, or None if the field is required."""
     if info.is_required():
         return None
     value: JsonValue = to_jsonable_python(info.get_default())
@@ -116,12 +116,12 @@ def _option(key: str, declared: Option, info: FieldInfo, schema: Schema) -> Opti
 
 
 def _plain(text: str) -> str:
-    """Return a text for terminals: only whole commands keep their backticks."""
+    """Remove backticks around single words. Commands of several words keep them."""
     return re.sub(r"`(\S+)`", r"\1", text)
 
 
 def _default_text(default: JsonValue) -> str:
-    """Return a default as help shows it; empty for null, an empty list or an object."""
+    """Return a default in the form of help, or an empty string for false, null, [] and objects."""
     if isinstance(default, bool):
         return "on" if default else ""
     values = default if isinstance(default, list) else [default]
@@ -129,10 +129,10 @@ def _default_text(default: JsonValue) -> str:
 
 
 def _without_null(schema: Schema) -> Schema:
-    """Return the schema of the values besides null.
+    """Return the schema of a value without the alternative null.
 
-    Of several types, a switch and a number can be given on the command line: 0.5 of a number or a
-    whole number, true of a boolean or a name. Other mixtures have no type.
+    If several types remain, the command line uses the boolean, or else the number. The result is an
+    empty schema if there is neither.
     """
     alternatives = schema.get("anyOf")
     if not isinstance(alternatives, list):

@@ -1,4 +1,4 @@
-"""The settings of an evaluation, and suites: named lists of lm-eval tasks."""
+"""Settings of an evaluation, and suites (named lists of lm-eval tasks)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,11 +21,11 @@ Url = Annotated[str, Field(pattern="^https?://")]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suite:
-    """Tasks of lm-eval with their numbers of documents, the accepted loss, and the limit of
-    documents per task.
+    """Tasks of lm-eval with their numbers of documents and the settings that suit them.
 
-    `apply_chat_template` is False for tasks of completion: humaneval ends an answer at the first
-    `def`, and the answer in a chat begins with one.
+    `margin` is the accepted loss, and `limit` the maximum number of documents per task.
+    `apply_chat_template` is False for completion tasks. For example, humaneval ends an answer at
+    the first `def`, and an answer in a chat begins with `def`.
     """
 
     about: str
@@ -35,12 +35,13 @@ class Suite:
     apply_chat_template: bool | None = None
 
 
-# The share of answers that planning assumes to change, right or wrong.
+# Share of answers that planning assumes to change from right to wrong or back.
 TYPICAL_DISAGREEMENT = 0.05
 
-# Margins and documents that show no loss with a power of 0.8 in each task. The documents are those
-# of the tasks' own splits, of which `limit` takes the first. Tests hold the number of every task
-# against the exact power of the test, at alpha 0.05 and 5 % of answers that change.
+# With these margins and numbers of documents, each task shows "no loss" with a power of 0.8. The
+# numbers of documents are the sizes of the tasks' splits. `limit` takes the first documents of a
+# split. Tests compare every task's number with the exact power of the statistical test, at alpha
+# 0.05 and with 5 % of the answers changed.
 SUITES: Mapping[str, Suite] = {
     "quick": Suite(
         about="multiple choice, no generation",
@@ -70,12 +71,13 @@ SUITES: Mapping[str, Suite] = {
 
 DEFAULT_MARGIN = 0.02
 DEFAULT_ALPHA = 0.05
-# Nats a token. Good 4-bit exports of large models stay below a few hundredths (llama.cpp's KL
-# tables of Q4_K); a rise of 0.05 in the NLL is 5 % of perplexity.
+# Nats per token. Good 4-bit exports of large models stay below a few hundredths (llama.cpp's KL
+# tables of Q4_K). A rise of the NLL by 0.05 is a rise of the perplexity by 5 %.
 DEFAULT_KL_LIMIT = 0.1
 DEFAULT_NLL_LIMIT = 0.05
 DEFAULT_KL_PROMPTS = 16
-# Rows of held-out text for a verdict: tokens in one row depend on each other, so rows are counted.
+# Rows of held-out text for a verdict. Rows are the unit, because the tokens of a row depend on each
+# other.
 DEFAULT_TEXT_ROWS = 32
 DEFAULT_TEXT_TOKENS = 512
 
@@ -320,7 +322,7 @@ class Evaluate(ScenarioSection):
     ] = REQUEST_SECONDS
 
     def asking(self, url: str, *, is_baseline: bool) -> Endpoint:
-        """Return the endpoint at this address, with the settings of requests."""
+        """Return the endpoint at this address, with these settings for requests."""
         return Endpoint(
             url=url,
             model=(self.baseline_model if is_baseline else None) or self.model,

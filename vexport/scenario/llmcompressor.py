@@ -1,5 +1,7 @@
-"""llm-compressor's recipes as rules: QuantizationModifier and GPTQModifier, the strength of
-SmoothQuantModifier; the rest is refused by name.
+"""Convert llm-compressor's recipes to rules.
+
+Supports QuantizationModifier, GPTQModifier, and the strength of SmoothQuantModifier. Every other
+modifier is an error that names it.
 
 Source: llmcompressor/modifiers/quantization/quantization/mixin.py, gptq/base.py and
 transform/smoothquant/base.py of llm-compressor 0.14.
@@ -23,40 +25,41 @@ from vexport.scenario.rules import IgnoredLayers, Rule
 QUANTIZATION, GPTQ = "QuantizationModifier", "GPTQModifier"
 MODIFIERS = (QUANTIZATION, GPTQ)
 SMOOTHING, STRENGTH = "SmoothQuantModifier", "smoothing_strength"
-# Which layers are smoothed against which: saved recipes always have them.
+# Keys that choose the layers to smooth. Recipes saved by llm-compressor always contain them.
 _PLACES = ("mappings", "ignore")
-# Its default.
+# llm-compressor's default strength.
 SMOOTHING_STRENGTH = 0.5
-# Collects the importance for imatrix_mse; here the observer collects it itself.
+# Modifier that collects the importance for imatrix_mse. In vexport the observer collects it.
 GATHERER = "IMatrixGatherer"
-# Stages and groups of modifiers are called like `quant_stage`, `DEFAULT_stage`, `quant_modifiers`.
+# Name of a modifier's class. Stages and groups of modifiers have names such as `quant_stage`,
+# `DEFAULT_stage` and `quant_modifiers`.
 _CLASS = re.compile(r"[A-Z][A-Za-z0-9]+")
 _OF_BOTH = (
     *("config_groups", "targets", "ignore", "scheme", "kv_cache_scheme"),
     *("weight_observer", "input_observer", "output_observer", "observer"),
 )
-# Settings that change how llm-compressor runs, not its result.
+# Settings that change how llm-compressor runs but not its result.
 _WITHOUT_EFFECT = (
     *("block_size", "sequential_update", "sequential_targets", "offload_hessians", "index"),
     *("start", "end", "group", "bypass_divisibility_checks"),
 )
 _OF_GPTQ = ("dampening_frac", "actorder")
-# llm-compressor's default and ours (vexport.quantize.gptq; a test holds them equal).
+# Default of llm-compressor and of vexport.quantize.gptq. A test checks that they are equal.
 GPTQ_DAMPING = 0.01
 _STATIC_ORDERS = (None, "static", "weight")
-# What `_breadth` returns for a class, as Linear.
+# Result of `_breadth` for a class such as Linear.
 _CLASSES = 2
-# In a regular expression: a reference to a group by its number, and flags of the whole expression.
+# Parts of regular expressions: a numbered reference to a group, and flags of the whole expression.
 _REFERENCE = re.compile(r"\\[1-9]|\(\?\(|\(\?P")
 _FLAGS = re.compile(r"\(\?([aimsux]+)\)")
-# Observers of keys and values that vexport has.
+# Observers that vexport supports for keys and values in the KV cache.
 _CACHE_OBSERVERS = (None, "static_minmax")
 Keys = Mapping[str, JsonValue]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """The rules of a recipe, and what of it has no effect here."""
+    """A recipe's rules and settings, and notes on the keys of the recipe that have no effect."""
 
     rules: tuple[Rule, ...]
     kv_cache: KvCache | None
@@ -66,7 +69,7 @@ class Recipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Modifier:
-    """A modifier of a recipe, and the problems that were found in it."""
+    """A modifier of a recipe, and the problems found in it."""
 
     name: str
     keys: Keys
@@ -74,12 +77,12 @@ class _Modifier:
     problems: list[InputError] = field(default_factory=list)
 
     def refuse(self, key: str, got: str, need: str, fix: str = "remove it") -> None:
-        """Keep an error at one of its keys."""
+        """Add an error at a key of the modifier to `problems`."""
         self.problems.append(InputError(f"{self.where}.{key}", got=got, need=need, fix=fix))
 
     @property
     def observers(self) -> Mapping[str, JsonValue]:
-        """The observer of weights and that of inputs, however they are written."""
+        """The observers of `weights` and of `input`, from any of the keys that may name them."""
         both = self.keys.get("observer")
         named = both if isinstance(both, dict) else {"weights": both}
         inputs = (
@@ -92,7 +95,7 @@ class _Modifier:
 
 
 def read_recipe(path: Path) -> Recipe:
-    """A recipe's file as rules. Raises InputErrors that name every key that cannot be followed."""
+    """Read a recipe's file. Raise InputErrors that name every unsupported key."""
     content = load_yaml(path, "a recipe")
     every = list(_modifiers(content, str(path)))
     modifiers = [modifier for modifier in every if modifier.name != SMOOTHING]
@@ -118,7 +121,7 @@ def read_recipe(path: Path) -> Recipe:
 
 
 def _modifiers(content: object, where: str) -> Iterator[_Modifier]:
-    """The modifiers of all stages, in order; stages and groups of modifiers have any name."""
+    """Yield the modifiers of all stages in order. Stages and groups may have any name."""
     if isinstance(content, list):
         for number, item in enumerate(content):
             yield from _modifiers(item, f"{where}: {number}")
@@ -135,7 +138,10 @@ def _modifiers(content: object, where: str) -> Iterator[_Modifier]:
 
 
 def _smoothing(modifier: _Modifier) -> float:
-    """Its strength; which layers are smoothed against which others is found here, not named."""
+    """Return the strength of a SmoothQuantModifier.
+
+    vexport finds the layers to smooth itself, so the keys that choose layers are ignored.
+    """
     known = (STRENGTH, *_PLACES, *_WITHOUT_EFFECT)
     for key, value in modifier.keys.items():
         if key not in known and value is not None:
@@ -168,11 +174,10 @@ def _refuse_unknown(modifier: _Modifier) -> None:
 
 
 def _all_rules(modifiers: Sequence[_Modifier]) -> tuple[Rule, ...]:
-    """Return the rules of all modifiers, of which the first that matches a layer decides.
+    """Return the rules of all modifiers. The first rule that matches a layer decides.
 
-    Layers that every modifier ignores come first. A pattern that only one modifier ignores is
-    excluded from the rules of this modifier alone, so that another modifier can quantize these
-    layers.
+    Rules for layers that every modifier ignores come first. If only some modifiers ignore a
+    pattern, it is excluded from their rules, so that another modifier can quantize these layers.
     """
     followed = [modifier for modifier in modifiers if modifier.name in MODIFIERS] or modifiers
     ignored = [_ignored(modifier) for modifier in followed]
@@ -215,8 +220,9 @@ def _ignored(modifier: _Modifier) -> list[IgnoredLayers]:
 
 
 def _without(modifier: _Modifier, rule: Rule, excluded: Sequence[Rule]) -> Rule:
-    """Return the rule of a name or pattern, for all of its layers except those that `excluded`
-    match.
+    """Return the rule changed so that it does not match layers of the `excluded` rules.
+
+    `rule` matches a name or a pattern, not a class.
     """
     if not excluded:
         return rule
@@ -234,9 +240,9 @@ def _without(modifier: _Modifier, rule: Rule, excluded: Sequence[Rule]) -> Rule:
 
 
 def _expression(match: str) -> str:
-    """Return a rule's `match` as a regular expression that can stand inside another one.
+    """Return a rule's `match` as a regular expression to use inside another expression.
 
-    Raises ValueError for a pattern with numbered references, whose numbers would change.
+    Raises ValueError for a pattern with numbered references, because the numbers would change.
     """
     if not match.startswith(REGEX):
         return rf"(?:(?:.*\.)?{re.escape(match)}$)"
@@ -248,8 +254,9 @@ def _expression(match: str) -> str:
 
 
 def _rules(modifier: _Modifier) -> list[Rule]:
-    """The rules of a modifier: names first, then patterns, then classes, as compressed-tensors
-    matches.
+    """Return the rules of a modifier: first names, then patterns, then classes.
+
+    compressed-tensors matches in this order.
     """
     rules: list[Rule] = []
     rounding = "gptq" if modifier.name == GPTQ else "nearest"
@@ -279,8 +286,9 @@ def _rules(modifier: _Modifier) -> list[Rule]:
 
 
 def _rule(keys: Keys, input_observer: JsonValue) -> Rule:
-    """The rule of these keys; an observer of inputs changes nothing where they are scaled as they
-    come.
+    """Return the rule with these keys.
+
+    `input_observer` is dropped if the scheme has no static input scales, because it has no effect.
     """
     given = {key: value for key, value in keys.items() if value is not None}
     rule = Rule.model_validate(given)
@@ -290,7 +298,7 @@ def _rule(keys: Keys, input_observer: JsonValue) -> Rule:
 
 
 def _place(modifier: _Modifier, where: str, loc: tuple[int | str, ...]) -> str:
-    """The key of the recipe that a rule's key comes from."""
+    """Return the recipe's key that is the source of a rule's key, for an error's place."""
     first, rest = str(loc[0]) if loc else "", "".join(f".{part}" for part in loc[1:])
     if first.endswith("observer_kwargs"):
         part = "input_activations" if first.startswith("input") else "weights"
@@ -300,7 +308,7 @@ def _place(modifier: _Modifier, where: str, loc: tuple[int | str, ...]) -> str:
 
 
 def _groups(modifier: _Modifier) -> Iterator[tuple[str, list[str], dict[str, JsonValue]]]:
-    """(key, targets, keys of a rule) of the scheme or of each config group."""
+    """Yield (recipe's key, targets, keys of a rule) for the scheme or for each config group."""
     groups, scheme = _filled(modifier.keys.get("config_groups")), modifier.keys.get("scheme")
     targets = _strings(modifier, "targets") or ["Linear"]
     if isinstance(groups, dict):
@@ -308,7 +316,7 @@ def _groups(modifier: _Modifier) -> Iterator[tuple[str, list[str], dict[str, Jso
             where = f"config_groups.{name}"
             if isinstance(
                 group, list
-            ):  # a preset and its targets, as compressed-tensors reads them
+            ):  # a preset's name and its targets, a form of compressed-tensors
                 yield where, [str(target) for target in group], {"scheme": _scheme(name)}
             elif not isinstance(group, dict) or group.get("weights") is None:
                 got = "no weights" if isinstance(group, dict) else shown(group)
@@ -335,7 +343,10 @@ def _groups(modifier: _Modifier) -> Iterator[tuple[str, list[str], dict[str, Jso
 
 
 def _filled(groups: JsonValue) -> JsonValue:
-    """Return the config groups without the empty ones that recipes for the KV cache alone have."""
+    """Return the config groups without empty groups.
+
+    Recipes that only quantize the KV cache contain an empty group.
+    """
     if not isinstance(groups, dict):
         return groups
     return {
@@ -348,7 +359,7 @@ def _filled(groups: JsonValue) -> JsonValue:
 
 
 def _inputs(raw: JsonValue) -> JsonValue:
-    """Arguments of inputs without an observer where they are scaled as they come."""
+    """Return the arguments of inputs. Drop the observer if the scales are dynamic."""
     if not isinstance(raw, dict) or raw.get("dynamic") is not True:
         return raw
     return {key: value for key, value in raw.items() if key not in ("observer", "observer_kwargs")}
@@ -359,12 +370,12 @@ def _scheme(name: str) -> str:
 
 
 def _breadth(target: str) -> int:
-    """0 a layer's name, 1 a pattern, 2 a class."""
+    """Return 0 for a layer's name, 1 for a pattern, 2 for a class."""
     return 1 if target.startswith(REGEX) else _CLASSES * target[:1].isupper()
 
 
 def _strings(modifier: _Modifier, key: str) -> list[str]:
-    """A key's list of strings, or its one string."""
+    """Return a key's list of strings. A single string becomes a list. Other values are errors."""
     value = modifier.keys.get(key)
     listed = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(listed, Sequence) or not all(isinstance(item, str) for item in listed):

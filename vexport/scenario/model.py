@@ -1,4 +1,4 @@
-"""A scenario with its sections, and the conditions between the sections."""
+"""Model of a scenario with its sections, and checks across the sections."""
 
 from pathlib import Path
 from typing import Annotated, Self
@@ -91,7 +91,7 @@ class Calibration(ScenarioSection):
         return name.path if name.kind == "path" else None
 
     def source(self, samples: int | None = None) -> CalibrationData:
-        """Return the data as calibration reads them, with another number of `samples` if given."""
+        """Return these settings as `CalibrationData`. `samples` replaces the number of samples."""
         return CalibrationData(
             name=self.data,
             samples=samples or self.samples,
@@ -178,10 +178,10 @@ class Scenario(ScenarioSection):
 
     @property
     def run_dir(self) -> Path:
-        """Return the run directory, unless a command names another."""
+        """Return the default run directory. A command may override it."""
         return Path("runs") / self.name
 
     @property
     def is_mixed(self) -> bool:
-        """Return whether a rule leaves the choice of schemes to a budget."""
+        """Return True if a rule has `scheme: auto`, so that a budget decides the schemes."""
         return any(rule.scheme == AUTO for rule in self.rules)

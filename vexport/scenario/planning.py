@@ -1,4 +1,4 @@
-"""The settings of a plan without a scenario: one scheme for all linear layers, or a recipe."""
+"""Settings of a plan without a scenario: one scheme for all linear layers, or a recipe."""
 
 from pathlib import Path
 from typing import Annotated

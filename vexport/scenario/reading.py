@@ -20,9 +20,9 @@ from vexport.scenario.model import Calibration, Scenario, Sensitivity
 from vexport.scenario.rules import Auto, Rule
 from vexport.scenario.serve import Serve
 
-# The most problems shown of a file, and the most characters of a value in one.
+# Maximum number of problems shown for a file, and of characters shown for a value.
 MOST_PROBLEMS, MOST_CHARACTERS = 50, 300
-# Other names of settings, in lm-eval's other front ends or in vLLM.
+# Names of settings in other front ends of lm-eval or in vLLM, and the settings of scenarios.
 _OTHER_NAMES = {
     "fewshot": "evaluate.num_fewshot",
     "n_shot": "evaluate.num_fewshot",
@@ -44,7 +44,7 @@ _SECTIONS: Mapping[str, type[BaseModel]] = {
 
 @contextmanager
 def problems_at(where: str) -> Iterator[None]:
-    """Raise the problems that pydantic finds inside the block as InputErrors, each at its key."""
+    """Convert a ValidationError of pydantic inside the block to InputErrors, one per key."""
     try:
         yield
     except ValidationError as error:
@@ -59,7 +59,7 @@ def problems_at(where: str) -> Iterator[None]:
 
 
 def _causes(details: Sequence[ErrorDetails]) -> list[ErrorDetails]:
-    """Return the errors without those that follow from an error inside the same value."""
+    """Return the errors without errors that follow from a deeper error in the same value."""
     followed = {detail["loc"][:end] for detail in details for end in range(len(detail["loc"]))}
     return [detail for detail in details if detail["loc"] not in followed]
 
@@ -95,14 +95,15 @@ def _where_to(key: str, known: Sequence[str]) -> str:
 
 
 def is_scenario(source: str) -> bool:
-    """Return whether SOURCE|SCENARIO is the file of a scenario, or the recipe of a checkpoint."""
+    """Return True if the argument names a scenario's file or the recipe in a checkpoint."""
     return source.endswith((".yaml", ".yml", f"/{RECIPE}")) or source == RECIPE
 
 
 def read_scenario(path: Path) -> Scenario:
-    """Read a scenario, whose paths are relative to its folder, and make the paths absolute.
+    """Read a scenario from YAML, or from the recipe in a checkpoint, and make its paths absolute.
 
-    Raises InputErrors with all problems, each with the path of its key.
+    Paths in the file are relative to the file's folder. Raises InputErrors with all problems, each
+    with the path of its key.
     """
     is_recipe = path.name == RECIPE
     content = read_json_object(path).get("scenario") if is_recipe else load_yaml(path, "a scenario")
@@ -112,11 +113,11 @@ def read_scenario(path: Path) -> Scenario:
 
 
 def _absolute(scenario: Scenario, folder: Path) -> Scenario:
-    """Make paths absolute. Names that are no paths stay hub ids and names of tasks."""
+    """Make paths in a scenario absolute. Hub ids and names of tasks stay unchanged."""
     folder = folder.resolve()
 
     def absolute(name: str | Path) -> str:
-        return os.path.normpath(folder / name)  # without `..`; links stay what they are
+        return os.path.normpath(folder / name)  # remove `..` but do not resolve links
 
     def local(name: str) -> str:
         return absolute(name) if (folder / name).exists() else name
@@ -142,7 +143,11 @@ def _absolute(scenario: Scenario, folder: Path) -> Scenario:
 
 
 def base_scenario(source: str, scheme: str, file: Path | None) -> Scenario:
-    """Return the scenario that all schemes share: that of `file`, or one that the text decides."""
+    """Return the scenario that all schemes share.
+
+    This is the scenario in `file` with the given source. Without a file, it is a scenario that is
+    decided by the text that ships with vexport.
+    """
     if file is not None:
         return read_scenario(file).model_copy(update={"source": source})
     path = user_path(source)

@@ -1,4 +1,4 @@
-"""The rules of a scenario, and the budget of the rules with `scheme: auto`."""
+"""Rules of a scenario, and the budget for rules with `scheme: auto`."""
 
 import re
 import sys
@@ -48,21 +48,21 @@ from vexport.scenario.section import (
     located_errors,
 )
 
-# The scheme that is chosen by measured losses and a budget.
+# Name of the scheme that vexport chooses, by measured losses and a budget.
 AUTO = "auto"
-# The keys of a rule or candidate that say a scheme besides its name.
+# Keys of a rule or candidate that define a scheme together with its name or instead of it.
 SIZE, WEIGHTS, INPUTS = OWN_KEYS = ("group_size", "weights", "input_activations")
 # An observer class of another package.
 _CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-# Strategies of weights whose groups of columns can be searched by the importance of those.
+# Strategies of weights that observers by importance support: a scale belongs to columns of one row.
 WITH_IMPORTANCE = ("channel", "group", "tensor_group")
 
 
 def parse_group_size(value: object) -> int | None:
     """Return the number of columns of a group, or None for one scale per row.
 
-    -1 is one scale per row too, as in llm-compressor and AutoRound. Raises ValueError for a value
-    that is no group size.
+    -1 also means one scale per row, as in llm-compressor and AutoRound. Raises ValueError if
+    `value` is not a group size.
     """
     if isinstance(value, str) and value.lower() == "channel" or value == -1:
         return None
@@ -72,11 +72,10 @@ def parse_group_size(value: object) -> int | None:
 
 
 def with_named_scheme(content: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
-    """Return the keys of a rule or candidate, with the scheme's name instead of a group size or
-    arguments.
+    """Return the keys of a rule or candidate, with its group size or arguments as a scheme's name.
 
     Observers in the arguments become the rule's observers. Raises pydantic's ValidationError at the
-    key that is wrong.
+    wrong key.
     """
     size, weights, inputs = (content.get(key) for key in OWN_KEYS)
     others = {key: value for key, value in content.items() if key not in OWN_KEYS}
@@ -110,7 +109,7 @@ def with_named_scheme(content: Mapping[str, JsonValue]) -> Mapping[str, JsonValu
 def _sized(size: JsonValue, scheme: JsonValue) -> JsonValue:
     """Return the name of the scheme with this group size.
 
-    An unknown scheme is returned as it is, because its own validator reports it.
+    An unknown scheme is returned unchanged. The validator of `scheme` reports it.
     """
     if scheme in (KEEP, AUTO):
         need = f"no group size with scheme: {scheme}"
@@ -132,13 +131,14 @@ def _known_scheme(value: str, *others: str) -> str:
 
 
 def _known_observer(name: str | None) -> str | None:
-    """Return the registry name that `name` spells, or package.module:Class unchanged.
+    """Return the observer's registered name, or package.module:Class unchanged.
 
-    Raises ValueError with all known names for another name.
+    The spelling of `name` may differ in case, `-` and `_`. Raises ValueError with a list of all
+    known names if there is no such observer.
     """
     if name is None:
         return None
-    # Names of `Observer.register`: there are none unless a program has loaded the classes itself.
+    # Names from `Observer.register`. They exist only if the program has imported observer classes.
     module = sys.modules.get("vexport.observers.base")
     registered = [kind.registry_name for kind in module.Observer.named()] if module else []
     known = dict.fromkeys((*OBSERVERS, *registered))
@@ -157,7 +157,7 @@ def _keyword_problems(
     if name is None and keywords:
         need = "the observer that they are for"
         yield (key,), dict(keywords), need, f"add {key.removesuffix('_kwargs')}"
-    if name is None or name not in OBSERVERS:  # the class of another package knows its own
+    if name is None or name not in OBSERVERS:  # a class of another package checks its keywords
         return
     for keyword, need in option_problems(OBSERVERS[name].options, keywords):
         yield (
@@ -171,7 +171,7 @@ def _keyword_problems(
 def _observer_problems(
     scheme: str, observer: str | None, input_observer: str | None
 ) -> Iterator[KeyProblem]:
-    """Yield the problems of observers that do not fit the scheme, at their keys."""
+    """Yield a problem for each observer that does not fit the scheme."""
     known = None if scheme in (KEEP, AUTO) else get_scheme(scheme)
     strategy = known.args.weights.strategy if known else WITH_IMPORTANCE[0]
     if observer in BY_IMPORTANCE and strategy not in WITH_IMPORTANCE:
@@ -195,7 +195,10 @@ def _observer_problems(
 
 
 def known_group_size(value: object) -> object:
-    """Return a group size as rules write it; ValueError if it is no group size."""
+    """Return a group size in the form of rules: None, a number of columns, or `channel`.
+
+    Raises ValueError if `value` is not a group size.
+    """
     return value if value is None else parse_group_size(value) or "channel"
 
 
@@ -244,7 +247,10 @@ ROUNDING_OPTION = Option(
 
 
 def known_rounding(value: str) -> Rounding:
-    """Return the rounding that `value` spells; ValueError lists all roundings."""
+    """Return the rounding with this name in any spelling.
+
+    Raises ValueError with a list of all roundings if there is none.
+    """
     return known_name(value, ROUNDINGS)
 
 
@@ -266,7 +272,7 @@ class Refit(ScenarioSection):
 
 
 def _scheme_or_weights(schema: dict[str, JsonValue]) -> None:
-    """Change the schema of a rule: it requires a scheme or the arguments of the weights."""
+    """Change a rule's JSON schema to require either `scheme` or `weights`."""
     schema["required"] = ["match"]
     schema["anyOf"] = [{"required": ["scheme"]}, {"required": ["weights"]}]
 
@@ -394,7 +400,7 @@ class Auto(ScenarioSection):
     )
     @classmethod
     def _name_candidates(cls, values: object) -> object:
-        """Replace candidates that are written as keys of a rule by the name of their scheme."""
+        """Replace each candidate that is written as keys of a rule by its scheme's name."""
         if not isinstance(values, list):
             return values
         return [

@@ -1,4 +1,4 @@
-"""The base class of all sections of a scenario, and errors of validators at a key."""
+"""Base class of all sections of a scenario, and validation errors at a key."""
 
 from collections.abc import Sequence
 
@@ -24,7 +24,7 @@ class ScenarioSection(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_boolean_as_number(cls, value: object, info: ValidationInfo) -> object:
-        """Raise ValueError for a boolean instead of a number, because pydantic reads true as 1."""
+        """Raise ValueError for a boolean instead of a number. Pydantic would convert true to 1."""
         values = value if isinstance(value, list | tuple) else [value]
         kind = str(cls.model_fields[info.field_name or ""].annotation)
         if any(isinstance(item, bool) for item in values) and "bool" not in kind:
@@ -33,9 +33,9 @@ class ScenarioSection(BaseModel):
 
 
 def known_name(value: str, known: Sequence[str]) -> str:
-    """Return the known name that `value` spells, ignoring case, `-` and `_`.
+    """Return the known name that equals `value` if case, `-` and `_` are ignored.
 
-    Raises ValueError with all known names for another name.
+    Raises ValueError with a list of all known names if there is no such name.
     """
     names = {fold_name(name): name for name in known}
     if fold_name(value) not in names:
@@ -44,7 +44,7 @@ def known_name(value: str, known: Sequence[str]) -> str:
 
 
 KeyProblem = tuple[tuple[str, ...], JsonValue, str, str]
-"""Place, value, what is needed, what to do."""
+"""Keys to the place, value, text of `need`, text of `fix`."""
 
 
 def located_error(key: str, value: JsonValue, need: str, fix: str) -> ValidationError:
@@ -53,7 +53,10 @@ def located_error(key: str, value: JsonValue, need: str, fix: str) -> Validation
 
 
 def located_errors(problems: list[KeyProblem]) -> ValidationError:
-    """Return several errors of one model with their places, which pydantic adds to its own."""
+    """Return several errors of one model. Each place is relative to the model.
+
+    If a validator raises the result, pydantic puts the model's place in front of the places.
+    """
     return ValidationError.from_exception_data(
         "section",
         [

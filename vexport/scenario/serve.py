@@ -1,4 +1,4 @@
-"""The settings of vLLM's engine: which of them users may set, and which vexport decides."""
+"""Settings of vLLM's engine: arguments that users may set, and arguments that vexport sets."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Literal, Self
@@ -24,7 +24,7 @@ from vexport.scenario.section import KeyProblem, ScenarioSection, located_errors
 EngineArguments = Mapping[str, JsonValue]
 """Arguments of `vllm.EngineArgs` by name."""
 
-# Arguments of vLLM with their own key in `serve`.
+# Arguments of vLLM that have a key in `serve`.
 TYPED = (
     *("tensor_parallel_size", "pipeline_parallel_size", "distributed_executor_backend"),
     *("gpu_memory_utilization", "max_num_seqs", "kv_cache_dtype", "max_model_len", "enforce_eager"),
@@ -36,8 +36,8 @@ CANDIDATE_ONLY = (
 )
 _CHECKPOINT = "what the checkpoint itself holds, which is what is judged"
 _SAMPLING = "the sampling that each task of lm-eval asks for, or set it in the task"
-# Arguments that vexport decides: the values that change nothing, and what is needed in the place of
-# others.
+# Arguments that vexport sets: the values that change nothing and are allowed, and the text of the
+# error's `need` for all other values.
 _OWNED: Mapping[str, tuple[Sequence[JsonValue], str]] = {
     **dict.fromkeys(("model_weights", "hf_config_path", "tokenizer_revision"), ((), _CHECKPOINT)),
     **dict.fromkeys(("tokenizer", "revision", "code_revision"), ((), _CHECKPOINT)),
@@ -66,7 +66,7 @@ _OWNED: Mapping[str, tuple[Sequence[JsonValue], str]] = {
 }
 
 
-# Arguments whose values name Python that vLLM imports, and the values that name none.
+# Arguments that make vLLM import Python code, and the values with which vLLM imports nothing.
 _IMPORTED: Mapping[str, Sequence[JsonValue]] = {
     "worker_cls": ("auto",),
     **dict.fromkeys(
@@ -78,10 +78,10 @@ _MODULE_PATH = "_module_path"
 
 
 def imported_by(engine_args: Mapping[str, JsonValue]) -> Iterator[str]:
-    """Yield the arguments of vLLM that make it import Python by a name or path.
+    """Yield the arguments that make vLLM import Python code by a name or path.
 
-    These include the paths of connectors in `kv_transfer_config` and `ec_transfer_config`, and a
-    compilation backend of another package.
+    These include module paths of connectors in `kv_transfer_config` and `ec_transfer_config`, and
+    a compilation backend from another package.
     """
     for given, value in engine_args.items():
         name = given.replace("-", "_")
@@ -176,7 +176,10 @@ class Serve(ScenarioSection):
     @model_validator(mode="before")
     @classmethod
     def _move_typed_arguments(cls, values: object) -> object:
-        """Move arguments in `engine_args` to their keys, unless the key has another value."""
+        """Move arguments in `engine_args` to their keys in `serve`.
+
+        An argument stays in `engine_args` if its key has another value.
+        """
         if not isinstance(values, dict) or not isinstance(values.get("engine_args"), dict):
             return values
         keys, others = {**values}, dict[str, JsonValue]()
@@ -228,7 +231,7 @@ class Serve(ScenarioSection):
 
     @property
     def capabilities(self) -> tuple[int, ...]:
-        """The compute capabilities in `compute`: 90 for sm90."""
+        """The compute capabilities in `compute` as numbers: 90 for sm90."""
         return tuple(int(name.removeprefix("sm")) for name in self.compute if name != "cpu")
 
     @property
@@ -253,12 +256,12 @@ class Serve(ScenarioSection):
 
     @property
     def given(self) -> EngineArguments:
-        """The arguments that are set, in the order of `TYPED`, and then those of `engine_args`."""
+        """The arguments that are set: keys in the order of `TYPED`, then those in `engine_args`."""
         typed = {name: value for name in TYPED if (value := getattr(self, name)) is not None}
         return {**typed, **self.engine_args}
 
     def arguments(self, *, is_baseline: bool) -> EngineArguments:
-        """Return the arguments for one of the two models; see `CANDIDATE_ONLY`."""
+        """Return the arguments for the baseline or for the candidate; see `CANDIDATE_ONLY`."""
         return {
             name: value
             for name, value in self.given.items()
@@ -269,11 +272,11 @@ class Serve(ScenarioSection):
 def with_options(
     serve: Serve, options: Mapping[str, JsonValue], engine_args: EngineArguments
 ) -> Serve:
-    """Return the settings with what the command line sets, which replaces a scenario's settings.
+    """Return the settings of a scenario, overridden by settings from the command line.
 
-    `options` has keys of `Serve`, with None for options that are not given. `engine_args` has the
-    arguments of --engine-arg. Raises InputErrors for values that are not allowed, and if the two
-    contradict each other.
+    `options` maps keys of `Serve` to values. An option that is not given has the value None.
+    `engine_args` are the arguments of --engine-arg. Raises InputErrors for values that are not
+    allowed, and if `options` and `engine_args` contradict each other.
     """
     options = {name: value for name, value in options.items() if value is not None}
     typed = {name: value for name, value in engine_args.items() if name in TYPED} | options

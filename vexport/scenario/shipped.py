@@ -1,12 +1,12 @@
-"""The files of the demo: in a checkout next to the package, in an installation inside it.
+"""Find the files of the demo: next to the package in a checkout, inside it in an installation.
 
-Also run by scripts/build_backend.py, so that it imports nothing but the standard library.
+scripts/build_backend.py also runs this module, so it imports only the standard library.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
 
-# In scenarios/.
+# Relative to scenarios/.
 PATTERNS = (
     "demo-*.yaml",
     "demo/README.md",
@@ -20,12 +20,12 @@ PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def scenarios() -> Path:
-    """The folder that the files are in."""
+    """Return the folder with the demo's files."""
     installed = PACKAGE / "scenarios"
     return installed if installed.is_dir() else PACKAGE.parent / "scenarios"
 
 
 def demo_files(root: Path) -> Iterator[Path]:
-    """The demo's files in the folder `root`, relative to it."""
+    """Yield the paths of the demo's files below `root`, relative to `root`."""
     for pattern in PATTERNS:
         yield from (path.relative_to(root) for path in sorted(root.glob(pattern)) if path.is_file())
