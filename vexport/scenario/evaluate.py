@@ -104,11 +104,11 @@ GateSetting = Annotated[
 
 
 class Evaluate(ScenarioSection):
-    """The evaluation that decides: the tasks or the text, how the models answer, and the limits.
+    """Evaluation for the verdict: tasks or text, settings of prompts and generation, and limits.
 
-    Tasks decide by the loss of their metrics. Text decides by the log-probabilities of its tokens,
-    and with `speculative` by the acceptance length of drafts. Prompts have the names and meanings
-    of lm-eval, and are the same for both models.
+    Tasks are judged by the loss in their metrics. Text is judged by the log-probabilities of its
+    tokens, and with `speculative` also by the acceptance length of drafts. Settings of prompts have
+    the names and meanings of lm-eval, and apply to both models.
     """
 
     tasks: Annotated[

@@ -23,7 +23,7 @@ from vexport.scenario.serve import Serve
 
 
 class Calibration(ScenarioSection):
-    """Text that shows the inputs of the layers, and how it is read."""
+    """Calibration text, and how to read it. Running the model on the text yields layer inputs."""
 
     data: Annotated[
         str,
@@ -110,7 +110,7 @@ def default_calibration() -> Calibration:
 
 
 class Sensitivity(ScenarioSection):
-    """The measurement of each group's loss: calibration rows run with only that group quantized."""
+    """Measure each layer group's loss: run calibration rows with only this group quantized."""
 
     samples: Annotated[Positive, Key("Number of calibration rows to measure on.")] = 16
 
@@ -118,7 +118,7 @@ class Sensitivity(ScenarioSection):
 class Scenario(ScenarioSection):
     """One complete run.
 
-    With `sensitivity` the report says what quantizing each group of layers costs. A rule with
+    With `sensitivity`, the report shows the loss from quantizing each group of layers. A rule with
     scheme `auto` needs the section `auto`, and implies `sensitivity`.
     """
 

@@ -67,10 +67,10 @@ RanksSetting = Annotated[
 
 
 class Planning(ScenarioSection):
-    """What a call of `plan` or `quantize` says in the place of a scenario.
+    """Settings of a call of `plan` or `quantize` without a scenario.
 
-    `observer`, `input_observer`, `rounding` and `group_size` belong to `scheme`: a recipe has its
-    own.
+    `observer`, `input_observer`, `rounding` and `group_size` are only for `scheme`. A recipe
+    contains these settings itself.
     """
 
     scheme: Annotated[

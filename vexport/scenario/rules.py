@@ -255,7 +255,7 @@ def known_rounding(value: str) -> Rounding:
 
 
 class Refit(ScenarioSection):
-    """A rounding with its own strength and ridge.
+    """A rounding method with its strength and ridge.
 
     The ridge is a share of the mean of H's diagonal. See docs/rounding.md for the defaults.
     """
@@ -278,14 +278,14 @@ def _scheme_or_weights(schema: dict[str, JsonValue]) -> None:
 
 
 class Rule(ScenarioSection):
-    """A pattern of layers and their scheme; in a list of rules the first match wins.
+    """A pattern of layers and their scheme. In a list of rules, the first match wins.
 
-    Scheme `auto` chooses among the candidates of the scenario's `auto`. `rounding` gptq or refit
-    needs calibration text. An observer is a name of `vexport list observers` or
+    Scheme `auto` chooses from the candidates in the scenario's section `auto`. `rounding` gptq or
+    refit needs calibration text. An observer is a name from `vexport list observers` or
     package.module:Class.
 
-    A scheme is a name, a name with a `group_size`, or `weights` and `input_activations` as
-    compressed-tensors writes them. After validation `scheme` has the name in all three cases.
+    A scheme is a name, a name with a `group_size`, or `weights` and `input_activations` in the form
+    of compressed-tensors. After validation, `scheme` contains the name in all three cases.
     """
 
     model_config = ConfigDict(json_schema_extra=_scheme_or_weights)
@@ -377,7 +377,7 @@ class Rule(ScenarioSection):
 
 
 class Auto(ScenarioSection):
-    """The candidates of `scheme: auto`, and its one budget for the whole checkpoint."""
+    """Candidates for rules with `scheme: auto`, and one budget for the whole checkpoint."""
 
     candidates: Annotated[
         tuple[str, ...],
@@ -430,9 +430,9 @@ class Auto(ScenarioSection):
 
 
 class IgnoredLayers(Rule):
-    """The layers that another tool's recipe ignores.
+    """A rule for layers that another tool's recipe ignores.
 
-    Recipes serve many models, so that the rule may match no layer of this model.
+    Recipes are written for many models, so the rule may match no layer of this model.
     """
 
     of_recipe: ClassVar[bool] = True

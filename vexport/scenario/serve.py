@@ -99,11 +99,12 @@ def imported_by(engine_args: Mapping[str, JsonValue]) -> Iterator[str]:
 
 
 class Serve(ScenarioSection):
-    """The GPUs that the checkpoint is meant for, and the start of vLLM on this machine.
+    """Target GPUs of the checkpoint, and settings for starting vLLM on this machine.
 
-    Each capability in `compute` is loaded dry for every size in `dry_tensor_parallel`; engines run
-    on the device that is there. All other keys but `timeout` are arguments of vLLM, and None is
-    vLLM's default. `engine_args` has the arguments without a key of their own.
+    The checkpoint is loaded dry for each capability in `compute` and each size in
+    `dry_tensor_parallel`. Engines run on the devices of this machine. All other keys except
+    `timeout` are arguments of vLLM, and None means vLLM's default. `engine_args` contains all
+    arguments without a key in this section.
     """
 
     tensor_parallel_size: Annotated[
