@@ -1,8 +1,8 @@
-"""The keys that vexport adds to lm-eval's result and sample files."""
+"""Keys that vexport adds to lm-eval's result and sample files."""
 
 SEED = "vexport_seed"
-"""Of a sample: its seed, if several answers were sampled for each document."""
+"""Key of a sample: its seed, if several answers were sampled for each document."""
 FINISH_REASON = "finish_reason"
-"""Of a sample: the finish reasons of its answers, nested as `resps`."""
+"""Key of a sample: the finish reasons of its answers, nested like `resps`."""
 UNTEMPLATED = "untemplated_tasks"
-"""Of `config` in a results file: the tasks that were asked without the chat template."""
+"""Key of `config` in a results file: the tasks that ran without the chat template."""

@@ -1,4 +1,4 @@
-"""The answers of a model: what every kind of source returns, and what evaluations read."""
+"""Types of a model's answers. Every kind of source returns them, and evaluations read them."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ Rows = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """A finished session with a model, its prompts, and the rows of text that the model read."""
+    """Result of a finished session with a model, with its prompts and its rows of text."""
 
     result: SessionResult
     prompts: Prompts
@@ -30,25 +30,25 @@ class Served:
 
     @property
     def is_scored(self) -> bool:
-        """Return whether the session has log-probabilities of its prompts."""
+        """Return True if the session has log-probabilities of its prompts."""
         return self.result.logprobs_file is not None
 
     @property
     def is_partial(self) -> bool:
-        """Return whether only the likeliest tokens have log-probabilities, NaN for all others.
+        """Return True for a server, which returns log-probabilities only for the likeliest tokens.
 
-        This is so for a server.
+        All other tokens have NaN.
         """
         return self.result.platform == SERVER
 
     @property
     def logprobs_file(self) -> Path:
-        """The log-probabilities of the prompts, `prompt.N` of shape (positions, vocabulary)."""
+        """The file with the prompts' log-probabilities: `prompt.N` (positions, vocabulary)."""
         assert self.result.logprobs_file is not None
         return self.result.logprobs_file
 
     def each_row(self, name: str) -> list[NDArray[np.float64]]:
-        """Return the `nll` or the `likeliest` token at each place of each row but the first."""
+        """Return each row's `nll` or `likeliest` tokens at all places except the first."""
         assert self.result.text_file is not None
         install_bus_error_handler()
         tensors = load_file(self.result.text_file)
@@ -57,9 +57,9 @@ class Served:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
-    """All answers of a model: lm-eval's result files, and the session if the model was asked.
+    """All answers of a model: lm-eval's result files, and the session if the model ran.
 
-    `results` is a folder or file with the answers to tasks. `served` is None for given results.
+    `results` is a folder or file with the answers to tasks. `served` is None for existing results.
     """
 
     results: Path

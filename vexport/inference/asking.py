@@ -1,7 +1,7 @@
-"""Ask a model for answers: an engine of vLLM, a server, or results that exist already.
+"""Get a model's answers from an engine of vLLM, from a server, or from existing results.
 
-The three kinds of sources have one interface, `AnswerSource.ask`. The caller chooses the source and
-need not know how the answers come.
+The three kinds of sources have one interface, `AnswerSource.ask`. After choosing a source, the
+caller uses it like any other source.
 """
 
 from abc import ABC, abstractmethod
@@ -47,7 +47,7 @@ from vexport.scenario import Evaluate
 SERVER_WORKER = "vexport.inference.endpoint.worker"
 # The default context length of an evaluation. Longer prompts are an error and never truncated.
 EVALUATION_LENGTH = 4096
-# Tokens of a sequence with text: two of the text, the first of which is not predicted.
+# The shortest row of text has two tokens, because the first token is not predicted.
 _LEAST_TEXT = 2
 # Tokens drafted at once, unless an argument of vLLM says otherwise.
 DRAFT_LENGTH = 3
@@ -56,10 +56,11 @@ PLAIN = LmEvalSettings()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Questions:
-    """Everything that a model is asked besides the fixed prompts.
+    """All prompts for a model in addition to the fixed prompts.
 
-    `evaluate` has the tasks of lm-eval or the text, and `lm_eval` says how tasks are asked. `texts`
-    are prompts to continue. With `repeat`, a part of the documents is asked again.
+    `evaluate` contains the tasks of lm-eval or the text, and `lm_eval` the settings of the tasks'
+    prompts. `texts` are prompts to continue. With `repeat`, the model answers a part of the
+    documents twice.
     """
 
     evaluate: Evaluate = NO_EVALUATION
@@ -69,7 +70,7 @@ class Questions:
 
 
 class AnswerSource(ABC):
-    """A model that can be asked, or its results."""
+    """A model that can answer prompts, or existing results of a model."""
 
     @abstractmethod
     def ask(self, questions: Questions, folder: Path) -> Answers:
@@ -85,12 +86,12 @@ class AnswerSource(ABC):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenResults(AnswerSource):
-    """Results of lm-eval in a file or folder: the model is not asked."""
+    """Existing results of lm-eval in a file or folder. No model runs."""
 
     results: Path
 
     def ask(self, questions: Questions, folder: Path) -> Answers:
-        """Return the results, whatever the questions are: the comparison checks the tasks."""
+        """Return the results and ignore the questions. The comparison checks the tasks later."""
         return Answers(results=self.results)
 
 
@@ -107,11 +108,11 @@ class EngineSource(AnswerSource):
 
     @property
     def is_baseline(self) -> bool:
-        """Return whether other models are compared with this model."""
+        """Return True if other models are compared with this model."""
         return self.role == BASELINE
 
     def ask(self, questions: Questions, folder: Path) -> Answers:
-        """Start vLLM and ask the fixed prompts, and the tasks or the text."""
+        """Start vLLM, and run the fixed prompts and the tasks or the text."""
         folder.mkdir(parents=True, exist_ok=True)
         settings = questions.evaluate
         prompts = fixed_prompts(
@@ -168,7 +169,7 @@ class EngineSource(AnswerSource):
         return request
 
     def _start(self, settings: Evaluate) -> SessionRequest:
-        """Return the request that starts the engine and asks nothing."""
+        """Return the request that starts the engine, without any prompts."""
         options = self.options
         lengths = (EVALUATION_LENGTH,) if settings.tasks else ()
         return SessionRequest(
@@ -218,11 +219,11 @@ def _identity(started: SessionRequest) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndpointSource(AnswerSource):
-    """A model behind the address of a server.
+    """A model that a server serves at an address.
 
-    `tokenizer` is the folder of the tokenizer for its prompts; the code of that tokenizer runs only
-    with `trust_tokenizer`. A part of the documents is always asked again, because the model behind
-    an address may change.
+    `tokenizer` is the folder of the tokenizer for the prompts. The tokenizer's code runs only with
+    `trust_tokenizer`. A part of the documents is always answered twice, because the model at an
+    address may change.
     """
 
     role: str
@@ -233,11 +234,11 @@ class EndpointSource(AnswerSource):
 
     @property
     def is_baseline(self) -> bool:
-        """Return whether other models are compared with this model."""
+        """Return True if other models are compared with this model."""
         return self.role == BASELINE
 
     def ask(self, questions: Questions, folder: Path) -> Answers:
-        """Ask the server the tasks or the text."""
+        """Send the tasks or the text to the server, and return its answers."""
         folder.mkdir(parents=True, exist_ok=True)
         settings = questions.evaluate
         longest = self._longest_sequence(settings)
@@ -265,7 +266,10 @@ class EndpointSource(AnswerSource):
         return Answers(results=folder, served=Served(result=result, prompts=prompts, rows=rows))
 
     def _longest_sequence(self, settings: Evaluate) -> int:
-        """Return the longest sequence to ask; InputError if the server's is too short for text."""
+        """Return the maximum number of tokens of a sequence.
+
+        Raises InputError if the server's limit is too short for text.
+        """
         endpoint = settings.asking(self.url, is_baseline=self.is_baseline)
         server = Server(endpoint, show_retries(self.role, self.options))
         served = server.model.max_model_len or EVALUATION_LENGTH
@@ -305,7 +309,7 @@ class EndpointSource(AnswerSource):
 
 
 def _require_deterministic(folder: Path, settings: Evaluate) -> None:
-    """Raise EnvironmentFault if too many answers changed when they were asked again."""
+    """Raise EnvironmentFault if too many of the repeated answers changed."""
     repeated = read_repeated(folder)
     if repeated is not None:
         require_deterministic(folder, repeated, settings.alpha)

@@ -1,4 +1,4 @@
-"""Ask an engine of vLLM that runs in this process."""
+"""Run prompts on an engine of vLLM in this process."""
 
 import math
 from array import array
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
     from vllm.tokenizers import TokenizerLike
 
-# A batch of questions has this many times the engine's own batch. Smaller batches leave the engine
-# idle at the end of each batch. Of larger batches, more answers are lost if an evaluation is
-# killed.
+# Size of a batch of questions, as a multiple of the engine's batch. With smaller batches, the
+# engine is partly idle at the end of each batch. With larger batches, more answers are lost if an
+# evaluation is killed.
 _BATCHES = 4
 _ROWS_AT_ONCE = 16
 
@@ -45,7 +45,7 @@ class EngineModel(Model):
         self._batch_size = batch_size or _BATCHES * most
 
     def ask(self, questions: Mapping[str, Question]) -> None:
-        """Ask in batches, and store the answers after each batch."""
+        """Answer questions in batches, and store the answers after each batch."""
         keys = list(questions)
         for first in range(0, len(keys), self._batch_size):
             batch = keys[first : first + self._batch_size]
@@ -94,7 +94,7 @@ class EngineModel(Model):
         self.on_progress("text", len(rows), len(rows))
 
     def count_draft(self, prompt: TokenIds) -> DraftCounts:
-        """Continue a prompt, as far as the engine's longest sequence allows, and count drafts."""
+        """Continue a prompt, up to the engine's maximum sequence length, and count drafts."""
         from vllm import SamplingParams
 
         longest = self._llm.llm_engine.model_config.max_model_len
@@ -123,11 +123,11 @@ def _outputs(
 def run_canaries(
     llm: "LLM", request: SessionRequest, on_progress: OnProgress
 ) -> tuple[Canary, ...]:
-    """Continue each text of `request.canaries` greedily by `CANARY_TOKENS` tokens, or by as many as
-    the longest sequence allows.
+    """Continue each text of `request.canaries` greedily by `CANARY_TOKENS` tokens.
 
-    The engine does not stop at the end of the sequence. The place of the end is recorded, and the
-    tokens after it still show whether the numbers stay finite.
+    A continuation is shorter if the maximum sequence length requires it. The engine ignores the
+    end-of-sequence token. The token's place is recorded, and the tokens after it still show whether
+    log-probabilities stay finite.
     """
     from vllm import SamplingParams
 
@@ -144,7 +144,7 @@ def run_canaries(
     ]
     outputs = _outputs(llm, prompts, samplings)
     on_progress("canaries", len(outputs), len(outputs))
-    # The tokens at which vLLM would stop: the tokenizer's own and those of generation_config.json.
+    # vLLM would stop at the end token of the tokenizer and at end tokens of generation_config.json.
     stops = llm.llm_engine.model_config.try_get_generation_config().get("eos_token_id")
     ends = {tokenizer.eos_token_id, *(stops if isinstance(stops, list) else [stops])}
     return tuple(
@@ -156,7 +156,7 @@ def run_canaries(
 def _canary(
     prompt: str, output: "CompletionOutput", ends: Set[int | None], tokenizer: "TokenizerLike"
 ) -> Canary:
-    """Return the continuation up to the first end of the sequence."""
+    """Return the continuation, with its text cut at the first end-of-sequence token."""
     tokens = list(output.token_ids)
     ended = next((number for number, token in enumerate(tokens) if token in ends), None)
     chosen = [
@@ -180,12 +180,11 @@ def _canary(
 def write_logprobs(
     llm: "LLM", prompts: Sequence[TokenIds], file: Path, on_progress: OnProgress
 ) -> None:
-    """Write the log-probabilities of the whole vocabulary at every position but the last of each
-    prompt.
+    """Write each prompt's log-probabilities of the whole vocabulary, except at the last position.
 
     `file` becomes a safetensors file with a float32 tensor (len(prompt) - 1, vocabulary) for each
-    prompt, named `prompt.0`, `prompt.1`, ... One prompt is asked at a time, because vLLM returns
-    Python lists with some 100 bytes for each number.
+    prompt, named `prompt.0`, `prompt.1`, ... The prompts run one at a time, because vLLM returns
+    Python lists with some 100 bytes per number.
     """
     from vllm import SamplingParams
 
@@ -203,15 +202,15 @@ def write_logprobs(
 
 
 def dense(flat: "FlatLogprobs") -> torch.Tensor:
-    """Convert vLLM's flat lists to a matrix (positions, vocabulary) without the first position,
-    which has no log-probabilities.
+    """Convert vLLM's flat lists to a matrix (positions, vocabulary).
 
-    At each position, vLLM lists the prompt's token and then the whole vocabulary, best first.
+    The first position is left out, because it has no log-probabilities. At each position, vLLM
+    lists the prompt's token and then the whole vocabulary, best first.
     """
     rows = []
     for start, end in zip(flat.start_indices[1:], flat.end_indices[1:], strict=True):
-        # An array reads a list some ten times as fast as torch: a position has the whole
-        # vocabulary.
+        # Convert through an array, which reads a list about ten times as fast as torch. Each
+        # position contains the whole vocabulary.
         tokens = torch.frombuffer(array("q", flat.token_ids[start:end]), dtype=torch.int64)
         values = torch.frombuffer(array("f", flat.logprobs[start:end]), dtype=torch.float32)
         row = torch.full((int(tokens.max()) + 1,), float("-inf"))

@@ -1,4 +1,4 @@
-"""Answers that are kept while a model is asked, so that a second call asks only the rest."""
+"""Store answers while a model runs, so that a second call runs only the unanswered prompts."""
 
 import hashlib
 import json
@@ -15,9 +15,9 @@ from vexport.records import Json
 class FinishedText(str):
     """A generated text with the engine's reason for ending it, such as `stop` or `length`.
 
-    The reason is empty if it is unknown. lm-eval's lists of answers carry the object on to the
-    samples. lm-eval also converts a task's targets to the type of the answers: it calls the type
-    with the text alone.
+    The reason is empty if it is unknown. lm-eval passes the object from its lists of answers to the
+    samples. lm-eval also converts a task's targets to the answers' type, by calling the type with
+    only the text.
     """
 
     finish_reason: str
@@ -29,26 +29,27 @@ class FinishedText(str):
         return finished
 
     def __reduce__(self) -> tuple[type["FinishedText"], tuple[str, str]]:
-        """Return how to copy the object: lm-eval makes copies."""
+        """Return the constructor and its arguments for copies, because lm-eval copies answers."""
         return FinishedText, (str(self), self.finish_reason)
 
 
 def kept_text(text: str, finish_reason: str | None) -> Json:
-    """Return a generated answer as `KeptAnswers` stores it."""
+    """Return a generated answer in the form that `KeptAnswers` stores."""
     return {"text": text, "finish_reason": finish_reason or ""}
 
 
 def finished_text(answer: Json) -> FinishedText:
-    """Read an answer of `kept_text`, or a bare text, which older versions stored."""
+    """Read an answer made by `kept_text`. Also accept plain text, which older versions stored."""
     if isinstance(answer, dict):
         return FinishedText(str(answer.get("text", "")), str(answer.get("finish_reason", "")))
     return FinishedText(str(answer), "")
 
 
 class KeptAnswers(dict[str, Json]):
-    """Answers by their keys, stored in a file with one line each, or in memory alone.
+    """Answers by key, in memory and in a file with one line per added answer.
 
-    If a killed process left an unfinished last line, the line is removed.
+    Without a file, the answers are only in memory. If a killed process left an incomplete last
+    line, the line is removed.
     """
 
     def __init__(self, file: Path | None) -> None:
@@ -76,9 +77,10 @@ class KeptAnswers(dict[str, Json]):
 
 
 def open_kept_answers(output: Path, identity: str) -> KeptAnswers:
-    """Open the answers of one model, computed by one version of everything that computes them.
+    """Open the stored answers of one model in the folder `output`.
 
-    `identity` names both. Answers with another identity are removed from the folder `output`.
+    `identity` describes the model and everything that affects its answers, such as versions.
+    Stored answers with another identity are removed from the folder.
     """
     digest = hashlib.sha256(identity.encode()).hexdigest()
     file = output / f"{ANSWERS}{digest[:16]}.jsonl"

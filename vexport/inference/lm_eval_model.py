@@ -1,7 +1,7 @@
-"""lm-eval's model class for vLLM, around a `Model` of ours. Worker processes only.
+"""Wrap a `Model` in lm-eval's model class for vLLM. Only worker processes import this module.
 
-lm-eval's constructor builds its own engine. Here it receives ours, and everything else
-(tokenization, stop sequences, chat templates, scoring) stays lm-eval's.
+lm-eval's constructor normally builds an engine. Here it receives a `Model` instead. Everything else
+(tokenization, stop sequences, chat templates, scoring) is lm-eval's code.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 ModelArguments = Mapping[str, JsonValue]
 Tokens = tuple[tuple[str, str] | None, list[int], list[int]]
-"""A prompt and its continuation: the two texts, None for a window of a long one, and their
-tokens.
+"""A prompt and its continuation: a pair of texts, the prompt's tokens, the continuation's tokens.
+
+The pair of texts is None for a window of a long text.
 """
 
 Message = dict[str, str]
@@ -45,7 +46,7 @@ class ServedChat:
     settings: LmEvalSettings
 
     def choose_template(self, settings: LmEvalSettings) -> None:
-        """Apply the template of `settings` from now on; InputError if the model has no template."""
+        """Use the chat template of `settings`. Raise InputError if the model has no template."""
         self.settings = settings
         name = settings.apply_chat_template
         if isinstance(name, str):
@@ -57,7 +58,7 @@ class ServedChat:
             )
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Return the template that is applied; lm-eval records it."""
+        """Return the template in use, which lm-eval records."""
         return self.hf_chat_template if chat_template else None
 
     def apply_chat_template(
@@ -65,8 +66,8 @@ class ServedChat:
     ) -> str:
         """Render a conversation as text.
 
-        If the template takes no system message, a task's description is left out, as in lm-eval.
-        Raises InputError if the user asked for a system instruction and the template takes none.
+        If the template does not support system messages, a task's description is left out, as in
+        lm-eval. In this case a system instruction of the user raises InputError.
         """
         try:
             return self._rendered(chat_history, add_generation_prompt)
@@ -100,7 +101,7 @@ class ServedChat:
 
 
 def wrap_model(asked: Model, arguments: ModelArguments, settings: LmEvalSettings) -> "VLLM":
-    """Return lm-eval's VLLM around the model `asked`; `arguments` are for lm-eval's constructor.
+    """Return lm-eval's VLLM that runs the model `asked`. `arguments` go to lm-eval's constructor.
 
     Raises InputError if there is no chat template to apply. Later, the returned model raises
     InputError if lm-eval would cut a prompt or leave a system instruction out.
@@ -177,7 +178,7 @@ def _expect(asked: Model, requests: Sequence["Instance"], prompts: int) -> None:
 def _require_room(request: "Instance", prompt: int, new: int, room: int) -> None:
     """Raise InputError if a prompt and the new tokens exceed the longest sequence.
 
-    lm-eval would cut the prompt and only log it, and the two models might see different questions.
+    lm-eval would cut the prompt and only log this. The two models might then get different prompts.
     """
     if prompt + new > room:
         raise InputError(

@@ -1,8 +1,8 @@
 """The interface of a model in a worker process: an engine of vLLM, or a model behind a server.
 
-Both answer the same questions: prompts of token ids to continue or to score (`Model.answers`),
-which lm-eval asks through the methods that `vllm.LLM` has too; rows of a text (`score_rows`);
-and prompts to continue by speculative decoding (`count_draft`).
+Both accept the same questions: prompts of token ids to continue or to score (`Model.answers`), rows
+of a text (`score_rows`), and prompts to continue by speculative decoding (`count_draft`). lm-eval
+sends prompts through methods with the signatures of `vllm.LLM`.
 """
 
 import hashlib
@@ -17,11 +17,11 @@ from vexport.records import DraftCounts, Json, OnProgress
 
 _PROGRESS_STEPS = 100
 Parameters = object
-"""Sampling of a prompt: vLLM's SamplingParams, or a server's parameters by their names."""
+"""Sampling parameters: vLLM's SamplingParams, or parameters of a server's API by name."""
 TokenIds = Sequence[int]
 Place = Mapping[int, float]
-"""Log-probabilities at one place of a text, by token id: of the text's token, which comes first,
-and of the likeliest tokens.
+"""Log-probabilities at one place of a text, by token id. The text's token comes first, and the
+likeliest tokens follow.
 """
 
 
@@ -29,7 +29,7 @@ and of the likeliest tokens.
 class Question:
     """A prompt to continue with `parameters`.
 
-    Without `parameters`, the log-probability of the tokens from `context` on is the answer.
+    Without `parameters`, the answer is the log-probability of the tokens from `context` on.
     """
 
     prompt: TokenIds
@@ -38,7 +38,7 @@ class Question:
 
 
 class Model(ABC):
-    """A model that can be asked, with the part of `vllm.LLM` that lm-eval's model class uses.
+    """A model that answers questions, with the methods of `vllm.LLM` that lm-eval's class calls.
 
     `on_progress` receives the name of the current step and the numbers of answered and all
     prompts.
@@ -56,22 +56,22 @@ class Model(ABC):
 
     @abstractmethod
     def ask(self, questions: Mapping[str, Question]) -> None:
-        """Ask all questions and store the answers in `self.kept` under the questions' keys.
+        """Answer all questions and store the answers in `self.kept` under the questions' keys.
 
-        An answer is what `kept_text` returns for a continuation, and a pair for a score: the
-        log-likelihood, and whether each token was the likeliest.
+        The answer to a continuation has the form of `kept_text`. The answer to a score is a pair:
+        the log-likelihood, and whether each token was the likeliest.
         """
 
     @abstractmethod
     def score_rows(self, rows: Sequence[TokenIds]) -> Iterator[Sequence[Place]]:
-        """Yield the log-probabilities at all places of each row but the first."""
+        """Yield each row's log-probabilities at all places except the first."""
 
     @abstractmethod
     def count_draft(self, prompt: TokenIds) -> DraftCounts:
         """Continue a prompt greedily by `DRAFT_TOKENS` tokens, and count its drafts.
 
-        The model does not stop at the end of the sequence, so that each prompt has the same number
-        of tokens.
+        The model ignores the end-of-sequence token, so that all prompts generate the same number of
+        tokens.
         """
 
     def require_scores(self) -> None:  # noqa: B027 - an engine has them
@@ -85,7 +85,7 @@ class Model(ABC):
         self.on_progress(stage, 0, prompts)
 
     def count(self, finished: int) -> None:
-        """Count answered prompts, and report progress at each percent."""
+        """Add `finished` to the number of answered prompts. Report progress at each percent."""
         before = self._done
         self._done = min(self._total, before + finished)
         percent_before = before * _PROGRESS_STEPS // self._total
@@ -94,7 +94,7 @@ class Model(ABC):
             self.on_progress(self._stage, self._done, self._total)
 
     def ask_again(self) -> None:
-        """Ignore the kept answers from now on."""
+        """Start a new round: answers from earlier rounds are not reused."""
         self._round += 1
 
     def generate(
@@ -113,8 +113,10 @@ class Model(ABC):
         return [SimpleNamespace(outputs=[SimpleNamespace(text=text)]) for text in texts]
 
     def score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
-        """Return the log-likelihood of each continuation after its context, and whether each token
-        of it was the likeliest.
+        """Return a pair for each (context, continuation).
+
+        The pair contains the log-likelihood of the continuation after the context, and whether each
+        token of the continuation was the likeliest.
         """
         questions = [
             Question(prompt=context + continuation, context=len(context))
@@ -130,8 +132,9 @@ class Model(ABC):
         return scores
 
     def answers(self, questions: Sequence[Question]) -> Iterator[Json]:
-        """Return the answers in order. Questions without a kept answer are asked, the longest
-        first, as lm-eval does.
+        """Return the answers in order.
+
+        Only questions without a kept answer run, the longest prompt first, as in lm-eval.
         """
         keys = [self._key(number, question) for number, question in enumerate(questions)]
         by_key = dict(zip(keys, questions, strict=True))
@@ -145,7 +148,7 @@ class Model(ABC):
         return (self.kept[key] for key in keys)
 
     def _key(self, number: int, question: Question) -> str:
-        """Return the key of a question's answer: equal for equal prompts and parameters."""
+        """Return the key of a question's answer. Equal prompts and parameters have equal keys."""
         given = _as_mapping(question.parameters)
         # With sampling, equal prompts have different answers.
         sampled = number if given.get("temperature") else None
@@ -160,7 +163,7 @@ class Model(ABC):
 
 
 def _as_mapping(parameters: Parameters) -> Mapping[str, object]:
-    """Return sampling parameters by their names; vLLM's SamplingParams are a msgspec struct."""
+    """Return sampling parameters by name. vLLM's SamplingParams are a msgspec struct."""
     if isinstance(parameters, dict):
         return parameters
     names = getattr(parameters, "__struct_fields__", ())
@@ -169,7 +172,7 @@ def _as_mapping(parameters: Parameters) -> Mapping[str, object]:
 
 @contextmanager
 def replaced(owner: object, name: str, value: object) -> Iterator[None]:
-    """Let `owner.name` be `value` inside the block."""
+    """Set `owner.name` to `value` inside the block, and restore it afterwards."""
     original = getattr(owner, name)
     setattr(owner, name, value)
     try:

@@ -1,6 +1,6 @@
-"""How both models are prompted: lm-eval's settings, which are decided before an engine starts.
+"""Decide lm-eval's settings for the prompts of both models, before an engine starts.
 
-Also finds differences between the models' prompts: tokens, chat templates, stop conditions.
+Also find differences between the models' prompts: tokens, chat templates, stop conditions.
 """
 
 from collections.abc import Iterator, Mapping
@@ -30,9 +30,9 @@ _SHOWN = 60
 def lm_eval_settings(settings: Evaluate, models: Mapping[str, Path]) -> LmEvalSettings:
     """Return lm-eval's settings for `models`: the baseline first, if there is one.
 
-    If `settings` do not decide, the chat template is applied if the models have one, but not to
-    tasks that score a continuation of plain text. Raises InputError if a model lacks the requested
-    template, if only some models have a template, or if they render a conversation differently.
+    By default, the chat template is applied if the models have a template, except to tasks that
+    score a continuation of plain text. Raises InputError if a model lacks the requested template,
+    if only some models have a template, or if the models render a conversation differently.
     """
     template = _template(settings, {role: chat_templates(root) for role, root in models.items()})
     if template:
@@ -84,7 +84,7 @@ def _lacking(role: str, name: str, templates: Mapping[str, str]) -> InputError:
 
 
 def differences(baseline: Served, candidate: Served) -> Iterator[str]:
-    """Yield a sentence for each difference that changes the candidate's prompts or their end."""
+    """Yield a sentence for each difference that changes the candidate's prompts or stop tokens."""
     roots = baseline.checkpoint, candidate.checkpoint
     old, new = baseline.prompts.tokens, candidate.prompts.tokens
     differ = next(((x, y) for x, y in zip(old, new, strict=False) if x != y), None)
@@ -113,7 +113,7 @@ def other_template(old: Path, new: Path) -> Iterator[str]:
 
 
 def _rendered(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Render a conversation as the model's prompt; transformers renders in a sandbox."""
+    """Render a conversation as a prompt. transformers renders templates in a sandbox."""
     if not tokenizer.chat_template:
         return "(no chat template)"
     try:

@@ -1,7 +1,7 @@
-"""Answers that are asked for again: how many of them change although the model is the same.
+"""Count answers that change if the same model answers the same documents again.
 
-An evaluation asks the baseline for the answers to its first documents twice, in other batches. If
-many of these answers change, a difference between two models says nothing about the models.
+In an evaluation, the baseline answers its first documents twice, in different batches. If many of
+these answers change, a difference between two models is no evidence about the models.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,18 +17,16 @@ from vexport.outputs.manifest import record
 FILE = "repeat.json"
 """The file next to lm-eval's results that holds the counts."""
 DOCUMENTS = 200
-"""Documents that are asked again, over all tasks; each task has at least `LEAST` of them."""
+"""Documents to repeat, over all tasks. Each task repeats at least `LEAST` documents."""
 LEAST = 20
 TOLERATED = 0.005
-"""The share of answers that may change: half a point is far below the margin of 1 or 2 points of
-a verdict.
-"""
+"""Share of answers that may change. Half a point is far below a verdict's margin of 1 or 2."""
 Row = Mapping[str, object]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeated:
-    """The number of documents asked again, and how many changed from wrong to right or back.
+    """Number of repeated documents, and of documents with a changed score (wrong to right or back).
 
     Answers that are `sampled` with several seeds may change, because the confidence interval
     includes their spread.
@@ -40,9 +38,9 @@ class Repeated:
 
 
 def documents_to_repeat(tasks: int, limit: float | None) -> int:
-    """Return how many of each task's first documents are asked again.
+    """Return how many of each task's first documents are repeated.
 
-    `limit` is the limit on each task's documents.
+    `limit` is the maximum number of documents of each task.
     """
     share = max(LEAST, DOCUMENTS // max(1, tasks))
     return min(share, int(limit)) if limit is not None and limit >= 1 else share
@@ -51,7 +49,10 @@ def documents_to_repeat(tasks: int, limit: float | None) -> int:
 def compare_rows(
     first: Mapping[str, Sequence[Row]], again: Mapping[str, Sequence[Row]]
 ) -> Repeated:
-    """Count documents with changed scores of 0 and 1, among documents with the same prompt."""
+    """Count the documents with the same prompt in both runs, and those with a changed score.
+
+    Only scores of 0 and 1 count.
+    """
     before, now = _marks(first), _marks(again)
     asked = before.keys() & now.keys()
     changed = [
@@ -78,13 +79,13 @@ def _marks(rows: Mapping[str, Sequence[Row]]) -> dict[tuple[object, ...], dict[s
 
 
 def write_repeated(folder: Path, repeated: Repeated) -> None:
-    """Write how many repeated answers changed next to lm-eval's results."""
+    """Write the counts of repeated answers next to lm-eval's results."""
     record(folder / FILE)
     write_text(folder / FILE, to_json(repeated))
 
 
 def read_repeated(folder: Path) -> Repeated | None:
-    """Read the counts of `write_repeated`; None if the folder has none."""
+    """Read the counts that `write_repeated` wrote. Return None if the folder has no such file."""
     return from_json(Repeated, folder / FILE) if (folder / FILE).is_file() else None
 
 

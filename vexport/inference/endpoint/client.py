@@ -1,8 +1,7 @@
 """HTTP requests to a server that is not trusted.
 
-A time limit holds for a whole request (name lookup, connection, TLS, headers and body) and a size
-limit for the answer. Redirects are not followed, because they would take the API key to another
-host.
+The time limit covers the whole request (name lookup, connection, TLS, headers and body). The size
+limit covers the answer. Redirects are not followed, because the API key would go to another host.
 """
 
 import asyncio
@@ -21,34 +20,35 @@ import httpx
 from vexport.errors import EnvironmentFault
 
 MEBIBYTE = 1 << 20
-# Bytes and seconds for the body of an answer that reports an error: only its beginning is shown.
+# Limits in bytes and seconds for the body of an error. Messages show only its beginning.
 _ERROR_BYTES = 64 << 10
 _ERROR_SECONDS = 10.0
 # A server closes an idle connection after some seconds (uvicorn: 5). The client stops using it
 # before that.
 _IDLE_SECONDS = 2.0
-# The share of the time limit that connecting may take, and a TLS handshake as much again. If the
-# time limit itself cancels a handshake, httpcore leaves the connection open (_backends/anyio.py).
+# Maximum share of the time limit for connecting, and the same share again for a TLS handshake. If
+# the time limit itself cancels a handshake, httpcore leaves the connection open
+# (_backends/anyio.py).
 _CONNECTING = 0.9
-# zlib detects the header of gzip and of zlib with this value.
+# Value of zlib's `wbits` that detects both the header of gzip and the header of zlib.
 _GZIP_OR_ZLIB = 47
 
 
 class NoReplyError(Exception):
-    """A request without a whole reply. `is_connection` is True if no connection could be made."""
+    """A request without a complete reply. `is_connection` is True if connecting failed."""
 
     is_connection = False
 
 
 class CertificateError(Exception):
-    """A certificate of the server that cannot be verified."""
+    """The server's certificate cannot be verified."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """A server's reply. The content of an error (`status` of 300 and above) may be cut off.
+    """A server's reply. The content of an error (`status` 300 and above) may be cut off.
 
-    `retry_after` and `location` are headers, empty if the server sends none.
+    `retry_after` and `location` are headers. They are empty if the server does not send them.
     """
 
     status: int
@@ -58,7 +58,7 @@ class Reply:
 
 
 class Client:
-    """Connections to one server; several threads may send requests at a time.
+    """Connections to one server. Several threads may send requests at the same time.
 
     The connections are kept for later requests and closed with the object.
     """
@@ -129,7 +129,10 @@ async def _exchange(
 
 
 async def _read(response: httpx.Response, most_bytes: int) -> Reply:
-    """Read the body of a response; NoReplyError if it is too large or encoded in an unknown way."""
+    """Read the body of a response.
+
+    Raises NoReplyError if the body is too large or has an unknown encoding.
+    """
     status = response.status_code
     headers = response.headers
     content = bytearray()
@@ -160,7 +163,7 @@ def _require_size(size: int, most_bytes: int) -> None:
 
 
 def _decoded(content: bytes, encoding: str, most_bytes: int) -> bytes:
-    """Undo a compression that the client did not ask for, up to the size limit."""
+    """Decompress content that the server compressed without a request, up to the size limit."""
     if encoding.strip().lower() in ("", "identity"):
         return content
     if encoding.strip().lower() not in ("gzip", "x-gzip", "deflate"):
@@ -176,8 +179,9 @@ def _decoded(content: bytes, encoding: str, most_bytes: int) -> bytes:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """Return the first cause of an error; of several attempts to connect, the error of the first
-    attempt.
+    """Return the innermost cause of an error.
+
+    If there were several attempts to connect, use the error of the first attempt.
     """
     inner = error.exceptions[0] if isinstance(error, BaseExceptionGroup) else None
     inner = inner or error.__cause__ or error.__context__
@@ -185,9 +189,7 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def _proxy(url: str) -> httpx.Proxy | None:
-    """Return the proxy that the environment sets for an address (HTTP_PROXY, NO_PROXY and so
-    on).
-    """
+    """Return the proxy for an address from the environment (HTTP_PROXY, NO_PROXY and so on)."""
     parts = urlsplit(url)
     proxies = urllib.request.getproxies()
     proxy = proxies.get(parts.scheme) or proxies.get("all", "")
@@ -215,7 +217,7 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _close(loop: asyncio.AbstractEventLoop, http: httpx.AsyncClient) -> None:
-    """Close the connections and end the thread of the loop, without waiting for either."""
+    """Close the connections and stop the loop's thread. Do not wait for the end of either."""
 
     async def end() -> None:
         others = asyncio.all_tasks() - {asyncio.current_task()}

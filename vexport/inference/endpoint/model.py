@@ -1,4 +1,4 @@
-"""Ask the model behind a server's address, several questions at a time."""
+"""Run prompts on the model behind a server's address, several requests at a time."""
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +16,7 @@ from vexport.records.values import MOST_COUNT
 
 # The most log-probabilities per position from vLLM's server, unless started with --max-logprobs.
 _TOP = 20
-# vLLM's metrics: requests finished, requests running, and drafts, which only a drafting server has.
+# vLLM's metrics: finished requests, running requests, and drafts (only on a server that drafts).
 ANSWERED = "vllm:request_success_total"
 RUNNING = "vllm:num_requests_running"
 DRAFTS = "vllm:spec_decode_num_drafts_total"
@@ -25,17 +25,17 @@ COUNTERS = (
     RUNNING,
     *(f"vllm:spec_decode_num_{each.name}_total" for each in fields(DraftCounts)),
 )
-# Seconds for a finished request to be counted.
+# Maximum number of seconds until the server counts a finished request.
 _COUNTED_SECONDS = 10.0
 TEXT: Mapping[str, Json] = {"logprobs": _TOP}
 """The parameters of a question for a row of a text: the log-probabilities at each place."""
 
 
 class EndpointModel(Model):
-    """The model behind an address.
+    """A model behind an address.
 
     An answer is kept after the server confirmed that it still has the same model, or if the server
-    fails. The server may name only tokens below the size of the `vocabulary`.
+    fails. Token ids from the server must be below the size of the `vocabulary`.
     """
 
     def __init__(
@@ -56,13 +56,13 @@ class EndpointModel(Model):
         self.llm_engine = SimpleNamespace(model_config=config)
 
     def require_scores(self) -> None:
-        """Raise an error unless the server gives log-probabilities of prompts."""
+        """Raise an error if the server does not return log-probabilities of prompts."""
         self.server.score([1, 2], 1)
 
     def ask(self, questions: Mapping[str, Question]) -> None:
-        """Ask as many questions at a time as the endpoint allows.
+        """Answer questions, as many at a time as the endpoint's `concurrency` allows.
 
-        Raises EnvironmentFault if the server fails for good. All answers up to then are kept.
+        Raises EnvironmentFault if the server fails permanently. All answers so far are kept.
         """
         at_once = self.server.endpoint.concurrency
         pool = ThreadPoolExecutor(at_once)
@@ -84,19 +84,17 @@ class EndpointModel(Model):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _keep(self, fresh: dict[str, Json]) -> None:
-        """Keep answers if the server still has the same model; EnvironmentFault if it has another
-        one.
-        """
+        """Keep answers if the server still has the same model. Otherwise raise EnvironmentFault."""
         if fresh:
             self.server.require_same()
             self.kept.add(fresh)
             fresh.clear()
 
     def _answer(self, question: Question) -> Json:
-        """Ask one question and return the answer as it is kept.
+        """Answer one question, and return the answer in the form of `KeptAnswers`.
 
-        The answer to a row of a text is a list of places, each a list of pairs of a token and its
-        log-probability.
+        The answer to a row of a text is a list of places. Each place is a list of pairs: a token id
+        and its log-probability.
         """
         prompt, parameters = question.prompt, question.parameters
         if parameters == TEXT:
@@ -113,7 +111,7 @@ class EndpointModel(Model):
     def score_rows(self, rows: Sequence[TokenIds]) -> Iterator[Sequence[Place]]:
         """Yield the log-probabilities of each row's tokens and of the 20 likeliest tokens.
 
-        Raises EnvironmentFault if the server does not give the ids of these tokens.
+        Raises EnvironmentFault if the server does not return the ids of these tokens.
         """
         self.expect("text", len(rows))
         for answer in self.answers([Question(prompt=row, parameters=TEXT) for row in rows]):
@@ -131,8 +129,8 @@ class EndpointModel(Model):
     def count_draft(self, prompt: TokenIds) -> DraftCounts:
         """Continue a prompt and count its drafts from the server's counters.
 
-        Raises InputError if the server does not draft, and EnvironmentFault if another client asks
-        at the same time.
+        Raises InputError if the server does not draft, and EnvironmentFault if another client uses
+        the server at the same time.
         """
         before = self.server.metrics(COUNTERS)
         if DRAFTS not in before:
@@ -150,7 +148,7 @@ class EndpointModel(Model):
 
 
 def _finished(futures: Mapping[Future[Json], str], kept: KeptAnswers) -> dict[str, Json]:
-    """Return the answers that have come and are not kept yet, by their keys."""
+    """Return the finished answers that are not kept yet, by key."""
     return {
         key: future.result()
         for future, key in futures.items()
@@ -163,7 +161,7 @@ def _has_result(future: Future[Json]) -> bool:
 
 
 def _counters_after_answer(server: Server, before: Mapping[str, float]) -> dict[str, float]:
-    """Return the server's counters once the answer that follows `before` is counted."""
+    """Wait until the server has counted the answer after `before`, and return its counters."""
     deadline = time.monotonic() + _COUNTED_SECONDS
     after = server.metrics(COUNTERS)
     while after.get(ANSWERED) == before.get(ANSWERED) and time.monotonic() < deadline:

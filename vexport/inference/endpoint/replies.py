@@ -1,7 +1,7 @@
-"""What the replies of a server mean: models, answers, log-probabilities and counters.
+"""Parse the replies of a server: models, answers, log-probabilities and counters.
 
-Nothing in a reply is trusted. A reply of another form than the API's raises PassingError, because a
-server that restarts may answer correctly later.
+Nothing in a reply is trusted. A reply that does not have the API's form raises PassingError,
+because a server that is restarting may answer correctly later.
 """
 
 import json
@@ -21,12 +21,11 @@ TOO_MANY, UNAVAILABLE = 429, 503
 NO_SUCH_PATH = (404, 405, 501)
 NO_KEY = (401, 403)
 _PASSING = (408, 425, TOO_MANY)
-# Statuses of a server that is busy or starting. They do not show that it cannot answer a kind of
-# request.
+# Statuses of a server that is busy or starting. The server may still support this kind of request.
 _BUSY = (TOO_MANY, UNAVAILABLE)
 _ABORTED = ("abort", "aborted", "cancelled", "canceled", "error", "timeout")
-# Spellings of the two reasons in other servers: TGI, llama.cpp, Cohere, Gemini and Anthropic behind
-# gateways.
+# Spellings of `stop` and `length` in other servers: TGI, llama.cpp, Cohere, Gemini and Anthropic
+# behind gateways.
 _STOPPED = (
     "stop",
     "eos",
@@ -58,8 +57,8 @@ _STATUS_KEYS = ("code", "status", "status_code", "http_code")
 _RATE_LIMIT = re.compile(r"rate.?limit|too.?many.?requests|resource.?exhausted", re.IGNORECASE)
 _OVERLOAD = re.compile(r"overloaded|unavailable", re.IGNORECASE)
 _SECONDS = re.compile(r"\d{1,9}(\.\d*)?")
-# The limit in the messages of vLLM, SGLang, llama.cpp, TGI and OpenAI for a prompt that is too
-# long.
+# Finds the limit in the messages of vLLM, SGLang, llama.cpp, TGI and OpenAI about a prompt that is
+# too long.
 _LIMIT = re.compile(
     r"(?:context[ _](?:length|size|window)|model "
     r"length|max_model_len|n_ctx|max_total_tokens|must be <=)"
@@ -72,10 +71,10 @@ _TOO_LONG = re.compile(
 
 
 class PassingError(Exception):
-    """A fault that may have passed at the next attempt.
+    """A temporary fault: the next attempt may succeed.
 
-    `wait` is the server's Retry-After in seconds. `is_busy` is True for faults that show nothing
-    about the kind of request: no connection, 429, 503. `kind` is equal for equal faults.
+    `wait` is the server's Retry-After in seconds. `is_busy` is True for faults that are not caused
+    by the kind of request: no connection, 429, 503. `kind` is equal for equal faults.
     """
 
     wait = 0.0
@@ -89,7 +88,7 @@ class PassingError(Exception):
 
 
 class RefusedError(Exception):
-    """A request that the server will refuse again; `status` is the HTTP status."""
+    """A request that the server will refuse again. `status` is the HTTP status."""
 
     status = 0
 
@@ -102,7 +101,7 @@ class NoScoresError(Exception):
 class ModelCard:
     """An entry in a server's list of models.
 
-    `root` is empty, and `max_model_len` None, if the server does not give it.
+    If the server does not return these values, `root` is empty and `max_model_len` is None.
     """
 
     root: str
@@ -111,10 +110,11 @@ class ModelCard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Continuation:
-    """The text after a prompt.
+    """The generated text after a prompt.
 
-    `finish_reason` is "stop" if the model ended the answer, "length" if the answer reached the
-    limit of tokens, another word of the server's, or empty if the server gives no reason.
+    `finish_reason` is "stop" if the model ended the answer, and "length" if the answer reached the
+    limit of tokens. It may also be another word from the server, and it is empty if the server
+    gives no reason.
     """
 
     text: str
@@ -122,7 +122,7 @@ class Continuation:
 
 
 def read_json(reply: Reply) -> Json:
-    """Parse a reply; raise the error of a reply with an error status, or with an error object."""
+    """Parse a reply. Raise an error if the reply has an error status or an error object."""
     content = _parsed(reply.content)
     is_error = isinstance(content, dict) and _is_error(content)
     if reply.status >= 300 or is_error:
@@ -133,7 +133,7 @@ def read_json(reply: Reply) -> Json:
 
 
 def read_text(reply: Reply) -> str:
-    """Decode a reply that is plain text; raise the error of a reply with an error status."""
+    """Decode a reply that is plain text. Raise an error if the reply has an error status."""
     if reply.status >= 300:
         raise _error(reply, _parsed(reply.content))
     return reply.content.decode(errors="replace")
@@ -153,7 +153,7 @@ def _beginning(reply: Reply) -> str:
 
 
 def _is_error(content: Mapping[str, Json]) -> bool:
-    """Return whether a JSON object reports an error and has no answer."""
+    """Return True if a JSON object reports an error and contains no answer."""
     has_answer = bool(content.get("choices") or content.get("data"))
     return not has_answer and (bool(content.get("error")) or content.get("object") == "error")
 
@@ -181,7 +181,7 @@ def _error(reply: Reply, content: Json) -> PassingError | RefusedError:
 
 
 def _stated_status(content: Json, *, reads_words: bool) -> int:
-    """Return the status in the body of an error, 0 if there is none.
+    """Return the status in the body of an error, or 0 if there is none.
 
     With `reads_words`, a message about a rate limit or an overload also counts as a status.
     """
@@ -203,7 +203,10 @@ def _stated_status(content: Json, *, reads_words: bool) -> int:
 
 
 def _seconds(retry_after: str) -> float:
-    """Return the seconds of a Retry-After header, which is a number or a date."""
+    """Return the seconds of a Retry-After header, which contains a number or a date.
+
+    Returns 0 if the header is empty or invalid.
+    """
     if _SECONDS.fullmatch(retry_after):
         return float(retry_after)
     try:
@@ -225,7 +228,7 @@ def length_limit(words: str) -> int | None:
 
 
 def model_cards(content: Json) -> dict[str, ModelCard]:
-    """Return the models of a server's list by their names."""
+    """Return the models in a server's list by name."""
     listed = content.get("data") if isinstance(content, dict) else content
     cards: dict[str, ModelCard] = {}
     for entry in listed if isinstance(listed, list) else []:
@@ -244,7 +247,7 @@ def model_cards(content: Json) -> dict[str, ModelCard]:
 
 
 def version_of(content: Json) -> str:
-    """Return vLLM's version, or nothing if the server is another one."""
+    """Return vLLM's version, or an empty string for another server."""
     version = content.get("version") if isinstance(content, dict) else None
     return (
         version if isinstance(version, str) and _is_usable(version) and len(version) <= 100 else ""
@@ -257,7 +260,10 @@ def _is_usable(text: str) -> bool:
 
 
 def choice_of(content: Json) -> dict[str, Json]:
-    """Return the first choice of an answer, which has a text."""
+    """Return the first choice of an answer, with the answer's `usage` added.
+
+    Raises PassingError if the choice has no text or was aborted.
+    """
     choices = content.get("choices") if isinstance(content, dict) else None
     choice = choices[0] if isinstance(choices, list) and choices else None
     if not isinstance(choice, dict) or not isinstance(choice.get("text"), str):
@@ -270,10 +276,10 @@ def choice_of(content: Json) -> dict[str, Json]:
 
 
 def answer_of(choice: Mapping[str, Json], parameters: Mapping[str, Json]) -> Continuation:
-    """Return a choice as an answer to a prompt with `parameters`.
+    """Return a choice as the continuation of a prompt with `parameters`.
 
-    The text ends before the first stop string, also if the server ignored `stop`. Halves of UTF-16
-    pairs, which a gateway leaves if it cuts a character, become U+FFFD.
+    The text is cut at the first stop string, in case the server ignored `stop`. A gateway may cut a
+    character in half. The remaining halves of UTF-16 pairs become U+FFFD.
     """
     text = _SURROGATE.sub("\ufffd", str(choice["text"]))
     reason = _reason(choice, parameters)
@@ -296,9 +302,9 @@ def _reason(choice: Mapping[str, Json], parameters: Mapping[str, Json]) -> str:
 
 
 def _first_stop(text: str, parameters: Mapping[str, Json]) -> int | None:
-    """Return the place of the first stop string.
+    """Return the place of the first stop string in the text.
 
-    Returns None if there is no stop string in the text, or if the parameters allow one.
+    Returns None if there is no stop string, or if the parameters allow stop strings in the text.
     """
     if parameters.get("include_stop_str_in_output") or parameters.get("min_tokens"):
         return None
@@ -309,14 +315,14 @@ def _first_stop(text: str, parameters: Mapping[str, Json]) -> int | None:
 
 
 def positions_of(choice: Mapping[str, Json], prompt: Sequence[int], vocabulary: int) -> list[Place]:
-    """Return the log-probabilities at all places of a prompt but the first.
+    """Return the log-probabilities at all places of a prompt except the first.
 
-    If the server does not give the ids of the likeliest tokens, these are -1, -2, ...
+    If the server does not return the ids of the likeliest tokens, their ids become -1, -2, ...
 
     Raises:
-        NoScoresError: the server gives no log-probabilities.
-        PassingError: the values are no log-probabilities, or a token is not below the size of the
-            vocabulary.
+        NoScoresError: the server returns no log-probabilities.
+        PassingError: the values are no log-probabilities, or a token id is not below the size of
+            the vocabulary.
     """
     logprobs = choice.get("logprobs")
     given = logprobs if isinstance(logprobs, dict) else {}
@@ -350,7 +356,7 @@ def _position(token: int, value: Json, others: Json, vocabulary: int) -> Place:
 
 
 def _logprob(value: Json) -> float:
-    """Return a log-probability, which may be minus infinity."""
+    """Return a valid log-probability, which may be minus infinity. Otherwise raise PassingError."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise PassingError(f"a log-probability that is {json_type(value)}, not a number")
     if not value <= _LARGEST_LOGPROB:
@@ -368,9 +374,9 @@ def _token_id(digits: str, vocabulary: int) -> int:
 
 
 def counters_of(text: str, names: Iterable[str]) -> dict[str, float]:
-    """Return the counters of Prometheus with these names, summed over their labels.
+    """Return the Prometheus counters with these names, summed over their labels.
 
-    Counters that the text lacks are left out.
+    Missing counters are left out.
     """
     totals: dict[str, float] = {}
     wanted = set(names)

@@ -1,8 +1,7 @@
-"""A server with the OpenAI API: its description of the model, and its answers to prompts of token
-ids.
+"""Client of a server with the OpenAI API, for descriptions of models and prompts of token ids.
 
-If a request fails for a reason that may pass (refused connections, 429, 5xx, timeouts, answers that
-are cut off), it is sent again within bounds.
+If a request fails for a temporary reason (refused connection, 429, 5xx, timeout, incomplete
+answer), it is sent again, within limits of time and attempts.
 """
 
 import json
@@ -54,12 +53,12 @@ API_KEY = "VEXPORT_API_KEY"
 # Seconds before the second attempt of a request, and the longest wait before a later one.
 _FIRST_WAIT = 0.5
 _LONGEST_WAIT = 20.0
-# Seconds in which the first contact is tried again. The time is short, because the address may be
-# mistyped; later, the server may be restarting.
+# Seconds during which the first contact is retried. This is short, because the address may be
+# mistyped. Later requests are retried longer, because the server may be restarting.
 _FIRST_CONTACT = 5.0
-# Seconds after which the first contact ends, whatever the server sends.
+# Maximum number of seconds for the first contact, even if the server keeps sending.
 _FIRST_CONTACT_ENDS = 15.0
-# A kind of request that the server has never answered ends after so many equal failures.
+# Maximum number of equal failures for a kind of request that the server has never answered.
 _PROBES = 3
 # Seconds between two lines about a server that does not answer.
 _TELL_EVERY = 30.0
@@ -70,21 +69,21 @@ _WITHOUT_SCORES = (
     "leave out --text, and tasks that choose by likelihood (multiple choice, perplexity)"
 )
 _SHOWN = 300
-# The most bytes of an answer: a fixed part, and a part for each token of generated text or of a
-# prompt with 20 log-probabilities.
+# Maximum size of an answer in bytes: a fixed part, and a part for each token of generated text or
+# of a prompt with 20 log-probabilities.
 _ANSWER_BYTES = 4 * MEBIBYTE
 _TEXT_TOKEN_BYTES = 256
 _SCORED_TOKEN_BYTES = 4096
 _MOST_ANSWER_BYTES = 1024 * MEBIBYTE
-# A shorter key would also replace ordinary words of answers.
+# Minimum length of a key that is masked in generated text. Shorter keys would mask ordinary words.
 _SHORTEST_MASKED_KEY = 8
 
 _NEUTRAL: Mapping[str, Json] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-"""Parameters for every request. Without them, vLLM's server uses generation_config.json, which an
-engine on this machine does not.
+"""Parameters for every request. Without them, vLLM's server would use generation_config.json. An
+engine on this machine does not use it.
 """
 _VLLMS = ("skip_special_tokens", "spaces_between_special_tokens")
-"""Parameters of lm-eval that only vLLM knows."""
+"""Parameters from lm-eval that only vLLM supports."""
 MODELS = "a request for the list of models (/models)"
 VERSION = "a request for the version (/version)"
 METRICS = "a request for counters (/metrics)"
@@ -93,14 +92,14 @@ SCORE = "a prompt as token ids with echo and logprobs (/completions)"
 
 
 class UnreachableError(EnvironmentFault):
-    """The server did not answer within bounds (exit 4). Its earlier answers are kept."""
+    """The server did not answer within the limits (exit code 4). Earlier answers are kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedModel:
-    """A server's description of a model; a field is empty or None if the server does not give it.
+    """A server's description of a model. Missing fields are empty or None.
 
-    `root` is the folder or hub id that the server was started with, `version` is vLLM's.
+    `root` is the folder or hub id with which the server was started. `version` is vLLM's version.
     """
 
     name: str
@@ -115,7 +114,10 @@ def is_url(name: str) -> bool:
 
 
 def require_address(url: str) -> None:
-    """Raise InputError for an address with a password or a query, which reports would show."""
+    """Raise InputError for an address without a host, or with a password, query or fragment.
+
+    Reports would show the password.
+    """
     try:
         parts = urlsplit(url)
         has_host = bool(parts.hostname) and parts.port != 0 and bool(httpx.URL(url).host)
@@ -137,11 +139,11 @@ def _ignore(line: str) -> None:
 
 
 class Server:
-    """The server of an endpoint. Several threads may ask it.
+    """Client of an endpoint's server. Several threads may use it at the same time.
 
     `model` is the description of the model at the first contact. `on_retry` receives a line when a
-    request is tried again, at most one line in 30 seconds. `first_wait` is the number of seconds
-    before the second attempt; the wait doubles with each attempt.
+    request is retried, at most one line in 30 seconds. `first_wait` is the number of seconds before
+    the second attempt. The wait doubles with each attempt.
     """
 
     def __init__(
@@ -185,7 +187,7 @@ class Server:
         self._stopped.set()
 
     def require_same(self) -> None:
-        """Raise EnvironmentFault if the server has another model than at first."""
+        """Raise EnvironmentFault if the server has another model than at the first contact."""
         try:
             now = self._described(self.endpoint.retry_seconds, None, version=self.model.version)
             words = "" if now == self.model else self._words(now)
@@ -196,7 +198,7 @@ class Server:
             raise EnvironmentFault(self.endpoint.url, got=got, need="", fix=_KEPT)
 
     def generate(self, prompt: Sequence[int], parameters: Mapping[str, Json]) -> Continuation:
-        """Return the text after a prompt, generated with `parameters` of the completions API."""
+        """Generate a continuation of a prompt, with `parameters` of the completions API."""
         if self.model.version:
             wanted = {**_NEUTRAL, **parameters}
         else:
@@ -216,13 +218,14 @@ class Server:
         )
 
     def score(self, prompt: Sequence[int], top: int, vocabulary: int = MOST_COUNT) -> list[Place]:
-        """Return the log-probabilities of all tokens of a prompt but the first, and of the `top`
-        likeliest tokens at each place.
+        """Return the log-probabilities at all places of a prompt except the first.
+
+        A place contains the prompt's token and the `top` likeliest tokens.
 
         Raises:
             InputError: the server refuses the request.
-            EnvironmentFault: the answer has no log-probabilities, or a token that is not below the
-                size of the `vocabulary`.
+            EnvironmentFault: the answer has no log-probabilities, or a token id that is not below
+                the size of the `vocabulary`.
         """
         asked: dict[str, Json] = {"echo": True, "logprobs": top, "max_tokens": 1, "temperature": 0}
         ids: dict[str, Json] = {"return_tokens_as_token_ids": True} if self.model.version else {}
@@ -242,9 +245,9 @@ class Server:
             ) from None
 
     def metrics(self, names: Iterable[str]) -> dict[str, float]:
-        """Return vLLM's counters of these names, summed over their labels.
+        """Return vLLM's counters with these names, summed over their labels.
 
-        Counters that the server does not have are left out. InputError if it has none at all.
+        Missing counters are left out. Raises InputError if the server refuses the request.
         """
         url = f"{self._root}/metrics"
 
@@ -257,7 +260,7 @@ class Server:
             raise self._refused(METRICS, error) from None
 
     def masked(self, words: str) -> str:
-        """Replace the API key in a server's words."""
+        """Replace the API key in a server's text by `***`."""
         return words.replace(self._key, "***") if self._key else words
 
     def _shown(self, words: str) -> str:
@@ -272,7 +275,7 @@ class Server:
     def _complete(
         self, asked: str, body: dict[str, Json], read: Callable[[Json], T], most_bytes: int
     ) -> T:
-        """Send a request for a completion and return what `read` makes of the answer."""
+        """Send a request for a completion, and return the result of `read` on the answer."""
         url = f"{self._url}/completions"
         content = json.dumps({"model": self.model.name, **body}).encode()
         most_bytes = min(most_bytes, _MOST_ANSWER_BYTES)
@@ -348,10 +351,11 @@ class Server:
         return InputError(self.endpoint.url, got=got, need=need, fix=fix)
 
     def _described(self, seconds: float, ends: float | None, version: str | None) -> ServedModel:
-        """Return the server's description of the chosen model; InputError if there are several.
+        """Return the server's description of the chosen model.
 
-        `version` is the version so far, None at the first contact. A server without a version is
-        not asked for it again.
+        `version` is the version from the first contact, or None at the first contact. The version
+        is not requested again if it was empty. Raises InputError if the server does not have the
+        chosen model, or has several models and none is chosen.
         """
         cards = self._cards(seconds, ends)
         name = self.endpoint.model or (next(iter(cards)) if len(cards) == 1 else None)
@@ -369,7 +373,7 @@ class Server:
         )
 
     def _cards(self, seconds: float, ends: float | None) -> dict[str, ModelCard]:
-        """Return the models that the server lists, or the model of --model if it has no list."""
+        """Return the server's list of models, or the model of --model if there is no list."""
 
         def attempt(limit: float) -> dict[str, ModelCard]:
             return model_cards(
@@ -394,8 +398,9 @@ class Server:
             ) from None
 
     def _version(self, seconds: float, ends: float | None) -> str:
-        """Return vLLM's version; empty for other servers, which have no /version or answer
-        something else.
+        """Return vLLM's version, or an empty string for other servers.
+
+        Other servers have no path /version, or return something else there.
         """
 
         def attempt(limit: float) -> str:

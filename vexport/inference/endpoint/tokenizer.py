@@ -16,7 +16,7 @@ from vexport.inference.options import BASELINE, EngineOptions
 from vexport.records import PROGRESS_DETAIL
 from vexport.scenario import Evaluate
 
-# The files that transformers loads a tokenizer from: vocabularies of all kinds, and settings.
+# Names of files from which transformers loads a tokenizer: vocabularies of all kinds, settings.
 _TOKENIZER_FILE = re.compile(
     r"tokenizer.*\.(json|model)|vocab.*\.(json|txt)|tekken\.json|spiece\.model|sentencepiece.*\.model|.*\.tiktoken"
 )
@@ -28,10 +28,7 @@ _GIVE_TOKENIZER = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServedTokenizer:
-    """The folder of the tokenizer for a server's prompts; `is_trusted` if its own code may run.
-
-    `model` is the server's description of its model, or None if the server was not asked for it.
-    """
+    """Folder of the tokenizer for a server's prompts. If `is_trusted`, its code may run."""
 
     folder: Path
     is_trusted: bool
@@ -41,15 +38,16 @@ class ServedTokenizer:
 def tokenizer_of(
     role: str, url: str, settings: Evaluate, options: EngineOptions, here: Path | None = None
 ) -> ServedTokenizer:
-    """Return the tokenizer for a server's prompts: as given, else `here`, else the server's own.
+    """Return the tokenizer for a server's prompts.
 
-    The server's tokenizer is the folder or the hub model that it was started with. A folder is used
-    only if the server runs on this machine: another machine must not choose among the files here.
-    It does not choose a download either: a hub model is fetched if the server runs on this machine,
-    or if the caller gives the same name (`--model`). A tokenizer that the server names never runs
-    code.
+    The setting `tokenizer` comes first, then the folder `here`. Otherwise it is the server's
+    tokenizer: the folder or hub model with which the server was started. A folder is used only if
+    the server runs on this machine, so that another machine cannot choose local files. A hub model
+    is downloaded only if the server runs on this machine or if `--model` has the same name, so that
+    another machine cannot choose a download. Code of a server's tokenizer never runs.
 
-    Raises InputError if there is no tokenizer, and as `Server` if the server does not answer.
+    Raises InputError if there is no tokenizer, and the errors of `Server` if the server does not
+    answer.
     """
     if settings.tokenizer is None and here is not None:
         return ServedTokenizer(folder=here, is_trusted=options.trust_remote_code)
@@ -66,12 +64,12 @@ def tokenizer_of(
 
 
 def show_retries(role: str, options: EngineOptions) -> Callable[[str], None]:
-    """Return a function that reports that a request to the server is tried again."""
+    """Return a function that reports the retry of a request as progress."""
     return lambda line: options.on_progress(f"{role}: server{PROGRESS_DETAIL}{line}", 0, 1)
 
 
 def _servers_tokenizer(where: str, server: Server) -> Path:
-    """Return the folder of the tokenizer that a server names, fetched if it is on the hub."""
+    """Return the folder of the server's tokenizer. Download it if it is on the hub."""
     url = server.endpoint.url
     name = server.model.root or server.model.name
     shown = visible(clip(server.masked(name), 200))
@@ -101,7 +99,7 @@ def _servers_tokenizer(where: str, server: Server) -> Path:
 
 
 def _chosen_tokenizer(where: str, name: str) -> Path:
-    """Return the folder of --tokenizer, fetched if it is a model of the hub."""
+    """Return the folder of --tokenizer. Download it if it is a model on the hub."""
     folder = user_path(name)
     if folder.is_dir():
         if not _has_tokenizer(folder):
@@ -120,7 +118,7 @@ def _chosen_tokenizer(where: str, name: str) -> Path:
 
 
 def _has_tokenizer(folder: Path) -> bool:
-    """Return whether a folder has a file of a tokenizer."""
+    """Return True if a folder contains a tokenizer's file."""
     try:
         return any(_TOKENIZER_FILE.fullmatch(entry.name) for entry in folder.iterdir())
     except OSError:
@@ -128,7 +126,7 @@ def _has_tokenizer(folder: Path) -> bool:
 
 
 def _is_local(url: str) -> bool:
-    """Return whether the host of an address is this machine, by its name or number."""
+    """Return True if the host of an address is `localhost` or a loopback address."""
     host = urlsplit(url).hostname or ""
     if host == "localhost":
         return True

@@ -1,8 +1,8 @@
-"""`python -m vexport.inference.endpoint.worker REQUEST RESULT`: ask the model behind an address.
+"""`python -m vexport.inference.endpoint.worker REQUEST RESULT`: run prompts on a server's model.
 
-lm-eval's class for vLLM makes the prompts, as for an engine: the prompts are the same token ids.
-lm-eval's own classes for APIs cut prompts, leave out the first token that a tokenizer adds, and end
-answers by other rules.
+lm-eval's class for vLLM makes the prompts, so the token ids are the same as for an engine. lm-eval
+also has classes for APIs. These cut prompts, leave out the first token that a tokenizer adds, and
+end answers by other rules.
 """
 
 import os
@@ -36,13 +36,13 @@ from vexport.inference.text_scores import write_text_scores
 from vexport.records import PROGRESS_DETAIL, OnProgress
 from vexport.version import __version__
 
-# Rows that a model may add to its tokenizer's vocabulary, so that it is a multiple of 64, 128 or
-# more.
+# Allowance for padding. Models may have more embedding rows than the tokenizer has tokens, to make
+# the number of rows a multiple of 64, 128 or more.
 _LEAST_PADDING = 8192
 
 
 def _session(request: SessionRequest) -> SessionResult:
-    """Ask a server everything in the request; an error becomes part of the result."""
+    """Run the whole request on a server. Errors of vexport become part of the result."""
     assert request.endpoint is not None
     result = SessionResult(checkpoint=request.checkpoint, platform=SERVER)
     on_progress = reporter()
@@ -62,7 +62,7 @@ def _session(request: SessionRequest) -> SessionResult:
 
 
 def _show_retries(on_progress: OnProgress) -> Callable[[str], None]:
-    """Return a function that reports that a request is tried again."""
+    """Return a function that reports the retry of a request as progress."""
     return lambda line: on_progress(f"server{PROGRESS_DETAIL}{line}", 0, 1)
 
 
@@ -77,14 +77,14 @@ def _fingerprint(server: Server, request: SessionRequest) -> Fingerprint:
 
 
 def _open_model(server: Server, request: SessionRequest, on_progress: OnProgress) -> EndpointModel:
-    """Return the server's model with the answers that an earlier call kept in `request.output`."""
+    """Return the server's model, with the stored answers of earlier calls in `request.output`."""
     assert request.output is not None
     kept = open_kept_answers(request.output, to_json(_fingerprint(server, request)))
     return EndpointModel(server, kept, on_progress, _largest_vocabulary(request))
 
 
 def _ask_tasks(model: EndpointModel, request: SessionRequest) -> None:
-    """Ask lm-eval's tasks; its files and the fingerprint go to `request.output`."""
+    """Run lm-eval's tasks. Write its files and the fingerprint to `request.output`."""
     assert request.output is not None
     arguments: dict[str, JsonValue] = {
         "pretrained": str(request.checkpoint),
@@ -107,7 +107,7 @@ _read_config = transformers.AutoConfig.from_pretrained
 
 
 def _read_config_if_any(*names: object, **options: object) -> object:
-    """Return the config of a folder; an empty one if the folder has nothing but a tokenizer."""
+    """Return the config of a folder, or an empty config if the folder has only a tokenizer."""
     try:
         return _read_config(*names, **options)
     except (OSError, ValueError):
@@ -115,9 +115,7 @@ def _read_config_if_any(*names: object, **options: object) -> object:
 
 
 def _largest_vocabulary(request: SessionRequest) -> int:
-    """Return a size that the model's vocabulary does not exceed: the tokenizer's, with room for
-    padding.
-    """
+    """Return an upper bound of the model's vocabulary: the tokenizer's size plus padding."""
     try:
         tokenizer = load_tokenizer(request.checkpoint, trust_remote_code=request.trust_tokenizer)
     except InputError as error:
