@@ -1,4 +1,7 @@
-"""The tasks of an evaluation: checked, fetched and added to a request before any engine starts."""
+"""Check and download the tasks of an evaluation, and add them to a request.
+
+All this happens before any engine starts.
+"""
 
 import tempfile
 from collections.abc import Iterator
@@ -62,7 +65,7 @@ def fetch_tasks(settings: Evaluate, options: EngineOptions) -> None:
 
 @contextmanager
 def _tasks_alone(settings: Evaluate, options: EngineOptions) -> Iterator[SessionRequest]:
-    """Yield a request with nothing but the tasks, and remove their files afterwards."""
+    """Yield a request with only the tasks, and remove their files afterwards."""
     with tempfile.TemporaryDirectory(prefix="vexport-tasks-") as name:
         folder = Path(name)
         request = SessionRequest(

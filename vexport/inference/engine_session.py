@@ -1,4 +1,4 @@
-"""Start vLLM on one model in a worker process, and ask it everything in one engine start."""
+"""Start vLLM on one model in a worker process, and run all prompts in one engine start."""
 
 import json
 import logging
@@ -17,8 +17,8 @@ LOG = logging.getLogger(__name__)
 WORKER = "vexport.inference.engine_worker"
 _QUANTIZING = ("quantization", "quantization_config")
 """Arguments of vLLM that quantize a model while it is loaded."""
-# vLLM's messages if such an argument names layers that are quantized already, which few methods
-# allow: resolve_quant_method in vllm/model_executor/layers/quantization/base_config.py.
+# vLLM's messages if such an argument names layers that are quantized already. Few methods allow it:
+# resolve_quant_method in vllm/model_executor/layers/quantization/base_config.py.
 _REQUANTIZES = re.compile(
     r"dequantize_weight|dequantization is only supported|re-?quantiz", re.IGNORECASE
 )
@@ -32,9 +32,9 @@ def run_session(
     vllm_python: Path | None = None,
     on_progress: OnProgress,
 ) -> SessionResult:
-    """Start vLLM on `request.checkpoint` and ask everything in the request.
+    """Start vLLM on `request.checkpoint` and run the whole request.
 
-    The worker's output goes to `log`. `vllm_python` is another interpreter that has vLLM. If vLLM
+    The worker's output goes to `log`. `vllm_python` is another interpreter with vLLM. If vLLM
     refuses the checkpoint, the result has a `failure` of kind "refused". When this function returns
     or raises, all processes of the session have ended.
 
@@ -63,7 +63,10 @@ def run_session(
 
 
 def _accept(result: SessionResult, request: SessionRequest, where: str, log: Path) -> SessionResult:
-    """Return the result, or raise if the session failed and the checkpoint is not at fault."""
+    """Return the result. Raise an error if the session failed for a reason outside the checkpoint.
+
+    If vLLM refuses the checkpoint, there is no error here, and the result contains the failure.
+    """
     if result.problem is not None:
         raise session_error(result.problem)
     if result.failure is None:

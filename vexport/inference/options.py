@@ -1,4 +1,4 @@
-"""How engines are started, and the roles of the two models that are compared. Imports no torch."""
+"""Options for starting engines, and the roles of the two compared models. Imports no torch."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,13 +8,13 @@ from vexport.scenario import Evaluate, Serve
 
 BASELINE = "baseline"
 CANDIDATE = "candidate"
-# The evaluation of a scenario without an `evaluate` section: defaults, and nothing that decides.
+# Evaluation of a scenario without an `evaluate` section: default settings, no tasks and no text.
 NO_EVALUATION = Evaluate.model_construct(kl_prompts=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
-    """How a command starts all its engines."""
+    """Options with which a command starts all its engines."""
 
     serve: Serve
     vllm_python: Path | None

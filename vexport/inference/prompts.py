@@ -1,4 +1,4 @@
-"""Fixed prompts for any model: English if its tokenizer knows English, otherwise seeded tokens."""
+"""Fixed prompts for any model: texts if its tokenizer supports them, or else random tokens."""
 
 import json
 import random
@@ -41,13 +41,14 @@ TEXTS = (
 )
 # With a larger share of unknown tokens, the tokenizer was not made for English text.
 _MOST_UNKNOWN = 0.2
-# Prompts that are continued: each generates 200 tokens, which costs more than log-probabilities.
+# Number of prompts to continue. Generating 200 tokens takes longer than log-probabilities.
 CONTINUED = 6
 _SEED = 20240229
 _TOKENS = 64
 _SEEDED_TOKENS = 48
 _MAX_LENGTH = 512
-# How configs name the longest sequence (vllm/transformers_utils/model_arch_config_convertor.py).
+# Keys of configs for the maximum sequence length
+# (vllm/transformers_utils/model_arch_config_convertor.py).
 _LENGTHS = (
     "max_position_embeddings",
     "n_positions",
@@ -62,9 +63,10 @@ _LENGTHS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompts:
-    """Texts for greedy continuation, and the token ids whose log-probabilities are compared.
+    """Texts for greedy continuation, and token ids for the comparison of log-probabilities.
 
-    If the texts are not `natural` language to the model, their continuations alone show nothing.
+    If `natural` is False, the texts are random tokens, and their continuations alone are no
+    evidence.
     """
 
     natural: bool
@@ -77,9 +79,9 @@ def fixed_prompts(
 ) -> Prompts:
     """Return at most `count` prompts of at most 64 tokens, the same for every export of a model.
 
-    The prompts are `texts` (such as rows of the calibration data), or built-in texts if there are
-    none. The first `CONTINUED` of them are continued. If the tokenizer does not know the texts, the
-    prompts are sequences of its tokens from a fixed seed. Raises InputError if `checkpoint` has no
+    The prompts are `texts` (such as rows of the calibration data), or built-in texts if `texts` is
+    empty. The first `CONTINUED` prompts are for continuation. If the tokenizer does not support the
+    texts, the prompts are random tokens from a fixed seed. Raises InputError if `checkpoint` has no
     tokenizer.
     """
     tokenizer = _tokenizer(checkpoint)
@@ -116,7 +118,7 @@ def _knows(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
 
 
 def _seeded(tokenizer: PreTrainedTokenizerBase, count: int) -> Prompts:
-    """Return seeded sequences over the vocabulary without its special tokens."""
+    """Return random sequences from a fixed seed, without special tokens except a first BOS."""
     special = set(tokenizer.all_special_ids)
     ordinary = sorted(id_ for id_ in tokenizer.get_vocab().values() if id_ not in special)
     source = random.Random(_SEED)
@@ -130,7 +132,7 @@ def _seeded(tokenizer: PreTrainedTokenizerBase, count: int) -> Prompts:
 
 
 def shortest_length(checkpoint: Path, length: int = _MAX_LENGTH) -> int:
-    """Return the smaller of `length` and the model's own limit.
+    """Return the smaller of `length` and the model's maximum sequence length.
 
     vLLM reserves its KV cache for sequences of this length.
     """

@@ -1,4 +1,4 @@
-"""Find the result files of lm-eval, which may be given in place of a model."""
+"""Find result files of lm-eval. The user may give them instead of a model."""
 
 import re
 from pathlib import Path
@@ -6,21 +6,21 @@ from pathlib import Path
 from vexport.files import user_path
 
 STAMP = re.compile(r"(\d{4}-\d{2}-\d{2}T[\d.-]+)\.json$")
-"""The end of a result file's name: lm-eval's date."""
+"""End of a result file's name, with the date from lm-eval."""
 
 
 def is_results(name: str) -> bool:
-    """Return whether the name of a model is a result file of lm-eval, or a folder with one."""
+    """Return True if the name of a model is a result file of lm-eval, or a folder with results."""
     path = user_path(name)
     return not (path / "config.json").exists() and bool(result_files(path))
 
 
 def result_files(path: Path) -> list[Path]:
-    """Return lm-eval's results below a folder, or the results of a run with
-    `--output_path NAME.json`.
+    """Return lm-eval's result files at a path.
 
-    lm-eval writes `results_DATE.json` into a folder for each model, and `NAME_DATE.json` next to
-    NAME.json.
+    In a folder, these are all result files at any depth, such as `results_DATE.json`. For
+    NAME.json, the argument of lm-eval's `--output_path`, they are the files `NAME_DATE.json` next
+    to it. If the path is a result file, the file itself is returned.
     """
     if path.is_dir():
         return [file for file in path.rglob("*.json") if _is_result(file)]

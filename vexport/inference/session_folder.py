@@ -1,4 +1,4 @@
-"""The files of a session with a model, in the folder that has its answers."""
+"""Files of a session with a model, in the folder with the model's answers."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from vexport.outputs.replaceable import is_filled_folder, refuse_others
 
 LOGPROBS = "logprobs.safetensors"
 TEXT_FILE = "text.safetensors"
-"""The log-probability of each token of the text."""
+"""File with the log-probability of each token of the text."""
 ENGINE_LOG = "vllm.log"
 SERVER_LOG = "lm-eval.log"
 
@@ -26,7 +26,7 @@ def recorded(file: Path) -> Path:
 
 
 def clear_session(folder: Path, root: Path) -> None:
-    """Remove the files of an unfinished session, but not the answers that are kept.
+    """Remove the files of an unfinished session, except the kept answers.
 
     `root` is the folder with the manifest. Raises InputError, before anything is removed, if `root`
     has no manifest or if `folder` has files that vexport did not write.

@@ -1,10 +1,10 @@
-"""Load lm-eval's tasks as data, and fetch their documents before any engine starts.
+"""Load lm-eval's tasks as data, and download their documents before any engine starts.
 
-A task may need more than is installed: documents, packages, metrics of the hub, data of NLTK. Such
-a task is an error that names the remedy.
+A task may need documents, packages, metrics from the hub, or data of NLTK. If one of these is
+missing, an error names the remedy.
 
-`python -m vexport.inference.task_data REQUEST.json RESULT.json` is the worker that fetches. It
-imports lm-eval and datasets, but no vLLM.
+`python -m vexport.inference.task_data REQUEST.json RESULT.json` is the worker that downloads. It
+imports lm-eval and datasets, but not vLLM.
 """
 
 import importlib.metadata
@@ -62,13 +62,13 @@ def fetch_task_data(
     vllm_python: Path | None,
     on_progress: OnProgress,
 ) -> None:
-    """Bring the documents of `request.tasks` into the cache, with the lm-eval that will read them.
+    """Download the documents of `request.tasks` into the cache of the lm-eval that will read them.
 
-    Starts no worker if all data are local files and all metrics are usual ones of lm-eval.
+    No worker starts if all data are local files and all metrics are standard metrics of lm-eval.
 
     Raises:
         InputError: a task, its dataset or its metric is wrong.
-        EnvironmentFault: the network, a token, the disk or an offline variable prevents it.
+        EnvironmentFault: the network, a token, the disk or an offline variable prevents a download.
     """
     if any(reads_hub(task) or has_other_metrics(task) for task in request.tasks):
         worker = Worker(
@@ -101,10 +101,10 @@ class _Sandbox(SandboxedEnvironment):
 
 @contextmanager
 def tasks_as_data() -> Iterator[None]:
-    """Inside the block, run nothing of a task's YAML but its templates, in a sandbox.
+    """Inside the block, run no code from a task's YAML, except templates in a sandbox.
 
-    Without the sandbox, a template could reach all of Python. Loading a task raises InputError for
-    a `!function` in a file that does not belong to lm-eval.
+    Without the sandbox, a template could run any Python code. Loading a task raises InputError for
+    a `!function` in a file outside lm-eval.
     """
     from lm_eval import tasks, utils
     from lm_eval.tasks import _yaml_loader
@@ -129,7 +129,7 @@ def tasks_as_data() -> Iterator[None]:
 def task_manager(request: SessionRequest) -> "TaskManager":
     """Return lm-eval's index of tasks.
 
-    lm-eval's own 14,000 files are read only if a task is given by name.
+    The 14,000 files in lm-eval are read only if a task is given by name.
     """
     from lm_eval.tasks import TaskManager
 
@@ -143,16 +143,16 @@ def task_manager(request: SessionRequest) -> "TaskManager":
 def load_tasks(
     request: SessionRequest, manager: "TaskManager", names: Sequence[str]
 ) -> list["Task | Group"]:
-    """Load the tasks, and the outermost groups, which lm-eval aggregates.
+    """Load the tasks and the outermost groups. lm-eval aggregates scores over groups.
 
     Raises:
-        InputError: a task cannot be loaded, or runs Python and is not trusted.
+        InputError: a task cannot be loaded, or runs Python code without trust.
         EnvironmentFault: a package or a metric is missing.
     """
     tasks: list[Task | Group] = []
     trust = request.trust_remote_code
     if trust:
-        os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # which `evaluate` asks for
+        os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # `evaluate` requires it
     for task in names:
         if _settings(task, manager).get("unsafe_code") and not trust:
             got = "it runs Python that the model writes"
@@ -178,7 +178,7 @@ def load_tasks(
 
 
 def _settings(name: str, manager: "TaskManager") -> Mapping[str, object]:
-    """Return the YAML keys of a task that lm-eval knows by name, and nothing for a file."""
+    """Return the YAML keys of a task in lm-eval's index, or an empty mapping for a file."""
     entry = manager.task_index.get(name)
     return (entry.cfg or {}) if entry is not None else {}
 
@@ -187,7 +187,8 @@ def _settings(name: str, manager: "TaskManager") -> Mapping[str, object]:
 def _known_metrics(task_name: str, *, trust: bool) -> Iterator[None]:
     """Inside the block, loading a task raises InputError if a metric is missing or not trusted.
 
-    A metric from outside lm-eval is code. lm-eval itself fails only when it computes the score.
+    A metric from outside lm-eval is code. Without this check, lm-eval would fail only when it
+    computes the score.
     """
     from lm_eval.api import task
 
@@ -207,7 +208,10 @@ def _known_metrics(task_name: str, *, trust: bool) -> Iterator[None]:
 
 
 def missing(error: Exception, task: str) -> EnvironmentFault | None:
-    """Return the missing package or metric that made a task fail to load, None if there is none."""
+    """Return an error that names the missing package or metric of a task that failed to load.
+
+    Returns None if `error` has another cause.
+    """
     where = f"task {task}"
     if isinstance(error, ModuleNotFoundError) and error.name:
         module = error.name.partition(".")[0]
@@ -228,7 +232,10 @@ def missing(error: Exception, task: str) -> EnvironmentFault | None:
 
 
 def _requirement(module: str) -> str:
-    """Return the extra of lm-eval with the module (`'lm-eval[ifeval]'`), or the module's name."""
+    """Return the requirement that installs a module.
+
+    This is lm-eval's extra with the module (`'lm-eval[ifeval]'`), or else the module's name.
+    """
     for line in importlib.metadata.requires("lm_eval") or ():
         named = _EXTRA.match(line)
         if named and named["package"].replace("-", "_") == module:
@@ -240,9 +247,9 @@ def _requirement(module: str) -> str:
 def explained_downloads(
     on_progress: OnProgress, done: int, total: int, folders: Sequence[Path] = ()
 ) -> Iterator[None]:
-    """Inside the block, report lm-eval's downloads, and turn faults of the hub into our errors.
+    """Inside the block, report lm-eval's downloads, and convert faults of the hub to VexportErrors.
 
-    Local files are also looked for at or below the tasks' `folders`.
+    Local files are also searched for in the tasks' `folders`, at any depth.
     """
     from lm_eval.api.task import ConfigurableTask
 
@@ -264,8 +271,8 @@ def explained_downloads(
             revision = kwargs.get("revision")
             name = HubName(id=dataset, revision=str(revision) if revision else None)
             if is_network_error(error) and (copy := downloaded(name)) is not None:
-                # `datasets` itself finds only what it has read before, not what `hf download` has
-                # brought.
+                # Offline, `datasets` finds only data that it has read before. It does not find
+                # files from `hf download`.
                 with replaced(self, "DATASET_PATH", copy):
                     original(
                         self, {key: value for key, value in kwargs.items() if key != "revision"}
@@ -281,8 +288,9 @@ def explained_downloads(
 
 @contextmanager
 def generating_tasks_only() -> Iterator[None]:
-    """Inside the block, tasks that score given texts raise NoThinkingError before they download
-    their documents.
+    """Inside the block, tasks that score given texts raise NoThinkingError.
+
+    They raise it before they download their documents.
     """
     from lm_eval.api.task import ConfigurableTask
 
@@ -298,9 +306,9 @@ def generating_tasks_only() -> Iterator[None]:
 
 
 def _found(value: object, task: str, folders: Sequence[Path]) -> object:
-    """Return the paths of local document files.
+    """Return the paths of local document files, searched for in the current and the tasks' folders.
 
-    They are relative to the current folder, or lie at or below the tasks' folders.
+    Raises InputError if a file is in none of these folders.
     """
     if isinstance(value, dict):
         return {name: _found(each, task, folders) for name, each in value.items()}
@@ -317,7 +325,7 @@ def _found(value: object, task: str, folders: Sequence[Path]) -> object:
 
 
 def _problems(request: SessionRequest) -> list[InputProblem]:
-    """Return the problems with the tasks' data, each only once."""
+    """Return the problems with the tasks' data, without duplicates."""
     problems: dict[InputProblem, None] = {}
     try:
         problems.update((input_problem(error), None) for error in _fetch(request, reporter()))
@@ -327,7 +335,7 @@ def _problems(request: SessionRequest) -> list[InputProblem]:
 
 
 def _fetch(request: SessionRequest, report: OnProgress) -> Iterator[VexportError]:
-    """Build every task once, which downloads its documents, and yield the errors."""
+    """Build every task once to download its documents, and yield the errors."""
     if importlib.util.find_spec("lm_eval") is None:
         fix = "install it there with `pip install lm-eval`"
         raise EnvironmentFault(sys.executable, got="lm-eval is missing", need="", fix=fix)
@@ -355,7 +363,7 @@ def _fetch(request: SessionRequest, report: OnProgress) -> Iterator[VexportError
 
 
 def _without_answers(loaded: "list[Task | Group]") -> Iterator[InputError]:
-    """Yield an error for every task that scores given texts: these do not begin with thinking."""
+    """Yield an error for every task that scores given texts, because it generates no thinking."""
     for entry in loaded:
         for task in entry.get_all_tasks() if hasattr(entry, "get_all_tasks") else [entry]:
             if task.OUTPUT_TYPE != "generate_until":
@@ -365,9 +373,9 @@ def _without_answers(loaded: "list[Task | Group]") -> Iterator[InputError]:
 def _data_problem(
     settings: Mapping[str, object], report: OnProgress, folders: Sequence[Path]
 ) -> Iterator[VexportError]:
-    """Yield the error of the documents of a task that cannot be loaded.
+    """Yield an error if the documents of a task cannot be downloaded.
 
-    So all errors of a task are reported at once.
+    This is for a task that cannot be loaded, so that all its errors are reported at once.
     """
     from lm_eval.api.task import ConfigurableTask
     from lm_eval.config.task import TaskConfig
@@ -386,10 +394,11 @@ def _data_problem(
 
 
 def _nltk_problem(task: str, before: Collection[str]) -> Iterator[EnvironmentFault]:
-    """Yield an error for a task that needs NLTK's punkt_tab if it is missing.
+    """Yield an error if a task needs NLTK's punkt_tab and it is missing.
 
-    Only modules that were imported after `before` are examined. Without a network, NLTK's own
-    download fails silently, and the task fails after all answers have come.
+    `before` are the names of the modules imported before the task. Only newer modules are examined.
+    Without a network, NLTK's download fails silently, and the task would fail after the model has
+    answered all prompts.
     """
     new = [module for name, module in [*sys.modules.items()] if name not in before]
     # hasattr would import lazy modules.

@@ -1,8 +1,8 @@
-"""Turn the tasks that the user names into tasks that lm-eval can run from any folder.
+"""Convert the user's tasks to tasks that lm-eval can run from any folder.
 
-A task is a name that lm-eval knows or a YAML file, of a task or of a group of tasks. YAML files are
-read here without running anything, their includes merged, their data files made absolute, and
-written into the run's own folder.
+A task is the name of a task in lm-eval, or a YAML file with a task or a group of tasks. YAML files
+are read here without running any code. Includes are merged, and paths of data files are made
+absolute. The result is written into the run's folder.
 """
 
 import difflib
@@ -32,15 +32,15 @@ TRUST = "add --trust-remote-code if you trust the file"
 REQUIRED_KEYS = ("task", "dataset_path")
 GROUP_KEYS = ("group", "group_alias", "task", "aggregate_metric_list", "metadata", "tag")
 GROUP_SUFFIX = ".group.yaml"
-"""The end of a group's file: lm-eval 0.4.13 cannot be given a group's file, only its folder and
-name.
+"""Suffix of a group's file. lm-eval 0.4.13 does not accept a group's file, but only the group's
+folder and name.
 """
 FILE_FORMATS = {"json", "csv", "parquet", "arrow", "text", "xml", "webdataset", "hdf5"}
-"""The `dataset_path` of documents that lie in `data_files` (datasets/packaged_modules)."""
+"""Values of `dataset_path` for documents in `data_files` (datasets/packaged_modules)."""
 MOST_INCLUDES = 50
-"""The most files that a task's file includes, directly or through other files."""
+"""Maximum number of includes of a task's file, directly or through other files."""
 PICKLED = "pandas"
-"""The `dataset_path` of files that older versions of datasets unpickle."""
+"""Value of `dataset_path` for files that older versions of datasets unpickle."""
 EVALUATION_SPLITS = ("test_split", "validation_split")
 METRICS = {
     "loglikelihood": ("acc", "perplexity"),
@@ -71,12 +71,14 @@ def resolve_tasks(
     include_paths: Sequence[Path] = (),
     trust_remote_code: bool = False,
 ) -> tuple[str, ...]:
-    """Return the names and YAML files for lm-eval. Files are written to
-    `folder`/<task>/<task>.yaml.
+    """Return the names and YAML files to pass to lm-eval.
 
-    Raises InputError, for all tasks at once, if a file is missing or broken, lacks a key or its
-    data, or has a `!function` tag without `trust_remote_code`, if lm-eval does not know a name, and
-    if a name is given twice.
+    Files are written to `folder`/<task>/<task>.yaml.
+
+    Raises:
+        InputError: for all tasks at once. A file is missing or broken, lacks a key or its data, or
+            has a `!function` tag without `trust_remote_code`. A name is not a task of lm-eval, or
+            is given twice.
     """
     resolved = attempt_all(
         (task, partial(_resolve, task, folder, include_paths, trust_remote_code)) for task in tasks
@@ -94,9 +96,9 @@ def resolve_tasks(
 
 
 def named_in_files(tasks: Sequence[str], *, trust_remote_code: bool) -> dict[str, str]:
-    """Return the names of the tasks and groups that are YAML files, by the path of the file.
+    """Return the names of the tasks and groups in YAML files, by the files' paths.
 
-    Raises InputError for a file that is no task's YAML.
+    Raises InputError for a file that is not the YAML of a task.
     """
     names: dict[str, str] = {}
     for task in tasks:
@@ -109,10 +111,9 @@ def named_in_files(tasks: Sequence[str], *, trust_remote_code: bool) -> dict[str
 
 
 def require_generating(specs: Sequence[str]) -> None:
-    """Raise InputError for a resolved YAML file with a task that scores given texts instead of
-    generating.
+    """Raise InputError if a resolved YAML file has a task that scores given texts.
 
-    Tasks by name are looked at when lm-eval loads them.
+    Such a task generates nothing. Tasks given by name are checked when lm-eval loads them.
     """
     files = [Path(spec) for spec in specs if Path(spec).is_file()]
     configs = [config for file in files for config in _resolved(file)]
@@ -126,7 +127,7 @@ def require_generating(specs: Sequence[str]) -> None:
 
 
 class NoThinkingError(InputError):
-    """`enable_thinking` for a task that scores given texts."""
+    """`enable_thinking` is set for a task that scores given texts."""
 
 
 def thinking_error(task: str, output_type: str) -> NoThinkingError:
@@ -143,7 +144,7 @@ def thinking_error(task: str, output_type: str) -> NoThinkingError:
 def _resolve(
     task: str, folder: Path, include_paths: Sequence[Path], trust: bool
 ) -> tuple[str, str]:
-    """Return a task's own name, and its name or file for lm-eval."""
+    """Return a task's name, and the name or file to pass to lm-eval."""
     path = Path(task)
     if path.suffix not in (".yaml", ".yml") and not path.is_file():
         require_known(task, include_paths)
@@ -168,7 +169,7 @@ def _resolve(
 
 
 def _inlined(path: Path, config: Config, trust: bool) -> Config:
-    """Return a group with the keys of its tasks written into it; lm-eval accepts this form."""
+    """Return a group's keys with the keys of its tasks inlined, a form that lm-eval accepts."""
     name = config.get("group")
     if not isinstance(name, str) or Path(name).name != name:
         need, fix = "the group's name, fit for a file", "add the key group"
@@ -248,7 +249,7 @@ def _metrics(config: Config) -> Iterator[str]:
 
 
 def _unknown_metrics(path: Path, config: Config) -> Iterator[InputError]:
-    """Yield an error for each metric that lm-eval would silently leave out of the scores."""
+    """Yield an error for each metric that lm-eval would silently skip."""
     output_type = str(config.get("output_type"))
     known = METRICS.get(output_type, ())
     for metric in _metrics(config) if known and "process_results" not in config else ():
@@ -259,7 +260,7 @@ def _unknown_metrics(path: Path, config: Config) -> Iterator[InputError]:
 
 
 def reads_hub(spec: str) -> bool:
-    """Return True if a resolved task, or a task of a group, has documents outside this machine."""
+    """Return True if a resolved task, or a task in a group, has documents outside this machine."""
     return not Path(spec).is_file() or not all(
         is_local_dataset(str(config.get("dataset_path")), config.get("dataset_kwargs"))
         for config in _resolved(Path(spec))
@@ -267,9 +268,7 @@ def reads_hub(spec: str) -> bool:
 
 
 def has_other_metrics(spec: str) -> bool:
-    """Return True if a resolved task scores generated text with a metric that lm-eval may not
-    provide.
-    """
+    """Return True if a resolved task scores generated text by a metric that lm-eval may lack."""
     return Path(spec).is_file() and any(
         metric != "exact_match"
         for config in _resolved(Path(spec))
@@ -279,7 +278,7 @@ def has_other_metrics(spec: str) -> bool:
 
 
 def _resolved(path: Path) -> list[Config]:
-    """Return the keys of the task in a resolved file, or of each task of a group."""
+    """Return the keys of the task in a resolved file, or the keys of each task in a group."""
     config = parse_task(path, trust=True)
     members = config["task"] if isinstance(config.get("task"), list) else [config]
     assert isinstance(members, list)
@@ -301,11 +300,10 @@ def _texts(value: object) -> Iterator[str]:
 
 
 def is_foreign_code(metric: str) -> bool:
-    """Return True if `evaluate.load` (evaluate/loading.py) would import a local file, or code from
-    an account of the hub.
+    """Return True if `evaluate.load` would import a local file, or code from a hub account.
 
-    A plain name is a metric of lm-eval or of the account of `evaluate`, unless a folder here has
-    that name.
+    A plain name is a metric of lm-eval or of the hub account of `evaluate`, unless the current
+    folder has a folder with that name. See evaluate/loading.py.
     """
     return "/" in metric or metric.endswith(".py") or Path(metric, f"{metric}.py").is_file()
 
@@ -320,11 +318,11 @@ class _Function:
 
 
 class _Loader(BoundedLoader):
-    """Loads YAML without Python; a `!function` tag becomes a `_Function`."""
+    """YAML loader that runs no Python. A `!function` tag becomes a `_Function`."""
 
 
 class TaskDumper(yaml.SafeDumper):
-    """Writes `!function` tags."""
+    """YAML dumper that writes each `_Function` as a `!function` tag."""
 
 
 def _function(loader: BoundedLoader, node: yaml.Node) -> _Function:
@@ -338,9 +336,9 @@ TaskDumper.add_representer(
 
 
 def read_task(path: Path, trust: bool, above: tuple[Path, ...] = ()) -> Config:
-    """Return the keys of a file, merged over the keys of its includes, with absolute paths.
+    """Return the keys of a file with absolute paths. They override the keys of its includes.
 
-    The files in `above` include this file. Raises InputError for a cycle, and for more than
+    `above` are the files that include this file. Raises InputError for a cycle, and for more than
     `MOST_INCLUDES` includes.
     """
     return _TaskFiles(trust=trust).read(path, above)
@@ -348,14 +346,14 @@ def read_task(path: Path, trust: bool, above: tuple[Path, ...] = ()) -> Config:
 
 @dataclass(slots=True)
 class _TaskFiles:
-    """The files of one task, each parsed once, and the number of includes that were followed."""
+    """Parsed files of one task, and the number of includes so far. Each file is parsed once."""
 
     trust: bool
     parsed: dict[Path, Config] = field(default_factory=dict)
     includes: int = 0
 
     def read(self, path: Path, above: tuple[Path, ...]) -> Config:
-        """Return the keys of a file and its includes, as `read_task`."""
+        """Return the keys of a file and its includes; see `read_task`."""
         file = resolved(path)
         if file in above:
             raise InputError(
@@ -379,9 +377,9 @@ class _TaskFiles:
 
 
 def task_files(path: Path) -> list[Path]:
-    """Return the files that a task reads: its YAML, includes, tasks of a group, documents and code.
+    """Return a task's input files: its YAML, includes, tasks of a group, documents and code.
 
-    Files that cannot be read are not an error here.
+    A file that cannot be parsed is returned without its includes.
     """
     found: dict[Path, None] = {}
     waiting = [path]
@@ -426,9 +424,9 @@ def _matching(pattern: Path) -> list[Path]:
 
 
 def parse_task(path: Path, trust: bool) -> Config:
-    """Return a file's own keys.
+    """Return the keys in a file, without the keys of its includes.
 
-    Raises InputError if the file is no YAML mapping, or has `!function` without `trust`.
+    Raises InputError if the file is not a YAML mapping, or has `!function` without `trust`.
     """
     need = "a task's YAML"
     config = load_yaml(path, need, _Loader)
@@ -442,7 +440,7 @@ def parse_task(path: Path, trust: bool) -> Config:
 
 
 def with_absolute_paths(config: Config, base: Path) -> Config:
-    """Make `data_files`, `data_dir` and a dataset folder absolute; URLs stay."""
+    """Make `data_files`, `data_dir` and a dataset folder absolute. Keep URLs."""
 
     def absolute(value: object) -> object:
         if isinstance(value, dict):
@@ -475,7 +473,7 @@ def _functions(value: object) -> Iterator[_Function]:
 
 
 def named_modules(config: Config) -> Iterator[Path]:
-    """Return the Python files of the `!function` tags that lie next to their YAML."""
+    """Return the Python files of `!function` tags, if they are next to the YAML file."""
     files = (tag.folder / f"{tag.name.rpartition('.')[0]}.py" for tag in _functions(config))
     return (file for file in files if file.is_file())
 
@@ -483,7 +481,8 @@ def named_modules(config: Config) -> Iterator[Path]:
 def require_known(name: str, include_paths: Sequence[Path]) -> None:
     """Raise InputError if `name` is not in the YAML files that lm-eval indexes.
 
-    lm-eval is not imported. If it is not installed next to vexport, the worker checks the name.
+    This does not import lm-eval. If lm-eval is not installed in vexport's environment, the worker
+    checks the name.
     """
     package = find_spec("lm_eval")
     if package is None or package.submodule_search_locations is None:

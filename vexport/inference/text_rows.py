@@ -23,11 +23,12 @@ def read_rows(
     trust_tokenizer: bool,
     shows_notes: bool,
 ) -> Rows:
-    """Return the rows of the text of `settings`; none if `settings` have no text.
+    """Return the rows of the text in `settings`, or an empty tuple if there is no text.
 
-    A row is as long as `settings` say, or as the longest sequence: `longest`, or else the limit of
-    the model in the folder `tokenizer`. The rest of the text after the last whole row is left out,
-    unless there is no whole row. Notes about the text are logged if `shows_notes`.
+    A row has `settings.text_tokens` tokens, or fewer if the maximum sequence length requires it.
+    The maximum is `longest`, or by default the limit of the model in the folder `tokenizer`. The
+    incomplete row at the end is left out, unless all rows are incomplete. If `shows_notes`, notes
+    about the text are logged.
     """
     if settings.text is None:
         return ()
@@ -51,5 +52,5 @@ def read_rows(
 
 
 def beginnings(rows: Rows) -> Rows:
-    """Return the beginning of each row, where whole vocabularies are compared and drafts start."""
+    """Return the first tokens of each row, for comparing whole vocabularies and for drafts."""
     return tuple(row[:KL_TOKENS] for row in rows)

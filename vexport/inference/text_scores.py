@@ -1,4 +1,4 @@
-"""Write what a model makes of the rows of a held-out text, as `Answers` reads it."""
+"""Write a model's scores for the rows of a held-out text, in the form that `Answers` reads."""
 
 import math
 from collections.abc import Sequence
@@ -15,12 +15,13 @@ from vexport.inference.model import Model, Place, TokenIds
 def write_text_scores(
     model: Model, rows: Sequence[TokenIds], file: Path, logprobs_file: Path | None = None
 ) -> None:
-    """Write the cost of each token of the rows but the first, and the likeliest token at its place.
+    """Write the cost of each token, and the likeliest token at the token's place.
 
-    `file` becomes a safetensors file with `nll.0` (float32, nats) and `likeliest.0` (int64), both
-    of shape (len(row) - 1,), and so on for each row. `logprobs_file` is for a model that gives only
-    the log-probabilities of the likeliest tokens: it receives those of each row's beginning, as a
-    matrix `prompt.0` (positions, tokens) with NaN for all other tokens.
+    The first token of each row has no cost. `file` becomes a safetensors file with `nll.0`
+    (float32, nats) and `likeliest.0` (int64), both of shape (len(row) - 1,), and so on for each
+    row. `logprobs_file` is for a model that returns log-probabilities only for the likeliest
+    tokens. It receives the log-probabilities at each row's beginning, as a matrix `prompt.0`
+    (positions, tokens) with NaN for all other tokens.
     """
     scores: dict[str, torch.Tensor] = {}
     logprobs: dict[str, torch.Tensor] = {}

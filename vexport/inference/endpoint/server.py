@@ -428,7 +428,7 @@ class Server:
 
         `attempt` receives its time limit. Attempts begin and end within `seconds` after the first
         failure, and before the moment `ends`. If the server has never answered this kind of
-        request, three equal failures end it.
+        request, the third equal failure is final.
         """
         failures: Counter[str] = Counter()
         wait = self._first_wait
@@ -463,9 +463,7 @@ class Server:
             return answer
 
     def _impossible(self, asked: str, words: str) -> UnreachableError:
-        """Return the error for a kind of request that the server never answered and that fails for
-        good.
-        """
+        """Return the error for a kind of request that the server has never answered."""
         fix = "look at the server's log"
         if asked == SCORE:
             fix += f"; or {_WITHOUT_SCORES}"
@@ -481,7 +479,10 @@ class Server:
             )
 
     def _send(self, url: str, body: bytes | None, seconds: float, most_bytes: int) -> Reply:
-        """Send a request and return the reply; PassingError if there is none."""
+        """Send a request and return the reply.
+
+        Raises PassingError if there is no reply, and UnreachableError for a bad certificate.
+        """
         try:
             return self._client.send(url, body, seconds=seconds, most_bytes=most_bytes)
         except CertificateError as error:
