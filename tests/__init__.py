@@ -1,4 +1,4 @@
-"""The tests run next to each other: none takes more than one core, whatever imports torch first."""
+"""Tests of vexport. They run in parallel processes, so each test uses at most one core."""
 
 import os
 

@@ -15,16 +15,15 @@ CASES = 5
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--quick`: no vLLM, nothing slow, a sample of cases; `--whole`: every record of what vLLM
-    answers.
-    """
+    """Add `--quick` (no vLLM, nothing slow, some cases) and `--whole` (all records of vLLM)."""
     parser.addoption("--quick", action="store_true")
     parser.addoption("--whole", action="store_true")
 
 
 def pytest_configure() -> None:
-    """Commands that tests start hear SIGINT, to which a shell's background is deaf, and end without
-    vLLM.
+    """Let commands that tests start receive SIGINT, which a shell's background jobs ignore.
+
+    The commands also do not verify their output with vLLM.
     """
     for number in (signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_IGN:
@@ -33,8 +32,9 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Files that start engines come first: a worker takes a file at a time and should end with
-    short ones.
+    """Run files that start engines first.
+
+    A pytest worker runs a whole file at a time, so short files should be last.
     """
     if config.getoption("quick"):
         items[:] = quick(items)
@@ -61,9 +61,9 @@ def quick(items: list[pytest.Item]) -> list[pytest.Item]:
 
 @pytest.fixture(scope="session", autouse=True)
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Workers are forked from a process that has imported vLLM, once the first one is started.
+    """Fork workers from a process that has imported vLLM, after the first worker started.
 
-    It is one for all of pytest's processes.
+    All processes of pytest share it.
     """
     root = tmp_path_factory.getbasetemp()
     with pytest.MonkeyPatch.context() as patch:
@@ -75,15 +75,13 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def own_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models compute as torch does in their own dtype: for what a whole model must equal to the
-    last bit.
-    """
+    """Let models compute in their dtype like torch, for tests of equality to the last bit."""
     monkeypatch.setattr("vexport.calibration.capture.widens", lambda device: False)
 
 
 @pytest.fixture(scope="module")
 def own_products_in_module() -> Iterator[None]:
-    """The same for what a module's tests share."""
+    """The same as `own_products`, for the shared fixtures of a module."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("vexport.calibration.capture.widens", lambda device: False)
         yield
@@ -102,7 +100,7 @@ def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def good(tmp_path_factory: pytest.TempPathFactory, llama: Path, calibration: Path) -> Good:
-    """The micro Llama quantized in the scheme of a name; read it, never write to it."""
+    """Return the micro Llama quantized in the scheme with this name. Never write to its folder."""
     root = tmp_path_factory.mktemp("good")
 
     def quantized(scheme: str) -> Path:

@@ -1,5 +1,6 @@
-"""Processes forked from one that has imported what `quantize` imports, which takes seconds of a
-core.
+"""Fork processes that have already imported the modules of `quantize`.
+
+The imports take seconds of processor time.
 """
 
 import multiprocessing
@@ -29,14 +30,14 @@ def start(
     *arguments: object,
     environment: Mapping[str, str] | None = None,
 ) -> BaseProcess:
-    """Start a function; what it prints goes to `log`."""
+    """Start a function in a forked process. Its output goes to `log`."""
     process = CONTEXT.Process(target=_run, args=(log, environment or {}, run, arguments))
     process.start()
     return process
 
 
 def finish(process: BaseProcess, log: Path) -> str:
-    """The output of a process that must come to a good end."""
+    """Return the output of a process, which must succeed."""
     process.join(300)
     text = log.read_text()
     assert process.exitcode == 0, text

@@ -1,6 +1,4 @@
-"""Micro models with random weights, saved as real checkpoints; what tests do with them again and
-again.
-"""
+"""Micro models with random weights, saved as real checkpoints, and common operations on them."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -74,8 +72,9 @@ WORDS = tuple(f"w{number}" for number in range(4, VOCABULARY))
 
 
 def write_tokenizer(folder: Path, words: Iterable[str] = WORDS) -> None:
-    """Whole words behind the special ones; by themselves such that no English text can be
-    encoded.
+    """Write a tokenizer with special tokens and whole words.
+
+    By default its words cannot encode English text.
     """
     vocabulary = {
         word: number for number, word in enumerate(("<pad>", "<s>", "</s>", "<unk>", *words))
@@ -102,10 +101,10 @@ def write_calibration(
 
 
 def quantize(source: Path, out: Path, scheme: str, *options: object) -> Path:
-    """Quantize a checkpoint, which must succeed, to `out`: to nearest and as it is, unless told
-    otherwise.
+    """Quantize a checkpoint to `out`, which must succeed.
 
-    Without the dry load, which the tests that want one ask for.
+    The defaults are rounding to nearest and no smoothing. There is no dry load; tests that need it
+    start it.
     """
     plain = {"--rounding": "nearest", "--smoothing": "0"}
     added = [word for name, value in plain.items() if name not in options for word in (name, value)]
@@ -136,8 +135,9 @@ def save_w4a8_in_bytes(source: Path, out: Path) -> Path:
 
 
 def dequantized(folder: Path, layer: str) -> torch.Tensor:
-    """A layer's weight (out, in) by compressed-tensors, from the files of a checkpoint of one group
-    alone.
+    """Return a layer's weight (out, in), dequantized by compressed-tensors.
+
+    The checkpoint must have only one config group.
     """
     config = json.loads((folder / "config.json").read_text())["quantization_config"]
     (raw,) = config["config_groups"].values()
@@ -155,7 +155,7 @@ def dequantized(folder: Path, layer: str) -> torch.Tensor:
 
 
 def problems(folder: Path) -> list[Finding]:
-    """All findings on a checkpoint but the one that micro models have no tokenizer."""
+    """Return all findings on a checkpoint, except that micro models have no tokenizer."""
     found = check_checkpoint(str(folder)).findings
     return [
         each

@@ -1,6 +1,4 @@
-"""Every plug-in file is in its folder's table, and the generated tables are those of what is
-installed.
-"""
+"""Every plug-in file is in its folder's table, and generated tables match installed packages."""
 
 import gc
 import importlib.util

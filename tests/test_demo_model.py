@@ -1,6 +1,4 @@
-"""The committed demo: made by its scripts, indistinguishable variants, tasks and data that fit
-together.
-"""
+"""The committed demo: made by its scripts, similar variants, and matching tasks and data."""
 
 import json
 import subprocess

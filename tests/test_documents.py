@@ -1,4 +1,4 @@
-"""The README and the pages say what the commands, schemes, scenarios, observers and files are."""
+"""The README and the pages match the commands, schemes, scenarios, observers and files."""
 
 import ast
 import re

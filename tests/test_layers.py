@@ -1,4 +1,4 @@
-"""Imports go one way, what is slow is imported late, and vLLM only in its worker."""
+"""Imports go one way, slow imports are late, and only the worker imports vLLM."""
 
 import ast
 import subprocess
@@ -100,7 +100,7 @@ def test_no_two_rooms_import_each_other() -> None:
 
 @cache
 def all_imports() -> list[tuple[str, Path, str, bool]]:
-    """(part, module, what it imports, whether inside a function)."""
+    """Return (part, module, imported module, whether inside a function)."""
     return [
         (part, path, name, late)
         for part, path in modules()

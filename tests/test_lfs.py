@@ -1,4 +1,4 @@
-"""A Git LFS pointer in the place of a file is called one, by every command and before any work."""
+"""Every command detects a Git LFS pointer in place of a file, before any work."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Commands where extras are missing, what is declared, what the wheel has."""
+"""Commands with missing extras, declared dependencies, and contents of the wheel."""
 
 import ast
 import json
@@ -117,9 +117,7 @@ def test_commands_of_the_wheel_work_without_extras_or_name_the_one_they_need(
 
 
 def declared(extra: str) -> Iterator[str]:
-    """What an extra brings, those that it names with it; without a name what the plain installation
-    has.
-    """
+    """Return the packages of an extra, with nested extras, or of the plain installation."""
     texts = PROJECT["optional-dependencies"][extra] if extra else PROJECT["dependencies"]
     for requirement in map(Requirement, texts):
         if requirement.name == PROJECT["name"]:

@@ -1,4 +1,4 @@
-"""The commands as functions: they do what the command line does, and return what it prints."""
+"""The functions of the API do the same as the commands, and return their results."""
 
 import json
 import subprocess
@@ -100,7 +100,10 @@ def test_functions_that_need_no_extra_load_none(module: str) -> None:
 
 
 def test_functions_have_the_arguments_of_their_commands() -> None:
-    """Themselves or in a type that they take; but for what is printed, how, and how it exits."""
+    """Arguments may also be fields of a type that the function accepts.
+
+    Options for output, its format and the exit code are excepted.
+    """
     printed = {"format_", "answer_file", "quiet", "verbose", "debug", "every", "strict"}
     renamed = {
         "cards": "gpu",

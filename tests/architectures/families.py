@@ -75,13 +75,13 @@ Draft = Literal["single", "stacked", "dense", "next", "ernie", "nemotron"]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A model type of transformers with micro sizes; `towers` are the nested configs of a
-    multimodal one.
+    """A model type of transformers with micro sizes.
 
-    `without` are the usual values that this type does not take. `draft` adds a draft layer of
-    Qwen's names (`mtp.layers.0.`), whose experts are each in their own tensors ("single") or all in
-    one ("stacked"), or which is the first decoder layer ("dense"); one of DeepSeek's
-    (`model.layers.N.`, "next"); or of Ernie's (`model.mtp_block.0.`) and Nemotron's names.
+    `towers` are the nested configs of a multimodal type. `without` are usual config values that
+    this type does not accept. `draft` adds a draft layer. With Qwen's names (`mtp.layers.0.`), the
+    draft layer's experts are in separate tensors ("single") or in one tensor ("stacked"), or it
+    copies the first decoder layer ("dense"). Other values use the names of DeepSeek
+    (`model.layers.N.`, "next"), Ernie (`model.mtp_block.0.`) and Nemotron.
     """
 
     model_type: str
@@ -92,7 +92,7 @@ class Family:
     draft: Draft | None = None
 
     def config(self, **changes: object) -> PretrainedConfig:
-        """The micro configuration; `changes` go to the language model."""
+        """Return the micro configuration. `changes` apply to the language model."""
         usual = {key: value for key, value in TEXT.items() if key not in self.without}
         if self.draft in ("dense", "next", "ernie", "nemotron"):
             usual["num_nextn_predict_layers"] = 1
@@ -242,8 +242,9 @@ FAMILIES: Mapping[str, Family] = {
 def hub_tensors(
     config: PretrainedConfig, device: str = "cpu"
 ) -> tuple[str, dict[str, torch.Tensor]]:
-    """(class name, tensors) of a new model as the hub stores them, experts one by one where it
-    does.
+    """Return (class name, tensors) of a new model as stored on the hub.
+
+    Experts are in separate tensors if the hub's checkpoints store them separately.
     """
     auto = (
         AutoModelForImageTextToText if "vision_config" in config.to_dict() else AutoModelForCausalLM
@@ -267,9 +268,7 @@ def hub_tensors(
 
 
 def draft_layer(tensors: Mapping[str, torch.Tensor], kind: Draft) -> dict[str, torch.Tensor]:
-    """A draft layer: a copy of a decoder layer with attention, and what joins embedding and
-    state.
-    """
+    """Return a draft layer: a copy of a decoder layer with attention, and its input projection."""
     last = [name for name in tensors if name.endswith(".o_proj.weight")][
         0 if kind in ("dense", "ernie") else -1
     ]
@@ -315,7 +314,7 @@ def _layer(tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, torch.
 
 
 def single_experts(layer: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A layer's tensors with the experts' projections one by one."""
+    """Return a layer's tensors with each expert's projections in separate tensors."""
     found = {name: value for name, value in layer.items() if name not in STACKED}
     for name in STACKED & layer.keys():
         leaves = ("down_proj",) if "down_proj" in name else ("gate_proj", "up_proj")
@@ -326,8 +325,9 @@ def single_experts(layer: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]
 
 
 def stacked_experts(layer: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A layer's tensors with the experts' gate and up projections in one and their downs in
-    another.
+    """Return a layer's tensors with the experts' gate and up projections in one tensor.
+
+    The down projections are in a second tensor.
     """
     experts = [
         name.removesuffix("gate_proj.weight") for name in layer if SINGLE_GATE.fullmatch(name)

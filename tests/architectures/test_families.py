@@ -1,6 +1,4 @@
-"""Every family of architectures: what is fused and kept, what is written, that vLLM's loaders take
-it.
-"""
+"""For every family: fused and kept layers, written tensors, and a load with vLLM's loaders."""
 
 import json
 import re
@@ -140,10 +138,9 @@ def plan_of(folder: Path, scheme: str = "NVFP4A16", settings: PlanSettings = DEF
 def test_groups_are_vllms_modules_and_written_layers_come_back(
     number: int, family: str, tmp_path: Path
 ) -> None:
-    """Against transformers' own view of the model, which holds all experts of a layer in one
-    tensor.
+    """Compare with transformers' modules, which hold all experts of a layer in one tensor.
 
-    The schemes by turns, as in test_matrix.py.
+    The families take turns in using the schemes, as in test_matrix.py.
     """
     assert FUSED.keys() == set(FAMILIES)
     schemes = [scheme for scheme in LEAST_DB if scheme not in REFUSED.get(family, ())]
@@ -183,9 +180,7 @@ def test_groups_are_vllms_modules_and_written_layers_come_back(
 
 
 def by_expert(tensors: Mapping[str, torch.Tensor], family: str) -> dict[str, torch.Tensor]:
-    """The experts of tensors that hold them all, as the model files of transformers take them
-    apart.
-    """
+    """Split tensors with all experts of a layer, as transformers' model files split them."""
     found = {}
     for name, tensor in tensors.items():
         if tensor.ndim != 3 or "conv" in name or "experts" not in name and "_linear" not in name:
@@ -237,9 +232,7 @@ def test_fused_layers_share_their_global_scale(family: str, tmp_path: Path) -> N
 def test_the_reference_of_a_load_has_all_layers_dequantized(
     family: str, scheme: str, tmp_path: Path
 ) -> None:
-    """Experts, transposed weights, and a head that is the embeddings and has no weight of its
-    own.
-    """
+    """Covers experts, transposed weights, and a head tied to the embeddings without a weight."""
     source = save_family(family, tmp_path / "model")
     assert vexport("quantize", source, tmp_path / "out", "--scheme", scheme, "--quiet").code == 0
     reference = dict(load_dequantized(tmp_path / "out").named_parameters())

@@ -1,4 +1,4 @@
-"""What `quantize` writes of every micro family loads in vLLM, or it says what to do."""
+"""`quantize` on every micro family: vLLM loads the output, or the refusal gives a remedy."""
 
 import re
 from collections.abc import Iterator
@@ -23,8 +23,9 @@ ADVICE = re.compile(
 
 
 def quantized(source: Path, out: Path, *options: str) -> str:
-    """The error of `quantize`, empty where there is an output. All outputs are loaded by one
-    worker.
+    """Return the error of `quantize`, or an empty string if there is an output.
+
+    One worker loads all outputs.
     """
     ran = vexport(
         "quantize", source, out, *options, "--rounding", "nearest", "--no-verify", "--quiet"
@@ -43,8 +44,9 @@ def advised(message: str, scheme: str) -> tuple[str, ...]:
 
 
 def written(folder: Path) -> Iterator[tuple[Path, bool | None]]:
-    """Each family in one scheme and in those that it refuses, then as advised; whether it fits two
-    ranks.
+    """Write each family in one scheme and in the schemes that it refuses, then as advised.
+
+    Also return whether the output fits two ranks.
     """
     for number, family in enumerate(FAMILIES):
         source, refused = save_family(family, folder / family), REFUSED.get(family, ())
@@ -69,7 +71,7 @@ def written(folder: Path) -> Iterator[tuple[Path, bool | None]]:
 def test_every_family_is_written_as_it_loads_or_refused_with_advice_that_works(
     tmp_path: Path,
 ) -> None:
-    """What the plan refuses for two ranks, vLLM refuses there."""
+    """If the plan refuses two ranks, vLLM refuses them too."""
     made = dict(written(tmp_path))
     checked = vexport("check", *made)
     assert checked.code == 0, checked.stdout

@@ -1,6 +1,4 @@
-"""Modules outside the decoder layers: what vLLM builds of them, and the names by which it asks for
-them.
-"""
+"""Modules outside the decoder layers: vLLM's modules, and their names in vLLM."""
 
 import json
 from pathlib import Path
@@ -25,7 +23,7 @@ ASKED = {
 
 
 def saved(family: str, folder: Path) -> Path:
-    """A micro model; Gemma 4 with keys and values of their own in every layer."""
+    """Save a micro model. Gemma 4 gets separate keys and values in every layer."""
     if family == "gemma4-vision":
         return save_family(family, folder, attention_k_eq_v=False)
     return save_family(family, folder)

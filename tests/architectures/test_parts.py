@@ -1,6 +1,4 @@
-"""Layers that vLLM merges of parts which a checkpoint stores as one, or not at all, or in several
-schemes.
-"""
+"""Merged layers of vLLM with parts that are stored as one, missing, or in several schemes."""
 
 import json
 from pathlib import Path
@@ -29,7 +27,10 @@ def errors(checkpoint: Path, *options: object) -> list[str]:
 
 
 def without_experts(folder: Path) -> Path:
-    """A hybrid whose in_proj is gate and inputs (256 each), B and C (128 each) and 8 time steps."""
+    """Write a hybrid model without experts.
+
+    Its in_proj has gate and inputs (256 each), B and C (128 each) and 8 time steps.
+    """
     pattern = "M-*-"
     return save_family(
         "nemotron-h", folder, ssm_state_size=64, n_groups=2, hybrid_override_pattern=pattern
@@ -48,8 +49,9 @@ def test_parts_of_a_mamba_layer_are_whole_blocks_by_the_config(tmp_path: Path) -
 
 
 def test_one_group_of_a_mamba_layer_is_cut_by_row_alone(tmp_path: Path) -> None:
-    """For two ranks it is repeated, by a loader that knows no packed weights; three groups never
-    are.
+    """For two ranks, one group is repeated, by a loader that does not support packed weights.
+
+    Three groups are never split.
     """
     model = read_index(save_family("granite-hybrid", tmp_path / "model"))
     for scheme, refused in (
@@ -138,9 +140,7 @@ RULES = (
 
 @pytest.mark.vllm
 def test_vllm_finds_the_scheme_of_every_layer(tmp_path: Path) -> None:
-    """Qwen2-MoE's class does not say what gate_up_proj is made of: it is a target under its own
-    name.
-    """
+    """Qwen2-MoE's class lists no parts of gate_up_proj: gate_up_proj itself is a target."""
     for family in BUILT:
         source = str(save_family(family, tmp_path / family))
         quantize_source(QuantizeJob(source=source, out=tmp_path / f"{family}-out", rules=RULES))

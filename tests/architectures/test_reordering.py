@@ -1,6 +1,4 @@
-"""Layers whose rows vLLM's loaders order anew: a scheme is refused where a tensor of it could not
-follow.
-"""
+"""Schemes are refused if a tensor cannot follow the reordering of rows in vLLM's loaders."""
 
 import json
 from collections.abc import Collection
@@ -31,8 +29,9 @@ TAKEN: dict[str, tuple[Collection[str], str]] = {
 
 @pytest.mark.parametrize("family", TAKEN)
 def test_a_scheme_is_taken_where_all_its_tensors_follow(family: str, tmp_path: Path) -> None:
-    """vLLM's loaders were read: bloom.py, falcon.py reshape by heads, gpt2.py turns what is called
-    weight.
+    """Source: vLLM's loaders.
+
+    bloom.py and falcon.py reshape by heads, gpt2.py transposes tensors named weight.
     """
     source = save_family(family, tmp_path / "model")
     taken, where = TAKEN[family]
@@ -59,7 +58,7 @@ def test_a_refusal_names_tensor_layer_and_remedy(tmp_path: Path) -> None:
 
 
 def test_blocks_that_are_whole_heads_follow(tmp_path: Path) -> None:
-    """Heads of 128 rows are blocks of their own."""
+    """Heads of 128 rows are whole blocks."""
     source = save_family("falcon", tmp_path / "model", hidden_size=512)
     assert plan_of(source, "FP8_BLOCK").refusals == ()
 

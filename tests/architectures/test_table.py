@@ -1,4 +1,4 @@
-"""Which classes are planned, and why the others are not."""
+"""Classes in the layout table, and the reasons for missing classes."""
 
 import json
 import tomllib

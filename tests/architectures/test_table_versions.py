@@ -1,4 +1,4 @@
-"""The tables of a version of vLLM other than the pinned one."""
+"""Tables of other versions of vLLM than the pinned version."""
 
 import json
 from pathlib import Path
@@ -48,7 +48,7 @@ def test_layout_of_new_class() -> None:
 
 
 def test_new_class_is_planned_by_its_version(tmp_path: Path) -> None:
-    """DomynEdge has Llama's layers. A plan says from which vLLM on it can be served."""
+    """DomynEdge has Llama's layers. A plan contains the first version of vLLM that serves it."""
     assert version_with(NEW) == NEXT
     assert version_with("LlamaForCausalLM") == version_with("NoSuchForCausalLM") == PINNED
     architecture, notes = resolve(NEW, {})

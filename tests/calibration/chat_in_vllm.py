@@ -20,7 +20,7 @@ from vllm.renderers.hf import _detect_content_format, safe_apply_chat_template  
 
 
 def answer(case: dict, tokenizer: object, config: object) -> dict:  # type: ignore[type-arg]
-    """Return the answer to one case."""
+    """Return the result of one case."""
     template = case["template"]
     kind = _detect_content_format(template, default="string")
     if "messages" not in case:

@@ -1,6 +1,4 @@
-"""Micro models of several families with random weights, plans, samples, and what a whole-model run
-sees.
-"""
+"""Micro models of several families, plans, samples, and recordings of whole-model runs."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -73,8 +71,9 @@ def expert_configs() -> Mapping[str, transformers.PreTrainedConfig]:
 
 
 def save(config: transformers.PreTrainedConfig, folder: Path, *, stacked: bool = False) -> Path:
-    """A checkpoint of this configuration with weights from a fixed seed; `stacked` experts in one
-    tensor.
+    """Save a checkpoint of this configuration with random weights from a fixed seed.
+
+    With `stacked`, the experts are in one tensor.
     """
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""Chat templates in the manners of real ones."""
+"""Chat templates with the features of real templates."""
 
 # Content as text; no word of tools, as SmolLM2's and Zephyr's.
 PLAIN = """{% for message in messages %}<|{{ message['role'] }}|>

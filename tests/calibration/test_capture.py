@@ -1,6 +1,4 @@
-"""Captured calls keep what is shared once, states beyond a size are on disk; products in
-float32.
-"""
+"""Captured calls share arguments, large states go to disk, products are sums in float32."""
 
 from pathlib import Path
 from tempfile import gettempdir
@@ -67,7 +65,10 @@ def test_states_beyond_the_limit_are_on_disk_and_can_be_overwritten() -> None:
 def test_products_are_sums_rounded_once(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As far as numbers of the layer's dtype can tell; where its own are fast they stay."""
+    """Equal up to the precision of the layer's dtype.
+
+    If torch's products in this dtype are fast, they are used.
+    """
     model = nn.Sequential(nn.Linear(96, 64), nn.Linear(64, 32, bias=False)).to(dtype)
     value = torch.randn(5, 96, generator=torch.Generator().manual_seed(1)).to(dtype)
     with torch.no_grad():
@@ -86,7 +87,7 @@ def test_products_are_sums_rounded_once(
 def test_head_gradient_is_a_sum_rounded_once(
     dtype: torch.dtype, has_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In parts of the vocabulary; the output is torch's own to the last bit."""
+    """The vocabulary is split into parts. The result equals torch's to the last bit."""
     monkeypatch.setattr(capture, "widens", lambda device: True)
     monkeypatch.setattr(capture, "HEAD_ROWS", 40)
     generator = torch.Generator().manual_seed(1)
@@ -103,7 +104,7 @@ def test_head_gradient_is_a_sum_rounded_once(
 
 
 class Attention(nn.Module):
-    """What transformers' attention functions ask of a module: two query heads to a key head."""
+    """Attributes that transformers' attention functions read: two query heads per key head."""
 
     num_key_value_groups = 2
     is_causal = True
@@ -114,8 +115,9 @@ class Attention(nn.Module):
 def test_attention_rounds_once(
     dtype: torch.dtype, has_mask: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever watches attention within the block leaves it as it was; after it, it is transformers'
-    own.
+    """Watching attention within the block does not change it.
+
+    After the block, the attention function is transformers' function again.
     """
     monkeypatch.setattr(capture, "widens", lambda device: True)
     generator = torch.Generator().manual_seed(2)

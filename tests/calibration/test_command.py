@@ -1,4 +1,4 @@
-"""What the command line and a scenario say about calibration reaches it."""
+"""Settings of calibration on the command line and in scenarios reach the calibration."""
 
 import json
 import re
@@ -39,7 +39,7 @@ def input_scales(folder: Path, out: Path, *options: str) -> tuple[str, dict[str,
 
 
 def test_routed_tokens_are_fewer_than_all(folder: Path, tmp_path: Path) -> None:
-    """And the answer says how far the experts were reached, in the sentences of a run's report."""
+    """The output also shows how many tokens the experts saw, in the words of a run's report."""
     answer, every = input_scales(folder, tmp_path / "all")
     _, routed = input_scales(
         folder, tmp_path / "routed", "--no-calibrate-all-experts", "--device", "cpu"

@@ -1,4 +1,4 @@
-"""Conversations become what vLLM's chat endpoint makes of them."""
+"""Conversations become the same prompts as in vLLM's chat endpoint."""
 
 import json
 import subprocess
@@ -134,9 +134,7 @@ def tokenizer() -> object:
 
 @pytest.mark.vllm
 def test_requests_become_what_vllm_makes_of_them(tokenizer: object) -> None:
-    """Messages for the template, the prompt, and the content format of templates, by vLLM's own
-    code.
-    """
+    """Compare messages, prompts and the templates' content formats with vLLM's code."""
     shipped = ROOT.glob(
         ".venv/lib/python3*/site-packages/vllm/transformers_utils/chat_templates/*.jinja"
     )

@@ -70,9 +70,9 @@ def plan_with_experts(
 def routings(
     folder: Path, batches: Sequence[torch.Tensor]
 ) -> dict[str, tuple[torch.nn.Module, list[Routing]]]:
-    """Every module of experts of a whole-model run, with the tokens and choices that entered it.
+    """Yield every expert module of a whole-model run, with its tokens and its chosen experts.
 
-    Llama 4 chooses one expert, and its weight scales the token before it goes in.
+    Llama 4 chooses one expert, and multiplies the expert's input by the router's weight.
     """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     found: dict[str, tuple[torch.nn.Module, list[Routing]]] = {}
@@ -107,7 +107,7 @@ def routings(
 
 
 def between(module: torch.nn.Module, expert: int, tokens: torch.Tensor) -> torch.Tensor:
-    """The input of an expert's down projection, written out."""
+    """Compute the input of an expert's down projection step by step."""
     weight = module.get_parameter("gate_up_proj")[expert]
     if type(module).__name__ == "GptOssExperts":
         made = tokens @ weight + module.get_parameter("gate_up_proj_bias")[expert]
@@ -122,7 +122,7 @@ def between(module: torch.nn.Module, expert: int, tokens: torch.Tensor) -> torch
 def reference(
     folder: Path, *, all_experts: bool
 ) -> tuple[dict[str, torch.Tensor], dict[str, tuple[int, ...]]]:
-    """The inputs of every expert's layers, and how many tokens were routed to each expert."""
+    """Return the inputs of every expert's layers, and each expert's number of routed tokens."""
     leaves = LEAVES.get(folder.name, ("gate_proj", "up_proj", "down_proj"))
     inputs, counts = {}, {}
     for name, (module, routing) in routings(folder, batches_of(samples(LENGTHS))).items():
@@ -155,9 +155,9 @@ def require_equal(found: CalibrationRecord, folder: Path, plan: Plan, *, all_exp
 
 @pytest.mark.parametrize("name", [*expert_configs(), "stacked"])
 def test_experts_see_what_a_plain_loop_shows(name: str, tmp_path: Path) -> None:
-    """Dense layers behind the first experts agree to the bit: the routed output is what it was.
+    """Dense layers after the first experts agree to the bit, so the routed output is unchanged.
 
-    Qwen's experts also with those of a layer in one tensor.
+    Also compare Qwen's experts with a layer stored in one tensor.
     """
     kind = "qwen3_moe" if name == "stacked" else name
     family = save(expert_configs()[kind], tmp_path / kind, stacked=name == "stacked")
@@ -194,7 +194,7 @@ def test_importance_of_experts(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("routed", [True, False])
 def test_an_expert_that_overflows_is_named(tmp_path: Path, routed: bool) -> None:
-    """Also where no token is routed to it, its router's logit being 0 where others are large."""
+    """Also if no token is routed to the expert: its router logit is 0, and others are large."""
     folder = save(expert_configs()["mixtral"], tmp_path / "model")
     block = "model.layers.1.block_sparse_moe"
     for leaf in ("w1", "w3"):
@@ -223,7 +223,7 @@ def test_an_incomplete_list_of_experts_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("all_tokens", [True, False])
 def test_experts_without_a_gate(all_tokens: bool) -> None:
-    """Nemotron's have an up projection alone; what the module returns stays the same to the bit."""
+    """Nemotron's experts have only an up projection. The module's output stays equal to the bit."""
     config = SimpleNamespace(
         n_routed_experts=4,
         hidden_size=16,

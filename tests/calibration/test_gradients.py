@@ -1,4 +1,4 @@
-"""Gradients layer by layer are those of the whole model, and how much tokens count goes by them."""
+"""Layer-by-layer gradients equal whole-model gradients, and set the weights of tokens."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,7 +21,7 @@ OCTAVES = 5
 
 
 def always_the_last(self: Gradients, logits: torch.Tensor) -> torch.Tensor:
-    """The gradient where the last token of the vocabulary is drawn everywhere."""
+    """Compute the gradient with the last token of the vocabulary drawn at every place."""
     errors = torch.softmax(logits, -1)
     errors[..., -1] -= 1
     return errors
@@ -36,7 +36,7 @@ def find(folder: Path) -> TokenWeights:
 
 
 def gradients_of_whole_model(folder: Path) -> Mapping[str, torch.Tensor]:
-    """The mean square of the gradient behind each linear layer, by octaves of the place."""
+    """Return the mean square of each linear layer's output gradient, by octaves of the place."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     squares, counts = dict[str, torch.Tensor](), torch.zeros(OCTAVES)
 

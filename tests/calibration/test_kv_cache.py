@@ -1,6 +1,4 @@
-"""Ranges of keys and values are those of what a whole-model run leaves in transformers' own KV
-cache.
-"""
+"""Ranges of keys and values equal the ranges in transformers' KV cache after a whole run."""
 
 from pathlib import Path
 

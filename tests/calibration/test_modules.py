@@ -201,7 +201,7 @@ def test_frozen_modules_have_no_observers() -> None:
 
 
 def test_offloaded_modules() -> None:
-    """What exists is updated in its own dtype."""
+    """Existing values are updated in their dtype."""
     scheme = preset_name_to_scheme("FP8", ["Linear"])
     module = linear(scheme)
     initialize_module_for_quantization(module, scheme)
@@ -275,7 +275,7 @@ def shared_scale(*layers: torch.nn.Module) -> torch.Tensor:
 
 
 def test_weights_are_fused_as_vllm_fuses_the_class(llama: Path) -> None:
-    """Of a whole model by its class, of one decoder layer by what is usual."""
+    """A whole model is fused by its class, a single decoder layer by the usual fused layers."""
     model = transformers.AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
     for part in (model, model.model.layers[0]):
         observed_model(part, "NVFP4A16")
@@ -351,7 +351,7 @@ def test_maps_of_columns_go_with_the_weight() -> None:
 
 
 def test_only_the_onloaded_value_is_updated(tmp_path: Path) -> None:
-    """A copy on disk keeps what it had; without the flag it changes too."""
+    """A copy on disk keeps its values. Without the flag, it changes too."""
     scheme = preset_name_to_scheme("FP8", ["Linear"])
     module = linear(scheme)
     initialize_module_for_quantization(module, scheme)
@@ -369,7 +369,7 @@ def test_only_the_onloaded_value_is_updated(tmp_path: Path) -> None:
 
 
 def test_fused_layers_are_fitted_together() -> None:
-    """Whether they are updated in one call or one by one."""
+    """Whether they are updated in one call or in several calls."""
     scales = list[float]()
     for together in (True, False):
         layers = torch.nn.ModuleDict()

@@ -32,7 +32,7 @@ TURNS = [USER, ANSWER]
 
 
 def model_with(folder: Path, template: str | None = None, **config: object) -> Path:
-    """The demo's tokenizer with another template, and values in its config."""
+    """Save the demo's tokenizer with another template, and values in its config."""
     shutil.copytree(DEMO, folder)
     if template is None:
         (folder / "chat_template.jinja").unlink(missing_ok=True)
@@ -179,7 +179,7 @@ def test_unrendered_tools_are_noted(tmp_path: Path) -> None:
 
 
 def test_long_system_prompt_keeps_user_turn(tmp_path: Path) -> None:
-    """Also where the rest of the text is far beyond what is tokenized."""
+    """Also if the rest of the text is much longer than the tokenized part."""
     template = (
         "{% if not messages | selectattr('role', 'equalto', 'user') | list %}{{ "
         "raise_exception('no user') }}"
@@ -275,9 +275,7 @@ def test_named_column_is_text(tmp_path: Path) -> None:
 
 
 def test_image_tokens_are_no_text(tmp_path: Path) -> None:
-    """By config.json, also of a part of the model, and by the names of the tokenizer's own
-    tokens.
-    """
+    """Image tokens are found in config.json, in configs of a model's parts, and by token names."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     word = tokenizer.encode("riga", add_special_tokens=False)[0]
     assert word != tokenizer.unk_token_id
@@ -308,7 +306,7 @@ def test_image_tokens_are_no_text(tmp_path: Path) -> None:
 
 
 def without_bos(folder: Path) -> Path:
-    """The demo's tokenizer, which puts nothing in front of a prompt."""
+    """Save the demo's tokenizer without a BOS token."""
     model_with(folder)
     content = json.loads((folder / "tokenizer.json").read_text())
     content["post_processor"] = None
@@ -317,9 +315,7 @@ def without_bos(folder: Path) -> Path:
 
 
 def test_packed_samples_start_with_bos(tmp_path: Path) -> None:
-    """Each starts as a prompt of the tokenizer does; where that has no BOS, the text is only
-    cut.
-    """
+    """Each sample starts like a prompt of the tokenizer. Without BOS, the text is only cut."""
     book = tmp_path / "book.txt"
     book.write_text("\n\n".join(f"the city of riga is {number % 7} + 1" for number in range(60)))
     bare = without_bos(tmp_path / "bare")

@@ -1,6 +1,4 @@
-"""Smoothing changes weights and not what the model computes, in every family, and is known to
-`check`.
-"""
+"""Smoothing changes weights but not the model's output, in every family, and `check` allows it."""
 
 import json
 import os
@@ -46,7 +44,7 @@ SMOOTHED = {
 
 
 def with_large_channels(folder: Path) -> Path:
-    """The checkpoint, with some channels behind its norms twenty times as large as the others."""
+    """Save the checkpoint with some channels after its norms multiplied by twenty."""
     tensors = load_file(folder / "model.safetensors")
     for name, value in tensors.items():
         if value.dim() == 1 and name.endswith(("norm.weight", "ln_1.weight", "ln_2.weight")):
@@ -207,7 +205,7 @@ FORGED = {
 def test_exponents_that_cancel_in_no_product_do_not_pass(
     source: Path, tmp_path: Path, how: str
 ) -> None:
-    """All weights are those that the file says, and the model is another one."""
+    """All weights match the file's exponents, but the model is different."""
     rows, readers = FORGED[how]
     layer, index = "model.layers.1.", read_index(source)
     size = index.tensors[f"{layer}{rows}.weight"].shape[0]
@@ -255,7 +253,7 @@ def with_code(folder: Path, copy: Path, mark: Path, model_type: str) -> Path:
 def test_check_with_a_source_runs_no_code_of_either(
     source: Path, smoothed: Path, tmp_path: Path, model_type: str
 ) -> None:
-    """The checkpoint is smoothed, so that layers of the source run."""
+    """The checkpoint is smoothed, so that the check computes layers of the source."""
     mark = tmp_path / "ran"
     origin = with_code(source, tmp_path / "source", mark, model_type)
     checkpoint = with_code(smoothed, tmp_path / "checkpoint", mark, model_type)

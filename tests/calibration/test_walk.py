@@ -1,4 +1,4 @@
-"""The walk calls its watchers in order, layer by layer, and groups belong to layers."""
+"""The walk calls its watchers in order, layer by layer. Each group belongs to a layer."""
 
 from pathlib import Path
 
@@ -49,7 +49,7 @@ class Calls:
 
 
 def test_watchers_see_every_row_of_every_layer(llama: Path) -> None:
-    """And the model's own logits at the end."""
+    """The walk ends with the model's logits."""
     walk = LayerWalk(read_index(llama))
     watcher = Calls()
     with walk.text(TEXT) as hidden:

@@ -1,4 +1,4 @@
-"""Headers of safetensors files: read_header refuses what the safetensors library refuses."""
+"""`read_header` refuses the same headers as the safetensors library."""
 
 import struct
 from pathlib import Path

@@ -50,7 +50,7 @@ def read_bytes() -> int:
 def test_zero_scales_need_zero_weights(
     good: Good, tmp_path: Path, row: slice, broken: bool
 ) -> None:
-    """Of a whole scale and of one row; where the weight is no zero, that is an error."""
+    """Covers a whole scale and one row. A zero scale for nonzero weights is an error."""
     layer = "model.layers.1.mlp.down_proj"
 
     def zeros(tensor: torch.Tensor) -> torch.Tensor:
@@ -76,7 +76,7 @@ def exponents(*values: int) -> str:
 
 
 def pair(rows: str, columns: str, reader: str = f"{LAYER}mlp.down_proj.weight") -> str:
-    """The text of a file with what two tensors are scaled by."""
+    """Return the text of a file with the scales of two tensors."""
     maker = {"rows": rows, "columns": ""}
     tensors = {f"{LAYER}mlp.up_proj.weight": maker, reader: {"rows": "", "columns": columns}}
     return json.dumps({"tensors": tensors})

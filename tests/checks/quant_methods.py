@@ -38,12 +38,12 @@ def awq_packed(values: torch.Tensor) -> torch.Tensor:
 
 
 def divided(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Values by their scales; zeros, whose scale may be zero, stay zeros."""
+    """Divide values by their scales. Zeros, which may have zero scales, stay zeros."""
     return (values / scales).nan_to_num(nan=0.0)
 
 
 def symmetric(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Scales (out, groups), signed codes (out, in), and what they mean."""
+    """Return scales (out, groups), signed codes (out, in), and the dequantized values."""
     half = 1 << (bits - 1)
     grouped = weight.float().reshape(weight.shape[0], -1, GROUP)
     scales = (grouped.abs().amax(dim=2) / (half - 1)).half()
@@ -97,7 +97,7 @@ def fp8_tensor(weight: torch.Tensor, largest: torch.Tensor, *, static: bool = Tr
 
 
 def e2m1(scaled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The codes of numbers, two to the byte, and what they mean."""
+    """Return the codes of numbers, two codes per byte, and the dequantized values."""
     nearest = (scaled.abs()[..., None] - FP4).abs().argmin(dim=-1)
     codes = (nearest + 8 * (scaled < 0)).to(torch.uint8)
     return codes[..., 0::2] | codes[..., 1::2] << 4, FP4[nearest] * torch.where(scaled < 0, -1, 1)
@@ -115,8 +115,9 @@ def nvfp4(weight: torch.Tensor, largest: torch.Tensor) -> Packed:
 
 
 def mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Codes, two to the byte, and biased exponents of groups of 32 along the last side; what they
-    mean.
+    """Quantize to MXFP4 in groups of 32 along the last dimension.
+
+    Return the codes (two per byte), the biased exponents, and the dequantized values.
     """
     grouped = weight.float().reshape(*weight.shape[:-1], -1, 32)
     exponent = grouped.abs().amax(dim=-1).clamp_min(2.0**-100).log2().floor() - 2
@@ -138,7 +139,7 @@ def quark_uint4(weight: torch.Tensor) -> Packed:
 
 
 def quark_int4(weight: torch.Tensor) -> Packed:
-    """The same layout with signed codes."""
+    """Pack in the same layout with signed codes."""
     scales, signed, meant = symmetric(weight, 4)
     packed = awq_packed((signed.to(torch.int64) & 15).T)
     zeros = torch.zeros(scales.shape[1], packed.shape[1], dtype=torch.int32)
@@ -179,7 +180,7 @@ def _auto_round(layout: str, **more: Json) -> Mapping[str, Json]:
 
 
 def quark_config(weight: Json, inputs: Json, **more: Json) -> Mapping[str, Json]:
-    """As Quark 0.13 writes it, without what vLLM does not read."""
+    """Return a config in the form of Quark 0.13, without keys that vLLM ignores."""
     layers: Json = {"weight": weight, "input_tensors": inputs, "output_tensors": None, "bias": None}
     return {
         "quant_method": "quark",
@@ -270,8 +271,9 @@ QUANTIZED = re.compile(r"(_proj(_with_mqa)?|\.w[123])\.weight$")
 
 
 def write(name: str, source: Path, folder: Path, **changes: Json) -> Path:
-    """The checkpoint `source` quantized by a method, in a new folder; `changes` go to its
-    config.
+    """Quantize the checkpoint `source` by a method, into a new folder.
+
+    `changes` apply to the config.
     """
     settings, pack = CHECKPOINTS[name]
 
@@ -296,8 +298,9 @@ def write(name: str, source: Path, folder: Path, **changes: Json) -> Path:
 
 
 def write_experts(name: str, source: Path, folder: Path) -> Path:
-    """A mixture of experts quantized by a method, whose list names the routers, as its producers
-    do.
+    """Quantize a mixture of experts by a method.
+
+    The method's ignore list names the routers, as its producers write it.
     """
     gates: list[Json] = [f"model.layers.{number}.mlp.gate" for number in range(2)]
     lists: Mapping[str, dict[str, Json]] = {

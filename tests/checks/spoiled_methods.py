@@ -1,6 +1,4 @@
-"""Ways to spoil checkpoints of other quantization methods, each with the check that finds it and
-where.
-"""
+"""Ways to spoil checkpoints of other quantization methods, with the check and the place."""
 
 from collections.abc import Callable, Mapping
 

@@ -23,7 +23,7 @@ SOON = 10.0
 
 @pytest.fixture
 def check(good: Good, tmp_path: Path) -> Callable[[Change], Ran]:
-    """Check a copy of a sound checkpoint with a changed config; what takes too long fails."""
+    """Check a copy of a sound checkpoint with a changed config. Fail if it takes too long."""
 
     def run(change: Change) -> Ran:
         folder = spoiled(good("W4A16"), tmp_path / "changed", change)

@@ -1,4 +1,4 @@
-"""Good checkpoints are clean; each way of breaking one is found, where it is broken."""
+"""Good checkpoints have no findings. Each kind of fault is found at its place."""
 
 import json
 from pathlib import Path
@@ -24,7 +24,7 @@ def test_unquantized_checkpoints_are_clean(llama: Path, tmp_path: Path) -> None:
 
 
 def e8m0(exponents: torch.Tensor) -> torch.Tensor:
-    """The same bits in the dtype that vLLM casts by value."""
+    """Return the same bits in the dtype that vLLM casts by value."""
     return exponents.view(torch.float8_e8m0fnu)
 
 
@@ -94,7 +94,10 @@ def test_what_vllm_casts_without_a_loss_is_a_warning(
 def test_passed_over_input_scales_are_a_warning(
     good: Good, tmp_path: Path, scheme: str, scale: str
 ) -> None:
-    """Two of three have the largest, which vLLM takes; where one alone has it, that is an error."""
+    """If two of three layers have the largest scale, which vLLM uses, it is a warning.
+
+    If only one layer has it, it is an error.
+    """
     found = problems(
         spoiled(good(scheme), tmp_path / "smaller", put(f"{Q}.{scale}", lambda old: old / 3))
     )

@@ -115,7 +115,7 @@ def _broken(view: CheckpointView) -> Iterator[Finding]:
 
 @pytest.fixture
 def three(good: Good, tmp_path: Path) -> list[Path]:
-    """Two sound checkpoints and between them one on which a check ends with an exception."""
+    """Return two sound checkpoints, and between them a checkpoint that makes a check raise."""
     copytree(good("W4A16"), tmp_path / "bad")
     (tmp_path / "bad" / "tokenizer_config.json").write_text("[]")
     return [good("W4A16"), tmp_path / "bad", good("FP8_BLOCK")]
@@ -124,7 +124,7 @@ def three(good: Good, tmp_path: Path) -> list[Path]:
 def test_a_mistake_in_one_check_leaves_others(
     three: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Miscopy injection: what is left of a family that raises, in each form of the answer."""
+    """One check family raises an exception. Every output format keeps the other results."""
     monkeypatch.setattr(
         "vexport.checks.CHECKS", {**CHECKS, "values": Check(description="values", run=_broken)}
     )

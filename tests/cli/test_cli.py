@@ -1,4 +1,4 @@
-"""The contract of the command line: exit codes, one line for each error, nothing half-written."""
+"""The contract of the command line: exit codes, one line per error, complete files only."""
 
 import json
 from pathlib import Path
@@ -84,7 +84,7 @@ def test_vllm_not_installed_is_exit_4_before_anything_is_done(tmp_path: Path) ->
 def test_a_torchvision_for_another_torch_is_named(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """transformers turns what torchvision says into another error."""
+    """transformers hides torchvision's message in another error."""
 
     def broken(root: Path) -> None:
         try:
@@ -125,7 +125,10 @@ def test_progress_goes_to_stderr_and_json_alone_to_stdout(llama: Path, tmp_path:
 def test_calls_overrule_a_files_options(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The narrower place wins; a list is several values, or the parts of one."""
+    """A command's table wins over shared options.
+
+    A list becomes several values, or one joined value.
+    """
     monkeypatch.chdir(tmp_path)
     project = tmp_path / "pyproject.toml"
     project.write_text(

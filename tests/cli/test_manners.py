@@ -1,6 +1,4 @@
-"""Manners of the command line: help, errors, colour, the answer's file and the environment's
-options.
-"""
+"""Help, errors, colour, output files, and options from the environment."""
 
 import json
 import os

@@ -122,7 +122,7 @@ def places(
 
 
 def replaced(text: bytes, chance: random.Random) -> bytes:
-    """JSON with one value replaced by a value of another kind, or removed."""
+    """Return JSON with one value removed, or replaced by a value of another type."""
     value = json.loads(text)
     container, key = chance.choice(list(places(value)))
     if chance.random() < 0.2:
@@ -133,7 +133,7 @@ def replaced(text: bytes, chance: random.Random) -> bytes:
 
 
 def problem_of(read: Callable[[], object]) -> VexportError | None:
-    """What a reader refuses a file with; any other exception is raised."""
+    """Return the error with which a reader refuses a file. Raise any other exception."""
     try:
         read()
     except VexportError as error:
@@ -149,7 +149,7 @@ def header_of(text: bytes) -> bytes:
 def files(
     tmp_path_factory: pytest.TempPathFactory, good: Good
 ) -> dict[str, tuple[Path, Callable[[], object]]]:
-    """Each kind of file: a sound file, and what reads it."""
+    """Return a sound file of each kind, and its reader."""
     root = tmp_path_factory.mktemp("fuzz")
     model = shutil.copytree(good("W8A8"), root / "model")
     names = [name for name in read_header(model / "model.safetensors")]

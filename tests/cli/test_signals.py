@@ -34,12 +34,11 @@ def strike(
     until: str = "",
     times: int = 1,
 ) -> tuple[int, list[str]]:
-    """Start `vexport ARGUMENTS...` in a folder and send the signal `delay` seconds after its
-    handlers stand.
+    """Start `vexport ARGUMENTS...` in a folder, and send it a signal.
 
-    With `until` after a line on stderr that begins so; it is sent `times` times. The answer is the
-    exit code and the errors of the command, which ends soon and leaves no process and nothing in
-    its TMPDIR.
+    The signal is sent `delay` seconds after the handlers are installed, or with `until` after a
+    line on stderr with this beginning. It is sent `times` times. Return the exit code and the
+    errors of the command, which ends soon and leaves no process and no file in its TMPDIR.
     """
     with TemporaryDirectory(prefix="struck-") as temporary:
         process = subprocess.Popen(
@@ -82,8 +81,9 @@ def await_handlers(process: "subprocess.Popen[str]") -> None:
 
 
 def leftovers(temporary: Path) -> list[str]:
-    """Processes that have the folder as TMPDIR, and what is in it, but for what torch keeps of
-    compiling.
+    """Return the processes with the folder as TMPDIR, and the folder's files.
+
+    Files that torch keeps for compiling are left out.
     """
     mark = f"TMPDIR={temporary}".encode()
     left = [
@@ -105,7 +105,7 @@ def _begins(process: Path, mark: bytes) -> bool:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", CODES, ids=lambda number: number.name)
 def test_a_signal_at_any_moment_is_one_line(number: signal.Signals, tmp_path: Path) -> None:
-    """Five at once in the imports, one in the middle; the same command then completes."""
+    """Five signals at once during imports, one in the middle. Then the same command completes."""
     source = write_model(tmp_path / "source", hidden=1024, layers=4)
     command = ("quantize", source, tmp_path / "out", "--scheme", "W8A8", "--quiet")
     for delay, times in ((0.0, 5), (random.Random(int(number)).uniform(0.3, 1.5), 1)):
@@ -146,7 +146,7 @@ def test_what_hears_nothing_ends_all_the_same() -> None:
 
 @pytest.mark.vllm
 def test_a_signal_while_vllm_is_imported(tmp_path: Path) -> None:
-    """The worker, what it has started and its folders go too."""
+    """The worker ends, with its child processes and folders."""
     moments = random.Random("dry")
     number = moments.choice(list(CODES))
     command = ("load", "--dry", MODEL)
@@ -157,7 +157,7 @@ def test_a_signal_while_vllm_is_imported(tmp_path: Path) -> None:
 @pytest.mark.vllm
 @pytest.mark.slow
 def test_a_signal_while_vllm_loads_a_model(tmp_path: Path) -> None:
-    """The reference, another process, goes too."""
+    """The reference, which runs in another process, ends too."""
     ended = strike(
         ("load", MODEL), signal.SIGINT, 0.02, folder=tmp_path, until="load model: load ..."
     )

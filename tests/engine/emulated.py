@@ -1,4 +1,4 @@
-"""A worker that says which kernels the CPU emulation offers and what INT4 means to one of them."""
+"""A worker that returns the kernels of the CPU emulation, and an INT4 kernel's result."""
 
 import os
 import sys
@@ -29,7 +29,7 @@ def offered() -> int:
 def weight(
     words: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, *, flipped: bool
 ) -> torch.Tensor:
-    """The weight of a layer whose outputs come first, or (flipped) as GPTQ and AWQ store it."""
+    """Return a layer's weight with outputs first, or (flipped) in the layout of GPTQ and AWQ."""
     layer = torch.nn.Module()
     for name, data in (("weight", words), ("scales", scales), ("zeros", zeros)):
         parameter = torch.nn.Parameter(data.t() if flipped else data, requires_grad=False)

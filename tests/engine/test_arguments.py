@@ -16,7 +16,7 @@ DEMO = Path(__file__).parents[2] / "scenarios" / "demo" / "model"
 
 @dataclass
 class Section:
-    """As CompilationConfig: an argument whose value is an object."""
+    """An argument whose value is an object, like CompilationConfig."""
 
     mode: int = 0
 

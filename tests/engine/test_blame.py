@@ -1,4 +1,4 @@
-"""What an unquantized model is refused or misread for as well is no error of a checkpoint."""
+"""Faults that an unquantized model has too are no errors of a checkpoint."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,7 +34,7 @@ def with_control(
     loads_elsewhere: bool = False,
     **changes: object,
 ) -> CellResult:
-    """The result with an unquantized model that does the same, but for `changes`."""
+    """Return the result with an unquantized model that behaves the same, except for `changes`."""
     control = Control(
         kind=kind,
         outcome=result.outcome,
@@ -70,7 +70,7 @@ def test_own_refusal_stays_an_error(result: CellResult) -> None:
 
 @pytest.mark.parametrize(("requested", "is_error"), [(True, True), (False, False)])
 def test_requested_cell_is_refused(requested: bool, is_error: bool) -> None:
-    """A GPU on which vLLM runs no checkpoint of the model is what --sm asks about."""
+    """--sm names a GPU on which vLLM runs no checkpoint of the model."""
     result = with_control(REFUSED, loads_elsewhere=True)
     assert isinstance(errors_or_doubt(judged(result, requested=requested)), list) is is_error
 

@@ -1,4 +1,4 @@
-"""The plugin stays out of the way, and its rounding is compressed-tensors' and vLLM's."""
+"""The plugin is inactive by default, and rounds like compressed-tensors and vLLM."""
 
 import os
 import subprocess

@@ -1,6 +1,4 @@
-"""The dry load of a target with its drafter: vLLM's own draft classes judge what is kept or
-quantized.
-"""
+"""The dry load of a target with its drafter, with vLLM's classes for drafters."""
 
 import json
 from pathlib import Path
@@ -70,7 +68,7 @@ def eagle(target: Path, folder: Path, without: str) -> Path:
 
 
 def broken(out: Path, folder: Path) -> dict[Path, str]:
-    """Spoiled copies of a Qwen3-Next in FP8 whose draft layer is kept, and the error of each."""
+    """Return spoiled copies of a Qwen3-Next in FP8 with an unquantized draft layer, by error."""
     ignore = json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
     kept = [name for name in ignore if not name.startswith("re:")]
     half_ignored = config(QUANTIZATION, ignore=[*kept, r"re:.*\bmtp\.layers\.0\.self_attn.*"])

@@ -1,4 +1,4 @@
-"""The copy audit on loaders written by hand, and from cells to a report, without vLLM."""
+"""The copy audit on hand-written loaders, and from cells to a report, without vLLM."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,7 +34,7 @@ class Layer(torch.nn.Module):
 def faults(
     *steps: tuple[torch.Tensor, Loader], optional: tuple[str, ...] = (), ranks: int = 1
 ) -> list[Miscopy]:
-    """What the audit finds after each stored tensor, named t0, t1 ..., went through its loader."""
+    """Return the audit's findings after loading each stored tensor, named t0, t1 ..."""
     model, audit = Layer(), Audit(ranks)
     with audit:
         for number, (form, load) in enumerate(steps):
@@ -145,7 +145,7 @@ UNUSED = Miscopy(kind="unused", where="b.weight", layer="", got="float32 [1]", e
 
 
 def loaded(cell: Cell, *faults: Miscopy) -> CellResult:
-    """A cell whose kernel is that of its capability."""
+    """Return a cell with the kernel of its capability."""
     kernel = CUTLASS if cell.sm >= 89 else MARLIN
     return CellResult(cell=cell, outcome="loaded", layers=(kernel,), faults=faults)
 

@@ -1,6 +1,4 @@
-"""vLLM's own loaders on sound and on broken checkpoints, from headers; one worker for each group of
-tests.
-"""
+"""vLLM's loaders on sound and broken checkpoints, from headers. Groups of tests share a worker."""
 
 import json
 from collections.abc import Mapping
@@ -81,7 +79,7 @@ CHANGES: Mapping[str, Change] = {
 
 @pytest.fixture(scope="module")
 def demo(good: Good) -> Mapping[str, DryLoadReport]:
-    """The micro model in each scheme, on one GPU of each generation."""
+    """Write the micro model in each scheme, for one GPU of each generation."""
     schemes = (*SCHEMES, *PARTICULAR)
     load = DryLoad(checkpoints=[good(scheme) for scheme in schemes], sm=CAPABILITIES)
     return dict(zip(schemes, load.reports(), strict=True))
@@ -114,7 +112,7 @@ def errors(report: DryLoadReport) -> list[Finding]:
 
 
 def kernels(report: DryLoadReport, sm: int) -> set[tuple[str, str, str]]:
-    """Status, precision and kernel of every quantized kind of layer on one capability."""
+    """Return status, precision and kernel of every kind of quantized layer on one capability."""
     cells: list[MatrixCell] = [cell for row in report.rows for cell in row.cells if cell.sm == sm]
     return {(cell.status, cell.precision, cell.kernel) for cell in cells}
 
@@ -192,7 +190,7 @@ def test_faults_are_found_in_their_cell(reports: Mapping[str, DryLoadReport], na
 
 
 def test_the_command(good: Good, tmp_path: Path) -> None:
-    """A refused cell fails the command where it was asked for, and only there."""
+    """A refused cell fails the command if the user requested it, and only in this case."""
     cut = quantize(save_llama(tmp_path / "model", intermediate_size=384), tmp_path / "cut", "W4A16")
     whole = good("NVFP4")
     devices = ("--tp", "1,2", "--sm", "80,90", "--gpu", "h100")
@@ -247,7 +245,7 @@ def static(checkpoint: Path, tp: int, sm: int) -> str:
 
 
 def test_check_and_dry_load_agree(good: Good, calibration: Path, tmp_path: Path) -> None:
-    """Also of few key heads and of experts, whose own size ranks cut."""
+    """Also with few key heads, and with experts, whose size the ranks divide."""
     cache = ("--kv-cache", "fp8", "--calibration", calibration)
     caches = [
         quantize(

@@ -1,4 +1,4 @@
-"""`check` asks vLLM's own loaders too, and says what neither they nor its rules have judged."""
+"""`check` also runs vLLM's loaders, and lists everything that was not judged."""
 
 import json
 import os
@@ -26,16 +26,14 @@ UNKNOWN = NotJudged(what=NAMES, why="the layout of a class is not known")
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """vLLM is asked, as where nobody has switched it off."""
+    """Let `check` run vLLM, as it does by default for users."""
     monkeypatch.delenv("VEXPORT_NO_VERIFY")
 
 
 @pytest.mark.vllm
 @pytest.mark.usefixtures("asked")
 def test_vllm_judges_while_the_files_are_read(good: Good, tmp_path: Path) -> None:
-    """A sound checkpoint, one that transformers alone can judge, and one whose package is missing
-    here.
-    """
+    """Three checkpoints: sound, readable by transformers alone, and with a missing package."""
     change = config(WHOLE, quantization_config={"quant_method": "torchao"})
     other = spoiled(good("W8A8"), tmp_path / "torchao", change)
     refused = spoiled(good("W4A16"), tmp_path / "refused", config(QUANTIZATION))
@@ -56,7 +54,7 @@ def test_vllm_judges_while_the_files_are_read(good: Good, tmp_path: Path) -> Non
 
 @pytest.mark.usefixtures("asked")
 def test_an_interpreter_without_vllm_leaves_a_line(good: Good, tmp_path: Path) -> None:
-    """No failure, unless all has to be judged; each form of the answer has it."""
+    """It is no failure unless everything must be judged. Every output format has the line."""
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nexit 1\n")
     python.chmod(0o755)
@@ -167,7 +165,7 @@ def test_pipe_among_the_shards_starts_no_dry_load(good: Good, tmp_path: Path) ->
 @pytest.mark.slow
 @pytest.mark.usefixtures("asked")
 def test_a_dead_worker_leaves_the_others_judged(good: Good, tmp_path: Path) -> None:
-    """The interpreter is killed whenever a request names the checkpoint `bad`."""
+    """The interpreter is killed whenever a request contains the checkpoint `bad`."""
     python = tmp_path / "python"
     killed = """[ -f "$3" ] && grep -q '/bad"' "$3" && kill -9 $$"""
     python.write_text(f'#!/bin/sh\n{killed}\nexec {sys.executable} "$@"\n')

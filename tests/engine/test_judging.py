@@ -117,7 +117,7 @@ def test_what_long_continuations_show(
 
 
 def test_the_reference_goes_on_greedily(tiny_llama: Path) -> None:
-    """Token by token what the reference's own log-probabilities say."""
+    """Token by token, by the reference's log-probabilities."""
     asked = replace(GOOD, prompt="w5 w6 w7", tokens=6)
     (said,) = reference_canaries(tiny_llama, [asked])
     ids = [5, 6, 7]
@@ -158,7 +158,7 @@ def test_prompts_fit_the_tokenizer(tiny_llama: Path) -> None:
 def test_a_checkpoint_that_amplifies_rounding_has_its_own_limit(
     tiny_llama: Path, tmp_path: Path
 ) -> None:
-    """Three times what half a unit in the last place of its embeddings does to its answers."""
+    """The limit is three times the effect of half a unit in the last place of the embeddings."""
     checkpoint, prompts = (
         quantize(tiny_llama, tmp_path / "fp8", "FP8_DYNAMIC"),
         [[5, 7, 11, 13, 17, 19]],

@@ -1,4 +1,4 @@
-"""The process group: nothing of it is left, however it ends."""
+"""The process group: no process is left, in every kind of end."""
 
 import os
 import signal

@@ -1,6 +1,4 @@
-"""What vLLM's class refuses of any checkpoint with a config is no error, unless a value in it is
-wrong.
-"""
+"""vLLM refuses any checkpoint with this config: no error, unless a value in it is wrong."""
 
 import json
 from pathlib import Path
@@ -56,7 +54,7 @@ def test_sound_config(fp8: Path, tmp_path: Path, values: dict[str, Json], sound:
 def test_default_config_of_transformers(
     fp8: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM registers config classes of its own for some types."""
+    """vLLM registers config classes for some types."""
 
     class OfVllm(transformers.LlamaConfig):  # type: ignore[misc]
         def __init__(self) -> None:

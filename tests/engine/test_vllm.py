@@ -1,4 +1,4 @@
-"""What the real vLLM does with a wrong and a broken checkpoint, and in two versions."""
+"""The real vLLM on wrong and broken checkpoints, and in two versions."""
 
 import json
 import os

@@ -1,8 +1,8 @@
-"""Starts vexport's workers as forks of a process that has imported what they import, for tests.
+"""Start vexport's workers as forks of a process that has done their imports, for tests.
 
-An import of vLLM takes 10 s of a core, and most tests of the engine need one. A worker is forked
-only where its environment is that of the process it is forked from, but for what is read after the
-imports.
+An import of vLLM takes 10 s of a core, and most tests of the engine need it. A worker is forked
+only if its environment equals the environment of the parent process. Variables that are read after
+the imports may differ.
 """
 
 import fcntl
@@ -73,10 +73,10 @@ _BYTES = 1 << 20
 
 
 class Warm:
-    """The processes that workers are forked from, by what they have imported.
+    """Processes from which workers are forked, by their imports.
 
-    Those that share a folder share them: the first that needs one starts it, and it ends after the
-    last of them, when nobody holds its stdin open any more.
+    Test processes with the same folder share them. The first test process that needs a process
+    starts it. It ends after the last test process, when nobody holds its stdin open any more.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -91,7 +91,7 @@ class Warm:
     def started_group(
         self, command: Sequence[str], *, environment: Mapping[str, str], log: Path, timeout: float
     ) -> Iterator[Follow]:
-        """As that of vexport.engine.process, with a client in the place of a worker."""
+        """Start a process group like vexport.engine.process, with a client instead of a worker."""
         python, _, module, *arguments = command
         ours = python == sys.executable and module.startswith(
             ("vexport.", "tests.evaluation.", "tests.inference.", "tests.engine.emulated")
@@ -103,7 +103,7 @@ class Warm:
             yield follow
 
     def _address(self, module: str, environment: Mapping[str, str]) -> str:
-        """Where to ask for a worker; empty where the environment is another one."""
+        """Return the address that starts workers, or an empty string for another environment."""
         kind, early = (
             "dry" if module == DRY else "engine",
             json.dumps(_early(environment), sort_keys=True),

@@ -13,8 +13,9 @@ from pathlib import Path
 
 
 def main(variable: str, address: str, *arguments: str) -> int:
-    """The exit code of the worker; it ends by itself when its stdin closes, of which SIGTERM comes
-    after.
+    """Return the worker's exit code.
+
+    The worker ends by itself when its stdin closes, and a SIGTERM follows.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as connection:

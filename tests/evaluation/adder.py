@@ -1,6 +1,4 @@
-"""A model that adds, and errs where it is told to, evaluated by the real lm-eval: output folders to
-read.
-"""
+"""A model that adds, with errors on demand, evaluated by the real lm-eval into folders."""
 
 import re
 import sys
@@ -22,7 +20,7 @@ from vexport.inference.lm_eval_runner import computed_once
 
 
 class Adder(LM):  # type: ignore[misc]
-    """Answers the last `a + b =`; on the documents `wrong` it is off by one."""
+    """Model that answers the last `a + b =`. On the documents `wrong`, the answer is off by one."""
 
     def __init__(self, wrong: Sequence[int]) -> None:
         super().__init__()

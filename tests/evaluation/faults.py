@@ -20,16 +20,15 @@ def with_template(source: Path, folder: Path, template: str) -> Path:
 
 
 def with_swapped_scales(source: Path, folder: Path) -> Path:
-    """A copy in which the first row of each layer's scales is swapped with the last, and so on
-    inwards.
-    """
+    """Save a copy with the order of the rows of each layer's scales reversed."""
     swapped = each(".weight_scale", lambda scale: scale.view(torch.uint8).flip(0).view(scale.dtype))
     return spoiled(source, folder, swapped)
 
 
 def with_own_global_scales(source: Path, folder: Path) -> Path:
-    """A copy whose q_proj has a global scale of its own, of the same product: right for every
-    reader but vLLM, which loads q, k and v with the largest of the three.
+    """Save a copy whose q_proj has a different global scale, with the same product.
+
+    Every reader is right except vLLM, which loads q, k and v with the largest of the three.
     """
     names = [f"model.layers.{layer}.self_attn.q_proj.weight" for layer in range(3)]
     scales = [f"{name}_{scale}" for name in names for scale in ("global_scale", "scale")]

@@ -61,7 +61,7 @@ def make_tasks(folder: Path, documents: int) -> list[str]:
 
 
 def make_group(folder: Path, subjects: int, documents: int) -> str:
-    """Write a group of `subjects` tasks that lm-eval aggregates, each with additions of its own."""
+    """Write a group of `subjects` tasks that lm-eval aggregates, each with separate additions."""
     folder.mkdir(parents=True, exist_ok=True)
     for subject in range(subjects):
         rows = [{"a": i, "b": subject, "sum": i + subject} for i in range(documents)]
@@ -98,7 +98,7 @@ def samples_file(folder: Path, task: str = "sums") -> Path:
 
 
 def edit_results(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change what lm-eval says of a run."""
+    """Change lm-eval's results file of a run."""
     file = results_file(folder)
     content = json.loads(file.read_text())
     change(content)
@@ -114,9 +114,9 @@ def edit_sample(folder: Path, line: int, **values: object) -> None:
 
 
 def run_lm_eval(tasks: Sequence[str], runs: Mapping[Path, Sequence[int]]) -> None:
-    """Evaluate a model that errs on the given documents, one lm-eval run for each output folder.
+    """Evaluate a model that errs on the given documents, in one lm-eval run per output folder.
 
-    In a separate process: lm-eval's imports warn.
+    It runs in a separate process, because lm-eval's imports warn.
     """
     folder = next(iter(runs)).parent
     Worker(
@@ -132,8 +132,9 @@ def run_lm_eval(tasks: Sequence[str], runs: Mapping[Path, Sequence[int]]) -> Non
 
 
 def exact_power(documents: int, disagreement: float, margin: float, alpha: float = 0.05) -> float:
-    """The chance, by scipy alone, of a PASS where nothing is lost and such a share of the answers
-    changes.
+    """Return the exact probability of PASS, by scipy alone.
+
+    Nothing is lost, and the given share of the answers changes.
     """
     critical, power = float(stats.norm.isf(alpha)), 0.0
     low, high = stats.binom.interval(1 - 1e-6, documents, disagreement)

@@ -60,7 +60,7 @@ def test_a_changed_answer_is_one_line_of_a_diff(
 
 
 def cut_answers(folder: Path, number: int) -> None:
-    """Let the first answers of `sums` be cut, without a right answer."""
+    """Cut the first answers of `sums`, so that they are not right."""
     for line in range(number):
         edit_sample(
             folder, line, exact_match=0.0, finish_reason=[["length"]], resps=[["I will now"]]

@@ -44,16 +44,14 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @cache
 def computed(checkpoint: Path, tokens: tuple[tuple[int, ...], ...]) -> torch.Tensor:
-    """What transformers computes, once for each checkpoint."""
+    """Compute transformers' results once for each checkpoint."""
     return reference_logprobs(checkpoint, tokens)
 
 
 def answered(
     checkpoint: Path, prompts: Prompts, folder: Path, *, by: Path, noise: float = 0.0
 ) -> Served:
-    """A session on `checkpoint` whose engine computes what `by` says, to within `noise` of a
-    logit.
-    """
+    """Return a session on `checkpoint` with the results of `by`, to within `noise` of a logit."""
     folder.mkdir(parents=True)
     matrix = computed(by, prompts.tokens)
     matrix = matrix + noise * torch.randn(matrix.shape, generator=torch.Generator().manual_seed(0))

@@ -1,4 +1,4 @@
-"""KL and NLL of two models on the same tokens, against torch's own, and the warnings they give."""
+"""KL and NLL of two models on the same tokens, compared with torch, and the warnings."""
 
 from dataclasses import replace
 from pathlib import Path

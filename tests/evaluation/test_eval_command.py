@@ -1,6 +1,4 @@
-"""`vexport eval` and `vexport verdict` at the command line: what is refused before an engine
-starts.
-"""
+"""`vexport eval` and `vexport verdict` on the command line: refusals before an engine starts."""
 
 import json
 import re

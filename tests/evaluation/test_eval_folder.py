@@ -1,4 +1,4 @@
-"""`vexport eval` is a run whose checkpoint is given: its folder, its report, and a second call."""
+"""`vexport eval` is a run with a given checkpoint: its folder, its report, a second call."""
 
 import json
 from pathlib import Path
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.vllm
 
 
 def evaluate(runs: Path, folder: Path, *options: object, names: tuple[str, ...]) -> Ran:
-    """Compare results of lm-eval with the baseline's; nothing is asked."""
+    """Compare results of lm-eval with the baseline's. No model runs."""
     tasks = [runs / "tasks" / f"{name}.yaml" for name in ("sums", "choices", "near")]
     asked = [word for task in tasks for word in ("--task", task)]
     given = [runs / name for name in names]

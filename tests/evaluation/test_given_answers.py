@@ -1,4 +1,4 @@
-"""Given results that do not fit the tasks to ask are refused before anything is asked."""
+"""Given results that do not match the tasks are refused before any model runs."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Held-out text that decides: its bounds, its outcomes, and what a report says of them."""
+"""Verdicts by held-out text: bounds, outcomes, and the sentences in a report."""
 
 import json
 from dataclasses import replace
@@ -52,7 +52,7 @@ def read(folder: Path, rows: Rows, logits: torch.Tensor) -> Served:
 
 
 def models(folder: Path, count: int, noise: float) -> tuple[Served, Served]:
-    """A baseline that knows its text well, and a candidate whose logits have this much noise."""
+    """Return a baseline that predicts its text well, and a candidate with noise on its logits."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(VOCABULARY, (count, TOKENS), generator=generator)
     rows = tuple(tuple(row) for row in tokens.tolist())
@@ -120,7 +120,7 @@ def test_other_tokens_and_numbers_that_are_not_finite_are_a_fault_of_the_checkpo
 
 
 def test_a_wrong_pass_of_skewed_rows_is_about_as_rare_as_asked() -> None:
-    """Rows of lognormal KLs whose true mean is the limit: PASS would be wrong."""
+    """The rows' KLs are lognormal and their true mean is the limit, so PASS would be wrong."""
     rng = np.random.default_rng(1)
     draws = rng.lognormal(-2.3 - 0.18, 0.6, (150, 24))
     limit = float(np.exp(-2.3))

@@ -66,13 +66,13 @@ def counted(endings: list[Ending], right: int) -> AnswerCounts:
 
 
 def test_short_answers_by_design_are_not_lost() -> None:
-    """All answers reach the length, and most score."""
+    """All answers reach the limit of tokens, and most are right."""
     assert counted([CUT] * 100, right=70).lost == 0
     assert counted([CUT] * 100, right=6).lost == 94
 
 
 def test_cut_answers_that_score_like_whole_ones_are_not_lost() -> None:
-    """Some answers ramble on after the answer."""
+    """Some answers continue with other text after the answer."""
     rambling = [WHOLE] * 30 + [CUT] * 5 + [WHOLE] * 50 + [CUT] * 15
     assert counted(rambling, right=35).lost == 0
     thinking = [WHOLE] * 66 + [WHOLE] * 4 + [CUT] * 30
@@ -88,7 +88,7 @@ def test_misses_of_a_filter_count_if_they_are_the_most() -> None:
 
 
 def lossy(old: list[Ending], new: list[Ending], right: int) -> TaskPair:
-    """Two models whose first answers are right, with endings in the same order."""
+    """Return two models whose first answers are right, with endings in the same order."""
     scores = [1.0] * right + [0.0] * (len(old) - right)
     pairs = zip(old, new, strict=True)
     documents = tuple((replace(SAMPLE, ending=x), replace(SAMPLE, ending=y)) for x, y in pairs)

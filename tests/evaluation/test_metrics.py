@@ -1,4 +1,4 @@
-"""Metrics whose documents' values have another direction, or unit, than their aggregate."""
+"""Metrics with per-document values of another direction or unit than the aggregate."""
 
 import json
 import shutil
@@ -42,7 +42,7 @@ def last_word(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def runs(last_word: Path, tmp_path: Path) -> tuple[Path, Path]:
-    """Two runs, of which the second lost LOSS nats in every document."""
+    """Write two runs. The second run lost LOSS nats in every document."""
     for name in ("base", "worse"):
         shutil.copytree(last_word / "base", tmp_path / name)
         _shift(tmp_path / name, -1.0 - (LOSS if name == "worse" else 0.0))

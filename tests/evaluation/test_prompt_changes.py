@@ -1,6 +1,4 @@
-"""Two runs that were asked differently: what is refused, what is a warning, and how the cause is
-named.
-"""
+"""Runs with different prompts: refusals, warnings, and the named cause."""
 
 import hashlib
 import json
@@ -26,7 +24,7 @@ TEMPLATE = {
 
 
 def changed(folder: Path, changes: Changes, *, prompts: str | None = None) -> None:
-    """lm-eval's folder with another record of how it asked, and other prompts or none."""
+    """Return lm-eval's folder with changed settings of prompts, and other prompts or none."""
 
     def change(content: dict[str, Any]) -> None:
         for name, value in changes.items():

@@ -1,4 +1,4 @@
-"""Folders made by the real lm-eval: what is read from them, and what is refused."""
+"""Read folders of the real lm-eval, and refuse unusable folders."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Sampled answers, several to a document: the document is the unit of every interval."""
+"""Several sampled answers per document: every interval counts documents."""
 
 import json
 import shutil
@@ -32,8 +32,9 @@ def quantiles(correlation: float, mean: float) -> Scores:
 def gains(
     documents: int, correlation: float, right: float, loss: float, rng: np.random.Generator
 ) -> Scores:
-    """Gains of answers of two models to the same documents, whose difficulty both share
-    (beta-binomial).
+    """Draw the gains between two models on the same documents (beta-binomial).
+
+    Both models share each document's difficulty.
     """
     difficulty = rng.random(documents)
     shares = [
@@ -77,8 +78,9 @@ def test_answers_that_repeat_each_other_are_worth_one() -> None:
 
 
 def with_seeds(folder: Path, out: Path, flips: int) -> Path:
-    """A run whose generated answers were sampled twice; in the second, so many more documents are
-    wrong.
+    """Write a run with two sampled answers per document.
+
+    In the second sample, the given number of further documents is wrong.
     """
     shutil.copytree(folder, out)
     file = samples_file(out)

@@ -48,7 +48,7 @@ def test_shifted_ids_are_paired_by_content() -> None:
 
 @pytest.mark.parametrize("ids", [(1, 2, 3), (2, 1, 0), (2, 0, 1)])
 def test_shifted_ids_with_doubled_documents(ids: tuple[int, int, int]) -> None:
-    """It is unknown which of two equal documents belongs to which."""
+    """Two equal documents cannot be paired with certainty."""
     left, right = run({0: "a", 1: "a", 2: "b"}), run(dict(zip(ids, "aab", strict=True)))
     with pytest.raises(
         InputError, match=r"documents 0 and 1 are the same.*doc_hash.*--samples"

@@ -44,8 +44,9 @@ def test_tango_matches_published_intervals(
 
 
 def numeric_statistic(wins: int, losses: int, documents: int, difference: float) -> float:
-    """The score statistic with the restricted maximum found numerically instead of in closed
-    form.
+    """Return the score statistic, with the restricted maximum found numerically.
+
+    The code under test uses a closed form.
     """
     same = documents - wins - losses
 
@@ -177,8 +178,9 @@ def test_planned_documents_have_the_planned_power() -> None:
 @pytest.mark.parametrize("margin", [0.01, 0.02, 0.03, 0.05, 0.1])
 @pytest.mark.parametrize("disagreement", [0.01, 0.05, 0.2])
 def test_planned_documents_suffice_at_any_margin(margin: float, disagreement: float) -> None:
-    """The exact power. (1.645 + 0.842)^2 * disagreement / margin^2 has 0.001 at a margin of 0.1 and
-    0.01.
+    """Compare with the exact power.
+
+    The formula (1.645 + 0.842)^2 * disagreement / margin^2 has 0.001 at a margin of 0.1 and 0.01.
     """
     documents = documents_for_power(margin, disagreement, 0.05)
     power = exact_power(documents, disagreement, margin) if documents < 5000 else 0.8
@@ -186,7 +188,7 @@ def test_planned_documents_suffice_at_any_margin(margin: float, disagreement: fl
 
 
 def test_the_plan_and_the_report_agree_where_the_answers_change_as_often() -> None:
-    """2,000 of 40,000 answers changed, as 5 % of them do in the plan."""
+    """2,000 of 40,000 answers changed, which is the 5 % that the plan assumes."""
     planned = documents_for_power(0.1, 0.05, 0.05)
     statistic = tango_statistic(1000, 1000, 40000, -0.1)
     spread = spread_over_null(1000, 1000, 40000, 0.1)

@@ -1,4 +1,4 @@
-"""The verdict: its words, its numbers, and how often it is wrong."""
+"""Verdicts: their words, their numbers, and their rate of errors."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -136,7 +136,7 @@ def test_flips_are_limited_and_losses_come_first() -> None:
 
 
 def test_a_task_that_the_baseline_cannot_do_is_named() -> None:
-    """It has nothing to lose: PASS says nothing there."""
+    """The baseline has nothing to lose in this task, so PASS is no evidence."""
     hopeless, fair = (
         paired([1] + [0] * 399, [0] * 400),
         paired([1] * 200 + [0] * 200, [1] * 200 + [0] * 200),
@@ -160,7 +160,7 @@ def task(
 
 
 def own_units(name: str, difference: float, low: float, high: float) -> TaskVerdict:
-    """A perplexity of about 27, where a rise is a loss."""
+    """Return a perplexity of about 27, for which a rise is a loss."""
     made = task(name, difference, low, high)
     return replace(
         made,

@@ -30,9 +30,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def with_columns(source: Path, name: str, scheme: str, factor: float) -> Path:
-    """Quantize a source whose columns of large weights have another factor, as a refit gives
-    them.
-    """
+    """Quantize a source with the columns of large weights rescaled, as a refit rescales them."""
 
     def change(values: Tensors) -> None:
         values[f"{DOWN}.weight"][:, COLUMNS] *= factor

@@ -1,6 +1,4 @@
-"""`check --source` of what vexport rounded: large changes are a warning if the bytes are vexport's
-own.
-"""
+"""`check --source` on vexport's output: large changes are a warning if the digests match."""
 
 import json
 from pathlib import Path
@@ -88,7 +86,7 @@ def test_repaired_weights_are_not_own(moved: Path, source: Path) -> None:
 
 
 def test_another_source_is_an_error(rounded: Path, source: Path, tmp_path: Path) -> None:
-    """The same config and headers, other weights: the digests prove nothing about this source."""
+    """Same config and headers, but other weights: the digests are no evidence for this source."""
     other = spoiled(
         source, tmp_path / "other", put(f"{LAYER}.weight", lambda weight: weight.flip(0))
     )

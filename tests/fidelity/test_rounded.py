@@ -1,6 +1,4 @@
-"""`check --source` of weights that were rounded by their inputs: sound ones pass, spoiled ones are
-found.
-"""
+"""`check --source` on weights rounded by their inputs: sound weights pass, spoiled ones fail."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -25,8 +23,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def text(source: Path) -> Path:
-    """Of few words: inputs are correlated, which lets a refit move weights far; one strength is
-    tried.
+    """Write a text of few words.
+
+    Its inputs are correlated, so that a refit moves weights far. Only one strength is tried.
     """
     return write_calibration(source.with_name("text.jsonl"), rows=7, vocabulary=40)
 
@@ -43,7 +42,7 @@ def sound(source: Path, text: Path) -> Good:
 
 
 def unlike(checkpoint: Path, source: Path) -> dict[str, str]:
-    """What is said of each layer that is not like the source."""
+    """Return the finding for each layer that differs from the source."""
     found = [one for one in findings(checkpoint, "--source", source) if one["check"] == "source"]
     assert {one["severity"] for one in found} <= {"info", "error"}
     return {one["where"]: one["got"] for one in found if one["severity"] == "error"}
@@ -109,7 +108,7 @@ HARD = LAYER.format(0, "mlp.down_proj")
 
 @pytest.fixture(scope="module")
 def hard(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A model whose rows of text begin with a massive activation in one column, and their text.
+    """Save a model with a massive activation in one column at the start of each row, and its text.
 
     GPTQ drives the row with a large weight there to -8 dB, as in layers 11 and 28 of SmolLM2-135M.
     """

@@ -27,13 +27,16 @@ PEER = Path(__file__).parent.parent
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A micro Llama whose values are as wide as its outputs."""
+    """Save a micro Llama whose values are as wide as its outputs."""
     folder = tmp_path_factory.mktemp("smoothing") / "model"
     return save_llama(folder, num_hidden_layers=2, num_key_value_heads=4)
 
 
 def smoothed(source: Path, folder: Path) -> Path:
-    """The same model with factors of a half to two between each norm or layer and what reads it."""
+    """Multiply and divide the model's weights by factors from a half to two.
+
+    The model's output stays equal.
+    """
 
     def smooth(values: Tensors) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -66,7 +69,7 @@ def test_factors_that_are_undone_are_told(source: Path, tmp_path: Path, method: 
 
 
 def halved(rows: slice, columns: slice) -> Change:
-    """Scales of some groups of a layer a half of what they were."""
+    """Halve the scales of some groups of a layer."""
 
     def change(scales: torch.Tensor) -> torch.Tensor:
         scales = scales.clone()

@@ -1,4 +1,4 @@
-"""`vexport check --source`: what was quantized is like the source, all else is the source."""
+"""`vexport check --source`: quantized weights resemble the source, all others equal it."""
 
 import json
 from collections.abc import Callable
@@ -37,8 +37,9 @@ PEER = Path(__file__).parent.parent / "peer"
 
 
 def compared(checkpoint: Path, source: Path, *, notes: bool = False) -> list[dict[str, str]]:
-    """The notes on a checkpoint next to its source, or all else but that micro models have no
-    tokenizer.
+    """Return the findings of a comparison with the source.
+
+    The finding that micro models have no tokenizer is left out.
     """
     found = findings(checkpoint, "--source", source)
     chosen = [each for each in found if (each["severity"] == "info") is notes]
@@ -146,9 +147,7 @@ def test_a_tensor_of_the_source_that_is_nowhere_is_named(
 
 
 def test_a_source_that_stores_layers_fused(good: Good, llama: Path, tmp_path: Path) -> None:
-    """q/k/v and gate/up in one tensor each, as Phi-3 has them, against a checkpoint that has them
-    apart.
-    """
+    """The source stores q/k/v and gate/up fused, like Phi-3. The checkpoint splits them."""
 
     def fuse(values: Tensors) -> None:
         for layer in range(3):
@@ -184,15 +183,13 @@ def test_norms_may_be_rounded_as_one_plus_weight(good: Good, llama: Path, tmp_pa
 def test_what_vllm_reads_alike_is_the_source(
     good: Good, llama: Path, tmp_path: Path, change: Change
 ) -> None:
-    """Another format, a cast without a loss, a weight of which vLLM drops the end: no other
-    weight.
-    """
+    """Another format, a lossless cast, or a weight whose end vLLM drops is an equal weight."""
     found = compared(spoiled(good("FP8_DYNAMIC"), tmp_path / "changed", change), llama)
     assert [finding for finding in found if finding["check"] == "source"] == []
 
 
 def test_experts_that_are_not_quantized_alike_are_compared() -> None:
-    """llm-compressor's own output: reported for what it is, and like its source in all else."""
+    """Output of llm-compressor: the difference is reported, and all else equals its source."""
     found = compared(PEER / "moe-NVFP4A16", PEER / "moe")
     assert {(finding["check"], finding["severity"]) for finding in found} == {("fusion", "error")}
 

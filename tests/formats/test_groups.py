@@ -1,4 +1,4 @@
-"""Schemes with other groups of columns than their presets answer all that the presets answer."""
+"""Schemes with other group sizes than their presets support everything that presets support."""
 
 import pytest
 

@@ -1,6 +1,4 @@
-"""Scales of the KV cache are those of what a whole model caches; plans and checks know whose they
-are.
-"""
+"""Scales of the KV cache equal the ranges in a whole model's cache. Plans and checks name them."""
 
 import json
 from pathlib import Path
@@ -26,7 +24,7 @@ KINDS: tuple[KvCache, ...] = ("fp8", "fp8_per_head")
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Qwen3, whose keys are normed before they are rotated."""
+    """Save a Qwen3, which normalizes keys before rotating them."""
     return save_qwen3(tmp_path_factory.mktemp("source"))
 
 
@@ -98,9 +96,7 @@ def test_scales_are_of_the_models_cache(
 def test_layers_with_keys_and_values_are_found(
     tmp_path: Path, family: str, modules: list[str]
 ) -> None:
-    """Also where queries, keys and values are one weight, between linear attention, and beside a
-    tower.
-    """
+    """Also if q, k and v are one weight, with linear attention, or next to a tower."""
     plan = planned(save_family(family, tmp_path / "source"), "fp8_per_head")
     assert plan.refusals == ()
     assert [layer.name for layer in plan.attention] == modules
@@ -114,8 +110,9 @@ def test_latent_attention_is_refused(tmp_path: Path) -> None:
 
 
 def test_scales_lie_where_vllm_looks() -> None:
-    """Its own attention is the attribute `attn` of the model's; it adds that name unless it ends
-    so.
+    """vLLM's attention module is the attribute `attn` of the model's attention.
+
+    vLLM adds that name unless the layer's name ends with it.
     """
     short = kv_layout(AttentionLayer(name="h.0.attn", heads=None))
     assert [spec.name for spec in short] == ["h.0.attn.attn.k_scale", "h.0.attn.attn.v_scale"]

@@ -1,8 +1,7 @@
-"""What the kernels pack is to the bit what compressed-tensors' own compressors make of the same
-scales.
+"""The kernels pack the same bits as compressed-tensors' compressors with the same scales.
 
-So it is for golden values of version 0.19, which packs all widths as vLLM reads them; no scheme
-loses more of a weight than llm-compressor does.
+Golden values are from version 0.19, which packs all widths in vLLM's layout. No scheme loses more
+of a weight than llm-compressor.
 """
 
 import json
@@ -41,14 +40,14 @@ NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 
 def bits_of(weight: torch.Tensor) -> Array:
-    """The weight as a reader gives it."""
+    """Return the weight as a reader returns it."""
     return weight.numpy() if weight.dtype == torch.float32 else weight.view(torch.uint16).numpy()
 
 
 def pack(scheme: Scheme, weight: torch.Tensor, scales: Scales | None) -> dict[str, torch.Tensor]:
-    """Every stored tensor of a weight, the rows packed in several runs and in reverse order.
+    """Return all stored tensors of a weight, with the rows packed in several runs in reverse order.
 
-    Without `scales` those of the rows' ranges are made while they are packed.
+    Without `scales`, the scales of the rows' ranges are computed while packing.
     """
     rows, columns = weight.shape
     member = LinearPlan(name="layer", weight="layer.weight", out_features=rows, in_features=columns)
@@ -105,7 +104,7 @@ def observed(scheme: Scheme, weight: torch.Tensor) -> QParamsDict:
 
 
 def reference(scheme: Scheme, weight: torch.Tensor, qparams: QParamsDict) -> dict[str, bytes]:
-    """The tensors that compressed-tensors makes of a weight in float32, by the same scales."""
+    """Return compressed-tensors' tensors for a weight in float32 with the same scales."""
     args = ct_scheme(scheme.args).weights
     state = {"weight": weight.to(torch.float32), "weight_scale": qparams["scale"]}
     if not args.symmetric:
@@ -130,7 +129,10 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 
 def shapes_for(scheme: Scheme) -> list[tuple[int, int]]:
-    """Rows that fill no run and no word, several groups; ragged blocks where there are blocks."""
+    """Return shapes whose rows fill no run and no word, with several groups.
+
+    For schemes with blocks, the last blocks are incomplete.
+    """
     return (
         [(130, 300), (256, 128)]
         if scheme.args.weights.strategy == "block"
@@ -274,7 +276,7 @@ def given(scheme: str) -> QParamsDict:
 
 
 def same_weights(scheme: str) -> str:
-    """The scheme itself, or one of those that the peer has and that stores weights alike."""
+    """Return the scheme itself, or a scheme of the peer that stores weights in the same form."""
     peers = dict.fromkeys(name.partition("/")[0] for name in VALUES if "/" in name)
     known = [
         name for name in peers if get_scheme(name).args.weights == get_scheme(scheme).args.weights

@@ -1,6 +1,4 @@
-"""What was written is read back and compared with the source, for every scheme and way of storing
-weights.
-"""
+"""Read the output back and compare it with the source, for all schemes and layouts of weights."""
 
 from pathlib import Path
 
@@ -35,7 +33,7 @@ LEAST = {
 def read_back(
     source: Path, out: Path, rules: tuple[Rule, ...], settings: PlanSettings | None = None
 ) -> tuple[SourceIndex, SourceIndex, Plan]:
-    """(source, what was written, plan)."""
+    """Return (source, output, plan)."""
     index, plan = plan_source(str(source), rules, settings or PlanSettings())
     assert [one for one in problems(out) if one.severity == "error"] == []
     return index, read_index(out), plan
@@ -75,7 +73,7 @@ def test_ragged_blocks_come_back(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_mixed_schemes_come_back(llama: Path, tmp_path: Path) -> None:
-    """FP4 MLPs with FP8 attention and an FP8 output head, each measured by its own arithmetic."""
+    """FP4 MLPs with FP8 attention and an FP8 output head, each compared in its arithmetic."""
     rules = (
         Rule(match="lm_head", scheme="FP8_DYNAMIC"),
         Rule(match=r"re:.*self_attn", scheme="FP8_DYNAMIC"),
@@ -92,7 +90,7 @@ def test_mixed_schemes_come_back(llama: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["qwen3-moe", "qwen3-vl-moe"])
 @pytest.mark.parametrize("scheme", ["NVFP4A16", "W4A16_ASYM", "FP8_BLOCK", "MXFP8"])
 def test_experts_come_back(tmp_path: Path, family: str, scheme: str) -> None:
-    """One by one, and stored together and turned around."""
+    """Experts in separate tensors, and stacked and transposed experts."""
     source = save_family(family, tmp_path / "source")
     out = quantize(source, tmp_path / "out", scheme)
     index, back, plan = read_back(source, out, all_linears(scheme))

@@ -31,7 +31,7 @@ HUB_VARIABLES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"
 
 @pytest.fixture(scope="module")
 def repositories(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> dict[str, Path]:
-    """The folders of the model, with what a real repository also has, and of the dataset."""
+    """Return the folders of the model, with files of a real repository, and of the dataset."""
     root = tmp_path_factory.mktemp("repositories")
     shutil.copytree(llama, root / "model")
     for name in (
@@ -59,7 +59,7 @@ def hub(repositories: Mapping[str, Path]) -> Iterator[Hub]:
 
 
 class Machine:
-    """A machine whose hub is ours, with a cache of its own."""
+    """A machine that uses the test's hub, with a separate cache."""
 
     def __init__(self, folder: Path, hub: Hub) -> None:
         self.folder, self.url = folder, hub.url

@@ -1,8 +1,7 @@
-"""A small hub on localhost that speaks the Hugging Face hub's own protocol, and counts what it is
-asked.
+"""A small hub on localhost with the Hugging Face hub's protocol, which counts requests.
 
-Model and dataset repositories of one commit each: repository info, file trees, `resolve` with ETag,
-commit and ranges, and the hub's errors. Used through HF_ENDPOINT.
+It has model and dataset repositories of one commit each: repository info, file trees, `resolve`
+with ETag, commit and ranges, and the hub's errors. Tests use it through HF_ENDPOINT.
 """
 
 import hashlib
@@ -57,7 +56,7 @@ class Request:
 
 @dataclass(kw_only=True)
 class Hub:
-    """The state of a running hub; tests change it, and read what it was asked."""
+    """State of a running hub. Tests change it, and read its requests."""
 
     url: str = ""
     repositories: dict[str, Repository] = field(default_factory=dict)
@@ -122,7 +121,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _repository(
         self, kind: str, name: str, revision: str | None, *, content: bool
     ) -> Repository | None:
-        """The repository; None after the answer that it cannot be had."""
+        """Return the repository, or None after replying with an error."""
         token = self.headers.get("Authorization")
         repository = self.state.repositories.get(name)
         if token is not None and token != f"Bearer {TOKEN}":

@@ -1,4 +1,4 @@
-"""Models of the hub: what is fetched, what is not, and why something cannot be had."""
+"""Models on the hub: downloaded files, skipped files, and errors of downloads."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a task and a calibration read of the hub is fetched before an engine starts."""
+"""Data of tasks and of calibration are downloaded from the hub before an engine starts."""
 
 import json
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""A server of the OpenAI API that adds up the token ids of a prompt, and misbehaves as it is told
-to.
-"""
+"""A server of the OpenAI API that adds the token ids of a prompt, with faults on demand."""
 
 import json
 import threading
@@ -17,9 +15,7 @@ Fault = str | int
 
 
 class AddingServer(ThreadingHTTPServer):
-    """What is served, the prompts that were answered, and the faults to come, one for each
-    completion.
-    """
+    """Settings of the server, its answered prompts, and the coming faults, one per completion."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -57,8 +53,9 @@ class AddingServer(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_address[1]}/v1"
 
     def metrics(self) -> str:
-        """Counters in the form of Prometheus; each answer drafts alike, and other clients ask as
-        often.
+        """Return counters in the form of Prometheus.
+
+        All answers have the same drafts. Other clients send requests as often.
         """
         answered = len(self.answered)
         totals = {
@@ -73,7 +70,7 @@ class AddingServer(ThreadingHTTPServer):
         return "".join(["# HELP vllm:num_requests_running Requests.\n", *lines])
 
     def fault(self) -> Fault | None:
-        """The next fault; after so many answers nothing but errors."""
+        """Return the next fault. After a given number of answers, there are only errors."""
         if self.after is not None and len(self.answered) >= self.after:
             return 500
         return self.faults.popleft() if self.faults else None
@@ -148,7 +145,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _scores(prompt: list[int]) -> dict[str, object]:
-    """Each token costs a hundredth of its id; token 7 is likelier than those of a higher id."""
+    """Return scores: a token costs a hundredth of its id. Token 7 is likelier than higher ids."""
     own = [None, *(-token / 100 for token in prompt[1:]), -1.0]
     best = [
         None,

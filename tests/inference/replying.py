@@ -1,4 +1,4 @@
-"""Servers for tests: one replies as a function says, one sends raw bytes on each connection."""
+"""Test servers: one replies by a function, one sends raw bytes on each connection."""
 
 import json
 import socket
@@ -50,7 +50,7 @@ def choice(body: Mapping[str, object]) -> dict[str, object]:
 
 
 def described(**fields: object) -> Reply:
-    """A sound server whose model has other fields in the list of models."""
+    """Start a sound server with changed fields in its list of models."""
 
     def reply(path: str, body: dict[str, object]) -> Sent:
         return (
@@ -103,8 +103,9 @@ def replying(reply: Reply) -> Iterator[str]:
 
 @contextmanager
 def sending(parts: Callable[[], Iterator[bytes]]) -> Iterator[tuple[str, list[int]]]:
-    """Send the parts on each connection, whatever is asked; yields the address and the bytes sent
-    so far.
+    """Send the given parts on each connection, whatever the request is.
+
+    Yields the address and the bytes sent so far.
     """
     count = [0]
 

@@ -1,4 +1,4 @@
-"""A served model, asked over HTTP: a server that fails neither loses nor changes an answer."""
+"""A model over HTTP: a failing server neither loses nor changes an answer."""
 
 import json
 from collections.abc import Iterator
@@ -102,7 +102,7 @@ def test_an_answer_that_is_cut_off_in_the_file_is_asked_again(
 def test_finish_reasons_are_kept(
     given: str | None, kept: str, server: AddingServer, tmp_path: Path
 ) -> None:
-    """A server that never tells a finish reason is asked once for each answer."""
+    """A server that never returns a finish reason receives one request per answer."""
     server.finish_reason = given
     model = EndpointModel(Server(endpoint(server)), KeptAnswers(tmp_path / "kept"), lambda *_: None)
     model.expect("", 2)

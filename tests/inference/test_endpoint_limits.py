@@ -1,6 +1,4 @@
-"""A server that sends too much, too slowly or nonsense ends a request within its limits, with one
-line.
-"""
+"""A server that sends too much, too slowly or nonsense: the request ends in time, with one line."""
 
 import copy
 import gzip
@@ -75,7 +73,7 @@ def test_a_flood_ends_in_time(flood: str) -> None:
 
 
 def test_retries_end_in_time() -> None:
-    """The request's own time, and --retry-seconds after its first failure."""
+    """Within the request's time limit, and --retry-seconds after its first failure."""
     with sending(FLOODS["slow body"]) as (url, _):
         began = time.monotonic()
         with pytest.raises(EnvironmentFault):
@@ -91,7 +89,10 @@ def asked(
 
 
 def with_choice(**fields: object) -> Callable[[str, dict[str, object]], Sent]:
-    """A sound server with other fields in its answers; a function makes the value from the body."""
+    """Start a sound server with changed fields in its answers.
+
+    A function computes a value from the request's body.
+    """
 
     def reply(path: str, body: dict[str, object]) -> Sent:
         if path != "/v1/completions":

@@ -1,4 +1,4 @@
-"""What a server may choose: the tokenizer of its prompts, and counters of drafts."""
+"""Choices of a server that vexport does not trust: tokenizers, and counters of drafts."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The reason for a text's end survives the copies that lm-eval makes of answers."""
+"""The finish reason of a text survives lm-eval's copies of answers."""
 
 import copy
 import pickle

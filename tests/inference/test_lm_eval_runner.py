@@ -1,4 +1,4 @@
-"""The real vLLM, with the real lm-eval around the engine that already stands."""
+"""The real lm-eval on a running engine of the real vLLM."""
 
 import hashlib
 import json
@@ -144,8 +144,9 @@ def test_prompts_that_do_not_fit_and_templates_with_python_are_refused(
 
 
 def expected_prompts(folder: Path) -> list[str]:
-    """What transformers makes of the conversation about each document; examples as lm-eval draws
-    them.
+    """Return transformers' rendering of the conversation about each document.
+
+    Few-shot examples are drawn as in lm-eval.
     """
     from transformers import AutoTokenizer
 

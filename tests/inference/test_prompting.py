@@ -1,4 +1,4 @@
-"""How models are asked: defaults from their files, and what cannot be asked alike."""
+"""Settings of prompts: defaults from the models' files, and models with different prompts."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ SPACED = TEMPLATE.replace("}}{% endfor", "}} {% endfor")
 
 
 def model(folder: Path, files: dict[str, str] | None = None) -> Path:
-    """The demo model, which has no chat template, with files added."""
+    """Save the demo model, which has no chat template, with added files."""
     shutil.copytree(DEMO, folder)
     for name, text in (files or {}).items():
         (folder / name).parent.mkdir(exist_ok=True)

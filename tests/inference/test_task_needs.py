@@ -1,6 +1,4 @@
-"""What tasks of the suites need besides documents is named, with what brings it, before an engine
-starts.
-"""
+"""Missing needs of the suites' tasks are errors with a remedy, before an engine starts."""
 
 from pathlib import Path
 
@@ -44,8 +42,9 @@ def write_task(folder: Path, name: str, file: str, **keys: object) -> None:
 def test_python_needs_trust_and_documents_and_metrics_must_be_had(
     cut_off: Path, llama: Path
 ) -> None:
-    """Of generated text a metric may be the hub's; lm-eval itself would answer all, and then
-    fail.
+    """A metric of generated text may be on the hub.
+
+    Without the check, lm-eval would fail after all answers.
     """
     write_task(
         cut_off, "own", "own.jsonl", output_type="loglikelihood", metric_list=[{"metric": "acc"}]

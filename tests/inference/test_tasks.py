@@ -1,6 +1,4 @@
-"""Tasks by name and by file: what is written, what is refused, and that no Python of a task
-runs.
-"""
+"""Tasks by name and by file: written files, refusals, and no run of a task's Python code."""
 
 from pathlib import Path
 

@@ -73,7 +73,7 @@ def rename(old: str, new: str) -> Change:
 
 
 def renamed(new: Callable[[str], str | None]) -> Change:
-    """Give each tensor the name that `new` makes of its own; one without a name goes."""
+    """Give each tensor the name that `new` returns. Remove tensors for which it returns None."""
 
     def apply(values: Tensors) -> None:
         old = dict(values)
@@ -96,13 +96,13 @@ def lost(wanted: Callable[[str], object]) -> Change:
 
 
 def unquantized(module: str, *shape: int) -> Change:
-    """Put a layer in bfloat16 in the place of a quantized one."""
+    """Replace a quantized layer by a bfloat16 layer."""
     weight = torch.full(shape, 0.01, dtype=torch.bfloat16)
     return all_of(lost(lambda name: name.startswith(f"{module}.")), add(f"{module}.weight", weight))
 
 
 def copied(old: str, new: str) -> Change:
-    """Store the tensors whose names begin so once more."""
+    """Store a second copy of the tensors whose names have this prefix."""
     return tensors(
         lambda values: values.update(
             {
@@ -115,7 +115,7 @@ def copied(old: str, new: str) -> Change:
 
 
 def each(ending: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
-    """Replace all tensors whose names end so."""
+    """Replace all tensors whose names have this suffix."""
     return tensors(
         lambda values: values.update(
             {name: change(values[name]) for name in values if name.endswith(ending)}
@@ -128,7 +128,7 @@ def swap(one: str, two: str) -> Change:
 
 
 def exchanged(one: str, other: str, ending: str = "") -> Change:
-    """Exchange the tensors that have a part of a name with those that have the other part."""
+    """Swap the tensors with one part in their names with the tensors with another part."""
 
     def apply(values: Tensors) -> None:
         for name in [name for name in values if one in name and name.endswith(ending)]:
@@ -165,7 +165,7 @@ def json_file(name: str, change: Callable[[dict[str, Json]], object]) -> Change:
 
 
 def node(whole: dict[str, Json], place: tuple[str, ...]) -> dict[str, Json]:
-    """The object at a place; `GROUP_KEY` stands for the first config group, whatever its name."""
+    """Return the object at a place. `GROUP_KEY` stands for the first config group of any name."""
     found: Json = whole
     for key in place:
         assert isinstance(found, dict)
@@ -236,7 +236,7 @@ def every(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def byteswapped(value: torch.Tensor) -> torch.Tensor:
-    """The bytes of each element in the other order."""
+    """Return the elements with reversed bytes."""
     size = value.element_size()
     flipped = value.contiguous().view(torch.uint8).reshape(-1, size).flip(1).contiguous()
     return flipped.view(value.dtype).reshape(value.shape)

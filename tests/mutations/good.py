@@ -38,7 +38,7 @@ LEAVES: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sound:
-    """How a sound checkpoint is made: from which model, by whom, in which scheme."""
+    """Recipe of a sound checkpoint: its model, its producer and its scheme."""
 
     scheme: str
     source: str = "llama"
@@ -47,7 +47,7 @@ class Sound:
 
     @property
     def leaves(self) -> tuple[str, ...]:
-        """The parameters of a quantized layer, the weight's first."""
+        """Return the parameters of a quantized layer, the weight's first."""
         return LEAVES[self.scheme]
 
     @property
@@ -63,7 +63,7 @@ class Sound:
         return self.source in ("qwen3", "gemma3")
 
     def mlp(self, projection: str) -> str:
-        """The name of a layer of the last MLP, or of its first expert."""
+        """Return the name of a layer of the last MLP, or of its first expert."""
         inner = "mlp.experts.0" if self.experts else "mlp"
         return f"model.layers.{self.layers - 1}.{inner}.{projection}_proj"
 
@@ -86,7 +86,7 @@ GOOD: Mapping[str, Sound] = {
 
 
 def write_good(root: Path, names: Iterable[str] = GOOD) -> Path:
-    """The sound checkpoints of these names, each in a folder of its name below `root`."""
+    """Write the sound checkpoints with these names into folders below `root`."""
     sources = {
         "llama": save_llama(root / "source-llama", **SIZES),
         "qwen3": save_qwen3(root / "source-qwen3", **SIZES),
@@ -107,7 +107,7 @@ def write_good(root: Path, names: Iterable[str] = GOOD) -> Path:
 
 
 def source_of(root: Path, name: str) -> Path:
-    """The unquantized checkpoint that a sound one was made from, beside it."""
+    """Return the unquantized checkpoint next to a sound checkpoint made from it."""
     sound = GOOD[name]
     return root / (f"source of {name}" if sound.peer else f"source-{sound.source}")
 
@@ -126,7 +126,7 @@ def _take_norms(folder: Path, other: Path) -> None:
 
 
 def vary_norms(folder: Path) -> None:
-    """Norms and biases that are not the ones that vLLM begins with: a missing one shows."""
+    """Change norms and biases from vLLM's initial values, so that a missing tensor shows."""
     generator = torch.Generator().manual_seed(2)
     values = load_file(folder / "model.safetensors")
     for name, value in values.items():

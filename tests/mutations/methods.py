@@ -52,9 +52,7 @@ Edit = Callable[[torch.Tensor], torch.Tensor]
 
 
 def write_methods(root: Path, names: Iterable[str] = CHECKPOINTS) -> Path:
-    """The sound checkpoints of these names, each in a folder of its name below `root`, and their
-    source.
-    """
+    """Write the sound checkpoints with these names below `root`, and their source."""
     source = save_llama(root / SOURCE)
     vary_norms(source)
     for name in names:

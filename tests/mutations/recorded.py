@@ -1,5 +1,6 @@
-"""What the real vLLM did with each mutation, as scripts/mutations/record.py saw it; what does no
-harm.
+"""Records of the real vLLM's behaviour with each mutation, and harmless differences.
+
+scripts/mutations/record.py writes the records.
 """
 
 import json
@@ -73,12 +74,12 @@ AS_NEAR = 1.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """One mutation: `outcome` is "raises", "wrong" (loads and answers otherwise) or "alike";
-    "loads" where only a dry load was asked, which computes nothing.
+    """Record of one mutation.
 
-    `detail` is vLLM's message, or the largest difference of a log-probability. `further` is how far
-    the answers are from the unquantized model's (mean KL divergence) as a multiple of how far the
-    sound checkpoint's are, where that was recorded.
+    `outcome` is "raises", "wrong" (loads, but answers differ), "alike", or "loads" (only a dry load
+    ran, which computes nothing). `detail` is vLLM's message, or the largest difference of a log-
+    probability. `further` is the mean KL divergence from the unquantized model's answers, as a
+    multiple of the sound checkpoint's divergence. It is None if it was not recorded.
     """
 
     good: str
@@ -89,14 +90,14 @@ class Record:
 
 
 def read_records(file: Path = PINNED_RECORDS) -> list[Record]:
-    """All records of one vLLM, in order; none where nothing was recorded yet."""
+    """Return all records of one version of vLLM in order, or none without a file."""
     if not file.exists():
         return []
     return [Record(**json.loads(line)) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
 def write_record(record: Record, file: Path) -> None:
-    """Add a record, in the place of the one that there is of this mutation."""
+    """Add a record. Replace an existing record of the same mutation."""
     lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
     line = (
         json.dumps({key: value for key, value in asdict(record).items() if value is not None})
@@ -110,10 +111,10 @@ def write_record(record: Record, file: Path) -> None:
 
 
 def is_as_good(record: Record) -> bool:
-    """Whether other answers were recorded that are no worse, for a reason that is given."""
+    """Return True if recorded answers differ but are no worse, for a listed reason."""
     return record.name in AS_GOOD and record.further is not None and record.further <= AS_NEAR
 
 
 def is_counted(record: Record) -> bool:
-    """Whether vLLM has computed with what was changed: a dry load computes nothing."""
+    """Return True if vLLM has computed with the changed part. A dry load computes nothing."""
     return record.outcome != "loads" and (record.good, record.name) not in UNREAD

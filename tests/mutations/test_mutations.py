@@ -1,4 +1,4 @@
-"""The check against what the real vLLM was seen to do with spoiled checkpoints."""
+"""Compare `check` with the recorded behaviour of the real vLLM on spoiled checkpoints."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -112,7 +112,7 @@ def test_sound_checkpoints_are_clean(bench: Bench, name: str) -> None:
 
 @pytest.mark.slow
 def test_errors_are_what_vllm_refuses_or_answers_wrongly(bench: Bench) -> None:
-    """Of each mutation one record, and of each kind in each scheme one of every answer."""
+    """Covers one record of each mutation, and one record of each outcome per kind and scheme."""
     made = {(good, name): part for good in GOOD for part in PARTS for name, _ in part(GOOD[good])}
     bench.agree(
         read_records(), lambda record: (made[record.good, record.name], GOOD[record.good].scheme)

@@ -87,7 +87,7 @@ LINE = "compile kernels, once"
 
 
 def copied(folder: Path) -> Path:
-    """The package at another place, without what is compiled."""
+    """Copy the package to another place without compiled files."""
     package = Path(vexport.__file__).parent
     return copytree(package, folder / "vexport", ignore=ignore_patterns("__pycache__"))
 

@@ -1,6 +1,6 @@
-"""The arithmetic of number formats, bit by bit the same in compiled kernels and in torch.
+"""Number formats are equal to the bit in compiled kernels and in torch.
 
-The values themselves are held against float8 dtypes of torch and a table of the e2m1 numbers.
+Their values are compared with torch's float8 dtypes and with a table of the e2m1 numbers.
 """
 
 import subprocess
@@ -32,7 +32,7 @@ def edge_values(form: NumberFormat) -> Floats:
 
 
 def bits(values: Floats) -> npt.NDArray[np.int32]:
-    """Bit patterns, of which those of NaN are alike."""
+    """Return bit patterns. All patterns of NaN become equal."""
     return np.where(np.isnan(values), np.int32(-1), values.view(np.int32))
 
 

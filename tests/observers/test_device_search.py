@@ -1,6 +1,6 @@
-"""The searches in torch choose what the compiled kernels choose: on the CPU, and on another device.
+"""Searches in torch choose the same as the compiled kernels, on the CPU and on another device.
 
-The kernels themselves are held against a float64 search in `test_search_kernels`.
+`test_search_kernels` compares the kernels with a float64 search.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,6 @@
-"""The names of llm-compressor's documents, old and new: each works here, or is refused with its
-replacement.
+"""Names in llm-compressor's documents, old and new: each works, or the refusal names another.
 
-Golden values are formulas of the documents in plain torch, or compressed-tensors' own functions.
+Golden values are formulas of the documents in plain torch, or compressed-tensors' functions.
 """
 
 from collections.abc import Iterable
@@ -51,7 +50,7 @@ def half_range(observed: torch.Tensor, reduce_dims: tuple[int, ...] | None) -> t
 
 
 class Halved(Observer):
-    """As the older documents write an observer: it overrides the one method that they name."""
+    """Observer in the style of older documents, which overrides one method."""
 
     def calculate_qparams(
         self,
@@ -68,7 +67,7 @@ class Halved(Observer):
 
 
 class HalvedEarlier(Observer):
-    """The signature of the earliest documents."""
+    """Observer with the signature of the earliest documents."""
 
     def calculate_qparams(  # type: ignore[override]
         self, observed: torch.Tensor, reduce_dims: tuple[int, ...] | None = None
@@ -104,7 +103,7 @@ class HalvedSearch(MovingAverageMSEObserver):
 
 
 class HalvedAlong(Observer):
-    """Overrides what a channel, group or token gets."""
+    """Observer that overrides the range of each channel, group or token."""
 
     def get_qparams_along_dim(
         self,
@@ -201,7 +200,7 @@ def test_overridden_methods_decide_weights(kind: type[Observer], args: QuantArgs
 
 @pytest.mark.parametrize("kind", [*HALVING, HalvedAlong])
 def test_overridden_methods_decide_inputs(kind: type[Observer]) -> None:
-    """Static inputs of one scale, of a scale for each position, and of a global scale."""
+    """Static inputs with one scale, with a scale for each position, and with a global scale."""
     value = normal(2, 5, 32)
     for args in (TOKEN,) if kind is HalvedAlong else (TENSOR, replace(NVFP4, dynamic="local")):
         observer, plain = kind("input", args), load_observer("memoryless_minmax", "input", args)
@@ -227,7 +226,7 @@ def test_own_scale_per_head() -> None:
 
 
 class Shifted(Observer):
-    """An asymmetric scale: the zero point is its own, too."""
+    """Observer with an asymmetric scale and a zero point."""
 
     def calculate_qparams(
         self,
@@ -254,7 +253,7 @@ def test_zero_points_of_an_override() -> None:
 
 
 class Numbered(Observer):
-    """Notes what it is called with."""
+    """Observer that records its arguments."""
 
     def calculate_qparams(
         self,
@@ -306,9 +305,7 @@ def test_a_hook_after_scales_alone() -> None:
 
 
 class Global(Observer):
-    """A global scale of its own, a quarter of the usual; scales relative to it are the usual
-    ones.
-    """
+    """Observer with a quarter of the usual global scale. Scales relative to it are the usual."""
 
     def calculate_gparam(self, observed: torch.Tensor) -> torch.Tensor:
         return 448 * 6 / (4 * observed.abs().max())
@@ -437,7 +434,7 @@ def test_a_class_in_a_file_is_refused() -> None:
 
 def test_wrong_scales_of_an_override_are_refused() -> None:
     class Wrong(Observer):
-        """Returns one scale for all."""
+        """Observer that returns one scale for all channels."""
 
         def calculate_qparams(self, observed: torch.Tensor, reduce_dims: object = None) -> Pair:  # type: ignore[override]
             return torch.ones(1), torch.zeros(1)
@@ -692,7 +689,7 @@ def test_uniform_weights_get_a_fitted_global_scale() -> None:
 
 
 def loss(observer: Observer, weight: torch.Tensor) -> float:
-    """The sum of squared errors of a weight in FP4."""
+    """Return the sum of squared errors of a weight in FP4."""
     qparams = observer.qparams()
     assert qparams["global_scale"] is not None
     steps = (qparams["scale"] / qparams["global_scale"]).unsqueeze(-1)

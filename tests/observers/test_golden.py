@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:imatrix_mse:UserWarning")
 
 
 class Case(BaseModel):
-    """One run of the peer: what it was told and the names of what it observed."""
+    """One run of the peer: its arguments and the names of the observed tensors."""
 
     dtype: str
     observer: str
@@ -30,7 +30,7 @@ class Case(BaseModel):
 
 
 def observe(case: Case) -> Observer:
-    """vexport's observer after what the peer's observed."""
+    """Run vexport's observer on the tensors that the peer's observer saw."""
     observer = new_observer(case)
     for name in case.observed:
         observer(VALUES[name])

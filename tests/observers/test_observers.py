@@ -1,6 +1,4 @@
-"""What observers do besides their formulas: names, keywords, tokens, importance, activation
-ordering.
-"""
+"""Observers beyond formulas: names, keywords, tokens, importance, activation ordering."""
 
 from dataclasses import replace
 from typing import ClassVar
@@ -176,7 +174,7 @@ def test_importance_is_gathered_in_a_pass_of_its_own_and_handed_over() -> None:
 
 
 def test_importance_moves_the_choice_to_where_inputs_are_large() -> None:
-    """A row whose outlier meets no input is clipped at it; one whose outlier matters is not."""
+    """An outlier is clipped if its input is zero, and kept if its input matters."""
     weight = normal(1, 16) * 0.1
     weight[0, 0] = 1.0
     highs = []
@@ -217,7 +215,7 @@ def test_tiles_do_not_change_the_result(
 
 
 def test_patience_counts_over_all_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A late improvement in one tile after a pause in all is not taken, as without tiles."""
+    """A late improvement in one tile, after a pause in all tiles, is ignored, as without tiles."""
     weight = normal(16, 64).sign() * torch.tensor([1.0, 0.02]).repeat(32)
     results = []
     for elements in (1 << 20, 64):
@@ -271,7 +269,7 @@ def test_names_are_looked_up_as_the_peer_does() -> None:
 
 
 class Quantile(Observer):
-    """As llm-compressor's tutorial writes one: statistics, keywords and history are its own."""
+    """Observer like in llm-compressor's tutorial, with its statistics, keywords and history."""
 
     _act_sync_dict: ClassVar[dict[str, object]] = {}
 

@@ -65,7 +65,7 @@ def check_extremes(rank: int) -> None:
 
 
 def check_averages(rank: int) -> None:
-    """The mean of the moving averages of the ranks that saw something."""
+    """Compare with the mean of the moving averages of all ranks that saw data."""
     for name in ("minmax", "mse"):
         halves = [observed(name, TENSOR, share(other)).range() for other in range(RANKS)]
         shared = observed(name, TENSOR, share(rank))
@@ -81,7 +81,7 @@ def check_averages(rank: int) -> None:
 
 
 def check_importance(rank: int) -> None:
-    """The sum of squares and so the scales of a weight."""
+    """Compare the sum of squares, and therefore the scales of a weight."""
     alone, shared = gathered(samples()), gathered(share(rank))
     shared.sync_activation_stats()
     assert alone.gathered is not None
@@ -122,9 +122,7 @@ class DeclaredNothing(Declared):
 
 
 def check_declared(rank: int) -> None:
-    """Each attribute is reduced by its own operation; a rank that saw nothing gets the others'
-    values.
-    """
+    """Each attribute is reduced by its operation. Ranks without data get the others' values."""
     parts = [torch.stack(share(other)) for other in range(RANKS)]
     observer = Declared("input", TENSOR)
     observer(parts[rank])

@@ -32,7 +32,7 @@ def input_scales(out: Path) -> Mapping[str, float]:
 
 
 def extremes_of_samples(llama: Path, text: Path) -> Sequence[float]:
-    """The largest magnitude of what enters a layer, sample by sample, by transformers alone."""
+    """Return the largest magnitude of a layer's input, per sample, by transformers alone."""
     model = transformers.AutoModelForCausalLM.from_pretrained(llama, dtype="auto")
     seen: list[float] = []
     model.get_submodule(LAYER).register_forward_pre_hook(
@@ -45,9 +45,7 @@ def extremes_of_samples(llama: Path, text: Path) -> Sequence[float]:
 
 
 def test_inputs_are_observed_as_asked_for(llama: Path, text: Path, tmp_path: Path) -> None:
-    """By an option, a rule and a recipe; the moving average is the one over the samples in
-    order.
-    """
+    """By an option, a rule and a recipe. The moving average runs over the samples in order."""
     options = ("--calibration", text, "--samples", "5")
     for name in ("static_minmax", "MinMax"):
         ran = vexport(
@@ -105,7 +103,7 @@ def test_every_observer_of_inputs(
 
 @pytest.mark.parametrize("name", OBSERVERS)
 def test_every_keyword_of_an_observer_is_read(name: str, tmp_path: Path) -> None:
-    """A wrong one is named by its path; a right one passes."""
+    """A wrong keyword is named by its path. A right keyword passes."""
     values = {"maxshrink": 0.5, "patience": 2, "grid": 10, "norm": 2.0, "averaging_constant": 0.5}
     values |= {"strict": True, "expand": 1.2}
     known = {field.name for field in fields(OBSERVERS[name].options)}
@@ -155,7 +153,7 @@ def test_what_cannot_be_is_refused_with_its_place(
 def test_an_observer_of_another_package(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The page's class by package.module:Class: half the range, half the scale."""
+    """The document's class by package.module:Class has half the range and half the scale."""
     page = Path(__file__).parents[2] / "vexport" / "docs" / "observers.md"
     code = (
         page.read_text(encoding="utf-8").partition("## An observer of your own")[2].split("```")[1]

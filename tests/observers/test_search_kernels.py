@@ -1,7 +1,7 @@
-"""The compiled searches against a plain float64 search over all candidates.
+"""The compiled searches compared with a plain float64 search over all candidates.
 
-Choices may differ where two candidates are equal to rounding, so it is the error of the choice that
-is compared: never above the least error by more than TOLERANCE.
+If two candidates are equal up to rounding, the choices may differ. Therefore the errors of the
+choices are compared: never above the least error by more than TOLERANCE.
 """
 
 from collections.abc import Callable, Mapping
@@ -64,7 +64,7 @@ FLOATS: Mapping[NumberFormat, Callable[[Doubles], Doubles]] = {
 
 
 def as_stored(scale: np.float32, form: NumberFormat) -> np.float32:
-    """The scale as it comes back from its dtype."""
+    """Return the scale after a round trip through its dtype."""
     dtypes = {BFLOAT16: torch.bfloat16, FLOAT16: torch.float16}
     stored = torch.tensor(float(scale), dtype=dtypes.get(form.scale_storage, torch.float32))
     return np.float32(stored.float().item())

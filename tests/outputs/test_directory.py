@@ -1,6 +1,4 @@
-"""The hidden folder next to OUT: ours or refused, and OUT is the old or the new folder at any
-time.
-"""
+"""The hidden folder next to OUT is vexport's or refused. OUT is the old or the new folder."""
 
 import os
 import resource

@@ -47,7 +47,7 @@ def test_an_output_on_a_full_disk(case: str, good: Good, llama: Path, tmp_path: 
 def test_a_log_on_a_full_disk_prints_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The command goes on: what else it cannot write it reports itself."""
+    """The command continues. It reports other failed writes itself."""
     monkeypatch.setattr("vexport.run.directory.LOG_FILE", "full.log")
     (tmp_path / "full.log").symlink_to("/dev/full")
     with logged_to(tmp_path):

@@ -48,7 +48,7 @@ def run(tmp_path: Path, llama: Path, good: Good) -> Run:
 
 
 def refused(run: Run, command: str, root: Path, *words: str) -> None:
-    """The command is refused with one line, also with --overwrite, and nothing has changed."""
+    """The command fails with one line, also with --overwrite, and changes nothing."""
     before = tree(root)
     code, stderr = run(command, "--overwrite")
     assert code == 2, stderr
@@ -294,7 +294,7 @@ FAILURE = CheckpointFailed("OUT", got="a refusal", need="", fix="export it again
 
 
 def failed_once(out: Path) -> CheckpointFailed:
-    """The error of a call that writes a checkpoint, which fails."""
+    """Return the error of a failing call that writes a checkpoint."""
     try:
         with resumable_directory(out, input_digest="x", overwrite=True) as folder:
             record(folder / "config.json")

@@ -1,6 +1,4 @@
-"""No command writes over, around or into what it reads: exit code 2, one line, every byte as it
-was.
-"""
+"""No command overwrites its inputs: exit code 2, one line, no byte changed."""
 
 import os
 import shutil
@@ -44,7 +42,7 @@ Tree = Mapping[str, bytes | str]
 
 
 def tree(root: Path) -> Tree:
-    """Every entry below a folder: a file's bytes, where a link points, nothing for a folder."""
+    """Return every entry below a folder: a file's bytes, a link's target, None for a folder."""
     entries: dict[str, bytes | str] = {}
     for path in sorted(root.rglob("*")):
         name = str(path.relative_to(root))

@@ -1,6 +1,4 @@
-"""Group sizes and own schemes: on the command line, in rules and candidates; what fits is named and
-taken.
-"""
+"""Group sizes and own schemes on the command line, in rules and in candidates, with remedies."""
 
 import json
 import re

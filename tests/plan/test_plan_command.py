@@ -1,6 +1,4 @@
-"""What a plan says before hours are spent, what `quantize` answers, and the recipe that it
-leaves.
-"""
+"""Output of `plan`, output of `quantize`, and the recipe in a checkpoint."""
 
 import json
 from importlib.resources import files
@@ -18,7 +16,7 @@ from vexport.scenario.shipped import PACKAGE, demo_files
 
 
 def valid(name: str, text: str) -> dict[str, object]:
-    """The JSON of a command, checked against the committed schema."""
+    """Return the JSON of a command, checked against the committed schema."""
     schema = json.loads(files("vexport.reports").joinpath(f"{name}.schema.json").read_text())
     answer: dict[str, object] = json.loads(text)
     jsonschema.validate(answer, schema)

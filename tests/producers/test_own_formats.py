@@ -1,6 +1,4 @@
-"""Checkpoints in their own formats, as AutoRound, AutoAWQ, GPTQModel, ModelOpt and Quark wrote
-them.
-"""
+"""Checkpoints in the formats of AutoRound, AutoAWQ, GPTQModel, ModelOpt and Quark."""
 
 import json
 from pathlib import Path
@@ -38,7 +36,7 @@ CHANGES = {**any_method("model.layers.0"), "a layer that is not quantized": unqu
 
 @pytest.mark.parametrize("name", NAMES)
 def test_what_producers_write_has_no_error(name: str) -> None:
-    """But for what vLLM refuses: GPTQ of 3 bits, which can be converted."""
+    """Except for checkpoints that vLLM refuses: GPTQ of 3 bits, which can be converted."""
     errors = [each for each in problems(CHECKPOINTS / name) if each.severity == "error"]
     assert ["3 bits" in each.got for each in errors] == ([True] if name.endswith("W3") else [])
 

@@ -1,6 +1,4 @@
-"""A model with code of its own whose experts are a plain list of modules, as Mixtral's once
-were.
-"""
+"""A model with custom code whose experts are a plain list of modules, like Mixtral's once."""
 
 import torch
 from torch import nn

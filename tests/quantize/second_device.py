@@ -1,6 +1,6 @@
-"""A device of torch next to the CPU, in Python: no numpy of its tensors, no product with the CPU's.
+"""A device of torch in Python: no numpy of its tensors, no products with tensors of the CPU.
 
-Its arithmetic is the CPU's own: a path for GPUs runs where there is none and comes to the same
+Its arithmetic is the CPU's. Therefore a path for GPUs runs without a GPU, and results in the same
 codes.
 """
 

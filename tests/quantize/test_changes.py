@@ -1,6 +1,4 @@
-"""The world changes while a checkpoint is written: nothing wrong is published, what changed is
-told.
-"""
+"""Files change during a quantization: nothing wrong is published, and the change is reported."""
 
 import os
 import subprocess
@@ -42,7 +40,7 @@ def quantize(source: Path, out: Path, change: Callable[[Path], object] | None = 
 
 
 def break_off(source: Path, out: Path) -> Path:
-    """Interrupt it in the middle; the folder with what is written so far."""
+    """Interrupt a quantization in the middle, and return the folder with the files so far."""
 
     def interrupt(source: Path) -> None:
         raise KeyboardInterrupt

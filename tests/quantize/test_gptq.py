@@ -1,4 +1,4 @@
-"""GPTQ repeats llm-compressor's, whose golden values were recorded from version 0.14."""
+"""GPTQ equals llm-compressor's GPTQ. Golden values were recorded from version 0.14."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Real vLLM loads what a refit wrote in every scheme, and answers as the dequantized weights do."""
+"""Real vLLM loads refitted weights of every scheme, and answers like the dequantized weights."""
 
 from itertools import product
 from pathlib import Path
@@ -28,7 +28,7 @@ USED = (PARTS * LAYERS)[: len(SCHEMES)]
 
 
 def quantize(source: Path, rounding: Rounding) -> Path:
-    """Each scheme in a layer of its own, the rest as it is."""
+    """Quantize each scheme in a separate layer, and keep all other layers."""
     places = [f"re:.*layers[.]{number}[.]{part}" for number, part in product(range(LAYERS), PARTS)]
     rules = [
         Rule(match=place, scheme=scheme, observer="memoryless_minmax", rounding=rounding)

@@ -24,7 +24,7 @@ QKV = [Q.replace("q_proj", f"{part}_proj") for part in "qkv"]
 
 @pytest.fixture
 def incomplete(llama: Path, tmp_path: Path) -> Path:
-    """A source without its last norm, of which vLLM would read what is in memory."""
+    """Save a source without its last norm, for which vLLM would use uninitialized memory."""
     return spoiled(llama, tmp_path / "incomplete", drop("model.norm.weight"))
 
 
@@ -93,9 +93,7 @@ def test_vllm_loads_an_output_dry(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """On a GPU that runs what was asked for: no other than SM 90 has a KV cache with scales by
-    head.
-    """
+    """The GPU must run the scheme: only SM 90 has a KV cache with scales by head."""
     monkeypatch.delenv("VEXPORT_NO_VERIFY")
     source = save_llama(tmp_path / "source", num_hidden_layers=2, head_dim=80)
     cache = ("--kv-cache", "fp8_per_head", "--calibration", calibration, "--format", "json")

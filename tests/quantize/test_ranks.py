@@ -1,4 +1,4 @@
-"""Two ranks of torchrun calibrate, round and write together; one that dies ends the other."""
+"""Two ranks of torchrun calibrate, round and write together. If one dies, the other ends."""
 
 import os
 import signal
@@ -81,7 +81,7 @@ def codes(packed: torch.Tensor) -> torch.Tensor:
 
 
 def test_statistics_of_two_ranks_are_those_of_one(folder: Path, tmp_path: Path) -> None:
-    """Byte for byte; each rank writes some of the files, and one proves them by a dry load."""
+    """Equal to the byte. Each rank writes some files, and one rank verifies them by a dry load."""
     one, two = tmp_path / "one", tmp_path / "two"
     nearest = ("NVFP4", "--rounding", "nearest", "--kv-cache", "fp8")
     finish(start(tmp_path / "log", command, *call(folder, one, *nearest)), tmp_path / "log")
@@ -131,7 +131,7 @@ def test_a_rank_that_dies_ends_the_other_and_a_second_call_goes_on(
 
 
 def rank_of(process: "subprocess.Popen[str]", rank: int) -> int:
-    """The process that torchrun has started as this rank."""
+    """Return the process that torchrun has started as this rank."""
     for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
         if f"RANK={rank}\0".encode() in b"\0" + Path(f"/proc/{child}/environ").read_bytes():
             return int(child)

@@ -1,8 +1,8 @@
-"""A full refit is brevitas' Qronos, whose golden values were recorded.
+"""A full refit equals brevitas' Qronos. Golden values were recorded.
 
-Qronos chooses the first column for the others as they were, without damping, and refits the others
-to it; here all columns are refitted, then rounded one after another. Where both round the first
-column of a row alike, all others follow from the same formula.
+Qronos chooses the first column with the other columns unchanged, without damping, and refits the
+others to it. Here all columns are refitted, then rounded in order. If both round the first column
+of a row to the same value, all other columns follow from the same formula.
 """
 
 import json
@@ -52,7 +52,7 @@ def codes(values: torch.Tensor) -> torch.Tensor:
 
 
 def rounded(strength: float) -> torch.Tensor:
-    """The weight in 4 bits after a refit of some strength."""
+    """Return the weight in 4 bits after a refit of the given strength."""
     moments = Moments(hessian=HESSIAN, drift=CROSS - HESSIAN, tokens=1)
     wanted = refit(WEIGHT, moments, strength=strength, ridge=RIDGE)
     scale = GOLDEN["scale"]

@@ -1,4 +1,4 @@
-"""Weights rounded by what calibration text shows: closer answers, the same bytes after a kill."""
+"""Weights rounded by calibration text: closer answers, and the same bytes after a kill."""
 
 import json
 import time

@@ -1,6 +1,4 @@
-"""Every family that calibrates is rounded by its text, in every wrapping: experts, heads,
-multimodal ones.
-"""
+"""Every family that supports calibration is rounded by its text: experts, heads, multimodal."""
 
 import json
 from pathlib import Path
@@ -108,7 +106,7 @@ def test_all_groups_are_rounded_by_what_enters_them(
 
 
 def dequantized(source: Path, checkpoint: Path, out: Path) -> Path:
-    """The source with the weights of a checkpoint as compressed-tensors dequantizes them."""
+    """Return the source with a checkpoint's weights, dequantized by compressed-tensors."""
     copytree(source, out)
     values = load_file(source / "model.safetensors")
     with Reader() as reader:
@@ -128,7 +126,7 @@ def dequantized(source: Path, checkpoint: Path, out: Path) -> Path:
 
 @pytest.mark.usefixtures("own_products")
 def test_the_cache_is_calibrated_in_the_quantized_stream(text: Path, tmp_path: Path) -> None:
-    """Ranges are those of a plain model with the dequantized weights; the source's are others."""
+    """Ranges equal a plain model's with the dequantized weights, and differ from the source's."""
     source = save(CONFIGS["llama"], tmp_path / "llama")
     plan, report = rounded(source, tmp_path / "out", text, "gptq", kv_cache="fp8")
     assert report is not None

@@ -1,6 +1,4 @@
-"""Losses of groups on the demo model: those of a checkpoint in which only that group is
-quantized.
-"""
+"""Losses of groups on the demo model equal the KL of checkpoints with one group quantized."""
 
 from pathlib import Path
 
@@ -64,7 +62,7 @@ def run(
 
 
 def loss_of(model: Path, rules: tuple[Rule, ...], out: Path) -> float:
-    """The KL of a checkpoint that is quantized by these rules."""
+    """Return the KL of a checkpoint quantized by these rules."""
     settings = Calibration(data=DEMO / "calibration.jsonl", samples=SAMPLES, seq_len=64)
     quantize_source(QuantizeJob(source=str(model), out=out, rules=rules, calibration=settings))
     # The reference leaves out what follows the last token of a prompt.

@@ -132,7 +132,7 @@ print(next(line.split()[1] for line in open("/proc/self/status") if line.startsw
 
 
 def sparse_model(folder: Path, rows: int, columns: int) -> Path:
-    """A checkpoint of zeros that takes no room on the disk: one gate/up group and an embedding."""
+    """Write a checkpoint of zeros as sparse files: one gate/up group and an embedding."""
     folder.mkdir()
     specs = [
         TensorSpec(name=name, dtype="BF16", shape=(rows, columns))

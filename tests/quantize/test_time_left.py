@@ -1,4 +1,4 @@
-"""The seconds that calibration still takes, over all of its steps."""
+"""The estimate of the seconds that calibration still takes, over all of its steps."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Warnings about a quantized checkpoint: what calibration missed, what was left as it was."""
+"""Warnings about a quantized checkpoint: parts without calibration, layers kept unquantized."""
 
 from dataclasses import replace
 

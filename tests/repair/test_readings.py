@@ -1,6 +1,4 @@
-"""Faults with several explanations: `repair` asks the source, or refuses, and states what it
-assumes.
-"""
+"""Faults with several explanations: `repair` uses the source or refuses, and lists assumptions."""
 
 import json
 from pathlib import Path

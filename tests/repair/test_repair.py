@@ -1,6 +1,4 @@
-"""What is repaired passes the check at the cost that is said; what is not is named, and nothing
-written.
-"""
+"""Repaired checkpoints pass the check at the reported cost. Other faults are named."""
 
 import json
 from pathlib import Path

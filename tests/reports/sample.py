@@ -94,7 +94,10 @@ def load_of(report: Report) -> LoadReport:
 
 
 def verdict(outcome: Outcome = "PASS") -> Verdict:
-    """Two tasks; the second one has the outcome asked for, and two flips to show."""
+    """Return a verdict on two tasks.
+
+    The second task has the requested outcome, and two flips.
+    """
     difference, low, high, lost, gained = _ADDITION[outcome]
     facts, addition = _VERDICT.tasks
     old = replace(facts.baseline, task="addition", documents=640)
@@ -132,7 +135,7 @@ def full(outcome: Outcome = "PASS") -> Report:
 
 
 def dry_load() -> DryLoadReport:
-    """Loads on two capabilities, at another precision on one."""
+    """Return loads on two capabilities, with another precision on one capability."""
     return _DRY_LOAD
 
 

@@ -1,6 +1,4 @@
-"""The model card is one that huggingface_hub reads, and it inherits what stays true of the
-source.
-"""
+"""huggingface_hub can read the model card, and the card inherits the source's valid metadata."""
 
 import os
 from dataclasses import replace

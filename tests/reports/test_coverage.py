@@ -1,4 +1,4 @@
-"""What calibration reached, and how weights were rounded, as it is told."""
+"""Reports of the parts that calibration reached, and of the rounding of weights."""
 
 from dataclasses import replace
 

@@ -1,6 +1,4 @@
-"""Findings of one kind are one, and what follows from a wrong config stands under it; JSON has them
-all.
-"""
+"""Findings of one kind are folded, consequences are listed below their cause. JSON lists all."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""A run's outcome and its sentence; what a report calls a model, and which paths it shows."""
+"""A run's outcome and its sentence, and the names of models and paths in a report."""
 
 from dataclasses import replace
 from pathlib import Path

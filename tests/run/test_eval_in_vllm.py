@@ -1,6 +1,4 @@
-"""Held-out text, tasks and a real `vllm serve` decide; the scores come before what explains
-them.
-"""
+"""Held-out text, tasks and a real `vllm serve`. Scores come before their explanations."""
 
 import json
 import os
@@ -64,7 +62,7 @@ def test_text_and_accepted_drafts_decide_in_the_place_of_tasks(tmp_path: Path) -
 
 @contextmanager
 def serving(log: Path) -> Iterator[str]:
-    """The address of vLLM's server of the demo model, which asks for the key."""
+    """Return the address of vLLM's server of the demo model. The server requires the key."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])

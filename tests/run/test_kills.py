@@ -49,7 +49,7 @@ def has_lines(pattern: str) -> Callable[[Path], bool]:
 
 @pytest.fixture(scope="module")
 def warm_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the fixture `warm` in tests/conftest.py."""
+    """Return the folder of the fixture `warm` in tests/conftest.py."""
     root = tmp_path_factory.getbasetemp()
     return (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "warm"
 

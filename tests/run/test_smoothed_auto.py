@@ -1,6 +1,4 @@
-"""`scheme: auto` with candidates whose inputs are smoothed: they are measured as they are
-written.
-"""
+"""`scheme: auto` with smoothed candidates, which are measured in their written form."""
 
 from pathlib import Path
 

@@ -1,6 +1,4 @@
-"""A stage reads what earlier ones left; what is done, or was interrupted, is there for the next
-call.
-"""
+"""Stages read the results of earlier stages. A second call reuses results and partial results."""
 
 import json
 from collections.abc import Callable
@@ -46,7 +44,7 @@ def options_of(serve: Serve) -> EngineOptions:
 
 @pytest.mark.parametrize("name", ["run", "eval"])
 def test_a_second_call_in_the_same_folder_is_refused(name: str, tmp_path: Path) -> None:
-    """Before it has touched what the first one writes."""
+    """Before it has changed files of the first call."""
     scenario = read_scenario(SCENARIO).model_copy(update={"serve": Serve()})
     options, folder = options_of(scenario.serve), tmp_path / "out"
     KIND.begin(folder)
@@ -71,7 +69,7 @@ def run(tmp_path: Path) -> Run:
 
 
 def checking(source: str, made: list[str]) -> Stage[CheckReport]:
-    """A stage made from one input, which notes that it was done."""
+    """Return a stage with one input, which records its runs."""
 
     def make(run: Run) -> CheckReport:
         made.append(source)

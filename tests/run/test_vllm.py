@@ -1,6 +1,4 @@
-"""The main job in the real vLLM: whole scenarios, schemes compared, and the functions that start
-vLLM.
-"""
+"""The main job in the real vLLM: scenarios, comparisons, and functions that start vLLM."""
 
 import json
 import re
@@ -42,13 +40,13 @@ def limited(name: str, folder: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def hard(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A scenario whose runs are in the folder `runs`."""
+    """Return a scenario whose runs are in the folder `runs`."""
     return limited("demo-hard-int4.yaml", tmp_path_factory.mktemp("hard"))
 
 
 @pytest.fixture(scope="module")
 def int4(hard: Path) -> Ran:
-    """The run that fails: INT4 of a model with outliers."""
+    """Return the failing run: INT4 of a model with outliers."""
     return run(hard, hard.parent / "runs" / "W4A16")
 
 
@@ -71,7 +69,7 @@ def answers_in(folder: Path) -> int:
 
 
 def kill_while_answering(scenario: Path, folder: Path) -> int:
-    """Kill a run whose baseline has given answers; how many are kept."""
+    """Kill a run whose baseline has given answers. Return the number of kept answers."""
     command = [
         sys.executable,
         "-m",

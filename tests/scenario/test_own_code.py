@@ -1,6 +1,6 @@
-"""Observers of other packages: whose code is imported without being asked for, and whose is not.
+"""Observers of other packages: code that may be imported without trust, and code that may not.
 
-A module that is imported leaves a file, so every test also sees whether code has run.
+An imported module leaves a file, so every test also sees whether code has run.
 """
 
 import importlib

@@ -1,6 +1,4 @@
-"""Scenarios: those of the repository parse, suites, the engine; what is wrong in one is reported at
-once.
-"""
+"""Scenarios of the repository, suites, engine settings. All errors are reported at once."""
 
 from pathlib import Path
 

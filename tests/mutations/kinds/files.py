@@ -131,7 +131,7 @@ def _split(
     twice: str = "",
     factor: int = 1,
 ) -> None:
-    """The weights in two files, with an index or what is left of one."""
+    """Split the weights into two files, with an index or a part of an index."""
     values: Tensors = load_file(folder / WEIGHTS)
     one = {name: values[name] for name in sorted(values)[::2]}
     two = {name: value for name, value in values.items() if name not in one}

@@ -49,7 +49,7 @@ def _scale(sound: Sound, leaf: str) -> Iterator[tuple[str, Change]]:
 
 
 def _exponents(sound: Sound) -> Iterator[tuple[str, Change]]:
-    """Scales that are exponents in a byte, with 127 for one."""
+    """Scales that are exponents in a byte. 127 means a scale of 1."""
     down = f"{sound.mlp('down')}.weight_scale"
     yield "weight_scale of down_proj NaN", put(down, element(255))
     yield "weight_scale of down_proj all zero", put(down, every(0))
@@ -62,8 +62,8 @@ def _exponents(sound: Sound) -> Iterator[tuple[str, Change]]:
 def _shared(sound: Sound) -> Iterator[tuple[str, Change]]:
     """Scales that fused layers have in common.
 
-    Not a smaller one: vLLM takes the largest, but where the smaller one is right a checkpoint looks
-    the same.
+    No scale is made smaller: vLLM takes the largest, and the result would be equal if the smaller
+    scale is right.
     """
     for leaf in sorted(SINGLE & set(sound.leaves)):
         for projection in ("q", "k", "v"):
@@ -88,7 +88,8 @@ def _payload(sound: Sound) -> Iterator[tuple[str, Change]]:
 
 
 def _byteswapped(scale: torch.Tensor) -> torch.Tensor:
-    """A scale in the other byte order; rounded before, so that it is the same one on every
-    processor.
+    """A scale in the other byte order.
+
+    It is rounded first, so that it is equal on every processor.
     """
     return byteswapped(scale.bfloat16().to(scale.dtype))
