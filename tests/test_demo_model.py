@@ -49,7 +49,7 @@ def test_committed_variants_are_what_the_script_writes(tmp_path: Path) -> None:
         assert files_in(tmp_path / variant) == files_in(DEMO / variant)
 
 
-def test_committed_tasks_and_calibration_are_what_the_script_writes(tmp_path: Path) -> None:
+def test_script_writes_committed_tasks(tmp_path: Path) -> None:
     run_script("make_tasks.py", tmp_path)
     written = files_in(tmp_path)
     assert written == {name: (DEMO / name).read_bytes() for name in written}

@@ -94,7 +94,7 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def test_every_scheme_is_in_the_table_and_those_named_for_a_gpu_run_there() -> None:
+def test_scheme_table_is_complete() -> None:
     cells = re.findall(
         r"^\| `(\w+)` \|.*?\|.*?\| (.+?) \| (.+?) \|", PAGES["schemes"], flags=re.MULTILINE
     )
@@ -126,7 +126,7 @@ def test_scenarios_pages_and_observers() -> None:
 
 
 @pytest.mark.slow
-def test_the_python_shown_imports_what_there_is_and_that_of_observers_runs(
+def test_python_examples_import_and_run(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for page in PAGES:

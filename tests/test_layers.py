@@ -174,7 +174,7 @@ def test_help_loads_no_pydantic(command: str) -> None:
     assert not loaded & {"pydantic", "pydantic_core", *HEAVY}
 
 
-def test_a_check_loads_neither_torch_nor_what_makes_or_evaluates() -> None:
+def test_check_loads_no_torch() -> None:
     loaded = loaded_by("import vexport.checks, vexport.reports, vexport.cli.check")
     assert not loaded & {"torch", "transformers", "scipy", "vllm"}
     rooms = {name.split(".")[1] for name in loaded if name.startswith("vexport.")}

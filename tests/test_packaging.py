@@ -91,7 +91,7 @@ def run(calls: Calls, folder: Path, without: set[str]) -> list[tuple[int, str]]:
 
 
 @pytest.mark.slow
-def test_commands_of_the_wheel_work_without_extras_or_name_the_one_they_need(
+def test_wheel_commands_name_missing_extra(
     tmp_path: Path,
 ) -> None:
     unneeded = ignore_patterns(".git", ".venv*", "runs", "real", "tests", "__pycache__", ".*_cache")

@@ -148,7 +148,7 @@ def test_the_reference_and_a_plan(llama: Path) -> None:
         vexport.api.plan(scenario, scheme="FP8")
 
 
-def test_the_api_does_not_end_its_caller_s_process_and_loads_no_vllm(llama: Path) -> None:
+def test_api_keeps_process_alive_without_vllm(llama: Path) -> None:
     """As the command line does where a disk does not answer; and no engine is there to be
     started.
     """

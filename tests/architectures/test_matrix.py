@@ -68,7 +68,7 @@ def written(folder: Path) -> Iterator[tuple[Path, bool | None]]:
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_every_family_is_written_as_it_loads_or_refused_with_advice_that_works(
+def test_every_family_loads_or_advice_works(
     tmp_path: Path,
 ) -> None:
     """If the plan refuses two ranks, vLLM refuses them too."""

@@ -94,7 +94,7 @@ def test_values_that_are_the_keys_are_no_missing_tensor(tmp_path: Path) -> None:
 
 
 @pytest.mark.vllm
-def test_vllm_finds_values_that_are_the_keys_in_ignore_and_in_targets(tmp_path: Path) -> None:
+def test_shared_keys_and_values_in_ignore_and_targets(tmp_path: Path) -> None:
     model = save_family("gemma4", tmp_path / "model")
     kept = quantize(
         model, tmp_path / "kept", "W4A16", "--ignore", r"re:.*layers\.1\.self_attn\.[qk]_proj"

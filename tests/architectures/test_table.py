@@ -25,13 +25,13 @@ ROOT = PACKAGE.parent
         ("MadeUpForCausalLM", "neither a class of vLLM"),
     ],
 )
-def test_a_class_that_is_not_planned_is_refused_for_its_own_reason(name: str, reason: str) -> None:
+def test_unplanned_class_names_reason(name: str, reason: str) -> None:
     with pytest.raises(InputError, match=reason):
         get_architecture(name)
 
 
 @pytest.mark.vllm
-def test_every_class_that_vllm_generates_text_with_is_planned_or_has_a_reason() -> None:
+def test_text_classes_are_planned_or_have_reason() -> None:
     from vllm.model_executor.models import registry
 
     table = architecture_table()

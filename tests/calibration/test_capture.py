@@ -47,7 +47,7 @@ def test_equal_arguments_are_kept_once(family: str, lengths: list[int], most: in
     assert 1 <= len(tensors) <= most
 
 
-def test_states_beyond_the_limit_are_on_disk_and_can_be_overwritten() -> None:
+def test_large_states_are_on_disk() -> None:
     values = [torch.randn(1, length, 8, dtype=torch.bfloat16) for length in (3, 5, 4, 600)]
     hidden = HiddenStates(memory_bytes=150)
     for value in values:

@@ -55,9 +55,7 @@ def test_routed_tokens_are_fewer_than_all(folder: Path, tmp_path: Path) -> None:
     assert re.search(rf"^ *experts +16 experts in 2 layers: {reached}$", answer, re.MULTILINE)
 
 
-def test_unreached_experts_are_named_and_an_unknown_device_refused(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_unreached_experts_and_unknown_device(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "few.jsonl").write_text(json.dumps({"input_ids": [5]}))
     command = ("quantize", folder / "model", tmp_path / "out", "--scheme", "FP8", "--quiet")
     ran = vexport(*command, "--calibration", tmp_path / "few.jsonl")
@@ -119,7 +117,7 @@ def test_every_form_of_a_conversation_gives_the_same_ids(chat: Path, tmp_path: P
     assert read(listed, chat, seq_len=99).token_ids == samples.token_ids[:1]
 
 
-def test_a_prompt_and_its_completion_are_joined_without_a_template(tmp_path: Path) -> None:
+def test_prompt_and_completion_are_joined(tmp_path: Path) -> None:
     pair = written(tmp_path / "pair.jsonl", {"prompt": "one plus ", "completion": "two"})
     text = written(tmp_path / "text.jsonl", {"text": "one plus two"})
     assert read(pair).token_ids == read(text).token_ids
@@ -142,7 +140,7 @@ def test_parquet_text_and_folders(tmp_path: Path) -> None:
         read(tmp_path / "b.parquet", column="text")
 
 
-def test_text_is_joined_into_whole_samples_unless_asked_otherwise(tmp_path: Path) -> None:
+def test_text_is_packed_by_default(tmp_path: Path) -> None:
     path = tmp_path / "book.txt"
     path.write_text("\n\n".join(f"paragraph {number} of the book" for number in range(60)))
     packed = read(path)
@@ -197,9 +195,7 @@ def test_what_a_chat_template_raises_is_an_error_of_the_row(tmp_path: Path, temp
 
 
 @pytest.mark.parametrize("content", ["[1]", "[" * 50_000, '{"tokenizer_class": 5}'])
-def test_a_tokenizer_that_cannot_be_loaded_is_an_error_of_its_folder(
-    tmp_path: Path, content: str
-) -> None:
+def test_unreadable_tokenizer_names_folder(tmp_path: Path, content: str) -> None:
     shutil.copytree(DEMO, tmp_path / "model")
     (tmp_path / "model" / "tokenizer_config.json").write_text(content)
     with pytest.raises(InputError, match="no usable tokenizer"):
@@ -217,9 +213,7 @@ def test_names_mean_what_they_look_like(tmp_path: Path) -> None:
     assert parse_data("ultrachat").kind == "path"
 
 
-def test_the_text_that_ships_is_used_with_a_note_where_none_was_named(
-    llama: Path, tmp_path: Path
-) -> None:
+def test_default_text_is_used_with_note(llama: Path, tmp_path: Path) -> None:
     assert 50_000 < DEFAULT_FILE.stat().st_size < 300_000
     shutil.copytree(DEMO, tmp_path / "model")
     ran = vexport(

@@ -74,7 +74,7 @@ def test_ranges_are_those_of_the_cache(name: str, tmp_path: Path) -> None:
         assert found[module].value == by_head([run[number][1] for run in runs])
 
 
-def test_attention_without_the_interface_is_refused_and_transformers_left_as_it_was(
+def test_attention_without_interface_is_refused(
     tmp_path: Path,
 ) -> None:
     folder = save(FAMILIES["bloom"], tmp_path / "model")

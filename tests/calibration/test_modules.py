@@ -160,7 +160,7 @@ def test_outputs_and_attention_states() -> None:
         assert torch.allclose(module.get_parameter(f"{name}_scale").flatten(), per_head * factor)
 
 
-def test_no_tokens_an_input_by_name_and_unknown_names_are_refused() -> None:
+def test_missing_tokens_and_unknown_names_are_refused() -> None:
     module = linear(preset_name_to_scheme("FP8", ["Linear"]))
     initialize_observer(module, "input")
     observe(module, "input", torch.empty(0, 64))

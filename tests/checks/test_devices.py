@@ -61,9 +61,7 @@ def test_what_ranks_cut_is_found(
     assert errors(judged(checkpoint, "--tp", 1)) == []
 
 
-def test_few_key_heads_are_repeated_and_experts_are_cut_by_their_own_size(
-    good: Good, tmp_path: Path
-) -> None:
+def test_key_heads_repeat_and_experts_split(good: Good, tmp_path: Path) -> None:
     assert judged(good("FP8_DYNAMIC"), "--tp", "1,2,4") == []
     source = save_family("qwen3-moe", tmp_path / "model", moe_intermediate_size=256)
     checkpoint = quantize(source, tmp_path / "out", "W4A16")

@@ -113,9 +113,7 @@ def chosen(unit: str, members: tuple[str, ...], *groups: ConfigGroup) -> str | N
         ((group("a", *QKV),), "a"),
     ],
 )
-def test_a_name_wins_over_a_class_and_a_later_group_over_an_earlier_of_the_same_target(
-    groups: tuple[ConfigGroup, ...], name: str | None
-) -> None:
+def test_target_precedence(groups: tuple[ConfigGroup, ...], name: str | None) -> None:
     assert chosen(f"{ATTENTION}.qkv_proj", QKV, *groups) == name
 
 

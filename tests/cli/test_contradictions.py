@@ -28,9 +28,7 @@ def test_importance_without_data_takes_those_that_ship(llama: Path, tmp_path: Pa
     assert "no usable tokenizer" in ran.errors[0]
 
 
-def test_options_that_need_a_scenario_or_contradict_one_are_refused(
-    llama: Path, tmp_path: Path
-) -> None:
+def test_options_contradicting_scenario_are_refused(llama: Path, tmp_path: Path) -> None:
     path = scenario(tmp_path, llama)
     ran = vexport("plan", path, "--scheme", "FP8_DYNAMIC", "--kv-cache", "fp8", "--tp", "2")
     assert ran.code == 2
@@ -119,9 +117,7 @@ def test_a_rule_whose_layers_all_have_an_earlier_match_is_named(
     assert "earlier rule" not in vexport("plan", scenario(tmp_path, llama, rules=in_order)).stdout
 
 
-def test_a_run_without_its_calibration_data_ends_before_anything_starts(
-    llama: Path, tmp_path: Path
-) -> None:
+def test_missing_calibration_data_end_run_early(llama: Path, tmp_path: Path) -> None:
     """Even where the data would not be read."""
     path = scenario(tmp_path, llama, "calibration: {data: nothing.jsonl}\n")
     data_free = (

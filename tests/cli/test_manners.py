@@ -47,7 +47,7 @@ def test_a_usage_error_is_one_line() -> None:
     assert "Missing argument 'CHECKPOINT...'" in line
 
 
-def test_commands_stand_in_the_order_of_work_with_whole_sentences(
+def test_commands_are_listed_in_order_of_work(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "80")

@@ -84,7 +84,7 @@ def test_ray_that_is_not_installed_is_the_environment_s_fault() -> None:
 
 
 @pytest.mark.vllm
-def test_a_value_that_only_the_engine_s_start_refuses_is_bad_input() -> None:
+def test_value_refused_at_engine_start_is_bad_input() -> None:
     ran = vexport("load", DEMO, "--quiet", "--engine-arg", "max_num_batched_tokens=0")
     assert (ran.code, ran.stdout) == (2, "")
     (line,) = ran.errors

@@ -46,7 +46,7 @@ def test_register_is_inert_unless_asked() -> None:
 
 
 @pytest.mark.vllm
-def test_kernels_are_offered_once_and_only_when_asked_and_dequantize_int4(tmp_path: Path) -> None:
+def test_emulated_kernels_are_offered_once(tmp_path: Path) -> None:
     """MXFP4 with the inputs that are rounded here: vLLM 0.33 asks, as an engine argument may name
     others.
 

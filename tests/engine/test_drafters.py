@@ -88,7 +88,7 @@ def errors(report: DryLoadReport) -> list[str]:
 
 
 @pytest.mark.vllm
-def test_draft_layers_load_kept_and_quantized_and_what_they_lack_is_found(
+def test_draft_layers_load_and_missing_tensors_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # vLLM's drafter of Ernie asks for its layer by another name than it has: it is kept.

@@ -66,7 +66,7 @@ EXPERTS = [(stored(2, 4, dtype=FP8), expert(index)) for index in range(3)]
 WHOLE = [(stored(4, 4), rows(0, 4)), (stored(4, 4), rows(4, 8)), *EXPERTS, (stored(1), scale)]
 
 
-def test_what_is_missing_is_counted_and_named_unless_it_is_optional() -> None:
+def test_missing_tensors_are_counted_and_named() -> None:
     (fault,) = faults(WHOLE[0], *WHOLE[2:])
     assert (fault.kind, fault.where, fault.got) == ("missing", "fused", "16 of 32 elements from t0")
     (fault,) = faults(*WHOLE[:3], *WHOLE[4:])
@@ -90,7 +90,7 @@ def test_values_cast_to_another_kind_are_a_fault(dtype: torch.dtype) -> None:
     assert (fault.got, fault.expected) == (str(dtype).removeprefix("torch."), "float8_e4m3fn")
 
 
-def test_values_that_are_viewed_computed_or_taken_over_are_no_fault() -> None:
+def test_views_and_computed_values_are_no_fault() -> None:
     def view(model: torch.nn.Module, tensor: torch.Tensor) -> None:
         expert(0)(model, tensor.view(FP8))
 
@@ -107,7 +107,7 @@ def test_values_that_are_viewed_computed_or_taken_over_are_no_fault() -> None:
     assert faults((stored(8, 4), replace), *WHOLE[2:]) == []
 
 
-def test_a_tensor_that_is_too_large_is_narrowed_and_one_that_goes_nowhere_unused() -> None:
+def test_narrowed_and_unused_tensors() -> None:
     (fault,) = faults((stored(6, 4), rows(0, 4)), *WHOLE[1:])
     assert (fault.kind, fault.where, fault.got) == ("narrowed", "t0", "shape [6, 4]")
     assert fault.expected == "16 elements"
@@ -154,7 +154,7 @@ def refused(cell: Cell, reason: str = "ValueError: no") -> CellResult:
     return CellResult(cell=cell, outcome="refused", reason=reason)
 
 
-def test_precision_is_told_once_and_unused_tensors_are_a_warning() -> None:
+def test_precision_is_reported_once() -> None:
     report = judge("x", "0", [loaded(cell) for cell in CELLS], "all")
     assert report.ok
     assert [cell.status for cell in report.cells] == ["other precision", "loads"] * 2

@@ -57,7 +57,7 @@ def test_root_cause_decides(tmp_path: Path, cause: str, platform: str, kind: Fai
     assert failure.log_tail.endswith(WRAPPER)
 
 
-def test_an_assertion_is_told_by_its_code_and_a_signal_by_its_name(tmp_path: Path) -> None:
+def test_assertions_and_signals_are_named(tmp_path: Path) -> None:
     log = tmp_path / "log"
     log.write_text(
         LOG.format(cause="    assert scheme == BLOCK\n           ^^^^^^^^^^^^^^^\nAssertionError")

@@ -110,7 +110,7 @@ def test_a_flood_and_grandchildren_end_at_the_timeout(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_an_engine_that_is_never_torn_down_ends_after_its_result(tmp_path: Path) -> None:
+def test_hanging_engine_ends_after_result(tmp_path: Path) -> None:
     request, result, note = (tmp_path / name for name in ("request.json", "result.json", "pid"))
     request.write_text(to_json(SessionRequest(checkpoint=tmp_path)))
     begin = time.monotonic()

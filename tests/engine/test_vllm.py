@@ -43,9 +43,7 @@ def test_scales_that_are_not_shared_and_a_refusal_fail(tiny_llama: Path, tmp_pat
         assert [each["check"] for each in json.loads(shown.stdout)["load"]["findings"]] == [gate]
 
 
-def test_quantizing_what_is_quantized_is_an_error_of_the_argument(
-    tiny_llama: Path, tmp_path: Path
-) -> None:
+def test_quantizing_twice_is_argument_error(tiny_llama: Path, tmp_path: Path) -> None:
     checkpoint = quantize(tiny_llama, tmp_path / "quantized", "FP8_DYNAMIC")
     given = 'quantization_config={"linear": {"weight": "fp8_per_channel_static"}}'
     ran = vexport("load", checkpoint, "--engine-arg", given, "--quiet")

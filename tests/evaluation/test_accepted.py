@@ -144,9 +144,7 @@ def test_a_changed_circumstance_is_named(copies: Path, tmp_path: Path) -> None:
     assert verdict.warnings == ("vllm: 0.31.0 in the baseline, 0.32.0 in the results",)
 
 
-def test_other_questions_are_refused_by_document_and_with_what_changed(
-    copies: Path, accepted: Path
-) -> None:
+def test_other_prompts_are_refused_by_document(copies: Path, accepted: Path) -> None:
     edit_sample(copies / "twin", 123, prompt_hash="0")
     edit_results(copies / "twin", lambda content: content.update(lm_eval_version="0.4.14"))
     message = (

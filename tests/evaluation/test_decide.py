@@ -70,9 +70,7 @@ def test_too_few_documents_are_inconclusive_and_say_how_many(lm_eval_runs: Path)
     assert verdict.reason.startswith("2 of 3 tasks are not settled: ")
 
 
-def test_a_task_that_is_too_small_names_a_margin_that_it_settles(
-    copies: Path, lm_eval_runs: Path
-) -> None:
+def test_small_task_names_possible_margin(copies: Path, lm_eval_runs: Path) -> None:
     sums = task_of(compare(lm_eval_runs, "doubtful"), "sums")
     assert sums.documents_available == sums.documents == 400
     assert sums.settling_margin is not None

@@ -78,9 +78,7 @@ def test_kl_and_nll_are_torchs_by_token_prompt_and_over_all(
     assert drift.top1_agreement == pytest.approx(float(agree.double().mean()))
 
 
-def test_the_same_model_does_not_drift_and_others_are_not_compared(
-    tmp_path: Path, prompts: Prompts
-) -> None:
+def test_same_model_does_not_drift(tmp_path: Path, prompts: Prompts) -> None:
     one = scored(tmp_path / "a", prompts, logits(prompts))
     drift = measure_drift(one, one, SETTINGS)
     assert drift is not None

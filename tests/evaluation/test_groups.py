@@ -105,13 +105,13 @@ def paired(gain: Scores, clusters: np.ndarray[tuple[int], np.dtype[np.intp]] | N
     return score(baseline=np.zeros(len(gain)), candidate=gain, clusters=clusters)
 
 
-def test_the_pool_keeps_clusters_and_leaves_other_documents_alone() -> None:
+def test_pool_keeps_clusters() -> None:
     joined = pool("all", [paired(np.zeros(4), np.array([0, 0, 1, 1])), paired(np.ones(3), None)])
     assert joined.clusters is not None
     assert joined.clusters.tolist() == [0, 0, 1, 1, 2, 3, 4]
 
 
-def test_the_design_effect_is_the_sandwich_over_the_plain_variance() -> None:
+def test_design_effect_is_sandwich_ratio() -> None:
     rng = np.random.default_rng(0)
     clusters = np.repeat(np.arange(20), 30)
     gain = rng.choice([-1.0, 0, 1], 600, p=[0.1, 0.85, 0.05]) + (clusters % 4 == 0) * -0.5
@@ -129,7 +129,7 @@ def draw(rng: np.random.Generator, sizes: Sequence[int], loss: float, spread: fl
     )
 
 
-def test_clustered_bounds_err_as_promised_where_plain_ones_do_not() -> None:
+def test_clustered_bounds_keep_error_rate() -> None:
     """Draw 40 subjects 2000 times.
 
     Clustered bounds err in at most 5 % + 3 standard errors (1.5 points), plain bounds much more
@@ -147,7 +147,7 @@ def test_clustered_bounds_err_as_promised_where_plain_ones_do_not() -> None:
     assert plain_wrong / 2000 > 0.10
 
 
-def test_the_bootstrap_of_clusters_agrees_with_students_interval_of_their_means() -> None:
+def test_cluster_bootstrap_agrees_with_student() -> None:
     rng = np.random.default_rng(2)
     clusters = np.repeat(np.arange(60), 20)
     values = rng.normal(0, 0.05, 60)[clusters] + rng.normal(0, 0.05, 1200)

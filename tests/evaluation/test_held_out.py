@@ -105,7 +105,7 @@ def test_text_decides(tmp_path: Path, rows: int, noise: float, outcome: str) -> 
     assert "text (rise of the NLL)" in junit
 
 
-def test_other_tokens_and_numbers_that_are_not_finite_are_a_fault_of_the_checkpoint(
+def test_other_tokens_and_non_finite_scores_fail(
     tmp_path: Path,
 ) -> None:
     old, new = models(tmp_path, 9, 0.1)
@@ -140,7 +140,7 @@ def drafting(side: Served, counts: tuple[DraftCounts, ...]) -> Served:
     return replace(side, result=replace(side.result, drafts=counts))
 
 
-def test_the_fall_of_the_acceptance_length_is_that_of_resampled_prompts() -> None:
+def test_acceptance_length_loss_equals_bootstrap() -> None:
     rng = np.random.default_rng(3)
     steps, more = rng.integers(30, 80, 60), rng.integers(0, 9, 60)
     old, new = rng.binomial(3 * steps, 0.5), rng.binomial(3 * (steps + more), 0.45)

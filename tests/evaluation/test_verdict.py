@@ -70,14 +70,14 @@ def rates(loss: float, win: float, tasks: int, draws: int) -> dict[Outcome, floa
 
 
 @pytest.mark.slow
-def test_over_three_tasks_on_the_margin_the_errors_do_not_add_up() -> None:
+def test_errors_of_three_tasks_do_not_add_up() -> None:
     """400 draws: 5 %, within 3 standard errors of the simulation (3.3 points)."""
     found = rates(loss=0.045, win=0.025, tasks=3, draws=400)
     assert max(found["PASS"], found["FAIL"]) < ALPHA + 0.033
     assert found["PASS"] + found["FAIL"] > 0.01  # a test that never decides would be no test
 
 
-def test_a_broken_model_fails_and_a_good_one_passes_by_the_bounds_shown() -> None:
+def test_outcomes_follow_shown_bounds() -> None:
     assert rates(loss=0.15, win=0.01, tasks=2, draws=50)["FAIL"] == 1
     assert rates(loss=0.005, win=0.005, tasks=2, draws=50)["PASS"] > 0.85
     rng = np.random.default_rng(9)

@@ -169,7 +169,7 @@ def without_negative_zeros(packed: bytes) -> bytes:
     return bytes((low | high << 4).tobytes())
 
 
-def test_a_scale_that_its_dtype_stores_as_zero_makes_the_codes_of_zero() -> None:
+def test_zero_scale_packs_zero_codes() -> None:
     weight = torch.full((2, 128), 1e-40, dtype=torch.bfloat16)
     stored = pack(get_scheme("W8A16"), weight, None)
     assert not stored["weight_scale"].any()
@@ -190,7 +190,7 @@ def test_a_weight_that_is_not_finite_is_named(name: str, dtype: str, value: floa
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_largest_magnitude_is_infinite_where_a_value_is_not_finite(dtype: str) -> None:
+def test_non_finite_value_has_infinite_magnitude(dtype: str) -> None:
     weight = heavy_tailed(8, 256, dtype)
     assert largest_magnitude(kernel_input(bits_of(weight)).reshape(-1), STORAGES[dtype]) == float(
         weight.abs().max()

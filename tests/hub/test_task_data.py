@@ -15,9 +15,7 @@ MODEL = Path(__file__).parents[2] / "scenarios" / "demo" / "model"
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_no_engine_starts_without_the_data_and_offline_the_cache_has_them(
-    machine: Machine, hub: Hub
-) -> None:
+def test_task_data_are_needed_before_engine(machine: Machine, hub: Hub) -> None:
     hub.repositories[CITIES] = Repository(
         folder=hub.repositories[DATA].folder, kind="datasets", gated=True
     )

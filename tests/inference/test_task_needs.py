@@ -39,9 +39,7 @@ def write_task(folder: Path, name: str, file: str, **keys: object) -> None:
     (folder / f"{name}.yaml").write_text(yaml.safe_dump(task))
 
 
-def test_python_needs_trust_and_documents_and_metrics_must_be_had(
-    cut_off: Path, llama: Path
-) -> None:
+def test_trust_documents_and_metrics_are_required(cut_off: Path, llama: Path) -> None:
     """A metric of generated text may be on the hub.
 
     Without the check, lm-eval would fail after all answers.
@@ -103,7 +101,7 @@ def test_trusted_tasks_need_their_metric_nltk_and_documents(
     assert "fetch it before with `hf download`" in ran.stderr
 
 
-def test_a_missing_package_is_named_with_the_extra_that_brings_it() -> None:
+def test_missing_package_names_extra() -> None:
     fault = missing(
         ModuleNotFoundError("No module named 'langdetect'", name="langdetect"), "ifeval"
     )

@@ -30,7 +30,7 @@ from vexport.numerics.metrics import (
 
 
 @pytest.mark.parametrize("lost", [math.inf, -math.inf, math.nan])
-def test_a_weight_that_comes_back_without_a_number_has_no_signal(lost: float) -> None:
+def test_nan_weight_has_no_signal(lost: float) -> None:
     exact, other = torch.tensor([3.0, 4.0]), torch.tensor([3.0, lost])
     assert quantization_error(exact, other).sqnr_db == -EXACT_DB
 
@@ -118,7 +118,7 @@ def test_compiling_is_announced_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_change_of_one_kernel_file_reaches_the_kernels_of_others(tmp_path: Path) -> None:
+def test_kernel_change_invalidates_other_files(tmp_path: Path) -> None:
     package = copied(tmp_path)
     code = (
         "import numpy as np; from vexport.numerics.arithmetic import e4m3_codes; "

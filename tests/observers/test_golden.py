@@ -95,7 +95,7 @@ def require_close(case: Case, value: object, expected: object, tolerance: float)
 
 
 @pytest.mark.parametrize("name", ["memoryless_mse", "mse", "imatrix_mse"])
-def test_searches_of_float32_values_choose_what_the_peer_chooses(name: str) -> None:
+def test_float32_searches_equal_peer(name: str) -> None:
     for number, case in CASES:
         is_nvfp4_weight = case.base_name == "weight" and case.args["strategy"] == "tensor_group"
         if case.observer == name and case.dtype == "float32" and not is_nvfp4_weight:
@@ -103,7 +103,7 @@ def test_searches_of_float32_values_choose_what_the_peer_chooses(name: str) -> N
                 require_close(case, value, VALUES.get(f"{number}.{key}"), 2e-6)
 
 
-def test_range_of_an_nvfp4_weight_is_not_shrunk_before_the_search() -> None:
+def test_nvfp4_range_is_not_shrunk_before_search() -> None:
     case = next(
         case
         for _, case in CASES

@@ -66,7 +66,7 @@ def test_pairs_without_meaning_are_refused_at_once(base_name: str, args: QuantAr
         flatten_for_calibration(torch.zeros(4, 4), base_name, args)
 
 
-def test_keywords_of_the_arguments_are_honoured_and_own_keywords_win() -> None:
+def test_own_keywords_override_arguments() -> None:
     args = QuantizationArgs(
         num_bits=8, type="float", strategy="tensor", observer_kwargs={"averaging_constant": 0.5}
     )
@@ -94,7 +94,7 @@ def with_importance(name: str, args: QuantArgs) -> Observer:
     return observer
 
 
-def test_tokens_are_counted_for_every_kind_and_forgotten_by_reset() -> None:
+def test_reset_forgets_counted_tokens() -> None:
     state = load_observer("static_minmax", "k", TENSOR)
     state(torch.zeros(2, 3, 5, 4))
     assert state.tokens == 10
@@ -116,7 +116,7 @@ def test_tokens_are_counted_for_every_kind_and_forgotten_by_reset() -> None:
         observer.get_qparams()
 
 
-def test_fusing_needs_all_to_have_observed_and_no_copy_of_a_weight_is_held() -> None:
+def test_fusing_needs_observations_and_no_weight_copies() -> None:
     observers = [load_observer("memoryless_minmax", "weight", NVFP4) for _ in range(2)]
     Observer.fuse(observers)
     observers[0](normal(2, 32))
@@ -155,7 +155,7 @@ def test_groups_of_zeros_have_the_least_scale() -> None:
         assert qparams["scale"].tolist() == [[scale, *[0.125] * 3], [0.125] * 4]
 
 
-def test_importance_is_gathered_in_a_pass_of_its_own_and_handed_over() -> None:
+def test_importance_is_gathered_in_separate_pass() -> None:
     layer = torch.nn.Linear(16, 4)
     inputs = normal(3, 5, 16)
     gathering = IMatrixMSEObserver("weight", CHANNEL)
@@ -189,7 +189,7 @@ def test_importance_moves_the_choice_to_where_inputs_are_large() -> None:
 
 
 @pytest.mark.parametrize("args", [CHANNEL, TENSOR])
-def test_without_importance_errors_are_weighted_alike_after_one_warning(args: QuantArgs) -> None:
+def test_missing_importance_warns_once(args: QuantArgs) -> None:
     weight = normal(4, 16)
     with pytest.warns(UserWarning, match="imatrix_mse: .*weighted alike") as seen:
         scale = IMatrixMSEObserver("weight", args)(weight).get_qparams()["scale"]

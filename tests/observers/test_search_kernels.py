@@ -202,7 +202,7 @@ def test_the_first_of_equal_candidates_is_taken(dtype: torch.dtype) -> None:
     assert (scales == 0.125).all()
 
 
-def test_a_step_improved_when_it_was_the_best_so_far_for_a_group() -> None:
+def test_patience_counts_improvements_of_groups() -> None:
     groups = heavy_tailed(5, 128, torch.float32)
     flags = [
         search_grid_groups(group.unsqueeze(0), INT4, SHRINKS, norm=2.4).improved for group in groups

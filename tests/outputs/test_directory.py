@@ -133,7 +133,7 @@ def write(out: Path, text: str, *, input_digest: str = "x", stop: bool = False) 
 @pytest.mark.parametrize("step", [0, 1])
 @pytest.mark.parametrize("moment", ["before", "after"])
 @pytest.mark.parametrize("fault", [KeyboardInterrupt, SystemExit, OSError])
-def test_broken_off_at_the_last_steps_the_old_or_the_new_is_there(
+def test_interrupted_publish_keeps_old_or_new(
     step: int,
     moment: str,
     fault: type[BaseException],

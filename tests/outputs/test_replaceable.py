@@ -199,7 +199,7 @@ def test_a_person_s_files_among_unfinished_work_stay(name: str, tmp_path: Path, 
     assert tree(root) == before
 
 
-def test_what_a_person_adds_while_a_checkpoint_is_made_is_not_published(tmp_path: Path) -> None:
+def test_foreign_files_are_not_published(tmp_path: Path) -> None:
     out = tmp_path / "out"
 
     def write() -> None:

@@ -33,7 +33,7 @@ def test_every_preset_is_found_by_its_arguments() -> None:
         assert named_scheme(args).name == {"INT8": "W8A8"}.get(scheme.name, scheme.name)
 
 
-def test_a_refusal_names_the_sizes_that_fit_and_each_of_them_does(narrow: Path) -> None:
+def test_refusal_names_fitting_group_sizes(narrow: Path) -> None:
     refused = vexport("plan", narrow, "--scheme", "W4A16")
     assert refused.code == 2
     assert "in_features 192 is not a multiple of group size 128" in refused.stdout

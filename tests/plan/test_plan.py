@@ -29,7 +29,7 @@ def plan_of(model: Path, *rules: tuple[str, str], settings: PlanSettings = DEFAU
     return build_plan(read_index(model), chosen, settings)
 
 
-def test_the_first_rule_that_matches_wins_and_splits_no_fused_group(llama: Path) -> None:
+def test_first_matching_rule_wins(llama: Path) -> None:
     plan = plan_of(
         llama, ("re:.*layers.0.*", "keep"), ("mlp.down_proj", "W8A8"), ("Linear", "W4A16")
     )
@@ -45,7 +45,7 @@ def test_the_first_rule_that_matches_wins_and_splits_no_fused_group(llama: Path)
     assert "q_proj, k_proj, v_proj" in plan.refusals[0].fix
 
 
-def test_an_unsupported_shape_names_layer_size_and_rule_and_nothing_is_written(
+def test_unsupported_shape_names_layer_and_rule(
     tmp_path: Path,
 ) -> None:
     model = save_llama(tmp_path / "model", intermediate_size=328)
@@ -104,7 +104,7 @@ def test_shares_of_ranks_must_be_whole_blocks(
     assert all(f"on each of {ranks[-1]} ranks" in refusal.got for refusal in plan.refusals)
 
 
-def test_keys_and_values_of_few_heads_are_repeated_on_many_ranks(tmp_path: Path) -> None:
+def test_few_kv_heads_repeat_on_many_ranks(tmp_path: Path) -> None:
     """Two heads on four ranks: vLLM gives each rank one whole head."""
     model = save_llama(
         tmp_path / "model", num_attention_heads=8, head_dim=128, num_key_value_heads=2
@@ -161,7 +161,7 @@ def test_routed_experts_of_a_layer_have_one_scheme(tmp_path: Path) -> None:
     assert mixed.schemes == ("FP8_DYNAMIC", "NVFP4A16")
 
 
-def test_what_vllm_builds_unquantized_is_refused_by_name_and_skipped_by_pattern(
+def test_unquantized_layers_of_vllm(
     tmp_path: Path,
 ) -> None:
     model = save_family("qwen3-next", tmp_path / "model")
@@ -172,7 +172,7 @@ def test_what_vllm_builds_unquantized_is_refused_by_name_and_skipped_by_pattern(
     assert {"lm_head", "model.layers.0.mlp.gate"} <= set(plan.kept_linears)
 
 
-def test_a_fused_module_that_vllm_does_not_take_apart_is_ignored_by_its_own_name(
+def test_unsplit_fused_module_is_ignored_by_name(
     tmp_path: Path,
 ) -> None:
     """Qwen2MoeForCausalLM.packed_modules_mapping has gate_up_proj only for some configs."""
@@ -181,7 +181,7 @@ def test_a_fused_module_that_vllm_does_not_take_apart_is_ignored_by_its_own_name
     assert "model.layers.0.mlp.shared_expert.gate_up_proj" in plan.ignore
 
 
-def test_a_wrapper_with_an_unknown_language_model_says_what_it_assumes(tmp_path: Path) -> None:
+def test_unknown_language_model_is_an_assumption(tmp_path: Path) -> None:
     model = save_family("mistral3", tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     config["text_config"]["model_type"] = "unheard_of"
@@ -227,7 +227,7 @@ def test_rows_that_vllm_orders_anew_keep_their_scales_by_row(tmp_path: Path) -> 
     assert plan_of(model, ("Linear", "W4A16")).refusals == ()
 
 
-def test_layers_that_are_fused_on_disk_are_judged_by_their_parts(tmp_path: Path) -> None:
+def test_layers_fused_on_disk_are_planned_by_parts(tmp_path: Path) -> None:
     """Phi-3: keys and values of 128 rows are whole blocks for one rank, not for each of two."""
     model = save_family("phi3", tmp_path / "model")
     assert plan_of(model, ("qkv_proj", "FP8_BLOCK")).refusals == ()

@@ -45,7 +45,7 @@ def test_a_plan_without_a_scheme_compares_all(narrow: Path) -> None:
         assert (vexport("plan", narrow, "--scheme", scheme).code == 0) == row["fits"], scheme
 
 
-def test_the_table_names_reason_size_and_gpu_and_json_follows_its_schema(narrow: Path) -> None:
+def test_scheme_table_and_its_json(narrow: Path) -> None:
     ran = vexport("plan", narrow, "--ignore", "down_proj")
     assert ran.code == 0
     lines = {line.split()[0]: line for line in ran.stdout.splitlines()[2:] if line}

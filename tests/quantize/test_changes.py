@@ -171,9 +171,7 @@ def test_a_damaged_kernel_cache_is_made_again(tmp_path: Path) -> None:
         assert run() == first
 
 
-def test_nothing_is_written_into_the_folder_that_another_call_began(
-    source: Path, tmp_path: Path
-) -> None:
+def test_folder_of_another_call_stays_unchanged(source: Path, tmp_path: Path) -> None:
     work, begun = tmp_path / ".out.partial", list[object]()
 
     def begin_again(source: Path) -> None:

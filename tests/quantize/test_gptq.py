@@ -94,9 +94,7 @@ def test_more_damping_is_tried_before_that() -> None:
 @pytest.mark.parametrize("columns", [8, 2 * BLOCK_COLUMNS + 5])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("weighs", [False, True])
-def test_moments_are_the_products_of_all_tokens_by_their_weights(
-    columns: int, dtype: torch.dtype, weighs: bool
-) -> None:
+def test_moments_weight_tokens(columns: int, dtype: torch.dtype, weighs: bool) -> None:
     generator = torch.Generator().manual_seed(columns)
     rows = [torch.randn(2, 16, columns, generator=generator).to(dtype) for _ in range(3)]
     weights = torch.exp2(torch.arange(32) % 8 - 4.0) if weighs else torch.ones(32)

@@ -84,7 +84,7 @@ def test_a_choice_gives_the_plan_of_the_same_rule(scheme: str, llama: Path) -> N
     assert made.output_bytes == sizes + rest_bytes(index, units, usual)
 
 
-def test_a_rule_of_its_own_leaves_no_choice_and_splits_no_fused_layer(llama: Path) -> None:
+def test_fixed_rule_splits_no_fused_layer(llama: Path) -> None:
     rules = (Rule(match="re:.*o_proj", scheme="FP8_DYNAMIC"), *AUTO)
     units = layer_groups(llama, "NVFP4", KEEP, rules=rules)
     assert {unit.allowed for unit in units if unit.name.endswith("o_proj")} == {("FP8_DYNAMIC",)}
@@ -280,7 +280,7 @@ def test_a_budget_out_of_reach_says_what_is_in_reach(key: str, limit: float) -> 
     assert said[key] in str(caught.value)
 
 
-def test_a_size_that_no_candidate_reaches_is_refused_before_anything_is_measured(
+def test_unreachable_budget_is_refused_early(
     tmp_path: Path,
 ) -> None:
     scenarios = Path(__file__).parent.parent.parent / "scenarios"

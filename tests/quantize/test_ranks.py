@@ -91,9 +91,7 @@ def test_statistics_of_two_ranks_are_those_of_one(folder: Path, tmp_path: Path) 
     assert len(list(two.glob("*.safetensors"))) >= 2
 
 
-def test_a_rank_that_dies_ends_the_other_and_a_second_call_goes_on(
-    folder: Path, tmp_path: Path
-) -> None:
+def test_second_call_resumes_after_dead_rank(folder: Path, tmp_path: Path) -> None:
     """What it writes differs from one rank's by the order of sums."""
     out = tmp_path / "two" / "out"
     words = call(folder, out, "W4A16", "--rounding", "gptq")

@@ -65,7 +65,7 @@ def error(values: torch.Tensor) -> float:
     return float((values @ HESSIAN * values).sum() - 2 * (values @ CROSS * WEIGHT).sum())
 
 
-def test_codes_are_those_of_qronos_and_the_output_as_close_to_the_sources() -> None:
+def test_codes_and_output_error_equal_qronos() -> None:
     found, expected = codes(rounded(1.0)), codes(GOLDEN["rounded"])
     first = factor().order[0]
     same = found[:, first] == expected[:, first]

@@ -32,7 +32,7 @@ def test_the_front_matter_is_read_by_the_hub() -> None:
     ]
 
 
-def test_a_local_source_is_no_base_model_but_a_copy_in_the_hubs_cache() -> None:
+def test_base_model_needs_hub_source() -> None:
     report = replace(sample.full(), source="/models/llama")
     data: Any = ModelCard(render(report, "card")).data
     assert "base_model" not in data.to_dict()

@@ -70,7 +70,7 @@ def test_a_scheme_of_which_nothing_came_says_why() -> None:
         assert "576 is no multiple" in " ".join(text.split())
 
 
-def test_json_is_what_the_schema_says_and_a_format_of_one_run_is_refused() -> None:
+def test_json_schema_and_single_run_formats() -> None:
     schema = json.loads(files("vexport.reports").joinpath("compare.schema.json").read_text())
     found = json.loads(render_comparison(rows(), "json"))
     jsonschema.validate(found, schema)

@@ -45,7 +45,7 @@ def test_places_fold_and_name_no_other(places: list[str], folded: str) -> None:
     assert folded_places(places) == folded
 
 
-def test_kinds_differ_by_check_severity_and_words_but_not_by_numbers() -> None:
+def test_numbers_do_not_split_kinds() -> None:
     found = [
         finding("model.layers.0.a"),
         finding("model.layers.1.a", got="7 NaN"),

@@ -119,7 +119,7 @@ def test_what_was_not_run_blind_spots_and_provenance_are_said() -> None:
     assert all(text in words for text in (*engine.blind_spots, *told))
 
 
-def test_the_forest_places_every_interval_and_layers_are_grouped() -> None:
+def test_forest_intervals_and_layer_groups() -> None:
     (chart,) = forests(sample.verdict("FAIL"))
     facts, addition = chart.tasks
     places = [
@@ -228,7 +228,7 @@ def test_levels_and_p_values_are_explained_where_they_stand(format: str) -> None
         assert "one alone stands at 97.5% to 95%, all together at 95%" in text
 
 
-def test_the_page_in_a_run_directory_links_to_what_is_there_wherever_it_is(tmp_path: Path) -> None:
+def test_page_links_to_existing_files(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     (folder / "checkpoint").mkdir(parents=True)
     (folder / "eval" / "candidate").mkdir(parents=True)
@@ -276,7 +276,7 @@ def test_sizes_stand_by_kind_of_layer() -> None:
     assert words[start + 4 : start + 8] == ["embed_tokens", "800 kB", "800 kB", "100%"]
 
 
-def test_findings_of_a_kind_are_one_row_and_what_follows_is_folded() -> None:
+def test_findings_of_a_kind_are_one_row() -> None:
     many = tuple(
         replace(sample.finding("error", where=f"model.layers.{n}.mlp.up_proj"), check="values")
         for n in range(120)

@@ -132,7 +132,7 @@ def test_checkpoints_are_rows_and_versions_or_modes_columns() -> None:
     assert first.split() == ["checkpoint", "eager", "default"]
 
 
-def test_junit_has_a_case_per_load_and_json_is_as_its_schema_says() -> None:
+def test_junit_cases_and_json_schema_of_loads() -> None:
     suites = ElementTree.fromstring(render_loads(MATRIX, "junit").encode())
     failures = {suite.get("name"): suite.get("failures") for suite in suites}
     assert failures == {"out/model": "1", "out/other": "1"}

@@ -29,7 +29,7 @@ def test_the_verdict_decides_where_every_stage_passed() -> None:
 
 
 @pytest.mark.parametrize("stage", ["check", "load"])
-def test_a_stage_that_failed_is_named_with_its_first_error_and_their_number(stage: str) -> None:
+def test_failed_stage_names_first_error(stage: str) -> None:
     errors = (sample.finding(), sample.finding("error"), sample.finding("error", where="lm_head"))
     check = CheckReport(checkpoint="c", ok=False, findings=errors) if stage == "check" else GOOD
     failed = replace(sample.load(), ok=False, findings=errors)

@@ -100,9 +100,7 @@ def answers(folder: Path) -> list[tuple[object, object, object]]:
     return sorted((row["prompt_hash"], row["doc_id"], row["resps"]) for row in rows)
 
 
-def test_a_server_answers_as_an_engine_and_the_cause_of_a_loss_comes_last(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_server_answers_like_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(API_KEY, KEY)
     tasks = f"{DEMO}/tasks/addition.yaml,{DEMO}/tasks/facts.yaml"
     whole = quantize(DEMO / "model", tmp_path / "whole", "NVFP4A16")

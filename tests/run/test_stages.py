@@ -78,7 +78,7 @@ def checking(source: str, made: list[str]) -> Stage[CheckReport]:
     return Stage("check", CheckReport, make, "check.json", digest=lambda run: {"source": source})
 
 
-def test_what_was_finished_from_the_same_inputs_is_read_from_its_file(run: Run) -> None:
+def test_finished_stage_is_reused(run: Run) -> None:
     made: list[str] = []
     check = checking("a", made)
     run.do(check)
@@ -230,7 +230,7 @@ def test_a_stage_knows_checkpoints_by_their_files(
 
 
 @pytest.mark.vllm
-def test_a_scheme_that_no_run_comes_of_is_an_error_without_another(tmp_path: Path) -> None:
+def test_failed_scheme_without_others_is_an_error(tmp_path: Path) -> None:
     call, missing = (
         ("--schemes", "W4A16", "--scenario", SCENARIO, "--run-dir"),
         tmp_path / "missing",

@@ -150,9 +150,7 @@ def test_int4_on_outliers_fails_and_says_why(hard: Path, int4: Ran) -> None:
 
 
 @pytest.mark.usefixtures("int4")
-def test_after_a_failed_load_the_answers_are_shown_and_decide_nothing(
-    hard: Path, tmp_path: Path
-) -> None:
+def test_answers_after_failed_load_decide_nothing(hard: Path, tmp_path: Path) -> None:
     """A load gate is failed by hand: what does it in vLLM would need an engine more."""
     folder = Path(shutil.copytree(hard.parent / "runs" / "W4A16", tmp_path / "run"))
     load = json.loads((folder / "load.json").read_text())

@@ -146,7 +146,7 @@ def test_links_are_followed(place: Place, monkeypatch: pytest.MonkeyPatch) -> No
     assert refused("file", place)
 
 
-def test_a_package_of_the_current_folder_that_hides_an_installed_one(place: Place) -> None:
+def test_package_hides_installed_package(place: Place) -> None:
     place.write(place.installed / "parent" / "__init__.py")
     place.write(place.installed / "parent" / "inner.py")
     assert not refused("parent.inner", place)

@@ -68,7 +68,7 @@ def test_paths_are_relative_to_the_scenario(tmp_path: Path) -> None:
     assert tasks == (str(tmp_path / "t" / "a.yaml"), "gsm8k")
 
 
-def test_unknown_keys_and_schemes_name_the_nearest_and_a_syntax_error_its_line(
+def test_errors_name_nearest_key_and_line(
     tmp_path: Path,
 ) -> None:
     lines = problems(tmp_path, MINIMAL + "evalute: {}\ncalibration: {data: x, sampels: 3}\n")
@@ -130,7 +130,7 @@ def test_how_models_are_asked_has_the_names_of_lm_eval(tmp_path: Path) -> None:
     assert (evaluate.limit, evaluate.batch_size, evaluate.think_end_token) == (0.5, 8, "</think>")
 
 
-def test_a_template_that_a_model_lacks_ends_a_run_before_any_work(tmp_path: Path) -> None:
+def test_missing_template_ends_run_early(tmp_path: Path) -> None:
     path, demo = tmp_path / "scenario.yaml", FOLDER / "demo"
     path.write_text(
         f"name: a\nsource: {demo / 'model'}\nrules: [{{match: Linear, scheme: FP8_DYNAMIC}}]\n"
@@ -196,7 +196,7 @@ def served(folder: Path, serve: str) -> Serve:
     return read(folder, SERVED.format(source=DEMO, serve=serve)).serve
 
 
-def test_every_argument_of_vllm_can_be_given_and_the_baseline_gets_its_own(tmp_path: Path) -> None:
+def test_vllm_arguments_of_both_models(tmp_path: Path) -> None:
     serve = served(
         tmp_path,
         "{tensor_parallel_size: 2, kv_cache_dtype: fp8, engine_args: {block-size: 32, "
