@@ -46,7 +46,7 @@ def advised(message: str, scheme: str) -> tuple[str, ...]:
 def written(folder: Path) -> Iterator[tuple[Path, bool | None]]:
     """Write each family in one scheme and in the schemes that it refuses, then as advised.
 
-    Also return whether the output fits two ranks.
+    Yields each output, and whether it fits two ranks (None if this was not asked).
     """
     for number, family in enumerate(FAMILIES):
         source, refused = save_family(family, folder / family), REFUSED.get(family, ())

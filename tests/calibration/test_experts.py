@@ -70,7 +70,7 @@ def plan_with_experts(
 def routings(
     folder: Path, batches: Sequence[torch.Tensor]
 ) -> dict[str, tuple[torch.nn.Module, list[Routing]]]:
-    """Yield every expert module of a whole-model run, with its tokens and its chosen experts.
+    """Return every expert module of a whole-model run, with its tokens and its chosen experts.
 
     Llama 4 chooses one expert, and multiplies the expert's input by the router's weight.
     """

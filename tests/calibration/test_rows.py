@@ -32,7 +32,7 @@ TURNS = [USER, ANSWER]
 
 
 def model_with(folder: Path, template: str | None = None, **config: object) -> Path:
-    """Save the demo's tokenizer with another template, and values in its config."""
+    """Save the demo's model with another chat template, and with values in its config."""
     shutil.copytree(DEMO, folder)
     if template is None:
         (folder / "chat_template.jinja").unlink(missing_ok=True)
@@ -306,7 +306,7 @@ def test_image_tokens_are_no_text(tmp_path: Path) -> None:
 
 
 def without_bos(folder: Path) -> Path:
-    """Save the demo's tokenizer without a BOS token."""
+    """Save the demo's model with a tokenizer that puts no BOS in front of a prompt."""
     model_with(folder)
     content = json.loads((folder / "tokenizer.json").read_text())
     content["post_processor"] = None

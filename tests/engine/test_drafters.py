@@ -68,7 +68,10 @@ def eagle(target: Path, folder: Path, without: str) -> Path:
 
 
 def broken(out: Path, folder: Path) -> dict[Path, str]:
-    """Return spoiled copies of a Qwen3-Next in FP8 with an unquantized draft layer, by error."""
+    """Return spoiled copies of a Qwen3-Next in FP8 with an unquantized draft layer.
+
+    The values are the beginnings of the errors.
+    """
     ignore = json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
     kept = [name for name in ignore if not name.startswith("re:")]
     half_ignored = config(QUANTIZATION, ignore=[*kept, r"re:.*\bmtp\.layers\.0\.self_attn.*"])

@@ -79,7 +79,7 @@ CHANGES: Mapping[str, Change] = {
 
 @pytest.fixture(scope="module")
 def demo(good: Good) -> Mapping[str, DryLoadReport]:
-    """Write the micro model in each scheme, for one GPU of each generation."""
+    """Return dry loads of the micro model in each scheme, for one GPU of each generation."""
     schemes = (*SCHEMES, *PARTICULAR)
     load = DryLoad(checkpoints=[good(scheme) for scheme in schemes], sm=CAPABILITIES)
     return dict(zip(schemes, load.reports(), strict=True))

@@ -80,7 +80,7 @@ def test_answers_that_repeat_each_other_are_worth_one() -> None:
 def with_seeds(folder: Path, out: Path, flips: int) -> Path:
     """Write a run with two sampled answers per document.
 
-    In the second sample, the given number of further documents is wrong.
+    In the second sample, `flips` of the documents from number 100 on are wrong.
     """
     shutil.copytree(folder, out)
     file = samples_file(out)

@@ -33,7 +33,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def smoothed(source: Path, folder: Path) -> Path:
-    """Multiply and divide the model's weights by factors from a half to two.
+    """Save a copy with weights multiplied and divided by random factors from a half to two.
 
     The model's output stays equal.
     """

@@ -50,7 +50,7 @@ def choice(body: Mapping[str, object]) -> dict[str, object]:
 
 
 def described(**fields: object) -> Reply:
-    """Start a sound server with changed fields in its list of models."""
+    """Return a function that replies like a sound server, with changed fields in the model list."""
 
     def reply(path: str, body: dict[str, object]) -> Sent:
         return (

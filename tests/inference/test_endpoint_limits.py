@@ -89,10 +89,7 @@ def asked(
 
 
 def with_choice(**fields: object) -> Callable[[str, dict[str, object]], Sent]:
-    """Start a sound server with changed fields in its answers.
-
-    A function computes a value from the request's body.
-    """
+    """Return a function that replies like a sound server, with changed fields in the answers."""
 
     def reply(path: str, body: dict[str, object]) -> Sent:
         if path != "/v1/completions":

@@ -42,7 +42,7 @@ Tree = Mapping[str, bytes | str]
 
 
 def tree(root: Path) -> Tree:
-    """Return every entry below a folder: a file's bytes, a link's target, None for a folder."""
+    """Return every entry below a folder: a file's bytes, a link's target, "" for a folder."""
     entries: dict[str, bytes | str] = {}
     for path in sorted(root.rglob("*")):
         name = str(path.relative_to(root))
@@ -55,8 +55,9 @@ def tree(root: Path) -> Tree:
 
 @pytest.fixture
 def home(tmp_path: Path, llama: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A person's folder, the current one: a model, the same as the hub's cache keeps it, data and a
-    task.
+    """Make a user's folder the current folder.
+
+    It contains a model, the same model in the layout of the hub's cache, data and a task.
     """
     monkeypatch.chdir(tmp_path)
     shutil.copytree(llama, tmp_path / "model")
