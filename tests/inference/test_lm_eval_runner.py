@@ -116,7 +116,7 @@ def test_the_same_engine_gives_the_same_answers(evaluated: Evaluated) -> None:
     verdict = decide(folder / "first", folder / "second", margin=0.1, alpha=0.05)
     # Random weights guess: equal answers to what the model cannot do are no PASS.
     assert all(task.outcome == "PASS" or task.uninformative for task in verdict.tasks)
-    assert verdict.method.endswith("; asked again, 0 of 100 answers changed")
+    assert verdict.method.endswith("asked again: 0 of 100 answers changed")
     first, second = (
         sorted(
             line
