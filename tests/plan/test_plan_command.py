@@ -6,11 +6,11 @@ from pathlib import Path
 
 import jsonschema
 import pytest
-import torch
 
 from tests.command import vexport
 from vexport.checkpoint.index import read_index
 from vexport.formats.schemes import scheme_names
+from vexport.quantize.answer import NVIDIA_DEVICE
 from vexport.scenario import read_scenario
 from vexport.scenario.shipped import PACKAGE, demo_files
 
@@ -240,5 +240,5 @@ def test_plan_of_one_gpu_only(llama: Path) -> None:
 def test_next_line_says_if_serving_needs_a_gpu(llama: Path, tmp_path: Path) -> None:
     """vLLM's CPU build runs W4A16 itself, and cannot run NVFP4A16."""
     ran = vexport("quantize", llama, tmp_path / "a", "--scheme", "NVFP4A16", "--quiet")
-    needs = "" if torch.cuda.is_available() else "  # on a machine with a GPU"
+    needs = "" if NVIDIA_DEVICE.exists() else "  # on a machine with a GPU"
     assert f"vllm serve {tmp_path / 'a'}{needs}\n" in ran.stdout

@@ -1,8 +1,7 @@
 """Build the result of `quantize`: how much was quantized, warnings, and the next commands."""
 
 import shlex
-
-import torch
+from pathlib import Path
 
 from vexport.formats.plan import Plan
 from vexport.quantize.warnings import (
@@ -13,6 +12,9 @@ from vexport.quantize.warnings import (
 )
 from vexport.records import CalibrationRecord, Quantized
 from vexport.records.calibration import RoundingReport, expert_coverage
+
+# NVIDIA's driver makes this device. torch, which could be asked too, takes seconds to import.
+NVIDIA_DEVICE = Path("/dev/nvidiactl")
 
 
 def quantized_answer(
@@ -63,6 +65,6 @@ def _serve_command(checkpoint: str, plan: Plan) -> str:
     """
     command = f"vllm serve {shlex.quote(checkpoint)}"
     is_emulated = any(scheme.format.cpu(scheme.args) == "emulated" for scheme in plan.used_schemes)
-    if is_emulated and not torch.cuda.is_available():
+    if is_emulated and not NVIDIA_DEVICE.exists():
         return f"{command}  # on a machine with a GPU"
     return command
