@@ -51,21 +51,20 @@ def _on_gpu(name: str, sm: int) -> SchemeOnGpu:
     return SchemeOnGpu(input_bits=bits, native=bits == support.stored_bits)
 
 
-def runs_natively(outlook: SchemeOutlook) -> bool:
+def _is_choice(outlook: SchemeOutlook) -> bool:
     """Return True if the scheme fits the model and the GPU of the table runs it natively."""
-    return outlook.fits and outlook.on_gpu is not None and outlook.on_gpu.native
+    return outlook.fits and outlook.is_native
 
 
 def _rank(outlook: SchemeOutlook) -> tuple[bool, bool, bool]:
     """Return the sort key: native schemes, other schemes that run, and then unusable schemes."""
-    runs = outlook.on_gpu is not None and outlook.on_gpu.input_bits is not None
-    return (not runs_natively(outlook), not runs, not outlook.fits)
+    return (not _is_choice(outlook), not outlook.runs_on_gpu, not outlook.fits)
 
 
 def _recommended(schemes: Sequence[SchemeOutlook]) -> Iterator[Recommendation]:
     """Yield the first choice of each width, or the same scheme with another group size."""
-    native = [outlook.scheme for outlook in schemes if runs_natively(outlook)]
-    runnable = {each.scheme for each in schemes if each.on_gpu is not None and each.on_gpu.native}
+    native = [outlook.scheme for outlook in schemes if _is_choice(outlook)]
+    runnable = {outlook.scheme for outlook in schemes if outlook.is_native}
     found: set[int] = set()
     # Better schemes that the GPU runs and that do not fit the model, by width.
     unfit: dict[int, str] = {}

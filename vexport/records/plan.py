@@ -131,6 +131,16 @@ class SchemeOutlook:
     group_sizes: tuple[int, ...] = ()
     on_gpu: SchemeOnGpu | None = None
 
+    @property
+    def runs_on_gpu(self) -> bool:
+        """Return True if vLLM runs the scheme on the GPU of the plan."""
+        return self.on_gpu is not None and self.on_gpu.input_bits is not None
+
+    @property
+    def is_native(self) -> bool:
+        """Return True if the GPU of the plan runs the scheme with the stored precision."""
+        return self.on_gpu is not None and self.on_gpu.native
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recommendation:

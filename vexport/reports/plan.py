@@ -133,7 +133,7 @@ def _schemes_on_gpu(schemes: SchemeTable, gpu: GpuOutlook, *, every: bool) -> It
         *((f"for {each.bits} bits", f"{each.scheme}: {each.reason}") for each in gpu.recommended),
         None if gpu.recommended else ("recommended", "no scheme fits and runs natively"),
     )
-    shown = [each for each in schemes.schemes if every or (each.fits and _runs(each))]
+    shown = [each for each in schemes.schemes if every or (each.fits and each.runs_on_gpu)]
     columns = ["scheme", ">size", ">bits", "text", "runs", "fits"]
     rows = [
         [
@@ -165,10 +165,6 @@ def _text_use(scheme: SchemeOutlook) -> str:
     if scheme.needs_calibration:
         return "needed"
     return "helps" if get_scheme(scheme.scheme).args.weights.num_bits < 8 else "no"
-
-
-def _runs(scheme: SchemeOutlook) -> bool:
-    return scheme.on_gpu is not None and scheme.on_gpu.input_bits is not None
 
 
 def runs_text(on_gpu: SchemeOnGpu) -> str:
