@@ -15,7 +15,7 @@ from vexport.engine.installed import installed_version
 from vexport.errors import VexportError
 from vexport.errors.extras import attempt, require_extra
 from vexport.files import user_path
-from vexport.formats.gpus import cards
+from vexport.formats.gpus import cards, with_cards
 from vexport.outputs.digests import named_digests
 from vexport.records import CheckReport, OnProgress, silent
 from vexport.version import Version
@@ -62,7 +62,7 @@ def check(
     problems: list[VexportError] = []
     settings = Checking(
         tp=tuple(tp),
-        sm=tuple(dict.fromkeys((*sm, *(card.sm for card in cards(gpu))))),
+        sm=with_cards(sm, cards(gpu)),
         vllm=vllm,
         source=source,
         digests=digests,

@@ -102,13 +102,14 @@ def check(
     """
     from vexport.api.checking import Checking, check_checkpoints
     from vexport.checks import CHECKS, FILES, INTERNAL
+    from vexport.formats.gpus import with_cards
     from vexport.reports import render_checks, summarize_checks
 
     problems: list[VexportError] = []
     with progress_display(quiet=answer.quiet) as on_progress:
         settings = Checking(
             tp=tp or (),
-            sm=tuple(dict.fromkeys((*(sm or ()), *(card.sm for card in cards or ())))),
+            sm=with_cards(sm or (), cards or ()),
             vllm=vllm,
             source=source,
             digests=digests,

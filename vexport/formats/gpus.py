@@ -4,7 +4,7 @@ This table is the only source of GPU names. Options, scenarios and reports read 
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 # Compute capabilities, from NVIDIA's list (developer.nvidia.com/cuda-gpus), and the capabilities
@@ -108,19 +108,23 @@ _DECORATION = re.compile(
 )
 
 
+def _fold(name: str) -> str:
+    return _DECORATION.sub("", name.casefold())
+
+
+_BY_FOLDED_NAME: Mapping[str, Card] = {
+    **{_fold(name): card for name, card in CARDS.items()},
+    **{_fold(name): CARDS[card] for name, card in _ALSO.items()},
+}
+
+
 def find_card(name: str) -> Card | None:
     """Return the GPU with this name, or None.
 
     Case, spaces and punctuation don't count, nor do the words that `nvidia-smi` prints besides:
     "NVIDIA H100 80GB HBM3" is "H100".
     """
-    known = {_fold(each): card for each, card in CARDS.items()}
-    known |= {_fold(each): CARDS[card] for each, card in _ALSO.items()}
-    return known.get(_fold(name))
-
-
-def _fold(name: str) -> str:
-    return _DECORATION.sub("", name.casefold())
+    return _BY_FOLDED_NAME.get(_fold(name))
 
 
 def cards(names: Iterable[str]) -> tuple[Card, ...]:
@@ -132,6 +136,11 @@ def cards(names: Iterable[str]) -> tuple[Card, ...]:
             raise ValueError(f"{name.strip()!r} is not a known GPU. Known: {', '.join(CARDS)}.")
         found[card.name] = card
     return tuple(found.values())
+
+
+def with_cards(sm: Sequence[int], gpus: Iterable[Card]) -> tuple[int, ...]:
+    """Return compute capabilities together with those of GPUs, each once."""
+    return tuple(dict.fromkeys((*sm, *(card.sm for card in gpus))))
 
 
 def parse_capability(text: str) -> int | None:
