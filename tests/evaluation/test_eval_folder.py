@@ -7,7 +7,8 @@ import jsonschema
 import pytest
 
 from tests.command import ROOT, Ran, vexport
-from vexport.run.directory import KIND
+from vexport.errors import InputError
+from vexport.run.directory import KIND, RunDirectory
 
 SCHEMA = json.loads((ROOT / "vexport" / "reports" / "report.schema.json").read_text())
 pytestmark = pytest.mark.vllm
@@ -73,3 +74,19 @@ def test_reports_of_several_checkpoints(lm_eval_runs: Path, tmp_path: Path) -> N
     assert f"{parts[1]} *" in table
     page = evaluate(lm_eval_runs, tmp_path, "--format", "html", names=("worse", "twin")).stdout
     assert f"{lm_eval_runs}/twin *" in page
+
+
+@pytest.mark.parametrize(
+    ("stage", "same", "other"),
+    [("serve candidate", 1, 2), ("serve candidate (1-a)", 2, 1)],
+)
+def test_one_and_several_checkpoints_share_no_folder(
+    stage: str, same: int, other: int, tmp_path: Path
+) -> None:
+    """The folder of one candidate contains the folders of several: one call would clear both."""
+    directory = RunDirectory(tmp_path / "out", "--output-dir")
+    directory.begin(overwrite=False)
+    directory.finish(stage, {}, 0.0)
+    directory.require_same_number(same)
+    with pytest.raises(InputError, match="choose another --output-dir"):
+        directory.require_same_number(other)

@@ -122,7 +122,7 @@ class RunDirectory:
         The same is raised for the reverse. Their answers would replace each other.
         """
         has_several = any(" (" in stage for stage in self._stages)
-        has_one = any(stage in self._stages for stage in ("serve candidate", "load"))
+        has_one = "serve candidate" in self._stages
         if has_several and checkpoints == 1 or has_one and checkpoints > 1:
             found, given = (
                 ("several checkpoints", "one") if has_several else ("one checkpoint", "several")
