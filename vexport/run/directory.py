@@ -129,7 +129,7 @@ class RunDirectory:
             )
             raise InputError(
                 str(self.root),
-                got=f"the results of {found}, and {given} to evaluate",
+                got=f"the results of {found}, but this call evaluates {given}",
                 need="",
                 fix=f"choose another {self.option}, or {self._how_to_start_again()}",
             )
