@@ -88,7 +88,7 @@ def test_importing_it_imports_nothing_heavy() -> None:
     assert commands <= set(dir(vexport.api))
     assert all(callable(getattr(vexport.api, name)) for name in dir(vexport.api))
     others = set(dir(vexport.api)) - commands - TYPES.keys()
-    assert others == {"entries", "evaluate", "plan_schemes"}
+    assert others == {"entries", "evaluate", "evaluate_all", "load_all", "plan_schemes"}
     with pytest.raises(AttributeError, match="quantise"):
         vexport.api.quantise  # noqa: B018
 

@@ -7,9 +7,9 @@
 The functions raise the errors that the command line prints: InputError for wrong arguments,
 EnvironmentFault if a part of the environment is missing or has died, CheckpointFailed if there is
 no report to return. Engines run in other processes. The command `eval` is the function `evaluate`,
-and `list` is `entries`, because `eval` and `list` are builtins. `plan_schemes` is `plan` without a
-scheme. Notes are Python warnings, unless `on_note` receives them. Modules are imported when their
-functions are used.
+and `list` is `entries`, because `eval` and `list` are builtins. `evaluate_all` and `load_all` take
+several checkpoints, as the commands do. `plan_schemes` is `plan` without a scheme. Notes are Python
+warnings, unless `on_note` receives them. Modules are imported when their functions are used.
 """
 
 from importlib import import_module
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vexport.api.checking import check
-    from vexport.api.engines import Engine, compare, evaluate, load, run
+    from vexport.api.engines import Engine, compare, evaluate, evaluate_all, load, load_all, run
     from vexport.api.making import quantize
     from vexport.api.planning import plan, plan_schemes
     from vexport.api.reading import entries, explain, report, verdict
@@ -34,8 +34,10 @@ __all__ = [
     "compare",
     "entries",
     "evaluate",
+    "evaluate_all",
     "explain",
     "load",
+    "load_all",
     "plan",
     "plan_schemes",
     "quantize",
@@ -51,7 +53,15 @@ _MODULES = {
     "vexport.api.repairing": ("repair",),
     "vexport.api.checking": ("check",),
     "vexport.api.reading": ("entries", "explain", "report", "verdict"),
-    "vexport.api.engines": ("Engine", "compare", "evaluate", "load", "run"),
+    "vexport.api.engines": (
+        "Engine",
+        "compare",
+        "evaluate",
+        "evaluate_all",
+        "load",
+        "load_all",
+        "run",
+    ),
     "vexport.scenario": ("Calibration", "Evaluate", "Rule", "Serve"),
 }
 # Functions by command name, if the command is named like a builtin.

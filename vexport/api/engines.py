@@ -2,11 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from vexport.api.common import Name, OnNote, OnProblem, python_warning
+from vexport.checkpoint.index import require_checkpoint
+from vexport.checkpoint.source import resolve_source
+from vexport.checks import findings_of
+from vexport.engine.arguments import require_layers
 from vexport.engine.dry.load import dry_load_checkpoints
 from vexport.engine.session import require_engine
+from vexport.errors import VexportError
+from vexport.errors.extras import attempt, raise_problems
 from vexport.formats.gpus import cards
 from vexport.inference.options import EngineOptions
 from vexport.plan.source import require_trusted_scenario, with_default_text
@@ -20,12 +27,7 @@ from vexport.records import (
     silent,
 )
 from vexport.reports.report import Report
-from vexport.run.evaluating import (
-    accept_answers,
-    evaluate_checkpoints,
-    report_causes,
-    verdict_in,
-)
+from vexport.run.evaluating import Evaluations, OnJudged, evaluate_checkpoints
 from vexport.run.loading import load_checkpoints
 from vexport.run.options import EXPLANATION_SECONDS, Explaining
 from vexport.run.stages import compare_schemes, run_scenario
@@ -81,36 +83,122 @@ def load(
         ValueError: `dry` is combined with `run_dir`, or devices are given without `dry`.
     """
     engine_settings = engine or Engine()
+    if not dry and tuple(tp) != (1,):
+        raise ValueError("load: got tp without dry, need dry=True, or engine.serve")
+    (report_of_load,) = load_all(
+        [checkpoint],
+        dry=dry,
+        tp=tp,
+        sm=sm,
+        gpu=gpu,
+        speculative=speculative,
+        modes=(mode,),
+        engines=(engine_settings,),
+        run_dir=run_dir,
+        overwrite=overwrite,
+        on_progress=on_progress,
+    )
+    return report_of_load
+
+
+def load_all(
+    checkpoints: Sequence[Name],
+    *,
+    dry: bool = False,
+    tp: Sequence[int] = (1,),
+    sm: Sequence[int] | None = None,
+    gpu: Sequence[str] = (),
+    speculative: str = "",
+    modes: Sequence[EngineMode] = ("eager",),
+    engines: Sequence[Engine] = (Engine(),),
+    run_dir: Name | None = None,
+    overwrite: bool = False,
+    on_problem: OnProblem | None = None,
+    on_progress: OnProgress = silent,
+) -> list[LoadReport] | list[DryLoadReport]:
+    """Load several checkpoints, each in every engine and mode, as `vexport load` does.
+
+    Takes the arguments of `load`. If several checkpoints are given and some cannot be read, the
+    others are loaded, `on_problem` is called with each error, and the reports of these checkpoints
+    contain it. Without `on_problem`, the first error is raised at the end.
+
+    Raises:
+        ValueError: `dry` is combined with `run_dir`, or devices are given without `dry`.
+    """
+    if dry and run_dir is not None:
+        raise ValueError("load: got run_dir with dry, need one of them: no engine starts")
+    if not dry and (sm is not None or gpu or speculative):
+        raise ValueError("load: got sm, gpu or speculative without dry, need dry=True")
+    names = tuple(str(checkpoint) for checkpoint in checkpoints)
+    problems = _unreadable(names, on_progress)
+    readable = tuple(name for name in names if name not in problems)
+    reports: list[LoadReport] | list[DryLoadReport]
     if dry:
-        if run_dir is not None:
-            raise ValueError("load: got run_dir with dry, need one of them: no engine starts")
-        (dry_report,) = dry_load_checkpoints(
-            (str(checkpoint),),
-            (engine_settings.vllm_python,),
+        dry_reports = dry_load_checkpoints(
+            readable,
+            tuple(dict.fromkeys(engine.vllm_python for engine in engines)),
             tp=tuple(tp),
             sm=None if sm is None else tuple(sm),
             gpus=cards(gpu),
             speculative=speculative,
-            trust_remote_code=engine_settings.trust_remote_code,
-            timeout=engine_settings.serve.timeout,
+            trust_remote_code=engines[0].trust_remote_code,
+            timeout=engines[0].serve.timeout,
             on_progress=on_progress,
         )
-        return dry_report
-    if sm is not None or gpu or speculative or tuple(tp) != (1,):
-        raise ValueError(
-            "load: got tp, sm, gpu or speculative without dry, need dry=True, or engine.serve"
+        unread = [
+            DryLoadReport(
+                checkpoint=name,
+                ok=False,
+                findings=findings_of(error),
+                vllm="",
+                cells=(),
+                rows=(),
+                blind_spots=(),
+            )
+            for name, error in problems.items()
+        ]
+        reports = [*dry_reports, *unread]
+        reports.sort(key=lambda each: names.index(each.checkpoint))
+    else:
+        load_reports = load_checkpoints(
+            readable,
+            [engine.options(on_progress) for engine in engines],
+            modes,
+            run_dir=None if run_dir is None else Path(run_dir),
+            overwrite=overwrite,
         )
-    options = engine_settings.options(on_progress)
-    (report,) = load_checkpoints(
-        (str(checkpoint),),
-        (engine_settings.vllm_python,),
-        [engine_settings.serve],
-        (mode,),
-        options,
-        run_dir=None if run_dir is None else Path(run_dir),
-        overwrite=overwrite,
-    )
-    return report
+        unread_loads = [
+            LoadReport(checkpoint=name, ok=False, findings=findings_of(error))
+            for name, error in problems.items()
+        ]
+        reports = [*load_reports, *unread_loads]
+        reports.sort(key=lambda each: names.index(each.checkpoint))
+    for problem in problems.values():
+        if on_problem is None:
+            raise problem
+        on_problem(problem)
+    return reports
+
+
+def _unreadable(names: Sequence[str], on_progress: OnProgress) -> dict[str, VexportError]:
+    """Return the errors of unreadable checkpoints by name.
+
+    Raises the errors if no checkpoint can be read. A single checkpoint is not tried here, because
+    the load itself raises its error.
+    """
+    if len(names) == 1:
+        return {}
+
+    def read(name: str) -> None:
+        root = resolve_source(name, on_progress)
+        require_checkpoint(root)
+        require_layers(root)
+
+    outcomes = {name: attempt(partial(read, name), name) for name in names}
+    problems = {name: outcome for name, outcome in outcomes.items() if outcome is not None}
+    if problems and len(problems) == len(outcomes):
+        raise_problems([*problems.values()])
+    return problems
 
 
 def evaluate(
@@ -134,25 +222,57 @@ def evaluate(
     returned. If `attribution` is True, or if it is None and the verdict is not PASS, the cause of
     the loss is searched for, for at most `attribution_seconds` seconds.
     """
+    evaluations = evaluate_all(
+        [checkpoint],
+        settings,
+        folder,
+        engine=engine,
+        against=against,
+        accept=accept,
+        overwrite=overwrite,
+        attribution=attribution,
+        attribution_seconds=attribution_seconds,
+        on_progress=on_progress,
+    )
+    return evaluations.verdicts[0] if evaluations.verdicts else None
+
+
+def evaluate_all(
+    checkpoints: Sequence[Name],
+    settings: Evaluate,
+    folder: Name,
+    *,
+    engine: Engine | None = None,
+    against: Name | None = None,
+    accept: Name | None = None,
+    overwrite: bool = False,
+    attribution: bool | None = None,
+    attribution_seconds: int = EXPLANATION_SECONDS,
+    on_judged: OnJudged | None = None,
+    on_progress: OnProgress = silent,
+) -> Evaluations:
+    """Compare several checkpoints with the same baseline, which is asked once.
+
+    Takes the arguments of `evaluate`. `accept` is possible for a single checkpoint. `on_judged` is
+    called when the verdicts are known, before the search for the causes of losses.
+    """
     if (settings.baseline and against) or not (settings.baseline or against or accept):
         raise ValueError(
             "evaluate: got no baseline or two, need settings.baseline or against, or accept alone"
         )
-    accept_path = None if accept is None else Path(accept)
-    runs = evaluate_checkpoints(
-        (str(checkpoint),),
+    if accept is not None and len(checkpoints) != 1:
+        raise ValueError(f"evaluate: got accept with {len(checkpoints)} checkpoints, need one")
+    return evaluate_checkpoints(
+        [str(checkpoint) for checkpoint in checkpoints],
         settings,
         Path(folder),
         (engine or Engine()).options(on_progress),
         against=None if against is None else Path(against),
-        accept=accept_path,
+        accept=None if accept is None else Path(accept),
         overwrite=overwrite,
         explaining=Explaining(wanted=attribution, seconds=attribution_seconds),
+        on_judged=on_judged,
     )
-    report_causes(runs, on_progress)
-    (run_of_checkpoint,) = runs
-    accept_answers(run_of_checkpoint, accept_path)
-    return verdict_in(run_of_checkpoint)
 
 
 def run(

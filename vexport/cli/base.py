@@ -266,8 +266,13 @@ def progress_display(*, quiet: bool) -> Iterator[OnProgress]:
     try:
         yield display
     finally:
-        if display.bars.tasks:
-            display.bars.stop()
+        display.pause()
+
+
+def pause(on_progress: OnProgress) -> None:
+    """Take the bars of a progress display off the terminal, so that a command can print output."""
+    if isinstance(on_progress, BarDisplay):
+        on_progress.pause()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,6 +326,15 @@ class BarDisplay:
             total=total,
             left=f"{timedelta(seconds=round(left))} left" if left else "",
         )
+
+    def pause(self) -> None:
+        """Leave the bars on the terminal as they are. The next update begins new bars below."""
+        if self.bars.tasks:
+            self.bars.stop()
+        for task in self._tasks.values():
+            self.bars.remove_task(task)
+        self._tasks.clear()
+        self._begun.clear()
 
 
 class PlainDisplay:

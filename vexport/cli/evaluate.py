@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from vexport.cli.base import add_text_summary, command, conclude, print_text, progress_display
+from vexport.cli.base import (
+    add_text_summary,
+    command,
+    conclude,
+    pause,
+    print_text,
+    progress_display,
+)
 from vexport.cli.engine import (
     Interpreter,
     Session,
@@ -30,8 +37,7 @@ from vexport.cli.settings import given_settings, setting_options
 
 if TYPE_CHECKING:
     from vexport.records import Verdict
-    from vexport.reports.report import Report
-    from vexport.run.directory import Run
+    from vexport.run.evaluating import Evaluations
     from vexport.scenario import Evaluate
 
 VERDICT_FORMATS = (*FORMATS, "html", "markdown")
@@ -169,32 +175,46 @@ def evaluate(
     written = [NamedPath(label="--output-dir", path=folder)]
     require_apart(click.get_current_context(), list(evaluation_inputs(settings, "--task")), written)
     require_engine((interpreter.vllm_python,))
-    from vexport.run.evaluating import evaluate_checkpoints, report_causes
-    from vexport.run.judging import first_line
-    from vexport.run.options import Explaining
+    from vexport import api
 
+    # Print the verdict before the search for its cause, which takes minutes. Files and machine
+    # formats get the whole output at the end.
+    is_first = answer.format_ == "text" and answer_file(click.get_current_context()) is None
     with progress_display(quiet=answer.quiet) as on_progress:
-        runs = evaluate_checkpoints(
+
+        def show(judged: "Evaluations") -> None:
+            pause(on_progress)
+            _show_verdicts(judged, as_text=is_first, quiet=answer.quiet)
+
+        evaluations = api.evaluate_all(
             checkpoints,
             settings,
             folder,
-            interpreter.options(serve, on_progress),
+            engine=api.Engine(
+                serve=serve,
+                vllm_python=interpreter.vllm_python,
+                trust_remote_code=interpreter.trust_remote_code,
+            ),
             against=comparison.against,
             accept=comparison.accept,
             overwrite=overwrite,
-            explaining=Explaining(wanted=attribution, seconds=attribution_seconds),
+            attribution=attribution,
+            attribution_seconds=attribution_seconds,
+            on_judged=show,
+            on_progress=on_progress,
         )
-    # Print the verdict before the search for its cause, which takes minutes. Files and machine
-    # formats get the whole output at the end.
-    is_shown = answer.format_ == "text" and answer_file(click.get_current_context()) is None
-    if is_shown and _verdicts(runs):
-        print_text(_text(runs))
-    elif not answer.quiet:
-        for verdict in _verdicts(runs):
+    _answer(evaluations, answer.format_, is_shown=is_first)
+
+
+def _show_verdicts(evaluations: "Evaluations", *, as_text: bool, quiet: bool) -> None:
+    """Print the verdicts as the command's output, or a line for each on stderr."""
+    from vexport.run.judging import first_line
+
+    if as_text and evaluations.verdicts:
+        print_text(_text(evaluations))
+    elif not quiet:
+        for verdict in evaluations.verdicts:
             click.echo(f"{verdict.checkpoint}: {first_line(verdict)}", err=True)
-    with progress_display(quiet=answer.quiet) as on_progress:
-        reports = report_causes(runs, on_progress)
-    _answer(runs, reports, comparison.accept, answer.format_, is_shown=is_shown)
 
 
 def _name(checkpoints: Sequence[str]) -> str:
@@ -223,91 +243,72 @@ def _settings(baseline: str | None, chat_template: str | None) -> "Evaluate":
     return settings.model_copy(update={"include_path": folders})
 
 
-def _verdicts(runs: "Sequence[Run]") -> "list[Verdict]":
-    """Return the verdict on each checkpoint, or an empty list if there is no baseline."""
-    from vexport.run.evaluating import verdict_in
-
-    verdicts = [verdict_in(run) for run in runs]
-    return [verdict for verdict in verdicts if verdict is not None]
-
-
-def _text(runs: "Sequence[Run]") -> str:
+def _text(evaluations: "Evaluations") -> str:
     """Return the verdict as text, or a table if there are several checkpoints.
 
     Returns an empty string if there is no baseline.
     """
     from vexport.reports import render_comparison, render_verdicts
-    from vexport.run.evaluating import compared
 
-    verdicts = _verdicts(runs)
-    if not verdicts:
+    if not evaluations.verdicts:
         return ""
-    if len(runs) > 1:
-        return render_comparison(compared(runs), "text")
-    return render_verdicts(verdicts, "text")
+    if len(evaluations.runs) > 1:
+        return render_comparison(evaluations.rows, "text")
+    return render_verdicts(evaluations.verdicts, "text")
 
 
-def _rest_of_text(runs: "Sequence[Run]", *, is_shown: bool) -> str:
+def _rest_of_text(evaluations: "Evaluations", *, is_shown: bool) -> str:
     """Return the causes of losses as text, after the verdicts if these are not shown already."""
     from vexport.reports import render_cause
 
-    verdicts = _verdicts(runs)
+    verdicts = evaluations.verdicts
     if len(verdicts) == 1:
         if not is_shown:
-            return _text(runs)  # it includes the cause
+            return _text(evaluations)  # it includes the cause
         cause = render_cause(verdicts[0])
         return f"\n{cause}" if cause else ""
-    text = "" if is_shown else _text(runs)
+    text = "" if is_shown else _text(evaluations)
     for verdict in verdicts:
         if cause := render_cause(verdict):
             text += f"\n{verdict.checkpoint}\n{cause}"
     return text
 
 
-def _in_form(runs: "Sequence[Run]", reports: "Sequence[Report]", format_: str) -> str:
+def _in_form(evaluations: "Evaluations", format_: str) -> str:
     """Return the whole output in a format other than text.
 
     Returns an empty string if there is no baseline.
     """
     from vexport.reports import render, render_comparison, render_verdicts
-    from vexport.run.evaluating import compared
 
-    verdicts = _verdicts(runs)
-    if not verdicts:
+    if not evaluations.verdicts:
         return ""
     if format_ not in ("html", "markdown"):
-        return render_verdicts(verdicts, format_)
-    if len(runs) > 1:
-        return render_comparison(compared(runs), format_)
+        return render_verdicts(evaluations.verdicts, format_)
+    if len(evaluations.runs) > 1:
+        return render_comparison(evaluations.rows, format_)
     file = answer_file(click.get_current_context())
     page = file.parent if file else Path()
-    return render(reports[0], format_, folder=runs[0].folder, page=page)
+    folder = evaluations.runs[0].folder
+    return render(evaluations.reports[0], format_, folder=folder, page=page)
 
 
-def _answer(
-    runs: "Sequence[Run]",
-    reports: "Sequence[Report]",
-    accept: Path | None,
-    format_: str,
-    *,
-    is_shown: bool,
-) -> None:
-    """Print the rest of the output, write the accepted baseline, and exit by the outcome."""
-    from vexport.run.evaluating import accept_answers
-
-    verdicts = _verdicts(runs)
+def _answer(evaluations: "Evaluations", format_: str, *, is_shown: bool) -> None:
+    """Print the rest of the output, and exit by the outcome."""
+    verdicts = evaluations.verdicts
     if format_ == "text":
-        text = _rest_of_text(runs, is_shown=is_shown)
+        text = _rest_of_text(evaluations, is_shown=is_shown)
     else:
-        text = _in_form(runs, reports, format_)
+        text = _in_form(evaluations, format_)
     if text:
         print_text(text)
     if format_ == "github" and verdicts:
-        add_text_summary(_text(runs))
-    if accepted := accept_answers(runs[0], accept):
-        click.echo(accepted, err=bool(verdicts))
-    for run in runs if reports else ():
-        click.echo(f"report: {run.folder / 'report.html'}", err=format_ != "text")
+        add_text_summary(_text(evaluations))
+    if evaluations.accepted:
+        click.echo(evaluations.accepted, err=bool(verdicts))
+    if evaluations.reports:
+        for run in evaluations.runs:
+            click.echo(f"report: {run.folder / 'report.html'}", err=format_ != "text")
     for outcome in ("FAIL", "INCONCLUSIVE"):
         for verdict in verdicts:
             if verdict.outcome == outcome:

@@ -1,7 +1,6 @@
 """The command `load`: load checkpoints in a real engine, or from headers alone."""
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -21,15 +20,13 @@ from vexport.cli.options import (
     speculative_option,
 )
 from vexport.errors import VexportError
-from vexport.errors.extras import attempt, raise_problems
-from vexport.records import DryLoadReport, EngineMode, LoadReport, OnProgress
+from vexport.errors.extras import raise_problems
+from vexport.records import EngineMode
 
 if TYPE_CHECKING:
     from vexport.formats.gpus import Card
-    from vexport.scenario import Serve
 
 Mode = Literal["eager", "default", "both"]
-_NO_DRY_LOAD = partial(DryLoadReport, vllm="", cells=(), rows=(), blind_spots=())
 
 
 @command()
@@ -99,77 +96,41 @@ def load(
       vexport load OUT SOURCE --dry --gpu H100,L40S
       vexport load OUT --mode both --vllm-python old/bin/python --vllm-python new/bin/python
     """
-    from vexport.checks import findings_of
+    from vexport import api
     from vexport.reports import render_loads
 
     _require_consistent(dry, mode, session)
     _require_run_dir(dry, run_dir, overwrite)
-    reports: Sequence[LoadReport | DryLoadReport]
-    pythons: tuple[Path | None, ...] = vllm_python or (None,)
-    with progress_display(quiet=answer.quiet) as on_progress:
-        problems = _unreadable(checkpoints, on_progress)
-        names = tuple(name for name in checkpoints if name not in problems)
-        if dry:
-            from vexport.engine.dry.load import dry_load_checkpoints
-
-            reports = dry_load_checkpoints(
-                names,
-                pythons,
-                tp=tp or (1,),
-                sm=sm,
-                gpus=cards or (),
-                trust_remote_code=trust_remote_code,
-                speculative=speculative,
-                timeout=session.serve(None).timeout,
-                on_progress=on_progress,
-            )
-        else:
-            serves = [session.serve(size) for size in (tp if tp and given("tp") else (None,))]
-            reports = _loads(
-                names,
-                pythons,
-                serves,
-                mode,
-                trust_remote_code,
-                on_progress,
-                run_dir=run_dir,
-                overwrite=overwrite,
-            )
-    failed = _NO_DRY_LOAD if dry else LoadReport
-    unread = [
-        failed(checkpoint=name, ok=False, findings=findings_of(error))
-        for name, error in problems.items()
+    sizes = tp if tp and given("tp") and not dry else (None,)
+    engines = [
+        api.Engine(
+            serve=session.serve(size), vllm_python=python, trust_remote_code=trust_remote_code
+        )
+        for python in vllm_python or (None,)
+        for size in sizes
     ]
-    reports = sorted([*reports, *unread], key=lambda report: checkpoints.index(report.checkpoint))
+    modes: Sequence[EngineMode] = ("eager", "default") if mode == "both" else (mode,)
+    problems: list[VexportError] = []
+    with progress_display(quiet=answer.quiet) as on_progress:
+        reports = api.load_all(
+            checkpoints,
+            dry=dry,
+            tp=tp if dry and tp else (1,),
+            sm=sm,
+            gpu=[card.name for card in cards or ()],
+            speculative=speculative,
+            modes=modes,
+            engines=engines,
+            run_dir=run_dir,
+            overwrite=overwrite,
+            on_problem=problems.append,
+            on_progress=on_progress,
+        )
     print_text(render_loads(reports, answer.format_, every=every))
     for page in _pages(run_dir):
         click.echo(f"report: {page}", err=answer.format_ != "text")
-    raise_problems([*problems.values()])
+    raise_problems(problems)
     require_loaded(reports)
-
-
-def _unreadable(names: Sequence[str], on_progress: OnProgress) -> dict[str, VexportError]:
-    """Return the errors of unreadable checkpoints by name.
-
-    Raises the errors if no checkpoint can be read. A single checkpoint is not tried here, because
-    the load itself raises its error.
-    """
-    from vexport.checkpoint.index import require_checkpoint
-    from vexport.checkpoint.source import resolve_source
-    from vexport.engine.arguments import require_layers
-
-    def read(name: str) -> None:
-        root = resolve_source(name, on_progress)
-        require_checkpoint(root)
-        require_layers(root)
-
-    outcomes = (
-        {name: attempt(partial(read, name), name) for name in names} if len(names) > 1 else {}
-    )
-    problems = {name: outcome for name, outcome in outcomes.items() if outcome is not None}
-    if problems and len(problems) == len(outcomes):
-        raise_problems([*problems.values()])
-    return problems
 
 
 def _require_consistent(dry: bool, mode: Mode, session: Session) -> None:
@@ -200,32 +161,3 @@ def _require_run_dir(dry: bool, run_dir: Path | None, overwrite: bool) -> None:
         raise click.UsageError("--run-dir does not go with --dry, which starts no engine.")
     if overwrite and run_dir is None:
         raise click.UsageError("--overwrite needs --run-dir: without it nothing is kept.")
-
-
-def _loads(
-    names: Sequence[str],
-    pythons: Sequence[Path | None],
-    serves: "Sequence[Serve]",
-    mode: Mode,
-    trust_remote_code: bool,
-    on_progress: OnProgress,
-    *,
-    run_dir: Path | None,
-    overwrite: bool,
-) -> list[LoadReport]:
-    from vexport.engine.session import require_engine
-
-    require_engine(pythons)
-    from vexport.inference.options import EngineOptions
-    from vexport.run.loading import load_checkpoints
-
-    modes: Sequence[EngineMode] = ("eager", "default") if mode == "both" else (mode,)
-    options = EngineOptions(
-        serve=serves[0],
-        vllm_python=None,
-        trust_remote_code=trust_remote_code,
-        on_progress=on_progress,
-    )
-    return load_checkpoints(
-        names, pythons, serves, modes, options, run_dir=run_dir, overwrite=overwrite
-    )

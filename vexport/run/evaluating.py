@@ -2,8 +2,8 @@
 a common baseline.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from vexport.inference.options import BASELINE, CANDIDATE, EngineOptions
 from vexport.inference.result_files import is_results
 from vexport.inference.tasks import named_in_files
 from vexport.outputs.replaceable import NamedPath, require_separate, written_alone
-from vexport.records import ComparedRun, OnProgress, Verdict
+from vexport.records import ComparedRun, Verdict
 from vexport.reports.report import Report
 from vexport.run.comparison import compared_run, mark_smallest
 from vexport.run.concluding import attribute, report, report_on
@@ -44,6 +44,39 @@ from vexport.scenario import Evaluate
 OUTPUT_DIR = "--output-dir"
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluations:
+    """Evaluated checkpoints, in the order of the call, with a common baseline.
+
+    `accepted` contains lines for the user about the accepted baseline that was written. It is empty
+    if none was written.
+    """
+
+    runs: tuple[Run, ...]
+    accepted: str = ""
+
+    @property
+    def verdicts(self) -> tuple[Verdict, ...]:
+        """Return the verdict on each checkpoint. It is empty if there is no baseline."""
+        verdicts = [verdict_in(run) for run in self.runs]
+        return tuple(verdict for verdict in verdicts if verdict is not None)
+
+    @property
+    def rows(self) -> tuple[ComparedRun, ...]:
+        """Return a row for each checkpoint. The smallest checkpoint that passes is marked."""
+        rows = [compared_run(report_on(run), _given_to(run).candidate.name) for run in self.runs]
+        return mark_smallest(rows)
+
+    @property
+    def reports(self) -> tuple[Report, ...]:
+        """Return the reports that are written. There are none if there is no baseline."""
+        written = [run.get(report) for run in self.runs if run.is_reached(report)]
+        return tuple(each for each in written if each is not None)
+
+
+OnJudged = Callable[[Evaluations], None]
+
+
 def evaluate_checkpoints(
     checkpoints: Sequence[str],
     settings: Evaluate,
@@ -54,16 +87,49 @@ def evaluate_checkpoints(
     accept: Path | None = None,
     overwrite: bool = False,
     explaining: Explaining = EXPLAINING,
-) -> list[Run]:
-    """Do every unfinished stage up to the verdict, and return a run for each checkpoint.
+    on_judged: OnJudged | None = None,
+) -> Evaluations:
+    """Do every unfinished stage of a run for each checkpoint.
 
     The checkpoints are compared with `settings.baseline`, or with `against`, an accepted baseline.
-    Without either there is no verdict. `accept` is the file to which the caller will write an
-    accepted baseline. `report_causes` does the remaining stages.
+    Without either there is no verdict and no report. `on_judged` is called with the verdicts,
+    before the search for the causes of losses, which takes minutes. The answers of the only
+    checkpoint are written to `accept` as an accepted baseline, unless the checkpoint fails.
 
     Raises CheckpointFailed if vLLM refuses the only checkpoint, after its report is written. Raises
     InputError if vLLM refuses the baseline, or if an output overlaps an input.
     """
+    runs = _judge_checkpoints(
+        checkpoints,
+        settings,
+        folder,
+        options,
+        against=against,
+        accept=accept,
+        overwrite=overwrite,
+        explaining=explaining,
+    )
+    if on_judged is not None:
+        on_judged(Evaluations(runs=runs))
+    with written_alone(folder, OUTPUT_DIR), logged_to(folder):
+        for run in runs:
+            for stage in (attribute, report):
+                run.do(stage)
+    return Evaluations(runs=runs, accepted=_accept_answers(runs[0], accept))
+
+
+def _judge_checkpoints(
+    checkpoints: Sequence[str],
+    settings: Evaluate,
+    folder: Path,
+    options: EngineOptions,
+    *,
+    against: Path | None,
+    accept: Path | None,
+    overwrite: bool,
+    explaining: Explaining,
+) -> tuple[Run, ...]:
+    """Do every unfinished stage up to the verdict, and return a run for each checkpoint."""
     names = _names_by_role(checkpoints, settings.baseline)
     outputs = _named({OUTPUT_DIR: folder, "--accept": accept})
     _require_usable(names, settings, folder, options, outputs, against)
@@ -79,7 +145,7 @@ def evaluate_checkpoints(
         directory = RunDirectory(folder, OUTPUT_DIR)
         directory.begin(overwrite=overwrite)
         directory.require_same_number(len(checkpoints))
-        runs = [Run(given, folder, options, explaining, directory) for given in work]
+        runs = tuple(Run(given, folder, options, explaining, directory) for given in work)
         with logged_to(folder):
             for run in runs:
                 _judge(run)
@@ -104,21 +170,6 @@ def _require_loaded(run: Run) -> None:
     require_served(CANDIDATE, candidate.result)
 
 
-def report_causes(runs: Sequence[Run], on_progress: OnProgress) -> list[Report]:
-    """Look for the causes of losses, and write the reports.
-
-    There is no report if there is nothing to compare the answers with.
-    """
-    root = runs[0].root
-    with written_alone(root, OUTPUT_DIR), logged_to(root):
-        for run in runs:
-            run.options = replace(run.options, on_progress=on_progress)
-            for stage in (attribute, report):
-                run.do(stage)
-    found = [run.get(report) for run in runs]
-    return [each for each in found if each is not None]
-
-
 def verdict_in(run: Run) -> Verdict | None:
     """Return the verdict with the drift, and with the cause of a loss if the run looked for it."""
     verdict = run.get(judge)
@@ -128,13 +179,7 @@ def verdict_in(run: Run) -> Verdict | None:
     return replace(verdict, drift=run.get(measure_drift), attribution=cause)
 
 
-def compared(runs: Sequence[Run]) -> tuple[ComparedRun, ...]:
-    """Return a row for each checkpoint. The smallest checkpoint that passes is marked."""
-    rows = [compared_run(report_on(run), _given_to(run).candidate.name) for run in runs]
-    return mark_smallest(rows)
-
-
-def accept_answers(run: Run, accept: Path | None) -> str:
+def _accept_answers(run: Run, accept: Path | None) -> str:
     """Write the candidate's answers to `accept` as an accepted baseline, unless the candidate
     fails.
 

@@ -26,60 +26,55 @@ LOADING = STAGES[: STAGES.index(load_candidate) + 1]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """Settings of a single load: a checkpoint's name and folder, an interpreter, engine settings, a
-    mode.
-
-    If `python` is None, the load uses vexport's interpreter.
-    """
+    """Settings of a single load: a checkpoint's name and folder, an engine, a mode."""
 
     name: str
     root: Path
-    python: Path | None
-    serve: Serve
+    engine: EngineOptions
     mode: EngineMode
 
     @property
     def title(self) -> str:
         """Return the checkpoint's name with the settings, as the name of a folder."""
-        settings = [self.mode, f"tp{self.serve.ranks}"]
+        settings = [self.mode, f"tp{self.engine.serve.ranks}"]
         return "-".join([title_of(self.name), *settings])
 
 
 def load_checkpoints(
     names: Sequence[str],
-    pythons: Sequence[Path | None],
-    serves: Sequence[Serve],
+    engines: Sequence[EngineOptions],
     modes: Sequence[EngineMode],
-    options: EngineOptions,
     *,
     run_dir: Path | None = None,
     overwrite: bool = False,
 ) -> list[LoadReport]:
-    """Return a report for each checkpoint, interpreter, engine setting and mode, in that order.
+    """Return a report for each checkpoint, engine and mode, in that order.
 
-    An interpreter of None is vexport's interpreter. The engine settings differ in their tensor
-    parallel size. Results are kept only if `run_dir` is given. A single load uses it as its run
-    directory. Several loads have numbered run directories in it.
+    The engines differ in their interpreter or their tensor parallel size. Results are kept only if
+    `run_dir` is given. A single load uses it as its run directory. Several loads have numbered run
+    directories in it.
 
     Raises InputError before the first engine starts if a checkpoint cannot be read, its heads
     cannot be divided, or a vLLM does not support an argument. Raises EnvironmentFault if an
     interpreter has no vLLM or there are too few GPUs. If an engine fails later, its report contains
     the error.
     """
+    serves = [engine.serve for engine in engines]
     for name in names:
         if Path(name).is_dir():  # starting vLLM takes longer than this check
             require_servable(Path(name), serves)
-    for python in pythons:
+    for python in dict.fromkeys(engine.vllm_python for engine in engines):
         require_vllm(python)
-        require_arguments(serves, python)
-    roots = {name: resolve_source(name, options.on_progress) for name in names}
+        in_python = [engine.serve for engine in engines if engine.vllm_python == python]
+        require_arguments(in_python, python)
+    on_progress = engines[0].on_progress
+    roots = {name: resolve_source(name, on_progress) for name in names}
     for root in roots.values():
         require_servable(root, serves)
     loads = [
-        Load(name=name, root=roots[name], python=python, serve=serve, mode=mode)
+        Load(name=name, root=roots[name], engine=engine, mode=mode)
         for name in names
-        for python in pythons
-        for serve in serves
+        for engine in engines
         for mode in modes
     ]
     folders = run_folders(loads, run_dir)
@@ -90,7 +85,7 @@ def load_checkpoints(
         if folder is not None:
             require_run_folder(folder)
     return [
-        _load(load, options, folder, overwrite=overwrite)
+        _load(load, folder, overwrite=overwrite)
         for load, folder in zip(loads, folders, strict=True)
     ]
 
@@ -112,12 +107,10 @@ def require_servable(root: Path, serves: Sequence[Serve]) -> None:
         require_heads(root, serve.ranks)
 
 
-def _load(
-    load: Load, options: EngineOptions, run_dir: Path | None, *, overwrite: bool
-) -> LoadReport:
+def _load(load: Load, run_dir: Path | None, *, overwrite: bool) -> LoadReport:
     """Load and judge a checkpoint. If the session dies, its log is kept and the report names it."""
-    serve = load.serve.model_copy(update={"enforce_eager": load.mode == "eager"})
-    started = replace(options, vllm_python=load.python, serve=serve)
+    serve = load.engine.serve.model_copy(update={"enforce_eager": load.mode == "eager"})
+    started = replace(load.engine, serve=serve)
     role = f"load {load.root.name}"
     model = RunModel(name=load.name, role=role, checkpoint=load.root)
     given = Given(name=title_of(load.name), candidate=model, mode=load.mode)
@@ -135,7 +128,7 @@ def _load(
         raise
     except Exception as error:
         report = _died(unforeseen(error, f"the load of {load.name}"), "")
-    python = str(load.python or "")
+    python = str(load.engine.vllm_python or "")
     return replace(report, checkpoint=load.name, mode=load.mode, tp=serve.ranks, vllm_python=python)
 
 
