@@ -1,4 +1,4 @@
-"""A model that adds, with errors on demand, evaluated by the real lm-eval into folders."""
+"""A model that adds two numbers, with chosen errors. The real lm-eval evaluates it into folders."""
 
 import re
 import sys
@@ -20,13 +20,17 @@ from vexport.inference.lm_eval_runner import computed_once
 
 
 class Adder(LM):  # type: ignore[misc]
-    """Model that answers the last `a + b =`. On the documents `wrong`, the answer is off by one."""
+    """Model that answers the last `a + b =` of a prompt.
+
+    Its answer is off by one on the documents in `wrong`.
+    """
 
     def __init__(self, wrong: Sequence[int]) -> None:
         super().__init__()
         self.wrong = frozenset(wrong)
 
     def _sum(self, request: Instance) -> str:
+        """Return the sum that the model answers."""
         left, right = (int(number) for number in re.findall(r"\d+", request.args[0])[-2:])
         return str(left + right + (request.doc_id in self.wrong))
 
@@ -47,7 +51,7 @@ class Adder(LM):  # type: ignore[misc]
 
 
 def main(arguments: list[str]) -> int:
-    """Read the request, make its runs, and write it as the result."""
+    """Read the request, run lm-eval once for each of its folders, and return it as the result."""
     request_file, result_file = map(Path, arguments)
     end_with_parent()
     request = from_json(Runs, request_file)

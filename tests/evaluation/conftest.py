@@ -1,4 +1,4 @@
-"""Output folders of the real lm-eval, made once."""
+"""Output folders of the real lm-eval, made once per session."""
 
 import shutil
 from pathlib import Path
@@ -13,8 +13,10 @@ DOCUMENTS = 400
 
 @pytest.fixture(scope="session")
 def lm_eval_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of runs over the same 400 additions: baseline (errs on 5), its twin, doubtful,
-    worse.
+    """Return a folder with four runs of the same 400 additions.
+
+    `baseline` answers 5 documents wrong, `twin` is its copy, `doubtful` answers 11 wrong, and
+    `worse` 57.
     """
     pytest.importorskip("lm_eval")
     folder = tmp_path_factory.mktemp("runs")
@@ -29,7 +31,7 @@ def lm_eval_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copies(lm_eval_runs: Path, tmp_path: Path) -> Path:
-    """A folder of `baseline` and `twin`, to break."""
+    """Return a folder with copies of `baseline` and `twin` that a test may change."""
     for name in ("baseline", "twin"):
         shutil.copytree(lm_eval_runs / name, tmp_path / name)
     return tmp_path

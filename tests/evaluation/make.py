@@ -1,4 +1,4 @@
-"""Additions as lm-eval tasks, and output folders of lm-eval."""
+"""Additions as lm-eval tasks, and lm-eval's output folders for them."""
 
 import json
 from bisect import bisect_right
@@ -48,8 +48,9 @@ def near(doc, results):
 
 
 def make_tasks(folder: Path, documents: int) -> list[str]:
-    """Write `sums` (generation), `choices` (multiple choice) and `near` (graded by Python) over
-    additions.
+    """Write three tasks over the same additions, and return their files.
+
+    `sums` generates, `choices` is multiple choice, and Python code grades the answers of `near`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     rows = [{"a": i % 20, "b": i // 20, "sum": i % 20 + i // 20} for i in range(documents)]
@@ -61,7 +62,7 @@ def make_tasks(folder: Path, documents: int) -> list[str]:
 
 
 def make_group(folder: Path, subjects: int, documents: int) -> str:
-    """Write a group of `subjects` tasks that lm-eval aggregates, each with separate additions."""
+    """Write a group of `subjects` tasks, each with different additions, that lm-eval aggregates."""
     folder.mkdir(parents=True, exist_ok=True)
     for subject in range(subjects):
         rows = [{"a": i, "b": subject, "sum": i + subject} for i in range(documents)]
@@ -81,7 +82,7 @@ def make_group(folder: Path, subjects: int, documents: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runs:
-    """lm-eval's tasks, the documents that are answered wrong by the folder of a run."""
+    """Tasks for lm-eval, and the document ids to answer wrong in each output folder."""
 
     tasks: tuple[str, ...]
     wrong: dict[str, tuple[int, ...]]
@@ -98,7 +99,7 @@ def samples_file(folder: Path, task: str = "sums") -> Path:
 
 
 def edit_results(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change lm-eval's results file of a run."""
+    """Change the content of a run's results file."""
     file = results_file(folder)
     content = json.loads(file.read_text())
     change(content)
@@ -106,7 +107,7 @@ def edit_results(folder: Path, change: Callable[[dict[str, Any]], object]) -> No
 
 
 def edit_sample(folder: Path, line: int, **values: object) -> None:
-    """Other values for a document of `sums`."""
+    """Replace values of one document in the samples of `sums`."""
     file = samples_file(folder)
     lines = file.read_text().splitlines()
     lines[line] = json.dumps(json.loads(lines[line]) | values)
@@ -114,9 +115,9 @@ def edit_sample(folder: Path, line: int, **values: object) -> None:
 
 
 def run_lm_eval(tasks: Sequence[str], runs: Mapping[Path, Sequence[int]]) -> None:
-    """Evaluate a model that errs on the given documents, in one lm-eval run per output folder.
+    """Evaluate the adder once for each output folder, with wrong answers to the given documents.
 
-    It runs in a separate process, because lm-eval's imports warn.
+    lm-eval runs in a separate process, because its imports emit warnings.
     """
     folder = next(iter(runs)).parent
     Worker(
@@ -132,9 +133,9 @@ def run_lm_eval(tasks: Sequence[str], runs: Mapping[Path, Sequence[int]]) -> Non
 
 
 def exact_power(documents: int, disagreement: float, margin: float, alpha: float = 0.05) -> float:
-    """Return the exact probability of PASS, by scipy alone.
+    """Compute the exact probability of PASS with scipy alone.
 
-    Nothing is lost, and the given share of the answers changes.
+    The true difference is zero, and the share `disagreement` of the answers changes.
     """
     critical, power = float(stats.norm.isf(alpha)), 0.0
     low, high = stats.binom.interval(1 - 1e-6, documents, disagreement)
@@ -145,7 +146,7 @@ def exact_power(documents: int, disagreement: float, margin: float, alpha: float
 
         least = bisect_right(
             range(changed + 1), critical, key=statistic
-        )  # wins; it grows with them
+        )  # fewest wins that pass: the statistic grows with the wins
         chance = stats.binom.pmf(changed, documents, disagreement)
         power += float(chance * stats.binom.sf(least - 1, changed, 0.5))
     return power

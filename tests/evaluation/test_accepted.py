@@ -1,5 +1,7 @@
-"""Accepted baselines: small, readable in a diff, paired by document; what could change a score, by
-name.
+"""Accepted baselines.
+
+The file is small and readable in a diff. Documents are paired, and changes that may affect scores
+are named.
 """
 
 import difflib
@@ -29,38 +31,41 @@ def accepted(lm_eval_runs: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["doubtful", "worse"])
-def test_the_verdict_is_that_of_the_two_folders(
+def test_accepted_baseline_gives_same_verdict(
     lm_eval_runs: Path, accepted: Path, name: str
 ) -> None:
+    """The accepted file gives the same numbers as the baseline's folder."""
     full = decide(lm_eval_runs / "baseline", lm_eval_runs / name, margin=0.02, alpha=0.05)
     kept = decide(accepted, lm_eval_runs / name, margin=0.02, alpha=0.05)
     assert kept.reason == full.reason
-    for one, other in zip(kept.tasks, sorted(full.tasks, key=lambda task: task.task), strict=True):
+    by_name = sorted(full.tasks, key=lambda task: task.task)
+    for accepted_task, full_task in zip(kept.tasks, by_name, strict=True):
         for name in ("difference", "low", "high", "right_to_wrong", "wrong_to_right", "mcnemar_p"):
-            assert getattr(one, name) == getattr(other, name), name
-        assert one.changed_wrong is None
-        assert [flip.doc_id for flip in one.flips] == [flip.doc_id for flip in other.flips]
+            assert getattr(accepted_task, name) == getattr(full_task, name), name
+        assert accepted_task.changed_wrong is None
+        ids = [flip.doc_id for flip in accepted_task.flips]
+        assert ids == [flip.doc_id for flip in full_task.flips]
 
 
-def test_a_changed_answer_is_one_line_of_a_diff(
+def test_changed_answer_is_one_diff_line(
     lm_eval_runs: Path, accepted: Path, tmp_path: Path
 ) -> None:
     old = accepted.read_text()
-    assert len(old) < 15 * 3 * 400  # three tasks of 400 documents, one of them not 0/1
+    assert len(old) < 15 * 3 * 400  # three tasks of 400 documents; the scores of `near` are graded
     shutil.copytree(lm_eval_runs / "baseline", tmp_path / "changed")
     edit_sample(tmp_path / "changed", 250, exact_match=0.0)
     accept_results(tmp_path / "changed", accepted, {})
     diff = [line for line in difflib.ndiff(old.splitlines(), accepted.read_text().splitlines())]
     assert (
         sum(line.startswith("- ") for line in diff) == 2
-    )  # the score, and the line of documents 200-299
+    )  # the task's score, and the line of documents 200-299
     (removed,) = [line for line in diff if line.startswith("- ") and "200-299" in line]
     (added,) = [line for line in diff if line.startswith("+ ") and "200-299" in line]
     assert sum(one != other for one, other in zip(removed[2:], added[2:], strict=True)) == 1
 
 
 def cut_answers(folder: Path, number: int) -> None:
-    """Cut the first answers of `sums`, so that they are not right."""
+    """Replace the first `number` answers of `sums` by wrong answers that were cut."""
     for line in range(number):
         edit_sample(
             folder, line, exact_match=0.0, finish_reason=[["length"]], resps=[["I will now"]]
@@ -71,7 +76,7 @@ def cut_answers(folder: Path, number: int) -> None:
         edit_sample(folder, line, filtered_resps=["I will now"])
 
 
-def test_cut_answers_of_the_baseline_are_counted(copies: Path, tmp_path: Path) -> None:
+def test_baseline_cut_answers_are_counted(copies: Path, tmp_path: Path) -> None:
     file = tmp_path / "accepted.json"
     cut_answers(copies / "baseline", 80)
     cut_answers(copies / "twin", 120)
@@ -92,7 +97,8 @@ def test_cut_answers_of_the_baseline_are_counted(copies: Path, tmp_path: Path) -
     assert sums.lost_answers == full.lost_answers
 
 
-def test_older_files_have_no_endings(copies: Path, accepted: Path) -> None:
+def test_accepted_file_without_endings(copies: Path, accepted: Path) -> None:
+    """Files of older versions have no endings, so that the baseline's lost answers are unknown."""
     content = json.loads(accepted.read_text())
     for task in content["tasks"].values():
         del task["endings"]
@@ -105,7 +111,7 @@ def test_older_files_have_no_endings(copies: Path, accepted: Path) -> None:
 @pytest.mark.parametrize(
     "endings", [{"0-99": "c"}, {"0-99": "x" * 100}, {"5-9": "....."}, {"a": "."}]
 )
-def test_damaged_endings(accepted: Path, endings: dict[str, str]) -> None:
+def test_damaged_endings_are_refused(accepted: Path, endings: dict[str, str]) -> None:
     content = json.loads(accepted.read_text())
     content["tasks"]["sums"]["endings"] = endings
     accepted.write_text(json.dumps(content))
@@ -115,8 +121,8 @@ def test_damaged_endings(accepted: Path, endings: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("state", ["", "cut", "empty", "unparsed"])
 @pytest.mark.parametrize("is_whole", [False, True])
-def test_letters_keep_what_counts(state: State, is_whole: bool) -> None:
-    """A letter leaves out only what no count depends on."""
+def test_letters_preserve_counts(state: State, is_whole: bool) -> None:
+    """An ending that is stored as a letter gives the same counts as the ending itself."""
     is_cut = state == "cut"
     ending = Ending(state=state, is_cut=is_cut, is_whole=is_whole and not is_cut)
     restored = LETTERS[letter_of(ending)]
@@ -128,7 +134,8 @@ def test_letters_keep_what_counts(state: State, is_whole: bool) -> None:
     assert counts[0] == counts[1]
 
 
-def test_a_changed_circumstance_is_named(copies: Path, tmp_path: Path) -> None:
+def test_changed_environment_is_named(copies: Path, tmp_path: Path) -> None:
+    """Another vLLM or model between the accepted baseline and the results is a warning."""
     for name, vllm in (("baseline", "0.31.0"), ("twin", "0.32.0")):
         folder = read_results(copies / name).file.parent
         write_fingerprint(folder, {"vllm": vllm, "dtype": "bfloat16", "model": name})
@@ -144,7 +151,7 @@ def test_a_changed_circumstance_is_named(copies: Path, tmp_path: Path) -> None:
     assert verdict.warnings == ("vllm: 0.31.0 in the baseline, 0.32.0 in the results",)
 
 
-def test_other_prompts_are_refused_by_document(copies: Path, accepted: Path) -> None:
+def test_different_prompt_names_document(copies: Path, accepted: Path) -> None:
     edit_sample(copies / "twin", 123, prompt_hash="0")
     edit_results(copies / "twin", lambda content: content.update(lm_eval_version="0.4.14"))
     message = (
@@ -155,7 +162,7 @@ def test_other_prompts_are_refused_by_document(copies: Path, accepted: Path) -> 
         decide(accepted, copies / "twin", margin=0.02, alpha=0.05)
 
 
-def test_fewer_documents_and_other_tasks_are_told_at_once(copies: Path, accepted: Path) -> None:
+def test_all_mismatches_in_one_error(copies: Path, accepted: Path) -> None:
     file = samples_file(copies / "twin")
     file.write_text("\n".join(file.read_text().splitlines()[:200]))
     edit_results(copies / "twin", lambda content: content["configs"].pop("near"))
@@ -166,7 +173,7 @@ def test_fewer_documents_and_other_tasks_are_told_at_once(copies: Path, accepted
     assert "got 200 documents with exact_match,none, need the 400" in second
 
 
-def test_gates_are_kept_and_not_chosen_again(lm_eval_runs: Path, tmp_path: Path) -> None:
+def test_accepted_gates_are_kept(lm_eval_runs: Path, tmp_path: Path) -> None:
     file = tmp_path / "accepted.json"
     accept_results(lm_eval_runs / "baseline", file, {"choices": "acc_norm"})
     choice = choice_of(read_accepted(file))
@@ -186,7 +193,8 @@ def model(tmp_path: Path) -> Path:
     return Path(shutil.copytree(DEMO, tmp_path / "model"))
 
 
-def test_a_chat_template_is_named_wherever_it_stands(model: Path) -> None:
+def test_chat_template_in_either_file(model: Path) -> None:
+    """The fingerprint finds a chat template in its own file and in tokenizer_config.json."""
     before = engine_fingerprint(model, engine())
     assert before["model's chat template"] == "none"
     (model / "chat_template.jinja").write_text("{{ messages }}")
@@ -201,7 +209,7 @@ def test_a_chat_template_is_named_wherever_it_stands(model: Path) -> None:
     assert in_settings["model's chat template"] == in_file["model's chat template"]
 
 
-def test_what_ran_the_model_and_how_is_named(model: Path) -> None:
+def test_changed_engine_settings_are_named(model: Path) -> None:
     before = engine_fingerprint(model, engine())
     after = engine_fingerprint(model, replace(engine(), vllm="9.9", dtype="float16"))
     assert changed_names(before, after) == ["vllm", "dtype"]

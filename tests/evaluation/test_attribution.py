@@ -1,4 +1,7 @@
-"""Where a loss comes from: transformers for real, stubs for vLLM (for real in tests/run)."""
+"""Attribution of a loss to a cause.
+
+transformers' results are real, vLLM's are made. Tests in tests/run use the real vLLM.
+"""
 
 from dataclasses import replace
 from functools import cache
@@ -12,9 +15,9 @@ from tests.evaluation.faults import (
     DEMO,
     TEMPLATE,
     WRONG_TEMPLATE,
-    with_own_global_scales,
     with_swapped_scales,
     with_template,
+    with_unequal_global_scales,
 )
 from tests.models import quantize
 from vexport.engine.messages import SessionResult
@@ -48,10 +51,13 @@ def computed(checkpoint: Path, tokens: tuple[tuple[int, ...], ...]) -> torch.Ten
     return reference_logprobs(checkpoint, tokens)
 
 
-def answered(
+def session_of(
     checkpoint: Path, prompts: Prompts, folder: Path, *, by: Path, noise: float = 0.0
 ) -> Served:
-    """Return a session on `checkpoint` with the results of `by`, to within `noise` of a logit."""
+    """Return a session on `checkpoint` with the results of the checkpoint `by`.
+
+    Gaussian noise of standard deviation `noise` is added to the logits.
+    """
     folder.mkdir(parents=True)
     matrix = computed(by, prompts.tokens)
     matrix = matrix + noise * torch.randn(matrix.shape, generator=torch.Generator().manual_seed(0))
@@ -63,7 +69,7 @@ def answered(
     return Served(result=result, prompts=prompts)
 
 
-def blamed(
+def attribution_of(
     folder: Path,
     prompts: Prompts,
     candidate: Path,
@@ -72,9 +78,10 @@ def blamed(
     outcome: Outcome = "FAIL",
     baseline: Path = DEMO / "model",
 ) -> Attribution:
+    """Attribute the loss of `candidate`, whose vLLM results are made from the checkpoint `by`."""
     found = attribute(
-        answered(baseline, prompts, folder / "baseline", by=baseline, noise=0.02),
-        answered(candidate, prompts, folder / "candidate", by=by, noise=0.02),
+        session_of(baseline, prompts, folder / "baseline", by=baseline, noise=0.02),
+        session_of(candidate, prompts, folder / "candidate", by=by, noise=0.02),
         limit=LIMIT,
         outcome=outcome,
         vllm_python=NO_VLLM,
@@ -83,9 +90,11 @@ def blamed(
     return found
 
 
-def test_a_sound_export_is_nobodys_fault(tmp_path: Path, prompts: Prompts, export: Path) -> None:
-    assert blamed(tmp_path / "failed", prompts, export, by=export).cause == "quantization"
-    found = blamed(tmp_path / "passed", prompts, export, by=export, outcome="PASS")
+def test_sound_export_blames_quantization_or_nothing(
+    tmp_path: Path, prompts: Prompts, export: Path
+) -> None:
+    assert attribution_of(tmp_path / "failed", prompts, export, by=export).cause == "quantization"
+    found = attribution_of(tmp_path / "passed", prompts, export, by=export, outcome="PASS")
     assert found.cause == "none"
     assert found.noise
     assert found.engine
@@ -94,18 +103,16 @@ def test_a_sound_export_is_nobodys_fault(tmp_path: Path, prompts: Prompts, expor
     share = computed(DEMO / "model", prompts.tokens).exp()
     expected = (
         0.02**2 / 2 * float((1 - share.square().sum(-1)).mean())
-    )  # of Gaussian noise on the logits
+    )  # KL that Gaussian noise of 0.02 on the logits causes
     assert found.noise.mean_kl == pytest.approx(expected, rel=0.5)
     assert found.engine.mean_kl < found.engine.limit
     assert found.noise.mean_kl < found.quantization.mean_kl < LIMIT
     assert found.total.mean_kl == pytest.approx(found.quantization.mean_kl, rel=0.3)
 
 
-def test_swapped_scales_are_the_exports_fault(
-    tmp_path: Path, prompts: Prompts, export: Path
-) -> None:
+def test_swapped_scales_blame_quantization(tmp_path: Path, prompts: Prompts, export: Path) -> None:
     broken = with_swapped_scales(export, tmp_path / "swapped")
-    found = blamed(tmp_path, prompts, broken, by=broken)
+    found = attribution_of(tmp_path, prompts, broken, by=broken)
     assert found.cause == "quantization"
     assert found.quantization
     assert found.engine
@@ -113,10 +120,11 @@ def test_swapped_scales_are_the_exports_fault(
     assert found.engine.mean_kl < found.engine.limit
 
 
-def test_other_answers_are_the_kernels_fault(
-    tmp_path: Path, prompts: Prompts, export: Path
-) -> None:
-    found = blamed(tmp_path, prompts, export, by=with_swapped_scales(export, tmp_path / "swapped"))
+def test_deviating_engine_blames_kernel(tmp_path: Path, prompts: Prompts, export: Path) -> None:
+    """vLLM's results differ from transformers' results on a sound export."""
+    found = attribution_of(
+        tmp_path, prompts, export, by=with_swapped_scales(export, tmp_path / "swapped")
+    )
     assert found.cause == "kernel"
     assert found.engine
     assert found.quantization
@@ -125,11 +133,11 @@ def test_other_answers_are_the_kernels_fault(
     assert "loads all of them as they are stored" in found.reason
 
 
-def test_broken_rules_of_loaders_are_the_loaders(
-    tmp_path: Path, prompts: Prompts, export: Path
-) -> None:
-    broken = with_own_global_scales(export, tmp_path / "own")
-    found = blamed(tmp_path, prompts, broken, by=with_swapped_scales(export, tmp_path / "swapped"))
+def test_broken_loader_rule_blames_loader(tmp_path: Path, prompts: Prompts, export: Path) -> None:
+    broken = with_unequal_global_scales(export, tmp_path / "own")
+    found = attribution_of(
+        tmp_path, prompts, broken, by=with_swapped_scales(export, tmp_path / "swapped")
+    )
     assert found.cause == "loader"
     assert "global_scale" in found.evidence[0]
     assert found.evidence[0] in found.reason
@@ -137,26 +145,25 @@ def test_broken_rules_of_loaders_are_the_loaders(
     assert found.quantization.mean_kl < LIMIT  # the export itself is sound
 
 
-def test_a_wrong_chat_template_is_the_harness(
-    tmp_path: Path, prompts: Prompts, export: Path
-) -> None:
+def test_wrong_chat_template_blames_harness(tmp_path: Path, prompts: Prompts, export: Path) -> None:
     right = with_template(DEMO / "model", tmp_path / "right", TEMPLATE)
     wrong = with_template(export, tmp_path / "wrong", WRONG_TEMPLATE)
-    found = blamed(tmp_path, prompts, wrong, by=export, baseline=right)
+    found = attribution_of(tmp_path, prompts, wrong, by=export, baseline=right)
     assert found.cause == "harness"
     assert "chat template: a conversation becomes" in found.reason
     same = with_template(export, tmp_path / "same", TEMPLATE)
     assert (
-        blamed(tmp_path / "again", prompts, same, by=export, baseline=right, outcome="PASS").harness
+        attribution_of(
+            tmp_path / "again", prompts, same, by=export, baseline=right, outcome="PASS"
+        ).harness
         == ()
     )
 
 
-def test_other_tokens_are_the_harness_and_nothing_is_measured(
-    tmp_path: Path, prompts: Prompts
-) -> None:
+def test_different_tokens_blame_harness(tmp_path: Path, prompts: Prompts) -> None:
+    """Different tokens make the distances meaningless, so none is measured."""
     model = DEMO / "model"
-    one = answered(model, prompts, tmp_path / "one", by=model)
+    one = session_of(model, prompts, tmp_path / "one", by=model)
     other = replace(
         one, prompts=replace(prompts, tokens=tuple(ids[::-1] for ids in prompts.tokens))
     )
@@ -166,13 +173,17 @@ def test_other_tokens_are_the_harness_and_nothing_is_measured(
     assert "tokenizer: a prompt becomes the tokens" in found.reason
 
 
-def test_a_failure_without_any_distance_is_the_harness(tmp_path: Path, prompts: Prompts) -> None:
+def test_failure_without_distance_blames_harness(tmp_path: Path, prompts: Prompts) -> None:
+    """If all log-probabilities agree, the harness caused the failure.
+
+    NaN from the engine blames the kernel.
+    """
     model = DEMO / "model"
-    found = blamed(tmp_path, prompts, DEMO / "model-x16", by=DEMO / "model-x16")
+    found = attribution_of(tmp_path, prompts, DEMO / "model-x16", by=DEMO / "model-x16")
     assert found.cause == "harness"
     assert "all four log-probabilities agree" in found.reason
-    one = answered(model, prompts, tmp_path / "nan" / "a", by=model)
-    two = answered(model, prompts, tmp_path / "nan" / "b", by=model, noise=float("nan"))
+    one = session_of(model, prompts, tmp_path / "nan" / "a", by=model)
+    two = session_of(model, prompts, tmp_path / "nan" / "b", by=model, noise=float("nan"))
     broken = attribute(one, two, limit=LIMIT, outcome="FAIL", vllm_python=NO_VLLM)
     assert broken is not None
     assert broken.engine

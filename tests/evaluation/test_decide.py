@@ -1,4 +1,4 @@
-"""Verdicts from folders that the real lm-eval made."""
+"""Verdicts on folders made by the real lm-eval."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ def task_of(verdict: Verdict, name: str) -> TaskVerdict:
     return task
 
 
-def test_a_folder_against_its_copy_passes_without_a_difference(lm_eval_runs: Path) -> None:
+def test_copy_passes_without_difference(lm_eval_runs: Path) -> None:
     verdict = compare(lm_eval_runs, "twin")
     assert verdict.outcome == "PASS"
     for task in verdict.tasks:
@@ -38,7 +38,7 @@ def test_a_folder_against_its_copy_passes_without_a_difference(lm_eval_runs: Pat
         assert task.recovery == 1
 
 
-def test_a_real_loss_fails_and_shows_its_documents(lm_eval_runs: Path, tmp_path: Path) -> None:
+def test_real_loss_shows_flipped_documents(lm_eval_runs: Path, tmp_path: Path) -> None:
     verdict = compare(lm_eval_runs, "worse")
     sums = task_of(verdict, "sums")
     assert verdict.outcome == "FAIL"
@@ -61,7 +61,7 @@ def test_a_real_loss_fails_and_shows_its_documents(lm_eval_runs: Path, tmp_path:
     assert from_json(Verdict, file) == verdict
 
 
-def test_too_few_documents_are_inconclusive_and_say_how_many(lm_eval_runs: Path) -> None:
+def test_inconclusive_gives_needed_documents(lm_eval_runs: Path) -> None:
     verdict = compare(lm_eval_runs, "doubtful")
     sums = task_of(verdict, "sums")
     assert verdict.outcome == sums.outcome == "INCONCLUSIVE"
@@ -71,6 +71,7 @@ def test_too_few_documents_are_inconclusive_and_say_how_many(lm_eval_runs: Path)
 
 
 def test_small_task_names_possible_margin(copies: Path, lm_eval_runs: Path) -> None:
+    """If the task has no more documents, the remedy is a margin that its documents can settle."""
     sums = task_of(compare(lm_eval_runs, "doubtful"), "sums")
     assert sums.documents_available == sums.documents == 400
     assert sums.settling_margin is not None
@@ -90,7 +91,8 @@ def test_small_task_names_possible_margin(copies: Path, lm_eval_runs: Path) -> N
     assert sums.remedy == f"{about(sums.documents_needed)} documents would settle it"
 
 
-def rows(scores: Sequence[float], prompt: str = "p") -> list[Mapping[str, object]]:
+def rows_of(scores: Sequence[float], prompt: str = "p") -> list[Mapping[str, object]]:
+    """Return samples of lm-eval with the given scores."""
     return [
         {
             "doc_id": number,
@@ -104,22 +106,23 @@ def rows(scores: Sequence[float], prompt: str = "p") -> list[Mapping[str, object
 
 
 def test_changed_answers_are_counted_by_document() -> None:
-    first = {"one": rows([1, 1, 0, 0]), "two": rows([1, 0])}
-    again = {"one": rows([1, 0, 0, 1]), "two": rows([1])}
+    first = {"one": rows_of([1, 1, 0, 0]), "two": rows_of([1, 0])}
+    again = {"one": rows_of([1, 0, 0, 1]), "two": rows_of([1])}
     assert compare_rows(first, again) == Repeated(documents=5, changed=2)
-    assert compare_rows({"one": rows([1])}, {"one": rows([0], prompt="q")}) == Repeated(
+    assert compare_rows({"one": rows_of([1])}, {"one": rows_of([0], prompt="q")}) == Repeated(
         documents=0, changed=0
     )
-    assert compare_rows({"one": rows([0.51])}, {"one": rows([0.52])}).changed == 0
+    assert compare_rows({"one": rows_of([0.51])}, {"one": rows_of([0.52])}).changed == 0
 
 
 @pytest.mark.parametrize(
     ("changed", "documents", "sampled"),
     [(3, 200, False), (0, 0, False), (40, 200, True)],
 )
-def test_what_is_about_zero_or_sampled_is_told_in_the_method(
+def test_method_gives_repeatability(
     copies: Path, changed: int, documents: int, sampled: bool
 ) -> None:
+    """The method contains the number of repeated answers that changed, sampled or not."""
     folder = read_results(copies / "baseline").file.parent
     write_repeated(folder, Repeated(documents=documents, changed=changed, sampled=sampled))
     verdict = compare(copies, "twin")

@@ -1,4 +1,4 @@
-"""KL and NLL of two models on the same tokens, compared with torch, and the warnings."""
+"""KL and NLL of two models on the same tokens, compared with torch, and their warnings."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +26,8 @@ def prompts() -> Prompts:
     return fixed_prompts(DEMO, texts=TEXTS)
 
 
-def scored(folder: Path, prompts: Prompts, logits: list[torch.Tensor]) -> Served:
+def session_with(folder: Path, prompts: Prompts, logits: list[torch.Tensor]) -> Served:
+    """Return a session whose log-probabilities come from the given logits."""
     folder.mkdir()
     tensors = {
         f"prompt.{number}": functional.log_softmax(one, -1) for number, one in enumerate(logits)
@@ -38,20 +39,21 @@ def scored(folder: Path, prompts: Prompts, logits: list[torch.Tensor]) -> Served
     return Served(result=result, prompts=prompts)
 
 
-def logits(prompts: Prompts, seed: int = 0) -> list[torch.Tensor]:
+def random_logits(prompts: Prompts, seed: int = 0) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(len(ids) - 1, VOCABULARY, generator=generator) for ids in prompts.tokens]
 
 
-def test_kl_and_nll_are_torchs_by_token_prompt_and_over_all(
-    tmp_path: Path, prompts: Prompts
-) -> None:
-    old = logits(prompts)
+def test_kl_and_nll_equal_torchs(tmp_path: Path, prompts: Prompts) -> None:
+    """Compare the values of each token, of each prompt, and of all prompts."""
+    old = random_logits(prompts)
     new = [
         one + scale * torch.randn_like(one) for one, scale in zip(old, (0.1, 0.8, 0.3), strict=True)
     ]
     drift = measure_drift(
-        scored(tmp_path / "a", prompts, old), scored(tmp_path / "b", prompts, new), SETTINGS
+        session_with(tmp_path / "a", prompts, old),
+        session_with(tmp_path / "b", prompts, new),
+        SETTINGS,
     )
     assert drift is not None
     assert (drift.prompts, drift.positions) == (3, sum(map(len, old)))
@@ -79,26 +81,28 @@ def test_kl_and_nll_are_torchs_by_token_prompt_and_over_all(
 
 
 def test_same_model_does_not_drift(tmp_path: Path, prompts: Prompts) -> None:
-    one = scored(tmp_path / "a", prompts, logits(prompts))
+    """There is no drift at all if the prompts differ or a log-probability is not finite."""
+    one = session_with(tmp_path / "a", prompts, random_logits(prompts))
     drift = measure_drift(one, one, SETTINGS)
     assert drift is not None
     assert (drift.mean_kl, drift.max_kl, drift.top1_agreement) == (0, 0, 1)
     assert drift_warnings(drift) == ()
     fewer = replace(prompts, tokens=prompts.tokens[:2])
-    short = scored(tmp_path / "b", fewer, logits(fewer))
+    short = session_with(tmp_path / "b", fewer, random_logits(fewer))
     part = measure_drift(short, short, SETTINGS)
     assert part is not None
     assert part.digest != drift.digest
     assert measure_drift(one, short, SETTINGS) is None
-    broken = [torch.full_like(part, float("nan")) for part in logits(prompts)]
-    nan = scored(tmp_path / "c", prompts, broken)
+    broken = [torch.full_like(part, float("nan")) for part in random_logits(prompts)]
+    nan = session_with(tmp_path / "c", prompts, broken)
     assert measure_drift(one, nan, SETTINGS) is None
     assert measure_drift(nan, one, SETTINGS) is None
 
 
-def test_each_limit_warns_by_its_name(tmp_path: Path, prompts: Prompts) -> None:
+def test_each_limit_warns_separately(tmp_path: Path, prompts: Prompts) -> None:
     old, new = (
-        scored(tmp_path / name, prompts, logits(prompts, seed)) for seed, name in enumerate("ab")
+        session_with(tmp_path / name, prompts, random_logits(prompts, seed))
+        for seed, name in enumerate("ab")
     )
     drift = measure_drift(old, new, SETTINGS.model_copy(update={"kl_limit": 0.1, "nll_limit": 100}))
     assert drift is not None
@@ -111,7 +115,8 @@ def test_each_limit_warns_by_its_name(tmp_path: Path, prompts: Prompts) -> None:
     assert drift_warnings(replace(worse, baseline_nll=0.4)) == ()
 
 
-def test_the_kl_of_what_two_servers_tell_is_a_lower_bound() -> None:
+def test_kl_of_top_tokens_is_lower_bound() -> None:
+    """Servers return only the most likely tokens. Their KL is at most the exact KL."""
     generator = torch.Generator().manual_seed(0)
     old, new = (torch.randn(200, 300, generator=generator).mul(3).log_softmax(-1) for _ in range(2))
     exact = kl_divergence(old, new)

@@ -29,7 +29,7 @@ from vexport.scenario import DEFAULT_KL_LIMIT, DEFAULT_NLL_LIMIT
         ("--baseline b --accept a.json --text x.txt", "--text needs --baseline SOURCE alone"),
     ],
 )
-def test_options_that_do_not_fit_are_refused(
+def test_conflicting_options_are_refused(
     options: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -39,14 +39,16 @@ def test_options_that_do_not_fit_are_refused(
     assert not list(tmp_path.iterdir())
 
 
-def test_the_help_names_the_limits_of_a_scenario() -> None:
+def test_help_shows_default_limits() -> None:
+    """The defaults in the help text equal the scenario's defaults."""
     shown = " ".join(vexport("eval", "--help").stdout.split())
     limits = {"--kl-limit": DEFAULT_KL_LIMIT, "--nll-limit": DEFAULT_NLL_LIMIT}
     for option, limit in limits.items():
         assert re.search(rf"{option} NATS [^\[]*\[default: {limit:g}\]", shown)
 
 
-def test_something_else_is_not_replaced_by_an_accepted_baseline(tmp_path: Path) -> None:
+def test_accept_keeps_foreign_file(tmp_path: Path) -> None:
+    """`--accept` refuses to overwrite a file that is not an accepted baseline."""
     (tmp_path / "notes.md").write_text("mine")
     done = vexport("eval", "model", "--task", "t", "--accept", tmp_path / "notes.md")
     assert done.code == 2
@@ -54,9 +56,7 @@ def test_something_else_is_not_replaced_by_an_accepted_baseline(tmp_path: Path) 
     assert (tmp_path / "notes.md").read_text() == "mine"
 
 
-def test_a_gate_or_an_accepted_baseline_goes_with_given_folders(
-    lm_eval_runs: Path, tmp_path: Path
-) -> None:
+def test_verdict_takes_gate_or_accepted_baseline(lm_eval_runs: Path, tmp_path: Path) -> None:
     folders = (lm_eval_runs / "baseline", lm_eval_runs / "twin")
     done = vexport("verdict", *folders, "--gate", "choices=acc_norm,none", "--format", "json")
     assert done.code == 0
@@ -69,7 +69,7 @@ def test_a_gate_or_an_accepted_baseline_goes_with_given_folders(
     assert "FAIL" in done.stdout
 
 
-def test_a_non_deterministic_engine_exits_with_4(copies: Path) -> None:
+def test_non_deterministic_engine_exits_with_4(copies: Path) -> None:
     repeated = results_file(copies / "baseline").with_name("repeat.json")
     repeated.write_text('{"documents": 200, "changed": 9}')
     done = vexport("verdict", copies / "baseline", copies / "twin")

@@ -1,4 +1,4 @@
-"""`vexport eval` is a run with a given checkpoint: its folder, its report, a second call."""
+"""Output folders of `vexport eval`: their reports, and a second call."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.vllm
 
 
 def evaluate(runs: Path, folder: Path, *options: object, names: tuple[str, ...]) -> Ran:
-    """Compare results of lm-eval with the baseline's. No model runs."""
+    """Compare given results of lm-eval with the baseline's results. No model runs."""
     tasks = [runs / "tasks" / f"{name}.yaml" for name in ("sums", "choices", "near")]
     asked = [word for task in tasks for word in ("--task", task)]
     given = [runs / name for name in names]
@@ -23,7 +23,7 @@ def evaluate(runs: Path, folder: Path, *options: object, names: tuple[str, ...])
     return vexport(*call, "--output-dir", folder, *options)
 
 
-def test_report_of_a_given_checkpoint(lm_eval_runs: Path, tmp_path: Path) -> None:
+def test_reports_of_given_checkpoint(lm_eval_runs: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     ran = evaluate(lm_eval_runs, folder, names=("worse",))
     assert ran.code == 1
@@ -47,7 +47,7 @@ def test_report_of_a_given_checkpoint(lm_eval_runs: Path, tmp_path: Path) -> Non
     assert "got a report on a checkpoint that was given" in card.errors[0]
 
 
-def test_second_call_in_every_form(lm_eval_runs: Path, tmp_path: Path) -> None:
+def test_second_call_in_other_formats(lm_eval_runs: Path, tmp_path: Path) -> None:
     first = evaluate(lm_eval_runs, tmp_path, "--format", "json", names=("twin",))
     again = evaluate(lm_eval_runs, tmp_path, "--format", "json", names=("twin",))
     assert (first.code, first.stdout) == (again.code, again.stdout)
@@ -80,10 +80,10 @@ def test_reports_of_several_checkpoints(lm_eval_runs: Path, tmp_path: Path) -> N
     ("stage", "same", "other"),
     [("serve candidate", 1, 2), ("serve candidate (1-a)", 2, 1)],
 )
-def test_one_and_several_checkpoints_share_no_folder(
+def test_folder_keeps_number_of_checkpoints(
     stage: str, same: int, other: int, tmp_path: Path
 ) -> None:
-    """The folder of one candidate contains the folders of several: one call would clear both."""
+    """The folder of one candidate contains the folders of several. A call would delete both."""
     directory = RunDirectory(tmp_path / "out", "--output-dir")
     directory.begin(overwrite=False)
     directory.finish(stage, {}, 0.0)

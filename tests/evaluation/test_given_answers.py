@@ -1,4 +1,4 @@
-"""Given results that do not match the tasks are refused before any model runs."""
+"""Given results that do not match the tasks. They are refused before a model runs."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ GIVEN = GivenAnswers(
 )
 
 
-def test_equal_tasks_are_accepted() -> None:
+def test_matching_tasks_are_accepted() -> None:
     require_answers_to(GIVEN, ["sums", "parts"], [], 100)
     require_answers_to(GIVEN, ["sums", "part0", "part1"], ["sums"], 100)
     require_answers_to(GIVEN, ["a_tag"], [], 100)
@@ -33,7 +33,7 @@ def test_equal_tasks_are_accepted() -> None:
         (["sums", "parts"], [], 0.25, "task sums: got 100 documents"),
     ],
 )
-def test_others_are_refused(
+def test_mismatched_tasks_are_refused(
     names: list[str], exact: list[str], limit: float | None, words: str
 ) -> None:
     with pytest.raises(InputError) as caught:
@@ -41,7 +41,7 @@ def test_others_are_refused(
     caught.match(f"(?s).*{words}")
 
 
-def test_thinking_needs_generated_answers(tmp_path: Path) -> None:
+def test_thinking_needs_generative_tasks(tmp_path: Path) -> None:
     (tmp_path / "choices.yaml").write_text("task: choices\noutput_type: multiple_choice\n")
     (tmp_path / "sums.yaml").write_text("task: sums\noutput_type: generate_until\n")
     require_generating([str(tmp_path / "sums.yaml"), "gsm8k"])

@@ -1,6 +1,4 @@
-"""Groups of tasks: what lm-eval writes of them, which metric decides, what clustered documents are
-worth.
-"""
+"""Groups of tasks: lm-eval's results, the metric that decides, and clustered documents."""
 
 import json
 import math
@@ -29,12 +27,15 @@ from vexport.inference.tasks import resolve_tasks
 
 pytestmark = pytest.mark.slow
 SUBJECTS, DOCUMENTS = 12, 30
-FEWER: dict[str, object] = {f"subjects::subject{number}": {} for number in range(3)}
+THREE_SUBJECTS: dict[str, object] = {f"subjects::subject{number}": {} for number in range(3)}
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A group of 12 subjects of 30 documents: the baseline errs on one of each, `worse` on five."""
+    """Return two runs of a group of 12 subjects with 30 documents each.
+
+    `baseline` answers one document of each subject wrong, `worse` five.
+    """
     pytest.importorskip("lm_eval")
     folder = tmp_path_factory.mktemp("group")
     (group,) = resolve_tasks(
@@ -44,7 +45,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_group_is_one_task_clustered_by_subject(runs: Path) -> None:
+def test_group_is_clustered_by_subject(runs: Path) -> None:
     verdict = decide(runs / "baseline", runs / "worse", margin=0.02, alpha=0.05)
     (task,) = verdict.tasks
     assert (task.task, task.metric, task.documents, task.clusters) == (
@@ -65,17 +66,18 @@ def test_a_group_is_one_task_clustered_by_subject(runs: Path) -> None:
     assert sum(one.documents for one in task.also[1:]) == task.documents
 
 
-def test_few_subjects_are_not_a_sample_of_subjects(runs: Path, tmp_path: Path) -> None:
+def test_few_subjects_are_not_clustered(runs: Path, tmp_path: Path) -> None:
+    """Three subjects are too few to estimate the variance between subjects."""
     for name in ("baseline", "worse"):
         shutil.copytree(runs / name, tmp_path / name)
-        edit_results(tmp_path / name, lambda content: content.update(configs=FEWER))
+        edit_results(tmp_path / name, lambda content: content.update(configs=THREE_SUBJECTS))
     (task,) = decide(tmp_path / "baseline", tmp_path / "worse", margin=0.02, alpha=0.05).tasks
     assert (task.documents, task.clusters) == (3 * DOCUMENTS, None)
     assert task.low == pytest.approx(tango_interval(0, 12, 90, 0.05).low)
 
 
 @pytest.mark.parametrize("choice", [{"subjects": "acc_norm"}, {"*": "acc_norm,none"}])
-def test_another_metric_may_decide(runs: Path, choice: dict[str, str]) -> None:
+def test_gate_chooses_metric(runs: Path, choice: dict[str, str]) -> None:
     results = read_results(runs / "baseline")
     (gated,) = gated_tasks(results, results, choice)
     assert gated.label == "acc_norm,none"
@@ -93,9 +95,7 @@ def test_another_metric_may_decide(runs: Path, choice: dict[str, str]) -> None:
         ({"subject1": "acc"}, "gate: got no task subject1, need one of subjects"),
     ],
 )
-def test_a_gate_that_is_not_there_is_named(
-    runs: Path, choice: dict[str, str], message: str
-) -> None:
+def test_unknown_gate_is_refused(runs: Path, choice: dict[str, str], message: str) -> None:
     with pytest.raises(InputError, match=message):
         decide(runs / "baseline", runs / "worse", margin=0.02, alpha=0.05, gate=choice)
 
@@ -121,8 +121,13 @@ def test_design_effect_is_sandwich_ratio() -> None:
     assert design_effect(gain, rng.permutation(clusters)) < 2
 
 
-def draw(rng: np.random.Generator, sizes: Sequence[int], loss: float, spread: float) -> Scores:
-    """Draw losses with a separate rate for each cluster: beta-distributed with mean `loss`."""
+def draw_losses(
+    rng: np.random.Generator, sizes: Sequence[int], loss: float, spread: float
+) -> Scores:
+    """Draw losses of clustered documents.
+
+    The clusters' rates are beta-distributed with mean `loss`.
+    """
     rates = rng.beta(loss / spread, (1 - loss) / spread, len(sizes))
     return np.concatenate(
         [-(rng.random(size) < rate).astype(float) for size, rate in zip(sizes, rates, strict=True)]
@@ -130,17 +135,17 @@ def draw(rng: np.random.Generator, sizes: Sequence[int], loss: float, spread: fl
 
 
 def test_clustered_bounds_keep_error_rate() -> None:
-    """Draw 40 subjects 2000 times.
+    """Simulate 2000 times 40 subjects of different sizes, at a true loss that equals the margin.
 
-    Clustered bounds err in at most 5 % + 3 standard errors (1.5 points), plain bounds much more
-    often.
+    Clustered bounds miss at most 5 %, plus 3 standard errors (1.5 points). Plain bounds miss much
+    more often.
     """
     rng = np.random.default_rng(1)
     sizes = rng.integers(30, 120, 40).tolist()
     clusters = np.repeat(np.arange(40), sizes)
     wrong = plain_wrong = 0
     for _ in range(2000):
-        gain = draw(rng, sizes, 0.05, 0.02)
+        gain = draw_losses(rng, sizes, 0.05, 0.02)
         wrong += clustered_tango(gain, clusters, 0.05).low > -0.05
         plain_wrong += tango_interval(0, int(-gain.sum()), len(gain), 0.05).low > -0.05
     assert wrong / 2000 < 0.05 + 0.015

@@ -1,4 +1,4 @@
-"""Verdicts by held-out text: bounds, outcomes, and the sentences in a report."""
+"""Verdicts on held-out text: bounds, outcomes, and sentences of the reports."""
 
 import json
 from dataclasses import replace
@@ -30,8 +30,8 @@ DRAFTING = SETTINGS.model_copy(update={"speculative": "mtp"})
 VOCABULARY, TOKENS, KL_TOKENS = 50, 40, 10
 
 
-def read(folder: Path, rows: Rows, logits: torch.Tensor) -> Served:
-    """Files as a session leaves them; `logits` are (rows, TOKENS - 1, VOCABULARY)."""
+def session_with(folder: Path, rows: Rows, logits: torch.Tensor) -> Served:
+    """Write the files of a session. `logits` has the shape (rows, TOKENS - 1, VOCABULARY)."""
     folder.mkdir()
     tables = functional.log_softmax(logits, -1)
     costs, best, first = {}, {}, {}
@@ -52,14 +52,14 @@ def read(folder: Path, rows: Rows, logits: torch.Tensor) -> Served:
 
 
 def models(folder: Path, count: int, noise: float) -> tuple[Served, Served]:
-    """Return a baseline that predicts its text well, and a candidate with noise on its logits."""
+    """Return a baseline that predicts its text well, and a candidate with noise on the logits."""
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(VOCABULARY, (count, TOKENS), generator=generator)
     rows = tuple(tuple(row) for row in tokens.tolist())
     logits = torch.randn(count, TOKENS - 1, VOCABULARY, generator=generator)
     logits.scatter_add_(2, tokens[:, 1:, None], torch.full((count, TOKENS - 1, 1), 3.0))
     other = logits + noise * torch.randn(logits.shape, generator=generator)
-    return read(folder / "a", rows, logits), read(folder / "b", rows, other)
+    return session_with(folder / "a", rows, logits), session_with(folder / "b", rows, other)
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def models(folder: Path, count: int, noise: float) -> tuple[Served, Served]:
         (1, 0.05, "INCONCLUSIVE"),
     ],
 )
-def test_text_decides(tmp_path: Path, rows: int, noise: float, outcome: str) -> None:
+def test_held_out_text_decides(tmp_path: Path, rows: int, noise: float, outcome: str) -> None:
     old, new = models(tmp_path, rows, noise)
     verdict = decide_on_text("held-out.txt", old, new, SETTINGS)
     assert (verdict.outcome, verdict.tasks) == (outcome, ())
@@ -105,7 +105,7 @@ def test_text_decides(tmp_path: Path, rows: int, noise: float, outcome: str) -> 
     assert "text (rise of the NLL)" in junit
 
 
-def test_other_tokens_and_non_finite_scores_fail(
+def test_different_tokens_and_non_finite_scores_fail(
     tmp_path: Path,
 ) -> None:
     old, new = models(tmp_path, 9, 0.1)
@@ -119,8 +119,8 @@ def test_other_tokens_and_non_finite_scores_fail(
         decide_on_text("held-out.txt", old, new, SETTINGS)
 
 
-def test_a_wrong_pass_of_skewed_rows_is_about_as_rare_as_asked() -> None:
-    """The rows' KLs are lognormal and their true mean is the limit, so PASS would be wrong."""
+def test_false_passes_of_skewed_rows_are_rare() -> None:
+    """Rows have lognormal KLs whose true mean equals the limit, so that each PASS is false."""
     rng = np.random.default_rng(1)
     draws = rng.lognormal(-2.3 - 0.18, 0.6, (150, 24))
     limit = float(np.exp(-2.3))
@@ -141,6 +141,7 @@ def drafting(side: Served, counts: tuple[DraftCounts, ...]) -> Served:
 
 
 def test_acceptance_length_loss_equals_bootstrap() -> None:
+    """Compare the loss of acceptance length and its standard error with a bootstrap over rows."""
     rng = np.random.default_rng(3)
     steps, more = rng.integers(30, 80, 60), rng.integers(0, 9, 60)
     old, new = rng.binomial(3 * steps, 0.5), rng.binomial(3 * (steps + more), 0.45)
@@ -158,7 +159,7 @@ def test_acceptance_length_loss_equals_bootstrap() -> None:
 @pytest.mark.parametrize(
     ("rate", "outcome"), [(0.6, "PASS"), (0.5, "FAIL"), (0.555, "INCONCLUSIVE")]
 )
-def test_drafts_decide_next_to_the_text(tmp_path: Path, rate: float, outcome: str) -> None:
+def test_drafts_decide_with_the_text(tmp_path: Path, rate: float, outcome: str) -> None:
     old, new = models(tmp_path, 32, 0.05)
     rng, steps = np.random.default_rng(1), [60] * 32
     old = drafting(old, drafts(rng.binomial(180, 0.6, 32), steps))

@@ -1,4 +1,4 @@
-"""Answers that were cut, are empty, or have nothing that a filter finds."""
+"""Answers that were cut, are empty, or contain nothing that the filter finds."""
 
 from dataclasses import replace
 
@@ -34,7 +34,7 @@ DOCUMENTS = 1000
         ("<think> easy </think> 12", "12", "", ""),
     ],
 )
-def test_endings(text: str, filtered: str, reason: str, state: str) -> None:
+def test_ending_states(text: str, filtered: str, reason: str, state: str) -> None:
     ending = ending_of(
         prompt="5 + 7 =",
         responses=[text],
@@ -47,8 +47,8 @@ def test_endings(text: str, filtered: str, reason: str, state: str) -> None:
 
 
 @pytest.mark.parametrize(("is_stripped", "state"), [(False, "cut"), (True, "")])
-def test_thinking_that_the_prompt_begins(is_stripped: bool, state: str) -> None:
-    """A think_end_token removes finished thinking, so that its absence shows nothing."""
+def test_thinking_begun_by_the_prompt(is_stripped: bool, state: str) -> None:
+    """A think_end_token removes finished thinking. Its absence in the answer then shows nothing."""
     ending = ending_of(
         prompt="user: 5 + 7 =\n<think>\n",
         responses=["twelve"],
@@ -61,25 +61,33 @@ def test_thinking_that_the_prompt_begins(is_stripped: bool, state: str) -> None:
 
 
 def counted(endings: list[Ending], right: int) -> AnswerCounts:
+    """Count answers with the given endings. The first `right` answers are right."""
     scores = np.array([1.0] * right + [0.0] * (len(endings) - right))
     return count_answers(endings, scores, sign=1, alpha=0.05)
 
 
-def test_short_answers_by_design_are_not_lost() -> None:
-    """All answers reach the limit of tokens, and most are right."""
+def test_short_token_limit_is_not_lost() -> None:
+    """All answers reach the token limit. They are lost only if most of them are wrong."""
     assert counted([CUT] * 100, right=70).lost == 0
     assert counted([CUT] * 100, right=6).lost == 94
 
 
-def test_cut_answers_that_score_like_whole_ones_are_not_lost() -> None:
-    """Some answers continue with other text after the answer."""
+def test_cut_after_the_answer_is_not_lost() -> None:
+    """Some models continue after the answer.
+
+    Cut answers that score like whole answers are not lost.
+    """
     rambling = [WHOLE] * 30 + [CUT] * 5 + [WHOLE] * 50 + [CUT] * 15
     assert counted(rambling, right=35).lost == 0
     thinking = [WHOLE] * 66 + [WHOLE] * 4 + [CUT] * 30
     assert counted(thinking, right=66).lost == 30
 
 
-def test_misses_of_a_filter_count_if_they_are_the_most() -> None:
+def test_filter_misses_count_if_frequent() -> None:
+    """Whole answers that the filter misses are lost if they are the majority.
+
+    Others are always lost.
+    """
     miss = Ending(state="unparsed", is_whole=True)
     assert counted([WHOLE] * 70 + [miss] * 30, right=60).lost == 0
     assert counted([WHOLE] * 10 + [miss] * 90, right=6).lost == 90
@@ -87,8 +95,8 @@ def test_misses_of_a_filter_count_if_they_are_the_most() -> None:
     assert counted([WHOLE] * 70 + [doubtful] * 30, right=60).lost == 30
 
 
-def lossy(old: list[Ending], new: list[Ending], right: int) -> TaskPair:
-    """Return two models whose first answers are right, with endings in the same order."""
+def pair_with(old: list[Ending], new: list[Ending], right: int) -> TaskPair:
+    """Return a pair of models with the given endings. Their first `right` answers are right."""
     scores = [1.0] * right + [0.0] * (len(old) - right)
     pairs = zip(old, new, strict=True)
     documents = tuple((replace(SAMPLE, ending=x), replace(SAMPLE, ending=y)) for x, y in pairs)
@@ -97,12 +105,12 @@ def lossy(old: list[Ending], new: list[Ending], right: int) -> TaskPair:
 
 def verdict_with(ending: Ending, lost: int, margin: float = 0.02) -> Verdict:
     endings = [WHOLE] * (DOCUMENTS - lost) + [ending] * lost
-    pair = lossy(endings, endings, right=DOCUMENTS - lost)
+    pair = pair_with(endings, endings, right=DOCUMENTS - lost)
     return judge([pair], margin=margin, alpha=0.05)
 
 
 @pytest.mark.parametrize("ending", [CUT, EMPTY])
-def test_no_pass_beyond_the_margin(ending: Ending) -> None:
+def test_lost_answers_beyond_margin_prevent_pass(ending: Ending) -> None:
     assert verdict_with(WHOLE, 30).outcome == "PASS"
     few = verdict_with(ending, 15)
     assert few.outcome == "PASS"
@@ -115,17 +123,18 @@ def test_no_pass_beyond_the_margin(ending: Ending) -> None:
     assert verdict_with(ending, 30, margin=0.05).outcome == "PASS"
 
 
-def test_all_cut_is_not_blamed_on_the_template() -> None:
-    pair = lossy([CUT] * 200, [CUT] * 200, right=0)
+def test_cut_answers_ask_for_longer_limit() -> None:
+    """If all answers of both models were cut, the remedy is max_gen_toks, not the chat template."""
+    pair = pair_with([CUT] * 200, [CUT] * 200, right=0)
     verdict = judge([pair], margin=0.02, alpha=0.05)
     assert verdict.outcome == "INCONCLUSIVE"
     assert "raise max_gen_toks" in verdict.reason
     assert "template" not in verdict.reason
 
 
-def test_a_loss_names_its_cut_answers() -> None:
+def test_fail_names_cut_answers() -> None:
     endings = [WHOLE] * 700 + [CUT] * 300
-    pair = lossy([WHOLE] * 1000, endings, right=700)
+    pair = pair_with([WHOLE] * 1000, endings, right=700)
     pair = replace(pair, baseline=np.ones(1000))
     verdict = judge([pair], margin=0.02, alpha=0.05)
     assert verdict.outcome == "FAIL"

@@ -1,4 +1,4 @@
-"""Metrics with per-document values of another direction or unit than the aggregate."""
+"""Metrics whose per-document values have another direction or unit than the aggregate."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ LOSS = 0.66
 
 @pytest.fixture(scope="module")
 def last_word(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """lm-eval's results on a task like lambada, as `base`."""
+    """Return a folder with lm-eval's results `base` on a task like lambada."""
     folder = tmp_path_factory.mktemp("last_word")
     rows = [{"a": i % 10, "b": i // 10, "sum": i % 10 + i // 10} for i in range(60)]
     (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -42,7 +42,7 @@ def last_word(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def runs(last_word: Path, tmp_path: Path) -> tuple[Path, Path]:
-    """Write two runs. The second run lost LOSS nats in every document."""
+    """Write two runs. The second run loses LOSS nats in each document."""
     for name in ("base", "worse"):
         shutil.copytree(last_word / "base", tmp_path / name)
         _shift(tmp_path / name, -1.0 - (LOSS if name == "worse" else 0.0))
@@ -50,7 +50,7 @@ def runs(last_word: Path, tmp_path: Path) -> tuple[Path, Path]:
 
 
 def _shift(folder: Path, log_likelihood: float, metric: str = "perplexity") -> None:
-    """Give every document a log-likelihood near the given one, and a right answer."""
+    """Set the log-likelihood of each document to about the given value, with a right answer."""
     file = samples_file(folder, "last_word")
     lines = []
     for number, line in enumerate(file.read_text().splitlines()):
@@ -66,7 +66,7 @@ def _decide(runs: tuple[Path, Path], gate: str = "") -> Verdict:
     return decide(*runs, margin=0.02, alpha=0.05, gate={"*": gate} if gate else {})
 
 
-def test_table_is_lm_evals() -> None:
+def test_aggregations_equal_lm_evals() -> None:
     metrics = pytest.importorskip("lm_eval.api.metrics")
     from lm_eval.api.registry import aggregation_registry, metric_agg_registry
 
@@ -126,10 +126,10 @@ def test_perplexity_alone_is_refused(runs: tuple[Path, Path]) -> None:
         ("mean", -1.0),
     ],
 )
-def test_other_names_of_log_likelihoods(
+def test_renamed_log_likelihood_is_recognized(
     aggregation: str, aggregate: float, runs: tuple[Path, Path]
 ) -> None:
-    """A metric's name is free, and lm-eval records a function as its source text."""
+    """Metrics can have any name. lm-eval records an aggregation function as its source text."""
 
     def rename(content: dict[str, Any]) -> None:
         config = content["configs"]["last_word"]
@@ -152,8 +152,8 @@ def test_other_names_of_log_likelihoods(
     assert other.difference == pytest.approx(-LOSS)
 
 
-def test_unknown_aggregation_that_is_no_mean(runs: tuple[Path, Path]) -> None:
-    """Values that are neither log-likelihoods nor averaged show nothing of a direction."""
+def test_unknown_aggregation_cannot_decide(runs: tuple[Path, Path]) -> None:
+    """The direction is unknown if values are no log-likelihoods and the aggregate is no mean."""
 
     def rename(content: dict[str, Any]) -> None:
         config = content["configs"]["last_word"]

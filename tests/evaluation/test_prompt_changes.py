@@ -1,4 +1,4 @@
-"""Runs with different prompts: refusals, warnings, and the named cause."""
+"""Runs with different prompts: errors, warnings, and the cause that they name."""
 
 import hashlib
 import json
@@ -23,8 +23,11 @@ TEMPLATE = {
 }
 
 
-def changed(folder: Path, changes: Changes, *, prompts: str | None = None) -> None:
-    """Return lm-eval's folder with changed settings of prompts, and other prompts or none."""
+def change_run(folder: Path, changes: Changes, *, prompts: str | None = None) -> None:
+    """Change settings of prompts in a run's results.
+
+    `prompts`, if given, is put before each prompt.
+    """
 
     def change(content: dict[str, Any]) -> None:
         for name, value in changes.items():
@@ -41,6 +44,7 @@ def changed(folder: Path, changes: Changes, *, prompts: str | None = None) -> No
 
 
 def prefixed(start: str, row: dict[str, Any]) -> dict[str, Any]:
+    """Return a sample with a longer prompt, and the prompt's hash."""
     for arguments in row["arguments"].values():
         arguments["arg_0"] = start + arguments["arg_0"]
     prompt = row["arguments"]["gen_args_0"]["arg_0"]
@@ -62,11 +66,9 @@ def warnings_of(pair: tuple[Path, Path]) -> list[str]:
     return warnings
 
 
-def test_another_chat_template_is_named_where_prompts_differ(
-    pair: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_chat_template_explains_different_prompts(pair: tuple[Path, Path], tmp_path: Path) -> None:
     old, new = pair
-    changed(new, TEMPLATE, prompts="<|user|> ")
+    change_run(new, TEMPLATE, prompts="<|user|> ")
     done = vexport("verdict", old, new)
     assert done.code == 2
     prompts = (
@@ -82,18 +84,19 @@ def test_another_chat_template_is_named_where_prompts_differ(
     assert differs in done.stderr
 
 
-def test_another_number_of_examples_is_named_too(pair: tuple[Path, Path]) -> None:
+def test_fewshot_explains_different_prompts(pair: tuple[Path, Path]) -> None:
     old, new = pair
-    changed(new, {"n-shot/sums": 2, "system_instruction_sha": "cd" * 32}, prompts="1 + 1 = 2 ")
+    change_run(new, {"n-shot/sums": 2, "system_instruction_sha": "cd" * 32}, prompts="1 + 1 = 2 ")
     done = vexport("verdict", old, new)
     assert done.code == 2
     assert "system instruction (sha cdcdcdcdcdcdcdcd, the baseline's: none)" in done.stderr
     assert "few-shot examples of sums (2, the baseline's: 0)" in done.stderr
 
 
-def test_the_same_prompts_through_another_template_are_compared(pair: tuple[Path, Path]) -> None:
+def test_equal_prompts_are_compared_despite_template(pair: tuple[Path, Path]) -> None:
+    """If the prompts are equal, another chat template is only a warning."""
     old, new = pair
-    changed(new, TEMPLATE)
+    change_run(new, TEMPLATE)
     done = vexport("verdict", old, new, "--format", "json")
     assert done.code == 0
     verdict = json.loads(done.stdout)
@@ -109,7 +112,7 @@ def test_the_same_prompts_through_another_template_are_compared(pair: tuple[Path
     }
 
 
-def test_without_samples_there_is_nothing_to_pair(pair: tuple[Path, Path]) -> None:
+def test_missing_samples_are_refused(pair: tuple[Path, Path]) -> None:
     for answers in pair[1].rglob("samples_sums_*.jsonl"):
         answers.unlink()
     done = vexport("verdict", *pair)
@@ -143,16 +146,16 @@ def test_without_samples_there_is_nothing_to_pair(pair: tuple[Path, Path]) -> No
     ],
     ids=["gen_kwargs", "task", "thinking", "length", "lm-eval's command line"],
 )
-def test_other_generation_is_warned(
+def test_generation_settings_warn(
     changes: Changes, warning: str | None, pair: tuple[Path, Path]
 ) -> None:
-    changed(pair[1], changes)
+    change_run(pair[1], changes)
     warnings = warnings_of(pair)
     assert len(warnings) == bool(warning)
     assert all(str(warning) in one for one in warnings)
 
 
-def test_the_verdict_says_how_it_asked(pair: tuple[Path, Path]) -> None:
+def test_verdict_shows_prompting(pair: tuple[Path, Path]) -> None:
     shot = {
         "n-shot/sums": 2,
         "n-shot/near": 2,
@@ -160,7 +163,7 @@ def test_the_verdict_says_how_it_asked(pair: tuple[Path, Path]) -> None:
         "config/gen_kwargs": {"temperature": 0},
     }
     for folder in pair:
-        changed(folder, {**TEMPLATE, **shot})
+        change_run(folder, {**TEMPLATE, **shot})
     expected = (
         'chat template: applied (sha ab12ab12), 2-shot as multiturn, gen_kwargs {"temperature": 0}'
     )
@@ -178,11 +181,9 @@ def test_the_verdict_says_how_it_asked(pair: tuple[Path, Path]) -> None:
         ({"enable_thinking": True}, True),
     ],
 )
-def test_thinking_not_cut_off_is_warned(
-    arguments: Changes, warned: bool, pair: tuple[Path, Path]
-) -> None:
+def test_uncut_thinking_warns(arguments: Changes, warned: bool, pair: tuple[Path, Path]) -> None:
     for folder in pair:
         template = {**TEMPLATE, "chat_template": "{{ x }}<think></think>"}
-        changed(folder, {**template, "config/model_args": {"pretrained": "x", **arguments}})
+        change_run(folder, {**template, "config/model_args": {"pretrained": "x", **arguments}})
     thinks = "the chat template has </think>: if the model thinks"
     assert [thinks in one for one in warnings_of(pair)] == [True] * warned

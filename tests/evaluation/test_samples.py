@@ -1,4 +1,4 @@
-"""Read folders of the real lm-eval, and refuse unusable folders."""
+"""Reading folders of the real lm-eval, and errors for unusable folders."""
 
 import json
 import math
@@ -20,7 +20,8 @@ def gates(baseline: Results, candidate: Results) -> list[TaskPair]:
     return list(gated_tasks(baseline, candidate, {}))
 
 
-def test_answers_are_read_as_people_see_them(lm_eval_runs: Path) -> None:
+def test_answers_are_readable(lm_eval_runs: Path) -> None:
+    """Prompts, targets and answers are read as text, for generation and for multiple choice."""
     results = read_results(lm_eval_runs / "baseline")
     assert set(results.tasks) == {"sums", "choices", "near"}
     generated, chosen = (results.tasks[name].samples["none", 25, 0] for name in ("sums", "choices"))
@@ -32,7 +33,7 @@ def test_answers_are_read_as_people_see_them(lm_eval_runs: Path) -> None:
     assert metrics == {"sums": "exact_match", "choices": "acc", "near": "nearness"}
 
 
-def test_scores_agree_with_lm_evals_own_means(lm_eval_runs: Path) -> None:
+def test_means_equal_lm_evals(lm_eval_runs: Path) -> None:
     results = read_results(lm_eval_runs / "worse")
     content = json.loads(results.file.read_text())["results"]
     pairs = [p for task in results.tasks.values() for p in pair_metrics(task, task)]
@@ -42,7 +43,8 @@ def test_scores_agree_with_lm_evals_own_means(lm_eval_runs: Path) -> None:
         assert p.candidate.mean() == pytest.approx(content[p.task][f"{p.metric},{p.filter}"])
 
 
-def test_numbers_that_no_float_or_integer_holds_are_read(copies: Path) -> None:
+def test_huge_numbers_are_read(copies: Path) -> None:
+    """A number too large for a float is infinite. A long string of digits stays text."""
     edit_sample(copies / "twin", 0, exact_match=10**400)
     file = samples_file(copies / "twin", "choices")
     first, *others = file.read_text().splitlines()
@@ -54,7 +56,7 @@ def test_numbers_that_no_float_or_integer_holds_are_read(copies: Path) -> None:
     assert (chosen.target, chosen.compared) == ("9" * 5000, "0")
 
 
-def test_the_newest_run_of_a_folder_counts(copies: Path) -> None:
+def test_newest_run_is_read(copies: Path) -> None:
     folder = read_results(copies / "twin").file.parent
     for file in list(folder.iterdir()):
         stem, _, date = file.name.rpartition("_20")
@@ -62,7 +64,7 @@ def test_the_newest_run_of_a_folder_counts(copies: Path) -> None:
     assert "_20" in read_results(copies / "twin").file.name
 
 
-def grouped(content: dict[str, Any]) -> None:
+def make_grouped(content: dict[str, Any]) -> None:
     content["configs"]["more"] = content["configs"]["sums"]
     content |= {
         "group_subtasks": {"all": ["inner"], "inner": ["sums", "more"]},
@@ -70,23 +72,23 @@ def grouped(content: dict[str, Any]) -> None:
     }
 
 
-def test_a_group_with_an_aggregate_counts_as_one_task(copies: Path) -> None:
+def test_aggregated_group_is_one_task(copies: Path) -> None:
     for name in ("baseline", "twin"):
         sums = samples_file(copies / name)
         shutil.copy(sums, sums.with_name(sums.name.replace("sums", "more")))
-        edit_results(copies / name, grouped)
+        edit_results(copies / name, make_grouped)
     pairs = gates(read_results(copies / "baseline"), read_results(copies / "twin"))
     assert {p.task: len(p.gain) for p in pairs} == {"all": 800, "choices": 400, "near": 400}
 
 
-Break = Callable[[Path], object]
+Damage = Callable[[Path], object]
 
 
-def rewrite(change: Callable[[dict[str, Any]], object]) -> Break:
+def rewrite(change: Callable[[dict[str, Any]], object]) -> Damage:
     return lambda folder: edit_results(folder, change)
 
 
-def replace_results(data: bytes) -> Break:
+def replace_results(data: bytes) -> Damage:
     return lambda folder: results_file(folder).write_bytes(data)
 
 
@@ -96,60 +98,60 @@ def cut_short(folder: Path) -> None:
     file.write_text("\n".join([first, second, third + "{", *others]))
 
 
-def endless_samples(folder: Path) -> None:
+def link_samples_to_device(folder: Path) -> None:
     file = samples_file(folder)
     file.unlink()
     file.symlink_to("/dev/zero")
 
 
-def one_document_less(folder: Path) -> None:
+def drop_document(folder: Path) -> None:
     file = samples_file(folder)
     file.write_text("".join(file.read_text().splitlines(keepends=True)[:-1]))
 
 
-def another_question(key: str) -> Break:
+def change_question(key: str) -> Damage:
     return lambda folder: edit_sample(folder, 7, **{key: "0" * 64})
 
 
-def nobodys_results(folder: Path) -> None:
+def add_second_model(folder: Path) -> None:
     shutil.copytree(results_file(folder).parent, folder / "other_model")
 
 
-def another_tasks_name(name: str) -> Break:
+def rename_task(name: str) -> Damage:
     return rewrite(lambda content: content.update(configs={name: {}}))
 
 
 DEEP = b"[" * 100_000
-BREAKS: dict[str, tuple[Break, str]] = {
-    "nothing in the file": (replace_results(b""), "need valid JSON"),
-    "nested without end": (replace_results(DEEP), "broken JSON"),
-    "a task that climbs": (
-        another_tasks_name("../../../etc/passwd"),
+DAMAGES: dict[str, tuple[Damage, str]] = {
+    "empty file": (replace_results(b""), "need valid JSON"),
+    "deep nesting": (replace_results(DEEP), "broken JSON"),
+    "task name with folders": (
+        rename_task("../../../etc/passwd"),
         "need a name without folders",
     ),
-    "two models": (nobodys_results, "results of 2 models"),
-    "a device for samples": (endless_samples, "got a pipe or a device"),
-    "samples cut short": (cut_short, "broken JSON"),
-    "a score without a value": (
+    "two models": (add_second_model, "results of 2 models"),
+    "a device for samples": (link_samples_to_device, "got a pipe or a device"),
+    "truncated samples": (cut_short, "broken JSON"),
+    "score that is not finite": (
         lambda folder: edit_sample(folder, 2, exact_match=float("nan")),
         "need finite numbers",
     ),
-    "the other direction": (
+    "opposite direction": (
         rewrite(lambda content: content.update(higher_is_better={"sums": {"exact_match": False}})),
         "one meaning of the metric",
     ),
-    "a document less": (one_document_less, "task sums: got no document 399"),
-    "a task less": (rewrite(lambda content: content["configs"].pop("near")), "got no task near"),
+    "missing document": (drop_document, "task sums: got no document 399"),
+    "missing task": (rewrite(lambda content: content["configs"].pop("near")), "got no task near"),
     **{
-        key: (another_question(key), f"task sums, document 7: got {key} 000000000000")
+        key: (change_question(key), f"task sums, document 7: got {key} 000000000000")
         for key in ("doc_hash", "prompt_hash", "target_hash")
     },
 }
 
 
-@pytest.mark.parametrize("name", BREAKS)
-def test_what_is_broken_is_told_in_one_line(copies: Path, name: str) -> None:
-    apply, message = BREAKS[name]
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damaged_results_are_one_line(copies: Path, name: str) -> None:
+    apply, message = DAMAGES[name]
     apply(copies / "twin")
     with pytest.raises(InputError) as caught:
         decide(copies / "baseline", copies / "twin", margin=0.02, alpha=0.05)

@@ -1,4 +1,4 @@
-"""Several sampled answers per document: every interval counts documents."""
+"""Several sampled answers per document. Each interval counts documents, not answers."""
 
 import json
 import shutil
@@ -34,7 +34,7 @@ def gains(
 ) -> Scores:
     """Draw the gains between two models on the same documents (beta-binomial).
 
-    Both models share each document's difficulty.
+    A document is equally difficult for both models.
     """
     difficulty = rng.random(documents)
     shares = [
@@ -47,6 +47,7 @@ def gains(
 
 @pytest.mark.parametrize(("documents", "right", "correlation"), [(50, 0.9, 0.9), (200, 0.6, 0.2)])
 def test_false_alarms_stay_below_alpha(documents: int, right: float, correlation: float) -> None:
+    """Simulate a loss that equals the margin, and no loss."""
     rng, clusters = np.random.default_rng(3), np.repeat(np.arange(documents), SEEDS)
     passed, failed, failed_without_loss = 0, 0, 0
     for _ in range(TRIALS):
@@ -57,19 +58,20 @@ def test_false_alarms_stay_below_alpha(documents: int, right: float, correlation
         passed += at_margin.low > -MARGIN
         failed += at_margin.high < -MARGIN
         failed_without_loss += equal.high < -MARGIN
-    # What chance adds to a rate of alpha, once in a thousand such tests.
+    # A rate of alpha exceeds this count by chance in one of a thousand such tests.
     most = stats.binom.isf(0.001, TRIALS, ALPHA)
     assert max(passed, failed) <= most
     assert failed_without_loss <= TRIALS * ALPHA / 5
 
 
-def test_answers_that_repeat_each_other_are_worth_one() -> None:
+def test_identical_samples_add_nothing() -> None:
+    """Four equal answers to a document give the interval of one answer."""
     lost = np.repeat([-1.0] * 6 + [1.0] * 2 + [0.0] * 92, SEEDS)
     clusters = np.repeat(np.arange(100), SEEDS)
     many = clustered_tango(lost, clusters, ALPHA, SEEDS)
     one = clustered_tango(lost[::SEEDS], clusters[::SEEDS], ALPHA)
     assert many == pytest.approx(one, abs=0.002)
-    # Without a change nothing is known of the documents that were not asked either.
+    # If no answer changes, more samples do not narrow the interval: it depends on the documents.
     quiet = clustered_tango(np.zeros(400), clusters, ALPHA, SEEDS)
     assert quiet == pytest.approx(clustered_tango(np.zeros(100), np.arange(100), ALPHA), abs=1e-3)
     assert seeds_to_settle(100, 4, design=1.0, needed=200) == 8
@@ -80,7 +82,7 @@ def test_answers_that_repeat_each_other_are_worth_one() -> None:
 def with_seeds(folder: Path, out: Path, flips: int) -> Path:
     """Write a run with two sampled answers per document.
 
-    In the second sample, `flips` of the documents from number 100 on are wrong.
+    In the second sample, `flips` documents are wrong, beginning with number 100.
     """
     shutil.copytree(folder, out)
     file = samples_file(out)
@@ -92,16 +94,16 @@ def with_seeds(folder: Path, out: Path, flips: int) -> Path:
     return out
 
 
-def sums(verdict: Verdict) -> tuple[int, int, float, int]:
+def sums_of(verdict: Verdict) -> tuple[int, int, float, int]:
     (task,) = (task for task in verdict.tasks if task.task == "sums")
     return task.documents, task.seeds, task.difference, task.right_to_wrong
 
 
-def test_a_verdict_over_sampled_answers(lm_eval_runs: Path, tmp_path: Path) -> None:
+def test_verdict_of_sampled_answers(lm_eval_runs: Path, tmp_path: Path) -> None:
     baseline = with_seeds(lm_eval_runs / "baseline", tmp_path / "baseline", 0)
     candidate = with_seeds(lm_eval_runs / "twin", tmp_path / "candidate", 8)
     verdict = decide(baseline, candidate, margin=0.02, alpha=0.05)
-    assert sums(verdict) == (400, 2, -0.01, 8)
+    assert sums_of(verdict) == (400, 2, -0.01, 8)
     assert "clustered by document" in verdict.method
     tasks = tuple(task for task in verdict.tasks if task.task == "sums")
     assert accuracy_tiles(replace(verdict, tasks=tasks))[1].unit == "of 800"
@@ -110,6 +112,6 @@ def test_a_verdict_over_sampled_answers(lm_eval_runs: Path, tmp_path: Path) -> N
     assert "no answer 1 to document 0" in ran.stderr
 
 
-def test_greedy_answers_are_not_sampled_several_times(tmp_path: Path) -> None:
+def test_seeds_need_a_temperature(tmp_path: Path) -> None:
     ran = vexport("eval", tmp_path, "--baseline", tmp_path, "--task", "gsm8k", "--seeds", "4")
     assert (ran.code, "need a temperature in gen_kwargs" in ran.stderr) == (2, True)

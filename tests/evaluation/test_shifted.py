@@ -1,4 +1,4 @@
-"""Documents are paired by their content if two runs numbered them differently."""
+"""Pairing of documents by content, if two runs number them differently."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,7 +16,7 @@ SCORES = {"a": 1.0, "b": 0.0, "c": 1.0}
 
 
 def run(documents: Mapping[int, str], scores: Mapping[str, float] = SCORES) -> TaskSamples:
-    """A task's samples: the content of each document by its id."""
+    """Return a task's samples. `documents` has the content of each document by its id."""
     samples = [
         replace(
             SAMPLE,
@@ -47,8 +47,8 @@ def test_shifted_ids_are_paired_by_content() -> None:
 
 
 @pytest.mark.parametrize("ids", [(1, 2, 3), (2, 1, 0), (2, 0, 1)])
-def test_shifted_ids_with_doubled_documents(ids: tuple[int, int, int]) -> None:
-    """Two equal documents cannot be paired with certainty."""
+def test_duplicates_with_shifted_ids(ids: tuple[int, int, int]) -> None:
+    """Two equal documents cannot be paired with certainty if the ids differ."""
     left, right = run({0: "a", 1: "a", 2: "b"}), run(dict(zip(ids, "aab", strict=True)))
     with pytest.raises(
         InputError, match=r"documents 0 and 1 are the same.*doc_hash.*--samples"
@@ -57,12 +57,12 @@ def test_shifted_ids_with_doubled_documents(ids: tuple[int, int, int]) -> None:
     assert "task sums" in str(error.value)
 
 
-def test_doubled_documents_with_equal_ids() -> None:
-    """Equal ids need no pairing by content."""
+def test_duplicates_with_equal_ids() -> None:
+    """If the ids are equal, documents need no pairing by content."""
     left, right = run({0: "a", 1: "a", 2: "b"}), run({0: "a", 1: "a", 2: "b"}, {**SCORES, "b": 1.0})
     assert only(left, right).gain.tolist() == [0.0, 0.0, 1.0]
 
 
-def test_other_documents_are_no_shift() -> None:
+def test_different_documents_are_refused() -> None:
     with pytest.raises(InputError, match="document"):
         only(run({0: "a", 1: "b"}), run({3: "a", 4: "c"}))

@@ -1,4 +1,4 @@
-"""Intervals against published values, a numeric likelihood, scipy, and simulation."""
+"""Intervals compared with published values, a numeric likelihood, scipy, and simulations."""
 
 import math
 from functools import cache
@@ -44,7 +44,7 @@ def test_tango_matches_published_intervals(
 
 
 def numeric_statistic(wins: int, losses: int, documents: int, difference: float) -> float:
-    """Return the score statistic, with the restricted maximum found numerically.
+    """Compute the score statistic with a numeric search for the restricted maximum.
 
     The code under test uses a closed form.
     """
@@ -63,9 +63,7 @@ def numeric_statistic(wins: int, losses: int, documents: int, difference: float)
 
 
 @pytest.mark.parametrize(("wins", "losses", "documents"), [(2, 12, 50), (0, 0, 25)])
-def test_tango_ends_where_a_grid_of_score_tests_turns(
-    wins: int, losses: int, documents: int
-) -> None:
+def test_tango_equals_grid_of_score_tests(wins: int, losses: int, documents: int) -> None:
     grid = np.arange(-0.995, 0.995, 0.001)
     kept = [d for d in grid if abs(numeric_statistic(wins, losses, documents, float(d))) <= Z]
     interval = tango_interval(wins, losses, documents, 0.05)
@@ -74,7 +72,7 @@ def test_tango_ends_where_a_grid_of_score_tests_turns(
 
 
 @pytest.mark.parametrize("documents", [1, 10, 1000])
-def test_no_change_at_all_still_has_a_width(documents: int) -> None:
+def test_interval_without_changes_has_width(documents: int) -> None:
     width = Z**2 / (documents + Z**2)
     assert tango_interval(0, 0, documents, 0.05) == pytest.approx((-width, width), abs=1e-9)
     assert tango_interval(30, 0, 30, 0.05).high == 1
@@ -83,7 +81,7 @@ def test_no_change_at_all_still_has_a_width(documents: int) -> None:
 
 @pytest.mark.parametrize(("wins", "losses"), [*product((0, 1, 2, 7, 60), repeat=2)])
 @pytest.mark.parametrize("rest", [1, 2, 200])
-def test_tango_contains_the_estimate_and_mirrors(wins: int, losses: int, rest: int) -> None:
+def test_tango_contains_estimate_and_is_symmetric(wins: int, losses: int, rest: int) -> None:
     documents = wins + losses + rest
     interval, mirrored = (
         tango_interval(*pair, documents, 0.05) for pair in ((wins, losses), (losses, wins))
@@ -106,7 +104,7 @@ def test_impossible_counts_are_refused(wins: int, losses: int, documents: int) -
 
 
 @pytest.mark.parametrize(("successes", "trials"), [(0, 12), (7, 12), (12, 12), (990, 1000)])
-def test_wilson_is_scipys(successes: int, trials: int) -> None:
+def test_wilson_equals_scipys(successes: int, trials: int) -> None:
     expected = stats.binomtest(successes, trials).proportion_ci(
         confidence_level=0.9, method="wilson"
     )
@@ -116,7 +114,7 @@ def test_wilson_is_scipys(successes: int, trials: int) -> None:
 
 
 @pytest.mark.parametrize("gain", [[0.0], [0.0, -0.25], [1.0, -0.25], [0.5, 0.5, 1.0, 0.0, -0.25]])
-def test_the_permutation_test_counts_all_signs(gain: list[float]) -> None:
+def test_permutation_p_counts_all_signs(gain: list[float]) -> None:
     sums = [
         sum(sign * value for sign, value in zip(signs, gain, strict=True))
         for signs in product((-1, 1), repeat=len(gain))
@@ -126,9 +124,10 @@ def test_the_permutation_test_counts_all_signs(gain: list[float]) -> None:
 
 
 @pytest.mark.parametrize(("loss", "win"), [(0.10, 0.02), (0.02, 0.02)])
-def test_one_sided_bounds_miss_as_often_as_promised(loss: float, win: float) -> None:
-    """4000 draws of 500 documents: 5 % misses, within 4 standard errors of the simulation (1.4
-    points).
+def test_one_sided_bounds_miss_rate(loss: float, win: float) -> None:
+    """Simulate 4000 draws of 500 documents: 5 % of the bounds miss.
+
+    The tolerance is 4 standard errors of the simulation (1.4 points).
     """
     bounds = cache(lambda wins, losses: tango_interval(wins, losses, 500, 0.05))
     rng = np.random.default_rng(1)
@@ -145,8 +144,9 @@ def test_one_sided_bounds_miss_as_often_as_promised(loss: float, win: float) -> 
 
 
 def test_recovery_covers_the_true_ratio() -> None:
-    """2000 draws of 300 documents, true ratio .75 / .80: the 90 % interval holds it 88 to 94 times
-    in 100.
+    """Simulate 2000 draws of 300 documents with the true ratio 0.75 / 0.80.
+
+    The 90 % interval contains the true ratio in 88 % to 94 % of the draws.
     """
     rng = np.random.default_rng(2)
     hits = 0
@@ -156,7 +156,7 @@ def test_recovery_covers_the_true_ratio() -> None:
     assert 0.88 < hits / 2000 < 0.94
 
 
-def test_bootstrap_agrees_with_students_interval() -> None:
+def test_bootstrap_agrees_with_student() -> None:
     values = np.random.default_rng(3).normal(-0.01, 0.1, 800)
     spread = float(stats.t.isf(0.05, 799)) * values.std(ddof=1) / math.sqrt(800)
     expected = (values.mean() - spread, values.mean() + spread)
@@ -167,7 +167,7 @@ def test_bootstrap_agrees_with_students_interval() -> None:
     assert bootstrap_interval(np.array([0.0, 0.0, 0.5]), 0.05, span=1).low < -0.2
 
 
-def test_planned_documents_have_the_planned_power() -> None:
+def test_planned_documents_reach_planned_power() -> None:
     documents = documents_for_power(0.02, 0.05, 0.05)
     bounds = cache(lambda wins, losses: tango_interval(wins, losses, documents, 0.05))
     draws = np.random.default_rng(4).multinomial(documents, [0.025, 0.025, 0.95], 2000)
@@ -180,27 +180,29 @@ def test_planned_documents_have_the_planned_power() -> None:
 def test_planned_documents_suffice_at_any_margin(margin: float, disagreement: float) -> None:
     """Compare with the exact power.
 
-    The formula (1.645 + 0.842)^2 * disagreement / margin^2 has 0.001 at a margin of 0.1 and 0.01.
+    With (1.645 + 0.842)^2 * disagreement / margin^2 documents alone, the power is only 0.001 at a
+    margin of 0.1 and a disagreement of 0.01.
     """
     documents = documents_for_power(margin, disagreement, 0.05)
     power = exact_power(documents, disagreement, margin) if documents < 5000 else 0.8
     assert 0.75 < power < 0.9
 
 
-def test_plan_and_report_agree() -> None:
-    """2,000 of 40,000 answers changed, which is the 5 % that the plan assumes."""
+def test_planned_and_reported_documents_agree() -> None:
+    """2,000 of 40,000 answers changed, which is the plan's assumption of 5 %."""
     planned = documents_for_power(0.1, 0.05, 0.05)
     statistic = tango_statistic(1000, 1000, 40000, -0.1)
     spread = spread_over_null(1000, 1000, 40000, 0.1)
     assert documents_to_settle(40000, statistic, 0.05, spread=spread) == planned == 56
-    # Of few documents without a change more are asked than where none ever changes.
+    # 24 documents without a change need more than documents that are known never to change.
     few = spread_over_null(0, 0, 24, 0.1)
     needed = documents_to_settle(24, tango_statistic(0, 0, 24, -0.1), 0.05, spread=few)
     assert needed is not None
     assert documents_for_power(0.1, 0.0, 0.05) == 25 < needed < planned
 
 
-def test_documents_to_settle_scale_the_statistic() -> None:
+def test_documents_to_settle_reach_statistic() -> None:
+    """If wins and losses grow with the documents, the statistic reaches a power of 80 %."""
     needed = documents_to_settle(400, tango_statistic(4, 10, 400, -0.02), 0.05)
     assert needed is not None
     scale = needed / 400

@@ -1,4 +1,4 @@
-"""Verdicts: their words, their numbers, and their rate of errors."""
+"""Verdicts: sentences, numbers, and error rates."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -59,9 +59,7 @@ def judge(pairs: Sequence[TaskPair], margin: float = MARGIN) -> list[TaskVerdict
 
 
 def rates(loss: float, win: float, tasks: int, draws: int) -> dict[Outcome, float]:
-    """How often each outcome comes up for `tasks` tasks with these true shares of changed
-    documents.
-    """
+    """Simulate how often each outcome occurs for tasks with these true shares of changes."""
     rng = np.random.default_rng(7)
     counts: dict[Outcome, int] = {"PASS": 0, "FAIL": 0, "INCONCLUSIVE": 0}
     for drawn in rng.multinomial(DOCUMENTS, [win, loss, 1 - win - loss], (draws, tasks)):
@@ -70,8 +68,8 @@ def rates(loss: float, win: float, tasks: int, draws: int) -> dict[Outcome, floa
 
 
 @pytest.mark.slow
-def test_errors_of_three_tasks_do_not_add_up() -> None:
-    """400 draws: 5 %, within 3 standard errors of the simulation (3.3 points)."""
+def test_error_rate_of_three_tasks() -> None:
+    """Simulate 400 draws: wrong outcomes are at most 5 %, plus 3 standard errors (3.3 points)."""
     found = rates(loss=0.045, win=0.025, tasks=3, draws=400)
     assert max(found["PASS"], found["FAIL"]) < ALPHA + 0.033
     assert found["PASS"] + found["FAIL"] > 0.01  # a test that never decides would be no test
@@ -89,17 +87,17 @@ def test_outcomes_follow_shown_bounds() -> None:
             assert task.outcome == expected
 
 
-def test_holm_steps_from_the_strictest_level() -> None:
+def test_holm_levels() -> None:
     pairs = [from_counts(0, 60), from_counts(2, 18), from_counts(3, 8)]
     assert holm_levels(pairs, margin=MARGIN, alpha=ALPHA) == [ALPHA / 3, ALPHA / 2, ALPHA]
     assert holm_levels(pairs[1:], margin=0.5, alpha=ALPHA) == [ALPHA / 2, ALPHA / 2]
 
 
-def test_no_change_passes_only_with_enough_documents() -> None:
+def test_pass_needs_enough_documents() -> None:
     (few,), (many,) = judge([from_counts(0, 0, 100)]), judge([from_counts(0, 0, 200)])
     assert (few.outcome, many.outcome) == ("INCONCLUSIVE", "PASS")
-    # (1.645 * 0.14 + 0.842 * (1 / 102)^0.5)^2 / 0.02^2: one change in 102, where none was seen in
-    # 100
+    # (1.645 * 0.14 + 0.842 * (1 / 102)^0.5)^2 / 0.02^2. No change in 100 documents counts as 1
+    # change in 102.
     assert few.documents_needed == 246
     assert (many.difference, many.flip_rate, many.mcnemar_p) == (0, 0, 1)
     (task,) = judge([from_counts(0, 0)], margin=0)
@@ -108,7 +106,7 @@ def test_no_change_passes_only_with_enough_documents() -> None:
     assert task.outcome == "INCONCLUSIVE"
 
 
-def test_a_baseline_without_a_right_answer_has_no_recovery() -> None:
+def test_no_recovery_of_zero_baseline() -> None:
     (task,) = judge([paired([0.0] * 200, [0.0] * 199 + [1.0])])
     assert (task.recovery, task.recovery_low, task.recovery_high) == (None, None, None)
     assert task.outcome == "INCONCLUSIVE"
@@ -128,15 +126,15 @@ def test_graded_scores_use_a_bootstrap() -> None:
     assert same.flips == ()
 
 
-def test_flips_are_limited_and_losses_come_first() -> None:
+def test_losses_are_first_of_limited_flips() -> None:
     (task,) = judge([from_counts(30, 30)])
     directions = [flip.direction for flip in task.flips]
     assert len(directions) == MAX_FLIPS
     assert directions[:30] == ["right to wrong"] * 30
 
 
-def test_a_task_that_the_baseline_cannot_do_is_named() -> None:
-    """The baseline has nothing to lose in this task, so PASS is no evidence."""
+def test_task_beyond_the_baseline_is_inconclusive() -> None:
+    """The baseline scores 0.25 % and has nothing to lose, so that PASS would be no evidence."""
     hopeless, fair = (
         paired([1] + [0] * 399, [0] * 400),
         paired([1] * 200 + [0] * 200, [1] * 200 + [0] * 200),
@@ -148,10 +146,10 @@ def test_a_task_that_the_baseline_cannot_do_is_named() -> None:
     assert judge_tasks([fair], margin=MARGIN, alpha=ALPHA).outcome == "PASS"
 
 
-def task(
+def task_with(
     name: str, difference: float, low: float, high: float, *, needed: int | None = None
 ) -> TaskVerdict:
-    """A task of 1,382 documents, judged against a margin of 2 points."""
+    """Return a task of 1,382 documents, judged with a margin of 2 points."""
     outcome: Outcome = "PASS" if low > -0.02 else "FAIL" if high < -0.02 else "INCONCLUSIVE"
     made = sample.verdict().tasks[1]
     candidate = replace(made.candidate, value=made.baseline.value + difference)
@@ -159,9 +157,9 @@ def task(
     return replace(made, difference=difference, low=low, high=high, documents_needed=needed)
 
 
-def own_units(name: str, difference: float, low: float, high: float) -> TaskVerdict:
-    """Return a perplexity of about 27, for which a rise is a loss."""
-    made = task(name, difference, low, high)
+def perplexity_with(name: str, difference: float, low: float, high: float) -> TaskVerdict:
+    """Return a perplexity of about 27, whose rise is a loss."""
+    made = task_with(name, difference, low, high)
     return replace(
         made,
         metric="word_perplexity",
@@ -170,79 +168,85 @@ def own_units(name: str, difference: float, low: float, high: float) -> TaskVerd
     )
 
 
-GOOD = task("addition", -0.0043, -0.0084, -0.0007)
-SAME = task("facts", 0.0, -0.0042, 0.0078)
-BETTER = task("choice", 0.0051, -0.0012, 0.0101)
-CLEARLY_BETTER = task("choice", 0.0052, 0.0012, 0.0101)
-BAD = task("addition", -0.221, -0.24, -0.203)
-WORSE = task("facts", -0.3859, -0.418, -0.349)
-OPEN = task("addition", -0.0141, -0.0252, -0.0047, needed=2810)
-HOPELESS = task("facts", -0.02, -0.03, -0.01)
+SMALL_LOSS = task_with("addition", -0.0043, -0.0084, -0.0007)
+NO_LOSS = task_with("facts", 0.0, -0.0042, 0.0078)
+GAIN = task_with("choice", 0.0051, -0.0012, 0.0101)
+CLEAR_GAIN = task_with("choice", 0.0052, 0.0012, 0.0101)
+LARGE_LOSS = task_with("addition", -0.221, -0.24, -0.203)
+LARGER_LOSS = task_with("facts", -0.3859, -0.418, -0.349)
+UNSETTLED = task_with("addition", -0.0141, -0.0252, -0.0047, needed=2810)
+NEVER_SETTLED = task_with("facts", -0.02, -0.03, -0.01)
 
 
 @pytest.mark.parametrize(
     ("tasks", "sentence"),
     [
         (
-            [GOOD, SAME, BETTER, BETTER],
+            [SMALL_LOSS, NO_LOSS, GAIN, GAIN],
             "all 4 tasks lose less than 2 points (worst: addition -0.43, at worst -0.84)",
         ),
-        ([SAME, BETTER], "both tasks lose less than 2 points (worst: facts 0.00, at worst -0.42)"),
-        ([GOOD], "addition loses 0.43 points (at most 0.84), 2 points were accepted"),
-        ([SAME], "facts loses nothing (at most 0.42 points), 2 points were accepted"),
-        ([BETTER], "choice gains 0.51 points (at worst it loses 0.12), 2 points were accepted"),
-        ([CLEARLY_BETTER], "choice gains 0.52 points (at least 0.12), 2 points were accepted"),
-        ([BAD], "addition loses 22.1 points (at least 20.3), 2 points were accepted"),
+        ([NO_LOSS, GAIN], "both tasks lose less than 2 points (worst: facts 0.00, at worst -0.42)"),
+        ([SMALL_LOSS], "addition loses 0.43 points (at most 0.84), 2 points were accepted"),
+        ([NO_LOSS], "facts loses nothing (at most 0.42 points), 2 points were accepted"),
+        ([GAIN], "choice gains 0.51 points (at worst it loses 0.12), 2 points were accepted"),
+        ([CLEAR_GAIN], "choice gains 0.52 points (at least 0.12), 2 points were accepted"),
+        ([LARGE_LOSS], "addition loses 22.1 points (at least 20.3), 2 points were accepted"),
         (
-            [BAD, SAME],
+            [LARGE_LOSS, NO_LOSS],
             "addition loses 22.1 points (at least 20.3), 2 points were accepted; the other "
             "task passes",
         ),
         (
-            [SAME, BAD, GOOD],
+            [NO_LOSS, LARGE_LOSS, SMALL_LOSS],
             "addition loses 22.1 points (at least 20.3), 2 points were accepted; the other 2 "
             "tasks pass",
         ),
-        ([BAD, OPEN], "addition loses 22.1 points (at least 20.3), 2 points were accepted"),
-        ([BAD, WORSE], "both tasks lose more than 2 points (worst: facts -38.6, at best -34.9)"),
         (
-            [BAD, WORSE, GOOD],
+            [LARGE_LOSS, UNSETTLED],
+            "addition loses 22.1 points (at least 20.3), 2 points were accepted",
+        ),
+        (
+            [LARGE_LOSS, LARGER_LOSS],
+            "both tasks lose more than 2 points (worst: facts -38.6, at best -34.9)",
+        ),
+        (
+            [LARGE_LOSS, LARGER_LOSS, SMALL_LOSS],
             "2 of 3 tasks lose more than 2 points (worst: facts -38.6, at best -34.9)",
         ),
         (
-            [OPEN, SAME],
+            [UNSETTLED, NO_LOSS],
             "addition is not settled after 1,382 documents: -1.41 points, between -2.52 and -0.47, "
             "2 points were accepted; about 2,900 would settle it; the other task passes",
         ),
         (
-            [HOPELESS],
+            [NEVER_SETTLED],
             "facts is not settled after 1,382 documents: -2.00 points, between -3.00 and -1.00, "
             "2 points were accepted; at this difference no number of documents would settle it",
         ),
         (
-            [OPEN, HOPELESS],
+            [UNSETTLED, NEVER_SETTLED],
             "2 of 2 tasks are not settled: addition (read 1,382 documents, about 2,900 needed), "
             "facts (read 1,382 documents, no number would settle it)",
         ),
         (
-            [OPEN] * 5,
+            [UNSETTLED] * 5,
             "5 of 5 tasks are not settled: "
             + ", ".join(["addition (read 1,382 documents, about 2,900 needed)"] * 3)
             + " and 2 more",
         ),
         (
-            [own_units("wikitext", -0.31, -0.4, -0.2)],
+            [perplexity_with("wikitext", -0.31, -0.4, -0.2)],
             "wikitext loses 0.31 in word_perplexity (at least 0.20), 0.02 in word_perplexity "
             "was accepted",
         ),
         (
-            [GOOD, own_units("wikitext", 0.31, 0.2, 0.4)],
+            [SMALL_LOSS, perplexity_with("wikitext", 0.31, 0.2, 0.4)],
             "both tasks lose less than 2 points or 0.02 in word_perplexity "
             "(worst: addition -0.43, at worst -0.84)",
         ),
     ],
 )
-def test_every_outcome_has_one_sentence(tasks: Sequence[TaskVerdict], sentence: str) -> None:
+def test_outcomes_have_one_sentence(tasks: Sequence[TaskVerdict], sentence: str) -> None:
     found = reason_for(overall_outcome(tasks), tasks, margin=0.02)
     assert found == sentence
     assert "%" not in found
@@ -252,27 +256,25 @@ def test_every_outcome_has_one_sentence(tasks: Sequence[TaskVerdict], sentence: 
 @pytest.mark.parametrize(
     ("margin", "tasks", "words"),
     [
-        (0.01, [GOOD], "1 point was accepted"),
-        (0.005, [task("addition", -0.001, -0.002, 0.0)], "0.5 points were accepted"),
-        (0.0, [task("addition", -0.03, -0.04, -0.021)], "no loss was accepted"),
-        (0.0, [CLEARLY_BETTER, CLEARLY_BETTER], "both tasks lose nothing"),
+        (0.01, [SMALL_LOSS], "1 point was accepted"),
+        (0.005, [task_with("addition", -0.001, -0.002, 0.0)], "0.5 points were accepted"),
+        (0.0, [task_with("addition", -0.03, -0.04, -0.021)], "no loss was accepted"),
+        (0.0, [CLEAR_GAIN, CLEAR_GAIN], "both tasks lose nothing"),
     ],
 )
-def test_what_was_accepted_reads_as_english(
-    margin: float, tasks: Sequence[TaskVerdict], words: str
-) -> None:
+def test_accepted_loss_in_words(margin: float, tasks: Sequence[TaskVerdict], words: str) -> None:
     assert words in reason_for(overall_outcome(tasks), tasks, margin=margin)
 
 
-def test_a_bound_next_to_the_margin_does_not_read_like_it() -> None:
-    """Less than 2 points, at worst -2.00, would contradict itself."""
-    close = task("addition", -0.0101, -0.019996, 0.0)
-    assert "at worst -1.9996)" in reason_for("PASS", [close, SAME], margin=0.02)
+def test_bound_near_margin_has_more_digits() -> None:
+    """ "Less than 2 points, at worst -2.00" would contradict itself."""
+    close = task_with("addition", -0.0101, -0.019996, 0.0)
+    assert "at worst -1.9996)" in reason_for("PASS", [close, NO_LOSS], margin=0.02)
 
 
 @pytest.mark.parametrize(
     ("documents", "words"),
     [(7, "about 7"), (303, "about 310"), (2810, "about 2,900"), (70941, "about 71,000")],
 )
-def test_an_estimate_has_two_digits_and_is_enough(documents: int, words: str) -> None:
+def test_estimates_are_rounded_up(documents: int, words: str) -> None:
     assert about(documents) == words

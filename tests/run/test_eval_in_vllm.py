@@ -1,4 +1,4 @@
-"""Held-out text, tasks and a real `vllm serve`. Scores come before their explanations."""
+"""Evaluation with held-out text, with tasks, and with a real `vllm serve`."""
 
 import json
 import os
@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from tests.command import vexport
-from tests.evaluation.faults import DEMO, with_own_global_scales
+from tests.evaluation.faults import DEMO, with_unequal_global_scales
 from tests.models import quantize
 from vexport.inference.endpoint.server import API_KEY
 
@@ -37,7 +37,7 @@ def scenario(folder: Path, **limits: float) -> Path:
     return path
 
 
-def test_text_and_accepted_drafts_decide_in_the_place_of_tasks(tmp_path: Path) -> None:
+def test_text_and_drafts_decide_without_tasks(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     ran = vexport("run", scenario(tmp_path), "--run-dir", folder, "--quiet")
     assert ran.code == 0, ran.stderr
@@ -62,7 +62,7 @@ def test_text_and_accepted_drafts_decide_in_the_place_of_tasks(tmp_path: Path) -
 
 @contextmanager
 def serving(log: Path) -> Iterator[str]:
-    """Return the address of vLLM's server of the demo model. The server requires the key."""
+    """Start vLLM's server of the demo model, which requires the key, and yield its address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -74,7 +74,7 @@ def serving(log: Path) -> Iterator[str]:
         str(DEMO / "model"),
     ]
     command += ["--host", "127.0.0.1", "--port", port, "--enforce-eager", "--max-num-seqs", "16"]
-    command += ["--distributed-executor-backend", "uni"]  # a process less to import vLLM
+    command += ["--distributed-executor-backend", "uni"]  # saves a process that imports vLLM
     environment = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_API_KEY": KEY, "HF_HUB_OFFLINE": "1"}
     environment = {**os.environ, **environment, "TORCHDYNAMO_DISABLE": "1"}
     with log.open("ab") as output:
@@ -101,10 +101,14 @@ def answers(folder: Path) -> list[tuple[object, object, object]]:
 
 
 def test_server_answers_like_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One candidate is a server, the other a folder with unequal global scales.
+
+    Only the folder fails.
+    """
     monkeypatch.setenv(API_KEY, KEY)
     tasks = f"{DEMO}/tasks/addition.yaml,{DEMO}/tasks/facts.yaml"
     whole = quantize(DEMO / "model", tmp_path / "whole", "NVFP4A16")
-    out, broken = tmp_path / "out", with_own_global_scales(whole, tmp_path / "broken")
+    out, broken = tmp_path / "out", with_unequal_global_scales(whole, tmp_path / "broken")
     with serving(tmp_path / "server.log") as url:
         ran = vexport(
             *("eval", url, broken, "--baseline", DEMO / "model", "--output-dir", out, "--quiet"),
@@ -128,7 +132,7 @@ def test_server_answers_like_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     served, engine = out / "candidate" / "1-v1", out / "candidate" / "2-broken"
     assert answers(out / "baseline") == answers(served)
     assert answers(engine) != answers(served)
-    # Nothing explains a pass.
+    # A pass needs no attribution, so that no reference is computed.
     assert not (served / "reference.safetensors").exists()
     assert (engine / "reference.safetensors").exists()
     files = [file.read_bytes() for file in out.rglob("*") if file.is_file()]

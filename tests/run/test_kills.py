@@ -1,5 +1,6 @@
-"""`run` and `eval` are ended three times in different stages; the next call goes on to the same
-report.
+"""`run` and `eval` are ended three times in different stages.
+
+Then they resume to the same report.
 """
 
 import json
@@ -22,8 +23,8 @@ DEMO = ROOT / "scenarios" / "demo"
 TASK = DEMO / "tasks" / "addition.yaml"
 LIMIT = 200
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
-# Runs a command whose workers are forked from the processes of this test session.
-COMMAND = """
+# Program that runs a command. Its workers are forked from processes of this test session.
+PROGRAM = """
 import sys
 from pathlib import Path
 from tests.engine.warm import Warm
@@ -32,18 +33,18 @@ session.started_group = Warm(Path(sys.argv.pop(1))).started_group
 from vexport.cli import main
 main()
 """
-# The keys of a report whose values are times, and times inside of values.
+# Keys of a report that have times as values, and times inside other values.
 TIMES = re.compile(r"seconds|created")
 STAMP = re.compile(r"\d{4}-\d{2}-\d{2}T[\d:.+-]+")
 CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGKILL: -signal.SIGKILL}
-Moment = tuple[signal.Signals, Callable[[Path], bool]]
+End = tuple[signal.Signals, Callable[[Path], bool]]
 
 
-def exists(pattern: str) -> Callable[[Path], bool]:
+def has_file(pattern: str) -> Callable[[Path], bool]:
     return lambda folder: any(folder.glob(pattern))
 
 
-def has_lines(pattern: str) -> Callable[[Path], bool]:
+def has_content(pattern: str) -> Callable[[Path], bool]:
     return lambda folder: any(file.stat().st_size for file in folder.glob(pattern))
 
 
@@ -56,7 +57,7 @@ def warm_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A scenario and the folder of its run without an interruption."""
+    """Return a scenario, and the folder of its run without an interruption."""
     folder = tmp_path_factory.mktemp("whole")
     scenario = folder / "small.yaml"
     content = {
@@ -71,10 +72,13 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return scenario, folder / "run"
 
 
-def end_at(moment: Moment, folder: Path, warm_folder: Path, arguments: Sequence[object]) -> None:
-    """Start a command and end it when `folder` has got so far; its engine ends too."""
+def end_at(moment: End, folder: Path, warm_folder: Path, arguments: Sequence[object]) -> None:
+    """Start a command and end it at a moment: when `is_reached(folder)` is true.
+
+    Its engine ends too.
+    """
     number, is_reached = moment
-    command = [sys.executable, "-c", COMMAND, str(warm_folder), *map(str, arguments)]
+    command = [sys.executable, "-c", PROGRAM, str(warm_folder), *map(str, arguments)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
         while not is_reached(folder):
@@ -85,7 +89,7 @@ def end_at(moment: Moment, folder: Path, warm_folder: Path, arguments: Sequence[
 
 
 def without_times(value: Json) -> Json:
-    """A report without times, and without names that are made of them."""
+    """Return a report without times, and without names that contain times."""
     if isinstance(value, dict):
         return {key: without_times(each) for key, each in value.items() if not TIMES.search(key)}
     if isinstance(value, list):
@@ -94,21 +98,19 @@ def without_times(value: Json) -> Json:
 
 
 def report_of(folder: Path, name: str) -> Json:
-    """A report of a run, without times and without the place of the run."""
+    """Return a report of a run, without times and without the run's path."""
     text = (folder / name).read_text().replace(str(folder), "RUN")
     return without_times(json.loads(text))
 
 
-def test_a_run_that_is_ended_three_times(
-    whole: tuple[Path, Path], warm_folder: Path, tmp_path: Path
-) -> None:
+def test_run_ended_three_times(whole: tuple[Path, Path], warm_folder: Path, tmp_path: Path) -> None:
     scenario, reference = whole
     folder = tmp_path / "run"
     call = ("run", scenario, "--run-dir", folder, "--quiet")
-    moments: list[Moment] = [
-        (signal.SIGTERM, exists(".checkpoint.partial/new/*.safetensors")),
-        (signal.SIGKILL, has_lines("eval/baseline/answers-*.jsonl")),
-        (signal.SIGINT, has_lines("eval/candidate/vllm.log")),
+    moments: list[End] = [
+        (signal.SIGTERM, has_file(".checkpoint.partial/new/*.safetensors")),
+        (signal.SIGKILL, has_content("eval/baseline/answers-*.jsonl")),
+        (signal.SIGINT, has_content("eval/candidate/vllm.log")),
     ]
     for moment in moments:
         end_at(moment, folder, warm_folder, call)
@@ -121,7 +123,7 @@ def test_a_run_that_is_ended_three_times(
         assert (folder / "checkpoint" / file.name).read_bytes() == file.read_bytes(), file.name
 
 
-def test_an_evaluation_that_is_ended_three_times(
+def test_evaluation_ended_three_times(
     whole: tuple[Path, Path], warm_folder: Path, tmp_path: Path
 ) -> None:
     reports = list[Json]()
@@ -135,10 +137,10 @@ def test_an_evaluation_that_is_ended_three_times(
         "--limit",
         LIMIT,
     )
-    moments: list[Moment] = [
-        (signal.SIGINT, has_lines("baseline/vllm.log")),
-        (signal.SIGKILL, has_lines("baseline/answers-*.jsonl")),
-        (signal.SIGTERM, has_lines("candidate/answers-*.jsonl")),
+    moments: list[End] = [
+        (signal.SIGINT, has_content("baseline/vllm.log")),
+        (signal.SIGKILL, has_content("baseline/answers-*.jsonl")),
+        (signal.SIGTERM, has_content("candidate/answers-*.jsonl")),
     ]
     for folder, ends in ((tmp_path / "whole", []), (tmp_path / "ended", moments)):
         options = ("--output-dir", folder, "--format", "json", "--quiet")

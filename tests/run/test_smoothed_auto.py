@@ -1,4 +1,4 @@
-"""`scheme: auto` with smoothed candidates, which are measured in their written form."""
+"""`scheme: auto` with smoothed candidates. Sensitivity measures them as they are written."""
 
 from pathlib import Path
 
@@ -17,8 +17,8 @@ from vexport.scenario import read_scenario
 UNTIL_WRITTEN = ("plan candidates", "calibrate", "sensitivity", "choose", "plan", "quantize")
 
 
-def written(folder: Path, smoothing: str) -> Run:
-    """A run up to its checkpoint."""
+def run_until_written(folder: Path, smoothing: str) -> Run:
+    """Return a run of a scenario with the given smoothing, up to its checkpoint."""
     path = folder / f"{smoothing}.yaml"
     path.write_text(
         f"""
@@ -33,10 +33,11 @@ evaluate: {{tasks: [unused]}}
 """,
         encoding="utf-8",
     )
-    return made_by(path, folder / f"run-{smoothing}")
+    return run_of(path, folder / f"run-{smoothing}")
 
 
-def made_by(scenario_file: Path, run_dir: Path) -> Run:
+def run_of(scenario_file: Path, run_dir: Path) -> Run:
+    """Run a scenario up to its checkpoint."""
     scenario = read_scenario(scenario_file)
     run = Run(scenario, run_dir, options_of(scenario.serve))
     run_dir.mkdir()
@@ -56,11 +57,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def smoothed(folder: Path) -> Run:
-    return written(folder, "0.5")
+    return run_until_written(folder, "0.5")
 
 
 def loss_of_smoothed(run: Run) -> float:
-    """The loss of all that reads a norm's output in W8A8."""
+    """Return the loss in W8A8 of the groups whose input is the output of a norm."""
     return sum(
         one.loss
         for group in run.result(measure_sensitivity).groups
@@ -70,20 +71,20 @@ def loss_of_smoothed(run: Run) -> float:
 
 
 @pytest.mark.slow
-def test_losses_are_those_of_smoothed_weights(folder: Path, smoothed: Run) -> None:
-    plain = written(folder, "0")
+def test_sensitivity_measures_smoothed_weights(folder: Path, smoothed: Run) -> None:
+    plain = run_until_written(folder, "0")
     assert not plain.result(calibrate).smoothing
     assert not (plain.checkpoint / SMOOTHING).exists()
     assert loss_of_smoothed(smoothed) < 0.7 * loss_of_smoothed(plain)
 
 
-def test_what_is_written_is_what_its_recipe_gives(folder: Path, smoothed: Run) -> None:
+def test_recipe_reproduces_smoothed_checkpoint(folder: Path, smoothed: Run) -> None:
     chosen = {choice.name: choice.scheme for choice in smoothed.result(choose).choices}
     assert {"W4A16", "W8A8"} <= set(chosen.values())
     kept, found = smoothing_of(smoothed.checkpoint), smoothed.result(calibrate).smoothing
     assert kept
     assert len(kept) < len(found)
-    again = made_by(smoothed.checkpoint / RECIPE, folder / "again")
+    again = run_of(smoothed.checkpoint / RECIPE, folder / "again")
     assert smoothing_of(again.checkpoint) == kept
     for file in sorted(smoothed.checkpoint.glob("*.safetensors")):
         assert (again.checkpoint / file.name).read_bytes() == file.read_bytes()

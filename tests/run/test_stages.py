@@ -1,4 +1,7 @@
-"""Stages read the results of earlier stages. A second call reuses results and partial results."""
+"""Stages of a run.
+
+A stage reads the results of earlier stages. A second call reuses complete and partial results.
+"""
 
 import json
 from collections.abc import Callable
@@ -43,8 +46,8 @@ def options_of(serve: Serve) -> EngineOptions:
 
 
 @pytest.mark.parametrize("name", ["run", "eval"])
-def test_a_second_call_in_the_same_folder_is_refused(name: str, tmp_path: Path) -> None:
-    """Before it has changed files of the first call."""
+def test_concurrent_call_in_same_folder_is_refused(name: str, tmp_path: Path) -> None:
+    """The second call is refused before it changes a file."""
     scenario = read_scenario(SCENARIO).model_copy(update={"serve": Serve()})
     options, folder = options_of(scenario.serve), tmp_path / "out"
     KIND.begin(folder)
@@ -68,8 +71,8 @@ def run(tmp_path: Path) -> Run:
     return Run(scenario, tmp_path, options_of(scenario.serve))
 
 
-def checking(source: str, made: list[str]) -> Stage[CheckReport]:
-    """Return a stage with one input, which records its runs."""
+def checking_stage(source: str, made: list[str]) -> Stage[CheckReport]:
+    """Return a stage with one input, which appends to `made` each time that it runs."""
 
     def make(run: Run) -> CheckReport:
         made.append(source)
@@ -80,19 +83,20 @@ def checking(source: str, made: list[str]) -> Stage[CheckReport]:
 
 def test_finished_stage_is_reused(run: Run) -> None:
     made: list[str] = []
-    check = checking("a", made)
+    check = checking_stage("a", made)
     run.do(check)
     again = Run(run.scenario, run.folder, run.options)
-    again.do(checking("a", made))
+    again.do(checking_stage("a", made))
     assert made == ["a"]
     assert again.result(check) == run.result(check)
     with pytest.raises(InputError, match="the run began with another source"):
-        again.do(checking("b", made))
+        again.do(checking_stage("b", made))
     assert made == ["a"]
 
 
-def test_a_stage_reads_what_earlier_ones_have_left(run: Run) -> None:
-    check = checking("a", [])
+def test_stage_reads_earlier_results(run: Run) -> None:
+    """A skipped stage has no result. A stage that comes later cannot be read."""
+    check = checking_stage("a", [])
     read = Stage("read", CheckReport, lambda run: run.get(check))
     with pytest.raises(AssertionError, match="check comes later"):
         run.do(read)
@@ -104,7 +108,7 @@ def test_a_stage_reads_what_earlier_ones_have_left(run: Run) -> None:
     assert run.result(read).checkpoint == "a"
 
 
-def test_a_stage_that_fails_leaves_no_record(run: Run) -> None:
+def test_failed_stage_leaves_no_record(run: Run) -> None:
     assert len({stage.name for stage in STAGES}) == len(STAGES)
 
     def fail(run: Run) -> Plan:
@@ -116,7 +120,7 @@ def test_a_stage_that_fails_leaves_no_record(run: Run) -> None:
     assert run.directory.seconds == {}
 
 
-def test_weights_of_a_model_with_its_own_code_are_rounded(tmp_path: Path) -> None:
+def test_model_with_python_code_is_rounded(tmp_path: Path) -> None:
     source = save_llama(tmp_path / "source", num_hidden_layers=1)
     (source / "own.py").write_text(OWN_CODE)
     config = json.loads((source / "config.json").read_text())
@@ -143,7 +147,7 @@ def test_weights_of_a_model_with_its_own_code_are_rounded(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("file", ["additions.jsonl", "score.py", "near.yaml"])
 def test_session_depends_on_files_of_a_task(file: str, llama: Path, tmp_path: Path) -> None:
-    """Documents and code that a task names, and the task itself."""
+    """The session's digest covers the task file, and the documents and code that the task names."""
     make_tasks(tmp_path / "tasks", 3)
     settings = Evaluate(tasks=(str(tmp_path / "tasks" / "near.yaml"),))
     model = RunModel(name="model", role=CANDIDATE, checkpoint=llama)
@@ -159,7 +163,7 @@ def test_session_depends_on_files_of_a_task(file: str, llama: Path, tmp_path: Pa
 
 
 def test_old_evaluation_folder(tmp_path: Path) -> None:
-    """It is named as such, and stays as it is, also with --overwrite."""
+    """A folder of an older version is refused and stays unchanged, even with --overwrite."""
     folder = tmp_path / "old"
     old = FolderKind(name="results", mark=OLD_EVALUATION_MARK, text="Results of vexport.\n")
     old.begin(folder)
@@ -177,7 +181,8 @@ def test_old_evaluation_folder(tmp_path: Path) -> None:
     assert sorted(folder.rglob("*")) == before
 
 
-def test_answers_outlive_an_unfinished_session(tmp_path: Path) -> None:
+def test_answers_survive_unfinished_session(tmp_path: Path) -> None:
+    """Clearing a session keeps its answers, and refuses to delete files of the user."""
     session = tmp_path / "candidate"
     KIND.begin(tmp_path)
     for name in ("tasks/one/one.yaml", "vllm.log", "answers-12.jsonl"):
@@ -195,7 +200,7 @@ def test_answers_outlive_an_unfinished_session(tmp_path: Path) -> None:
     assert [path.name for path in session.iterdir()] == ["answers-12.jsonl"]
 
 
-def flip(file: Path) -> None:
+def flip_last_bit(file: Path) -> None:
     data = file.read_bytes()
     file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
 
@@ -205,12 +210,11 @@ def edit_tokenizer(model: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [lambda model: flip(model / "model-00001-of-00002.safetensors"), edit_tokenizer]
+    "change",
+    [lambda model: flip_last_bit(model / "model-00001-of-00002.safetensors"), edit_tokenizer],
 )
-def test_a_stage_knows_checkpoints_by_their_files(
-    change: Callable[[Path], object], tmp_path: Path
-) -> None:
-    """What it was made from, and what it has made."""
+def test_changed_checkpoints_are_refused(change: Callable[[Path], object], tmp_path: Path) -> None:
+    """A stage notices changes in its source and in the checkpoint that it wrote."""
     source = write_model(tmp_path / "source", hidden=64, layers=1)
     made = copytree(source, tmp_path / "run" / "checkpoint")
     inputs = {"source": folder_digest(source)}
@@ -230,7 +234,7 @@ def test_a_stage_knows_checkpoints_by_their_files(
 
 
 @pytest.mark.vllm
-def test_failed_scheme_without_others_is_an_error(tmp_path: Path) -> None:
+def test_compare_with_one_failed_scheme_is_error(tmp_path: Path) -> None:
     call, missing = (
         ("--schemes", "W4A16", "--scenario", SCENARIO, "--run-dir"),
         tmp_path / "missing",

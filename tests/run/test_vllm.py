@@ -1,4 +1,4 @@
-"""The main job in the real vLLM: scenarios, comparisons, and functions that start vLLM."""
+"""Scenarios, comparisons, and functions that start the real vLLM."""
 
 import json
 import re
@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 def limited(name: str, folder: Path) -> Path:
-    """A committed scenario with absolute paths and fewer documents."""
+    """Return a committed scenario with absolute paths and fewer documents."""
     content = yaml.safe_load((ROOT / "scenarios" / name).read_text())
     text = json.dumps({**content, "evaluate": {**content["evaluate"], "limit": LIMIT}})
     path = folder / name
@@ -56,7 +56,7 @@ def report_of(folder: Path) -> dict[str, Any]:
     jsonschema.validate(report, schema)
     KIND.require_replaceable(
         folder, overwrite=True
-    )  # raises where a run writes what its list lacks
+    )  # raises if the folder has a file that is missing in the run's list
     return report
 
 
@@ -69,7 +69,10 @@ def answers_in(folder: Path) -> int:
 
 
 def kill_while_answering(scenario: Path, folder: Path) -> int:
-    """Kill a run whose baseline has given answers. Return the number of kept answers."""
+    """Kill a run after its baseline has answered some prompts.
+
+    Return the number of answers on disk.
+    """
     command = [
         sys.executable,
         "-m",
@@ -85,11 +88,11 @@ def kill_while_answering(scenario: Path, folder: Path) -> int:
             assert process.poll() is None, "it ended before it was killed"
             time.sleep(0.1)
         process.kill()
-    time.sleep(1)  # its engine ends
+    time.sleep(1)  # until the run's engine has ended
     return answers_in(folder / "eval" / "baseline")
 
 
-def test_the_demo_passes_and_resumes(tmp_path: Path) -> None:
+def test_demo_passes_and_resumes(tmp_path: Path) -> None:
     folder, scenario = tmp_path / "run", limited("demo-nvfp4.yaml", tmp_path)
     held = kill_while_answering(scenario, folder)
     ran = run(scenario, folder)
@@ -136,7 +139,7 @@ def test_the_demo_passes_and_resumes(tmp_path: Path) -> None:
     assert all(line in log for line in lines), log
 
 
-def test_int4_on_outliers_fails_and_says_why(hard: Path, int4: Ran) -> None:
+def test_int4_on_outliers_fails_with_cause(hard: Path, int4: Ran) -> None:
     folder = hard.parent / "runs" / "W4A16"
     assert int4.code == 1
     (line,) = int4.errors
@@ -151,7 +154,7 @@ def test_int4_on_outliers_fails_and_says_why(hard: Path, int4: Ran) -> None:
 
 @pytest.mark.usefixtures("int4")
 def test_answers_after_failed_load_decide_nothing(hard: Path, tmp_path: Path) -> None:
-    """A load gate is failed by hand: what does it in vLLM would need an engine more."""
+    """The load report is edited to fail, because a failing load would need another engine start."""
     folder = Path(shutil.copytree(hard.parent / "runs" / "W4A16", tmp_path / "run"))
     load = json.loads((folder / "load.json").read_text())
     finding = {
@@ -174,7 +177,7 @@ def test_answers_after_failed_load_decide_nothing(hard: Path, tmp_path: Path) ->
 
 @pytest.fixture(scope="module")
 def rows(hard: Path, int4: Ran) -> Sequence[ComparedRun]:
-    """Another scheme next to the one that was run, by the function."""
+    """Compare a second scheme with the finished run, using the function `compare`."""
     out = hard.parent / "runs"
     before = (out / "W4A16" / "load.json").stat().st_mtime_ns
     compared = compare(DEMO / "model-x16", SCHEMES, scenario=hard, run_dir=out)
@@ -182,9 +185,7 @@ def rows(hard: Path, int4: Ran) -> Sequence[ComparedRun]:
     return compared
 
 
-def test_schemes_are_compared_and_the_baseline_served_once(
-    hard: Path, rows: Sequence[ComparedRun]
-) -> None:
+def test_compare_serves_baseline_once(hard: Path, rows: Sequence[ComparedRun]) -> None:
     source, out = DEMO / "model-x16", hard.parent / "runs"
     assert [(row.schemes, row.outcome) for row in rows] == [
         ("W4A16", "FAIL"),
@@ -219,8 +220,8 @@ def test_schemes_are_compared_and_the_baseline_served_once(
 
 
 @pytest.mark.usefixtures("rows")
-def test_a_checkpoint_is_compared_with_an_accepted_baseline(hard: Path, tmp_path: Path) -> None:
-    """And loaded dry; both as functions."""
+def test_load_and_evaluate_functions(hard: Path, tmp_path: Path) -> None:
+    """Load a checkpoint dry, and evaluate it against an accepted baseline."""
     done = hard.parent / "runs" / "FP8_DYNAMIC"
     dry = load(done / "checkpoint", dry=True, gpu=["h100"])
     assert isinstance(dry, DryLoadReport)
