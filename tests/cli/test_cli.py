@@ -1,4 +1,4 @@
-"""The contract of the command line: exit codes, one line per error, complete files only."""
+"""Contract of the command line: exit codes, one line per error, and no partial files."""
 
 import json
 from pathlib import Path
@@ -56,7 +56,7 @@ def test_bad_input_is_one_line_code_2(
 
 
 @pytest.mark.parametrize("words", [("verdict",), ("load", "--dry"), ("report",)])
-def test_missing_input_named(
+def test_missing_inputs_are_named(
     words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -65,7 +65,8 @@ def test_missing_input_named(
     assert all(f"{name}: got " in line for name, line in zip("AB", ran.errors, strict=True))
 
 
-def test_vllm_not_installed_is_exit_4_before_anything_is_done(tmp_path: Path) -> None:
+def test_missing_vllm_is_exit_4(tmp_path: Path) -> None:
+    """The error comes before the run writes a file."""
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\nexec python3 -I -S "$@"\n')
     python.chmod(0o755)
@@ -81,10 +82,8 @@ def test_vllm_not_installed_is_exit_4_before_anything_is_done(tmp_path: Path) ->
     assert not (tmp_path / "run").exists()
 
 
-def test_a_torchvision_for_another_torch_is_named(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """transformers hides torchvision's message in another error."""
+def test_mismatched_torchvision_is_named(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchvision was built for another torch. transformers hides its message in another error."""
 
     def broken(root: Path) -> None:
         try:
@@ -100,9 +99,7 @@ def test_a_torchvision_for_another_torch_is_named(
     assert "pip uninstall torchvision torchaudio torchcodec" in line
 
 
-def test_an_internal_error_is_one_line_without_debug(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_traceback_needs_debug(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vexport.checks.read_index", lambda root: 1 / 0)
     ran = vexport("check", llama)
     assert ran.code == 4
@@ -112,7 +109,7 @@ def test_an_internal_error_is_one_line_without_debug(
     assert "Traceback" in vexport("check", llama, "--debug").stderr
 
 
-def test_progress_goes_to_stderr_and_json_alone_to_stdout(llama: Path, tmp_path: Path) -> None:
+def test_progress_goes_to_stderr(llama: Path, tmp_path: Path) -> None:
     ran = vexport("quantize", llama, tmp_path / "out", "--scheme", "W8A8")
     assert "quantize (bytes)" in ran.stderr
     assert "quantize (bytes)" not in ran.stdout
@@ -122,10 +119,8 @@ def test_progress_goes_to_stderr_and_json_alone_to_stdout(llama: Path, tmp_path:
     ]
 
 
-def test_calls_overrule_a_files_options(
-    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A command's table wins over shared options.
+def test_options_from_files(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The call overrides the file, and a command's table overrides shared options.
 
     A list becomes several values, or one joined value.
     """
@@ -136,7 +131,7 @@ def test_calls_overrule_a_files_options(
         '["re:.*o_proj"]\n'
     )
     call = ("plan", llama, "--scheme", "FP8_DYNAMIC")
-    refused = vexport(*call)  # three ranks cannot share what they are given
+    refused = vexport(*call)  # three ranks cannot share the layers
     assert refused.code == 2
     plan = json.loads(refused.stdout)
     assert not any("o_proj" in group["name"] for group in plan["groups"])
@@ -181,7 +176,7 @@ def test_calls_overrule_a_files_options(
     ],
     ids=lambda text: text[:20],
 )
-def test_a_file_that_sets_what_it_may_not_is_refused(
+def test_options_file_is_restricted(
     content: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -191,7 +186,7 @@ def test_a_file_that_sets_what_it_may_not_is_refused(
     assert said in ran.errors[0]
 
 
-def test_flags_of_vllm_are_arguments_of_its_engine() -> None:
+def test_vllm_flags_become_engine_arguments() -> None:
     words = (
         "load",
         "MODEL",

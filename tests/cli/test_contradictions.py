@@ -1,4 +1,4 @@
-"""Options and scenarios that contradict each other, or the model, are refused."""
+"""Options and scenarios that contradict each other or the model are refused."""
 
 import json
 from pathlib import Path
@@ -20,15 +20,15 @@ def scenario(
     return path
 
 
-def test_importance_without_data_takes_those_that_ship(llama: Path, tmp_path: Path) -> None:
-    """The micro model has no tokenizer to read them with."""
+def test_importance_uses_packaged_data(llama: Path, tmp_path: Path) -> None:
+    """Without --calibration, importance uses packaged data, which need the model's tokenizer."""
     ran = vexport("quantize", llama, tmp_path / "out", *DATA_FREE, "--observer", "imatrix_mse")
     assert ran.code == 2
     assert "no calibration data was named" in ran.stderr
     assert "no usable tokenizer" in ran.errors[0]
 
 
-def test_options_contradicting_scenario_are_refused(llama: Path, tmp_path: Path) -> None:
+def test_options_against_scenario_are_refused(llama: Path, tmp_path: Path) -> None:
     path = scenario(tmp_path, llama)
     ran = vexport("plan", path, "--scheme", "FP8_DYNAMIC", "--kv-cache", "fp8", "--tp", "2")
     assert ran.code == 2
@@ -39,7 +39,7 @@ def test_options_contradicting_scenario_are_refused(llama: Path, tmp_path: Path)
 
 
 @pytest.mark.parametrize("name", ["fp8-dynamic", "Fp8_Dynamic", "FP8DYNAMIC", "fp8 dynamic"])
-def test_schemes_are_understood_in_any_spelling(name: str, llama: Path, tmp_path: Path) -> None:
+def test_scheme_spellings(name: str, llama: Path, tmp_path: Path) -> None:
     planned = json.loads(vexport("plan", llama, "--scheme", name, "--format", "json").stdout)
     assert {group["scheme"] for group in planned["groups"]} == {"FP8_DYNAMIC"}
     auto = f"auto: {{candidates: [{name}, Keep], bits: 5}}\ncalibration: {{data: x}}\n"
@@ -51,8 +51,8 @@ def test_schemes_are_understood_in_any_spelling(name: str, llama: Path, tmp_path
     assert read.auto.candidates == ("FP8_DYNAMIC", "keep")
 
 
-def test_heads_are_refused_as_check_refuses_them(tmp_path: Path) -> None:
-    """Nine heads and three of keys and values, as SmolLM2-135M has them."""
+def test_plan_and_check_refuse_equal_heads(tmp_path: Path) -> None:
+    """The model has nine attention heads and three key and value heads, like SmolLM2-135M."""
     heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "head_dim": 64}
     sizes = {"hidden_size": 576, "intermediate_size": 1152, "num_hidden_layers": 1}
     source = save_llama(tmp_path / "model", **heads, **sizes)
@@ -76,7 +76,7 @@ def test_heads_are_refused_as_check_refuses_them(tmp_path: Path) -> None:
     assert vexport("check", out, "--tp", "3,9").code == 0
 
 
-def test_layers_that_stay_16_bit_must_fit_the_ranks_too(tmp_path: Path) -> None:
+def test_kept_layers_must_fit_ranks(tmp_path: Path) -> None:
     source = save_llama(tmp_path / "model", intermediate_size=321, num_hidden_layers=1)
     ran = vexport("plan", source, "--scheme", "FP8_DYNAMIC", "--ignore", "re:.*mlp.*", "--tp", "2")
     assert ran.code == 2
@@ -89,8 +89,8 @@ def test_layers_that_stay_16_bit_must_fit_the_ranks_too(tmp_path: Path) -> None:
     assert "321 is not a multiple of 2 ranks" in ran.stdout
 
 
-def test_a_shape_that_does_not_fit_names_what_to_do(tmp_path: Path) -> None:
-    """Columns of 48: no whole groups of any size that vLLM runs."""
+def test_unsupported_shape_names_remedies(tmp_path: Path) -> None:
+    """48 columns are not a multiple of any group size that vLLM runs."""
     source = save_llama(tmp_path / "model", intermediate_size=48, num_hidden_layers=1)
     planned = vexport("plan", source, "--scheme", "W4A16").stdout
     (line,) = (line for line in planned.splitlines() if "refused" in line)
@@ -105,9 +105,7 @@ def test_a_shape_that_does_not_fit_names_what_to_do(tmp_path: Path) -> None:
     assert "--" not in line
 
 
-def test_a_rule_whose_layers_all_have_an_earlier_match_is_named(
-    llama: Path, tmp_path: Path
-) -> None:
+def test_shadowed_rule_is_named(llama: Path, tmp_path: Path) -> None:
     rules = "[{match: Linear, scheme: W8A8}, {match: down_proj, scheme: keep}]"
     ran = vexport("plan", scenario(tmp_path, llama, rules=rules))
     assert ran.code == 0, ran.stderr
@@ -117,8 +115,8 @@ def test_a_rule_whose_layers_all_have_an_earlier_match_is_named(
     assert "earlier rule" not in vexport("plan", scenario(tmp_path, llama, rules=in_order)).stdout
 
 
-def test_missing_calibration_data_end_run_early(llama: Path, tmp_path: Path) -> None:
-    """Even where the data would not be read."""
+def test_missing_calibration_data_is_refused_early(llama: Path, tmp_path: Path) -> None:
+    """Missing data is an error even if the scheme does not need it."""
     path = scenario(tmp_path, llama, "calibration: {data: nothing.jsonl}\n")
     data_free = (
         "quantize",

@@ -1,4 +1,4 @@
-"""Help, errors, colour, output files, and options from the environment."""
+"""Help, errors, colour, output files, and names in commands."""
 
 import json
 import os
@@ -28,18 +28,18 @@ def broken(good: Good, tmp_path: Path) -> Path:
     return spoiled(good("W8A8"), tmp_path / "broken", drop(DOWN))
 
 
-# Lines of help on a terminal of 100 columns; the others have a screen.
+# Most lines of a command's help on a terminal of 100 columns. Other commands have 50.
 LONGEST = {"plan": 60, "quantize": 75, "eval": 90}
 
 
 @pytest.mark.parametrize("arguments", [(), ("list",)])
-def test_nothing_asked_is_help_on_stdout_and_code_2(arguments: tuple[str, ...]) -> None:
+def test_no_arguments_show_help(arguments: tuple[str, ...]) -> None:
     ran = vexport(*arguments)
     assert (ran.code, ran.stderr) == (2, "")
     assert ran.stdout == vexport(*arguments, "--help").stdout
 
 
-def test_a_usage_error_is_one_line() -> None:
+def test_usage_error_is_one_line() -> None:
     (line,) = vexport("list", "nonsense").stderr.splitlines()
     assert line.startswith("error: vexport list: ")
     assert line.endswith("See `vexport list --help`.")
@@ -66,7 +66,7 @@ def test_commands_are_listed_in_order_of_work(
 
 
 @pytest.mark.parametrize("command", ALL_COMMANDS.values(), ids=lambda command: str(command.name))
-def test_help_has_right_parts_and_examples(
+def test_help_has_headings_and_examples(
     command: click.Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "100")
@@ -94,7 +94,7 @@ def test_help_has_right_parts_and_examples(
         assert {word for word in rest.split() if word.startswith("-")} <= options
 
 
-def test_a_finding_is_printed_once(broken: Path) -> None:
+def test_finding_is_printed_once(broken: Path) -> None:
     ran = vexport("check", broken)
     assert ran.code == 1
     (line,) = ran.errors
@@ -105,7 +105,7 @@ def test_a_finding_is_printed_once(broken: Path) -> None:
     assert json.loads(full.stdout)[0]["findings"][0]["where"] == DOWN
 
 
-def test_the_answer_goes_to_a_file_in_the_form_of_its_ending(broken: Path, tmp_path: Path) -> None:
+def test_output_format_follows_file_name(broken: Path, tmp_path: Path) -> None:
     ran = vexport("check", broken, "-o", tmp_path / "new" / "check.json")
     assert (ran.code, ran.stdout) == (1, "")
     assert "uninitialized" in ran.errors[0]
@@ -119,7 +119,7 @@ def test_the_answer_goes_to_a_file_in_the_form_of_its_ending(broken: Path, tmp_p
     assert "is a folder" in refused.errors[0]
 
 
-def test_every_command_with_an_answer_takes_a_file(llama: Path, tmp_path: Path) -> None:
+def test_commands_write_output_files(llama: Path, tmp_path: Path) -> None:
     for number, arguments in enumerate(
         [("list", "schemes"), ("plan", llama, "--scheme", "FP8_DYNAMIC")]
     ):
@@ -134,7 +134,7 @@ def test_every_command_with_an_answer_takes_a_file(llama: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("no_colour", [False, True])
-def test_a_terminal_has_colour(
+def test_terminal_has_colour(
     no_colour: bool, broken: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TERM", "xterm")
@@ -159,7 +159,7 @@ def test_error_lines_are_escaped_and_bounded() -> None:
 
 
 @pytest.mark.parametrize("spelling", ["90", "9.0", "sm90", "SM_90", "sm 9.0", "90a"])
-def test_capabilities_in_any_spelling(spelling: str, good: Good) -> None:
+def test_capability_spellings(spelling: str, good: Good) -> None:
     wanted = vexport("check", good("W4A16"), "--sm", "90", "--format", "json")
     assert (
         vexport("check", good("W4A16"), "--sm", spelling, "--format", "json").stdout
@@ -167,7 +167,7 @@ def test_capabilities_in_any_spelling(spelling: str, good: Good) -> None:
     )
 
 
-def test_a_check_says_what_it_was_judged_for(good: Good, tmp_path: Path) -> None:
+def test_check_names_versions_and_gpus(good: Good, tmp_path: Path) -> None:
     path = spoiled(good("W8A8"), tmp_path / "served", write_tokenizer)
     (path / "chat_template.jinja").write_text("{{ messages }}")
     assert (
@@ -184,7 +184,7 @@ def test_a_check_says_what_it_was_judged_for(good: Good, tmp_path: Path) -> None
     assert "unknown: checked by the rules of 0.33" in unknown.stdout
 
 
-def test_a_refused_plan_is_printed_once(llama: Path) -> None:
+def test_plan_refusal_is_printed_once(llama: Path) -> None:
     options = ("--scheme", "W4A16", "--tp", "3")
     ran = vexport("plan", llama, *options)
     assert ran.code == 2
@@ -200,7 +200,8 @@ ROOT = Path(__file__).parent.parent.parent
 LISTED = [next(iter(row.values())) for rows in (schemes(), observers(), checks()) for row in rows]
 
 
-def test_what_is_listed_or_reported_has_a_section() -> None:
+def test_listed_names_are_explained() -> None:
+    """Each scheme, observer, check and finding has one section in the documents."""
     sources = [path.read_text(encoding="utf-8") for path in (ROOT / "vexport").rglob("*.py")]
     findings = {name for text in sources for name in re.findall(r'\bcheck="([\w -]+)"', text)}
     assert len(findings) > 5
@@ -210,7 +211,7 @@ def test_what_is_listed_or_reported_has_a_section() -> None:
     assert [name for name, count in names.items() if count > 1] == []
 
 
-def test_a_section_is_printed_as_it_stands() -> None:
+def test_explain_prints_section() -> None:
     ran = vexport("explain", "fp8-block")
     page = (ROOT / "vexport" / "docs" / "schemes.md").read_text(encoding="utf-8")
     assert ran.code == 0
@@ -222,7 +223,7 @@ def test_a_section_is_printed_as_it_stands() -> None:
 
 
 @pytest.mark.parametrize(("name", "meant"), [("nvfp5", "NVFP4"), ("completness", "completeness")])
-def test_an_unknown_name_gets_the_nearest(name: str, meant: str) -> None:
+def test_unknown_name_suggests_nearest(name: str, meant: str) -> None:
     ran = vexport("explain", name)
     assert (ran.code, ran.stdout) == (2, "")
     (line,) = ran.errors
@@ -233,10 +234,10 @@ def test_an_unknown_name_gets_the_nearest(name: str, meant: str) -> None:
     ("command", "file", "forms"),
     [("check", "a.html", ".txt, .json, .xml"), ("plan", "a.xml", ".txt, .json")],
 )
-def test_a_file_of_another_form_is_refused(
+def test_unsupported_output_name_is_refused(
     command: str, file: str, forms: str, llama: Path, tmp_path: Path
 ) -> None:
-    """A file that is called html never holds text."""
+    """The end of a file's name always matches the format of its content."""
     ran = vexport(command, llama, "-o", tmp_path / file)
     assert ran.code == 2
     assert file in ran.errors[0]
@@ -252,11 +253,11 @@ def test_a_file_of_another_form_is_refused(
         ("gptq", "use --scheme W4A16 --rounding gptq"),
     ],
 )
-def test_a_method_is_no_scheme(name: str, words: str, llama: Path) -> None:
+def test_method_as_scheme_names_remedy(name: str, words: str, llama: Path) -> None:
     ran = vexport("plan", llama, "--scheme", name)
     assert ran.code == 2
     assert words in ran.errors[0]
 
 
-def test_schemes_with_other_group_sizes_are_named() -> None:
+def test_list_names_group_sizes() -> None:
     assert "W4A16_G64 and W4A16_CHANNEL" in vexport("list", "schemes").stdout

@@ -1,5 +1,6 @@
-"""Damaged files of every kind are input errors: a fixed seed, no traceback, no internal error, no
-hang.
+"""Damaged files of every kind are input errors.
+
+They cause no traceback, no internal error, and no hang. The random seeds are fixed.
 """
 
 import json
@@ -86,7 +87,7 @@ RESULTS = {
 
 
 def damaged(text: bytes, chance: random.Random) -> bytes:
-    """Text with some bytes changed, removed, repeated or cut off."""
+    """Return the bytes with some parts changed, removed, repeated or cut off."""
     data = bytearray(text)
     for _ in range(chance.choice((1, 1, 3, 10))):
         start = chance.randrange(len(data) + 1)
@@ -110,7 +111,7 @@ def damaged(text: bytes, chance: random.Random) -> bytes:
 def places(
     value: object,
 ) -> Iterator[tuple[dict[object, object], object] | tuple[list[object], int]]:
-    """Each container in a JSON value with each of its keys."""
+    """Yield each container in a JSON value, with each of its keys."""
     if isinstance(value, dict):
         for key, inner in list(value.items()):
             yield value, key
@@ -133,7 +134,10 @@ def replaced(text: bytes, chance: random.Random) -> bytes:
 
 
 def problem_of(read: Callable[[], object]) -> VexportError | None:
-    """Return the error with which a reader refuses a file. Raise any other exception."""
+    """Return the error of a reader for a file, or None if the file is read.
+
+    Other exceptions pass through.
+    """
     try:
         read()
     except VexportError as error:
@@ -142,6 +146,7 @@ def problem_of(read: Callable[[], object]) -> VexportError | None:
 
 
 def header_of(text: bytes) -> bytes:
+    """Return the JSON of a safetensors header with its length in front."""
     return struct.pack("<Q", len(text)) + text
 
 
@@ -240,7 +245,7 @@ def test_damaged_files_are_input_errors(
 
 
 def test_tampered_reports_are_input_errors(tmp_path: Path) -> None:
-    """Whatever a report holds, it is shown or refused by its place."""
+    """A report is shown, or refused with the place of its error."""
     from tests.command import vexport
 
     sound, chance = REPORT.read_bytes(), random.Random(0)

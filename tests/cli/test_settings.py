@@ -1,4 +1,4 @@
-"""Settings are declared in the models alone: options, documents and the schema follow."""
+"""Settings are declared only in the models. Options, documents and the schema follow from them."""
 
 import inspect
 import json
@@ -56,7 +56,8 @@ def test_generated_files_are_current() -> None:
     assert schema == SCHEMAS["SCENARIO_SCHEMA"], "run scripts/generate_schemas.py"
 
 
-def test_options_have_type_bounds_and_default_of_field() -> None:
+def test_options_follow_fields() -> None:
+    """An option has the type, bounds and default of its field."""
     (samples,) = (each for each in options_of(Calibration) if each.key == "samples")
     assert (samples.type, samples.low, samples.open_low, samples.default) == (
         "integer",
@@ -73,8 +74,8 @@ def test_options_have_type_bounds_and_default_of_field() -> None:
 
 
 @pytest.mark.parametrize(("section", "key"), OPTIONS)
-def test_bounds_are_those_of_model(section: str, key: str) -> None:
-    """A number at a bound passes both click and the field, or neither of them."""
+def test_option_bounds_equal_field_bounds(section: str, key: str) -> None:
+    """A number near a bound is valid for click if it is valid for the field."""
     record = SETTINGS[section][key]
     for bound in (record.low, record.high):
         if bound is None or record.type not in ("integer", "number") or record.repeatable:
@@ -106,7 +107,7 @@ def is_accepted_by_field(section: str, key: str, value: float) -> bool:
     return field is not None
 
 
-def test_switches_lists_and_syntaxes() -> None:
+def test_parsed_values() -> None:
     assert parsed("calibration", "pack", "--no-pack") is False
     assert parsed("calibration", "all_experts", "--calibrate-all-experts") is True
     assert parsed("calibration", "samples") is None
@@ -130,8 +131,8 @@ def test_help_shows_default_and_range() -> None:
     assert "; repeatable." in words
 
 
-def test_every_field_has_help() -> None:
-    """Help is a sentence, of a key of a scenario and of an option alike."""
+def test_fields_have_help() -> None:
+    """The help of a key and of an option is a sentence."""
     for model in (Scenario, Rule, Calibration, Serve, Evaluate, Planning):
         for key, field in model.model_fields.items():
             declared = declaration(field)
@@ -144,7 +145,7 @@ def test_every_field_has_help() -> None:
 @pytest.mark.parametrize(
     ("command", "section"), [("plan", "plan"), ("quantize", "quantize"), ("verdict", "verdict")]
 )
-def test_functions_have_fields_as_keywords(command: str, section: str) -> None:
+def test_functions_have_field_keywords(command: str, section: str) -> None:
     keywords = inspect.signature(getattr(vexport.api, command)).parameters
     for key, field in MODELS[section].model_fields.items():
         assert keywords[key].kind is inspect.Parameter.KEYWORD_ONLY
@@ -152,7 +153,7 @@ def test_functions_have_fields_as_keywords(command: str, section: str) -> None:
     assert {key for key in SETTINGS[section]} <= set(keywords)
 
 
-def test_functions_refuse_what_model_refuses(tmp_path: Path) -> None:
+def test_functions_refuse_invalid_settings(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="sceme"):
         vexport.api.plan(tmp_path, sceme="FP8")  # type: ignore[call-arg]
     with pytest.raises(InputErrors, match=r"quantize: smoothing: got 2"):
@@ -162,7 +163,7 @@ def test_functions_refuse_what_model_refuses(tmp_path: Path) -> None:
     assert vexport.api.quantize.__name__ == "quantize"
 
 
-def test_errors_of_arguments_name_options() -> None:
+def test_errors_name_options() -> None:
     demo = ROOT / "scenarios" / "demo" / "model"
     ran = call("quantize", demo, "out", "--scheme", "FP8", "--observer", "foo")
     assert ran.code == 2
@@ -187,8 +188,8 @@ def test_schema_has_help_and_bounds() -> None:
     jsonschema.validate({"name": "a", "source": "b", "rules": [weights]}, schema)
 
 
-def test_settings_options_are_on_their_commands() -> None:
-    """`Option` makes the option; a key without it is no option."""
+def test_keys_without_option() -> None:
+    """A field declared with `Option` becomes an option. A field declared with `Key` does not."""
     options = {each.key for each in options_of(Evaluate)}
     declared = {
         key

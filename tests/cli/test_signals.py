@@ -1,5 +1,7 @@
-"""SIGINT and SIGTERM at any moment: one line, an exit code, soon, nothing left; the same call goes
-on.
+"""SIGINT and SIGTERM at any moment.
+
+The command prints one line, ends soon with its exit code, and leaves nothing. The same call
+resumes.
 """
 
 import os
@@ -18,14 +20,14 @@ import pytest
 from tests.command import ROOT, vexport
 from tests.quantize.test_streaming import write_model
 
-# Three, and what a busy machine adds.
+# Seconds: three, and a reserve for a busy machine.
 SOON = 20.0
 MODEL = ROOT / "scenarios" / "demo" / "model"
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 RESUME = "error: Interrupted. Run the same command again to resume"
 
 
-def strike(
+def send_signal_to(
     arguments: Sequence[object],
     number: signal.Signals,
     delay: float,
@@ -36,9 +38,11 @@ def strike(
 ) -> tuple[int, list[str]]:
     """Start `vexport ARGUMENTS...` in a folder, and send it a signal.
 
-    The signal is sent `delay` seconds after the handlers are installed, or with `until` after a
-    line on stderr with this beginning. It is sent `times` times. Return the exit code and the
-    errors of the command, which ends soon and leaves no process and no file in its TMPDIR.
+    The signal is sent `times` times, `delay` seconds after the command has installed its handlers.
+    With `until`, the delay begins at a line on stderr that starts with this text.
+
+    Return the command's exit code and errors. Check that it ends soon and leaves no process and no
+    file in its TMPDIR.
     """
     with TemporaryDirectory(prefix="struck-") as temporary:
         process = subprocess.Popen(
@@ -71,7 +75,10 @@ def strike(
 
 
 def await_handlers(process: "subprocess.Popen[str]") -> None:
-    """Until then it is Python that starts, and none of vexport's code."""
+    """Wait until the process handles SIGTERM.
+
+    Before, Python is starting and no code of vexport runs.
+    """
     status = Path(f"/proc/{process.pid}/status")
     while process.poll() is None:
         (caught,) = (line for line in status.read_text().splitlines() if line.startswith("SigCgt"))
@@ -81,9 +88,9 @@ def await_handlers(process: "subprocess.Popen[str]") -> None:
 
 
 def leftovers(temporary: Path) -> list[str]:
-    """Return the processes with the folder as TMPDIR, and the folder's files.
+    """Return the processes that have the folder as TMPDIR, and the folder's files.
 
-    Files that torch keeps for compiling are left out.
+    torch's files for compilation are ignored.
     """
     mark = f"TMPDIR={temporary}".encode()
     left = [
@@ -104,13 +111,13 @@ def _begins(process: Path, mark: bytes) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", CODES, ids=lambda number: number.name)
-def test_a_signal_at_any_moment_is_one_line(number: signal.Signals, tmp_path: Path) -> None:
-    """Five signals at once during imports, one in the middle. Then the same command completes."""
+def test_signal_at_any_moment(number: signal.Signals, tmp_path: Path) -> None:
+    """Send five signals during imports, then one later. After them, the same command completes."""
     source = write_model(tmp_path / "source", hidden=1024, layers=4)
     command = ("quantize", source, tmp_path / "out", "--scheme", "W8A8", "--quiet")
     for delay, times in ((0.0, 5), (random.Random(int(number)).uniform(0.3, 1.5), 1)):
-        ended = strike(command, number, delay, folder=tmp_path, times=times)
-        assert ended in ((CODES[number], [RESUME]), (0, []))  # the latter where it was quicker
+        ended = send_signal_to(command, number, delay, folder=tmp_path, times=times)
+        assert ended in ((CODES[number], [RESUME]), (0, []))  # (0, []) if it ended before
     if not (tmp_path / "out").exists():
         assert vexport(*command).code == 0
     assert (tmp_path / "out" / "config.json").is_file()
@@ -118,8 +125,8 @@ def test_a_signal_at_any_moment_is_one_line(number: signal.Signals, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_what_hears_nothing_ends_all_the_same() -> None:
-    """Python cleans up without an end: the process is ended."""
+def test_endless_cleanup_is_killed() -> None:
+    """If cleaning up takes longer than PATIENCE_SECONDS, the process is ended."""
     code = (
         "import time\n"
         "from vexport import cli\n"
@@ -145,20 +152,20 @@ def test_what_hears_nothing_ends_all_the_same() -> None:
 
 
 @pytest.mark.vllm
-def test_a_signal_while_vllm_is_imported(tmp_path: Path) -> None:
-    """The worker ends, with its child processes and folders."""
+def test_signal_during_vllm_import(tmp_path: Path) -> None:
+    """The worker ends too, with its child processes and folders."""
     moments = random.Random("dry")
     number = moments.choice(list(CODES))
     command = ("load", "--dry", MODEL)
-    ended = strike(command, number, moments.uniform(1, 4), folder=tmp_path)
+    ended = send_signal_to(command, number, moments.uniform(1, 4), folder=tmp_path)
     assert ended == (CODES[number], [RESUME])
 
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_a_signal_while_vllm_loads_a_model(tmp_path: Path) -> None:
-    """The reference, which runs in another process, ends too."""
-    ended = strike(
+def test_signal_during_model_load(tmp_path: Path) -> None:
+    """The process that computes the reference ends too."""
+    ended = send_signal_to(
         ("load", MODEL), signal.SIGINT, 0.02, folder=tmp_path, until="load model: load ..."
     )
     assert ended == (130, [RESUME])

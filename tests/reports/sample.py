@@ -1,6 +1,6 @@
-"""Reports as a run of the demo model would write them; the numbers are plausible, not measured.
+"""Reports of the demo model as a run would write them. The numbers are plausible, not measured.
 
-`report.json` next to this file has everything that a run can have, with the outcome PASS.
+`report.json` next to this file has all parts of a report, with the outcome PASS.
 """
 
 from dataclasses import replace
@@ -29,8 +29,7 @@ HOSTILE = (
     "www.evil.example"
 )
 WHOLE = from_json(Report, Path(__file__).with_name("report.json"))
-# Of the task that decides: difference, low, high, documents lost and gained; the sentence of the
-# verdict.
+# Difference, low, high, lost documents and gained documents of the task that decides.
 _ADDITION = {
     "PASS": (-0.0047, -0.0128, 0.0031, 5, 2),
     "FAIL": (-0.1051, -0.1268, -0.0853, 69, 2),
@@ -54,6 +53,7 @@ _VERDICT, _DRIFT, _DRY_LOAD, _CAUSE = WHOLE.verdict, WHOLE.drift, WHOLE.dry_load
 
 
 def finding(severity: str = "warning", *, where: str = "model.layers.2.mlp.down_proj") -> Finding:
+    """Return a finding of the given severity."""
     if severity == "error":
         return Finding(
             check="fused-scales",
@@ -68,7 +68,7 @@ def finding(severity: str = "warning", *, where: str = "model.layers.2.mlp.down_
 
 
 def engine() -> EngineInfo:
-    """vLLM's CPU backend with emulated NVFP4 kernels."""
+    """Return vLLM's CPU backend with emulated NVFP4 kernels."""
     engine = load_of(WHOLE).engine
     assert engine is not None
     return engine
@@ -94,10 +94,7 @@ def load_of(report: Report) -> LoadReport:
 
 
 def verdict(outcome: Outcome = "PASS") -> Verdict:
-    """Return a verdict on two tasks.
-
-    The second task has the requested outcome, and two flips.
-    """
+    """Return a verdict on two tasks. The second task has the given outcome and two flips."""
     difference, low, high, lost, gained = _ADDITION[outcome]
     facts, addition = _VERDICT.tasks
     old = replace(facts.baseline, task="addition", documents=640)
@@ -124,13 +121,13 @@ def verdict(outcome: Outcome = "PASS") -> Verdict:
 
 
 def report(outcome: Outcome = "PASS") -> Report:
-    """A run that reached its verdict."""
+    """Return a run that reached its verdict, without optional parts."""
     judged = replace(full(outcome), source_card={}, drift=None, attribution=None)
     return replace(judged, sensitivity=None, mixed=None, dry_load=None)
 
 
 def full(outcome: Outcome = "PASS") -> Report:
-    """A run with everything that a run can have."""
+    """Return a run with all parts that a report can have."""
     return replace(WHOLE, outcome=outcome, reason=_REASONS[outcome], verdict=verdict(outcome))
 
 
@@ -140,9 +137,7 @@ def dry_load() -> DryLoadReport:
 
 
 def unloaded() -> Report:
-    """A run that ended at the check: the engine never started with the checkpoint, no verdict on
-    accuracy.
-    """
+    """Return a run that failed its check: the engine was not started, and accuracy was not judged."""
     error = finding("error", where="model.layers.0.self_attn.qkv_proj")
     checkpoint = "runs/demo-nvfp4/checkpoint"
     return replace(
@@ -158,7 +153,7 @@ def unloaded() -> Report:
 
 
 def hostile() -> Report:
-    """HOSTILE wherever a checkpoint, a model or a data set has a say."""
+    """Return a report with HOSTILE in all values that a checkpoint, model or data set can set."""
     base = full("FAIL")
     bad = Finding(
         check=HOSTILE, severity="error", where=HOSTILE, expected=HOSTILE, got=HOSTILE, fix=HOSTILE

@@ -1,4 +1,4 @@
-"""huggingface_hub can read the model card, and the card inherits the source's valid metadata."""
+"""The model card: huggingface_hub reads it, and it inherits valid metadata of the source."""
 
 import os
 from dataclasses import replace
@@ -12,7 +12,7 @@ from tests.reports import sample
 from vexport.checkpoint.card import inherited_card
 from vexport.reports import render
 
-# A front matter of 600 bytes that stands for 9^8 keys.
+# A front matter of 600 bytes whose aliases expand to 9^8 keys.
 BOMB = (
     "---\nlicense: mit\na0: &a0 {k: 1}\n"
     + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}\n" for n in range(1, 9))
@@ -20,7 +20,7 @@ BOMB = (
 )
 
 
-def test_the_front_matter_is_read_by_the_hub() -> None:
+def test_hub_reads_front_matter() -> None:
     report = replace(sample.full(), source="meta-llama/Llama-3.1-8B")
     data: Any = ModelCard(render(report, "card")).data
     assert data.base_model == "meta-llama/Llama-3.1-8B"
@@ -52,7 +52,7 @@ def test_base_model_needs_hub_source() -> None:
     assert card.text.strip().startswith("# NVFP4 of Qwen/Qwen3-0.6B\n")
 
 
-def test_the_card_says_how_to_install_serve_and_what_was_kept() -> None:
+def test_card_shows_commands_and_kept_layers() -> None:
     text = render(sample.full(), "card")
     assert 'pip install "vllm>=0.32.0"\nvllm serve ' in text
     assert "- 1 linear layer kept\n" in text
@@ -70,9 +70,7 @@ def test_the_card_says_how_to_install_serve_and_what_was_kept() -> None:
         ("All rights reserved", None),
     ],
 )
-def test_a_license_file_is_read_if_no_card_names_one(
-    tmp_path: Path, text: str, license_: str | None
-) -> None:
+def test_license_file_is_read_without_card(tmp_path: Path, text: str, license_: str | None) -> None:
     (tmp_path / "LICENSE").write_text(text, encoding="utf-8")
     assert inherited_card(tmp_path).get("license") == license_
     (tmp_path / "README.md").write_text("---\nlicense: gemma\n---\n", encoding="utf-8")
@@ -99,14 +97,14 @@ def test_a_license_file_is_read_if_no_card_names_one(
         ("", {}),
     ],
 )
-def test_what_a_source_passes_on(tmp_path: Path, text: str, inherited: dict[str, object]) -> None:
+def test_inherited_metadata(tmp_path: Path, text: str, inherited: dict[str, object]) -> None:
     (tmp_path / "README.md").write_text(text, encoding="utf-8")
     assert inherited_card(tmp_path) == inherited
 
 
 @pytest.mark.parametrize("name", ["", "README.md", "LICENSE"])
-def test_a_source_without_a_card_passes_nothing_on(tmp_path: Path, name: str) -> None:
-    """A pipe is none: the end of a run would wait for it."""
+def test_source_without_card(tmp_path: Path, name: str) -> None:
+    """A pipe with a card's name is ignored: reading it would block the end of a run."""
     if name:
         os.mkfifo(tmp_path / name)
     assert inherited_card(tmp_path) == {}

@@ -1,4 +1,4 @@
-"""Several runs in one table: their order, what each lost, the smallest that passes."""
+"""Several runs in one table: their order, their losses, and the smallest checkpoint that passes."""
 
 import json
 from dataclasses import replace
@@ -19,7 +19,7 @@ from vexport.run.comparison import compared_run, mark_smallest, outcome_of
 
 
 def runs() -> list[Report]:
-    """Three runs, the newest named first, which ended at the check; the smallest of all fails."""
+    """Return three runs, newest first. The newest failed at the check and is the smallest."""
     base = sample.full()
     small, larger = (
         replace(sample.plan_of(base), output_bytes=size) for size in (1_000_000, 1_100_000)
@@ -35,7 +35,7 @@ def rows() -> tuple[ComparedRun, ...]:
     return mark_smallest([compared_run(report, f"runs/{report.name}") for report in runs()])
 
 
-def test_the_smallest_that_passes_is_mark_smallest() -> None:
+def test_smallest_that_passes_is_marked() -> None:
     assert {row.name: row.smallest for row in rows()} == {
         "third": False,
         "first": False,
@@ -60,7 +60,7 @@ def test_outcome_of_several_runs() -> None:
     assert outcome_of([failed, open_]) == outcome_of([failed, none]) == "INCONCLUSIVE"
 
 
-def test_a_scheme_of_which_nothing_came_says_why() -> None:
+def test_refused_scheme_shows_reason() -> None:
     refused = ComparedRun(
         name="m-W4A8", folder="runs/W4A8", schemes="W4A8", reason="576 is no multiple"
     )
@@ -87,10 +87,8 @@ def test_hostile_names_are_text(format_: str) -> None:
     assert "<script>alert" not in render_comparison([hostile, *rows()], format_)
 
 
-def test_a_report_that_cannot_be_read_leaves_the_others(tmp_path: Path) -> None:
-    """In the middle of three; its line names the file, and the answer, the oldest first, is
-    whole.
-    """
+def test_unreadable_report_is_skipped(tmp_path: Path) -> None:
+    """Its error line names the file. The output has the other reports, oldest first."""
     for run in runs():
         (tmp_path / run.name).mkdir()
         (tmp_path / run.name / "report.json").write_text(to_json(run))
@@ -103,7 +101,7 @@ def test_a_report_that_cannot_be_read_leaves_the_others(tmp_path: Path) -> None:
     assert (alone.code, alone.stdout, len(alone.errors)) == (2, "", 2)
 
 
-def test_a_folder_of_runs_is_answered_by_how_to_name_them(tmp_path: Path) -> None:
+def test_folder_of_runs_names_remedy(tmp_path: Path) -> None:
     (tmp_path / "monday").mkdir()
     ran = vexport("report", tmp_path)
     assert ran.code == 2

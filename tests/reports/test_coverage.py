@@ -1,4 +1,4 @@
-"""Reports of the parts that calibration reached, and of the rounding of weights."""
+"""Reports of experts that calibration reached, and of the rounding of weights."""
 
 from dataclasses import replace
 
@@ -30,7 +30,7 @@ LINES = (
 )
 
 
-def test_lines_say_what_was_reached_and_name_what_was_not() -> None:
+def test_coverage_lines_name_unreached_experts() -> None:
     assert tuple(coverage_lines(COVERAGE)) == LINES
     assert tuple(coverage_lines(COVERAGE[2:])) == (
         "4 experts in 1 layer: 1 to 3 calibration tokens routed to each, median 1",
@@ -49,7 +49,7 @@ def test_lines_say_what_was_reached_and_name_what_was_not() -> None:
 
 
 @pytest.mark.parametrize("format", ["text", "markdown", "html"])
-def test_reports_show_them(format: str) -> None:
+def test_reports_show_coverage(format: str) -> None:
     text = " ".join(render(replace(sample.report(), experts=COVERAGE), format).split())
     assert [line for line in LINES if line not in text] == []
     assert "routed" not in render(sample.report(), format)
@@ -65,11 +65,13 @@ QKV = GroupRounding(
     nearest_error=0.04,
     error=0.01,
 )
-LOST = GroupRounding(name="model.layers.0.mlp.down_proj", fallback="H is not positive definite")
-ROUNDING = RoundingReport(layers=(LayerRounding(groups=(QKV, LOST), state_error=0.02),))
+FALLEN_BACK = GroupRounding(
+    name="model.layers.0.mlp.down_proj", fallback="H is not positive definite"
+)
+ROUNDING = RoundingReport(layers=(LayerRounding(groups=(QKV, FALLEN_BACK), state_error=0.02),))
 
 
-def test_lines_say_how_strongly_and_what_it_gained() -> None:
+def test_rounding_lines_show_strength_and_gain() -> None:
     kinds, strength, gain = rounding_lines(ROUNDING)
     assert kinds == "refit of 1 group, nearest of 1 group"
     assert strength == "0.25 of the refit, ridge 0.1"
@@ -81,10 +83,10 @@ def test_lines_say_how_strongly_and_what_it_gained() -> None:
     assert not [*rounding_lines(None)]
 
 
-def test_page_and_card_say_which_layer_got_what() -> None:
+def test_reports_show_rounding() -> None:
     report = replace(sample.report(), rounding=ROUNDING)
     page, card, text = (render(report, format_) for format_ in ("html", "card", "text"))
-    for words in (QKV.name, "4.0%", "2.0%", LOST.fallback or ""):
+    for words in (QKV.name, "4.0%", "2.0%", FALLEN_BACK.fallback or ""):
         assert words in page
     assert "refit of 1 group, nearest of 1 group" in card
     assert "rounded to nearest: H is not positive definite" in card

@@ -1,4 +1,4 @@
-"""Findings of one kind are folded, consequences are listed below their cause. JSON lists all."""
+"""Findings of one kind are folded, and consequences are listed below their cause. JSON has all."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from vexport.records import CheckReport, Finding
 from vexport.reports import render_checks
 from vexport.reports.findings import fold, folded_places
 
-LINES = 40
+MOST_LINES = 40
 
 
 def finding(where: str, got: str = "3 NaN", check: str = "values") -> Finding:
@@ -41,7 +41,8 @@ def finding(where: str, got: str = "3 NaN", check: str = "values") -> Finding:
         (["lm_head", "lm_head"], "lm_head"),
     ],
 )
-def test_places_fold_and_name_no_other(places: list[str], folded: str) -> None:
+def test_folded_places(places: list[str], folded: str) -> None:
+    """A folded name covers its places, and names no other place unless it has a `*`."""
     assert folded_places(places) == folded
 
 
@@ -71,20 +72,21 @@ SPOILED: Mapping[str, tuple[str, Change]] = {
 
 
 def served(good: Path, folder: Path, change: Change) -> Path:
-    """A changed copy with a tokenizer and a chat template, so that nothing else is found."""
+    """Write a changed copy with a tokenizer and a chat template, so that only the change is found."""
     write_tokenizer(spoiled(good, folder, change))
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     return folder
 
 
 @pytest.mark.parametrize("what", SPOILED)
-def test_a_spoiled_checkpoint_reads_on_one_screen(what: str, good: Good, tmp_path: Path) -> None:
+def test_findings_fit_one_screen(what: str, good: Good, tmp_path: Path) -> None:
+    """The text counts all findings, and `--all` lists them."""
     scheme, edit = SPOILED[what]
     broken = served(good(scheme), tmp_path / "broken", edit)
     ran = vexport("check", broken)
     everything = json.loads(vexport("check", broken, "--format", "json").stdout)[0]["findings"]
     assert ran.code == 1
-    assert len(ran.stdout.splitlines()) < LINES
+    assert len(ran.stdout.splitlines()) < MOST_LINES
     counted = 0
     for line in ran.stdout.splitlines():
         words = line.split()
@@ -97,7 +99,7 @@ def test_a_spoiled_checkpoint_reads_on_one_screen(what: str, good: Good, tmp_pat
     assert listed.count("\n  got ") == len(everything)
 
 
-def test_the_cause_comes_first_in_every_format(good: Good, tmp_path: Path) -> None:
+def test_cause_comes_first(good: Good, tmp_path: Path) -> None:
     broken = served(good("FP8_DYNAMIC"), tmp_path / "broken", SPOILED["bits"][1])
     text = vexport("check", broken).stdout
     assert (
@@ -114,9 +116,10 @@ def test_the_cause_comes_first_in_every_format(good: Good, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_however_many_kinds_there_are_a_page_shows_so_many() -> None:
-    """10,000 findings that all differ in words, half of them under a cause: counted; JSON has every
-    one.
+def test_shown_findings_are_limited() -> None:
+    """10,000 findings all differ in words, and half of them follow from a cause.
+
+    Text and annotations show some of them and count the others. JSON has all.
     """
     words = [
         "".join("abcdefghij"[int(digit)] for digit in f"{number:04}") for number in range(5000)

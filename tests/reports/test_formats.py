@@ -1,4 +1,4 @@
-"""Every format of every kind of report: complete, deterministic, closed to injection."""
+"""All formats of all reports: complete, deterministic, and safe from injection."""
 
 import json
 import re
@@ -38,8 +38,8 @@ SAMPLES: dict[str, Callable[[], Report]] = {
     "unloaded": sample.unloaded,
     "hostile": sample.hostile,
 }
-# What no format may let through: terminal escapes, controls that XML forbids, text that reads
-# backwards.
+# Characters that no format may contain: terminal escapes, controls that XML forbids, and marks
+# that reverse text.
 RAW = ("\x1b", "\x00", "\x9b", "\u202e", "\ud800", "\ufffe")
 
 
@@ -55,7 +55,7 @@ def test_rendering_is_deterministic(name: str, format: str) -> None:
 
 @pytest.mark.parametrize("outcome", OUTCOMES)
 @pytest.mark.parametrize("format", REPORT_FORMATS)
-def test_outcome_and_reason_stand_in_every_format(outcome: Outcome, format: str) -> None:
+def test_formats_show_outcome_and_reason(outcome: Outcome, format: str) -> None:
     report = sample.report(outcome)
     text = " ".join(render(report, format).split())
     escapes = {"%25": "%", "&gt;": ">", "&#43;": "+"}
@@ -66,7 +66,7 @@ def test_outcome_and_reason_stand_in_every_format(outcome: Outcome, format: str)
 
 
 @pytest.mark.parametrize("format", ["html", "markdown", "text"])
-def test_the_numbers_stand_in_what_people_read(format: str) -> None:
+def test_readable_formats_show_numbers(format: str) -> None:
     report = sample.report("FAIL")
     text = " ".join(render(report, format).split())
     assert report.verdict is not None
@@ -93,7 +93,7 @@ def test_the_numbers_stand_in_what_people_read(format: str) -> None:
 
 
 @pytest.mark.parametrize("format", ["html", "markdown", "text"])
-def test_what_decides_nothing_and_what_warns_is_shown(format: str) -> None:
+def test_other_metrics_and_warnings_are_shown(format: str) -> None:
     text = " ".join(render(sample.report("PASS"), format).split()).replace("\\_", "_")
     assert "decides nothing" in text
     assert "addition (f1, strict)" in text
@@ -103,7 +103,7 @@ def test_what_decides_nothing_and_what_warns_is_shown(format: str) -> None:
 
 
 @pytest.mark.parametrize("format", ["html", "markdown", "text", "junit", "github"])
-def test_a_metric_in_its_own_units_is_not_shown_in_per_cent(format: str) -> None:
+def test_metric_without_percentage(format: str) -> None:
     report = sample.report("FAIL")
     assert report.verdict is not None
     shares, other = report.verdict.tasks
@@ -119,7 +119,7 @@ def test_a_metric_in_its_own_units_is_not_shown_in_per_cent(format: str) -> None
     assert "n/a" in text or format in ("junit", "github", "card")
 
 
-def test_check_json_is_a_list_in_order_with_the_promised_keys() -> None:
+def test_check_json() -> None:
     reports = [
         sample.check_of(sample.unloaded()),
         CheckReport(checkpoint="other", ok=True, findings=()),
@@ -170,7 +170,7 @@ def test_junit_cases_of_gates() -> None:
     assert "<script>alert(1)</script> ]]>" in str(root[0].get("name"))
 
 
-def test_github_writes_at_most_ten_annotations_one_a_line() -> None:
+def test_github_annotations_are_limited() -> None:
     findings = tuple(replace(sample.finding("error"), check=f"family {n}") for n in range(30))
     check = CheckReport(checkpoint="a", ok=False, findings=findings)
     lines = render(replace(sample.unloaded(), check=check), "github").splitlines()
@@ -184,7 +184,7 @@ def test_github_writes_at_most_ten_annotations_one_a_line() -> None:
         assert "%0A##" not in message
 
 
-def test_markdown_shows_hostile_text_as_it_is() -> None:
+def test_markdown_escapes_hostile_text() -> None:
     text = render(sample.hostile(), "markdown")
     tokens = MarkdownIt("commonmark").enable("table").parse(text)
     inline = [child for token in tokens for child in token.children or ()]
@@ -200,7 +200,7 @@ def test_markdown_shows_hostile_text_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-def test_checks_loads_and_verdicts_share_their_formats(format: str) -> None:
+def test_checks_loads_and_verdicts_share_formats(format: str) -> None:
     hostile = sample.hostile()
     assert hostile.verdict is not None
     for text in (
@@ -213,7 +213,7 @@ def test_checks_loads_and_verdicts_share_their_formats(format: str) -> None:
 
 
 @pytest.mark.parametrize("format", [name for name in REPORT_FORMATS if name != "json"])
-def test_what_ran_the_model_stands_next_to_the_answer(format: str) -> None:
+def test_outcome_names_device(format: str) -> None:
     text = re.sub(r"<[^>]*>", "", render(sample.report("PASS"), format)).replace("%2C", ",")
     assert "PASS on CPU, emulated" in text
     loaded = sample.load_of(sample.report("FAIL"))
@@ -227,7 +227,7 @@ def test_what_ran_the_model_stands_next_to_the_answer(format: str) -> None:
 
 
 @pytest.mark.parametrize("format", ["text", "markdown", "html", "card"])
-def test_how_the_model_was_served_stands_with_the_engine(format: str) -> None:
+def test_engine_settings_are_shown(format: str) -> None:
     text = (
         render(sample.report("PASS"), format)
         .replace("&#34;", '"')
@@ -240,7 +240,7 @@ def test_how_the_model_was_served_stands_with_the_engine(format: str) -> None:
 
 
 @pytest.mark.parametrize("format", ["text", "github", "junit"])
-def test_a_verdict_of_its_own_says_what_ran_the_model(format: str) -> None:
+def test_single_verdict_names_device(format: str) -> None:
     judged = sample.verdict("PASS")
     assert "PASS on CPU, emulated" in render_verdicts([judged], format).replace("%2C", ",")
     elsewhere = render_verdicts([replace(judged, device="")], format)
@@ -271,7 +271,7 @@ def test_json_is_valid_and_reads_back(report: Report, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", SCHEMAS)
 def test_committed_schemas_are_current(name: str) -> None:
-    """Within its number fields are added, not changed."""
+    """While the version in a schema's name stays, fields may be added but not changed."""
     assert (FOLDER / name).read_text(encoding="utf-8") == SCHEMAS[name], (
         "run scripts/generate_schemas.py"
     )

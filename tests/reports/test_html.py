@@ -1,4 +1,7 @@
-"""The page: one file, no network, no script, nothing from outside becomes markup, fits 400 px."""
+"""The HTML page: one file without network or scripts.
+
+Text from outside never becomes markup, and the page fits 400 px.
+"""
 
 import json
 import math
@@ -48,7 +51,7 @@ SAMPLES: tuple[Callable[[], Report], ...] = (
 
 
 class Page(HTMLParser):
-    """Collects tags, attributes and text; fails on a tag that is not closed in order."""
+    """Collects tags, attributes and text. It fails if a tag is not closed in order."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -76,7 +79,7 @@ class Page(HTMLParser):
 
 
 @pytest.mark.parametrize("build", SAMPLES)
-def test_the_page_is_well_formed_and_refers_to_nothing_outside(build: Callable[[], Report]) -> None:
+def test_page_is_well_formed_and_self_contained(build: Callable[[], Report]) -> None:
     text = render(build(), "html")
     page = Page(text)
     assert page.open == []
@@ -95,7 +98,7 @@ def test_the_page_is_well_formed_and_refers_to_nothing_outside(build: Callable[[
     assert "default-src 'none'" in text
 
 
-def test_flips_canaries_and_hostile_names_are_shown_as_text() -> None:
+def test_page_escapes_hostile_text() -> None:
     page = Page(render(sample.report("FAIL"), "html"))
     river = " oster , and its river is the vell"
     assert {"2 3 1", "2 2 1", "baseline, right", "quantized, wrong", river} <= set(page.words)
@@ -106,7 +109,8 @@ def test_flips_canaries_and_hostile_names_are_shown_as_text() -> None:
     assert r"\x1b[31mred" in shown
 
 
-def test_what_was_not_run_blind_spots_and_provenance_are_said() -> None:
+def test_page_shows_gaps_and_provenance() -> None:
+    """Gaps are stages that did not run, and blind spots of the engine."""
     text = render(sample.unloaded(), "html")
     assert "Not run: an earlier gate failed." in text
     assert "not measured" in text
@@ -140,7 +144,7 @@ def test_forest_intervals_and_layer_groups() -> None:
 
 
 @pytest.mark.parametrize("kl", [math.inf, -math.inf, math.nan, 0.0, -1.0])
-def test_a_divergence_that_is_no_number_is_drawn(kl: float) -> None:
+def test_non_finite_kl_is_drawn(kl: float) -> None:
     report = sample.full()
     assert report.drift is not None
     tokens = tuple(replace(token, kl=kl) for token in report.drift.worst[0].tokens)
@@ -176,7 +180,10 @@ def test_flips_are_filtered(tmp_path: Path) -> None:
 
 
 def _browse(page: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """The document after its scripts ran, and what the console said."""
+    """Run Chromium on the page.
+
+    Its output has the document after its scripts, and the console's lines.
+    """
     outer = folder / "outer.html"
     outer.write_text(page, encoding="utf-8")
     return subprocess.run(
@@ -200,8 +207,9 @@ def _titles(dom: str) -> list[str]:
 
 
 def _framed(page: str, script: str, *widths: int) -> str:
-    """The page in frames: a window is never narrower than 500 px. The title has what the script
-    returns.
+    """Show the page in frames of these widths. The title collects the results of the script.
+
+    Frames are needed, because a window is never narrower than 500 px.
     """
     source = json.dumps(page).replace("<", "\\u003c")
     return f"""<!DOCTYPE html><body><script>
@@ -219,7 +227,7 @@ for (const width of {list(widths)}) {{
 
 
 @pytest.mark.parametrize("format", ["html", "markdown", "text"])
-def test_levels_and_p_values_are_explained_where_they_stand(format: str) -> None:
+def test_levels_and_p_values_are_explained(format: str) -> None:
     text = " ".join(" ".join(Page(render(sample.report("FAIL"), format)).words).split())
     assert "corrected for 2 tasks (Holm)" in text
     assert "addition < 0.001" in text or "< 0.001" in text
@@ -259,12 +267,12 @@ def test_page_links_to_existing_files(tmp_path: Path) -> None:
         (sample.unloaded, "Fix the findings below"),
     ],
 )
-def test_the_page_says_what_to_do_next(build: Callable[[], Report], words: str) -> None:
+def test_page_names_next_step(build: Callable[[], Report], words: str) -> None:
     shown = " ".join(" ".join(Page(render(build(), "html")).words).split())
     assert words in shown
 
 
-def test_sizes_stand_by_kind_of_layer() -> None:
+def test_sizes_by_kind_of_layer() -> None:
     sizes = (
         KindSize(kind="mlp", source_bytes=2_000_000, output_bytes=600_000),
         KindSize(kind="embed_tokens", source_bytes=800_000, output_bytes=800_000),
@@ -276,7 +284,7 @@ def test_sizes_stand_by_kind_of_layer() -> None:
     assert words[start + 4 : start + 8] == ["embed_tokens", "800 kB", "800 kB", "100%"]
 
 
-def test_findings_of_a_kind_are_one_row() -> None:
+def test_findings_of_one_kind_are_one_row() -> None:
     many = tuple(
         replace(sample.finding("error", where=f"model.layers.{n}.mlp.up_proj"), check="values")
         for n in range(120)
@@ -295,7 +303,7 @@ def test_findings_of_a_kind_are_one_row() -> None:
     assert "120 findings that may follow from config.json: quantization_config</summary>" in text
 
 
-def test_every_part_of_a_document_can_be_drawn() -> None:
+def test_document_parts_have_macros() -> None:
     macros = (Path(document.__file__).parent / "templates" / "parts.html").read_text(
         encoding="utf-8"
     )

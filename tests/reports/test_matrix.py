@@ -1,4 +1,4 @@
-"""Loads and dry loads of several checkpoints, in several vLLMs, in every format."""
+"""Loads and dry loads of several checkpoints in several versions of vLLM, in all formats."""
 
 import json
 from dataclasses import replace
@@ -20,7 +20,7 @@ COLUMNS = [(tp, sm) for tp in (1, 2, 4, 8) for sm in (80, 89, 90, 100)]
 
 
 def cells(precision: str, kernel: str) -> tuple[MatrixCell, ...]:
-    """Loaded but with tp 8, which is refused."""
+    """Return cells that load, except with tp 8."""
     return tuple(
         MatrixCell(tp=tp, sm=sm, status="refused", reason="ValueError: heads")
         if tp == 8
@@ -51,7 +51,7 @@ REPORT = DryLoadReport(
 )
 
 
-def test_text_joins_what_is_alike() -> None:
+def test_text_joins_equal_rows() -> None:
     text = render_loads([REPORT], "text")
     assert max(map(len, text.splitlines())) <= 100
     assert text.startswith("FAIL  out/model")
@@ -62,7 +62,7 @@ def test_text_joins_what_is_alike() -> None:
     assert "not shown: no kernel ran" in text
 
 
-def test_json_is_a_list_valid_against_its_schema() -> None:
+def test_dry_load_json() -> None:
     listed = json.loads(render_loads([REPORT, replace(REPORT, checkpoint="b")], "json"))
     jsonschema.validate(listed, json.loads(SCHEMA.read_text()))
     assert [report["checkpoint"] for report in listed] == ["out/model", "b"]
@@ -76,7 +76,7 @@ def test_json_is_a_list_valid_against_its_schema() -> None:
     assert listed[0]["rows"][0]["cells"][0] == {**cell, "reason": "", "needed": True}
 
 
-def test_junit_has_a_case_per_cell_and_github_a_line() -> None:
+def test_dry_load_junit_and_github() -> None:
     optional = replace(REPORT.cells[-1], needed=False)
     report = replace(REPORT, cells=(*REPORT.cells[:-1], optional))
     (suite,) = ElementTree.fromstring(render_loads([report], "junit").encode())
@@ -119,7 +119,7 @@ DIED = replace(
 MATRIX = [LOADS, REFUSED, replace(LOADS, checkpoint="out/other"), DIED]
 
 
-def test_checkpoints_are_rows_and_versions_or_modes_columns() -> None:
+def test_load_matrix() -> None:
     text = render_loads(MATRIX, "text")
     lines = text.splitlines()
     assert lines[0].split() == ["checkpoint", "0.32.0", "0.31.0"]
@@ -132,7 +132,7 @@ def test_checkpoints_are_rows_and_versions_or_modes_columns() -> None:
     assert first.split() == ["checkpoint", "eager", "default"]
 
 
-def test_junit_cases_and_json_schema_of_loads() -> None:
+def test_load_junit_and_json() -> None:
     suites = ElementTree.fromstring(render_loads(MATRIX, "junit").encode())
     failures = {suite.get("name"): suite.get("failures") for suite in suites}
     assert failures == {"out/model": "1", "out/other": "1"}
@@ -143,7 +143,7 @@ def test_junit_cases_and_json_schema_of_loads() -> None:
     assert [report["vllm_python"] for report in found] == ["", OTHER, "", OTHER]
 
 
-def test_an_engine_that_died_is_no_fault_of_the_checkpoint() -> None:
+def test_dead_engine_is_environment_fault() -> None:
     with pytest.raises(EnvironmentFault):
         require_loaded([LOADS, DIED])
     with pytest.raises(CheckpointFailed):

@@ -1,4 +1,4 @@
-"""A run's outcome and its sentence, and the names of models and paths in a report."""
+"""A run's outcome and reason, and the names of models and paths in a report."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from vexport.run.directory import portable
 GOOD = CheckReport(checkpoint="c", ok=True, findings=(sample.finding(),))
 
 
-def test_the_verdict_decides_where_every_stage_passed() -> None:
+def test_verdict_decides_if_stages_passed() -> None:
     outcome, reason = concluded(GOOD, sample.dry_load(), sample.load(), None)
     assert outcome == "PASS"
     assert "accuracy was not evaluated" in reason
@@ -59,13 +59,11 @@ def test_failed_stage_names_first_error(stage: str) -> None:
         ("/no/tiny/model/checkpoint", "tiny/model/checkpoint", "tiny"),
     ],
 )
-def test_a_model_has_the_name_that_people_know(
-    tmp_path: Path, source: str, folder: str, name: str
-) -> None:
+def test_source_names(tmp_path: Path, source: str, folder: str, name: str) -> None:
     assert source_name(source, tmp_path / folder) == name
 
 
-def test_a_command_is_told_without_current_folder(
+def test_commands_are_relative_to_current_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -95,11 +93,11 @@ def test_a_command_is_told_without_current_folder(
         ("lonely", "lonely"),
     ],
 )
-def test_a_tensor_belongs_to_one_kind(name: str, kind: str) -> None:
+def test_tensor_kinds(name: str, kind: str) -> None:
     assert tensor_kind(name) == kind
 
 
-def test_the_kinds_together_have_all_bytes(tmp_path: Path) -> None:
+def test_sizes_by_kind_add_up(tmp_path: Path) -> None:
     index = read_index(save_llama(tmp_path / "model"))
     sizes = size_by_kind(index, index)
     assert (

@@ -1,4 +1,4 @@
-"""YAML and TOML are read within bounds, by every reader: scenarios, recipes, tasks and options."""
+"""Limits of YAML files. All readers apply them: scenarios, recipes and tasks."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +20,7 @@ READERS: dict[str, Callable[[Path], object]] = {
 
 
 def bomb(key: str) -> str:
-    """Nine levels of nine aliases: less than 1,000 bytes for 400 million values."""
+    """Return nine levels of nine aliases: less than 1,000 bytes for 400 million values."""
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 9)]
     return "\n".join([*lines, f"{key}: *a8", ""])
@@ -81,7 +81,7 @@ def test_byte_order_mark_is_skipped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shape", ["chain", "list"])
-def test_number_of_includes(shape: str, tmp_path: Path) -> None:
+def test_includes_are_limited(shape: str, tmp_path: Path) -> None:
     def write(number: int) -> Path:
         for each in range(number + 1):
             text = (
@@ -98,7 +98,7 @@ def test_number_of_includes(shape: str, tmp_path: Path) -> None:
         read_task(write(MOST_INCLUDES + 1), trust=False)
 
 
-def test_commands_refuse_bombs(tmp_path: Path, llama: Path) -> None:
+def test_commands_refuse_alias_bombs(tmp_path: Path, llama: Path) -> None:
     path = tmp_path / "bomb.yaml"
     path.write_text(bomb("name"))
     for words in (("plan", path), ("plan", llama, "--recipe", path), ("run", path)):

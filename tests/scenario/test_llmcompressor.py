@@ -1,5 +1,6 @@
-"""Recipes of llm-compressor become rules; what vexport does not do is refused by name, all at
-once.
+"""Recipes of llm-compressor become rules.
+
+Anything that vexport does not support is refused by name, with all errors at once.
 """
 
 import json
@@ -41,41 +42,44 @@ quant_stage:
 """
 
 
-def recipe(folder: Path, text: str) -> Recipe:
+def read_text(folder: Path, text: str) -> Recipe:
+    """Write a recipe and read it."""
     path = folder / "recipe.yaml"
     path.write_text(text)
     return read_recipe(path)
 
 
-def rules(read: Recipe) -> list[tuple[str, str, str | None, str | None]]:
+def rules_of(read: Recipe) -> list[tuple[str, str, str | None, str | None]]:
     return [(rule.match, rule.scheme, rule.observer, rule.method) for rule in read.rules]
 
 
-def test_schemes_by_name_by_target_and_in_flat_recipes(tmp_path: Path) -> None:
+def test_schemes_in_all_notations(tmp_path: Path) -> None:
+    """A scheme may be a name or a table of targets. A recipe may have stages or be flat."""
     text = SIMPLE.format(modifier="QuantizationModifier", keys="scheme: FP8_DYNAMIC")
     head, others = ("lm_head", "keep", None, None), ("Linear", "FP8_DYNAMIC", None, "nearest")
-    assert rules(recipe(tmp_path, text)) == [head, others]
+    assert rules_of(read_text(tmp_path, text)) == [head, others]
     text = SIMPLE.format(modifier="GPTQModifier", keys="scheme: W4A16\n      weight_observer: mse")
-    assert rules(recipe(tmp_path, text))[1] == ("Linear", "W4A16", "mse", "gptq")
+    assert rules_of(read_text(tmp_path, text))[1] == ("Linear", "W4A16", "mse", "gptq")
     text = (
         "QuantizationModifier: {scheme: {FP8_DYNAMIC: [Linear], NVFP4A16: ['re:.*mlp.*']}, "
         "ignore: lm_head}"
     )
-    found = [rule[:2] for rule in rules(recipe(tmp_path, text))]
+    found = [rule[:2] for rule in rules_of(read_text(tmp_path, text))]
     assert found == [("lm_head", "keep"), ("re:.*mlp.*", "NVFP4A16"), ("Linear", "FP8_DYNAMIC")]
     text = (
         "quant_stage:\n  quant_modifiers:\n    IMatrixGatherer: {ignore: [lm_head]}\n"
         "    QuantizationModifier: {scheme: W4A16, weight_observer: imatrix_mse}\n"
     )
-    assert rules(recipe(tmp_path, text)) == [("Linear", "W4A16", "imatrix_mse", "nearest")]
+    assert rules_of(read_text(tmp_path, text)) == [("Linear", "W4A16", "imatrix_mse", "nearest")]
 
 
-def test_config_groups_observers_cache_and_gptq(tmp_path: Path, llama: Path) -> None:
-    read = recipe(tmp_path, GROUPS)
+def test_config_groups_and_kv_cache(tmp_path: Path, llama: Path) -> None:
+    read = read_text(tmp_path, GROUPS)
     down = ("re:.*down_proj", "W4A16_ASYM_G64", "mse", "gptq")
-    assert rules(read)[2:] == [down, ("Linear", "FP8_DYNAMIC", None, "gptq")]
+    assert rules_of(read)[2:] == [down, ("Linear", "FP8_DYNAMIC", None, "gptq")]
     assert (
-        recipe(tmp_path, GROUPS.replace('["re:.*down_proj"]', "re:.*down_proj")).rules == read.rules
+        read_text(tmp_path, GROUPS.replace('["re:.*down_proj"]', "re:.*down_proj")).rules
+        == read.rules
     )
     assert read.kv_cache == "fp8"
     assert "dampening_frac 0.05 is not taken over" in read.notes[0]
@@ -86,19 +90,16 @@ def test_config_groups_observers_cache_and_gptq(tmp_path: Path, llama: Path) -> 
     assert "dampening_frac" in ran.stderr
 
 
-def test_presets_as_config_groups_and_lists_of_modifiers(tmp_path: Path, llama: Path) -> None:
-    """compressed-tensors takes a preset's name with its targets; a stage's modifiers may be a
-    list.
-    """
+def test_presets_in_list_of_modifiers(tmp_path: Path, llama: Path) -> None:
+    """A config group may be a preset's name with targets. A stage's modifiers may be a list."""
     text = (
         "default_stage:\n  default_modifiers:\n  - QuantizationModifier:\n"
         "      config_groups: {FP8_DYNAMIC: ['re:.*mlp.*'], W8A8: ['re:.*self_attn.*']}\n"
         "      ignore: [lm_head, 're:visual.*', 're:.*mlp.gate$']\n"
     )
-    found = [rule[:2] for rule in rules(recipe(tmp_path, text))]
+    found = [rule[:2] for rule in rules_of(read_text(tmp_path, text))]
     assert found[3:] == [("re:.*mlp.*", "FP8_DYNAMIC"), ("re:.*self_attn.*", "W8A8")]
-    # A recipe's ignore is written for many models: what this one does not have is a warning at
-    # most.
+    # A recipe's ignore is written for many models. A pattern without a layer is at most a warning.
     ran = vexport("plan", llama, "--recipe", tmp_path / "recipe.yaml")
     assert ran.code == 0, ran.stderr
     assert "ignore re:visual.*: got none in this model" in ran.stdout
@@ -107,7 +108,7 @@ def test_presets_as_config_groups_and_lists_of_modifiers(tmp_path: Path, llama: 
     assert (typed.code, "got no layer that it matches" in typed.stderr) == (2, True)
 
 
-def test_what_is_wrong_with_a_group_is_said_once(tmp_path: Path) -> None:
+def test_one_error_per_config_group(tmp_path: Path) -> None:
     text = SIMPLE.format(
         modifier="QuantizationModifier",
         keys="config_groups: {a: {targets: [q_proj]}, b: {targets: [q_proj, k_proj, v_proj], "
@@ -121,10 +122,8 @@ def test_what_is_wrong_with_a_group_is_said_once(tmp_path: Path) -> None:
     assert "config_groups.b.weights.observer_kwargs: got" in errors[1]
 
 
-def test_a_recipe_as_llm_compressor_saves_it(tmp_path: Path) -> None:
-    """With the mappings that SmoothQuant has found, and observers that change nothing for inputs by
-    token.
-    """
+def test_saved_recipe_of_llm_compressor(tmp_path: Path) -> None:
+    """It has SmoothQuant's mappings, and observers without effect on inputs quantized by token."""
     smoothing = (
         "    SmoothQuantModifier:\n      smoothing_strength: 0.8\n      mappings:\n"
         "      - - ['re:.*q_proj', 're:.*k_proj', 're:.*v_proj']\n        - re:.*input_layernorm\n"
@@ -133,18 +132,18 @@ def test_a_recipe_as_llm_compressor_saves_it(tmp_path: Path) -> None:
     text = GROUPS.replace("0.05", "0.01").replace(
         "dynamic: true", "dynamic: true, observer: memoryless"
     )
-    read = recipe(tmp_path, text.replace("    GPTQModifier", f"{smoothing}    GPTQModifier"))
-    assert read.rules == recipe(tmp_path, GROUPS).rules
+    read = read_text(tmp_path, text.replace("    GPTQModifier", f"{smoothing}    GPTQModifier"))
+    assert read.rules == read_text(tmp_path, GROUPS).rules
     assert read.smoothing == 0.8
     (note,) = read.notes
     assert "SmoothQuantModifier.mappings is not taken over" in note
     assert GPTQ.ridge == GPTQ_DAMPING
-    assert recipe(tmp_path, GROUPS.replace("0.05", "0.01")).notes == ()
+    assert read_text(tmp_path, GROUPS.replace("0.05", "0.01")).notes == ()
 
 
 def test_quantize_follows_a_recipe(tmp_path: Path, llama: Path) -> None:
     text = SIMPLE.format(modifier="QuantizationModifier", keys="scheme: W8A8")
-    recipe(tmp_path, text)
+    read_text(tmp_path, text)
     by_recipe, by_scheme = tmp_path / "a", tmp_path / "b"
     assert vexport("quantize", llama, by_recipe, "--recipe", tmp_path / "recipe.yaml").code == 0
     assert vexport("quantize", llama, by_scheme, "--scheme", "W8A8").code == 0
@@ -198,7 +197,7 @@ def test_quantize_follows_a_recipe(tmp_path: Path, llama: Path) -> None:
         ),
     ],
 )
-def test_unknown_ones_are_refused(
+def test_unsupported_modifiers_are_refused(
     tmp_path: Path, llama: Path, modifier: str, keys: str, words: str
 ) -> None:
     path = tmp_path / "recipe.yaml"
@@ -209,8 +208,8 @@ def test_unknown_ones_are_refused(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_recipe_stands_alone(tmp_path: Path, llama: Path) -> None:
-    recipe(tmp_path, SIMPLE.format(modifier="QuantizationModifier", keys="scheme: W8A8"))
+def test_recipe_excludes_other_options(tmp_path: Path, llama: Path) -> None:
+    read_text(tmp_path, SIMPLE.format(modifier="QuantizationModifier", keys="scheme: W8A8"))
     for options in ([], ["--scheme", "W8A8"], ["--group-size", "64"]):
         call = ("--recipe", tmp_path / "recipe.yaml") if options else ()
         assert vexport("quantize", llama, tmp_path / "out", *call, *options).code == 2
@@ -218,7 +217,7 @@ def test_a_recipe_stands_alone(tmp_path: Path, llama: Path) -> None:
         read_recipe(tmp_path / "none.yaml")
 
 
-def test_a_refused_modifier_does_not_spoil_the_others(tmp_path: Path) -> None:
+def test_unsupported_modifier_is_the_only_error(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(
         "AWQModifier: {duo_scaling: true}\nGPTQModifier: {scheme: W8A8, ignore: [lm_head]}\n"
@@ -235,7 +234,7 @@ def test_a_refused_modifier_does_not_spoil_the_others(tmp_path: Path) -> None:
         read_recipe(path)
 
 
-TWO = """
+TWO_MODIFIERS = """
 default_stage:
   default_modifiers:
     QuantizationModifier:
@@ -257,10 +256,12 @@ default_stage:
         ("'re:.*self_attn.*proj$'", "mlp.down_proj"),
     ],
 )
-def test_each_modifier_has_its_ignore(targets: str, own: str, tmp_path: Path, llama: Path) -> None:
-    """Each modifier quantizes its targets without the layers that it ignores itself."""
+def test_ignore_applies_to_its_modifier(
+    targets: str, own: str, tmp_path: Path, llama: Path
+) -> None:
+    """A layer that a modifier ignores may be quantized by another modifier."""
     file = tmp_path / "recipe.yaml"
-    file.write_text(TWO.format(targets=targets, own=own))
+    file.write_text(TWO_MODIFIERS.format(targets=targets, own=own))
     ran = vexport("plan", llama, "--recipe", file, "--format", "json", "--quiet")
     assert ran.code == 0, ran.stderr
     plan = json.loads(ran.stdout)
@@ -279,7 +280,7 @@ def test_each_modifier_has_its_ignore(targets: str, own: str, tmp_path: Path, ll
 )
 def test_unclear_ignore_names_the_remedy(targets: str, own: str, tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
-    file.write_text(TWO.format(targets=targets, own=own))
+    file.write_text(TWO_MODIFIERS.format(targets=targets, own=own))
     with pytest.raises(InputError, match=r"give each modifier its targets|correct the pattern"):
         read_recipe(file)
 
@@ -292,7 +293,7 @@ def test_broken_ignore_is_an_input_error(tmp_path: Path, llama: Path) -> None:
     assert "QuantizationModifier.ignore: got 're:[', need a regular expression" in ran.errors[0]
 
 
-def test_recipe_of_a_cache_alone(tmp_path: Path) -> None:
+def test_recipe_with_only_kv_cache(tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
     cache = "{num_bits: 8, type: float, symmetric: true, strategy: tensor, dynamic: false}"
     file.write_text(

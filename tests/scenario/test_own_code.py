@@ -1,6 +1,6 @@
-"""Observers of other packages: code that may be imported without trust, and code that may not.
+"""Observers from other packages: trusted and untrusted code.
 
-An imported module leaves a file, so every test also sees whether code has run.
+An imported module writes a file, so that each test can check whether code ran.
 """
 
 import importlib
@@ -29,8 +29,8 @@ OBSERVER = (
 )
 
 
-class Place:
-    """A current folder, a folder of PYTHONPATH and a folder of installed packages."""
+class PythonPath:
+    """Current folder, folder in PYTHONPATH, and folder of installed packages."""
 
     def __init__(self, root: Path) -> None:
         self.current, self.named, self.installed = (
@@ -41,153 +41,160 @@ class Place:
             folder.mkdir()
 
     def write(self, file: Path) -> Path:
-        """A module that leaves a file when it runs."""
+        """Write a module that leaves a file when it runs."""
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(CODE.format(ran=str(self.ran)) + OBSERVER)
         return file
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    """Python as started by `python -m` in the current folder."""
-    place = Place(tmp_path)
-    monkeypatch.chdir(place.current)
-    paths = [str(place.current), str(place.named), str(place.installed)]
+def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PythonPath]:
+    """Set the import path as `python -m` does in the current folder."""
+    python = PythonPath(tmp_path)
+    monkeypatch.chdir(python.current)
+    paths = [str(python.current), str(python.named), str(python.installed)]
     monkeypatch.setattr(sys, "path", [*paths, *sys.path])
-    monkeypatch.setenv("PYTHONPATH", str(place.named))
-    monkeypatch.setattr(own_code, "_installed", lambda: [place.installed])
+    monkeypatch.setenv("PYTHONPATH", str(python.named))
+    monkeypatch.setattr(own_code, "_installed", lambda: [python.installed])
     importlib.invalidate_caches()
-    yield place
+    yield python
     for name in [
         name for name in sys.modules if name.partition(".")[0] in ("evil", "good", "parent")
     ]:
         del sys.modules[name]
 
 
-def refused(name: str, place: Place, *folders: Path) -> bool:
+def is_untrusted(name: str, python: PythonPath, *folders: Path) -> bool:
+    """Return whether a module is untrusted, and check that its code did not run."""
     found = untrusted_place(f"{name}:C", folders)
-    assert not place.ran.exists()
+    assert not python.ran.exists()
     return found is not None
 
 
-def test_the_current_folder_is_not_trusted(place: Place) -> None:
-    """Module, package, submodule, namespace, compiled file, extension: all by their place."""
-    place.write(place.current / "evil.py")
-    assert refused("evil", place)
-    (place.current / "evil.py").unlink()
-    package = place.write(place.current / "evil" / "__init__.py")
-    assert refused("evil", place)
-    place.write(place.current / "evil" / "inner.py")
-    assert refused("evil.inner", place)
+def test_current_folder_is_not_trusted(python: PythonPath) -> None:
+    """It may have modules, packages, namespace packages, compiled files and extensions."""
+    python.write(python.current / "evil.py")
+    assert is_untrusted("evil", python)
+    (python.current / "evil.py").unlink()
+    package = python.write(python.current / "evil" / "__init__.py")
+    assert is_untrusted("evil", python)
+    python.write(python.current / "evil" / "inner.py")
+    assert is_untrusted("evil.inner", python)
     package.unlink()
     importlib.invalidate_caches()
-    assert refused("evil.inner", place)  # a namespace package
-    compiled = place.current / "evil.pyc"
-    py_compile.compile(str(place.write(place.current / "x.py")), cfile=str(compiled))
-    (place.current / "evil" / "inner.py").unlink()
-    (place.current / "evil").rmdir()
+    assert is_untrusted("evil.inner", python)  # a namespace package
+    compiled = python.current / "evil.pyc"
+    py_compile.compile(str(python.write(python.current / "x.py")), cfile=str(compiled))
+    (python.current / "evil" / "inner.py").unlink()
+    (python.current / "evil").rmdir()
     importlib.invalidate_caches()
-    assert refused("evil", place)
+    assert is_untrusted("evil", python)
     compiled.unlink()
     suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
-    (place.current / f"evil{suffix}").write_bytes(b"no library")
+    (python.current / f"evil{suffix}").write_bytes(b"no library")
     importlib.invalidate_caches()
-    assert refused("evil", place)
+    assert is_untrusted("evil", python)
 
 
-def test_named_and_installed_folders_are_trusted(place: Place) -> None:
-    place.write(place.named / "good.py")
-    assert not refused("good", place)
-    place.write(place.installed / "good2.py")
-    assert not refused("good2", place)
-    place.write(place.named / "parent" / "__init__.py")
-    place.write(place.named / "parent" / "inner.py")
-    assert not refused("parent.inner", place)
-    assert not refused("nowhere", place)
+def test_named_and_installed_folders_are_trusted(python: PythonPath) -> None:
+    python.write(python.named / "good.py")
+    assert not is_untrusted("good", python)
+    python.write(python.installed / "good2.py")
+    assert not is_untrusted("good2", python)
+    python.write(python.named / "parent" / "__init__.py")
+    python.write(python.named / "parent" / "inner.py")
+    assert not is_untrusted("parent.inner", python)
+    assert not is_untrusted("nowhere", python)
 
 
-def test_folders_next_to_a_scenario_are_not_trusted(place: Place) -> None:
-    """Also if PYTHONPATH names them, and everything below them."""
-    place.write(place.named / "good.py")
-    assert refused("good", place, place.named)
-    assert refused("good", place, place.named.parent)
-    place.write(place.installed / "other.py")
-    assert refused("other", place, place.installed)
-    assert not refused("other", place, place.installed.parent)  # a virtual environment in a project
+def test_scenario_folder_is_not_trusted(python: PythonPath) -> None:
+    """Everything below the scenario's folder is untrusted, even if PYTHONPATH names it."""
+    python.write(python.named / "good.py")
+    assert is_untrusted("good", python, python.named)
+    assert is_untrusted("good", python, python.named.parent)
+    python.write(python.installed / "other.py")
+    assert is_untrusted("other", python, python.installed)
+    assert not is_untrusted(
+        "other", python, python.installed.parent
+    )  # a virtual environment in a project
 
 
 @pytest.mark.parametrize(
     "value", ["", ":", ".", "{current}", ":{current}:", "sub", "{current}/sub"]
 )
-def test_pythonpath_cannot_name_the_current_folder(
-    value: str, place: Place, monkeypatch: pytest.MonkeyPatch
+def test_current_folder_in_pythonpath_is_not_trusted(
+    value: str, python: PythonPath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("PYTHONPATH", value.format(current=place.current))
-    monkeypatch.syspath_prepend(str(place.current / "sub"))
-    place.write(place.current / "sub" / "evil.py")
-    place.write(place.current / "evil2.py")
-    assert refused("evil", place)
-    assert refused("evil2", place)
+    monkeypatch.setenv("PYTHONPATH", value.format(current=python.current))
+    monkeypatch.syspath_prepend(str(python.current / "sub"))
+    python.write(python.current / "sub" / "evil.py")
+    python.write(python.current / "evil2.py")
+    assert is_untrusted("evil", python)
+    assert is_untrusted("evil2", python)
 
 
-def test_links_are_followed(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    place.write(place.current / "file.py")
-    (place.named / "evil.py").symlink_to(place.current / "file.py")
-    (place.installed / "evil2.py").symlink_to(place.current / "file.py")
-    assert refused("evil", place)
-    assert refused("evil2", place)
-    place.write(place.named / "real.py")
-    (place.current / "evil3.py").symlink_to(place.named / "real.py")
-    assert refused("evil3", place)
-    link = place.current.parent / "link"
-    link.symlink_to(place.current)
+def test_links_to_untrusted_files(python: PythonPath, monkeypatch: pytest.MonkeyPatch) -> None:
+    python.write(python.current / "file.py")
+    (python.named / "evil.py").symlink_to(python.current / "file.py")
+    (python.installed / "evil2.py").symlink_to(python.current / "file.py")
+    assert is_untrusted("evil", python)
+    assert is_untrusted("evil2", python)
+    python.write(python.named / "real.py")
+    (python.current / "evil3.py").symlink_to(python.named / "real.py")
+    assert is_untrusted("evil3", python)
+    link = python.current.parent / "link"
+    link.symlink_to(python.current)
     monkeypatch.setenv("PYTHONPATH", str(link))
     monkeypatch.syspath_prepend(str(link))
-    assert refused("file", place)
+    assert is_untrusted("file", python)
 
 
-def test_package_hides_installed_package(place: Place) -> None:
-    place.write(place.installed / "parent" / "__init__.py")
-    place.write(place.installed / "parent" / "inner.py")
-    assert not refused("parent.inner", place)
-    place.write(place.current / "parent" / "__init__.py")
-    place.write(place.current / "parent" / "inner.py")
+def test_package_shadows_installed_package(python: PythonPath) -> None:
+    python.write(python.installed / "parent" / "__init__.py")
+    python.write(python.installed / "parent" / "inner.py")
+    assert not is_untrusted("parent.inner", python)
+    python.write(python.current / "parent" / "__init__.py")
+    python.write(python.current / "parent" / "inner.py")
     importlib.invalidate_caches()
-    assert refused("parent.inner", place)
+    assert is_untrusted("parent.inner", python)
 
 
-def test_archives(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    for folder, name, is_refused in ((place.current, "evil", True), (place.named, "good", False)):
+def test_archives_are_trusted_by_folder(
+    python: PythonPath, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder, name, is_refused in ((python.current, "evil", True), (python.named, "good", False)):
         archive = folder / "modules.zip"
         with zipfile.ZipFile(archive, "w") as file:
-            file.writestr(f"{name}.py", CODE.format(ran=str(place.ran)))
+            file.writestr(f"{name}.py", CODE.format(ran=str(python.ran)))
         monkeypatch.syspath_prepend(str(archive))
         monkeypatch.setenv("PYTHONPATH", str(archive))
-        assert refused(name, place) is is_refused
+        assert is_untrusted(name, python) is is_refused
 
 
 @pytest.mark.parametrize("name", ["antigravity", "os", "sys", "this", "xml.sax"])
-def test_the_standard_library_is_not_trusted(name: str, place: Place) -> None:
-    assert refused(name, place)
+def test_standard_library_is_not_trusted(name: str, python: PythonPath) -> None:
+    assert is_untrusted(name, python)
 
 
-def test_editable_projects(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a path, or by the metadata of a project whose modules a finder maps."""
+def test_editable_projects_are_trusted(
+    python: PythonPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An editable project is found by its path, or by its metadata if a finder maps its modules."""
     for kind in ("path", "metadata"):
         project = tmp_path / kind
-        place.write(project / f"{kind}_observers.py")
+        python.write(project / f"{kind}_observers.py")
         monkeypatch.syspath_prepend(str(project))
-        assert refused(f"{kind}_observers", place)
+        assert is_untrusted(f"{kind}_observers", python)
         if kind == "path":
-            (place.installed / "project.pth").write_text(f"# by hand\nimport sys\n{project}\n")
+            (python.installed / "project.pth").write_text(f"# by hand\nimport sys\n{project}\n")
         else:
-            info = place.installed / "project-1.0.dist-info"
+            info = python.installed / "project-1.0.dist-info"
             info.mkdir()
             (info / "METADATA").write_text("Name: project\nVersion: 1.0\n")
             url = {"url": project.as_uri(), "dir_info": {"editable": True}}
             (info / "direct_url.json").write_text(json.dumps(url))
-        assert not refused(f"{kind}_observers", place)
-        assert refused(f"{kind}_observers", place, project)
+        assert not is_untrusted(f"{kind}_observers", python)
+        assert is_untrusted(f"{kind}_observers", python, project)
 
 
 def scenario(folder: Path, source: Path, name: str = "evil:C") -> Path:
@@ -210,15 +217,16 @@ def recipe(folder: Path) -> Path:
     return path
 
 
-def test_commands_ask(
-    llama: Path, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_commands_need_trust_flag(
+    llama: Path, python: PythonPath, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`plan`, `quantize` and `run` refuse it and name the flag: from scenario, recipe and
-    option.
+    """`plan`, `quantize` and `run` refuse untrusted code and name the flag.
+
+    The code is named by a scenario, a recipe or an option.
     """
     folder = tmp_path / "theirs"
     folder.mkdir()
-    place.write(folder / "evil.py")
+    python.write(folder / "evil.py")
     monkeypatch.syspath_prepend(str(folder))
     monkeypatch.setenv("PYTHONPATH", str(folder))
     for arguments in (
@@ -256,7 +264,7 @@ def test_commands_ask(
         "compilation_config: {backend: evil.C}",
     ],
 )
-def test_arguments_of_vllm_that_import_python(argument: str, llama: Path, tmp_path: Path) -> None:
+def test_vllm_arguments_that_import_python(argument: str, llama: Path, tmp_path: Path) -> None:
     path = tmp_path / "s.yaml"
     path.write_text(
         f"name: a\nsource: {llama}\nrules:\n  - {{match: Linear, scheme: FP8_DYNAMIC}}\n"
@@ -269,8 +277,8 @@ def test_arguments_of_vllm_that_import_python(argument: str, llama: Path, tmp_pa
         assert "--trust-remote-code" in ran.stderr
 
 
-def test_python_m_next_to_a_module(llama: Path, tmp_path: Path) -> None:
-    """The real interpreter, which puts the current folder on its path."""
+def test_python_m_in_untrusted_folder(llama: Path, tmp_path: Path) -> None:
+    """Run the real interpreter, which adds the current folder to its path."""
     (tmp_path / "evil.py").write_text(CODE.format(ran=str(tmp_path / "ran")) + OBSERVER)
     scenario(tmp_path, llama)
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}:"}

@@ -1,4 +1,7 @@
-"""Scenarios of the repository, suites, engine settings. All errors are reported at once."""
+"""Committed scenarios, suites, and engine settings.
+
+All errors of a scenario are reported at once.
+"""
 
 from pathlib import Path
 
@@ -37,8 +40,11 @@ def test_committed_scenarios_parse(path: Path) -> None:
     assert read_scenario(path).name == path.stem
 
 
-def test_a_scenario_decides_about_cache_and_shapes(tmp_path: Path) -> None:
-    """60 rows of a merged layer are no blocks: refused, or kept where the scenario says so."""
+def test_scenario_sets_cache_and_unsupported_shapes(tmp_path: Path) -> None:
+    """60 rows of a fused layer are no whole blocks.
+
+    They are refused, or kept if the scenario sets it.
+    """
     source = save_llama(tmp_path / "model", num_hidden_layers=1, intermediate_size=60)
     text = (
         f"name: a\nsource: {source}\nrules: [{{match: Linear, scheme: "
@@ -59,7 +65,7 @@ def problems(tmp_path: Path, text: str) -> list[str]:
     return str(caught.value).splitlines()
 
 
-def test_paths_are_relative_to_the_scenario(tmp_path: Path) -> None:
+def test_paths_are_relative_to_scenario(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     assert read(tmp_path, MINIMAL.replace("source: b", "source: model")).source == str(
         tmp_path / "model"
@@ -109,12 +115,12 @@ def test_errors_name_nearest_key_and_line(
         ),
     ],
 )
-def test_an_unknown_key_says_where_it_goes(text: str, fix: str, tmp_path: Path) -> None:
+def test_unknown_key_names_remedy(text: str, fix: str, tmp_path: Path) -> None:
     (line,) = problems(tmp_path, f"{MINIMAL}{text}\n")
     assert fix in line
 
 
-def test_how_models_are_asked_has_the_names_of_lm_eval(tmp_path: Path) -> None:
+def test_evaluate_keys_equal_lm_evals(tmp_path: Path) -> None:
     evaluate = evaluated(
         tmp_path,
         "tasks: [a], num_fewshot: 2, apply_chat_template: rag, fewshot_as_multiturn: false, "
@@ -146,7 +152,8 @@ TASKS = Path(lm_eval.__path__[0]) / "tasks"
 
 
 @pytest.mark.parametrize(("name", "suite"), SUITES.items())
-def test_every_task_exists_and_has_documents_enough(name: str, suite: Suite) -> None:
+def test_suite_tasks_have_enough_documents(name: str, suite: Suite) -> None:
+    """Each task exists in lm-eval, and its documents give a power of 0.8 at the suite's margin."""
     for task, documents in suite.tasks.items():
         files = TASKS.glob(f"{task.partition('_')[0]}*/*.yaml")
         assert any(f"task: {task}\n" in file.read_text() for file in files), (name, task)
@@ -155,7 +162,7 @@ def test_every_task_exists_and_has_documents_enough(name: str, suite: Suite) -> 
         assert power >= 0.8, (name, task, power)
 
 
-def test_a_suite_stands_for_tasks_margin_and_limit(tmp_path: Path) -> None:
+def test_suite_sets_tasks_margin_and_limit(tmp_path: Path) -> None:
     quick = evaluated(tmp_path, "suite: quick")
     assert quick.tasks == ("arc_easy", "piqa", "winogrande")
     assert (quick.margin, quick.limit) == (0.02, 1000)
@@ -179,7 +186,7 @@ CONDITION = "for power 0.8 at margin 5.0%, alpha 0.05, if 5% of answers change"
         ("suite: code, limit: 0.1", "vexport run SCENARIO --trust-remote-code"),
     ],
 )
-def test_a_plan_counts_documents(llama: Path, tmp_path: Path, evaluate: str, words: str) -> None:
+def test_plan_counts_documents(llama: Path, tmp_path: Path, evaluate: str, words: str) -> None:
     text = MINIMAL.replace("source: b", f"source: {llama}")
     path = tmp_path / "scenario.yaml"
     path.write_text(f"{text}evaluate: {{{evaluate}}}\n")
@@ -245,7 +252,7 @@ def test_all_contradictions_and_refusals_at_once(tmp_path: Path) -> None:
     assert "need evaluate.seed" in found["engine_args.seed"]
 
 
-def test_the_command_line_replaces_what_a_scenario_says() -> None:
+def test_options_override_serve_section() -> None:
     serve = Serve(
         tensor_parallel_size=4, max_num_seqs=8, engine_args={"block_size": 16, "dtype": "float32"}
     )
@@ -256,7 +263,8 @@ def test_the_command_line_replaces_what_a_scenario_says() -> None:
     assert changed.given == {**own, "block_size": 32, "dtype": "float32"}
 
 
-def test_a_dry_load_starts_no_engine_that_could_have_arguments() -> None:
+def test_engine_arguments_without_engine() -> None:
+    """A dry load starts no engine, so that engine arguments are refused."""
     ran = vexport("load", DEMO, "--dry", "--engine-arg", "max_num_seqs=8")
     assert ran.code == 2
     assert "do not go with --dry" in ran.stderr
