@@ -1,5 +1,6 @@
-"""Micro checkpoints of other quantization methods, packed as their producers pack (read in their
-sources).
+"""Micro checkpoints of other quantization methods.
+
+They are packed like the producers' sources pack them.
 """
 
 import re
@@ -13,7 +14,7 @@ import torch
 from tests.mutations.edits import WHOLE, Tensors, config, tensors
 from vexport.records import Json
 
-# What is stored of a layer, and the weight (out, in) that it means by its producer's own formula.
+# The stored tensors of a layer, and its weight (out, in) by the formula of the producer.
 Packed = tuple[Tensors, torch.Tensor]
 Pack = Callable[[torch.Tensor, torch.Tensor], Packed]
 GROUP = 64
@@ -23,22 +24,24 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
 
 
-def packed_along_rows(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """Words of 32 bits, the first of the values that share a word in its lowest bits (AutoGPTQ's
-    pack).
+def pack_rows(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """Pack values into words of 32 bits (AutoGPTQ's pack).
+
+    The first value of a word is in its lowest bits.
     """
     words = values.to(torch.int64).reshape(-1, 32 // bits, values.shape[1])
     shifts = torch.arange(0, 32, bits).reshape(1, -1, 1)
     return (words << shifts).sum(dim=1).to(torch.uint32).view(torch.int32)
 
 
-def awq_packed(values: torch.Tensor) -> torch.Tensor:
+def pack_awq(values: torch.Tensor) -> torch.Tensor:
+    """Pack codes of 4 bits along the outputs, in AutoAWQ's order."""
     words = values.to(torch.int64).reshape(values.shape[0], -1, 8)[:, :, AWQ_ORDER]
     return (words << torch.arange(0, 32, 4)).sum(dim=2).to(torch.uint32).view(torch.int32)
 
 
 def divided(values: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Divide values by their scales. Zeros, which may have zero scales, stay zeros."""
+    """Divide values by their scales. A zero stays zero if its scale is zero."""
     return (values / scales).nan_to_num(nan=0.0)
 
 
@@ -53,14 +56,15 @@ def symmetric(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def gptq(weight: torch.Tensor, bits: int = 4, *, stored_zero: int = -1) -> Packed:
-    """Symmetric codes; `stored_zero` is added to the zero points: -1 in checkpoint_format gptq, 0
-    in v2.
+    """Quantize symmetrically.
+
+    `stored_zero` is added to the zero points: -1 for the checkpoint_format gptq, 0 for gptq_v2.
     """
     half = 1 << (bits - 1)
     scales, signed, meant = symmetric(weight, bits)
     stored = {
-        "qweight": packed_along_rows((signed + half).T, bits),
-        "qzeros": packed_along_rows(torch.full(scales.shape, half + stored_zero), bits).T,
+        "qweight": pack_rows((signed + half).T, bits),
+        "qzeros": pack_rows(torch.full(scales.shape, half + stored_zero), bits).T,
         "scales": scales.T,
         "g_idx": (torch.arange(weight.shape[1]) // GROUP).to(torch.int32),
     }
@@ -68,13 +72,13 @@ def gptq(weight: torch.Tensor, bits: int = 4, *, stored_zero: int = -1) -> Packe
 
 
 def awq(weight: torch.Tensor) -> Packed:
-    """Codes of 4 bits with zero points, packed along the outputs in AutoAWQ's order."""
+    """Quantize to codes of 4 bits with zero points, packed along the outputs in AutoAWQ's order."""
     grouped = weight.float().reshape(weight.shape[0], -1, GROUP)
     low, high = grouped.amin(dim=2).clamp_max(0), grouped.amax(dim=2).clamp_min(0)
     scales = ((high - low) / 15).half()
     zeros = divided(-low, scales.float()).round().clamp(0, 15)
     codes = (divided(grouped, scales[:, :, None].float()) + zeros[:, :, None]).round().clamp(0, 15)
-    packed, zero_points = awq_packed(codes.reshape(weight.shape).T), awq_packed(zeros.T)
+    packed, zero_points = pack_awq(codes.reshape(weight.shape).T), pack_awq(zeros.T)
     meant = (scales[:, :, None] * (codes - zeros[:, :, None]).half()).reshape(weight.shape)
     return {"qweight": packed, "qzeros": zero_points, "scales": scales.T}, meant
 
@@ -97,14 +101,17 @@ def fp8_tensor(weight: torch.Tensor, largest: torch.Tensor, *, static: bool = Tr
 
 
 def e2m1(scaled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the codes of numbers, two codes per byte, and the dequantized values."""
+    """Return the codes (two per byte) of numbers, and the dequantized values."""
     nearest = (scaled.abs()[..., None] - FP4).abs().argmin(dim=-1)
     codes = (nearest + 8 * (scaled < 0)).to(torch.uint8)
     return codes[..., 0::2] | codes[..., 1::2] << 4, FP4[nearest] * torch.where(scaled < 0, -1, 1)
 
 
 def nvfp4(weight: torch.Tensor, largest: torch.Tensor) -> Packed:
-    """ModelOpt: NVFP4QTensor.quantize; the lower half of a byte is the first of two codes."""
+    """Quantize like ModelOpt's NVFP4QTensor.quantize.
+
+    The lower half of a byte is the first code.
+    """
     second = largest / (6 * 448)
     grouped = weight.float().reshape(weight.shape[0], -1, 16)
     scale = divided(grouped.abs().amax(dim=2) / 6, second).clamp_max(448).to(torch.float8_e4m3fn)
@@ -132,16 +139,16 @@ def stored_mxfp4(weight: torch.Tensor, name: str) -> Packed:
 
 
 def quark_uint4(weight: torch.Tensor) -> Packed:
-    """AWQ's layout under other names."""
+    """Quantize like AWQ, with Quark's names of the tensors."""
     stored, meant = awq(weight)
     names = {"qweight": "weight", "qzeros": "weight_zero_point", "scales": "weight_scale"}
     return {name: stored[old] for old, name in names.items()}, meant
 
 
 def quark_int4(weight: torch.Tensor) -> Packed:
-    """Pack in the same layout with signed codes."""
+    """Quantize to signed codes in AWQ's layout."""
     scales, signed, meant = symmetric(weight, 4)
-    packed = awq_packed((signed.to(torch.int64) & 15).T)
+    packed = pack_awq((signed.to(torch.int64) & 15).T)
     zeros = torch.zeros(scales.shape[1], packed.shape[1], dtype=torch.int32)
     return {"weight": packed, "weight_scale": scales.T, "weight_zero_point": zeros}, meant
 
@@ -170,7 +177,7 @@ def _modelopt(algo: str, **more: Json) -> Mapping[str, Json]:
 
 
 def _auto_round(layout: str, **more: Json) -> Mapping[str, Json]:
-    """As AutoRound 0.16 writes it."""
+    """Return a config as AutoRound 0.16 writes it."""
     kept: Json = {"lm_head": {"bits": 16, "data_type": "fp"}}
     usual = _integers(
         "auto-round", data_type="int", sym=True, packing_format=f"auto_round:{layout}"
@@ -209,27 +216,30 @@ FP8_CONFIG: Mapping[str, Json] = {"quant_method": "fp8", "activation_scheme": "d
 FP8_KV: Json = {"dynamic": False, "num_bits": 8, "type": "float"}
 
 
-def alone(pack: Callable[..., Packed], **options: str | int) -> Pack:
-    """Pack a layer by its own weight, whatever the largest one is."""
+def without_largest(pack: Callable[..., Packed], **options: str | int) -> Pack:
+    """Adapt a packing function that uses only the layer's weight."""
     return lambda weight, largest: pack(weight, **options)
 
 
-# The config of each, and its layers from a weight and the largest weight of those that vLLM runs as
-# one.
+# The config of a method, and the function that packs a layer. It receives the weight, and the
+# largest weight of the fused layers.
 CHECKPOINTS: Mapping[str, tuple[Mapping[str, Json], Pack]] = {
-    "gptq": ({**GPTQ_CONFIG, "lm_head": False}, alone(gptq)),
-    "gptq_v2": ({**GPTQ_CONFIG, "checkpoint_format": "gptq_v2"}, alone(gptq, stored_zero=0)),
-    "gptq-8bit": ({**GPTQ_CONFIG, "bits": 8}, alone(gptq, bits=8)),
-    "awq": (_integers("awq", zero_point=True, version="gemm"), alone(awq)),
-    "auto-round": (_auto_round("auto_gptq"), alone(gptq)),
-    "auto-round-awq": (_auto_round("auto_awq"), alone(awq)),
+    "gptq": ({**GPTQ_CONFIG, "lm_head": False}, without_largest(gptq)),
+    "gptq_v2": (
+        {**GPTQ_CONFIG, "checkpoint_format": "gptq_v2"},
+        without_largest(gptq, stored_zero=0),
+    ),
+    "gptq-8bit": ({**GPTQ_CONFIG, "bits": 8}, without_largest(gptq, bits=8)),
+    "awq": (_integers("awq", zero_point=True, version="gemm"), without_largest(awq)),
+    "auto-round": (_auto_round("auto_gptq"), without_largest(gptq)),
+    "auto-round-awq": (_auto_round("auto_awq"), without_largest(awq)),
     "auto-round-mxfp4": (
         _auto_round("llm_compressor", data_type="mx_fp", group_size=32, act_bits=4),
-        alone(stored_mxfp4, name="weight_packed"),
+        without_largest(stored_mxfp4, name="weight_packed"),
     ),
     "fp8-block": (
         {**FP8_CONFIG, "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]},
-        alone(fp8_block),
+        without_largest(fp8_block),
     ),
     "fp8-static": (
         {**FP8_CONFIG, "activation_scheme": "static", "ignored_layers": ["lm_head"]},
@@ -242,21 +252,21 @@ CHECKPOINTS: Mapping[str, tuple[Mapping[str, Json], Pack]] = {
     ),
     "quark-int8": (
         quark_config(_side("int8", "per_channel"), _side("int8", "per_channel", is_dynamic=True)),
-        alone(quark_int8),
+        without_largest(quark_int8),
     ),
     "quark-int4": (
         quark_config(_side("int4", "per_group", group_size=GROUP), None),
-        alone(quark_int4),
+        without_largest(quark_int4),
     ),
     "quark-uint4": (
         quark_config({"dtype": "uint4", "group_size": GROUP, "symmetric": False}, None),
-        alone(quark_uint4),
+        without_largest(quark_uint4),
     ),
     "quark-mxfp4": (
         quark_config(
             _side("fp4", "per_group", **QUARK_FP4), _side("fp4", "per_group", is_dynamic=True)
         ),
-        alone(stored_mxfp4, name="weight"),
+        without_largest(stored_mxfp4, name="weight"),
     ),
     "modelopt-fp8": (_modelopt("FP8"), fp8_tensor),
     "modelopt-nvfp4": (_modelopt("NVFP4", group_size=16, kv_cache_scheme=FP8_KV), nvfp4),
@@ -271,7 +281,7 @@ QUANTIZED = re.compile(r"(_proj(_with_mqa)?|\.w[123])\.weight$")
 
 
 def write(name: str, source: Path, folder: Path, **changes: Json) -> Path:
-    """Quantize the checkpoint `source` by a method, into a new folder.
+    """Quantize the checkpoint `source` by a method into a new folder.
 
     `changes` apply to the config.
     """
@@ -300,7 +310,7 @@ def write(name: str, source: Path, folder: Path, **changes: Json) -> Path:
 def write_experts(name: str, source: Path, folder: Path) -> Path:
     """Quantize a mixture of experts by a method.
 
-    The method's ignore list names the routers, as its producers write it.
+    Routers are in the method's ignore list, as producers write it.
     """
     gates: list[Json] = [f"model.layers.{number}.mlp.gate" for number in range(2)]
     lists: Mapping[str, dict[str, Json]] = {
@@ -320,7 +330,7 @@ def _experts_in_mxfp4(values: Tensors) -> None:
 
 
 def write_gpt_oss(source: Path, folder: Path) -> Path:
-    """A micro gpt-oss as OpenAI publishes it: experts in MXFP4, outputs before inputs."""
+    """Write a micro gpt-oss as OpenAI publishes it: experts in MXFP4, outputs before inputs."""
     layers = [f"model.layers.*.{name}" for name in ("self_attn", "mlp.router")]
     kept: list[Json] = [*layers, "model.embed_tokens", "lm_head"]
     method: Json = {"quant_method": "mxfp4", "modules_to_not_convert": kept}

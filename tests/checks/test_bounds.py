@@ -1,4 +1,4 @@
-"""Time and memory follow the size of the files, not the numbers or expressions in them."""
+"""Time and memory depend on the size of the files, not on numbers or expressions in them."""
 
 import time
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from vexport.records.patterns import MOST_SECONDS, matches
 
 BOMBS = (r"re:([a-z._0-9]+)+\$", "re:(?=(.+)+Z)")
 NAME = "model.layers.0.self_attn.q_proj.weight_packed"
-# A sound check of the micro model takes a tenth of that.
+# Seconds. The check of a sound micro model takes a tenth.
 SOON = 10.0
 
 
@@ -36,7 +36,7 @@ def check(good: Good, tmp_path: Path) -> Callable[[Change], Ran]:
 
 
 @pytest.mark.slow
-def test_a_slow_expression_is_stopped_and_named() -> None:
+def test_slow_expression_is_stopped() -> None:
     start = time.thread_time()
     with pytest.raises(InputError, match="matches quickly") as caught:
         [matches(BOMBS[1], f"{NAME}.{number}" * 2) for number in range(100)]
@@ -45,7 +45,7 @@ def test_a_slow_expression_is_stopped_and_named() -> None:
 
 
 @pytest.mark.slow
-def test_a_slow_expression_in_ignore_is_one_error(check: Callable[[Change], Ran]) -> None:
+def test_slow_ignore_pattern_is_one_error(check: Callable[[Change], Ran]) -> None:
     ran = check(config(QUANTIZATION, ignore=["lm_head", BOMBS[0]]))
     assert ran.code == 1
     assert ran.stdout.count("the pattern") == 1
@@ -63,17 +63,15 @@ def test_a_slow_expression_in_ignore_is_one_error(check: Callable[[Change], Ran]
         },
     ],
 )
-def test_too_large_numbers_are_one_error(
-    check: Callable[[Change], Ran], changes: dict[str, Json]
-) -> None:
+def test_huge_sizes_are_one_error(check: Callable[[Change], Ran], changes: dict[str, Json]) -> None:
     ran = check(config(WHOLE, **changes))
     assert ran.code == 1
     assert "1e+09 in a checkpoint of" in ran.stdout
 
 
 @pytest.mark.parametrize("command", [("load", "--dry"), ("load",), ("eval", "--baseline")])
-def test_no_vllm_is_started_for_them(command: tuple[str, ...], llama: Path, tmp_path: Path) -> None:
-    """It would build layer after layer until its time is over."""
+def test_huge_sizes_start_no_vllm(command: tuple[str, ...], llama: Path, tmp_path: Path) -> None:
+    """vLLM would build one layer after another until its timeout."""
     folder = copytree(llama, tmp_path / "huge")
     config(WHOLE, num_hidden_layers=10**9)(folder)
     more = (llama, "--task", make_tasks(tmp_path, 3)[0]) if "eval" in command else ()

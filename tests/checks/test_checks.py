@@ -1,4 +1,4 @@
-"""Good checkpoints have no findings. Each kind of fault is found at its place."""
+"""Good checkpoints have no findings. Faults of each kind are found at their place."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ DOWN = "model.layers.2.mlp.down_proj"
 
 
 def test_unquantized_checkpoints_are_clean(llama: Path, tmp_path: Path) -> None:
-    """One warning: nothing is quantized."""
+    """The only finding is a warning that nothing is quantized."""
     for folder in (llama, save_qwen3(tmp_path / "qwen")):
         assert [(each.check, each.severity) for each in problems(folder)] == [("config", "warning")]
 
@@ -29,13 +29,12 @@ def e8m0(exponents: torch.Tensor) -> torch.Tensor:
 
 
 def padded_words(packed: torch.Tensor) -> torch.Tensor:
-    """As many words as compressed-tensors before 0.18 took for 3 bits: ten values to the word."""
+    """Return as many words as compressed-tensors before 0.18 for 3 bits: ten values per word."""
     columns = packed.shape[1] * 32 // 3
     return torch.nn.functional.pad(packed, (0, -(-columns // 10) - packed.shape[1]))
 
 
-# The family and the place of an error; that there is one is held by the recorded mutations
-# (tests/mutations).
+# Check and place of each error. The recorded mutations (tests/mutations) test that it is an error.
 TENSOR_MUTATIONS = [
     ("W4A8", drop(f"{DOWN}.weight_scale"), "completeness", f"{DOWN}.weight_scale"),
     (
@@ -81,7 +80,7 @@ def test_broken_tensors_are_found(
         ),
     ],
 )
-def test_what_vllm_casts_without_a_loss_is_a_warning(
+def test_lossless_cast_is_warning(
     good: Good, tmp_path: Path, scheme: str, change: Change, where: str
 ) -> None:
     found = problems(spoiled(good(scheme), tmp_path / "cast", change))
@@ -91,12 +90,12 @@ def test_what_vllm_casts_without_a_loss_is_a_warning(
 @pytest.mark.parametrize(
     ("scheme", "scale"), [("NVFP4", "input_global_scale"), ("FP8", "input_scale")]
 )
-def test_passed_over_input_scales_are_a_warning(
+def test_smaller_input_scale_is_warning(
     good: Good, tmp_path: Path, scheme: str, scale: str
 ) -> None:
-    """If two of three layers have the largest scale, which vLLM uses, it is a warning.
+    """vLLM uses the largest scale of the three fused layers.
 
-    If only one layer has it, it is an error.
+    It is a warning if two layers have this scale, and an error if only one layer has it.
     """
     found = problems(
         spoiled(good(scheme), tmp_path / "smaller", put(f"{Q}.{scale}", lambda old: old / 3))
@@ -116,17 +115,18 @@ def test_passed_over_input_scales_are_a_warning(
         ("FP8_DYNAMIC", {"type": "int"}, "int 8 bits token dynamic"),
     ],
 )
-def test_inputs_that_vllm_leaves_in_16_bits_are_a_warning(
+def test_unsupported_inputs_are_warning(
     good: Good, tmp_path: Path, scheme: str, change: dict[str, Json], inputs: str
 ) -> None:
+    """vLLM keeps these inputs in 16 bits."""
     folder = spoiled(good(scheme), tmp_path / "changed", config(INPUTS, **change))
     (finding,) = [one for one in findings(folder, "--sm", "90") if one["check"] == "config"]
     assert finding["severity"] == "warning"
     assert finding["got"] == f"inputs that vLLM leaves in 16 bits: {inputs}"
 
 
-def test_routed_experts_need_inputs_that_vllm_quantizes(tmp_path: Path) -> None:
-    """get_moe_method has none with inputs in 16 bits."""
+def test_routed_experts_need_supported_inputs(tmp_path: Path) -> None:
+    """vLLM's get_moe_method has no method for experts with inputs in 16 bits."""
     checkpoint = quantize(
         save_family("qwen3-moe", tmp_path / "model"), tmp_path / "out", "FP8_DYNAMIC"
     )
@@ -136,7 +136,7 @@ def test_routed_experts_need_inputs_that_vllm_quantizes(tmp_path: Path) -> None:
     assert "does not run for routed experts" in finding.got
 
 
-def test_an_index_may_not_leave_its_folder(good: Good, tmp_path: Path) -> None:
+def test_index_outside_folder_is_refused(good: Good, tmp_path: Path) -> None:
     folder = tmp_path / "broken"
     copytree(good("W8A8"), folder)
     for name in ("../model.safetensors", "/etc/passwd", "missing.safetensors"):
@@ -147,7 +147,7 @@ def test_an_index_may_not_leave_its_folder(good: Good, tmp_path: Path) -> None:
         assert name.rpartition("/")[2] in f"{finding.where} {finding.got}"
 
 
-def test_check_answers_with_a_list_and_exit_codes(good: Good, tmp_path: Path) -> None:
+def test_check_reports_and_exit_codes(good: Good, tmp_path: Path) -> None:
     broken = spoiled(good("W8A8"), tmp_path / "broken", drop(f"{DOWN}.weight_scale"))
     ran = vexport("check", good("NVFP4"), broken, "--format", "json")
     assert ran.code == 1

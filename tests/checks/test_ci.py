@@ -1,4 +1,7 @@
-"""`vexport check` in CI: annotations stand where the fault is, and no checkpoint hides another."""
+"""`vexport check` in CI.
+
+Annotations are at the line of the fault, and a broken checkpoint does not hide others.
+"""
 
 import json
 import os
@@ -23,7 +26,7 @@ ROOT = Path(__file__).parent.parent.parent
 DOWN = "model.layers.2.mlp.down_proj"
 
 
-def test_one_that_is_no_checkpoint_hides_no_other(
+def test_unreadable_checkpoint_hides_no_other(
     good: Good, tmp_path: Path, three: list[Path]
 ) -> None:
     ran = vexport("check", tmp_path / "none", good("FP8"), "--format", "json", "--quiet")
@@ -36,7 +39,7 @@ def test_one_that_is_no_checkpoint_hides_no_other(
     assert [report["ok"] for report in json.loads(ran.stdout)] == [True, False, True]
 
 
-def test_annotations_stand_at_the_line(
+def test_annotations_are_at_the_line(
     good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "repository" / "models" / "broken"
@@ -63,7 +66,10 @@ def test_annotations_stand_at_the_line(
 
 
 def run_action(checkpoint: Path, command: str, folder: Path) -> tuple[int, dict[str, str]]:
-    """(exit code, outputs) of the action's step that judges, as GitHub's runner runs it."""
+    """Run the action's step that judges as GitHub's runner does.
+
+    Return its exit code and outputs.
+    """
     action = yaml.safe_load((ROOT / ".github/action/action.yml").read_text())
     step = next(step for step in action["runs"]["steps"] if step.get("id") == "gate")
     assert step["env"] == {
@@ -90,7 +96,7 @@ def run_action(checkpoint: Path, command: str, folder: Path) -> tuple[int, dict[
     return code, outputs
 
 
-def test_the_action_tells_the_verdict_and_where_the_report_is(good: Good, tmp_path: Path) -> None:
+def test_action_outputs(good: Good, tmp_path: Path) -> None:
     broken = spoiled(
         good("W8A8"), tmp_path / "broken", put(f"{DOWN}.weight_scale", element(float("nan")))
     )
@@ -107,7 +113,7 @@ def test_the_action_tells_the_verdict_and_where_the_report_is(good: Good, tmp_pa
         assert (folder / "summary.md").exists() == (code < 2)
 
 
-def _broken(view: CheckpointView) -> Iterator[Finding]:
+def raise_for_bad(view: CheckpointView) -> Iterator[Finding]:
     if view.index.root.name == "bad":
         raise KeyError("a mistake of ours")
     yield from ()
@@ -115,18 +121,17 @@ def _broken(view: CheckpointView) -> Iterator[Finding]:
 
 @pytest.fixture
 def three(good: Good, tmp_path: Path) -> list[Path]:
-    """Return two sound checkpoints, and between them a checkpoint that makes a check raise."""
+    """Return three checkpoints. The one in the middle makes a check raise an exception."""
     copytree(good("W4A16"), tmp_path / "bad")
     (tmp_path / "bad" / "tokenizer_config.json").write_text("[]")
     return [good("W4A16"), tmp_path / "bad", good("FP8_BLOCK")]
 
 
-def test_a_mistake_in_one_check_leaves_others(
-    three: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One check family raises an exception. Every output format keeps the other results."""
+def test_exception_in_one_check(three: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a check raises an exception, all output formats keep the other results."""
     monkeypatch.setattr(
-        "vexport.checks.CHECKS", {**CHECKS, "values": Check(description="values", run=_broken)}
+        "vexport.checks.CHECKS",
+        {**CHECKS, "values": Check(description="values", run=raise_for_bad)},
     )
     ran = vexport("check", *three, "--format", "json")
     assert ran.code == 4

@@ -1,6 +1,4 @@
-"""`vexport check --tp --sm --vllm`: what runs where, and what other versions of vLLM do
-otherwise.
-"""
+"""`vexport check --tp --sm --vllm`: GPUs, ranks, and other versions of vLLM."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,8 +13,8 @@ from tests.mutations.edits import config, spoiled
 SIX_HEADS = {"num_attention_heads": 6, "hidden_size": 192}
 
 
-def judged(checkpoint: Path, *options: object) -> list[dict[str, str]]:
-    """What is said for the devices and the version."""
+def device_findings(checkpoint: Path, *options: object) -> list[dict[str, str]]:
+    """Return the findings about devices and versions."""
     return [
         one for one in findings(checkpoint, *options) if one["check"] in ("devices", "versions")
     ]
@@ -51,27 +49,29 @@ def errors(found: list[dict[str, str]]) -> list[str]:
         ({**SIX_HEADS, "num_key_value_heads": 3}, "FP8_DYNAMIC", 2, "3 key and"),
     ],
 )
-def test_what_ranks_cut_is_found(
+def test_indivisible_ranks_are_found(
     tmp_path: Path, changes: Mapping[str, object], preset: str, tp: int, words: str
 ) -> None:
     checkpoint = quantize(save_llama(tmp_path / "model", **changes), tmp_path / "out", preset)
-    found = judged(checkpoint, "--tp", f"1,{tp}")
+    found = device_findings(checkpoint, "--tp", f"1,{tp}")
     assert all(f"tp {tp})" in where for where in errors(found))
     assert words in {finding["got"][: len(words)] for finding in found}
-    assert errors(judged(checkpoint, "--tp", 1)) == []
+    assert errors(device_findings(checkpoint, "--tp", 1)) == []
 
 
 def test_key_heads_repeat_and_experts_split(good: Good, tmp_path: Path) -> None:
-    assert judged(good("FP8_DYNAMIC"), "--tp", "1,2,4") == []
+    assert device_findings(good("FP8_DYNAMIC"), "--tp", "1,2,4") == []
     source = save_family("qwen3-moe", tmp_path / "model", moe_intermediate_size=256)
     checkpoint = quantize(source, tmp_path / "out", "W4A16")
-    assert errors(judged(checkpoint, "--tp", 2)) == []
-    assert any("experts.*.down_proj" in where for where in errors(judged(checkpoint, "--tp", 4)))
+    assert errors(device_findings(checkpoint, "--tp", 2)) == []
+    assert any(
+        "experts.*.down_proj" in where for where in errors(device_findings(checkpoint, "--tp", 4))
+    )
 
 
-# scheme: capabilities that refuse it, and those that run it in another precision with that
-# precision.
-GRID: Mapping[str, tuple[str, Mapping[str, str]]] = {
+# For each scheme: capabilities that refuse it, and the precision on capabilities that run it
+# otherwise.
+CAPABILITIES: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "NVFP4": ("70", {"75/80/89/90": "W4A16"}),
     "NVFP4A16": ("70", {}),
     "MXFP4": ("70/75", {"80/89": "W4A16", "90": "W4A8"}),
@@ -88,13 +88,11 @@ GRID: Mapping[str, tuple[str, Mapping[str, str]]] = {
 }
 
 
-@pytest.mark.parametrize("scheme", GRID)
-def test_capabilities_refuse_or_run_otherwise(good: Good, scheme: str) -> None:
-    """What vLLM 0.32's dry load said of the same schemes; tests/engine/test_dry_load.py asks it
-    again.
-    """
-    refused, other = GRID[scheme]
-    found = judged(good(scheme), "--sm", "70,75,80,89,90,100")
+@pytest.mark.parametrize("scheme", CAPABILITIES)
+def test_precision_by_capability(good: Good, scheme: str) -> None:
+    """The table is from vLLM 0.32's dry load, which tests/engine/test_dry_load.py repeats."""
+    refused, other = CAPABILITIES[scheme]
+    found = device_findings(good(scheme), "--sm", "70,75,80,89,90,100")
     assert [where.partition("sm ")[2] for where in errors(found)] == [f"{refused})"]
     warnings = {
         one["where"].partition("sm ")[2]: one["got"]
@@ -107,11 +105,11 @@ def test_capabilities_refuse_or_run_otherwise(good: Good, scheme: str) -> None:
     )
 
 
-def test_codes_in_bytes_are_to_be_packed(llama: Path, tmp_path: Path) -> None:
-    """W4A8 as llm-compressor stores it, which vLLM's kernel for GPUs cannot read."""
+def test_unpacked_w4a8_is_warning(llama: Path, tmp_path: Path) -> None:
+    """llm-compressor stores W4A8 with one code per byte, which vLLM's GPU kernel cannot read."""
     checkpoint = save_w4a8_in_bytes(llama, tmp_path / "in bytes")
-    assert errors(judged(checkpoint)) == []
-    (found,) = judged(checkpoint, "--sm", "80,90,100")
+    assert errors(device_findings(checkpoint)) == []
+    (found,) = device_findings(checkpoint, "--sm", "80,90,100")
     assert found["severity"] == "warning"  # vLLM's loaders accept it
     assert "sm 80/90/100)" in found["where"]
     assert "packed words" in found["got"]
@@ -127,21 +125,21 @@ def test_codes_in_bytes_are_to_be_packed(llama: Path, tmp_path: Path) -> None:
         ("MXFP4XFP8", "0.32", []),
     ],
 )
-def test_versions_differ_where_they_are_known_to(
+def test_findings_by_version(
     good: Good, tmp_path: Path, scheme: str, version: str, severities: list[str]
 ) -> None:
     checkpoint = spoiled(
         good(scheme), tmp_path / "checkpoint", config((), max_position_embeddings=256)
     )
-    found = [one["severity"] for one in judged(checkpoint, "--vllm", version)]
+    found = [one["severity"] for one in device_findings(checkpoint, "--vllm", version)]
     assert [severity for severity in found if severity != "info"] == severities
 
 
-def test_what_is_not_known_of_a_version_is_said(good: Good) -> None:
-    (newer,) = judged(good("W8A8"), "--vllm", "0.40")
+def test_unknown_version_is_warning(good: Good) -> None:
+    (newer,) = device_findings(good("W8A8"), "--vllm", "0.40")
     assert (newer["severity"], newer["got"]) == ("warning", "unknown: checked by the rules of 0.33")
-    assert judged(good("W8A8"), "--vllm", "0.31") == []
-    (older,) = judged(good("W8A8"), "--vllm", "0.19")
+    assert device_findings(good("W8A8"), "--vllm", "0.31") == []
+    (older,) = device_findings(good("W8A8"), "--vllm", "0.19")
     assert older["got"] == "unknown: checked by the rules of 0.30"
     ran = vexport("check", good("W8A8"), "--vllm", "newest")
     assert (ran.code, "is not a version like 0.30" in ran.errors[0]) == (2, True)

@@ -1,4 +1,4 @@
-"""Files whose bytes are not those that were written, told by a digest alone."""
+"""Files whose bytes have changed since they were written. Only digests can find this."""
 
 import hashlib
 import json
@@ -18,9 +18,10 @@ from vexport.checks import shards
 DOWN = "model.layers.0.mlp.down_proj"
 
 
-def flip(folder: Path, parameter: str = "weight_packed") -> None:
-    """Other values in 64 bytes of the first tensor of a kind, which are as plausible as the old
-    ones.
+def flip_bits(folder: Path, parameter: str = "weight_packed") -> None:
+    """Flip bits in the first 64 bytes of a tensor.
+
+    The new values are as plausible as the old ones.
     """
     tensors = read_index(folder).tensors
     tensor = next(tensor for name, tensor in tensors.items() if name.endswith(parameter))
@@ -36,7 +37,7 @@ def digests_of(folder: Path) -> dict[str, str]:
     return recorded
 
 
-def test_the_record_is_of_each_file_whole(llama: Path, tmp_path: Path) -> None:
+def test_recorded_digests_cover_whole_files(llama: Path, tmp_path: Path) -> None:
     quantize(llama, tmp_path / "out", "W4A16", "--max-shard-size", "100KB")
     weights = sorted((tmp_path / "out").glob("*.safetensors"))
     assert len(weights) > 2
@@ -46,23 +47,23 @@ def test_the_record_is_of_each_file_whole(llama: Path, tmp_path: Path) -> None:
     assert digests_of(tmp_path / "out") == expected
 
 
-def test_a_flipped_byte_is_found(good: Good, tmp_path: Path) -> None:
+def test_changed_bytes_are_found(good: Good, tmp_path: Path) -> None:
     folder = copytree(good("W4A16"), tmp_path / "out")
     assert problems(folder) == []
-    flip(folder)
+    flip_bits(folder)
     (finding,) = errors(folder)
     assert (finding.check, finding.where) == ("digests", str(folder / "model.safetensors"))
     ran = vexport("repair", folder, tmp_path / "repaired")
-    assert ran.code == 1  # which must not give the wrong bytes a new digest
+    assert ran.code == 1  # repair must not write a new digest for the wrong bytes
     assert not (tmp_path / "repaired").exists()
 
 
-def test_large_files_wait_to_be_asked(
+def test_large_files_need_option(
     good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(shards, "MOST_BYTES", 1000)
     folder = copytree(good("W4A16"), tmp_path / "out")
-    flip(folder)
+    flip_bits(folder)
     (note,) = problems(folder)
     assert (note.check, note.severity) == ("digests", "info")
     assert vexport("check", folder).code == 0
@@ -71,7 +72,7 @@ def test_large_files_wait_to_be_asked(
 
 
 @pytest.mark.parametrize("option", ["--binary", "--tag"])
-def test_a_list_of_sha256sum(option: str, llama: Path, tmp_path: Path) -> None:
+def test_sha256sum_list(option: str, llama: Path, tmp_path: Path) -> None:
     folder = copytree(llama, tmp_path / "other")
     (folder / "README.md").write_text("a model\n")
     names = sorted(file.name for file in folder.iterdir())
@@ -88,9 +89,7 @@ def test_a_list_of_sha256sum(option: str, llama: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["/etc/passwd", "no digest", "sub/../../config.json", None])
-def test_a_list_that_cannot_be_used_is_bad_input(
-    line: str | None, llama: Path, tmp_path: Path
-) -> None:
+def test_unusable_digest_list_is_bad_input(line: str | None, llama: Path, tmp_path: Path) -> None:
     listed = tmp_path / "SHA256SUMS"
     if line is not None:
         digest = hashlib.sha256(b"").hexdigest()
@@ -101,7 +100,7 @@ def test_a_list_that_cannot_be_used_is_bad_input(
     assert vexport("check", llama, "--digests", "vexport.json").code == 2
 
 
-def test_repair_writes_the_digests_of_what_it_writes(good: Good, tmp_path: Path) -> None:
+def test_repair_updates_digests(good: Good, tmp_path: Path) -> None:
     wrong = put(f"{DOWN}.weight_global_scale", lambda scale: 1 / scale)
     folder = spoiled(good("NVFP4A16"), tmp_path / "out", wrong)
     assert vexport("repair", folder, tmp_path / "repaired").code == 0

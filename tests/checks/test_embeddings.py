@@ -1,4 +1,4 @@
-"""Which layers get which config group, tables of tokens among them, and which are ignored."""
+"""The config group of each layer, embeddings included, and ignored layers."""
 
 from pathlib import Path
 
@@ -22,13 +22,13 @@ from vexport.checks.vllm.groups import ConfigGroup, group_for, ignored, parse_gr
 from vexport.records import Json
 from vexport.records.patterns import Patterns
 
-NAMED, OF_CLASS = "re:.*embed_tokens$", "Embedding"
+BY_NAME, BY_CLASS = "re:.*embed_tokens$", "Embedding"
 TABLE = "model.embed_tokens"
 
 
 @tensors
-def packed(values: Tensors) -> None:
-    """The table of tokens in codes of 4 bits with groups of 32."""
+def pack_table(values: Tensors) -> None:
+    """Store the embedding in codes of 4 bits with groups of 32."""
     rows, columns = values.pop(f"{TABLE}.weight").shape
     values[f"{TABLE}.weight_packed"] = torch.zeros(rows, columns // 8, dtype=torch.int32)
     values[f"{TABLE}.weight_scale"] = torch.zeros(rows, columns // 32, dtype=torch.bfloat16)
@@ -38,24 +38,24 @@ def packed(values: Tensors) -> None:
 @pytest.mark.parametrize(
     ("model", "target", "state", "words"),
     [
-        ("LlamaForCausalLM", NAMED, "packed", "gives its table no name"),
-        ("LlamaForCausalLM", OF_CLASS, "packed", ""),
-        ("LlamaForCausalLM", OF_CLASS, "tied", "tied"),
-        ("Qwen3ForCausalLM", NAMED, "packed", ""),
-        ("Qwen3ForCausalLM", NAMED, "tied", "tied"),
-        ("Qwen3ForCausalLM", NAMED, "asymmetric", "symmetric integers"),
-        ("Gemma2ForCausalLM", OF_CLASS, "tied", "without a quantization config"),
-        ("MixtralForCausalLM", NAMED, "packed", "without a quantization config"),
-        ("LlamaForCausalLM", NAMED, "16 bits", ""),
-        ("LlamaForCausalLM", OF_CLASS, "16 bits", "an unquantized weight"),
-        ("Qwen3ForCausalLM", NAMED, "16 bits", "an unquantized weight"),
-        ("Gemma2ForCausalLM", OF_CLASS, "16 bits", ""),
+        ("LlamaForCausalLM", BY_NAME, "packed", "gives its table no name"),
+        ("LlamaForCausalLM", BY_CLASS, "packed", ""),
+        ("LlamaForCausalLM", BY_CLASS, "tied", "tied"),
+        ("Qwen3ForCausalLM", BY_NAME, "packed", ""),
+        ("Qwen3ForCausalLM", BY_NAME, "tied", "tied"),
+        ("Qwen3ForCausalLM", BY_NAME, "asymmetric", "symmetric integers"),
+        ("Gemma2ForCausalLM", BY_CLASS, "tied", "without a quantization config"),
+        ("MixtralForCausalLM", BY_NAME, "packed", "without a quantization config"),
+        ("LlamaForCausalLM", BY_NAME, "16 bits", ""),
+        ("LlamaForCausalLM", BY_CLASS, "16 bits", "an unquantized weight"),
+        ("Qwen3ForCausalLM", BY_NAME, "16 bits", "an unquantized weight"),
+        ("Gemma2ForCausalLM", BY_CLASS, "16 bits", ""),
     ],
 )
-def test_tables_of_tokens(
+def test_quantized_embeddings(
     good: Good, tmp_path: Path, model: str, target: str, state: str, words: str
 ) -> None:
-    """A config group with this target, by the model's class; `state` is how the table is stored."""
+    """A config group has this target. `state` is how the embedding is stored."""
 
     @json_config
     def targeted(whole: dict[str, Json]) -> None:
@@ -66,7 +66,7 @@ def test_tables_of_tokens(
 
     folder = spoiled(good("W4A16"), tmp_path / "table", targeted)
     if state != "16 bits":
-        packed(folder)
+        pack_table(folder)
     if state == "tied":
         drop("lm_head.weight")(folder)
     found = [
@@ -79,7 +79,7 @@ def test_tables_of_tokens(
 ATTENTION = "model.layers.0.self_attn"
 QKV = tuple(f"{ATTENTION}.{leaf}_proj" for leaf in "qkv")
 EXPERTS = "model.layers.0.mlp.experts"
-OF_LLAMA = Architecture(
+LLAMA = Architecture(
     fused={"qkv_proj": ("q_proj", "k_proj", "v_proj")},
     resolved=("qkv_proj",),
     row_parallel=("o_proj",),
@@ -94,8 +94,8 @@ def group(name: str, *targets: str) -> ConfigGroup:
     return parsed
 
 
-def chosen(unit: str, members: tuple[str, ...], *groups: ConfigGroup) -> str | None:
-    found = group_for(unit, members, targets_of(groups), OF_LLAMA, table=OF_LLAMA.is_table(unit))
+def group_name(unit: str, members: tuple[str, ...], *groups: ConfigGroup) -> str | None:
+    found = group_for(unit, members, targets_of(groups), LLAMA, table=LLAMA.is_table(unit))
     return found.name if found else None
 
 
@@ -114,18 +114,18 @@ def chosen(unit: str, members: tuple[str, ...], *groups: ConfigGroup) -> str | N
     ],
 )
 def test_target_precedence(groups: tuple[ConfigGroup, ...], name: str | None) -> None:
-    assert chosen(f"{ATTENTION}.qkv_proj", QKV, *groups) == name
+    assert group_name(f"{ATTENTION}.qkv_proj", QKV, *groups) == name
 
 
-def test_experts_tables_and_heads_have_rules_of_their_own() -> None:
+def test_targets_of_experts_embeddings_and_heads() -> None:
     last = (f"{EXPERTS}.7.gate_proj", f"{EXPERTS}.7.up_proj")
-    assert chosen(f"{EXPERTS}.7.w13", last, group("a", "re:.*experts.0.*")) == "a"
-    assert chosen(f"{EXPERTS}.7.w13", last, group("a", "re:.*experts.7.*")) is None
-    assert chosen(f"{EXPERTS}.7.w13", last, group("a", "Linear")) == "a"
-    assert chosen(f"{EXPERTS}.7.w13", last, group("a", "linear")) is None
-    assert [*ignored(f"{EXPERTS}.7.w13", last, Patterns(["re:.*experts.7.*"]), OF_LLAMA)] == []
-    assert [*ignored(f"{EXPERTS}.7.w13", last, Patterns(["re:.*experts.0.*"]), OF_LLAMA)] == [*last]
-    assert chosen("model.embed_tokens", ("model.embed_tokens",), group("a", "Linear")) is None
-    assert chosen("model.embed_tokens", ("model.embed_tokens",), group("a", "Embedding")) == "a"
-    assert chosen("lm_head", ("lm_head",), group("a", "Linear", "Embedding")) is None
-    assert chosen("lm_head", ("lm_head",), group("a", "LMHead")) == "a"
+    assert group_name(f"{EXPERTS}.7.w13", last, group("a", "re:.*experts.0.*")) == "a"
+    assert group_name(f"{EXPERTS}.7.w13", last, group("a", "re:.*experts.7.*")) is None
+    assert group_name(f"{EXPERTS}.7.w13", last, group("a", "Linear")) == "a"
+    assert group_name(f"{EXPERTS}.7.w13", last, group("a", "linear")) is None
+    assert [*ignored(f"{EXPERTS}.7.w13", last, Patterns(["re:.*experts.7.*"]), LLAMA)] == []
+    assert [*ignored(f"{EXPERTS}.7.w13", last, Patterns(["re:.*experts.0.*"]), LLAMA)] == [*last]
+    assert group_name("model.embed_tokens", ("model.embed_tokens",), group("a", "Linear")) is None
+    assert group_name("model.embed_tokens", ("model.embed_tokens",), group("a", "Embedding")) == "a"
+    assert group_name("lm_head", ("lm_head",), group("a", "Linear", "Embedding")) is None
+    assert group_name("lm_head", ("lm_head",), group("a", "LMHead")) == "a"

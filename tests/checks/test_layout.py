@@ -1,6 +1,4 @@
-"""The tensors of a model are those that vLLM's classes build, by their config; what is not judged
-is said.
-"""
+"""Tensors that vLLM's classes build from a config, and tensors that are not judged."""
 
 import json
 from pathlib import Path
@@ -34,7 +32,7 @@ from vexport.records import Json
 NORM = "vision_tower.vision_model.encoder.layers.0.layer_norm1.weight"
 
 
-def test_experts_of_a_layout_are_those_of_the_class() -> None:
+def test_layout_experts_equal_class_experts() -> None:
     table = architecture_table()
     for name in layouts().keys() & table.architectures.keys():
         entry, experts = get_layout(name), table.architectures[name].experts
@@ -45,15 +43,13 @@ def test_experts_of_a_layout_are_those_of_the_class() -> None:
         assert experts is None or own <= {*experts}, name
 
 
-def dropped(start: str) -> Change:
+def drop_prefix(start: str) -> Change:
     return lost(lambda name: name.startswith(start))
 
 
 @tensors
 def stacked(values: Tensors) -> None:
-    """The experts of the second layer in one tensor each, under a name that no loader of vLLM
-    knows.
-    """
+    """Stack the experts of the second layer in one tensor, with a name that vLLM does not load."""
     start = "model.layers.1.mlp.experts."
     experts = {name: values.pop(name) for name in [*values] if name.startswith(start)}
     down = [value for name, value in experts.items() if name.endswith("down_proj.weight_packed")]
@@ -63,24 +59,28 @@ def stacked(values: Tensors) -> None:
 @pytest.mark.parametrize(
     ("family", "spoil", "where"),
     [
-        ("qwen3-moe", dropped("model.layers.1.mlp.experts.2."), "model.layers.1.mlp.experts.2"),
+        ("qwen3-moe", drop_prefix("model.layers.1.mlp.experts.2."), "model.layers.1.mlp.experts.2"),
         ("qwen3-moe", stacked, "model.layers.1.mlp.experts.down_proj_packed"),
         (
             "qwen3-next",
-            dropped("model.layers.0.linear_attn.A_log"),
+            drop_prefix("model.layers.0.linear_attn.A_log"),
             "model.layers.0.linear_attn.A_log",
         ),
         (
             "llama4",
-            dropped("model.layers.0.feed_forward.experts."),
+            drop_prefix("model.layers.0.feed_forward.experts."),
             "model.layers.0.feed_forward.experts",
         ),
-        ("gemma3-vision", dropped(NORM), NORM),
-        ("qwen2.5-vl", dropped("visual.blocks.0.attn.qkv.bias"), "visual.blocks.0.attn.qkv.bias"),
-        ("gpt2", dropped("transformer.wpe"), "transformer.wpe.weight"),
+        ("gemma3-vision", drop_prefix(NORM), NORM),
+        (
+            "qwen2.5-vl",
+            drop_prefix("visual.blocks.0.attn.qkv.bias"),
+            "visual.blocks.0.attn.qkv.bias",
+        ),
+        ("gpt2", drop_prefix("transformer.wpe"), "transformer.wpe.weight"),
     ],
 )
-def test_the_first_cause_is_named(family: str, spoil: Change, where: str, tmp_path: Path) -> None:
+def test_missing_tensors_are_named(family: str, spoil: Change, where: str, tmp_path: Path) -> None:
     folder = quantize(save_family(family, tmp_path / "source"), tmp_path / "out", "NVFP4A16")
     assert errors(folder) == []
     assert [finding.where for finding in errors(spoiled(folder, tmp_path / "spoiled", spoil))][
@@ -95,32 +95,32 @@ def test_the_first_cause_is_named(family: str, spoil: Change, where: str, tmp_pa
         ("qwen2.5-vl", "vision_config", "hidden_size"),
     ],
 )
-def test_sizes_of_nested_configs_count(family: str, part: str, key: str, tmp_path: Path) -> None:
+def test_sizes_of_nested_configs(family: str, part: str, key: str, tmp_path: Path) -> None:
     folder = quantize(save_family(family, tmp_path / "source"), tmp_path / "out", "FP8_DYNAMIC")
     size = json.loads((folder / "config.json").read_text())[part][key]
     larger = spoiled(folder, tmp_path / "larger", config((part,), **{key: 2 * size}))
     assert {finding.check for finding in errors(larger)} == {"shapes"}
 
 
-def what(folder: Path) -> list[str]:
+def unjudged(folder: Path) -> list[str]:
     with Reader() as reader:
         return [each.what for each in unjudged_tensors(CheckpointView(read_index(folder), reader))]
 
 
-def test_tensors_of_which_nothing_is_known_are_named(tmp_path: Path) -> None:
-    assert what(save_family("llama", tmp_path / "llama")) == []
+def test_unjudged_tensors_are_named(tmp_path: Path) -> None:
+    assert unjudged(save_family("llama", tmp_path / "llama")) == []
     config(WHOLE, architectures=["InternLM2ForCausalLM"])(tmp_path / "llama")
-    (entry,) = what(tmp_path / "llama")
+    (entry,) = unjudged(tmp_path / "llama")
     assert "InternLM2ForCausalLM" in entry
     folder = save_family("qwen3-next", tmp_path / "model")
     without(WHOLE, "layer_types")(folder)
-    (entry,) = what(folder)
+    (entry,) = unjudged(folder)
     assert "linear_attn" in entry
     config(WHOLE, full_attention_interval=4)(folder)
-    assert what(folder) == []
+    assert unjudged(folder) == []
 
 
-# Class and model type, where the names of the language model begin, the keys around its config.
+# Class, model type, prefix of the language model's tensors, and keys of its nested config.
 WRAPPERS = {
     "text_config": ("LlavaForConditionalGeneration", "llava", "language_model.", ("text_config",)),
     "llm_config": ("InternVLChatModel", "internvl_chat", "language_model.", ("llm_config",)),
@@ -134,8 +134,9 @@ WRAPPERS = {
 
 
 def wrapped(llama: Path, folder: Path, kind: str, *, last_layer: bool = True) -> Path:
-    """A Llama of three layers as the language model of another class, with or without its last
-    layer.
+    """Store a Llama of three layers as the language model of another class.
+
+    The last layer can be left out.
     """
     architecture, model_type, prefix, keys = WRAPPERS[kind]
     folder.mkdir()
@@ -153,9 +154,7 @@ def wrapped(llama: Path, folder: Path, kind: str, *, last_layer: bool = True) ->
 
 
 @pytest.mark.parametrize("kind", WRAPPERS)
-def test_a_whole_model_is_clean_and_a_missing_layer_is_found(
-    llama: Path, tmp_path: Path, kind: str
-) -> None:
+def test_missing_layer_of_language_model(llama: Path, tmp_path: Path, kind: str) -> None:
     model = wrapped(llama, tmp_path / "model", kind)
     assert errors(model) == []
     assert vocab_size(read_index(model).config, "config.json") == 384

@@ -1,4 +1,7 @@
-"""Numbers and settings that cannot be meant: each rule where it speaks and where it does not."""
+"""Numbers and settings that cannot be intended.
+
+Each rule has a case that it reports and one that it accepts.
+"""
 
 import math
 from pathlib import Path
@@ -26,8 +29,8 @@ LAYER = "model.layers.1"
 Q = f"{LAYER}.self_attn.q_proj"
 
 
-def found(good: Path, folder: Path, change: Change) -> list[str]:
-    """The places of the errors."""
+def error_places(good: Path, folder: Path, change: Change) -> list[str]:
+    """Return the places of the errors."""
     return [one.where for one in errors(spoiled(good, folder, change))]
 
 
@@ -44,7 +47,7 @@ def found(good: Path, folder: Path, change: Change) -> list[str]:
         ({"actorder": "by-hand"}, True),
     ],
 )
-def test_arguments_are_refused_as_compressed_tensors_does(arguments: Json, refused: bool) -> None:
+def test_arguments_as_in_compressed_tensors(arguments: Json, refused: bool) -> None:
     from compressed_tensors.quantization import QuantizationArgs
 
     assert isinstance(parse_args(arguments), str) is refused
@@ -59,14 +62,14 @@ def test_arguments_are_refused_as_compressed_tensors_does(arguments: Json, refus
 @pytest.mark.parametrize(
     "name", ["model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"]
 )
-def test_what_is_not_quantized_is_not_all_zero(good: Good, tmp_path: Path, name: str) -> None:
-    assert found(good("W8A8"), tmp_path / "zero", put(name, every(0.0))) == [name]
+def test_zero_unquantized_weight_is_error(good: Good, tmp_path: Path, name: str) -> None:
+    assert error_places(good("W8A8"), tmp_path / "zero", put(name, every(0.0))) == [name]
 
 
 @pytest.mark.parametrize(
     ("leaf", "shape", "value", "wrong"),
     [
-        ("input_max", (), math.inf, False),  # Gemma 4's, between which nothing is clipped
+        ("input_max", (), math.inf, False),  # bounds of Gemma 4 that clip nothing
         ("output_min", (1,), -math.inf, False),
         ("input_max", (), math.nan, True),
         ("local_causal_mask", (4, 4), -math.inf, False),
@@ -74,10 +77,10 @@ def test_what_is_not_quantized_is_not_all_zero(good: Good, tmp_path: Path, name:
         ("weight", (4, 4), -math.inf, True),
     ],
 )
-def test_bounds_may_be_infinite_and_weights_not(
+def test_infinite_bounds_and_weights(
     good: Good, tmp_path: Path, leaf: str, shape: tuple[int, ...], value: float, wrong: bool
 ) -> None:
-    """An error of the numbers only where the source has others."""
+    """With a source, values are an error only if the source has other values."""
     name = f"model.vision_tower.encoder.proj.{leaf}"
     change = add(name, torch.full(shape, value, dtype=torch.bfloat16))
     folder = spoiled(good("W8A8"), tmp_path / "changed", change)
@@ -86,22 +89,23 @@ def test_bounds_may_be_infinite_and_weights_not(
     other = spoiled(
         good("W8A8"), tmp_path / "other", add(name, torch.zeros(shape, dtype=torch.bfloat16))
     )
-    for source, found in ((folder, 0), (other, int(wrong))):
+    for source, error_places in ((folder, 0), (other, int(wrong))):
         against = Against(root=source, run=lambda view: iter(()))
         findings = check_checkpoint(str(folder), against=against).findings
-        assert [one.where for one in findings if one.check == "values"] == [name] * found
+        assert [one.where for one in findings if one.check == "values"] == [name] * error_places
 
 
 @pytest.mark.parametrize("scheme", ["W8A8", "FP8_DYNAMIC"])
-def test_a_transposed_weight_leaves_ranges_unfilled(
-    good: Good, tmp_path: Path, scheme: str
-) -> None:
-    assert found(good(scheme), tmp_path / "turned", put(f"{Q}.weight", lambda value: value.T)) == [
-        Q
-    ]
+def test_transposed_weight_is_found(good: Good, tmp_path: Path, scheme: str) -> None:
+    """After a transposition, the largest codes of a row no longer fill its range."""
+    assert error_places(
+        good(scheme), tmp_path / "turned", put(f"{Q}.weight", lambda value: value.T)
+    ) == [Q]
 
 
-def test_rows_that_are_all_zero_fill_no_range(good: Good, tmp_path: Path) -> None:
+def test_zero_rows(good: Good, tmp_path: Path) -> None:
+    """A row of zeros is an error if its scale belongs to other values."""
+
     def pruned(values: Tensors) -> None:
         values[f"{Q}.weight"][::2] = 0
         values[f"{Q}.weight_scale"][::2] = torch.finfo(torch.float32).eps
@@ -109,17 +113,18 @@ def test_rows_that_are_all_zero_fill_no_range(good: Good, tmp_path: Path) -> Non
     def lost(values: Tensors) -> None:
         values[f"{Q}.weight"][::2] = 0
 
-    assert found(good("W8A8"), tmp_path / "lost", tensors(lost)) == [Q]
-    assert found(good("W8A8"), tmp_path / "pruned", tensors(pruned)) == []
+    assert error_places(good("W8A8"), tmp_path / "lost", tensors(lost)) == [Q]
+    assert error_places(good("W8A8"), tmp_path / "pruned", tensors(pruned)) == []
 
 
-def test_an_input_is_no_larger_than_its_norm_lets_through(good: Good, tmp_path: Path) -> None:
+def test_input_scale_beyond_norm_is_found(good: Good, tmp_path: Path) -> None:
+    """A norm limits the input of the next layer, and so its input scale."""
     names = [f"{LAYER}.self_attn.{leaf}_proj.input_scale" for leaf in "qkv"]
     upside_down = all_of(*(put(name, inverse) for name in names))
-    assert found(good("FP8"), tmp_path / "inverse", upside_down) == names
+    assert error_places(good("FP8"), tmp_path / "inverse", upside_down) == names
 
 
-def test_layers_may_be_stored_as_vllm_fuses_them(good: Good, tmp_path: Path) -> None:
+def test_stored_fused_layers(good: Good, tmp_path: Path) -> None:
     def fused(values: Tensors) -> None:
         place = f"{LAYER}.self_attn"
         for leaf in ("weight", "weight_scale"):
@@ -131,14 +136,17 @@ def test_layers_may_be_stored_as_vllm_fuses_them(good: Good, tmp_path: Path) -> 
         name = f"{LAYER}.self_attn.qkv_proj.weight_scale"
         values[name] = values[name][:-1].clone()
 
-    assert found(good("W8A8"), tmp_path / "fused", tensors(fused)) == []
-    assert found(good("W8A8"), tmp_path / "cut", tensors(cut)) == [
+    assert error_places(good("W8A8"), tmp_path / "fused", tensors(fused)) == []
+    assert error_places(good("W8A8"), tmp_path / "cut", tensors(cut)) == [
         f"{LAYER}.self_attn.qkv_proj.weight_scale"
     ]
 
 
-def test_a_sign_that_cancels_hides_nothing(good: Good, tmp_path: Path) -> None:
-    """The layer's other numbers are looked at beside the warning."""
+def test_negative_scale_hides_no_error(good: Good, tmp_path: Path) -> None:
+    """A negative scale that cancels out is a warning.
+
+    The layer's other tensors are still checked.
+    """
     change = all_of(
         put(f"{Q}.input_scale", lambda scale: -scale),
         put(f"{Q}.weight_scale", lambda scale: scale * 1e6),

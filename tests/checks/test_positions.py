@@ -1,4 +1,4 @@
-"""Bases and tables of rotary positions, by config.json alone."""
+"""Bases and tables of rotary positions, from config.json alone."""
 
 import json
 from pathlib import Path
@@ -34,13 +34,13 @@ HEADS: dict[str, Json] = {
         ({"rope_type": [0], "factor": "x"}, 1 << 20),
     ],
 )
-def test_rows_as_vllm_computes_them(rope: Json, rows: int) -> None:
+def test_rotary_table_rows(rope: Json, rows: int) -> None:
     assert table_bytes({**HEADS, "rope_parameters": rope}) == rows * 128 * 2
 
 
 @pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), 10**400, "x", [1e4, 0.0]])
 @pytest.mark.parametrize("key", ["rope_theta", "rope_local_base_freq"])
-def test_bases_that_make_no_angle(key: str, value: Json) -> None:
+def test_invalid_rotary_bases(key: str, value: Json) -> None:
     nested: Json = {"rope_parameters": {"full_attention": {key: value}}}
     assert [each.key for each in wrong_numbers({key: value})] == [key]
     assert [each.key for each in wrong_numbers({"a": nested})] == [
@@ -48,7 +48,7 @@ def test_bases_that_make_no_angle(key: str, value: Json) -> None:
     ]
 
 
-def test_sound_bases() -> None:
+def test_sound_rotary_bases() -> None:
     sound: Json = {
         "rope_theta": 1e4,
         "partial_rotary_factor": 0.25,
@@ -58,7 +58,9 @@ def test_sound_bases() -> None:
 
 
 @pytest.mark.parametrize(("positions", "severities"), [(10_485_760, []), (10**9, ["warning"])])
-def test_large_tables_are_warnings(tmp_path: Path, positions: int, severities: list[str]) -> None:
+def test_large_rotary_table_is_warning(
+    tmp_path: Path, positions: int, severities: list[str]
+) -> None:
     folder = save_llama(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(
@@ -69,8 +71,8 @@ def test_large_tables_are_warnings(tmp_path: Path, positions: int, severities: l
     assert places == severities
 
 
-def test_classes_of_the_registry() -> None:
-    """Every name of vLLM's registry is in the table, or has a reason."""
+def test_registered_classes_are_known() -> None:
+    """Each class in vLLM's registry is in the table, or a reason for its absence is recorded."""
     from vllm.model_executor.models import registry
 
     dicts = [value for name, value in vars(registry).items() if name.endswith("_MODELS")]
@@ -81,7 +83,7 @@ def test_classes_of_the_registry() -> None:
     assert not left_out("NobodysForCausalLM")
 
 
-def test_unquantized_checkpoints_are_warned_of(tmp_path: Path) -> None:
+def test_unquantized_checkpoint_is_warning(tmp_path: Path) -> None:
     report = check_checkpoint(str(save_llama(tmp_path / "model")))
     warned = [
         each for each in report.findings if each.check == "config" and each.severity == "warning"

@@ -1,5 +1,6 @@
-"""Checkpoints of other quantization methods: sound ones have no error, spoiled ones have, in their
-names.
+"""Checkpoints of other quantization methods.
+
+Sound checkpoints have no errors. Damaged checkpoints have errors in the names of their method.
 """
 
 import json
@@ -26,13 +27,16 @@ from vexport.records import Json
 from vexport.version import Version
 
 GPT_OSS = "gpt-oss"
-# Methods that differ in how they store a weight, also those of experts.
+# Methods with different ways to store a weight, also of experts.
 METHODS = ("gptq", "awq", "fp8-block", "modelopt-nvfp4")
 
 
 @pytest.fixture(scope="session")
 def written(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Good:
-    """The micro Llama quantized by a method, or a micro gpt-oss; read it, never write to it."""
+    """Return a function that quantizes the micro Llama by a method, or writes a micro gpt-oss.
+
+    Tests only read the result.
+    """
     root = tmp_path_factory.mktemp("methods")
 
     def make(name: str) -> Path:
@@ -48,8 +52,8 @@ def written(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> Good:
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_the_values_that_are_read_are_the_producers(written: Good, llama: Path, name: str) -> None:
-    """By its own formula, which the packers here follow; a sound checkpoint has no finding."""
+def test_values_equal_producers(written: Good, llama: Path, name: str) -> None:
+    """Compare dequantized values with the producer's formula. A sound checkpoint has no finding."""
     assert problems(written(name)) == []
     weight = load_file(llama / "model.safetensors")[f"{DOWN}.weight"]
     _, expected = CHECKPOINTS[name][1](weight, weight.float().abs().max())
@@ -61,7 +65,7 @@ def test_the_values_that_are_read_are_the_producers(written: Good, llama: Path, 
 
 EXPERTS = f"{LAYER}.mlp.experts"
 BLOCKS, SCALES = f"{EXPERTS}.gate_up_proj_blocks", f"{EXPERTS}.down_proj_scales"
-# Of gpt-oss: what is done, the family that finds it, and where.
+# Changes of gpt-oss, with the check that finds each and the place of the finding.
 SPOILED_EXPERTS: Mapping[str, Spoiled] = {
     "no codes": (drop(BLOCKS), "completeness", BLOCKS),
     "no bias": (drop(f"{EXPERTS}.down_proj_bias"), "completeness", f"{EXPERTS}.down_proj_bias"),
@@ -76,9 +80,7 @@ CASES = [(method, name) for method, changes in ALL_SPOILED.items() for name in c
 
 
 @pytest.mark.parametrize(("method", "name"), CASES)
-def test_a_spoiled_checkpoint_is_found(
-    written: Good, tmp_path: Path, method: str, name: str
-) -> None:
+def test_damaged_checkpoint_is_found(written: Good, tmp_path: Path, method: str, name: str) -> None:
     change, family, where = ALL_SPOILED[method][name]
     findings = errors(spoiled(written(method), tmp_path / "spoiled", change))
     assert any(each.check == family and where in each.where for each in findings), findings
@@ -90,15 +92,15 @@ def test_a_spoiled_checkpoint_is_found(
 
 @pytest.mark.parametrize("method", ["gptq", "awq", "auto-round"])
 @pytest.mark.parametrize("bits", [9, "x"])
-def test_no_code_has_such_bits(written: Good, tmp_path: Path, method: str, bits: Json) -> None:
-    """Nothing else may be taken in their place."""
+def test_invalid_number_of_bits(written: Good, tmp_path: Path, method: str, bits: Json) -> None:
+    """The invalid number is not replaced by a default."""
     findings = errors(spoiled(written(method), tmp_path / "spoiled", quantization(bits=bits)))
     assert [each.where.rpartition(".")[2] for each in findings if each.check == "config"] == [
         "bits"
     ]
 
 
-def test_gpt_oss_is_judged(written: Good) -> None:
+def test_gpt_oss_is_checked(written: Good) -> None:
     report = check_checkpoint(str(written(GPT_OSS)), Target(tp=(1, 2), sm=(75, 80, 90)))
     found = {(each.check, each.severity) for each in report.findings}
     assert found == {("tokenizer", "warning"), ("devices", "error")}
@@ -111,7 +113,7 @@ def first_expert(
     return lambda value: torch.cat([change(value[:1]), value[1:]])
 
 
-# Of gpt-oss what only the source shows: what is done, and where.
+# Changes of gpt-oss that only a comparison with the source finds, with the place of the finding.
 UNLIKE_THE_SOURCE: Mapping[str, tuple[Change, str]] = {
     "experts in another order": (
         put(BLOCKS, lambda value: value.roll(1, 0)),
@@ -133,7 +135,7 @@ UNLIKE_THE_SOURCE: Mapping[str, tuple[Change, str]] = {
 
 
 def compared(source: Path, *checkpoints: Path) -> list[set[str]]:
-    """The places of the errors of each checkpoint against the source."""
+    """Return the places of each checkpoint's errors in a comparison with the source."""
     ran = vexport("check", *checkpoints, "--source", source, "--format", "json", "--quiet")
     reports = json.loads(ran.stdout)
     assert [report["checkpoint"] for report in reports] == [*map(str, checkpoints)]
@@ -142,9 +144,10 @@ def compared(source: Path, *checkpoints: Path) -> list[set[str]]:
     ]
 
 
-def test_experts_of_gpt_oss_are_compared_with_the_source(written: Good, tmp_path: Path) -> None:
-    """Stored by (experts, out, in) blocks, in the source by (experts, in, out), some of them
-    square.
+def test_gpt_oss_experts_are_compared_with_source(written: Good, tmp_path: Path) -> None:
+    """Blocks have the shape (experts, out, in), the source (experts, in, out).
+
+    Some experts are square.
     """
     gpt_oss = written(GPT_OSS)
     wrong = [
@@ -156,13 +159,13 @@ def test_experts_of_gpt_oss_are_compared_with_the_source(written: Good, tmp_path
 
 @pytest.fixture(scope="session")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A micro Qwen3 MoE; read it, never write to it."""
+    """Write a micro Qwen3 MoE. Tests only read it."""
     folder = tmp_path_factory.mktemp("experts") / "model"
     return save_family("qwen3-moe", folder, num_key_value_heads=4, tie_word_embeddings=False)
 
 
 @pytest.mark.parametrize("name", METHODS)
-def test_experts_are_judged_as_vllm_fuses_them(experts: Path, tmp_path: Path, name: str) -> None:
+def test_experts_of_other_methods(experts: Path, tmp_path: Path, name: str) -> None:
     sound = write_experts(name, experts, tmp_path / "sound")
     assert problems(sound) == []
     expert = f"{LAYER}.mlp.experts.1.gate_proj"
@@ -173,8 +176,8 @@ def test_experts_are_judged_as_vllm_fuses_them(experts: Path, tmp_path: Path, na
     assert (finding.check, finding.where) == ("completeness", f"{expert}.{scale}")
 
 
-def test_experts_in_fp4_are_not_judged(written: Good, experts: Path, tmp_path: Path) -> None:
-    """Of a model without experts the key says nothing."""
+def test_store_dtype_of_experts_is_error(written: Good, experts: Path, tmp_path: Path) -> None:
+    """Without experts, the key store_dtype has no effect."""
     as_mxfp4 = quantization(store_dtype="mxfp4")
     routed = write_experts("fp8-block", experts, tmp_path / "fp8")
     (finding,) = errors(spoiled(routed, tmp_path / "fp4", as_mxfp4))
@@ -183,7 +186,7 @@ def test_experts_in_fp4_are_not_judged(written: Good, experts: Path, tmp_path: P
     assert problems(spoiled(written("fp8-block"), tmp_path / "dense", as_mxfp4)) == []
 
 
-def test_weights_are_compared_with_the_source(written: Good, llama: Path, tmp_path: Path) -> None:
+def test_weights_are_compared_with_source(written: Good, llama: Path, tmp_path: Path) -> None:
     up, gate = f"{LAYER}.mlp.up_proj", f"{LAYER}.mlp.gate_proj"
     wrong = []
     for name in METHODS:
@@ -194,15 +197,15 @@ def test_weights_are_compared_with_the_source(written: Good, llama: Path, tmp_pa
     assert errors == [*[set[str]()] * 4, *[{up, gate}] * 4]
 
 
-def test_what_harms_nothing_is_a_warning(written: Good, tmp_path: Path) -> None:
-    """In AWQ's format: symmetric codes whose zero points are stored, and a model in float16."""
+def test_harmless_deviations_are_warnings(written: Good, tmp_path: Path) -> None:
+    """For AWQ, these are symmetric codes with stored zero points, and a model in float16."""
     change = all_of(quantization(zero_point=False), config((), dtype="float16"))
     findings = problems(spoiled(written("awq"), tmp_path / "written", change))
     assert {(each.check, each.severity) for each in findings} == {
         ("config", "warning"),
         ("model", "warning"),
     }
-    # vLLM reads neither zero points of symmetric codes nor the order of columns, other loaders do.
+    # vLLM ignores zero points of symmetric codes and the order of columns. Other loaders read them.
     mislabelled = spoiled(
         written("gptq"), tmp_path / "v2", quantization(checkpoint_format="gptq_v2")
     )
@@ -213,7 +216,7 @@ def test_what_harms_nothing_is_a_warning(written: Good, tmp_path: Path) -> None:
     assert (finding.severity, finding.where) == ("warning", f"{DOWN}.qzeros")
 
 
-def test_the_older_file_of_modelopt_is_judged(written: Good, tmp_path: Path) -> None:
+def test_modelopt_file_is_checked(written: Good, tmp_path: Path) -> None:
     older = spoiled(
         written("modelopt-nvfp4"), tmp_path / "older", without((), "quantization_config")
     )
@@ -234,7 +237,7 @@ def test_the_older_file_of_modelopt_is_judged(written: Good, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("vllm", "ok"), [((0, 32), False), ((0, 33), True)])
-def test_modelopt_list_under_other_key(
+def test_modelopt_exclude_modules_key(
     written: Good, tmp_path: Path, vllm: Version, ok: bool
 ) -> None:
     """vLLM 0.33 reads `exclude_modules` in config.json as well (ModelOptQuantConfigBase)."""
@@ -245,9 +248,10 @@ def test_modelopt_list_under_other_key(
     assert check_checkpoint(str(other), Target(vllm=vllm)).ok is ok
 
 
-def test_gpus_that_run_no_fp8_cache_are_told(written: Good, tmp_path: Path) -> None:
-    """Triton's attention refuses it below SM 89, FlashInfer's runs it from 80 on with usual
-    heads.
+def test_gpus_without_fp8_cache_are_named(written: Good, tmp_path: Path) -> None:
+    """Triton's attention needs SM 89.
+
+    With the usual heads, FlashInfer's attention runs it from SM 80.
     """
 
     def refused(root: Path) -> list[str]:
@@ -261,14 +265,14 @@ def test_gpus_that_run_no_fp8_cache_are_told(written: Good, tmp_path: Path) -> N
     assert refused(written("modelopt-fp8")) == refused(written("quark-fp8")) == []
 
 
-def test_another_version_is_judged_by_the_rules_of_this_one(written: Good) -> None:
+def test_other_version_uses_pinned_rules(written: Good) -> None:
     report = check_checkpoint(str(written("gptq")), Target(vllm=(0, 30)))
     (told,) = [each for each in report.findings if each.check == "versions"]
     assert (report.ok, told.severity) == (True, "warning")
     assert "rules of 0.32" in told.got
 
 
-# Of the spoiled ones of each method what a load without values sees.
+# Damaged checkpoints of each method that a load without values refuses.
 REFUSED = [
     (GPT_OSS, "no codes"),
     (GPT_OSS, "an expert gone"),
@@ -290,15 +294,15 @@ REFUSED = [
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_vllm_refuses_only_the_spoiled(written: Good, experts: Path, tmp_path: Path) -> None:
-    """On an SM 90, by vLLM's own classes and loaders."""
+def test_vllm_refuses_damaged_checkpoints(written: Good, experts: Path, tmp_path: Path) -> None:
+    """vLLM's classes and loaders for SM 90 load the sound checkpoints."""
     sound = [*map(written, (*CHECKPOINTS, GPT_OSS))]
     sound += [write_experts(name, experts, tmp_path / name) for name in METHODS]
     broken = [
         spoiled(written(method), tmp_path / f"{method}, {name}", ALL_SPOILED[method][name][0])
         for method, name in REFUSED
     ]
-    missing = tmp_path / "missing"  # leaves the answers on the others
+    missing = tmp_path / "missing"  # must not change the results of the others
     ran = vexport(
         "load", "--dry", *sound, missing, *broken, "--sm", "90", "--format", "json", "--quiet"
     )

@@ -1,6 +1,6 @@
-"""Checkpoints that people have reported as broken, in small: one row a thread.
+"""Small versions of checkpoints that people have reported as broken. A row is a thread on GitHub.
 
-What the files alone do not tell vLLM's loaders are asked.
+If the files alone do not show the fault, the dry load finds it.
 """
 
 from collections.abc import Mapping
@@ -51,9 +51,7 @@ DRAFTS = "num_nextn_predict_layers"
 
 
 class Reported(NamedTuple):
-    """A sound checkpoint, what the reported one had otherwise; family, place and advice of the
-    finding.
-    """
+    """A sound checkpoint, the change that the reported checkpoint had, and the expected finding."""
 
     sound: Path
     change: Change
@@ -64,7 +62,7 @@ class Reported(NamedTuple):
     speculative: str = ""
 
 
-def of_class(name: str, **more: Json) -> Change:
+def set_class(name: str, **more: Json) -> Change:
     return config(WHOLE, architectures=[name], **more)
 
 
@@ -72,12 +70,12 @@ def nested(name: str) -> str:
     return f"language_model.{name}" if name.startswith(("model.", "lm_head.")) else name
 
 
-def projector_in_int4(place: str) -> Change:
-    """Of Mistral 3 and LLaVA, which vLLM builds without a quantization config."""
+def quantize_projector(place: str) -> Change:
+    """Quantize the projector of Mistral 3 or LLaVA, which vLLM builds in 16 bits."""
     return all_of(copied(f"{LAYER}.mlp.up_proj.", f"{place}."), renamed(nested))
 
 
-def under_their_projection(name: str) -> str:
+def group_by_projection(name: str) -> str:
     head, of_expert, tail = name.partition(".experts.")
     if not of_expert:
         return name
@@ -86,7 +84,7 @@ def under_their_projection(name: str) -> str:
 
 
 @tensors
-def head_in_nvfp4(values: Tensors) -> None:
+def quantize_head(values: Tensors) -> None:
     rows, columns = values["lm_head.weight"].shape
     values["lm_head.weight"] = torch.full((rows, columns // 2), 17, dtype=torch.uint8)
     values["lm_head.weight_scale"] = torch.ones(rows, columns // 16).to(torch.float8_e4m3fn)
@@ -97,8 +95,8 @@ def head_in_nvfp4(values: Tensors) -> None:
 
 
 @tensors
-def experts_packed_together(values: Tensors) -> None:
-    """As gate_up_proj_packed and the like, (experts, out, in)."""
+def stack_experts(values: Tensors) -> None:
+    """Stack packed experts in tensors such as gate_up_proj_packed (experts, out, in)."""
     for mlp in [
         name.removesuffix(".gate.weight") for name in values if name.endswith(".mlp.gate.weight")
     ]:
@@ -118,30 +116,30 @@ def experts_packed_together(values: Tensors) -> None:
                 )
 
 
-def with_tokenizer(folder: Path) -> None:
+def copy_tokenizer(folder: Path) -> None:
     copy(ROOT / "scenarios" / "demo" / "model" / "tokenizer.json", folder)
 
 
-ROUTER_OF_GEMMA = all_of(copied(f"{Q}.", f"{LAYER}.router.proj."), of_class("Gemma4ForCausalLM"))
+ROUTER_OF_GEMMA = all_of(copied(f"{Q}.", f"{LAYER}.router.proj."), set_class("Gemma4ForCausalLM"))
 IN_16_BITS = all_of(
     unquantized(DOWN, 128, 256),
     config(QUANTIZATION, ignore=["lm_head", DOWN.replace("model.", "model.language_model.")]),
 )
 LLAVA = all_of(
-    projector_in_int4(PROJECTOR),
-    of_class("LlavaNextForConditionalGeneration"),
+    quantize_projector(PROJECTOR),
+    set_class("LlavaNextForConditionalGeneration"),
     config(QUANTIZATION, ignore=["re:.*lm_head", f"re:{PROJECTOR}"]),
 )
-MISTRAL = all_of(projector_in_int4(MERGING), of_class("Mistral3ForConditionalGeneration"))
-GEMMA = all_of(with_tokenizer, of_class("Gemma3ForConditionalGeneration", model_type="gemma3"))
+MISTRAL = all_of(quantize_projector(MERGING), set_class("Mistral3ForConditionalGeneration"))
+GEMMA = all_of(copy_tokenizer, set_class("Gemma3ForConditionalGeneration", model_type="gemma3"))
 UNLISTED = config(QUANTIZATION, ignore=["lm_head"])
 HALF_SCALES = put(f"{Q}.weight_scale", lambda value: value[:, ::2].contiguous())
 SYMMETRIC = config((*QUANTIZATION, "config_groups", "group_0", "weights"), symmetric=True)
 DRAFTING = config(WHOLE, **{DRAFTS: 1})
 LISTED = "add the layer to ignore"
-# By the thread on GitHub.
+# The keys are threads on GitHub.
 REPORTED: Mapping[str, Reported] = {
-    "vllm-project/vllm/issues/45102": Reported(MODELOPT, head_in_nvfp4, "targets", "lm_head"),
+    "vllm-project/vllm/issues/45102": Reported(MODELOPT, quantize_head, "targets", "lm_head"),
     "vllm-project/llm-compressor/issues/2714": Reported(
         MOE, ROUTER_OF_GEMMA, "targets", "router", "do not quantize it"
     ),
@@ -160,9 +158,9 @@ REPORTED: Mapping[str, Reported] = {
     ),
     "NVIDIA/Model-Optimizer/pull/1858": Reported(MOE, UNLISTED, "targets", GATE, LISTED),
     "vllm-project/vllm/issues/40885": Reported(
-        MOE, renamed(under_their_projection), "completeness", f"{LAYER}.mlp.experts"
+        MOE, renamed(group_by_projection), "completeness", f"{LAYER}.mlp.experts"
     ),
-    "unslothai/unsloth/issues/6224": Reported(MOE, experts_packed_together, "dry-load", "experts"),
+    "unslothai/unsloth/issues/6224": Reported(MOE, stack_experts, "dry-load", "experts"),
     "NVIDIA/Model-Optimizer/pull/2038": Reported(
         MODELOPT, HALF_SCALES, "shapes", f"{Q}.weight_scale"
     ),
@@ -180,7 +178,7 @@ REPORTED: Mapping[str, Reported] = {
     "vllm-project/llm-compressor/issues/2735": Reported(
         MOE, DRAFTING, "completeness", DRAFTS, speculative="mtp"
     ),
-    # The outer config ties a head of which the file has its own.
+    # The outer config ties the head, but the file contains a head.
     "vllm-project/vllm/issues/51063": Reported(
         LLAMA,
         all_of(renamed(nested), config(WHOLE, tie_word_embeddings=True)),
@@ -194,7 +192,7 @@ IDS = [
 
 
 @pytest.mark.parametrize("thread", IDS)
-def test_what_was_reported_is_found(
+def test_reported_faults_are_found(
     thread: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     row = REPORTED[thread]
@@ -210,10 +208,8 @@ def test_what_was_reported_is_found(
 
 
 @pytest.mark.parametrize(("width", "refused"), [(384, {8}), (320, {1, 2, 4, 8})])
-def test_blocks_of_experts_that_ranks_cut(width: int, refused: set[int], tmp_path: Path) -> None:
-    """vllm-project/vllm#54178 and #52997: vLLM 0.32 takes blocks of experts apart, down to 32 x
-    32.
-    """
+def test_expert_blocks_across_ranks(width: int, refused: set[int], tmp_path: Path) -> None:
+    """vllm-project/vllm#54178 and #52997: vLLM 0.32 divides blocks of experts down to 32 x 32."""
     source = save_family("qwen3-moe", tmp_path / "model", moe_intermediate_size=width)
     folder = write_experts("fp8-block", source, tmp_path / "fp8")
     for ranks in (1, 2, 4, 8):
@@ -224,10 +220,8 @@ def test_blocks_of_experts_that_ranks_cut(width: int, refused: set[int], tmp_pat
         assert bool(found) is (ranks in refused), (ranks, found)
 
 
-def test_an_expert_without_its_input_scale(calibration: Path, tmp_path: Path) -> None:
-    """https://github.com/vllm-project/vllm/issues/45212: zero in vLLM's memory, NaN where it is
-    routed to.
-    """
+def test_expert_without_input_scale(calibration: Path, tmp_path: Path) -> None:
+    """https://github.com/vllm-project/vllm/issues/45212: its scale stays zero, outputs are NaN."""
     source = save_family("qwen3-moe", tmp_path / "model")
     folder = quantize(source, tmp_path / "out", "NVFP4", "--calibration", calibration)
     name = f"{LAYER}.mlp.experts.1.down_proj.input_global_scale"
@@ -237,8 +231,8 @@ def test_an_expert_without_its_input_scale(calibration: Path, tmp_path: Path) ->
     ]
 
 
-def test_an_adapter_is_no_model(tmp_path: Path) -> None:
-    """The message names what it is to be merged into."""
+def test_adapter_names_base_model(tmp_path: Path) -> None:
+    """The message names the model that the adapter must be merged into."""
     (tmp_path / "adapter_config.json").write_text('{"base_model_name_or_path": "Qwen/Qwen3-0.6B"}')
     for command in ("check", "plan"):
         ran = vexport(command, tmp_path)

@@ -1,4 +1,4 @@
-"""Tokenizers and generation settings with which vLLM 0.32 was seen to start, or to refuse to."""
+"""Tokenizers and generation settings. vLLM 0.32 was seen to start with them, or to refuse them."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,7 @@ REFUSED: list[tuple[str, Change]] = [
     ),
     (SETTINGS, written(SETTINGS, [])),
 ]
-# What transformers judges, and `load --dry` with it.
+# Errors that only transformers finds, and so only `load --dry`.
 JUDGED_BY_TRANSFORMERS: list[Change] = [
     written(GENERATION, {"num_return_sequences": 2}),
     written(SETTINGS, {"eos_token": {"content": "</s>"}}),
@@ -57,15 +57,14 @@ STARTED: list[Change] = [
     ("places", "change"),
     [*(([where], change) for where, change in REFUSED), *(([], change) for change in STARTED)],
 )
-def test_vllm_starts_without_findings(
-    good: Good, tmp_path: Path, places: list[str], change: Change
-) -> None:
+def test_tokenizer_findings(good: Good, tmp_path: Path, places: list[str], change: Change) -> None:
+    """There are no findings if vLLM starts."""
     folder = spoiled(good("W8A8"), tmp_path / "changed", all_of(write_tokenizer, change))
     assert [error.where.replace(f"{folder}/", "") for error in errors(folder)] == places
 
 
 @pytest.mark.vllm
-def test_the_dry_load_asks_transformers(good: Good, tmp_path: Path) -> None:
+def test_dry_load_uses_transformers(good: Good, tmp_path: Path) -> None:
     folders = [copytree(good("W8A8"), tmp_path / str(number)) for number in range(4)]
     for folder in folders:
         write_tokenizer(folder)

@@ -1,4 +1,4 @@
-"""Versions of vLLM and methods of quantization: what the files say, and what is not judged."""
+"""Versions of vLLM, and quantization methods that are not judged."""
 
 import json
 from pathlib import Path
@@ -18,7 +18,7 @@ from vexport.records import Json
 from vexport.version import PINNED, Version, short_version
 
 
-def test_every_version_has_a_file() -> None:
+def test_versions_have_files() -> None:
     assert known_versions() == ((0, 30), (0, 31), (0, 32), (0, 33))
     for version in known_versions():
         facts = facts_of(version)
@@ -31,7 +31,7 @@ def test_every_version_has_a_file() -> None:
 
 
 @pytest.mark.vllm
-def test_the_pinned_versions_file_is_what_is_installed() -> None:
+def test_pinned_version_matches_installed() -> None:
     from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS
     from vllm.model_executor.layers.quantization.compressed_tensors import schemes
 
@@ -47,7 +47,7 @@ def test_the_pinned_versions_file_is_what_is_installed() -> None:
     ("name", "vllm", "known"),
     [("DoryForCausalLM", (0, 33), True), ("ExaoneMoEForCausalLM", (0, 30), False)],
 )
-def test_classes_come_and_go(
+def test_classes_by_version(
     good: Good, tmp_path: Path, name: str, vllm: Version, known: bool
 ) -> None:
     changed = spoiled(good("W8A8"), tmp_path / "changed", config(WHOLE, architectures=[name]))
@@ -57,7 +57,7 @@ def test_classes_come_and_go(
     )
 
 
-# As the producers write them, shortened.
+# Configs as the producers write them, shortened.
 CONFIGS: dict[str, dict[str, Json]] = {
     "FP-Quant": {"quant_method": "fp_quant", "forward_dtype": "mxfp4"},
     "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True},
@@ -71,8 +71,8 @@ def described(quantization: Json) -> Change:
 
 
 @pytest.mark.parametrize("producer", CONFIGS)
-def test_another_method_is_not_judged(good: Good, tmp_path: Path, producer: str) -> None:
-    """It is an error only where vLLM does not have it."""
+def test_unknown_method_is_not_judged(good: Good, tmp_path: Path, producer: str) -> None:
+    """It is an error only if vLLM does not support the method."""
     other = spoiled(good("W8A8"), tmp_path / "other", described(CONFIGS[producer]))
     ran = vexport("check", other, "--static", "--strict", "--format", "json")
     (report,) = json.loads(ran.stdout)
@@ -91,8 +91,8 @@ def test_another_method_is_not_judged(good: Good, tmp_path: Path, producer: str)
     )
 
 
-def test_the_file_of_modelopt_is_read(good: Good, tmp_path: Path) -> None:
-    """Where config.json has none, as vLLM does; its own config comes first."""
+def test_hf_quant_config_is_read(good: Good, tmp_path: Path) -> None:
+    """As in vLLM, the file counts only if config.json has no quantization config."""
     other = spoiled(good("W8A8"), tmp_path / "other", described(None))
     (other / "hf_quant_config.json").write_text(json.dumps(SEPARATE))
     assert {finding.severity for finding in problems(other)} == {"error"}
@@ -101,7 +101,7 @@ def test_the_file_of_modelopt_is_read(good: Good, tmp_path: Path) -> None:
     assert problems(tmp_path / "both") == []
 
 
-def test_a_name_that_its_keys_belie_is_set(good: Good, tmp_path: Path) -> None:
+def test_wrong_quant_method_is_repaired(good: Good, tmp_path: Path) -> None:
     renamed = config(QUANTIZATION, quant_method="gptq")
     (finding,) = problems(spoiled(good("W8A8"), tmp_path / "renamed", renamed))
     assert finding.fix == "set quant_method to compressed-tensors"
@@ -110,7 +110,7 @@ def test_a_name_that_its_keys_belie_is_set(good: Good, tmp_path: Path) -> None:
     assert problems(tmp_path / "out") == []
 
 
-def test_the_older_name_of_the_key_is_moved(good: Good, tmp_path: Path) -> None:
+def test_compression_config_is_renamed(good: Good, tmp_path: Path) -> None:
     @json_config
     def older(whole: dict[str, Json]) -> None:
         whole["compression_config"] = whole.pop("quantization_config")

@@ -1,5 +1,6 @@
-"""Every key of a checkpoint's JSON files with values of wrong types: findings, never an internal
-error.
+"""Values of wrong types for each key of a checkpoint's JSON files.
+
+They cause findings, never an internal error.
 """
 
 import json
@@ -16,7 +17,7 @@ from vexport.checks import INTERNAL, check_checkpoint, findings_of
 from vexport.errors import InputError
 from vexport.records import CheckReport, Json
 
-# Wrong values; the keys take them in turn, each key several.
+# Wrong values. Each key gets some of them, in turn.
 WRONG: tuple[Json, ...] = (
     [0],
     {"a": [1]},
@@ -38,7 +39,7 @@ WRONG: tuple[Json, ...] = (
     10**12,
     [],
 )
-OF_EACH_KEY = 3
+VALUES_PER_KEY = 3
 W4A16: Json = {
     "quant_method": "compressed-tensors",
     "format": "pack-quantized",
@@ -151,6 +152,7 @@ SIDE_FILES: Mapping[str, dict[str, Json]] = {
 
 
 def paths(value: Json, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """Yield the path of each key in a JSON value, and of the first item of each list."""
     inner: Iterator[tuple[str | int, Json]] = iter(())
     if isinstance(value, dict):
         inner = iter(value.items())
@@ -162,6 +164,7 @@ def paths(value: Json, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str |
 
 
 def changed(values: dict[str, Json], path: tuple[str | int, ...], value: Json) -> str:
+    """Return the JSON text with another value at the path."""
     copied = json.loads(json.dumps(values))
     part = copied
     for key in path[:-1]:
@@ -171,7 +174,7 @@ def changed(values: dict[str, Json], path: tuple[str | int, ...], value: Json) -
 
 
 def tiny(folder: Path) -> Path:
-    """One layer of a model in W4A16: few tensors, for thousands of checks."""
+    """Write one layer of a model in W4A16. It has few tensors, for thousands of checks."""
     tensors: dict[str, np.ndarray] = {
         "model.embed_tokens.weight": np.ones((64, 64), np.float16),
         "model.norm.weight": np.ones(64, np.float16),
@@ -190,18 +193,18 @@ def tiny(folder: Path) -> Path:
 
 
 def checked(folder: Path) -> CheckReport:
-    """The report of `check --static`, or of its refusal to read the checkpoint."""
+    """Return the report of `check --static`, also if it cannot read the checkpoint."""
     try:
         return check_checkpoint(str(folder))
     except InputError as error:
         return CheckReport(checkpoint=str(folder), ok=False, findings=findings_of(error))
 
 
-def internal(folder: Path, file: str, values: dict[str, Json]) -> list[str]:
-    """The internal errors of all keys of a file, with the key and the value that caused them."""
+def internal_errors(folder: Path, file: str, values: dict[str, Json]) -> list[str]:
+    """Return the internal errors for all keys of a file, each with its key and value."""
     turn, found = count(), []
     for path in paths(values):
-        for _ in range(OF_EACH_KEY):
+        for _ in range(VALUES_PER_KEY):
             value = WRONG[next(turn) % len(WRONG)]
             (folder / file).write_text(changed(values, path, value))
             wrong = [each for each in checked(folder).findings if each.check == INTERNAL]
@@ -211,15 +214,15 @@ def internal(folder: Path, file: str, values: dict[str, Json]) -> list[str]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_config(tmp_path: Path, family: str) -> None:
+def test_wrong_values_in_config(tmp_path: Path, family: str) -> None:
     values = {**FAMILIES[family], "quantization_config": {**W4A16}, "dtype": "float16"}  # type: ignore[dict-item]
     if family != "qwen3":
         values["quantization_config"] = None
-    assert internal(tiny(tmp_path / "model"), "config.json", values) == []
+    assert internal_errors(tiny(tmp_path / "model"), "config.json", values) == []
 
 
 @pytest.mark.parametrize("method", OTHER_METHODS)
-def test_other_methods(tmp_path: Path, method: str) -> None:
+def test_wrong_values_of_other_methods(tmp_path: Path, method: str) -> None:
     folder = tiny(tmp_path / "model")
     quantization: dict[str, Json] = {
         "quantization_config": {**OTHER_METHODS[method], "modules_to_not_convert": ["lm_head"]}
@@ -230,22 +233,22 @@ def test_other_methods(tmp_path: Path, method: str) -> None:
         for key, value in FAMILIES["qwen3"].items()
         if key in ("architectures", "model_type")
     }
-    assert internal(folder, "config.json", {**fixed, **quantization}) == []
+    assert internal_errors(folder, "config.json", {**fixed, **quantization}) == []
 
 
 @pytest.mark.parametrize("file", SIDE_FILES)
-def test_side_files(tmp_path: Path, file: str) -> None:
+def test_wrong_values_in_side_files(tmp_path: Path, file: str) -> None:
     folder = tiny(tmp_path / "model")
     (folder / "config.json").write_text(
         json.dumps({**FAMILIES["qwen3"], "quantization_config": W4A16})
     )
-    assert internal(folder, file, SIDE_FILES[file]) == []
+    assert internal_errors(folder, file, SIDE_FILES[file]) == []
 
 
 @pytest.mark.parametrize(
     "key", ["num_local_experts", "num_hidden_layers", "vocab_size", "head_dim"]
 )
-def test_sizes_beyond_all_memory(tmp_path: Path, key: str) -> None:
+def test_sizes_beyond_memory(tmp_path: Path, key: str) -> None:
     folder = tiny(tmp_path / "model")
     for value in (10**9, 10**30, 10**400):
         (folder / "config.json").write_text(json.dumps({**FAMILIES["qwen3"], key: value}))

@@ -137,7 +137,7 @@ def dry_load() -> DryLoadReport:
 
 
 def unloaded() -> Report:
-    """Return a run that failed its check: the engine was not started, and accuracy was not judged."""
+    """Return a run that failed its check. Its engine never started, and accuracy was not judged."""
     error = finding("error", where="model.layers.0.self_attn.qkv_proj")
     checkpoint = "runs/demo-nvfp4/checkpoint"
     return replace(

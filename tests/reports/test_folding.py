@@ -72,7 +72,7 @@ SPOILED: Mapping[str, tuple[str, Change]] = {
 
 
 def served(good: Path, folder: Path, change: Change) -> Path:
-    """Write a changed copy with a tokenizer and a chat template, so that only the change is found."""
+    """Write a changed copy with a tokenizer and a chat template. Only the change is found."""
     write_tokenizer(spoiled(good, folder, change))
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     return folder
