@@ -1,4 +1,4 @@
-"""One unquantized model for all tests of the engine."""
+"""An unquantized model for the tests of the engine."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ from tests.models import save_llama, write_tokenizer
 
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Llama of two layers in bfloat16; read it, never write to it."""
+    """Save a random Llama of two layers in bfloat16. Tests only read it."""
     sizes = {"num_hidden_layers": 2, "bos_token_id": 1, "eos_token_id": 2}
     folder = save_llama(tmp_path_factory.mktemp("engine") / "bf16", **sizes)
     write_tokenizer(folder)

@@ -1,5 +1,6 @@
-"""A worker that dies as a vLLM may: `python -m tests.engine.dying REQUEST RESULT`, the request is
-how.
+"""A worker that dies like vLLM may: `python -m tests.engine.dying REQUEST RESULT`.
+
+The request contains the kind of death.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A worker that returns the kernels of the CPU emulation, and an INT4 kernel's result."""
+"""A worker that reports the kernels of the CPU emulation, and a test of its INT4 kernel."""
 
 import os
 import sys
@@ -20,16 +20,17 @@ INPUTS = (None, keys.kMxfp4Dynamic, keys.kFp8DynamicTokenSym)
 OTHER_INPUTS = (keys.kFp8StaticTensorSym, keys.kInt8StaticChannelSym)
 
 
-def offered() -> int:
+def offered_kernels() -> int:
+    """Return the number of emulated kernels that vLLM can choose from."""
     tables = [getattr(linear, f"_POSSIBLE{kind}_KERNELS") for kind in KINDS]
     kernels = [kernel for table in tables for kernel in table.get(PlatformEnum.CPU, [])]
     return sum("Emulation" in kernel.__name__ for kernel in kernels)
 
 
-def weight(
+def loaded_weight(
     words: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor, *, flipped: bool
 ) -> torch.Tensor:
-    """Return a layer's weight with outputs first, or (flipped) in the layout of GPTQ and AWQ."""
+    """Return a layer's weight. Outputs are first, or last (`flipped`) as in GPTQ and AWQ."""
     layer = torch.nn.Module()
     for name, data in (("weight", words), ("scales", scales), ("zeros", zeros)):
         parameter = torch.nn.Parameter(data.t() if flipped else data, requires_grad=False)
@@ -41,6 +42,7 @@ def weight(
 
 
 def dequantizes_int4(*, flipped: bool) -> bool:
+    """Return whether the INT4 kernel's weight equals its codes, zero points and scales."""
     torch.manual_seed(0)
     words, zeros = (
         torch.randint(-(2**31), 2**31 - 1, size, dtype=torch.int32) for size in ((32, 8), (4, 2))
@@ -50,7 +52,7 @@ def dequantizes_int4(*, flipped: bool) -> bool:
     codes = (words[:, :, None] >> shifts & 15).reshape(32, 2, 32)
     offsets = (zeros[:, None] >> shifts[:, None] & 15).reshape(32, 2)
     expected = ((codes - offsets[..., None]) * scales.float()[..., None]).reshape(32, 64).bfloat16()
-    return torch.equal(weight(words, scales, zeros, flipped=flipped), expected)
+    return torch.equal(loaded_weight(words, scales, zeros, flipped=flipped), expected)
 
 
 def answer(request: dict[str, object]) -> dict[str, object]:
@@ -58,7 +60,7 @@ def answer(request: dict[str, object]) -> dict[str, object]:
     for switch in ("0", "1", "1"):
         os.environ[SWITCH] = switch
         register()
-        counts.append(offered())
+        counts.append(offered_kernels())
     takes = EmulationMxFp4Linear._supports_quant_scheme
     return {
         "numba": "numba" in sys.modules,

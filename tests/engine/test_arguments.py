@@ -1,4 +1,4 @@
-"""Arguments of vLLM's engine, judged before an engine starts: types, names, heads."""
+"""Arguments of vLLM's engine. Types, names and heads are checked before an engine starts."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ DEMO = Path(__file__).parents[2] / "scenarios" / "demo" / "model"
 
 @dataclass
 class Section:
-    """An argument whose value is an object, like CompilationConfig."""
+    """Argument with an object as value, like CompilationConfig."""
 
     mode: int = 0
 
@@ -36,14 +36,12 @@ class Section:
         (Section, {"mod": 3}, "a key of Section instead of 'mod' (did you mean mode?)"),
     ],
 )
-def test_a_value_is_judged_by_the_type_that_vllm_declares(
-    kind: object, value: JsonValue, need: str
-) -> None:
+def test_values_fit_declared_types(kind: object, value: JsonValue, need: str) -> None:
     assert unfit(kind, value) == need
 
 
 @pytest.mark.parametrize("command", ["load", "eval"])
-def test_heads_that_cannot_be_cut_are_refused_with_what_can(command: str, tmp_path: Path) -> None:
+def test_indivisible_heads_name_possible_ranks(command: str, tmp_path: Path) -> None:
     model = spoiled(
         DEMO, tmp_path / "model", config((), num_attention_heads=9, num_key_value_heads=3)
     )
@@ -56,7 +54,7 @@ def test_heads_that_cannot_be_cut_are_refused_with_what_can(command: str, tmp_pa
 
 
 @pytest.mark.vllm
-def test_all_unknown_arguments_are_named_at_once() -> None:
+def test_all_unknown_arguments_in_one_error() -> None:
     given = (
         "max_num_sqs=8",
         "kv_cache_dtype=fp9",
@@ -75,7 +73,7 @@ def test_all_unknown_arguments_are_named_at_once() -> None:
 
 
 @pytest.mark.vllm
-def test_ray_that_is_not_installed_is_the_environment_s_fault() -> None:
+def test_missing_ray_is_environment_fault() -> None:
     ran = vexport(
         "load", DEMO, "--quiet", "--tp", "2", "--engine-arg", "distributed_executor_backend=ray"
     )

@@ -1,4 +1,4 @@
-"""Faults that an unquantized model has too are no errors of a checkpoint."""
+"""Faults that the unquantized model has too are not errors of the checkpoint."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -34,7 +34,10 @@ def with_control(
     loads_elsewhere: bool = False,
     **changes: object,
 ) -> CellResult:
-    """Return the result with an unquantized model that behaves the same, except for `changes`."""
+    """Return the result together with an unquantized control.
+
+    The control has the same result, except for `changes`.
+    """
     control = Control(
         kind=kind,
         outcome=result.outcome,
@@ -51,7 +54,7 @@ def judged(*results: CellResult, requested: bool = False) -> DryLoadReport:
 
 
 @pytest.mark.parametrize("kind", ["source", "same config", "config alone", "default config"])
-def test_shared_refusal_is_a_doubt(kind: ControlKind) -> None:
+def test_shared_refusal_is_not_judged(kind: ControlKind) -> None:
     outcome = errors_or_doubt(judged(with_control(REFUSED, kind)))
     assert isinstance(outcome, str)
     assert REFUSED.reason in outcome
@@ -61,7 +64,7 @@ def test_shared_refusal_is_a_doubt(kind: ControlKind) -> None:
 @pytest.mark.parametrize(
     "result", [REFUSED, with_control(REFUSED, reason="ValueError: something else")]
 )
-def test_own_refusal_stays_an_error(result: CellResult) -> None:
+def test_unshared_refusal_is_error(result: CellResult) -> None:
     outcome = errors_or_doubt(judged(result))
     assert isinstance(outcome, list)
     (error,) = outcome
@@ -70,7 +73,7 @@ def test_own_refusal_stays_an_error(result: CellResult) -> None:
 
 @pytest.mark.parametrize(("requested", "is_error"), [(True, True), (False, False)])
 def test_requested_cell_is_refused(requested: bool, is_error: bool) -> None:
-    """--sm names a GPU on which vLLM runs no checkpoint of the model."""
+    """The user named a GPU with --sm on which vLLM runs no checkpoint of this model."""
     result = with_control(REFUSED, loads_elsewhere=True)
     assert isinstance(errors_or_doubt(judged(result, requested=requested)), list) is is_error
 
@@ -125,12 +128,12 @@ STRETCHED = Miscopy(
     [
         (finding("shapes", "shape [4, 4] (pack-quantized, group 128)"), (), False),
         (finding("completeness", "the tensor"), (), False),
-        # Loaders do not see these.
+        # Loaders do not check these.
         (finding("shapes", "dtype F8_E4M3 (nvfp4-pack-quantized)"), (), True),
         (finding("shapes", "in_features that are a multiple of group_size 16"), (), True),
         (finding("values", "finite scales"), (), True),
         (finding("shapes", "shape [4]"), (STRETCHED,), True),
-        # A fault that is not judged may be the same.
+        # A fault that is not judged may have the same cause.
         (finding("completeness", "the tensor"), (missing(BIAS),), True),
         (finding("shapes", "shape [4]"), (missing(BIAS),), False),
         (finding("shapes", "shape [4]"), (replace(missing(BIAS), kind="narrowed"),), True),
@@ -167,7 +170,7 @@ def group(name: str) -> ConfigGroup:
         ("W4A16", (90,), "no kernel of vLLM 0.32 runs W4A16 layers of these shapes on SM 90"),
     ],
 )
-def test_cause_comes_first(scheme: str, sm: Sequence[int], cause: str) -> None:
+def test_message_begins_with_cause(scheme: str, sm: Sequence[int], cause: str) -> None:
     told = with_cause(NO_KERNEL, sm, [group(scheme)], "0.32.0")
     assert told == f"{cause}{IN_FULL}{NO_KERNEL}"
     short = "ValueError: Unsupported activation: nonsense."
@@ -175,7 +178,7 @@ def test_cause_comes_first(scheme: str, sm: Sequence[int], cause: str) -> None:
 
 
 CONFIG = "AttentionSelectorConfig(head_size=192, dtype=torch.bfloat16, use_mla={mla})"
-# The backends of vLLM 0.32 for the attention of GLM-5 on SM 100.
+# Objections of vLLM 0.32's attention backends to GLM-5 on SM 100.
 SPARSE = {
     "FLASHINFER_MLA": ["head_size not supported", "sparse not supported"],
     "TOKENSPEED_MLA": [
@@ -207,7 +210,7 @@ SPARSE = {
         ({}, False, ""),
     ],
 )
-def test_objections_of_attention_backends(
+def test_attention_backends_are_summarized(
     backends: dict[str, list[str]], mla: bool, cause: str
 ) -> None:
     listed = ", ".join(f"{name}: [{', '.join(each)}]" for name, each in backends.items())
@@ -217,7 +220,7 @@ def test_objections_of_attention_backends(
     assert told == f"no attention backend of vLLM 0.32 runs this model on SM 100{cause}"
 
 
-def test_one_finding_for_one_cause() -> None:
+def test_equal_causes_are_one_finding() -> None:
     reasons = [f"{NO_KERNEL} on SM {sm}" for sm in (80, 89)]
     cells = [Cell(tp=1, sm=sm) for sm in (80, 89)]
     refused = [

@@ -1,4 +1,4 @@
-"""The plugin is inactive by default, and rounds like compressed-tensors and vLLM."""
+"""The emulation plugin is inactive by default, and rounds like compressed-tensors and vLLM."""
 
 import os
 import subprocess
@@ -21,7 +21,7 @@ from vexport.formats.input_rounding import round_activations
 from vexport.records import silent
 
 
-def by_compressed_tensors(
+def rounded_by_compressed_tensors(
     activations: torch.Tensor, preset: str, **scales: torch.Tensor
 ) -> torch.Tensor:
     args = preset_name_to_scheme(preset, ["Linear"]).input_activations
@@ -36,7 +36,7 @@ def activations() -> torch.Tensor:
     return values.to(torch.bfloat16)
 
 
-def test_register_is_inert_unless_asked() -> None:
+def test_register_needs_switch() -> None:
     code = "import sys; from vexport.engine.cpu_emulation import register; register();"
     code += "sys.exit(bool({'torch', 'vllm'} & set(sys.modules)))"
     environment = {name: value for name, value in os.environ.items() if name != SWITCH}
@@ -46,11 +46,11 @@ def test_register_is_inert_unless_asked() -> None:
 
 
 @pytest.mark.vllm
-def test_emulated_kernels_are_offered_once(tmp_path: Path) -> None:
-    """MXFP4 with the inputs that are rounded here: vLLM 0.33 asks, as an engine argument may name
-    others.
+def test_emulated_kernels_are_registered_once(tmp_path: Path) -> None:
+    """The MXFP4 kernel accepts only inputs that the emulation can round.
 
-    Without numba: vLLM's search for kernels in all modules trips over llvmlite.
+    vLLM 0.33 calls `_supports_quant_scheme`, because an engine argument may name other inputs. The
+    worker runs without numba: vLLM's search for kernels in all modules fails in llvmlite.
     """
     worker = Worker(
         module="tests.engine.emulated",
@@ -69,24 +69,24 @@ def test_emulated_kernels_are_offered_once(tmp_path: Path) -> None:
     }
 
 
-def test_fp4_activations_are_compressed_tensors(activations: torch.Tensor) -> None:
-    assert torch.equal(fake_mxfp4(activations), by_compressed_tensors(activations, "MXFP4"))
+def test_fp4_inputs_equal_compressed_tensors(activations: torch.Tensor) -> None:
+    assert torch.equal(fake_mxfp4(activations), rounded_by_compressed_tensors(activations, "MXFP4"))
     global_scale = torch.tensor([448 * 6 / 8.0])
-    expected = by_compressed_tensors(activations, "NVFP4", input_global_scale=global_scale)
+    expected = rounded_by_compressed_tensors(activations, "NVFP4", input_global_scale=global_scale)
     assert torch.equal(fake_nvfp4(activations, global_scale), expected)
 
 
 @pytest.mark.parametrize(
     ("preset", "group"), [("FP8_BLOCK", 128), ("FP8_DYNAMIC", -1), ("FP8", None)]
 )
-def test_fp8_inputs_are_compressed_tensors(
+def test_fp8_inputs_equal_compressed_tensors(
     activations: torch.Tensor, preset: str, group: int | None
 ) -> None:
     scale = torch.tensor([8.0 / 448])
-    expected = by_compressed_tensors(activations, preset, input_scale=scale)
+    expected = rounded_by_compressed_tensors(activations, preset, input_scale=scale)
     if group is None:
         rounded = (round_fp8(activations, scale).to(torch.float32) * scale).to(torch.bfloat16)
     else:
         rounded = fake_fp8(activations, group)
-    # One divides by the scale, the other multiplies with its reciprocal: ties may fall either way.
+    # vLLM multiplies with the scale's reciprocal, compressed-tensors divides. Ties may differ.
     assert (rounded != expected).float().mean() < 0.001

@@ -1,7 +1,7 @@
-"""The dry load inside an environment with vLLM's CUDA wheel, on a machine without a GPU.
+"""The dry load in an environment with vLLM's CUDA wheel, on a machine without a GPU.
 
-VEXPORT_CUDA_VLLM_PYTHON names the interpreter of such an environment, which `scripts/setup-vllm
-VERSION FOLDER --cuda` makes. Without it these tests are skipped.
+VEXPORT_CUDA_VLLM_PYTHON names the interpreter of the environment, which `scripts/setup-vllm VERSION
+FOLDER --cuda` creates. Without this variable, the tests are skipped.
 """
 
 import json
@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 IN_BYTES = "W4A8 of llm-compressor"
-# Precision and kernel of every quantized layer by capability. vLLM 0.32.0 and 0.33.0 choose alike.
+# Precision and kernel of all quantized layers by capability, equal in vLLM 0.32.0 and 0.33.0.
 KERNELS: Mapping[str, Mapping[int, str]] = {
     "NVFP4": {
         80: "W4A16 MarlinNvFp4LinearKernel",
@@ -45,8 +45,8 @@ KERNELS: Mapping[str, Mapping[int, str]] = {
     },
     IN_BYTES: dict.fromkeys((80, 90, 100), "W4A16 HummingLinearKernel"),
 }
-# Imports all that a dry load imports, then looks in a forked process whether CUDA was touched:
-# torch refuses it to forked processes once its parent has initialised it or counted devices.
+# Imports everything for a dry load, then checks in a forked process that CUDA was not used.
+# torch refuses CUDA in a forked process if the parent has initialised it or counted devices.
 FORK_AFTER_IMPORTS = """
 import os
 from vexport.engine.dry.worker import preload
@@ -68,7 +68,7 @@ os._exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 def kernels(
     good: Good, llama: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Mapping[str, Mapping[int, set[str]]]:
-    """Precision and kernel of the layers by checkpoint and capability, from one call."""
+    """Return the precision and kernel of the layers by checkpoint and capability, from one call."""
     folder = tmp_path_factory.mktemp("wheel")
     paths = {name: good(name) for name in KERNELS if name != IN_BYTES}
     paths[IN_BYTES] = save_w4a8_in_bytes(llama, folder / "in bytes")
@@ -86,11 +86,11 @@ def kernels(
 
 
 @pytest.mark.parametrize("name", KERNELS)
-def test_kernels(kernels: Mapping[str, Mapping[int, set[str]]], name: str) -> None:
+def test_kernels_by_capability(kernels: Mapping[str, Mapping[int, set[str]]], name: str) -> None:
     assert kernels[name] == {sm: {kernel} for sm, kernel in KERNELS[name].items()}
 
 
-def test_cuda_is_not_touched() -> None:
+def test_imports_use_no_cuda() -> None:
     command = [PYTHON, "-c", FORK_AFTER_IMPORTS]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     ran = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -105,7 +105,7 @@ def test_cuda_is_not_touched() -> None:
         "import types; types.no_such_attribute",
     ],
 )
-def test_broken_package_is_no_fault_of_the_checkpoint(
+def test_broken_package_is_environment_fault(
     good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str
 ) -> None:
     broken = tmp_path / "packages"

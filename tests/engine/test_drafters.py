@@ -1,4 +1,4 @@
-"""The dry load of a target with its drafter, with vLLM's classes for drafters."""
+"""The dry load of a target and its drafter, with vLLM's classes for drafters."""
 
 import json
 from pathlib import Path
@@ -16,7 +16,8 @@ from vexport.quantize.job import QuantizeJob, quantize_source
 from vexport.records import DryLoadReport
 from vexport.scenario import Rule
 
-# Those that differ from another in how the source stores experts alone are written as that one is.
+# Families that store experts differently in the source are quantized to the same tensors, and are
+# left out.
 DRAFTING = [
     name
     for name, family in FAMILIES.items()
@@ -25,7 +26,7 @@ DRAFTING = [
 UP = "mtp.layers.0.mlp.experts.1.up_proj.weight"
 EXPERTS = "drafter.model.layers.0.mlp.experts.routed_experts"
 WHOLE = (Rule(match="Linear", scheme="FP8_DYNAMIC"),)
-# Of a draft layer the attention alone is quantized.
+# In a draft layer, only the attention is quantized.
 RULES = (
     Rule(match=r"re:.*(eh_proj|mtp[.]fc|(^mtp|layers[.]2)[.].*(mlp|experts)[.])", scheme="keep"),
     Rule(match=r"re:.*(^mtp|layers[.]2)[.].*", scheme="W4A16_G64"),
@@ -33,9 +34,10 @@ RULES = (
 )
 
 
-def eagle(target: Path, folder: Path, without: str) -> Path:
-    """An EAGLE-3 drafter of a Llama: a decoder layer over two hidden states, a smaller
-    vocabulary.
+def save_eagle(target: Path, folder: Path, without: str) -> Path:
+    """Save an EAGLE-3 drafter of a Llama.
+
+    It has a decoder layer over two hidden states, and a smaller vocabulary.
     """
     tensors = load_file(target / "model.safetensors")
     layer = {
@@ -67,10 +69,10 @@ def eagle(target: Path, folder: Path, without: str) -> Path:
     return folder
 
 
-def broken(out: Path, folder: Path) -> dict[Path, str]:
-    """Return spoiled copies of a Qwen3-Next in FP8 with an unquantized draft layer.
+def damaged_copies(out: Path, folder: Path) -> dict[Path, str]:
+    """Return damaged copies of a Qwen3-Next in FP8 with an unquantized draft layer.
 
-    The values are the beginnings of the errors.
+    The values are the beginnings of the expected errors.
     """
     ignore = json.loads((out / "config.json").read_text())["quantization_config"]["ignore"]
     kept = [name for name in ignore if not name.startswith("re:")]
@@ -91,10 +93,9 @@ def errors(report: DryLoadReport) -> list[str]:
 
 
 @pytest.mark.vllm
-def test_draft_layers_load_and_missing_tensors_are_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # vLLM's drafter of Ernie asks for its layer by another name than it has: it is kept.
+def test_draft_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sound draft layers load, and missing tensors are found."""
+    # vLLM's drafter of Ernie looks up its layer by a wrong name, so that it must not be quantized.
     jobs = {family: WHOLE if family.startswith("ernie") else RULES for family in DRAFTING}
     sound = [tmp_path / f"{family}-out" for family in jobs]
     for out, (family, rules) in zip(sound, jobs.items(), strict=True):
@@ -102,7 +103,7 @@ def test_draft_layers_load_and_missing_tensors_are_found(
         quantize_source(QuantizeJob(source=str(source), out=out, rules=rules))
     kept = QuantizeJob(source=str(tmp_path / "qwen3-next-mtp"), out=tmp_path / "kept", rules=WHOLE)
     quantize_source(kept)
-    expected = broken(kept.out, tmp_path)
+    expected = damaged_copies(kept.out, tmp_path)
     loads = DryLoad(checkpoints=[*sound, *expected], tp=(2,), sm=(90,), speculative="mtp").reports()
     for report, (family, rules) in zip(loads, jobs.items(), strict=False):
         assert (report.ok, report.findings) == (True, ()), family
@@ -121,10 +122,10 @@ def test_draft_layers_load_and_missing_tensors_are_found(
 
 
 @pytest.mark.vllm
-def test_a_drafter_of_its_own_folder_loads_next_to_the_target(tmp_path: Path) -> None:
-    """All of it but the tensor that is not there."""
+def test_drafter_in_separate_folder(tmp_path: Path) -> None:
+    """The drafter loads, except for a missing tensor."""
     target = save_family("llama", tmp_path / "llama")
-    drafter = eagle(target, tmp_path / "eagle", "midlayer.mlp.up_proj.weight")
+    drafter = save_eagle(target, tmp_path / "eagle", "midlayer.mlp.up_proj.weight")
     options = ("--sm", "90", "--speculative", f"eagle3={drafter}", "--format", "json")
     ran = vexport("load", "--dry", target, *options)
     (finding,) = json.loads(ran.stdout)[0]["findings"]

@@ -1,4 +1,4 @@
-"""The copy audit on hand-written loaders, and from cells to a report, without vLLM."""
+"""The audit of copies on hand-written loaders, and reports made from cells, without vLLM."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +22,7 @@ def stored(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 class Layer(torch.nn.Module):
-    """A fused weight of two members and the weights of three experts, on the meta device."""
+    """Fused weight of two members, and weights of three experts, on the meta device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Layer(torch.nn.Module):
 def faults(
     *steps: tuple[torch.Tensor, Loader], optional: tuple[str, ...] = (), ranks: int = 1
 ) -> list[Miscopy]:
-    """Return the audit's findings after loading each stored tensor, named t0, t1 ..."""
+    """Load each stored tensor (t0, t1, ...), and return the audit's faults."""
     model, audit = Layer(), Audit(ranks)
     with audit:
         for number, (form, load) in enumerate(steps):
@@ -44,29 +44,34 @@ def faults(
     return list(audit.faults(model, optional=frozenset(optional)))
 
 
-def rows(start: int, stop: int) -> Loader:
+def load_rows(start: int, stop: int) -> Loader:
     def load(model: torch.nn.Module, tensor: torch.Tensor) -> None:
         model.get_parameter("fused").data[start:stop].copy_(tensor[: stop - start])
 
     return load
 
 
-def expert(index: int) -> Loader:
+def load_expert(index: int) -> Loader:
     def load(model: torch.nn.Module, tensor: torch.Tensor) -> None:
         model.get_parameter("experts").data[index].copy_(tensor)
 
     return load
 
 
-def scale(model: torch.nn.Module, tensor: torch.Tensor) -> None:
+def load_scale(model: torch.nn.Module, tensor: torch.Tensor) -> None:
     model.get_parameter("scale").data.fill_(tensor.item())
 
 
-EXPERTS = [(stored(2, 4, dtype=FP8), expert(index)) for index in range(3)]
-WHOLE = [(stored(4, 4), rows(0, 4)), (stored(4, 4), rows(4, 8)), *EXPERTS, (stored(1), scale)]
+EXPERTS = [(stored(2, 4, dtype=FP8), load_expert(index)) for index in range(3)]
+WHOLE = [
+    (stored(4, 4), load_rows(0, 4)),
+    (stored(4, 4), load_rows(4, 8)),
+    *EXPERTS,
+    (stored(1), load_scale),
+]
 
 
-def test_missing_tensors_are_counted_and_named() -> None:
+def test_missing_tensors() -> None:
     (fault,) = faults(WHOLE[0], *WHOLE[2:])
     assert (fault.kind, fault.where, fault.got) == ("missing", "fused", "16 of 32 elements from t0")
     (fault,) = faults(*WHOLE[:3], *WHOLE[4:])
@@ -77,27 +82,27 @@ def test_missing_tensors_are_counted_and_named() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_floats_of_another_width_are_no_fault(dtype: torch.dtype) -> None:
-    assert faults((stored(4, 4, dtype=dtype), rows(0, 4)), *WHOLE[1:]) == []
+def test_other_float_width_is_no_fault(dtype: torch.dtype) -> None:
+    assert faults((stored(4, 4, dtype=dtype), load_rows(0, 4)), *WHOLE[1:]) == []
 
 
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, torch.uint8, torch.float8_e5m2, torch.float8_e8m0fnu]
 )
-def test_values_cast_to_another_kind_are_a_fault(dtype: torch.dtype) -> None:
-    (fault,) = faults(*WHOLE[:2], (stored(2, 4, dtype=dtype), expert(0)), *WHOLE[3:])
+def test_cast_to_other_kind_is_fault(dtype: torch.dtype) -> None:
+    (fault,) = faults(*WHOLE[:2], (stored(2, 4, dtype=dtype), load_expert(0)), *WHOLE[3:])
     assert (fault.kind, fault.where, fault.layer) == ("cast", "t2", "")
     assert (fault.got, fault.expected) == (str(dtype).removeprefix("torch."), "float8_e4m3fn")
 
 
 def test_views_and_computed_values_are_no_fault() -> None:
     def view(model: torch.nn.Module, tensor: torch.Tensor) -> None:
-        expert(0)(model, tensor.view(FP8))
+        load_expert(0)(model, tensor.view(FP8))
 
     assert faults(*WHOLE[:2], (stored(2, 4, dtype=torch.uint8), view), *WHOLE[3:]) == []
 
     def transposed(model: torch.nn.Module, tensor: torch.Tensor) -> None:
-        rows(0, 4)(model, tensor.t().contiguous() + 1)
+        load_rows(0, 4)(model, tensor.t().contiguous() + 1)
 
     assert faults((stored(4, 4), transposed), *WHOLE[1:]) == []
 
@@ -108,19 +113,19 @@ def test_views_and_computed_values_are_no_fault() -> None:
 
 
 def test_narrowed_and_unused_tensors() -> None:
-    (fault,) = faults((stored(6, 4), rows(0, 4)), *WHOLE[1:])
+    (fault,) = faults((stored(6, 4), load_rows(0, 4)), *WHOLE[1:])
     assert (fault.kind, fault.where, fault.got) == ("narrowed", "t0", "shape [6, 4]")
     assert fault.expected == "16 elements"
-    split = (stored(8, 4), rows(0, 4))
+    split = (stored(8, 4), load_rows(0, 4))
     assert faults(split, *WHOLE[1:], ranks=2) == []
-    (fault,) = faults((stored(9, 4), rows(0, 4)), *WHOLE[1:], ranks=2)
+    (fault,) = faults((stored(9, 4), load_rows(0, 4)), *WHOLE[1:], ranks=2)
     assert (fault.kind, fault.where, fault.expected) == ("narrowed", "t0", "32 elements")
     (fault,) = faults(*WHOLE, (stored(5), lambda model, tensor: None))
     assert (fault.kind, fault.where, fault.got) == ("unused", "t6", "float32 [5]")
 
 
 def test_absent_values_do_not_differ() -> None:
-    """As vLLM compares the input scales of an expert's w1 and w3: equal, whatever they are."""
+    """Tensors without values compare as equal, as vLLM expects of the input scales of w1 and w3."""
 
     def load(model: torch.nn.Module, tensor: torch.Tensor) -> None:
         held = model.get_parameter("scale").data
@@ -154,7 +159,7 @@ def refused(cell: Cell, reason: str = "ValueError: no") -> CellResult:
     return CellResult(cell=cell, outcome="refused", reason=reason)
 
 
-def test_precision_is_reported_once() -> None:
+def test_other_precision_is_one_finding() -> None:
     report = judge("x", "0", [loaded(cell) for cell in CELLS], "all")
     assert report.ok
     assert [cell.status for cell in report.cells] == ["other precision", "loads"] * 2
@@ -171,7 +176,7 @@ def test_precision_is_reported_once() -> None:
     assert (report.ok, report.cells[0].status, report.rows) == (False, "not shown", ())
 
 
-def test_a_refused_cell_fails_where_every_one_is_required() -> None:
+def test_refused_cell_fails_if_all_required() -> None:
     results = [refused(cell) if cell.sm == 80 else loaded(cell) for cell in CELLS]
     assert not judge("x", "0", results, "all").ok
     report = judge("x", "0", results, "any")
@@ -187,7 +192,7 @@ def test_a_refused_cell_fails_where_every_one_is_required() -> None:
     assert [cell.needed for cell in report.cells] == [False, False, True, True]
 
 
-def test_a_fault_is_at_its_layer_and_its_cells() -> None:
+def test_fault_names_layer_and_cells() -> None:
     results = [loaded(cell, *([NARROWED] if cell.tp == 2 else [])) for cell in CELLS]
     report = judge("x", "0", results, "all")
     for cells in (report.cells, report.rows[0].cells):
@@ -200,8 +205,8 @@ def test_a_fault_is_at_its_layer_and_its_cells() -> None:
     assert len(both.faults) == 2
 
 
-def test_values_that_are_repeated_are_told() -> None:
-    """A copy of fewer values than it fills: no loader compared the shapes."""
+def test_stretched_tensor_is_fault() -> None:
+    """A copy repeats values because no loader compared the shapes."""
 
     def repeat(model: torch.nn.Module, tensor: torch.Tensor) -> None:
         model.get_parameter("experts").data.copy_(tensor)

@@ -1,4 +1,7 @@
-"""vLLM's loaders on sound and broken checkpoints, from headers. Groups of tests share a worker."""
+"""vLLM's loaders on sound and broken checkpoints, from headers alone.
+
+Groups of tests share a worker.
+"""
 
 import json
 from collections.abc import Mapping
@@ -21,14 +24,14 @@ from vexport.records import DryLoadReport, Finding, MatrixCell
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 SCHEMES = ("NVFP4", "FP8_DYNAMIC", "W4A16")
-# Schemes that not every device takes as they are.
-PARTICULAR = ("MXFP4A16", "W4AFP8")
-OF_EXPERTS = ("NVFP4A16", "FP8_DYNAMIC", "W4A16")
+# Schemes that run unchanged only on some GPUs.
+LIMITED = ("MXFP4A16", "W4AFP8")
+EXPERT_SCHEMES = ("NVFP4A16", "FP8_DYNAMIC", "W4A16")
 ATTENTION, MLP = "model.layers.1.self_attn", "model.layers.1.mlp"
 DOWN, GATE, V = f"{MLP}.down_proj.weight", f"{MLP}.gate_proj.weight", f"{ATTENTION}.v_proj.weight"
 EXPERT, ROUTED = f"{MLP}.experts.2.down_proj", f"{MLP}.experts.routed_experts.w2_weight_packed"
-# Of checkpoints that ranks cut: the scheme and the sizes.
-CUT: Mapping[str, tuple[str, Mapping[str, int]]] = {
+# Scheme and sizes of checkpoints that two ranks cannot share.
+SPLIT: Mapping[str, tuple[str, Mapping[str, int]]] = {
     "NVFP4 groups": ("NVFP4A16", {"intermediate_size": 336}),
     "heads": (
         "FP8_DYNAMIC",
@@ -36,7 +39,7 @@ CUT: Mapping[str, tuple[str, Mapping[str, int]]] = {
     ),
 }
 FAULTY, REFUSED = ["faulty", "faulty"], ["refused", "refused"]
-# Checkpoint -> whether vLLM takes it at tp 1 and tp 2; where the finding is, words of it.
+# For each checkpoint: vLLM's result at tp 1 and tp 2, and the place and words of the finding.
 FAULTS: Mapping[str, tuple[list[str], str, str]] = {
     "a member's scale missing": (
         FAULTY,
@@ -57,19 +60,19 @@ FAULTS: Mapping[str, tuple[list[str], str, str]] = {
 }
 
 
-def of_rows(count: int, name: str) -> Change:
-    """Another number of rows in a weight."""
+def with_row_count(count: int, name: str) -> Change:
+    """Change the number of rows of a weight."""
     return put(name, lambda value: value[:1].repeat(count, 1))
 
 
 CHANGES: Mapping[str, Change] = {
     "a member's scale missing": drop(f"{ATTENTION}.v_proj.weight_scale"),
-    # Between the numbers of FP8: a conversion that keeps every value is no error.
+    # Values between the numbers of FP8, because a lossless conversion would be no error.
     "bf16 in an fp8 weight": put(DOWN, lambda value: value.bfloat16() * 1.0625),
-    "too many rows": of_rows(640, GATE),
-    "too few rows": of_rows(64, V),
+    "too many rows": with_row_count(640, GATE),
+    "too few rows": with_row_count(64, V),
     "a wrong name": rename(DOWN, f"{MLP}.down_projection.weight"),
-    # Legal oddities, of which vLLM says nothing and which change nothing.
+    # Unusual tensors that vLLM accepts without a message or an effect.
     "scales in float32": put(f"{DOWN}_scale", torch.Tensor.float),
     "scales of the KV cache": all_of(
         *(add(f"{ATTENTION}.{kind}_scale", torch.ones(1, dtype=torch.bfloat16)) for kind in "kv")
@@ -80,17 +83,19 @@ CHANGES: Mapping[str, Change] = {
 @pytest.fixture(scope="module")
 def demo(good: Good) -> Mapping[str, DryLoadReport]:
     """Return dry loads of the micro model in each scheme, for one GPU of each generation."""
-    schemes = (*SCHEMES, *PARTICULAR)
+    schemes = (*SCHEMES, *LIMITED)
     load = DryLoad(checkpoints=[good(scheme) for scheme in schemes], sm=CAPABILITIES)
     return dict(zip(schemes, load.reports(), strict=True))
 
 
 @pytest.fixture(scope="module")
 def reports(good: Good, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, DryLoadReport]:
-    """Sound, spoiled and cut checkpoints on one rank and on two."""
+    """Return dry loads of sound, damaged and split checkpoints on one rank and on two."""
     root = tmp_path_factory.mktemp("checkpoints")
     experts = save_family("qwen3-moe", root / "experts", moe_intermediate_size=256)
-    made = {f"experts {scheme}": quantize(experts, root / scheme, scheme) for scheme in OF_EXPERTS}
+    made = {
+        f"experts {scheme}": quantize(experts, root / scheme, scheme) for scheme in EXPERT_SCHEMES
+    }
     made |= {f"llama {scheme}": good(scheme) for scheme in ("NVFP4A16", "FP8_DYNAMIC")}
     made |= {
         name: spoiled(good("FP8_DYNAMIC"), root / name, change) for name, change in CHANGES.items()
@@ -100,7 +105,7 @@ def reports(good: Good, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str
         ("an expert's weight missing", root / "W4A16", drop(f"{EXPERT}.weight_packed")),
     ):
         made[name] = spoiled(other, root / name, change)
-    for name, (scheme, sizes) in CUT.items():
+    for name, (scheme, sizes) in SPLIT.items():
         made[name] = quantize(save_llama(root / f"{name} source", **sizes), root / name, scheme)
     return dict(
         zip(made, DryLoad(checkpoints=list(made.values()), tp=(1, 2)).reports(), strict=True)
@@ -112,15 +117,13 @@ def errors(report: DryLoadReport) -> list[Finding]:
 
 
 def kernels(report: DryLoadReport, sm: int) -> set[tuple[str, str, str]]:
-    """Return status, precision and kernel of every kind of quantized layer on one capability."""
+    """Return status, precision and kernel of all quantized layers on one capability."""
     cells: list[MatrixCell] = [cell for row in report.rows for cell in row.cells if cell.sm == sm]
     return {(cell.status, cell.precision, cell.kernel) for cell in cells}
 
 
-def test_kernels_are_those_that_vllm_documents(demo: Mapping[str, DryLoadReport]) -> None:
-    """Rules 29 to 31: Machete only on Hopper, W8A16 below SM 89, FP4 multiplication only on
-    Blackwell.
-    """
+def test_kernels_match_vllms_rules(demo: Mapping[str, DryLoadReport]) -> None:
+    """Machete runs only on Hopper, W8A16 below SM 89, and FP4 multiplication only on Blackwell."""
     for report in map(demo.get, SCHEMES):
         assert report is not None
         assert report.ok, report.findings
@@ -148,8 +151,8 @@ def test_kernels_are_those_that_vllm_documents(demo: Mapping[str, DryLoadReport]
     assert kernels(report, 90) == {("loads", "W4A8", "CutlassW4A8LinearKernel")}
     assert not report.ok
     assert "scheme was found" in errors(report)[0].got
-    # Rule 31: on Blackwell vLLM multiplies a weight-only MXFP4 checkpoint with FP4 activations. On
-    # Hopper its kernel takes them in FP8, as an H100 showed.
+    # On Blackwell, vLLM multiplies a weight-only MXFP4 checkpoint with FP4 activations. On Hopper,
+    # its kernel uses FP8 activations, as measured on an H100.
     report = demo["MXFP4A16"]
     assert {(status, runs) for status, runs, _ in kernels(report, 100)} == {
         ("other precision", "W4A4")
@@ -182,15 +185,18 @@ def test_faults_are_found_in_their_cell(reports: Mapping[str, DryLoadReport], na
     report, (statuses, where, words) = reports[name], FAULTS[name]
     assert not report.ok
     assert [cell.status for cell in report.cells] == statuses
-    if name in CUT:  # the check says so too
-        assert [static(Path(report.checkpoint), tp, 90) for tp in (1, 2)] == ["loads", "refused"]
+    if name in SPLIT:  # the static check has the same results
+        assert [static_result(Path(report.checkpoint), tp, 90) for tp in (1, 2)] == [
+            "loads",
+            "refused",
+        ]
     there = [finding for finding in errors(report) if finding.where.startswith(where)]
     assert any(words in finding.got for finding in there)
     assert where.startswith("checkpoint") or there == errors(report)
 
 
-def test_the_command(good: Good, tmp_path: Path) -> None:
-    """A refused cell fails the command if the user requested it, and only in this case."""
+def test_load_dry_command(good: Good, tmp_path: Path) -> None:
+    """A refused cell fails the command only if the user requested this cell."""
     cut = quantize(save_llama(tmp_path / "model", intermediate_size=384), tmp_path / "cut", "W4A16")
     whole = good("NVFP4")
     devices = ("--tp", "1,2", "--sm", "80,90", "--gpu", "h100")
@@ -222,15 +228,15 @@ def test_the_command(good: Good, tmp_path: Path) -> None:
 
 SM = (75, 80, 89, 90, 100)
 COMPARED = ("NVFP4", "MXFP4XFP8", "MXFP8", "FP8_BLOCK", "W4AFP8", "W4A16_ASYM")
-# An FP8 cache runs in FlashInfer from SM 80 on, with heads of 64, 128, 256 or 512 numbers; else
-# from SM 89.
+# With a head size of 64, 128, 256 or 512, FlashInfer runs an FP8 cache from SM 80. Other sizes
+# need SM 89.
 CACHES: Mapping[str, Mapping[str, int]] = {
     "heads of 32": {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 32},
     "heads of 64": {},
 }
 
 
-def static(checkpoint: Path, tp: int, sm: int) -> str:
+def static_result(checkpoint: Path, tp: int, sm: int) -> str:
     with Reader() as reader:
         view = CheckpointView(read_index(checkpoint), reader, Target(tp=(tp,), sm=(sm,)))
         found = list(devices.run(view))
@@ -245,7 +251,7 @@ def static(checkpoint: Path, tp: int, sm: int) -> str:
 
 
 def test_check_and_dry_load_agree(good: Good, calibration: Path, tmp_path: Path) -> None:
-    """Also with few key heads, and with experts, whose size the ranks divide."""
+    """This includes few key heads, and experts whose size the ranks divide."""
     cache = ("--kv-cache", "fp8", "--calibration", calibration)
     caches = [
         quantize(
@@ -260,9 +266,8 @@ def test_check_and_dry_load_agree(good: Good, calibration: Path, tmp_path: Path)
     for tp, checkpoints in compared.items():
         for report in DryLoad(checkpoints=checkpoints, tp=(tp,), sm=SM).reports():
             for cell in report.cells:
-                status = static(Path(report.checkpoint), tp, cell.sm)
+                status = static_result(Path(report.checkpoint), tp, cell.sm)
                 if status != ("refused" if cell.status == "faulty" else cell.status):
                     differ.append((Path(report.checkpoint).name, tp, cell.sm, cell.status, status))
-    # Ranks' parts of fewer than 128 rows: only the dry load knows that no kernel quantizes their
-    # inputs.
+    # A rank has fewer than 128 rows. Only the dry load finds that no kernel quantizes their inputs.
     assert differ == [("MXFP8", 4, 100, "other precision", "loads")]

@@ -1,6 +1,4 @@
-"""Variables of the environment: those that are part of how a model was run, and how many threads
-compute.
-"""
+"""Environment variables that affect how a model runs, and the number of threads."""
 
 import os
 
@@ -13,7 +11,7 @@ from vexport.records import Json
 from vexport.run.proving import serve_digest
 
 
-def test_variables_that_choose_kernels_are_named_and_no_others() -> None:
+def test_variables_that_choose_kernels() -> None:
     others = {
         "VLLM_API_KEY": "secret",
         "VLLM_CPU_INT4_W4A8": "0",
@@ -33,7 +31,7 @@ def test_variables_that_choose_kernels_are_named_and_no_others() -> None:
     assert answer_environment(chosen | others) == told
 
 
-def test_another_engine_is_another_digest(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_engine_settings_change_digest(monkeypatch: pytest.MonkeyPatch) -> None:
     override: Json = {"linear": {"activation": "int8_per_group_32"}}
     digests = [serve_digest({}), serve_digest({"quantization_config": override})]
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
@@ -43,7 +41,7 @@ def test_another_engine_is_another_digest(monkeypatch: pytest.MonkeyPatch) -> No
     assert serve_digest({}) == digests[0]
 
 
-NAMES = (
+REMOVED = (
     "OMP_NUM_THREADS",
     "VLLM_CPU_OMP_THREADS_BIND",
     "VLLM_ENABLE_V1_MULTIPROCESSING",
@@ -62,10 +60,11 @@ NAMES = (
         ({"VLLM_CPU_OMP_THREADS_BIND": "0-1|2-3"}, 2, None),
     ],
 )
-def test_all_cores_compute_unless_the_caller_says_how_many(
+def test_number_of_threads(
     given: dict[str, str], ranks: int, threads: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own = {name: value for name, value in os.environ.items() if name not in NAMES}
+    """All cores compute, unless the environment sets a number of threads."""
+    own = {name: value for name, value in os.environ.items() if name not in REMOVED}
     monkeypatch.setattr(os, "environ", own | given)
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setattr(worker, "_nodes", lambda: 1)

@@ -1,4 +1,4 @@
-"""Whose fault a failure is, read from logs as vLLM writes them."""
+"""Kinds of failures, read from logs as vLLM writes them."""
 
 import venv
 from pathlib import Path
@@ -47,7 +47,9 @@ NO_KERNEL = "ValueError: Failed to find a kernel that can implement the WNA16 la
         ("OSError: [Errno 28] No space left on device: '/tmp/x'", "cpu", "no space"),
     ],
 )
-def test_root_cause_decides(tmp_path: Path, cause: str, platform: str, kind: FailureKind) -> None:
+def test_root_cause_decides_kind(
+    tmp_path: Path, cause: str, platform: str, kind: FailureKind
+) -> None:
     log = tmp_path / "log"
     log.write_text(LOG.format(cause=cause))
     failure = explain(
@@ -98,9 +100,7 @@ def test_interpreter_without_vllm(tmp_path: Path) -> None:
         ("sleep", "timed out", "not finished after 1 s"),
     ],
 )
-def test_however_a_worker_dies_it_is_said(
-    tmp_path: Path, how: str, kind: FailureKind, words: str
-) -> None:
+def test_dying_worker_is_named(tmp_path: Path, how: str, kind: FailureKind, words: str) -> None:
     with pytest.raises(EngineFault) as caught:
         Worker(
             module="tests.engine.dying",

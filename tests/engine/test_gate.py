@@ -1,4 +1,4 @@
-"""`check` also runs vLLM's loaders, and lists everything that was not judged."""
+"""`check` also runs vLLM's loaders, and lists everything that it could not judge."""
 
 import json
 import os
@@ -25,15 +25,15 @@ UNKNOWN = NotJudged(what=NAMES, why="the layout of a class is not known")
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `check` run vLLM, as it does by default for users."""
+def with_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `check` run vLLM, which is its default for users."""
     monkeypatch.delenv("VEXPORT_NO_VERIFY")
 
 
 @pytest.mark.vllm
-@pytest.mark.usefixtures("asked")
-def test_vllm_judges_while_the_files_are_read(good: Good, tmp_path: Path) -> None:
-    """Three checkpoints: sound, readable by transformers alone, and with a missing package."""
+@pytest.mark.usefixtures("with_vllm")
+def test_check_runs_dry_load(good: Good, tmp_path: Path) -> None:
+    """One checkpoint is sound, vLLM refuses the second, and the third needs a missing package."""
     change = config(WHOLE, quantization_config={"quant_method": "torchao"})
     other = spoiled(good("W8A8"), tmp_path / "torchao", change)
     refused = spoiled(good("W4A16"), tmp_path / "refused", config(QUANTIZATION))
@@ -52,9 +52,9 @@ def test_vllm_judges_while_the_files_are_read(good: Good, tmp_path: Path) -> Non
     assert "dry load: done" in ran.stderr
 
 
-@pytest.mark.usefixtures("asked")
-def test_an_interpreter_without_vllm_leaves_a_line(good: Good, tmp_path: Path) -> None:
-    """It is no failure unless everything must be judged. Every output format has the line."""
+@pytest.mark.usefixtures("with_vllm")
+def test_missing_vllm_is_not_judged(good: Good, tmp_path: Path) -> None:
+    """It is a failure only with --strict. All output formats name it."""
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\nexit 1\n")
     python.chmod(0o755)
@@ -71,11 +71,11 @@ def test_an_interpreter_without_vllm_leaves_a_line(good: Good, tmp_path: Path) -
     assert vexport(*command, "--static", "--strict").code == 0
 
 
-def pipe(path: Path) -> None:
+def make_pipe(path: Path) -> None:
     os.mkfifo(path)
 
 
-def listening(path: Path) -> None:
+def open_socket(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as server:
         here = Path.cwd()
         os.chdir(path.parent)  # the path of a socket is limited to 108 bytes
@@ -83,40 +83,40 @@ def listening(path: Path) -> None:
         os.chdir(here)
 
 
-def loop(path: Path) -> None:
+def link_to_itself(path: Path) -> None:
     path.symlink_to(path.name)
 
 
-def dangling(path: Path) -> None:
+def link_to_nothing(path: Path) -> None:
     path.symlink_to("nowhere")
 
 
-def zeros_forever(path: Path) -> None:
+def link_to_zero(path: Path) -> None:
     path.symlink_to("/dev/zero")
 
 
-def nothing(path: Path) -> None:
+def link_to_null(path: Path) -> None:
     path.symlink_to("/dev/null")
 
 
 KINDS: Mapping[Callable[[Path], None], str] = {
-    pipe: "named pipe",
-    listening: "socket",
+    make_pipe: "named pipe",
+    open_socket: "socket",
     Path.mkdir: "a folder",
-    loop: "back to itself",
-    dangling: "a link to nothing",
-    zeros_forever: "a device",
-    nothing: "a device",
+    link_to_itself: "back to itself",
+    link_to_nothing: "a link to nothing",
+    link_to_zero: "a device",
+    link_to_null: "a device",
 }
-# The user without rights on Linux.
+# The id of the Linux user without rights.
 NOBODY = 65534
 OPENED = ("model.safetensors", "config.json", "model.safetensors.index.json", "tokenizer.json")
 
 
-@pytest.mark.usefixtures("asked")
+@pytest.mark.usefixtures("with_vllm")
 @pytest.mark.parametrize("make", KINDS)
 @pytest.mark.parametrize("name", OPENED)
-def test_what_nobody_can_load_starts_no_dry_load(
+def test_unreadable_files_start_no_dry_load(
     good: Good, tmp_path: Path, name: str, make: Callable[[Path], None]
 ) -> None:
     folder = tmp_path / "out"
@@ -132,7 +132,7 @@ def test_what_nobody_can_load_starts_no_dry_load(
 
 @pytest.mark.parametrize("mode", [0o000, 0o644])
 def test_unreadable_file(mode: int) -> None:
-    """Root may read every file, so a user without rights looks."""
+    """A child process without rights checks the file, because root can read all files."""
     with TemporaryDirectory() as folder:
         file = Path(folder, "model.safetensors")
         file.touch()
@@ -146,16 +146,16 @@ def test_unreadable_file(mode: int) -> None:
     assert os.waitstatus_to_exitcode(status) == (mode == 0)
 
 
-@pytest.mark.usefixtures("asked")
-def test_pipe_among_the_shards_starts_no_dry_load(good: Good, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("with_vllm")
+def test_pipe_as_shard_starts_no_dry_load(good: Good, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     copytree(good("W8A8"), folder)
     index = {"weight_map": {"a": "model.safetensors", "b": "more.safetensors"}}
     write_text(folder / "model.safetensors.index.json", json.dumps(index))
-    pipe(folder / "more.safetensors")
+    make_pipe(folder / "more.safetensors")
     ran = vexport("check", folder)
     assert (ran.code, "named pipe" in ran.stdout, "dry load" in ran.stderr) == (1, True, False)
-    # What the index does not name is not opened.
+    # A file that the index does not name is not opened.
     (folder / "more.safetensors").rename(folder / "other.safetensors")
     copy(folder / "model.safetensors", folder / "more.safetensors")
     assert "named pipe" not in vexport("check", folder, "--static").stdout
@@ -163,9 +163,9 @@ def test_pipe_among_the_shards_starts_no_dry_load(good: Good, tmp_path: Path) ->
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.usefixtures("asked")
-def test_a_dead_worker_leaves_the_others_judged(good: Good, tmp_path: Path) -> None:
-    """The interpreter is killed whenever a request contains the checkpoint `bad`."""
+@pytest.mark.usefixtures("with_vllm")
+def test_dead_worker_affects_one_checkpoint(good: Good, tmp_path: Path) -> None:
+    """The interpreter is killed if a request contains the checkpoint `bad`."""
     python = tmp_path / "python"
     killed = """[ -f "$3" ] && grep -q '/bad"' "$3" && kill -9 $$"""
     python.write_text(f'#!/bin/sh\n{killed}\nexec {sys.executable} "$@"\n')
@@ -188,9 +188,9 @@ def test_a_dead_worker_leaves_the_others_judged(good: Good, tmp_path: Path) -> N
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.usefixtures("asked")
-def test_memory_of_a_checkpoint_is_limited(good: Good, tmp_path: Path) -> None:
-    """transformers makes a name for each label."""
+@pytest.mark.usefixtures("with_vllm")
+def test_dry_load_memory_is_limited(good: Good, tmp_path: Path) -> None:
+    """transformers creates a name for each of a billion labels."""
     large = spoiled(good("W8A8"), tmp_path / "large", config(WHOLE, num_labels=1_000_000_000))
     wrong = spoiled(good("W8A8"), tmp_path / "wrong", config(WHOLE, hidden_act="nonsense"))
     answer = tmp_path / "answer.json"
@@ -204,7 +204,7 @@ def test_memory_of_a_checkpoint_is_limited(good: Good, tmp_path: Path) -> None:
     ]
 
 
-def test_neither_reading_nor_asking_imports_torch(good: Good) -> None:
+def test_check_imports_no_torch(good: Good) -> None:
     code = (
         "import sys; import vexport.api, vexport.engine.gate; "
         "vexport.api.check(sys.argv[1], static=True);"
@@ -236,10 +236,10 @@ def loaded(*findings: Finding, vllm: str = "0.32.1", status: CellStatus = "loads
 @pytest.mark.parametrize(
     ("found", "load", "ok", "severities", "left"),
     [
-        # Names and shapes are the loaders' to judge, numbers are not.
+        # The loaders judge names and shapes, but no numbers.
         ("completeness", loaded(), True, ["warning"], []),
         ("values", loaded(), False, ["error"], []),
-        # A refusal stands next to what the check has found.
+        # A refusal by the loaders is added to the check's findings.
         (
             "values",
             loaded(finding("dry-load"), status="faulty"),
@@ -247,12 +247,12 @@ def loaded(*findings: Finding, vllm: str = "0.32.1", status: CellStatus = "loads
             ["error", "error"],
             [NAMES],
         ),
-        # What cannot be told, on this or for another vLLM, leaves the check's own answer.
+        # Without a result of the loaders for this version, the check's findings stay.
         ("completeness", loaded(status="not shown"), False, ["error"], [NAMES, DRY_LOAD]),
         ("completeness", loaded(vllm="0.3.2"), False, ["error"], [NAMES, DRY_LOAD]),
     ],
 )
-def test_where_both_disagree(
+def test_check_and_dry_load_are_merged(
     found: str, load: DryLoadReport, ok: bool, severities: list[str], left: list[str]
 ) -> None:
     report = CheckReport(

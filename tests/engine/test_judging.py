@@ -1,4 +1,4 @@
-"""Continuations, log-probabilities and prompts are judged as they should be."""
+"""Verdicts on continuations and log-probabilities, and the prompts for them."""
 
 import json
 from dataclasses import replace
@@ -25,12 +25,12 @@ from vexport.records import Canary
 GOOD = Canary(
     prompt="The sky", text=" is blue and the grass is green.", tokens=8, finish_reason="length"
 )
-STUCK = replace(GOOD, text=" is the the the the")
-SILENT = replace(GOOD, text="", tokens=1, finish_reason="stop")
-ENDLESS = replace(GOOD, text=" one of the many things that a long text may be about", tokens=200)
+REPEATING = replace(GOOD, text=" is the the the the")
+EMPTY = replace(GOOD, text="", tokens=1, finish_reason="stop")
+LONG = replace(GOOD, text=" one of the many things that a long text may be about", tokens=200)
 
 
-def test_a_checkpoint_without_a_tokenizer_is_bad_input(llama: Path) -> None:
+def test_missing_tokenizer_is_bad_input(llama: Path) -> None:
     with pytest.raises(InputError, match="no tokenizer .* copy the tokenizer's files"):
         fixed_prompts(llama)
 
@@ -47,9 +47,7 @@ def test_a_checkpoint_without_a_tokenizer_is_bad_input(llama: Path) -> None:
         ({}, 512),
     ],
 )
-def test_sequences_are_as_long_as_allowed(
-    config: dict[str, object], length: int, tmp_path: Path
-) -> None:
+def test_sequence_length_of_config(config: dict[str, object], length: int, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert shortest_length(tmp_path) == length
 
@@ -65,30 +63,33 @@ def test_sequences_are_as_long_as_allowed(
         (" 4", None),
     ],
 )
-def test_symptoms(text: str, expected: str | None) -> None:
+def test_symptoms_of_continuations(text: str, expected: str | None) -> None:
     assert symptom(replace(GOOD, text=text)) == expected
 
 
-def test_baseline_tells_habit_from_damage() -> None:
-    assert [finding.severity for finding in canary_findings([GOOD, STUCK, SILENT])] == [
+def test_symptoms_of_baseline_are_no_damage() -> None:
+    """A symptom that the baseline has too is not an error of the checkpoint."""
+    assert [finding.severity for finding in canary_findings([GOOD, REPEATING, EMPTY])] == [
         "warning"
     ] * 2
-    assert canary_findings([STUCK], baseline=[SILENT]) == []
-    assert [finding.severity for finding in canary_findings([STUCK], baseline=[GOOD])] == ["error"]
-    assert [f.severity for f in canary_findings([STUCK, GOOD, GOOD], baseline=[GOOD])] == [
+    assert canary_findings([REPEATING], baseline=[EMPTY]) == []
+    assert [finding.severity for finding in canary_findings([REPEATING], baseline=[GOOD])] == [
+        "error"
+    ]
+    assert [f.severity for f in canary_findings([REPEATING, GOOD, GOOD], baseline=[GOOD])] == [
         "warning"
     ]
-    (stuck,) = canary_findings([STUCK], baseline=[GOOD], agrees=True)
+    (stuck,) = canary_findings([REPEATING], baseline=[GOOD], agrees=True)
     assert stuck.severity == "warning"
     assert "if the evaluation passes" in stuck.fix
     (broken,) = canary_findings([replace(GOOD, non_finite=3)], baseline=[GOOD], agrees=True)
     assert broken.severity == "error"
     loop = "The melting point of water is 100 degrees, which is why one says so."
     words = replace(
-        ENDLESS, text=f" one hundred degrees. {loop} And again: {loop} In short: {loop} It ends"
+        LONG, text=f" one hundred degrees. {loop} And again: {loop} In short: {loop} It ends"
     )
-    assert canary_findings([replace(ENDLESS, ended_after=20)], baseline=[words]) == []
-    assert canary_findings([STUCK], baseline=[words]) == []
+    assert canary_findings([replace(LONG, ended_after=20)], baseline=[words]) == []
+    assert canary_findings([REPEATING], baseline=[words]) == []
 
 
 @pytest.mark.parametrize(
@@ -96,28 +97,28 @@ def test_baseline_tells_habit_from_damage() -> None:
     [
         (replace(GOOD, non_finite=3), GOOD, ["error"]),
         (replace(GOOD, non_finite=3), None, ["error"]),
-        (replace(ENDLESS, ended_after=40), ENDLESS, ["error"]),
-        (replace(ENDLESS, ended_after=40), None, []),
-        (replace(ENDLESS, ended_after=120), ENDLESS, []),
-        (replace(ENDLESS, ended_after=87), ENDLESS, []),
+        (replace(LONG, ended_after=40), LONG, ["error"]),
+        (replace(LONG, ended_after=40), None, []),
+        (replace(LONG, ended_after=120), LONG, []),
+        (replace(LONG, ended_after=87), LONG, []),
         (replace(GOOD, ended_after=1), replace(GOOD, ended_after=3), []),
         (
-            replace(ENDLESS, text="одна из тех вещей, о которых может быть текст"),
-            ENDLESS,
+            replace(LONG, text="одна из тех вещей, о которых может быть текст"),
+            LONG,
             ["error"],
         ),
-        (replace(ENDLESS, text="одна из тех вещей"), ENDLESS, []),
+        (replace(LONG, text="одна из тех вещей"), LONG, []),
     ],
 )
-def test_what_long_continuations_show(
+def test_findings_of_long_continuations(
     canary: Canary, baseline: Canary | None, severities: list[str]
 ) -> None:
     others = None if baseline is None else [baseline]
     assert [finding.severity for finding in canary_findings([canary], others)] == severities
 
 
-def test_the_reference_goes_on_greedily(tiny_llama: Path) -> None:
-    """Token by token, by the reference's log-probabilities."""
+def test_reference_continues_greedily(tiny_llama: Path) -> None:
+    """Each token has the largest log-probability of the reference."""
     asked = replace(GOOD, prompt="w5 w6 w7", tokens=6)
     (said,) = reference_canaries(tiny_llama, [asked])
     ids = [5, 6, 7]
@@ -129,11 +130,11 @@ def test_the_reference_goes_on_greedily(tiny_llama: Path) -> None:
 
 
 @pytest.mark.parametrize(("preset", "bits"), [("W4A16", 16), ("W8A8", 8), ("NVFP4", 4)])
-def test_limit_follows_activations(tiny_llama: Path, good: Good, preset: str, bits: int) -> None:
+def test_kl_limit_follows_activations(tiny_llama: Path, good: Good, preset: str, bits: int) -> None:
     assert kl_limit(good(preset)) == KL_LIMITS[bits]
     assert kl_limit(tiny_llama) == KL_LIMITS[16]
-    assert kl_limit(tiny_llama, "fp8") == KL_LIMITS[8], "keys and values that the engine rounds"
-    assert kl_limit(tiny_llama, input_bits=8) == KL_LIMITS[8], "inputs that a kernel rounds"
+    assert kl_limit(tiny_llama, "fp8") == KL_LIMITS[8], "the engine rounds keys and values"
+    assert kl_limit(tiny_llama, input_bits=8) == KL_LIMITS[8], "a kernel rounds inputs"
 
 
 def test_prompts_fit_the_tokenizer(tiny_llama: Path) -> None:
@@ -155,9 +156,7 @@ def test_prompts_fit_the_tokenizer(tiny_llama: Path) -> None:
     assert (len(many.texts), many.tokens) == (CONTINUED, ((5, 5), (6, 6)))
 
 
-def test_a_checkpoint_that_amplifies_rounding_has_its_own_limit(
-    tiny_llama: Path, tmp_path: Path
-) -> None:
+def test_kl_limit_of_unstable_checkpoint(tiny_llama: Path, tmp_path: Path) -> None:
     """The limit is three times the effect of half a unit in the last place of the embeddings."""
     checkpoint, prompts = (
         quantize(tiny_llama, tmp_path / "fp8", "FP8_DYNAMIC"),

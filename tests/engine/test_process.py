@@ -1,4 +1,4 @@
-"""The process group: no process is left, in every kind of end."""
+"""Process groups. No process is left, no matter how the group ends."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ from vexport.engine.process import started_group
 from vexport.files import from_json, to_json
 from vexport.records import OnProgress, silent
 
-# A worker with a child of its own; the child writes its process id and sleeps, deaf to SIGTERM.
+# A child process that writes its process id and sleeps, ignoring SIGTERM. PARENT is its worker.
 CHILD = (
     "import os, pathlib, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
     "pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(60)"
@@ -25,7 +25,7 @@ REPORTING = (
     "os.write(fd, b'[\"load\", 0, 1]\\n[\"load\", '); os.write(fd, b'1, 1]\\n'); "
     "print('hello'); exit(7)"
 )
-# Starts such a child, then writes into the pipe and the log without end.
+# A worker that starts such a child, then writes into the pipe and the log without end.
 FLOODING = (
     f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {CHILD!r}, sys.argv[1]]);"
     "import os, threading; fd = int(os.environ['VEXPORT_PROGRESS_FD']);"
@@ -34,7 +34,7 @@ FLOODING = (
     "daemon=True).start();"
     "[os.write(1, b'a line\\n' * 1000) for _ in iter(int, 1)]"
 )
-# The engine's own worker with an engine that hangs in C when it is torn down, whose child is deaf.
+# The real worker with an engine that hangs in C during its teardown. Its child ignores SIGTERM.
 LINGERING = f"""
 import ctypes, pathlib, subprocess, sys
 from vexport.engine import worker
@@ -60,8 +60,8 @@ def run(log: Path, timeout: float, *command: str, progress: OnProgress = silent)
         return follow(progress)
 
 
-def gone(pid: int) -> bool:
-    """Whether a process has ended; an orphan's zombie counts as ended."""
+def has_ended(pid: int) -> bool:
+    """Return whether a process ends within 5 seconds. A zombie has ended."""
     status = Path(f"/proc/{pid}/status")
     for _ in range(100):
         if not status.exists() or "\nState:\tZ" in status.read_text():
@@ -70,7 +70,7 @@ def gone(pid: int) -> bool:
     return False
 
 
-def test_progress_and_log_arrive(tmp_path: Path) -> None:
+def test_progress_and_log(tmp_path: Path) -> None:
     seen: list[tuple[str, int, int]] = []
     log = tmp_path / "logs" / "log"
     code = run(log, 30, REPORTING, progress=lambda *progress: seen.append(progress))
@@ -97,16 +97,16 @@ with started_group(command, environment=os.environ, log=log, timeout=100) as fol
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=50) != 0
-    assert gone(int(note.read_text()))
+    assert has_ended(int(note.read_text()))
 
 
 @pytest.mark.slow
-def test_a_flood_and_grandchildren_end_at_the_timeout(tmp_path: Path) -> None:
+def test_timeout_ends_flood_and_grandchildren(tmp_path: Path) -> None:
     begin, note = time.monotonic(), tmp_path / "pid"
     with pytest.raises(TimeoutError):
         run(tmp_path / "log", 2, FLOODING, str(note))
     assert time.monotonic() - begin < 20
-    assert gone(int(note.read_text()))
+    assert has_ended(int(note.read_text()))
 
 
 @pytest.mark.slow
@@ -118,4 +118,4 @@ def test_hanging_engine_ends_after_result(tmp_path: Path) -> None:
     assert code == -signal.SIGALRM
     assert time.monotonic() - begin < 40
     assert from_json(SessionResult, result).platform == "cpu"
-    assert gone(int(note.read_text()))
+    assert has_ended(int(note.read_text()))

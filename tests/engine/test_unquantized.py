@@ -1,4 +1,4 @@
-"""vLLM refuses any checkpoint with this config: no error, unless a value in it is wrong."""
+"""Configs that vLLM refuses in any checkpoint. They are no error, unless a value is wrong."""
 
 import json
 from pathlib import Path
@@ -21,7 +21,7 @@ def fp8(tiny_llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def with_values(checkpoint: Path, folder: Path, **values: Json) -> Path:
-    """A copy of a checkpoint with other values in its config.json; None removes a key."""
+    """Copy a checkpoint and change values in its config.json. None removes a key."""
     copytree(checkpoint, folder)
     config = {**read_json_object(folder / "config.json"), **values}
     kept = {key: value for key, value in config.items() if value is not None}
@@ -43,7 +43,7 @@ def with_values(checkpoint: Path, folder: Path, **values: Json) -> Path:
     ],
 )
 def test_sound_config(fp8: Path, tmp_path: Path, values: dict[str, Json], sound: bool) -> None:
-    """Transformers judges the values: a class that transformers lacks is judged by vLLM alone."""
+    """transformers judges the values. A class that transformers does not have is left to vLLM."""
     checkpoint = with_values(fp8, tmp_path / "checkpoint", **values)
     control = tmp_path / "control"
     assert write_control("config alone", checkpoint, control)
@@ -54,7 +54,7 @@ def test_sound_config(fp8: Path, tmp_path: Path, values: dict[str, Json], sound:
 def test_default_config_of_transformers(
     fp8: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM registers config classes for some types."""
+    """The config class that vLLM registers for this type is not used."""
 
     class OfVllm(transformers.LlamaConfig):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -66,8 +66,8 @@ def test_default_config_of_transformers(
 
 
 @pytest.mark.vllm
-def test_class_cannot_build_the_config(good: Good, tmp_path: Path) -> None:
-    """MiMo V2 of vLLM 0.32 reads keys that transformers' config of this type does not have."""
+def test_unbuildable_config_is_not_judged(good: Good, tmp_path: Path) -> None:
+    """vLLM 0.32's MiMo V2 reads keys that transformers' config of this type does not have."""
     of_type: dict[str, Json] = {
         "architectures": ["MiMoV2FlashForCausalLM"],
         "model_type": "mimo_v2_flash",

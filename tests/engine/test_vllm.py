@@ -1,4 +1,4 @@
-"""The real vLLM on wrong and broken checkpoints, and in two versions."""
+"""The real vLLM on broken checkpoints, and in two versions."""
 
 import json
 import os
@@ -15,7 +15,11 @@ from vexport.run.directory import KIND
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
-def test_scales_that_are_not_shared_and_a_refusal_fail(tiny_llama: Path, tmp_path: Path) -> None:
+def test_misread_and_refused_checkpoints_fail(tiny_llama: Path, tmp_path: Path) -> None:
+    """In one checkpoint, fused layers have different global scales. vLLM refuses the other.
+
+    A second call reuses the results.
+    """
     sound = quantize(tiny_llama, tmp_path / "sound", "NVFP4A16")
     misread = spoiled(
         sound, tmp_path / "misread", each("k_proj.weight_global_scale", lambda old: 1.5 * old)
@@ -43,7 +47,7 @@ def test_scales_that_are_not_shared_and_a_refusal_fail(tiny_llama: Path, tmp_pat
         assert [each["check"] for each in json.loads(shown.stdout)["load"]["findings"]] == [gate]
 
 
-def test_quantizing_twice_is_argument_error(tiny_llama: Path, tmp_path: Path) -> None:
+def test_quantizing_again_is_argument_error(tiny_llama: Path, tmp_path: Path) -> None:
     checkpoint = quantize(tiny_llama, tmp_path / "quantized", "FP8_DYNAMIC")
     given = 'quantization_config={"linear": {"weight": "fp8_per_channel_static"}}'
     ran = vexport("load", checkpoint, "--engine-arg", given, "--quiet")

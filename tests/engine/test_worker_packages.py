@@ -1,6 +1,4 @@
-"""A worker runs in any environment that has vLLM (`--vllm-python`), without other packages of
-vexport's.
-"""
+"""A worker runs in any environment that has vLLM, without other requirements of vexport."""
 
 import subprocess
 import sys
@@ -26,8 +24,7 @@ WORKERS = {
         "vexport.inference.text_scores",
     ),
 }
-# Hides the modules named on the command line, as if they were not installed, then imports the
-# others.
+# Hides modules as if they were not installed, then imports other modules. Both are arguments.
 IMPORT_WITHOUT = """
 import importlib, sys
 from importlib.machinery import PathFinder
@@ -48,9 +45,7 @@ for module in modules:
 
 
 def required_by(name: str) -> set[str]:
-    """Return the distributions that `name` requires, directly or through another, and `name`
-    itself.
-    """
+    """Return `name` and all distributions that it requires, directly or indirectly."""
     collected, waiting = set[str](), [Requirement(name)]
     while waiting:
         requirement = waiting.pop()

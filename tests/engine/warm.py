@@ -1,4 +1,4 @@
-"""Start vexport's workers as forks of a process that has done their imports, for tests.
+"""Workers for tests: forks of a process that has done their imports.
 
 An import of vLLM takes 10 s of a core, and most tests of the engine need it. A worker is forked
 only if its environment equals the environment of the parent process. Variables that are read after
@@ -44,8 +44,8 @@ _ENGINE = (
     ),
     *("vllm.entrypoints.launchers.cli_args", "vllm.distributed.elastic_ep.elastic_execute"),
 )
-# Read by a worker after its imports, or set by what tests or vLLM import: the order of tests would
-# decide.
+# Variables that a worker reads after its imports, and variables that imports set, depending on the
+# order of tests.
 LATE = frozenset(
     {
         *("PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_COMPILE_THREADS"),
@@ -68,15 +68,16 @@ LATE = frozenset(
         *("LD_LIBRARY_PATH", "HF_HUB_DISABLE_PROGRESS_BARS", "VEXPORT_API_KEY"),
     }
 )
-# Of what a worker leaves open.
+# Most bytes to receive at a time.
 _BYTES = 1 << 20
 
 
 class Warm:
-    """Processes from which workers are forked, by their imports.
+    """Parent processes of workers, one for each set of imports.
 
-    Test processes with the same folder share them. The first test process that needs a process
-    starts it. It ends after the last test process, when nobody holds its stdin open any more.
+    Test processes with the same folder share them. The first test process that needs a parent
+    process starts it. The parent process ends after the last test process, when nobody holds its
+    stdin open.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -140,14 +141,17 @@ def _early(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def server(kind: str, address: str) -> int:
-    """Import, then fork a worker for each client until stdin closes; in a worker its exit code."""
+    """Import, then fork a worker for each client until stdin closes.
+
+    In a worker, return its exit code.
+    """
     if kind == "dry":
         import_module(DRY).preload()
     else:
         import_module("vllm").LLM  # noqa: B018
         for module in _ENGINE:
             import_module(module)
-    # An engine collects garbage seven times as it starts, which would copy every page of this
+    # An engine collects garbage seven times during its start, which would copy all pages of this
     # process.
     gc.freeze()
     with socket.socket(socket.AF_UNIX) as listener:
@@ -168,7 +172,7 @@ def server(kind: str, address: str) -> int:
 
 
 def _supervise(connection: socket.socket) -> int:
-    """Fork the worker and tell the client of its end; the exit code in the worker."""
+    """Fork the worker and send its exit code to the client. In the worker, return the exit code."""
     data, descriptors, *_ = socket.recv_fds(connection, _BYTES, 3)
     while len(data) < 10 + int(data[:10]):
         data += connection.recv(_BYTES)

@@ -1,7 +1,8 @@
-"""`warm_client.py VARIABLE ADDRESS MODULE ARGUMENTS...`: has a worker forked, and ends as it ends.
+"""Client of warm.py: `warm_client.py VARIABLE ADDRESS MODULE ARGUMENTS...`.
 
-The worker has our descriptors, that which the variable names among them, and our environment.
-Nothing but the standard library is imported: it starts in 20 ms.
+It has a worker forked and ends with the worker's exit code. The worker gets this process's
+environment and its descriptors 0, 1 and the one in the variable. Only the standard library is
+imported, so that it starts in 20 ms.
 """
 
 import json
@@ -15,7 +16,7 @@ from pathlib import Path
 def main(variable: str, address: str, *arguments: str) -> int:
     """Return the worker's exit code.
 
-    The worker ends by itself when its stdin closes, and a SIGTERM follows.
+    SIGTERM is ignored: it follows the closing of stdin, which ends the worker.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with socket.socket(socket.AF_UNIX) as connection:
