@@ -11,7 +11,7 @@ import pytest
 
 from tests.calibration.test_rows import read, written
 from tests.command import ROOT
-from tests.inference.replying import sending
+from tests.inference.replying import sending_raw
 from tests.inference.test_endpoint_limits import FLOODS
 from vexport.calibration import data, sources
 from vexport.checkpoint.index import MAX_HEADER_BYTES, read_header
@@ -115,7 +115,7 @@ def test_largest_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_first_contact_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if a request may take longer, and is to be tried again for longer."""
     monkeypatch.setattr(server, "_FIRST_CONTACT_ENDS", 1.0)
-    with sending(FLOODS["slow body"]) as (url, _):
+    with sending_raw(FLOODS["slow body"]) as (url, _):
         began = time.monotonic()
         with pytest.raises(EnvironmentFault, match="no answer"):
             Server(Endpoint(url=url, request_timeout=300, retry_seconds=300))

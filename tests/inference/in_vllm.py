@@ -1,4 +1,7 @@
-"""Starts vLLM once and runs lm-eval for several requests: `in_vllm REQUESTS.json OUTCOMES.json`."""
+"""A worker that starts vLLM once and runs lm-eval for several requests.
+
+It is called as `in_vllm REQUESTS.json OUTCOMES.json`.
+"""
 
 import sys
 from dataclasses import dataclass
@@ -14,21 +17,23 @@ from vexport.inference.model import replaced
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class Requests:
+    """Requests to lm-eval."""
+
     requests: tuple[SessionRequest, ...]
     cache: Path
-    """The folder of `datasets`, which is to stay empty."""
+    """Cache folder of `datasets`. It must stay empty."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcomes:
-    """For each request its error, or nothing, and its progress."""
+    """Error (or an empty string) and progress of each request."""
 
     errors: tuple[str, ...]
     progress: tuple[tuple[tuple[str, int, int], ...], ...]
 
 
-def answer(asked: Asked) -> Outcomes:
+def answer(asked: Requests) -> Outcomes:
     arguments = model_arguments(asked.requests[0], CPU)
     llm = build_engine(arguments, CPU)
     errors, progress = [], []
@@ -47,7 +52,7 @@ def answer(asked: Asked) -> Outcomes:
 
 
 def main(arguments: list[str]) -> int:
-    return answer_request(arguments, Asked, answer)
+    return answer_request(arguments, Requests, answer)
 
 
 if __name__ == "__main__":

@@ -9,13 +9,12 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 Fault = str | int
-"""A status of HTTP, `cut off` (in the middle of the body), `abort` (by the engine), `slow` or
-`closed`.
+"""An HTTP status, `cut off` (in the middle of the body), `abort` (of the engine), `slow`, `closed`.
 """
 
 
 class AddingServer(ThreadingHTTPServer):
-    """Settings of the server, its answered prompts, and the coming faults, one per completion."""
+    """Settings of the server, its answered prompts, and the next faults, one per completion."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -46,16 +45,16 @@ class AddingServer(ThreadingHTTPServer):
         super().process_request_thread(request, client_address)  # type: ignore[arg-type]
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Say nothing: clients refuse certificates."""
+        """Print nothing if a client refuses the certificate."""
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}/v1"
 
     def metrics(self) -> str:
-        """Return counters in the form of Prometheus.
+        """Return counters in the Prometheus format.
 
-        All answers have the same drafts. Other clients send requests as often.
+        All answers have the same drafts. Other clients send `others` requests for each answer.
         """
         answered = len(self.answered)
         totals = {
@@ -70,7 +69,7 @@ class AddingServer(ThreadingHTTPServer):
         return "".join(["# HELP vllm:num_requests_running Requests.\n", *lines])
 
     def fault(self) -> Fault | None:
-        """Return the next fault. After a given number of answers, there are only errors."""
+        """Return the next fault. After `after` answers, there are only errors."""
         if self.after is not None and len(self.answered) >= self.after:
             return 500
         return self.faults.popleft() if self.faults else None
@@ -141,11 +140,14 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Print nothing."""
 
 
 def _scores(prompt: list[int]) -> dict[str, object]:
-    """Return scores: a token costs a hundredth of its id. Token 7 is likelier than higher ids."""
+    """Return scores: a token costs a hundredth of its id.
+
+    Token 7 is likelier than tokens with higher ids.
+    """
     own = [None, *(-token / 100 for token in prompt[1:]), -1.0]
     best = [
         None,

@@ -1,4 +1,4 @@
-"""Test servers: one replies by a function, one sends raw bytes on each connection."""
+"""Test servers: one calls a function for each reply, one sends raw bytes on each connection."""
 
 import json
 import socket
@@ -15,7 +15,7 @@ CARD = {"id": "adder", "root": "models/adder", "max_model_len": 512}
 
 @dataclass(frozen=True, kw_only=True)
 class Sent:
-    """A reply; `content` is JSON unless it is bytes."""
+    """Reply with its content, which is JSON unless it is bytes."""
 
     content: object
     status: int = 200
@@ -23,7 +23,7 @@ class Sent:
 
 
 Reply = Callable[[str, dict[str, object]], Sent]
-"""From the path and the JSON body of a request, which is empty for GET."""
+"""A function from the path and the JSON body of a request. The body is empty for GET."""
 
 
 def sound(path: str, body: dict[str, object]) -> Sent:
@@ -38,7 +38,7 @@ def sound(path: str, body: dict[str, object]) -> Sent:
 
 
 def choice(body: Mapping[str, object]) -> dict[str, object]:
-    """Add up the token ids of a prompt; each token of it costs a hundredth of its id."""
+    """Add up the token ids of a prompt. Each token of the prompt costs a hundredth of its id."""
     prompt = body["prompt"]
     assert isinstance(prompt, list)
     logprobs = None
@@ -49,8 +49,8 @@ def choice(body: Mapping[str, object]) -> dict[str, object]:
     return {"index": 0, "text": str(sum(prompt)), "finish_reason": "stop", "logprobs": logprobs}
 
 
-def described(**fields: object) -> Reply:
-    """Return a function that replies like a sound server, with changed fields in the model list."""
+def with_card(**fields: object) -> Reply:
+    """Return a function that replies like a sound server, with changed fields of the model."""
 
     def reply(path: str, body: dict[str, object]) -> Sent:
         return (
@@ -64,7 +64,7 @@ def described(**fields: object) -> Reply:
 
 @contextmanager
 def replying(reply: Reply) -> Iterator[str]:
-    """Serve on this machine; yields the address."""
+    """Run a server on this machine, and yield its address."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
@@ -102,10 +102,10 @@ def replying(reply: Reply) -> Iterator[str]:
 
 
 @contextmanager
-def sending(parts: Callable[[], Iterator[bytes]]) -> Iterator[tuple[str, list[int]]]:
-    """Send the given parts on each connection, whatever the request is.
+def sending_raw(parts: Callable[[], Iterator[bytes]]) -> Iterator[tuple[str, list[int]]]:
+    """Send the given parts on each connection, for any request.
 
-    Yields the address and the bytes sent so far.
+    Yields the address and the number of bytes sent so far.
     """
     count = [0]
 

@@ -1,4 +1,4 @@
-"""Connections to a server: kept open, through a proxy of the environment, and encrypted."""
+"""Connections to a server: reused, through a proxy of the environment, and encrypted."""
 
 import shutil
 import ssl
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.inference.misbehaving import AddingServer, adding_server
-from tests.inference.replying import replying, sending, sound
+from tests.inference.replying import replying, sending_raw, sound
 from vexport.errors import EnvironmentFault
 from vexport.inference.endpoint.server import Server
 from vexport.records import Endpoint, Json
@@ -27,13 +27,13 @@ def no_proxies(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name.upper(), raising=False)
 
 
-def asked(url: str, *, timeout: float = 20) -> Server:
+def connect(url: str, *, timeout: float = 20) -> Server:
     return Server(Endpoint(url=url, model="adder", request_timeout=timeout, retry_seconds=0))
 
 
-def test_a_connection_is_used_again() -> None:
+def test_connection_is_reused() -> None:
     with adding_server() as server:
-        asking = asked(server.url)
+        asking = connect(server.url)
         answers = [asking.generate([3, number], PARAMETERS).text for number in range(5)]
         assert answers == ["3", "4", "5", "6", "7"]
         assert server.connections == 1
@@ -43,7 +43,7 @@ def test_a_connection_is_used_again() -> None:
 def test_proxy_of_the_environment(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with replying(sound) as proxy:
         monkeypatch.setenv(name, proxy.removesuffix("/v1"))
-        server = asked("http://only-the-proxy-knows.invalid/v1")
+        server = connect("http://only-the-proxy-knows.invalid/v1")
         assert server.generate([3, 4], PARAMETERS).text == "7"
 
 
@@ -51,19 +51,19 @@ def test_no_proxy_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
     with replying(sound) as url:
         with pytest.raises(EnvironmentFault, match="ConnectionRefusedError"):
-            asked(url)
+            connect(url)
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-        assert asked(url).generate([3, 4], PARAMETERS).text == "7"
+        assert connect(url).generate([3, 4], PARAMETERS).text == "7"
 
 
 def test_unusable_proxy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", "socks5://127.0.0.1:9")
     with pytest.raises(EnvironmentFault, match="HTTP_PROXY.*http://HOST:PORT.*NO_PROXY"):
-        asked("http://127.0.0.1:9/v1")
+        connect("http://127.0.0.1:9/v1")
 
 
-def certificate(folder: Path) -> tuple[Path, Path]:
-    """Make a certificate of 127.0.0.1 and its key."""
+def make_certificate(folder: Path) -> tuple[Path, Path]:
+    """Make a certificate for 127.0.0.1, and return its file and its key."""
     if shutil.which("openssl") is None:
         pytest.skip("no openssl to make a certificate")
     file, key = folder / "certificate.pem", folder / "key.pem"
@@ -75,7 +75,7 @@ def certificate(folder: Path) -> tuple[Path, Path]:
 
 
 @contextmanager
-def encrypted(file: Path, key: Path) -> Iterator[AddingServer]:
+def encrypted_server(file: Path, key: Path) -> Iterator[AddingServer]:
     with adding_server() as server:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(file, key)
@@ -85,15 +85,15 @@ def encrypted(file: Path, key: Path) -> Iterator[AddingServer]:
         yield server
 
 
-def test_certificate_of_ssl_cert_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ssl_cert_file_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SSL_CERT_FILE", raising=False)
-    file, key = certificate(tmp_path)
-    with encrypted(file, key) as server:
+    file, key = make_certificate(tmp_path)
+    with encrypted_server(file, key) as server:
         url = server.url.replace("http:", "https:")
         with pytest.raises(EnvironmentFault, match="cannot be verified.*set SSL_CERT_FILE"):
-            asked(url)
+            connect(url)
         monkeypatch.setenv("SSL_CERT_FILE", str(file))
-        assert asked(url).generate([3, 4], PARAMETERS).text == "7"
+        assert connect(url).generate([3, 4], PARAMETERS).text == "7"
 
 
 def test_silent_handshake_ends_in_time() -> None:
@@ -101,8 +101,8 @@ def test_silent_handshake_ends_in_time() -> None:
         time.sleep(30)
         yield b""
 
-    with sending(silence) as (url, _):
+    with sending_raw(silence) as (url, _):
         began = time.monotonic()
         with pytest.raises(EnvironmentFault, match="no answer"):
-            asked(url.replace("http:", "https:"), timeout=0.5)
+            connect(url.replace("http:", "https:"), timeout=0.5)
         assert time.monotonic() - began < 8

@@ -1,4 +1,4 @@
-"""A model over HTTP: a failing server neither loses nor changes an answer."""
+"""A model over HTTP. A failing server neither loses nor changes an answer."""
 
 import json
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ def endpoint(server: AddingServer, *, retry: float = 30.0, timeout: float = 30.0
     )
 
 
-def ask(
+def answers_of(
     asked: Endpoint, file: Path, prompts: list[list[int]] = PROMPTS, *, again: int = 0
 ) -> list[str]:
     model = EndpointModel(Server(asked), KeptAnswers(file), lambda *_: None)
@@ -44,54 +44,57 @@ def ask(
 
 
 @pytest.mark.parametrize("fault", [429, 503, "cut off", "abort", "slow", "closed"])
-def test_what_may_pass_is_asked_again(fault: Fault, server: AddingServer, tmp_path: Path) -> None:
+def test_temporary_faults_are_retried(fault: Fault, server: AddingServer, tmp_path: Path) -> None:
     server.faults.extend([fault] * 3)
     asked = endpoint(server, timeout=1 if fault == "slow" else 30)
-    assert ask(asked, tmp_path / "kept") == [str(sum(prompt)) for prompt in PROMPTS]
+    assert answers_of(asked, tmp_path / "kept") == [str(sum(prompt)) for prompt in PROMPTS]
     answered = [tuple(prompt) for prompt in server.answered]
     assert len(set(answered)) == len(PROMPTS)
     assert fault == "slow" or len(answered) == len(PROMPTS)
 
 
-def test_a_server_that_stays_away_costs_no_answer(server: AddingServer, tmp_path: Path) -> None:
+def test_answers_survive_failing_server(server: AddingServer, tmp_path: Path) -> None:
+    """After the failure, only the missing answers are requested."""
     server.after = 50
     with pytest.raises(EnvironmentFault, match="HTTP 500.*only the rest is asked"):
-        ask(endpoint(server, retry=1), tmp_path / "kept")
+        answers_of(endpoint(server, retry=1), tmp_path / "kept")
     assert len((tmp_path / "kept").read_text().splitlines()) == 50
     server.after = None
-    assert ask(endpoint(server), tmp_path / "kept") == [str(sum(prompt)) for prompt in PROMPTS]
+    assert answers_of(endpoint(server), tmp_path / "kept") == [
+        str(sum(prompt)) for prompt in PROMPTS
+    ]
     assert not [prompt for prompt in server.answered[50:] if prompt in server.answered[:50]]
     assert len({tuple(prompt) for prompt in server.answered}) == len(PROMPTS)
     asked = len(server.answered)
-    ask(endpoint(server), tmp_path / "kept", PROMPTS[:10], again=1)
+    answers_of(endpoint(server), tmp_path / "kept", PROMPTS[:10], again=1)
     assert len(server.answered) == asked + 10
 
 
-def test_answers_of_a_dead_server_are_kept(server: AddingServer, tmp_path: Path) -> None:
+def test_answers_survive_dead_server(server: AddingServer, tmp_path: Path) -> None:
     server.dies_after = 21
     with pytest.raises(EnvironmentFault, match="no answer.*only the rest is asked"):
-        ask(endpoint(server, retry=0.5), tmp_path / "kept")
+        answers_of(endpoint(server, retry=0.5), tmp_path / "kept")
     assert len((tmp_path / "kept").read_text().splitlines()) == len(server.answered) == 21
     server.dies_after = None
-    assert ask(endpoint(server), tmp_path / "kept") == [str(sum(prompt)) for prompt in PROMPTS]
+    assert answers_of(endpoint(server), tmp_path / "kept") == [
+        str(sum(prompt)) for prompt in PROMPTS
+    ]
     first, later = server.answered[:21], server.answered[21:]
     assert not [prompt for prompt in later if prompt in first]
 
 
-def test_finish_reason_is_kept(server: AddingServer) -> None:
+def test_finish_reason_of_answer(server: AddingServer) -> None:
     answer = Server(endpoint(server)).generate([3, 4], {"max_tokens": 4})
     assert (answer.text, answer.finish_reason) == ("7", "stop")
 
 
-def test_an_answer_that_is_cut_off_in_the_file_is_asked_again(
-    server: AddingServer, tmp_path: Path
-) -> None:
+def test_truncated_kept_answer_is_requested_again(server: AddingServer, tmp_path: Path) -> None:
     file = tmp_path / "kept"
-    ask(endpoint(server), file, PROMPTS[:3])
+    answers_of(endpoint(server), file, PROMPTS[:3])
     whole = file.read_bytes()
     file.write_bytes(whole[:-5])
     for _ in range(2):
-        ask(endpoint(server), file, PROMPTS[:4])
+        answers_of(endpoint(server), file, PROMPTS[:4])
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     kept = [answer for line in lines for answer in line.values()]
     assert sorted(answer["text"] for answer in kept) == ["1", "2", "3", "4"]
@@ -114,12 +117,14 @@ def test_finish_reasons_are_kept(
 
 def test_answers_of_older_versions_are_reused(server: AddingServer, tmp_path: Path) -> None:
     file = tmp_path / "kept"
-    ask(endpoint(server), file, PROMPTS[:3])
+    answers_of(endpoint(server), file, PROMPTS[:3])
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     bare = [{key: answer["text"] for key, answer in line.items()} for line in lines]
     file.write_text("".join(f"{json.dumps(line)}\n" for line in bare))
     asked = len(server.answered)
-    assert ask(endpoint(server), file, PROMPTS[:3]) == [str(sum(prompt)) for prompt in PROMPTS[:3]]
+    assert answers_of(endpoint(server), file, PROMPTS[:3]) == [
+        str(sum(prompt)) for prompt in PROMPTS[:3]
+    ]
     assert len(server.answered) == asked
 
 
@@ -142,7 +147,7 @@ def test_drafts_are_counted_for_each_prompt(server: AddingServer) -> None:
         count_drafts(asked, PROMPTS[:1])
 
 
-def test_another_model_behind_the_address_ends_it(server: AddingServer, tmp_path: Path) -> None:
+def test_changed_model_is_refused(server: AddingServer, tmp_path: Path) -> None:
     kept = KeptAnswers(tmp_path / "kept")
     model = EndpointModel(Server(endpoint(server)), kept, lambda *_: None)
     model.expect("", 1)
@@ -157,7 +162,7 @@ def test_another_model_behind_the_address_ends_it(server: AddingServer, tmp_path
     assert not (tmp_path / "kept").exists()
 
 
-def test_log_probabilities_are_those_of_the_prompts_tokens(server: AddingServer) -> None:
+def test_log_probabilities_of_prompt(server: AddingServer) -> None:
     asked = Server(endpoint(server))
     assert asked.score([5, 3, 9], 1) == [{3: -0.03, 7: -0.07}, {9: -0.09, 7: -0.07}]
     server.gives_scores = False
@@ -168,30 +173,28 @@ def test_log_probabilities_are_those_of_the_prompts_tokens(server: AddingServer)
 
 
 @pytest.mark.parametrize("status", [404, 405])
-def test_a_server_of_chats_alone_is_refused(
-    status: int, server: AddingServer, tmp_path: Path
-) -> None:
+def test_chat_only_server_is_refused(status: int, server: AddingServer, tmp_path: Path) -> None:
     server.faults.extend([status] * 8)
     with pytest.raises(
         InputError, match=f"no completions .HTTP {status}.*behind the gateway.*vexport verdict"
     ):
-        ask(endpoint(server), tmp_path / "kept")
+        answers_of(endpoint(server), tmp_path / "kept")
 
 
-def test_nobody_sees_the_key(
+def test_key_is_not_shown_or_stored(
     server: AddingServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(API_KEY, KEY)
     server.faults.extend([401] * 8)
     with pytest.raises(InputError, match=f"HTTP 401.*set {API_KEY}") as error:
-        ask(endpoint(server), tmp_path / "kept")
+        answers_of(endpoint(server), tmp_path / "kept")
     assert server.headers[0] == f"Bearer {KEY}"
     assert KEY not in str(error.value)
-    ask(endpoint(server), tmp_path / "kept")
+    answers_of(endpoint(server), tmp_path / "kept")
     assert KEY not in (tmp_path / "kept").read_text()
 
 
-def test_a_server_that_is_not_there_is_named(server: AddingServer) -> None:
+def test_missing_model_or_server_is_named(server: AddingServer) -> None:
     with pytest.raises(
         InputError, match="got 2 models, need one of adder, other; name one with --model"
     ):
@@ -204,7 +207,8 @@ def test_a_server_that_is_not_there_is_named(server: AddingServer) -> None:
     "url",
     ["http://", "https://me:secret@host/v1", "http://host/v1?key=secret", "http://host:99999/v1"],
 )
-def test_an_address_has_no_secrets(url: str) -> None:
+def test_unusable_address_is_refused(url: str) -> None:
+    """The error does not show secrets in the address."""
     with pytest.raises(InputError) as error:
         require_address(url)
     assert "secret" not in json.dumps(str(error.value))

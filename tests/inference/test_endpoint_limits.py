@@ -1,4 +1,4 @@
-"""A server that sends too much, too slowly or nonsense: the request ends in time, with one line."""
+"""A server that sends too much, too slowly or nonsense. Requests end in time, with one line."""
 
 import copy
 import gzip
@@ -12,7 +12,7 @@ from contextlib import suppress
 
 import pytest
 
-from tests.inference.replying import Sent, choice, described, replying, sending, sound
+from tests.inference.replying import Sent, choice, replying, sending_raw, sound, with_card
 from vexport.errors import EnvironmentFault, InputError, VexportError
 from vexport.inference.endpoint.server import API_KEY, Server
 from vexport.records import Endpoint, Json
@@ -20,7 +20,7 @@ from vexport.records import Endpoint, Json
 OK = b"HTTP/1.1 200 OK\r\n"
 MEBIBYTE = 1 << 20
 PARAMETERS: dict[str, Json] = {"max_tokens": 4, "temperature": 0}
-# Seconds before the second attempt.
+# Seconds between the first attempt and the second.
 FIRST_WAIT = 0.01
 
 
@@ -63,8 +63,8 @@ FLOODS: dict[str, Callable[[], Iterator[bytes]]] = {
 
 
 @pytest.mark.parametrize("flood", FLOODS)
-def test_a_flood_ends_in_time(flood: str) -> None:
-    with sending(FLOODS[flood]) as (url, sent):
+def test_floods_end_in_time(flood: str) -> None:
+    with sending_raw(FLOODS[flood]) as (url, sent):
         began = time.monotonic()
         with pytest.raises(EnvironmentFault, match="no answer"):
             Server(Endpoint(url=url, request_timeout=0.4, retry_seconds=0))
@@ -73,15 +73,15 @@ def test_a_flood_ends_in_time(flood: str) -> None:
 
 
 def test_retries_end_in_time() -> None:
-    """Within the request's time limit, and --retry-seconds after its first failure."""
-    with sending(FLOODS["slow body"]) as (url, _):
+    """The limits are the request's time, and --retry-seconds after its first failure."""
+    with sending_raw(FLOODS["slow body"]) as (url, _):
         began = time.monotonic()
         with pytest.raises(EnvironmentFault):
             Server(Endpoint(url=url, request_timeout=1, retry_seconds=2))
         assert 2 < time.monotonic() - began < 10
 
 
-def asked(
+def connect(
     url: str, *, retry: float = 0, model: str | None = None, on_retry: Callable[[str], None] = print
 ) -> Server:
     endpoint = Endpoint(url=url, request_timeout=20, retry_seconds=retry, model=model)
@@ -117,21 +117,21 @@ def with_choice(**fields: object) -> Callable[[str, dict[str, object]], Sent]:
 )
 def test_answers_of_other_servers(fields: dict[str, object], text: str, reason: str) -> None:
     with replying(with_choice(**fields)) as url:
-        answer = asked(url).generate([3, 2], {**PARAMETERS, "stop": [".", "END"]})
+        answer = connect(url).generate([3, 2], {**PARAMETERS, "stop": [".", "END"]})
     assert (answer.text, answer.finish_reason) == (text, reason)
 
 
-def places(value: object) -> dict[str, object]:
+def with_top(value: object) -> dict[str, object]:
     return {
         "logprobs": {"token_logprobs": [None, -0.1, -0.1], "top_logprobs": [None, value, value]}
     }
 
 
-def own(value: object) -> dict[str, object]:
+def with_own(value: object) -> dict[str, object]:
     return {"logprobs": {"token_logprobs": [None, value, value], "top_logprobs": [None, {}, {}]}}
 
 
-TOP: list[object] = [
+WRONG_TOP: list[object] = [
     None,
     [],
     "text",
@@ -140,19 +140,25 @@ TOP: list[object] = [
     {"token_id:5": [1]},
     {"token_id:5": math.nan},
 ]
-NAMES = ["token_id:", "token_id:-5", "token_id:x", "token_id:3000000000", "token_id:" + "9" * 5000]
-OWN: list[object] = [None, "x", True, [], math.nan, -math.inf, 3.5, 10**400, -(10**400)]
+WRONG_NAMES = [
+    "token_id:",
+    "token_id:-5",
+    "token_id:x",
+    "token_id:3000000000",
+    "token_id:" + "9" * 5000,
+]
+WRONG_OWN: list[object] = [None, "x", True, [], math.nan, -math.inf, 3.5, 10**400, -(10**400)]
 WRONG_SCORES = {
-    **{f"top {number}": places(value) for number, value in enumerate(TOP)},
-    **{f"name {number}": places({name: -1.0}) for number, name in enumerate(NAMES)},
-    **{f"own {number}": own(value) for number, value in enumerate(OWN)},
+    **{f"top {number}": with_top(value) for number, value in enumerate(WRONG_TOP)},
+    **{f"name {number}": with_top({name: -1.0}) for number, name in enumerate(WRONG_NAMES)},
+    **{f"own {number}": with_own(value) for number, value in enumerate(WRONG_OWN)},
 }
 
 
 @pytest.mark.parametrize("fields", WRONG_SCORES.values(), ids=WRONG_SCORES)
-def test_wrong_log_probabilities_are_the_servers_fault(fields: dict[str, object]) -> None:
+def test_wrong_log_probabilities_are_server_faults(fields: dict[str, object]) -> None:
     with replying(with_choice(**fields)) as url, pytest.raises(EnvironmentFault, match="no answer"):
-        asked(url).score([3, 2, 4], 1, vocabulary=100)
+        connect(url).score([3, 2, 4], 1, vocabulary=100)
 
 
 @pytest.mark.parametrize(
@@ -163,13 +169,13 @@ def test_missing_log_probabilities_are_named(logprobs: object) -> None:
         replying(with_choice(logprobs=logprobs)) as url,
         pytest.raises(EnvironmentFault, match="no log-probabilities.*leave out --text"),
     ):
-        asked(url).score([3, 2, 4], 1)
+        connect(url).score([3, 2, 4], 1)
 
 
 @pytest.mark.parametrize("status", [400, 404, 422])
-def test_refused_log_probabilities_are_bad_usage(status: int) -> None:
-    with replying(of_status(status)) as url, pytest.raises(InputError):
-        asked(url).score([3, 2, 4], 1)
+def test_refused_log_probabilities_are_bad_input(status: int) -> None:
+    with replying(with_status(status)) as url, pytest.raises(InputError):
+        connect(url).score([3, 2, 4], 1)
 
 
 BODIES = [
@@ -191,15 +197,15 @@ BODIES += [
 
 
 @pytest.mark.parametrize("content", BODIES, ids=lambda content: str(content[:20]))
-def test_other_content_is_the_servers_fault(content: bytes) -> None:
+def test_invalid_content_is_server_fault(content: bytes) -> None:
     def reply(path: str, body: dict[str, object]) -> Sent:
         return Sent(content=content) if body else sound(path, body)
 
     with replying(reply) as url, pytest.raises(EnvironmentFault, match="no answer"):
-        asked(url).generate([3], PARAMETERS)
+        connect(url).generate([3], PARAMETERS)
 
 
-def of_status(
+def with_status(
     status: int, content: object = b"<html>no</html>", **headers: str
 ) -> Callable[..., Sent]:
     def reply(path: str, body: dict[str, object]) -> Sent:
@@ -220,18 +226,18 @@ def of_status(
         (422, "HTTP 422.*a prompt as token ids"),
     ],
 )
-def test_what_a_request_is_to_blame_for(status: int, words: str) -> None:
-    reply = of_status(status, Location="http://elsewhere/v1/completions")
+def test_refused_requests_name_remedy(status: int, words: str) -> None:
+    reply = with_status(status, Location="http://elsewhere/v1/completions")
     with replying(reply) as url, pytest.raises(InputError, match=words) as error:
-        asked(url, retry=5).generate([3], PARAMETERS)
+        connect(url, retry=5).generate([3], PARAMETERS)
     assert "correct the address" not in str(error.value)
 
 
 @pytest.mark.parametrize("status", [500, 502, 504])
-def test_a_kind_of_request_that_always_fails_is_given_up(status: int) -> None:
+def test_permanent_failure_is_given_up(status: int) -> None:
     lines: list[str] = []
-    with replying(of_status(status)) as url:
-        server = asked(url, retry=300, on_retry=lines.append)
+    with replying(with_status(status)) as url:
+        server = connect(url, retry=300, on_retry=lines.append)
         began = time.monotonic()
         with pytest.raises(EnvironmentFault, match=f"prompt as token ids .*HTTP {status}: <html>"):
             server.generate([3], PARAMETERS)
@@ -245,29 +251,29 @@ def test_a_kind_of_request_that_always_fails_is_given_up(status: int) -> None:
 
 
 BUSY = [
-    of_status(429),
-    of_status(503),
-    of_status(200, {"error": {"message": "slow down", "code": 429}}),
+    with_status(429),
+    with_status(503),
+    with_status(200, {"error": {"message": "slow down", "code": 429}}),
 ]
 BUSY += [
-    of_status(200, {"error": {"code": "rate_limit_exceeded"}}),
-    of_status(500, {"error": {"code": "429"}}),
+    with_status(200, {"error": {"code": "rate_limit_exceeded"}}),
+    with_status(500, {"error": {"code": "429"}}),
 ]
 BUSY += [
-    of_status(429, Retry_After="Wed, 21 Oct 2026 07:28:00 GMT"),
-    of_status(503, **{"Retry-After": "x"}),
+    with_status(429, Retry_After="Wed, 21 Oct 2026 07:28:00 GMT"),
+    with_status(503, **{"Retry-After": "x"}),
 ]
 
 
 @pytest.mark.parametrize("busy", BUSY)
-def test_a_busy_server_is_asked_on(busy: Callable[..., Sent]) -> None:
+def test_busy_server_is_retried(busy: Callable[..., Sent]) -> None:
     failures = iter([busy] * 4)
 
     def reply(path: str, body: dict[str, object]) -> Sent:
         return next(failures, sound)(path, body) if body else sound(path, body)
 
     with replying(reply) as url:
-        assert asked(url, retry=30).generate([3, 4], PARAMETERS).text == "7"
+        assert connect(url, retry=30).generate([3, 4], PARAMETERS).text == "7"
 
 
 @pytest.mark.parametrize(
@@ -280,56 +286,56 @@ def test_a_busy_server_is_asked_on(busy: Callable[..., Sent]) -> None:
         "`inputs` tokens + `max_new_tokens` must be <= 12. Given: 20 `inputs` tokens",
     ],
 )
-def test_a_long_prompt_names_the_limit(words: str) -> None:
-    with replying(of_status(400, {"error": {"message": words}})) as url:
-        server = asked(url)
+def test_long_prompt_names_limit(words: str) -> None:
+    with replying(with_status(400, {"error": {"message": words}})) as url:
+        server = connect(url)
         for ask in (lambda: server.generate([3], PARAMETERS), lambda: server.score([3, 4], 1)):
             with pytest.raises(InputError, match="need at most 12 tokens in all"):
                 ask()
 
 
 @pytest.mark.parametrize("status", [401, 403, 404])
-def test_a_server_without_a_list_of_models(status: int) -> None:
+def test_server_without_model_list(status: int) -> None:
     def reply(path: str, body: dict[str, object]) -> Sent:
         return sound(path, body) if body else Sent(content={}, status=status)
 
     with replying(reply) as url:
         with pytest.raises(InputError, match="--model"):
-            asked(url)
-        assert asked(url, model="adder").generate([3, 4], PARAMETERS).text == "7"
+            connect(url)
+        assert connect(url, model="adder").generate([3, 4], PARAMETERS).text == "7"
 
 
 @pytest.mark.parametrize("longest", [-5, 0, True, "512", 1.5, None, [], float("inf")])
-def test_an_unusable_length_is_unknown(longest: object) -> None:
-    with replying(described(max_model_len=longest)) as url:
-        assert asked(url).model.max_model_len is None
+def test_invalid_max_model_len_is_unknown(longest: object) -> None:
+    with replying(with_card(max_model_len=longest)) as url:
+        assert connect(url).model.max_model_len is None
 
 
 @pytest.mark.parametrize("name", ["\ud800", "", None, 3, ["x"], "a\nb"])
-def test_a_model_needs_a_name(name: object) -> None:
+def test_model_needs_name(name: object) -> None:
     with (
-        replying(described(id=name)) as url,
+        replying(with_card(id=name)) as url,
         pytest.raises(EnvironmentFault, match="no answer: a list"),
     ):
-        asked(url)
+        connect(url)
 
 
 @pytest.mark.parametrize("version", ["\ud800", 3, None, {"major": 1}, "x" * 1000])
-def test_another_version_is_none(version: object) -> None:
+def test_invalid_version_is_unknown(version: object) -> None:
     def reply(path: str, body: dict[str, object]) -> Sent:
         return Sent(content={"version": version}) if path == "/version" else sound(path, body)
 
     with replying(reply) as url:
-        assert asked(url).model.version == ""
+        assert connect(url).model.version == ""
 
 
-def test_an_echoed_key_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_echoed_key_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(API_KEY, "sk-of-nobody-else")
     with replying(with_choice(text="a sk-of-nobody-else b")) as url:
-        server = asked(url)
+        server = connect(url)
         assert server.generate([3], PARAMETERS).text == "a *** b"
-    with replying(described(id="sk-of-nobody-else")) as url:
-        server = asked(url)
+    with replying(with_card(id="sk-of-nobody-else")) as url:
+        server = connect(url)
         assert server.model.name == "sk-of-nobody-else"
         assert server.masked(server.model.name) == "***"
 
@@ -351,7 +357,7 @@ VALUES: list[object] = [
 
 
 def mutated(value: object, rng: random.Random) -> object:
-    """Replace or remove one value somewhere in JSON."""
+    """Replace or remove one value at a random place in JSON."""
     value = copy.deepcopy(value)
     holder, key = None, None
     inner: object = value
@@ -378,7 +384,8 @@ def damaged(content: bytes, rng: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_damaged_answers_give_a_result_or_a_line(seed: int) -> None:
+def test_damaged_answers(seed: int) -> None:
+    """A damaged answer gives a valid result or one of vexport's errors."""
     rng = random.Random(seed)
     where = ["/v1/models", "/version", "/v1/completions"]
     target = where[0]
@@ -395,7 +402,7 @@ def test_damaged_answers_give_a_result_or_a_line(seed: int) -> None:
         for number in range(21):
             target = where[number % 3]
             with suppress(VexportError):
-                server = asked(url)
+                server = connect(url)
                 answer = server.generate([3, 4], PARAMETERS)
                 answer.text.encode(), answer.finish_reason.encode()
                 (place,) = server.score([3, 4], 1, vocabulary=100)

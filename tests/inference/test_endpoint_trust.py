@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.inference.replying import Sent, described, replying, sound
+from tests.inference.replying import Sent, replying, sound, with_card
 from vexport.errors import InputError, VexportError
 from vexport.inference.drafts import count_drafts
 from vexport.inference.endpoint.model import EndpointModel
@@ -23,37 +23,37 @@ def options_of(*, trust: bool) -> EngineOptions:
     )
 
 
-def asked(url: str) -> Server:
+def connect(url: str) -> Server:
     return Server(Endpoint(url=url, request_timeout=20, retry_seconds=0))
 
 
 @pytest.mark.parametrize("root", ["~nosuch/x", "/etc", "/nosuch", "../x", "\ud800"])
-def test_a_server_names_no_folder_without_a_tokenizer(root: str) -> None:
+def test_named_folder_needs_tokenizer(root: str) -> None:
     settings, options = Evaluate(tasks=("x",)), options_of(trust=False)
-    with replying(described(root=root)) as url, pytest.raises(InputError, match="--tokenizer"):
+    with replying(with_card(root=root)) as url, pytest.raises(InputError, match="--tokenizer"):
         tokenizer_of("candidate", url, settings, options)
 
 
-def test_a_folder_of_another_machine_is_not_taken(
+def test_folder_of_remote_server_is_not_used(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     settings, options = Evaluate(tasks=("x",)), options_of(trust=True)
-    with replying(described(root=str(tmp_path))) as url:
+    with replying(with_card(root=str(tmp_path))) as url:
         here = tokenizer_of("candidate", url, settings, options)
         assert (here.folder, here.is_trusted) == (tmp_path, False)
         chosen = settings.model_copy(update={"tokenizer": str(tmp_path)})
         assert tokenizer_of("candidate", url, chosen, options).is_trusted
         monkeypatch.setenv(
             "http_proxy", url.removesuffix("/v1")
-        )  # a name that only the proxy knows
+        )  # a host name that only the proxy can resolve
         with pytest.raises(InputError, match="no folder of this machine.*--tokenizer"):
             tokenizer_of("candidate", "http://elsewhere.invalid/v1", settings, options)
 
 
-def test_a_server_elsewhere_chooses_no_download(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remote_server_chooses_no_download(monkeypatch: pytest.MonkeyPatch) -> None:
     settings, options = Evaluate(tasks=("x",)), options_of(trust=True)
-    with replying(described(root="org/chosen-by-the-server")) as url:
+    with replying(with_card(root="org/chosen-by-the-server")) as url:
         monkeypatch.setenv("http_proxy", url.removesuffix("/v1"))
         with pytest.raises(InputError, match="--tokenizer org/chosen-by-the-server"):
             tokenizer_of("candidate", "http://elsewhere.invalid/v1", settings, options)
@@ -70,9 +70,9 @@ METRICS += [b"vllm:spec_decode_num_drafts_total 1e400", b"vllm:spec_decode_num_d
 
 
 @pytest.mark.parametrize("content", METRICS)
-def test_other_counters_end_with_a_line(content: bytes) -> None:
+def test_invalid_counters_are_one_error(content: bytes) -> None:
     def reply(path: str, body: dict[str, object]) -> Sent:
         return Sent(content=content) if path == "/metrics" else sound(path, body)
 
     with replying(reply) as url, pytest.raises(VexportError, match="/metrics|no count"):
-        count_drafts(EndpointModel(asked(url), KeptAnswers(None), silent), [[3, 4]])
+        count_drafts(EndpointModel(connect(url), KeptAnswers(None), silent), [[3, 4]])

@@ -15,7 +15,7 @@ def through_pickle(text: FinishedText) -> FinishedText:
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, through_pickle])
-def test_copies_keep_the_reason(copied: Callable[[FinishedText], FinishedText]) -> None:
+def test_copies_keep_finish_reason(copied: Callable[[FinishedText], FinishedText]) -> None:
     text = FinishedText("4 6", "length")
     result = copied(text)
     assert (type(result), result, result.finish_reason) == (FinishedText, "4 6", "length")
@@ -23,7 +23,7 @@ def test_copies_keep_the_reason(copied: Callable[[FinishedText], FinishedText]) 
     assert nested.finish_reason == "length"
 
 
-def test_the_type_makes_a_text_without_a_reason() -> None:
+def test_converted_text_has_no_finish_reason() -> None:
     """lm-eval converts a task's targets to the type of the answers."""
     target = type(FinishedText("4 6", "stop"))("7")
     assert (target, target.finish_reason) == ("7", "")

@@ -1,4 +1,4 @@
-"""The real lm-eval on a running engine of the real vLLM."""
+"""The real lm-eval on an engine of the real vLLM."""
 
 import hashlib
 import json
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.evaluation.make import make_tasks, samples_file
-from tests.inference.in_vllm import Asked, Outcomes
+from tests.inference.in_vllm import Outcomes, Requests
 from tests.models import save_llama, write_tokenizer
 from vexport.engine.messages import SessionRequest
 from vexport.engine.session import Worker
@@ -25,7 +25,7 @@ Evaluated = tuple[Path, Outcomes]
 
 DEMO = Path(__file__).parents[2] / "scenarios" / "demo"
 DOCUMENTS = 60
-TRUNCATING = 'generation_kwargs: {until: ["."], max_gen_toks: 300'
+TOO_LONG = 'generation_kwargs: {until: ["."], max_gen_toks: 300'
 TEMPLATE = (
     "{% for message in messages %}<|{{ message.role }}|> {{ message.content }} <|end|> {% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -46,7 +46,10 @@ LEAKING = "doc_to_text: \"{{ ''.__class__.__mro__ }}\""
 
 @pytest.fixture(scope="module")
 def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Evaluated:
-    """Two runs of the same tasks (`first`, `second`), then tasks that must be refused."""
+    """Run the same tasks twice (`first`, `second`), then with other settings.
+
+    Some tasks must be refused.
+    """
     pytest.importorskip("lm_eval")
     folder = tmp_path_factory.mktemp("vllm")
     sizes = {"num_hidden_layers": 1, "max_position_embeddings": 128}
@@ -57,7 +60,7 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Evaluated:
     text = Path(sums).read_text()
     (folder / "tasks/long.yaml").write_text(
         text.replace("task: sums", "task: long").replace(
-            'generation_kwargs: {until: ["."], max_gen_toks: 2', TRUNCATING
+            'generation_kwargs: {until: ["."], max_gen_toks: 2', TOO_LONG
         )
     )
     (folder / "tasks/leak.yaml").write_text(
@@ -85,7 +88,7 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Evaluated:
     ]
     worker = Worker(
         module="tests.inference.in_vllm",
-        request=Asked(requests=tuple(requests), cache=folder / "datasets"),
+        request=Requests(requests=tuple(requests), cache=folder / "datasets"),
         kind=Outcomes,
         where="lm-eval",
         log=folder / "vllm.log",
@@ -94,7 +97,7 @@ def evaluated(tmp_path_factory: pytest.TempPathFactory) -> Evaluated:
     return folder, worker.run(silent)
 
 
-def test_lm_evals_own_files_are_written_and_read(evaluated: Evaluated) -> None:
+def test_lm_eval_files_are_read(evaluated: Evaluated) -> None:
     folder, outcomes = evaluated
     assert outcomes.errors[0] == ""
     results = read_results(folder / "first")
@@ -111,10 +114,10 @@ def test_lm_evals_own_files_are_written_and_read(evaluated: Evaluated) -> None:
     assert not (folder / "datasets").exists()
 
 
-def test_the_same_engine_gives_the_same_answers(evaluated: Evaluated) -> None:
+def test_same_engine_gives_same_answers(evaluated: Evaluated) -> None:
     folder, _ = evaluated
     verdict = decide(folder / "first", folder / "second", margin=0.1, alpha=0.05)
-    # Random weights guess: equal answers to what the model cannot do are no PASS.
+    # A model with random weights guesses, so that equal answers may be no evidence for PASS.
     assert all(task.outcome == "PASS" or task.uninformative for task in verdict.tasks)
     assert verdict.method.endswith("asked again: 0 of 100 answers changed")
     first, second = (
@@ -132,7 +135,7 @@ def test_the_same_engine_gives_the_same_answers(evaluated: Evaluated) -> None:
     )
 
 
-def test_prompts_that_do_not_fit_and_templates_with_python_are_refused(
+def test_long_prompts_and_unsafe_templates_are_refused(
     evaluated: Evaluated,
 ) -> None:
     errors = evaluated[1].errors
@@ -144,7 +147,7 @@ def test_prompts_that_do_not_fit_and_templates_with_python_are_refused(
 
 
 def expected_prompts(folder: Path) -> list[str]:
-    """Return transformers' rendering of the conversation about each document.
+    """Return the conversation about each document as transformers renders it.
 
     Few-shot examples are drawn as in lm-eval.
     """
@@ -172,7 +175,7 @@ def samples(folder: Path, task: str) -> list[dict[str, dict[str, dict[str, objec
     return [json.loads(line) for line in samples_file(folder, task).read_text().splitlines()]
 
 
-def test_a_chat_model_is_asked_as_its_template_says(evaluated: Evaluated) -> None:
+def test_prompts_follow_chat_template(evaluated: Evaluated) -> None:
     folder, outcomes = evaluated
     assert outcomes.errors[4] == ""
     expected = expected_prompts(folder)
@@ -185,7 +188,7 @@ def test_a_chat_model_is_asked_as_its_template_says(evaluated: Evaluated) -> Non
     assert (settings["until"], settings["max_gen_toks"]) == (["."], 3)
 
 
-def test_how_it_was_asked_is_recorded_as_lm_eval_does(evaluated: Evaluated) -> None:
+def test_prompt_settings_are_recorded(evaluated: Evaluated) -> None:
     file = read_results(evaluated[0] / "chat").file
     content = json.loads(file.read_text())
     assert content["chat_template"] == TEMPLATE
@@ -200,7 +203,7 @@ def test_how_it_was_asked_is_recorded_as_lm_eval_does(evaluated: Evaluated) -> N
     assert (repeated.documents, repeated.changed) == (100, 0)
 
 
-def test_sampled_answers_are_those_of_their_seeds(evaluated: Evaluated) -> None:
+def test_sampled_answers_follow_seeds(evaluated: Evaluated) -> None:
     folder, _ = evaluated
     first, again = (read_results(folder / name).tasks for name in ("sampled", "sampled again"))
     assert {name: len(task.samples) for name, task in first.items()} == {"sums": 90, "choices": 30}

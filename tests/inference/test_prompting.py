@@ -1,4 +1,4 @@
-"""Settings of prompts: defaults from the models' files, and models with different prompts."""
+"""Settings of prompts: defaults from the models' files, and models whose prompts differ."""
 
 import json
 import shutil
@@ -25,7 +25,7 @@ SPACED = TEMPLATE.replace("}}{% endfor", "}} {% endfor")
 
 
 def model(folder: Path, files: dict[str, str] | None = None) -> Path:
-    """Save the demo model, which has no chat template, with added files."""
+    """Save the demo model, which has no chat template, and add files."""
     shutil.copytree(DEMO, folder)
     for name, text in (files or {}).items():
         (folder / name).parent.mkdir(exist_ok=True)
@@ -38,7 +38,7 @@ def in_settings(template: object) -> str:
     return json.dumps(settings | {"chat_template": template})
 
 
-NAMED = [{"name": "default", "template": TEMPLATE}, {"name": "rag", "template": SPACED}]
+NAMED_TEMPLATES = [{"name": "default", "template": TEMPLATE}, {"name": "rag", "template": SPACED}]
 
 
 @pytest.mark.parametrize(
@@ -48,21 +48,21 @@ NAMED = [{"name": "default", "template": TEMPLATE}, {"name": "rag", "template": 
         CHAT,
         {**CHAT, "tokenizer_config.json": in_settings("old")},
         {"tokenizer_config.json": in_settings(TEMPLATE)},
-        {"tokenizer_config.json": in_settings(NAMED[:1])},
-        {"tokenizer_config.json": in_settings(NAMED)},
+        {"tokenizer_config.json": in_settings(NAMED_TEMPLATES[:1])},
+        {"tokenizer_config.json": in_settings(NAMED_TEMPLATES)},
         {**CHAT, **RAG},
         RAG,
     ],
     ids=["none", "file", "file first", "settings", "list of one", "list", "folder", "no default"],
 )
-def test_templates_are_those_that_transformers_finds(files: dict[str, str], tmp_path: Path) -> None:
+def test_templates_equal_transformers(files: dict[str, str], tmp_path: Path) -> None:
     root = model(tmp_path / "model", files)
     found = AutoTokenizer.from_pretrained(root).chat_template
     named = found if isinstance(found, dict) else {"default": found} if found else {}
     assert chat_templates(root) == named
 
 
-def test_a_template_is_applied_where_the_models_have_one(tmp_path: Path) -> None:
+def test_template_is_applied_if_models_have_one(tmp_path: Path) -> None:
     plain = model(tmp_path / "plain")
     chat = {name: model(tmp_path / name, CHAT) for name in ("old", "new")}
     settings = Evaluate(tasks=("a",))
@@ -113,7 +113,7 @@ def test_a_template_is_applied_where_the_models_have_one(tmp_path: Path) -> None
         ),
     ],
 )
-def test_models_that_cannot_be_asked_alike_are_refused(
+def test_models_with_different_prompts_are_refused(
     old: dict[str, str],
     new: dict[str, str],
     settings: dict[str, bool | str],
@@ -137,9 +137,7 @@ def test_models_that_cannot_be_asked_alike_are_refused(
         (("until=Q:",), {"until": "Q:"}),
     ],
 )
-def test_generation_arguments_are_lm_evals(
-    given: tuple[str, ...], expected: dict[str, object]
-) -> None:
+def test_gen_kwargs_notations(given: tuple[str, ...], expected: dict[str, object]) -> None:
     @click.command()
     @setting_options("evaluate", EVALUATE_SYNTAXES)
     @click.pass_context
@@ -150,7 +148,7 @@ def test_generation_arguments_are_lm_evals(
     read.main(arguments, standalone_mode=False)
 
 
-def test_a_template_that_does_not_end_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_endless_template_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vexport.inference.lm_eval_model.TEMPLATE_SECONDS", 0.3)
     chat = ServedChat()
     chat.tokenizer = AutoTokenizer.from_pretrained(DEMO)

@@ -1,4 +1,4 @@
-"""Missing needs of the suites' tasks are errors with a remedy, before an engine starts."""
+"""Unmet needs of the suites' tasks are errors with a remedy, before an engine starts."""
 
 from pathlib import Path
 
@@ -22,10 +22,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 @pytest.fixture
-def cut_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder without anything of the hub, which is not reached; workers read it when they
-    import.
-    """
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Hide the hub and its caches. Workers read these variables when they import."""
     monkeypatch.setattr("vexport.engine.session.started_group", started_group)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -39,20 +37,20 @@ def write_task(folder: Path, name: str, file: str, **keys: object) -> None:
     (folder / f"{name}.yaml").write_text(yaml.safe_dump(task))
 
 
-def test_trust_documents_and_metrics_are_required(cut_off: Path, llama: Path) -> None:
+def test_trust_documents_and_metrics_are_required(offline: Path, llama: Path) -> None:
     """A metric of generated text may be on the hub.
 
-    Without the check, lm-eval would fail after all answers.
+    Without this check, lm-eval fails after all answers.
     """
     write_task(
-        cut_off, "own", "own.jsonl", output_type="loglikelihood", metric_list=[{"metric": "acc"}]
+        offline, "own", "own.jsonl", output_type="loglikelihood", metric_list=[{"metric": "acc"}]
     )
     write_task(
-        cut_off, "other", "other.jsonl", output_type="generate_until", metric_list=[UNKNOWN_METRIC]
+        offline, "other", "other.jsonl", output_type="generate_until", metric_list=[UNKNOWN_METRIC]
     )
-    (cut_off / "other.jsonl").write_text('{"text": "a", "answer": " b"}\n')
-    tasks = f"{SUITE_TASKS['code']},own,{cut_off / 'other.yaml'}"
-    ran = vexport("eval", llama, "--baseline", llama, "--tasks", tasks, "--include-path", cut_off)
+    (offline / "other.jsonl").write_text('{"text": "a", "answer": " b"}\n')
+    tasks = f"{SUITE_TASKS['code']},own,{offline / 'other.yaml'}"
+    ran = vexport("eval", llama, "--baseline", llama, "--tasks", tasks, "--include-path", offline)
     assert ran.code == 2
     for task in ("humaneval", "mbpp"):
         assert (
@@ -63,8 +61,8 @@ def test_trust_documents_and_metrics_are_required(cut_off: Path, llama: Path) ->
     assert "task other: metric exact_mtch: lm-eval does not have it" in ran.stderr
 
 
-def test_thinking_needs_tasks_that_generate(cut_off: Path, llama: Path) -> None:
-    """Tasks and groups of lm-eval's registry are refused before their documents are looked for."""
+def test_thinking_needs_generated_text(offline: Path, llama: Path) -> None:
+    """Tasks and groups of lm-eval's registry are refused before their documents are loaded."""
     thinking = ("--enable-thinking", "--think-end-token", "</think>")
     ran = vexport("eval", llama, "--baseline", llama, "--tasks", "piqa,mmlu,arc_easy", *thinking)
     assert ran.code == 2
@@ -74,10 +72,10 @@ def test_thinking_needs_tasks_that_generate(cut_off: Path, llama: Path) -> None:
     assert "dataset" not in ran.stderr
 
 
-def test_trusted_tasks_need_their_metric_nltk_and_documents(
-    cut_off: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
+def test_missing_metrics_and_documents_are_named(
+    offline: Path, llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shadow = cut_off / "shadow"
+    shadow = offline / "shadow"
     shadow.mkdir()
     for name, text in {"langdetect": "", "immutabledict": "immutabledict = dict"}.items():
         (shadow / f"{name}.py").write_text(text)

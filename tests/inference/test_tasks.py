@@ -1,4 +1,4 @@
-"""Tasks by name and by file: written files, refusals, and no run of a task's Python code."""
+"""Tasks by name and by file. Their Python code does not run without trust."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ def test_relative_data_files_become_absolute(tmp_path: Path) -> None:
     assert config["doc_to_text"] == "{{a}} + {{b}} ="
 
 
-def test_an_include_is_merged_and_its_paths_are_its_own(tmp_path: Path) -> None:
+def test_include_keeps_relative_paths(tmp_path: Path) -> None:
     make_tasks(tmp_path / "base", 3)
     task = write(
         tmp_path / "other.yaml", "include: base/sums.yaml\ntask: other\ndoc_to_text: '{{a}}'\n"
@@ -39,7 +39,7 @@ def test_an_include_is_merged_and_its_paths_are_its_own(tmp_path: Path) -> None:
     assert config["dataset_kwargs"]["data_files"]["test"] == str(tmp_path / "base/additions.jsonl")
 
 
-def test_python_in_a_task_is_refused_by_place(tmp_path: Path) -> None:
+def test_python_in_task_is_refused(tmp_path: Path) -> None:
     *_, near = make_tasks(tmp_path / "tasks", 3)
     with pytest.raises(
         InputError, match=r"near\.yaml:10: got !function score\.near.*--trust-remote-code"
@@ -47,7 +47,7 @@ def test_python_in_a_task_is_refused_by_place(tmp_path: Path) -> None:
         resolve_tasks([near], folder=tmp_path / "run")
 
 
-def test_a_trusted_function_travels_with_its_module(tmp_path: Path) -> None:
+def test_trusted_function_is_copied_with_module(tmp_path: Path) -> None:
     *_, near = make_tasks(tmp_path / "base", 3)
     resolve_tasks([near], folder=tmp_path / "run", trust_remote_code=True)
     assert (
@@ -84,13 +84,14 @@ def test_a_trusted_function_travels_with_its_module(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_broken_file_is_refused_by_place(tmp_path: Path, text: str, message: str) -> None:
+def test_broken_task_file_names_place(tmp_path: Path, text: str, message: str) -> None:
     make_tasks(tmp_path, 3)
     with pytest.raises(InputError, match=message):
         resolve_tasks([write(tmp_path / "t.yaml", text)], folder=tmp_path / "run")
 
 
-def test_names_are_lm_evals_own_or_of_a_folder(tmp_path: Path) -> None:
+def test_task_names(tmp_path: Path) -> None:
+    """A name is in lm-eval's registry or in an include path."""
     pytest.importorskip("lm_eval")
     names = ["arc_easy", "mmlu"]
     assert resolve_tasks(names, folder=tmp_path) == tuple(names)
@@ -106,7 +107,10 @@ TOUCH = "open({mark!r}, 'w').close()\nimport evaluate\nclass Own(evaluate.Metric
 
 @pytest.fixture
 def mark(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A file that a metric here makes when it is imported, by its path and by its name."""
+    """Return a file that a metric writes when its module is imported.
+
+    Tasks name it by path or by name.
+    """
     make_tasks(tmp_path, 3)
     monkeypatch.chdir(tmp_path)
     mark = tmp_path / "it ran"
@@ -122,7 +126,7 @@ def with_metric(name: str) -> str:
 @pytest.mark.parametrize(
     "name", ["own/own.py", "./own", "own", "someone/metric", "{folder}/own/own.py"]
 )
-def test_a_metric_that_is_a_program_needs_the_flag(name: str, mark: Path) -> None:
+def test_metric_with_code_needs_trust(name: str, mark: Path) -> None:
     (mark.parent / "t.yaml").write_text(with_metric(name.format(folder=mark.parent)))
     (mark.parent / "all.yaml").write_text("group: all\ntask: [t]\n")
     for file in ("t.yaml", "all.yaml"):
@@ -138,8 +142,8 @@ def test_pickled_documents_are_refused(mark: Path) -> None:
             resolve_tasks(["t.yaml"], folder=mark.parent / "run", trust_remote_code=trust)
 
 
-def load(folder: Path, name: str) -> None:
-    """As a worker does without trust: lm-eval reads a folder of tasks itself."""
+def load_untrusted(folder: Path, name: str) -> None:
+    """Load a task like a worker without trust: lm-eval reads the folder of tasks."""
     from lm_eval.tasks import TaskManager
 
     asked = SessionRequest(checkpoint=folder, tasks=(name,), include_paths=(folder,))
@@ -149,21 +153,21 @@ def load(folder: Path, name: str) -> None:
         )
 
 
-def test_no_metric_of_a_folder_of_tasks_runs(mark: Path) -> None:
+def test_metric_in_task_folder_does_not_run(mark: Path) -> None:
     more = mark.parent / "more"
     more.mkdir()
     (more / "t.yaml").write_text(with_metric("own").replace("task: sums", "task: other"))
     with pytest.raises(InputError, match="metric own: Python"):
-        load(more, "other")
+        load_untrusted(more, "other")
     assert not mark.exists()
 
 
 @pytest.mark.parametrize("through", ["near", "subject", "all", "tagged"])
-def test_python_of_a_folder_of_tasks_needs_trust(through: str, tmp_path: Path) -> None:
+def test_python_in_task_folder_needs_trust(through: str, tmp_path: Path) -> None:
     make_tasks(tmp_path, 3)
     (tmp_path / "subject.yaml").write_text("include: near.yaml\ntask: subject\n")
     (tmp_path / "all.yaml").write_text("group: all\ntask:\n  - near\n")
     (tmp_path / "tagged.yaml").write_text("include: subject.yaml\ntask: other\ntag: tagged\n")
     (task,) = resolve_tasks([through], folder=tmp_path / "run", include_paths=(tmp_path,))
     with pytest.raises(InputError, match=r"got !function score\.near.*--trust-remote-code"):
-        load(tmp_path, task)
+        load_untrusted(tmp_path, task)

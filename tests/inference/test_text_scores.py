@@ -1,4 +1,4 @@
-"""Rows of a text, as a server scores them, become files that evaluations read."""
+"""Rows of a text that a server scores, and the files that evaluations read."""
 
 from pathlib import Path
 
@@ -23,8 +23,8 @@ def model_at(url: str, kept: Path | None = None) -> EndpointModel:
     return EndpointModel(server, KeptAnswers(kept), silent, vocabulary=100)
 
 
-def test_scores_of_a_server(tmp_path: Path) -> None:
-    """Each token costs a hundredth of its id, and token 7 is always among the likeliest."""
+def test_server_scores(tmp_path: Path) -> None:
+    """Each token costs a hundredth of its id. Token 7 is always among the most likely tokens."""
     scores, logprobs = tmp_path / "text.safetensors", tmp_path / "logprobs.safetensors"
     with adding_server() as server:
         model = model_at(server.url, tmp_path / "kept")
