@@ -1,16 +1,15 @@
-"""Render requests as vLLM's chat endpoint does: python -m tests.calibration.chat_in_vllm FOLDER <
-CASES.
+"""Render requests like vLLM's chat endpoint.
 
-A case is a template with messages and tools. The answer has the template's content format, the
-messages that vLLM hands to the template, and the prompt; or the error.
+The call is `python -m tests.calibration.chat_in_vllm FOLDER < CASES`. A case is a template with
+messages and tools. The result has the template's content format, the messages that vLLM passes to
+the template, and the prompt or the error.
 """
 
 import json
 import sys
 from types import SimpleNamespace
 
-# transformers imports scikit-learn if it is there, which takes 4 seconds, and uses nothing of it
-# here.
+# transformers imports scikit-learn if it is installed, which takes 4 seconds. It is not used here.
 sys.modules["sklearn"] = None  # type: ignore[assignment]
 
 from transformers import PreTrainedTokenizerFast  # noqa: E402

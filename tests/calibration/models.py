@@ -17,7 +17,7 @@ from vexport.formats.schemes import get_scheme
 from vexport.records import CalibrationRecord, InputRange, KvCache, LinearPlan
 
 VOCABULARY = 128
-# Modules whose name in the checkpoint is another.
+# Names of modules by their names in the checkpoint, if they differ.
 RENAMED = {"embed_out": "lm_head"}
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 LLAMA_LIKE: Mapping[str, object] = {
@@ -38,7 +38,10 @@ def _config(family: Family, **changes: object) -> transformers.PreTrainedConfig:
 
 
 def configs() -> Mapping[str, transformers.PreTrainedConfig]:
-    """A small configuration of each family, chosen for how differently they call their layers."""
+    """Return a small configuration for each family.
+
+    The families call their layers in different ways.
+    """
     gemma_layers = ["sliding_attention", "full_attention", "sliding_attention"]
     neox, mistral = (Family(model_type=name, text={}) for name in ("gpt_neox", "mistral"))
     return {
@@ -55,7 +58,7 @@ def configs() -> Mapping[str, transformers.PreTrainedConfig]:
 
 
 def expert_configs() -> Mapping[str, transformers.PreTrainedConfig]:
-    """Mixtures of experts: plain, with shared experts and latent or linear attention, stacked."""
+    """Return mixtures of experts: plain, stacked, shared, with latent or linear attention."""
     mixture = {"num_hidden_layers": 2, "num_local_experts": 8}
     qwen = {"num_hidden_layers": 2, "num_experts": 8, "moe_intermediate_size": 32}
     latent = {**qwen, "n_routed_experts": 8, "head_dim": 64, "num_key_value_heads": 4}
@@ -73,7 +76,7 @@ def expert_configs() -> Mapping[str, transformers.PreTrainedConfig]:
 def save(config: transformers.PreTrainedConfig, folder: Path, *, stacked: bool = False) -> Path:
     """Save a checkpoint of this configuration with random weights from a fixed seed.
 
-    With `stacked`, the experts are in one tensor.
+    With `stacked`, one tensor contains the experts of a layer.
     """
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -90,7 +93,7 @@ def save(config: transformers.PreTrainedConfig, folder: Path, *, stacked: bool =
     return folder
 
 
-def whole_model_run(
+def inputs_of_whole_model(
     folder: Path,
     names: Iterable[str],
     batches: Sequence[torch.Tensor],
@@ -98,7 +101,10 @@ def whole_model_run(
     auto: type[AutoModelForCausalLM] | type[AutoModelForImageTextToText] = AutoModelForCausalLM,
     module_of: Callable[[str], str] = lambda name: RENAMED.get(name, name),
 ) -> dict[str, torch.Tensor]:
-    """Load everything, run every batch, watch the inputs of the named layers: the reference."""
+    """Load the whole model, run each batch, and return the inputs of the named layers.
+
+    This is the reference for layer-by-layer calibration.
+    """
     model = auto.from_pretrained(folder, dtype=torch.bfloat16)
     inputs: dict[str, list[torch.Tensor]] = {name: [] for name in names}
     for name, seen in inputs.items():
@@ -120,7 +126,7 @@ def mean_squares(values: torch.Tensor) -> torch.Tensor:
 
 
 def samples(lengths: Sequence[int] = (12, 20, 12, 7, 20, 12), seed: int = 3) -> Samples:
-    """Random token ids; the rows are numbered from 1, every second line being blank."""
+    """Return random token ids. The rows have odd numbers, as if each second line were blank."""
     generator = torch.Generator().manual_seed(seed)
     ids = [
         torch.randint(3, VOCABULARY, (length,), generator=generator).tolist() for length in lengths
@@ -146,7 +152,7 @@ def plan_for(
     head: bool = False,
     kv_cache: KvCache | None = None,
 ) -> tuple[SourceIndex, Plan]:
-    """A plan that quantizes every linear layer alone, whatever the architecture fuses."""
+    """Plan to quantize each linear layer separately, even if the architecture fuses it."""
     index = read_index(folder)
     groups = []
     for tensor in index.tensors.values():

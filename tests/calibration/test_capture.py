@@ -1,4 +1,4 @@
-"""Captured calls share arguments, large states go to disk, products are sums in float32."""
+"""Captured calls of layers, states on disk, and products with sums in float32."""
 
 from pathlib import Path
 from tempfile import gettempdir
@@ -62,10 +62,8 @@ def test_large_states_are_on_disk() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_products_are_sums_rounded_once(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Equal up to the precision of the layer's dtype.
+def test_products_are_rounded_once(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results are equal up to the precision of the layer's dtype.
 
     If torch's products in this dtype are fast, they are used.
     """
@@ -84,7 +82,7 @@ def test_products_are_sums_rounded_once(
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_head_gradient_is_a_sum_rounded_once(
+def test_head_gradient_is_rounded_once(
     dtype: torch.dtype, has_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The vocabulary is split into parts. The result equals torch's to the last bit."""
@@ -104,7 +102,10 @@ def test_head_gradient_is_a_sum_rounded_once(
 
 
 class Attention(nn.Module):
-    """Attributes that transformers' attention functions read: two query heads per key head."""
+    """Attributes that transformers' attention functions read.
+
+    There are two query heads per key head.
+    """
 
     num_key_value_groups = 2
     is_causal = True

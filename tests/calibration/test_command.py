@@ -1,4 +1,4 @@
-"""Settings of calibration on the command line and in scenarios reach the calibration."""
+"""Settings of calibration on the command line and in scenarios."""
 
 import json
 import re
@@ -20,7 +20,7 @@ from vexport.scenario import Calibration
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A mixture of experts and samples that reach all of them."""
+    """Return a folder with a mixture of experts, and samples that reach all experts."""
     root = tmp_path_factory.mktemp("command")
     rows = [json.dumps({"input_ids": ids}) for ids in samples((30, 41, 35)).token_ids]
     (root / "samples.jsonl").write_text("\n".join(rows))
@@ -38,8 +38,11 @@ def input_scales(folder: Path, out: Path, *options: str) -> tuple[str, dict[str,
     }
 
 
-def test_routed_tokens_are_fewer_than_all(folder: Path, tmp_path: Path) -> None:
-    """The output also shows how many tokens the experts saw, in the words of a run's report."""
+def test_experts_with_routed_tokens(folder: Path, tmp_path: Path) -> None:
+    """With routed tokens alone, ranges are at most the ranges with all tokens.
+
+    The output shows how many tokens reached the experts.
+    """
     answer, every = input_scales(folder, tmp_path / "all")
     _, routed = input_scales(
         folder, tmp_path / "routed", "--no-calibrate-all-experts", "--device", "cpu"
@@ -99,7 +102,7 @@ def written(path: Path, *rows: object) -> Path:
     return path
 
 
-def test_every_form_of_a_conversation_gives_the_same_ids(chat: Path, tmp_path: Path) -> None:
+def test_conversation_formats_give_same_ids(chat: Path, tmp_path: Path) -> None:
     rows = written(
         tmp_path / "rows.jsonl",
         {"messages": TURNS},
@@ -149,7 +152,7 @@ def test_text_is_packed_by_default(tmp_path: Path) -> None:
     alone = read(path, pack=False, seq_len=99)
     assert len(set(map(len, alone.token_ids))) <= 2
     assert packed.token_ids[0][: len(alone.token_ids[0])] == alone.token_ids[0]
-    assert packed.token_ids[0].count(alone.token_ids[0][0]) == 1  # one beginning of a text
+    assert packed.token_ids[0].count(alone.token_ids[0][0]) == 1  # the BOS token
     rows = written(tmp_path / "rows.jsonl", *({"input_ids": [3, 4, 5]} for _ in range(20)))
     joined = read(rows, pack=True, samples=3, seq_len=8)
     assert joined.token_ids == (
@@ -160,7 +163,7 @@ def test_text_is_packed_by_default(tmp_path: Path) -> None:
     assert joined.rows == (1, 3, 6)
 
 
-def test_a_seed_chooses_and_repeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seed_chooses_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = written(tmp_path / "rows.jsonl", *({"input_ids": [number]} for number in range(3, 200)))
     first, again, other = (read(rows, seed=seed) for seed in (1, 1, 2))
     assert first == again
@@ -170,7 +173,7 @@ def test_a_seed_chooses_and_repeats(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert sorted(shuffled(range(50), 3)) == list(range(50))
 
 
-def test_no_more_is_read_and_tokenized_than_samples_need(tmp_path: Path) -> None:
+def test_unneeded_rows_are_not_read(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     with path.open("w") as stream:
         stream.write(json.dumps({"text": "a " * 5_000_000}) + "\n")
@@ -186,7 +189,7 @@ def test_no_more_is_read_and_tokenized_than_samples_need(tmp_path: Path) -> None
     "template",
     ["{{ 1/0 }}", "{% if %}", "{{ raise_exception('no\x1b[2J') }}", "{{ messages.x.y }}"],
 )
-def test_what_a_chat_template_raises_is_an_error_of_the_row(tmp_path: Path, template: str) -> None:
+def test_error_in_chat_template_names_row(tmp_path: Path, template: str) -> None:
     shutil.copytree(DEMO, tmp_path / "model")
     (tmp_path / "model" / "chat_template.jinja").write_text(template)
     with pytest.raises(InputError, match="the chat template refuses") as caught:
@@ -202,7 +205,7 @@ def test_unreadable_tokenizer_names_folder(tmp_path: Path, content: str) -> None
         read(written(tmp_path / "rows.jsonl", {"text": "a"}), tmp_path / "model")
 
 
-def test_names_mean_what_they_look_like(tmp_path: Path) -> None:
+def test_kinds_of_data_names(tmp_path: Path) -> None:
     hub = parse_data("HuggingFaceH4/ultrachat_200k@abc:train_sft:messages")
     assert (hub.split, hub.column) == ("train_sft", "messages")
     assert str(hub.hub) == "HuggingFaceH4/ultrachat_200k@abc"
@@ -213,7 +216,7 @@ def test_names_mean_what_they_look_like(tmp_path: Path) -> None:
     assert parse_data("ultrachat").kind == "path"
 
 
-def test_default_text_is_used_with_note(llama: Path, tmp_path: Path) -> None:
+def test_default_text_is_noted(llama: Path, tmp_path: Path) -> None:
     assert 50_000 < DEFAULT_FILE.stat().st_size < 300_000
     shutil.copytree(DEMO, tmp_path / "model")
     ran = vexport(
@@ -230,7 +233,7 @@ def test_default_text_is_used_with_note(llama: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"])
-def test_a_data_set_is_read_offline(
+def test_dataset_is_read_offline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
     monkeypatch.setenv(variable, "1")

@@ -42,7 +42,7 @@ def call(arguments: object, **others: object) -> dict[str, object]:
     }
 
 
-# Requests that vLLM's endpoint takes, by what is special in them.
+# Requests that vLLM's endpoint accepts, by their special feature.
 REQUESTS: Mapping[str, Sequence[Mapping[str, object]]] = {
     "plain": [USER, ANSWER],
     "arguments as text": [USER, call('{"a": 1, "b": [2]}', content=""), RESULT, ANSWER],
@@ -133,7 +133,7 @@ def tokenizer() -> object:
 
 
 @pytest.mark.vllm
-def test_requests_become_what_vllm_makes_of_them(tokenizer: object) -> None:
+def test_prompts_equal_vllms(tokenizer: object) -> None:
     """Compare messages, prompts and the templates' content formats with vLLM's code."""
     shipped = ROOT.glob(
         ".venv/lib/python3*/site-packages/vllm/transformers_utils/chat_templates/*.jinja"
@@ -158,7 +158,7 @@ def test_requests_become_what_vllm_makes_of_them(tokenizer: object) -> None:
         ).conversation
         assert conversation is not None
         if any(message["role"] == "function" for message in messages):
-            continue  # which was the name of tool before, and is read as that
+            continue  # the former name of the role tool, which is read as tool
         if "error" in answer:
             assert "VLLMValidationError" in answer["error"]
             with pytest.raises(RefusedTurnsError):
@@ -166,6 +166,6 @@ def test_requests_become_what_vllm_makes_of_them(tokenizer: object) -> None:
             continue
         if not any(
             message["role"] == "developer" for message in messages
-        ):  # which vLLM changes while it renders
+        ):  # vLLM changes these messages while it renders
             assert as_served(conversation.messages, template) == answer["messages"]
         assert rendered(tokenizer, template, conversation) == answer["prompt"]  # type: ignore[arg-type]

@@ -1,6 +1,4 @@
-"""Experts: what each of them sees equals a plain loop over a whole-model run, however they are
-stored.
-"""
+"""Inputs of experts, compared with a plain loop over a run of the whole model."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -17,12 +15,12 @@ from tests.calibration.models import (
     batches_of,
     calibrated,
     expert_configs,
+    inputs_of_whole_model,
     mean_squares,
     plan_for,
     range_of,
     samples,
     save,
-    whole_model_run,
 )
 from tests.mutations.edits import drop, put, times
 from vexport.calibration import calibrate
@@ -38,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("own_products")
 
 EXPERTS = 8
 LENGTHS = (12, 20, 33, 7, 20, 41)
-# The names of gate, up and down where a checkpoint has them otherwise.
+# Names of gate, up and down in checkpoints with unusual names.
 LEAVES = {"mixtral": ("w1", "w3", "w2")}
 Routing = tuple[torch.Tensor, torch.Tensor]
 
@@ -46,7 +44,7 @@ Routing = tuple[torch.Tensor, torch.Tensor]
 def plan_with_experts(
     folder: Path, *, scheme: str = "FP8", observer: str = "memoryless_minmax"
 ) -> tuple[SourceIndex, Plan]:
-    """A plan for every linear layer but the routers, each expert's layers by name."""
+    """Plan to quantize all linear layers except routers, with the layers of each expert by name."""
     index, plan = plan_for(folder, scheme=scheme, observer=observer)
     groups = [
         group for group in plan.groups if group.name.rpartition(".")[2] not in ("gate", "router")
@@ -70,7 +68,7 @@ def plan_with_experts(
 def routings(
     folder: Path, batches: Sequence[torch.Tensor]
 ) -> dict[str, tuple[torch.nn.Module, list[Routing]]]:
-    """Return every expert module of a whole-model run, with its tokens and its chosen experts.
+    """Return each expert module of a run of the whole model, with its tokens and chosen experts.
 
     Llama 4 chooses one expert, and multiplies the expert's input by the router's weight.
     """
@@ -106,7 +104,7 @@ def routings(
     return found
 
 
-def between(module: torch.nn.Module, expert: int, tokens: torch.Tensor) -> torch.Tensor:
+def input_of_down(module: torch.nn.Module, expert: int, tokens: torch.Tensor) -> torch.Tensor:
     """Compute the input of an expert's down projection step by step."""
     weight = module.get_parameter("gate_up_proj")[expert]
     if type(module).__name__ == "GptOssExperts":
@@ -122,7 +120,7 @@ def between(module: torch.nn.Module, expert: int, tokens: torch.Tensor) -> torch
 def reference(
     folder: Path, *, all_experts: bool
 ) -> tuple[dict[str, torch.Tensor], dict[str, tuple[int, ...]]]:
-    """Return the inputs of every expert's layers, and each expert's number of routed tokens."""
+    """Return the inputs of each expert's layers, and each expert's number of routed tokens."""
     leaves = LEAVES.get(folder.name, ("gate_proj", "up_proj", "down_proj"))
     inputs, counts = {}, {}
     for name, (module, routing) in routings(folder, batches_of(samples(LENGTHS))).items():
@@ -136,7 +134,7 @@ def reference(
                 for hidden, chosen in routing
             ]
             with torch.no_grad():
-                inner = torch.cat([between(module, expert, tokens) for tokens in seen])
+                inner = torch.cat([input_of_down(module, expert, tokens) for tokens in seen])
             for leaf, values in zip(leaves, (torch.cat(seen), torch.cat(seen), inner), strict=True):
                 inputs[f"{stored}.{expert}.{leaf}"] = values
     return inputs, counts
@@ -148,16 +146,16 @@ def require_equal(found: CalibrationRecord, folder: Path, plan: Plan, *, all_exp
     assert min(min(row) for row in counts.values()) > 0
     ranges = {name: range_of(values) for name, values in inputs.items()}
     dense = [group.name for group in plan.groups if group.name not in ranges]
-    for name, values in whole_model_run(folder, dense, batches_of(samples(LENGTHS))).items():
+    for name, values in inputs_of_whole_model(folder, dense, batches_of(samples(LENGTHS))).items():
         ranges[name] = range_of(values)
     assert found.ranges == ranges
 
 
 @pytest.mark.parametrize("name", [*expert_configs(), "stacked"])
-def test_experts_see_what_a_plain_loop_shows(name: str, tmp_path: Path) -> None:
-    """Dense layers after the first experts agree to the bit, so the routed output is unchanged.
+def test_inputs_of_experts_equal_plain_loop(name: str, tmp_path: Path) -> None:
+    """Dense layers after the first experts agree to the bit, so their routed output is unchanged.
 
-    Also compare Qwen's experts with a layer stored in one tensor.
+    Qwen's experts are also compared with a layer stored in one tensor.
     """
     kind = "qwen3_moe" if name == "stacked" else name
     family = save(expert_configs()[kind], tmp_path / kind, stacked=name == "stacked")
@@ -167,7 +165,7 @@ def test_experts_see_what_a_plain_loop_shows(name: str, tmp_path: Path) -> None:
         require_equal(found, family, plan, all_experts=all_experts)
 
 
-def test_an_expert_that_is_sent_no_token_is_named(tmp_path: Path) -> None:
+def test_expert_without_tokens_is_named(tmp_path: Path) -> None:
     folder = save(expert_configs()["qwen3_moe"], tmp_path / "model")
     index, plan = plan_with_experts(folder)
     few = samples([1])
@@ -193,8 +191,8 @@ def test_importance_of_experts(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("routed", [True, False])
-def test_an_expert_that_overflows_is_named(tmp_path: Path, routed: bool) -> None:
-    """Also if no token is routed to the expert: its router logit is 0, and others are large."""
+def test_overflowing_expert_is_named(tmp_path: Path, routed: bool) -> None:
+    """Without a routed token, the expert's router logit is 0, and other logits are large."""
     folder = save(expert_configs()["mixtral"], tmp_path / "model")
     block = "model.layers.1.block_sparse_moe"
     for leaf in ("w1", "w3"):
@@ -212,7 +210,7 @@ def test_an_expert_that_overflows_is_named(tmp_path: Path, routed: bool) -> None
         calibrated(plan_with_experts(folder), samples([5]))
 
 
-def test_an_incomplete_list_of_experts_is_named(tmp_path: Path) -> None:
+def test_incomplete_experts_are_named(tmp_path: Path) -> None:
     folder = save(expert_configs()["mixtral"], tmp_path / "model")
     drop("model.layers.1.block_sparse_moe.experts.5.w2.weight")(folder)
     with pytest.raises(
@@ -223,7 +221,7 @@ def test_an_incomplete_list_of_experts_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("all_tokens", [True, False])
 def test_experts_without_a_gate(all_tokens: bool) -> None:
-    """Nemotron's experts have only an up projection. The module's output stays equal to the bit."""
+    """Nemotron's experts have only an up projection. The module's output does not change."""
     config = SimpleNamespace(
         n_routed_experts=4,
         hidden_size=16,
@@ -239,7 +237,7 @@ def test_experts_without_a_gate(all_tokens: bool) -> None:
     hidden = torch.randn(9, 16, generator=generator)
     chosen = torch.stack(
         [torch.randperm(3, generator=generator)[:2] for _ in hidden]
-    )  # never the last
+    )  # the last expert is never chosen
     weights = torch.rand(9, 2, generator=generator)
     with torch.no_grad():
         own = module(hidden, chosen, weights)
@@ -268,7 +266,7 @@ def test_experts_with_unknown_arithmetic_are_refused(
         calibrate(LayerWalk(index), plan, samples(LENGTHS))
 
 
-# Where the names of the text layers begin in the checkpoint and in the model.
+# Prefixes of the text layers in the checkpoint and in the model.
 WRAPPED = {
     "gemma3-vision": ("language_model.model.", "model.language_model."),
     "qwen2.5-vl": ("model.", "model.language_model."),
@@ -276,14 +274,14 @@ WRAPPED = {
 
 
 @pytest.mark.parametrize("name", WRAPPED)
-def test_text_layers_see_what_a_whole_model_run_shows(name: str, tmp_path: Path) -> None:
+def test_inputs_of_text_layers_equal_whole_model(name: str, tmp_path: Path) -> None:
     stored, module = WRAPPED[name]
     folder = save_family(name, tmp_path / "model")
     index, plan = plan_for(folder, kv_cache="fp8")
     layers = tuple(group for group in plan.groups if group.name.startswith(f"{stored}layers."))
     assert len(layers) == 14
     found = calibrate(LayerWalk(index), replace(plan, groups=layers), samples())
-    seen = whole_model_run(
+    seen = inputs_of_whole_model(
         folder,
         [group.name for group in layers],
         batches_of(samples()),

@@ -1,6 +1,4 @@
-"""What calibration refuses: values that are not finite, layers without tokens, models of another
-shape.
-"""
+"""Errors of calibration: values that are not finite, layers without tokens, unusual models."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +26,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("layer", ["1.self_attn.v_proj", "2.mlp.down_proj", "0.mlp.up_proj"])
-def test_the_layer_that_makes_the_value_is_named(llama: Path, tmp_path: Path, layer: str) -> None:
+def test_layer_with_infinite_output_is_named(llama: Path, tmp_path: Path, layer: str) -> None:
     folder = spoiled(
         llama, tmp_path / "model", put(f"model.layers.{layer}.weight", element(torch.inf))
     )
@@ -37,7 +35,7 @@ def test_the_layer_that_makes_the_value_is_named(llama: Path, tmp_path: Path, la
         calibrated(plan_for(folder), samples())
 
 
-def test_a_layer_without_module_and_a_missing_weight_are_named(llama: Path, tmp_path: Path) -> None:
+def test_missing_module_and_weight_are_named(llama: Path, tmp_path: Path) -> None:
     index, plan = plan_for(llama)
     stranger = "model.layers.0.mlp.experts.3.up_proj"
     linear = LinearPlan(name=stranger, weight=f"{stranger}.weight", out_features=4, in_features=4)
@@ -52,7 +50,7 @@ def test_a_layer_without_module_and_a_missing_weight_are_named(llama: Path, tmp_
         calibrated(plan_for(folder), samples())
 
 
-def test_a_model_that_does_more_between_its_layers_is_refused(llama: Path) -> None:
+def test_operations_between_layers_are_refused(llama: Path) -> None:
     model = LlamaForCausalLM(AutoConfig.from_pretrained(llama))
     layers = model.model.layers
     layers[1].register_forward_pre_hook(lambda module, args: (args[0] * 2, *args[1:]))
@@ -76,7 +74,7 @@ def test_a_model_that_does_more_between_its_layers_is_refused(llama: Path) -> No
         ({"rope_parameters": {"rope_type": "none such", "rope_theta": 1.0}}, UNBUILT),
     ],
 )
-def test_a_config_that_transformers_refuses_is_one_line(
+def test_unusable_config_is_one_line(
     changes: dict[str, Json],
     words: str,
     llama: Path,

@@ -1,4 +1,4 @@
-"""Layer-by-layer gradients equal whole-model gradients, and set the weights of tokens."""
+"""Gradients computed layer by layer, and the weights of tokens."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,18 +16,18 @@ from vexport.checkpoint.index import read_index
 
 ROWS = samples((16,) * 4)
 TEXT = samples((16, 11, 16, 16))
-# Of rows of 16 tokens: 0, 1, 2-3, 4-7, 8-15.
+# Octaves of the places in a row of 16 tokens: 0, 1, 2-3, 4-7, 8-15.
 OCTAVES = 5
 
 
-def always_the_last(self: Gradients, logits: torch.Tensor) -> torch.Tensor:
-    """Compute the gradient with the last token of the vocabulary drawn at every place."""
+def errors_of_last_token(self: Gradients, logits: torch.Tensor) -> torch.Tensor:
+    """Compute the gradient as if the last token of the vocabulary were drawn at each place."""
     errors = torch.softmax(logits, -1)
     errors[..., -1] -= 1
     return errors
 
 
-def find(folder: Path) -> TokenWeights:
+def token_weights(folder: Path) -> TokenWeights:
     smoothing, found = look_back(
         LayerWalk(read_index(folder)), TEXT, smoothed=(), strength=0.0, weighs_tokens=True
     )
@@ -36,7 +36,7 @@ def find(folder: Path) -> TokenWeights:
 
 
 def gradients_of_whole_model(folder: Path) -> Mapping[str, torch.Tensor]:
-    """Return the mean square of each linear layer's output gradient, by octaves of the place."""
+    """Return the mean square of each linear layer's output gradient, by octave of the place."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     squares, counts = dict[str, torch.Tensor](), torch.zeros(OCTAVES)
 
@@ -68,34 +68,32 @@ def llama(tmp_path: Path) -> Path:
 
 
 @pytest.mark.usefixtures("own_products")
-def test_weights_go_by_gradients_of_the_whole_model(
+def test_token_weights_equal_whole_model_gradients(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).save_pretrained(llama)
-    monkeypatch.setattr(Gradients, "_errors", always_the_last)
+    monkeypatch.setattr(Gradients, "_errors", errors_of_last_token)
     monkeypatch.setattr(gradients, "ENTERED_BYTES", 0)
-    found, expected = find(llama), gradients_of_whole_model(llama)
+    found, expected = token_weights(llama), gradients_of_whole_model(llama)
     assert found.keys() == expected.keys()
     for name, squares in expected.items():
         torch.testing.assert_close(torch.tensor(found[name]), squares, rtol=1e-3, atol=1e-5)
 
 
-def test_without_gradients_all_tokens_count_alike(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_infinite_gradients_give_no_weights(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         Gradients, "_errors", lambda self, logits: torch.full_like(logits, torch.inf)
     )
-    assert find(llama) == {}
+    assert token_weights(llama) == {}
 
 
-def test_weights_are_powers_of_two_around_one() -> None:
+def test_token_weights_are_powers_of_two() -> None:
     known: TokenWeights = {"q": (300.0, 1.0, 1.0, 1.0), "k": (100.0, 0.0, 0.0, 0.0)}
     found = weights_of(known, ["q", "k", "elsewhere"], 8)
-    # Roots: 20 at the first token, 1 at the seven others, 27/8 in the mean.
+    # The square roots are 20 at the first token and 1 at the other seven: 27/8 on average.
     assert found is not None
     assert found.tolist() == [8.0] + [0.25] * 7
-    # Tokens behind all that were looked at count as the last of them.
+    # Tokens after the last octave have its weight.
     longer = weights_of(known, ["q"], 64)
     assert longer is not None
     assert bool((longer[1:] == longer[1]).all())
@@ -104,10 +102,8 @@ def test_weights_are_powers_of_two_around_one() -> None:
 
 
 @pytest.mark.usefixtures("own_products")
-def test_at_each_token_one_own_answer_is_drawn(
-    llama: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And each layer is walked up and back."""
+def test_gradient_draws_one_token_per_place(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The walk goes through each layer forward and backward."""
     drawn, draw = list[torch.Tensor](), Gradients._errors
 
     def keep(self: Gradients, logits: torch.Tensor) -> torch.Tensor:
@@ -119,7 +115,7 @@ def test_at_each_token_one_own_answer_is_drawn(
     steps, walk = list[tuple[int, int]](), LayerWalk(read_index(llama))
     Gradients(walk, []).run(ROWS, lambda stage, done, total: steps.append((done, total)))
     depth = len(walk.layers)
-    total = 2 * depth + 1  # the head, too
+    total = 2 * depth + 1  # with the head
     assert steps == [(done, total) for done in range(total + 1)]
     for one in drawn:
         answer = torch.nn.functional.one_hot(one.argmax(-1), one.shape[-1]).float()

@@ -1,4 +1,4 @@
-"""Ranges of keys and values equal the ranges in transformers' KV cache after a whole run."""
+"""Ranges of keys and values, compared with transformers' KV cache after a run of the model."""
 
 from pathlib import Path
 
@@ -12,12 +12,12 @@ from tests.calibration.models import (
     calibrated,
     configs,
     expert_configs,
+    inputs_of_whole_model,
     mean_squares,
     plan_for,
     range_of,
     samples,
     save,
-    whole_model_run,
 )
 from vexport.calibration import calibrate
 from vexport.calibration.walk import LayerWalk
@@ -28,16 +28,16 @@ from vexport.records import CalibrationRecord, HeadRanges
 
 pytestmark = pytest.mark.usefixtures("own_products")
 
-# Sliding layers cut the cache to their window, so samples here are shorter.
+# Sliding layers cut the cache to their window, so that samples must be shorter.
 LENGTHS = (5, 7, 3)
-# Where the attention layers are in the checkpoint.
+# Names of the attention layers in the checkpoint.
 ATTENTION = {"gpt_neox": "attention", "gpt2": "attn"}
 FAMILIES = {**configs(), **expert_configs()}
 CACHED = [name for name in FAMILIES if name not in ("bloom", "deepseek_v3")]
 
 
-def cached(folder: Path) -> list[dict[int, tuple[torch.Tensor, torch.Tensor]]]:
-    """For each sample the keys and values of every layer that has them."""
+def run_with_cache(folder: Path) -> list[dict[int, tuple[torch.Tensor, torch.Tensor]]]:
+    """Return the keys and values of each layer, for each sample."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
     found = []
     with torch.no_grad():
@@ -53,25 +53,25 @@ def cached(folder: Path) -> list[dict[int, tuple[torch.Tensor, torch.Tensor]]]:
     return found
 
 
-def by_head(states: list[torch.Tensor]) -> HeadRanges:
+def head_ranges(states: list[torch.Tensor]) -> HeadRanges:
     every = torch.cat([one[0] for one in states], dim=1).flatten(1)
     return HeadRanges(low=tuple(every.amin(1).tolist()), high=tuple(every.amax(1).tolist()))
 
 
 @pytest.mark.parametrize("name", CACHED)
-def test_ranges_are_those_of_the_cache(name: str, tmp_path: Path) -> None:
+def test_kv_ranges_equal_cache(name: str, tmp_path: Path) -> None:
     folder = save(FAMILIES[name], tmp_path / name)
     index, plan = plan_for(folder, kv_cache="fp8")
     found = calibrate(LayerWalk(index), plan, samples(LENGTHS)).kv_ranges
-    runs = cached(folder)
+    runs = run_with_cache(folder)
     assert len(found) == len(runs[0])
     for number in runs[0]:
         (module,) = [layer for layer in found if f".{number}." in layer]
         assert any(tensor.startswith(f"{module}.") for tensor in index.tensors)
         assert module.endswith(ATTENTION.get(name, "self_attn"))
         assert found[module].tokens == sum(LENGTHS)
-        assert found[module].key == by_head([run[number][0] for run in runs])
-        assert found[module].value == by_head([run[number][1] for run in runs])
+        assert found[module].key == head_ranges([run[number][0] for run in runs])
+        assert found[module].value == head_ranges([run[number][1] for run in runs])
 
 
 def test_attention_without_interface_is_refused(
@@ -85,13 +85,13 @@ def test_attention_without_interface_is_refused(
     assert dict(ALL_ATTENTION_FUNCTIONS) == before
 
 
-def test_importance_is_the_mean_square_of_a_whole_model_run(tmp_path: Path) -> None:
+def test_importance_equals_mean_square(tmp_path: Path) -> None:
     llama = save(FAMILIES["llama"], tmp_path / "llama")
     index, plan = plan_for(llama, scheme="NVFP4A16", observer="imatrix_mse")
     found = calibrate(LayerWalk(index), plan, samples())
     assert found.ranges == {}
     names = [group.name for group in plan.groups]
-    seen = whole_model_run(llama, names, batches_of(samples()))
+    seen = inputs_of_whole_model(llama, names, batches_of(samples()))
     assert list(found.importance) == names
     for name, importance in found.importance.items():
         torch.testing.assert_close(
@@ -102,11 +102,11 @@ def test_importance_is_the_mean_square_of_a_whole_model_run(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", configs())
-def test_ranges_are_those_of_a_whole_model_run(name: str, tmp_path: Path) -> None:
+def test_input_ranges_equal_whole_model(name: str, tmp_path: Path) -> None:
     family = save(FAMILIES[name], tmp_path / name)
     index, plan = plan_for(family, head=True)
     assert len(plan.groups) >= 12
     chosen = samples()
-    seen = whole_model_run(family, [group.name for group in plan.groups], batches_of(chosen))
+    seen = inputs_of_whole_model(family, [group.name for group in plan.groups], batches_of(chosen))
     expected = {name: range_of(values) for name, values in seen.items()}
     assert calibrate(LayerWalk(index), plan, chosen).ranges == expected

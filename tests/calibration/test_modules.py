@@ -1,4 +1,4 @@
-"""Observers attached to modules, against compressed-tensors' own formulas; the example runs."""
+"""Observers attached to modules, compared with compressed-tensors' formulas."""
 
 import runpy
 from pathlib import Path
@@ -59,8 +59,8 @@ def scheme_of(**parts: QuantizationArgs) -> QuantizationScheme:
 
 @pytest.mark.parametrize("initialized", [False, True])
 @pytest.mark.parametrize("name", ["FP8", "FP8_DYNAMIC", "W4A16", "W8A8"])
-def test_weight_scales_are_those_of_compressed_tensors(name: str, initialized: bool) -> None:
-    """Whether the parameters exist already (compressed-tensors made them) or not."""
+def test_weight_scales_equal_compressed_tensors(name: str, initialized: bool) -> None:
+    """The parameters exist already if compressed-tensors has initialized them."""
     scheme = preset_name_to_scheme(name, ["Linear"])
     scheme.weights.group_size = 32 if name == "W4A16" else None
     module = linear(scheme)
@@ -78,7 +78,7 @@ def test_weight_scales_are_those_of_compressed_tensors(name: str, initialized: b
     assert not module.get_parameter("weight_zero_point").float().any()
 
 
-def test_local_dynamic_keeps_only_the_global_scale() -> None:
+def test_local_dynamic_inputs_have_global_scale() -> None:
     module = linear(preset_name_to_scheme("NVFP4", ["Linear"]))
     initialize_observer(module, "input")
     value = torch.randn(2, 5, 64)
@@ -93,7 +93,8 @@ def test_local_dynamic_keeps_only_the_global_scale() -> None:
     assert [name for name, _ in module.named_parameters()] == ["weight", "input_global_scale"]
 
 
-def test_dynamic_inputs_and_missing_parts_have_no_observer() -> None:
+def test_modules_without_observer() -> None:
+    """Dynamic inputs and parts without arguments get no observer."""
     module = linear(preset_name_to_scheme("FP8_DYNAMIC", ["Linear"]))
     for base_name in ("input", "output"):
         initialize_observer(module, base_name)
@@ -104,7 +105,7 @@ def test_dynamic_inputs_and_missing_parts_have_no_observer() -> None:
 
 
 @pytest.mark.parametrize("observer", ["static_minmax", "minmax", None])
-def test_weights_are_observed_without_memory(observer: str | None) -> None:
+def test_weight_observers_have_no_memory(observer: str | None) -> None:
     module = linear(scheme_of(weights=args(observer=observer)))
     initialize_observer(module, "weight")
     assert isinstance(module.weight_observer, MemorylessMinMaxObserver)
@@ -116,7 +117,7 @@ def test_weights_are_observed_without_memory(observer: str | None) -> None:
     )
 
 
-def test_our_own_scheme_arguments_do_as_well() -> None:
+def test_schemes_of_vexport() -> None:
     module = linear(get_scheme("FP8").args)
     for base_name in ("weight", "input"):
         initialize_observer(module, base_name)
@@ -131,7 +132,10 @@ def test_our_own_scheme_arguments_do_as_well() -> None:
 
 
 def test_outputs_and_attention_states() -> None:
-    """Outputs by a hook that leaves them alone, q, k and v per head and per tensor."""
+    """A hook observes outputs without changing them.
+
+    Queries, keys and values are observed by head.
+    """
     module = linear(
         scheme_of(
             output_activations=args(observer="minmax"), input_activations=args(strategy="attn_head")
@@ -180,7 +184,7 @@ def test_missing_tokens_and_unknown_names_are_refused() -> None:
 
 @pytest.mark.parametrize("scheme", ["FP8", "NVFP4"])
 @pytest.mark.parametrize("bad", [torch.inf, -torch.inf, torch.nan])
-def test_inputs_that_are_not_finite_get_no_scale(scheme: str, bad: float) -> None:
+def test_non_finite_inputs_are_refused(scheme: str, bad: float) -> None:
     module = linear(preset_name_to_scheme(scheme, ["Linear"]))
     initialize_observer(module, "input")
     value = torch.ones(4, 64)
@@ -190,7 +194,7 @@ def test_inputs_that_are_not_finite_get_no_scale(scheme: str, bad: float) -> Non
         update_qparams(module, "input")
 
 
-def test_frozen_modules_have_no_observers() -> None:
+def test_freezing_removes_observers() -> None:
     model = torch.nn.Sequential(linear(preset_name_to_scheme("FP8", ["Linear"])), torch.nn.ReLU())
     for base_name in ("weight", "input"):
         initialize_observer(model[0], base_name)
@@ -241,7 +245,7 @@ def test_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
         },
     ],
 )
-def test_weights_not_finite_are_refused(
+def test_non_finite_weights_are_refused(
     changes: dict[str, object], observer: str, bad: float
 ) -> None:
     module = linear(scheme_of(weights=args(observer=observer, **changes)))
@@ -253,7 +257,7 @@ def test_weights_not_finite_are_refused(
     assert not hasattr(module, "weight_scale")
 
 
-def observed_model(model: torch.nn.Module, scheme: str) -> None:
+def observe_weights(model: torch.nn.Module, scheme: str) -> None:
     for module in model.modules():
         if isinstance(module, torch.nn.Linear):
             module.quantization_scheme = preset_name_to_scheme(scheme, ["Linear"])
@@ -265,7 +269,7 @@ def observed_model(model: torch.nn.Module, scheme: str) -> None:
 
 
 def shared_scale(*layers: torch.nn.Module) -> torch.Tensor:
-    """compressed-tensors' global scale of all their weights, which each of them must have."""
+    """Return compressed-tensors' global scale of the layers, and check that all layers have it."""
     low = torch.stack([layer.get_parameter("weight").min() for layer in layers]).min()
     high = torch.stack([layer.get_parameter("weight").max() for layer in layers]).max()
     expected: torch.Tensor = generate_gparam(low, high)
@@ -274,11 +278,11 @@ def shared_scale(*layers: torch.nn.Module) -> torch.Tensor:
     return expected
 
 
-def test_weights_are_fused_as_vllm_fuses_the_class(llama: Path) -> None:
+def test_fused_weights_share_global_scale(llama: Path) -> None:
     """A whole model is fused by its class, a single decoder layer by the usual fused layers."""
     model = transformers.AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
     for part in (model, model.model.layers[0]):
-        observed_model(part, "NVFP4A16")
+        observe_weights(part, "NVFP4A16")
         layer = model.model.layers[0]
         attention, mlp = layer.self_attn, layer.mlp
         scale = shared_scale(attention.q_proj, attention.k_proj, attention.v_proj)
@@ -286,7 +290,7 @@ def test_weights_are_fused_as_vllm_fuses_the_class(llama: Path) -> None:
         shared_scale(mlp.gate_proj, mlp.up_proj)
 
 
-def test_layers_that_share_a_scale_need_one_strategy(llama: Path) -> None:
+def test_fused_layers_need_one_strategy(llama: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
     attention = model.model.layers[0].self_attn
     for layer, scheme in ((attention.q_proj, "NVFP4A16"), (attention.k_proj, "FP8")):
@@ -299,7 +303,7 @@ def test_layers_that_share_a_scale_need_one_strategy(llama: Path) -> None:
 
 
 class Halved(Observer):
-    """As llm-compressor's older documents write an observer: half of the largest magnitude."""
+    """Observer in the form of llm-compressor's older documents: half of the largest magnitude."""
 
     def calculate_qparams(
         self,
@@ -312,9 +316,9 @@ class Halved(Observer):
         return scale / 2, zero_point
 
 
-def test_an_older_observer_in_the_lifecycle() -> None:
-    """Weights and inputs, static and with a global scale."""
-    name = f"{__name__}:Halved"  # a registered name would stay for the tests after this one
+def test_older_observer_interface() -> None:
+    """The observer computes scales of weights and of inputs."""
+    name = f"{__name__}:Halved"  # a registered name would remain for later tests
     weights = args(observer=name, strategy="channel")
     module = linear(scheme_of(weights=weights, input_activations=args(observer=name)))
     for base_name in ("weight", "input"):
@@ -331,7 +335,7 @@ def test_an_older_observer_in_the_lifecycle() -> None:
     )
 
 
-def test_maps_of_columns_go_with_the_weight() -> None:
+def test_weight_g_idx_orders_columns() -> None:
     grouped = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
     g_idx = torch.arange(64) % 2
     scales = []
@@ -350,8 +354,8 @@ def test_maps_of_columns_go_with_the_weight() -> None:
     assert torch.equal(*scales)
 
 
-def test_only_the_onloaded_value_is_updated(tmp_path: Path) -> None:
-    """A copy on disk keeps its values. Without the flag, it changes too."""
+def test_only_onloaded_value_is_updated(tmp_path: Path) -> None:
+    """The copy on disk keeps its values. Without the flag, it changes too."""
     scheme = preset_name_to_scheme("FP8", ["Linear"])
     module = linear(scheme)
     initialize_module_for_quantization(module, scheme)
@@ -368,8 +372,8 @@ def test_only_the_onloaded_value_is_updated(tmp_path: Path) -> None:
     assert torch.equal(module.get_parameter("weight_scale"), expected)
 
 
-def test_fused_layers_are_fitted_together() -> None:
-    """Whether they are updated in one call or in several calls."""
+def test_fused_layers_are_searched_together() -> None:
+    """The result does not depend on the number of calls that update them."""
     scales = list[float]()
     for together in (True, False):
         layers = torch.nn.ModuleDict()

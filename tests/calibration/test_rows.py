@@ -1,6 +1,4 @@
-"""Rows as people store them: which are read, which are left out with a note, and which are
-refused.
-"""
+"""Rows as people store them: rows that are read, left out with a note, or refused."""
 
 import gzip
 import json
@@ -32,7 +30,7 @@ TURNS = [USER, ANSWER]
 
 
 def model_with(folder: Path, template: str | None = None, **config: object) -> Path:
-    """Save the demo's model with another chat template, and with values in its config."""
+    """Save the demo model with another chat template, and with other values in its config."""
     shutil.copytree(DEMO, folder)
     if template is None:
         (folder / "chat_template.jinja").unlink(missing_ok=True)
@@ -146,7 +144,7 @@ SAME_CALLS: Mapping[str, Mapping[str, object]] = {
 
 @pytest.mark.parametrize("template", [TOOLS, PARTS], ids=["tools", "parts"])
 def test_spellings_of_tools(tmp_path: Path, template: str) -> None:
-    """And no note where the template shows them, whatever row a call stands in."""
+    """Tools are noted only if the template does not render them."""
     model = model_with(tmp_path / "model", template)
     samples = read(written(tmp_path / "rows.jsonl", *SAME_CALLS.values()), model, seq_len=512)
     assert len(samples.token_ids) == len(SAME_CALLS)
@@ -157,7 +155,7 @@ def test_spellings_of_tools(tmp_path: Path, template: str) -> None:
     assert all(word in text for word in ("add", "one", "3"))
     assert any("tools" in note for note in samples.notes) == (
         template == PARTS
-    )  # which has no word of them
+    )  # the template PARTS does not render tools
     assert not any("tool_calls" in note for note in samples.notes)
 
 
@@ -179,7 +177,7 @@ def test_unrendered_tools_are_noted(tmp_path: Path) -> None:
 
 
 def test_long_system_prompt_keeps_user_turn(tmp_path: Path) -> None:
-    """Also if the rest of the text is much longer than the tokenized part."""
+    """The text is much longer than its tokenized part."""
     template = (
         "{% if not messages | selectattr('role', 'equalto', 'user') | list %}{{ "
         "raise_exception('no user') }}"
@@ -191,22 +189,22 @@ def test_long_system_prompt_keeps_user_turn(tmp_path: Path) -> None:
     assert [len(ids) for ids in samples.token_ids] == [64]
 
 
-PICTURE = {"type": "text", "text": "one"}
+TEXT_PART = {"type": "text", "text": "one"}
 MULTIMODAL: Mapping[str, Mapping[str, object]] = {
     "image": {
-        "messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}, PICTURE]}]
+        "messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}, TEXT_PART]}]
     },
     "image_url": {
         "messages": [
             {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a"}}]}
         ]
     },
-    "no type": {"messages": [{"role": "user", "content": [{"image_url": "a"}, PICTURE]}]},
+    "no type": {"messages": [{"role": "user", "content": [{"image_url": "a"}, TEXT_PART]}]},
     "input_image": {
         "messages": [{"role": "user", "content": [{"type": "input_image", "image_url": "a"}]}]
     },
     "video": {
-        "messages": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}, PICTURE]}]
+        "messages": [{"role": "user", "content": [{"type": "video", "video": "a.mp4"}, TEXT_PART]}]
     },
     "video_url": {
         "messages": [
@@ -269,12 +267,12 @@ def test_text_about_images_is_text(tmp_path: Path) -> None:
 
 
 def test_named_column_is_text(tmp_path: Path) -> None:
-    """Next to it a picture counts only if the text refers to it."""
+    """An image in another column counts only if the text refers to it."""
     plain, marked = {"body": "one", "image": "a.png"}, {"body": "<image> one", "image": "a.png"}
     assert read(written(tmp_path / "rows.jsonl", plain, marked), column="body").rows == (1,)
 
 
-def test_image_tokens_are_no_text(tmp_path: Path) -> None:
+def test_rows_with_image_tokens_are_left_out(tmp_path: Path) -> None:
     """Image tokens are found in config.json, in configs of a model's parts, and by token names."""
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     word = tokenizer.encode("riga", add_special_tokens=False)[0]
@@ -306,7 +304,7 @@ def test_image_tokens_are_no_text(tmp_path: Path) -> None:
 
 
 def without_bos(folder: Path) -> Path:
-    """Save the demo's model with a tokenizer that puts no BOS in front of a prompt."""
+    """Save the demo model with a tokenizer that does not begin prompts with BOS."""
     model_with(folder)
     content = json.loads((folder / "tokenizer.json").read_text())
     content["post_processor"] = None
@@ -315,7 +313,7 @@ def without_bos(folder: Path) -> Path:
 
 
 def test_packed_samples_start_with_bos(tmp_path: Path) -> None:
-    """Each sample starts like a prompt of the tokenizer. Without BOS, the text is only cut."""
+    """Each sample begins like a prompt of the tokenizer. Without BOS, the text is only cut."""
     book = tmp_path / "book.txt"
     book.write_text("\n\n".join(f"the city of riga is {number % 7} + 1" for number in range(60)))
     bare = without_bos(tmp_path / "bare")
@@ -332,7 +330,7 @@ def test_packed_samples_start_with_bos(tmp_path: Path) -> None:
 
 
 def test_packed_rows_never_have_two_bos(tmp_path: Path) -> None:
-    """Not where a row ends with a sample, nor where a text or template has the token itself."""
+    """This includes rows that end with a sample, and texts or templates that contain the token."""
     bos = AutoTokenizer.from_pretrained(DEMO).bos_token_id
     four = written(tmp_path / "four.jsonl", *({"text": "one plus two"} for _ in range(9)))
     length = len(read(four, seq_len=99).token_ids[0]) + 1  # with the token that ends a row
@@ -391,7 +389,9 @@ REFUSED: Mapping[str, tuple[bytes, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize(("content", "words"), REFUSED.values(), ids=REFUSED)
-def test_refused_in_one_line(tmp_path: Path, content: bytes, words: tuple[str, ...]) -> None:
+def test_unreadable_rows_are_one_line(
+    tmp_path: Path, content: bytes, words: tuple[str, ...]
+) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_bytes(content)
     with pytest.raises(InputError) as caught:
@@ -416,7 +416,7 @@ def test_column_of_a_file(tmp_path: Path) -> None:
 
 
 def test_pipes_are_refused(tmp_path: Path) -> None:
-    """Nobody writes into it: a command that opened it would wait for good."""
+    """Nothing writes into the pipe, so that reading it would block forever."""
     os.mkfifo(tmp_path / "pipe.jsonl")
     with pytest.raises(InputError, match="a pipe or a device"):
         read(tmp_path / "pipe.jsonl")
@@ -439,7 +439,7 @@ def test_pipes_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("template", ["{{ '%10000000000d' % 1 }}", "{{ 'x' * 20000000000 }}"])
-def test_template_that_takes_the_memory(tmp_path: Path, template: str) -> None:
+def test_template_memory_is_limited(tmp_path: Path, template: str) -> None:
     model = model_with(tmp_path / "model", template)
     with pytest.raises(InputError, match=r"the chat template refuses \(it takes more than 2 GB\)"):
         read(written(tmp_path / "rows.jsonl", {"messages": TURNS}), model)

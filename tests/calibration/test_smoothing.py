@@ -1,4 +1,4 @@
-"""Smoothing changes weights but not the model's output, in every family, and `check` allows it."""
+"""Smoothing changes weights, but not the model's output. `check` accepts smoothed weights."""
 
 import json
 import os
@@ -27,9 +27,9 @@ from vexport.records import Smoothing
 
 TEXT = samples((16,) * 4)
 FAMILIES = {**configs(), **expert_configs()}
-# The layers whose inputs are smoothed, by the last part of their names: behind norms with a weight
-# of their own, and the last of a gated or plain MLP. Norms of Gemma and Qwen3-Next multiply by 1 +
-# weight; the experts of a layer read the same input, which is not followed; GPT-2 stores (in, out).
+# Last parts of the names of layers whose inputs are smoothed: layers after a norm, and the last
+# layer of an MLP. Not smoothed are inputs after norms that multiply by 1 + weight (Gemma,
+# Qwen3-Next), inputs of experts, and GPT-2, which stores weights as (in, out).
 SMOOTHED = {
     "llama": {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "down_proj"},
     "gemma3": {"down_proj"},
@@ -44,7 +44,7 @@ SMOOTHED = {
 
 
 def with_large_channels(folder: Path) -> Path:
-    """Save the checkpoint with some channels after its norms multiplied by twenty."""
+    """Multiply some channels after each norm by about twenty."""
     tensors = load_file(folder / "model.safetensors")
     for name, value in tensors.items():
         if value.dim() == 1 and name.endswith(("norm.weight", "ln_1.weight", "ln_2.weight")):
@@ -59,7 +59,7 @@ def logits(folder: Path) -> torch.Tensor:
         return torch.cat([model(input_ids=torch.tensor([ids])).logits for ids in TEXT.token_ids])
 
 
-def found_in(folder: Path) -> tuple[SourceIndex, Mapping[str, Smoothing]]:
+def smoothing_of(folder: Path) -> tuple[SourceIndex, Mapping[str, Smoothing]]:
     index, planned = plan_for(folder, scheme="W8A8")
     found, weights = look_back(
         LayerWalk(index), TEXT, smoothed=planned.groups, strength=0.5, weighs_tokens=False
@@ -69,12 +69,12 @@ def found_in(folder: Path) -> tuple[SourceIndex, Mapping[str, Smoothing]]:
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in ("qwen3", "mistral")])
-def test_smoothing_keeps_all_bits(
+def test_smoothing_keeps_output_bits(
     tmp_path: Path, family: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder = with_large_channels(save(FAMILIES[family], tmp_path / family))
     with caplog.at_level("DEBUG", "vexport.calibration.gradients"):
-        index, smoothing = found_in(folder)
+        index, smoothing = smoothing_of(folder)
     assert not [
         record for record in caplog.records if record.name == "vexport.calibration.gradients"
     ]
@@ -96,7 +96,7 @@ def test_without_gradients_weights_decide_smoothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = save(FAMILIES["llama"], tmp_path / "llama")
-    (_, by_gradients), forward = found_in(folder), LlamaMLP.forward
+    (_, by_gradients), forward = smoothing_of(folder), LlamaMLP.forward
 
     def refusing(self: LlamaMLP, value: torch.Tensor) -> torch.Tensor:
         if torch.is_grad_enabled():
@@ -105,7 +105,7 @@ def test_without_gradients_weights_decide_smoothing(
         return made
 
     monkeypatch.setattr(LlamaMLP, "forward", refusing)
-    _, by_weights = found_in(folder)
+    _, by_weights = smoothing_of(folder)
     assert by_weights.keys() == by_gradients.keys()
     assert by_weights != by_gradients
 
@@ -141,13 +141,13 @@ def text(source: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def smoothed(source: Path, text: Path) -> Path:
-    """By the default strength."""
+    """Quantize with the default strength of smoothing."""
     out = source.with_name("W8A8")
     assert vexport("quantize", source, out, "--scheme", "W8A8", "--calibration", text).code == 0
     return out
 
 
-def test_quantize_smooths_and_check_knows(
+def test_check_accepts_smoothed_weights(
     source: Path, text: Path, smoothed: Path, tmp_path: Path
 ) -> None:
     assert (smoothed / SMOOTHING).is_file()
@@ -179,7 +179,7 @@ NORM = "model.layers.0.input_layernorm.weight"
         (None, "a pipe or a device"),
     ],
 )
-def test_bad_exponents(
+def test_unusable_exponents_are_errors(
     source: Path, smoothed: Path, tmp_path: Path, content: str | None, said: str
 ) -> None:
     checkpoint = copytree(smoothed, tmp_path / "checkpoint")
@@ -195,17 +195,15 @@ def test_bad_exponents(
 
 
 FORGED = {
-    "readers of the other norm": ("input_layernorm", ("mlp.gate_proj", "mlp.up_proj")),
+    "readers of another norm": ("input_layernorm", ("mlp.gate_proj", "mlp.up_proj")),
     "one reader left out": ("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj")),
-    "two that are not one after the other": ("self_attn.q_proj", ("self_attn.o_proj",)),
+    "layers that do not follow each other": ("self_attn.q_proj", ("self_attn.o_proj",)),
 }
 
 
 @pytest.mark.parametrize("how", FORGED)
-def test_exponents_that_cancel_in_no_product_do_not_pass(
-    source: Path, tmp_path: Path, how: str
-) -> None:
-    """All weights match the file's exponents, but the model is different."""
+def test_forged_exponents_are_errors(source: Path, tmp_path: Path, how: str) -> None:
+    """All weights match the file's exponents, but the exponents do not cancel in the model."""
     rows, readers = FORGED[how]
     layer, index = "model.layers.1.", read_index(source)
     size = index.tensors[f"{layer}{rows}.weight"].shape[0]
@@ -250,7 +248,7 @@ def with_code(folder: Path, copy: Path, mark: Path, model_type: str) -> Path:
 
 
 @pytest.mark.parametrize("model_type", ["llama", "own-llama"])
-def test_check_with_a_source_runs_no_code_of_either(
+def test_check_with_source_runs_no_code(
     source: Path, smoothed: Path, tmp_path: Path, model_type: str
 ) -> None:
     """The checkpoint is smoothed, so that the check computes layers of the source."""
@@ -263,12 +261,10 @@ def test_check_with_a_source_runs_no_code_of_either(
         assert ("a source that cannot run" in ran.stdout) == (model_type == "own-llama")
         assert not mark.exists(), options
     AutoConfig.from_pretrained(origin, trust_remote_code=True)
-    assert mark.exists()  # the code does write it if somebody lets it run
+    assert mark.exists()  # the code writes the file if it may run
 
 
-def test_repair_compares_a_smoothed_checkpoint(
-    source: Path, smoothed: Path, tmp_path: Path
-) -> None:
+def test_repair_of_smoothed_checkpoint(source: Path, smoothed: Path, tmp_path: Path) -> None:
     ran = vexport("repair", smoothed, tmp_path / "out", "--source", source)
     assert ran.code == 0, ran.stderr
     assert f"compared with {source}" in ran.stdout
@@ -276,9 +272,7 @@ def test_repair_compares_a_smoothed_checkpoint(
     assert vexport("repair", smoothed, tmp_path / "again").code == 0
 
 
-def test_a_recipe_with_smoothquant(
-    source: Path, text: Path, smoothed: Path, tmp_path: Path
-) -> None:
+def test_recipe_with_smoothquant(source: Path, text: Path, smoothed: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
         "quant_stage:\n  quant_modifiers:\n    SmoothQuantModifier: {smoothing_strength: 0.5}\n"

@@ -1,4 +1,4 @@
-"""The walk calls its watchers in order, layer by layer. Each group belongs to a layer."""
+"""The walk through layers: calls of watchers, and the groups of each layer."""
 
 from pathlib import Path
 
@@ -21,8 +21,8 @@ def llama(tmp_path: Path) -> Path:
     return save(configs()["llama"], tmp_path / "llama")
 
 
-class Calls:
-    """Notes its calls and the states that it is shown; hooks count the forwards of layers."""
+class CallRecorder:
+    """Watcher that records its calls and states. Hooks count the forwards of layers."""
 
     def __init__(self, fails_in: int = -1) -> None:
         self.calls: list[tuple[object, ...]] = []
@@ -48,10 +48,10 @@ class Calls:
             raise KeyboardInterrupt
 
 
-def test_watchers_see_every_row_of_every_layer(llama: Path) -> None:
-    """The walk ends with the model's logits."""
+def test_watchers_see_all_rows_and_layers(llama: Path) -> None:
+    """The states at the end are the model's logits."""
     walk = LayerWalk(read_index(llama))
-    watcher = Calls()
+    watcher = CallRecorder()
     with walk.text(TEXT) as hidden:
         walk.forward(hidden, watcher)
         walk.head(hidden, watcher)
@@ -66,9 +66,9 @@ def test_watchers_see_every_row_of_every_layer(llama: Path) -> None:
             assert torch.equal(model(input_ids=torch.tensor([ids])).logits, logits)
 
 
-def test_rows_that_are_not_asked_for_stay(llama: Path) -> None:
+def test_unselected_rows_do_not_change(llama: Path) -> None:
     walk = LayerWalk(read_index(llama))
-    watcher = Calls()
+    watcher = CallRecorder()
     with walk.text(TEXT) as hidden:
         before = hidden[0].clone()
         walk.forward(hidden, watcher, rows=[1])
@@ -77,10 +77,10 @@ def test_rows_that_are_not_asked_for_stay(llama: Path) -> None:
     assert ("row", 0) not in watcher.calls
 
 
-def test_hooks_are_gone_when_a_layer_is_left(llama: Path) -> None:
+def test_hooks_are_removed_after_interrupt(llama: Path) -> None:
     walk = LayerWalk(read_index(llama))
     with pytest.raises(KeyboardInterrupt), walk.text(TEXT) as hidden:
-        walk.forward(hidden, Calls(fails_in=1))
+        walk.forward(hidden, CallRecorder(fails_in=1))
     assert not any(module._forward_hooks for module in walk.model.modules())
 
 

@@ -1,4 +1,4 @@
-"""A model with custom code whose experts are a plain list of modules, like Mixtral's once."""
+"""A model with custom code whose experts are a plain list of modules, as in older Mixtral code."""
 
 import torch
 from torch import nn
@@ -37,7 +37,7 @@ class Mixture(nn.Module):
 
 
 class PlainMixtral(LlamaForCausalLM):  # type: ignore[misc]
-    """Llama's attention, with a mixture in the place of each MLP."""
+    """Llama with a mixture of experts instead of each MLP."""
 
     def __init__(self, config: MixtralConfig) -> None:
         config.mlp_bias = config.attention_bias = False

@@ -1,7 +1,7 @@
-"""A device of torch in Python: no numpy of its tensors, no products with tensors of the CPU.
+"""A torch device written in Python, for tests without a GPU.
 
-Its arithmetic is the CPU's. Therefore a path for GPUs runs without a GPU, and results in the same
-codes.
+numpy cannot read its tensors, and operations refuse to mix them with CPU tensors. Its arithmetic is
+the CPU's, so that a code path for GPUs gives the same codes.
 """
 
 import json
@@ -27,7 +27,7 @@ COPIES = ("aten::copy_", "aten::_to_copy", "aten::_copy_from")
 
 
 class Second(torch.Tensor):
-    """A tensor there; `host` has its values."""
+    """Tensor on the device. `host` has its values."""
 
     host: torch.Tensor
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -53,7 +53,7 @@ class Second(torch.Tensor):
 
 
 def run(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run an operation on the values; RuntimeError where a tensor of the CPU is among them."""
+    """Run an operation on the values. Raise RuntimeError if it also has a CPU tensor."""
     name, here = op._schema.name, dict[int, Second]()
     for leaf in pytree.tree_leaves((args, kwargs)):
         if isinstance(leaf, Second):
@@ -67,7 +67,7 @@ def run(op: Any, *args: Any, **kwargs: Any) -> Any:
         target, source = own[:2] if name == "aten::copy_" else own[1::-1]
         target.copy_(source)
         return args[0 if name == "aten::copy_" else 1]
-    if name == "aten::histc":  # the CPU's has no integers
+    if name == "aten::histc":  # the CPU's operation does not support integers
         own = (own[0].float(), *own[1:])
     made = op(*own, **keywords)
     if keywords.get("device") is not None and torch.device(kwargs["device"]).type == "cpu":
@@ -88,14 +88,14 @@ def _down(value: object) -> object:
 
 
 def register() -> object:
-    """Make the device known to torch, as long as the answer is kept."""
+    """Register the device in torch. It exists as long as the returned library."""
     _setup_privateuseone_for_python_backend(NAME)
     library: Any = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
     library.fallback(run, "PrivateUse1")
     make = torch.tensor
 
     def tensor(*values: Any, device: str | None = None, **keywords: Any) -> torch.Tensor:
-        made = make(*values, **keywords)  # which has no way to a device in Python
+        made = make(*values, **keywords)  # torch.tensor cannot create tensors on this device
         return made if device is None else made.to(device)
 
     setattr(torch, "tensor", tensor)  # noqa: B010
@@ -103,14 +103,14 @@ def register() -> object:
 
 
 def on_second_device(*words: object) -> None:
-    """Run a command that may name the device."""
+    """Run a vexport command that may use the device."""
     registered = register()
     command(*words)
     del registered
 
 
-class Parameters:
-    """Keeps the parameters of each layer, in main memory, or interrupts the walk in the first."""
+class ParameterRecorder:
+    """Watcher that keeps each layer's parameters in main memory, or interrupts the walk."""
 
     def __init__(self, *, interrupts: bool = False) -> None:
         self.of_layers: list[list[torch.Tensor]] = []
@@ -129,22 +129,22 @@ class Parameters:
 
 
 def read_ahead(device: str, whole: Path, broken: Path) -> None:
-    """Walk through two models on a device, in a process of its own; print JSON.
+    """Walk through two models on a device, and print JSON.
 
-    Of the whole one: the threads that read layers, whether their weights are the file's, what is
-    left of the threads when the walk is broken off. Of the broken one, the error.
+    For the whole model, it has the threads that read layers, whether the weights equal the file's,
+    and the threads that remain after an interrupted walk. For the broken model, it has the error.
     """
     registered = register() if device == NAME else None
     threads, read = list[str](), Weights.read
 
-    def noted(*words: object) -> list[Filling]:
+    def read_noting_thread(*words: object) -> list[Filling]:
         threads.append(threading.current_thread().name)
         into: Callable[..., list[Filling]] = read
         return into(*words)
 
-    setattr(Weights, "read", noted)  # noqa: B010
+    setattr(Weights, "read", read_noting_thread)  # noqa: B010
     walk, plain = LayerWalk(read_index(whole), device=device), LayerWalk(read_index(whole))
-    expected, made = Parameters(), Parameters()
+    expected, made = ParameterRecorder(), ParameterRecorder()
     for one, watcher in ((plain, expected), (walk, made)):
         with one.text(TEXT) as hidden:
             one.forward(hidden, watcher)
@@ -155,12 +155,12 @@ def read_ahead(device: str, whole: Path, broken: Path) -> None:
     readers = sorted(threads)
     try:
         with walk.text(TEXT) as hidden:
-            walk.forward(hidden, Parameters(interrupts=True))
+            walk.forward(hidden, ParameterRecorder(interrupts=True))
     except KeyboardInterrupt:
         left = [
             thread.name for thread in threading.enumerate() if thread.name.startswith("read-ahead")
         ]
-    reached = Parameters()
+    reached = ParameterRecorder()
     try:
         walk = LayerWalk(read_index(broken), device=device)
         with walk.text(TEXT) as hidden:

@@ -1,4 +1,7 @@
-"""Files change during a quantization: nothing wrong is published, and the change is reported."""
+"""Files that change during a quantization.
+
+Nothing wrong is published, and the change is an error.
+"""
 
 import os
 import subprocess
@@ -27,7 +30,7 @@ def source(tmp_path: Path) -> Path:
 
 
 def quantize(source: Path, out: Path, change: Callable[[Path], object] | None = None) -> None:
-    """Write W8A8 in several shards; in the middle `change` is called once with the source."""
+    """Write W8A8 in several shards. In the middle, `change` is called once with the source."""
     changes = [change] if change is not None else []
 
     def on_progress(stage: str, done: int, total: int) -> None:
@@ -39,7 +42,7 @@ def quantize(source: Path, out: Path, change: Callable[[Path], object] | None = 
     quantize_source(replace(job, shard_bytes=1_000_000))
 
 
-def break_off(source: Path, out: Path) -> Path:
+def interrupt_quantization(source: Path, out: Path) -> Path:
     """Interrupt a quantization in the middle, and return the folder with the files so far."""
 
     def interrupt(source: Path) -> None:
@@ -50,16 +53,17 @@ def break_off(source: Path, out: Path) -> Path:
     return out.parent / f".{out.name}.partial" / "new"
 
 
-def test_what_is_written_is_not_written_again(source: Path, tmp_path: Path) -> None:
-    (first,) = break_off(source, tmp_path / "out").glob("model-00001-of-*.safetensors")
+def test_finished_shards_are_reused(source: Path, tmp_path: Path) -> None:
+    (first,) = interrupt_quantization(source, tmp_path / "out").glob("model-00001-of-*.safetensors")
     before = first.stat().st_mtime_ns
     quantize(source, tmp_path / "out")
     assert (tmp_path / "out" / first.name).stat().st_mtime_ns == before
 
 
 def rewrite(source: Path) -> None:
-    """As a download that is repeated; not cut on the way, which ends a process that has the file
-    mapped.
+    """Rewrite a file as a repeated download does.
+
+    Truncating it would end a process that maps the file.
     """
     file = next(source.glob("*.safetensors"))
     with file.open("r+b") as stream:
@@ -67,12 +71,12 @@ def rewrite(source: Path) -> None:
 
 
 def edit_config(source: Path) -> None:
-    """The config is read at the beginning; files next to it are copied at the end."""
+    """Change the config, which is read at the beginning and copied at the end."""
     (source / "config.json").write_text((source / "config.json").read_text() + " ")
 
 
-def turn_link(source: Path) -> None:
-    """As the hub's folder of a revision, when the next one comes."""
+def redirect_link(source: Path) -> None:
+    """Redirect the source's link, as the hub's cache does for a new revision."""
     other = copytree(source, source.parent / "other", copy_function=copyfile)
     new = source.parent / "new"
     new.symlink_to(other)
@@ -80,12 +84,12 @@ def turn_link(source: Path) -> None:
 
 
 def remove(source: Path) -> None:
-    """As a clean-up that does not know of us."""
+    """Remove a file, as a clean-up job may do."""
     next(source.glob("*.safetensors")).unlink()
 
 
-@pytest.mark.parametrize("change", [rewrite, edit_config, turn_link, remove])
-def test_sources_replaced_meanwhile_are_unpublished(
+@pytest.mark.parametrize("change", [rewrite, edit_config, redirect_link, remove])
+def test_changed_source_publishes_nothing(
     change: Callable[[Path], object], source: Path, tmp_path: Path
 ) -> None:
     link = tmp_path / "link"
@@ -99,8 +103,8 @@ def test_sources_replaced_meanwhile_are_unpublished(
     }
 
 
-def test_what_was_written_of_another_source_is_not_continued(source: Path, tmp_path: Path) -> None:
-    break_off(source, tmp_path / "out")
+def test_changed_source_starts_again(source: Path, tmp_path: Path) -> None:
+    interrupt_quantization(source, tmp_path / "out")
     file = min(source.glob("*.safetensors"))
     data = bytearray(file.read_bytes())
     data[-1] ^= 0x40
@@ -110,7 +114,7 @@ def test_what_was_written_of_another_source_is_not_continued(source: Path, tmp_p
     assert digests(tmp_path / "out") == digests(tmp_path / "whole")
 
 
-def test_a_checkpoint_that_is_replaced_while_it_is_repaired(good: Good, tmp_path: Path) -> None:
+def test_changed_checkpoint_stops_repair(good: Good, tmp_path: Path) -> None:
     source = copytree(good("W4A16"), tmp_path / "source")
 
     def on_progress(stage: str, done: int, total: int) -> None:
@@ -121,7 +125,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_repaired(good: Good, tmp_path
         repair_checkpoint(source, tmp_path / "out", None, overwrite=False, on_progress=on_progress)
 
 
-def test_a_file_cut_before_it_is_mapped_is_named(tmp_path: Path) -> None:
+def test_truncated_file_is_named(tmp_path: Path) -> None:
     source = write_model(tmp_path / "source", hidden=64, layers=1)
     index = read_index(source)
     tensor = max(index.tensors.values(), key=lambda tensor: tensor.end)
@@ -132,9 +136,9 @@ def test_a_file_cut_before_it_is_mapped_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["the last unit", "the record"])
-def test_a_shard_of_wrong_bytes_is_written_again(source: Path, tmp_path: Path, place: str) -> None:
+def test_damaged_shard_is_written_again(source: Path, tmp_path: Path, place: str) -> None:
     quantize(source, tmp_path / "whole")
-    shard = min(break_off(source, tmp_path / "out").glob("model-*.safetensors"))
+    shard = min(interrupt_quantization(source, tmp_path / "out").glob("model-*.safetensors"))
     if place == "the record":
         shard.with_name(f"{shard.name}.progress").write_bytes(b"00000000\n" * 3)
     else:
@@ -147,8 +151,8 @@ def test_a_shard_of_wrong_bytes_is_written_again(source: Path, tmp_path: Path, p
 
 
 @pytest.mark.slow
-def test_a_damaged_kernel_cache_is_made_again(tmp_path: Path) -> None:
-    """Empty, garbage, cut: numba's own errors, or none, in the place of an answer."""
+def test_damaged_kernel_cache_is_rebuilt(tmp_path: Path) -> None:
+    """Files are empty or contain garbage. numba alone raises errors for them."""
     code = (
         "import sys, numpy as np\n"
         "from vexport.numerics.jit import compiled\n"
@@ -171,12 +175,12 @@ def test_a_damaged_kernel_cache_is_made_again(tmp_path: Path) -> None:
         assert run() == first
 
 
-def test_folder_of_another_call_stays_unchanged(source: Path, tmp_path: Path) -> None:
+def test_folder_of_other_call_is_unchanged(source: Path, tmp_path: Path) -> None:
     work, begun = tmp_path / ".out.partial", list[object]()
 
     def begin_again(source: Path) -> None:
         rmtree(work)
-        begun.append(digests(break_off(source, tmp_path / "out")))
+        begun.append(digests(interrupt_quantization(source, tmp_path / "out")))
 
     with pytest.raises(InputError, match="another folder than the one that was begun"):
         quantize(source, tmp_path / "out", begin_again)

@@ -1,6 +1,4 @@
-"""Calibration and rounding on another device than the CPU, and the rehearsal of what measures a
-GPU.
-"""
+"""Calibration and rounding on another device than the CPU, and the script that measures a GPU."""
 
 import json
 import subprocess
@@ -26,10 +24,8 @@ CUDA = pytest.param(
 
 
 @pytest.mark.slow
-def test_codes_of_another_device_are_the_cpus(tmp_path: Path) -> None:
-    """Of the first layer's inputs, which both compute alike; from there on attention rounds
-    otherwise.
-    """
+def test_codes_equal_cpus(tmp_path: Path) -> None:
+    """Compare codes of the first layer's inputs. After this layer, attention rounds differently."""
     source = save_family(
         "qwen3-moe",
         tmp_path / "source",
@@ -38,7 +34,7 @@ def test_codes_of_another_device_are_the_cpus(tmp_path: Path) -> None:
         num_attention_heads=2,
     )
     text = write_calibration(tmp_path / "text.jsonl", length=16)
-    # Smoothing sets `data` of parameters, which the second device cannot.
+    # Smoothing sets `data` of parameters, which the second device does not support.
     options = [
         "--scheme",
         "W4A16_G32",
@@ -64,10 +60,8 @@ def test_codes_of_another_device_are_the_cpus(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["second", CUDA])
-def test_the_next_layer_is_read_by_a_thread(device: str, tmp_path: Path) -> None:
-    """The same weights as on the CPU; its errors are raised where the layer is needed, and it
-    ends.
-    """
+def test_next_layer_is_read_by_thread(device: str, tmp_path: Path) -> None:
+    """The weights equal the CPU's. The thread's errors are raised when the layer is needed."""
     whole, broken = (
         save_family("qwen3-moe", tmp_path / "whole"),
         save_family("llama", tmp_path / "broken"),
@@ -79,7 +73,7 @@ def test_the_next_layer_is_read_by_a_thread(device: str, tmp_path: Path) -> None
     log = tmp_path / "log"
     told = json.loads(finish(start(log, read_ahead, device, whole, broken), log))
     assert told["equal"] == [True, True]
-    # The CPU's walk reads both layers itself, the device's the first.
+    # The main thread reads both layers for the CPU, and the first layer for the device.
     assert told["readers"] == ["MainThread"] * 3 + ["read-ahead_0"]
     assert told["left"] == []
     assert told["reached"] == 1
@@ -88,8 +82,8 @@ def test_the_next_layer_is_read_by_a_thread(device: str, tmp_path: Path) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", CUDA])
-def test_every_stage_comes_to_its_end(device: str, tmp_path: Path) -> None:
-    """But for `vllm` on the CPU, where `vexport load` and `eval` have tests of their own."""
+def test_gpu_script_completes(device: str, tmp_path: Path) -> None:
+    """The stage `vllm` needs a GPU. On the CPU, other tests cover `vexport load` and `eval`."""
     stages = STAGES if device == "cpu" else (*STAGES, "vllm")
     names = [word for stage in stages for word in ("--stage", stage)]
     command = [

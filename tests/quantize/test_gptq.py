@@ -1,4 +1,4 @@
-"""GPTQ equals llm-compressor's GPTQ. Golden values were recorded from version 0.14."""
+"""GPTQ, compared with llm-compressor's GPTQ. Golden values were recorded from version 0.14."""
 
 from pathlib import Path
 
@@ -35,9 +35,9 @@ def grid(name: str, scheme: str) -> Grid:
 
 
 def codes(weight: torch.Tensor, found: Grid) -> torch.Tensor:
-    """A rounded weight in units of its scales, without the column that is dead.
+    """Return a rounded weight in units of its scales, without the dead column.
 
-    The peer sets what no text has reached to zero; here it is rounded to nearest.
+    llm-compressor sets columns without input to zero. vexport rounds them to nearest.
     """
     scale = found.scale.repeat_interleave(found.width, dim=1)
     alive = [column for column in range(weight.shape[1]) if column != DEAD]
@@ -49,7 +49,7 @@ def equal_share(weight: torch.Tensor, other: torch.Tensor, found: Grid) -> float
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_codes_are_the_peers(scheme: str) -> None:
+def test_codes_equal_llm_compressors(scheme: str) -> None:
     found = grid(scheme, scheme)
     factor = factorize(GOLDEN["hessian"], GPTQ.ridge)
     assert factor is not None
@@ -63,7 +63,7 @@ def test_codes_are_the_peers(scheme: str) -> None:
     assert equal_share(by_products[:, factor.order.argsort()], rounded, found) >= 0.999
 
 
-def test_a_dead_column_is_rounded_to_nearest() -> None:
+def test_dead_column_is_rounded_to_nearest() -> None:
     found = grid("W4A16", "W4A16")
     factor = factorize(GOLDEN["hessian"], GPTQ.ridge)
     assert factor is not None
@@ -71,8 +71,8 @@ def test_a_dead_column_is_rounded_to_nearest() -> None:
     assert torch.equal(rounded[:, DEAD], round_nearest(GOLDEN["weight"], found)[:, DEAD])
 
 
-def test_nothing_factorizes_an_indefinite_hessian() -> None:
-    """Where the peer falls back to nearest, so do we, and say so."""
+def test_indefinite_hessian_has_no_factor() -> None:
+    """For such a Hessian, llm-compressor rounds to nearest, and so does vexport, with a warning."""
     assert GOLDEN["indefinite/fallback"].all()
     indefinite = GOLDEN["hessian"].clone()
     indefinite[0, 1] = indefinite[1, 0] = 1e3
@@ -82,7 +82,7 @@ def test_nothing_factorizes_an_indefinite_hessian() -> None:
     assert equal_share(nearest, GOLDEN["indefinite/rounded"], found) == 1.0
 
 
-def test_more_damping_is_tried_before_that() -> None:
+def test_damping_is_increased_before_fallback() -> None:
     inputs = torch.randn(16, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     singular = (inputs.T @ inputs - 0.02 * torch.eye(64)).to(torch.float32)
     factor = factorize(singular, 1e-4)

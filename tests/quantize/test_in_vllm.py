@@ -1,4 +1,4 @@
-"""Real vLLM loads refitted weights of every scheme, and answers like the dequantized weights."""
+"""The real vLLM on refitted weights of all schemes, compared with the dequantized weights."""
 
 from itertools import product
 from pathlib import Path
@@ -15,7 +15,7 @@ from vexport.records import LoadReport
 from vexport.records.calibration import Rounding
 from vexport.scenario import Calibration, Rule
 
-# What vLLM runs as one parameter has one scheme: so many of them fit into a layer.
+# Fused layers have one scheme, so that a decoder layer can have four schemes.
 PARTS = (
     "self_attn[.](q|k|v)_proj",
     "self_attn[.]o_proj",
@@ -45,7 +45,7 @@ def quantize(source: Path, rounding: Rounding) -> Path:
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_every_scheme_in_one_model(tmp_path: Path) -> None:
+def test_all_schemes_in_one_model(tmp_path: Path) -> None:
     source = save_llama(
         tmp_path / "llama", num_hidden_layers=LAYERS, bos_token_id=1, eos_token_id=2
     )
@@ -61,8 +61,8 @@ def test_every_scheme_in_one_model(tmp_path: Path) -> None:
     assert report.ok, report.findings
     assert report.logprobs is not None
     assert report.engine is not None
-    # The limit follows the inputs: those of 4 bits round to other codes where a sum has another
-    # order.
+    # The limit follows the inputs' precision: inputs of 4 bits round to other codes if the order of
+    # a sum differs.
     assert 0 < report.logprobs.mean_kl < report.logprobs.limit
     assert report.logprobs.positions >= 100
     assert not report.engine.multiprocess, "one import of vLLM is enough"

@@ -1,4 +1,4 @@
-"""What can be given a scheme, with what vLLM refuses named; the chosen mixture is the best one."""
+"""Layer groups for `scheme: auto`: their candidates, and the best mixture of schemes."""
 
 import itertools
 import json
@@ -52,14 +52,14 @@ def layer_groups(
     return find_layer_groups(read_index(source), rules, auto, PlanSettings(has_text=has_text))
 
 
-def test_a_unit_is_what_needs_one_scheme(llama: Path) -> None:
+def test_fused_layers_are_one_group(llama: Path) -> None:
     units = layer_groups(llama, "NVFP4", KEEP)
     kinds = Counter(unit.name.rpartition(".")[2] for unit in units)
     assert kinds == {"qkv_proj": 3, "o_proj": 3, "gate_up_proj": 3, "down_proj": 3}
     assert all([one.scheme for one in unit.options] == ["NVFP4"] for unit in units)
 
 
-def test_experts_of_a_layer_are_one_unit() -> None:
+def test_experts_of_layer_are_one_group() -> None:
     units = layer_groups(MOE, "FP8_DYNAMIC", KEEP)
     experts = [unit for unit in units if unit.name.endswith(".experts")]
     assert experts
@@ -75,7 +75,7 @@ def test_experts_of_a_layer_are_one_unit() -> None:
 
 
 @pytest.mark.parametrize("scheme", CANDIDATES)
-def test_a_choice_gives_the_plan_of_the_same_rule(scheme: str, llama: Path) -> None:
+def test_choice_gives_plan_of_equal_rule(scheme: str, llama: Path) -> None:
     index, units = read_index(llama), layer_groups(llama, *CANDIDATES)
     made = build_plan(index, rules_with(units, {unit.name: scheme for unit in units}, AUTO))
     usual = build_plan(index, [Rule(match="Linear", scheme=scheme)])
@@ -94,8 +94,8 @@ def test_fixed_rule_splits_no_fused_layer(llama: Path) -> None:
         layer_groups(llama, "NVFP4", KEEP, rules=rules)
 
 
-def test_what_does_not_fit_is_no_choice_and_is_named(tmp_path: Path) -> None:
-    """520 columns are no whole groups of 16: NVFP4 is refused for down_proj, FP8 is not."""
+def test_unsupported_scheme_is_no_candidate(tmp_path: Path) -> None:
+    """520 columns are not a multiple of 16, so that NVFP4 is refused for down_proj. FP8 is not."""
     source = save_llama(tmp_path / "model", num_hidden_layers=1, intermediate_size=520)
     units = layer_groups(source, "NVFP4", "FP8_DYNAMIC")
     (down,) = (unit for unit in units if unit.name.endswith("down_proj"))
@@ -112,7 +112,7 @@ def scenario(folder: Path, source: Path, budget: str) -> Path:
     return path
 
 
-def test_a_plan_without_losses_shows_the_smallest(llama: Path, tmp_path: Path) -> None:
+def test_plan_without_losses_is_smallest(llama: Path, tmp_path: Path) -> None:
     path = scenario(tmp_path, llama, "share: 0.5")
     ran = vexport("plan", path, "--run-dir", tmp_path / "run", "--format", "json")
     assert ran.code == 0, ran.stderr
@@ -122,8 +122,8 @@ def test_a_plan_without_losses_shows_the_smallest(llama: Path, tmp_path: Path) -
     assert "vexport run" in plan["notes"][0]["fix"]
 
 
-def test_a_plan_takes_what_a_run_has_measured(llama: Path, tmp_path: Path) -> None:
-    """One layer loses much more than all others: it alone is kept in 8 bits."""
+def test_plan_uses_measured_losses(llama: Path, tmp_path: Path) -> None:
+    """One layer loses much more than all others, so that only this layer stays in 8 bits."""
     index, units = read_index(llama), layer_groups(llama, *CANDIDATES, has_text=True)
     worst = units[5].name
     groups = tuple(
@@ -172,7 +172,7 @@ REST = 1000
 
 
 def groups(seed: int, number: int) -> list[GroupSensitivity]:
-    """Groups of a few sizes with random losses; now and then four bits lose less than eight."""
+    """Return groups of a few sizes with random losses. Sometimes four bits lose less than eight."""
     chance = random.Random(seed)
     made = []
     for name in map(str, range(number)):
@@ -193,7 +193,7 @@ def groups(seed: int, number: int) -> list[GroupSensitivity]:
 
 
 def every_mixture(made: Sequence[GroupSensitivity]) -> Iterator[tuple[int, float]]:
-    """(bytes of the whole output, loss) of every mixture."""
+    """Yield the bytes of the whole output and the loss of each mixture."""
     options = [
         [*((one.num_bytes, one.loss) for one in group.schemes), (group.source_bytes, 0.0)]
         for group in made
@@ -202,7 +202,7 @@ def every_mixture(made: Sequence[GroupSensitivity]) -> Iterator[tuple[int, float
         yield REST + sum(size for size, _ in picked), sum(loss for _, loss in picked)
 
 
-def choose(made: Sequence[GroupSensitivity], **limit: float) -> MixedScheme:
+def chosen_mixture(made: Sequence[GroupSensitivity], **limit: float) -> MixedScheme:
     source = REST + sum(group.source_bytes for group in made)
     auto = Auto.model_validate({"candidates": CANDIDATES, **limit})
     open_to_all = [
@@ -222,31 +222,31 @@ def choose(made: Sequence[GroupSensitivity], **limit: float) -> MixedScheme:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("share", [0.35, 0.5, 0.8])
-def test_no_mixture_within_the_size_loses_less(seed: int, share: float) -> None:
+def test_chosen_mixture_loses_least(seed: int, share: float) -> None:
     made = groups(seed, 7)
     source = REST + sum(group.source_bytes for group in made)
     best = min((loss for size, loss in every_mixture(made) if size <= share * source), default=None)
     if best is None:
         with pytest.raises(InputError, match=r"auto\.share"):
-            choose(made, share=share)
+            chosen_mixture(made, share=share)
         return
-    found = choose(made, share=share)
+    found = chosen_mixture(made, share=share)
     assert found.loss == pytest.approx(best, abs=1e-12)
     assert found.output_bytes <= share * source
     assert found.output_bytes == REST + sum(one.num_bytes for one in found.choices)
     assert found.loss == pytest.approx(sum(one.loss for one in found.choices))
 
 
-def test_other_budgets_are_the_same_size_said_otherwise() -> None:
+def test_budget_keys_give_same_mixture() -> None:
     made = groups(3, 7)
     source = REST + sum(group.source_bytes for group in made)
-    by_share = choose(made, share=0.5)
-    assert choose(made, bytes=source // 2).choices == by_share.choices
-    assert choose(made, bits=8.0).choices == by_share.choices
+    by_share = chosen_mixture(made, share=0.5)
+    assert chosen_mixture(made, bytes=source // 2).choices == by_share.choices
+    assert chosen_mixture(made, bits=8.0).choices == by_share.choices
 
 
-def test_thinning_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A model of 300 groups with a bound on mixtures far below what there are."""
+def test_thinned_mixtures_lose_little(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of 300 groups has many more mixtures than the limit allows."""
     options = [
         [
             SchemeChoice(name=group.name, scheme=one.scheme, num_bytes=one.num_bytes, loss=one.loss)
@@ -265,10 +265,10 @@ def test_thinning_costs_little(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("key", "limit"), [("bits", 0.5), ("bytes", 10), ("share", 0.01)])
-def test_a_budget_out_of_reach_says_what_is_in_reach(key: str, limit: float) -> None:
+def test_unreachable_budget_names_least(key: str, limit: float) -> None:
     made = groups(2, 5)
     with pytest.raises(InputError) as caught:
-        choose(made, **{key: limit})
+        chosen_mixture(made, **{key: limit})
     least = min(size for size, _ in every_mixture(made))
     source = REST + sum(group.source_bytes for group in made)
     said = {
@@ -280,7 +280,7 @@ def test_a_budget_out_of_reach_says_what_is_in_reach(key: str, limit: float) -> 
     assert said[key] in str(caught.value)
 
 
-def test_unreachable_budget_is_refused_early(
+def test_unreachable_budget_is_refused_before_calibration(
     tmp_path: Path,
 ) -> None:
     scenarios = Path(__file__).parent.parent.parent / "scenarios"

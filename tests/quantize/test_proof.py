@@ -1,4 +1,4 @@
-"""What quantize proves before the output takes its name."""
+"""Checks of quantize's output before it gets its final name."""
 
 import json
 import shlex
@@ -24,14 +24,12 @@ QKV = [Q.replace("q_proj", f"{part}_proj") for part in "qkv"]
 
 @pytest.fixture
 def incomplete(llama: Path, tmp_path: Path) -> Path:
-    """Save a source without its last norm, for which vLLM would use uninitialized memory."""
+    """Save a source without its last norm. vLLM would use uninitialized memory for this norm."""
     return spoiled(llama, tmp_path / "incomplete", drop("model.norm.weight"))
 
 
-def test_an_output_that_vllm_would_misread_is_not_called_out(
-    incomplete: Path, tmp_path: Path
-) -> None:
-    for _ in range(2):  # the second one replaces what the first one left
+def test_misread_output_is_not_published(incomplete: Path, tmp_path: Path) -> None:
+    for _ in range(2):  # the second call replaces the folder of the first call
         ran = vexport(
             "quantize", incomplete, tmp_path / "out", "--scheme", "W8A16", "--rounding", "nearest"
         )
@@ -46,7 +44,7 @@ def test_an_output_that_vllm_would_misread_is_not_called_out(
     assert vexport("check", tmp_path / "out.failed").code == 1
 
 
-def test_what_others_put_there_is_not_replaced(incomplete: Path, tmp_path: Path) -> None:
+def test_foreign_failed_folder_is_kept(incomplete: Path, tmp_path: Path) -> None:
     (tmp_path / "out.failed").mkdir()
     (tmp_path / "out.failed" / "mine").write_text("mine")
     ran = vexport(
@@ -71,9 +69,10 @@ def failure_of(
         (put(f"{Q}.weight_packed", lambda packed: packed[:, :-1].contiguous()), QKV),
     ],
 )
-def test_the_layer_at_fault_is_named_so_that_it_can_be_kept(
+def test_faulty_layer_is_named(
     llama: Path, tmp_path: Path, change: object, keep: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """With the named layers kept, the quantization succeeds."""
     assert callable(change)
     out = quantize(llama, tmp_path / "out", "NVFP4A16")
     assert failure_of(llama, out, dry=False) is None
@@ -87,13 +86,13 @@ def test_the_layer_at_fault_is_named_so_that_it_can_be_kept(
 
 
 @pytest.mark.vllm
-def test_vllm_loads_an_output_dry(
+def test_output_is_loaded_dry(
     calibration: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The GPU must run the scheme: only SM 90 has a KV cache with scales by head."""
+    """Only GPUs that run the scheme are tried: a KV cache with scales by head needs SM 90."""
     monkeypatch.delenv("VEXPORT_NO_VERIFY")
     source = save_llama(tmp_path / "source", num_hidden_layers=2, head_dim=80)
     cache = ("--kv-cache", "fp8_per_head", "--calibration", calibration, "--format", "json")
@@ -102,13 +101,13 @@ def test_vllm_loads_an_output_dry(
     assert "dry load" in ran.stderr
     serve = shlex.join(["vllm", "serve", str(tmp_path / "out")])
     assert json.loads(ran.stdout)["next_commands"][-1].startswith(serve)
-    # Four heads for three ranks, which vLLM refuses with the source as well: no fault of the
-    # quantization.
+    # vLLM also refuses to divide the source's four heads among three ranks. This is no fault of
+    # the quantization.
     assert failure_of(source, tmp_path / "out", tp=(3,)) is None
     told = capsys.readouterr().out
     assert "does the same with the unquantized source" in told
     assert "divisible by tensor parallel size" in told
-    # vLLM refuses this scale, which the source does not have.
+    # The source does not have this scale, so that vLLM's refusal is a fault of the quantization.
     cut = put(f"{DOWN}.weight_scale", lambda scale: scale[:-1].contiguous())
     failure = failure_of(source, spoiled(tmp_path / "out", tmp_path / "cut", cut))
     assert failure

@@ -1,6 +1,4 @@
-"""Written checkpoints against compressed-tensors: its dequantization, its config model, its
-packing.
-"""
+"""Written checkpoints, compared with compressed-tensors: dequantization, config and packing."""
 
 import json
 from pathlib import Path
@@ -17,7 +15,7 @@ from vexport.checkpoint.index import read_index
 SCHEMES = ("NVFP4", "NVFP4A16", "FP8", "FP8_DYNAMIC", "W8A8", "W4A16")
 
 
-def test_global_scale_is_the_divisor_of_the_largest_member(llama: Path, good: Good) -> None:
+def test_global_scale_of_largest_member(llama: Path, good: Good) -> None:
     original, tensors = (
         load_file(folder / "model.safetensors") for folder in (llama, good("NVFP4"))
     )
@@ -29,7 +27,7 @@ def test_global_scale_is_the_divisor_of_the_largest_member(llama: Path, good: Go
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_config_is_one_that_compressed_tensors_reads(scheme: str, good: Good) -> None:
+def test_compressed_tensors_reads_config(scheme: str, good: Good) -> None:
     raw = json.loads((good(scheme) / "config.json").read_text())["quantization_config"]
     config = QuantizationConfig.model_validate(raw)
     preset = preset_name_to_scheme(scheme, ["Linear"])
@@ -40,7 +38,7 @@ def test_config_is_one_that_compressed_tensors_reads(scheme: str, good: Good) ->
     assert config.quantization_status == "compressed"
 
 
-def test_what_is_kept_is_copied_to_the_byte(llama: Path, tmp_path: Path) -> None:
+def test_kept_layers_are_copied_exactly(llama: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     assert (
         vexport("quantize", llama, out, "--scheme", "W8A8", "--ignore", "down_proj", "--quiet").code
@@ -58,7 +56,7 @@ def test_what_is_kept_is_copied_to_the_byte(llama: Path, tmp_path: Path) -> None
     ]
 
 
-def test_side_files_travel(tmp_path: Path) -> None:
+def test_side_files_are_copied(tmp_path: Path) -> None:
     source = save_llama(tmp_path / "source")
     names = (
         "preprocessor_config.json",
@@ -91,9 +89,7 @@ def test_shards_and_index(tmp_path: Path, llama: Path, good: Good) -> None:
             assert torch.equal(value.view(torch.uint8), one[name].view(torch.uint8)), name
 
 
-def test_importance_is_gathered_for_weights_alone(
-    llama: Path, calibration: Path, tmp_path: Path
-) -> None:
+def test_importance_changes_weights(llama: Path, calibration: Path, tmp_path: Path) -> None:
     written = set()
     for observer in ("memoryless_mse", "imatrix_mse"):
         options = ("--observer", observer, "--calibration", calibration)

@@ -1,4 +1,4 @@
-"""Two ranks of torchrun calibrate, round and write together. If one dies, the other ends."""
+"""Two ranks of torchrun calibrate, round and write together. If one rank dies, the other ends."""
 
 import os
 import signal
@@ -24,7 +24,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of two layers and its calibration text, an odd number of rows."""
+    """Return a folder with a model of two layers, and text with an odd number of rows."""
     root = tmp_path_factory.mktemp("ranks")
     save_llama(root / "model", num_hidden_layers=2, intermediate_size=256)
     write_calibration(root / "text.jsonl", rows=7)
@@ -44,8 +44,8 @@ def call(folder: Path, out: Path, scheme: str, *options: str) -> list[object]:
     ]
 
 
-def two_ranks(words: list[object], folder: Path, environment: Mapping[str, str]) -> str:
-    """What two ranks say, which must come to a good end; one rank speaks."""
+def run_two_ranks(words: list[object], folder: Path, environment: Mapping[str, str]) -> str:
+    """Run two ranks, and return the output of the first. The second rank prints nothing."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         at = {
@@ -76,23 +76,23 @@ def tensors(out: Path) -> dict[str, torch.Tensor]:
 
 
 def codes(packed: torch.Tensor) -> torch.Tensor:
-    """Eight of four bits in each int32."""
+    """Unpack eight codes of 4 bits from each int32."""
     return torch.stack([(packed >> shift) & 15 for shift in range(0, 32, 4)])
 
 
-def test_statistics_of_two_ranks_are_those_of_one(folder: Path, tmp_path: Path) -> None:
-    """Equal to the byte. Each rank writes some files, and one rank verifies them by a dry load."""
+def test_two_ranks_write_same_bytes(folder: Path, tmp_path: Path) -> None:
+    """Each rank writes some files, and one rank verifies all files by a dry load."""
     one, two = tmp_path / "one", tmp_path / "two"
     nearest = ("NVFP4", "--rounding", "nearest", "--kv-cache", "fp8")
     finish(start(tmp_path / "log", command, *call(folder, one, *nearest)), tmp_path / "log")
-    said = two_ranks(call(folder, two, *nearest), tmp_path, {"VEXPORT_NO_VERIFY": "0"})
+    said = run_two_ranks(call(folder, two, *nearest), tmp_path, {"VEXPORT_NO_VERIFY": "0"})
     assert "dry load" in said
     assert digests(one) == digests(two)
     assert len(list(two.glob("*.safetensors"))) >= 2
 
 
 def test_second_call_resumes_after_dead_rank(folder: Path, tmp_path: Path) -> None:
-    """What it writes differs from one rank's by the order of sums."""
+    """The codes differ from those of one rank only because of the order of sums."""
     out = tmp_path / "two" / "out"
     words = call(folder, out, "W4A16", "--rounding", "gptq")
     process = subprocess.Popen(
@@ -113,7 +113,7 @@ def test_second_call_resumes_after_dead_rank(folder: Path, tmp_path: Path) -> No
     assert process.returncode == 1
     assert not out.exists()
     assert list(rounded.glob("layer-0000.*"))
-    two_ranks(words, tmp_path, {})
+    run_two_ranks(words, tmp_path, {})
     assert [path.name for path in out.parent.iterdir()] == ["out"]
     log = tmp_path / "log"
     finish(start(log, command, *call(folder, tmp_path / "one", "W4A16", "--rounding", "gptq")), log)
@@ -122,14 +122,14 @@ def test_second_call_resumes_after_dead_rank(folder: Path, tmp_path: Path) -> No
     packed = [name for name in one if name.endswith("weight_packed")]
     assert len(packed) == 14
     equal = {name: float((codes(one[name]) == codes(two[name])).float().mean()) for name in packed}
-    # One code that a sum tips over changes what follows in its row, and a little in all layers
-    # behind it.
+    # A code that differs because of a sum changes later codes in its row, and slightly all later
+    # layers.
     assert min(equal[name] for name in packed if ".layers.0.self_attn." in name) > 0.999, equal
     assert sum(equal.values()) / len(equal) > 0.7, equal
 
 
 def rank_of(process: "subprocess.Popen[str]", rank: int) -> int:
-    """Return the process that torchrun has started as this rank."""
+    """Return the process that torchrun started for this rank."""
     for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
         if f"RANK={rank}\0".encode() in b"\0" + Path(f"/proc/{child}/environ").read_bytes():
             return int(child)

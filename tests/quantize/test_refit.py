@@ -1,4 +1,4 @@
-"""A full refit equals brevitas' Qronos. Golden values were recorded.
+"""A full refit, compared with brevitas' Qronos. Golden values were recorded.
 
 Qronos chooses the first column with the other columns unchanged, without damping, and refits the
 others to it. Here all columns are refitted, then rounded in order. If both round the first column
@@ -61,7 +61,7 @@ def rounded(strength: float) -> torch.Tensor:
 
 
 def error(values: torch.Tensor) -> float:
-    """|X W^T - X~ Q^T|^2 less |X W^T|^2, which no Q changes."""
+    """Return |X W^T - X~ Q^T|^2 minus |X W^T|^2, which does not depend on Q."""
     return float((values @ HESSIAN * values).sum() - 2 * (values @ CROSS * WEIGHT).sum())
 
 
@@ -69,7 +69,7 @@ def test_codes_and_output_error_equal_qronos() -> None:
     found, expected = codes(rounded(1.0)), codes(GOLDEN["rounded"])
     first = factor().order[0]
     same = found[:, first] == expected[:, first]
-    # So many that what follows is about most rows.
+    # The next assertion covers most rows.
     assert same.float().mean() > 0.6
     assert (found == expected)[same].float().mean() >= 0.999
     qronos, full, gptq = (
@@ -82,9 +82,8 @@ def test_codes_and_output_error_equal_qronos() -> None:
 @pytest.mark.parametrize(
     ("scheme", "bits"), [("W4A16", 16), ("W8A8", 8), ("NVFP4", 4), ("MXFP4", 4)]
 )
-def test_a_refit_is_as_strong_as_the_table_or_a_rule_says(
-    scheme: str, bits: int, tmp_path: Path
-) -> None:
+def test_strength_of_refit(scheme: str, bits: int, tmp_path: Path) -> None:
+    """The strength comes from a table by the bits of the inputs, or from the rule."""
     folder = save_llama(tmp_path / "llama")
 
     def found(rounding: object) -> Strength:
@@ -102,7 +101,7 @@ def test_a_refit_is_as_strong_as_the_table_or_a_rule_says(
 @pytest.mark.parametrize(
     "rounding", [{"strength": 1.5}, {"ridge": 0}, {"method": "gptq", "strength": 0.5}]
 )
-def test_what_is_no_strength_is_refused(rounding: object) -> None:
+def test_invalid_strength_is_refused(rounding: object) -> None:
     with pytest.raises(ValueError, match="strength|ridge|refit"):
         Rule.model_validate({"match": "Linear", "scheme": "W4A16", "rounding": rounding})
 
@@ -112,7 +111,8 @@ SCENARIOS = TESTS.parent / "scenarios"
 
 
 @pytest.mark.slow
-def test_refit_leaves_a_quarter_of_the_divergence(tmp_path: Path) -> None:
+def test_refit_reduces_divergence(tmp_path: Path) -> None:
+    """The refit leaves less than a quarter of the divergence of rounding to nearest."""
     scenario = yaml.safe_load((SCENARIOS / "demo-rescue-int4.yaml").read_text())
     rung = yaml.safe_load((TESTS / "ladder" / "int4-g128-x8.yaml").read_text())
     layers, same = scenario["rules"][-1], rung["rules"][-1]

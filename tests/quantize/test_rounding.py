@@ -1,4 +1,4 @@
-"""Weights rounded by calibration text: closer answers, and the same bytes after a kill."""
+"""Rounding of weights with text: smaller divergence, and the same bytes after a kill."""
 
 import json
 import time
@@ -28,7 +28,7 @@ from vexport.records import silent
 from vexport.records.calibration import LOOK_BACK, ROUND
 from vexport.scenario import Rule
 
-# Refit goes through all of what GPTQ does: where it is not named, that is enough.
+# Refit includes GPTQ's steps, so that not each scheme needs both.
 SCHEMES = {
     "W4A16": ("gptq", "refit"),
     "NVFP4": ("refit",),
@@ -51,8 +51,9 @@ def rows_of(text: Path) -> list[list[int]]:
 
 
 def divergence(source: Path, checkpoint: Path, rows: list[list[int]]) -> float:
-    """KL(source || quantized) over rows, by transformers with dequantized weights and rounded
-    inputs.
+    """Return KL(source || quantized) over rows.
+
+    transformers computes it with dequantized weights and rounded inputs.
     """
     model = AutoModelForCausalLM.from_pretrained(source)
     with torch.inference_mode():
@@ -64,7 +65,7 @@ def divergence(source: Path, checkpoint: Path, rows: list[list[int]]) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_answers_are_closer_than_to_nearest(
+def test_divergence_is_less_than_of_nearest(
     scheme: str, source: Path, text: Path, tmp_path: Path
 ) -> None:
     found = {}
@@ -89,10 +90,8 @@ def test_answers_are_closer_than_to_nearest(
 
 
 @pytest.mark.slow
-def test_scales_are_searched_by_what_enters_the_layer(
-    source: Path, text: Path, tmp_path: Path
-) -> None:
-    """Unless an observer is named: plain GPTQ stays what other tools do."""
+def test_scales_are_searched_by_inputs(source: Path, text: Path, tmp_path: Path) -> None:
+    """With a named observer, GPTQ uses this observer, like in other tools."""
     call = ("quantize", source, "--scheme", "W4A16", "--rounding", "gptq", "--calibration", text)
     observers = {(): "imatrix_mse", ("--observer", "memoryless_minmax"): "memoryless_minmax"}
     found = {}
@@ -108,9 +107,7 @@ def test_scales_are_searched_by_what_enters_the_layer(
 
 
 @pytest.mark.slow
-def test_with_text_weights_are_refitted_and_it_is_told(
-    source: Path, text: Path, tmp_path: Path
-) -> None:
+def test_text_enables_refit(source: Path, text: Path, tmp_path: Path) -> None:
     ran = vexport(
         "quantize",
         source,
@@ -133,9 +130,7 @@ def test_with_text_weights_are_refitted_and_it_is_told(
 
 
 @pytest.mark.slow
-def test_killed_between_layers_it_goes_on_to_the_same_bytes(
-    source: Path, text: Path, tmp_path: Path
-) -> None:
+def test_killed_rounding_resumes_to_same_bytes(source: Path, text: Path, tmp_path: Path) -> None:
     call = ("quantize", source, "--scheme", "W4A16", "--rounding", "refit", "--calibration", text)
     whole = tmp_path / "whole"
     assert vexport(*call, whole).code == 0
@@ -180,19 +175,18 @@ ROWS, LAYERS = 12, 3
 
 
 @pytest.mark.parametrize("limit", ["max\n", "1048576\n", "99999999999999\n"])
-def test_no_more_wait_than_half_of_what_the_control_group_has(
+def test_memory_limit_of_control_group(
     limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Waiting rows may use half of the control group's memory."""
     whole = most_waiting()
     (tmp_path / "memory.max").write_text(limit)
     monkeypatch.setattr(waiting_rows, "CGROUP_MEMORY", tmp_path / "memory.max")
     assert most_waiting() == (2**19 if "1048576" in limit else whole)
 
 
-def test_too_much_text_is_refused_with_what_fits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing else depends on the memory that there is."""
+def test_too_much_text_names_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The amount of memory changes only this limit, not the results."""
     folder = save(configs()["llama"], tmp_path / "llama")
     rules = [Rule(match="Linear", scheme="W4A16_CHANNEL", rounding="gptq")]
     _, plan = plan_headers(str(folder), rules, PlanSettings(), silent)
@@ -203,8 +197,8 @@ def test_too_much_text_is_refused_with_what_fits(
     require_room(plan.groups, ROWS * 16, ROWS // 2, "cpu")
 
 
-class LayerNames:
-    """Notes the layers that are left; there are no rows."""
+class LayerRecorder:
+    """Watcher that records the layers that it leaves. There are no rows."""
 
     def __init__(self) -> None:
         self.seen: list[str] = []
@@ -219,11 +213,11 @@ class LayerNames:
         self.seen.append(layer.name)
 
 
-def test_a_rank_without_rows_walks_along(tmp_path: Path) -> None:
-    """With more ranks than rows of text."""
+def test_walk_without_rows(tmp_path: Path) -> None:
+    """With more ranks than rows of text, a rank has no rows."""
     index = read_index(save(configs()["llama"], tmp_path / "llama"))
     walk = LayerWalk(index)
-    watcher = LayerNames()
+    watcher = LayerRecorder()
     with walk.text(Samples(token_ids=(), rows=())) as hidden:
         walk.forward(hidden, watcher)
     assert watcher.seen == [f"model.layers.{number}" for number in range(LAYERS)]

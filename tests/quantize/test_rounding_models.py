@@ -1,4 +1,4 @@
-"""Every family that supports calibration is rounded by its text: experts, heads, multimodal."""
+"""Rounding with text in all supported families: experts, heads, multimodal models."""
 
 import json
 from pathlib import Path
@@ -55,7 +55,7 @@ def rounded(
     head: bool = False,
     kv_cache: KvCache | None = None,
 ) -> tuple[Plan, RoundingReport | None]:
-    """Quantize all linear layers, with `head` the output head, too."""
+    """Quantize all linear layers. With `head`, quantize the output head too."""
     rules = tuple(
         Rule(match=match, scheme=scheme, observer="memoryless_minmax", rounding=rounding)
         for match in (("lm_head", "Linear") if head else ("Linear",))
@@ -87,9 +87,7 @@ FAMILIES = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
-def test_all_groups_are_rounded_by_what_enters_them(
-    family: str, text: Path, tmp_path: Path
-) -> None:
+def test_all_groups_are_rounded(family: str, text: Path, tmp_path: Path) -> None:
     stacked, scheme, present = FAMILIES[family]
     source = save(CONFIGS[family], tmp_path / family, stacked=stacked)
     _, report = rounded(source, tmp_path / "out", text, "gptq", scheme, head=family == "qwen3")
@@ -106,7 +104,7 @@ def test_all_groups_are_rounded_by_what_enters_them(
 
 
 def dequantized(source: Path, checkpoint: Path, out: Path) -> Path:
-    """Return the source with a checkpoint's weights, dequantized by compressed-tensors."""
+    """Save the source with a checkpoint's weights, which compressed-tensors dequantizes."""
     copytree(source, out)
     values = load_file(source / "model.safetensors")
     with Reader() as reader:
@@ -125,8 +123,8 @@ def dequantized(source: Path, checkpoint: Path, out: Path) -> Path:
 
 
 @pytest.mark.usefixtures("own_products")
-def test_the_cache_is_calibrated_in_the_quantized_stream(text: Path, tmp_path: Path) -> None:
-    """Ranges equal a plain model's with the dequantized weights, and differ from the source's."""
+def test_kv_cache_is_calibrated_with_quantized_weights(text: Path, tmp_path: Path) -> None:
+    """Ranges equal those of a model with the dequantized weights, and differ from the source's."""
     source = save(CONFIGS["llama"], tmp_path / "llama")
     plan, report = rounded(source, tmp_path / "out", text, "gptq", kv_cache="fp8")
     assert report is not None
@@ -171,7 +169,7 @@ def _plain(folder: Path) -> None:
 
 
 def _tied(folder: Path) -> None:
-    """Tied by its config; the head's own copy is in the file, as some exports leave it."""
+    """Save a model that is tied by its config. Its file contains the head, as in some exports."""
     save(
         Qwen3Config(
             **{**LLAMA_LIKE, "num_hidden_layers": 2}, head_dim=16, tie_word_embeddings=True
@@ -203,9 +201,8 @@ def logprobs(folder: Path, text: Path, *, wrapped: bool) -> torch.Tensor:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*WRAPPED, "plain", "phi3", "tied", "qwen3_moe"])
-def test_it_is_closer_than_to_nearest_and_like_its_source(
-    name: str, text: Path, tmp_path: Path
-) -> None:
+def test_refit_is_closer_than_nearest(name: str, text: Path, tmp_path: Path) -> None:
+    """The comparison with the source finds no error."""
     source, wrapped = made(tmp_path / "source", name), name in WRAPPED
     exact, divergence = logprobs(source, text, wrapped=wrapped), list[float]()
     ways: tuple[Rounding, Rounding] = ("nearest", "refit")

@@ -1,4 +1,4 @@
-"""Losses of groups on the demo model equal the KL of checkpoints with one group quantized."""
+"""Losses of layer groups on the demo model, compared with checkpoints with one quantized group."""
 
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from vexport.scenario import Auto, Calibration, Rule
 DEMO = Path(__file__).parents[2] / "scenarios" / "demo"
 RULES = (Rule(match="Linear", scheme="auto"),)
 SAMPLES = 2
-# The reference computes attention and activations in another order, in bf16.
+# The reference computes attention and activations in another order, in bfloat16.
 TOLERANCE = 0.02
 
 
@@ -65,7 +65,7 @@ def loss_of(model: Path, rules: tuple[Rule, ...], out: Path) -> float:
     """Return the KL of a checkpoint quantized by these rules."""
     settings = Calibration(data=DEMO / "calibration.jsonl", samples=SAMPLES, seq_len=64)
     quantize_source(QuantizeJob(source=str(model), out=out, rules=rules, calibration=settings))
-    # The reference leaves out what follows the last token of a prompt.
+    # The reference has no log-probabilities after the last token of a prompt.
     prompts = [(*ids, 0) for ids in samples(model).token_ids]
     plain, quantized = reference_logprobs(model, prompts), reference_logprobs(out, prompts)
     assert torch.isfinite(quantized).all()
@@ -76,7 +76,10 @@ def loss_of(model: Path, rules: tuple[Rule, ...], out: Path) -> float:
 def measured(
     tmp_path_factory: pytest.TempPathFactory, own_products_in_module: None
 ) -> GroupSensitivities:
-    """Computed as the reference does: what NVFP4 makes of inputs depends on their last bits."""
+    """Measure all losses, with products like the reference's:
+
+    NVFP4 inputs depend on their last bits.
+    """
     folder = tmp_path_factory.mktemp("measured")
     return run(DEMO / "model-x16", folder / "trials.json", "NVFP4", "W4A16")
 
@@ -85,10 +88,8 @@ def losses(found: GroupSensitivities) -> dict[tuple[str, str], SchemeLoss]:
     return {(group.name, one.scheme): one for group in found.groups for one in group.schemes}
 
 
-def test_the_outliers_are_found(measured: GroupSensitivities) -> None:
-    """The variant scales columns of q, k, v, gate and up only: INT4 in groups of 128 loses
-    those.
-    """
+def test_outliers_have_largest_losses(measured: GroupSensitivities) -> None:
+    """The variant scales columns of q, k, v, gate and up, whose loss in INT4 is large."""
     easy, hard = list[float](), list[float]()
     for (name, scheme), loss in losses(measured).items():
         if scheme == "W4A16":
@@ -101,7 +102,7 @@ def test_the_outliers_are_found(measured: GroupSensitivities) -> None:
     ("name", "scheme"),
     [("model.layers.1.mlp.gate_up_proj", "NVFP4"), ("model.layers.0.self_attn.qkv_proj", "W4A16")],
 )
-def test_a_loss_is_that_of_a_checkpoint_with_only_this_group(
+def test_loss_equals_checkpoint_with_one_group(
     name: str, scheme: str, measured: GroupSensitivities, tmp_path: Path
 ) -> None:
     model = DEMO / "model-x16"
@@ -112,7 +113,7 @@ def test_a_loss_is_that_of_a_checkpoint_with_only_this_group(
     assert losses(measured)[name, scheme].loss == pytest.approx(loss, rel=TOLERANCE)
 
 
-def test_a_second_call_runs_nothing_again(tmp_path: Path) -> None:
+def test_losses_are_reused(tmp_path: Path) -> None:
     steps: list[str] = []
 
     def again(*candidates: str) -> GroupSensitivities:
@@ -128,9 +129,11 @@ def test_a_second_call_runs_nothing_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("own_products")
-def test_a_loss_is_that_of_the_rounding_that_is_written(tmp_path: Path) -> None:
-    """With nothing quantized in front of it a refit of weights alone is GPTQ. Losses that another
-    rounding has left in the file are not taken."""
+def test_loss_follows_rounding(tmp_path: Path) -> None:
+    """If no earlier layer is quantized, a refit equals GPTQ.
+
+    Losses of another rounding in the file are not reused.
+    """
     model, projection = DEMO / "model-x16", r"re:model\.layers\.0\.mlp\.down_proj"
     kept, found = Rule(match="Linear", scheme=KEEP), dict[str, float]()
     roundings: tuple[Rounding, Rounding] = ("refit", "nearest")
@@ -144,8 +147,8 @@ def test_a_loss_is_that_of_the_rounding_that_is_written(tmp_path: Path) -> None:
     assert found["nearest"] != pytest.approx(loss_of_gptq, rel=TOLERANCE)
 
 
-def test_torch_computes_with_the_threads_of_numba() -> None:
-    """From the start, not from the first kernel on: sums depend on the number."""
+def test_torch_uses_numbas_threads() -> None:
+    """The number is set at the start, because sums depend on it."""
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(numba.get_num_threads() + 2)

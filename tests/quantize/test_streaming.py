@@ -1,6 +1,4 @@
-"""Streaming: broken off and continued, parts of stored tensors, memory that does not grow with the
-model.
-"""
+"""Streaming of tensors: interruption and resumption, parts of tensors, and constant memory."""
 
 import contextlib
 import hashlib
@@ -27,7 +25,7 @@ from vexport.records import TensorSpec
 
 
 def write_model(folder: Path, *, hidden: int, layers: int) -> Path:
-    """A Llama in two shards, large enough to be killed in the middle."""
+    """Save a Llama in two shards, large enough to be killed in the middle."""
     sizes = {"hidden_size": hidden, "intermediate_size": 3 * hidden, "head_dim": hidden // 4}
     save_llama(folder, **sizes, num_hidden_layers=layers, num_key_value_heads=1, vocab_size=4096)
     (folder / "tokenizer.json").write_text("{}")
@@ -43,7 +41,7 @@ def digests(folder: Path) -> Mapping[str, str]:
 
 
 @pytest.mark.slow
-def test_killed_twice_it_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
+def test_killed_twice_resumes_to_same_bytes(tmp_path: Path) -> None:
     source, log = write_model(tmp_path / "source", hidden=1024, layers=4), tmp_path / "log"
     whole, out = tmp_path / "whole", tmp_path / "out"
     options = ("--scheme", "NVFP4A16", "--max-shard-size", "10MB")
@@ -64,8 +62,11 @@ def test_killed_twice_it_goes_on_to_the_same_bytes(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["log", "out", "source", "whole"]
 
 
-def break_off(out: Path, input_digest: str) -> list[str]:
-    """What an unfinished call is told and finds; it leaves half a shard and half a config."""
+def interrupt_directory(out: Path, input_digest: str) -> list[str]:
+    """Write half a shard and half a config, then interrupt.
+
+    Return the notes, and the files found.
+    """
     found: list[str] = []
     with (
         contextlib.suppress(KeyboardInterrupt),
@@ -82,11 +83,14 @@ def break_off(out: Path, input_digest: str) -> list[str]:
     return found
 
 
-def test_another_input_begins_anew(tmp_path: Path) -> None:
+def test_changed_input_starts_again(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    assert break_off(out, "a") == []
-    assert break_off(out, "a") == ["resumes where it was interrupted", "model.safetensors"]
-    assert break_off(out, "b") == ["starts again: its inputs have changed"]
+    assert interrupt_directory(out, "a") == []
+    assert interrupt_directory(out, "a") == [
+        "resumes where it was interrupted",
+        "model.safetensors",
+    ]
+    assert interrupt_directory(out, "b") == ["starts again: its inputs have changed"]
     with resumable_directory(out, input_digest="c", overwrite=False) as folder:
         record(folder / "config.json")
         (folder / "config.json").write_text("{}")
@@ -104,7 +108,7 @@ def test_two_writers_of_one_output_are_refused(tmp_path: Path) -> None:
     assert "another process" in ran.errors[0]
 
 
-def test_a_refusal_leaves_nothing(tmp_path: Path) -> None:
+def test_refusal_leaves_no_files(tmp_path: Path) -> None:
     source = write_model(tmp_path / "source", hidden=128, layers=1)
     name = "model.layers.0.mlp.down_proj.weight"
     file = read_index(source).tensors[name].file
@@ -118,7 +122,7 @@ def test_a_refusal_leaves_nothing(tmp_path: Path) -> None:
         assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-SPARSE = """
+PEAK_OF_QUANTIZE = """
 import json, os, sys
 from pathlib import Path
 from vexport.quantize.job import QuantizeJob, quantize_source
@@ -126,13 +130,13 @@ from vexport.plan.source import rules_for
 from vexport.scenario import Planning
 rules = rules_for(Planning(scheme="NVFP4A16", observer="memoryless_minmax"))
 quantize_source(QuantizeJob(source=sys.argv[1], out=Path(sys.argv[2]), rules=rules))
-# ru_maxrss would count what the process that started this one had in memory.
+# ru_maxrss would include the memory of the parent process.
 print(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")))
 """
 
 
 def sparse_model(folder: Path, rows: int, columns: int) -> Path:
-    """Write a checkpoint of zeros as sparse files: one gate/up group and an embedding."""
+    """Write a checkpoint of zeros as a sparse file: a gate/up group and an embedding."""
     folder.mkdir()
     specs = [
         TensorSpec(name=name, dtype="BF16", shape=(rows, columns))
@@ -151,12 +155,12 @@ def sparse_model(folder: Path, rows: int, columns: int) -> Path:
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_with_the_weights(tmp_path: Path) -> None:
+def test_memory_is_constant(tmp_path: Path) -> None:
     peaks = []
     for name, rows in (("small", 2048), ("large", 28672)):
         source = sparse_model(tmp_path / name, rows, 4096)
         ran = subprocess.run(
-            [sys.executable, "-c", SPARSE, source, tmp_path / f"{name}-out"],
+            [sys.executable, "-c", PEAK_OF_QUANTIZE, source, tmp_path / f"{name}-out"],
             check=True,
             capture_output=True,
             text=True,

@@ -1,4 +1,4 @@
-"""The estimate of the seconds that calibration still takes, over all of its steps."""
+"""The estimate of calibration's remaining seconds, over all steps."""
 
 import pytest
 
@@ -9,7 +9,7 @@ STEPS = (Step(name=LOOK_BACK, tokens=1000), Step(name=ROUND, tokens=4000))
 
 
 class Recorded:
-    """Reports of all steps and of single steps, with a clock that the test moves."""
+    """Progress reports of all steps and of single steps, with a clock that the test moves."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seconds = 100.0
@@ -25,7 +25,7 @@ class Recorded:
             self.others.append((stage, done, total))
 
     def after(self, seconds: float, stage: str, done: int, total: int) -> None:
-        """Report a stage, so many seconds after the last report."""
+        """Report a stage this number of seconds after the last report."""
         self.seconds += seconds
         self.progress(stage, done, total)
 
@@ -39,7 +39,7 @@ def test_seconds_left_follow_the_first_layer(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_last_step_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the first step took for a token no longer counts."""
+    """The first step's seconds per token no longer count."""
     recorded = Recorded(monkeypatch)
     recorded.after(0, LOOK_BACK, 0, 10)
     recorded.after(20, LOOK_BACK, 10, 10)

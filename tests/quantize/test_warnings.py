@@ -1,4 +1,4 @@
-"""Warnings about a quantized checkpoint: parts without calibration, layers kept unquantized."""
+"""Warnings about a quantized checkpoint: missing calibration, and unquantized layers."""
 
 from dataclasses import replace
 
@@ -21,26 +21,34 @@ from vexport.records.calibration import GroupRounding, LayerRounding, RoundingRe
 from vexport.scenario import Calibration
 
 QKV = GroupRounding(name="model.layers.0.self_attn.qkv_proj", rounding="refit", columns=256)
-LOST = GroupRounding(name="model.layers.0.mlp.down_proj", fallback="H is not positive definite")
+FALLEN_BACK = GroupRounding(
+    name="model.layers.0.mlp.down_proj", fallback="H is not positive definite"
+)
 
 
 def rounded(*groups: GroupRounding) -> RoundingReport:
     return RoundingReport(layers=(LayerRounding(groups=groups, state_error=0.0),))
 
 
-def test_groups_that_fell_back_are_named() -> None:
-    rounding = rounded(QKV, LOST)
-    assert [*fallback_warnings(rounding)] == [f"{LOST.name} rounded to nearest: {LOST.fallback}"]
+def test_fallen_back_groups_are_named() -> None:
+    rounding = rounded(QKV, FALLEN_BACK)
+    assert [*fallback_warnings(rounding)] == [
+        f"{FALLEN_BACK.name} rounded to nearest: {FALLEN_BACK.fallback}"
+    ]
     (finding,) = fallback_findings(rounding)
-    assert (finding.check, finding.severity, finding.where) == ("rounding", "warning", LOST.name)
+    assert (finding.check, finding.severity, finding.where) == (
+        "rounding",
+        "warning",
+        FALLEN_BACK.name,
+    )
     assert "H is not positive definite" in finding.got
-    many = rounded(*(replace(LOST, name=f"down{number}") for number in range(MAX_NAMED + 2)))
+    many = rounded(*(replace(FALLEN_BACK, name=f"down{number}") for number in range(MAX_NAMED + 2)))
     (line,) = fallback_warnings(many)
     assert "down3 and 2 more rounded to nearest" in line
     assert len([*fallback_findings(many)]) == MAX_NAMED + 2
 
 
-def test_layers_that_stay_and_few_quantized_weights() -> None:
+def test_kept_layers_and_few_quantized_weights() -> None:
     def note(where: str, fix: str) -> Finding:
         got = "576 is not a multiple of 128"
         return Finding(check="shape", severity="info", where=where, expected="", got=got, fix=fix)
@@ -96,6 +104,6 @@ def test_enough_tokens(columns: int, enough: int) -> None:
     assert enough_tokens(columns) == enough
 
 
-def test_defaults_of_the_command_line() -> None:
+def test_default_amount_of_text() -> None:
     calibration = Calibration(data="text.jsonl")
     assert calibration.samples * calibration.seq_len == USUAL_TOKENS
