@@ -1,4 +1,4 @@
-"""Micro models of every family of architectures, stored under the names of real hub checkpoints."""
+"""Micro models of all families of architectures, with tensor names as on the hub."""
 
 import json
 import re
@@ -63,9 +63,9 @@ SHARED: Values = {"shared_expert_intermediate_size": 128}
 STACKED = frozenset({"mlp.experts.gate_up_proj", "mlp.experts.down_proj"})
 SINGLE_GATE = re.compile(r"mlp\.experts\.\d+\.gate_proj\.weight")
 
-# transformers 5 does not turn these experts back to the (experts, in, out) of the hub.
+# transformers 5 saves these experts as (experts, out, in), the hub has (experts, in, out).
 SAVED_OTHERWISE = ("qwen3_vl_moe",)
-# transformers 5 leaves out a part of these names.
+# transformers 5 drops a part of these names.
 NEXT_NORMS = ("enorm", "hnorm", "shared_head.norm")
 RENAMED = {"gemma3": ("vision_tower.", "vision_tower.vision_model.")}
 
@@ -116,8 +116,8 @@ GEMMA4_VISION: Values = {
     **{"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64},
     "use_clipped_linears": True,
 }
-OF_FOUR: Values = {**EXPERTS, "num_experts": 4}
-NEXT: Values = {**OF_FOUR, **LINEAR_ATTENTION, **SHARED}
+FOUR_EXPERTS: Values = {**EXPERTS, "num_experts": 4}
+NEXT: Values = {**FOUR_EXPERTS, **LINEAR_ATTENTION, **SHARED}
 GROUPED: Values = {**EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1, "topk_group": 1}
 GLM: Values = {**GROUPED, "n_shared_experts": 1, "n_group": 1}
 GLM_ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
@@ -157,8 +157,8 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "bloom": Family("bloom", {"n_layer": 2, "n_head": 4}),
     "mixtral": Family("mixtral", MIXTURE),
-    "qwen3-moe": Family("qwen3_moe", OF_FOUR),
-    "qwen2-moe": Family("qwen2_moe", {**OF_FOUR, **SHARED}),
+    "qwen3-moe": Family("qwen3_moe", FOUR_EXPERTS),
+    "qwen2-moe": Family("qwen2_moe", {**FOUR_EXPERTS, **SHARED}),
     "olmoe": Family(
         "olmoe", {"intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2}
     ),
@@ -187,7 +187,7 @@ FAMILIES: Mapping[str, Family] = {
     "ernie4.5-moe-mtp": Family("ernie4_5_moe", ERNIE, draft="ernie"),
     "exaone-moe-mtp": Family(
         "exaone_moe",
-        {**OF_FOUR, "num_shared_experts": 1, "n_group": 1, "topk_group": 1},
+        {**FOUR_EXPERTS, "num_shared_experts": 1, "n_group": 1, "topk_group": 1},
         draft="dense",
     ),
     "glm4-moe-lite-mtp": Family("glm4_moe_lite", {**GLM, **MLA}, draft="next"),
@@ -204,7 +204,7 @@ FAMILIES: Mapping[str, Family] = {
     "olmo2": Family("olmo2"),
     "qwen3-vl-moe": Family(
         "qwen3_vl_moe",
-        {**OF_FOUR, "norm_topk_prob": True, "tie_word_embeddings": False},
+        {**FOUR_EXPERTS, "norm_topk_prob": True, "tie_word_embeddings": False},
         towers={"vision_config": {**QWEN_VISION, "deepstack_visual_indexes": [0]}},
         values={"tie_word_embeddings": False},
     ),
@@ -242,7 +242,7 @@ FAMILIES: Mapping[str, Family] = {
 def hub_tensors(
     config: PretrainedConfig, device: str = "cpu"
 ) -> tuple[str, dict[str, torch.Tensor]]:
-    """Return (class name, tensors) of a new model as stored on the hub.
+    """Return the class name and the tensors of a new model, as stored on the hub.
 
     Experts are in separate tensors if the hub's checkpoints store them separately.
     """
@@ -348,8 +348,9 @@ def stacked_experts(layer: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor
 
 
 def save_family(name: str, folder: Path, **changes: object) -> Path:
-    """A micro model of a family as a checkpoint of one file; `changes` go to its language model's
-    config.
+    """Save a micro model of a family in one file.
+
+    `changes` apply to its language model's config.
     """
     family = FAMILIES[name]
     config = family.config(**changes)
@@ -365,7 +366,7 @@ def save_family(name: str, folder: Path, **changes: object) -> Path:
 
 
 def split(folder: Path, shards: int) -> Path:
-    """Deal a checkpoint's tensors out to so many shards, neighbours never together."""
+    """Distribute a checkpoint's tensors over shards. Adjacent names are in different files."""
     tensors = load_file(folder / "model.safetensors")
     weight_map = {}
     for number in range(shards):

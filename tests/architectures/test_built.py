@@ -1,4 +1,4 @@
-"""Plans and checks see the same fused layers."""
+"""Plans and checks use the same fused layers."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from vexport.scenario import Rule
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3-moe", "deepseek-v3", "gemma3"])
-def test_plan_and_checks_fuse_alike(family: str, tmp_path: Path) -> None:
+def test_plan_and_checks_fuse_equally(family: str, tmp_path: Path) -> None:
     index = read_index(save_family(family, tmp_path / family))
     plan = build_plan(index, [Rule(match="Linear", scheme="FP8_DYNAMIC")])
     fused = {layer.name: layer for layer in BuiltModel(index).fused_layers}
@@ -23,7 +23,7 @@ def test_plan_and_checks_fuse_alike(family: str, tmp_path: Path) -> None:
     )
 
 
-def test_layers_that_are_no_linear_layers(tmp_path: Path) -> None:
+def test_modules_that_are_no_layers(tmp_path: Path) -> None:
     index = read_index(save_family("llama", tmp_path / "llama"))
     everything = BuiltModel(index)
     less = BuiltModel(index, is_layer=lambda module: not module.endswith("q_proj"))

@@ -1,4 +1,4 @@
-"""For every family: fused and kept layers, written tensors, and a load with vLLM's loaders."""
+"""Fused and kept layers, written tensors, and a load with vLLM's loaders, for each family."""
 
 import json
 import re
@@ -26,8 +26,8 @@ STACK = re.compile(r"(?:layers|h)\.\*\.")
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 
-def own(names: str) -> dict[str, str]:
-    """Layers that vLLM builds as they are stored."""
+def unfused(names: str) -> dict[str, str]:
+    """Return layers that vLLM builds as they are stored."""
     return {name: name.rpartition(".")[2] for name in names.split()}
 
 
@@ -35,34 +35,37 @@ QKV = {"self_attn.qkv_proj": "q_proj k_proj v_proj", "self_attn.o_proj": "o_proj
 MLP = {"mlp.gate_up_proj": "gate_proj up_proj", "mlp.down_proj": "down_proj"}
 EXPERTS = {"mlp.experts.*.w13": "gate_proj up_proj", "mlp.experts.*.down_proj": "down_proj"}
 DENSE = {**QKV, **MLP}
-GPT_NEO = own(
+GPT_NEO = unfused(
     "self_attention.query_key_value self_attention.dense mlp.dense_h_to_4h mlp.dense_4h_to_h"
 )
 SHARED = {name.replace("mlp.", "mlp.shared_expert."): members for name, members in MLP.items()}
 SHARED_EXPERTS = {
     name.replace("mlp.", "mlp.shared_experts."): members for name, members in MLP.items()
 }
-# A mixture of experts under the name that Mixtral gives it.
+# A mixture of experts with Mixtral's names.
 SPARSE = {name.replace("mlp", "block_sparse_moe"): members for name, members in EXPERTS.items()}
 LATENT = {"self_attn.fused_qkv_a_proj": "q_a_proj kv_a_proj_with_mqa"}
-LATENT |= own("self_attn.q_b_proj self_attn.kv_b_proj self_attn.o_proj")
+LATENT |= unfused("self_attn.q_b_proj self_attn.kv_b_proj self_attn.o_proj")
 NEMOTRON = {"mixer.qkv_proj": "q_proj k_proj v_proj"}
-NEMOTRON |= own("mixer.in_proj mixer.out_proj mixer.o_proj mixer.up_proj mixer.down_proj")
-NEMOTRON |= own("mixer.experts.*.up_proj mixer.experts.*.down_proj")
-NEMOTRON |= own("mixer.shared_experts.up_proj mixer.shared_experts.down_proj")
+NEMOTRON |= unfused("mixer.in_proj mixer.out_proj mixer.o_proj mixer.up_proj mixer.down_proj")
+NEMOTRON |= unfused("mixer.experts.*.up_proj mixer.experts.*.down_proj")
+NEMOTRON |= unfused("mixer.shared_experts.up_proj mixer.shared_experts.down_proj")
 QWEN = {**QKV, **EXPERTS, **SHARED}
-QKVZ, LINEAR = "linear_attn.in_proj_qkvz", own("linear_attn.out_proj")
-# The fused modules of vLLM within a decoder layer, as its documentation and model files name them,
-# and the layers of a checkpoint that go into each.
+QKVZ, LINEAR = "linear_attn.in_proj_qkvz", unfused("linear_attn.out_proj")
+# vLLM's fused modules in a decoder layer, with names from its documentation and model files, and
+# their layers in a checkpoint.
 FUSED: Mapping[str, Mapping[str, str]] = {
     **dict.fromkeys(("llama", "qwen2", "qwen3-tied", "gemma2", "gemma3"), DENSE),
     **dict.fromkeys(
         ("qwen2.5-vl", "gemma3-vision", "mistral3", "smollm3", "olmo2", "idefics3"), DENSE
     ),
     **dict.fromkeys(("falcon", "bloom"), GPT_NEO),
-    "gpt2": own("attn.c_attn attn.c_proj mlp.c_fc mlp.c_proj"),
-    "gptj": {"attn.qkv_proj": "q_proj k_proj v_proj", **own("attn.out_proj mlp.fc_in mlp.fc_out")},
-    "opt": {"self_attn.qkv_proj": "q_proj k_proj v_proj", **own("self_attn.out_proj fc1 fc2")},
+    "gpt2": unfused("attn.c_attn attn.c_proj mlp.c_fc mlp.c_proj"),
+    "gptj": {
+        "attn.qkv_proj": "q_proj k_proj v_proj",
+        **unfused("attn.out_proj mlp.fc_in mlp.fc_out"),
+    },
+    "opt": {"self_attn.qkv_proj": "q_proj k_proj v_proj", **unfused("self_attn.out_proj fc1 fc2")},
     # The last layer has no v_proj.
     **dict.fromkeys(("gemma4", "gemma4-vision"), {**DENSE, "self_attn.qkv_proj": "q_proj k_proj"}),
     **dict.fromkeys(
@@ -72,9 +75,9 @@ FUSED: Mapping[str, Mapping[str, str]] = {
     **dict.fromkeys(("nemotron-h", "nemotron-h-mtp"), NEMOTRON),
     "granite-hybrid": {
         **QKV,
-        **own("mamba.in_proj mamba.out_proj shared_mlp.input_linear shared_mlp.output_linear"),
+        **unfused("mamba.in_proj mamba.out_proj shared_mlp.input_linear shared_mlp.output_linear"),
     },
-    "phi3": own("self_attn.qkv_proj self_attn.o_proj mlp.gate_up_proj mlp.down_proj"),
+    "phi3": unfused("self_attn.qkv_proj self_attn.o_proj mlp.gate_up_proj mlp.down_proj"),
     "mixtral": {
         **QKV,
         "block_sparse_moe.experts.*.w13": "w1 w3",
@@ -101,26 +104,26 @@ FUSED: Mapping[str, Mapping[str, str]] = {
         {**QWEN, QKVZ: "in_proj_qkv in_proj_z", **LINEAR},
     ),
 }
-# Names of what must stay as it is in every family that has it.
+# Names of modules that are kept in all families.
 NEVER = re.compile(
     r"visual|vision|multi_modal|lm_head|norm|embed|\bgate$|_gate$|router|conv1d|A_log|dt_bias|in_proj_b|in_proj_a"
 )
-# Weights are stored (in, out), which the written ones are not: vLLM turns only what it finds
-# unpacked.
+# Families that store weights as (in, out). Written weights are (out, in), because vLLM transposes
+# only unpacked weights.
 TRANSPOSED = ("gpt2",)
-# Experts that vLLM loads in no compressed-tensors form stay whole, and the plan says so.
+# Experts that vLLM does not load from compressed-tensors are kept, with a note in the plan.
 KEEPS_EXPERTS = ("gpt-oss", "granite-hybrid")
-# Run by vLLM's Transformers backend: what it fuses depends on transformers, and the plan says so.
+# Families on vLLM's Transformers backend, which fuses depending on transformers. The plan notes it.
 BACKED = ("smollm3", "olmo2")
-# vLLM names no language model in it and transformers has none: the usual fusions, as the plan says.
+# vLLM and transformers name no language model in these. The plan assumes the usual fusions.
 ASSUMED = ("glm4.5v",)
-# What vLLM's loaders cannot take, of the schemes that are tried here: see test_reordering.py.
+# Schemes that vLLM's loaders cannot load, see test_reordering.py.
 REFUSED = {
     "gpt2": ("FP8_DYNAMIC", "FP8_BLOCK"),
     "bloom": ("NVFP4A16", "W4A16", "FP8_BLOCK"),
     "falcon": ("FP8_BLOCK",),
     "llama4": ("FP8_BLOCK",),
-    # parts of a layer that is stored as one, of keys that are the values, too
+    # Parts of layers that are stored in one tensor, and keys that are also the values.
     **dict.fromkeys(
         ("nemotron-h", "nemotron-h-mtp", "granite-hybrid", "gemma4", "gemma4-vision"),
         ("FP8_BLOCK",),
@@ -135,10 +138,8 @@ def plan_of(folder: Path, scheme: str = "NVFP4A16", settings: PlanSettings = DEF
 
 
 @pytest.mark.parametrize(("number", "family"), list(enumerate(FAMILIES)))
-def test_groups_are_vllms_modules_and_written_layers_come_back(
-    number: int, family: str, tmp_path: Path
-) -> None:
-    """Compare with transformers' modules, which hold all experts of a layer in one tensor.
+def test_groups_equal_vllms_modules(number: int, family: str, tmp_path: Path) -> None:
+    """Compare dequantized layers with the source.
 
     The families take turns in using the schemes, as in test_matrix.py.
     """
@@ -180,7 +181,7 @@ def test_groups_are_vllms_modules_and_written_layers_come_back(
 
 
 def by_expert(tensors: Mapping[str, torch.Tensor], family: str) -> dict[str, torch.Tensor]:
-    """Split tensors with all experts of a layer, as transformers' model files split them."""
+    """Split tensors with all experts of a layer, like transformers' model files."""
     found = {}
     for name, tensor in tensors.items():
         if tensor.ndim != 3 or "conv" in name or "experts" not in name and "_linear" not in name:
@@ -202,8 +203,8 @@ def by_expert(tensors: Mapping[str, torch.Tensor], family: str) -> dict[str, tor
 
 
 @pytest.mark.parametrize("family", ["mixtral", "deepseek-v3", "qwen3.5-moe"])
-def test_fused_layers_share_their_global_scale(family: str, tmp_path: Path) -> None:
-    """Also when their weights lie in different files."""
+def test_fused_layers_share_global_scale(family: str, tmp_path: Path) -> None:
+    """Some fused layers have their weights in different files."""
     source = split(save_family(family, tmp_path / "model"), 5)
     plan = plan_of(source)
     homes = {name: tensor.file for name, tensor in read_index(source).tensors.items()}
@@ -229,10 +230,8 @@ def test_fused_layers_share_their_global_scale(family: str, tmp_path: Path) -> N
         ("opt", "W4A16"),
     ],
 )
-def test_the_reference_of_a_load_has_all_layers_dequantized(
-    family: str, scheme: str, tmp_path: Path
-) -> None:
-    """Covers experts, transposed weights, and a head tied to the embeddings without a weight."""
+def test_reference_has_dequantized_layers(family: str, scheme: str, tmp_path: Path) -> None:
+    """The models have experts, transposed weights, and a tied head without a weight."""
     source = save_family(family, tmp_path / "model")
     assert vexport("quantize", source, tmp_path / "out", "--scheme", scheme, "--quiet").code == 0
     reference = dict(load_dequantized(tmp_path / "out").named_parameters())
@@ -253,8 +252,8 @@ def test_the_reference_of_a_load_has_all_layers_dequantized(
         assert noise <= exact.square().mean() * 10 ** (-LEAST_DB[scheme] / 10), name
 
 
-def test_a_reference_with_random_experts_is_refused(tmp_path: Path) -> None:
-    """transformers joins no single experts for this class: they would be made up."""
+def test_reference_with_random_experts_is_refused(tmp_path: Path) -> None:
+    """transformers would initialize separate experts of this class randomly."""
     source = save_family("granite-moe", tmp_path / "model")
     assert (
         vexport("quantize", source, tmp_path / "out", "--scheme", "FP8_DYNAMIC", "--quiet").code
@@ -268,9 +267,8 @@ def test_a_reference_with_random_experts_is_refused(tmp_path: Path) -> None:
     ("family", "prefix"),
     [("deepseek-v3-mtp", "model.layers.2"), ("qwen3-next-mtp", "mtp.layers.0")],
 )
-def test_layers_for_further_tokens_are_kept_as_drafters_ask(
-    family: str, prefix: str, tmp_path: Path
-) -> None:
+def test_draft_layers_are_kept(family: str, prefix: str, tmp_path: Path) -> None:
+    """The ignore list matches the names that vLLM's drafters look up."""
     plan = plan_of(save_family(family, tmp_path / "model"), "FP8_DYNAMIC")
     assert {f"{prefix}.self_attn.o_proj.weight", f"{prefix}.mlp.experts.0.gate_proj.weight"} <= {
         *plan.kept
@@ -282,8 +280,8 @@ def test_layers_for_further_tokens_are_kept_as_drafters_ask(
     )
 
 
-def test_patterns_of_one_stack_match_no_layer_of_another(tmp_path: Path) -> None:
-    """Whichever stack is kept, written by a plan and by a repair alike."""
+def test_patterns_match_one_stack_of_layers(tmp_path: Path) -> None:
+    """This holds for patterns of the decoder and of the drafter, from a plan and from a repair."""
     source = save_family("qwen3.5-moe-mtp", tmp_path / "model")
     kept, drafted = (
         r"re:model\.language_model\.layers\.0\.mlp\.experts\.",
@@ -306,8 +304,8 @@ def test_patterns_of_one_stack_match_no_layer_of_another(tmp_path: Path) -> None
     assert vexport("check", tmp_path / "repaired").code == 0
 
 
-def test_experts_of_either_order_are_the_same_layers(tmp_path: Path) -> None:
-    """transformers 5 saves (experts, out, in) where the hub has (experts, in, out)."""
+def test_transposed_experts_give_same_layers(tmp_path: Path) -> None:
+    """transformers 5 saves (experts, out, in), and the hub has (experts, in, out)."""
     hub = save_family("qwen3-vl-moe", tmp_path / "hub")
     turn = [
         each(f".experts.{name}", lambda value: value.mT.contiguous())

@@ -1,4 +1,4 @@
-"""`quantize` on every micro family: vLLM loads the output, or the refusal gives a remedy."""
+"""`quantize` on all micro families: vLLM loads the output, or the refusal gives a remedy."""
 
 import re
 from collections.abc import Iterator
@@ -12,20 +12,19 @@ from tests.command import vexport
 from vexport.engine.dry.load import DryLoad
 from vexport.plan.build import PlanSettings
 
-# Those whose groups or blocks two ranks may cut, and others: groups of 64 fit the sizes of the
-# micro models.
+# Schemes with groups or blocks that two ranks may cut, and other schemes. Groups of 64 fit the
+# micro models' sizes.
 OF_RANKS, OTHERS = ("NVFP4A16", "FP8_BLOCK"), ("FP8_DYNAMIC", "W4A16_G64")
-# What a refusal says that helps, the first that it says: other options in the place of those that
-# were given.
-ADVICE = re.compile(
+# The first remedy in a refusal: options that replace the given options.
+REMEDY = re.compile(
     r"--scheme (?P<scheme>\w+)|--group-size (?P<size>\d+)|(?P<keep>--on-unsupported-shape keep)"
 )
 
 
 def quantized(source: Path, out: Path, *options: str) -> str:
-    """Return the error of `quantize`, or an empty string if there is an output.
+    """Quantize, and return the error, or an empty string if there is an output.
 
-    One worker loads all outputs.
+    The output is not verified here, because one worker loads all outputs.
     """
     ran = vexport(
         "quantize", source, out, *options, "--rounding", "nearest", "--no-verify", "--quiet"
@@ -34,8 +33,8 @@ def quantized(source: Path, out: Path, *options: str) -> str:
     return " ".join(ran.errors)
 
 
-def advised(message: str, scheme: str) -> tuple[str, ...]:
-    found = ADVICE.search(message)
+def remedy_options(message: str, scheme: str) -> tuple[str, ...]:
+    found = REMEDY.search(message)
     assert found is not None, message
     if found["scheme"]:
         return ("--scheme", found["scheme"])
@@ -44,9 +43,9 @@ def advised(message: str, scheme: str) -> tuple[str, ...]:
 
 
 def written(folder: Path) -> Iterator[tuple[Path, bool | None]]:
-    """Write each family in one scheme and in the schemes that it refuses, then as advised.
+    """Write each family in one scheme, and in refused schemes with the remedy of the refusal.
 
-    Yields each output, and whether it fits two ranks (None if this was not asked).
+    Yields each output, and whether it fits two ranks (None if this was not planned).
     """
     for number, family in enumerate(FAMILIES):
         source, refused = save_family(family, folder / family), REFUSED.get(family, ())
@@ -56,7 +55,7 @@ def written(folder: Path) -> Iterator[tuple[Path, bool | None]]:
             out = folder / f"{family}-{scheme}"
             message = quantized(source, out, "--scheme", scheme)
             assert bool(message) == (scheme.removesuffix("_G64") in refused), (out, message)
-            assert not message or quantized(source, out, *advised(message, scheme)) == ""
+            assert not message or quantized(source, out, *remedy_options(message, scheme)) == ""
             is_asked = not message and scheme in OF_RANKS
             yield (
                 out,
@@ -68,7 +67,7 @@ def written(folder: Path) -> Iterator[tuple[Path, bool | None]]:
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_every_family_loads_or_advice_works(
+def test_families_load_or_remedy_works(
     tmp_path: Path,
 ) -> None:
     """If the plan refuses two ranks, vLLM refuses them too."""

@@ -1,4 +1,4 @@
-"""Modules outside the decoder layers: vLLM's modules, and their names in vLLM."""
+"""Modules outside the decoder layers, and their names in vLLM."""
 
 import json
 from pathlib import Path
@@ -12,8 +12,8 @@ from vexport.architectures import module_table, resolve
 from vexport.checkpoint.index import read_index
 from vexport.records import Json
 
-# A kept layer that vLLM quantizes unless `ignore` has it, and the name under which it asks for it.
-ASKED = {
+# A kept layer that vLLM quantizes unless `ignore` lists it, and its name in vLLM.
+KEPT_LAYERS = {
     "gemma4-vision": (
         "model.embed_vision.embedding_projection",
         "embed_vision.embedding_projection",
@@ -23,7 +23,7 @@ ASKED = {
 
 
 def saved(family: str, folder: Path) -> Path:
-    """Save a micro model. Gemma 4 gets separate keys and values in every layer."""
+    """Save a micro model. Gemma 4 gets separate keys and values in each layer."""
     if family == "gemma4-vision":
         return save_family(family, folder, attention_k_eq_v=False)
     return save_family(family, folder)
@@ -38,10 +38,10 @@ def read_ignore(folder: Path) -> list[str]:
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_vllm_leaves_alone_what_is_kept_outside_the_decoder(tmp_path: Path) -> None:
-    """Also after a repair, where `ignore` lacked a layer that vLLM would quantize."""
+def test_kept_modules_outside_decoder(tmp_path: Path) -> None:
+    """vLLM does not quantize them, also after a repair of an incomplete `ignore`."""
     written = []
-    for family, (module, asked) in ASKED.items():
+    for family, (module, asked) in KEPT_LAYERS.items():
         source = saved(family, tmp_path / family)
         for scheme in ("FP8_DYNAMIC", "NVFP4A16"):
             out = tmp_path / f"{family}-{scheme}"
@@ -67,7 +67,7 @@ def test_vllm_leaves_alone_what_is_kept_outside_the_decoder(tmp_path: Path) -> N
 
 
 def test_position_embeddings_are_no_linear_layers(tmp_path: Path) -> None:
-    """llm-compressor does not list them either."""
+    """llm-compressor's `ignore` does not list them either."""
     out = tmp_path / "out"
     source = save_family("gemma3-vision", tmp_path / "model")
     assert vexport("quantize", source, out, "--scheme", "FP8_DYNAMIC", "--quiet").code == 0
@@ -75,7 +75,7 @@ def test_position_embeddings_are_no_linear_layers(tmp_path: Path) -> None:
     assert vexport("check", out).code == 0
 
 
-def test_names_decide_where_no_class_is_known() -> None:
+def test_unknown_class_is_classified_by_names() -> None:
     architecture, _ = resolve("InternLM2ForCausalLM", {})
     for table in (
         "model.embed_tokens",
@@ -91,7 +91,7 @@ def test_names_decide_where_no_class_is_known() -> None:
         assert not architecture.is_table(layer)
 
 
-def test_a_class_that_could_not_be_built_is_named_in_the_plan(tmp_path: Path) -> None:
+def test_unbuildable_class_is_noted(tmp_path: Path) -> None:
     source = save_family("mistral3", tmp_path / "model")
     unknown = next(name for name in sorted(module_table().unknown) if resolve_towers(name))
     config((), architectures=[unknown])(source)

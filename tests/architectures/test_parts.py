@@ -1,4 +1,4 @@
-"""Merged layers of vLLM with parts that are stored as one, missing, or in several schemes."""
+"""vLLM's fused layers with parts that are stored in one tensor, missing, or in several schemes."""
 
 import json
 from pathlib import Path
@@ -37,7 +37,7 @@ def without_experts(folder: Path) -> Path:
     )
 
 
-def test_parts_of_a_mamba_layer_are_whole_blocks_by_the_config(tmp_path: Path) -> None:
+def test_mamba_parts_need_whole_blocks(tmp_path: Path) -> None:
     out = quantize(without_experts(tmp_path / "model"), tmp_path / "out", "FP8_BLOCK")
     assert errors(out) == []
     assert [error for error in errors(out, "--tp", 2) if "in_proj" in error] == [
@@ -48,10 +48,10 @@ def test_parts_of_a_mamba_layer_are_whole_blocks_by_the_config(tmp_path: Path) -
     assert errors(out)[0] == f"{IN_PROJ}: out_features 320 is not a multiple of the block's 128"
 
 
-def test_one_group_of_a_mamba_layer_is_cut_by_row_alone(tmp_path: Path) -> None:
-    """For two ranks, one group is repeated, by a loader that does not support packed weights.
+def test_mamba_groups_on_several_ranks(tmp_path: Path) -> None:
+    """One group is repeated on two ranks, by a loader that does not support packed weights.
 
-    Three groups are never split.
+    Several groups are never split.
     """
     model = read_index(save_family("granite-hybrid", tmp_path / "model"))
     for scheme, refused in (
@@ -70,7 +70,7 @@ def test_one_group_of_a_mamba_layer_is_cut_by_row_alone(tmp_path: Path) -> None:
     assert any("4 groups, which 8 ranks cannot share" in one.got for one in plan.refusals)
 
 
-def test_parts_follow_the_config_that_the_class_reads() -> None:
+def test_part_sizes_follow_config() -> None:
     falcon = get_architecture("FalconH1ForCausalLM")
     sizes = {"mamba_expand": 2, "hidden_size": 256, "mamba_n_groups": 2}
     sizes |= {"mamba_d_state": 64, "mamba_n_heads": 8}
@@ -86,7 +86,7 @@ def test_parts_follow_the_config_that_the_class_reads() -> None:
     assert part_sizes("gate_up_proj", 1024, falcon, {}) == (512, 512)
 
 
-def test_values_that_are_the_keys_are_no_missing_tensor(tmp_path: Path) -> None:
+def test_shared_keys_and_values_are_complete(tmp_path: Path) -> None:
     out = quantize(save_family("gemma4", tmp_path / "model"), tmp_path / "out", "W4A16")
     assert errors(out) == []
     lost(lambda name: "layers.0.self_attn.v_proj" in name)(out)
@@ -117,7 +117,7 @@ def test_shared_keys_and_values_in_ignore_and_targets(tmp_path: Path) -> None:
     assert [bool(errors(out)) for out in (kept, mixed, broken)] == [False, False, True]
 
 
-# Family -> layers in vLLM, and the scheme with which it builds them by the rules below.
+# vLLM's layers by family, and their schemes with the rules below.
 BUILT = {
     "qwen2-moe": {
         "model.layers.*.self_attn.qkv_proj": "W8A8Fp8",
@@ -139,8 +139,8 @@ RULES = (
 
 
 @pytest.mark.vllm
-def test_vllm_finds_the_scheme_of_every_layer(tmp_path: Path) -> None:
-    """Qwen2-MoE's class lists no parts of gate_up_proj: gate_up_proj itself is a target."""
+def test_mixed_schemes_in_vllm(tmp_path: Path) -> None:
+    """Qwen2-MoE's class lists no parts of gate_up_proj, so that gate_up_proj itself is a target."""
     for family in BUILT:
         source = str(save_family(family, tmp_path / family))
         quantize_source(QuantizeJob(source=source, out=tmp_path / f"{family}-out", rules=RULES))

@@ -1,4 +1,4 @@
-"""Schemes are refused if a tensor cannot follow the reordering of rows in vLLM's loaders."""
+"""A scheme is refused if one of its tensors cannot follow vLLM's reordering of rows."""
 
 import json
 from collections.abc import Collection
@@ -14,33 +14,33 @@ from tests.mutations.edits import config
 from vexport.formats.schemes import all_schemes
 from vexport.plan.build import PlanSettings
 
-# Every stored tensor of these has a row for each row of the weight.
+# Schemes whose stored tensors all have a row for each row of the weight.
 BY_ROW = {"FP8_DYNAMIC", "W8A8", "INT8", "MXFP4", "MXFP4A16", "MXFP4XFP8", "MXFP8", "MXFP8A16"}
 ALL = {scheme.name for scheme in all_schemes()}
-# Stored as `weight_packed`, which GPT-2's loader does not turn around.
+# Schemes stored as `weight_packed`, which GPT-2's loader does not transpose.
 PACKED = {name for name in ALL if name.startswith(("W", "NVFP4", "MXFP4"))} - {"W8A8"}
-# Family -> (what it takes, where it refuses the rest).
-TAKEN: dict[str, tuple[Collection[str], str]] = {
+# By family: accepted schemes, and the layer that other schemes are refused for.
+ACCEPTED: dict[str, tuple[Collection[str], str]] = {
     "bloom": (BY_ROW, "transformer.h.0.self_attention.query_key_value"),
     "gpt2": (PACKED, "transformer.h.0.attn.c_attn"),
     "falcon": (ALL - {"FP8_BLOCK"}, "transformer.h.0.self_attention.query_key_value"),
 }
 
 
-@pytest.mark.parametrize("family", TAKEN)
-def test_a_scheme_is_taken_where_all_its_tensors_follow(family: str, tmp_path: Path) -> None:
-    """Source: vLLM's loaders.
+@pytest.mark.parametrize("family", ACCEPTED)
+def test_schemes_that_follow_reordering(family: str, tmp_path: Path) -> None:
+    """vLLM's bloom.py and falcon.py reshape tensors by heads.
 
-    bloom.py and falcon.py reshape by heads, gpt2.py transposes tensors named weight.
+    gpt2.py transposes tensors named weight.
     """
     source = save_family(family, tmp_path / "model")
-    taken, where = TAKEN[family]
+    taken, where = ACCEPTED[family]
     refusals = {name: plan_of(source, name).refusals for name in ALL}
     assert {name for name, found in refusals.items() if not found} == set(taken)
     assert {found[0].where for found in refusals.values() if found} == {where}
 
 
-def test_a_refusal_names_tensor_layer_and_remedy(tmp_path: Path) -> None:
+def test_refusal_names_tensor_layer_and_remedy(tmp_path: Path) -> None:
     source = save_family("bloom", tmp_path / "model")
     ran = vexport("quantize", source, tmp_path / "out", "--scheme", "W4A16", "--quiet")
     assert ran.code == 2
@@ -57,16 +57,14 @@ def test_a_refusal_names_tensor_layer_and_remedy(tmp_path: Path) -> None:
     assert "transformer.h.1.self_attention.query_key_value" in ignore
 
 
-def test_blocks_that_are_whole_heads_follow(tmp_path: Path) -> None:
-    """Heads of 128 rows are whole blocks."""
+def test_blocks_of_whole_heads_are_accepted(tmp_path: Path) -> None:
+    """A head has 128 rows, which is a whole block."""
     source = save_family("falcon", tmp_path / "model", hidden_size=512)
     assert plan_of(source, "FP8_BLOCK").refusals == ()
 
 
-def test_rows_that_only_a_plain_weight_follows_stay_as_they_are(tmp_path: Path) -> None:
-    """K2-Horizon turns the rows of q and k for the rotary order where their tensor is called
-    `weight`.
-    """
+def test_reordered_plain_weights_are_kept(tmp_path: Path) -> None:
+    """K2-Horizon reorders rows of q and k only if the name of their tensor is `weight`."""
     source = save_llama(tmp_path / "model")
     config((), architectures=["K2HorizonForCausalLM"])(source)
     for scheme in ALL:

@@ -25,13 +25,13 @@ ROOT = PACKAGE.parent
         ("MadeUpForCausalLM", "neither a class of vLLM"),
     ],
 )
-def test_unplanned_class_names_reason(name: str, reason: str) -> None:
+def test_unsupported_class_names_reason(name: str, reason: str) -> None:
     with pytest.raises(InputError, match=reason):
         get_architecture(name)
 
 
 @pytest.mark.vllm
-def test_text_classes_are_planned_or_have_reason() -> None:
+def test_text_classes_are_in_table_or_have_reason() -> None:
     from vllm.model_executor.models import registry
 
     table = architecture_table()
@@ -41,7 +41,7 @@ def test_text_classes_are_planned_or_have_reason() -> None:
     assert not table.architectures.keys() & table.left_out.keys()
 
 
-def test_tables_and_requirements_are_of_the_pinned_version() -> None:
+def test_tables_and_requirements_have_pinned_version() -> None:
     table = json.loads((PACKAGE / "architectures" / "vllm.json").read_text())
     assert {table["vllm"], module_table().vllm} == {table["vllm"]}
     assert table["vllm"].startswith(f"{short_version()}.")

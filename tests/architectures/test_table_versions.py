@@ -29,11 +29,11 @@ def test_table_has_changes_of_version() -> None:
     assert later.architectures["LlamaForCausalLM"] == pinned.architectures["LlamaForCausalLM"]
 
 
-def test_version_without_tables_has_the_pinned_ones() -> None:
+def test_version_without_tables_uses_pinned() -> None:
     assert architecture_table((0, 31)) == architecture_table()
 
 
-def test_lines_are_the_entries_of_the_whole_table() -> None:
+def test_lines_equal_whole_table() -> None:
     for version in table_versions():
         entries = read_table("layouts.json", version)["classes"]
         lines = read_lines("layouts.json", version)
@@ -75,7 +75,7 @@ def test_new_class_is_planned_by_its_version(tmp_path: Path) -> None:
         ("torch", "2.13.0", PINNED),
     ],
 )
-def test_version_of_another_environment(
+def test_version_of_other_environment(
     tmp_path: Path, name: str, text: str, version: tuple[int, int]
 ) -> None:
     info = tmp_path / "lib" / "python3.12" / "site-packages" / f"{name}-{text}.dist-info"

@@ -1,4 +1,4 @@
-"""Columns that a refit scales in all rows are no fault; wrong scales next to them are found."""
+"""Columns that a refit scales in all rows are no fault. Wrong scales next to them are found."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.mutations.edits import Change, Tensors, put, spoiled, tensors
 
 DOWN = "model.layers.1.mlp.down_proj"
 UP = "model.layers.1.mlp.up_proj"
-# Columns with large weights: they have half of the power of their groups.
+# Columns with large weights, which have half of the power of their groups.
 COLUMNS = (5, 200)
 SCALE = f"{DOWN}.weight_scale"
 Scales = Callable[[torch.Tensor], torch.Tensor]
@@ -30,7 +30,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def with_columns(source: Path, name: str, scheme: str, factor: float) -> Path:
-    """Quantize a source with the columns of large weights rescaled, as a refit rescales them."""
+    """Quantize a source whose columns of large weights are rescaled, like by a refit."""
 
     def change(values: Tensors) -> None:
         values[f"{DOWN}.weight"][:, COLUMNS] *= factor
@@ -55,16 +55,16 @@ def wrong_layers(checkpoint: Path, source: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("scheme", ["W8A16", "W4A16", "NVFP4A16", "FP8_DYNAMIC"])
 @pytest.mark.parametrize("factor", [0.5])
-def test_columns_may_have_factors(source: Path, scheme: str, factor: float) -> None:
+def test_rescaled_columns_pass(source: Path, scheme: str, factor: float) -> None:
     checkpoint = with_columns(source, f"{scheme}-{factor}", scheme, factor)
     assert wrong_layers(checkpoint, source) == {}
 
 
-def exchanged_columns(scale: torch.Tensor) -> torch.Tensor:
+def exchange_columns(scale: torch.Tensor) -> torch.Tensor:
     return scale[:, [1, 0, *range(2, scale.shape[1])]]
 
 
-def some_rows(scale: torch.Tensor) -> torch.Tensor:
+def enlarge_rows(scale: torch.Tensor) -> torch.Tensor:
     factors = torch.ones(len(scale), 1)
     factors[: len(scale) // 8] = 1.3
     return scale * factors
@@ -72,10 +72,10 @@ def some_rows(scale: torch.Tensor) -> torch.Tensor:
 
 WRONG: list[tuple[str, Change]] = [
     ("blocks in reverse order", put(SCALE, lambda scale: scale.flip(1))),
-    ("two blocks exchanged", put(SCALE, exchanged_columns)),
+    ("two blocks exchanged", put(SCALE, exchange_columns)),
     ("rows in reverse order", put(SCALE, lambda scale: scale.flip(0))),
     ("groups shifted", put(SCALE, lambda scale: scale.roll(1, dims=1))),
-    ("some rows too large", put(SCALE, some_rows)),
+    ("some rows too large", put(SCALE, enlarge_rows)),
     (
         "a block of all rows too small",
         put(SCALE, lambda scale: scale * torch.tensor([1, 1, 0.7, 1])),
@@ -88,7 +88,7 @@ WRONG: list[tuple[str, Change]] = [
 
 
 @pytest.mark.parametrize("change", [each[1] for each in WRONG], ids=[each[0] for each in WRONG])
-def test_wrong_scales_next_to_such_columns(
+def test_wrong_scales_are_found(
     refitted: Path, source: Path, tmp_path: Path, change: Change
 ) -> None:
     assert wrong_layers(spoiled(refitted, tmp_path / "wrong", change), source).keys() == {DOWN}
@@ -105,8 +105,8 @@ def test_message_names_place_and_remedy(refitted: Path, source: Path, tmp_path: 
     assert "--source" in finding["fix"]
 
 
-def test_other_layer_has_its_own_columns(refitted: Path, source: Path, tmp_path: Path) -> None:
-    """Up and gate projections have no such columns, and the same shape."""
+def test_exchanged_layers_are_found(refitted: Path, source: Path, tmp_path: Path) -> None:
+    """Up and gate projections have the same shape, and no rescaled columns."""
     names = [f"model.layers.1.mlp.gate_proj.weight_{part}" for part in ("packed", "scale")]
 
     def exchange(values: Tensors) -> None:

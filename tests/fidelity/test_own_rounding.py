@@ -28,7 +28,7 @@ def rounded(source: Path) -> Path:
 
 
 def severities(checkpoint: Path, source: Path) -> dict[str, str]:
-    """Return the severity of each finding of the comparison with the source that is no summary."""
+    """Return the severities of findings of the comparison with the source, without summaries."""
     listed = findings(checkpoint, "--source", source)
     return {
         each["where"]: each["severity"]
@@ -38,7 +38,7 @@ def severities(checkpoint: Path, source: Path) -> dict[str, str]:
 
 
 def record(checkpoint: Path, **changes: object) -> None:
-    """Change vexport.json, with the digests of the weights as they are."""
+    """Change vexport.json, and update the digests of the weights."""
     file = checkpoint / "vexport.json"
     recipe = json.loads(file.read_text())
     recipe["digests"] = {each.name: digest_of(each) for each in checkpoint.glob("*.safetensors")}
@@ -47,7 +47,7 @@ def record(checkpoint: Path, **changes: object) -> None:
 
 @pytest.fixture
 def moved(rounded: Path, tmp_path: Path) -> Path:
-    """A checkpoint with uneven scales in one layer, as a refit with little text leaves them."""
+    """Return a checkpoint with uneven scales in one layer, like after a refit with little text."""
     return spoiled(rounded, tmp_path / "moved", put(f"{LAYER}.weight_scale", alternate))
 
 
@@ -55,7 +55,7 @@ def alternate(scale: torch.Tensor) -> torch.Tensor:
     return (scale * torch.tensor([[1.4, 0.6]])).to(scale.dtype)
 
 
-def test_moved_weights_of_own_bytes_are_a_warning(moved: Path, source: Path) -> None:
+def test_changed_weights_with_digests_are_warning(moved: Path, source: Path) -> None:
     assert severities(moved, source) == {LAYER: "error"}
     record(moved)
     assert severities(moved, source) == {LAYER: "warning"}
@@ -72,7 +72,9 @@ def test_moved_weights_of_own_bytes_are_a_warning(moved: Path, source: Path) -> 
         (["refit"], "error"),
     ],
 )
-def test_recorded_rounding(moved: Path, source: Path, rounding: object, severity: str) -> None:
+def test_severity_follows_recorded_rounding(
+    moved: Path, source: Path, rounding: object, severity: str
+) -> None:
     scenario = json.loads((moved / "vexport.json").read_text())["scenario"]
     for rule in scenario["rules"]:
         rule["rounding"] = rounding
@@ -80,13 +82,16 @@ def test_recorded_rounding(moved: Path, source: Path, rounding: object, severity
     assert severities(moved, source) == {LAYER: severity}
 
 
-def test_repaired_weights_are_not_own(moved: Path, source: Path) -> None:
+def test_repaired_weights_are_error(moved: Path, source: Path) -> None:
     record(moved, repaired=True)
     assert severities(moved, source) == {LAYER: "error"}
 
 
-def test_another_source_is_an_error(rounded: Path, source: Path, tmp_path: Path) -> None:
-    """Same config and headers, but other weights: the digests are no evidence for this source."""
+def test_other_source_is_error(rounded: Path, source: Path, tmp_path: Path) -> None:
+    """Config and headers are equal, but the weights differ.
+
+    The digests are no evidence for this source.
+    """
     other = spoiled(
         source, tmp_path / "other", put(f"{LAYER}.weight", lambda weight: weight.flip(0))
     )

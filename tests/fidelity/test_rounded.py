@@ -1,4 +1,4 @@
-"""`check --source` on weights rounded by their inputs: sound weights pass, spoiled ones fail."""
+"""`check --source` on weights rounded by their inputs: sound weights pass, damaged weights fail."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ from tests.models import Good, dequantized, quantize, save_llama, write_calibrat
 from tests.mutations.edits import Tensors, put, spoiled, tensors
 
 LAYER = "model.layers.{}.{}"
-ZERO = -0x77777778  # eight codes of 8, which is 0
+ZERO = -0x77777778  # eight codes of 8, which stands for 0
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def text(source: Path) -> Path:
     """Write a text of few words.
 
-    Its inputs are correlated, so that a refit moves weights far. Only one strength is tried.
+    Its inputs are correlated, so that a refit changes weights much. Only one strength is tried.
     """
     return write_calibration(source.with_name("text.jsonl"), rows=7, vocabulary=40)
 
@@ -41,7 +41,7 @@ def sound(source: Path, text: Path) -> Good:
     return make
 
 
-def unlike(checkpoint: Path, source: Path) -> dict[str, str]:
+def differing_layers(checkpoint: Path, source: Path) -> dict[str, str]:
     """Return the finding for each layer that differs from the source."""
     found = [one for one in findings(checkpoint, "--source", source) if one["check"] == "source"]
     assert {one["severity"] for one in found} <= {"info", "error"}
@@ -75,7 +75,7 @@ def from_layer(number: int) -> Edit:
     return apply
 
 
-# By the layer that is spoiled.
+# Damages by layer.
 SPOILED: Mapping[str, Edit] = {
     LAYER.format(0, "self_attn.q_proj"): change("packed", first_rows(lambda rows: rows.flip(0))),
     LAYER.format(0, "self_attn.o_proj"): change("scale", lambda scale: scale * 1.25),
@@ -93,13 +93,13 @@ SPOILED: Mapping[str, Edit] = {
 }
 
 
-def test_each_of_these_is_found_and_nothing_else(sound: Good, source: Path, tmp_path: Path) -> None:
+def test_damaged_layers_are_found(sound: Good, source: Path, tmp_path: Path) -> None:
     def spoil(values: Tensors) -> None:
         for layer, edit in SPOILED.items():
             edit(values, layer)
 
     wrong = spoiled(sound("W4A16"), tmp_path / "wrong", tensors(spoil))
-    assert unlike(wrong, source).keys() == SPOILED.keys()
+    assert differing_layers(wrong, source).keys() == SPOILED.keys()
 
 
 MASSIVE_TOKEN, MASSIVE_COLUMN, FAR_ROW = 7, 5, 9
@@ -110,7 +110,8 @@ HARD = LAYER.format(0, "mlp.down_proj")
 def hard(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Save a model with a massive activation in one column at the start of each row, and its text.
 
-    GPTQ drives the row with a large weight there to -8 dB, as in layers 11 and 28 of SmolLM2-135M.
+    GPTQ changes the row with a large weight in this column to -8 dB, as in layers 11 and 28 of
+    SmolLM2-135M.
     """
     folder = tmp_path_factory.mktemp("hard")
     model = save_llama(folder / "llama", num_hidden_layers=1)
@@ -134,20 +135,20 @@ def hard(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return model, folder / "text.jsonl"
 
 
-def test_a_row_that_gptq_drives_far_is_no_fault(hard: tuple[Path, Path], tmp_path: Path) -> None:
+def test_row_far_from_source_by_gptq_passes(hard: tuple[Path, Path], tmp_path: Path) -> None:
     source, text = hard
     options = ("--rounding", "gptq", "--observer", "memoryless_minmax", "--calibration", text)
     made = quantize(source, tmp_path / "gptq", "W4A16", *options)
     exact = load_file(source / "model.safetensors")[f"{HARD}.weight"][FAR_ROW].float()
     error = dequantized(made, HARD)[FAR_ROW].float() - exact
     assert error.square().sum() > 4 * exact.square().sum()
-    assert unlike(made, source) == {}
+    assert differing_layers(made, source) == {}
 
     def of_another_row(words: torch.Tensor) -> torch.Tensor:
         words[100] = words[101].flip(0)
         return words
 
     wrong = spoiled(made, tmp_path / "wrong", put(f"{HARD}.weight_packed", of_another_row))
-    found = unlike(wrong, source)
+    found = differing_layers(wrong, source)
     assert list(found) == [HARD]
     assert "row 100" in found[HARD]

@@ -1,6 +1,4 @@
-"""Smoothed weights against the model before that step: factors that are undone are none of the
-errors.
-"""
+"""Smoothed weights, compared with the model before smoothing. Factors that cancel are no error."""
 
 from pathlib import Path
 
@@ -15,7 +13,8 @@ from vexport.fidelity.compare import against
 from vexport.records import Finding
 
 LAYER = "model.layers.1"
-# What is divided by factors, whole or by rows, and what has its columns multiplied by them.
+# Tensors that are divided by factors (the norm, or the rows of a weight), and the layers whose
+# columns are multiplied by them.
 STEPS = (
     ("input_layernorm", ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),
     ("post_attention_layernorm", ("mlp.gate_proj", "mlp.up_proj")),
@@ -27,15 +26,15 @@ PEER = Path(__file__).parent.parent
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Save a micro Llama whose values are as wide as its outputs."""
+    """Save a micro Llama with as many value heads as query heads."""
     folder = tmp_path_factory.mktemp("smoothing") / "model"
     return save_llama(folder, num_hidden_layers=2, num_key_value_heads=4)
 
 
 def smoothed(source: Path, folder: Path) -> Path:
-    """Save a copy with weights multiplied and divided by random factors from a half to two.
+    """Save a copy with weights multiplied and divided by random factors from 0.5 to 2.
 
-    The model's output stays equal.
+    The model's output does not change.
     """
 
     def smooth(values: Tensors) -> None:
@@ -59,7 +58,7 @@ def found(checkpoint: Path, source: Path) -> list[Finding]:
 
 
 @pytest.mark.parametrize("method", ["awq", "gptq"])
-def test_factors_that_are_undone_are_told(source: Path, tmp_path: Path, method: str) -> None:
+def test_cancelling_factors_are_info(source: Path, tmp_path: Path, method: str) -> None:
     checkpoint = write(method, smoothed(source, tmp_path / "smoothed"), tmp_path / "quantized")
     findings = found(checkpoint, source)
     assert [each.where for each in findings if each.severity == "error"] == []
@@ -91,19 +90,15 @@ def halved(rows: slice, columns: slice) -> Change:
         (halved(slice(0, 2), slice(None)), "mlp.down_proj"),
     ],
 )
-def test_factors_nothing_undoes_are_errors(
-    source: Path, tmp_path: Path, change: Change, where: str
-) -> None:
+def test_other_factors_are_errors(source: Path, tmp_path: Path, change: Change, where: str) -> None:
     checkpoint = write("awq", smoothed(source, tmp_path / "smoothed"), tmp_path / "quantized")
     change(checkpoint)
     errors = [each.where for each in found(checkpoint, source) if each.severity == "error"]
     assert f"{LAYER}.{where}" in errors
 
 
-def test_autoawqs_own_checkpoint_differs_where_its_factors_do() -> None:
-    """On a CPU AutoAWQ left factors between up_proj and down_proj that do not cancel (0.8 to
-    1.2).
-    """
+def test_factors_in_autoawqs_checkpoint() -> None:
+    """AutoAWQ on a CPU left factors of 0.8 to 1.2 in up_proj that down_proj does not cancel."""
     checkpoint = PEER / "producers" / "methods" / "autoawq-llama-GEMM"
     findings = found(checkpoint, PEER / "peer" / "llama")
     (error,) = [each for each in findings if each.severity == "error"]

@@ -1,4 +1,4 @@
-"""`vexport check --source`: quantized weights resemble the source, all others equal it."""
+"""`vexport check --source`: quantized weights resemble the source, all other tensors equal it."""
 
 import json
 from collections.abc import Callable
@@ -39,7 +39,7 @@ PEER = Path(__file__).parent.parent / "peer"
 def compared(checkpoint: Path, source: Path, *, notes: bool = False) -> list[dict[str, str]]:
     """Return the findings of a comparison with the source.
 
-    The finding that micro models have no tokenizer is left out.
+    Micro models have no tokenizer. This finding is left out.
     """
     found = findings(checkpoint, "--source", source)
     chosen = [each for each in found if (each["severity"] == "info") is notes]
@@ -47,14 +47,14 @@ def compared(checkpoint: Path, source: Path, *, notes: bool = False) -> list[dic
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_a_sound_checkpoint_is_like_its_source(good: Good, llama: Path, scheme: str) -> None:
+def test_sound_checkpoint_passes(good: Good, llama: Path, scheme: str) -> None:
     assert compared(good(scheme), llama) == []
     kinds = [note["where"] for note in compared(good(scheme), llama, notes=True)]
     assert len(kinds) == len(set(kinds)) == 7
     assert all(f" (3 in {scheme})" in kind for kind in kinds)
 
 
-def test_the_ratio_is_that_of_compressed_tensors(good: Good, llama: Path) -> None:
+def test_ratio_equals_compressed_tensors(good: Good, llama: Path) -> None:
     exact, ratios = load_file(llama / "model.safetensors"), []
     for layer in range(3):
         name = f"model.layers.{layer}.mlp.down_proj"
@@ -104,7 +104,7 @@ WRONG: list[tuple[str, str, Change, str]] = [
     [(one[0], *one[2:]) for one in WRONG],
     ids=[one[1] for one in WRONG],
 )
-def test_a_weight_that_is_not_the_sources_is_found(
+def test_wrong_weight_is_found(
     good: Good, llama: Path, tmp_path: Path, scheme: str, change: Change, words: str
 ) -> None:
     (finding,) = compared(spoiled(good(scheme), tmp_path / "wrong", change), llama)
@@ -112,7 +112,7 @@ def test_a_weight_that_is_not_the_sources_is_found(
     assert words in finding["got"]
 
 
-def test_kept_tensors_are_those_of_the_source(good: Good, llama: Path, tmp_path: Path) -> None:
+def test_kept_tensors_equal_source(good: Good, llama: Path, tmp_path: Path) -> None:
     def change(values: Tensors) -> None:
         values["model.norm.weight"][3] += 0.5
         values["model.embed_tokens.weight"] = values["model.embed_tokens.weight"].to(torch.float32)
@@ -122,9 +122,7 @@ def test_kept_tensors_are_those_of_the_source(good: Good, llama: Path, tmp_path:
     assert severities == {"model.norm.weight": "error", "model.embed_tokens.weight": "warning"}
 
 
-def test_exchanged_layers_and_values_not_finite_are_found(
-    good: Good, llama: Path, tmp_path: Path
-) -> None:
+def test_exchanged_layers_and_nan_are_found(good: Good, llama: Path, tmp_path: Path) -> None:
     one, other = (f"model.layers.{number}.mlp.down_proj.weight" for number in (0, 1))
     found = compared(spoiled(good("W8A8"), tmp_path / "wrong", swap(one, other)), llama)
     assert {f"{finding['where']}.weight" for finding in found} == {one, other}
@@ -134,9 +132,7 @@ def test_exchanged_layers_and_values_not_finite_are_found(
     assert ("source", DOWN) in {(one["check"], one["where"]) for one in compared(checkpoint, llama)}
 
 
-def test_a_tensor_of_the_source_that_is_nowhere_is_named(
-    good: Good, llama: Path, tmp_path: Path
-) -> None:
+def test_missing_source_tensor_is_named(good: Good, llama: Path, tmp_path: Path) -> None:
     source = spoiled(llama, tmp_path / "source", add("model.extra.weight", torch.ones(3)))
     assert [finding["where"] for finding in compared(good("W8A8"), source)] == [
         "model.extra.weight"
@@ -146,7 +142,7 @@ def test_a_tensor_of_the_source_that_is_nowhere_is_named(
     assert ("source", "model.norm.weight") in places
 
 
-def test_a_source_that_stores_layers_fused(good: Good, llama: Path, tmp_path: Path) -> None:
+def test_source_with_fused_layers(good: Good, llama: Path, tmp_path: Path) -> None:
     """The source stores q/k/v and gate/up fused, like Phi-3. The checkpoint splits them."""
 
     def fuse(values: Tensors) -> None:
@@ -160,8 +156,8 @@ def test_a_source_that_stores_layers_fused(good: Good, llama: Path, tmp_path: Pa
     assert compared(good("NVFP4A16"), source) == []
 
 
-def test_norms_may_be_rounded_as_one_plus_weight(good: Good, llama: Path, tmp_path: Path) -> None:
-    """What llm-compressor leaves of norms that multiply by 1 + weight (Gemma's)."""
+def test_norms_rounded_as_one_plus_weight(good: Good, llama: Path, tmp_path: Path) -> None:
+    """llm-compressor rounds norms that multiply by 1 + weight (Gemma's) in this way."""
     name = "model.norm.weight"
     source = spoiled(llama, tmp_path / "source", put(name, lambda norm: norm * 0.1318))
     rounded = spoiled(
@@ -180,23 +176,24 @@ def test_norms_may_be_rounded_as_one_plus_weight(good: Good, llama: Path, tmp_pa
         put(f"{DOWN}.weight", lambda weight: torch.cat([weight, weight], dim=1)),
     ],
 )
-def test_what_vllm_reads_alike_is_the_source(
-    good: Good, llama: Path, tmp_path: Path, change: Change
-) -> None:
-    """Another format, a lossless cast, or a weight whose end vLLM drops is an equal weight."""
+def test_equivalent_storage_passes(good: Good, llama: Path, tmp_path: Path, change: Change) -> None:
+    """Another format, a lossless cast, and a weight whose end vLLM drops are equal weights."""
     found = compared(spoiled(good("FP8_DYNAMIC"), tmp_path / "changed", change), llama)
     assert [finding for finding in found if finding["check"] == "source"] == []
 
 
-def test_experts_that_are_not_quantized_alike_are_compared() -> None:
-    """Output of llm-compressor: the difference is reported, and all else equals its source."""
+def test_unequal_experts_are_compared() -> None:
+    """In output of llm-compressor, one difference is reported.
+
+    Everything else equals the source.
+    """
     found = compared(PEER / "moe-NVFP4A16", PEER / "moe")
     assert {(finding["check"], finding["severity"]) for finding in found} == {("fusion", "error")}
 
 
 @pytest.fixture
 def pair(good: Good, llama: Path, tmp_path: Path) -> tuple[Path, Path]:
-    """A checkpoint and its source with a tokenizer, a chat template and a generation config."""
+    """Write a checkpoint and its source, each with a tokenizer, template and generation config."""
     source, checkpoint = tmp_path / "source", tmp_path / "checkpoint"
     copytree(llama, source)
     copytree(good("W8A8"), checkpoint)
@@ -209,7 +206,7 @@ def pair(good: Good, llama: Path, tmp_path: Path) -> tuple[Path, Path]:
     return checkpoint, source
 
 
-def test_files_that_say_the_same_are_no_finding(pair: tuple[Path, Path]) -> None:
+def test_equivalent_files_pass(pair: tuple[Path, Path]) -> None:
     checkpoint, source = pair
     all_of(
         without_files("chat_template.jinja"),
@@ -240,9 +237,7 @@ FILES: list[tuple[Change, str]] = [
 @pytest.mark.parametrize(
     ("change", "where"), FILES, ids=lambda value: value if isinstance(value, str) else ""
 )
-def test_a_file_that_says_otherwise_is_an_error(
-    pair: tuple[Path, Path], change: Change, where: str
-) -> None:
+def test_different_files_are_errors(pair: tuple[Path, Path], change: Change, where: str) -> None:
     checkpoint, source = pair
     change(checkpoint)
     places = [

@@ -1,4 +1,4 @@
-"""GPUs are found by any spelling of their names, and stand for their compute capability."""
+"""GPUs by any spelling of their names, and their compute capabilities."""
 
 import pytest
 
@@ -24,25 +24,25 @@ from vexport.formats.gpus import CARDS, GENERATIONS, cards, find_card, parse_cap
         ("NVIDIA H100 PCIe", "H100"),
     ],
 )
-def test_spellings(name: str, card: str) -> None:
+def test_spellings_of_gpus(name: str, card: str) -> None:
     found = find_card(name)
     assert found is not None
     assert found.name == card
 
 
-def test_name_is_a_capability() -> None:
+def test_capability_of_name() -> None:
     assert [parse_capability(text) for text in ("90", "9.0", "sm_90a", "H200")] == [90] * 4
     assert parse_capability("B300") == 103
     assert parse_capability("H1000") is None
     assert parse_capability("1000") is None
 
 
-def test_each_gpu_once_and_unknown_named() -> None:
+def test_duplicate_and_unknown_gpus() -> None:
     assert [card.name for card in cards(["H100", "h100 ", "L4"])] == ["H100", "L4"]
     with pytest.raises(ValueError, match=r"'L41S' is not a known GPU.*L40S"):
         cards(["L41S"])
 
 
-def test_table_is_sound() -> None:
+def test_table_of_gpus_is_plausible() -> None:
     assert all(card.sm in GENERATIONS for card in CARDS.values())
     assert all(4 * 2**30 < card.memory_bytes < 400 * 2**30 for card in CARDS.values())

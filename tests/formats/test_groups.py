@@ -1,4 +1,4 @@
-"""Schemes with other group sizes than their presets support everything that presets support."""
+"""Schemes with other group sizes than their presets."""
 
 import pytest
 
@@ -20,7 +20,7 @@ LAYER = LinearPlan(name="layer", weight="layer.weight", out_features=64, in_feat
         ("W3A16_G256", "W3A16_G256", 1),
     ],
 )
-def test_names_and_layouts(text: str, name: str, groups: int) -> None:
+def test_names_and_shapes_of_group_sizes(text: str, name: str, groups: int) -> None:
     assert scheme_name(text) == name
     scheme = get_scheme(name)
     shapes = {spec.name.removeprefix("layer."): spec.shape for spec in scheme.layout(LAYER, "BF16")}
@@ -33,7 +33,8 @@ def test_names_and_layouts(text: str, name: str, groups: int) -> None:
     assert reason == (f"in_features 136 is not a multiple of group size {size}" if size else None)
 
 
-def test_a_scale_a_row_is_stored_as_its_inputs_ask() -> None:
+def test_format_of_channel_scales() -> None:
+    """With one scale per row and quantized inputs, weights are stored as int-quantized."""
     assert regrouped(get_scheme("W8A8"), None).format is INT8
     assert regrouped(get_scheme("W8A8"), 64).format is PACKED
     assert written_format(get_scheme("W8A8").args) is INT8
@@ -43,7 +44,7 @@ def test_a_scale_a_row_is_stored_as_its_inputs_ask() -> None:
     "name",
     ["NVFP4_G32", "FP8_DYNAMIC_G64", "MXFP4_CHANNEL", "W4A16_G0", "W4A16_G64_G32", "W4AFP8_G64"],
 )
-def test_floats_have_the_groups_of_their_format(name: str) -> None:
+def test_float_formats_have_fixed_groups(name: str) -> None:
     with pytest.raises(InputError, match="scheme"):
         get_scheme(name)
 
@@ -59,8 +60,11 @@ def test_floats_have_the_groups_of_their_format(name: str) -> None:
         ("W4AFP8", 90),
     ],
 )
-def test_least_capability_of_groups(name: str, capability: int) -> None:
-    """Marlin and Triton have some groups, Humming all; CUTLASS runs W4AFP8 on SM 90 alone."""
+def test_least_capability_by_group_size(name: str, capability: int) -> None:
+    """Marlin and Triton support some group sizes, Humming all.
+
+    CUTLASS runs W4AFP8 only on SM 90.
+    """
     scheme = get_scheme(name)
     support = scheme.format.gpu_support(scheme.args)
     assert [sm for sm in (75, 80, 89, 90, 100) if not support.refuses(sm)][:1] == [capability]

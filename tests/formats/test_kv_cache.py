@@ -1,4 +1,4 @@
-"""Scales of the KV cache equal the ranges in a whole model's cache. Plans and checks name them."""
+"""Scales of the KV cache in written checkpoints, in plans and in checks."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,7 @@ def written(
     tmp_path_factory: pytest.TempPathFactory,
     own_products_in_module: None,
 ) -> dict[KvCache, Path]:
-    """A checkpoint with each kind of cache; read it, never write to it."""
+    """Write a checkpoint with each kind of cache. Tests only read it."""
     root, options = tmp_path_factory.mktemp("written"), ("--calibration", calibration)
     return {
         kind: quantize(source, root / kind, SCHEME, "--kv-cache", kind, *options) for kind in KINDS
@@ -50,7 +50,7 @@ def planned(source: Path, kind: KvCache) -> Plan:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_scales_are_of_the_models_cache(
+def test_scales_equal_models_cache(
     source: Path, calibration: Path, written: dict[KvCache, Path], kind: KvCache
 ) -> None:
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
@@ -93,10 +93,8 @@ def test_scales_are_of_the_models_cache(
         ("gemma3-vision", [f"language_model.model.layers.{i}.self_attn" for i in range(2)]),
     ],
 )
-def test_layers_with_keys_and_values_are_found(
-    tmp_path: Path, family: str, modules: list[str]
-) -> None:
-    """Also if q, k and v are one weight, with linear attention, or next to a tower."""
+def test_attention_layers_are_found(tmp_path: Path, family: str, modules: list[str]) -> None:
+    """The models have q, k and v in one weight, linear attention, or a vision tower."""
     plan = planned(save_family(family, tmp_path / "source"), "fp8_per_head")
     assert plan.refusals == ()
     assert [layer.name for layer in plan.attention] == modules
@@ -109,7 +107,7 @@ def test_latent_attention_is_refused(tmp_path: Path) -> None:
     assert refusal.where == "model.layers.0.self_attn"
 
 
-def test_scales_lie_where_vllm_looks() -> None:
+def test_scale_names_equal_vllms() -> None:
     """vLLM's attention module is the attribute `attn` of the model's attention.
 
     vLLM adds that name unless the layer's name ends with it.

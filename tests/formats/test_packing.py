@@ -40,12 +40,12 @@ NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 
 def bits_of(weight: torch.Tensor) -> Array:
-    """Return the weight as a reader returns it."""
+    """Return the weight in the form that a reader returns."""
     return weight.numpy() if weight.dtype == torch.float32 else weight.view(torch.uint16).numpy()
 
 
 def pack(scheme: Scheme, weight: torch.Tensor, scales: Scales | None) -> dict[str, torch.Tensor]:
-    """Return all stored tensors of a weight, with the rows packed in several runs in reverse order.
+    """Return all stored tensors of a weight. The rows are packed in several runs, in reverse order.
 
     Without `scales`, the scales of the rows' ranges are computed while packing.
     """
@@ -77,13 +77,13 @@ def pack(scheme: Scheme, weight: torch.Tensor, scales: Scales | None) -> dict[st
     }
 
 
-# Without the widths of which the pinned compressed-tensors leaves bits of a word empty.
+# Widths that fill a word. For other widths, the pinned compressed-tensors leaves bits empty.
 SCHEMES = [scheme.name for scheme in all_schemes() if 32 % scheme.args.weights.num_bits == 0]
 DTYPES = ("BF16", "F16", "F32")
 
 
 def heavy_tailed(rows: int, columns: int, dtype: str) -> torch.Tensor:
-    """Normal values with outliers, rows and groups of zeros, tiny rows down to subnormals."""
+    """Return normal values with outliers, zero rows, zero groups, and rows down to subnormals."""
     generator = torch.Generator().manual_seed(rows + columns)
     weight = torch.randn(rows, columns, generator=generator) * 0.02
     weight = torch.where(torch.rand(weight.shape, generator=generator) > 0.99, weight * 30, weight)
@@ -95,7 +95,10 @@ def heavy_tailed(rows: int, columns: int, dtype: str) -> torch.Tensor:
 
 
 def observed(scheme: Scheme, weight: torch.Tensor) -> QParamsDict:
-    """What min-max ranges give, with scales of packed integers as they are stored."""
+    """Return the scales of min-max ranges.
+
+    Scales of packed integers are rounded to their stored dtype.
+    """
     observer = load_observer("memoryless_minmax", "weight", scheme.args.weights).forward(weight)
     qparams = observer.get_qparams()
     if scheme.format.name == "pack-quantized":
@@ -142,7 +145,7 @@ def shapes_for(scheme: Scheme) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", SCHEMES)
-def test_kernels_repeat_compressed_tensors_to_the_bit(name: str, dtype: str) -> None:
+def test_kernels_equal_compressed_tensors(name: str, dtype: str) -> None:
     scheme = get_scheme(name)
     for shape in shapes_for(scheme):
         weight = heavy_tailed(*shape, dtype)
@@ -160,8 +163,9 @@ def assert_same(got: Mapping[str, torch.Tensor], expected: Mapping[str, bytes]) 
 
 
 def without_negative_zeros(packed: bytes) -> bytes:
-    """Two e2m1 codes to the byte, -0 as 0: compressed-tensors loses the sign of a zero, kernels
-    keep it.
+    """Replace -0 by 0 in e2m1 codes, two per byte.
+
+    compressed-tensors loses the sign of a zero, which kernels keep.
     """
     codes = np.frombuffer(packed, np.uint8)
     halves = (np.where(half == 8, 0, half).astype(np.uint8) for half in (codes & 15, codes >> 4))
@@ -182,7 +186,7 @@ def test_zero_scale_packs_zero_codes() -> None:
 @pytest.mark.parametrize(
     "name", ["FP8_DYNAMIC", "FP8_BLOCK", "W8A8", "W4A16", "W4A16_ASYM", "MXFP4A16"]
 )
-def test_a_weight_that_is_not_finite_is_named(name: str, dtype: str, value: float) -> None:
+def test_non_finite_weight_is_named(name: str, dtype: str, value: float) -> None:
     weight = heavy_tailed(64, 256, dtype)
     weight[40, 77] = value
     with pytest.raises(InputError, match=r"layer\.weight.*finite"):
@@ -201,7 +205,7 @@ def test_non_finite_value_has_infinite_magnitude(dtype: str) -> None:
         assert largest == np.inf
 
 
-def test_every_code_is_the_nearest_number_with_ties_to_even() -> None:
+def test_codes_are_nearest_numbers() -> None:
     codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float32)
     between = (codes[1:] + codes[:-1]) / 2
     for value in torch.cat(
@@ -231,7 +235,7 @@ def test_runs_cover_a_weight_once() -> None:
 
 
 @pytest.mark.parametrize("scheme", ["NVFP4", "MXFP4"])
-def test_e2m1_inputs_are_those_of_compressed_tensors(scheme: str) -> None:
+def test_e2m1_inputs_equal_compressed_tensors(scheme: str) -> None:
     generator = torch.Generator().manual_seed(0)
     value = (torch.randn(3, 50, 96, generator=generator) * 4).to(torch.bfloat16)
     value[0, 1] = 0.0
@@ -250,7 +254,7 @@ def test_e2m1_inputs_are_those_of_compressed_tensors(scheme: str) -> None:
     assert torch.equal(rounded, wanted.reshape(value.shape).to(torch.bfloat16))
 
 
-def test_an_input_that_layers_share_is_rounded_once() -> None:
+def test_shared_input_is_rounded_once() -> None:
     args = ct_scheme(get_scheme("MXFP4").args).input_activations
     assert args is not None
     rounding, module = InputRounding(args, {}), torch.nn.Linear(1, 1)
@@ -275,8 +279,8 @@ def given(scheme: str) -> QParamsDict:
     )
 
 
-def same_weights(scheme: str) -> str:
-    """Return the scheme itself, or a scheme of the peer that stores weights in the same form."""
+def scheme_of_peer(scheme: str) -> str:
+    """Return the scheme itself, or a recorded scheme that stores weights in the same form."""
     peers = dict.fromkeys(name.partition("/")[0] for name in VALUES if "/" in name)
     known = [
         name for name in peers if get_scheme(name).args.weights == get_scheme(scheme).args.weights
@@ -284,7 +288,7 @@ def same_weights(scheme: str) -> str:
     return scheme if scheme in known else known[0]
 
 
-def golden(scheme: str) -> Mapping[str, torch.Tensor]:
+def stored_by_peer(scheme: str) -> Mapping[str, torch.Tensor]:
     prefix = f"{scheme}/stored/"
     return {
         name.removeprefix(prefix): value
@@ -294,10 +298,13 @@ def golden(scheme: str) -> Mapping[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("scheme", scheme_names())
-def test_stored_tensors(scheme: str) -> None:
+def test_stored_tensors_equal_golden(scheme: str) -> None:
     weight = VALUES["ragged" if scheme == "FP8_BLOCK" else "weight"]
-    peer = same_weights(scheme)
-    stored, expected = pack(get_scheme(scheme), weight, scales_of(given(peer))), golden(peer)
+    peer = scheme_of_peer(scheme)
+    stored, expected = (
+        pack(get_scheme(scheme), weight, scales_of(given(peer))),
+        stored_by_peer(peer),
+    )
     assert stored.keys() == expected.keys()
     for name, value in stored.items():
         assert value.dtype == expected[name].dtype, name
@@ -307,7 +314,7 @@ def test_stored_tensors(scheme: str) -> None:
 
 @pytest.mark.parametrize("bits", range(2, 9))
 @pytest.mark.parametrize("columns", [1, 31, 32, 33, 100])
-def test_what_is_packed_comes_back(bits: int, columns: int) -> None:
+def test_packed_codes_are_unpacked(bits: int, columns: int) -> None:
     codes = np.random.default_rng(bits).integers(0, 1 << bits, (3, columns)).astype(np.uint8)
     packed = np.zeros((3, -(-columns * bits // 32) * 4), np.uint8)
     for row, target in zip(codes, packed, strict=True):
@@ -317,19 +324,19 @@ def test_what_is_packed_comes_back(bits: int, columns: int) -> None:
 
 
 PEER = json.loads((Path(__file__).parent / "golden" / "errors.json").read_text())
-# The peer's scales and ranges are rounded to bf16 on the way, vexport's are not: which of two
-# neighbouring scales a group gets differs then, to the better or worse of either.
-CHANCE = 1e-3
+# llm-compressor rounds scales and ranges to bfloat16, vexport does not. A group may then get the
+# next smaller or larger scale, so that either error can be slightly larger.
+TOLERANCE = 1e-3
 OBSERVERS = ("memoryless_minmax", "memoryless_mse")
 
 
-def test_the_peers_schemes_are_all() -> None:
-    assert PEER.keys() == {same_weights(scheme) for scheme in scheme_names()}
+def test_all_schemes_have_recorded_errors() -> None:
+    assert PEER.keys() == {scheme_of_peer(scheme) for scheme in scheme_names()}
 
 
 @pytest.mark.parametrize("observer", OBSERVERS)
 @pytest.mark.parametrize("scheme", scheme_names())
-def test_error_is_not_above_the_peers(scheme: str, observer: str) -> None:
+def test_error_is_at_most_llm_compressors(scheme: str, observer: str) -> None:
     weight = VALUES["ragged" if scheme == "FP8_BLOCK" else "weight"].to(torch.bfloat16)
     args, format_ = get_scheme(scheme).args, get_scheme(scheme).format.name
     weights = (
@@ -342,4 +349,4 @@ def test_error_is_not_above_the_peers(scheme: str, observer: str) -> None:
     back = get_scheme(scheme).format.dequantize(args, stored).double()
     exact = weight.double()
     error = float((back - exact).square().sum() / exact.square().sum())
-    assert error <= PEER[same_weights(scheme)][observer] * (1 + CHANCE)
+    assert error <= PEER[scheme_of_peer(scheme)][observer] * (1 + TOLERANCE)

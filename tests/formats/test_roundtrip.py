@@ -1,4 +1,4 @@
-"""Read the output back and compare it with the source, for all schemes and layouts of weights."""
+"""Output that is read back and compared with the source, for all schemes and layouts of weights."""
 
 from pathlib import Path
 
@@ -33,7 +33,7 @@ LEAST = {
 def read_back(
     source: Path, out: Path, rules: tuple[Rule, ...], settings: PlanSettings | None = None
 ) -> tuple[SourceIndex, SourceIndex, Plan]:
-    """Return (source, output, plan)."""
+    """Return source, output and plan."""
     index, plan = plan_source(str(source), rules, settings or PlanSettings())
     assert [one for one in problems(out) if one.severity == "error"] == []
     return index, read_index(out), plan
@@ -44,7 +44,7 @@ def all_linears(scheme: str) -> tuple[Rule, ...]:
 
 
 @pytest.mark.parametrize("scheme", scheme_names())
-def test_layers_come_back(
+def test_layers_are_close_to_source(
     llama: Path, good: Good, scheme: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     index, back, plan = read_back(llama, good(scheme), all_linears(scheme))
@@ -56,8 +56,11 @@ def test_layers_come_back(
     assert layer_errors(index, back, plan) == errors
 
 
-def test_ragged_blocks_come_back(tmp_path: Path) -> None:
-    """500 columns: gate and up are merged and cannot be cut into blocks, down is alone and can."""
+def test_incomplete_blocks_are_close_to_source(tmp_path: Path) -> None:
+    """500 columns are no whole blocks.
+
+    Gate and up are fused and stay unquantized, down is quantized.
+    """
     source = save_llama(tmp_path / "source", intermediate_size=500, num_hidden_layers=1)
     out = quantize(source, tmp_path / "out", "FP8_BLOCK", "--on-unsupported-shape", "keep")
     keeping = PlanSettings(on_unsupported_shape="keep")
@@ -72,8 +75,8 @@ def test_ragged_blocks_come_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_mixed_schemes_come_back(llama: Path, tmp_path: Path) -> None:
-    """FP4 MLPs with FP8 attention and an FP8 output head, each compared in its arithmetic."""
+def test_mixed_schemes_are_close_to_source(llama: Path, tmp_path: Path) -> None:
+    """MLPs are FP4, attention and the output head are FP8. Each is compared in its arithmetic."""
     rules = (
         Rule(match="lm_head", scheme="FP8_DYNAMIC"),
         Rule(match=r"re:.*self_attn", scheme="FP8_DYNAMIC"),
@@ -89,8 +92,8 @@ def test_mixed_schemes_come_back(llama: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["qwen3-moe", "qwen3-vl-moe"])
 @pytest.mark.parametrize("scheme", ["NVFP4A16", "W4A16_ASYM", "FP8_BLOCK", "MXFP8"])
-def test_experts_come_back(tmp_path: Path, family: str, scheme: str) -> None:
-    """Experts in separate tensors, and stacked and transposed experts."""
+def test_experts_are_close_to_source(tmp_path: Path, family: str, scheme: str) -> None:
+    """Experts are in separate tensors, or stacked and transposed."""
     source = save_family(family, tmp_path / "source")
     out = quantize(source, tmp_path / "out", scheme)
     index, back, plan = read_back(source, out, all_linears(scheme))
@@ -100,7 +103,7 @@ def test_experts_come_back(tmp_path: Path, family: str, scheme: str) -> None:
     assert list(changed_tensors(index, back, plan)) == []
 
 
-def test_a_byte_that_changed_is_found(llama: Path, good: Good, tmp_path: Path) -> None:
+def test_changed_byte_is_found(llama: Path, good: Good, tmp_path: Path) -> None:
     layer = "model.layers.1.mlp.up_proj"
 
     def change(values: Tensors) -> None:

@@ -1,4 +1,4 @@
-"""A scheme refuses a group exactly where vLLM does."""
+"""A scheme refuses the same groups of layers as vLLM."""
 
 import random
 from itertools import product
@@ -25,7 +25,7 @@ SPLITS: tuple[Split, ...] = ("out", "in")
 
 @pytest.mark.vllm
 @pytest.mark.parametrize(("ranks", "split"), [*product((1, 2, 4), SPLITS)])
-def test_blocks_are_refused_as_vllm_does(ranks: int, split: Split) -> None:
+def test_blocks_are_refused_like_in_vllm(ranks: int, split: Split) -> None:
     from vllm.model_executor.layers.quantization.utils.fp8_utils import validate_fp8_block_shape
 
     drawn = random.Random(0)
@@ -73,7 +73,7 @@ def head(rows: int) -> tuple[LinearPlan, ...]:
             layers(100, 128, columns=128),
             "out_features 100 is not a multiple of the block's 128",
         ),
-        # Merged layers, experts and heads have rules of their own.
+        # Fused layers, experts and heads have separate rules.
         ("FP8_BLOCK", layers(128, 100, columns=100), ""),
         (
             "FP8_BLOCK",
@@ -102,7 +102,8 @@ def test_unsupported_shapes_name_sizes(
     assert bool(found) is bool(reason)
 
 
-def test_what_fits_whole_need_not_fit_ranks() -> None:
+def test_shapes_on_several_ranks() -> None:
+    """A layer that fits one rank may not fit several ranks."""
     scheme, members = get_scheme("NVFP4"), layers(64, columns=48)
     assert scheme.unsupported_shape(members) is None
     assert scheme.unsupported_shape(members, ranks=3, split="in") is None

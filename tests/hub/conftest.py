@@ -1,6 +1,4 @@
-"""A hub on localhost with a model and a dataset, and vexport as a user would call it with that
-hub.
-"""
+"""A hub on localhost with a model and a dataset, and calls of vexport that use this hub."""
 
 import json
 import os
@@ -31,7 +29,7 @@ HUB_VARIABLES = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"
 
 @pytest.fixture(scope="module")
 def repositories(tmp_path_factory: pytest.TempPathFactory, llama: Path) -> dict[str, Path]:
-    """Return the folders of the model, with files of a real repository, and of the dataset."""
+    """Return the folders of a dataset and of a model with extra files, like on the hub."""
     root = tmp_path_factory.mktemp("repositories")
     shutil.copytree(llama, root / "model")
     for name in (
@@ -59,7 +57,7 @@ def hub(repositories: Mapping[str, Path]) -> Iterator[Hub]:
 
 
 class Machine:
-    """A machine that uses the test's hub, with a separate cache."""
+    """Computer that uses the test's hub, with its own cache."""
 
     def __init__(self, folder: Path, hub: Hub) -> None:
         self.folder, self.url = folder, hub.url
@@ -67,8 +65,9 @@ class Machine:
 
     @contextmanager
     def connected(self, **variables: str) -> Iterator[None]:
-        """This process in `folder` with these variables, some of which huggingface_hub reads
-        once.
+        """Set up this process in `folder`, with these environment variables.
+
+        huggingface_hub reads some variables only once. Its constants are set instead.
         """
         endpoint = variables.get("HF_ENDPOINT", self.url)
         constants = {

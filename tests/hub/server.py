@@ -26,7 +26,7 @@ _API = re.compile(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/(revision|tree)(?:/(
 
 @dataclass(kw_only=True)
 class Repository:
-    """A repository: its folder, who may read it and how its files are served."""
+    """A repository: its folder, its access, and its branches."""
 
     folder: Path
     kind: Literal["models", "datasets"] = "models"
@@ -35,7 +35,7 @@ class Repository:
 
     @property
     def commit(self) -> str:
-        """A commit hash of the files' names and contents."""
+        """Hash of the files' names and contents."""
         digest = hashlib.sha1(usedforsecurity=False)
         for path, data in self.files().items():
             digest.update(path.encode() + hashlib.sha256(data).digest())
@@ -63,7 +63,7 @@ class Hub:
     requests: list[Request] = field(default_factory=list)
     ranges: bool = True
     cut: dict[str, int] = field(default_factory=dict)
-    """Path in a repository -> bytes after which the connection ends, once."""
+    """Number of bytes by path. The connection ends once after these bytes."""
 
     def paths(self, method: str | None = None) -> list[str]:
         return [one.path for one in self.requests if method in (None, one.method)]
@@ -78,7 +78,7 @@ class Hub:
 
 @contextmanager
 def running_hub() -> Iterator[Hub]:
-    """A hub without repositories, as long as the block lasts."""
+    """Run a hub without repositories."""
     hub = Hub()
 
     class Handler(_Handler):
@@ -107,7 +107,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._handle()
 
     def log_message(self, format: str, *args: object) -> None:
-        """Nothing on stderr."""
+        """Print nothing."""
 
     def _handle(self) -> None:
         path = unquote(urlsplit(self.path).path)
@@ -225,7 +225,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _entry(path: str, data: bytes) -> dict[str, object]:
-    """A file of the tree, as the hub lists it."""
+    """Return a file of the tree in the hub's form."""
     oid = hashlib.sha1(data, usedforsecurity=False).hexdigest()
     entry: dict[str, object] = {"type": "file", "path": path, "size": len(data), "oid": oid}
     if path.endswith(_LARGE):

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 FP8 = ("--scheme", "FP8_DYNAMIC")
 
 
-def test_only_what_is_needed_is_fetched_and_once(machine: Machine, hub: Hub) -> None:
+def test_needed_files_are_downloaded_once(machine: Machine, hub: Hub) -> None:
     ran = machine.run("quantize", MODEL, "out", *FP8)
     assert ran.code == 0, ran.stderr
     assert (machine.folder / "out/config.json").is_file()
@@ -39,15 +39,13 @@ def test_only_what_is_needed_is_fetched_and_once(machine: Machine, hub: Hub) -> 
     assert not [path for path in hub.paths("GET") if "/resolve/" in path]
 
 
-def test_a_local_folder_asks_the_hub_for_nothing(machine: Machine, hub: Hub, llama: Path) -> None:
+def test_local_folder_needs_no_hub(machine: Machine, hub: Hub, llama: Path) -> None:
     assert machine.run("quantize", llama, "out", *FP8).code == 0
     assert machine.run("check", "out").code == 0
     assert not hub.requests
 
 
-def test_a_download_that_is_cut_off_goes_on_where_it_was(
-    machine: Machine, hub: Hub, tmp_path: Path
-) -> None:
+def test_interrupted_download_resumes(machine: Machine, hub: Hub, tmp_path: Path) -> None:
     size, chunk = 25_000_000, 10 * 1024 * 1024  # huggingface_hub writes 10 MiB at once
     repository = tmp_path / "large"
     repository.mkdir()
@@ -74,7 +72,7 @@ def test_a_download_that_is_cut_off_goes_on_where_it_was(
         (True, {"HF_TOKEN": TOKEN}, MODEL, 2, "GatedRepoError: 403"),
     ],
 )
-def test_the_words_of_the_library_are_one_line_of_ours(
+def test_hub_errors_are_one_line(
     machine: Machine,
     hub: Hub,
     gated: bool,
@@ -92,7 +90,7 @@ def test_the_words_of_the_library_are_one_line_of_ours(
     assert not (machine.folder / "out").exists()
 
 
-def test_a_plan_reads_headers_only(machine: Machine, hub: Hub) -> None:
+def test_plan_reads_only_headers(machine: Machine, hub: Hub) -> None:
     weights = hub.repositories[MODEL].folder / "model.safetensors"
     ran = machine.run("plan", MODEL, *FP8)
     assert ran.code == 0, ran.stderr
@@ -103,7 +101,7 @@ def test_a_plan_reads_headers_only(machine: Machine, hub: Hub) -> None:
     local = machine.run("plan", hub.repositories[MODEL].folder, *FP8)
     assert (
         local.stdout.splitlines()[1:-1] == ran.stdout.splitlines()[1:-1]
-    )  # but for the names of the model
+    )  # the model's names differ
     assert ran.stdout.splitlines()[-1].split()[:4] == ["next", "vexport", "quantize", MODEL]
     hub.requests.clear()
     hub.ranges = False
@@ -112,8 +110,8 @@ def test_a_plan_reads_headers_only(machine: Machine, hub: Hub) -> None:
     assert hub.content("/model.safetensors") >= weights.stat().st_size
 
 
-def test_the_files_of_an_index_are_read(machine: Machine, hub: Hub, tmp_path: Path) -> None:
-    """Headers alone for a plan, whole for a quantization."""
+def test_files_of_index_are_read(machine: Machine, hub: Hub, tmp_path: Path) -> None:
+    """A plan and a check read all files that the index names."""
     source = hub.repositories[MODEL].folder
     made = machine.run("quantize", source, tmp_path / "sharded", *FP8, "--max-shard-size", "100KB")
     assert made.code == 0, made.stderr
@@ -129,7 +127,7 @@ def test_the_files_of_an_index_are_read(machine: Machine, hub: Hub, tmp_path: Pa
         assert sorted(read) == names
 
 
-def test_a_revision_is_one_of_the_hub_and_recorded(machine: Machine, hub: Hub) -> None:
+def test_revision_is_recorded(machine: Machine, hub: Hub) -> None:
     hub.repositories[MODEL].branches = ("main", "v1", "refs/pr/2")
     commit = hub.repositories[MODEL].commit
     for name, options in ((MODEL, ("--revision", "v1")), (f"{MODEL}@{commit}", ())):
@@ -142,7 +140,7 @@ def test_a_revision_is_one_of_the_hub_and_recorded(machine: Machine, hub: Hub) -
     assert (folder.code, "the revision 'v2' of a folder" in folder.stderr) == (2, True)
 
 
-def test_a_scenario_has_a_revision(tmp_path: Path) -> None:
+def test_revision_in_scenario(tmp_path: Path) -> None:
     text = (
         "name: s\nsource: acme/llama\nrevision: v1\nrules: [{match: Linear, scheme: FP8_DYNAMIC}]\n"
     )
@@ -153,7 +151,7 @@ def test_a_scenario_has_a_revision(tmp_path: Path) -> None:
         read_scenario(tmp_path / "s.yaml")
 
 
-def test_a_checkpoint_of_the_hub_is_checked(machine: Machine, hub: Hub) -> None:
+def test_hub_checkpoint_is_checked(machine: Machine, hub: Hub) -> None:
     ran = machine.run("check", MODEL)
     assert ran.code == 0, ran.stderr
     assert f"PASS  {MODEL}\n" in ran.stdout
@@ -163,7 +161,7 @@ def test_a_checkpoint_of_the_hub_is_checked(machine: Machine, hub: Hub) -> None:
     assert "no such folder, and it cannot be fetched from the hub" in mistake.stderr
 
 
-def test_without_network_a_whole_copy_in_the_cache_is_used(machine: Machine, hub: Hub) -> None:
+def test_cached_copy_is_used_offline(machine: Machine, hub: Hub) -> None:
     assert machine.run("quantize", MODEL, "first", *FP8).code == 0
     gone = machine.run("quantize", MODEL, "second", *FP8, HF_ENDPOINT="http://127.0.0.1:9")
     assert gone.code == 0, gone.stderr
@@ -180,7 +178,7 @@ def test_without_network_a_whole_copy_in_the_cache_is_used(machine: Machine, hub
 @pytest.mark.parametrize(
     "name", ["/etc/x.json", "../x.json", "a/../../x.json", "//x.json", ".x.json"]
 )
-def test_names_that_lead_elsewhere_are_no_files(name: str) -> None:
+def test_unsafe_file_names_are_ignored(name: str) -> None:
     assert side_files([name, "config.json", "a/tokenizer.json"]) == [
         "a/tokenizer.json",
         "config.json",

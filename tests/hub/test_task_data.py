@@ -1,4 +1,4 @@
-"""Data of tasks and of calibration are downloaded from the hub before an engine starts."""
+"""Data of tasks and of calibration, which are downloaded from the hub before an engine starts."""
 
 import json
 from pathlib import Path
@@ -15,7 +15,7 @@ MODEL = Path(__file__).parents[2] / "scenarios" / "demo" / "model"
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_task_data_are_needed_before_engine(machine: Machine, hub: Hub) -> None:
+def test_task_data_are_downloaded_first(machine: Machine, hub: Hub) -> None:
     hub.repositories[CITIES] = Repository(
         folder=hub.repositories[DATA].folder, kind="datasets", gated=True
     )
@@ -45,7 +45,7 @@ def test_task_data_are_needed_before_engine(machine: Machine, hub: Hub) -> None:
     cache = machine.folder / "cache" / "hub"
     snapshot_download(
         CITIES, repo_type="dataset", cache_dir=cache, endpoint=hub.url
-    )  # as `hf download` does
+    )  # like `hf download`
     hub.requests.clear()
     ran = machine.python("-m", "vexport", *evaluate, "--task", "cities.yaml", HF_HUB_OFFLINE="1")
     assert ran.code == 0, ran.stderr
@@ -59,7 +59,7 @@ def test_task_data_are_needed_before_engine(machine: Machine, hub: Hub) -> None:
 
 
 @pytest.mark.slow
-def test_a_data_set_is_read_by_split_and_column(
+def test_dataset_split_and_column(
     machine: Machine, hub: Hub, llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, out = tmp_path / "chats", machine.folder / "out"

@@ -1,6 +1,4 @@
-"""Distances between tensors and between distributions, against scipy, also where a value is not
-finite.
-"""
+"""Distances between tensors and between distributions, compared with scipy."""
 
 import math
 import os
@@ -35,7 +33,7 @@ def test_nan_weight_has_no_signal(lost: float) -> None:
     assert quantization_error(exact, other).sqnr_db == -EXACT_DB
 
 
-def test_parts_add_up() -> None:
+def test_errors_of_parts_add_up() -> None:
     exact = torch.randn(64, generator=torch.Generator().manual_seed(0))
     other = exact.round(decimals=1)
     parts = quantization_error(exact[:20], other[:20]) + quantization_error(exact[20:], other[20:])
@@ -50,7 +48,7 @@ def test_parts_add_up() -> None:
     assert sqnr_db(0.0, 1.0) == -EXACT_DB
 
 
-def test_divergence_is_that_of_scipy_at_every_position() -> None:
+def test_divergence_equals_scipys() -> None:
     generator = torch.Generator().manual_seed(1)
     logits = [torch.randn(2 * KL_ROWS + 3, 50, generator=generator) for _ in range(2)]
     reference, measured = (torch.log_softmax(each, dim=-1) for each in logits)
@@ -64,8 +62,8 @@ def test_divergence_is_that_of_scipy_at_every_position() -> None:
         kl_divergence(reference, measured[:, 1:])
 
 
-def test_divergence_of_logits_is_the_sum_over_all_positions() -> None:
-    """Of more positions than are taken at a time, in the dtype of a model."""
+def test_divergence_of_logits_is_sum() -> None:
+    """There are more positions than are computed at a time, in a model's dtype."""
     generator = torch.Generator().manual_seed(0)
     logits = [torch.randn(1, 150, 40, generator=generator).bfloat16() for _ in range(2)]
     expected = kl_divergence(*(one[0].float().log_softmax(-1) for one in logits)).sum()
@@ -74,26 +72,26 @@ def test_divergence_of_logits_is_the_sum_over_all_positions() -> None:
 
 
 @pytest.mark.parametrize("largest", [1e-30, 0.03, 1.0, 448.0, 6e4])
-def test_the_global_scale_is_compressed_tensors(largest: float) -> None:
+def test_global_scale_equals_compressed_tensors(largest: float) -> None:
     peer = generate_gparam(torch.tensor([-largest]), torch.tensor([largest / 2]))
     assert global_scale_of(np.float32(largest)).tolist() == peer.tolist()
 
 
-def test_the_global_scale_of_zeros_is_one() -> None:
+def test_global_scale_of_zeros_is_one() -> None:
     assert global_scale_of(np.float32(0.0)).tolist() == [1.0]
 
 
-LINE = "compile kernels, once"
+COMPILING = "compile kernels, once"
 
 
-def copied(folder: Path) -> Path:
-    """Copy the package to another place without compiled files."""
+def copy_package(folder: Path) -> Path:
+    """Copy the package to a folder, without compiled files."""
     package = Path(vexport.__file__).parent
     return copytree(package, folder / "vexport", ignore=ignore_patterns("__pycache__"))
 
 
 def python(package: Path, folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
-    """Run an interpreter with a copy of the package and a cache of compiled kernels in `folder`."""
+    """Run an interpreter with a copy of the package. `folder` has the cache of compiled kernels."""
     changes = {"PYTHONPATH": str(package.parent), "NUMBA_CACHE_DIR": str(folder / "cache")}
     command = [sys.executable, *map(str, arguments)]
     environment = {**os.environ, **changes}
@@ -104,22 +102,22 @@ def python(package: Path, folder: Path, *arguments: object) -> subprocess.Comple
 
 @pytest.mark.slow
 def test_compiling_is_announced_once(tmp_path: Path) -> None:
-    """Also where the package is installed a second time, with other times of its files."""
+    """A second installation of the package, with other file times, uses the same cache."""
     source = save_llama(tmp_path / "model")
-    again = copied(tmp_path / "copy")
+    again = copy_package(tmp_path / "copy")
     for file in again.rglob("*.py"):
         os.utime(file, (0, 0))
     command = ("-m", "vexport", "quantize", source, "--scheme", "FP8_DYNAMIC")
     first = python(Path(vexport.__file__).parent, tmp_path, *command, tmp_path / "first").stderr
-    begun, done = (line for line in first.splitlines() if line.startswith(LINE))
-    assert begun == f"{LINE} ..."
-    assert done.startswith(f"{LINE}: done in ")
-    assert LINE not in python(again, tmp_path, *command, tmp_path / "second").stderr
+    begun, done = (line for line in first.splitlines() if line.startswith(COMPILING))
+    assert begun == f"{COMPILING} ..."
+    assert done.startswith(f"{COMPILING}: done in ")
+    assert COMPILING not in python(again, tmp_path, *command, tmp_path / "second").stderr
 
 
 @pytest.mark.slow
-def test_kernel_change_invalidates_other_files(tmp_path: Path) -> None:
-    package = copied(tmp_path)
+def test_changed_constant_recompiles_kernels(tmp_path: Path) -> None:
+    package = copy_package(tmp_path)
     code = (
         "import numpy as np; from vexport.numerics.arithmetic import e4m3_codes; "
         "codes = np.zeros(1, np.uint8); "
@@ -131,7 +129,7 @@ def test_kernel_change_invalidates_other_files(tmp_path: Path) -> None:
     assert int(python(package, tmp_path, "-c", code).stdout) == 0x77
 
 
-def test_the_digest_covers_every_module_that_compiles() -> None:
+def test_digest_covers_compiling_modules() -> None:
     compiling = [path for path in PACKAGE.rglob("*.py") if "@compiled(" in path.read_text()]
     assert len(compiling) > 5
     assert set(compiling) <= set(kernel_files())

@@ -1,4 +1,4 @@
-"""Number formats are equal to the bit in compiled kernels and in torch.
+"""Number formats, equal to the bit in compiled kernels and in torch.
 
 Their values are compared with torch's float8 dtypes and with a table of the e2m1 numbers.
 """
@@ -24,7 +24,7 @@ SCALES = (1.0, 0.75, 448.0, 2.0**-126, 2.0**-127, 2.0**-140, 2.0**-149)
 
 
 def edge_values(form: NumberFormat) -> Floats:
-    """Every bfloat16 number, and the numbers of the format, their ties and neighbours of both."""
+    """Return all bfloat16 numbers, and the format's numbers and ties, with their neighbours."""
     every = (np.arange(1 << 16, dtype=np.uint32) << 16).view(np.float32)
     steps = np.arange(-2 * int(form.high), 2 * int(form.high), 2.0**-10, dtype=np.float32)
     near = np.concatenate([np.nextafter(steps, np.float32(np.inf)), np.nextafter(steps, -steps)])
@@ -32,13 +32,13 @@ def edge_values(form: NumberFormat) -> Floats:
 
 
 def bits(values: Floats) -> npt.NDArray[np.int32]:
-    """Return bit patterns. All patterns of NaN become equal."""
+    """Return bit patterns. All NaNs have the same pattern."""
     return np.where(np.isnan(values), np.int32(-1), values.view(np.int32))
 
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
-def test_values_are_the_same(name: str) -> None:
+def test_kernels_and_torch_round_equally(name: str) -> None:
     form = FORMATS[name]
     values = edge_values(form)
     by_torch = round_to(torch.from_numpy(values), TensorFormat.of(form)).numpy()
@@ -61,8 +61,8 @@ def test_e2m1_ties_are_even() -> None:
 
 
 @pytest.mark.parametrize("scale", SCALES)
-def test_codes_are_those_of_the_values(scale: float) -> None:
-    """Of finite values, in units of scales down to the smallest subnormal number."""
+def test_codes_match_rounded_values(scale: float) -> None:
+    """Values are finite. Scales go down to the smallest subnormal number."""
     values = edge_values(E2M1)
     with np.errstate(over="ignore"):
         values = values[np.isfinite(values)] * np.float32(scale)
@@ -81,8 +81,8 @@ def test_codes_are_those_of_the_values(scale: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["e2m1", "e4m3"])
-def test_mx_scales_are_the_same(name: str) -> None:
-    """Of every bfloat16 magnitude and its neighbours in float32, in the kernel of the packing."""
+def test_mx_scales_are_equal(name: str) -> None:
+    """Compare the scales of all bfloat16 magnitudes and their float32 neighbours, as packed."""
     form = FORMATS[name]
     every = (np.arange(1 << 15, dtype=np.int32) << 16)[:, None] + np.arange(-1, 2, dtype=np.int32)
     largest = every.clip(0, 0x7F800000).astype(np.int32).view(np.float32).reshape(-1)
@@ -107,6 +107,6 @@ def test_mx_scales_are_the_same(name: str) -> None:
 
 
 def test_rounding_in_torch_loads_no_numba() -> None:
-    """vLLM's CPU build fails at its start once numba is imported."""
+    """vLLM's CPU build fails to start if numba is imported."""
     code = "import sys, vexport.engine.cpu_emulation.rounding; sys.exit('numba' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -43,8 +43,8 @@ FORMATS = {
     "int4-fp16": INT4_ASYMMETRIC._replace(scale_storage=FLOAT16),
 }
 EXPANDED = [1 - step / 100 for step in range(56)]
-# Schemes and observers whose weights are searched on a device.
-SEARCHED = {
+# Observers by scheme for which a device searches the weights' scales.
+OBSERVERS_BY_SCHEME = {
     "NVFP4": ("memoryless_minmax", "memoryless_mse", "fouroversix", "nvfp4_expanded_imatrix"),
     "W4A16": ("memoryless_minmax", "memoryless_mse", "imatrix_mse"),
     "W4A16_ASYM": ("imatrix_mse",),
@@ -108,7 +108,7 @@ def test_block_scales(shrinks: Sequence[float], weighs: bool) -> None:
 
 
 def qparams(scheme: str, name: str, device: str) -> list[torch.Tensor]:
-    """Scales, zero points and global scale of two fused weights on a device, in main memory."""
+    """Return scales, zero points and global scales of two fused weights, computed on a device."""
     args = get_scheme(scheme).args.weights
     observers: list[Observer] = []
     for seed in range(2):
@@ -127,10 +127,10 @@ def qparams(scheme: str, name: str, device: str) -> list[torch.Tensor]:
     return found
 
 
-def compare_devices() -> None:
-    """Compare all searches; kernels refuse weights that are not in main memory."""
+def require_equal_searches() -> None:
+    """Compare all searches on the second device with the CPU's. Kernels refuse its tensors."""
     registered = register()
-    for scheme, names in SEARCHED.items():
+    for scheme, names in OBSERVERS_BY_SCHEME.items():
         for name in names:
             expected = qparams(scheme, name, "cpu")
             found = qparams(scheme, name, NAME)
@@ -140,6 +140,6 @@ def compare_devices() -> None:
 
 
 @pytest.mark.slow
-def test_searches_stay_on_the_device(tmp_path: Path) -> None:
+def test_searches_run_on_the_device(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    finish(start(log, compare_devices), log)
+    finish(start(log, require_equal_searches), log)

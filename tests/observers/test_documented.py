@@ -1,6 +1,7 @@
-"""Names in llm-compressor's documents, old and new: each works, or the refusal names another.
+"""Methods and names in llm-compressor's documents, old and new.
 
-Golden values are formulas of the documents in plain torch, or compressed-tensors' functions.
+Each works, or its refusal names a replacement. Golden values are formulas of the documents in plain
+torch, or compressed-tensors' functions.
 """
 
 from collections.abc import Iterable
@@ -34,7 +35,7 @@ NVFP4 = QuantArgs(
     group_size=16,
     scale_dtype="torch.float8_e4m3fn",
 )
-OF_WEIGHTS = [TENSOR, CHANNEL, GROUP, BLOCK, NVFP4]
+WEIGHT_ARGS = [TENSOR, CHANNEL, GROUP, BLOCK, NVFP4]
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
@@ -43,7 +44,7 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def half_range(observed: torch.Tensor, reduce_dims: tuple[int, ...] | None) -> torch.Tensor:
-    """Half of the largest magnitude, of size 1 in the reduced dimensions."""
+    """Return half of the largest magnitude. Reduced dimensions have size 1."""
     if reduce_dims is None:
         return observed.abs().amax().reshape(1) / 2
     return observed.abs().amax(reduce_dims, keepdim=True) / 2
@@ -76,7 +77,7 @@ class HalvedEarlier(Observer):
 
 
 class HalvedRange(MinMaxObserver):
-    """Overrides the range of an older observer."""
+    """Observer that overrides the range of an older observer."""
 
     def calculate_updated_min_max(
         self,
@@ -90,7 +91,7 @@ class HalvedRange(MinMaxObserver):
 
 
 class HalvedSearch(MovingAverageMSEObserver):
-    """Overrides the search of an older observer."""
+    """Observer that overrides the search of an older observer."""
 
     def calculate_mse_min_max(
         self,
@@ -116,7 +117,7 @@ class HalvedAlong(Observer):
 
 
 class HalvedQParams(Observer):
-    """Overrides the older `get_qparams`."""
+    """Observer that overrides the older `get_qparams`."""
 
     def get_qparams(  # type: ignore[override]
         self,
@@ -129,7 +130,7 @@ class HalvedQParams(Observer):
 
 
 class HalvedForward(Observer):
-    """Overrides the call itself, in the older signature."""
+    """Observer that overrides the call, with the older signature."""
 
     def forward(  # type: ignore[override]
         self,
@@ -144,14 +145,14 @@ class HalvedForward(Observer):
 
 
 class HalvedStatistics(Observer):
-    """As the newer documents write an observer."""
+    """Observer in the style of newer documents."""
 
     def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
         self.min_vals, self.max_vals = observed.amin((0, -1)) / 2, observed.amax((0, -1)) / 2
 
 
 class HalvedInput(MemorylessMinMaxObserver):
-    """A newer `forward` that changes its input."""
+    """Observer whose newer `forward` changes its input."""
 
     def forward(self, observed: torch.Tensor) -> object:  # type: ignore[override]
         return super().forward(observed / 2)
@@ -167,11 +168,11 @@ HALVING = [
     HalvedStatistics,
     HalvedInput,
 ]
-# With a global scale these know only half of it: theirs is that of the whole range.
-OF_WHOLE = (Halved, HalvedEarlier, HalvedQParams)
+# These observers halve the scale, but not the global scale.
+WHOLE_GLOBAL_SCALE = (Halved, HalvedEarlier, HalvedQParams)
 
 
-@pytest.mark.parametrize("args", OF_WEIGHTS, ids=lambda args: args.strategy)
+@pytest.mark.parametrize("args", WEIGHT_ARGS, ids=lambda args: args.strategy)
 @pytest.mark.parametrize("kind", HALVING)
 def test_overridden_methods_decide_weights(kind: type[Observer], args: QuantArgs) -> None:
     weight = normal(16, 64)
@@ -179,7 +180,7 @@ def test_overridden_methods_decide_weights(kind: type[Observer], args: QuantArgs
     observer(weight)
     qparams = observer.qparams()
     plain = load_observer("memoryless_minmax", "weight", args)
-    if args.strategy == "tensor_group" and kind in OF_WHOLE:
+    if args.strategy == "tensor_group" and kind in WHOLE_GLOBAL_SCALE:
         plain(weight)
         torch.testing.assert_close(
             qparams["global_scale"], plain.qparams()["global_scale"], rtol=0, atol=0
@@ -200,12 +201,12 @@ def test_overridden_methods_decide_weights(kind: type[Observer], args: QuantArgs
 
 @pytest.mark.parametrize("kind", [*HALVING, HalvedAlong])
 def test_overridden_methods_decide_inputs(kind: type[Observer]) -> None:
-    """Static inputs with one scale, with a scale for each position, and with a global scale."""
+    """Inputs are static with one scale, with a scale for each position, or with a global scale."""
     value = normal(2, 5, 32)
     for args in (TOKEN,) if kind is HalvedAlong else (TENSOR, replace(NVFP4, dynamic="local")):
         observer, plain = kind("input", args), load_observer("memoryless_minmax", "input", args)
         observer(value)
-        halves_global = args.strategy == "tensor_group" and kind in OF_WHOLE
+        halves_global = args.strategy == "tensor_group" and kind in WHOLE_GLOBAL_SCALE
         plain(value if halves_global else value / 2)
         assert observer.tokens == 10
         assert observer.has_statistics
@@ -216,7 +217,7 @@ def test_overridden_methods_decide_inputs(kind: type[Observer]) -> None:
         torch.testing.assert_close(*largest, rtol=1e-6, atol=0)
 
 
-def test_own_scale_per_head() -> None:
+def test_overridden_scale_per_head() -> None:
     states = normal(2, 4, 7, 16)
     observer = Halved("k", HEAD)
     observer(states)
@@ -289,9 +290,9 @@ def test_documented_arguments(args: QuantArgs, calls: list[object]) -> None:
     assert vars(observer)["calls"] == [*calls, "post"]
 
 
-def test_a_hook_after_scales_alone() -> None:
+def test_hook_after_scales() -> None:
     class Posted(MemorylessMinMaxObserver):
-        """Overrides nothing but the hook."""
+        """Observer that overrides only the hook."""
 
         done = 0
 
@@ -304,18 +305,18 @@ def test_a_hook_after_scales_alone() -> None:
     assert observer.done == 1
 
 
-class Global(Observer):
-    """Observer with a quarter of the usual global scale. Scales relative to it are the usual."""
+class QuarteredGlobalScale(Observer):
+    """Observer with a quarter of the usual global scale. Scales relative to it are as usual."""
 
     def calculate_gparam(self, observed: torch.Tensor) -> torch.Tensor:
         return 448 * 6 / (4 * observed.abs().max())
 
 
 @pytest.mark.parametrize("base_name", ["weight", "input"])
-def test_an_overridden_global_scale(base_name: str) -> None:
+def test_overridden_global_scale(base_name: str) -> None:
     value = normal(16, 32)
     args = NVFP4 if base_name == "weight" else replace(NVFP4, dynamic="local")
-    observer = Global(base_name, args)
+    observer = QuarteredGlobalScale(base_name, args)
     observer(value)
     global_scale = observer.qparams()["global_scale"]
     assert global_scale is not None
@@ -326,7 +327,7 @@ def test_an_overridden_global_scale(base_name: str) -> None:
         assert torch.equal(observer.qparams()["scale"], steps.to(torch.float8_e4m3fn).float())
 
 
-def test_fused_layers_share_what_overrides_say() -> None:
+def test_fused_layers_share_overridden_scales() -> None:
     weights = normal(8, 32), normal(8, 32, seed=1) * 5
     for args in (NVFP4, replace(TENSOR, type="float")):
         own, plain = (
@@ -344,23 +345,23 @@ def test_fused_layers_share_what_overrides_say() -> None:
         torch.testing.assert_close(first, expected if args is NVFP4 else expected / 2)
 
 
-def test_overrides_that_nothing_calls_are_refused() -> None:
-    """With the name of the replacement; a helper that the class calls itself is no such method."""
+def test_unused_overrides_are_refused() -> None:
+    """The error names the replacement. A helper that the class calls is accepted."""
 
     class Earlier(Observer):
-        """Of a generation in between."""
+        """Observer of a generation between old and new."""
 
         def get_min_max(self, observed: torch.Tensor) -> Pair:
             return observed.amin((0, -1)), observed.amax((0, -1))
 
     class Both(HalvedStatistics):
-        """Two methods that decide."""
+        """Observer with two methods that both set the range."""
 
         def calculate_qparams(self, observed: torch.Tensor) -> Pair:  # type: ignore[override]
             return observed, observed
 
     class Helped(Observer):
-        """Calls its helper."""
+        """Observer that calls its helper."""
 
         def get_min_max(self, observed: torch.Tensor) -> Pair:
             return observed.amin((0, -1)), observed.amax((0, -1))
@@ -388,15 +389,15 @@ def test_overrides_that_nothing_calls_are_refused() -> None:
         ("get_current_global_min_max", "get_global_scale"),
     ],
 )
-def test_replaced_methods_are_refused_by_name(name: str, replacement: str) -> None:
+def test_replaced_methods_name_replacement(name: str, replacement: str) -> None:
     kind = type("Earlier", (Observer,), {name: lambda self, observed: (observed, observed)})
     with pytest.raises(ValueError, match=f"{name}: .*; override {replacement} instead"):
         kind("weight", NVFP4)
 
 
-def test_an_override_of_get_global_scale() -> None:
+def test_overridden_get_global_scale() -> None:
     class Fixed(MemorylessMinMaxObserver):
-        """A global scale that does not follow the values."""
+        """Observer whose global scale does not follow the values."""
 
         def get_global_scale(self) -> torch.Tensor:
             return torch.tensor([100.0])
@@ -412,9 +413,9 @@ def test_an_override_of_get_global_scale() -> None:
     assert torch.equal(found["scale"], steps.to(torch.float8_e4m3fn).float())
 
 
-def test_observed_tokens_can_be_counted_otherwise() -> None:
+def test_overridden_token_count() -> None:
     class Rows(MemorylessMinMaxObserver):
-        """Counts rows instead of tokens."""
+        """Observer that counts rows instead of tokens."""
 
         def record_observed_tokens(self, observed: torch.Tensor) -> None:
             self.tokens += observed.shape[0]
@@ -427,7 +428,7 @@ def test_observed_tokens_can_be_counted_otherwise() -> None:
     assert own.tokens == 2
 
 
-def test_a_class_in_a_file_is_refused() -> None:
+def test_class_in_file_is_refused() -> None:
     with pytest.raises(ValueError, match="need a class that can be imported"):
         Observer.load_from_registry("observers.py:Halved", base_name="weight", args=CHANNEL)
 
@@ -440,7 +441,7 @@ def test_wrong_scales_of_an_override_are_refused() -> None:
             return torch.ones(1), torch.zeros(1)
 
     class Nothing(Observer):
-        """Returns no scale."""
+        """Observer that returns no zero point."""
 
         def calculate_qparams(self, observed: torch.Tensor, reduce_dims: object = None) -> Pair:  # type: ignore[override]
             return torch.ones(1)  # type: ignore[return-value]
@@ -478,7 +479,7 @@ def test_older_constructors() -> None:
 
 
 def test_older_observers_average_over_calls() -> None:
-    """The history goes by tensor id, under the attributes that the documents name."""
+    """The attributes from the documents have a history for each tensor id."""
     observer = MinMaxObserver(quantization_args=TENSOR, averaging_constant=0.5)
     for factor in (1.0, 2.0):
         observer(torch.tensor([[-1.0, 1.0]]) * factor)
@@ -494,7 +495,7 @@ def test_older_observers_average_over_calls() -> None:
 
 
 class Mine(Observer):
-    """A whole class of the older documents, constructor and keywords included."""
+    """Observer in the style of older documents, with its constructor and keywords."""
 
     def __init__(self, quantization_args: QuantArgs, part: float = 1.0, **kwargs: object) -> None:
         super().__init__(quantization_args=quantization_args)
@@ -514,7 +515,7 @@ class Mine(Observer):
 
 
 @pytest.mark.parametrize("base_name", ["weight", "input"])
-def test_a_class_with_an_older_constructor(base_name: str) -> None:
+def test_older_constructor(base_name: str) -> None:
     args = replace(TENSOR, observer_kwargs={"part": 0.25})
     observer = load_observer_of(Mine, base_name, args)
     observer(normal(3, 16))
@@ -527,7 +528,7 @@ def load_observer_of(kind: type[Observer], base_name: str, args: QuantArgs) -> O
     return kind.made(base_name, args, {})
 
 
-def test_the_older_calls() -> None:
+def test_older_calls() -> None:
     weight = normal(8, 32)
     observer = load_observer("memoryless_minmax", "weight", NVFP4)
     global_scale = observer(weight, should_calculate_gparam=True)
@@ -554,7 +555,7 @@ def test_the_older_calls() -> None:
     assert torch.equal(answer[0], answer.get_qparams()["scale"])
 
 
-def test_search_by_the_older_name() -> None:
+def test_search_by_older_name() -> None:
     weight = normal(6, 64)
     observer = load_observer("memoryless_mse", "weight", CHANNEL)
     observer(weight)
@@ -566,7 +567,7 @@ def test_search_by_the_older_name() -> None:
 
 @pytest.mark.parametrize("name", ["memoryless_minmax", "memoryless_mse"])
 @pytest.mark.parametrize("args", [GROUP, NVFP4], ids=lambda args: args.strategy)
-def test_columns_go_to_the_groups_of_a_map(name: str, args: QuantArgs) -> None:
+def test_g_idx_maps_columns_to_groups(name: str, args: QuantArgs) -> None:
     weight, order = normal(8, 64), torch.randperm(64, generator=torch.Generator().manual_seed(3))
     g_idx = torch.empty(64, dtype=torch.int32)
     g_idx[order] = torch.arange(64, dtype=torch.int32) // 16
@@ -589,7 +590,7 @@ def test_groups_of_different_sizes() -> None:
     torch.testing.assert_close(observer.qparams()["scale"], expected)
 
 
-def test_importance_follows_the_map() -> None:
+def test_importance_follows_g_idx() -> None:
     weight, g_idx = normal(4, 32), torch.arange(32) % 2
     inputs = normal(64, 32, seed=1) * torch.linspace(0.1, 3, 32)
     scales = []
@@ -603,7 +604,7 @@ def test_importance_follows_the_map() -> None:
     assert torch.equal(*scales)
 
 
-def test_importance_of_an_earlier_pass() -> None:
+def test_importance_of_earlier_pass_is_kept() -> None:
     layer, inputs = torch.nn.Linear(16, 4), normal(3, 5, 16)
     first = IMatrixMSEObserver("weight", CHANNEL, strict=True)
     first.attach(layer)
@@ -622,8 +623,8 @@ def test_importance_of_an_earlier_pass() -> None:
 
 
 @pytest.mark.parametrize("name", ["memoryless_minmax", "memoryless_mse"])
-@pytest.mark.parametrize("args", OF_WEIGHTS, ids=lambda args: args.strategy)
-def test_ranges_of_weights_can_be_read(name: str, args: QuantArgs) -> None:
+@pytest.mark.parametrize("args", WEIGHT_ARGS, ids=lambda args: args.strategy)
+def test_ranges_of_weights_are_attributes(name: str, args: QuantArgs) -> None:
     weight = normal(16, 64)
     observer = load_observer(name, "weight", args)
     assert not hasattr(observer, "min_vals")
@@ -644,14 +645,14 @@ def test_registered_names() -> None:
     assert Observer.get_value_from_registry("Memoryless-MinMax") is MemorylessMinMaxObserver
 
     class Valued(MemorylessMinMaxObserver):
-        """Registered by a call."""
+        """Observer that is registered by a call."""
 
     Observer.register_value(Valued, name="test_valued", alias="test_value")
     assert "test_valued" in Observer.registered_names()
     assert type(load_observer("test-value", "weight", CHANNEL)) is Valued
 
 
-def test_observers_are_no_part_of_the_model() -> None:
+def test_observers_are_internal_modules() -> None:
     from compressed_tensors.registry import RegistryMixin
     from compressed_tensors.utils import InternalModule, match_named_modules
 
@@ -670,8 +671,8 @@ def test_lerp(dtype: torch.dtype) -> None:
     assert torch.equal(lerp(start, end, 0.25), torch.tensor([2.0, 3.0], dtype=dtype))
 
 
-def test_uniform_weights_get_a_fitted_global_scale() -> None:
-    """Fused weights that are all about as large lose less with a smaller global scale."""
+def test_fitted_global_scale_of_uniform_weights() -> None:
+    """If all fused weights have about the same magnitude, a smaller global scale loses less."""
     weights = [normal(64, 256).sign() * (1 + 0.01 * normal(64, 256, seed=seed)) for seed in (1, 2)]
     observers = [load_observer("nvfp4_expanded_mse", "weight", NVFP4) for _ in weights]
     Observer.fuse(observers)
@@ -689,7 +690,7 @@ def test_uniform_weights_get_a_fitted_global_scale() -> None:
 
 
 def loss(observer: Observer, weight: torch.Tensor) -> float:
-    """Return the sum of squared errors of a weight in FP4."""
+    """Return the sum of squared errors of a weight in NVFP4."""
     qparams = observer.qparams()
     assert qparams["global_scale"] is not None
     steps = (qparams["scale"] / qparams["global_scale"]).unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""Observers against golden values of llm-compressor, within its rounding."""
+"""Observers, compared with golden values of llm-compressor within its rounding."""
 
 import json
 from pathlib import Path
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:imatrix_mse:UserWarning")
 
 
 class Case(BaseModel):
-    """One run of the peer: its arguments and the names of the observed tensors."""
+    """Recorded run of llm-compressor: its arguments, and the names of the observed tensors."""
 
     dtype: str
     observer: str
@@ -30,7 +30,7 @@ class Case(BaseModel):
 
 
 def observe(case: Case) -> Observer:
-    """Run vexport's observer on the tensors that the peer's observer saw."""
+    """Run vexport's observer on the tensors that llm-compressor's observer saw."""
     observer = new_observer(case)
     for name in case.observed:
         observer(VALUES[name])
@@ -42,7 +42,7 @@ def observe(case: Case) -> Observer:
 
 
 def new_observer(case: Case) -> Observer:
-    """vexport's observer, with importance gathered where the peer gathers it."""
+    """Return vexport's observer, with importance if llm-compressor gathers it."""
     args = QuantizationArgs(**case.args)
     observer = Observer.load_from_registry(case.observer, base_name=case.base_name, args=args)
     if isinstance(observer, IMatrixMSEObserver) and case.base_name == "weight":
@@ -59,18 +59,18 @@ CASES = [
     (number, Case.model_validate(case))
     for number, case in enumerate(json.loads((FOLDER / "cases.json").read_text()))
 ]
-# One rounding of the dtype that the peer computes in is 2**-(mantissa bits + 1); scales take four.
+# llm-compressor computes in this dtype. A rounding is 2**-(mantissa bits + 1). Scales need four.
 ROUNDING = {"float32": 2e-6, "float16": 4 * 2.0**-11, "bfloat16": 4 * 2.0**-8}
 
 
 @pytest.mark.parametrize("name", ["memoryless_minmax", "static_minmax", "minmax"])
-def test_min_max_in_float32_is_the_peers_within_its_rounding(name: str) -> None:
+def test_min_max_equals_llm_compressors(name: str) -> None:
     for number, case in CASES:
         if case.observer != name:
             continue
         observer = observe(case)
-        # Stored scales have three bits of mantissa or are powers of two: a rounding apart is a
-        # step.
+        # Stored scales have three bits of mantissa, or are powers of two. A different rounding
+        # changes them by a whole step.
         stored = {"torch.float8_e4m3fn": 0.13, "torch.uint8": 1.0}.get(
             str(case.args.get("scale_dtype")), 0.0
         )
@@ -95,7 +95,7 @@ def require_close(case: Case, value: object, expected: object, tolerance: float)
 
 
 @pytest.mark.parametrize("name", ["memoryless_mse", "mse", "imatrix_mse"])
-def test_float32_searches_equal_peer(name: str) -> None:
+def test_float32_searches_equal_llm_compressors(name: str) -> None:
     for number, case in CASES:
         is_nvfp4_weight = case.base_name == "weight" and case.args["strategy"] == "tensor_group"
         if case.observer == name and case.dtype == "float32" and not is_nvfp4_weight:

@@ -1,4 +1,4 @@
-"""Observers beyond formulas: names, keywords, tokens, importance, activation ordering."""
+"""Observers apart from formulas: names, keywords, tokens, importance, activation ordering."""
 
 from dataclasses import replace
 from typing import ClassVar
@@ -38,7 +38,7 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def test_what_is_unknown_is_an_error_that_lists_what_is_known() -> None:
+def test_unknown_names_list_known_names() -> None:
     with pytest.raises(ValueError, match="'minmaxx'.*need one of.*imatrix_mse.*static_minmax"):
         load_observer("minmaxx", "weight", CHANNEL)
     with pytest.raises(ValueError, match="patients: got 3, need one of maxshrink, patience"):
@@ -59,14 +59,14 @@ def test_what_is_unknown_is_an_error_that_lists_what_is_known() -> None:
     ("base_name", "args"),
     [("weight", replace(TENSOR, strategy="token")), ("input", CHANNEL), ("bias", TENSOR)],
 )
-def test_pairs_without_meaning_are_refused_at_once(base_name: str, args: QuantArgs) -> None:
+def test_unsupported_strategies_are_refused(base_name: str, args: QuantArgs) -> None:
     with pytest.raises(ValueError, match="need one of weight/tensor, weight/channel"):
         load_observer("minmax", base_name, args)
     with pytest.raises(ValueError, match="need one of"):
         flatten_for_calibration(torch.zeros(4, 4), base_name, args)
 
 
-def test_own_keywords_override_arguments() -> None:
+def test_keywords_override_arguments() -> None:
     args = QuantizationArgs(
         num_bits=8, type="float", strategy="tensor", observer_kwargs={"averaging_constant": 0.5}
     )
@@ -78,7 +78,7 @@ def test_own_keywords_override_arguments() -> None:
 
 
 @pytest.mark.parametrize("name", OBSERVERS)
-def test_a_weight_counts_as_it_was_last_seen(name: str) -> None:
+def test_last_seen_weight_counts(name: str) -> None:
     args = replace(GROUP, group_size=8)
     once, twice = (with_importance(name, args) for _ in range(2))
     twice(normal(4, 16, seed=1) * 100)
@@ -131,7 +131,7 @@ def test_fusing_needs_observations_and_no_weight_copies() -> None:
     assert torch.equal(observer.get_qparams()["scale"], torch.full((64, 8), 0.125))
 
 
-def test_a_search_sees_the_global_scale_of_the_fused_layers() -> None:
+def test_search_uses_global_scale_of_fused_layers() -> None:
     small, large = normal(64, 256), normal(64, 256, seed=1) * 37
     observers = [load_observer("memoryless_mse", "weight", NVFP4) for _ in range(2)]
     Observer.fuse(observers)
@@ -145,7 +145,7 @@ def test_a_search_sees_the_global_scale_of_the_fused_layers() -> None:
     assert torch.equal(qparams["scale"], scales)
 
 
-def test_groups_of_zeros_have_the_least_scale() -> None:
+def test_groups_of_zeros_have_least_scale() -> None:
     weight = torch.zeros(2, 64)
     for first, global_scale, scale in ((0.0, 1.0, 0.125), (3.0, 448 * 6 / 3, 448.0)):
         weight[0, 0] = first
@@ -173,8 +173,8 @@ def test_importance_is_gathered_in_separate_pass() -> None:
     assert torch.equal(*scales)
 
 
-def test_importance_moves_the_choice_to_where_inputs_are_large() -> None:
-    """An outlier is clipped if its input is zero, and kept if its input matters."""
+def test_importance_decides_clipping() -> None:
+    """An outlier is clipped if its input is about zero, and kept if its input is large."""
     weight = normal(1, 16) * 0.1
     weight[0, 0] = 1.0
     highs = []
@@ -215,7 +215,7 @@ def test_tiles_do_not_change_the_result(
 
 
 def test_patience_counts_over_all_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A late improvement in one tile, after a pause in all tiles, is ignored, as without tiles."""
+    """If all tiles pause, a later improvement in one tile is ignored, as without tiles."""
     weight = normal(16, 64).sign() * torch.tensor([1.0, 0.02]).repeat(32)
     results = []
     for elements in (1 << 20, 64):
@@ -231,7 +231,7 @@ def test_patience_counts_over_all_tiles(monkeypatch: pytest.MonkeyPatch) -> None
     assert torch.equal(*results)
 
 
-def test_the_example_of_the_peers_guide_runs() -> None:
+def test_example_of_llm_compressors_guide() -> None:
     args = QuantizationArgs(num_bits=4, strategy="group", group_size=128)
     x = normal(64, 512)
     groups = x.reshape(64, 4, 128)
@@ -245,18 +245,18 @@ def test_the_example_of_the_peers_guide_runs() -> None:
         assert zero_point.shape == (64, 4)
 
 
-def test_names_are_looked_up_as_the_peer_does() -> None:
+def test_names_are_looked_up_like_llm_compressors() -> None:
     for name in ("memoryless-minmax", "Memoryless MinMax", "MEMORYLESS_MINMAX"):
         assert type(load_observer(name, "weight", CHANNEL)) is OBSERVERS["memoryless_minmax"]
     assert type(load_observer("fouroversix", "weight", NVFP4)) is OBSERVERS["nvfp4_expanded_mse"]
 
     @Observer.register("test-wide", alias=["test_wider"])
     class Wide(MemorylessMinMaxObserver):
-        """Another name."""
+        """Observer with an alias."""
 
     @Observer.register()
     class TestNamedByItself(MemorylessMinMaxObserver):
-        """Its own name."""
+        """Observer that is registered by the name of its class."""
 
     for name, kind in (
         ("test_wide", Wide),
@@ -269,7 +269,7 @@ def test_names_are_looked_up_as_the_peer_does() -> None:
 
 
 class Quantile(Observer):
-    """Observer like in llm-compressor's tutorial, with its statistics, keywords and history."""
+    """Observer like in llm-compressor's tutorial, with statistics, keywords and history."""
 
     _act_sync_dict: ClassVar[dict[str, object]] = {}
 
@@ -285,7 +285,7 @@ class Quantile(Observer):
 
 
 @pytest.mark.parametrize("args", [TENSOR, CHANNEL, replace(GROUP, group_size=16), BLOCK, NVFP4])
-def test_a_subclass_that_keeps_its_own_statistics_is_honoured(args: QuantArgs) -> None:
+def test_subclass_with_own_statistics(args: QuantArgs) -> None:
     weight = normal(16, 64)
     own = Quantile("weight", args, keep=0.5)(weight).get_qparams()
     plain = load_observer("memoryless_minmax", "weight", args)(weight * 0.5).get_qparams()

@@ -1,4 +1,4 @@
-"""Two ranks over halves of the data have the statistics of one rank over all of it."""
+"""Two ranks that see half of the data each have the statistics of one rank that sees all."""
 
 from pathlib import Path
 from typing import ClassVar
@@ -49,7 +49,7 @@ def gathered(values: list[torch.Tensor]) -> IMatrixMSEObserver:
 
 
 def check_extremes(rank: int) -> None:
-    """Both shapes of statistics, and a rank that saw nothing."""
+    """Compare the extremes, for both shapes of statistics, and with a rank without data."""
     for args in (TENSOR, GROUP):
         alone, shared = (observed("static_minmax", args, seen) for seen in (samples(), share(rank)))
         assert shared.sync_activation_stats() == []
@@ -81,7 +81,7 @@ def check_averages(rank: int) -> None:
 
 
 def check_importance(rank: int) -> None:
-    """Compare the sum of squares, and therefore the scales of a weight."""
+    """Compare the sum of squares, and the scales of a weight that follow from it."""
     alone, shared = gathered(samples()), gathered(share(rank))
     shared.sync_activation_stats()
     assert alone.gathered is not None
@@ -94,7 +94,7 @@ def check_importance(rank: int) -> None:
 
 
 def check_memoryless(rank: int) -> None:
-    """Nothing to share but the number of tokens."""
+    """Check that ranks share only the number of tokens."""
     observer = observed("memoryless_minmax", TENSOR, share(rank))
     before = observer.range()[1].clone()
     observer.sync_activation_stats()
@@ -103,7 +103,7 @@ def check_memoryless(rank: int) -> None:
 
 
 class Declared(Observer):
-    """Statistics that a class of llm-compressor's documents declares for a reduction."""
+    """Observer that declares reductions of its statistics, like in llm-compressor's documents."""
 
     _act_sync_dict: ClassVar[dict[str, object]] = {
         "min_vals": distributed.ReduceOp.MIN,
@@ -118,11 +118,16 @@ class Declared(Observer):
 
 
 class DeclaredNothing(Declared):
+    """Observer that declares no reduction."""
+
     _act_sync_dict: ClassVar[dict[str, object]] = {}
 
 
 def check_declared(rank: int) -> None:
-    """Each attribute is reduced by its operation. Ranks without data get the others' values."""
+    """Check that each attribute is reduced by its operation.
+
+    Ranks without data get the values of the other ranks.
+    """
     parts = [torch.stack(share(other)) for other in range(RANKS)]
     observer = Declared("input", TENSOR)
     observer(parts[rank])

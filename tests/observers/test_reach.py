@@ -1,4 +1,4 @@
-"""Every observer where people name it: options, rules, recipes; for weights and for inputs."""
+"""Each observer in options, rules and recipes, for weights and for inputs."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -32,7 +32,7 @@ def input_scales(out: Path) -> Mapping[str, float]:
 
 
 def extremes_of_samples(llama: Path, text: Path) -> Sequence[float]:
-    """Return the largest magnitude of a layer's input, per sample, by transformers alone."""
+    """Return the largest magnitude of a layer's input for each sample, using transformers alone."""
     model = transformers.AutoModelForCausalLM.from_pretrained(llama, dtype="auto")
     seen: list[float] = []
     model.get_submodule(LAYER).register_forward_pre_hook(
@@ -44,8 +44,8 @@ def extremes_of_samples(llama: Path, text: Path) -> Sequence[float]:
     return seen
 
 
-def test_inputs_are_observed_as_asked_for(llama: Path, text: Path, tmp_path: Path) -> None:
-    """By an option, a rule and a recipe. The moving average runs over the samples in order."""
+def test_input_observer_in_option_rule_and_recipe(llama: Path, text: Path, tmp_path: Path) -> None:
+    """The moving average follows the order of the samples."""
     options = ("--calibration", text, "--samples", "5")
     for name in ("static_minmax", "MinMax"):
         ran = vexport(
@@ -89,7 +89,7 @@ def test_inputs_are_observed_as_asked_for(llama: Path, text: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("name", FOR_INPUTS)
 @pytest.mark.parametrize("scheme", ["FP8", "NVFP4"])
-def test_every_observer_of_inputs(
+def test_all_input_observers(
     name: str, scheme: str, llama: Path, text: Path, tmp_path: Path
 ) -> None:
     rule = Rule(match="Linear", scheme=scheme, input_observer=name, rounding="nearest")
@@ -102,8 +102,8 @@ def test_every_observer_of_inputs(
 
 
 @pytest.mark.parametrize("name", OBSERVERS)
-def test_every_keyword_of_an_observer_is_read(name: str, tmp_path: Path) -> None:
-    """A wrong keyword is named by its path. A right keyword passes."""
+def test_observer_keywords_are_checked(name: str, tmp_path: Path) -> None:
+    """An invalid keyword is named by its path. Valid keywords are accepted."""
     values = {"maxshrink": 0.5, "patience": 2, "grid": 10, "norm": 2.0, "averaging_constant": 0.5}
     values |= {"strict": True, "expand": 1.2}
     known = {field.name for field in fields(OBSERVERS[name].options)}
@@ -139,7 +139,7 @@ def test_every_keyword_of_an_observer_is_read(name: str, tmp_path: Path) -> None
         ("{scheme: FP8, observer: 'nowhere.of:It'}", "ModuleNotFoundError"),
     ],
 )
-def test_what_cannot_be_is_refused_with_its_place(
+def test_unsupported_observers_name_place(
     rule: str, words: str, llama: Path, tmp_path: Path
 ) -> None:
     path = tmp_path / "scenario.yaml"
@@ -150,10 +150,10 @@ def test_what_cannot_be_is_refused_with_its_place(
     assert "rules.0" in ran.stderr or "rule 'Linear': observer" in ran.stderr
 
 
-def test_an_observer_of_another_package(
+def test_observer_of_other_package(
     llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The document's class by package.module:Class has half the range and half the scale."""
+    """The document's class, named by package.module:Class, halves the range and so the scale."""
     page = Path(__file__).parents[2] / "vexport" / "docs" / "observers.md"
     code = (
         page.read_text(encoding="utf-8").partition("## An observer of your own")[2].split("```")[1]
@@ -196,11 +196,12 @@ class Ignored(Observer):
 """
 
 
-def test_observers_of_the_older_documents(
+def test_observers_of_older_documents(
     llama: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Half the scale of weights and inputs; a method that nothing calls is refused with its
-    replacement.
+    """Scales of weights and inputs are halved.
+
+    A method without effect is refused with its replacement.
     """
     (tmp_path / "older.py").write_text(OLDER)
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -1,7 +1,7 @@
-"""The compiled searches compared with a plain float64 search over all candidates.
+"""The compiled searches, compared with a plain float64 search over all candidates.
 
-If two candidates are equal up to rounding, the choices may differ. Therefore the errors of the
-choices are compared: never above the least error by more than TOLERANCE.
+Choices may differ between candidates that are equal up to rounding. Therefore the errors of the
+choices are compared: they exceed the least error by at most TOLERANCE.
 """
 
 from collections.abc import Callable, Mapping
@@ -73,7 +73,7 @@ def as_stored(scale: np.float32, form: NumberFormat) -> np.float32:
 def errors_of_range(
     values: Doubles, low: np.float32, high: np.float32, form: NumberFormat
 ) -> Doubles:
-    """|q - x| of every value with the float32 scale and zero point of a range."""
+    """Return |q - x| of each value, using the float32 scale and zero point of a range."""
     low, high = np.minimum(low, np.float32(0)), np.maximum(high, np.float32(0))
     least, most = float(form.low), float(form.high)
     zero = 0.0
@@ -132,15 +132,14 @@ def assert_least_error(
         (7, INT8),
     ],
 )
-def test_the_error_is_the_least_of_all_candidates(
-    size: int, form: NumberFormat, dtype: torch.dtype
-) -> None:
+def test_choice_has_least_error(size: int, form: NumberFormat, dtype: torch.dtype) -> None:
     weight = heavy_tailed(6 if size > 1536 else 7, min(1536, 24 * size), dtype)
     assert_least_error(weight.reshape(-1, size), form)
     assert_least_error(weight.reshape(1, -1), form)
 
 
-def test_expanded_subnormal_and_turned_groups_and_another_dtype() -> None:
+def test_choice_for_unusual_weights() -> None:
+    """Weights are expanded, subnormal or transposed, or have another dtype."""
     assert_least_error(heavy_tailed(64, 128, torch.bfloat16), INT4, expand=1.8)
     assert_least_error((heavy_tailed(8, 128, torch.float32) * 2.0**-14).to(torch.float16), INT4)
     weight = heavy_tailed(128, 64, torch.bfloat16)
@@ -154,8 +153,8 @@ def test_expanded_subnormal_and_turned_groups_and_another_dtype() -> None:
 
 @pytest.mark.parametrize("storage", [BFLOAT16, FLOAT16])
 @pytest.mark.parametrize("form", [INT4, INT4_ASYMMETRIC, INT8])
-def test_the_error_is_that_of_the_scale_as_it_is_stored(form: NumberFormat, storage: int) -> None:
-    """Scales of the smaller weight are subnormal in float16."""
+def test_choice_follows_stored_scale(form: NumberFormat, storage: int) -> None:
+    """Scales are rounded to their dtype. Scales of the smaller weight are subnormal in float16."""
     for unit in (1.0, 2.0**-9):
         weight = heavy_tailed(24, 128, torch.float32) * unit
         assert_least_error(weight, form._replace(scale_storage=storage))
@@ -163,7 +162,7 @@ def test_the_error_is_that_of_the_scale_as_it_is_stored(form: NumberFormat, stor
 
 @pytest.mark.parametrize(("form", "bits"), [(E2M1, 4), (E4M3, 8)])
 def test_scales_of_mx_are_powers_of_two(form: NumberFormat, bits: int) -> None:
-    """The least error with the scale that compressed-tensors makes of each range."""
+    """The choice has the least error, using compressed-tensors' scale for each range."""
     groups, powers = heavy_tailed(64, 32, torch.bfloat16), form._replace(scale_storage=E8M0)
     found = search_grid_groups(groups, powers, IMATRIX_SHRINKS, norm=2.4)
     for group, values in enumerate(groups.double().numpy()):
@@ -175,7 +174,7 @@ def test_scales_of_mx_are_powers_of_two(form: NumberFormat, bits: int) -> None:
 
 
 @pytest.mark.parametrize("period", [1, 3, 12])
-def test_groups_of_other_columns_have_other_importance(period: int) -> None:
+def test_importance_differs_by_group(period: int) -> None:
     importance = torch.rand(period, 128, generator=torch.Generator().manual_seed(1)) ** 4
     groups = heavy_tailed(36, 128, torch.bfloat16)
     assert_least_error(groups, INT4, shrinks=IMATRIX_SHRINKS, norm=3.0, importance=importance)
@@ -184,14 +183,14 @@ def test_groups_of_other_columns_have_other_importance(period: int) -> None:
 
 @pytest.mark.parametrize("scale", [2.0**-110, 1e-10, 1e36])
 @pytest.mark.parametrize("form", [INT4, INT4_ASYMMETRIC, INT8, E4M3])
-def test_the_unit_of_the_weight_changes_nothing(form: NumberFormat, scale: float) -> None:
+def test_choice_is_independent_of_magnitude(form: NumberFormat, scale: float) -> None:
     weight = heavy_tailed(6, 128, torch.float32) * scale
     assert_least_error(weight, form)
     assert_least_error(weight.reshape(1, -1), form)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_first_of_equal_candidates_is_taken(dtype: torch.dtype) -> None:
+def test_first_of_equal_candidates_is_chosen(dtype: torch.dtype) -> None:
     found = search_grid_groups(torch.zeros(4, 128, dtype=dtype), INT4, SHRINKS, norm=2.4)
     assert not found.step.any()
     assert found.improved == [True] + [False] * 19
@@ -212,7 +211,7 @@ def test_patience_counts_improvements_of_groups() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_values_that_are_not_finite_show_in_the_range(dtype: torch.dtype) -> None:
+def test_non_finite_values_give_non_finite_range(dtype: torch.dtype) -> None:
     groups = heavy_tailed(8, 128, dtype)
     assert range_of_values(groups) == (float(groups.min()), float(groups.max()))
     groups[1, 3], groups[4, 100], groups[6, 5] = torch.nan, torch.inf, -torch.inf
@@ -226,11 +225,11 @@ def test_values_that_are_not_finite_show_in_the_range(dtype: torch.dtype) -> Non
 @pytest.mark.parametrize(
     ("largest", "smallest", "norm"), [(1.0, 0.81, 2.4), (1.8, 0.8, 2.4), (1.0, 0.05, 3.0)]
 )
-def test_the_nvfp4_error_is_the_least_of_all_candidates(
+def test_nvfp4_choice_has_least_error(
     dtype: torch.dtype, largest: float, smallest: float, norm: float, unit: float
 ) -> None:
     weight = heavy_tailed(7, 256, dtype)
-    # With a unit, another layer of the fusion group has the largest value: scales become subnormal.
+    # `unit` stands for a fused layer with larger values, which makes scales subnormal.
     global_scale = torch.tensor(2688.0 * unit) / weight.abs().max().float()
     importance = (
         torch.rand(256, generator=torch.Generator().manual_seed(2))
@@ -264,12 +263,12 @@ def test_the_nvfp4_error_is_the_least_of_all_candidates(
         assert error(chosen, values, weights) <= best * (1 + TOLERANCE)
 
 
-def test_powers_are_right_to_float32() -> None:
+def test_powers_are_precise() -> None:
     values = np.exp2(np.linspace(-30, 12, 20001)).astype(np.float32)
     doubles = values.astype(np.float64)
     for exponent in (2.0, 2.2, 2.4, 3.5):
         got = np.array([power(value, np.float32(exponent)) for value in values], dtype=np.float64)
-        # The exponent itself is rounded to float32 as well.
+        # The exponent is rounded to float32 too.
         tolerance = 3e-7 * (1 + np.abs(exponent * np.log2(doubles)))
         assert (np.abs(got / doubles**exponent - 1) < tolerance).all()
     squares = values * values
