@@ -258,7 +258,7 @@ def test_check_with_source_runs_no_code(
     for options in ((), ("--static",), ("--static", "--trust-remote-code")):
         ran = vexport("check", checkpoint, "--source", origin, *options)
         assert ran.code in (0, 1), ran.stderr
-        assert ("a source that cannot run" in ran.stdout) == (model_type == "own-llama")
+        assert ("the source cannot run" in ran.stdout) == (model_type == "own-llama")
         assert not mark.exists(), options
     AutoConfig.from_pretrained(origin, trust_remote_code=True)
     assert mark.exists()  # the code writes the file if it may run

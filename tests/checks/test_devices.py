@@ -137,9 +137,10 @@ def test_findings_by_version(
 
 def test_unknown_version_is_warning(good: Good) -> None:
     (newer,) = device_findings(good("W8A8"), "--vllm", "0.40")
-    assert (newer["severity"], newer["got"]) == ("warning", "unknown: checked by the rules of 0.33")
+    assert newer["severity"] == "warning"
+    assert "rules of vLLM 0.33" in newer["got"]
     assert device_findings(good("W8A8"), "--vllm", "0.31") == []
     (older,) = device_findings(good("W8A8"), "--vllm", "0.19")
-    assert older["got"] == "unknown: checked by the rules of 0.30"
+    assert "rules of vLLM 0.30" in older["got"]
     ran = vexport("check", good("W8A8"), "--vllm", "newest")
     assert (ran.code, "is not a version like 0.30" in ran.errors[0]) == (2, True)

@@ -38,7 +38,7 @@ def pack_table(values: Tensors) -> None:
 @pytest.mark.parametrize(
     ("model", "target", "state", "words"),
     [
-        ("LlamaForCausalLM", BY_NAME, "packed", "gives its table no name"),
+        ("LlamaForCausalLM", BY_NAME, "packed", "gives its embedding no name"),
         ("LlamaForCausalLM", BY_CLASS, "packed", ""),
         ("LlamaForCausalLM", BY_CLASS, "tied", "tied"),
         ("Qwen3ForCausalLM", BY_NAME, "packed", ""),

@@ -210,7 +210,7 @@ def test_harmless_deviations_are_warnings(written: Good, tmp_path: Path) -> None
         written("gptq"), tmp_path / "v2", quantization(checkpoint_format="gptq_v2")
     )
     assert {each.severity for each in problems(mislabelled)} == {"warning"}
-    assert "gptq stores them" in problems(mislabelled)[0].got
+    assert "value of gptq" in problems(mislabelled)[0].got
     less = spoiled(written("gptq"), tmp_path / "less", drop(f"{DOWN}.qzeros", f"{DOWN}.g_idx"))
     (finding,) = problems(less)
     assert (finding.severity, finding.where) == ("warning", f"{DOWN}.qzeros")
@@ -269,7 +269,7 @@ def test_other_version_uses_pinned_rules(written: Good) -> None:
     report = check_checkpoint(str(written("gptq")), Target(vllm=(0, 30)))
     (told,) = [each for each in report.findings if each.check == "versions"]
     assert (report.ok, told.severity) == (True, "warning")
-    assert "rules of 0.32" in told.got
+    assert "rules of vLLM 0.32" in told.got
 
 
 # Damaged checkpoints of each method that a load without values refuses.

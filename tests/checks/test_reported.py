@@ -141,7 +141,7 @@ LISTED = "add the layer to ignore"
 REPORTED: Mapping[str, Reported] = {
     "vllm-project/vllm/issues/45102": Reported(MODELOPT, quantize_head, "targets", "lm_head"),
     "vllm-project/llm-compressor/issues/2714": Reported(
-        MOE, ROUTER_OF_GEMMA, "targets", "router", "do not quantize it"
+        MOE, ROUTER_OF_GEMMA, "targets", "router", "in ignore"
     ),
     "vllm-project/llm-compressor/issues/2568": Reported(
         LLAMA,
@@ -173,7 +173,7 @@ REPORTED: Mapping[str, Reported] = {
     ),
     "vllm-project/vllm/issues/34771": Reported(LLAMA, LLAVA, "targets", PROJECTOR),
     "vllm-project/vllm/pull/35548": Reported(
-        MOE, DRAFTING, "completeness", DRAFTS, "or do not draft", "warning"
+        MOE, DRAFTING, "completeness", DRAFTS, "without MTP drafts", "warning"
     ),
     "vllm-project/llm-compressor/issues/2735": Reported(
         MOE, DRAFTING, "completeness", DRAFTS, speculative="mtp"

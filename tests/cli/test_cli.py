@@ -76,9 +76,8 @@ def test_missing_vllm_is_exit_4(tmp_path: Path) -> None:
     )
     assert ran.code == 4
     (line,) = ran.errors
-    assert (
-        "install vLLM there (python -m pip install vllm), or choose another --vllm-python" in line
-    )
+    assert "python -m pip install vllm" in line
+    assert "--vllm-python" in line
     assert not (tmp_path / "run").exists()
 
 

@@ -181,7 +181,7 @@ def test_check_names_versions_and_gpus(good: Good, tmp_path: Path) -> None:
     assert report["ok"] is True
     unknown = vexport("check", path, "--vllm", "0.99")
     assert unknown.code == 0
-    assert "unknown: checked by the rules of 0.33" in unknown.stdout
+    assert "rules of vLLM 0.33" in unknown.stdout
 
 
 def test_plan_refusal_is_printed_once(llama: Path) -> None:

@@ -59,7 +59,7 @@ def test_sequence_length_of_config(config: dict[str, object], length: int, tmp_p
         (" is the the the the", "repetition"),
         (" and so on and so on and so on and so on", "repetition"),
         ("!!!!!!!!!!!!", "repetition"),
-        (" \n", "empty"),
+        (" \n", "no text"),
         (" 4", None),
     ],
 )

@@ -94,7 +94,7 @@ WRONG: list[tuple[str, str, Change, str]] = [
         "W4A16_ASYM",
         "other zero points",
         put(ZEROS, lambda t: t.flip(0)),
-        "zero points that are off",
+        "wrong zero points",
     ),
 ]
 

@@ -113,7 +113,7 @@ def test_changed_byte_is_found(llama: Path, good: Good, tmp_path: Path) -> None:
     index, plan = plan_source(str(llama), all_linears("MXFP4"), PlanSettings())
     back = read_index(spoiled(good("MXFP4"), tmp_path / "out", tensors(change)))
     (finding,) = changed_tensors(index, back, plan)
-    assert (finding.where, finding.got) == ("model.norm.weight", "other bytes")
+    assert (finding.where, finding.got) == ("model.norm.weight", "different bytes")
     lowest = min(layer_errors(index, back, plan), key=lambda error: error.snr_db)
     assert lowest.name == layer
     assert lowest.snr_db < LEAST["MXFP4"]

@@ -43,7 +43,7 @@ INTERNAL = "internal"
 # Family that compares with the source. It needs torch and is in `vexport.fidelity`.
 SOURCE = "source"
 COMPARED = (
-    "weights, kept tensors, tokenizer, template and configs are those of the source (--source)"
+    "weights, unquantized tensors, tokenizer, chat template and configs match the source (--source)"
 )
 # Families that apply to every quantization method.
 OF_ANY_METHOD = ("shards", "digests", "config")
@@ -249,17 +249,16 @@ def unjudged(view: CheckpointView) -> Iterator[NotJudged]:
     asked, known = view.model.asked_version, view.model.version
     if asked != known or view.quantization.method is not None and known != PINNED:
         rules = short_version(known if view.quantization.method is None else PINNED)
-        what = f"what is new in vLLM {short_version(asked)}"
-        yield NotJudged(what=what, why=f"the rules are those of {rules}")
+        what = f"changes in vLLM {short_version(asked)}"
+        yield NotJudged(what=what, why=f"vexport checks by the rules of vLLM {rules}")
     yield from unjudged_class(view)
     method = other_method(view)
     if method is not None:
-        why = f"vLLM loads {method!r} by code whose rules vexport does not have"
+        why = f"vexport does not have vLLM's rules for the quantization method {method!r}"
         yield NotJudged(what=NAMES, why=why)
         yield NotJudged(what=NUMBERS, why=why)
         return
     if has_quantized_outputs(view):
-        yield NotJudged(
-            what=NUMBERS, why="vLLM runs static INT8 outputs in a scheme of its own (WNA8O8Int)"
-        )
+        why = "vexport does not check vLLM's scheme for static INT8 outputs (WNA8O8Int)"
+        yield NotJudged(what=NUMBERS, why=why)
     yield from unjudged_tensors(view)

@@ -22,7 +22,7 @@ from vexport.records import Finding, NotJudged
 NAME = "completeness"
 WEIGHTS = QUANTIZED_PARAMETERS | WITH_OTHERS | {"weight"}
 DESCRIPTION = (
-    "no parameter is missing and none is left over, per layer, per fused part and per decoder layer"
+    "every layer, fused part and decoder layer has all its tensors, and no tensor is unexpected"
 )
 LAYERS = "layers"
 EXPERTS = ".experts."
@@ -72,12 +72,13 @@ def unjudged_tensors(view: CheckpointView) -> Iterator[NotJudged]:
     layout = view.model.layout
     if layout is None:
         what = f"names and shapes of the tensors of {view.model.class_name or 'the model'}"
-        why = "it is not known what vLLM builds of this class and config"
-        yield NotJudged(what=what, why=f"{why}, so that only layers are compared with each other")
+        why = "vexport does not know which tensors vLLM expects for this class and config"
+        yield NotJudged(what=what, why=f"{why}, so it only compares layers with each other")
     elif layout.unknown:
         first, *more = sorted(layout.unknown)
         what = f"{first} and {len(more)} more" if more else first
-        yield NotJudged(what=what, why="it is not known what vLLM builds of them for this config")
+        why = "vexport does not know which of these tensors vLLM expects for this config"
+        yield NotJudged(what=what, why=why)
 
 
 def _drafts(view: CheckpointView) -> Iterator[Finding]:
@@ -91,9 +92,9 @@ def _drafts(view: CheckpointView) -> Iterator[Finding]:
     if announced is None or any(map(view.model.drafts, view.index.tensors)):
         return
     finding = error if "mtp" in view.target.speculative else warning
-    expected = f"the {text[announced]} layers that predict further tokens (MTP)"
-    got = "no tensor of them: vLLM answers without them, and refuses to draft with method mtp"
-    fix = "copy them from the source, or do not draft with them"
+    expected = f"the tensors of {text[announced]} layers for multi-token prediction (MTP)"
+    got = "no such tensor: vLLM generates text without these layers, but cannot draft with mtp"
+    fix = "copy the layers from the source, or serve the model without MTP drafts"
     yield finding(NAME, f"{view.config_path}: {announced}", expected=expected, got=got, fix=fix)
 
 
@@ -107,14 +108,13 @@ def _of_layout(view: CheckpointView, layout: ModelLayout) -> Iterator[Finding]:
         lost = [name for name in missing if name.startswith(experts)]
         names = [name for name in unexpected if name.startswith(experts)]
         if lost:
-            expected = f"experts under names that vLLM has, as {min(lost)}"
+            expected = f"experts under names that vLLM loads, such as {min(lost)}"
             got = (
-                f"{len(names)} tensors of other names, which vLLM passes over: {len(lost)} "
-                f"are missing"
+                f"{len(names)} tensors under other names, which vLLM ignores, so that "
+                f"{len(lost)} tensors are missing"
             )
-            yield error(
-                NAME, min(names), expected=expected, got=got, fix="export the experts one by one"
-            )
+            fix = "export each expert as separate tensors"
+            yield error(NAME, min(names), expected=expected, got=got, fix=fix)
             missing = {name: where for name, where in missing.items() if name not in lost}
     for name in unexpected:
         yield _without_parameter(view, layout, name)
@@ -154,18 +154,22 @@ def _absent(
             name[:at] for at, letter in enumerate(name) if letter == "." and name[:at] not in held
         )
         parts.setdefault(next(around, name), []).append(name)
-    sized = f"of {view.model.class_name} as its config sizes it"
+    sized = f"of {view.model.class_name}, with the sizes in config.json"
     for part, inside in sorted(parts.items()):
         if any(name.startswith(f"{part}.") for name in layout.unknown):
             continue  # the config may leave out this tower
         if len({name.rpartition(".")[0] for name in inside}) > 1:
             layers = view.model.text.get("num_hidden_layers")
-            known = f"; {layers} decoder layers (num_hidden_layers)" if LAYER.search(part) else ""
-            yield _missing(part, f"the {len(inside)} tensors in it, {sized}{known}")
+            known = (
+                f"; config.json sets {layers} decoder layers (num_hidden_layers)"
+                if LAYER.search(part)
+                else ""
+            )
+            yield _missing(part, f"the {len(inside)} tensors of this part {sized}{known}")
         else:
             for name in inside:
                 kind = "layer" if name.removesuffix(".weight") in layout.linears else "tensor"
-                yield _missing(missing[name], f"the {kind}, {sized}")
+                yield _missing(missing[name], f"this {kind} {sized}")
 
 
 def _unexpected(view: CheckpointView, layout: ModelLayout) -> Iterator[str]:
@@ -184,17 +188,17 @@ def _unexpected(view: CheckpointView, layout: ModelLayout) -> Iterator[str]:
 
 def _without_parameter(view: CheckpointView, layout: ModelLayout, name: str) -> Finding:
     """Return the finding on a tensor that has no parameter in vLLM."""
-    expected = f"only tensors of {view.model.class_name}, as its config sizes it"
+    expected = f"only tensors of {view.model.class_name}, with the sizes in config.json"
     fix = "remove the tensor, or correct its name or the config"
     if name.endswith(".bias"):
         # vLLM drops every bias that it does not expect (AutoWeightsLoader, models/utils.py).
         return _passed_over(
-            name, expected, "a bias that vLLM drops silently", f"{fix} (attention_bias)"
+            name, expected, "a bias that vLLM silently ignores", f"{fix} (attention_bias)"
         )
     if layout.place(name) in layout.drops:
-        return _passed_over(name, expected, "an unknown name, which vLLM drops silently", fix)
+        return _passed_over(name, expected, "an unknown tensor that vLLM silently ignores", fix)
     return error(
-        NAME, name, expected=expected, got="a name for which vLLM has no parameter", fix=fix
+        NAME, name, expected=expected, got="a tensor for which vLLM has no parameter", fix=fix
     )
 
 
@@ -211,8 +215,8 @@ def _untied_head(view: CheckpointView) -> Iterator[Finding]:
     if view.index.config.get("tie_word_embeddings") is not True or head is None or table is None:
         return
     if not same_bytes(view.reader, head, view.reader, table):
-        expected = "no head, or that of the embeddings, as config.json ties them"
-        got = "a different head: vLLM would use it, transformers would not"
+        expected = "no head, or a copy of the embeddings, because tie_word_embeddings is true"
+        got = "a different head: vLLM would use it, transformers would use the embeddings"
         fix = "set tie_word_embeddings to false, or remove the head"
         yield warning(NAME, head.name, expected=expected, got=got, fix=fix)
 
@@ -234,28 +238,29 @@ def _parameters(view: CheckpointView, group: ConfigGroup, layer: StoredLayer) ->
             parameter in view.model.modules[other] for other in fused.members
         ):
             # vLLM uses the largest input scale of all members (create_fp8_input_scale).
-            expected = "an input scale for each layer that runs as one"
+            expected = f"an input scale for each layer of {fused.name}"
             yield _passed_over(
-                where, expected, f"none: vLLM takes that of the others in {fused.name}"
+                where, expected, "no such tensor: vLLM uses the input scale of the other layers"
             )
         elif parameter == "weight_shape":
-            expected = "the tensor, by which compressed-tensors unpacks the weight"
+            expected = "the tensor, which compressed-tensors needs to unpack the weight"
             yield _passed_over(
-                where, expected, "none: transformers cannot load the layer; vLLM can"
+                where, expected, "no such tensor: vLLM can load the layer, transformers cannot"
             )
         elif parameter in group.storage.unread and group.weights.symmetric:
             yield _passed_over(
-                where, "the tensor, which other loaders read", "none: vLLM does not read it"
+                where,
+                "the tensor, which other loaders read",
+                "no such tensor: vLLM does not read it",
             )
         else:
-            yield _missing(where, f"the tensor ({group.format})")
+            yield _missing(where, f"this tensor of the format {group.format}")
     announced = names | {"bias"} | group.storage.unread
     for parameter in sorted(parameters.keys() - announced) if shape is not None else ():
-        where, expected = joined_name(module, parameter), f"only {', '.join(sorted(names))}"
-        got, fix = (
-            "a tensor that the layer's scheme does not have",
-            "remove it or correct the config group",
-        )
+        where = joined_name(module, parameter)
+        expected = f"only {', '.join(sorted(names))}"
+        got = "a tensor that the layer's scheme does not have"
+        fix = "remove the tensor, or correct the config group"
         yield error(NAME, where, expected=expected, got=got, fix=fix)
 
 
@@ -265,9 +270,9 @@ def _fused_parts(view: CheckpointView, fused: FusedLayer) -> Iterator[Finding]:
     for module in part_names(fused.name, view.model.architecture):
         if module not in fused.members:
             count = len(fused.members)
-            expected = f"the part of {fused.projection} that vLLM loads with {count} others"
+            expected = f"this part of {fused.projection}, which vLLM fuses with {count} other parts"
             fix = "export the checkpoint again"
-            yield error(NAME, module, expected=expected, got="no tensor of it", fix=fix)
+            yield error(NAME, module, expected=expected, got="no such layer", fix=fix)
 
 
 def _decoder_layers(view: CheckpointView) -> Iterator[Finding]:
@@ -290,5 +295,5 @@ def _decoder_layers(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _missing(where: str, expected: str) -> Finding:
-    got = "no such tensor: vLLM would read uninitialized memory"
+    got = "no such tensor: vLLM would use uninitialized memory"
     return error(NAME, where, expected=expected, got=got, fix="export the checkpoint again")

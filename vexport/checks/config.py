@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING
 from vexport.architectures.fusion import FusedLayer, moe_layer
 from vexport.checks.kv_cache import cache_scheme
 from vexport.checks.vllm.findings import error, warning
-from vexport.checks.vllm.groups import INPUT, OUTPUT, OnlineTransform, of_attention, parse_group
+from vexport.checks.vllm.groups import (
+    INPUT,
+    OUTPUT,
+    ConfigGroup,
+    OnlineTransform,
+    of_attention,
+    parse_group,
+)
 from vexport.checks.vllm.quant_methods import METHOD, METHODS, method_name
 from vexport.checks.vllm.view import CheckpointView
 from vexport.formats import FORMATS
@@ -20,11 +27,9 @@ if TYPE_CHECKING:
     from vexport.checks.vllm.quant_methods.base import QuantMethod
 
 NAME = "config"
-DESCRIPTION = "quantization_config is there and every config group is one that vLLM accepts"
+DESCRIPTION = "quantization_config exists, and vLLM supports every config group"
 TRANSFORMS_NAME = "transforms"
-TRANSFORMS = (
-    "online rotations (transform_config) are ones that vLLM computes, and have their matrices"
-)
+TRANSFORMS = "vLLM supports the online rotations (transform_config), and their matrices are stored"
 # vLLM's names of the storage formats (compressed_tensors.CompressionFormat).
 FORMAT_NAMES = frozenset(
     {"dense", "mixed-precision", "naive-quantized", *(each.name for each in FORMATS)}
@@ -49,38 +54,42 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         yield from _of_other_method(view, other)
         return
     if view.index.tensors and not quantized and cache_scheme(view) is None:
-        yield _nothing_quantized(view, "no layer with quantized tensors, no quantized KV cache")
+        yield _nothing_quantized(view, "no layer with quantized tensors and no quantized KV cache")
     if view.quantization.method is not None:
         yield from _other_method(view, view.quantization.method)
         return
     method = config.get("quant_method")
     if not isinstance(method, str) or method.lower().replace("_", "-") != METHOD:
         fix = f"set quant_method to {METHOD}"
-        yield _finding(view, "quant_method", f"{METHOD}, as the other keys say", repr(method), fix)
+        expected = f"{METHOD}, to which the other keys belong"
+        yield _finding(view, "quant_method", expected, repr(method), fix)
         return
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or (not groups and quantized):
-        yield _finding(view, "config_groups", "at least one group", repr(groups), "export again")
+        fix = "export the checkpoint again"
+        yield _finding(view, "config_groups", "at least one group", repr(groups), fix)
         return
     yield from _unreadable(view, groups)
     yield from _sparsity(view, config)
     ignore = config.get("ignore", [])
     if isinstance(ignore, str):
-        where, expected = f"{view.quantization.place}.ignore", "a list of names"
-        got = f"{ignore!r}, of which vLLM takes each letter for a name"
-        yield warning(NAME, where, expected=expected, got=got, fix="put it into a list")
+        where = f"{view.quantization.place}.ignore"
+        got = f"the string {ignore!r}: vLLM takes each letter as a name"
+        fix = "put the string into a list"
+        yield warning(NAME, where, expected="a list of names", got=got, fix=fix)
     elif not isinstance(ignore, list) or not all(isinstance(name, str) for name in ignore):
-        yield _finding(view, "ignore", "a list of names", repr(ignore), "set it, to [] for none")
+        fix = "write a list of names, or [] to ignore no layer"
+        yield _finding(view, "ignore", "a list of names", repr(ignore), fix)
     problems = tuple(_patterns(view))
     yield from problems or _groups(view)
 
 
 def _without_config(view: CheckpointView, *, quantized: bool) -> Iterator[Finding]:
     if quantized:
-        expected = "a quantization_config for the quantized tensors"
-        yield _finding(view, "", expected, "no such key", "export again")
+        expected = "a quantization_config, because the checkpoint has quantized tensors"
+        yield _finding(view, "", expected, "no such key", "export the checkpoint again")
     elif view.index.tensors:
-        yield _nothing_quantized(view, "no such key: vLLM runs every layer in 16 bits")
+        yield _nothing_quantized(view, "no such key: vLLM would run every layer in 16 bits")
 
 
 def _nothing_quantized(view: CheckpointView, got: str) -> Finding:
@@ -89,7 +98,7 @@ def _nothing_quantized(view: CheckpointView, got: str) -> Finding:
     A CI job may check a copy of the source, for example.
     """
     expected = "a quantized checkpoint"
-    fix = "name the quantized checkpoint; if this is the unquantized model, there is nothing to do"
+    fix = "check the quantized checkpoint instead, if this is the unquantized model"
     return warning(NAME, view.quantization.place, expected=expected, got=got, fix=fix)
 
 
@@ -105,7 +114,7 @@ def _other_method(view: CheckpointView, method: "QuantMethod") -> Iterator[Findi
         (group.name, group.refusal) for group in used if group is not None
     ):
         if refusal is not None:
-            expected = f"arguments that vLLM runs ({method.source})"
+            expected = f"arguments that vLLM supports ({method.source})"
             fix = "quantize the source again (`vexport quantize`)"
             yield _finding(view, "", expected, f"{name}: {refusal}", fix)
 
@@ -115,7 +124,8 @@ def _unreadable(view: CheckpointView, groups: Mapping[str, Json]) -> Iterator[Fi
         parsed = None if of_attention(raw) else parse_group(name, raw, view.quantization.format)
         if isinstance(parsed, str):
             expected = "arguments that compressed-tensors accepts"
-            yield _finding(view, f"config_groups.{name}", expected, parsed, "correct the group")
+            fix = "correct the config group"
+            yield _finding(view, f"config_groups.{name}", expected, parsed, fix)
 
 
 def has_quantized_outputs(view: CheckpointView) -> bool:
@@ -149,36 +159,35 @@ def _groups(view: CheckpointView) -> Iterator[Finding]:
         key = f"config_groups.{group.name}"
         if group.weights.actorder in REFUSED_ORDERING:
             got = f"actorder {group.weights.actorder}"
-            yield _finding(
-                view, key, "no activation ordering, or actorder weight", got, "quantize again"
-            )
+            expected = "no activation ordering, or actorder weight"
+            fix = "quantize again with one of these orderings"
+            yield _finding(view, key, expected, got, fix)
         refusal = group.refusal if group.name in used else next(contradictions(group), None)
         if refusal is None and group.name in routed and not group.storage.runs_experts(group):
-            refusal = f"a combination that it does not run for routed experts: {described(group)}"
+            refusal = f"a combination that vLLM does not run for routed experts: {described(group)}"
             refusal += f", format {group.format}"
         if refusal is not None and group.format not in FORMAT_NAMES:
             refusal = (
-                f"format {group.format}, which vLLM {short_version()} does not have: {refusal}"
+                f"format {group.format}, which vLLM {short_version()} does not support: {refusal}"
             )
         if refusal is not None:
-            yield _finding(
-                view,
-                key,
-                "arguments and a format that one of vLLM's schemes runs",
-                refusal,
-                "correct them",
-            )
-        elif group.name in used and (inputs := group.storage.unquantized_inputs(group)) is not None:
-            where, expected = (
-                f"{view.quantization.place}.{key}",
-                "input_activations that vLLM quantizes",
-            )
-            got = f"inputs that vLLM leaves in 16 bits: {inputs}"
-            fix = (
-                "remove input_activations and the input scales, or quantize again: no answer "
-                "is worse"
-            )
-            yield warning(NAME, where, expected=expected, got=got, fix=fix)
+            expected = "arguments and a format that vLLM supports"
+            fix = "correct the arguments or the format, or quantize again"
+            yield _finding(view, key, expected, refusal, fix)
+        elif group.name in used:
+            yield from _unquantized_inputs(view, group)
+
+
+def _unquantized_inputs(view: CheckpointView, group: ConfigGroup) -> Iterator[Finding]:
+    """Report input_activations that vLLM ignores, so that the inputs stay in 16 bits."""
+    inputs = group.storage.unquantized_inputs(group)
+    if inputs is None:
+        return
+    where = f"{view.quantization.place}.config_groups.{group.name}"
+    expected = "input_activations that vLLM quantizes"
+    got = f"inputs that vLLM leaves in 16 bits: {inputs}"
+    fix = "remove input_activations and the input scales, or quantize again (same accuracy)"
+    yield warning(NAME, where, expected=expected, got=got, fix=fix)
 
 
 def _sparsity(view: CheckpointView, config: Mapping[str, Json]) -> Iterator[Finding]:
@@ -189,10 +198,8 @@ def _sparsity(view: CheckpointView, config: Mapping[str, Json]) -> Iterator[Find
     sparsity = config.get("sparsity_config")
     usable = isinstance(sparsity, dict) and "format" in sparsity and not sparsity.get("targets")
     if sparsity and not usable:
-        expected, fix = (
-            "no sparsity, which vLLM no longer loads",
-            "export without sparsity compression",
-        )
+        expected = "no sparsity_config, because vLLM no longer loads sparse weights"
+        fix = "export the checkpoint without sparsity compression"
         yield _finding(view, "sparsity_config", expected, repr(sparsity)[:80], fix)
 
 
@@ -205,9 +212,8 @@ def _patterns(view: CheckpointView) -> Iterator[Finding]:
         for entry in entries:
             problem = expression(entry.removeprefix(REGEX)) if entry.startswith(REGEX) else None
             if isinstance(problem, str):
-                yield _finding(
-                    view, key, "regular expressions", f"{entry}: {problem}", "correct it"
-                )
+                got = f"{entry}: {problem}"
+                yield _finding(view, key, "valid regular expressions", got, "correct the pattern")
 
 
 def _finding(view: CheckpointView, key: str, expected: str, got: str, fix: str) -> Finding:
@@ -226,11 +232,10 @@ def _of_other_method(view: CheckpointView, method: str) -> Iterator[Finding]:
     if method in view.model.facts.methods:
         return
     vllm = short_version(view.model.asked_version)
-    expected = f"{METHOD}, or another method that vexport judges: {', '.join(METHODS)}"
-    got = f"{method!r}, which vLLM {vllm} has not"
-    yield error(
-        NAME, view.quantization.place, expected=expected, got=got, fix="quantize from the source"
-    )
+    expected = f"{METHOD}, or another method that vexport checks: {', '.join(METHODS)}"
+    got = f"{method!r}, which vLLM {vllm} does not support"
+    fix = "quantize the source with a supported method"
+    yield error(NAME, view.quantization.place, expected=expected, got=got, fix=fix)
 
 
 def transforms(view: CheckpointView) -> Iterator[Finding]:
@@ -241,20 +246,17 @@ def transforms(view: CheckpointView) -> Iterator[Finding]:
     where = f"{view.quantization.place}.transform_config"
     for transform in view.quantization.transforms:
         if transform.location not in (INPUT, OUTPUT):
-            expected = (
-                "transforms of inputs and outputs of linear layers, the only ones that "
-                "vLLM computes"
-            )
-            got = f"{transform.scheme} of {transform.location}"
+            expected = "transforms of the inputs or outputs of linear layers (vLLM has no others)"
+            got = f"a transform at {transform.location}"
             yield _unrunnable(f"{where}.{transform.scheme}", expected, got)
             continue
         yield from _matrix(view, transform)
         for fused in view.model.fused_layers:
             yield from _fused(view, transform, fused)
     for ranks in (ranks for ranks in view.target.tp if ranks > 1 and view.quantization.transforms):
-        expected = "no online transforms: vLLM computes them on one rank only"
+        expected = "no online transforms, because vLLM only computes them on a single rank"
         got = ", ".join(sorted({transform.submodule for transform in view.quantization.transforms}))
-        fix = "serve it on one GPU, or rotate in the weights only"
+        fix = "serve it on one GPU, or merge the rotations into the weights"
         yield error(TRANSFORMS_NAME, f"{where} (tp {ranks})", expected=expected, got=got, fix=fix)
 
 
@@ -265,8 +267,8 @@ def _matrix(view: CheckpointView, transform: OnlineTransform) -> Iterator[Findin
     (SharedWeightParameter), or rotates the inputs of weights that are not rotated back.
     """
     if not any(name.endswith(f".{transform.submodule}.weight") for name in view.index.tensors):
-        expected = f"the matrix of the {transform.kind} transform, with one of its layers"
-        yield _unrunnable(f"{transform.submodule}.weight", expected, "none")
+        expected = f"the matrix of the {transform.kind} transform, stored with one of its layers"
+        yield _unrunnable(f"{transform.submodule}.weight", expected, "no such tensor")
 
 
 def _fused(
@@ -276,17 +278,16 @@ def _fused(
     if not rotated:
         return
     if moe_layer(rotated[0]) is not None:
-        expected = "no online transform of routed experts, which vLLM does not compute"
+        expected = "no online transform of routed experts, because vLLM does not compute it"
         yield _unrunnable(fused.name, expected, transform.submodule)
     elif transform.location == INPUT and len(rotated) < len(fused.members):
-        expected = "the same transform of the inputs of all layers that run as one"
+        expected = "the same input transform for all layers that vLLM fuses"
         yield _unrunnable(
             fused.name, expected, f"{transform.submodule} for {', '.join(rotated)} only"
         )
     if any("bias" in view.model.modules[member] for member in rotated):
-        yield _unrunnable(
-            fused.name, "no bias with an online transform: vLLM asserts it", transform.submodule
-        )
+        expected = "no bias in layers with an online transform (vLLM asserts this)"
+        yield _unrunnable(fused.name, expected, transform.submodule)
 
 
 def _unrunnable(where: str, expected: str, got: str) -> Finding:
@@ -295,5 +296,5 @@ def _unrunnable(where: str, expected: str, got: str) -> Finding:
         where,
         expected=expected,
         got=got,
-        fix="rotate in the weights only (R1, R2)",
+        fix="use only rotations that are merged into the weights (R1, R2)",
     )

@@ -27,15 +27,13 @@ from vexport.version import PINNED, short_version
 
 NAME = "devices"
 DESCRIPTION = (
-    "heads, groups and blocks fit the ranks (--tp), schemes run as stored on the GPUs (--sm)"
+    "heads, groups and blocks divide over the ranks (--tp), and GPUs run schemes as stored (--sm)"
 )
 VERSIONS_NAME = "versions"
-VERSIONS = (
-    "the vLLM version asked for (--vllm) has the schemes, widths and model class that are needed"
-)
+VERSIONS = "the chosen version of vLLM (--vllm) supports the schemes, bit widths and model class"
 LOAD = "load it in that version: vexport load --dry --vllm-python"
-OTHER_SCHEME = "serve it elsewhere, or use another scheme"
-SERVE = "serve it with another version, or use another scheme"
+OTHER_SCHEME = "serve it on another GPU, or use another scheme"
+SERVE = "serve it with another version of vLLM, or use another scheme"
 # The first SM with FP8 caches in Triton's attention; the first SM and the head sizes that
 # FlashInfer supports.
 TRITON_FP8_FROM, FLASHINFER_FROM, FLASHINFER_HEADS = 89, 80, (64, 128, 256, 512)
@@ -73,10 +71,10 @@ def _cache(view: CheckpointView) -> Iterator[Finding]:
     refusing = [sm for sm in view.target.sm if sm < (FLASHINFER_FROM if runs else TRITON_FP8_FROM)]
     if refusing:
         with_flashinfer = f", or {FLASHINFER_FROM} with FlashInfer"
-        reason = "attention sinks" if sinks else f"heads of {width}"
+        reason = "attention sinks" if sinks else f"head size {width}"
         expected = f"SM {TRITON_FP8_FROM} or above{with_flashinfer if runs else ''}"
-        got = f"a GPU on which vLLM has no attention with an FP8 cache ({reason})"
-        fix = "serve it elsewhere, or with --kv-cache-dtype bfloat16 (float16 below SM 80)"
+        got = f"a GPU on which vLLM has no attention backend for an FP8 cache ({reason})"
+        fix = "serve it on another GPU, or with --kv-cache-dtype bfloat16 (float16 below SM 80)"
         yield error(
             NAME, f"the FP8 KV cache (sm {_listed(refusing)})", expected=expected, got=got, fix=fix
         )
@@ -85,7 +83,7 @@ def _cache(view: CheckpointView) -> Iterator[Finding]:
 def _heads(view: CheckpointView, ranks: int) -> Iterator[Finding]:
     heads = heads_of(view.layers.by_name, view.model.names)
     if got := heads.uneven(ranks):
-        expected = f"heads that {ranks} ranks can share, or of which each holds one"
+        expected = f"attention heads that can be divided over {ranks} ranks"
         fix = f"serve it on {heads.possible_ranks} GPUs"
         yield error(NAME, f"{view.config_path} (tp {ranks})", expected=expected, got=got, fix=fix)
 
@@ -112,7 +110,7 @@ def _shapes(view: CheckpointView, ranks: int) -> Iterator[Finding]:
         where = f"{kind} ({_layers(count)}, tp {ranks})"
         fix = "serve it on another number of GPUs, or use another scheme for these layers"
         yield error(
-            NAME, where, expected="parts that each rank can hold and run", got=reason, fix=fix
+            NAME, where, expected="weights that can be divided over the ranks", got=reason, fix=fix
         )
 
 
@@ -138,7 +136,7 @@ def _capabilities(
     least = known.get(group.storage.vllm_scheme(group), 0)
     refusing = [sm for sm in capabilities if support.refuses(sm) or sm < least]
     if refusing:
-        until = f"to below {support.below}" if support.below else "or above"
+        until = f"or above, and below {support.below}" if support.below else "or above"
         needed = "a CPU" if support.below == 0 else f"SM {max(support.loads_from, least)} {until}"
         expected = f"{needed} for {precision(group)} ({group.format})"
         finding, got, fix = error, "a GPU on which vLLM refuses the scheme", OTHER_SCHEME
@@ -146,18 +144,17 @@ def _capabilities(
             # This limit comes from the kernel's code and was not tested on a GPU. The loaders
             # accept the checkpoint.
             finding, got = warning, support.after_loading
-            fix = f"load it on such a GPU, or store it as {PACKED.name}"
+            fix = f"try to load it on such a GPU, or store it as {PACKED.name}"
         where = f"{layers}, sm {_listed(refusing)})"
         yield finding(NAME, where, expected=expected, got=got, fix=fix)
     running = [sm for sm in capabilities if sm not in refusing]
     for bits in dict.fromkeys(support.bits(sm) for sm in running):
         if bits != input_bits(group):
             where = f"{layers}, sm {_listed([sm for sm in running if support.bits(sm) == bits])})"
-            got = f"W{weights}A{bits}: vLLM has no kernel for the former there, and says nothing"
-            fix = "measure accuracy and speed at that precision, or serve it elsewhere"
-            yield warning(
-                NAME, where, expected=f"{precision(group)}, as it is stored", got=got, fix=fix
-            )
+            stored = precision(group)
+            got = f"W{weights}A{bits}: vLLM has no {stored} kernel for this GPU, and falls back"
+            fix = "measure accuracy and speed on this GPU, or serve it on another GPU"
+            yield warning(NAME, where, expected=f"{stored}, as stored", got=got, fix=fix)
 
 
 def _layers(count: int) -> str:
@@ -174,23 +171,21 @@ def versions(view: CheckpointView) -> Iterator[Finding]:
     name, pinned = f"vLLM {short_version(version)}", short_version(PINNED)
     if asked != version:
         oldest, *_, newest = map(short_version, known_versions())
-        expected = f"one of the versions whose rules are known, {oldest} to {newest}"
-        got = f"unknown: checked by the rules of {short_version(version)}"
+        expected = f"a version of vLLM that vexport has rules for ({oldest} to {newest})"
+        got = f"another version, checked by the rules of vLLM {short_version(version)}"
         yield warning(
             VERSIONS_NAME, f"vLLM {short_version(asked)}", expected=expected, got=got, fix=LOAD
         )
     if version == PINNED:
         return
     if view.model.class_name in facts_of(version).absent:
-        where, got = (
-            f"{view.config_path}: architectures",
-            f"{view.model.class_name}, which it does not have",
-        )
+        where = f"{view.config_path}: architectures"
+        got = f"{view.model.class_name}, which {name} does not have"
         fix = f"serve it with vLLM {pinned}"
         yield error(VERSIONS_NAME, where, expected=f"a model class of {name}", got=got, fix=fix)
     if view.quantization.method is not None:
-        expected = f"vLLM {pinned}, whose rules for {view.quantization.method.name} are known"
-        got = f"{name}: checked by the rules of {pinned}"
+        expected = f"vLLM {pinned}, the only version with rules for {view.quantization.method.name}"
+        got = f"{name}, checked by the rules of vLLM {pinned}"
         yield warning(VERSIONS_NAME, view.quantization.place, expected=expected, got=got, fix=LOAD)
         return
     found = [view.lookup.group_of(fused) for fused in view.model.fused_layers]
@@ -198,7 +193,7 @@ def versions(view: CheckpointView) -> Iterator[Finding]:
     for group in (group for group in view.quantization.config_groups if group.name in used):
         where = f"{view.quantization.place}.config_groups.{group.name}"
         if refused := _refused(group, facts_of(version)):
-            expected = f"a vLLM that has {refused}"
+            expected = f"a version of vLLM that supports {refused}"
             yield error(
                 VERSIONS_NAME,
                 where,
@@ -207,8 +202,8 @@ def versions(view: CheckpointView) -> Iterator[Finding]:
                 fix=SERVE,
             )
         elif group.storage is MXFP4 and MXFP4.vllm_scheme(group) not in facts_of(version).schemes:
-            expected = "a vLLM that has MXFP4 weights with FP8 inputs"
-            got = f"{name}, which takes the inputs for MXFP4's, where it has FP4 kernels"
+            expected = "a version of vLLM that supports MXFP4 weights with FP8 inputs"
+            got = f"{name}, which quantizes the inputs to MXFP4 on GPUs with FP4 kernels"
             yield warning(VERSIONS_NAME, where, expected=expected, got=got, fix=SERVE)
 
 

@@ -11,8 +11,8 @@ from vexport.records import Finding, Severity
 
 NAME = "fusion"
 DESCRIPTION = (
-    "q/k/v and gate/up share global and input scales; per-tensor FP8 scales that "
-    "differ cost accuracy"
+    "fused layers (q/k/v, gate/up) share global and input scales; different per-tensor FP8 "
+    "scales cost accuracy"
 )
 # vLLM uses the largest value for all members (process_weights_after_loading of
 # compressed_tensors_w4a4_nvfp4.py).
@@ -35,15 +35,15 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         values = _differing(view, fused, WEIGHT_GLOBAL_SCALE)
         if values and not _differ_in_zeros(view, values):
             yield _finding(
-                fused, WEIGHT_GLOBAL_SCALE, values, "error", "would use the largest for all"
+                fused, WEIGHT_GLOBAL_SCALE, values, "error", "would use the largest value for all"
             )
         for parameter in INPUT_SCALES:
             if values := _differing(view, fused, parameter):
                 taken = (min if parameter in view.reciprocals else max)(values.values())
                 yield _input_finding(fused, parameter, values, group, taken)
         if group.weights.strategy == "tensor" and (values := _differing(view, fused, WEIGHT_SCALE)):
-            fix = "requantizes to the largest, a small loss"
-            yield _finding(fused, WEIGHT_SCALE, values, "warning", fix)
+            behavior = "requantizes to the largest value, with a small loss"
+            yield _finding(fused, WEIGHT_SCALE, values, "warning", behavior)
 
 
 def _differ_in_zeros(view: CheckpointView, values: Mapping[str, float]) -> bool:
@@ -73,11 +73,11 @@ def _input_finding(
     inputs = group.input_activations
     if inputs is not None and not inputs.is_float:
         return _finding(
-            fused, parameter, values, "error", "would use the last that it reads for all"
+            fused, parameter, values, "error", "would use the last value that it reads for all"
         )
     if 2 * sum(value == taken for value in values.values()) > len(values):
         return _finding(
-            fused, parameter, values, "warning", f"uses {taken:.9g} for all, as most have"
+            fused, parameter, values, "warning", f"uses {taken:.9g} for all, the value of most"
         )
     return _finding(fused, parameter, values, "error", f"would use {taken:.9g} for all")
 
@@ -107,7 +107,7 @@ def _finding(
         check=NAME,
         severity=severity,
         where=f"{fused.name}: {parameter}",
-        expected="one value for all layers that run as one",
+        expected="one value for all layers that vLLM fuses",
         got=", ".join(
             f"{module.rpartition('.')[2]} {value:.9g}" for module, value in values.items()
         ),

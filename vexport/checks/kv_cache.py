@@ -16,7 +16,7 @@ from vexport.records import Finding, Json, TensorInfo
 
 NAME = "kv_cache"
 DESCRIPTION = (
-    "the KV cache is stored as vLLM can, with a usable scale for the keys and values of every layer"
+    "vLLM supports the KV cache scheme, and every attention layer has usable key and value scales"
 )
 SCALES = ("k_scale", "v_scale")
 STRATEGIES = ("tensor", "attn_head")
@@ -58,8 +58,8 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         return
     for module, parameter, tensor in cache_scales(view):
         if tensor is None:
-            where, expected = f"{module}.{parameter}", "the scale of the fp8 KV cache"
-            got = "no scale: vLLM would use 1.0"
+            where, expected = f"{module}.{parameter}", "a scale of the FP8 KV cache"
+            got = "no such tensor: vLLM would use 1.0"
             fix = "quantize the KV cache again, or remove kv_cache_scheme"
             finding = error if view.quantization.method is None else warning
             yield finding(NAME, where, expected=expected, got=got, fix=fix)
@@ -78,8 +78,8 @@ def _unannounced(view: CheckpointView) -> Iterator[Finding]:
     stored = [tensor for _, _, tensor in _places(view)]
     if stored and all(stored):
         where = f"{view.quantization.place}.kv_cache_scheme"
-        expected = "the scheme of the fp8 KV cache, of which all attention layers have the scales"
-        got = "no scheme: vLLM would not quantize the cache"
+        expected = "a scheme, because all attention layers have scales of the FP8 KV cache"
+        got = "no such key: vLLM would not quantize the KV cache"
         yield error(
             NAME, where, expected=expected, got=got, fix="set kv_cache_scheme, or remove the scales"
         )
@@ -140,7 +140,7 @@ def _count(view: CheckpointView, tensor: TensorInfo, *, per_head: bool) -> Itera
         )
     if isinstance(heads, int) and heads > 0 and tensor.num_elements % heads:
         expected = f"a scale for each of {heads} KV heads (strategy attn_head)"
-        yield _wrong(tensor, expected, str(tensor.num_elements))
+        yield _wrong(tensor, expected, f"{tensor.num_elements} values")
 
 
 def _values(
@@ -152,7 +152,7 @@ def _values(
     if tensor.dtype not in FLOAT_SCALES:
         yield _wrong(tensor, f"dtype {' or '.join(sorted(FLOAT_SCALES))}", tensor.dtype)
     if bad:
-        got = f"{bad} of {values.size} values NaN, infinite or <= 0"
+        got = f"{bad} of {values.size} values that are NaN, infinite or not above zero"
         yield _wrong(tensor, "finite scales above zero", got)
     makes = f"{module}.{parameter[0]}_proj"
     if bad or not values.size or _makes_zeros(view, makes):
@@ -160,13 +160,14 @@ def _values(
     reach = largest_output(view, makes)
     most = MOST_SCALE if reach is None else min(MOST_SCALE, reach / E4M3_MAX)
     if (values == PLACEHOLDER).all():
-        got = "1, which vLLM takes where there is none"
+        got = "1, which is vLLM's default without a scale"
         yield warning(NAME, tensor.name, expected="a calibrated scale", got=got, fix=FIX)
     elif values.max() > most:
         got = f"{values.max():g}, which looks like a reciprocal"
         yield _wrong(tensor, f"scales of at most {most:.3g}", got)
     elif values.max() < LEAST_SCALE:
-        yield _wrong(tensor, f"scales of at least {LEAST_SCALE:g}", f"{values.max():g}")
+        got = f"{values.max():g}, which is too small for keys and values"
+        yield _wrong(tensor, f"scales of at least {LEAST_SCALE:g}", got)
 
 
 def _makes_zeros(view: CheckpointView, module: str) -> bool:

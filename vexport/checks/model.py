@@ -14,7 +14,7 @@ from vexport.records import Finding, Json, NotJudged
 
 NAME = "model"
 DESCRIPTION = (
-    "vLLM has the model's class, and config.json the sizes and names that it is built from"
+    "vLLM supports the model's class, and config.json has the names and sizes that it needs"
 )
 HALF = ("float16", "half")
 # Classes that replace the output head by another layer, and the names of that layer.
@@ -39,17 +39,17 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     yield from _labels(view)
     if impossible := impossible_size(config, len(view.index.tensors)):
         key, got = impossible
-        yield _wrong(view, key, "at most as many as there are tensors", got)
+        yield _wrong(view, key, "a number that fits the stored tensors", got)
         return
     entry = get_layout(view.model.class_name, view.model.version)
     if entry is not None:
         for key, value in oversized(entry, config):
-            yield _wrong(view, key, "a size that a tensor can have", shown(value))
+            yield _wrong(view, key, "a possible size of a tensor", shown(value))
         for key in missing_sizes(entry, config):
             got = (
                 shown(config[key])
                 if key in config
-                else "none: transformers would take its own default"
+                else "no such key: transformers would use its default"
             )
             yield _wrong(view, key, "a size", got)
         yield from _sizes(view, entry, text_config(config))
@@ -68,10 +68,11 @@ def _narrowed(view: CheckpointView) -> Iterator[Finding]:
     }
     if dtype in HALF and stored == {"BF16"}:
         meant = any(tensor.dtype == "F16" for tensor in view.index.tensors.values())
-        where, expected = f"{view.config_path}: dtype", "bfloat16, as the norms are stored"
-        got = f"{dtype}, in which vLLM would run the model"
+        where = f"{view.config_path}: dtype"
+        expected = "bfloat16, in which the norms are stored"
+        got = f"{dtype}: vLLM would run the model in it, and large values would overflow"
         finding = warning if meant else error
-        yield finding(NAME, where, expected=expected, got=got, fix="set it to bfloat16")
+        yield finding(NAME, where, expected=expected, got=got, fix="set dtype to bfloat16")
 
 
 def _class(view: CheckpointView) -> Iterator[Finding]:
@@ -96,9 +97,8 @@ def _unknown(view: CheckpointView) -> Iterator[Finding]:
     """
     name, table = view.model.class_name, architecture_table(view.model.version)
     if not name:
-        yield _wrong(
-            view, "architectures", "the name of the model class", "none, and an unknown model_type"
-        )
+        got = "no such key, and an unknown model_type"
+        yield _wrong(view, "architectures", "the name of the model class", got)
         return
     of_transformers = transformers_models(_kind(view), view.model.version) or ()
     has_code = "auto_map" in view.index.config or name in of_transformers
@@ -109,12 +109,8 @@ def _unknown(view: CheckpointView) -> Iterator[Finding]:
     if reason is None or reason.startswith(REMOVED):
         vllm = view.model.facts.vllm
         expected = f"a class of vLLM {vllm} or of transformers"
-        yield _wrong(
-            view,
-            "architectures",
-            expected,
-            f"{name}, of neither" if reason is None else f"{name}: {reason}",
-        )
+        got = f"{name}, which neither has" if reason is None else f"{name}: {reason}"
+        yield _wrong(view, "architectures", expected, got)
 
 
 def unjudged_class(view: CheckpointView) -> Iterator[NotJudged]:
@@ -122,7 +118,7 @@ def unjudged_class(view: CheckpointView) -> Iterator[NotJudged]:
     name = view.model.class_name
     reason = left_out(name, view.model.version) if name not in view.model.facts.added else None
     if reason is not None and not reason.startswith(REMOVED):
-        yield NotJudged(what=f"the layers that vLLM builds of {name}", why=reason)
+        yield NotJudged(what=f"the layers of {name} in vLLM", why=reason)
 
 
 def _without_output(view: CheckpointView) -> Iterator[Finding]:
@@ -130,8 +126,8 @@ def _without_output(view: CheckpointView) -> Iterator[Finding]:
     if name.endswith(CLASSIFIER) and not any(
         CLASSIFIES.search(tensor) for tensor in view.index.tensors
     ):
-        got = f"{name}, whose output layer the checkpoint does not have"
-        yield _wrong(view, "architectures", "a class whose tensors are stored", got)
+        got = f"{name}, but no tensor of its output layer"
+        yield _wrong(view, "architectures", "a class with all its tensors stored", got)
 
 
 def _of_another_type(view: CheckpointView) -> Iterator[Finding]:
@@ -164,10 +160,11 @@ def _unnamed(view: CheckpointView) -> Iterator[Finding]:
         return
     where, expected = f"{view.config_path}: architectures", "the name of the model class"
     if base not in GENERATING_BASES:
-        got = f"none: vLLM takes {base} for model_type {kind}, which gives embeddings and no text"
+        got = f"no such key: vLLM would use {base} for {kind}, which computes embeddings, not text"
         yield _wrong(view, "architectures", expected, got)
         return
-    got, fix = f"none: vLLM takes {name} for model_type {kind}", f'add "architectures": ["{name}"]'
+    got = f"no such key: vLLM uses {name} for model_type {kind}"
+    fix = f'add "architectures": ["{name}"]'
     yield warning(NAME, where, expected=expected, got=got, fix=fix)
 
 
@@ -197,8 +194,8 @@ def _sizes(
     ]
     scaled = any(kind not in ("default", None) for kind in kinds)
     if isinstance(new, dict) and isinstance(old, dict) and new != old and scaled:
-        got = f"{shown(old)} next to {shown(new)}"
-        yield _wrong(view, "rope_scaling", "one description of the positions", got)
+        got = f"{shown(old)}, but different rope_parameters {shown(new)}"
+        yield _wrong(view, "rope_scaling", "the same values as rope_parameters, or no key", got)
 
 
 def _positions(view: CheckpointView) -> Iterator[Finding]:
@@ -207,14 +204,14 @@ def _positions(view: CheckpointView) -> Iterator[Finding]:
         yield _wrong(view, wrong.key, wrong.need, shown(wrong.value))
     num_bytes = table_bytes({"dtype": view.index.config.get("dtype"), **view.model.text})
     if num_bytes > MOST_TABLE_BYTES:
-        expected = f"positions whose rotary table has at most {MOST_TABLE_BYTES >> 30} GiB"
+        expected = f"a rotary table of at most {MOST_TABLE_BYTES >> 30} GiB"
         got = (
-            f"a table of {num_bytes / (1 << 30):,.0f} GiB, which vLLM computes on each GPU "
-            f"when it starts"
+            f"a rotary table of {num_bytes / (1 << 30):,.0f} GiB, which vLLM computes on each GPU "
+            f"at startup"
         )
         fix = (
-            "set max_position_embeddings and the factor in rope_parameters to what the model "
-            "was trained for"
+            "set max_position_embeddings and the factor in rope_parameters to the values that the "
+            "model was trained with"
         )
         where = f"{view.config_path}: max_position_embeddings"
         yield warning(NAME, where, expected=expected, got=got, fix=fix)
@@ -224,11 +221,10 @@ def _labels(view: CheckpointView) -> Iterator[Finding]:
     """Report a number of labels for which transformers would use up the memory with names."""
     count = view.index.config.get("num_labels")
     if isinstance(count, int) and count > MOST_LABELS:
-        yield _wrong(
-            view, "num_labels", f"at most {MOST_LABELS:,}: transformers names each", shown(count)
-        )
+        expected = f"at most {MOST_LABELS:,}, because transformers creates a name for each label"
+        yield _wrong(view, "num_labels", expected, shown(count))
 
 
 def _wrong(view: CheckpointView, key: str, expected: str, got: str) -> Finding:
-    fix = "take the model's original config.json"
+    fix = "use the model's original config.json"
     return error(NAME, f"{view.config_path}: {key}", expected=expected, got=got, fix=fix)

@@ -62,6 +62,7 @@ MARGIN = 1.5
 IN_LAYER = re.compile(
     r"(?P<layer>model\.layers\.\d+\.)(?P<part>\w+)\.(?:experts\.\d+\.)?(?P<projection>\w+)$"
 )
+FIX_TENSOR = "look at this tensor in the source, then export the checkpoint again"
 # Dtypes of scales that store exponents.
 BYTES = ("U8", "F8_E8M0")
 
@@ -133,7 +134,7 @@ def beyond(view: CheckpointView, group: ConfigGroup, layer: StoredLayer) -> Iter
     bad = int(np.count_nonzero((codes >= half) | (codes < -half)))
     if bad:
         expected = f"codes of {group.weights.num_bits} bits, from {-half} to {half - 1}"
-        got = f"{bad} of {codes.size} beyond them"
+        got = f"{bad} of {codes.size} codes outside this range"
         yield error(CHECK, weight.name, expected=expected, got=got, fix="correct num_bits")
 
 
@@ -149,9 +150,8 @@ def not_finite(view: CheckpointView) -> Iterator[Finding]:
         weights = bool(tensor.shape) and not BOUNDS.search(tensor.name.rpartition(".")[2])
         if bad := _count_not_finite(view, tensor, infinity=weights):
             expected = "finite values" if weights else "numbers"
-            got = f"{bad} values NaN{' or infinite' if weights else ''}"
-            fix = "export again, and look at this tensor in the source"
-            yield error(CHECK, tensor.name, expected=expected, got=got, fix=fix)
+            got = f"{bad} values that are NaN{' or infinite' if weights else ''}"
+            yield error(CHECK, tensor.name, expected=expected, got=got, fix=FIX_TENSOR)
 
 
 def _count_not_finite(view: CheckpointView, tensor: TensorInfo, *, infinity: bool) -> int:
@@ -205,8 +205,8 @@ def empty(view: CheckpointView) -> Iterator[Finding]:
         if tensor is None or not tensor.num_bytes or tensor.dtype not in ("BF16", "F16", "F32"):
             continue
         if is_zero(view, tensor):
-            fix = "export again, and look at this tensor in the source"
-            yield error(CHECK, name, expected="numbers other than zero", got="zeros only", fix=fix)
+            expected = "values other than zero"
+            yield error(CHECK, name, expected=expected, got="only zeros", fix=FIX_TENSOR)
 
 
 def is_lossless_cast(reader: Reader, tensor: TensorInfo, dtype: str) -> bool:
@@ -254,14 +254,15 @@ def impossible(view: CheckpointView, group: ConfigGroup, layer: StoredLayer) -> 
     if scale is None or bounds is None:
         return
     (name, largest), (least, most) = scale, bounds
-    got = f"one for inputs up to {largest:.3g}"
-    fix = "calibrate again: the number is no scale of this layer, or upside down"
+    got = f"a scale for inputs up to {largest:.3g}"
+    fix = "calibrate again: the value is not this layer's scale, or is its reciprocal"
     if largest > most * MARGIN:
-        expected = f"a scale for inputs up to {most:.3g}, all that the norm before lets through"
+        expected = f"a scale for inputs up to {most:.3g}, the largest output of the preceding norm"
         yield error(CHECK, name, expected=expected, got=got, fix=fix)
     elif largest < least / MARGIN:
         expected = (
-            f"a scale for inputs of at least {least:.3g}, which the norm before makes of any token"
+            f"a scale for inputs up to at least {least:.3g}, the smallest maximum that the "
+            f"preceding norm outputs for a token"
         )
         yield error(CHECK, name, expected=expected, got=got, fix=fix)
 

@@ -21,9 +21,11 @@ NAME = "shapes"
 # Start of `expected` in findings on a tensor's shape. Other findings are on its dtype or on whole
 # layers.
 SHAPE = "shape "
-EXPORT = "export it again"
-DESCRIPTION = "dtypes and shapes are those that the config announces, and fused layers fit together"
+EXPORT = "export the checkpoint again"
+DESCRIPTION = "dtypes and shapes match the config, and the members of fused layers fit together"
 
+# Added to a shape that is too large.
+NARROWED = ", of which vLLM silently ignores the end"
 # Rounding these scales to 16 bits changes all weights or inputs of a layer by the same 0.4 %, far
 # less than FP4 rounding does.
 GLOBAL_SCALES = (".weight_global_scale", ".input_global_scale", ".weight_scale_2")
@@ -117,13 +119,12 @@ def _dtype(
     wanted = f"dtype {' or '.join(sorted(expected.dtypes))} ({group.format})"
     little = tensor.name.endswith(GLOBAL_SCALES) and is_rounded_little(view.reader, tensor)
     if little or is_lossless_cast(view.reader, tensor, expected.dtype):
-        loss = "and they were rounded by 0.4 % at most" if little else "without a loss"
-        got = f"{tensor.dtype}, whose values vLLM casts {loss}"
+        loss = "a rounding error of at most 0.4 %" if little else "no loss"
+        got = f"{tensor.dtype}, which vLLM casts, with {loss}"
         yield warning(NAME, tensor.name, expected=wanted, got=got, fix=EXPORT)
     else:
-        yield error(
-            NAME, tensor.name, expected=wanted, got=f"{tensor.dtype}, which vLLM casts", fix=EXPORT
-        )
+        got = f"{tensor.dtype}: vLLM would cast the values and change them"
+        yield error(NAME, tensor.name, expected=wanted, got=got, fix=EXPORT)
 
 
 def _shape(
@@ -134,11 +135,11 @@ def _shape(
         return
     size = f" {group.weights.group_size}" if group.weights.group_size else ""
     wanted = f"{SHAPE}{list(expected.shape)} ({group.format}, {group.weights.strategy}{size})"
-    got, fix = str(list(tensor.shape)), "export it again, or correct the config"
+    got = str(list(tensor.shape))
     if narrowing and cut in expected.along and _is_narrowed(tensor.shape, expected.shape, cut):
-        got += ", of which vLLM silently drops the end"
-        yield warning(NAME, tensor.name, expected=wanted, got=got, fix=EXPORT)
+        yield warning(NAME, tensor.name, expected=wanted, got=got + NARROWED, fix=EXPORT)
     else:
+        fix = f"{EXPORT}, or correct the config"
         yield error(NAME, tensor.name, expected=wanted, got=got, fix=fix)
 
 
@@ -168,9 +169,9 @@ def _rounded_scales(view: CheckpointView) -> Iterator[Finding]:
         for dtype in ("BF16", "F16"):
             few = dtypes.get(dtype, [])
             for name in few if len(few) < len(whole) else ():
-                expected = f"dtype F32, as {parameter} of {whole[0].rpartition('.')[0]} has"
+                expected = f"dtype F32, like {parameter} of {whole[0].rpartition('.')[0]}"
                 got = (
-                    f"{dtype}, which has fewer digits: answers move, no further than by "
+                    f"{dtype}, which is less precise; the outputs change, but not more than by "
                     f"rounding weights"
                 )
                 yield warning(NAME, name, expected=expected, got=got, fix=EXPORT)
@@ -210,20 +211,18 @@ def _plain(view: CheckpointView, name: str, shape: Shape, cut: int | None) -> It
         return
     if tensor.dtype not in FLOATING:
         expected_dtype = f"dtype {' or '.join(sorted(FLOATING))}"
-        yield error(
-            NAME, name, expected=expected_dtype, got=f"{tensor.dtype}, which vLLM casts", fix=EXPORT
-        )
+        got = f"{tensor.dtype}: vLLM would cast the values and change them"
+        yield error(NAME, name, expected=expected_dtype, got=got, fix=EXPORT)
     elif _loses_in_bfloat16(view, tensor):
-        got = "F16 with digits that BF16 does not hold: vLLM drops them, or its bits are no F16"
-        yield error(NAME, name, expected="dtype BF16, as the model has", got=got, fix=EXPORT)
+        got = "F16 with values that BF16 cannot represent: vLLM rounds them, or the dtype is wrong"
+        yield error(NAME, name, expected="dtype BF16, the model's dtype", got=got, fix=EXPORT)
     known = any(size is not None for size in shape)
     if known and not _has_shape(tensor, shape):
         narrowed = _is_narrowed(tensor.shape, shape, cut)
-        wanted = f"{SHAPE}{list(shape)}, as config.json sizes {view.model.class_name}"
-        got = f"{list(tensor.shape)}{', of which vLLM silently drops the end' if narrowed else ''}"
-        yield error(
-            NAME, name, expected=wanted, got=got, fix="export it again, or correct config.json"
-        )
+        wanted = f"{SHAPE}{list(shape)}, from the sizes of {view.model.class_name} in config.json"
+        got = f"{list(tensor.shape)}{NARROWED if narrowed else ''}"
+        fix = f"{EXPORT}, or correct config.json"
+        yield error(NAME, name, expected=wanted, got=got, fix=fix)
 
 
 def _has_shape(tensor: TensorInfo, shape: Shape) -> bool:
@@ -255,14 +254,14 @@ def _fit_together(view: CheckpointView, group: ConfigGroup, fused: FusedLayer) -
     shapes = {layer.name: view.layers.shape_of(layer) for layer in view.layers.members(fused)}
     widths = {name: shape[1] for name, shape in shapes.items() if shape}
     if len(set(widths.values())) > 1:
-        expected = "the same in_features in all layers that run as one"
+        expected = "the same in_features in all layers that vLLM fuses"
         got = ", ".join(f"{module.rpartition('.')[2]} {width}" for module, width in widths.items())
         yield error(NAME, fused.name, expected=expected, got=got, fix=EXPORT)
     size = group.weights.group_size
     for module, width in widths.items():
         if size and size > 0 and width % size:
             expected = f"in_features that are a multiple of group_size {size}"
-            fix = "quantize the layer with another group size, or keep it"
+            fix = "quantize the layer with another group size, or keep it unquantized"
             yield error(NAME, module, expected=expected, got=str(width), fix=fix)
 
 
@@ -273,6 +272,6 @@ def _whole_blocks(view: CheckpointView, group: ConfigGroup, fused: FusedLayer) -
         return
     parts = parts_of(fused, members, view.model.names)
     if reason := group.storage.unsupported_shape(group, partition_of(parts, 1, "none")):
-        expected = "whole blocks in layers that vLLM runs as one, but for the last"
-        fix = "quantize the layer per channel, or keep it"
+        expected = "whole blocks in all fused layers except the last"
+        fix = "quantize the layer per channel, or keep it unquantized"
         yield error(NAME, fused.name, expected=expected, got=reason, fix=fix)

@@ -18,9 +18,9 @@ from vexport.records import Finding, NotJudged, TensorInfo
 
 NAME = "shards"
 SHARD = re.compile(r"(?P<start>.*)-\d+(?P<of>-of-(?P<count>\d{1,9})\.safetensors)")
-DESCRIPTION = "vLLM loads the files that the index means, and every tensor is in one of them only"
+DESCRIPTION = "vLLM loads the same files that the index lists, and each tensor is in only one file"
 BYTES_NAME = "digests"
-BYTES = "files have the bytes that were written (vexport.json, --digests)"
+BYTES = "the digests of the files match the recorded digests (vexport.json, --digests)"
 # Largest size of weights that are read for their digests without an option. The other checks take a
 # second or two.
 MOST_BYTES = 8_000_000_000
@@ -79,9 +79,9 @@ def _strays(view: CheckpointView, places: Mapping[str, TensorInfo]) -> Iterator[
         module, _, parameter = name.rpartition(".")
         packed = parameter == "weight" and f"{module}.weight_packed" in view.index.tensors
         refused = packed or (bool(modules) and module not in modules)
-        expected = "one safetensors file, or an index of several"
-        got = f"a tensor in {places[name].file.name}, which vLLM loads too"
-        fix = "remove the file that does not belong here, or write an index"
+        expected = "a single safetensors file, or an index of all files"
+        got = f"a tensor in {places[name].file.name}, which vLLM loads, too"
+        fix = "remove the file that does not belong to the checkpoint, or write an index"
         yield (error if refused else warning)(NAME, name, expected=expected, got=got, fix=fix)
 
 
@@ -92,17 +92,19 @@ def _twice(
 
     `unread` is True if the first file is a remnant and the second file contains all its tensors.
     """
-    got = f"one in {first.file.name} and one in {second.file.name}"
+    files = f"{first.file.name} and {second.file.name}"
     expected = "each tensor in one file"
     if same_bytes(view.reader, first, view.reader, second):
-        return warning(NAME, first.name, expected=expected, got=f"{got}, alike", fix="remove one")
+        got = f"the same values in {files}"
+        fix = "remove one of the two copies"
+        return warning(NAME, first.name, expected=expected, got=got, fix=fix)
+    got = f"different values in {files}"
     if unread:
-        got = f"{got}, different, of which vLLM keeps the latter"
-        return warning(
-            NAME, first.name, expected=expected, got=got, fix=f"remove {first.file.name}"
-        )
-    fix = "remove the wrong one: vLLM keeps the one that it happens to read last"
-    return error(NAME, first.name, expected=expected, got=f"{got}, different", fix=fix)
+        got = f"{got}; vLLM uses the values in {second.file.name}"
+        fix = f"remove {first.file.name}"
+        return warning(NAME, first.name, expected=expected, got=got, fix=fix)
+    fix = "remove the wrong copy: vLLM uses the copy that it happens to read last"
+    return error(NAME, first.name, expected=expected, got=got, fix=fix)
 
 
 def _index(view: CheckpointView, places: Mapping[str, TensorInfo]) -> Iterator[Finding]:
@@ -112,24 +114,24 @@ def _index(view: CheckpointView, places: Mapping[str, TensorInfo]) -> Iterator[F
     stored = {name: tensor.file.name for name, tensor in places.items()}
     whole = {name for name, file in listed.items() if Path(str(file)).is_absolute()}
     for names, got in (
-        (listed.keys() - stored.keys(), "no such tensor"),
-        (whole, "a whole path, which only this machine has"),
-        (stored.keys() - listed.keys(), "no entry"),
+        (listed.keys() - stored.keys(), "an entry, but no such tensor"),
+        (whole, "an absolute path, which is only valid on one machine"),
+        (stored.keys() - listed.keys(), "a tensor, but no entry"),
         (
             {
                 name
                 for name in listed.keys() & stored.keys() - whole
                 if listed[name] != stored[name]
             },
-            "it in another file",
+            "an entry, but the tensor is in another file",
         ),
     ):
         if names:
             where = f"{INDEX_NAME}: {min(names)}" + (
                 f" and {len(names) - 1} more" if len(names) > 1 else ""
             )
-            expected = "an index that says in which file each tensor is"
-            fix = "write the index again: other loaders than vLLM's follow it"
+            expected = "an index with the file of each tensor"
+            fix = "write the index again: loaders other than vLLM's use these entries"
             yield warning(NAME, where, expected=expected, got=got, fix=fix)
 
 
@@ -144,21 +146,19 @@ def digests(view: CheckpointView) -> Iterator[Finding]:
     }
     num_bytes = sum((root / name).stat().st_size for name in recorded)
     if num_bytes > MOST_BYTES and view.digests is None:
-        where, expected = (
-            f"{root / RECIPE}: {DIGESTS}",
-            "each file of weights compared with its digest",
-        )
+        where = f"{root / RECIPE}: {DIGESTS}"
+        expected = "each weight file compared with its digest"
         got = (
-            f"none: {num_bytes / 1e9:,.0f} GB, above {MOST_BYTES / 1e9:.0f} GB they are read "
-            f"when asked"
+            f"no comparison: {num_bytes / 1e9:,.0f} GB of weights, and more than "
+            f"{MOST_BYTES / 1e9:.0f} GB are only read with --digests"
         )
         yield info(BYTES_NAME, where, expected=expected, got=got, fix=f"add --digests {RECIPE}")
         recorded = {}
     yield from _compared(
-        view, recorded, f"remove {DIGESTS!r} from {RECIPE} if it was changed on purpose"
+        view, recorded, f"if it was changed on purpose, remove {DIGESTS!r} from {RECIPE}"
     )
     yield from _compared(
-        view, view.digests or {}, "compare the list with the one of who made the checkpoint"
+        view, view.digests or {}, "if the list may be wrong, get it from the checkpoint's publisher"
     )
 
 
@@ -171,7 +171,7 @@ def without_digests(view: CheckpointView) -> Iterator[NotJudged]:
             return
         if not recorded:
             yield NotJudged(
-                what=BYTES_NAME, why=f"{RECIPE} has no digests, and --digests names no list"
+                what=BYTES_NAME, why=f"{RECIPE} has no digests, and --digests is not given"
             )
 
 
@@ -187,7 +187,7 @@ def _compared(
         actual = dict(zip(names, computed, strict=True))
     for name, digest in digests.items():
         if actual.get(name) != digest:
-            expected = f"the bytes that were written, {digest}"
-            got = f"others, {actual[name]}" if name in actual else "no such file"
-            fix = f"download or export it again; {otherwise}"
+            expected = f"digest {digest}"
+            got = f"digest {actual[name]}" if name in actual else "no such file"
+            fix = f"download or export the file again; {otherwise}"
             yield error(BYTES_NAME, str(root / name), expected=expected, got=got, fix=fix)

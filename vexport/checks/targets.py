@@ -15,7 +15,7 @@ from vexport.records import FLOATING, Finding
 from vexport.version import short_version
 
 NAME = "targets"
-DESCRIPTION = "targets and ignore, resolved as vLLM does, agree with the tensors of every layer"
+DESCRIPTION = "targets and ignore, matched as in vLLM, agree with the tensors of every layer"
 
 
 def run(view: CheckpointView) -> Iterator[Finding]:
@@ -31,9 +31,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
             continue  # vLLM builds this layer only for drafting
         ignored, parts = view.lookup.ignored(fused), view.lookup.names(fused)
         if ignored and len(ignored) < len(parts):
-            expected = (
-                f"all or none of {_names(parts)} in {_list(view)}: vLLM runs them as one layer"
-            )
+            expected = f"all or none of {_names(parts)} in {_list(view)}, because vLLM fuses them"
             fix = f"list all of them in {_list(view)}, or none"
             yield error(
                 NAME, fused.name, expected=expected, got=f"only {', '.join(ignored)}", fix=fix
@@ -72,7 +70,7 @@ def _embeddings(view: CheckpointView) -> Iterator[Finding]:
         group = view.lookup.group_of(FusedLayer(name=module, members=(module,)))
         if group is not None:
             yield _unquantized(
-                module, group, "table", "add the table to ignore, or narrow the targets"
+                module, group, "embedding", "add the embedding to ignore, or narrow the targets"
             )
 
 
@@ -87,11 +85,11 @@ def _stacked_experts(view: CheckpointView) -> Iterator[Finding]:
             first = f"{name.removesuffix(ending[0])}{ending[1].rpartition('.')[0]}.0.down_proj"
             group = view.lookup.group_of(FusedLayer(name=first, members=(first,)))
             if group is not None:
-                yield _unquantized(name, group, "layer's experts", "add the experts to ignore")
+                yield _unquantized(name, group, "experts layer", "add the experts to ignore")
 
 
 def _unquantized(module: str, group: ConfigGroup, kind: str, fix: str) -> Finding:
-    expected = f"quantized tensors ({group.format}), as {group.name} targets this {kind}"
+    expected = f"quantized tensors ({group.format}), because {group.name} targets this {kind}"
     return error(NAME, module, expected=expected, got="an unquantized weight", fix=fix)
 
 
@@ -100,10 +98,10 @@ def _quantized_table(view: CheckpointView, fused: FusedLayer) -> Iterator[Findin
     reason = _table_refusal(view, fused)
     if reason is not None:
         expected = (
-            "an unquantized table, or packed integers that vLLM looks up in a model like this"
+            "an unquantized embedding, or packed integers that vLLM supports for this model class"
         )
         got = f"{', '.join(quantized_parameters(view.model.modules[fused.name]))}: {reason}"
-        fix = "keep the embeddings: quantize again with the table in ignore"
+        fix = "quantize again with the embedding in ignore"
         yield error(NAME, fused.name, expected=expected, got=got, fix=fix)
 
 
@@ -117,20 +115,23 @@ def _table_refusal(view: CheckpointView, fused: FusedLayer) -> str | None:
     version = short_version(view.model.asked_version)
     group = view.lookup.group_of(fused)
     if view.model.table_lookup is None:
-        return f"{name} builds its table without a quantization config (vLLM {version})"
+        return f"{name} builds its embedding without a quantization config (vLLM {version})"
     if group is None and view.model.table_lookup == "class":
-        return f"{name} gives its table no name, so that only the target Embedding finds it"
+        return f"{name} gives its embedding no name, so only the target Embedding matches it"
     if group is None:
-        return "no target matches it"
+        return "no target matches the embedding"
     if not any(is_head(name.rpartition(".")[0]) for name in view.index.tensors):
-        return "the output head is tied to it, which vLLM cannot multiply by"
+        return "the output head is tied to the embedding, and vLLM cannot multiply by packed codes"
     weights = group.weights
     if group.storage is not PACKED or group.input_activations is not None or weights.is_float:
         return (
-            f"vLLM looks up packed integers of weights only, not {group.format}: {described(group)}"
+            f"vLLM only supports weight-only packed integers here, not {group.format}: "
+            f"{described(group)}"
         )
     if not weights.symmetric or INT32_BITS % weights.num_bits:
-        return f"vLLM looks up symmetric integers of 2, 4 and 8 bits, not {described(group)}"
+        return (
+            f"vLLM only supports symmetric integers of 2, 4 or 8 bits here, not {described(group)}"
+        )
     return None
 
 
@@ -164,7 +165,8 @@ def _experts(view: CheckpointView) -> Iterator[Finding]:
             fix = "quantize all projections of the experts alike, or none"
             if NO_UP in groups:
                 fix += (
-                    f"; vLLM asks for {layer}.0.{NO_UP} too, where experts have no gate: target it"
+                    f"; for experts without a gate, vLLM also looks up {layer}.0.{NO_UP}: add it "
+                    f"to the targets"
                 )
             yield error(NAME, layer, expected=expected, got=got, fix=fix)
 
@@ -174,24 +176,32 @@ def _agreement(view: CheckpointView, fused: FusedLayer) -> Iterator[Finding]:
     for module in fused.members:
         stored = quantized_parameters(view.model.modules[module])
         if group is None and stored:
-            expected, got = (
-                "a target that matches this quantized layer",
-                f"{', '.join(stored)} and no target",
-            )
-            fix = f"add it to targets or remove it from {_list(view)}"
-            if (reason := view.lookup.built_plain(fused)) is not None:
-                expected, got = f"an unquantized layer: {reason}", ", ".join(stored)
-                fix = f"do not quantize it: quantize the source again with it in {_list(view)}"
-            elif view.quantization.method is not None:
-                source = view.quantization.method.source
-                expected = f"a layer that vLLM quantizes ({source}), as it is stored"
-            elif is_head(fused.name):
-                got = "a quantized output head and no separate target"
-                fix = 'add "re:.*lm_head" to the targets'
-            yield error(NAME, module, expected=expected, got=got, fix=fix)
+            yield _quantized_without_group(view, fused, module, stored)
         if group is not None and not stored:
             fix = f"add the layer to {_list(view)}, or export it quantized"
             yield _unquantized(module, group, "layer", fix)
+
+
+def _quantized_without_group(
+    view: CheckpointView, fused: FusedLayer, module: str, stored: Sequence[str]
+) -> Finding:
+    """Return the finding on a layer with quantized tensors that no config group applies to."""
+    parameters = ", ".join(stored)
+    expected = "a target that matches this quantized layer"
+    got = f"{parameters}, but no target"
+    fix = f"add the layer to targets, or remove it from {_list(view)}"
+    if (reason := view.lookup.built_plain(fused)) is not None:
+        expected = f"an unquantized layer: {reason}"
+        got = parameters
+        fix = f"quantize the source again with this layer in {_list(view)}"
+    elif view.quantization.method is not None:
+        expected = (
+            f"a config by which vLLM quantizes this layer ({view.quantization.method.source})"
+        )
+    elif is_head(fused.name):
+        got = "a quantized output head, but no separate target"
+        fix = 'add "re:.*lm_head" to the targets'
+    return error(NAME, module, expected=expected, got=got, fix=fix)
 
 
 def _list(view: CheckpointView) -> str:

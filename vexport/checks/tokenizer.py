@@ -20,7 +20,7 @@ from vexport.records import Finding, Severity
 NAME = "tokenizer"
 TOKENIZER = "tokenizer.json"
 DESCRIPTION = (
-    "the files that the class starts with are there: a vocabulary that opens, settings, a processor"
+    "vLLM finds the files that it needs at startup: a valid tokenizer, its settings, a processor"
 )
 SETTINGS = "tokenizer_config.json"
 # vLLM starts without a generation config if it cannot read the file.
@@ -47,11 +47,11 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     if complete:
         yield from _template(root, names)
         return
-    place, expected = str(root / TOKENIZER), "a vocabulary"
+    place, expected = str(root / TOKENIZER), "a tokenizer"
     if SETTINGS in names:
         yield error(NAME, place, expected=expected, got="no such file", fix=FIX)
     else:
-        got = "no tokenizer: `vllm serve` asks for another (--tokenizer)"
+        got = "no tokenizer: `vllm serve` needs the option --tokenizer"
         yield warning(NAME, place, expected=expected, got=got, fix=FIX)
 
 
@@ -72,11 +72,9 @@ def _processor(
         return
     if not any(name in names for name in PROCESSORS):
         processors, name = " or ".join(PROCESSORS), view.model.class_name
-        expected = f"{processors}, by which {name} reads images, sound or video"
-        got, fix = (
-            "neither: vLLM refuses to start, but with --language-model-only",
-            "copy the source's files",
-        )
+        expected = f"{processors}, which {name} needs for images, sound or video"
+        got = "neither file: vLLM only starts with --language-model-only"
+        fix = "copy the source's files"
         yield finding(
             NAME, str(view.index.root / PROCESSORS[0]), expected=expected, got=got, fix=fix
         )
@@ -93,11 +91,9 @@ def _template(root: Path, names: Sequence[str]) -> Iterator[Finding]:
     except InputError:
         return
     if not inside and MISTRAL not in names and not any(name in names for name in TEMPLATES):
-        expected, got = (
-            "a chat template, if it is to chat",
-            "none: vLLM completes texts, and refuses chats",
-        )
-        fix = "copy the source's, or serve it with --chat-template"
+        expected = "a chat template, if the model is used for chat"
+        got = "no chat template: vLLM can complete text, but refuses chat requests"
+        fix = "copy the source's chat template, or serve the model with --chat-template"
         yield info(NAME, str(root / TEMPLATES[0]), expected=expected, got=got, fix=fix)
 
 
@@ -119,7 +115,7 @@ def open_tokenizer(path: Path) -> Tokenizer:
     try:
         return Tokenizer.from_file(str(path))
     except Exception as error:  # the Rust library raises plain Exception
-        got = f"one that the library does not open: {error}"
+        got = f"a file that the tokenizers library cannot open: {error}"
         raise InputError(
-            str(path), got=got, need="a tokenizer", fix="copy the source's file"
+            str(path), got=got, need="a valid tokenizer", fix="copy the source's file"
         ) from error

@@ -34,7 +34,7 @@ from vexport.records import Finding, TensorInfo
 
 NAME = "values"
 DESCRIPTION = (
-    "no NaN or infinity in weights and scales, every scale above zero and of a plausible size"
+    "weights and scales have no NaN or infinity, and scales are positive and of a plausible size"
 )
 # AutoRound uses the lowest code of symmetric integers, which has no positive counterpart. If the
 # largest weight of a group is positive, its scale is negative; this holds for about half of the
@@ -58,6 +58,7 @@ FEWEST_ROWS, MOST_ROWS, ROWS_OF_ALL = 16, 128, 1 << 16
 # If the codes were permuted at random, about a third of the rows and a quarter of the groups of 16
 # would not be full.
 MOST_FULL, LEAST_FULL = 0.85, 0.99
+UNCALIBRATED = "1, the initial value of uncalibrated scales"
 FEWEST_OTHERS = 6
 WEIGHTS = ("weight_packed", "weight")
 Rows = npt.NDArray[np.uint8]
@@ -116,7 +117,7 @@ def _scale(
         codes = np.frombuffer(view.reader.raw(tensor), dtype=np.uint8)
         bad = int(np.count_nonzero(codes == E8M0_NAN))
         if bad:
-            yield _bad(tensor, f"{bad} of {codes.size} values NaN (e8m0 255)")
+            yield _bad(tensor, f"{bad} of {codes.size} values that are NaN (e8m0 255)")
         return
     if parameter == "weight_scale" and positive_ends(view.reader, tensor):
         return
@@ -136,13 +137,13 @@ def _scale(
         and _is_inverse_of_zeros(view, layer)
     ):
         wrong["infinite"] = 0
-    problems = [f"{count} of {values.size} values {kind}" for kind, count in wrong.items() if count]
+    problems = [f"{count} {kind}" for kind, count in wrong.items() if count]
     if problems:
-        yield _bad(tensor, ", ".join(problems))
+        yield _bad(tensor, f"{' and '.join(problems)} of {values.size} values")
         return
     if parameter == "input_scale" and values.min() < 0:
-        got = "a negative one, whose sign cancels: inputs are divided by it and products multiplied"
-        fix = "store its magnitude"
+        got = "a negative scale, which does no harm because its sign cancels"
+        fix = "store its absolute value"
         yield warning(NAME, tensor.name, expected="a scale above zero", got=got, fix=fix)
     findings = list(_single_scale_size(tensor, parameter, values))
     means_nothing = is_empty if parameter.startswith("weight") else input_is_zero
@@ -190,7 +191,7 @@ def _is_inverse_of_zeros(view: CheckpointView, layer: StoredLayer) -> bool:
 
 
 def _bad(tensor: TensorInfo, got: str) -> Finding:
-    fix = "export again, and look at this layer's weight and calibration"
+    fix = "look at this layer's weight and calibration, then export the checkpoint again"
     return error(NAME, tensor.name, expected="finite scales above zero", got=got, fix=fix)
 
 
@@ -261,20 +262,23 @@ def _wrong_sizes(group: ConfigGroup, sizes: Sequence[ScaleSizes]) -> Iterator[Fi
     for each in sizes:
         largest.append((each.scale, each.most))
         if each.count >= MANY and each.least == each.most and not group.storage.exponent_scales:
-            yield _wrong_size(each.scale, f"{each.count} times {each.least:g}")
+            yield _wrong_size(each.scale, f"{each.count} scales that all equal {each.least:g}")
         elif not LEAST_TYPICAL <= each.typical <= MOST_TYPICAL:
-            yield _wrong_size(each.scale, f"scales that make a typical weight {each.typical:.3g}")
+            yield _wrong_size(each.scale, f"scales of weights around {each.typical:.3g}")
     if group.storage is not NVFP4 or not largest:
         return
     of_all = max(most for _, most in largest)
     if of_all < LEAST_LARGEST_BLOCK:
         yield _wrong_size(
-            largest[0][0], f"no scale above {of_all:g}, where 448 is the largest block's"
+            largest[0][0], f"no scale above {of_all:g}, but the largest block has about 448"
         )
         return
     for scale, most in largest:
         if most < 1:
-            yield _wrong_size(scale, f"no scale above {most:g}, next to {of_all:g}")
+            got = (
+                f"no scale above {most:g}, but up to {of_all:g} in a layer that vLLM fuses with it"
+            )
+            yield _wrong_size(scale, got)
 
 
 def _global_scale_size(tensor: TensorInfo, parameter: str, value: float) -> Iterator[Finding]:
@@ -284,14 +288,13 @@ def _global_scale_size(tensor: TensorInfo, parameter: str, value: float) -> Iter
     if value < least:
         expected = f"a global scale (448*6/absmax) of at least {least:g}"
         got = f"{value:g}, which looks like its reciprocal"
-        yield error(
-            NAME, tensor.name, expected=expected, got=got, fix="store 1/value, or export again"
-        )
+        fix = "store 1/value, or export the checkpoint again"
+        yield error(NAME, tensor.name, expected=expected, got=got, fix=fix)
     elif value == PLACEHOLDER:
-        yield _wrong_size(tensor, "1, which no calibration gives")
+        yield _wrong_size(tensor, UNCALIBRATED)
     elif not of_weight and value > GLOBAL_SCALE_NUMERATOR / LEAST_INPUT:
         yield _wrong_size(
-            tensor, f"{value:g}, for inputs no larger than {GLOBAL_SCALE_NUMERATOR / value:g}"
+            tensor, f"{value:g}, a scale for inputs up to {GLOBAL_SCALE_NUMERATOR / value:g}"
         )
 
 
@@ -301,9 +304,9 @@ def _input_scale_size(tensor: TensorInfo, value: float) -> Iterator[Finding]:
     The bounds use the largest value of e4m3 for both. Integers reach 127.
     """
     if value * E4M3_MAX > MOST_INPUT or value * E4M3_MAX < LEAST_INPUT:
-        yield _wrong_size(tensor, f"{value:g}, for inputs as large as {value * E4M3_MAX:g}")
+        yield _wrong_size(tensor, f"{value:g}, a scale for inputs up to {value * E4M3_MAX:g}")
     elif value == PLACEHOLDER:
-        yield _wrong_size(tensor, "1, which no calibration gives")
+        yield _wrong_size(tensor, UNCALIBRATED)
 
 
 def _typical(view: CheckpointView, group: ConfigGroup, layer: StoredLayer, scale: float) -> float:
@@ -324,7 +327,7 @@ def _typical(view: CheckpointView, group: ConfigGroup, layer: StoredLayer, scale
 
 
 def _wrong_size(tensor: TensorInfo, got: str) -> Finding:
-    fix = "export again: these numbers are no scales of this layer, or upside down"
+    fix = "export the checkpoint again: these are not the layer's scales, or are their reciprocals"
     return error(NAME, tensor.name, expected="scales of a plausible size", got=got, fix=fix)
 
 
@@ -346,15 +349,18 @@ def ranges(view: CheckpointView) -> Iterator[Finding]:
         empty = _lost_share(view, group, layer, stored)
         if empty is not None and empty > MOST_LOST:
             # For weights that are zero, producers store the smallest scale or a placeholder.
-            expected = "codes other than zero where a scale of usual size is"
-            fix = "download or export it again: a part of the weight is lost"
-            got = f"{empty:.0%} of the ranges empty"
+            expected = "codes other than zero wherever the scale has a usual size"
+            fix = "download or export the checkpoint again: a part of the weight is lost"
+            got = f"only zero codes for {empty:.0%} of the scales"
             findings.append(error(NAME, module, expected=expected, got=got, fix=fix))
     few = [module for module, share in full.items() if share < LEAST_FULL]
     if len(few) == 1 and full[few[0]] < MOST_FULL and len(full) > FEWEST_OTHERS:
-        expected = "codes that reach the end of their range for every scale, as in all other layers"
-        got = f"{1 - full[few[0]]:.0%} of the ranges unfilled"
-        fix = "export it again: the weight is transposed, or these are another weight's codes"
+        expected = "the largest code for every scale, as in all other layers"
+        got = f"no largest code for {1 - full[few[0]]:.0%} of the scales"
+        fix = (
+            "export the checkpoint again: the weight is transposed, or its codes belong to "
+            "another weight"
+        )
         yield error(NAME, few[0], expected=expected, got=got, fix=fix)
     yield from findings
 

@@ -62,8 +62,7 @@ if TYPE_CHECKING:
 @option("--strict", "Exit with 3 if something was not judged.", heading="vLLM", flag=True)
 @option(
     "--all every",
-    "List each finding, and vLLM's own words of a refusal in full; text has findings of one "
-    "kind as one.",
+    "List each finding, and vLLM's messages in full; text has findings of one kind as one.",
     heading="Output",
     flag=True,
 )

@@ -57,7 +57,7 @@ Mode = Literal["eager", "default", "both"]
 @overwrite_run_option
 @option(
     "--all every",
-    "With --dry: list each finding, and vLLM's own words of a refusal in full.",
+    "With --dry: list each finding, and vLLM's messages in full.",
     heading="Output",
     flag=True,
 )

@@ -38,7 +38,7 @@ _FIX = (
     "compare the checkpoint with its source (`vexport check --source`), or quantize with a "
     "finer scheme"
 )
-_FIX_QUANTIZED = "nothing if the evaluation passes: vLLM computes what the checkpoint holds"
+_FIX_QUANTIZED = "nothing to do if the evaluation passes: vLLM agrees with the reference"
 
 
 def kl_limit(checkpoint: Path, cache: str = "auto", input_bits: int | None = None) -> float:
@@ -102,7 +102,7 @@ def canary_findings(
             check="canary",
             severity="error" if broken or fault == _NUMBERS else "warning",
             where=f"greedy continuation {number} of {canary.prompt[:40]!r}",
-            expected="finite numbers and text in the prompt's language that does not repeat itself",
+            expected="finite numbers, and text in the prompt's language without repetition",
             got=f"{fault} in {canary.tokens} tokens ({canary.finish_reason}): "
             f"{canary.text[-80:]!r}",
             fix=_FIX_QUANTIZED if quantized and fault != _NUMBERS else _FIX,
@@ -125,13 +125,15 @@ def symptom(canary: Canary, baseline: Canary | None = None) -> str | None:
     before = canary.prompt if baseline is None else baseline.text
     scripts = _script(before), _script(canary.text)
     return (
-        f"{scripts[1]} for {scripts[0]} letters" if all(scripts) and len(set(scripts)) > 1 else None
+        f"{scripts[1]} instead of {scripts[0]} letters"
+        if all(scripts) and len(set(scripts)) > 1
+        else None
     )
 
 
 def _alone(canary: Canary) -> str | None:
     if not canary.text.strip():
-        return "empty"
+        return "no text"
     words = canary.text.split()
     if len(words) < _ROUNDS:
         words = list(canary.text.strip())

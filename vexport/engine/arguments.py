@@ -67,7 +67,7 @@ def require_layers(checkpoint: Path) -> None:
         raise InputError(
             f"{checkpoint / 'config.json'}: {key}",
             got=got,
-            need="at most as many as there are tensors",
+            need="a number that fits the stored tensors",
             fix="copy config.json from the source, or export the checkpoint again",
         )
 
@@ -82,7 +82,7 @@ def require_heads(checkpoint: Path, ranks: int) -> None:
         raise InputError(
             f"{checkpoint} (tensor_parallel_size {ranks})",
             got=got,
-            need=f"heads that {ranks} ranks can share",
+            need=f"attention heads that can be divided over {ranks} ranks",
             fix=f"use --tp {heads.possible_ranks}",
         )
 
@@ -108,10 +108,8 @@ def problems_of(request: ArgumentsRequest) -> Iterator[VexportError]:
     for name, value in request.arguments.items():
         where = f"vLLM's argument {name}"
         if name not in known:
-            need, fix = (
-                f"an argument of the engine of vLLM {version}",
-                f"remove it{nearest(name, [*known])}",
-            )
+            need = f"an engine argument of vLLM {version}"
+            fix = f"remove the argument{nearest(name, [*known])}"
             yield InputError(where, got="an unknown argument", need=need, fix=fix)
         elif value is not None and (need := unfit(known[name], value)):
             yield InputError(where, got=json.dumps(value), need=need, fix="correct the value")
@@ -123,9 +121,9 @@ def _devices(request: ArgumentsRequest) -> Iterator[VexportError]:
 
     if request.arguments.get("distributed_executor_backend") == "ray":
         if importlib.util.find_spec("ray") is None:
-            where, need = "vLLM's argument distributed_executor_backend", "Ray's package"
-            fix = "install ray next to vLLM, or use mp"
-            yield EnvironmentFault(where, got="no module ray", need=need, fix=fix)
+            where = "vLLM's argument distributed_executor_backend"
+            fix = "install ray in vLLM's environment, or use mp"
+            yield EnvironmentFault(where, got="no module ray", need="the package ray", fix=fix)
     elif (
         current_platform.device_type != CPU
         and (devices := int(current_platform.device_count())) < request.devices

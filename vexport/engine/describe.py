@@ -30,7 +30,7 @@ _KERNEL_BLIND_SPOTS = {
     "EmulationMxfp8LinearKernel": "MXFP8 activations stay in the model's dtype "
     "(mxfp8/emulation.py)",
 }
-_CPU_BLIND_SPOT = "GPU kernels were not run: their rounding order, their limits on shapes"
+_CPU_BLIND_SPOT = "the rounding order and the shape limits of GPU kernels"
 NONE = "none"
 # Layer number that separates the decoder's name from the module's name within the layer.
 _LAYER = re.compile(r"\.\d+\.")
@@ -86,7 +86,7 @@ def _blind_spot(layer: torch.nn.Module, scheme: object, kernel: str) -> str:
         return "static INT8 input scales are ignored (scaled_mm/cpu.py)"
     if getattr(layer, "use_w4a8", False):
         return "weight-only INT4 ran with INT8 activations (mixed_precision/cpu.py)"
-    emulated = f"{kernel} stands in for the GPU kernel" if "Emulation" in kernel else ""
+    emulated = f"{kernel} replaces the GPU kernel" if "Emulation" in kernel else ""
     return "; ".join(filter(None, (emulated, _KERNEL_BLIND_SPOTS.get(kernel))))
 
 
@@ -110,9 +110,7 @@ def describe(llm: "LLM", given: EngineArguments, *, start_seconds: float) -> Eng
     )
     config = llm.llm_engine.vllm_config
     unseen = (
-        ", their collectives"
-        if config.parallel_config.world_size > 1
-        else ", and tensor parallelism"
+        ", and collectives" if config.parallel_config.world_size > 1 else ", and tensor parallelism"
     )
     mode = config.compilation_config.mode
     return EngineInfo(

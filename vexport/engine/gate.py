@@ -39,10 +39,10 @@ from vexport.records import (
 if TYPE_CHECKING:
     from vexport.quantize.job import QuantizeJob
 
-DRY_LOAD = "vLLM's own loaders"
+DRY_LOAD = "vLLM's loaders"
 NO_VLLM = (
-    "vLLM is not installed: install it, name its interpreter (--vllm-python), or check "
-    "with --static"
+    "vLLM is not installed: install it, give its interpreter (--vllm-python), or check with "
+    "--static"
 )
 # Checks that vLLM's loaders repeat, `shapes` only in part (`_is_seen`). If the loaders find no
 # fault, an error of these checks becomes a warning.
@@ -146,7 +146,7 @@ def with_load(report: CheckReport, load: DryLoadReport, require: Require) -> Che
     """
     version = report.vllm
     if not f"{load.vllm}.".startswith(f"{version}."):
-        return _not_loaded(report, f"those here are of vLLM {load.vllm}, not {version}")
+        return _not_loaded(report, f"the installed version of vLLM is {load.vllm}, not {version}")
     outcome = errors_or_doubt(load, require)
     if isinstance(outcome, str):
         return _not_loaded(report, outcome)
@@ -170,8 +170,8 @@ def overruled(findings: Sequence[Finding], load: DryLoadReport) -> Iterator[Find
             finding.check, frozenset()
         )
         if finding.severity == "error" and _is_seen(finding) and not doubtful:
-            got = f"{finding.got}; vLLM's loaders find no fault in it"
-            fix = "nothing, or compare with the source (--source)"
+            got = f"{finding.got}; but vLLM's loaders find no problem"
+            fix = "nothing to do, or compare with the source to be sure (--source)"
             yield replace(finding, severity="warning", got=got, fix=fix)
         else:
             yield finding
@@ -223,12 +223,12 @@ class Prover:
             outcome = judged if isinstance(judged, str) else errors_or_doubt(judged)
             if isinstance(outcome, str):
                 doubt = without_details(outcome)
-                excuse = f"warning: {job.out} is not proven to load: {doubt}"
+                excuse = f"warning: {job.out} may not load in vLLM: {doubt}"
                 not_judged.append(excuse if is_excuse(doubt) else doubt)
             elif isinstance(judged, DryLoadReport):
                 faults = [str(each.brief) for each in judged.not_judged]
                 not_judged += [
-                    f"warning: {job.out} is not proven to load: {fault}" for fault in faults
+                    f"warning: {job.out} may not load in vLLM: {fault}" for fault in faults
                 ]
                 left = errors if outcome else overruled(errors, judged)
                 errors = [each for each in left if each.severity == "error"] or outcome
@@ -242,7 +242,9 @@ class Prover:
             where.replace(str(folder), str(job.out)),
             got=first.got + (f" ({len(errors) - 1:,} more)" if len(errors) > 1 else ""),
             need=first.expected,
-            fix=f"keep it: {self.keeping(keep)}" if keep else "complete SOURCE, or report it",
+            fix=f"keep these layers unquantized: {self.keeping(keep)}"
+            if keep
+            else "complete the files of SOURCE, or report this as a bug of vexport",
         )
 
 
@@ -252,11 +254,11 @@ def _dry_loaded(job: "QuantizeJob", folder: Path, plan: Plan) -> DryLoadReport |
     Return the report, or the reason why the dry load is not possible.
     """
     if not is_installed("vllm"):
-        return "vLLM is not installed, and has not loaded it; run `vexport load --dry` where it is"
+        return "not loaded, because vLLM is not installed; run `vexport load --dry` where it is"
     supports = [scheme.format.gpu_support(scheme.args) for scheme in plan.used_schemes]
     sm = tuple(sm for sm in CAPABILITIES if not any(each.refuses(sm) for each in supports))
     if not sm:
-        return "a dry load has no kernel for these schemes"
+        return "not loaded, because no GPU that a dry load knows runs these schemes"
     source = attempt(partial(resolve_source, job.source), "")
     load = DryLoad(
         checkpoints=[folder],
@@ -270,7 +272,7 @@ def _dry_loaded(job: "QuantizeJob", folder: Path, plan: Plan) -> DryLoadReport |
     try:
         (report,) = load.reports(job.on_progress)
     except EngineFault as fault:
-        return f"the dry load ended early: {fault.got}"
+        return f"the dry load failed: {fault.got}"
     return report
 
 

@@ -52,6 +52,7 @@ _MATRIX, _NOISE = "logprobs", "noise"
 # may be.
 BFLOAT16_ROUNDING = 2**-9
 NOISE_FACTOR = 3.0
+FIX_NO_REFERENCE = "measure the accuracy with `vexport eval` instead of comparing with transformers"
 KV_SCALES = (f".{K_SCALE}", f".{V_SCALE}")
 
 
@@ -74,7 +75,7 @@ def reference_logprobs(
     `nn.Linear` for every quantized layer.
     """
     rows: list[torch.Tensor] = []
-    stage = "reference, its noise" if jitter else "reference"
+    stage = "reference with noise" if jitter else "reference"
     on_progress(stage, 0, len(prompts))
     model = load_dequantized(checkpoint)
     if jitter:
@@ -213,8 +214,10 @@ def load_dequantized(checkpoint: Path) -> Module:
     )
     model, loading = loaded
     if missing := sorted(loading["missing_keys"]):  # transformers would initialize them randomly
-        need, fix = "a checkpoint whose names transformers loads", "compare without a reference"
-        raise InputError(f"{checkpoint}: {missing[0]}", got="no weight", need=need, fix=fix)
+        need = "tensors under names that transformers loads"
+        raise InputError(
+            f"{checkpoint}: {missing[0]}", got="no weight", need=need, fix=FIX_NO_REFERENCE
+        )
     for transform in transforms:  # before any other hook on inputs
         transform.attach(model)
     for name, scales in inputs.items():
@@ -250,12 +253,9 @@ def _schemes(
         return {}
     method = stored.values.get("quant_method")
     if method != "compressed-tensors":
-        got, need = (
-            f"quant_method {method!r}",
-            "compressed-tensors, of which the reference can be made",
-        )
-        fix = "nothing; what vLLM computes is not compared: measure it with `vexport eval`"
-        raise InputError(stored.place, got=got, need=need, fix=fix)
+        got = f"quant_method {method!r}"
+        need = "compressed-tensors, the only method with a reference"
+        raise InputError(stored.place, got=got, need=need, fix=FIX_NO_REFERENCE)
     with any_groups():
         config = QuantizationConfig.model_validate(stored.values)
     groups, ignore, schemes = config.config_groups.values(), config.ignore or (), {}
@@ -336,9 +336,7 @@ def _take_transforms(
         for args in filter(TransformArgs.is_online, scheme.apply):
             if args.location not in (INPUT, OUTPUT):
                 got, need = f"a transform of {args.location}", "transforms of linear layers only"
-                raise InputError(
-                    stored.place, got=got, need=need, fix="compare without a reference"
-                )
+                raise InputError(stored.place, got=got, need=need, fix=FIX_NO_REFERENCE)
             keys = [key for key in tensors if key.endswith(f".{name}_{args.location}.weight")]
             matrices = {len(matrix): matrix for matrix in map(tensors.pop, keys)}
             transforms.append(

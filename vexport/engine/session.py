@@ -62,16 +62,19 @@ _PROBE_SECONDS = 60.0
 _PLUGIN = "[vllm.general_plugins]\nvexport_cpu_emulation = vexport.engine.cpu_emulation:register\n"
 # Event and remedy for each kind of failure.
 _TOLD: Mapping[FailureKind, tuple[str, str]] = {
-    "refused": ("vLLM refuses to load it", "re-export the checkpoint"),
+    "refused": ("vLLM refuses to load the checkpoint", "export the checkpoint again"),
     "unsupported": (
-        "vLLM cannot run it on this CPU",
+        "vLLM cannot run the checkpoint on this CPU",
         "load it on a GPU, or check it with `vexport load --dry`",
     ),
     "no compiler": (
         "vLLM found no C++ compiler",
         "install a C++ compiler (g++), or load it with --mode eager",
     ),
-    "crashed": ("the engine stopped", "read the log; report it to vLLM if the checkpoint is sound"),
+    "crashed": (
+        "the engine stopped unexpectedly",
+        "read the log, and report it to vLLM if the checkpoint is sound",
+    ),
     "out of memory": (
         "the engine ran out of memory",
         "free memory, use more devices (--tp), or lower max_model_len, max_num_seqs, "
@@ -79,17 +82,18 @@ _TOLD: Mapping[FailureKind, tuple[str, str]] = {
     ),
     "no space": (
         "the disk is full",
-        "free space in the folder of the results, in TMPDIR (default /tmp) and in /dev/shm",
+        "free disk space in the results folder, in TMPDIR (default /tmp) and in /dev/shm",
     ),
-    "timed out": ("the engine took too long", "give it more time or less work"),
-    "mismatched build": ("a package was built for another torch", UNINSTALL),
+    "timed out": ("the engine took too long", "increase the time limit, or reduce the work"),
+    "mismatched build": ("a package was built for another version of torch", UNINSTALL),
     "no package": (
         "a package that vLLM imports is missing or broken",
-        "install that package again where vLLM is installed (python -m pip install NAME)",
+        "install the package again in vLLM's environment (python -m pip install NAME)",
     ),
     "missing": (
         "vLLM cannot be started",
-        "install vLLM there (python -m pip install vllm), or choose another --vllm-python",
+        "install vLLM for this interpreter (python -m pip install vllm), or choose another "
+        "--vllm-python",
     ),
 }
 
@@ -250,7 +254,7 @@ def require_vllm(vllm_python: Path | None = None) -> None:
     except OSError as error:
         message = f"{vllm_python}: {error.strerror}"
     except subprocess.TimeoutExpired:
-        message = f"{vllm_python} did not say within {_PROBE_SECONDS:g} s whether it has vLLM"
+        message = f"{vllm_python} took more than {_PROBE_SECONDS:g} s to start"
     raise EngineFault(
         str(vllm_python), EngineFailure(kind="missing", message=message, log_tail=log)
     )

@@ -27,7 +27,7 @@ _MEMORY = re.compile(
     re.IGNORECASE,
 )
 _DISK = re.compile(r"No space left on device|Disk quota exceeded|File too large", re.IGNORECASE)
-FREE_SPACE = "free space in the folder of the output and in TMPDIR (default /tmp), and call again"
+FREE_SPACE = "free disk space in the output folder and in TMPDIR (default /tmp), then run it again"
 
 
 def is_memory(message: str) -> bool:
@@ -68,7 +68,7 @@ EXTRAS: Mapping[str, str] = {
 _MISMATCH = re.compile(
     r"operator torchvision::|lib(torchaudio|torchcodec)\w*\.so|load libtorchcodec"
 )
-UNINSTALL = "run `pip uninstall torchvision torchaudio torchcodec`: models of text do not need them"
+UNINSTALL = "run `pip uninstall torchvision torchaudio torchcodec`: text models do not need them"
 
 
 class MissingPackage(EnvironmentFault):
@@ -77,7 +77,7 @@ class MissingPackage(EnvironmentFault):
     def __init__(self, module: str, purpose: str) -> None:
         self.module = module
         super().__init__(
-            purpose, got=f"no module {module}", need=f"{module} to be installed", fix=fix(module)
+            purpose, got=f"no module {module}", need="the package with this module", fix=fix(module)
         )
 
     def __str__(self) -> str:
@@ -109,7 +109,7 @@ def fix(module: str) -> str:
     if extra == "vllm" and is_installed("vllm"):
         extra = "eval"
     if extra is None:
-        return f"install the package that has the module {module}"
+        return f"install the package with the module {module}"
     if extra == "vllm":
         return f"run `{install_command('vllm')}` (GPU) or `{install_command('cpu')}` (CPU)"
     return f"run `{install_command(extra)}`"
@@ -140,14 +140,14 @@ def unforeseen(error: Exception, where: str) -> VexportError:
     """
     if isinstance(error, MemoryError) or is_memory(f"{type(error).__name__}: {error}"):
         return EnvironmentFault(
-            where, got="the memory is used up", need="", fix="free some or use a larger machine"
+            where, got="out of memory", need="", fix="free memory, or use a machine with more of it"
         )
     if is_disk(str(error)):
         return disk_full(where, error)
     if mismatch := mismatch_of(error):
         return EnvironmentFault(
             "torchvision",
-            got=f"it was built for another torch ({mismatch})",
+            got=f"built for another version of torch ({mismatch})",
             need="",
             fix=UNINSTALL,
         )

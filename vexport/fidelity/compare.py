@@ -33,10 +33,9 @@ def against(root: Path, *, on_layer: OnLayer) -> Against:
     """
     index = read_index(root)
     if find_quantization(index.root, index.config) is not None:
-        need = "the unquantized one that the checkpoint was made from"
-        raise InputError(
-            str(root), got="a quantized checkpoint", need=need, fix="name that with --source"
-        )
+        need = "the unquantized model that the checkpoint was made from"
+        fix = "pass the unquantized model with --source"
+        raise InputError(str(root), got="a quantized checkpoint", need=need, fix=fix)
 
     def compare(view: CheckpointView) -> Iterator[Finding]:
         smoothing, objections = judged_smoothing(view.index.root, index)
@@ -82,14 +81,13 @@ def _compare(
 ) -> WeightComparison | Finding:
     pieces = origins.pieces(layer)
     if not pieces:
-        fix = "give the checkpoint that this one was made from"
-        return _incomparable(view, layer, "no weight of this layer", fix)
+        fix = "pass the model that the checkpoint was made from with --source"
+        return _incomparable(view, layer, "no weight of this layer in the source", fix)
     comparison = compare_weight(view, layer, pieces) if layer.group else None
     if comparison is None:
-        sizes = f"a source of {[sum(len(piece) for piece in pieces), pieces[0].shape[1]]}"
-        return _incomparable(
-            view, layer, f"tensors that do not fit {sizes}", "export the checkpoint again"
-        )
+        sizes = [sum(len(piece) for piece in pieces), pieces[0].shape[1]]
+        got = f"tensors that do not fit the source's weight {sizes}"
+        return _incomparable(view, layer, got, "export the checkpoint again")
     return comparison
 
 
@@ -107,36 +105,35 @@ def _smoothed(
 def _factors(smoothing: Factors) -> Iterator[Finding]:
     if smoothing.layers:
         where = f"{smoothing.layers[0]} and {len(smoothing.layers) - 1} more layers"
-        got = "it with factors on its inputs or outputs, which the norm or layer next to it undoes"
-        fix = "nothing: AWQ and SmoothQuant do so; the weights were compared without these factors"
+        got = "the weight with factors on its inputs or outputs, which a norm or layer compensates"
+        fix = "nothing to do (AWQ and SmoothQuant do this): the factors were removed to compare"
         yield info(SOURCE, where, expected="the source's weight", got=got, fix=fix)
 
 
 def _unlike(layer: StoredLayer, comparison: WeightComparison) -> Finding:
     """Report a weight that differs from the source's weight, with all its faults."""
-    rounded = (
-        f"an SQNR of about {comparison.rounding_db:.1f} dB, as rounding to "
-        f"{_stored_as(layer)} leaves"
+    expected = (
+        f"the source's weight, rounded to {_stored_as(layer)} (SQNR about "
+        f"{comparison.rounding_db:.1f} dB)"
     )
     fix = (
-        "export the layer again; if its weights were smoothed or rotated, pass that model as "
-        "--source"
+        "export the layer again; if the weights were smoothed or rotated, pass the smoothed or "
+        "rotated model with --source"
     )
-    expected = f"the source's weight with {rounded}"
     return error(SOURCE, layer.name, expected=expected, got="; ".join(comparison.faults), fix=fix)
 
 
 def _moved(layer: StoredLayer, comparison: WeightComparison) -> Finding:
     """Warn of a weight that vexport's rounding moved farther than usual."""
     got = (
-        f"{'; '.join(comparison.faults)} (vexport's own rounding: the files have the "
+        f"{'; '.join(comparison.faults)} (by vexport's rounding: the files match their "
         f"recorded digests)"
     )
     fix = (
-        "evaluate the checkpoint; more calibration text moves the weights less (--samples, "
-        "--seq-len)"
+        "evaluate the checkpoint; with more calibration text, rounding changes the weights less "
+        "(--samples, --seq-len)"
     )
-    expected = f"an SQNR of about {comparison.rounding_db:.1f} dB, as rounding to nearest gives"
+    expected = f"an SQNR of about {comparison.rounding_db:.1f} dB, as with rounding to nearest"
     return warning(SOURCE, layer.name, expected=expected, got=got, fix=fix)
 
 
@@ -149,7 +146,7 @@ def _summary(view: CheckpointView, ratios: Mapping[str, float]) -> Iterator[Find
         names.sort(key=ratios.__getitem__)
         least, median, most = (ratios[names[position]] for position in (0, len(names) // 2, -1))
         got = (
-            f"signal-to-noise {least:.1f} to {most:.1f} dB, median {median:.1f}, least in "
+            f"signal-to-noise {least:.1f} to {most:.1f} dB, median {median:.1f}, lowest in "
             f"{names[0]}"
         )
         yield info(SOURCE, f"{kind} ({len(names)} in {stored})", expected="", got=got, fix="")
@@ -162,9 +159,8 @@ def _incomparable(view: CheckpointView, layer: StoredLayer, got: str, fix: str) 
     Without a layout it is an error.
     """
     finding = error if view.model.layout is None else warning
-    return finding(
-        SOURCE, layer.name, expected="the source's weight in quantized form", got=got, fix=fix
-    )
+    expected = "a quantized weight to compare with the source's weight"
+    return finding(SOURCE, layer.name, expected=expected, got=got, fix=fix)
 
 
 def _stored_as(layer: StoredLayer) -> str:

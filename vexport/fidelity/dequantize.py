@@ -149,8 +149,7 @@ def changed_tensors(source: SourceIndex, written: SourceIndex, plan: Plan) -> It
         for name in plan.kept:
             tensor, copy = source.tensors[name], written.tensors.get(name)
             if copy is None or not same_bytes(old, tensor, new, copy):
-                got, fix = (
-                    "no such tensor" if copy is None else "other bytes",
-                    "export the checkpoint again",
-                )
-                yield error(CHECK, name, expected="the bytes of the source", got=got, fix=fix)
+                expected = "the same bytes as in the source"
+                got = "no such tensor" if copy is None else "different bytes"
+                fix = "export the checkpoint again"
+                yield error(CHECK, name, expected=expected, got=got, fix=fix)

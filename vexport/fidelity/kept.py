@@ -30,6 +30,7 @@ COMPUTED = re.compile(
 # Scales of the KV cache and of queries, which only the quantized checkpoint has.
 ADDED = re.compile(r".*\b[qkv]_scale$|.*\bkv_scale$")
 AGAIN = "export the checkpoint again"
+SAME_BYTES = "the same bytes as in the source"
 NORM = re.compile(r".*norm\.weight$")
 TABLE = "model.embed_tokens.weight"
 TIED = ("lm_head.weight", "embed_out.weight")
@@ -126,9 +127,12 @@ def _kept(view: CheckpointView, origins: SourceTensors, tensor: TensorInfo) -> I
         return
     if NORM.match(tensor.name) and _went_through_one(origins.reader, origin, view.reader, tensor):
         return
-    expected = f"the bytes of the source ({origin.dtype} {list(origin.shape)})"
-    got = "other values" if origin.shape == tensor.shape else f"shape {list(tensor.shape)}"
-    fix = "export it again; if weights were smoothed or rotated, pass that model as --source"
+    expected = f"{SAME_BYTES} ({origin.dtype} {list(origin.shape)})"
+    got = "different values" if origin.shape == tensor.shape else f"shape {list(tensor.shape)}"
+    fix = (
+        "export the checkpoint again; if the weights were smoothed or rotated, pass the smoothed "
+        "or rotated model with --source"
+    )
     yield _finding("error", tensor.name, expected, got, fix)
 
 
@@ -169,21 +173,22 @@ def _regrouped(
     layer = view.layers.by_name.get(tensor.name.removesuffix(".weight"))
     pieces = origins.pieces(layer) if layer is not None and tensor.dtype in TORCH_DTYPES else ()
     if not pieces:
-        yield _meant(tensor.name, "a tensor of the source's", "none there of this name")
+        yield _meant(tensor.name, "a tensor of the source", "a tensor that the source lacks")
         return
     values = read_tensor(view.reader, tensor)
     if not torch.equal(values, torch.cat([*pieces]).to(values.dtype)):
-        yield _finding("error", tensor.name, "the weight of the source", "other values", AGAIN)
+        yield _finding("error", tensor.name, "the source's weight", "different values", AGAIN)
 
 
 def _lost(view: CheckpointView, tensor: TensorInfo) -> Iterator[Finding]:
     if COMPUTED.match(tensor.name) or (_is_tied(view) and tensor.name.endswith(TIED)):
         return
     if PREDICTION.search(tensor.name):
-        yield _meant(tensor.name, "the source's tensor", "none: vLLM could not draft with it")
+        got = "no such tensor: vLLM cannot use this layer for drafting"
+        yield _meant(tensor.name, "the source's tensor", got)
         return
-    got = "no such tensor: vLLM would read uninitialized memory"
-    yield _finding("error", tensor.name, "the source's tensor, as it is or quantized", got, AGAIN)
+    got = "no such tensor: vLLM would use uninitialized memory"
+    yield _finding("error", tensor.name, "the source's tensor, unchanged or quantized", got, AGAIN)
 
 
 def file_findings(index: SourceIndex, source: SourceIndex) -> Iterator[Finding]:
@@ -201,9 +206,7 @@ def file_findings(index: SourceIndex, source: SourceIndex) -> Iterator[Finding]:
     yield from _keys(index.root / "generation_config.json", before, generation, GENERATION_KEYS)
     for name in PREPROCESSORS:
         if (source.root / name).is_file() and not (index.root / name).is_file():
-            yield _finding(
-                "error", index.root / name, "the source's file", "none", "copy it from the source"
-            )
+            yield _finding("error", index.root / name, "the source's file", "no such file")
 
 
 def _different(
@@ -227,21 +230,19 @@ def _different(
 def _tokenizer(root: Path, source: Path) -> Iterator[Finding]:
     had = [name for name in VOCABULARIES if (source / name).is_file()]
     if had and not any((root / name).is_file() for name in VOCABULARIES):
-        yield _finding(
-            "error", root / had[0], "the source's tokenizer", "none: vLLM refuses to start"
-        )
+        got = "no such file: vLLM refuses to start"
+        yield _finding("error", root / had[0], "the source's tokenizer", got)
         return
     old, new = _opened(source / TOKENIZER), _opened(root / TOKENIZER)
     for part in TOKENIZER_PARTS if old and new else ():
         if old.get(part) != new.get(part):
             where = f"{root / TOKENIZER}: {part}"
-            yield _finding(
-                "error", where, "that of the source", "another: other token ids for the same text"
-            )
+            got = "a different value: the same text gets other token ids"
+            yield _finding("error", where, "the source's value", got)
     for name in VOCABULARIES[1:]:
         before, after = source / name, root / name
         if before.is_file() and after.is_file() and before.read_bytes() != after.read_bytes():
-            yield _finding("error", root / name, "the bytes of the source", "other bytes")
+            yield _finding("error", root / name, SAME_BYTES, "different bytes")
     old, new = _object(source / "tokenizer_config.json"), _object(root / "tokenizer_config.json")
     yield from _keys(root / "tokenizer_config.json", old, new, TOKENIZER_KEYS)
 
@@ -264,15 +265,13 @@ def _template(root: Path, source: Path) -> Iterator[Finding]:
     old, new = _templates(source), _templates(root)
     where = root / FILE
     if old and not new:
-        yield _finding("error", where, "the source's chat template", "none: vLLM refuses chats")
+        got = "no chat template: vLLM refuses chat requests"
+        yield _finding("error", where, "the source's chat template", got)
     elif old and old != new:
-        yield _finding(
-            "error", where, "the source's chat template", "another: chats become other prompts"
-        )
+        got = "a different chat template: the same chat becomes another prompt"
+        yield _finding("error", where, "the source's chat template", got)
     elif new and not old:
-        yield _finding(
-            "warning", where, "no chat template, as in the source", "one", "nothing, if it is meant"
-        )
+        yield _meant(str(where), "no chat template, as in the source", "a chat template")
 
 
 def _templates(root: Path) -> Mapping[str, str]:
@@ -292,7 +291,7 @@ def _keys(
     for key in keys:
         before, after = _token(old.get(key)), _token(new.get(key))
         if before != after and before is not None:
-            got = "none" if after is None else repr(after)
+            got = "no such key" if after is None else repr(after)
             yield _finding("error", f"{path}: {key}", f"{before!r}, as in the source", got)
         elif before != after and path.name.startswith("generation"):
             yield _finding(
@@ -317,7 +316,7 @@ def _object(path: Path) -> Mapping[str, Json]:
 
 
 def _meant(where: str, expected: str, got: str) -> Finding:
-    return _finding("warning", where, expected, got, "nothing, if it is meant")
+    return _finding("warning", where, expected, got, "nothing to do if this is intended")
 
 
 def _finding(

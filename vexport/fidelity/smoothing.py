@@ -24,8 +24,8 @@ from vexport.fidelity.dequantize import dequantized
 from vexport.fidelity.source import Pieces, SourceTensors
 from vexport.records import Finding, Smoothing
 
-EXPECTED = "exponents that leave what each layer computes"
-FIX = "name the source that the checkpoint was made of, or export it again"
+EXPECTED = "exponents that do not change the outputs of any layer"
+FIX = "pass the source that the checkpoint was made from, or export the checkpoint again"
 # Norms before layers, and pairs of layers. The second layer of a pair reads the first layer's
 # outputs element by element.
 NORMS: Mapping[str, str] = {
@@ -55,9 +55,9 @@ def judged_smoothing(
     ]
     if misfits:
         tensor = source.tensors.get(misfits[0])
-        size = f"one of {tensor.dtype} {list(tensor.shape)}" if tensor else "none"
+        size = f", which is {tensor.dtype} {list(tensor.shape)}" if tensor else ", which is missing"
         others = f" (and {len(misfits) - 1:,} more tensors)" if len(misfits) > 1 else ""
-        got = f"exponents for another tensor than the source's, which is {size}"
+        got = f"exponents that do not fit the source's tensor{size}"
         return {}, (
             error(SOURCE, f"{file}: {misfits[0]}{others}", expected=EXPECTED, got=got, fix=FIX),
         )
@@ -73,17 +73,12 @@ def _objections(
     try:
         changed = changed_by(source, smoothing, default_device())
     except (InputError, CheckpointFailed) as problem:
-        fix = "nothing, if this checkpoint is your own"
-        yield warning(
-            SOURCE,
-            str(file),
-            expected=EXPECTED,
-            got=f"a source that cannot run: {problem}",
-            fix=fix,
-        )
+        got = f"unverified exponents, because the source cannot run: {problem}"
+        fix = "nothing to do if you trust the checkpoint's producer"
+        yield warning(SOURCE, str(file), expected=EXPECTED, got=got, fix=fix)
         return
     for name in changed:
-        got = "other answers with them than without"
+        got = "exponents that change the outputs"
         yield error(SOURCE, f"{file}: {name}", expected=EXPECTED, got=got, fix=FIX)
 
 

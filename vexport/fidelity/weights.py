@@ -134,16 +134,14 @@ class WeightComparison:
         if below > MOST_BELOW_ROUNDING_DB and self.snr_db < LEAST_DB:
             faults.append(f"an SQNR of {self.snr_db:.1f} dB")
         if abs(self.gain - 1) > allowed:
-            faults.append(f"values {self.gain:.3g} times as large")
+            faults.append(f"values that are {self.gain:.3g} times as large")
         if self.has_uneven_scales:
             faults.append(f"scales that deviate by {self.spread:.1%} within the layer")
         if self.parts >= FEWEST_PARTS and below > REFITTED_DB and self.shift > LEAST_SHIFT_SHARE:
-            faults.append(
-                f"zero points that are off: {self.shift:.0%} of the error shifts whole groups"
-            )
+            faults.append(f"wrong zero points ({self.shift:.0%} of the error shifts whole groups)")
         if self.wrong_parts:
-            place = f"the first in row {self.first_wrong_row}"
-            faults.append(f"other values in {self.wrong_parts} of {self.parts} parts, {place}")
+            place = f"first in row {self.first_wrong_row}"
+            faults.append(f"different values in {self.wrong_parts} of {self.parts} parts ({place})")
         return tuple(faults)
 
 

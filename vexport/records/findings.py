@@ -8,7 +8,7 @@ from vexport.errors import VexportError
 
 Severity = Literal["error", "warning", "info"]
 # Separates the cause of vLLM's refusal from vLLM's message, which only JSON and --all show.
-IN_FULL = "; vLLM's own words: "
+IN_FULL = "; vLLM's message: "
 
 
 def without_details(text: str) -> str:

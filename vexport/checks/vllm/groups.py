@@ -76,10 +76,10 @@ Targets = Mapping[str, ConfigGroup]
 def parse_group(name: str, raw: Json, default_format: str) -> ConfigGroup | str:
     """Return a config group, or the reason why it cannot be read."""
     if not isinstance(raw, dict):
-        return "no JSON object"
+        return "a value that is not a JSON object"
     targets = raw.get("targets")
     if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
-        return "no list of targets"
+        return "targets that are not a list of names"
     weights = parse_args(raw.get("weights"))
     inputs = parse_args(raw.get("input_activations")) if raw.get("input_activations") else None
     if isinstance(weights, str):

@@ -237,7 +237,7 @@ def _where_from(written: _Written, parameter: torch.Tensor) -> str:
             filled[offset // (size * parameter.element_size())] += elements
         short = [str(expert) for expert, elements in filled.items() if elements < size]
         return (
-            f"; short: expert "
+            f"; incomplete experts: "
             f"{', '.join(short[:_MOST_NAMES])}{' ...' if len(short) > _MOST_NAMES else ''}"
         )
     names = list(written.sources)

@@ -33,13 +33,11 @@ _QUANTIZED = re.compile(
 _NUMBER = re.compile(r"\d+")
 _PATH = re.compile(r"(?<![\w.])/\S+")
 _WORDS: Mapping[ControlKind, str] = {
-    "source": "vLLM does the same with the unquantized source",
-    "same config": "vLLM does the same with an unquantized checkpoint that transformers makes "
-    "of this config",
-    "config alone": "vLLM refuses every checkpoint with this config in the same way, also an "
-    "unquantized one",
-    "default config": "vLLM refuses every checkpoint of this class in the same way, also an "
-    "unquantized one",
+    "source": "vLLM has the same problem with the unquantized source",
+    "same config": "vLLM has the same problem with an unquantized checkpoint that transformers "
+    "creates from this config",
+    "config alone": "vLLM refuses every checkpoint with this config, even if it is not quantized",
+    "default config": "vLLM refuses every checkpoint of this class, even if it is not quantized",
 }
 
 

@@ -424,4 +424,4 @@ class _Uncallable:
         return self
 
     def __call__(self, *_: object, **__: object) -> NoReturn:
-        raise NotFollowed(f"the operator {self._name} runs only on a device")
+        raise NotFollowed(f"the operator {self._name} only runs on a GPU")

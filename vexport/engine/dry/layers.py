@@ -48,7 +48,7 @@ def raising_layer(model: torch.nn.Module, sm: int) -> tuple[str, str] | None:
         if sm >= least and not any(
             side % _CUTLASS_ALIGNMENT for side in layer.get_parameter("weight").shape
         ):
-            return with_stars(name), f"{kernel}: {words.format(sm)}, when it runs"
+            return with_stars(name), f"{kernel} fails when it runs: {words.format(sm)}"
     return None
 
 

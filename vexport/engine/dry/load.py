@@ -46,35 +46,38 @@ CHECK = "dry-load"
 # Which cells must load: all of them, or at least one for each tensor parallel size.
 Require = Literal["all", "any"]
 BLIND_SPOTS = (
-    "no kernel ran, values were read only where vLLM converts them to another dtype, and what "
-    "vLLM does to "
-    "weights after loading was left out",
-    "kernels are those of vLLM's CUDA wheel with the packages that it requires",
+    "kernels, and how vLLM processes weights after loading, did not run; values were only read "
+    "if vLLM casts them to another dtype",
+    "the kernels are those of vLLM's CUDA wheel and of the packages that it requires",
 )
-_REFUSED = "change what vLLM names, or serve it elsewhere"
+_FIX_REFUSAL = "correct the cause that vLLM reports, or serve it on another GPU"
 # Messages of vLLM and transformers about a checkpoint that needs remote code.
 TRUST = "trust_remote_code"
 _SAYS: dict[MiscopyKind, tuple[Severity, str, str]] = {
     "missing": (
         "error",
-        "every element from the checkpoint, {}",
-        "add the missing tensor; vLLM reads what is in memory",
+        "a stored value for every element, {}",
+        "add the missing tensor: vLLM would use uninitialized memory",
     ),
     "unused": (
         "warning",
-        "a parameter of vLLM's that it belongs to",
-        "correct its name, or drop it",
+        "a tensor that vLLM loads into a parameter",
+        "correct the tensor's name, or remove the tensor",
     ),
-    "cast": ("error", "{}, into which vLLM converts the values", "store it in that dtype"),
+    "cast": (
+        "error",
+        "{}, to which vLLM would cast the values",
+        "store the tensor in this dtype",
+    ),
     "narrowed": (
         "error",
-        "{}, which is all that vLLM reads",
-        "store it in the shape that config.json describes",
+        "{}, because vLLM ignores all others",
+        "store the tensor in the shape that config.json implies",
     ),
     "stretched": (
         "warning",
         "{}, which vLLM fills by repeating the values",
-        "store it in the shape that config.json describes, if the values are not all alike",
+        "store the tensor in the shape that config.json implies, unless all its values are equal",
     ),
 }
 # Ampere, Ada, Hopper and Blackwell in data centers. vLLM chooses different kernels for each.
@@ -165,7 +168,7 @@ def errors_or_doubt(report: DryLoadReport, require: Require = "any") -> list[Fin
         reason = min(doubts.values())
         return reason if is_excuse(reason) else f"the dry load cannot build this model: {reason}"
     if any(TRUST in each.got for each in errors):
-        return "the checkpoint brings Python code, which runs with --trust-remote-code only"
+        return "the checkpoint contains Python code, which only runs with --trust-remote-code"
     return errors
 
 
@@ -247,7 +250,7 @@ def _not_loaded(results: Sequence[CellResult], require: Require) -> Iterator[Fin
             where=_in_cells(where, cells, results),
             expected="a checkpoint that vLLM loads",
             got=reason,
-            fix=_REFUSED if outcome == "refused" else "load it on a GPU",
+            fix=_FIX_REFUSAL if outcome == "refused" else "load it on a GPU",
         )
 
 
@@ -287,9 +290,9 @@ def _precisions(results: Sequence[CellResult]) -> Iterator[Finding]:
             check=CHECK,
             severity="warning" if _activation_bits(runs) < _activation_bits(stored) else "info",
             where=_in_cells(", ".join(names), cells, results),
-            expected=f"{stored} as stored",
-            got=f"{runs} by {kernel}",
-            fix="measure accuracy at that precision, or serve it elsewhere",
+            expected=f"{stored}, as stored",
+            got=f"{runs} in {kernel}",
+            fix="measure accuracy and speed on this GPU, or serve it on another GPU",
         )
 
 

@@ -41,8 +41,8 @@ _STAGE = "dry load"
 _GIB = 2**30
 # Limit of a try's memory, in addition to the memory of vLLM's modules.
 MEMORY_BYTES = 4 * _GIB
-_TOO_LARGE = f"it takes more than {MEMORY_BYTES // _GIB} GiB of memory to build the model"
-_TOO_SLOW = "it takes vLLM more than {} s to build and load the model"
+_TOO_LARGE = f"building the model takes more than {MEMORY_BYTES // _GIB} GiB of memory"
+_TOO_SLOW = "building and loading the model takes more than {} s"
 # Modules that vLLM imports for every model: the simplest model class, and the attention backends.
 _EVERY_CELL = (
     "vllm.model_executor.models.llama",
@@ -416,7 +416,7 @@ def _require_file(attempt: DryTry, code: int) -> None:
     ending = signal.Signals(-code).name if code < 0 else f"exit code {code}"
     # The system kills a process if memory runs out. Every other death is vLLM's fault.
     outcome: Outcome = "unknown" if code in (-signal.SIGKILL, -signal.SIGALRM) else "refused"
-    reason = f"the process ended with {ending}"
+    reason = f"vLLM's process ended with {ending}"
     if code == -signal.SIGALRM:
         reason = _TOO_SLOW.format(attempt.request.try_seconds)
     write_text(attempt.file, to_json(CellResult(cell=attempt.cell, outcome=outcome, reason=reason)))

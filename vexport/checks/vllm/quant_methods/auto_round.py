@@ -50,7 +50,7 @@ class AsGptq(Gptq):
     def refusal(self, args: Arguments) -> str | None:
         bits = args.weights.num_bits
         if bits in UNJUDGED_BITS:
-            return f"{bits} bits, whose layout vexport does not judge"
+            return f"{bits} bits, a layout that vexport does not check"
         return None if bits in HUMMING_BITS else super().refusal(args)
 
     def gpu_support(self, args: Arguments) -> GpuSupport:
@@ -65,7 +65,12 @@ class LayerSettings:
     group_size: Json
     symmetric: bool
 
-    def but(self, entry: Mapping[str, Json]) -> "LayerSettings":
+    @property
+    def text(self) -> str:
+        """The settings as the config spells them, for messages."""
+        return f"bits {self.bits}, group_size {self.group_size}, sym {str(self.symmetric).lower()}"
+
+    def override(self, entry: Mapping[str, Json]) -> "LayerSettings":
         """Return these settings, overridden by an entry of extra_config."""
         bits, size, symmetric = entry.get("bits"), entry.get("group_size"), entry.get("sym")
         return LayerSettings(
@@ -84,14 +89,14 @@ def read(config: MethodConfig) -> QuantMethod:
     bits, size = config.required("bits"), config.required("group_size")
     symmetric = values.get("sym") is not False
     if bits is not None and type(bits) is not int:
-        config.wrong("bits", "a number", repr(bits))
+        config.wrong("bits", "an integer", repr(bits))
     base = LayerSettings(
         bits=bits if isinstance(bits, int) else 4, group_size=size, symmetric=symmetric
     )
     extra, entries = values.get("extra_config"), dict[str, LayerSettings]()
     for name, entry in extra.items() if isinstance(extra, dict) else ():
         if isinstance(entry, dict):
-            entries[name] = base.but(entry)
+            entries[name] = base.override(entry)
     blocks = values.get("block_name_to_quantize") or values.get("to_quant_block_names")
     listed = (
         config.names("block_name_to_quantize", "to_quant_block_names")
@@ -157,13 +162,14 @@ def _group(config: MethodConfig, settings: LayerSettings) -> MethodGroup:
         block = settings.group_size
         if settings.bits != 8 or not fp8.is_block(block) or not settings.symmetric:
             config.wrong(
-                "group_size", "8 bits in blocks of rows and columns, symmetric", repr(settings)
+                "group_size", "8 bits in blocks of rows and columns, symmetric", settings.text
             )
         return replace(fp8.group(block if fp8.is_block(block) else None, static=False), name=name)
     if kind != "int":
-        config.wrong("data_type", "int, fp or mx_fp, which vLLM runs", repr(kind))
+        config.wrong("data_type", "int, fp or mx_fp (vLLM supports no others)", repr(kind))
     if layout not in (None, AS_GPTQ, AS_AWQ):
-        config.wrong("packing_format", f"{AS_GPTQ} or {AS_AWQ}, which vLLM reads", repr(layout))
+        expected = f"{AS_GPTQ} or {AS_AWQ} (vLLM supports no others)"
+        config.wrong("packing_format", expected, repr(layout))
     backend = values.get("backend", values.get("vllm_backend", "auto"))
     if backend not in BACKENDS:
         config.wrong("backend", " or ".join(BACKENDS), repr(backend))
@@ -182,9 +188,7 @@ def _mx_group(config: MethodConfig, settings: LayerSettings, name: str) -> Metho
     four = settings.bits == 4
     _require(config, {"packing_format": AS_OURS, **({} if four else MX_INPUTS)})
     if settings.bits not in (4, 8) or settings.group_size != MX_GROUP or not settings.symmetric:
-        config.wrong(
-            "group_size", f"4 or 8 bits in groups of {MX_GROUP}, symmetric", repr(settings)
-        )
+        config.wrong("group_size", f"4 or 8 bits in groups of {MX_GROUP}, symmetric", settings.text)
     if four:  # Marlin supports SM 75, and INCConfig.get_min_capability is 60
         return preset_group(name, MethodMxfp4("auto-round", least_sm=75), "MXFP4")
     return preset_group(name, MethodMxfp8("auto-round"), "MXFP8")
@@ -197,4 +201,4 @@ def _require(config: MethodConfig, expected: Mapping[str, Json]) -> None:
     """
     for key, value in expected.items():
         if config.values.get(key) not in (None, value):
-            config.wrong(key, f"{value}, as vLLM asserts ({SOURCE})", repr(config.values[key]))
+            config.wrong(key, f"{value}, which vLLM requires ({SOURCE})", repr(config.values[key]))

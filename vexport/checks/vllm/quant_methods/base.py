@@ -205,7 +205,7 @@ class MethodConfig:
         value = self.values[key] if key is not None else None
         if value is None:
             got = "no such key" if key is None else "null"
-            self.wrong(keys[0], f"the key, without which vLLM does not start ({self._source})", got)
+            self.wrong(keys[0], f"a value, because vLLM requires this key ({self._source})", got)
         return value
 
     def names(self, *keys: str) -> tuple[str, ...]:
@@ -225,7 +225,7 @@ class MethodConfig:
         key: str,
         expected: str,
         got: str,
-        fix: str = "correct it, or export again",
+        fix: str = "correct the key, or export the checkpoint again",
         severity: Severity = "error",
     ) -> None:
         """Add a problem."""

@@ -54,15 +54,16 @@ def read(config: MethodConfig) -> QuantMethod:
     if scheme not in (*SCHEMES, None):
         config.wrong("activation_scheme", " or ".join(SCHEMES), repr(scheme))
     if block is not None and not is_block(block):
-        config.wrong("weight_block_size", "two numbers of rows and columns, or none", repr(block))
+        expected = "two positive integers, for rows and columns, or no key"
+        config.wrong("weight_block_size", expected, repr(block))
     elif block is not None and scheme == "static":
-        config.wrong("activation_scheme", "dynamic, with weights in blocks", "static")
+        expected = "dynamic, because the weights have block scales"
+        config.wrong("activation_scheme", expected, "static")
     has_experts = any(text_config(config.model).get(key) for key in EXPERT_COUNTS)
     if has_experts and values.get("store_dtype") is not None:
-        expected = "experts in FP8: vLLM reads others as MXFP4, which vexport does not judge"
-        config.wrong(
-            "store_dtype", expected, repr(values["store_dtype"]), "ask vLLM with `vexport load`"
-        )
+        expected = "no key: with it, vLLM reads experts as MXFP4, which vexport does not check"
+        got, fix = repr(values["store_dtype"]), "test the checkpoint with `vexport load`"
+        config.wrong("store_dtype", expected, got, fix)
     kept = config.names("ignored_layers", "modules_to_not_convert")
     quantized = group(block, static=scheme == "static")
     return QuantMethod(

@@ -30,6 +30,7 @@ SOURCE = "auto_gptq.py"
 BITS, MARLIN_GROUPS = (4, 8), (-1, 32, 64, 128)
 # Names of checkpoint formats. V1, AutoGPTQ's first format, stores each zero point minus one.
 V1, V2 = "gptq", "gptq_v2"
+FIX_ORDER = "quantize again without desc_act, or with static groups"
 
 
 class Gptq(TransposedIntegers):
@@ -48,11 +49,12 @@ class Gptq(TransposedIntegers):
         weights = args.weights
         if not weights.symmetric or weights.num_bits not in BITS:
             return (
-                f"{weights.num_bits} bits, sym {str(weights.symmetric).lower()}: vLLM runs "
-                f"symmetric 4 and 8"
+                f"bits {weights.num_bits} and sym {str(weights.symmetric).lower()}; vLLM only "
+                f"supports symmetric 4 and 8 bits"
             )
         if (weights.group or -1) not in MARLIN_GROUPS:
-            return f"group_size {weights.group}: vLLM runs {', '.join(map(str, MARLIN_GROUPS))}"
+            sizes = ", ".join(map(str, MARLIN_GROUPS))
+            return f"group_size {weights.group}; vLLM only supports {sizes}"
         return None
 
     def unusable(
@@ -68,8 +70,10 @@ class Gptq(TransposedIntegers):
         if not args.weights.symmetric:
             # The first format cannot distinguish the zero points 0 and 2**bits.
             if most + self.zero_offset >= 1 << bits:
-                got, fix = f"{most} + {self.zero_offset}", "store it as gptq_v2, with GPTQModel"
-                yield problem("qzeros", f"zero points of {bits} bits", got, fix)
+                expected = f"zero points below {1 << bits}"
+                got = f"a zero point of {most + self.zero_offset}"
+                fix = "convert the checkpoint to gptq_v2 with GPTQModel"
+                yield problem("qzeros", expected, got, fix)
             return
         if least == most == middle - self.zero_offset:
             return
@@ -79,14 +83,14 @@ class Gptq(TransposedIntegers):
                 f"{middle - self.zero_offset} in all zero points (checkpoint_format {self.name})"
             )
             got = (
-                f"{least}, as {other} stores them; vLLM does not read them, other loaders "
-                f"are off by one"
+                f"{least}, which is the value of {other}; vLLM does not read zero points, other "
+                f"loaders would be off by one"
             )
             yield problem("qzeros", expected, got, f"set checkpoint_format to {other}", "warning")
         else:
-            expected = f"{middle - self.zero_offset} in all zero points, as sym true says"
-            got = f"{least} to {most}, which vLLM does not read: it takes {middle} for all"
-            yield problem("qzeros", expected, got, "quantize with sym")
+            expected = f"{middle - self.zero_offset} in all zero points, because sym is true"
+            got = f"{least} to {most}; vLLM does not read zero points, and uses {middle}"
+            yield problem("qzeros", expected, got, "quantize again with sym")
 
     def _order(
         self, args: Arguments, stored: Mapping[str, TensorInfo], reader: Reader
@@ -98,12 +102,9 @@ class Gptq(TransposedIntegers):
             return
         groups = reader.array(order).reshape(-1)
         if not np.array_equal(groups, np.arange(groups.size) // size):
-            expected = f"groups of {size} columns that follow each other"
-            got = (
-                "another order of columns (desc_act), which vLLM drops: it would take other scales"
-            )
-            fix = "quantize without desc_act, or with static groups"
-            yield problem("g_idx", expected, got, fix)
+            expected = f"groups of {size} consecutive columns"
+            got = "reordered columns (desc_act); vLLM ignores the order and would use wrong scales"
+            yield problem("g_idx", expected, got, FIX_ORDER)
 
 
 def read(config: MethodConfig) -> QuantMethod:
@@ -136,10 +137,8 @@ def read(config: MethodConfig) -> QuantMethod:
 def _group(config: MethodConfig, values: Mapping[str, Json], name: str = "gptq") -> MethodGroup:
     size = values.get("group_size")
     if values.get("desc_act") is True and isinstance(size, int) and size > 0:
-        fix = "quantize without desc_act, or with static groups"
-        config.wrong(
-            "desc_act", "false: vLLM orders no columns by activation (gptq_utils.py)", "true", fix
-        )
+        expected = "false, because vLLM does not support reordered columns (gptq_utils.py)"
+        config.wrong("desc_act", expected, "true", FIX_ORDER)
     stored_as = Gptq(V2 if config.values.get("checkpoint_format") == V2 else V1)
     symmetric = values.get("sym") is not False
     return integer_group(name, stored_as, config, values.get("bits"), size, symmetric=symmetric)
@@ -159,7 +158,7 @@ def _rules(
     ):
         text = pattern[2:] if pattern[:2] in ("-:", "+:") else pattern
         if isinstance(refused := expression(text), str):
-            config.wrong(f"dynamic.{pattern}", "a regular expression", refused)
+            config.wrong(f"dynamic.{pattern}", "a valid regular expression", refused)
             continue
         kept = pattern.startswith("-:") or not isinstance(changes, dict)
         settings = None if kept or not isinstance(changes, dict) else {**base, **changes}

@@ -140,9 +140,9 @@ def integer_group(
     """
     for key, value in (("bits", bits), ("group_size", size)):
         if value is not None and type(value) is not int:
-            config.wrong(key, "a number", repr(value))
+            config.wrong(key, "an integer", repr(value))
     if type(bits) is int and not 0 < bits <= MOST_BITS:
-        config.wrong("bits", f"1 to {MOST_BITS}", str(bits))
+        config.wrong("bits", f"a number from 1 to {MOST_BITS}", str(bits))
     group = size if type(size) is int and size > 0 else None
     weights = QuantArgs(
         num_bits=bits if type(bits) is int and 0 < bits <= MOST_BITS else USUAL_BITS,
@@ -205,7 +205,7 @@ class Awq(TransposedIntegers):
 
     def refusal(self, args: Arguments) -> str | None:
         bits = args.weights.num_bits
-        return None if bits == USUAL_BITS else f"{bits} bits: vLLM runs {USUAL_BITS}"
+        return None if bits == USUAL_BITS else f"{bits} bits; vLLM only supports {USUAL_BITS}"
 
 
 def read(config: MethodConfig) -> QuantMethod:
@@ -216,13 +216,13 @@ def read(config: MethodConfig) -> QuantMethod:
     values = config.values
     bits, size = config.required("w_bit", "bits"), config.required("q_group_size", "group_size")
     if config.required("zero_point") is False:
-        expected = "true: without zero points vLLM takes slower kernels on GPUs, and others on CPUs"
-        fix = "quantize with zero points"
+        expected = "true, because vLLM's fast kernels and its CPU kernels need zero points"
+        fix = "quantize again with zero points"
         config.wrong("zero_point", expected, "false", fix, severity="warning")
     version = str(values.get("version", LAYOUT)).lower()
     if version != LAYOUT:
-        expected = f"{LAYOUT}: vLLM reads every checkpoint as packed by AutoAWQ's WQLinear_GEMM"
-        config.wrong("version", expected, version, "export it again as gemm")
+        expected = f"{LAYOUT}, the only layout that vLLM reads (AutoAWQ's WQLinear_GEMM)"
+        config.wrong("version", expected, version, "export the checkpoint again as gemm")
     kept = config.names("modules_to_not_convert")
     group = integer_group("awq", Awq("awq"), config, bits, size, symmetric=False)
 

@@ -132,20 +132,18 @@ def read(config: MethodConfig) -> QuantMethod:
     keys = "quantization." if isinstance(older, dict) else ""
     algo = str(inner.get("quant_algo") or "").upper()
     if algo not in (*ALGOS, MIXED):
-        expected = f"one of {', '.join((*ALGOS, MIXED))}, which vLLM runs"
+        expected = f"one of {', '.join((*ALGOS, MIXED))}"
         config.wrong(f"{keys}quant_algo", expected, repr(inner.get("quant_algo")))
     missing = (
         [key for key in NVFP4_KEYS if key not in inner] if keys and algo in NVFP4_ALGOS else []
     )
     if missing:
-        config.wrong(
-            keys.rstrip("."), f"{', '.join(NVFP4_KEYS)} of NVFP4", f"no {', '.join(missing)}"
-        )
+        expected = f"the keys {', '.join(NVFP4_KEYS)} for NVFP4"
+        config.wrong(keys.rstrip("."), expected, f"no {', '.join(missing)}")
     size = inner.get("group_size")
     if algo in NVFP4_ALGOS and size not in (None, NVFP4_GROUP):
-        config.wrong(
-            f"{keys}group_size", f"{NVFP4_GROUP}, the groups of vLLM's kernels", repr(size)
-        )
+        expected = f"{NVFP4_GROUP}, the group size of vLLM's kernels"
+        config.wrong(f"{keys}group_size", expected, repr(size))
     if algo == "NVFP4" and _is_weight_only(values):
         algo = "W4A16_NVFP4"
     skip_key = "exclude_modules" if keys else "ignore"
@@ -208,7 +206,8 @@ def _layers(config: MethodConfig, inner: Mapping[str, Json], keys: str) -> dict[
     """Return the algorithm of each layer of a mixed-precision checkpoint."""
     listed, algos = inner.get("quantized_layers"), dict[str, str]()
     if not isinstance(listed, dict) or not listed:
-        config.wrong(f"{keys}quantized_layers", f"the layers of {MIXED}", repr(listed))
+        expected = f"the algorithm of each layer, because quant_algo is {MIXED}"
+        config.wrong(f"{keys}quantized_layers", expected, repr(listed))
         return algos
     for name, recipe in listed.items():
         algo = str(recipe.get("quant_algo")).upper() if isinstance(recipe, dict) else "none"
@@ -216,9 +215,8 @@ def _layers(config: MethodConfig, inner: Mapping[str, Json], keys: str) -> dict[
             algos[name] = algo
         else:
             expected = f"one of {', '.join(ALGOS)}"
-            config.wrong(
-                f"{keys}quantized_layers.{name}", expected, algo, "ask vLLM with `vexport load`"
-            )
+            fix = "test the checkpoint with `vexport load`"
+            config.wrong(f"{keys}quantized_layers.{name}", expected, algo, fix)
     return algos
 
 

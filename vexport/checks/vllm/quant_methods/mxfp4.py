@@ -68,11 +68,9 @@ class StackedMxfp4(MethodMxfp4):
 def read(config: MethodConfig) -> QuantMethod:
     """Return the method as vLLM reads it: with the sizes in config.json, and without other keys."""
     if config.model.get("model_type") != MODEL_TYPE:
-        expected = (
-            f"a model of type {MODEL_TYPE}: vLLM reads others by code that vexport does not judge"
-        )
-        got, fix = repr(config.model.get("model_type")), "ask vLLM with `vexport load`"
-        config.wrong("quant_method", expected, got, fix)
+        expected = f"a model of type {MODEL_TYPE}, the only MXFP4 model that vexport checks"
+        got = f"model_type {config.model.get('model_type')!r}"
+        config.wrong("quant_method", expected, got, "test the checkpoint with `vexport load`")
     sizes = [
         _size(config, key) for key in ("num_local_experts", "hidden_size", "intermediate_size")
     ]
@@ -101,7 +99,6 @@ def _size(config: MethodConfig, key: str) -> int:
     size = config.model.get(key)
     if isinstance(size, int) and not isinstance(size, bool) and size > 0:
         return size
-    config.wrong(
-        "quant_method", f"{key} in config.json, by which vLLM cuts the experts", repr(size)
-    )
+    expected = f"a positive integer as {key} in config.json, from which vLLM computes shapes"
+    config.wrong("quant_method", expected, repr(size))
     return 0

@@ -28,7 +28,7 @@ from vexport.records import Json
 from vexport.records.patterns import Patterns
 
 METHOD, SOURCE = "quark", "quark/quark.py"
-JUDGED = "FP8, INT8, INT4 in groups, MXFP4 and NVFP4 as vLLM runs them"
+JUDGED = "settings of FP8, INT8, INT4 in groups, MXFP4 or NVFP4 that vLLM supports"
 PACK_METHODS = ("order", "reorder")
 # Names of the scales of the KV cache (get_cache_scale_mapper).
 CACHE_SCALES = {"k_scale": "k_proj.output_scale", "v_scale": "v_proj.output_scale"}
@@ -47,9 +47,8 @@ def read(config: MethodConfig) -> QuantMethod:
     values = config.values
     export = values.get("export")
     if not isinstance(export, dict):
-        config.wrong(
-            "export", f"the key, without which vLLM does not start ({SOURCE})", repr(export)
-        )
+        expected = f"an object, because vLLM requires this key ({SOURCE})"
+        config.wrong("export", expected, repr(export))
     exported: Mapping[str, Json] = export if isinstance(export, dict) else {}
     method = str(exported.get("pack_method"))
     kept = Patterns(config.names("exclude"))
@@ -92,10 +91,9 @@ def _cache(config: MethodConfig, cached: Json, layers: Json) -> None:
     settings = [each for each in outputs if isinstance(each, dict)]
     fp8: Settings = {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}
     if patterns and not (settings and all(_has(each, fp8) for each in settings)):
-        expected = "layers of layer_quant_config with output_tensors in fp8_e4m3, per tensor"
-        config.wrong(
-            "export.kv_cache_group", expected, f"{', '.join(patterns)}, which have none"[:120]
-        )
+        expected = "layers with output_tensors in fp8_e4m3, per tensor, in layer_quant_config"
+        got = f"no such output_tensors for {', '.join(patterns)}"[:120]
+        config.wrong("export.kv_cache_group", expected, got)
 
 
 def _dicts(value: Json) -> Iterator[tuple[str, Json]]:
@@ -138,10 +136,11 @@ def _group(config: MethodConfig, key: str, raw: Json, pack_method: str) -> Metho
     values = raw if isinstance(raw, dict) else {}
     weight, inputs = _side(values, "weight"), _side(values, "input_tensors")
     if weight is None:
-        config.wrong(key, "weights that are quantized", repr(raw)[:80])
+        config.wrong(key, "settings of quantized weights", repr(raw)[:80])
         return None
     if values.get("bias") or key == "global_quant_config" and values.get("output_tensors"):
-        config.wrong(key, "no quantized outputs or biases", "some, which vLLM refuses")
+        expected = "no quantized outputs or biases, because vLLM refuses them"
+        config.wrong(key, expected, "quantized outputs or biases")
     if weight.get("dtype") in ("int4", "uint4") and inputs is None and not weight[SECOND]:
         size, symmetric = weight.get("group_size"), weight.get("symmetric") is True
         if pack_method in PACK_METHODS and isinstance(size, int) and size > 0:
@@ -155,7 +154,7 @@ def _group(config: MethodConfig, key: str, raw: Json, pack_method: str) -> Metho
             return group
     sides = [str(each.get("dtype")) for each in (weight, inputs) if each]
     got = f"{' with inputs of '.join(sides)}, {weight.get('qscheme')}"
-    config.wrong(key, JUDGED, got, "ask vLLM with `vexport load`")
+    config.wrong(key, JUDGED, got, "test the checkpoint with `vexport load`")
     return None
 
 
