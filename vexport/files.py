@@ -15,6 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from vexport.errors import InputError, VexportError, require_working_disk
 from vexport.errors.extras import disk_full, is_disk
+from vexport.errors.validation import validation_problems
 from vexport.records import Json
 
 T = TypeVar("T")
@@ -202,11 +203,9 @@ def from_json(kind: type[T], path: Path) -> T:
         parsed: T = TypeAdapter(kind).validate_python(value)
         return parsed
     except ValidationError as error:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"])
-        raise InputError(
-            f"{path}: {place}", got=first["msg"], need=f"a {kind.__name__}", fix="recreate the file"
-        ) from None
+        problem = validation_problems(error)[0]
+        where = f"{path}: {problem.place}" if problem.place else str(path)
+        raise problem.at(where, fix="restore the file, or create it again") from None
 
 
 def digest_bytes(data: bytes) -> str:

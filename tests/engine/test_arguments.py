@@ -24,13 +24,13 @@ class Section:
 @pytest.mark.parametrize(
     ("kind", "value", "need"),
     [
-        (int, "3", "a valid integer"),
-        (int, True, "a valid integer"),
-        (bool, "yes", "a valid boolean"),
-        (int | None, 2.5, "a valid integer"),
+        (int, "3", "a whole number"),
+        (int, True, "a whole number"),
+        (bool, "yes", "true or false"),
+        (int | None, 2.5, "a whole number"),
         (dict[str, Any], {"a": [1]}, ""),
         (Literal["auto", "fp8"], "fp8", ""),
-        (Literal["auto", "fp8"], "fp9", "'auto' or 'fp8' (did you mean fp8?)"),
+        (Literal["auto", "fp8"], "fp9", "auto or fp8 (did you mean fp8?)"),
         (Literal["ray", "mp"] | str | type[Any] | None, "anything", ""),
         (Section | None, {"mode": 3}, ""),
         (Section, {"mod": 3}, "a key of Section instead of 'mod' (did you mean mode?)"),

@@ -114,4 +114,4 @@ def test_verdict_of_sampled_answers(lm_eval_runs: Path, tmp_path: Path) -> None:
 
 def test_seeds_need_a_temperature(tmp_path: Path) -> None:
     ran = vexport("eval", tmp_path, "--baseline", tmp_path, "--task", "gsm8k", "--seeds", "4")
-    assert (ran.code, "need a temperature in gen_kwargs" in ran.stderr) == (2, True)
+    assert (ran.code, "need temperature in gen_kwargs" in ran.stderr) == (2, True)

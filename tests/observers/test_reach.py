@@ -126,12 +126,12 @@ def test_observer_keywords_are_checked(name: str, tmp_path: Path) -> None:
     ("rule", "words"),
     [
         ("{scheme: FP8_DYNAMIC, input_observer: minmax}", "need a scheme with static"),
-        ("{scheme: W4A16, input_observer: minmax}", "leaves its inputs as they are"),
+        ("{scheme: W4A16, input_observer: minmax}", "does not quantize inputs"),
         (
             "{scheme: FP8, input_observer: imatrix_mse}",
-            "importance is that of a weight's input channels",
+            "which only weights have",
         ),
-        ("{scheme: FP8_BLOCK, observer: imatrix_mse}", "one scale a block"),
+        ("{scheme: FP8_BLOCK, observer: imatrix_mse}", "one scale per block"),
         ("{scheme: FP8, observer: msse}", "did you mean mse?"),
         ("{scheme: FP8, input_observer: mse, input_observer_kwargs: {grids: 9}}", "_kwargs.grids"),
         ("{scheme: FP8, observer_kwargs: {grid: 9}}", "observer_kwargs: got"),

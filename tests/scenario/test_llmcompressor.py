@@ -168,7 +168,7 @@ def test_quantize_follows_a_recipe(tmp_path: Path, llama: Path) -> None:
         (
             "QuantizationModifier",
             "{scheme: FP8, input_observer: imatrix_mse}",
-            "importance is that of a",
+            "which only weights have",
         ),
         (
             "QuantizationModifier",
@@ -290,7 +290,8 @@ def test_broken_ignore_is_an_input_error(tmp_path: Path, llama: Path) -> None:
     file.write_text("QuantizationModifier: {scheme: FP8_DYNAMIC, ignore: ['re:[']}\n")
     ran = vexport("plan", llama, "--recipe", file)
     assert ran.code == 2
-    assert "QuantizationModifier.ignore: got 're:[', need a regular expression" in ran.errors[0]
+    assert "QuantizationModifier.ignore: got 're:['" in ran.errors[0]
+    assert "regular expression" in ran.errors[0]
 
 
 def test_recipe_with_only_kv_cache(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def test_errors_name_nearest_key_and_line(
         ),
         ("evaluate: {tasks: [a], max_model_len: 9}", "move it to serve"),
         ("num_fewshot: 2", "move it to evaluate"),
-        ("evaluate: {text: a, endpoint: 'http://a/v1'}", "need tasks alone: text is read here"),
+        ("evaluate: {text: a, endpoint: 'http://a/v1'}", "need tasks: an engine"),
         ("serve: {system_prompt: x}", "write evaluate.system_instruction"),
         ("evaluate: {suite: quik}", "evaluate.suite"),
         ("evaluate: {suite: quick, tasks: [gsm8k]}", "evaluate.tasks"),
@@ -245,9 +245,7 @@ def test_all_contradictions_and_refusals_at_once(tmp_path: Path) -> None:
         ),
         *(f"engine_args.{name}" for name in ("model", "load_format")),
     ]
-    assert (
-        "got 4, need 2, as tensor_parallel_size has it" in found["engine_args.tensor_parallel_size"]
-    )
+    assert "got 4, need 2" in found["engine_args.tensor_parallel_size"]
     assert "log-probabilities" in found["engine_args.enable_prefix_caching"]
     assert "need evaluate.seed" in found["engine_args.seed"]
 

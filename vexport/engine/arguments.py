@@ -3,7 +3,6 @@
 import dataclasses
 import importlib.util
 import json
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,6 +18,7 @@ from vexport.engine.messages import ArgumentsRequest, InputProblem
 from vexport.engine.session import Worker, log_folder, raise_found
 from vexport.engine.worker import CPU, answer_request, input_problem
 from vexport.errors import EnvironmentFault, InputError, VexportError, nearest
+from vexport.errors.validation import validation_problems
 from vexport.files import read_json_object
 from vexport.records import silent
 from vexport.scenario.serve import Serve
@@ -160,11 +160,7 @@ def unfit(kind: object, value: JsonValue) -> str:
     except PydanticUserError:  # a type that pydantic cannot check against JSON
         return ""
     except ValidationError as error:
-        # There is one error for each member of a union. The first is the most helpful.
-        need = str(error.errors()[0]["msg"]).removeprefix("Input should be ")
-        return need + (
-            nearest(value, re.findall(r"'([^']*)'", need)) if isinstance(value, str) else ""
-        )
+        return validation_problems(error)[0].need
     return ""
 
 

@@ -32,6 +32,7 @@ from vexport.engine.messages import (
 )
 from vexport.engine.process import PROGRESS_FD, one_line
 from vexport.errors import InputError, VexportError
+from vexport.errors.validation import requirement
 from vexport.files import from_json, to_json, write_text
 from vexport.records import OnProgress
 from vexport.scenario.serve import EngineArguments
@@ -222,7 +223,7 @@ def _refused_argument(error: Exception, given: EngineArguments) -> InputError | 
     for detail in error.errors() if isinstance(error, ValidationError) else []:
         name = str(detail["loc"][0]) if detail["loc"] else ""
         if name in given:
-            need = detail["msg"].removeprefix("Value error, ")
+            need = requirement(detail)
             got, fix = json.dumps(given[name]), "correct the value"
             refusal = InputError(f"vLLM's argument {name}", got=got, need=need, fix=fix)
             refusal.__cause__ = error

@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 
 from pydantic import TypeAdapter, ValidationError
 
+from vexport.errors.validation import validation_problems
 from vexport.numerics import E2M1_MAX, E4M3_MAX
 from vexport.records import Json
 
@@ -190,8 +191,8 @@ def parse_args(raw: Json) -> QuantArgs | str:
     try:
         args = arguments_adapter().validate_python({**_inferred(raw), **_present(raw)})
     except ValidationError as error:
-        first = error.errors()[0]
-        return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
+        first = validation_problems(error)[0]
+        return f"{first.place} {first.found}, which is not {first.need}"
     return _unknown_value(raw, args) or args
 
 

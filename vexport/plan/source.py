@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
 from vexport.architectures import resolve
 from vexport.architectures.linears import Names, names_of
@@ -14,6 +13,7 @@ from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checkpoint.source import pinned_source, resolve_source, source_headers
 from vexport.errors import InputError, InputErrors, raise_all
 from vexport.errors.extras import require_extra
+from vexport.errors.validation import ValidationProblem, validation_problems
 from vexport.formats.arguments import QuantArgs
 from vexport.formats.gpus import generation
 from vexport.formats.plan import FusionGroup, Plan
@@ -74,7 +74,7 @@ def rules_for(request: Planning) -> tuple[Rule, ...]:
             rounding=request.rounding,
         )
     except ValidationError as error:
-        raise InputErrors([_option_problem(detail) for detail in error.errors()]) from None
+        raise InputErrors([_at_option(problem) for problem in validation_problems(error)]) from None
     return (*ignored_rules(request.ignore), rule)
 
 
@@ -124,19 +124,15 @@ def ignored_rules(ignore: Sequence[str]) -> tuple[Rule, ...]:
     try:
         return tuple(Rule(match=pattern, scheme=KEEP) for pattern in ignore)
     except ValidationError as error:
-        problem = _option_problem(error.errors()[0])
+        problem = validation_problems(error)[0]
         raise InputError(
-            "--ignore", got=problem.got, need=problem.need, fix="correct the pattern"
+            "--ignore", got=problem.found, need=problem.need, fix="correct the pattern"
         ) from None
 
 
-def _option_problem(detail: ErrorDetails) -> InputError:
-    option = f"--{detail['loc'][0]}".replace("_", "-")
-    need, fix = (
-        detail["msg"].removeprefix("Value error, "),
-        detail.get("ctx", {}).get("fix", "correct it"),
-    )
-    return InputError(option, got=repr(detail["input"]), need=need, fix=str(fix))
+def _at_option(problem: ValidationProblem) -> InputError:
+    """Return the problem of a rule's key as an error of the option with the same name."""
+    return problem.at(f"--{problem.keys[0]}".replace("_", "-"))
 
 
 def settings_of(scenario: Scenario) -> PlanSettings:

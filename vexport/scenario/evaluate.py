@@ -1,12 +1,13 @@
 """Settings of an evaluation, and suites (named lists of lm-eval tasks)."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import Field, field_validator, model_validator
+from pydantic import AfterValidator, Field, WithJsonSchema, field_validator, model_validator
 
 from vexport.errors import nearest
 from vexport.records import GENERATION_KEYS, BatchSize, Endpoint, GenKwargs
@@ -16,7 +17,18 @@ from vexport.scenario.section import ScenarioSection, located_error
 
 SuiteName = Literal["quick", "standard", "code", "chat"]
 Text = Annotated[str, Field(min_length=1)]
-Url = Annotated[str, Field(pattern="^https?://")]
+_URL = "^https?://"
+
+
+def _check_url(value: str) -> str:
+    if re.match(_URL, value) is None:
+        raise ValueError("an address that begins with http:// or https://")
+    return value
+
+
+Url = Annotated[
+    str, AfterValidator(_check_url), WithJsonSchema({"type": "string", "pattern": _URL})
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -337,10 +349,11 @@ class Evaluate(ScenarioSection):
         name = content.get("suite") if isinstance(content, dict) else None
         if not isinstance(content, dict) or not isinstance(name, str) or name not in SUITES:
             return content
-        suite, given = SUITES[name], content.get("tasks")
+        suite = SUITES[name]
         tasks, template = tuple(suite.tasks), suite.apply_chat_template
+        given = content.get("tasks")
         if given and (not isinstance(given, list | tuple) or tuple(given) != tasks):
-            raise located_error("tasks", given, "a suite, or tasks", "remove one of the two")
+            raise located_error("tasks", given, "either tasks or suite", "remove one of them")
         defaults = {"margin": suite.margin, "limit": suite.limit, "apply_chat_template": template}
         return {**defaults, **content, "tasks": tasks}
 
@@ -353,21 +366,21 @@ class Evaluate(ScenarioSection):
     @classmethod
     def _check_chat_template(cls, value: object) -> object:
         if not isinstance(value, bool | str | None) or value == "":
-            raise ValueError("true, false or the name of one of the model's templates")
+            raise ValueError("true, false or the name of a chat template")
         return value
 
     @field_validator("limit")
     @classmethod
     def _check_limit(cls, value: int | float | None) -> int | float | None:
         if value is not None and (not 0 < value < 2**53 or value >= 1 and value != int(value)):
-            raise ValueError("a number of documents from 1, or a share of them below 1")
+            raise ValueError("a whole number of documents, or a share between 0 and 1")
         return value if value is None or value < 1 else int(value)
 
     @field_validator("batch_size")
     @classmethod
     def _check_batch_size(cls, value: BatchSize) -> BatchSize:
         if value != "auto" and value < 1:
-            raise ValueError("auto, or a number of requests from 1")
+            raise ValueError("auto or a number of requests above 0")
         return value
 
     @field_validator("gen_kwargs")
@@ -375,38 +388,45 @@ class Evaluate(ScenarioSection):
     def _check_spelling_of_gen_kwargs(cls, value: GenKwargs) -> GenKwargs:
         hints = {key: nearest(key, GENERATION_KEYS) for key in value if key not in GENERATION_KEYS}
         if wrong := [f"{key}{hint}" for key, hint in hints.items() if hint]:
-            raise ValueError(f"arguments that vLLM knows, not {', '.join(wrong)}")
+            raise ValueError(f"arguments that vLLM supports, not {', '.join(wrong)}")
         return value
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
-        no_template = self.apply_chat_template is False
-        unlike = bool(self.gen_kwargs.get("temperature"))
-        for key, is_wrong, need in (
-            ("tasks", bool(self.tasks) == bool(self.text), "either tasks (or a suite) or text"),
-            ("fewshot_as_multiturn", self.fewshot_as_multiturn and no_template, "a chat template"),
-            ("endpoint", self.text and self.endpoint, "tasks alone: text is read here"),
+        """Raise a ValidationError at the first setting that contradicts another setting."""
+        has_text = self.text is not None
+        is_greedy = not self.gen_kwargs.get("temperature")
+        multiturn_without_template = (
+            bool(self.fewshot_as_multiturn) and self.apply_chat_template is False
+        )
+        no_end_token = bool(self.enable_thinking) and self.think_end_token is None
+        both, missing = "remove one of them", "add it, or remove this setting"
+        no_server = "tasks: an engine on this machine scores text"
+        for key, is_wrong, need, fix in (
+            ("tasks", bool(self.tasks) and has_text, "either tasks (or a suite) or text", both),
+            ("tasks", not self.tasks and not has_text, "tasks, a suite or text", "add one of them"),
             (
-                "baseline_endpoint",
-                self.text and self.baseline_endpoint,
-                "tasks alone: text is read here",
+                "fewshot_as_multiturn",
+                multiturn_without_template,
+                "a chat template, but apply_chat_template is false",
+                both,
             ),
+            ("endpoint", has_text and self.endpoint is not None, no_server, both),
+            ("baseline_endpoint", has_text and self.baseline_endpoint is not None, no_server, both),
             (
                 "speculative",
-                self.speculative and not self.text,
-                "text, whose rows the drafts continue",
+                self.speculative is not None and not has_text,
+                "text, on which drafts are measured",
+                missing,
             ),
             (
                 "seeds",
-                self.seeds > 1 and not unlike,
-                "a temperature in gen_kwargs: greedy answers are alike",
+                self.seeds > 1 and is_greedy,
+                "temperature in gen_kwargs: greedy answers are all equal",
+                missing,
             ),
-            (
-                "enable_thinking",
-                self.enable_thinking and not self.think_end_token,
-                "a think_end_token",
-            ),
+            ("enable_thinking", no_end_token, "think_end_token", missing),
         ):
             if is_wrong:
-                raise located_error(key, getattr(self, key), need, "correct one of the two")
+                raise located_error(key, getattr(self, key), need, fix)
         return self

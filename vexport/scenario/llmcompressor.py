@@ -16,6 +16,7 @@ from pydantic import JsonValue, ValidationError
 
 from vexport.config_files import load_yaml
 from vexport.errors import InputError, InputErrors, nearest, shown
+from vexport.errors.validation import validation_problems
 from vexport.formats.arguments import parse_args
 from vexport.formats.schemes import KEEP, get_scheme
 from vexport.records import KvCache
@@ -214,7 +215,7 @@ def _ignored(modifier: _Modifier) -> list[IgnoredLayers]:
         try:
             rules.append(IgnoredLayers(match=pattern, scheme=KEEP))
         except ValidationError as error:
-            need = error.errors()[0]["msg"].removeprefix("Value error, ")
+            need = validation_problems(error)[0].need
             modifier.refuse("ignore", shown(pattern), need, "correct the pattern")
     return rules
 
@@ -272,16 +273,9 @@ def _rules(modifier: _Modifier) -> list[Rule]:
                     _rule({"match": target, **common, **scheme}, modifier.observers["input"])
                 )
             except ValidationError as error:
-                for problem in error.errors():
-                    value, need = problem["input"], problem["msg"].removeprefix("Value error, ")
-                    got = (
-                        "arguments that are not written"
-                        if isinstance(value, dict)
-                        else shown(value)
-                    )
-                    modifier.refuse(
-                        _place(modifier, where, problem["loc"]), got, need, "correct the value"
-                    )
+                for problem in validation_problems(error):
+                    place = _place(modifier, where, problem.keys)
+                    modifier.refuse(place, problem.found, problem.need, "correct the value")
     return sorted(rules, key=lambda rule: _breadth(rule.match))
 
 
@@ -297,9 +291,10 @@ def _rule(keys: Keys, input_observer: JsonValue) -> Rule:
     return Rule.model_validate({**given, "input_observer": input_observer})
 
 
-def _place(modifier: _Modifier, where: str, loc: tuple[int | str, ...]) -> str:
+def _place(modifier: _Modifier, where: str, keys: Sequence[str]) -> str:
     """Return the recipe's key that is the source of a rule's key, for an error's place."""
-    first, rest = str(loc[0]) if loc else "", "".join(f".{part}" for part in loc[1:])
+    first = keys[0] if keys else ""
+    rest = "".join(f".{key}" for key in keys[1:])
     if first.endswith("observer_kwargs"):
         part = "input_activations" if first.startswith("input") else "weights"
         return f"{where}.{part}.observer_kwargs{rest}"

@@ -1,10 +1,18 @@
 """Model of a scenario with its sections, and checks across the sections."""
 
+import re
 from pathlib import Path
 from typing import Annotated, Self
 
 from annotated_types import Ge
-from pydantic import Field, Strict, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    Strict,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from vexport.checkpoint.source import DEFAULT, parse_data
 from vexport.records import CalibrationData
@@ -18,7 +26,7 @@ from vexport.scenario.planning import (
     UnsupportedShapeSetting,
 )
 from vexport.scenario.rules import AUTO, Auto, Rule
-from vexport.scenario.section import ScenarioSection
+from vexport.scenario.section import ScenarioSection, located_error
 from vexport.scenario.serve import Serve
 
 
@@ -115,6 +123,20 @@ class Sensitivity(ScenarioSection):
     samples: Annotated[Positive, Key("Number of calibration rows to measure on.")] = 16
 
 
+_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
+MOST_CHARACTERS = 100
+
+
+def _check_name(value: str) -> str:
+    """Return the name of a run. Raise ValueError if it is not usable as a folder's name."""
+    if re.fullmatch(_NAME, value) is None or len(value) > MOST_CHARACTERS:
+        raise ValueError(
+            f"at most {MOST_CHARACTERS} letters, digits, dots, underscores and hyphens, "
+            "beginning with a letter or digit"
+        )
+    return value
+
+
 class Scenario(ScenarioSection):
     """One complete run.
 
@@ -124,7 +146,8 @@ class Scenario(ScenarioSection):
 
     name: Annotated[
         str,
-        Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100),
+        AfterValidator(_check_name),
+        WithJsonSchema({"type": "string", "pattern": _NAME, "maxLength": MOST_CHARACTERS}),
         Key(
             "Name of the run: letters, digits, dots, underscores and hyphens.",
             more="The run directory is `runs/NAME`.",
@@ -166,14 +189,16 @@ class Scenario(ScenarioSection):
 
     @model_validator(mode="after")
     def _check_sections_for_auto(self) -> Self:
-        if self.is_mixed != (self.auto is not None):
-            raise ValueError(
-                "a rule with scheme: auto and the section `auto` with its budget, or neither"
-            )
+        if self.is_mixed and self.auto is None:
+            need = "the candidates and the budget of the rule with scheme: auto"
+            raise located_error("auto", None, need, "add the section auto")
+        if self.auto is not None and not self.is_mixed:
+            need = "a rule with scheme: auto, to which this section applies"
+            fix = "add such a rule, or remove the section"
+            raise located_error("auto", self.auto.model_dump(mode="json"), need, fix)
         if self.calibration is None and (self.is_mixed or self.sensitivity):
-            raise ValueError(
-                "`calibration`, whose first samples show what each group of layers costs"
-            )
+            need = "text on which the loss of each group of layers is measured"
+            raise located_error("calibration", None, need, "add calibration: {data: default}")
         return self
 
     @property

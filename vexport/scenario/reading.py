@@ -7,21 +7,22 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
 
 from vexport.checkpoint.source import DEFAULT, parse_data, with_revision
 from vexport.config_files import load_yaml
-from vexport.errors import InputError, InputErrors, clip, nearest, shown
+from vexport.errors import InputError, InputErrors, clip, nearest
+from vexport.errors.validation import UNKNOWN_KEY, ValidationProblem, validation_problems
 from vexport.files import read_json_object, user_path
 from vexport.outputs import RECIPE
 from vexport.records import GENERATION_KEYS
+from vexport.records.values import plural
 from vexport.scenario.evaluate import Evaluate
 from vexport.scenario.model import Calibration, Scenario, Sensitivity
 from vexport.scenario.rules import Auto, Rule
 from vexport.scenario.serve import Serve
 
-# Maximum number of problems shown for a file, and of characters shown for a value.
-MOST_PROBLEMS, MOST_CHARACTERS = 50, 300
+# Maximum number of problems shown for a file.
+MOST_PROBLEMS = 50
 # Names of settings in other front ends of lm-eval or in vLLM, and the settings of scenarios.
 _OTHER_NAMES = {
     "fewshot": "evaluate.num_fewshot",
@@ -30,7 +31,7 @@ _OTHER_NAMES = {
     "chat_template": "evaluate.apply_chat_template (true, false or a template's name)",
     "system_prompt": "evaluate.system_instruction",
     "generation_kwargs": "evaluate.gen_kwargs",
-    "max_batch_size": "evaluate.batch_size, how many requests vLLM is given at once",
+    "max_batch_size": "evaluate.batch_size (the number of requests that vLLM gets at once)",
 }
 _SECTIONS: Mapping[str, type[BaseModel]] = {
     "rules": Rule,
@@ -48,47 +49,35 @@ def problems_at(where: str) -> Iterator[None]:
     try:
         yield
     except ValidationError as error:
-        causes = _causes(error.errors())
-        problems = [_problem(where, detail) for detail in causes[:MOST_PROBLEMS]]
-        if len(causes) > MOST_PROBLEMS:
-            got = f"{len(causes) - MOST_PROBLEMS:,} more problems"
+        causes = validation_problems(error)
+        problems = [_located(where, problem) for problem in causes[:MOST_PROBLEMS]]
+        more = len(causes) - MOST_PROBLEMS
+        if more > 0:
+            got = f"{plural(more, 'more problem')}, not shown here"
             problems.append(
-                InputError(where, got=got, need="a scenario", fix="correct the first ones")
+                InputError(where, got=got, need="", fix="correct the problems above first")
             )
         raise InputErrors(problems) from None
 
 
-def _causes(details: Sequence[ErrorDetails]) -> list[ErrorDetails]:
-    """Return the errors without errors that follow from a deeper error in the same value."""
-    followed = {detail["loc"][:end] for detail in details for end in range(len(detail["loc"]))}
-    return [detail for detail in details if detail["loc"] not in followed]
+def _located(file: str, problem: ValidationProblem) -> InputError:
+    where = f"{file}: {problem.place}" if problem.place else file
+    if problem.kind != UNKNOWN_KEY:
+        return problem.at(where)
+    *sections, name = problem.keys
+    section = next((_SECTIONS[part] for part in sections if part in _SECTIONS), Scenario)
+    key, known = clip(name, 100), list(section.model_fields)
+    need = f"one of {', '.join(known)}"
+    return InputError(where, got=f"the unknown key {key!r}", need=need, fix=_advice(key, known))
 
 
-def _problem(file: str, detail: ErrorDetails) -> InputError:
-    key_path = clip(".".join(str(part) for part in detail["loc"]), MOST_CHARACTERS)
-    where = f"{file}: {key_path}" if key_path else file
-    if detail["type"] == "extra_forbidden":
-        section = next(
-            (_SECTIONS[str(part)] for part in detail["loc"][:-1] if part in _SECTIONS), Scenario
-        )
-        key, known = clip(str(detail["loc"][-1]), 100), list(section.model_fields)
-        need = f"one of {', '.join(known)}"
-        return InputError(
-            where, got=f"the unknown key {key!r}", need=need, fix=_where_to(key, known)
-        )
-    if detail["type"] == "missing":
-        return InputError(where, got="nothing", need="a value", fix="add the key")
-    need, value = detail["msg"].removeprefix("Value error, "), detail["input"]
-    got = f"the keys {', '.join(map(str, value))}" if isinstance(value, dict) else shown(value)
-    fix = str(detail.get("ctx", {}).get("fix", "correct the value"))
-    return InputError(where, got=clip(got, MOST_CHARACTERS), need=need, fix=fix)
-
-
-def _where_to(key: str, known: Sequence[str]) -> str:
+def _advice(key: str, known: Sequence[str]) -> str:
+    """Return where an unknown key belongs, or the known key with the most similar name."""
     if key in _OTHER_NAMES:
         return f"write {_OTHER_NAMES[key]}"
-    if homes := [name for name, model in _SECTIONS.items() if key in model.model_fields]:
-        return f"move it to {' or '.join(homes)}"
+    sections = [name for name, model in _SECTIONS.items() if key in model.model_fields]
+    if sections:
+        return f"move it to {' or '.join(sections)}"
     if key in GENERATION_KEYS:
         return f"move it to evaluate.gen_kwargs: {{{key}: ...}}"
     return f"remove it{nearest(key, known)}"
@@ -129,16 +118,17 @@ def _absolute(scenario: Scenario, folder: Path) -> Scenario:
     changes: dict[str, object] = {"source": source, "revision": None}
     if text := scenario.calibration:
         changes["calibration"] = text.model_copy(update={"data": data(text.data)})
-    if asked := scenario.evaluate:
+    if evaluate := scenario.evaluate:
         update = {
             "tasks": tuple(
-                absolute(name) if name.endswith((".yaml", ".yml")) else name for name in asked.tasks
+                absolute(name) if name.endswith((".yaml", ".yml")) else name
+                for name in evaluate.tasks
             ),
-            "text": data(asked.text) if asked.text else None,
-            "baseline": local(asked.baseline) if asked.baseline else None,
-            "include_path": tuple(Path(absolute(path)) for path in asked.include_path),
+            "text": data(evaluate.text) if evaluate.text else None,
+            "baseline": local(evaluate.baseline) if evaluate.baseline else None,
+            "include_path": tuple(Path(absolute(path)) for path in evaluate.include_path),
         }
-        changes["evaluate"] = asked.model_copy(update=update)
+        changes["evaluate"] = evaluate.model_copy(update=update)
     return scenario.model_copy(update=changes)
 
 

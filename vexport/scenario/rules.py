@@ -51,9 +51,9 @@ from vexport.scenario.section import (
 # Name of the scheme that vexport chooses, by measured losses and a budget.
 AUTO = "auto"
 # Keys of a rule or candidate that define a scheme together with its name or instead of it.
-SIZE, WEIGHTS, INPUTS = OWN_KEYS = ("group_size", "weights", "input_activations")
+SIZE, WEIGHTS, INPUTS = SCHEME_KEYS = ("group_size", "weights", "input_activations")
 # An observer class of another package.
-_CLASS = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_CLASS_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 # Strategies of weights that observers by importance support: a scale belongs to columns of one row.
 WITH_IMPORTANCE = ("channel", "group", "tensor_group")
 
@@ -67,7 +67,7 @@ def parse_group_size(value: object) -> int | None:
     if isinstance(value, str) and value.lower() == "channel" or value == -1:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1_000_000:
-        raise ValueError("a number of columns (32, 64, 128), or channel for one scale a row")
+        raise ValueError("a number of columns such as 64, or channel for one scale per row")
     return value
 
 
@@ -77,25 +77,26 @@ def with_named_scheme(content: Mapping[str, JsonValue]) -> Mapping[str, JsonValu
     Observers in the arguments become the rule's observers. Raises pydantic's ValidationError at the
     wrong key.
     """
-    size, weights, inputs = (content.get(key) for key in OWN_KEYS)
-    others = {key: value for key, value in content.items() if key not in OWN_KEYS}
+    size, weights, inputs = (content.get(key) for key in SCHEME_KEYS)
+    others = {key: value for key, value in content.items() if key not in SCHEME_KEYS}
     scheme = others.get("scheme")
     if weights is None:
         if inputs is not None:
-            need = "the arguments of the weights as well"
-            raise located_error(INPUTS, inputs, need, "add weights, or name a scheme")
-        return others if size is None else {**others, "scheme": _sized(size, scheme)}
+            need = "weights in the same rule"
+            raise located_error(INPUTS, inputs, need, "add weights, or use a scheme instead")
+        return others if size is None else {**others, "scheme": _with_group_size(size, scheme)}
     if scheme is not None:
-        need = "a scheme, or weights with the arguments themselves"
-        raise located_error("scheme", scheme, need, "remove one of the two")
+        need = "either scheme or weights"
+        raise located_error("scheme", scheme, need, "remove one of them")
     if size is not None:
-        raise located_error(SIZE, size, "the group size once", "write it into weights")
+        need = "the group size inside weights"
+        raise located_error(SIZE, size, need, "move it to weights.group_size")
     try:
         name = named_scheme(own_args(weights, inputs)).name
     except ValueError as error:
         raise located_error(WEIGHTS, weights, str(error), "correct the arguments") from None
     except InputError as error:
-        need = f"{error.need} (these are: {error.got})"
+        need = f"{error.need}, not {error.got}"
         raise located_error(WEIGHTS, weights, need, error.fix) from None
     observers = {
         f"{prefix}{key}": args[key]
@@ -106,14 +107,14 @@ def with_named_scheme(content: Mapping[str, JsonValue]) -> Mapping[str, JsonValu
     return {**observers, **others, "scheme": name}
 
 
-def _sized(size: JsonValue, scheme: JsonValue) -> JsonValue:
+def _with_group_size(size: JsonValue, scheme: JsonValue) -> JsonValue:
     """Return the name of the scheme with this group size.
 
     An unknown scheme is returned unchanged. The validator of `scheme` reports it.
     """
     if scheme in (KEEP, AUTO):
-        need = f"no group size with scheme: {scheme}"
-        raise located_error(SIZE, size, need, "remove it, or name a scheme")
+        need = f"no value here: scheme {scheme} has no group size"
+        raise located_error(SIZE, size, need, "remove it, or use another scheme")
     try:
         columns = parse_group_size(size)
         if isinstance(scheme, str) and is_scheme(scheme_name(scheme)):
@@ -142,9 +143,9 @@ def _known_observer(name: str | None) -> str | None:
     module = sys.modules.get("vexport.observers.base")
     registered = [kind.registry_name for kind in module.Observer.named()] if module else []
     known = dict.fromkeys((*OBSERVERS, *registered))
-    spelled = folded(observer_name(name))
-    found = next((each for each in known if folded(each) == spelled), None)
-    if found is None and not _CLASS.fullmatch(name):
+    folded_name = folded(observer_name(name))
+    found = next((each for each in known if folded(each) == folded_name), None)
+    if found is None and not _CLASS_PATH.fullmatch(name):
         raise ValueError(
             f"one of {', '.join(known)}, or package.module:Class{nearest(name, tuple(known))}"
         )
@@ -155,8 +156,9 @@ def _keyword_problems(
     key: str, name: str | None, keywords: Mapping[str, OptionValue]
 ) -> Iterator[KeyProblem]:
     if name is None and keywords:
-        need = "the observer that they are for"
-        yield (key,), dict(keywords), need, f"add {key.removesuffix('_kwargs')}"
+        observer = key.removesuffix("_kwargs")
+        need = f"{observer} in the same rule"
+        yield (key,), dict(keywords), need, f"add {observer}, or remove the keywords"
     if name is None or name not in OBSERVERS:  # a class of another package checks its keywords
         return
     for keyword, need in option_problems(OBSERVERS[name].options, keywords):
@@ -164,7 +166,7 @@ def _keyword_problems(
             (key, keyword),
             keywords[keyword],
             need,
-            f"correct it, or remove it: it is a keyword of {name}",
+            f"correct or remove this keyword of {name}",
         )
 
 
@@ -175,22 +177,19 @@ def _observer_problems(
     known = None if scheme in (KEEP, AUTO) else get_scheme(scheme)
     strategy = known.args.weights.strategy if known else WITH_IMPORTANCE[0]
     if observer in BY_IMPORTANCE and strategy not in WITH_IMPORTANCE:
-        need = (
-            f"an observer without importance: {scheme} has one scale a {strategy}, of many "
-            f"input channels"
-        )
+        need = f"an observer without importance, because {scheme} has one scale per {strategy}"
         yield ("observer",), observer, need, "use memoryless_mse"
     if input_observer is None:
         return
     if input_observer in BY_IMPORTANCE:
-        need = "an observer of ranges or of errors: importance is that of a weight's input channels"
+        need = "an observer without importance, which only weights have"
         yield ("input_observer",), input_observer, need, "use static_minmax, minmax or mse"
     elif scheme == KEEP:
         yield ("input_observer",), input_observer, "a scheme that quantizes inputs", "remove it"
     elif known is not None and not known.args.calibrated:
-        inputs = known.args.input_activations
-        why = "scales its inputs when the model runs" if inputs else "leaves its inputs as they are"
-        need = f"a scheme with static input scales (FP8, NVFP4): {scheme} {why}"
+        is_dynamic = known.args.input_activations is not None
+        reason = "computes them at run time" if is_dynamic else "does not quantize inputs"
+        need = f"a scheme with static input scales, such as FP8 or NVFP4: {scheme} {reason}"
         yield ("input_observer",), input_observer, need, "remove it, or use another scheme"
 
 
@@ -267,11 +266,11 @@ class Refit(ScenarioSection):
     @model_validator(mode="after")
     def _check_method_has_strength(self) -> Self:
         if self.method != "refit":
-            raise ValueError("method refit: nothing else has a strength")
+            raise ValueError("method refit, the only one with a strength and a ridge")
         return self
 
 
-def _scheme_or_weights(schema: dict[str, JsonValue]) -> None:
+def _require_scheme_or_weights(schema: dict[str, JsonValue]) -> None:
     """Change a rule's JSON schema to require either `scheme` or `weights`."""
     schema["required"] = ["match"]
     schema["anyOf"] = [{"required": ["scheme"]}, {"required": ["weights"]}]
@@ -288,7 +287,7 @@ class Rule(ScenarioSection):
     of compressed-tensors. After validation, `scheme` contains the name in all three cases.
     """
 
-    model_config = ConfigDict(json_schema_extra=_scheme_or_weights)
+    model_config = ConfigDict(json_schema_extra=_require_scheme_or_weights)
 
     of_recipe: ClassVar[bool] = False
 
@@ -349,7 +348,7 @@ class Rule(ScenarioSection):
         try:
             re.compile(value.removeprefix("re:") if value.startswith("re:") else "")
         except REFUSED as error:
-            raise ValueError(f"a regular expression after re: ({error})") from None
+            raise ValueError(f"a valid regular expression after re: ({error})") from None
         return value
 
     @field_validator("scheme")
@@ -413,13 +412,13 @@ class Auto(ScenarioSection):
     def _check_candidates(cls, values: tuple[str, ...]) -> tuple[str, ...]:
         names = tuple(_known_scheme(name, KEEP) for name in values)
         if len(set(names)) < len(names):
-            raise ValueError("each candidate once")
+            raise ValueError("each candidate only once")
         return names
 
     @model_validator(mode="after")
     def _check_one_budget(self) -> Self:
         if sum(getattr(self, kind) is not None for kind in get_args(BudgetKind)) != 1:
-            raise ValueError(f"one budget: {', '.join(get_args(BudgetKind))}")
+            raise ValueError(f"exactly one budget: {' or '.join(get_args(BudgetKind))}")
         return self
 
     @property

@@ -28,7 +28,7 @@ class ScenarioSection(BaseModel):
         values = value if isinstance(value, list | tuple) else [value]
         kind = str(cls.model_fields[info.field_name or ""].annotation)
         if any(isinstance(item, bool) for item in values) and "bool" not in kind:
-            raise ValueError("neither true nor false")
+            raise ValueError("a number or text, not true or false")
         return value
 
 

@@ -13,13 +13,13 @@ from pydantic import (
     field_validator,
     model_validator,
 )
-from pydantic_core import ErrorDetails
 
 from vexport.errors import InputError, InputErrors
+from vexport.errors.validation import ValidationProblem, validation_problems
 from vexport.formats.gpus import GENERATIONS, parse_capability
 from vexport.records.values import Positive
 from vexport.scenario.declaring import Key, Option, options_of
-from vexport.scenario.section import KeyProblem, ScenarioSection, located_errors
+from vexport.scenario.section import KeyProblem, ScenarioSection, located_error, located_errors
 
 EngineArguments = Mapping[str, JsonValue]
 """Arguments of `vllm.EngineArgs` by name."""
@@ -34,35 +34,34 @@ CANDIDATE_ONLY = (
     *("kv_cache_dtype", "kv_cache_dtype_skip_layers", "calculate_kv_scales"),
     *("quantization", "quantization_config", "allow_deprecated_quantization"),
 )
-_CHECKPOINT = "what the checkpoint itself holds, which is what is judged"
-_SAMPLING = "the sampling that each task of lm-eval asks for, or set it in the task"
+_CHECKPOINT = "no value here: the checkpoint's own files are judged"
+_SAMPLING = "auto: each task of lm-eval defines its sampling"
 # Arguments that vexport sets: the values that change nothing and are allowed, and the text of the
 # error's `need` for all other values.
-_OWNED: Mapping[str, tuple[Sequence[JsonValue], str]] = {
+_RESERVED: Mapping[str, tuple[Sequence[JsonValue], str]] = {
     **dict.fromkeys(("model_weights", "hf_config_path", "tokenizer_revision"), ((), _CHECKPOINT)),
     **dict.fromkeys(("tokenizer", "revision", "code_revision"), ((), _CHECKPOINT)),
-    "model": ((), "no model: the checkpoint and its baseline are served"),
+    "model": ((), "no value here: vexport serves the checkpoint and its baseline"),
     "skip_tokenizer_init": ((False,), "false: prompts are text"),
-    "runner": (("auto", "generate"), "generate: the answers are generated text"),
-    "convert": (("auto", "none"), "none: the answers are generated text"),
-    "trust_remote_code": ((False,), "the option --trust-remote-code"),
-    "hf_token": ((), "the environment variable HF_TOKEN: reports name every argument"),
-    "seed": ((), "evaluate.seed, which seeds vLLM and lm-eval alike"),
+    "runner": (("auto", "generate"), "generate: the model must generate text"),
+    "convert": (("auto", "none"), "none: the model must generate text"),
+    "trust_remote_code": ((False,), "the option --trust-remote-code instead"),
+    "hf_token": ((), "the environment variable HF_TOKEN instead: reports list all arguments"),
+    "seed": ((), "evaluate.seed instead, which sets the seed of vLLM and of lm-eval"),
     "enable_prefix_caching": (
         (False,),
-        "false: a cached prompt has no log-probabilities, and answers must not depend on their "
-        "order",
+        "false: vLLM returns no log-probabilities of cached prompts",
     ),
-    "max_logprobs": ((-1,), "-1: log-probabilities of the whole vocabulary are compared"),
-    "logprobs_mode": (("raw_logprobs",), "raw_logprobs, which lm-eval scores"),
+    "max_logprobs": ((-1,), "-1: vexport compares log-probabilities of the whole vocabulary"),
+    "logprobs_mode": (("raw_logprobs",), "raw_logprobs: lm-eval scores raw log-probabilities"),
     "generation_config": (("auto", "vllm"), _SAMPLING),
     "override_generation_config": (({},), _SAMPLING),
-    "data_parallel_size": ((1,), "1: one engine answers; evaluate a served model by its address"),
-    "worker_extension_cls": ((), "vexport's own, which names the kernels that ran"),
-    "nnodes": (
+    "data_parallel_size": (
         (1,),
-        "1: over several hosts start a Ray cluster, and distributed_executor_backend ray",
+        "1: for data parallelism, start a server and evaluate it by its address",
     ),
+    "worker_extension_cls": ((), "no value here: vexport sets its own class to report kernels"),
+    "nnodes": ((1,), "1: for several hosts, use Ray and distributed_executor_backend ray"),
 }
 
 
@@ -183,7 +182,8 @@ class Serve(ScenarioSection):
         """
         if not isinstance(values, dict) or not isinstance(values.get("engine_args"), dict):
             return values
-        keys, others = {**values}, dict[str, JsonValue]()
+        keys = {**values}
+        others: dict[str, JsonValue] = {}
         for name, value in values["engine_args"].items():
             key = name.replace("-", "_") if isinstance(name, str) else name
             if key in TYPED and keys.get(key) is None:
@@ -198,7 +198,7 @@ class Serve(ScenarioSection):
         known = {value: value if value == "cpu" else parse_capability(value) for value in values}
         if None in known.values():
             raise ValueError(
-                f"cpu or the capability of a GPU: {', '.join(f'sm{sm}' for sm in GENERATIONS)}"
+                f"cpu or a compute capability: {', '.join(f'sm{sm}' for sm in GENERATIONS)}"
             )
         return tuple(value if value == "cpu" else f"sm{known[value]}" for value in values)
 
@@ -209,17 +209,16 @@ class Serve(ScenarioSection):
     ) -> dict[str, JsonValue]:
         problems: list[KeyProblem] = []
         for name, value in values.items():
-            typed, (allowed, need) = info.data.get(name), _OWNED.get(name, ((value,), ""))
+            typed = info.data.get(name)
+            allowed, need = _RESERVED.get(name, ((value,), ""))
             if typed is not None:
-                problems.append(
-                    ((name,), value, f"{typed!r}, as {name} has it", f"give {name} once")
-                )
+                need = f"{typed!r}, the value of the setting {name}"
+                problems.append(((name,), value, need, f"set {name} only once"))
             elif value not in allowed:
                 problems.append(((name,), value, need, "remove it"))
             elif (name, value) == ("load_format", "dummy"):
-                problems.append(
-                    ((name,), value, "the checkpoint's weights, not random ones", "remove it")
-                )
+                need = "a format that loads the checkpoint's weights, not random weights"
+                problems.append(((name,), value, need, "remove it"))
         if problems:
             raise located_errors(problems)
         return values
@@ -227,7 +226,8 @@ class Serve(ScenarioSection):
     @model_validator(mode="after")
     def _check_uni_has_one_device(self) -> Self:
         if self.distributed_executor_backend == "uni" and self.devices > 1:
-            raise ValueError(f"distributed_executor_backend mp or ray for {self.devices} devices")
+            need = f"mp or ray: uni runs one device, and {self.devices} are set"
+            raise located_error("distributed_executor_backend", "uni", need, "use mp")
         return self
 
     @property
@@ -292,17 +292,15 @@ def with_options(
     try:
         return Serve.model_validate(keys)
     except ValidationError as error:
-        problems = [_option_error(detail, options) for detail in error.errors()]
+        problems = [_option_error(problem, options) for problem in validation_problems(error)]
     raise InputErrors(problems)
 
 
-def _option_error(detail: ErrorDetails, options: EngineArguments) -> InputError:
-    section, *rest = map(str, detail["loc"] or ("",))
+def _option_error(problem: ValidationProblem, options: EngineArguments) -> InputError:
+    """Return the problem with the name of the option that sets the value."""
+    section, *rest = problem.keys or ("",)
     name = rest[0] if rest else section
-    names = {option.key: option.names[0] for option in options_of(Serve)}
-    return InputError(
-        names[name] if section in options else f"--engine-arg {name}".strip(),
-        got=repr(detail["input"]),
-        need=detail["msg"].removeprefix("Value error, "),
-        fix=str(detail.get("ctx", {}).get("fix", "correct the value")),
-    )
+    if section in options:
+        names = {option.key: option.names[0] for option in options_of(Serve)}
+        return problem.at(names[name])
+    return problem.at(f"--engine-arg {name}".strip())

@@ -1,0 +1,206 @@
+"""Validation errors of pydantic as places and requirements of vexport's messages.
+
+pydantic reports each alternative of a union as an error of its own, with the alternative's name in
+the place: `limit.int` and `limit.float`. Here they become one problem: `limit` needs a number.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from vexport.errors import InputError, clip, nearest, shown
+
+MOST_CHARACTERS = 300
+MISSING = "missing"
+UNKNOWN_KEY = "extra_forbidden"
+# What a value of the wrong type should be, by pydantic's type of error.
+_KINDS: Mapping[str, str] = {
+    "bool_parsing": "true or false",
+    "bool_type": "true or false",
+    "callable_type": "a function",
+    "dataclass_type": "a mapping of keys to values",
+    "dict_type": "a mapping of keys to values",
+    "finite_number": "a finite number",
+    "float_parsing": "a number",
+    "float_type": "a number",
+    "int_from_float": "a whole number",
+    "int_parsing": "a whole number",
+    "int_parsing_size": "a whole number with fewer digits",
+    "int_type": "a whole number",
+    "list_type": "a list",
+    "mapping_type": "a mapping of keys to values",
+    "missing": "a value",
+    "model_attributes_type": "a mapping of keys to values",
+    "model_type": "a mapping of keys to values",
+    "none_required": "null",
+    "path_type": "a path",
+    "set_type": "a list",
+    "string_type": "text",
+    "string_unicode": "text in Unicode",
+    "tuple_type": "a list",
+}
+# Types of errors that a validator of ours, or of vLLM, has raised.
+_RAISED = frozenset({"value_error", "assertion_error", "setting"})
+# Names of alternatives in places: `int`, `literal['auto']`, `dict[str,any]`, `Refit`.
+_ALTERNATIVE = re.compile(
+    r"none|bool|int|float|str|bytes|list|tuple|dict|set|path|[A-Z]\w*|[\w-]+\[.*\]", re.DOTALL
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidationProblem:
+    """A value that is not valid: its keys, the value itself, what is needed, and the remedy.
+
+    `kind` is pydantic's type of error.
+    """
+
+    keys: tuple[str, ...]
+    value: object
+    need: str
+    fix: str
+    kind: str
+
+    @property
+    def place(self) -> str:
+        """The path of the key, such as `evaluate.limit`, or "" for the whole input."""
+        return clip(".".join(self.keys), MOST_CHARACTERS)
+
+    @property
+    def found(self) -> str:
+        """The value as messages show it."""
+        if self.value is None or self.value == ():
+            return "nothing"
+        if isinstance(self.value, dict):
+            return clip(f"the keys {', '.join(map(str, self.value))}", MOST_CHARACTERS)
+        value = list(self.value) if isinstance(self.value, tuple) else self.value
+        return shown(value, MOST_CHARACTERS)
+
+    def at(self, where: str, fix: str = "") -> InputError:
+        """Return the error of bad input at a place. `fix` replaces the usual remedy."""
+        if self.kind == MISSING:
+            return InputError(where, got="the key is missing", need="", fix=fix or "add it")
+        return InputError(where, got=self.found, need=self.need, fix=fix or self.fix)
+
+
+def validation_problems(error: ValidationError) -> list[ValidationProblem]:
+    """Return one problem for each value that is not valid, in pydantic's order.
+
+    Errors that follow from an error deeper in the same value are left out.
+    """
+    details = error.errors()
+    followed = {detail["loc"][:end] for detail in details for end in range(len(detail["loc"]))}
+    problems = [_problem(detail) for detail in details if detail["loc"] not in followed]
+    return _merged(problems)
+
+
+def requirement(detail: ErrorDetails) -> str:
+    """Return what a valid value would be: `a number above 0`, `text`, `fp8 or fp8_per_head`."""
+    kind = detail["type"]
+    if kind in _KINDS:
+        return _KINDS[kind]
+    if kind in ("literal_error", "enum"):
+        return _one_of(str(detail["ctx"]["expected"]), detail["input"])
+    return _bound(detail) or _message(detail["msg"])
+
+
+def _one_of(expected: str, value: object) -> str:
+    """Return pydantic's list of choices without quotes, and the choice nearest to the value."""
+    choices = re.findall(r"'([^']*)'", expected)
+    hint = nearest(value, choices) if isinstance(value, str) and len(choices) > 1 else ""
+    return expected.replace("'", "") + hint
+
+
+def _bound(detail: ErrorDetails) -> str:
+    """Return the requirement of an error about a bound or a length, or "" for other errors."""
+    kind = detail["type"]
+    context = detail.get("ctx", {})
+    if kind == "greater_than":
+        return f"a number above {_number(context['gt'])}"
+    if kind == "greater_than_equal":
+        return f"a number of at least {_number(context['ge'])}"
+    if kind == "less_than":
+        return f"a number below {_number(context['lt'])}"
+    if kind == "less_than_equal":
+        return f"a number of at most {_number(context['le'])}"
+    if kind == "too_short":
+        return f"a list of at least {_counted(context['min_length'], 'value')}"
+    if kind == "too_long":
+        return f"a list of at most {_counted(context['max_length'], 'value')}"
+    if kind == "string_too_short":
+        least = context["min_length"]
+        return "text, which must not be empty" if least == 1 else f"at least {least} characters"
+    if kind == "string_too_long":
+        return f"at most {_counted(context['max_length'], 'character')}"
+    if kind == "string_pattern_mismatch":
+        return f"text that matches the regular expression {context['pattern']}"
+    return ""
+
+
+def _number(bound: float) -> str:
+    """Return a bound without decimals that are zero: 1.0 becomes 1."""
+    return f"{int(bound):,}" if bound == int(bound) else f"{bound:g}"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def _message(text: str) -> str:
+    """Return another message of pydantic, or the text of a ValueError, without its beginning."""
+    for beginning in ("Value error, ", "Assertion failed, ", "Input should be "):
+        text = text.removeprefix(beginning)
+    return text
+
+
+def _problem(detail: ErrorDetails) -> ValidationProblem:
+    return ValidationProblem(
+        keys=tuple(str(part) for part in detail["loc"]),
+        value=detail["input"],
+        need=requirement(detail),
+        fix=str(detail.get("ctx", {}).get("fix", "correct the value")),
+        kind=detail["type"],
+    )
+
+
+def _merged(problems: Sequence[ValidationProblem]) -> list[ValidationProblem]:
+    """Return the problems with one problem for all alternatives of a union."""
+    by_key: dict[str, list[ValidationProblem]] = {}
+    merged: list[ValidationProblem] = []
+    for problem in problems:
+        if problem.keys:
+            below = replace(problem, keys=problem.keys[1:])
+            by_key.setdefault(problem.keys[0], []).append(below)
+        else:
+            merged.append(problem)
+    if len(by_key) > 1 and all(map(_ALTERNATIVE.fullmatch, by_key)):
+        return [*merged, *_nearest_alternative(list(by_key.values()))]
+    for key, inner in by_key.items():
+        merged += [replace(each, keys=(key, *each.keys)) for each in _merged(inner)]
+    return merged
+
+
+def _nearest_alternative(
+    alternatives: Sequence[Sequence[ValidationProblem]],
+) -> list[ValidationProblem]:
+    """Return the problems of the alternative that the user has probably meant.
+
+    This is the first alternative with errors inside the value, or else an alternative that a
+    validator of ours refuses. If all alternatives need other types, return one problem that names
+    all of them.
+    """
+    for problems in alternatives:
+        if all(problem.keys for problem in problems):
+            return _merged(problems)
+    flat = [problem for problems in alternatives for problem in problems if not problem.keys]
+    raised = [problem for problem in flat if problem.kind in _RAISED]
+    if raised:
+        return raised[:1]
+    needs = list(dict.fromkeys(problem.need for problem in flat))
+    if "a number" in needs and "a whole number" in needs:
+        needs.remove("a whole number")
+    *first, last = needs
+    need = f"{', '.join(first)} or {last}" if first else last
+    return [replace(flat[0], need=need)]
