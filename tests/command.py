@@ -1,4 +1,4 @@
-"""Runs a vexport command in this process, as the shell would see it."""
+"""Calls of vexport commands in this process, with the same results as in a shell."""
 
 import contextlib
 import io
@@ -30,6 +30,7 @@ class Ran:
 
 
 def vexport(*arguments: object) -> Ran:
+    """Run a command, and return its exit code and output."""
     out, err = io.StringIO(), io.StringIO()
     with (
         patch.object(sys, "argv", ["vexport", *map(str, arguments)]),
@@ -41,7 +42,7 @@ def vexport(*arguments: object) -> Ran:
 
 
 def findings(checkpoint: Path, *options: object) -> list[dict[str, str]]:
-    """Everything that `vexport check` finds in a checkpoint."""
+    """Return all findings of `vexport check` on a checkpoint."""
     ran = vexport("check", checkpoint, *options, "--format", "json", "--quiet")
     assert ran.stdout, ran.stderr
     (report,) = json.loads(ran.stdout)

@@ -10,7 +10,7 @@ import pytest
 from tests.engine.warm import Warm
 from tests.models import Good, quantize, save_llama, write_calibration
 
-# Of the cases of one test those that `--quick` runs: the first, the last and so many between them.
+# Most cases of a test that `--quick` runs, evenly spaced, with the first and the last.
 CASES = 5
 
 
@@ -27,7 +27,7 @@ def pytest_configure() -> None:
     """
     for number in (signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) is signal.SIG_IGN:
-            signal.signal(number, lambda *_: None)  # of which exec makes the default again
+            signal.signal(number, lambda *_: None)  # exec resets it to the default
     os.environ["VEXPORT_NO_VERIFY"] = "1"  # tests/quantize/test_proof.py has the dry load
 
 
@@ -43,6 +43,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def quick(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Return the fast tests, with at most CASES cases each."""
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         assert isinstance(item, pytest.Function)
@@ -61,7 +62,7 @@ def quick(items: list[pytest.Item]) -> list[pytest.Item]:
 
 @pytest.fixture(scope="session", autouse=True)
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Fork workers from a process that has imported vLLM, after the first worker started.
+    """Fork workers from a process that has imported vLLM. The first worker starts this process.
 
     All processes of pytest share it.
     """
@@ -74,14 +75,14 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture
-def own_products(monkeypatch: pytest.MonkeyPatch) -> None:
+def torch_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let models compute in their dtype like torch, for tests of equality to the last bit."""
     monkeypatch.setattr("vexport.calibration.capture.widens", lambda device: False)
 
 
 @pytest.fixture(scope="module")
-def own_products_in_module() -> Iterator[None]:
-    """The same as `own_products`, for the shared fixtures of a module."""
+def torch_products_in_module() -> Iterator[None]:
+    """Do the same as `torch_products`, for the shared fixtures of a module."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("vexport.calibration.capture.widens", lambda device: False)
         yield
@@ -89,7 +90,7 @@ def own_products_in_module() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A micro Llama checkpoint; read it, never write to it."""
+    """Save a micro Llama checkpoint. Tests only read it."""
     return save_llama(tmp_path_factory.mktemp("llama") / "model")
 
 
@@ -100,7 +101,7 @@ def calibration(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def good(tmp_path_factory: pytest.TempPathFactory, llama: Path, calibration: Path) -> Good:
-    """Return the micro Llama quantized in the scheme with this name. Never write to its folder."""
+    """Return a function that quantizes the micro Llama in a scheme. Tests only read the result."""
     root = tmp_path_factory.mktemp("good")
 
     def quantized(scheme: str) -> Path:

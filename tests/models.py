@@ -25,7 +25,7 @@ from vexport.checks import check_checkpoint
 from vexport.records import Finding
 
 VOCABULARY = 384
-# The fixture `good`: the micro Llama in the scheme of a name.
+# Type of the fixture `good`: the micro Llama in the scheme with this name.
 Good = Callable[[str], Path]
 SIZES: Mapping[str, int] = {
     "hidden_size": 256,
@@ -40,12 +40,12 @@ SIZES: Mapping[str, int] = {
 
 
 def save_llama(folder: Path, **changes: object) -> Path:
-    """A Llama with weights from a fixed seed; `changes` go to its config."""
+    """Save a Llama with weights from a fixed seed. `changes` apply to its config."""
     return _save(folder, LlamaForCausalLM, LlamaConfig(**{**SIZES, "dtype": "bfloat16", **changes}))
 
 
 def save_qwen3(folder: Path, **changes: object) -> Path:
-    """A Qwen3 with tied embeddings and normed queries and keys."""
+    """Save a Qwen3 with tied embeddings, and norms of queries and keys."""
     config = Qwen3Config(**{**SIZES, "dtype": "bfloat16", "tie_word_embeddings": True, **changes})
     return _save(folder, Qwen3ForCausalLM, config)
 
@@ -94,6 +94,7 @@ def write_tokenizer(folder: Path, words: Iterable[str] = WORDS) -> None:
 def write_calibration(
     path: Path, rows: int = 8, length: int = 32, vocabulary: int = VOCABULARY
 ) -> Path:
+    """Write rows of random token ids."""
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(3, vocabulary, (rows, length), generator=generator).tolist()
     path.write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in ids), encoding="utf-8")
@@ -103,8 +104,7 @@ def write_calibration(
 def quantize(source: Path, out: Path, scheme: str, *options: object) -> Path:
     """Quantize a checkpoint to `out`, which must succeed.
 
-    The defaults are rounding to nearest and no smoothing. There is no dry load; tests that need it
-    start it.
+    The defaults are rounding to nearest and no smoothing. Tests that need a dry load start it.
     """
     plain = {"--rounding": "nearest", "--smoothing": "0"}
     added = [word for name, value in plain.items() if name not in options for word in (name, value)]
@@ -116,7 +116,7 @@ def quantize(source: Path, out: Path, scheme: str, *options: object) -> Path:
 
 
 def save_w4a8_in_bytes(source: Path, out: Path) -> Path:
-    """Quantize a checkpoint to W4A8 as llm-compressor stores it: int-quantized, a code a byte."""
+    """Quantize to W4A8 as llm-compressor stores it: int-quantized, with one code per byte."""
     quantize(source, out, "W4A8")
     (out / "vexport.json").unlink()
     weights = out / "model.safetensors"
@@ -165,6 +165,7 @@ def problems(folder: Path) -> list[Finding]:
 
 
 def errors(folder: Path) -> list[Finding]:
+    """Return the errors of a checkpoint."""
     report = check_checkpoint(str(folder))
     found = [finding for finding in report.findings if finding.severity == "error"]
     assert report.ok is (not found)

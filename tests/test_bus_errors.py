@@ -1,4 +1,7 @@
-"""A mapped file that becomes shorter while it is read: one line with its name, and an exit code."""
+"""Mapped files that become shorter while they are read.
+
+The error is one line with the file's name.
+"""
 
 import ctypes
 import mmap
@@ -18,7 +21,7 @@ from tests.models import Good
 from vexport.bus_errors import problem_at
 from vexport.errors import EnvironmentFault
 
-# Reads two mapped files in two threads, which wait for each other; both files become shorter.
+# Reads two mapped files in two threads, which wait for each other. Both files become shorter.
 THREADS = """
 import mmap, os, sys
 from threading import Barrier, Thread
@@ -49,11 +52,11 @@ torch.set_num_threads(4)
 with open(sys.argv[1], "rb") as stream:
     mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
 values = torch.frombuffer(mapped, dtype=torch.uint8)
-os.truncate(sys.argv[1], 3_000_000)  # the last of four parts is gone
+os.truncate(sys.argv[1], 3_000_000)  # drops the last of four parts
 print(values.to(torch.float32).sum())
 """
-# Installs nothing over the handler that a program already has.
-OTHERS = """
+# A program with a handler, which vexport's handler must not replace.
+OTHER_HANDLER = """
 import faulthandler, mmap, os, sys
 faulthandler.enable()
 from vexport.bus_errors import install_bus_error_handler
@@ -65,8 +68,8 @@ print(mapped[50_000])
 """
 
 
-def cut(victim: Path, *arguments: object) -> None:
-    """Run a vexport command; the file `victim` becomes shorter as soon as it is mapped."""
+def run_with_cut(victim: Path, *arguments: object) -> None:
+    """Run a vexport command. The file `victim` becomes shorter when it is mapped."""
     status = victim.stat()
 
     class Cut(mmap.mmap):
@@ -104,7 +107,7 @@ def file_of(folder: Path, name: str, size: int = 400_000) -> Path:
 @pytest.mark.parametrize(
     "case", ["quantize", "check", "check --source", "repair", "repair --source"]
 )
-def test_a_truncated_source_is_one_line(case: str, good: Good, llama: Path, tmp_path: Path) -> None:
+def test_truncated_file_is_one_line(case: str, good: Good, llama: Path, tmp_path: Path) -> None:
     source, quantized, out = tmp_path / "source", tmp_path / "quantized", tmp_path / "out"
     shutil.copytree(llama, source)
     shutil.copytree(good("W4A16"), quantized)
@@ -118,7 +121,7 @@ def test_a_truncated_source_is_one_line(case: str, good: Good, llama: Path, tmp_
     folder, options = cases[case]
     (weights,) = folder.glob("*.safetensors")
     log = tmp_path / "log"
-    process = start(log, cut, weights, case.split()[0], *options, "--quiet")
+    process = start(log, run_with_cut, weights, case.split()[0], *options, "--quiet")
     process.join(100)
     (line,) = log.read_text().splitlines()
     assert process.exitcode == 2, line
@@ -128,7 +131,7 @@ def test_a_truncated_source_is_one_line(case: str, good: Good, llama: Path, tmp_
     assert not out.exists()
 
 
-def test_two_threads_say_one_line(tmp_path: Path) -> None:
+def test_two_threads_print_one_line(tmp_path: Path) -> None:
     files = [file_of(tmp_path, name) for name in ("one.safetensors", "two files.safetensors")]
     for _ in range(3):
         ran = run(THREADS, *files)
@@ -148,13 +151,13 @@ def test_threads_of_other_libraries(tmp_path: Path) -> None:
     assert line.startswith(f"error: {file}: ")
 
 
-def test_the_handler_of_a_caller_stays(tmp_path: Path) -> None:
-    ran = run(OTHERS, file_of(tmp_path, "model.safetensors"))
+def test_handler_of_caller_is_kept(tmp_path: Path) -> None:
+    ran = run(OTHER_HANDLER, file_of(tmp_path, "model.safetensors"))
     assert ran.returncode == -signal.SIGBUS
     assert "Fatal Python error: Bus error" in ran.stderr
 
 
-def test_what_is_no_truncation_is_a_fault_of_the_machine(tmp_path: Path) -> None:
+def test_other_bus_errors_are_environment_faults(tmp_path: Path) -> None:
     file = file_of(tmp_path, "model.safetensors")
     with file.open("r+b") as stream:
         mapped = mmap.mmap(stream.fileno(), 0)

@@ -1,4 +1,4 @@
-"""Every plug-in file is in its folder's table, and generated tables match installed packages."""
+"""Plug-in files are in their folder's table, and generated tables match the installed packages."""
 
 import gc
 import importlib.util
@@ -17,7 +17,7 @@ from vexport.formats.schemes import presets
 from vexport.records.observer_names import OBSERVERS
 
 PACKAGE = Path(__file__).parent.parent / "vexport"
-# Files of a plug-in folder that are no plug-in but what plug-ins share.
+# Files of a plug-in folder that plug-ins share.
 SHARED = {
     "formats": {
         "arguments",
@@ -39,7 +39,7 @@ def files(folder: str) -> set[str]:
     return {path.stem for path in (PACKAGE / folder).glob("*.py")} - {"__init__"} - SHARED[folder]
 
 
-def test_every_format_check_and_observer_is_listed() -> None:
+def test_formats_checks_and_observers_are_listed() -> None:
     assert {type(each).__module__.rpartition(".")[2] for each in formats.FORMATS} == files(
         "formats"
     )
@@ -49,11 +49,11 @@ def test_every_format_check_and_observer_is_listed() -> None:
     )
     listed = set(observers.OBSERVERS.values())
     assert {kind.__module__.rpartition(".")[2] for kind in listed} == files("observers")
-    gc.collect()  # classes that other tests defined and left
+    gc.collect()  # removes classes that other tests defined
     assert set(observers.Observer.named()) == listed
 
 
-def test_observers_are_named_without_torch_as_their_classes_are() -> None:
+def test_observer_names_match_classes() -> None:
     assert list(OBSERVERS) == list(observers.OBSERVERS)
     for name, kind in observers.OBSERVERS.items():
         assert OBSERVERS[name].options == kind.defaults
@@ -63,12 +63,12 @@ def test_observers_are_named_without_torch_as_their_classes_are() -> None:
         assert doc.startswith(OBSERVERS[name].summary)
 
 
-# Presets of compressed-tensors 0.20: the weights and the inputs of older ones.
+# Presets of compressed-tensors 0.20, with the weights and the inputs of two older presets.
 NEWER = {"MXFP4XFP8": ("MXFP4", "FP8_BLOCK")}
 
 
 @pytest.mark.filterwarnings("ignore:Using GROUP strategy for both")
-def test_presets_are_those_of_compressed_tensors() -> None:
+def test_presets_equal_compressed_tensors() -> None:
     from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES, QuantizationScheme
 
     assert presets().compressed_tensors == version("compressed-tensors")
@@ -92,8 +92,8 @@ def test_presets_are_those_of_compressed_tensors() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-def test_architectures_are_those_of_vllm() -> None:
-    """Classes by name, and one that everything rests on by what it fuses."""
+def test_architectures_equal_vllms() -> None:
+    """Compare the names of classes, and Llama's fused layers."""
     table = architecture_table()
     spec = importlib.util.find_spec("vllm")
     assert spec is not None
@@ -111,7 +111,7 @@ def test_architectures_are_those_of_vllm() -> None:
 
 
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="vLLM is not installed")
-def test_the_table_of_transformers_is_what_its_script_makes(tmp_path: Path) -> None:
+def test_table_of_transformers_is_current(tmp_path: Path) -> None:
     script, table = PACKAGE.parent / "scripts" / "generate_transformers.py", tmp_path / "table.json"
     subprocess.run([sys.executable, script, "--out", table], check=True)
     written = (PACKAGE / "architectures" / "transformers.json").read_text(encoding="utf-8")
@@ -120,7 +120,7 @@ def test_the_table_of_transformers_is_what_its_script_makes(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("what", ["schemes", "observers", "checks", "architectures"])
-def test_list_prints_every_entry(what: str) -> None:
+def test_list_prints_all_entries(what: str) -> None:
     text, rows = vexport("list", what), json.loads(vexport("list", what, "--format", "json").stdout)
     assert text.code == 0
     names = [next(iter(row.values())) for row in rows]

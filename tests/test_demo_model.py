@@ -1,4 +1,4 @@
-"""The committed demo: made by its scripts, similar variants, and matching tasks and data."""
+"""The committed demo: made by its scripts, with equal variants, tasks and data."""
 
 import json
 import subprocess
@@ -34,7 +34,10 @@ def texts_of(task: str, rows: int) -> list[str]:
 
 
 def logits(model: str, prompts: list[str]) -> torch.Tensor:
-    """[prompts, tokens, vocabulary] in bfloat16; the prompts need the same number of tokens."""
+    """Return logits in bfloat16 with shape (prompts, tokens, vocabulary).
+
+    The prompts need the same number of tokens.
+    """
     ids = torch.tensor(AutoTokenizer.from_pretrained(DEMO / model)(prompts)["input_ids"])
     loaded = LlamaForCausalLM.from_pretrained(DEMO / model, dtype=torch.bfloat16).eval()
     with torch.inference_mode():
@@ -43,7 +46,7 @@ def logits(model: str, prompts: list[str]) -> torch.Tensor:
 
 
 @pytest.mark.slow
-def test_committed_variants_are_what_the_script_writes(tmp_path: Path) -> None:
+def test_script_writes_committed_variants(tmp_path: Path) -> None:
     run_script("make_variants.py", tmp_path)
     for variant in VARIANTS:
         assert files_in(tmp_path / variant) == files_in(DEMO / variant)
@@ -60,14 +63,14 @@ def test_script_writes_committed_tasks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("task", ["addition", "facts"])
-def test_variants_have_the_logits_of_the_model_to_the_bit(variant: str, task: str) -> None:
+def test_variants_have_logits_of_model(variant: str, task: str) -> None:
     prompts = texts_of(task, 64)
     assert torch.equal(logits(variant, prompts), logits("model", prompts))
 
 
 @pytest.mark.parametrize(("task", "first_answer_word"), [("addition", 7), ("facts", 6)])
-def test_the_model_knows_the_answers(task: str, first_answer_word: int) -> None:
-    """`first_answer_word` counts the tokens before the answer, `<bos>` among them."""
+def test_model_gives_right_answers(task: str, first_answer_word: int) -> None:
+    """`first_answer_word` is the number of tokens before the answer, including `<bos>`."""
     texts = texts_of(task, 200)
     ids = torch.tensor(AutoTokenizer.from_pretrained(DEMO / "model")(texts)["input_ids"])
     choices = logits("model", texts).argmax(-1)
@@ -75,7 +78,7 @@ def test_the_model_knows_the_answers(task: str, first_answer_word: int) -> None:
     assert right.float().mean() >= 0.98
 
 
-def test_calibration_rows_are_long_and_known_to_the_tokenizer() -> None:
+def test_calibration_rows_are_long_without_unknown_tokens() -> None:
     tokenizer = AutoTokenizer.from_pretrained(DEMO / "model")
     texts = [
         json.loads(line)["text"] for line in (DEMO / "calibration.jsonl").read_text().splitlines()

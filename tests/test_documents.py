@@ -36,8 +36,8 @@ OPTIONS = {
     name: {option for one in command.params for option in (*one.opts, *one.secondary_opts)}
     for name, command in ALL_COMMANDS.items()
 }
-# Options of other tools and of scripts.
-OF_OTHERS = {
+# Options of other tools, and of scripts.
+OTHER_OPTIONS = {
     "--help",
     "--log_samples",
     "--nproc-per-node",
@@ -53,27 +53,25 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_commands_and_options_are_those_there_are(page: str) -> None:
-    """click parses those that are shown: command, options, their values and the number of
-    arguments.
-    """
+def test_commands_and_options_exist(page: str) -> None:
+    """click parses the shown commands with their options, values and arguments."""
     for line in PAGES[page].replace("\\\n", " ").splitlines():
         if shown := re.match(r"^(?: {4}|\s+- run: )(?:[.]venv/bin/)?(vexport .*)$", line):
             _, name, *rest = shlex.split(re.split(r"\s+(?:#|>|&&)\s?", shown[1])[0])
             with ALL_COMMANDS[name].make_context(name, rest):
                 pass
-    known = OF_OTHERS.union(*OPTIONS.values())
+    known = OTHER_OPTIONS.union(*OPTIONS.values())
     for code in INLINE[page]:
         words = code.split()
         if re.match(r"vexport [a-z]", code):
             given = {word.partition("=")[0] for word in words if word.startswith("-")}
-            assert given <= OPTIONS[words[1]] | OF_OTHERS, code
+            assert given <= OPTIONS[words[1]] | OTHER_OPTIONS, code
         elif code.startswith("--"):
             assert words[0].partition("=")[0] in known, code
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_files_and_links_lead_somewhere(path: Path) -> None:
+def test_files_and_links_exist(path: Path) -> None:
     vllm = import_module("importlib.util").find_spec("vllm")
     for code in INLINE[path.stem]:
         name = code.split()[0].removeprefix("./")

@@ -1,4 +1,4 @@
-"""Imports go one way, slow imports are late, and only the worker imports vLLM."""
+"""Imports go in one direction, slow imports are late, and only workers import vLLM."""
 
 import ast
 import subprocess
@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parent.parent / "vexport"
-# From the bottom to the top: a module may import from its own layer's package and from layers
-# below.
+# From bottom to top. A module may import from its own package and from lower layers.
 LAYERS = (
     {"version", "errors"},
     {"__init__", "records"},
@@ -28,10 +27,10 @@ LAYERS = (
 )
 MOST_LAYERS = 12
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
-# Imports inside functions: the command line and a check import what they run, the catalog the table
-# that is asked for, a quantization, a plan, a repair and a format what needs torch or numba,
-# several ranks torch, a download or card the hub's client; workers, separate programs, import vLLM,
-# lm-eval and what of vexport they are asked for.
+# Packages that may be imported inside functions. The command line and checks import the code that
+# they run, and the catalog imports the requested table. Code that needs torch, numba or the hub's
+# client imports it when it is needed. Workers are separate programs, which import vLLM, lm-eval and
+# the parts of vexport for their request.
 LATE = {
     "api": ("vexport",),
     "checks": ("vexport",),
@@ -62,8 +61,9 @@ HEAVY = (
 
 
 def modules() -> Iterator[tuple[str, Path]]:
-    """Every module with the name of the layer's part that it belongs to; `python -m` is the command
-    line.
+    """Yield each module with the name of its part of the package.
+
+    `python -m` is part of the command line.
     """
     for path in sorted(PACKAGE.rglob("*.py")):
         part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
@@ -71,7 +71,10 @@ def modules() -> Iterator[tuple[str, Path]]:
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[str, bool]]:
-    """(module imported, whether inside a function), type-checking blocks left out."""
+    """Yield each imported module, and whether the import is inside a function.
+
+    Imports for type checking are ignored.
+    """
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             continue
@@ -84,12 +87,12 @@ def imports(tree: ast.AST) -> Iterator[tuple[str, bool]]:
             yield node.module or "", False
 
 
-def test_every_part_has_a_layer() -> None:
+def test_all_packages_have_a_layer() -> None:
     assert {name for name, _ in modules()} == set(RANK)
     assert len(LAYERS) <= MOST_LAYERS
 
 
-def test_no_two_rooms_import_each_other() -> None:
+def test_packages_do_not_import_each_other() -> None:
     arrows = {
         (part, name.split(".")[1])
         for part, _, name, _ in all_imports()
@@ -100,7 +103,7 @@ def test_no_two_rooms_import_each_other() -> None:
 
 @cache
 def all_imports() -> list[tuple[str, Path, str, bool]]:
-    """Return (part, module, imported module, whether inside a function)."""
+    """Return part, module, imported module, and whether the import is inside a function."""
     return [
         (part, path, name, late)
         for part, path in modules()
@@ -126,11 +129,11 @@ def test_runs_import_only_rendering_from_reports() -> None:
         if part == "run" and name.startswith("vexport.reports")
     }
     rendering = {"vexport.reports", "vexport.reports.formatting"}
-    assert {name for _, name in drawn} <= rendering | {"vexport.reports.report"}  # the record
+    assert {name for _, name in drawn} <= rendering | {"vexport.reports.report"}  # the data class
     assert "making.py" not in {file for file, _ in drawn}  # the check stage
 
 
-def test_late_imports_are_the_named_ones() -> None:
+def test_late_imports_are_listed() -> None:
     late = [
         f"{path} imports {name} inside a function"
         for part, path, name, inside in all_imports()
@@ -152,7 +155,8 @@ def loaded_by(statement: str) -> set[str]:
     return set(ran.stdout.split())
 
 
-def test_the_command_line_a_plan_and_quantizing_by_ranges_load_nothing_heavy() -> None:
+def test_light_imports() -> None:
+    """The command line, plans, quantizing without text, and verdicts import no heavy packages."""
     assert not loaded_by("import vexport.cli, vexport") & set(HEAVY)
     assert not loaded_by("import vexport.plan.build, vexport.scenario") & {
         "torch",
@@ -177,8 +181,8 @@ def test_help_loads_no_pydantic(command: str) -> None:
 def test_check_loads_no_torch() -> None:
     loaded = loaded_by("import vexport.checks, vexport.reports, vexport.cli.check")
     assert not loaded & {"torch", "transformers", "scipy", "vllm"}
-    rooms = {name.split(".")[1] for name in loaded if name.startswith("vexport.")}
-    assert not rooms & {"plan", "scenario", "quantize", "evaluation", "repair", "run"}
+    packages = {name.split(".")[1] for name in loaded if name.startswith("vexport.")}
+    assert not packages & {"plan", "scenario", "quantize", "evaluation", "repair", "run"}
     others = (
         "checkpoint.hub",
         "outputs.directory",
@@ -187,7 +191,7 @@ def test_check_loads_no_torch() -> None:
     assert not loaded & {f"vexport.{name}" for name in others}
 
 
-def test_observers_that_need_no_text_load_no_transformers() -> None:
+def test_scale_search_loads_no_transformers() -> None:
     assert not loaded_by("import vexport.quantize.scale_search") & {
         "transformers",
         "compressed_tensors",

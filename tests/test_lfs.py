@@ -1,4 +1,4 @@
-"""Every command detects a Git LFS pointer in place of a file, before any work."""
+"""Commands detect a Git LFS pointer instead of a file before they start any work."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ TASK = Path(__file__).parent.parent / "scenarios" / "demo" / "tasks" / "addition
         ),
     ],
 )
-def test_pointers_are_called_so(
+def test_pointers_are_named(
     name: str, arguments: tuple[object, ...], good: Good, tmp_path: Path
 ) -> None:
     model = tmp_path / "model"
@@ -44,7 +44,7 @@ def test_pointers_are_called_so(
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
 
 
-def test_many_pointers_are_one_line_and_a_finding(good: Good, tmp_path: Path) -> None:
+def test_many_pointers_are_one_finding(good: Good, tmp_path: Path) -> None:
     model = tmp_path / "model"
     copytree(good("W8A8"), model)
     for number in range(1, 4):

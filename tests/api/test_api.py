@@ -1,4 +1,4 @@
-"""The functions of the API do the same as the commands, and return their results."""
+"""Functions of the API do the same as the commands, and return their results."""
 
 import json
 import subprocess
@@ -31,9 +31,7 @@ DEMO = Path(__file__).parents[2] / "scenarios" / "demo" / "model"
 
 
 @pytest.mark.slow
-def test_quantize_and_check_as_the_command_line(
-    llama: Path, calibration: Path, tmp_path: Path
-) -> None:
+def test_quantize_and_check_equal_commands(llama: Path, calibration: Path, tmp_path: Path) -> None:
     data = Calibration(data=str(calibration), samples=4)
     answer = quantize(llama, tmp_path / "a", scheme="NVFP4", calibration=data, ignore=["down_proj"])
     assert (answer.schemes, answer.calibration_rows) == (("NVFP4",), 4)
@@ -59,12 +57,12 @@ def test_quantize_and_check_as_the_command_line(
             check(tmp_path / name, speculative=drafter)
 
 
-def test_rules_in_the_place_of_a_scheme(llama: Path, tmp_path: Path) -> None:
+def test_rules_instead_of_scheme(llama: Path, tmp_path: Path) -> None:
     rules = [Rule(match="down_proj", scheme="W8A8"), Rule(match="Linear", scheme="FP8_DYNAMIC")]
     assert set(quantize(llama, tmp_path / "a", rules=rules).schemes) == {"W8A8", "FP8_DYNAMIC"}
     with pytest.raises(ValueError, match="scheme, recipe and rules"):
         quantize(llama, tmp_path / "b")
-    # The micro model has no tokenizer to read it with.
+    # The micro model has no tokenizer for the packaged data.
     with (
         pytest.warns(match="no calibration data was named"),
         pytest.raises(InputError, match="no usable tok"),
@@ -74,15 +72,15 @@ def test_rules_in_the_place_of_a_scheme(llama: Path, tmp_path: Path) -> None:
         evaluate(llama, Evaluate(tasks=("a",)), tmp_path / "results")
 
 
-def test_verdict_of_folders_that_are_none(tmp_path: Path) -> None:
+def test_verdict_of_missing_folders_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError):
         verdict(tmp_path / "a", tmp_path / "b")
     with pytest.raises(InputError, match="margin"):
         verdict(tmp_path, tmp_path, margin=2)
 
 
-def test_importing_it_imports_nothing_heavy() -> None:
-    """Each command is a function; `dir` shows these and the types they take, and no helper."""
+def test_import_is_light() -> None:
+    """`dir` lists a function for each command and the types of arguments, but no helpers."""
     assert not loaded_by("import vexport.api") & {*HEAVY, "numba", "pydantic"}
     commands = ALL_COMMANDS.keys() - {"demo"}
     assert commands <= set(dir(vexport.api))
@@ -94,15 +92,15 @@ def test_importing_it_imports_nothing_heavy() -> None:
 
 
 @pytest.mark.parametrize("module", ["planning", "checking", "reading", "repairing"])
-def test_functions_that_need_no_extra_load_none(module: str) -> None:
+def test_functions_without_extras_import_none(module: str) -> None:
     extras = {"torch", "numba", "transformers", "compressed_tensors", "safetensors", "datasets"}
     assert not loaded_by(f"import vexport.api.{module}") & extras
 
 
-def test_functions_have_the_arguments_of_their_commands() -> None:
+def test_functions_have_arguments_of_commands() -> None:
     """Arguments may also be fields of a type that the function accepts.
 
-    Options for output, its format and the exit code are excepted.
+    Options for output, its format and the exit code are excluded.
     """
     printed = {"format_", "answer_file", "quiet", "verbose", "debug", "every", "strict"}
     renamed = {
@@ -136,7 +134,7 @@ def test_functions_have_the_arguments_of_their_commands() -> None:
             )
 
 
-def test_the_reference_and_a_plan(llama: Path) -> None:
+def test_entries_explain_and_plan(llama: Path) -> None:
     assert {row["observer"] for row in vexport.api.entries("observers")} >= {"minmax", "mse"}
     assert vexport.api.explain("minmax").startswith("## minmax")
     found = vexport.api.plan(llama, scheme="FP8", observer="mse", input_observer="minmax")
@@ -148,9 +146,10 @@ def test_the_reference_and_a_plan(llama: Path) -> None:
         vexport.api.plan(scenario, scheme="FP8")
 
 
-def test_api_keeps_process_alive_without_vllm(llama: Path) -> None:
-    """As the command line does where a disk does not answer; and no engine is there to be
-    started.
+def test_api_starts_no_watchdog(llama: Path) -> None:
+    """The command line ends its process if a disk does not respond. The API does not.
+
+    `check` does not import vLLM or lm-eval into its process.
     """
     code = (
         "import sys, threading, vexport.api as api; api.check(sys.argv[1]); "

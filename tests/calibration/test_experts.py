@@ -32,7 +32,7 @@ from vexport.formats.plan import Plan
 from vexport.quantize.scale_search import decoded
 from vexport.records import CalibrationRecord, LinearPlan, WeightPart
 
-pytestmark = pytest.mark.usefixtures("own_products")
+pytestmark = pytest.mark.usefixtures("torch_products")
 
 EXPERTS = 8
 LENGTHS = (12, 20, 33, 7, 20, 41)

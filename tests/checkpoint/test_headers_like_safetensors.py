@@ -60,7 +60,7 @@ HEADERS = {
     "20000 levels": with_further("[" * 20000 + "1" + "]" * 20000),
     "fraction as size": '{"a":{"dtype":"F32","shape":[2.0],"data_offsets":[0,8]}}',
 }
-# The format forbids these, the library takes the last.
+# The format forbids these. The library uses the last value.
 FORBIDDEN = {
     "name twice": f"{{{TENSOR},{TENSOR}}}",
     "metadata key twice": f'{{"__metadata__":{{"k":"a","k":"b"}},{TENSOR}}}',
@@ -83,7 +83,7 @@ def is_read(file: Path) -> bool:
 
 
 @pytest.mark.parametrize("name", HEADERS)
-def test_same_headers_as_the_library(tmp_path: Path, name: str) -> None:
+def test_header_is_read_like_in_library(tmp_path: Path, name: str) -> None:
     file = write(tmp_path, HEADERS[name])
     try:
         with safe_open(file, "np") as opened:
@@ -94,7 +94,7 @@ def test_same_headers_as_the_library(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORBIDDEN)
-def test_keys_that_occur_twice(tmp_path: Path, name: str) -> None:
+def test_duplicate_keys_are_refused(tmp_path: Path, name: str) -> None:
     assert not is_read(write(tmp_path, FORBIDDEN[name]))
 
 

@@ -1,4 +1,4 @@
-"""Rows of weights that are read alone, scales of nothing, and exponents that can be a smoothing."""
+"""Reading of single rows, scales of zero weights, and exponents of a smoothing."""
 
 import json
 import os
@@ -24,7 +24,7 @@ def stored(file: Path, data: bytes, dtype: str, shape: tuple[int, ...]) -> Tenso
     return TensorInfo(name="one", dtype=dtype, shape=shape, file=file, start=0, end=len(data))
 
 
-def test_some_rows_are_read_alone(tmp_path: Path) -> None:
+def test_only_needed_rows_are_read(tmp_path: Path) -> None:
     rows, size = 1 << 13, 1 << 12
     data = torch.randint(0, 256, (rows, size), dtype=torch.uint8).numpy()
     tensor = stored(tmp_path / "file", data.tobytes(), "U8", (rows, size))
@@ -50,7 +50,7 @@ def read_bytes() -> int:
 def test_zero_scales_need_zero_weights(
     good: Good, tmp_path: Path, row: slice, broken: bool
 ) -> None:
-    """Covers a whole scale and one row. A zero scale for nonzero weights is an error."""
+    """A whole scale is zero, or one row. A zero scale for other weights is an error."""
     layer = "model.layers.1.mlp.down_proj"
 
     def zeros(tensor: torch.Tensor) -> torch.Tensor:
@@ -76,7 +76,7 @@ def exponents(*values: int) -> str:
 
 
 def pair(rows: str, columns: str, reader: str = f"{LAYER}mlp.down_proj.weight") -> str:
-    """Return the text of a file with the scales of two tensors."""
+    """Return the JSON text of exponents for two tensors."""
     maker = {"rows": rows, "columns": ""}
     tensors = {f"{LAYER}mlp.up_proj.weight": maker, reader: {"rows": "", "columns": columns}}
     return json.dumps({"tensors": tensors})
@@ -103,14 +103,14 @@ def test_sound_exponents_are_read(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", FORGED.values(), ids=FORGED.keys())
-def test_exponents_that_are_no_smoothing_are_refused(text: str | bytes, tmp_path: Path) -> None:
+def test_invalid_exponents_are_refused(text: str | bytes, tmp_path: Path) -> None:
     (tmp_path / "smoothing.json").write_bytes(text.encode() if isinstance(text, str) else text)
     with pytest.raises(InputError, match="smoothing.json"):
         smoothing_of(tmp_path)
 
 
-def test_weights_do_not_pass_for_smoothed_ones(good: Good, llama: Path, tmp_path: Path) -> None:
-    """With 2^127 every weight of the source would be infinite, which no weight differs from."""
+def test_huge_exponents_are_refused(good: Good, llama: Path, tmp_path: Path) -> None:
+    """With 2^127, all weights of the source would be infinite. No weight differs from them."""
     folder = copytree(good("W4A16"), tmp_path / "forged")
     (folder / "smoothing.json").write_text(pair(exponents(127), exponents(-127)))
     ran = vexport("check", folder, "--source", llama)

@@ -1,4 +1,4 @@
-"""Changes of a checkpoint folder of one file, in place."""
+"""Changes to a checkpoint folder with one file, made in place."""
 
 import copy
 import json
@@ -17,7 +17,7 @@ Tensors = dict[str, torch.Tensor]
 Change = Callable[[Path], None]
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-# The place of the whole config.json, of its quantization_config, of the first group's arguments.
+# Places in config.json: the whole file, its quantization_config, the first group, its arguments.
 WHOLE: tuple[str, ...] = ()
 QUANTIZATION = ("quantization_config",)
 GROUP_KEY = "first"
@@ -27,7 +27,7 @@ INPUTS = (*GROUP, "input_activations")
 
 
 def spoiled(good: Path, folder: Path, change: Change) -> Path:
-    """A changed copy of a checkpoint in a new folder, as if its producer had written it so."""
+    """Copy a checkpoint to a new folder and change it, as if its producer had written it so."""
     copytree(good, folder)
     change(folder)
     forget_digests(folder)
@@ -35,7 +35,7 @@ def spoiled(good: Path, folder: Path, change: Change) -> Path:
 
 
 def forget_digests(folder: Path) -> None:
-    """Take the digests out of vexport.json, which tell a changed file whatever the change."""
+    """Remove the digests from vexport.json, which would reveal any changed file."""
     file = folder / RECIPE
     if file.is_file():
         recipe = json.loads(file.read_text())
@@ -44,6 +44,8 @@ def forget_digests(folder: Path) -> None:
 
 
 def tensors(change: Callable[[Tensors], None]) -> Change:
+    """Return a change of the file's tensors."""
+
     def apply(folder: Path) -> None:
         values = load_file(folder / WEIGHTS)
         change(values)
@@ -86,12 +88,12 @@ def renamed(new: Callable[[str], str | None]) -> Change:
 
 
 def moved(old: str, new: str) -> Change:
-    """Another beginning for the names that begin so."""
+    """Replace a prefix of the tensors' names."""
     return renamed(lambda name: new + name.removeprefix(old) if name.startswith(old) else name)
 
 
 def lost(wanted: Callable[[str], object]) -> Change:
-    """Remove the tensors that are wanted by name."""
+    """Remove the tensors whose names are wanted."""
     return renamed(lambda name: None if wanted(name) else name)
 
 
@@ -128,7 +130,7 @@ def swap(one: str, two: str) -> Change:
 
 
 def exchanged(one: str, other: str, ending: str = "") -> Change:
-    """Swap the tensors with one part in their names with the tensors with another part."""
+    """Swap tensors with one part in their names and tensors with another part in their names."""
 
     def apply(values: Tensors) -> None:
         for name in [name for name in values if one in name and name.endswith(ending)]:
@@ -139,10 +141,13 @@ def exchanged(one: str, other: str, ending: str = "") -> Change:
 
 
 def config(place: tuple[str, ...], **changes: Json) -> Change:
+    """Set keys in an object of config.json."""
     return json_config(lambda whole: node(whole, place).update(changes))
 
 
 def without(place: tuple[str, ...], *keys: str) -> Change:
+    """Remove keys from an object of config.json."""
+
     def change(whole: dict[str, Json]) -> None:
         for key in keys:
             del node(whole, place)[key]
@@ -175,7 +180,7 @@ def node(whole: dict[str, Json], place: tuple[str, ...]) -> dict[str, Json]:
 
 
 def copied_group(*, first: bool = False, num_bits: int = 0) -> Change:
-    """Another config group like the first, before or after it."""
+    """Add a copy of the first config group, before or after it."""
 
     def change(whole: dict[str, Json]) -> None:
         group = copy.deepcopy(node(whole, GROUP))
@@ -215,6 +220,8 @@ def file_bytes(name: str, change: Callable[[bytes], bytes]) -> Change:
 
 
 def index(weight_map: Callable[[Tensors], dict[str, str]]) -> Change:
+    """Write an index with this weight map."""
+
     def apply(folder: Path) -> None:
         content = {"metadata": {}, "weight_map": weight_map(load_file(folder / WEIGHTS))}
         (folder / INDEX).write_text(json.dumps(content))
@@ -223,6 +230,8 @@ def index(weight_map: Callable[[Tensors], dict[str, str]]) -> Change:
 
 
 def element(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that sets the first element."""
+
     def apply(tensor: torch.Tensor) -> torch.Tensor:
         changed = tensor.to(torch.float32).clone()
         changed.view(-1)[0] = value
@@ -232,6 +241,7 @@ def element(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def every(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function that sets all elements."""
     return lambda tensor: torch.full(tensor.shape, value).to(tensor.dtype)
 
 
@@ -243,7 +253,7 @@ def byteswapped(value: torch.Tensor) -> torch.Tensor:
 
 
 def inverse(scale: torch.Tensor) -> torch.Tensor:
-    """One over each element."""
+    """Return the reciprocal of each element."""
     return (1 / scale.float()).to(scale.dtype)
 
 
@@ -252,7 +262,7 @@ def times(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 def header(change: Callable[[dict[str, Json]], object], padding: int = 0) -> Change:
-    """Change a file's header; the data stays as it is."""
+    """Change a file's header, and leave its data unchanged."""
 
     def apply(data: bytes) -> bytes:
         length = int.from_bytes(data[:8], "little")

@@ -1,6 +1,4 @@
-"""Checkpoints of other quantization methods than compressed-tensors, and ways to spoil them or not
-to.
-"""
+"""Checkpoints of other quantization methods, with harmful and harmless changes."""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
@@ -27,8 +25,7 @@ from tests.mutations.good import vary_norms
 from tests.mutations.recorded import FOLDER
 
 METHOD_RECORDS = FOLDER / "methods-0.32.0.jsonl"
-# What vLLM's CPU build has run of them: those for which it has kernels, or vexport stands in for
-# one.
+# Checkpoints that vLLM's CPU build has run, with its kernels or with vexport's emulation.
 RUN = (
     *(
         "gptq",
@@ -71,6 +68,7 @@ def method_mutations(name: str) -> Mapping[str, Change]:
 
 
 def stored(values: Tensors, module: str, parameters: tuple[str, ...]) -> str:
+    """Return the name of the first of these parameters that a layer has."""
     return next(name for each in parameters if (name := f"{module}.{each}") in values)
 
 
@@ -89,8 +87,8 @@ def dropped(module: str, parameters: tuple[str, ...]) -> Change:
     return tensors(change)
 
 
-def _worst(value: torch.Tensor) -> torch.Tensor:
-    """A NaN in front; of exponents 255."""
+def _with_nan(value: torch.Tensor) -> torch.Tensor:
+    """Set the first value to NaN, or to 255 if values are exponents."""
     flat = (
         value.flatten().clone() if value.dtype == torch.uint8 else value.float().flatten().clone()
     )
@@ -99,7 +97,7 @@ def _worst(value: torch.Tensor) -> torch.Tensor:
 
 
 def any_method(layer: str) -> Mapping[str, Change]:
-    """Ways to spoil a decoder layer, whatever the names of its tensors."""
+    """Return damages of a decoder layer that do not depend on the names of its tensors."""
     key, up, gate = f"{layer}.self_attn.k_proj", f"{layer}.mlp.up_proj", f"{layer}.mlp.gate_proj"
 
     def exchange(values: Tensors) -> None:
@@ -113,7 +111,7 @@ def any_method(layer: str) -> Mapping[str, Change]:
         "codes the other way": edited(key, CODES, lambda value: value.T),
         "a half of the codes": edited(key, CODES, lambda value: value[: len(value) // 2]),
         "another layer's codes": tensors(exchange),
-        "a scale that is NaN": edited(key, SCALES, _worst),
+        "a scale that is NaN": edited(key, SCALES, _with_nan),
         "a layer's norm gone": drop(f"{layer}.input_layernorm.weight"),
         "a file that is cut": file_bytes(WEIGHTS, lambda data: data[:-100]),
     }

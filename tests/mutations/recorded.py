@@ -12,23 +12,20 @@ FOLDER = Path(__file__).parent
 # The newest vLLM that runs on a CPU.
 PINNED_RECORDS = FOLDER / "vllm-0.32.0.jsonl"
 
-# What answers otherwise and does no harm: the check may pass it or warn of it.
-_ANOTHER_SCHEME = "a sound checkpoint of another scheme, weights and all"
-_SIXTEEN_BITS = "a scale moves by .4 % at most"
-_WHOLE = "a global scale of thousands, as a whole number"
-# Other answers, as near to the unquantized model's as those of the sound checkpoint: no loss to be
-# found.
-AS_GOOD: Mapping[str, str] = {
-    "all weight_scale as bfloat16": "what others write; rounded afterwards it costs less than "
-    "codes do",
+_ANOTHER_SCHEME = "the result is a sound checkpoint of another scheme"
+_SIXTEEN_BITS = "a scale changes by 0.4 % at most"
+_WHOLE = "a global scale of thousands is rounded to an integer"
+# Harmless mutations: vLLM's answers change, but are as close to the unquantized model as those of
+# the sound checkpoint. The check may pass them or warn.
+HARMLESS_REASONS: Mapping[str, str] = {
+    "all weight_scale as bfloat16": "other producers write this dtype; it costs less than rounding "
+    "the codes",
     "no inputs": _ANOTHER_SCHEME,
     "inputs of integers": _ANOTHER_SCHEME,
-    "k_scale and v_scale exchanged": "keys and values of one size: the scales differ by a "
-    "hundredth",
-    "input_scale of down_proj tenfold": "e4m3 has exponents left: what is rounded away was "
-    "next to nothing",
-    "input_global_scale of o_proj as bfloat16": "what enters a layer moves by .4 % at most, alike",
-    "input_global_scale of o_proj as float16": "what enters a layer moves by .05 % at most, alike",
+    "k_scale and v_scale exchanged": "keys and values are equally large: the scales differ by 1 %",
+    "input_scale of down_proj tenfold": "e4m3 has enough exponents: only tiny values are lost",
+    "input_global_scale of o_proj as bfloat16": "all inputs change by the same 0.4 % at most",
+    "input_global_scale of o_proj as float16": "all inputs change by the same 0.05 % at most",
     "weight_scale of o_proj as bfloat16": _SIXTEEN_BITS,
     "weight_scale of o_proj as float16": _SIXTEEN_BITS,
     "input_scale of o_proj as bfloat16": _SIXTEEN_BITS,
@@ -37,29 +34,28 @@ AS_GOOD: Mapping[str, str] = {
     "v_scale as bfloat16": _SIXTEEN_BITS,
     "weight_global_scale as int32": _WHOLE,
     "input_global_scale as int32": _WHOLE,
-    "a code of -128": "one weight of a layer, by less than rounding takes from all of them",
+    "a code of -128": "one weight changes by less than the rounding error of all weights",
 }
-# What a checkpoint says and vLLM does not read: it answers as before, and not with what the
-# checkpoint means.
+# Mutations of parts that vLLM does not read. Its answers stay the same, and are wrong.
 UNREAD: Mapping[tuple[str, str], str] = {
     (
         "gptq",
         "columns in another order",
-    ): "g_idx is dropped: the columns take other columns' scales",
-    ("gptq", "zero points that vLLM drops"): "8 is taken for all of them",
-    ("awq", "another layout"): "codes packed by GEMV are unpacked as GEMM packs them",
+    ): "vLLM drops g_idx, so that columns get the scales of other columns",
+    ("gptq", "zero points that vLLM drops"): "vLLM uses 8 for all zero points",
+    ("awq", "another layout"): "vLLM unpacks codes in GEMV's layout as in GEMM's layout",
     ("quark-fp8", "a scale of keys that is zero"): "the CPU's KV cache is not quantized",
 }
-# Wrong scales of inputs, as large as inputs could be: only text that runs through the model shows
-# it.
-ONLY_RUNNING_SHOWS = {
+# Wrong scales that inputs could have. Only a run of the model with text finds them.
+FOUND_BY_RUNNING = {
     "FP8: input_scale of down_proj thousandfold: wrong",
     "FP8: input_scale of down_proj times 10000: wrong",
     "NVFP4: input_global_scale of down_proj tenfold: wrong",
     "NVFP4: input_global_scale of down_proj thousandfold: wrong",
 }
-# What a check without vLLM passes: building vLLM's ModelConfig or model fails, in a dry load.
-ONLY_LOADERS_SHOW = {
+# Mutations that the static check passes. In a dry load, vLLM fails to build its ModelConfig or
+# model.
+FOUND_BY_LOADERS = {
     *(
         f"{good}: unknown dtype: raises"
         for good in ("FP8_DYNAMIC with biases", "NVFP4", "W4A16", "W8A8 tied")
@@ -67,9 +63,9 @@ ONLY_LOADERS_SHOW = {
     *(f"{good}: dtype auto: raises" for good in ("FP8_BLOCK", "W4A16_ASYM of Gemma")),
     "FP8_BLOCK: activation null: raises",
 }
-# Up to this multiple of the sound checkpoint's divergence from the unquantized model answers are as
-# near.
-AS_NEAR = 1.1
+# Most divergence of a harmless mutation from the unquantized model, as a multiple of the sound
+# checkpoint's divergence.
+MOST_DIVERGENCE = 1.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +108,11 @@ def write_record(record: Record, file: Path) -> None:
 
 def is_as_good(record: Record) -> bool:
     """Return True if recorded answers differ but are no worse, for a listed reason."""
-    return record.name in AS_GOOD and record.further is not None and record.further <= AS_NEAR
+    return (
+        record.name in HARMLESS_REASONS
+        and record.further is not None
+        and record.further <= MOST_DIVERGENCE
+    )
 
 
 def is_counted(record: Record) -> bool:

@@ -1,4 +1,7 @@
-"""The hidden folder next to OUT is vexport's or refused. OUT is the old or the new folder."""
+"""The hidden folder next to OUT is refused unless vexport made it.
+
+OUT is the old or the new folder.
+"""
 
 import os
 import resource
@@ -19,71 +22,71 @@ from vexport.outputs.directory import resumable_directory
 from vexport.outputs.manifest import begin_manifest, record
 
 
-def file_behind_record(work: Path, mine: Path) -> None:
+def link_as_record(work: Path, mine: Path) -> None:
     work.mkdir()
     (work / ".made-from").symlink_to(mine / "precious")
 
 
-def folder_behind_it(work: Path, mine: Path) -> None:
+def link_as_folder(work: Path, mine: Path) -> None:
     work.symlink_to(mine)
 
 
 def shard_as_link(work: Path, mine: Path) -> None:
-    begun(work)
+    begin_work(work)
     (work / "new" / "model.safetensors").unlink()
     (work / "new" / "model.safetensors").symlink_to(mine / "precious")
 
 
 def file_next_to_shards(work: Path, mine: Path) -> None:
-    begun(work)
+    begin_work(work)
     (work / "new" / "letter.txt").write_text("mine")
 
 
-def shard_of_a_person(work: Path, mine: Path) -> None:
-    begun(work)
+def foreign_shard(work: Path, mine: Path) -> None:
+    begin_work(work)
     (work / "new" / "mine.safetensors").write_text("mine")
 
 
 def file_aside(work: Path, mine: Path) -> None:
-    begun(work)
+    begin_work(work)
     (work / "aside" / "deep").mkdir(parents=True)
     (work / "aside" / "deep" / "letter.txt").write_text("mine")
 
 
-def file_next_to_the_old(work: Path, mine: Path) -> None:
-    begun(work)
+def file_next_to_old(work: Path, mine: Path) -> None:
+    begin_work(work)
     (work / "old").mkdir()
     (work / "old" / "vexport.json").write_text('{"files": ["config.json"]}')
     (work / "old" / "letter.txt").write_text("mine")
 
 
 def new_as_link(work: Path, mine: Path) -> None:
-    begun(work)
+    begin_work(work)
     (work / "new" / "model.safetensors").unlink()
     (work / "new").rmdir()
     (work / "new").symlink_to(mine)
 
 
-def folder_of_a_person(work: Path, mine: Path) -> None:
+def foreign_folder(work: Path, mine: Path) -> None:
     work.mkdir()
     (work / "letter.txt").write_text("mine")
 
 
-def old_of_a_person(work: Path, mine: Path) -> None:
+def foreign_old_folder(work: Path, mine: Path) -> None:
     (work / "old").mkdir(parents=True)
     (work / "old" / "letter.txt").write_text("mine")
 
 
-def only_a_file(work: Path, mine: Path) -> None:
+def file_as_folder(work: Path, mine: Path) -> None:
     work.write_text("mine")
 
 
-def of_another_user(work: Path, mine: Path) -> None:
-    begun(work)
+def folder_of_other_user(work: Path, mine: Path) -> None:
+    begin_work(work)
     os.chown(work, 12345, 12345)
 
 
-def begun(work: Path) -> None:
+def begin_work(work: Path) -> None:
     (work / "new").mkdir(parents=True)
     (work / ".made-from").write_text("a digest")
     begin_manifest(work)
@@ -92,18 +95,18 @@ def begun(work: Path) -> None:
 
 
 PLANTED = [
-    *(file_behind_record, folder_behind_it, shard_as_link, new_as_link),
-    *(file_next_to_shards, shard_of_a_person, file_aside, file_next_to_the_old),
-    *(folder_of_a_person, old_of_a_person, only_a_file, of_another_user),
+    *(link_as_record, link_as_folder, shard_as_link, new_as_link),
+    *(file_next_to_shards, foreign_shard, file_aside, file_next_to_old),
+    *(foreign_folder, foreign_old_folder, file_as_folder, folder_of_other_user),
 ]
 
 
 @pytest.mark.parametrize("plant", PLANTED)
 @pytest.mark.parametrize("command", ["quantize", "repair"])
-def test_a_hidden_folder_that_is_not_ours_is_named_and_left_alone(
+def test_foreign_hidden_folder_is_refused(
     command: str, plant: Callable[[Path, Path], None], tmp_path: Path, llama: Path, good: Good
 ) -> None:
-    if plant is of_another_user and os.geteuid() != 0:
+    if plant is folder_of_other_user and os.geteuid() != 0:
         pytest.skip("only root gives files away")
     mine, work = tmp_path / "mine", tmp_path / ".out.partial"
     mine.mkdir()
@@ -163,18 +166,19 @@ def test_interrupted_publish_keeps_old_or_new(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_killed_between_the_last_steps_the_next_call_puts_the_old_back(tmp_path: Path) -> None:
+def test_next_call_restores_old_folder(tmp_path: Path) -> None:
+    """The first call was killed between the two renames that publish the output."""
     out, work = tmp_path / "out", tmp_path / ".out.partial"
     write(out, "old")
     with pytest.raises(KeyboardInterrupt):
         write(out, "new", stop=True)
-    out.rename(work / "old")  # as SIGKILL after the first of the two leaves it
+    out.rename(work / "old")  # as if SIGKILL came after the first of two renames
     with pytest.raises(KeyboardInterrupt):
         write(out, "other", input_digest="y", stop=True)
     assert (out / "config.json").read_text() == "old"
 
 
-def test_what_came_to_be_at_out_meanwhile_is_not_replaced(tmp_path: Path) -> None:
+def test_new_foreign_output_is_not_replaced(tmp_path: Path) -> None:
     out = tmp_path / "out"
 
     def write_while_someone_else_does() -> None:
@@ -192,9 +196,10 @@ def test_what_came_to_be_at_out_meanwhile_is_not_replaced(tmp_path: Path) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("largest", [0, 300_000])
-def test_a_quota_is_one_line_and_the_next_call_completes(largest: int, tmp_path: Path) -> None:
-    """At the first byte, in the middle of a shard: the system cuts files at `largest` bytes
-    (EFBIG).
+def test_quota_error_and_next_call(largest: int, tmp_path: Path) -> None:
+    """The system refuses bytes after `largest` (EFBIG).
+
+    The limit is the first byte of a shard, or a byte in its middle.
     """
     source = write_model(tmp_path / "source", hidden=512, layers=2)
     out, whole = tmp_path / "out", tmp_path / "whole"
@@ -217,7 +222,7 @@ def test_a_quota_is_one_line_and_the_next_call_completes(largest: int, tmp_path:
     assert digests(out) == digests(whole)
 
 
-def test_a_full_disk_of_another_library_names_the_file(tmp_path: Path) -> None:
+def test_full_disk_in_library_names_file(tmp_path: Path) -> None:
     def write(path: Path) -> None:
         with atomic_path(path):
             raise RuntimeError(

@@ -1,4 +1,4 @@
-"""A full disk is one line with the place, and exit code 4, whatever was being written."""
+"""A full disk causes one line with the place, and exit code 4, for each kind of output."""
 
 import resource
 from pathlib import Path
@@ -12,12 +12,12 @@ from vexport.run.directory import logged_to
 
 
 def limited(largest: int, *arguments: object) -> None:
-    """Run a command; the system cuts files at `largest` bytes (EFBIG)."""
+    """Run a command. The system refuses bytes of files after `largest` (EFBIG)."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
     command(*arguments)
 
 
-def test_an_answer_on_a_full_device() -> None:
+def test_full_device_is_one_line() -> None:
     ran = vexport("list", "schemes", "-o", "/dev/full")
     (line,) = ran.errors
     assert ran.code == 4
@@ -25,7 +25,7 @@ def test_an_answer_on_a_full_device() -> None:
 
 
 @pytest.mark.parametrize("case", ["check -o", "plan -o", "report of repair", "repair", "demo"])
-def test_an_output_on_a_full_disk(case: str, good: Good, llama: Path, tmp_path: Path) -> None:
+def test_full_disk_is_one_line(case: str, good: Good, llama: Path, tmp_path: Path) -> None:
     quantized, out, log = good("W4A16"), tmp_path / "out", tmp_path / "log"
     cases: dict[str, tuple[object, ...]] = {
         "check -o": ("check", quantized, "--static", "--format", "json", "-o", out),
@@ -40,14 +40,14 @@ def test_an_output_on_a_full_disk(case: str, good: Good, llama: Path, tmp_path: 
     text = log.read_text()
     assert process.exitcode == 4, text
     assert "Traceback" not in text
-    assert str(tmp_path) in text  # the place that is written, not the source of a copy
+    assert str(tmp_path) in text  # the written path, not the source of a copy
     assert not out.exists()
 
 
-def test_a_log_on_a_full_disk_prints_nothing(
+def test_full_disk_of_log_prints_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The command continues. It reports other failed writes itself."""
+    """The command continues. If other files cannot be written, it prints an error."""
     monkeypatch.setattr("vexport.run.directory.LOG_FILE", "full.log")
     (tmp_path / "full.log").symlink_to("/dev/full")
     with logged_to(tmp_path):

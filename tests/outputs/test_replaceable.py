@@ -1,4 +1,4 @@
-"""--overwrite replaces what vexport wrote, and nothing that is someone else's."""
+"""--overwrite replaces only files that vexport wrote."""
 
 import json
 import shutil
@@ -33,7 +33,10 @@ Run = Callable[..., tuple[int, str]]
 
 @pytest.fixture
 def run(tmp_path: Path, llama: Path, good: Good) -> Run:
-    """Runs a command of COMMANDS that writes to tmp_path/out; its exit code and stderr."""
+    """Return a function that runs a command of COMMANDS with the output tmp_path/out.
+
+    It returns the exit code and stderr.
+    """
     places = {"MODEL": llama, "OUT": tmp_path / "out", "TASK": TASK, "NEW": tmp_path / "new.json"}
 
     def ran(command: str, *options: str) -> tuple[int, str]:
@@ -47,8 +50,8 @@ def run(tmp_path: Path, llama: Path, good: Good) -> Run:
     return ran
 
 
-def refused(run: Run, command: str, root: Path, *words: str) -> None:
-    """The command fails with one line, also with --overwrite, and changes nothing."""
+def require_refusal(run: Run, command: str, root: Path, *words: str) -> None:
+    """Check that the command fails with one line, even with --overwrite, and changes nothing."""
     before = tree(root)
     code, stderr = run(command, "--overwrite")
     assert code == 2, stderr
@@ -59,7 +62,7 @@ def refused(run: Run, command: str, root: Path, *words: str) -> None:
 
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("kind", ["papers", "model", "peer", "results"])
-def test_folder_of_others_is_refused(
+def test_foreign_folder_is_refused(
     command: str, kind: str, run: Run, tmp_path: Path, llama: Path
 ) -> None:
     out = tmp_path / "out"
@@ -74,14 +77,14 @@ def test_folder_of_others_is_refused(
     if kind == "results":
         (out / "candidate").mkdir()
         (out / "candidate" / "cv.pdf").write_text("a person's life")
-    refused(run, command, tmp_path, str(out), "vexport did not make", "choose another path")
+    require_refusal(run, command, tmp_path, str(out), "vexport did not make", "choose another path")
 
 
 @pytest.mark.parametrize("command", ["quantize", "repair"])
 @pytest.mark.parametrize(
     "extra", ["notes.md", "plots/loss.svg", "model.safetensors/x", ".git/HEAD"]
 )
-def test_what_a_person_put_in_a_checkpoint_stays(
+def test_foreign_files_in_checkpoint_are_kept(
     command: str, extra: str, run: Run, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"
@@ -90,13 +93,15 @@ def test_what_a_person_put_in_a_checkpoint_stays(
         (out / "model.safetensors").rename(out / "mine.safetensors")
     (out / extra).parent.mkdir(exist_ok=True)
     (out / extra).write_text("mine")
-    refused(run, command, tmp_path, str(out), "which vexport did not write", "move that elsewhere")
+    require_refusal(
+        run, command, tmp_path, str(out), "which vexport did not write", "move that elsewhere"
+    )
     shutil.rmtree(out)
     assert run(command)[0] == 0
     assert run(command, "--overwrite")[0] == 0
 
 
-def test_a_recipe_names_all_files(good: Good) -> None:
+def test_recipe_lists_all_files(good: Good) -> None:
     recipe = json.loads((good("W8A8") / "vexport.json").read_text())
     assert recipe["files"] == sorted(path.name for path in good("W8A8").iterdir())
 
@@ -104,8 +109,8 @@ def test_a_recipe_names_all_files(good: Good) -> None:
 FILES = ("report.json", "eval/baseline/vllm.log", "calibration/statistics.json")
 
 
-def made(root: Path, checkpoint: Path) -> Path:
-    """A run directory with some of a run's files."""
+def make_run_directory(root: Path, checkpoint: Path) -> Path:
+    """Write a run directory with some of a run's files."""
     RunDirectory(root).begin(overwrite=False)
     for name in FILES:
         record(root / name)
@@ -116,7 +121,7 @@ def made(root: Path, checkpoint: Path) -> Path:
 
 
 def plant(root: Path, extra: str) -> None:
-    """Put a file, a link (`->`) or an empty folder (`/` at its end) of a person into a folder."""
+    """Put a user's file, link (`->` in `extra`) or empty folder (`/` at the end) into a folder."""
     name, is_link, target = extra.partition(" -> ")
     path = root / name
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -159,8 +164,8 @@ def plant(root: Path, extra: str) -> None:
         ),
     ],
 )
-def test_a_person_s_files_in_a_run_directory_stay(extra: str, tmp_path: Path, good: Good) -> None:
-    root = made(tmp_path / "run", good("W8A8"))
+def test_foreign_files_in_run_directory_are_kept(extra: str, tmp_path: Path, good: Good) -> None:
+    root = make_run_directory(tmp_path / "run", good("W8A8"))
     plant(root, extra)
     before = tree(root)
     RunDirectory(root).begin(overwrite=False)
@@ -170,7 +175,7 @@ def test_a_person_s_files_in_a_run_directory_stay(extra: str, tmp_path: Path, go
     assert tree(root) == before
 
 
-def killed_before_the_end(out: Path) -> None:
+def interrupt_checkpoint(out: Path) -> None:
     """Leave the working folder of a checkpoint with a shard and a rounded layer."""
     with (
         suppress(KeyboardInterrupt),
@@ -183,9 +188,9 @@ def killed_before_the_end(out: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["new/notes.txt", "new/sub/model.safetensors", "aside/notes.txt"])
-def test_a_person_s_files_among_unfinished_work_stay(name: str, tmp_path: Path, good: Good) -> None:
-    root = made(tmp_path / "run", good("W8A8"))
-    killed_before_the_end(root / "checkpoint")
+def test_foreign_files_in_unfinished_work_are_kept(name: str, tmp_path: Path, good: Good) -> None:
+    root = make_run_directory(tmp_path / "run", good("W8A8"))
+    interrupt_checkpoint(root / "checkpoint")
     mine = root / ".checkpoint.partial" / name
     mine.parent.mkdir(exist_ok=True)
     mine.write_text("mine")
@@ -195,7 +200,7 @@ def test_a_person_s_files_among_unfinished_work_stay(name: str, tmp_path: Path, 
     ):
         RunDirectory(root).begin(overwrite=True)
     with pytest.raises(InputError, match=name):
-        killed_before_the_end(root / "checkpoint")
+        interrupt_checkpoint(root / "checkpoint")
     assert tree(root) == before
 
 
@@ -214,10 +219,10 @@ def test_foreign_files_are_not_published(tmp_path: Path) -> None:
     assert (tmp_path / ".out.partial" / "new" / "notes.txt").read_text() == "mine"
 
 
-def test_a_run_directory_is_emptied(tmp_path: Path, good: Good) -> None:
-    root = made(tmp_path / "run", good("W8A8"))
+def test_run_directory_is_emptied(tmp_path: Path, good: Good) -> None:
+    root = make_run_directory(tmp_path / "run", good("W8A8"))
     (root / ".report.json.0123abcd").write_text("left by a killed call")
-    killed_before_the_end(root / "checkpoint")
+    interrupt_checkpoint(root / "checkpoint")
     (partial,) = root.glob(".*.partial")
     assert {path.name for path in partial.iterdir()} == {".made-from", MANIFEST, "new", "aside"}
     RunDirectory(root).begin(overwrite=True)
@@ -225,8 +230,8 @@ def test_a_run_directory_is_emptied(tmp_path: Path, good: Good) -> None:
     assert recorded(root) == frozenset()
 
 
-def test_an_older_folder_is_refused_with_the_line_that_moves_it(tmp_path: Path, good: Good) -> None:
-    root = made(tmp_path / "run", good("W8A8"))
+def test_older_folder_names_move_command(tmp_path: Path, good: Good) -> None:
+    root = make_run_directory(tmp_path / "run", good("W8A8"))
     (root / MANIFEST).unlink()
     before = tree(root)
     RunDirectory(root).begin(overwrite=False)
@@ -239,7 +244,7 @@ def test_an_older_folder_is_refused_with_the_line_that_moves_it(tmp_path: Path, 
         run.is_done("plan", {"scenario": "other"})
 
 
-def test_demo_knows_its_files(tmp_path: Path) -> None:
+def test_demo_replaces_only_its_files(tmp_path: Path) -> None:
     folder = tmp_path / "demo"
     assert vexport("demo", folder).code == 0
     assert vexport("demo", folder).code == 2
@@ -267,7 +272,7 @@ for number in itertools.count():
 
 
 @pytest.mark.parametrize("files", [1, 20, 60])
-def test_a_killed_call_leaves_no_file_without_an_owner(files: int, tmp_path: Path) -> None:
+def test_killed_call_leaves_no_unlisted_file(files: int, tmp_path: Path) -> None:
     root = tmp_path / "run"
     RunDirectory(root).begin(overwrite=False)
     command = [sys.executable, "-c", WRITER, str(root)]
@@ -281,7 +286,7 @@ def test_a_killed_call_leaves_no_file_without_an_owner(files: int, tmp_path: Pat
     assert {path.name for path in root.iterdir()} == {".vexport-run", MANIFEST}
 
 
-def test_a_half_written_line_is_no_name(tmp_path: Path) -> None:
+def test_incomplete_line_of_manifest_is_ignored(tmp_path: Path) -> None:
     RunDirectory(tmp_path).begin(overwrite=False)
     record(tmp_path / "one")
     with (tmp_path / MANIFEST).open("ab") as manifest:
@@ -293,7 +298,7 @@ def test_a_half_written_line_is_no_name(tmp_path: Path) -> None:
 FAILURE = CheckpointFailed("OUT", got="a refusal", need="", fix="export it again")
 
 
-def failed_once(out: Path) -> CheckpointFailed:
+def fail_once(out: Path) -> CheckpointFailed:
     """Return the error of a failing call that writes a checkpoint."""
     try:
         with resumable_directory(out, input_digest="x", overwrite=True) as folder:
@@ -304,20 +309,20 @@ def failed_once(out: Path) -> CheckpointFailed:
         return failure
 
 
-def test_a_failed_call_replaces_what_a_failed_call_left(tmp_path: Path) -> None:
+def test_failed_output_is_replaced_by_next(tmp_path: Path) -> None:
     for _ in range(2):
-        assert "it is kept as" in str(failed_once(tmp_path / "z"))
+        assert "it is kept as" in str(fail_once(tmp_path / "z"))
     assert json.loads((tmp_path / "z.failed" / "vexport.json").read_text())["failed"] is True
     assert [path.name for path in tmp_path.iterdir()] == ["z.failed"]
 
 
 @pytest.mark.parametrize("kind", ["sound", "extra", "file", "link", "broken link", "papers"])
-def test_a_failed_call_keeps_what_is_there(kind: str, tmp_path: Path, good: Good) -> None:
+def test_failed_call_keeps_foreign_files(kind: str, tmp_path: Path, good: Good) -> None:
     failed = tmp_path / "z.failed"
     if kind == "sound":
         shutil.copytree(good("W8A8"), failed)
     elif kind == "extra":
-        failed_once(tmp_path / "z")
+        fail_once(tmp_path / "z")
         (failed / "notes.txt").write_text("mine")
     elif kind == "file":
         failed.write_text("mine")
@@ -329,13 +334,13 @@ def test_a_failed_call_keeps_what_is_there(kind: str, tmp_path: Path, good: Good
         failed.mkdir()
         (failed / "thesis.txt").write_text("mine")
     before = tree(tmp_path)
-    error = str(failed_once(tmp_path / "z"))
+    error = str(fail_once(tmp_path / "z"))
     assert "a refusal" in error
     assert f"it is not kept, as {failed} is not what a failed call left there" in error
     assert tree(tmp_path) == before
 
 
-def test_named_templates_belong_to_a_checkpoint(tmp_path: Path, llama: Path) -> None:
+def test_named_templates_are_replaced(tmp_path: Path, llama: Path) -> None:
     source = tmp_path / "source"
     shutil.copytree(llama, source)
     (source / "additional_chat_templates").mkdir()
@@ -355,7 +360,7 @@ def test_named_templates_belong_to_a_checkpoint(tmp_path: Path, llama: Path) -> 
     assert "'additional_chat_templates/mine.jinja', which vexport" in vexport(*words).errors[0]
 
 
-def test_a_session_lists_its_files_where_they_are_written(tmp_path: Path) -> None:
+def test_session_files_are_listed(tmp_path: Path) -> None:
     begin_manifest(tmp_path)
     folder = tmp_path / "eval" / "baseline"
     folder.mkdir(parents=True)

@@ -1,4 +1,7 @@
-"""No command overwrites its inputs: exit code 2, one line, no byte changed."""
+"""Commands do not overwrite their inputs.
+
+They end with exit code 2 and one line, and change no byte.
+"""
 
 import os
 import shutil
@@ -12,7 +15,7 @@ import pytest
 from tests.command import ALL_COMMANDS, vexport
 from vexport.cli.options import DRAFTER, INPUTS, OUTPUTS
 
-# Parameters whose text is no path.
+# Parameters that are not paths.
 NO_PATHS = {
     *(
         "scheme",
@@ -29,7 +32,7 @@ NO_PATHS = {
     "think_end_token",
 }
 
-# An accepted baseline as far as --accept looks before an engine starts.
+# The part of an accepted baseline that --accept reads before an engine starts.
 BASELINE = '{"vexport_baseline": 1}'
 SCENARIO = """
 name: mine
@@ -42,7 +45,7 @@ Tree = Mapping[str, bytes | str]
 
 
 def tree(root: Path) -> Tree:
-    """Return every entry below a folder: a file's bytes, a link's target, "" for a folder."""
+    """Return all entries below a folder: a file's bytes, a link's target, or "" for a folder."""
     entries: dict[str, bytes | str] = {}
     for path in sorted(root.rglob("*")):
         name = str(path.relative_to(root))
@@ -86,13 +89,13 @@ REPAIR = ("repair", "--overwrite")
 EVAL = ("eval", "--task", "tasks/sums.yaml", "--overwrite")
 RUN = ("run", "s.yaml", "--overwrite")
 CASES = [
-    # the source itself, by each of its names
+    # The source itself, by each of its names.
     (*QUANTIZE, "model", "model"),
     (*QUANTIZE, "model", "link"),
     (*REPAIR, "model", "model"),
     (*EVAL, "model", "--accept", "new.json", "--output-dir", "model"),
     (*RUN, "--run-dir", "model"),
-    # a folder that holds it
+    # A folder that contains an input.
     (*QUANTIZE, "model", "."),
     (*QUANTIZE, "model", "up"),
     (*QUANTIZE, "hub/snapshots/main", "hub/blobs"),
@@ -102,12 +105,12 @@ CASES = [
     (*EVAL, "model", "--accept", "new.json", "--output-dir", "tasks"),
     (*RUN, "--run-dir", "."),
     (*RUN, "--run-dir", "data"),
-    # a folder inside it
+    # A folder inside an input.
     (*QUANTIZE, "model", "model/out"),
     (*REPAIR, "model", "link/out"),
     (*EVAL, "model", "--accept", "new.json", "--output-dir", "model/eval"),
     (*RUN, "--run-dir", "model/run"),
-    # an output file
+    # An output file.
     (*EVAL, "model", "--against", "data/accepted.json", "--accept", "data/accepted.json"),
     (*EVAL, "model", "--against", "data/accepted.json", "--accept", "up/data/accepted.json"),
     (*EVAL, "model", "--accept", "out", "--output-dir", "out"),
@@ -115,7 +118,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=" ".join)
-def test_an_output_that_overlaps_an_input_is_refused(case: tuple[str, ...], home: Path) -> None:
+def test_output_that_overlaps_input_is_refused(case: tuple[str, ...], home: Path) -> None:
     before = tree(home)
     ran = vexport(*case, "--quiet")
     assert ran.code == 2, ran.stderr
@@ -124,7 +127,7 @@ def test_an_output_that_overlaps_an_input_is_refused(case: tuple[str, ...], home
     assert "a separate path" in ran.stderr or "an accepted baseline" in ran.stderr
 
 
-def test_apart_is_what_shares_a_parent_a_name_or_its_beginning(home: Path) -> None:
+def test_outputs_with_similar_paths_are_accepted(home: Path) -> None:
     for out in (
         "model-FP8",
         "mode",
@@ -211,7 +214,7 @@ def test_apart_is_what_shares_a_parent_a_name_or_its_beginning(home: Path) -> No
     ],
     ids=" ".join,
 )
-def test_an_answer_does_not_overlap_an_input(case: tuple[str, ...], home: Path) -> None:
+def test_answer_file_that_overlaps_input_is_refused(case: tuple[str, ...], home: Path) -> None:
     for name in ("run", "second", "results", "drafter", "runs/mine"):
         (home / name).mkdir(parents=True)
         (home / name / "config.json").write_text("{}")
@@ -240,7 +243,7 @@ def test_an_answer_does_not_overlap_an_input(case: tuple[str, ...], home: Path) 
 
 
 def test_parameters_with_paths_are_known() -> None:
-    """A new option of a command that names a path is an input or an output."""
+    """If a new option of a command names a path, it must be listed as an input or an output."""
     texts = {
         str(parameter.name)
         for command in ALL_COMMANDS.values()
@@ -252,7 +255,7 @@ def test_parameters_with_paths_are_known() -> None:
 
 
 @pytest.mark.parametrize("case", ["source", "out", "data", "baseline", "run"])
-def test_home_of_nobody(case: str, home: Path) -> None:
+def test_home_of_unknown_user_is_refused(case: str, home: Path) -> None:
     words = {
         "source": ("plan", "~nosuch/x"),
         "out": ("quantize", "model", "~nosuch/out", "--scheme", "FP8_DYNAMIC"),
@@ -268,12 +271,12 @@ def test_home_of_nobody(case: str, home: Path) -> None:
     assert tree(home) == before
 
 
-def test_a_name_with_a_tilde_is_kept(home: Path) -> None:
+def test_tilde_in_existing_name(home: Path) -> None:
     shutil.copytree(home / "model", home / "~model")
     assert vexport("plan", "~model", "--scheme", "FP8_DYNAMIC").code == 0
 
 
-def test_an_answer_goes_into_a_pipe(home: Path) -> None:
+def test_answer_is_written_to_pipe(home: Path) -> None:
     os.mkfifo(home / "pipe")
     with subprocess.Popen(["cat", "pipe"], stdout=subprocess.PIPE, text=True) as reader:
         assert vexport("plan", "model", "--scheme", "FP8_DYNAMIC", "-o", "pipe").code == 0

@@ -1,4 +1,4 @@
-"""A model for all tests of plans."""
+"""A model for the tests of plans."""
 
 from pathlib import Path
 
@@ -9,8 +9,9 @@ from tests.models import save_llama
 
 @pytest.fixture(scope="session")
 def narrow(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama of 192 columns: groups of 64 and 32 fit, 128 does not; o_proj and down_proj have
-    256.
+    """Save a Llama with 192 columns: groups of 64 and 32 fit, groups of 128 do not.
+
+    o_proj and down_proj have 256 columns.
     """
     sizes = {"hidden_size": 192, "intermediate_size": 256, "num_hidden_layers": 2}
     return save_llama(tmp_path_factory.mktemp("narrow") / "model", **sizes)

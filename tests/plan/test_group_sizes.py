@@ -1,4 +1,4 @@
-"""Group sizes and own schemes on the command line, in rules and in candidates, with remedies."""
+"""Group sizes and schemes of arguments: on the command line, in rules and in candidates."""
 
 import json
 import re
@@ -25,7 +25,7 @@ def schemes_of(folder: Path, source: Path, keys: str, more: str = "") -> tuple[s
     return plan.schemes
 
 
-def test_every_preset_is_found_by_its_arguments() -> None:
+def test_presets_are_found_by_arguments() -> None:
     for scheme in all_schemes():
         args = spelled_args(spelled(scheme.args))
         assert args == scheme.args
@@ -47,8 +47,8 @@ def test_refusal_names_fitting_group_sizes(narrow: Path) -> None:
     assert "loads from SM 75 (Turing) on)" in odd.stdout
 
 
-def test_sizes_fit_the_part_of_each_rank(tmp_path: Path) -> None:
-    """192 columns of down_proj are 96 on each of two ranks: 3 x 32."""
+def test_group_size_fits_each_rank(tmp_path: Path) -> None:
+    """192 columns of down_proj are 96 on each of two ranks, which is 3 x 32."""
     source = save_llama(tmp_path / "model", intermediate_size=192)
     ran = vexport("plan", source, "--scheme", "W4A16", "--tp", "1,2")
     assert "use --group-size 32;" in ran.stdout
@@ -57,7 +57,7 @@ def test_sizes_fit_the_part_of_each_rank(tmp_path: Path) -> None:
     assert "quantized in groups of 32 (W4A16_G32)" in taken.stdout
 
 
-def test_the_table_takes_a_group_size_and_names_those_that_fit(narrow: Path) -> None:
+def test_table_names_fitting_group_sizes(narrow: Path) -> None:
     table = vexport("plan", narrow).stdout
     assert "--group-size 64 or 32 fits" in table
     assert re.search(r"^W4A16_G64 .* yes *$", table, re.MULTILINE)
@@ -67,7 +67,7 @@ def test_the_table_takes_a_group_size_and_names_those_that_fit(narrow: Path) -> 
     assert not any(name.startswith(("NVFP4", "FP8")) for name in names)
 
 
-def test_layers_take_the_largest_group_that_fits(narrow: Path, tmp_path: Path) -> None:
+def test_layers_use_largest_fitting_group(narrow: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     ran = vexport("quantize", narrow, out, "--scheme", "W4A16", *SMALLER, "--quiet")
     assert ran.code == 0, ran.stderr
@@ -82,7 +82,7 @@ def test_layers_take_the_largest_group_that_fits(narrow: Path, tmp_path: Path) -
     assert recipe.code == 0, recipe.stderr
 
 
-def test_routed_experts_of_a_layer_take_one_size(tmp_path: Path) -> None:
+def test_routed_experts_share_group_size(tmp_path: Path) -> None:
     source = save_family("qwen3-moe", tmp_path / "model", moe_intermediate_size=64)
     ran = vexport("plan", source, "--scheme", "W4A16", *SMALLER, "--format", "json")
     assert ran.code == 0, ran.stderr
@@ -92,7 +92,7 @@ def test_routed_experts_of_a_layer_take_one_size(tmp_path: Path) -> None:
     assert vexport("plan", source, "--scheme", "NVFP4A16", *SMALLER).code == 0
 
 
-def test_what_no_size_fits_is_refused_still(tmp_path: Path) -> None:
+def test_shape_without_fitting_size_is_refused(tmp_path: Path) -> None:
     odd = save_llama(tmp_path / "model", intermediate_size=328)
     for scheme in ("W4A16", "NVFP4A16"):
         ran = vexport("plan", odd, "--scheme", scheme, *SMALLER)
@@ -125,14 +125,14 @@ def test_what_no_size_fits_is_refused_still(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_rule_takes_sizes_and_arguments(
+def test_rule_with_group_size_or_arguments(
     narrow: Path, tmp_path: Path, keys: str, scheme: str
 ) -> None:
     for asked in (keys, f"scheme: {scheme}"):
         assert schemes_of(tmp_path, narrow, asked) == (scheme,)
 
 
-def test_weights_have_an_observer_and_candidates_sizes(narrow: Path, tmp_path: Path) -> None:
+def test_observer_in_weights_and_size_in_candidates(narrow: Path, tmp_path: Path) -> None:
     path = tmp_path / "scenario.yaml"
     path.write_text(
         RULE.format(
@@ -151,7 +151,7 @@ def test_weights_have_an_observer_and_candidates_sizes(narrow: Path, tmp_path: P
     assert scenario.auto.candidates == ("W4A16_G32", "W8A16", "FP8_DYNAMIC")
 
 
-def test_own_schemes_are_written_checked_and_read_back(narrow: Path, tmp_path: Path) -> None:
+def test_schemes_of_arguments_pass_check(narrow: Path, tmp_path: Path) -> None:
     for number, name in enumerate(
         (
             *(

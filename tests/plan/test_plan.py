@@ -1,4 +1,4 @@
-"""Plans: groups as vLLM fuses, rules in order, refusals before anything is written."""
+"""Plans: fused groups, the order of rules, and refusals before a file is written."""
 
 import json
 from dataclasses import fields
@@ -55,8 +55,8 @@ def test_unsupported_shape_names_layer_and_rule(
     ]
     assert plan.refusals[0].got == "in_features 328 is not a multiple of group size 16"
     assert plan_of(model, ("down_proj", "keep"), ("Linear", "NVFP4A16")).refusals == ()
-    # Every part of a merged layer but the last must be whole blocks; a layer of its own may end
-    # ragged.
+    # In a fused layer, all parts except the last must be whole blocks. An unfused layer may end
+    # with an incomplete block.
     refusals = plan_of(model, ("Linear", "FP8_BLOCK")).refusals
     assert [refusal.where for refusal in refusals] == [
         f"model.layers.{i}.mlp.gate_up_proj" for i in range(3)
@@ -81,11 +81,11 @@ def test_unsupported_shape_names_layer_and_rule(
         ("re:mlp.*", "model.layers.0.mlp.up_proj", False),
     ],
 )
-def test_patterns(pattern: str, name: str, expected: bool) -> None:
+def test_patterns_match_names(pattern: str, name: str, expected: bool) -> None:
     assert matches(pattern, name) is expected
 
 
-def test_a_quantized_source_is_refused(good: Good) -> None:
+def test_quantized_source_is_refused(good: Good) -> None:
     ran = vexport("plan", good("W8A8"), "--scheme", "W8A8")
     assert ran.code == 2
     assert "quantized already (compressed-tensors)" in ran.errors[0]
@@ -93,10 +93,11 @@ def test_a_quantized_source_is_refused(good: Good) -> None:
 
 
 @pytest.mark.parametrize(("ranks", "refused"), [((1,), 0), ((1, 2), 6), ((4,), 6)])
-def test_shares_of_ranks_must_be_whole_blocks(
-    ranks: tuple[int, ...], refused: int, tmp_path: Path
-) -> None:
-    """384 columns of down_proj and rows of gate and up: 3 blocks, which 2 ranks cannot share."""
+def test_ranks_need_whole_blocks(ranks: tuple[int, ...], refused: int, tmp_path: Path) -> None:
+    """384 columns of down_proj, and rows of gate and up, are 3 blocks.
+
+    Two ranks cannot share them.
+    """
     model = save_llama(tmp_path / "model", intermediate_size=384)
     rules = (("re:.*mlp.*", "FP8_BLOCK"),)
     plan = plan_of(model, *rules, settings=PlanSettings(ranks=ranks))
@@ -105,7 +106,7 @@ def test_shares_of_ranks_must_be_whole_blocks(
 
 
 def test_few_kv_heads_repeat_on_many_ranks(tmp_path: Path) -> None:
-    """Two heads on four ranks: vLLM gives each rank one whole head."""
+    """With two heads on four ranks, vLLM gives each rank one whole head."""
     model = save_llama(
         tmp_path / "model", num_attention_heads=8, head_dim=128, num_key_value_heads=2
     )
@@ -113,7 +114,7 @@ def test_few_kv_heads_repeat_on_many_ranks(tmp_path: Path) -> None:
     assert plan.refusals == ()
 
 
-def test_what_does_not_fit_can_be_kept(tmp_path: Path) -> None:
+def test_unsupported_layers_can_be_kept(tmp_path: Path) -> None:
     model = save_llama(tmp_path / "model", intermediate_size=328)
     keep = ("--on-unsupported-shape", "keep", "--quiet")
     ran = vexport("quantize", model, tmp_path / "out", "--scheme", "FP8_BLOCK", *keep)
@@ -131,9 +132,10 @@ def test_what_does_not_fit_can_be_kept(tmp_path: Path) -> None:
     assert "328" in plan.notes[0].got
 
 
-def test_experts_of_a_layer_are_kept_together(tmp_path: Path) -> None:
-    """An expert's down projection that does not fit keeps all experts, by a pattern that vLLM
-    resolves.
+def test_experts_of_layer_are_kept_together(tmp_path: Path) -> None:
+    """If one expert's down projection is unsupported, all experts of the layer are kept.
+
+    vLLM finds them by a pattern in the ignore list.
     """
     model = save_family("qwen3-moe", tmp_path / "model", moe_intermediate_size=136)
     plan = plan_of(
@@ -149,7 +151,7 @@ def test_experts_of_a_layer_are_kept_together(tmp_path: Path) -> None:
     }
 
 
-def test_routed_experts_of_a_layer_have_one_scheme(tmp_path: Path) -> None:
+def test_routed_experts_share_scheme(tmp_path: Path) -> None:
     model = save_family("mixtral", tmp_path / "model")
     plan = plan_of(model, ("w2", "FP8_DYNAMIC"), ("Linear", "NVFP4A16"))
     assert [refusal.where for refusal in plan.refusals] == [
@@ -202,7 +204,7 @@ def test_unknown_language_model_is_an_assumption(tmp_path: Path) -> None:
         ("granite-moe", "NVFP4A16"),
     ],
 )
-def test_the_predicted_size_is_the_written_one(family: str, scheme: str, tmp_path: Path) -> None:
+def test_predicted_size_equals_output(family: str, scheme: str, tmp_path: Path) -> None:
     model = save_family(family, tmp_path / "model")
     plan = plan_of(model, ("Linear", scheme))
     assert vexport("quantize", model, tmp_path / "out", "--scheme", scheme, "--quiet").code == 0
@@ -210,9 +212,10 @@ def test_the_predicted_size_is_the_written_one(family: str, scheme: str, tmp_pat
     assert written.num_bytes == plan.output_bytes
 
 
-def test_rows_that_vllm_orders_anew_keep_their_scales_by_row(tmp_path: Path) -> None:
-    """Llama 4's rotary order: vLLM says itself that blocks do not allow it, and forgets zero
-    points.
+def test_reordered_rows_need_scales_by_row(tmp_path: Path) -> None:
+    """vLLM reorders rows of Llama 4 for rotary positions.
+
+    It refuses scales of blocks, and does not reorder zero points.
     """
     model = save_family("llama4", tmp_path / "model")
     for scheme, what in (
@@ -228,7 +231,7 @@ def test_rows_that_vllm_orders_anew_keep_their_scales_by_row(tmp_path: Path) -> 
 
 
 def test_layers_fused_on_disk_are_planned_by_parts(tmp_path: Path) -> None:
-    """Phi-3: keys and values of 128 rows are whole blocks for one rank, not for each of two."""
+    """Phi-3's keys and values have 128 rows: whole blocks for one rank, but not for two."""
     model = save_family("phi3", tmp_path / "model")
     assert plan_of(model, ("qkv_proj", "FP8_BLOCK")).refusals == ()
     refused = plan_of(model, ("qkv_proj", "FP8_BLOCK"), settings=PlanSettings(ranks=(2,))).refusals
@@ -267,7 +270,7 @@ def test_layers_fused_on_disk_are_planned_by_parts(tmp_path: Path) -> None:
         (["models--A--B/snapshots/abc/config.json"], "", "the hub's cache", "snapshots/abc"),
     ],
 )
-def test_no_checkpoint_is_named(
+def test_other_kinds_of_folders_are_named(
     files: list[str], name: str, got: str, fix: str, tmp_path: Path
 ) -> None:
     for file in files:
@@ -294,7 +297,7 @@ def test_plan_json_has_scheme_names(llama: Path, tmp_path: Path) -> None:
         from_json(Plan, file)
 
 
-def test_groups_take_all_settings_of_a_treatment() -> None:
+def test_groups_have_all_settings_of_treatment() -> None:
     linear = LinearPlan(name="a", weight="a.weight", out_features=64, in_features=256)
     settings: dict[str, Any] = {
         "scheme": get_scheme("FP8"),

@@ -1,4 +1,4 @@
-"""Output of `plan`, output of `quantize`, and the recipe in a checkpoint."""
+"""Output of `plan` and `quantize`, and the recipe in a checkpoint."""
 
 import json
 from importlib.resources import files
@@ -16,14 +16,14 @@ from vexport.scenario.shipped import PACKAGE, demo_files
 
 
 def valid(name: str, text: str) -> dict[str, object]:
-    """Return the JSON of a command, checked against the committed schema."""
+    """Return the JSON of a command, validated with the committed schema."""
     schema = json.loads(files("vexport.reports").joinpath(f"{name}.schema.json").read_text())
     answer: dict[str, object] = json.loads(text)
     jsonschema.validate(answer, schema)
     return answer
 
 
-def test_a_plan_without_a_scheme_compares_all(narrow: Path) -> None:
+def test_plan_without_scheme_compares_all(narrow: Path) -> None:
     ran = vexport("plan", narrow, "--format", "json")
     assert ran.code == 0, ran.stderr
     table = valid("plan-schemes", ran.stdout)
@@ -45,7 +45,7 @@ def test_a_plan_without_a_scheme_compares_all(narrow: Path) -> None:
         assert (vexport("plan", narrow, "--scheme", scheme).code == 0) == row["fits"], scheme
 
 
-def test_scheme_table_and_its_json(narrow: Path) -> None:
+def test_scheme_table_with_ignored_layers(narrow: Path) -> None:
     ran = vexport("plan", narrow, "--ignore", "down_proj")
     assert ran.code == 0
     lines = {line.split()[0]: line for line in ran.stdout.splitlines()[2:] if line}
@@ -60,7 +60,7 @@ def test_scheme_table_and_its_json(narrow: Path) -> None:
     assert len(kept) == 7
 
 
-def test_a_plan_says_what_stays_why_and_what_comes_next(narrow: Path) -> None:
+def test_plan_shows_kept_layers_and_next_command(narrow: Path) -> None:
     ran = vexport(
         "plan", narrow, "--scheme", "w4a16", "--on-unsupported-shape", "keep", "--tp", "1,2"
     )
@@ -76,7 +76,7 @@ def test_a_plan_says_what_stays_why_and_what_comes_next(narrow: Path) -> None:
     assert "vexport quantize" not in refused.stdout
 
 
-def test_a_scenario_ends_with_the_run(narrow: Path, tmp_path: Path) -> None:
+def test_plan_of_scenario_names_run(narrow: Path, tmp_path: Path) -> None:
     path = tmp_path / "scenario.yaml"
     rules = f"name: a\nsource: {narrow}\nrules: [{{match: Linear, scheme: FP8}}]\n"
     path.write_text(rules + "calibration: {data: x.jsonl, samples: 7, seq_len: 9}\n")
@@ -86,7 +86,7 @@ def test_a_scenario_ends_with_the_run(narrow: Path, tmp_path: Path) -> None:
     assert ran.stdout.splitlines()[-1].split(maxsplit=1) == ["next", f"vexport run {path}"]
 
 
-def test_quantize_says_how_much_it_did_and_warns_of_little(narrow: Path, tmp_path: Path) -> None:
+def test_quantize_shows_and_warns_of_few_layers(narrow: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     ran = vexport(
         "quantize", narrow, out, "--scheme", "W4A16", "--on-unsupported-shape", "keep", "--quiet"
@@ -109,9 +109,7 @@ def test_quantize_says_how_much_it_did_and_warns_of_little(narrow: Path, tmp_pat
     assert answer["warnings"] == []
 
 
-def test_the_recipe_makes_the_same_checkpoint_again(
-    llama: Path, tmp_path: Path, calibration: Path
-) -> None:
+def test_recipe_reproduces_checkpoint(llama: Path, tmp_path: Path, calibration: Path) -> None:
     options = ("--calibration", calibration, "--samples", 3, "--seq-len", 16, "--quiet")
     choice: tuple[str, ...] = ("--scheme", "NVFP4", "--rounding", "nearest", "--ignore", "o_proj")
     choice += ("--kv-cache", "fp8", "--tp", "1,2")
@@ -137,9 +135,7 @@ def test_the_recipe_makes_the_same_checkpoint_again(
 SOURCE = PACKAGE.parent / "scenarios"
 
 
-def test_the_demo_is_written_and_can_be_planned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_demo_is_written_and_planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     ran = vexport("demo")
     assert ran.code == 0
@@ -151,8 +147,8 @@ def test_the_demo_is_written_and_can_be_planned(
         assert (Path("vexport-demo") / path).read_bytes() == (SOURCE / path).read_bytes()
 
 
-def test_every_scenario_of_the_demo_has_its_files(tmp_path: Path) -> None:
-    """What the scenarios name lies below the folder: nothing is read from where they came from."""
+def test_demo_scenarios_have_their_files(tmp_path: Path) -> None:
+    """All files that a scenario names are below the folder of the demo."""
     assert vexport("demo", tmp_path / "demo").code == 0
     written = sorted((tmp_path / "demo").glob("*.yaml"))
     assert [path.name for path in written] == sorted(
@@ -172,7 +168,7 @@ def test_every_scenario_of_the_demo_has_its_files(tmp_path: Path) -> None:
             assert Path(name).exists()
 
 
-def test_what_exists_is_replaced_only_with_overwrite(tmp_path: Path) -> None:
+def test_demo_is_replaced_only_with_overwrite(tmp_path: Path) -> None:
     target = tmp_path / "demo"
     target.mkdir()
     (target / "mine.txt").write_text("mine")
@@ -193,8 +189,11 @@ def test_what_exists_is_replaced_only_with_overwrite(tmp_path: Path) -> None:
     ).read_bytes()
 
 
-def test_plan_for_a_gpu_recommends_what_runs_there(narrow: Path) -> None:
-    """Native schemes that fit come first; a group size that fits takes a scheme's place."""
+def test_plan_recommends_schemes_for_gpu(narrow: Path) -> None:
+    """Fitting schemes that the GPU runs in full come first.
+
+    An unfitting scheme is replaced by one with another group size.
+    """
     ran = vexport("plan", narrow, "--gpu", "l40s", "--format", "json")
     assert ran.code == 0, ran.stderr
     table = valid("plan-schemes", ran.stdout)
@@ -220,15 +219,13 @@ def test_plan_for_a_gpu_recommends_what_runs_there(narrow: Path) -> None:
 @pytest.mark.parametrize(
     ("sm", "eight", "four"), [("80", "W8A8", "W4A16"), ("100", "FP8_DYNAMIC", "NVFP4")]
 )
-def test_recommendation_follows_the_tensor_cores(
-    sm: str, eight: str, four: str, llama: Path
-) -> None:
+def test_recommendation_follows_capability(sm: str, eight: str, four: str, llama: Path) -> None:
     ran = vexport("plan", llama, "--sm", sm, "--format", "json")
     gpu = json.loads(ran.stdout)["gpu"]
     assert [each["scheme"].partition("_G")[0] for each in gpu["recommended"]] == [eight, four]
 
 
-def test_plan_of_one_gpu_only(llama: Path) -> None:
+def test_plan_for_one_gpu(llama: Path) -> None:
     ran = vexport("plan", llama, "--gpu", "H100,L4")
     assert ran.code == 2
     assert "one name to --gpu" in ran.errors[0]
@@ -237,8 +234,8 @@ def test_plan_of_one_gpu_only(llama: Path) -> None:
     assert "on SM 90 (Hopper): NVFP4 weights only" in ran.stdout
 
 
-def test_next_line_says_if_serving_needs_a_gpu(llama: Path, tmp_path: Path) -> None:
-    """vLLM's CPU build runs W4A16 itself, and cannot run NVFP4A16."""
+def test_next_command_says_if_gpu_is_needed(llama: Path, tmp_path: Path) -> None:
+    """vLLM's CPU build cannot run NVFP4A16."""
     ran = vexport("quantize", llama, tmp_path / "a", "--scheme", "NVFP4A16", "--quiet")
     needs = "" if NVIDIA_DEVICE.exists() else "  # on a machine with a GPU"
     assert f"vllm serve {tmp_path / 'a'}{needs}\n" in ran.stdout

@@ -14,7 +14,7 @@ from vexport.records import Json
 CHECKPOINTS = Path(__file__).parent / "methods"
 NAMES = sorted(path.name for path in CHECKPOINTS.iterdir())
 SOURCES = Path(__file__).parent.parent / "peer"
-# One of each storage.
+# A checkpoint for each way to store weights.
 SPOILED = (
     *(
         "autoround-llama-MXFP4-auto_round",
@@ -35,14 +35,14 @@ CHANGES = {**any_method("model.layers.0"), "a layer that is not quantized": unqu
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_producers_write_has_no_error(name: str) -> None:
-    """Except for checkpoints that vLLM refuses: GPTQ of 3 bits, which can be converted."""
+def test_sound_checkpoints_have_no_error(name: str) -> None:
+    """vLLM refuses GPTQ of 3 bits, which can be converted."""
     errors = [each for each in problems(CHECKPOINTS / name) if each.severity == "error"]
     assert ["3 bits" in each.got for each in errors] == ([True] if name.endswith("W3") else [])
 
 
 @pytest.mark.parametrize("name", SPOILED)
-def test_what_is_spoiled_is_found(name: str, tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_found(name: str, tmp_path: Path) -> None:
     sound = CHECKPOINTS / name
     broken = [
         spoiled(sound, tmp_path / str(number), change)
@@ -56,13 +56,13 @@ def test_what_is_spoiled_is_found(name: str, tmp_path: Path) -> None:
     assert (ran.code, right, passed) == (1, True, [])
 
 
-WRITTEN: dict[str, dict[str, Json]] = json.loads(
+CONFIGS: dict[str, dict[str, Json]] = json.loads(
     (Path(__file__).parent / "configs" / "compressed-tensors-0.20.json").read_text()
 )
 
 
 def rewritten(source: Path, folder: Path, name: str) -> Path:
-    return spoiled(source, folder, config(WHOLE, quantization_config=WRITTEN[name]))
+    return spoiled(source, folder, config(WHOLE, quantization_config=CONFIGS[name]))
 
 
 @pytest.mark.parametrize("name", ["W8A8", "NVFP4", "W4A16", "FP8_DYNAMIC", "MXFP4", "MXFP8"])

@@ -1,8 +1,8 @@
-"""Checkpoints as AutoRound and llm-compressor's calibrated path wrote them, with what vexport never
-writes.
+"""Checkpoints of AutoRound and of llm-compressor's calibrated path.
 
-AutoRound: scales of either sign, an output head that its targets mean. llm-compressor: rotations of
-the running model, groups for attention, no group at all.
+They have features that vexport never writes. AutoRound writes scales of either sign, and targets
+that include the output head. llm-compressor writes rotations of the running model, groups for
+attention, and configs without a group.
 """
 
 import json
@@ -37,11 +37,11 @@ NAMES = sorted(path.name for path in CHECKPOINTS.iterdir())
 EXPERTS_OF_INT4 = "autoround-moe-W4A16"
 SIGNED = ("autoround-llama-W4A16", "autoround-llama-INT8_W8A8", EXPERTS_OF_INT4)
 ROTATED = "llmcompressor-llama-QUIP"
-# What no other test has in the real vLLM, whose CPU build multiplies experts of INT4 by AMX alone.
+# Checkpoints that no other test runs in the real vLLM. Its CPU build needs AMX for INT4 experts.
 SERVED = (EXPERTS_OF_INT4 if torch.cpu._is_amx_tile_supported() else SIGNED[0], ROTATED)
 SOURCE = Path(__file__).parent.parent / "peer" / "llama"
-# Mean KL of random weights and tokens from their source; a reference that misses a rotation or
-# scale has 1.
+# Mean KL from the source, with random weights and tokens. A reference that misses a rotation or a
+# scale has a KL of 1.
 QUANTIZATION_KL = 0.1
 VOCABULARY = 64
 Q = "model.layers.0.self_attn.q_proj"
@@ -52,14 +52,14 @@ INT8: dict[str, Json] = {**FP8, "type": "int"}
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_nothing_is_found_or_repaired(name: str, tmp_path: Path) -> None:
+def test_sound_checkpoints_need_no_repair(name: str, tmp_path: Path) -> None:
     assert problems(CHECKPOINTS / name) == []
     ran = vexport("repair", CHECKPOINTS / name, tmp_path / "out", "--format", "json", "--quiet")
     assert (ran.code, json.loads(ran.stdout)["repairs"]) == (0, [])
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "-llama-" in name])
-def test_the_reference_is_near_the_source(name: str) -> None:
+def test_reference_is_near_source(name: str) -> None:
     prompts = [
         torch.randint(3, VOCABULARY, (32,), generator=torch.Generator().manual_seed(1)).tolist()
     ]
@@ -72,7 +72,7 @@ def test_the_reference_is_near_the_source(name: str) -> None:
 @pytest.mark.vllm
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SERVED)
-def test_vllm_agrees_with_the_reference(name: str, tmp_path: Path) -> None:
+def test_vllm_agrees_with_reference(name: str, tmp_path: Path) -> None:
     checkpoint = copytree(CHECKPOINTS / name, tmp_path / name)
     write_tokenizer(checkpoint, WORDS[: VOCABULARY - 4])
     ran = vexport("load", checkpoint, "--mode", "eager", "--format", "json", "--quiet")
@@ -83,8 +83,8 @@ def test_vllm_agrees_with_the_reference(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", SIGNED[:2])
 @pytest.mark.parametrize("count", [1, None])
-def test_signs_that_nobody_chose_are_found(name: str, count: int | None, tmp_path: Path) -> None:
-    """One scale below zero among others above, and all of them."""
+def test_wrong_signs_are_found(name: str, count: int | None, tmp_path: Path) -> None:
+    """One negative scale, or only negative scales, are an error."""
 
     def turned(scale: torch.Tensor) -> torch.Tensor:
         flat = scale.abs().flatten()
@@ -113,11 +113,9 @@ def rotation(**changes: Json) -> Change:
         (rotation(targets=[Q]), "self_attn.qkv_proj"),
         (add(f"{Q}.bias", torch.zeros(128, dtype=torch.bfloat16)), "self_attn.qkv_proj"),
     ],
-    ids=["no matrix", "of attention", "of one of the fused", "beside a bias"],
+    ids=["no matrix", "of attention", "of one fused layer", "with a bias"],
 )
-def test_rotations_that_vllm_does_not_compute_are_found(
-    change: Change, where: str, tmp_path: Path
-) -> None:
+def test_unsupported_rotations_are_found(change: Change, where: str, tmp_path: Path) -> None:
     report = check_checkpoint(str(spoiled(CHECKPOINTS / ROTATED, tmp_path / "bad", change)))
     assert not report.ok
     assert any(one.check == "transforms" and one.where.endswith(where) for one in report.findings)
@@ -131,10 +129,10 @@ def test_rotations_run_on_one_rank_only() -> None:
     assert refused == ["tp 2)"]
 
 
-def scheme(
+def expert_scheme(
     numbers: dict[str, Json], weights: str, inputs: str | None, *, dynamic: bool = False
 ) -> Change:
-    """Another scheme for the routed experts; vLLM refuses it before it looks at a tensor."""
+    """Change the scheme of the routed experts. vLLM refuses it before it reads a tensor."""
     format_ = f"{numbers['type']}-quantized"
     activations: Json = {**numbers, "strategy": inputs, "dynamic": dynamic} if inputs else None
     group = {
@@ -146,15 +144,15 @@ def scheme(
 
 
 REFUSED = {
-    "static inputs": scheme(FP8, "channel", "tensor"),
-    "FP8 without inputs": scheme(FP8, "tensor", None),
-    "one INT8 scale": scheme(INT8, "tensor", "token", dynamic=True),
-    "static INT8 inputs": scheme(INT8, "channel", "tensor"),
+    "static inputs": expert_scheme(FP8, "channel", "tensor"),
+    "FP8 without inputs": expert_scheme(FP8, "tensor", None),
+    "one INT8 scale": expert_scheme(INT8, "tensor", "token", dynamic=True),
+    "static INT8 inputs": expert_scheme(INT8, "channel", "tensor"),
 }
 
 
 @pytest.mark.parametrize("change", REFUSED.values(), ids=REFUSED)
-def test_schemes_that_experts_do_not_have_are_found(change: Change, tmp_path: Path) -> None:
+def test_unsupported_expert_schemes_are_found(change: Change, tmp_path: Path) -> None:
     report = check_checkpoint(
         str(spoiled(CHECKPOINTS / "autoround-moe-W4A16", tmp_path / "bad", change))
     )
@@ -163,7 +161,8 @@ def test_schemes_that_experts_do_not_have_are_found(change: Change, tmp_path: Pa
 
 @pytest.mark.vllm
 @pytest.mark.slow
-def test_vllm_loads_what_they_wrote_and_refuses_those_schemes(tmp_path: Path) -> None:
+def test_vllm_agrees_on_checkpoints_and_schemes(tmp_path: Path) -> None:
+    """vLLM loads the producers' checkpoints and refuses the unsupported schemes of experts."""
     source = CHECKPOINTS / EXPERTS_OF_INT4
     bad = [spoiled(source, tmp_path / name, change) for name, change in REFUSED.items()]
     checkpoints = [*(CHECKPOINTS / name for name in NAMES), *bad]

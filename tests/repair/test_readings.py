@@ -101,10 +101,8 @@ def test_wrong_source_is_refused(good: Good, tmp_path: Path) -> None:
     assert quantized.code == 2
 
 
-def test_scale_of_one_layer_alone_is_found_with_source(
-    good: Good, llama: Path, tmp_path: Path
-) -> None:
-    """Nothing but the source shows it: the repair without a source claims nothing about values."""
+def test_wrong_scale_of_unfused_layer_needs_source(good: Good, llama: Path, tmp_path: Path) -> None:
+    """Only the comparison with the source finds it."""
     name = f"{ATTENTION}.o_proj.weight_global_scale"
     checkpoint = spoiled(good("NVFP4A16"), tmp_path / "broken", put(name, times(4)))
     ran = vexport("repair", checkpoint, tmp_path / "out", SOURCE_NAMED, llama, "--quiet")
@@ -128,8 +126,8 @@ def test_assumptions_are_reported(good: Good, llama: Path, tmp_path: Path) -> No
     assert f"compared with {llama}" in text
 
 
-def test_scales_of_inputs_stay_an_assumption(good: Good, llama: Path, tmp_path: Path) -> None:
-    """The source has no inputs: it cannot show which scale is right."""
+def test_input_scales_remain_an_assumption(good: Good, llama: Path, tmp_path: Path) -> None:
+    """The source has no scales of inputs, and cannot show which scale is right."""
     name = f"{MLP}.gate_proj.input_global_scale"
     checkpoint = spoiled(good("NVFP4"), tmp_path / "broken", put(name, times(2)))
     for number, options in enumerate(((), (SOURCE_NAMED, llama))):
@@ -155,8 +153,11 @@ def test_layer_that_fits_two_groups_is_refused(good: Good, tmp_path: Path) -> No
     assert not (tmp_path / "out").exists()
 
 
-def test_half_the_bits_of_twice_the_columns(good: Good, tmp_path: Path) -> None:
-    """Eight bits as four look like a weight of twice the columns, but for its stored shape."""
+def test_wrong_number_of_bits_is_not_guessed(good: Good, tmp_path: Path) -> None:
+    """Read as four bits, eight bits look like a weight with twice the columns.
+
+    Its stored shape differs.
+    """
     checkpoint = spoiled(good("W8A16"), tmp_path / "broken", config(ARGUMENTS, num_bits=4))
     ran = vexport("repair", checkpoint, tmp_path / "out", "--quiet", "--format", "json")
     assert ran.code == 1
@@ -190,7 +191,7 @@ def test_unreadable_smoothing_is_refused(good: Good, llama: Path, tmp_path: Path
     assert not (tmp_path / "out").exists()
 
 
-def test_missing_cache_scales_are_an_assumption(good: Good, llama: Path, tmp_path: Path) -> None:
+def test_missing_kv_scales_are_an_assumption(good: Good, llama: Path, tmp_path: Path) -> None:
     scheme: Json = {
         "num_bits": 8,
         "type": "float",
@@ -204,8 +205,8 @@ def test_missing_cache_scales_are_an_assumption(good: Good, llama: Path, tmp_pat
     assert all("calibration" in str(repair["assumption"]) for repair in repairs)
 
 
-def test_changed_digits_of_a_shared_scale(good: Good, tmp_path: Path) -> None:
-    """A scale that went through a conversion is the same number: nothing has to be decided."""
+def test_rounded_shared_scale_needs_no_assumption(good: Good, tmp_path: Path) -> None:
+    """A scale that went through a conversion is the same number."""
     checkpoint = spoiled(good("NVFP4A16"), tmp_path / "broken", put(Q, times(1 + 2.0**-21)))
     assert not same_tensors(checkpoint, good("NVFP4A16"))
     (repair,) = repaired(checkpoint, tmp_path / "out")["repairs"]

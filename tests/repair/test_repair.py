@@ -88,10 +88,8 @@ def test_repairs_without_loss(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("with_source", [False, True])
-def test_experts_of_the_peer_get_shared_global_scales(tmp_path: Path, with_source: bool) -> None:
-    """Rescaled or quantized again, the weights stay within half a step of e4m3 of what they
-    were.
-    """
+def test_experts_of_llm_compressor_get_shared_scales(tmp_path: Path, with_source: bool) -> None:
+    """Weights are rescaled or quantized again. They change by at most half a step of e4m3."""
     checkpoint, out = PEER / "moe-NVFP4A16", tmp_path / "out"
     found = [finding.where for finding in problems(checkpoint)]
     assert found == [f"model.layers.0.mlp.experts.{i}.w13: weight_global_scale" for i in range(2)]
@@ -139,10 +137,10 @@ def test_experts_of_the_peer_get_shared_global_scales(tmp_path: Path, with_sourc
 
 
 @pytest.mark.parametrize(("layer", "factor"), [(Q, 2), (Q, 1 / 3), (f"{Q[:14]}.mlp.gate_proj", 2)])
-def test_global_scales_of_inputs_follow_most(
+def test_input_scales_follow_majority(
     good: Good, tmp_path: Path, layer: str, factor: float
 ) -> None:
-    """Also where vLLM takes that of the majority already; of two the smaller one."""
+    """Three layers use the scale of the majority, two layers the smaller scale."""
     name = f"{layer}.input_global_scale"
     checkpoint = spoiled(good("NVFP4"), tmp_path / "broken", put(name, lambda t: t * factor))
     ran, _ = repair(checkpoint, tmp_path / "out")
@@ -154,9 +152,7 @@ def test_global_scales_of_inputs_follow_most(
 
 
 @pytest.mark.parametrize("strategy", ["tensor", "attn_head"])
-def test_missing_scales_of_the_kv_cache_are_one_and_said(
-    good: Good, tmp_path: Path, strategy: str
-) -> None:
+def test_missing_kv_scales_become_one(good: Good, tmp_path: Path, strategy: str) -> None:
     announce = config(QUANTIZATION, kv_cache_scheme={**KV_SCHEME, "strategy": strategy})
     ran, report = repair(spoiled(good("W8A8"), tmp_path / "broken", announce), tmp_path / "out")
     assert ran.code == 0, ran.stderr
@@ -204,7 +200,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("scheme", "change", "where"), REFUSED)
-def test_what_cannot_be_repaired_is_named_and_nothing_written(
+def test_unrepairable_fault_writes_nothing(
     good: Good, tmp_path: Path, scheme: str, change: Change, where: str
 ) -> None:
     ran, report = repair(spoiled(good(scheme), tmp_path / "broken", change), tmp_path / "out")
@@ -233,7 +229,7 @@ def test_untouched_shards_are_copies(good: Good, tmp_path: Path) -> None:
     assert index["weight_map"].keys() == names
 
 
-def test_a_sound_checkpoint_is_copied(good: Good, tmp_path: Path) -> None:
+def test_sound_checkpoint_is_copied(good: Good, tmp_path: Path) -> None:
     out = tmp_path / "out"
     ran = vexport("repair", good("W8A8"), out, "--quiet")
     assert ran.code == 0

@@ -1,7 +1,6 @@
-"""Ways to spoil a checkpoint, by sound checkpoint: files, headers, names, values, dtypes, shapes,
-config.
+"""Mutations of each sound checkpoint: files, headers, names, values, dtypes, shapes, config.
 
-Harmless ones are among them: what a check says of those is as telling.
+Some mutations are harmless, to show false errors of the check.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,20 +20,21 @@ SHARED = (
     mixed.shared_kinds,
 )
 PARTS = (*OWN, *SHARED, names.special_kinds)
-# What depends on the scheme is recorded with one in so many of the further checkpoints of a scheme,
-# what does not with one in so many of all checkpoints.
+# Mutations that depend on the scheme are recorded with the scheme's first checkpoint. Further
+# checkpoints record one in OWN_ONE_IN. Of other mutations, all record one in SHARED_ONE_IN.
 OWN_ONE_IN, SHARED_ONE_IN = 4, 6
 
 
 @cache
 def mutations(good: str) -> Mapping[str, Change]:
-    """All mutations of a sound checkpoint by name."""
+    """Return all mutations of a sound checkpoint by name."""
     return {name: change for part in PARTS for name, change in part(GOOD[good])}
 
 
 def worth_recording(good: str) -> list[str]:
-    """The mutations of a sound checkpoint that tell something new, this checkpoint's part of the
-    others.
+    """Return the mutations to record for a sound checkpoint.
+
+    These are the mutations that only it has, and its share of the others.
     """
     position = list(GOOD).index(good)
     first = all(GOOD[other].scheme != GOOD[good].scheme for other in list(GOOD)[:position])
@@ -46,5 +46,6 @@ def worth_recording(good: str) -> list[str]:
 
 
 def _dealt(good: str, parts: Sequence[Part], position: int, one_in: int) -> list[str]:
+    """Return each `one_in`-th mutation, counted from `position`."""
     names = [name for part in parts for name, _ in part(GOOD[good])]
     return [name for number, name in enumerate(names, position) if number % one_in == 0]

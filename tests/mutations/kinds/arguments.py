@@ -1,4 +1,4 @@
-"""quantization_config, and config.json around it."""
+"""Mutations of quantization_config, and of config.json around it."""
 
 from collections.abc import Iterator
 
@@ -30,7 +30,7 @@ FUSED: Json = [
 
 
 def kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
-    """Those of the config group."""
+    """Yield mutations of the config group."""
     yield from _formats()
     yield from _widths(sound.scheme)
     yield from _sizes()
@@ -97,7 +97,7 @@ def _inputs(scheme: str) -> Iterator[tuple[str, Change]]:
 
 
 def shared_kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
-    """Those of the rest: method, targets, ignore, sparsity, the KV cache."""
+    """Yield mutations of the method, targets, ignore list, sparsity and KV cache."""
     yield from _methods()
     yield from _groups()
     yield from _rest()
@@ -196,7 +196,7 @@ def _under_its_older_name(whole: dict[str, Json]) -> None:
 
 
 def model_kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
-    """Sizes, names, switches."""
+    """Yield mutations of sizes, names and switches of the model."""
     yield "a layer more than there is", config(WHOLE, num_hidden_layers=sound.layers + 1)
     if sound.layers > 1:
         yield "a layer less than there is", config(WHOLE, num_hidden_layers=sound.layers - 1)

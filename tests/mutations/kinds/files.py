@@ -1,4 +1,4 @@
-"""Files and headers."""
+"""Mutations of files and headers."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -16,7 +16,7 @@ NORM = "model.norm.weight"
 
 
 def kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
-    """All of them, whatever the scheme."""
+    """Yield all mutations, which do not depend on the scheme."""
     yield from _bytes(sound)
     yield from _headers(sound)
     yield from _indices(sound)
@@ -155,6 +155,6 @@ def _split(
 
 
 def _leftover(folder: Path) -> None:
-    """An older export's shard next to the weights, which no index names."""
+    """Write an older export's shard next to the weights, which no index names."""
     values = load_file(folder / WEIGHTS)
     save_file({NORM: values[NORM] * 2}, folder / SECOND, metadata={"format": "pt"})

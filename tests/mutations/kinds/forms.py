@@ -1,4 +1,4 @@
-"""Dtypes and shapes."""
+"""Mutations of dtypes and shapes."""
 
 from collections.abc import Callable, Iterator
 
@@ -12,7 +12,7 @@ HALF = slice(None, None, 2)
 
 
 def kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
-    """Of the parameters of a quantized layer, and of what is not quantized."""
+    """Yield mutations of a quantized layer's parameters, and of unquantized tensors."""
     for leaf in sound.leaves:
         if leaf.endswith("scale"):
             yield from _scale_dtypes(sound, leaf)

@@ -1,6 +1,4 @@
-"""Names of other producers, layers stored as one, numbers that are off in one place, sizes of the
-model.
-"""
+"""Mutations with names of other producers, fused layers, single wrong numbers, and model sizes."""
 
 from collections.abc import Callable, Iterator
 
@@ -34,7 +32,7 @@ from tests.mutations.kinds.values import SINGLE
 
 
 def kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
-    """Those that depend on the scheme."""
+    """Yield mutations that depend on the scheme."""
     yield from _names(sound)
     yield from _fused(sound)
     yield from _scales(sound)
@@ -146,7 +144,7 @@ def _codes(sound: Sound) -> Iterator[tuple[str, Change]]:
 
 
 def shared_kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
-    """Those that do not: tables, norms, the model's config."""
+    """Yield mutations that do not depend on the scheme: embeddings, norms, model config."""
     yield "embeddings zero", put("model.embed_tokens.weight", every(0.0))
     yield "embeddings doubled", put("model.embed_tokens.weight", lambda value: value * 2)
     yield "layer norm zero", put("model.layers.0.input_layernorm.weight", every(0.0))

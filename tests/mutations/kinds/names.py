@@ -1,6 +1,4 @@
-"""Tensors that are missing, that nobody asked for, or in another's place; what only some
-checkpoints have.
-"""
+"""Mutations with missing, unexpected and exchanged tensors, and for special checkpoints."""
 
 from collections.abc import Iterator
 
@@ -40,7 +38,7 @@ STRAY = {
 
 
 def kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
-    """Those that depend on the scheme."""
+    """Yield mutations that depend on the scheme."""
     q, o, down, leaves = sound.attention("q"), sound.attention("o"), sound.mlp("down"), sound.leaves
     for leaf in leaves:
         yield f"no {leaf} in down_proj", drop(f"{down}.{leaf}")
@@ -70,7 +68,7 @@ def kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
 
 
 def shared_kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
-    """Those that do not."""
+    """Yield mutations that do not depend on the scheme."""
     down, q = sound.mlp("down"), sound.attention("q")
     yield "no final norm", drop("model.norm.weight")
     yield "no layer norm", drop(f"{LAYER}.input_layernorm.weight")
@@ -133,7 +131,7 @@ TABLE = "model.embed_tokens.weight"
 
 
 def special_kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
-    """Those that fit this checkpoint."""
+    """Yield mutations for checkpoints with experts, a tied head or a KV cache."""
     if sound.experts:
         yield from _experts(sound)
     if sound.tied:

@@ -1,4 +1,4 @@
-"""Numbers that no export would write."""
+"""Mutations with numbers that no export would write."""
 
 from collections.abc import Iterator
 
@@ -11,7 +11,7 @@ SINGLE = frozenset({"weight_global_scale", "input_global_scale", "input_scale"})
 
 
 def kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
-    """Scales, payloads and what is not quantized."""
+    """Yield mutations of scales, codes and unquantized tensors."""
     for leaf in sound.leaves:
         if leaf.endswith("scale"):
             yield from _exponents(sound) if sound.scheme.startswith("MX") else _scale(sound, leaf)
@@ -34,7 +34,7 @@ def _scale(sound: Sound, leaf: str) -> Iterator[tuple[str, Change]]:
         yield f"{leaf} of down_proj byteswapped", put(down, _byteswapped)
     if (
         leaf != "input_global_scale"
-    ):  # its sign cancels in the emulation, which tells nothing of FP4 kernels
+    ):  # its sign cancels in the emulation, but maybe not in FP4 kernels
         yield f"{leaf} of down_proj negative", put(down, times(-1))
     yield f"{leaf} of down_proj all zero", put(down, every(0.0))
     yield f"{leaf} of down_proj once zero", put(down, element(0.0))
@@ -49,7 +49,7 @@ def _scale(sound: Sound, leaf: str) -> Iterator[tuple[str, Change]]:
 
 
 def _exponents(sound: Sound) -> Iterator[tuple[str, Change]]:
-    """Scales that are exponents in a byte. 127 means a scale of 1."""
+    """Yield mutations of scales that are exponents in a byte. 127 means a scale of 1."""
     down = f"{sound.mlp('down')}.weight_scale"
     yield "weight_scale of down_proj NaN", put(down, element(255))
     yield "weight_scale of down_proj all zero", put(down, every(0))
@@ -60,10 +60,9 @@ def _exponents(sound: Sound) -> Iterator[tuple[str, Change]]:
 
 
 def _shared(sound: Sound) -> Iterator[tuple[str, Change]]:
-    """Scales that fused layers have in common.
+    """Yield mutations of scales that fused layers share.
 
-    No scale is made smaller: vLLM takes the largest, and the result would be equal if the smaller
-    scale is right.
+    No scale is made smaller. vLLM uses the largest scale, and the result could be right.
     """
     for leaf in sorted(SINGLE & set(sound.leaves)):
         for projection in ("q", "k", "v"):
@@ -88,8 +87,8 @@ def _payload(sound: Sound) -> Iterator[tuple[str, Change]]:
 
 
 def _byteswapped(scale: torch.Tensor) -> torch.Tensor:
-    """A scale in the other byte order.
+    """Return a scale in the other byte order.
 
-    It is rounded first, so that it is equal on every processor.
+    It is rounded first, so that it is equal on all processors.
     """
     return byteswapped(scale.bfloat16().to(scale.dtype))
