@@ -14,6 +14,7 @@ from vexport.engine.dry.load import dry_load_checkpoints
 from vexport.engine.session import require_engine
 from vexport.errors import VexportError
 from vexport.errors.extras import attempt, raise_problems
+from vexport.evaluation.accepted_settings import with_accepted_settings
 from vexport.formats.gpus import cards
 from vexport.inference.options import EngineOptions
 from vexport.plan.source import require_trusted_scenario, with_default_text
@@ -31,7 +32,7 @@ from vexport.run.evaluating import Evaluations, OnJudged, evaluate_checkpoints
 from vexport.run.loading import load_checkpoints
 from vexport.run.options import EXPLANATION_SECONDS, Explaining
 from vexport.run.stages import compare_schemes, run_scenario
-from vexport.scenario import Evaluate, Serve, base_scenario, read_scenario
+from vexport.scenario import Evaluate, Serve, base_scenario, problems_at, read_scenario
 from vexport.scenario.serve import EngineArguments, with_options
 
 
@@ -221,6 +222,9 @@ def evaluate(
     baseline, unless the verdict is FAIL. With `accept` alone, nothing is compared and None is
     returned. If `attribution` is True, or if it is None and the verdict is not PASS, the cause of
     the loss is searched for, for at most `attribution_seconds` seconds.
+
+    Settings that are not in `settings` come from the accepted baseline. InputError is raised for
+    settings that contradict it.
     """
     evaluations = evaluate_all(
         [checkpoint],
@@ -262,12 +266,21 @@ def evaluate_all(
         )
     if accept is not None and len(checkpoints) != 1:
         raise ValueError(f"evaluate: got accept with {len(checkpoints)} checkpoints, need one")
+    against_path = None if against is None else Path(against)
+    engine_settings = engine or Engine()
+    serve = engine_settings.serve
+    if against_path is not None:
+        given = {key: getattr(settings, key) for key in settings.model_fields_set}
+        measured = with_accepted_settings(given, serve, against_path, command="evaluate")
+        with problems_at("evaluate"):
+            settings = Evaluate.model_validate(measured.keys)
+        serve = measured.serve
     return evaluate_checkpoints(
         [str(checkpoint) for checkpoint in checkpoints],
         settings,
         Path(folder),
-        (engine or Engine()).options(on_progress),
-        against=None if against is None else Path(against),
+        engine_settings.options(on_progress, serve),
+        against=against_path,
         accept=None if accept is None else Path(accept),
         overwrite=overwrite,
         explaining=Explaining(wanted=attribution, seconds=attribution_seconds),

@@ -1,5 +1,6 @@
 """Commands that measure accuracy: `eval`, and `verdict` for results that exist already."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ from vexport.cli.base import (
     add_text_summary,
     command,
     conclude,
+    note,
     pause,
     print_text,
     progress_display,
@@ -36,6 +38,8 @@ from vexport.cli.prompting import EVALUATE_SYNTAXES, chat_template_option
 from vexport.cli.settings import given_settings, setting_options
 
 if TYPE_CHECKING:
+    from pydantic import JsonValue
+
     from vexport.records import Verdict
     from vexport.run.evaluating import Evaluations
     from vexport.scenario import Evaluate
@@ -69,7 +73,7 @@ class ComparisonOptions:
             raise click.UsageError(
                 "--kl-limit and --nll-limit need --baseline, whose log-probabilities they bound."
             )
-        if bool(options["tasks"]) == bool(options["text"]):
+        if against is None and bool(options["tasks"]) == bool(options["text"]):
             raise click.UsageError(
                 "Give --task NAME_OR_YAML, or --text DATA in the place of tasks."
             )
@@ -99,7 +103,7 @@ class ComparisonOptions:
 )
 @option(
     "--against",
-    "An accepted baseline to compare with; starts one engine.",
+    "An accepted baseline to compare with, by its tasks and settings; starts one engine.",
     PATH,
     "FILE",
     heading="Comparison",
@@ -146,10 +150,10 @@ def evaluate(
     """Compare CHECKPOINT's accuracy with its baseline's, by lm-eval in vLLM.
 
     Both answer the same documents; the verdict (PASS, FAIL or INCONCLUSIVE) comes first, then the
-    cause where it is not PASS. Several checkpoints give a table. An accepted baseline is a small
-    file for git with each document's score: make one with --accept, and compare later checkpoints
-    --against it. Either side may be lm-eval's results, or the address of a server's OpenAI API,
-    whose key is VEXPORT_API_KEY.
+    cause if the verdict is not PASS. Several checkpoints give a table. An accepted baseline is a
+    small file for git with each document's score: make one with --accept, and compare later
+    checkpoints --against it, with its tasks and settings. Either side may be lm-eval's results, or
+    the address of a server's OpenAI API, whose key is VEXPORT_API_KEY.
 
     The output folder has lm-eval's results in `baseline` and `candidate`, and a report
     (report.html). A second call resumes.
@@ -158,7 +162,7 @@ def evaluate(
     Examples:
       vexport eval OUT --baseline MODEL --task gsm8k --margin 0.02
       vexport eval OUT --task gsm8k --accept accepted.json
-      vexport eval NEXT --task gsm8k --against accepted.json
+      vexport eval NEXT --against accepted.json
       vexport eval OUT --baseline MODEL --text held-out.jsonl
       vexport eval http://new:8000/v1 --baseline http://old:8000/v1 --task gsm8k --tokenizer
       Qwen/Qwen3-0.6B
@@ -169,8 +173,16 @@ def evaluate(
 
     options = click.get_current_context().params
     comparison = comparison.consistent(options)
-    settings = _settings(comparison.baseline, options["chat_template"])
+    keys = _given_keys(comparison.baseline, options["chat_template"])
     serve = session.serve(tp)
+    if comparison.against is not None:
+        from vexport.evaluation.accepted_settings import with_accepted_settings
+
+        measured = with_accepted_settings(keys, serve, comparison.against, command="eval")
+        keys, serve = dict(measured.keys), measured.serve
+        if measured.filled and not answer.quiet:
+            note(f"settings from {comparison.against}: {_shown_settings(measured.filled)}")
+    settings = _settings(keys)
     folder = output_dir or Path("runs") / f"eval-{_name(checkpoints)}"
     written = [NamedPath(label="--output-dir", path=folder)]
     require_apart(click.get_current_context(), list(evaluation_inputs(settings, "--task")), written)
@@ -224,21 +236,34 @@ def _name(checkpoints: Sequence[str]) -> str:
     return (host or Path(checkpoints[0]).name) + more
 
 
-def _settings(baseline: str | None, chat_template: str | None) -> "Evaluate":
-    """Return the settings from the command's options.
-
-    Paths in `include_path` are made absolute. Raises InputErrors if the settings are not valid
-    together.
-    """
-    from vexport.scenario import Evaluate, problems_at
-
+def _given_keys(baseline: str | None, chat_template: str | None) -> dict[str, object]:
+    """Return the settings that the command's options give, by key of `Evaluate`."""
     keys = given_settings("evaluate")
     if baseline is not None:
         keys["baseline"] = baseline
     if chat_template:
         keys["apply_chat_template"] = chat_template
+    return keys
+
+
+def _shown_settings(settings: "Mapping[str, JsonValue]") -> str:
+    """Return settings in words: `tasks gsm8k, arc_easy; limit 100`."""
+    shown = []
+    for key, value in settings.items():
+        text = ", ".join(map(str, value)) if isinstance(value, list) else json.dumps(value)
+        shown.append(f"{key} {text}")
+    return "; ".join(shown)
+
+
+def _settings(keys: Mapping[str, object]) -> "Evaluate":
+    """Return the settings with these keys. Paths in `include_path` are made absolute.
+
+    Raises InputErrors if the settings are not valid together.
+    """
+    from vexport.scenario import Evaluate, problems_at
+
     with problems_at("eval"):
-        settings = Evaluate(**keys)
+        settings = Evaluate.model_validate(dict(keys))
     folders = tuple(path.resolve() for path in settings.include_path)
     return settings.model_copy(update={"include_path": folders})
 

@@ -13,12 +13,13 @@ Later answers are paired document by document, and a changed answer is one digit
 import base64
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
+from pydantic import JsonValue
 
 from vexport.errors import InputError, raise_all
 from vexport.evaluation.fingerprint import causes
@@ -63,13 +64,22 @@ class AcceptedTask:
 class Accepted:
     """One model's scores with the metrics that decide, and the settings that could change them.
 
-    `groups` maps a group that is judged as one task to its tasks.
+    `groups` maps a group that is judged as one task to its tasks. `settings` are the settings that
+    the scores were measured with, by their keys in a scenario (accepted_settings.py). It is None in
+    files that are older than this field.
     """
 
     vexport_baseline: Literal[1] = 1
+    settings: Mapping[str, JsonValue] | None = None
     fingerprint: Fingerprint
     groups: Mapping[str, tuple[str, ...]]
     tasks: Mapping[str, AcceptedTask]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the groups, and of the tasks without a group."""
+        grouped = {member for members in self.groups.values() for member in members}
+        return (*self.groups, *(name for name in self.tasks if name not in grouped))
 
 
 def is_accepted(path: Path) -> bool:
@@ -113,10 +123,13 @@ def require_writable(path: Path) -> None:
         )
 
 
-def accept_results(folder: Path, path: Path, choice: Choice) -> Accepted:
+def accept_results(
+    folder: Path, path: Path, choice: Choice, settings: Mapping[str, JsonValue] | None = None
+) -> Accepted:
     """Write the scores of the deciding metrics from an lm-eval output folder to `path`.
 
-    The file is written completely or not at all.
+    `settings` are the settings that the results were measured with, if they are known. The file is
+    written completely or not at all.
     """
     require_writable(path)
     results = read_results(folder)
@@ -127,7 +140,9 @@ def accept_results(folder: Path, path: Path, choice: Choice) -> Accepted:
         if gate.task not in results.tasks:
             groups[gate.task] = members
         tasks |= {name: _accepted_task(results, name, gate) for name in members}
-    accepted = Accepted(fingerprint=results.fingerprint, groups=groups, tasks=tasks)
+    accepted = Accepted(
+        settings=settings, fingerprint=results.fingerprint, groups=groups, tasks=tasks
+    )
     write_text(path, to_json(accepted))
     return accepted
 
@@ -322,6 +337,20 @@ def lost_answers(accepted: Accepted, alpha: float) -> tuple[str, ...]:
         if words := lost_words(None, counts):
             described.append(f"{name}: {words}")
     return tuple(described)
+
+
+def other_gates(accepted: Accepted, gate: Choice) -> Iterator[InputError]:
+    """Yield an error for each chosen gate that differs from the accepted gate.
+
+    `gate` maps a task or group, or `*` for all, to METRIC or METRIC,FILTER.
+    """
+    for name, chosen in gate.items():
+        for unit, old in choice_of(accepted).items():
+            is_same = chosen in (old, old.partition(",")[0])
+            if name in (unit, "*") and not is_same:
+                got, need = f"{unit}={chosen}", f"{unit}={old}, as accepted"
+                fix = "leave it out, or accept the baseline again with this gate"
+                yield InputError("gate", got=got, need=need, fix=fix)
 
 
 def choice_of(accepted: Accepted) -> Choice:

@@ -19,9 +19,9 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
-from vexport.errors import InputError
+from vexport.errors import raise_all
 from vexport.errors.extras import attempt_all
-from vexport.evaluation.accepted import is_accepted, pair_with, read_accepted
+from vexport.evaluation.accepted import is_accepted, other_gates, pair_with, read_accepted
 from vexport.evaluation.compare import compare_task, comparison, difference_interval
 from vexport.evaluation.fingerprint import changes, device_of
 from vexport.evaluation.pairs import Choice, TaskPair, gated_tasks, pool
@@ -59,11 +59,9 @@ def decide(
     if is_accepted(baseline):
         right = read_results(candidate)
         repeated = _asked_again(right, "quantized model", alpha)
-        if gate:
-            got, need = "another choice of gates", "those that were accepted"
-            raise InputError("gate", got=got, need=need, fix="leave it out, or accept it again")
         accepted = read_accepted(baseline)
-        where, circumstances = ("when the baseline was accepted", "now"), accepted.fingerprint
+        raise_all([*other_gates(accepted, gate)])
+        where, recorded = ("when the baseline was accepted", "now"), accepted.fingerprint
         gates = pair_with(accepted, right)
     else:
         left, right = attempt_all(
@@ -71,12 +69,11 @@ def decide(
         )
         repeated = _asked_again(left, "baseline", alpha)
         repeated += _asked_again(right, "quantized model", alpha)
-        models = (MODEL, ENDPOINT, REVISION, EMULATED)
-        where = ("in the baseline", "in the results")
-        circumstances = {
-            name: value for name, value in left.fingerprint.items() if name not in models
-        }
+        where, recorded = ("in the baseline", "in the results"), left.fingerprint
         gates = gated_tasks(left, right, gate)
+    # The two models always differ, because they are compared.
+    models = (MODEL, ENDPOINT, REVISION, EMULATED)
+    circumstances = {name: value for name, value in recorded.items() if name not in models}
     verdict = judge(gates, margin=margin, alpha=alpha, prompting=right.prompting)
     warnings = (*_lost_warnings(verdict), *changes(circumstances, right.fingerprint, where=where))
     return replace(

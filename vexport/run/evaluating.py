@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from pydantic import JsonValue
+
 from vexport.checkpoint.source import hub_name, require_source, resolve_source
 from vexport.engine.arguments import require_arguments
 from vexport.errors import InputError
@@ -19,8 +21,14 @@ from vexport.evaluation.accepted import (
     read_accepted,
     require_writable,
 )
+from vexport.evaluation.accepted_settings import (
+    paths_to_store,
+    recovered_settings,
+    settings_to_store,
+)
 from vexport.evaluation.given_answers import read_given, require_answers_to
 from vexport.evaluation.inputs import evaluation_inputs
+from vexport.evaluation.results import read_results
 from vexport.files import user_path
 from vexport.inference.asked_tasks import fetch_tasks, require_tasks
 from vexport.inference.endpoint.server import is_url, require_address
@@ -193,11 +201,25 @@ def _accept_answers(run: Run, accept: Path | None) -> str:
     choice: Mapping[str, str] = settings.gate
     if given.against is not None:
         choice = choice_of(read_accepted(given.against))
-    accepted = accept_results(run.answers(CANDIDATE), accept, choice)
+    folder = run.answers(CANDIDATE)
+    stored = _settings_to_store(run, folder, accept)
+    accepted = accept_results(folder, accept, choice, stored)
     lines = [f"accepted: {accept}: {gates_of(accepted)}"]
     if verdict is None:  # otherwise its warnings name the lost answers of both models
         lines += [f"warning: {lost}" for lost in lost_answers(accepted, settings.alpha)]
     return "\n".join(lines)
+
+
+def _settings_to_store(run: Run, folder: Path, accept: Path) -> dict[str, JsonValue]:
+    """Return the settings that the candidate's answers in `folder` were measured with.
+
+    Settings of results that were made elsewhere are recovered from the results.
+    """
+    if _given_to(run).candidate.is_asked:
+        return settings_to_store(run.evaluation, run.options.serve, accept)
+    results = read_results(folder)
+    recovered = recovered_settings(results.fingerprint, run.evaluation.tasks, [*results.tasks])
+    return {**recovered, **paths_to_store(run.evaluation, accept)}
 
 
 def _given_to(run: Run) -> Given:
