@@ -1,10 +1,10 @@
-"""Observers without the command line: calibrate any torch.nn.Module and read its quantization
-parameters.
+"""Calibrate a torch.nn.Module with vexport's observers, without the command line.
 
     python scenarios/observers_example.py
 
-A small network gets NVFP4 weights and inputs. Its two first layers run as one in a serving engine,
-so they share their global scales, as q, k and v or gate and up of a language model do.
+A small network gets NVFP4 weights and inputs, and the script prints its quantization parameters. A
+serving engine runs the first two layers as a single layer. They therefore share their global
+scales, like q, k and v or gate and up in a language model.
 """
 
 import torch
@@ -22,7 +22,7 @@ from vexport.observers import Observer, get_observer_token_count
 
 
 class GatedNetwork(torch.nn.Module):
-    """What a language model has after its attention: gate and up, multiplied, then down."""
+    """Gated MLP of a language model: the product of gate and up, then down."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,18 +31,18 @@ class GatedNetwork(torch.nn.Module):
         self.down = torch.nn.Linear(128, 64, bias=False)
 
     def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """States (batch, tokens, 64) to states of the same shape."""
+        """Return the output for states of shape (batch, tokens, 64), in the same shape."""
         gated: torch.Tensor = torch.nn.functional.silu(self.gate(states)) * self.up(states)
         down: torch.Tensor = self.down(gated)
         return down
 
 
 def main() -> None:
-    """Attach, run, read, freeze."""
+    """Attach observers, run the network, print the quantization parameters and freeze them."""
     torch.manual_seed(0)
     network = GatedNetwork()
 
-    # 1. Say how each layer is quantized and attach its observers.
+    # 1. Set the scheme of each layer and attach its observers.
     hooks = []
     for module in (network.gate, network.up, network.down):
         module.quantization_scheme = preset_name_to_scheme("NVFP4", ["Linear"])
@@ -51,7 +51,7 @@ def main() -> None:
         hooks.append(module.register_forward_pre_hook(calibrate_input_hook))
     layers = get_modules(network)
 
-    # 2. Layers that run as one share their global scales, of weights and of inputs.
+    # 2. Fused layers share the global scales of their weights and of their inputs.
     for base_name in ("weight", "input"):
         attached = [getattr(layer, f"{base_name}_observer") for layer in (network.gate, network.up)]
         Observer.fuse(attached)
@@ -64,7 +64,7 @@ def main() -> None:
     for hook in hooks:
         hook.remove()
 
-    # 4. Read what was found; the observers are no longer needed.
+    # 4. Store the scales in the layers. The observers are no longer needed.
     tokens = get_observer_token_count(network)
     update_qparams(layers, ("weight", "input"))
     network.apply(freeze_module_quantization)

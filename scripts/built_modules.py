@@ -1,8 +1,8 @@
-"""Build a class of vLLM, and collect its kinds of modules and the names that its quantization
-config receives.
+"""Build a class of vLLM, and collect its kinds of modules.
 
-The class is built from small configs. It loads the tensors of transformers' models with these
-configs, from files with headers but without data.
+Also collect the names that its quantization config receives. The class is built from small configs.
+It loads the tensors of transformers' models with these configs, from files with headers but without
+data.
 """
 
 import json
@@ -80,8 +80,9 @@ MOST_REFUSALS = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """Recipe for the config of a class: a model type of transformers or vLLM, and the type
-    of a tower.
+    """Recipe for the config of a class.
+
+    `model_type` is a model type of transformers or vLLM, `tower` the model type of a vision tower.
     """
 
     architecture: str
@@ -139,9 +140,7 @@ def recipes(architecture: str) -> Iterator[list[Recipe]]:
 
 
 def without_packages() -> None:
-    """Replace a tower by an empty module, without layers, if its package (timm)
-    is not installed.
-    """
+    """Replace a vision tower by an empty module if its package (timm) is not installed."""
     make = AutoModel.from_config
 
     def from_config(*arguments: object, **options: object) -> nn.Module:
@@ -186,9 +185,7 @@ def filled(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def elsewhere(values: Values, key: str, default: object) -> object:
-    """Return the value of a key in a nested config, or the default if no nested config
-    has the key.
-    """
+    """Return the value of a key in a nested config, or the default if no nested config has it."""
     nested = [value for value in values.values() if isinstance(value, dict)]
     found = (each[key] for each in nested if each.get(key) is not None)
     return next(found, default)
@@ -273,11 +270,10 @@ class Built:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """Name of a module when it called the quantization config, and its members in the config at
-    that time.
+    """Name of a module when it called the quantization config.
 
-    Each model adds its members when it is built. A tower may therefore call before the language
-    model has added any.
+    `members` are the members of its fused layer in the config at that time. Each model adds its
+    members when it is built. A tower may therefore call before the language model has added any.
     """
 
     prefix: str
@@ -300,9 +296,7 @@ def storage(tensor: torch.Tensor) -> int:
 
 
 def build(folder: Path) -> Built:
-    """Build the class of a folder's config on the meta device, and load its tensors if
-    it has any.
-    """
+    """Build the class of a folder's config on the meta device, and load the folder's tensors."""
     heard: dict[nn.Module, Asked] = {}
     method = CompressedTensorsConfig.get_quant_method
 
@@ -439,8 +433,9 @@ def load(model: nn.Module, config: VllmConfig) -> tuple[Books, list[str]]:
 
 
 def stored_modules(model: nn.Module, audit: Books) -> Iterator[tuple[str, str]]:
-    """Yield pairs: a module of the file, as vLLM's class renames it, and the module
-    with its weight.
+    """Yield (module in the file, module with its weight).
+
+    The file's name is the name after renaming by vLLM's class.
     """
     mapper = getattr(type(model), "hf_to_vllm_mapper", None)
     for stored, parameter in audit.copied(model):

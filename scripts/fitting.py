@@ -1,6 +1,4 @@
-"""Find the rows of a class's table: names, layers and sizes of tensors as functions
-of its config.
-"""
+"""Find the rows of a class's table: names, layers and sizes of tensors by its config."""
 
 import json
 import re
@@ -121,8 +119,9 @@ def named_numbers(text: str, observed: Observed, literals: Literals) -> Iterator
 
 
 def differ(expressions: Sequence[str], observed: Observed) -> bool:
-    """Return True if expressions with equal values under every config would differ
-    under another config.
+    """Return True if expressions with equal values here would differ under another config.
+
+    The expressions have equal values under every observed config.
     """
     for path in (
         {key for text in expressions for key in KEY.findall(text)} if len(expressions) > 1 else ()
@@ -145,9 +144,7 @@ def fitted_condition(observed: Sequence[Observed], keys: Sequence[str]) -> str:
 
 
 def fitting_conditions(observed: Sequence[Observed], keys: Sequence[str]) -> Iterator[str]:
-    """Yield the conditions that hold for the observed layers and for no others,
-    the simplest first.
-    """
+    """Yield the conditions that hold for exactly the observed layers, the simplest first."""
     tables: dict[int, list[str]] = {}
     places = [
         (each, i) for each in observed for i in (range(each.layers) if each.layers >= 0 else (-1,))
@@ -470,9 +467,7 @@ class Fitter:
 
 
 def with_values(raw: Values, names: Sequence[str], values: Sequence[Any]) -> Values | None:
-    """Return a config with other values of some keys, or None if it lacks a part with
-    such a key.
-    """
+    """Return a config with other values of some keys, or None if a key's part is missing."""
     for name, value in zip(names, values, strict=True):
         other = changed(raw, name, value)
         if other is None:
@@ -547,8 +542,9 @@ def without_hidden(side: str, hidden: Sequence[str]) -> str:
 
 
 def meanings(model: Model, used: Iterable[str]) -> dict[str, Any]:
-    """Return `defaults`, `nulls`, `lists` and `aliases` of the used keys and of the keys
-    that these need.
+    """Return `defaults`, `nulls`, `lists` and `aliases` of the used keys.
+
+    Keys in the expressions of defaults are included.
     """
     found: dict[str, dict[str, Any]] = {"defaults": {}, "nulls": {}, "lists": {}, "aliases": {}}
     waiting, known = [*used], set[str]()
@@ -580,11 +576,11 @@ def meanings(model: Model, used: Iterable[str]) -> dict[str, Any]:
 
 
 def is_constant(model: Model, path: str, default: int, *, absent: bool) -> bool:
-    """Return True if a default is the same number, or the same expression, under every changed
-    config.
+    """Return True if a default stays the same under every changed config.
 
-    Some defaults are computed from other keys in a way that leaves no trace (a rounded quotient).
-    Configs that transformers refuses without the key are left out.
+    Numbers and expressions are compared. Some defaults are computed from other keys in a way that
+    leaves no trace (a rounded quotient). Configs that transformers refuses without the key are left
+    out.
     """
     text = getattr(default, "text", None)
     for change in model.changes:

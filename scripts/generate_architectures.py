@@ -1,5 +1,4 @@
-"""Write vexport/architectures/vllm.json: layers that vLLM's classes fuse, rename and never
-quantize.
+"""Write vexport/architectures/vllm.json: fused, renamed and unquantized layers of vLLM's classes.
 
 Run in an environment with vLLM: `python scripts/generate_architectures.py [--out TABLE.json]`. No
 vLLM class is instantiated. The script reads class attributes, and searches the source of a class
@@ -146,9 +145,7 @@ def backed_classes(known: Collection[str]) -> tuple[dict[str, Table], dict[str, 
 
 
 def other_tasks() -> dict[str, str]:
-    """Return the classes that vLLM runs for tasks other than generating text, and classes that
-    vLLM has removed.
-    """
+    """Return classes that vLLM runs for tasks other than text generation, and removed classes."""
     pooling = {
         **registry._EMBEDDING_MODELS,
         **registry._LATE_INTERACTION_MODELS,
@@ -218,8 +215,9 @@ def describe(model: type) -> Table:
 
 
 def packed_modules(parts: list[type]) -> dict[str, list[str]]:
-    """Return `packed_modules_mapping` of the classes, with the entries that their source
-    adds to it.
+    """Return `packed_modules_mapping` of the classes.
+
+    Entries that the source of a class adds to it are included.
     """
     found: dict[str, list[str]] = {}
     for part in parts:
@@ -278,9 +276,7 @@ def literal_pairs(part: type) -> Iterator[tuple[str, str]]:
 
 
 def expert_names(parts: list[type]) -> list[str | None] | None:
-    """Return the names of an expert's gate, down and up projections on disk, or
-    None without experts.
-    """
+    """Return the names of an expert's gate, down and up projections, or None without experts."""
     calls = [call for part in parts for call in calls_in(part)]
     layers = [call for call in calls if name_of(call).startswith("FusedMoE")]
     for call in calls:
@@ -304,9 +300,7 @@ def layers(parts: list[type]) -> Iterator[tuple[ast.Call, str]]:
 
 
 def unquantized(parts: list[type]) -> list[str]:
-    """Return the linear layers that are never built with a quantization config, by their
-    last name part.
-    """
+    """Return the linear layers that never get a quantization config, by their last name part."""
     plain: set[str] = set()
     quantizable: set[str] = set()
     for call, name in layers(parts):
@@ -353,9 +347,7 @@ def layer_name(call: ast.Call, attribute: str) -> str:
 
 
 def stacked_experts(parts: list[type]) -> dict[str, str]:
-    """Return other names on disk for experts that are stored in a single tensor: suffix
-    -> vLLM's suffix.
-    """
+    """Return other names of stacked experts on disk: suffix -> vLLM's suffix."""
     mappers = [getattr(part, "hf_to_vllm_mapper", None) for part in parts]
     return {
         old: new
@@ -367,9 +359,7 @@ def stacked_experts(parts: list[type]) -> dict[str, str]:
 
 
 def renames(model: type) -> dict[str, dict[str, str]]:
-    """Return the renaming of the checkpoint's names to vLLM's names, as far as
-    it places modules.
-    """
+    """Return the rules that turn module names in a checkpoint into vLLM's names."""
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     found: dict[str, dict[str, str]] = {}
     for kind in ("regex", "substr", "prefix") if isinstance(mapper, WeightsMapper) else ():

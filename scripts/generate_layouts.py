@@ -97,9 +97,7 @@ def made(name: str, folder: Path) -> Entry | str:
 
 
 def other_place(built: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the prefix of tensors that vLLM refuses, and the prefix of the tensors that
-    it misses instead.
-    """
+    """Return the prefixes of refused tensors and of the tensors that vLLM misses instead."""
     lacking = [
         fault.split()[1].rstrip(":") for fault in built["faults"] if fault.startswith("missing ")
     ]
@@ -182,8 +180,9 @@ def typed(config: Mapping[str, Any], path: str = "") -> list[tuple[str, Any]]:
 
 
 def containers(names: Mapping[str, object]) -> dict[str, str]:
-    """Return, for each part of a model with stars, a name in it that no class has. "" is
-    the model itself.
+    """Return a name that no class has, for each part of a model.
+
+    Keys are parts with stars for numbers. The key "" is the model itself.
     """
     found = {"": UNKNOWN, "mtp": f"mtp.{UNKNOWN}"}
     for name in names:

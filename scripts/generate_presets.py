@@ -1,5 +1,6 @@
-"""Write vexport/formats/presets.json: the preset schemes of compressed-tensors, which is slow to
-import.
+"""Write vexport/formats/presets.json: the preset schemes of compressed-tensors.
+
+compressed-tensors is slow to import, so vexport reads its presets from this file.
 
 The pinned compressed-tensors lacks presets for weights of 2, 3, 5, 6 and 7 bits and for MXFP4
 weights with FP8 inputs. vLLM runs these, so the script makes them as later versions of
@@ -38,8 +39,9 @@ FIRST = (
 
 
 def preset(name: str, bits: int | None = None) -> dict[str, object]:
-    """Return a preset as compressed-tensors writes it into config.json, or with other
-    bits of weights.
+    """Return a preset as compressed-tensors writes it into config.json.
+
+    `bits` replaces the number of weight bits.
     """
     scheme = QuantizationScheme(targets=["Linear"], **PRESET_SCHEMES[name])
     assert bits is None or scheme.weights is not None
@@ -50,8 +52,9 @@ def preset(name: str, bits: int | None = None) -> dict[str, object]:
 
 
 def main() -> None:
-    """Write compressed-tensors' presets, without the preset that quantizes nothing, and
-    the missing presets.
+    """Write the presets of compressed-tensors and the missing presets.
+
+    The preset that quantizes nothing is left out.
     """
     presets = {name: preset(name) for name in PRESET_SCHEMES if name != "UNQUANTIZED"}
     presets = {f"W{bits}A16": preset(MODEL, bits) for bits in WEIGHT_ONLY_BITS} | presets

@@ -54,9 +54,7 @@ class Wheel:
         return ast.parse(self.text(name))
 
     def file_of(self, module: str, importer: str) -> str:
-        """Return the file of a module that another file imports, or "" if it is not
-        in the wheel.
-        """
+        """Return the file of an imported module, or "" if it is not in the wheel."""
         level = len(module) - len(module.lstrip("."))
         parts = importer.split("/")[:-level] if level else []
         path = "/".join([*parts, *filter(None, module.lstrip(".").split("."))])
@@ -70,9 +68,7 @@ class Wheel:
 
     @cache  # noqa: B019
     def imports(self, file: str) -> dict[str, tuple[str, str]]:
-        """Return the names that a file imports from other files of the wheel: name ->
-        (file, name there).
-        """
+        """Return the names that a file imports from the wheel: name -> (file, name there)."""
         found = {}
         for node in ast.walk(self.tree(file)):
             if isinstance(node, ast.ImportFrom):
@@ -84,9 +80,7 @@ class Wheel:
 
     @cache  # noqa: B019
     def resolve(self, file: str, name: str) -> tuple[str, str] | None:
-        """Return the place where a class named in a file is defined, or None if the wheel does
-        not have it.
-        """
+        """Return the file and name of a class's definition, or None if it is not in the wheel."""
         if name in self.classes(file):
             return file, name
         place = self.imports(file).get(name)
@@ -115,9 +109,7 @@ class Wheel:
         return list(found)
 
     def attribute(self, file: str, name: str, wanted: str) -> tuple[str, ast.expr] | None:
-        """Return the value that a class, or the first of its bases, assigns to an attribute,
-        and the file.
-        """
+        """Return the file and the value of a class's attribute, with inherited attributes."""
         node = self.classes(file)[name]
         if (value := assigned(node.body, wanted)) is not None:
             return file, value
@@ -189,9 +181,7 @@ def schemes(wheel: Wheel) -> dict[str, int]:
 
 
 def returned(wheel: Wheel, file: str, name: str) -> int | None:
-    """Return the number from a class's get_min_capability, or from the first base
-    that defines it.
-    """
+    """Return the number from get_min_capability of a class or its bases, or None if it has none."""
     node = wheel.classes(file)[name]
     if "def get_min_capability(" in (text := ast.unparse(node)):
         number = re.search(r"def get_min_capability\(.*?\n\s+return (\d+)", text, re.DOTALL)

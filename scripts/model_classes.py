@@ -63,8 +63,9 @@ def namespace(model: type) -> ModuleType:
 
 @cache
 def reachable(model: type) -> tuple[type, ...]:
-    """Return the class and every module class that its source names, including bases, if they
-    are models' code.
+    """Return the class and every module class of models' code that its source names.
+
+    Bases are included.
     """
     found: dict[type, None] = {}
     todo = [model]
@@ -93,12 +94,11 @@ def chosen_classes(value: object) -> tuple[object, ...]:
 
 
 def language_models(model: type) -> tuple[set[str], list[type]]:
-    """Return the attributes that hold a wrapper's language model, and its classes if the source
-    names them.
+    """Return the attributes that hold a wrapper's language model, and its classes.
 
-    If no block marks the language model, the class names it for LoRA (`get_mm_mapping`), and its
-    parts as `language_targets`. Otherwise it is the module that is made by the name of another vLLM
-    class.
+    Classes are missing if the source does not name them. If no block marks the language model, the
+    class names it for LoRA (`get_mm_mapping`), and its parts as `language_targets`. Otherwise it is
+    the module that is made by the name of another vLLM class.
     """
     for owner in model.__mro__:
         blocks = [
@@ -149,9 +149,7 @@ def assigned(node: ast.AST) -> Iterator[str]:
 
 
 def named_class(node: ast.AST, owner: type) -> Iterator[type]:
-    """Yield the model class that a node calls by name, or that it names as the
-    architecture to build.
-    """
+    """Yield the model class that a node calls, or that it names as an architecture."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         entry = registry._TEXT_GENERATION_MODELS.get(node.value)
         if entry is not None:
@@ -238,10 +236,10 @@ def functions(part: type) -> list[tuple[ast.FunctionDef, list[ast.Call]]]:
 def scopes(
     part: type, function: ast.FunctionDef, parts: Sequence[type], depth: int = 0
 ) -> Iterator[Scope]:
-    """Yield the scopes of a method's calls: by the class itself or, for `__init__`, by classes that
-    build it.
+    """Yield the scopes of a method's calls by the class itself.
 
-    The last scope has no known arguments.
+    Calls of `__init__` are by the classes that build the class. The last scope has no known
+    arguments.
     """
     wanted = part.__name__ if function.name == "__init__" else f"self.{function.name}"
     for caller in (parts if function.name == "__init__" else [part]) if depth < DEEPEST else ():
@@ -268,8 +266,9 @@ def given(call: ast.Call, function: ast.FunctionDef) -> dict[str, ast.expr]:
 
 
 def assignment(function: ast.FunctionDef, target: str) -> ast.expr | None:
-    """Return the value assigned to a name in a function: if once, or if once
-    outside its branches.
+    """Return the value assigned to a name in a function, or None without a single value.
+
+    An assignment outside of branches takes precedence.
     """
     for nodes in (function.body, [*ast.walk(function)]):
         values = [

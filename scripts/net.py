@@ -298,14 +298,14 @@ def refused(root: Path) -> Lines:
         words = call.split()
         for name, place in places.items():
             words = [word.replace(name, str(place)) for word in words]
-        yield f"refused {call}", said(words, places)
+        yield f"refused {call}", output_of(words, places)
     for lines in SCENARIOS:
         text = f"name: a\nsource: {places['LLAMA']}\n{lines}\n"
         places["SCENARIO"].write_text(text)
-        yield f"refused scenario {lines}", said(["plan", str(places["SCENARIO"])], places)
+        yield f"refused scenario {lines}", output_of(["plan", str(places["SCENARIO"])], places)
 
 
-def said(words: list[str], places: Mapping[str, Path]) -> str:
+def output_of(words: list[str], places: Mapping[str, Path]) -> str:
     """Return the exit code of a call, and its output on stderr."""
     ran = vexport(*words)
     text = f"exit {ran.code}\n{ran.stderr}"

@@ -354,8 +354,7 @@ def is_words(value: object) -> bool:
 
 
 def written_numbers(classes: Iterable[type]) -> Iterator[int]:
-    """Yield the whole numbers in the code of transformers' classes and of the functions next to
-    them.
+    """Yield the whole numbers in the code of transformers' classes and of their modules' functions.
 
     Defaults of fields, arguments and optional config keys are left out: they are sizes of the
     default config.
@@ -385,9 +384,7 @@ def written_numbers(classes: Iterable[type]) -> Iterator[int]:
 
 
 def default_of_key(node: ast.AST) -> list[ast.expr]:
-    """Return the default that code uses if a config lacks a key, as in
-    `getattr(config, "key", 4)`.
-    """
+    """Return the default for a missing config key in code like `getattr(config, "key", 4)`."""
     if not isinstance(node, ast.Call):
         return []
     name = ast.unparse(node.func).rpartition(".")[2]
@@ -425,8 +422,9 @@ def joined(one: Values, other: Values) -> Values:
 
 
 def hidden_keys(kind: type, raw: Values) -> Iterator[str]:
-    """Yield keys that a class or its config reads but that no default config has, for each part
-    of a config.
+    """Yield keys that a class or its config reads, but that default configs lack.
+
+    Each key is yielded for each part of a config.
     """
     names: dict[str, None] = {}
     for file in sorted(Path(inspect.getfile(kind)).parent.glob("*.py")):

@@ -103,8 +103,9 @@ def generating_classes() -> dict[str, str]:
 
 
 def has_tensor_parallel_plan(kind: str) -> bool:
-    """Return True if the config of a model type, or of its language model, has a plan
-    for splitting layers.
+    """Return True if the config of a model type has a plan for splitting layers.
+
+    The plan may be in the config of its language model.
     """
     config = CONFIG_MAPPING[kind]
     inner = config.sub_configs.get("text_config", config)
@@ -219,9 +220,7 @@ def _plain_leaves(model: Base, asked: set[str]) -> Iterator[str]:
 
 
 def _expert_names(model: Base) -> list[str] | None:
-    """Return the names of an expert's gate, down and up projections in a checkpoint
-    of this class.
-    """
+    """Return the names of an expert's gate, down and up projections in a checkpoint."""
     if not any(isinstance(module, RoutedExperts) for module in model.modules()):
         return None
     patterns = [

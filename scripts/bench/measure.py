@@ -29,8 +29,10 @@ OWN = (sys.executable, __file__)
 
 @dataclass(slots=True, kw_only=True)
 class Ran:
-    """Seconds and processor seconds of a process, its largest resident set in MB,
-    and its stdout.
+    """Time, memory and stdout of a process.
+
+    `seconds` is the wall time, `cpu` the processor time in seconds. `megabytes` is the largest
+    resident set.
     """
 
     seconds: float = 0
@@ -44,8 +46,9 @@ class Ran:
         return json.loads(self.text.splitlines()[-1])
 
     def watch(self, pid: int) -> None:
-        """Follow the resident set of a process until it ends. wait4 would count its
-        parent's memory too.
+        """Follow the resident set of a process until it ends.
+
+        wait4 would also count the memory of the parent process.
         """
         while peak := resident_mb("VmHWM", pid):
             self.megabytes = max(self.megabytes, peak)

@@ -38,8 +38,9 @@ COLUMNS = ("s", "CPU s", "MB")
 
 
 def make_source(folder: Path, layers: int) -> Path:
-    """Write the synthetic checkpoint in shards of whole layers, as the peer needs,
-    unless it exists.
+    """Write the synthetic checkpoint, unless it exists.
+
+    Each shard has whole layers, as the peer needs.
     """
     if (folder / "config.json").is_file():
         return folder
@@ -75,7 +76,7 @@ def run_peer(scheme: str, source: str, out: str) -> None:
     print(json.dumps(spent(lambda: model_free_ptq(source, out, max_workers=workers, **options))))
 
 
-def moved(source: Path, command: str) -> float:
+def seconds_of_shell(source: Path, command: str) -> float:
     """Return the seconds of a shell command on the shards.
 
     `$OUT` is an empty folder next to them.
@@ -86,9 +87,7 @@ def moved(source: Path, command: str) -> float:
 
 
 def figures(runs: Sequence[Ran]) -> list[float]:
-    """Return the fastest call, the least processor time and the most memory, or 0
-    if nothing ran.
-    """
+    """Return the least time, the least processor time and the most memory, or zeros."""
     if not runs:
         return [0.0] * len(COLUMNS)
     seconds = (run.answer["seconds"] if run.text.endswith("}\n") else run.seconds for run in runs)
@@ -99,11 +98,11 @@ def measure(scheme: str, source: Path, repeats: int) -> list[float]:
     ours, peers, checks, copies, reads = [], [], [], [], []
     options = ("--scheme", scheme, "--quiet", "--no-verify")
     for repeat in range(repeats):
-        copies.append(moved(source, 'cp "$@" $OUT && sync $OUT/*'))
+        copies.append(seconds_of_shell(source, 'cp "$@" $OUT && sync $OUT/*'))
         with tempfile.TemporaryDirectory(dir=source.parent) as folder:
             out = Path(folder) / "ours"
             ours.append(timed(*OWN, "quantize", source, out, *options))
-            reads.append(moved(out, 'cat "$@" > /dev/null'))
+            reads.append(seconds_of_shell(out, 'cat "$@" > /dev/null'))
             checks.append(timed(sys.executable, "-m", "vexport", "check", out, "--quiet"))
             if PEER.is_file() and not repeat:
                 peers.append(timed(PEER, __file__, "--peer", scheme, source, Path(folder) / "peer"))

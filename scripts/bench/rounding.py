@@ -1,14 +1,13 @@
-"""Measure accuracy, time and memory of --rounding on a real model, next to llm-compressor's
-methods.
+"""Measure accuracy, time and memory of --rounding, next to llm-compressor's methods.
 
     scripts/real-model && scripts/bench/setup-peer
     .venv/bin/python scripts/bench/rounding.py [--scheme W4A16_G64]... [--method refit]...
         [--rows 64] [--held-out 16] [--model real/SmolLM2-135M-Instruct] [--text real/text]
         [--folder DIR] [--show]
 
-All methods use the same rows. A cell is a scheme and a method. The result of each cell is written
-to DIR/ROWS/SCHEME-METHOD/score.json. Finished cells are skipped, so a benchmark can be stopped at
-any time and cells can run separately. --show only prints.
+The model is a real model. All methods use the same rows. A cell is a scheme and a method. The
+result of each cell is written to DIR/ROWS/SCHEME-METHOD/score.json. Finished cells are skipped, so
+a benchmark can be stopped at any time and cells can run separately. --show only prints.
 
 KL is the divergence of the checkpoint from the source. NLL is the checkpoint's. Both are means over
 --held-out rows of text of the calibration's kind (`same`) and of another kind (`other`). Weights
@@ -80,8 +79,9 @@ def make(options: argparse.Namespace, scheme: str, method: str, out: Path) -> di
 
 
 def run_peer(model_path: str, out: str, scheme: str, method: str, data: str, count: str) -> None:
-    """Run a method of llm-compressor in its environment, and print the time and
-    memory of `oneshot`.
+    """Run a method of llm-compressor in its environment.
+
+    Print the time of `oneshot`.
     """
     os.environ["LLMCOMPRESSOR_DISABLE_GPTQ_TRITON"] = "1"  # Triton needs a GPU
 

@@ -108,8 +108,9 @@ def _both_orders(pairs: Iterable[tuple[int, int]]) -> tuple[Sum, ...]:
 
 
 def vocabulary() -> tuple[str, ...]:
-    """Return every word in the order of its token id, filled up with reserved
-    words to `VOCABULARY_SIZE`.
+    """Return every word in the order of its token id.
+
+    Reserved words fill the vocabulary up to `VOCABULARY_SIZE`.
     """
     words: Sequence[str] = [
         *SPECIAL,

@@ -1,10 +1,9 @@
-"""Write checkpoints that compute exactly the same bits as the demo model, but are harder to
-quantize.
+"""Write checkpoints with the same outputs as the demo model that are harder to quantize.
 
-Some input columns of q, k, v, gate and up are multiplied by a factor, and the gain of the RMSNorm
-in front is divided by it. Powers of two only move exponents in bfloat16, so every product and sum
-of the forward pass keeps its bits. The large columns take the range of their quantization group
-away from its other columns.
+They compute exactly the same bits. Some input columns of q, k, v, gate and up are multiplied by a
+factor, and the gain of the RMSNorm in front is divided by it. Powers of two only move exponents in
+bfloat16, so every product and sum of the forward pass keeps its bits. The large columns take the
+range of their quantization group away from its other columns.
 """
 
 import shutil

@@ -182,9 +182,7 @@ def train(model: LlamaForCausalLM) -> None:
 
 @torch.inference_mode()
 def accuracy(model: LlamaForCausalLM, statements: Sequence[Statement]) -> float:
-    """Return the share of statements with every answer token the most probable, as
-    greedy decoding needs.
-    """
+    """Return the share of statements whose answer is correct under greedy decoding."""
     batch = pad_rows([encode_row([statement], with_bos=True) for statement in statements])
     choices = model(input_ids=batch.ids).logits[:, :-1].argmax(-1)
     targets = batch.labels[:, 1:]

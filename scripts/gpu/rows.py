@@ -38,8 +38,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of the measurements: the matrix, the random model's sides, layers and
-    vocabulary, the text.
+    """Sizes of the measurements.
+
+    `matrix` is for kernels. `hidden`, `intermediate`, `layers` and `vocabulary` are for the random
+    model, `samples` and `tokens` for the text.
     """
 
     matrix: int

@@ -63,8 +63,9 @@ EVALUATED = ("NVFP4", "W4A16")
 
 
 def seconds_of(call: Callable[[], object], device: str) -> float:
-    """Return the seconds of a call until the device has finished it, after a first
-    call for warm-up.
+    """Return the seconds of a call until the device has finished it.
+
+    A first call for warm-up does not count.
     """
     for _ in range(2):
         _wait(device)
@@ -97,8 +98,9 @@ def device(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
 
 
 def kernels(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
-    """Compare the device with the CPU: H from the same inputs, and codes of the same weight with
-    the same H.
+    """Compare sums of inputs (H) and codes of a weight between the device and the CPU.
+
+    Sums are of the same inputs, and codes are computed with the same H.
     """
     side, generator = sizes.matrix, torch.Generator().manual_seed(0)
     spread = torch.randn(side, side, generator=generator) / math.sqrt(side)
@@ -166,8 +168,9 @@ def tensors_of(out: Path) -> dict[str, torch.Tensor]:
 
 
 def equal_bytes(ours: Path, cpus: Path) -> Iterator[Row]:
-    """Yield the shares of equal bytes in packed weights and of equal exponents in smoothing, and
-    the difference of static input scales.
+    """Yield the shares of equal packed bytes and of equal smoothing exponents.
+
+    Also yields the difference of static input scales.
     """
     left, right = tensors_of(ours), tensors_of(cpus)
     same = [(left[key] == right[key]).flatten() for key in left if key.endswith("weight_packed")]
@@ -191,9 +194,7 @@ def rows_of(sizes: Sizes, behind: int = 0) -> Samples:
 
 
 def kl(out: Path, sizes: Sizes) -> float:
-    """Return KL(demo's model || checkpoint) in nats per token, on text that was not
-    used for calibration.
-    """
+    """Return KL(demo's model || checkpoint) in nats per token, on text without calibration rows."""
     source = AutoModelForCausalLM.from_pretrained(DEMO / "model", dtype=torch.bfloat16).eval()
     candidate, total, rows = load_dequantized(out), 0.0, rows_of(sizes, sizes.samples).token_ids
     with torch.inference_mode(), torch.compiler.set_stance("force_eager"):
@@ -260,8 +261,8 @@ def engine_environment() -> dict[str, str]:
     return given
 
 
-def told_by(*words: object) -> tuple[int, str]:
-    """Return the exit code of a vexport command, and its last line."""
+def run_vexport(*words: object) -> tuple[int, str]:
+    """Run a vexport command. Return its exit code and the last lines of its output."""
     try:
         ran = subprocess.run(
             [sys.executable, "-m", "vexport", *map(str, words), "--quiet"],
@@ -276,8 +277,8 @@ def told_by(*words: object) -> tuple[int, str]:
     return ran.returncode, " | ".join(lines[-3:])
 
 
-def read_answer(file: Path) -> dict[str, Any]:
-    """Return the first report in a command's JSON file, or an empty report if there is no file."""
+def read_report(file: Path) -> dict[str, Any]:
+    """Return the first report in a JSON file of a command, or an empty report without a file."""
     if not file.is_file():
         return {}
     reports: list[dict[str, Any]] = json.loads(file.read_text())
@@ -285,8 +286,9 @@ def read_answer(file: Path) -> dict[str, Any]:
 
 
 def real_kernels(report: dict[str, Any]) -> dict[str, str]:
-    """Return the kernel that the engine chose for each kind of layer: `mlp.down_proj`
-    to vLLM's class.
+    """Return the kernel that the engine chose for each kind of layer (`mlp.down_proj`).
+
+    Kernels are names of vLLM's classes.
     """
     lines = (report.get("engine") or {}).get("kernels", ())
     return {
@@ -302,8 +304,9 @@ def expected_kernels(report: dict[str, Any]) -> dict[str, str]:
 
 
 def load_rows(name: str, out: Path, folder: Path, *words: str) -> list[Row]:
-    """Load a checkpoint dry for the first card's capability and then for real, and
-    compare the kernels.
+    """Load a checkpoint dry and for real, and compare the kernels.
+
+    The dry load is for the capability of the first card.
     """
     start = time.perf_counter()
     files = {kind: folder / f"{name.replace(' ', '-')}.{kind}.json" for kind in ("dry", "load")}
@@ -311,12 +314,14 @@ def load_rows(name: str, out: Path, folder: Path, *words: str) -> list[Row]:
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
         capability = ("--sm", 10 * major + minor)
-    dry_code, dry_told = told_by("load", out, "--dry", *capability, "-o", files["dry"])
-    rows = [Row(f"{name}: exit code of the dry load", dry_code, note=dry_told if dry_code else "")]
+    dry_code, dry_message = run_vexport("load", out, "--dry", *capability, "-o", files["dry"])
+    rows = [
+        Row(f"{name}: exit code of the dry load", dry_code, note=dry_message if dry_code else "")
+    ]
     if not capability:
         return rows
-    code, told = told_by("load", out, *BESIDE, *words, "-o", files["load"])
-    report, expected = read_answer(files["load"]), expected_kernels(read_answer(files["dry"]))
+    code, message = run_vexport("load", out, *BESIDE, *words, "-o", files["load"])
+    report, expected = read_report(files["load"]), expected_kernels(read_report(files["dry"]))
     chosen = real_kernels(report)
     agreement = report.get("logprobs") or {}
     kernels = ", ".join(dict.fromkeys(chosen.values()))
@@ -326,7 +331,7 @@ def load_rows(name: str, out: Path, folder: Path, *words: str) -> list[Row]:
             f"{name}: exit code of the load",
             code,
             most=0,
-            note=told if code else f"{kernels}; {taken}",
+            note=message if code else f"{kernels}; {taken}",
         )
     )
     if agreement:
@@ -336,29 +341,30 @@ def load_rows(name: str, out: Path, folder: Path, *words: str) -> list[Row]:
         wrong = {
             kind: kernel for kind, kernel in chosen.items() if expected.get(kind, kernel) != kernel
         }
-        said = ", ".join(
+        differences = ", ".join(
             f"{kind} is {kernel}, not {expected[kind]}" for kind, kernel in wrong.items()
         )
         share = 1 - len(wrong) / len(chosen)
-        rows.append(Row(f"{name}: kernels as the dry load said", share, least=1, note=said))
+        rows.append(Row(f"{name}: kernels as the dry load said", share, least=1, note=differences))
     return rows
 
 
 def eval_rows(name: str, out: Path, folder: Path) -> list[Row]:
-    """Compare a checkpoint with the demo's model by a task of the demo. Both models run
-    on the card.
-    """
+    """Evaluate a checkpoint against the demo's model with a task of the demo, both on the card."""
     start, task = time.perf_counter(), DEMO / "tasks" / "facts_choice.yaml"
     words = ("--baseline", DEMO / "model", "--task", task, *BESIDE)
-    code, told = told_by("eval", out, *words)
+    code, message = run_vexport("eval", out, *words)
     return [
-        Row(f"{name}: exit code of eval", code, note=f"{told}; {time.perf_counter() - start:.0f} s")
+        Row(
+            f"{name}: exit code of eval",
+            code,
+            note=f"{message}; {time.perf_counter() - start:.0f} s",
+        )
     ]
 
 
 def vllm(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
-    """Load every scheme that the card runs with real kernels, load other checkpoints, and evaluate
-    two schemes.
+    """Load all schemes that the card supports and other checkpoints. Evaluate two schemes.
 
     Several engines share a card. A rehearsal without a card only loads dry.
     """

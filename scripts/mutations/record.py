@@ -80,8 +80,10 @@ Answer = dict[str, object]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """A mutation to load: its folder, the sound checkpoint that it is made from, and
-    the checkpoint's source.
+    """A mutation to load.
+
+    `folder` is its checkpoint, `sound` the sound checkpoint that it is made from, and `source` the
+    unquantized model.
     """
 
     good: str
@@ -240,8 +242,7 @@ def compared(right: torch.Tensor, found: torch.Tensor) -> Answer:
 
 
 def further(source: torch.Tensor, sound: torch.Tensor, found: torch.Tensor) -> float | None:
-    """Return the mean KL divergence from the source, as a multiple of the sound checkpoint's
-    divergence.
+    """Return the mean KL divergence from the source, divided by the sound checkpoint's divergence.
 
     Returns None for NaN.
     """

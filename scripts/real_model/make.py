@@ -196,8 +196,9 @@ def write_rows(file: Path, rows: Sequence[Mapping[str, object]]) -> None:
 
 
 def clozes(passages: Sequence[Sentences]) -> Iterator[dict[str, object]]:
-    """Yield passages without their last word, if it is a longer word that occurs earlier
-    in the passage.
+    """Yield passages without their last word.
+
+    The word is a longer word that occurs earlier in the passage.
     """
     for sentences in passages:
         words = " ".join(sentences).split()[: WORDS[1]]
@@ -209,8 +210,9 @@ def clozes(passages: Sequence[Sentences]) -> Iterator[dict[str, object]]:
 
 
 def continuations(passages: Sequence[Sentences], rng: random.Random) -> Iterator[dict[str, object]]:
-    """Yield a passage, its next sentence, and three last sentences of other passages with about
-    the same length.
+    """Yield a passage with its next sentence and three wrong sentences.
+
+    Wrong sentences are last sentences of other passages with about the same length.
     """
     pool = sorted((sentences[-1] for sentences in passages if len(sentences) > 1), key=len)
     for sentences in passages:
