@@ -1,4 +1,7 @@
-"""Tests of vexport. They run in parallel processes, so that each test uses at most one core."""
+"""Tests of vexport.
+
+They run in parallel processes, so that each test uses a single core at most.
+"""
 
 import os
 

@@ -166,5 +166,5 @@ def test_other_bus_errors_are_environment_faults(tmp_path: Path) -> None:
     assert isinstance(problem, EnvironmentFault)
     assert problem.where == str(file)
     assert "disk" in str(problem)
-    elsewhere = problem_at(ctypes.addressof(ctypes.create_string_buffer(10)))
-    assert isinstance(elsewhere, EnvironmentFault)
+    unmapped = problem_at(ctypes.addressof(ctypes.create_string_buffer(10)))
+    assert isinstance(unmapped, EnvironmentFault)

@@ -33,7 +33,11 @@ INLINE = {
     for page, text in PROSE.items()
 }
 OPTIONS = {
-    name: {option for one in command.params for option in (*one.opts, *one.secondary_opts)}
+    name: {
+        option
+        for parameter in command.params
+        for option in (*parameter.opts, *parameter.secondary_opts)
+    }
     for name, command in ALL_COMMANDS.items()
 }
 # Options of other tools, and of scripts.

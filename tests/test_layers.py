@@ -98,7 +98,11 @@ def test_packages_do_not_import_each_other() -> None:
         for part, _, name, _ in all_imports()
         if name.startswith("vexport.")
     }
-    assert not {(one, other) for one, other in arrows if one < other and (other, one) in arrows}
+    assert not {
+        (importer, imported)
+        for importer, imported in arrows
+        if importer < imported and (imported, importer) in arrows
+    }
 
 
 @cache

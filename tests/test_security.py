@@ -67,9 +67,9 @@ def test_limits_equal_code() -> None:
         f"its last {process._READ_BYTES >> 20} MB, {process._LONGEST_LINE:,} characters a line",
     ):
         assert words in shown, words
-    asked = Endpoint(url="http://localhost")
-    assert f"{asked.request_timeout:g} s in all phases" in shown
-    assert f"retries {asked.retry_seconds:g} s" in shown
+    endpoint = Endpoint(url="http://localhost")
+    assert f"{endpoint.request_timeout:g} s in all phases" in shown
+    assert f"retries {endpoint.retry_seconds:g} s" in shown
 
 
 def test_header_beyond_limit_is_not_read(tmp_path: Path) -> None:

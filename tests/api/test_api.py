@@ -47,8 +47,10 @@ def test_quantize_and_check_equal_commands(llama: Path, calibration: Path, tmp_p
     )
     ran = call("quantize", llama, tmp_path / "b", "--scheme", "NVFP4", *options)
     assert json.loads(ran.stdout)["calibration_digest"] == answer.calibration_digest
-    one, two = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("a", "b"))
-    assert one == two
+    by_function, by_command = (
+        (tmp_path / name / "model.safetensors").read_bytes() for name in ("a", "b")
+    )
+    assert by_function == by_command
     assert check(tmp_path / "a", tp=(1, 2), sm=(90,)).ok
     (tmp_path / "a" / "model.safetensors").unlink()
     assert not check(tmp_path / "a").ok
@@ -126,12 +128,12 @@ def test_functions_have_arguments_of_commands() -> None:
                 known |= signature(vexport.api.plan_schemes).parameters.keys() | {"sm"}
             if Engine in types:
                 known |= signature(Serve).parameters.keys()
-            asked = {parameter.name for parameter in command.params} - printed
+            parameters = {parameter.name for parameter in command.params} - printed
             if "has_text" in known:  # a plan only depends on whether there will be text
-                asked -= set(SETTINGS["calibration"])
-            assert {name for name in asked if not {name, renamed.get(name)} & known} == set(), (
-                command.name
-            )
+                parameters -= set(SETTINGS["calibration"])
+            assert {
+                name for name in parameters if not {name, renamed.get(name)} & known
+            } == set(), command.name
 
 
 def test_entries_explain_and_plan(llama: Path) -> None:

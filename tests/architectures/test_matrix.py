@@ -56,11 +56,11 @@ def written(folder: Path) -> Iterator[tuple[Path, bool | None]]:
             message = quantized(source, out, "--scheme", scheme)
             assert bool(message) == (scheme.removesuffix("_G64") in refused), (out, message)
             assert not message or quantized(source, out, *remedy_options(message, scheme)) == ""
-            is_asked = not message and scheme in OF_RANKS
+            fits_ranks = not message and scheme in OF_RANKS
             yield (
                 out,
                 not plan_of(source, scheme, PlanSettings(ranks=(2,))).refusals
-                if is_asked
+                if fits_ranks
                 else None,
             )
 
@@ -74,17 +74,19 @@ def test_families_load_or_remedy_works(
     made = dict(written(tmp_path))
     checked = vexport("check", *made)
     assert checked.code == 0, checked.stdout
-    asked: dict[tuple[int, ...], list[Path]] = {
+    sizes: dict[tuple[int, ...], list[Path]] = {
         (1, 2): [out for out, fits in made.items() if fits is not None],
         (1,): [out for out, fits in made.items() if fits is None],
     }
     loads = {
         (Path(report.checkpoint), cell.tp): cell.status == "loads"
-        for tp, outs in asked.items()
+        for tp, outs in sizes.items()
         for report in DryLoad(checkpoints=outs, tp=tp).reports()
         for cell in report.cells
     }
-    one, two = ({out: fits for (out, tp), fits in loads.items() if tp == ranks} for ranks in (1, 2))
-    assert [out for out, fits in one.items() if not fits] == []
-    assert {out: fits for out, fits in made.items() if fits is not None} == two
-    assert {*two.values()} == {True, False}
+    on_one_rank, on_two_ranks = (
+        {out: fits for (out, tp), fits in loads.items() if tp == ranks} for ranks in (1, 2)
+    )
+    assert [out for out, fits in on_one_rank.items() if not fits] == []
+    assert {out: fits for out, fits in made.items() if fits is not None} == on_two_ranks
+    assert {*on_two_ranks.values()} == {True, False}

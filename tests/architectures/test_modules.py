@@ -41,7 +41,7 @@ def read_ignore(folder: Path) -> list[str]:
 def test_kept_modules_outside_decoder(tmp_path: Path) -> None:
     """vLLM does not quantize them, also after a repair of an incomplete `ignore`."""
     written = []
-    for family, (module, asked) in KEPT_LAYERS.items():
+    for family, (module, vllm_name) in KEPT_LAYERS.items():
         source = saved(family, tmp_path / family)
         for scheme in ("FP8_DYNAMIC", "NVFP4A16"):
             out = tmp_path / f"{family}-{scheme}"
@@ -51,10 +51,10 @@ def test_kept_modules_outside_decoder(tmp_path: Path) -> None:
             assert made.code == 0, made.stderr
             written.append(out)
         out, repaired = tmp_path / f"{family}-bad", tmp_path / f"{family}-good"
-        holder = asked.rpartition(".")[0]
+        holder = vllm_name.rpartition(".")[0]
         assert vexport("quantize", source, out, "--scheme", "FP8_DYNAMIC", "--quiet").code == 0
         ignore: list[Json] = [
-            name for name in read_ignore(out) if f"{holder}.q" not in name and asked not in name
+            name for name in read_ignore(out) if f"{holder}.q" not in name and vllm_name not in name
         ]
         config(QUANTIZATION, ignore=ignore)(out)
         assert module in [finding["where"] for finding in findings(out)]

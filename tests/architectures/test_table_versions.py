@@ -15,17 +15,17 @@ from vexport.errors import InputError
 from vexport.version import PINNED
 
 NEXT = (0, 33)
-NEW, GONE = "DomynEdgeForCausalLM", "MedusaModel"
+ADDED, REMOVED = "DomynEdgeForCausalLM", "MedusaModel"
 
 
 def test_table_has_changes_of_version() -> None:
     pinned, later = architecture_table(), architecture_table(NEXT)
     assert table_versions() == (PINNED, NEXT)
     assert (pinned.vllm, later.vllm) == ("0.32.0", "0.33.0")
-    assert NEW in later.architectures
-    assert NEW not in pinned.architectures
-    assert GONE in pinned.left_out
-    assert GONE not in later.left_out
+    assert ADDED in later.architectures
+    assert ADDED not in pinned.architectures
+    assert REMOVED in pinned.left_out
+    assert REMOVED not in later.left_out
     assert later.architectures["LlamaForCausalLM"] == pinned.architectures["LlamaForCausalLM"]
 
 
@@ -49,16 +49,16 @@ def test_layout_of_new_class() -> None:
 
 def test_new_class_is_planned_by_its_version(tmp_path: Path) -> None:
     """DomynEdge has Llama's layers. A plan contains the first version of vLLM that serves it."""
-    assert version_with(NEW) == NEXT
+    assert version_with(ADDED) == NEXT
     assert version_with("LlamaForCausalLM") == version_with("NoSuchForCausalLM") == PINNED
-    architecture, notes = resolve(NEW, {})
+    architecture, notes = resolve(ADDED, {})
     assert architecture.fused["qkv_proj"] == ("q_proj", "k_proj", "v_proj")
-    assert [note.where for note in notes if "0.33" in note.got] == [NEW]
-    with pytest.raises(InputError, match=NEW):
-        resolve(NEW, {}, PINNED)
+    assert [note.where for note in notes if "0.33" in note.got] == [ADDED]
+    with pytest.raises(InputError, match=ADDED):
+        resolve(ADDED, {}, PINNED)
     folder = save_llama(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "architectures": [NEW]}))
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": [ADDED]}))
     out = tmp_path / "out"
     ran = vexport("quantize", folder, out, "--scheme", "FP8_DYNAMIC", "--no-verify", "--quiet")
     assert ran.code == 0, ran.stderr

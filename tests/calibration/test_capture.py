@@ -91,13 +91,13 @@ def test_head_gradient_is_rounded_once(
     generator = torch.Generator().manual_seed(1)
     head = nn.Linear(24, 100, bias=has_bias).to(dtype).requires_grad_(False)
     value = torch.randn(1, 7, 24, generator=generator).to(dtype).requires_grad_()
-    behind = torch.randn(1, 7, 100, generator=generator).to(dtype)
+    upstream = torch.randn(1, 7, 100, generator=generator).to(dtype)
     with fast_head_gradient(head, "cpu"):
         output = head(value)
-    (gradient,) = torch.autograd.grad(output, value, behind)
+    (gradient,) = torch.autograd.grad(output, value, upstream)
     assert torch.equal(output, head(value))
     assert gradient.dtype == dtype
-    expected = behind.double() @ head.weight.double()
+    expected = upstream.double() @ head.weight.double()
     torch.testing.assert_close(gradient, expected.to(dtype), rtol=torch.finfo(dtype).eps, atol=1e-5)
 
 

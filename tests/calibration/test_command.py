@@ -134,10 +134,12 @@ def test_parquet_text_and_folders(tmp_path: Path) -> None:
     table = pyarrow.table({"body": ["one plus two", "three"], "other": [1, 2]})
     parquet.write_table(table, tmp_path / "b.parquet")
     rows = written(tmp_path / "a.jsonl", {"body": "one plus two"}, {"body": "three"})
-    one, two = (read(path, column="body") for path in (rows, tmp_path / "b.parquet"))
-    assert one.token_ids == two.token_ids
+    from_lines, from_parquet = (
+        read(path, column="body") for path in (rows, tmp_path / "b.parquet")
+    )
+    assert from_lines.token_ids == from_parquet.token_ids
     both = read(tmp_path, column="body")
-    assert both.token_ids == one.token_ids * 2
+    assert both.token_ids == from_lines.token_ids * 2
     assert both.rows == (1, 2, 3, 4)
     with pytest.raises(InputError, match="no column text, but body, other"):
         read(tmp_path / "b.parquet", column="text")

@@ -23,7 +23,7 @@ DEMO = ROOT / "scenarios" / "demo" / "model"
 USER = {"role": "user", "content": "what is 1 + 2 ?"}
 ANSWER = {"role": "assistant", "content": "3"}
 RESULT = {"role": "tool", "tool_call_id": "c1", "content": "3"}
-OWN_TOOL = {"function": {"name": "add", "parameters": {"type": "object"}}, "type": "function"}
+DEVELOPER_TOOL = {"function": {"name": "add", "parameters": {"type": "object"}}, "type": "function"}
 TOOLS_OF_ROW = [
     {
         "type": "function",
@@ -61,7 +61,11 @@ REQUESTS: Mapping[str, Sequence[Mapping[str, object]]] = {
     ],
     "billing": [{"role": "system", "content": "x-anthropic-billing-header: cch=1\nbe brief"}, USER],
     "only billing": [{"role": "system", "content": "x-anthropic-billing-header: cch=1"}, USER],
-    "developer": [{"role": "developer", "content": "be brief", "tools": [OWN_TOOL]}, USER, ANSWER],
+    "developer": [
+        {"role": "developer", "content": "be brief", "tools": [DEVELOPER_TOOL]},
+        USER,
+        ANSWER,
+    ],
     "late developer": [USER, ANSWER, {"role": "developer", "content": "be brief"}, USER],
     "system and developer": [
         {
@@ -139,11 +143,11 @@ def test_prompts_equal_vllms(tokenizer: object) -> None:
         ".venv/lib/python3*/site-packages/vllm/transformers_utils/chat_templates/*.jinja"
     )
     templates = (*FORMATS, *(file.read_text(encoding="utf-8") for file in shipped))
-    asked = [(messages, template) for messages in REQUESTS.values() for template in ALL.values()]
+    pairs = [(messages, template) for messages in REQUESTS.values() for template in ALL.values()]
     cases: list[dict[str, object]] = [{"template": template} for template in templates]
     cases += [
         {"template": template, "messages": list(messages), "tools": TOOLS_OF_ROW}
-        for messages, template in asked
+        for messages, template in pairs
     ]
     module = [sys.executable, "-m", "tests.calibration.chat_in_vllm", str(DEMO)]
     ran = subprocess.run(
@@ -152,7 +156,7 @@ def test_prompts_equal_vllms(tokenizer: object) -> None:
     answers = json.loads(ran.stdout.splitlines()[-1])
     for template, answer in zip(templates, answers, strict=False):
         assert content_format(template) == answer["format"], template
-    for (messages, template), answer in zip(asked, answers[len(templates) :], strict=True):
+    for (messages, template), answer in zip(pairs, answers[len(templates) :], strict=True):
         conversation = read_row(
             {"messages": list(messages), "tools": TOOLS_OF_ROW}, None
         ).conversation

@@ -174,7 +174,7 @@ def test_expert_without_tokens_is_named(tmp_path: Path) -> None:
     ):
         calibrate(LayerWalk(index), plan, few, all_experts=False)
     found = calibrate(LayerWalk(index), plan, few)
-    assert {one.tokens for one in found.ranges.values()} == {1}
+    assert {expert_range.tokens for expert_range in found.ranges.values()} == {1}
     assert sum(found.routed["model.layers.1.mlp.experts"]) == 2
 
 

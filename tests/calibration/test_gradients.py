@@ -43,8 +43,8 @@ def gradients_of_whole_model(folder: Path) -> Mapping[str, torch.Tensor]:
     def see(name: str) -> None:
         def keep(gradient: torch.Tensor) -> None:
             found = squares.setdefault(name, torch.zeros(OCTAVES))
-            for place, one in enumerate(gradient[0]):
-                found[place.bit_length()] += one.square().sum()
+            for place, token_gradient in enumerate(gradient[0]):
+                found[place.bit_length()] += token_gradient.square().sum()
 
         def hook(module: torch.nn.Module, inputs: object, made: torch.Tensor) -> None:
             made.register_hook(keep)  # type: ignore[no-untyped-call]
@@ -117,6 +117,6 @@ def test_gradient_draws_one_token_per_place(llama: Path, monkeypatch: pytest.Mon
     depth = len(walk.layers)
     total = 2 * depth + 1  # with the head
     assert steps == [(done, total) for done in range(total + 1)]
-    for one in drawn:
-        answer = torch.nn.functional.one_hot(one.argmax(-1), one.shape[-1]).float()
-        torch.testing.assert_close(one, answer, rtol=0, atol=0.02)
+    for row in drawn:
+        answer = torch.nn.functional.one_hot(row.argmax(-1), row.shape[-1]).float()
+        torch.testing.assert_close(row, answer, rtol=0, atol=0.02)

@@ -54,7 +54,7 @@ def run_with_cache(folder: Path) -> list[dict[int, tuple[torch.Tensor, torch.Ten
 
 
 def head_ranges(states: list[torch.Tensor]) -> HeadRanges:
-    every = torch.cat([one[0] for one in states], dim=1).flatten(1)
+    every = torch.cat([state[0] for state in states], dim=1).flatten(1)
     return HeadRanges(low=tuple(every.amin(1).tolist()), high=tuple(every.amax(1).tolist()))
 
 

@@ -296,9 +296,9 @@ def test_rows_with_image_tokens_are_left_out(tmp_path: Path) -> None:
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     content["added_tokens"].append({**token, **flags})
     (model / "tokenizer.json").write_text(json.dumps(content))
-    said = {"messages": [USER, {**ANSWER, "content": "a <|image_pad|> b"}]}
+    mentioned = {"messages": [USER, {**ANSWER, "content": "a <|image_pad|> b"}]}
     rows = written(
-        tmp_path / "added.jsonl", {"text": "one <|image_pad|> two"}, said, {"text": "one"}
+        tmp_path / "added.jsonl", {"text": "one <|image_pad|> two"}, mentioned, {"text": "one"}
     )
     assert read(rows, model).rows == (3,)
 

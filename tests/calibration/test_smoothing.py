@@ -85,7 +85,7 @@ def test_smoothing_keeps_output_bits(
     before = load_file(folder / "model.safetensors")
     changed = {name for name, value in tensors.items() if not torch.equal(value, before[name])}
     assert changed == smoothing.keys()
-    readers = {name.split(".")[-2] for name, one in smoothing.items() if one.columns}
+    readers = {name.split(".")[-2] for name, exponents in smoothing.items() if exponents.columns}
     assert readers == SMOOTHED.get(family, readers)
     expected = logits(folder)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -156,7 +156,7 @@ def test_check_accepts_smoothed_weights(
     ran = vexport("check", smoothed, "--source", source, "--format", "json")
     (report,) = json.loads(ran.stdout)
     assert ran.code == 0
-    assert not [one for one in report["findings"] if one["severity"] == "error"]
+    assert not [finding for finding in report["findings"] if finding["severity"] == "error"]
     norm = "model.layers.1.input_layernorm.weight"
     ran = vexport(
         "check", spoiled(smoothed, tmp_path / "spoiled", put(norm, times(2))), "--source", source
@@ -169,7 +169,7 @@ NORM = "model.layers.0.input_layernorm.weight"
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (f'{{"tensors": {{"{NORM}": {{"rows": "AAAA"}}}}}}', "[256]"),
         (
@@ -180,7 +180,7 @@ NORM = "model.layers.0.input_layernorm.weight"
     ],
 )
 def test_unusable_exponents_are_errors(
-    source: Path, smoothed: Path, tmp_path: Path, content: str | None, said: str
+    source: Path, smoothed: Path, tmp_path: Path, content: str | None, message: str
 ) -> None:
     checkpoint = copytree(smoothed, tmp_path / "checkpoint")
     if content is None:
@@ -190,7 +190,7 @@ def test_unusable_exponents_are_errors(
         (checkpoint / SMOOTHING).write_text(content, encoding="utf-8")
     ran = vexport("check", checkpoint, "--source", source)
     assert ran.code == 1
-    assert said in " ".join(ran.stdout.split())  # lines break by the length of paths
+    assert message in " ".join(ran.stdout.split())  # lines break by the length of paths
     assert SMOOTHING in ran.stdout
 
 

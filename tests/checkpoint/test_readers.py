@@ -62,9 +62,12 @@ def test_zero_scales_need_zero_weights(
     folder = spoiled(
         good("NVFP4A16"), tmp_path / "spoiled", all_of(*(put(name, zeros) for name in names))
     )
-    errors = [one for one in check_checkpoint(str(folder)).findings if one.severity == "error"]
+    errors = [
+        finding for finding in check_checkpoint(str(folder)).findings if finding.severity == "error"
+    ]
     assert (
-        any(one.where == f"{layer}.weight_scale" and "zero" in one.got for one in errors) == broken
+        any(error.where == f"{layer}.weight_scale" and "zero" in error.got for error in errors)
+        == broken
     ), errors
 
 

@@ -51,8 +51,8 @@ def symmetric(weight: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tens
     grouped = weight.float().reshape(weight.shape[0], -1, GROUP)
     scales = (grouped.abs().amax(dim=2) / (half - 1)).half()
     signed = divided(grouped, scales[:, :, None].float()).round().clamp(-half, half - 1)
-    meant = scales[:, :, None] * signed.half()
-    return scales, signed.reshape(weight.shape), meant.reshape(weight.shape)
+    dequantized = scales[:, :, None] * signed.half()
+    return scales, signed.reshape(weight.shape), dequantized.reshape(weight.shape)
 
 
 def gptq(weight: torch.Tensor, bits: int = 4, *, stored_zero: int = -1) -> Packed:
@@ -61,14 +61,14 @@ def gptq(weight: torch.Tensor, bits: int = 4, *, stored_zero: int = -1) -> Packe
     `stored_zero` is added to the zero points: -1 for the checkpoint_format gptq, 0 for gptq_v2.
     """
     half = 1 << (bits - 1)
-    scales, signed, meant = symmetric(weight, bits)
+    scales, signed, dequantized = symmetric(weight, bits)
     stored = {
         "qweight": pack_rows((signed + half).T, bits),
         "qzeros": pack_rows(torch.full(scales.shape, half + stored_zero), bits).T,
         "scales": scales.T,
         "g_idx": (torch.arange(weight.shape[1]) // GROUP).to(torch.int32),
     }
-    return stored, meant
+    return stored, dequantized
 
 
 def awq(weight: torch.Tensor) -> Packed:
@@ -79,8 +79,8 @@ def awq(weight: torch.Tensor) -> Packed:
     zeros = divided(-low, scales.float()).round().clamp(0, 15)
     codes = (divided(grouped, scales[:, :, None].float()) + zeros[:, :, None]).round().clamp(0, 15)
     packed, zero_points = pack_awq(codes.reshape(weight.shape).T), pack_awq(zeros.T)
-    meant = (scales[:, :, None] * (codes - zeros[:, :, None]).half()).reshape(weight.shape)
-    return {"qweight": packed, "qzeros": zero_points, "scales": scales.T}, meant
+    dequantized = (scales[:, :, None] * (codes - zeros[:, :, None]).half()).reshape(weight.shape)
+    return {"qweight": packed, "qzeros": zero_points, "scales": scales.T}, dequantized
 
 
 def fp8_block(weight: torch.Tensor) -> Packed:
@@ -89,8 +89,11 @@ def fp8_block(weight: torch.Tensor) -> Packed:
     blocks = whole.reshape(-(-rows // BLOCK), BLOCK, -(-columns // BLOCK), BLOCK)
     scale = blocks.abs().amax(dim=(1, 3)) / 448
     codes = divided(blocks, scale[:, None, :, None]).to(torch.float8_e4m3fn)
-    meant = (codes.float() * scale[:, None, :, None]).reshape(whole.shape)[:rows, :columns]
-    return {"weight": codes.reshape(whole.shape)[:rows, :columns], "weight_scale_inv": scale}, meant
+    dequantized = (codes.float() * scale[:, None, :, None]).reshape(whole.shape)[:rows, :columns]
+    return {
+        "weight": codes.reshape(whole.shape)[:rows, :columns],
+        "weight_scale_inv": scale,
+    }, dequantized
 
 
 def fp8_tensor(weight: torch.Tensor, largest: torch.Tensor, *, static: bool = True) -> Packed:
@@ -129,28 +132,28 @@ def mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tenso
     grouped = weight.float().reshape(*weight.shape[:-1], -1, 32)
     exponent = grouped.abs().amax(dim=-1).clamp_min(2.0**-100).log2().floor() - 2
     codes, values = e2m1((grouped / exponent.exp2()[..., None]).clamp(-6, 6))
-    meant = (values * exponent.exp2()[..., None]).reshape(weight.shape)
-    return codes, (exponent + 127).to(torch.uint8), meant
+    dequantized = (values * exponent.exp2()[..., None]).reshape(weight.shape)
+    return codes, (exponent + 127).to(torch.uint8), dequantized
 
 
 def stored_mxfp4(weight: torch.Tensor, name: str) -> Packed:
-    packed, scales, meant = mxfp4(weight)
-    return {name: packed.flatten(1), "weight_scale": scales}, meant
+    packed, scales, dequantized = mxfp4(weight)
+    return {name: packed.flatten(1), "weight_scale": scales}, dequantized
 
 
 def quark_uint4(weight: torch.Tensor) -> Packed:
     """Quantize like AWQ, with Quark's names of the tensors."""
-    stored, meant = awq(weight)
+    stored, dequantized = awq(weight)
     names = {"qweight": "weight", "qzeros": "weight_zero_point", "scales": "weight_scale"}
-    return {name: stored[old] for old, name in names.items()}, meant
+    return {name: stored[old] for old, name in names.items()}, dequantized
 
 
 def quark_int4(weight: torch.Tensor) -> Packed:
     """Quantize to signed codes in AWQ's layout."""
-    scales, signed, meant = symmetric(weight, 4)
+    scales, signed, dequantized = symmetric(weight, 4)
     packed = pack_awq((signed.to(torch.int64) & 15).T)
     zeros = torch.zeros(scales.shape[1], packed.shape[1], dtype=torch.int32)
-    return {"weight": packed, "weight_scale": scales.T, "weight_zero_point": zeros}, meant
+    return {"weight": packed, "weight_scale": scales.T, "weight_zero_point": zeros}, dequantized
 
 
 def quark_int8(weight: torch.Tensor) -> Packed:

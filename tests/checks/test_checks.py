@@ -120,7 +120,9 @@ def test_unsupported_inputs_are_warning(
 ) -> None:
     """vLLM keeps these inputs in 16 bits."""
     folder = spoiled(good(scheme), tmp_path / "changed", config(INPUTS, **change))
-    (finding,) = [one for one in findings(folder, "--sm", "90") if one["check"] == "config"]
+    (finding,) = [
+        finding for finding in findings(folder, "--sm", "90") if finding["check"] == "config"
+    ]
     assert finding["severity"] == "warning"
     assert finding["got"] == f"inputs that vLLM leaves in 16 bits: {inputs}"
 

@@ -16,7 +16,9 @@ SIX_HEADS = {"num_attention_heads": 6, "hidden_size": 192}
 def device_findings(checkpoint: Path, *options: object) -> list[dict[str, str]]:
     """Return the findings about devices and versions."""
     return [
-        one for one in findings(checkpoint, *options) if one["check"] in ("devices", "versions")
+        finding
+        for finding in findings(checkpoint, *options)
+        if finding["check"] in ("devices", "versions")
     ]
 
 
@@ -95,9 +97,9 @@ def test_precision_by_capability(good: Good, scheme: str) -> None:
     found = device_findings(good(scheme), "--sm", "70,75,80,89,90,100")
     assert [where.partition("sm ")[2] for where in errors(found)] == [f"{refused})"]
     warnings = {
-        one["where"].partition("sm ")[2]: one["got"]
-        for one in found
-        if one["severity"] == "warning"
+        finding["where"].partition("sm ")[2]: finding["got"]
+        for finding in found
+        if finding["severity"] == "warning"
     }
     assert warnings.keys() == {f"{capabilities})" for capabilities in other}
     assert all(
@@ -131,7 +133,7 @@ def test_findings_by_version(
     checkpoint = spoiled(
         good(scheme), tmp_path / "checkpoint", config((), max_position_embeddings=256)
     )
-    found = [one["severity"] for one in device_findings(checkpoint, "--vllm", version)]
+    found = [finding["severity"] for finding in device_findings(checkpoint, "--vllm", version)]
     assert [severity for severity in found if severity != "info"] == severities
 
 

@@ -84,8 +84,12 @@ def test_sha256sum_list(option: str, llama: Path, tmp_path: Path) -> None:
     assert vexport("check", folder, "--digests", listed).code == 0
     (folder / "README.md").unlink()
     (folder / "config.json").write_text((folder / "config.json").read_text() + "\n")
-    digests = [one for one in findings(folder, "--digests", listed) if one["check"] == "digests"]
-    assert {Path(one["where"]).name for one in digests} == {"config.json", "README.md"}
+    digests = [
+        finding
+        for finding in findings(folder, "--digests", listed)
+        if finding["check"] == "digests"
+    ]
+    assert {Path(finding["where"]).name for finding in digests} == {"config.json", "README.md"}
 
 
 @pytest.mark.parametrize("line", ["/etc/passwd", "no digest", "sub/../../config.json", None])

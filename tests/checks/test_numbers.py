@@ -31,7 +31,7 @@ Q = f"{LAYER}.self_attn.q_proj"
 
 def error_places(good: Path, folder: Path, change: Change) -> list[str]:
     """Return the places of the errors."""
-    return [one.where for one in errors(spoiled(good, folder, change))]
+    return [error.where for error in errors(spoiled(good, folder, change))]
 
 
 @pytest.mark.parametrize(
@@ -85,14 +85,16 @@ def test_infinite_bounds_and_weights(
     change = add(name, torch.full(shape, value, dtype=torch.bfloat16))
     folder = spoiled(good("W8A8"), tmp_path / "changed", change)
     findings = check_checkpoint(str(folder)).findings
-    assert [one.where for one in findings if one.check == "values"] == [name] * wrong
+    assert [finding.where for finding in findings if finding.check == "values"] == [name] * wrong
     other = spoiled(
         good("W8A8"), tmp_path / "other", add(name, torch.zeros(shape, dtype=torch.bfloat16))
     )
     for source, error_places in ((folder, 0), (other, int(wrong))):
         against = Against(root=source, run=lambda view: iter(()))
         findings = check_checkpoint(str(folder), against=against).findings
-        assert [one.where for one in findings if one.check == "values"] == [name] * error_places
+        assert [finding.where for finding in findings if finding.check == "values"] == [
+            name
+        ] * error_places
 
 
 @pytest.mark.parametrize("scheme", ["W8A8", "FP8_DYNAMIC"])

@@ -140,7 +140,8 @@ def compared(source: Path, *checkpoints: Path) -> list[set[str]]:
     reports = json.loads(ran.stdout)
     assert [report["checkpoint"] for report in reports] == [*map(str, checkpoints)]
     return [
-        {one["where"] for one in each["findings"] if one["severity"] == "error"} for each in reports
+        {finding["where"] for finding in each["findings"] if finding["severity"] == "error"}
+        for each in reports
     ]
 
 
@@ -267,9 +268,9 @@ def test_gpus_without_fp8_cache_are_named(written: Good, tmp_path: Path) -> None
 
 def test_other_version_uses_pinned_rules(written: Good) -> None:
     report = check_checkpoint(str(written("gptq")), Target(vllm=(0, 30)))
-    (told,) = [each for each in report.findings if each.check == "versions"]
-    assert (report.ok, told.severity) == (True, "warning")
-    assert "rules of vLLM 0.32" in told.got
+    (warning,) = [each for each in report.findings if each.check == "versions"]
+    assert (report.ok, warning.severity) == (True, "warning")
+    assert "rules of vLLM 0.32" in warning.got
 
 
 # Damaged checkpoints of each method that a load without values refuses.
@@ -310,8 +311,10 @@ def test_vllm_refuses_damaged_checkpoints(written: Good, experts: Path, tmp_path
     assert [*answers] == [*map(str, (*sound, missing, *broken))]
     assert (ran.code, len(ran.errors)) == (2, 1)
     assert answers[str(missing)]["findings"][0]["got"] == "no such folder"
-    told = {path: [each["check"] for each in answers[path]["findings"]] for path in map(str, sound)}
-    assert {path for path, names in told.items() if names} == set()
+    checks = {
+        path: [each["check"] for each in answers[path]["findings"]] for path in map(str, sound)
+    }
+    assert {path for path, names in checks.items() if names} == set()
     assert {path for path in map(str, broken) if answers[path]["ok"]} == set()
     cells = [cell for row in answers[str(written(GPT_OSS))]["rows"] for cell in row["cells"]]
     kernels = {cell["kernel"] for cell in cells if cell["kernel"]}  # plain layers name none

@@ -107,9 +107,9 @@ def stack_experts(values: Tensors) -> None:
             for parameter in ("weight_packed", "weight_scale", "weight_global_scale"):
                 single = [
                     torch.cat(
-                        [values.pop(f"{mlp}.experts.{one}.{part}.{parameter}") for part in parts]
+                        [values.pop(f"{mlp}.experts.{expert}.{part}.{parameter}") for part in parts]
                     )
-                    for one in range(len(values[f"{mlp}.gate.weight"]))
+                    for expert in range(len(values[f"{mlp}.gate.weight"]))
                 ]
                 values[f"{mlp}.experts.{new}_{parameter.removeprefix('weight_')}"] = torch.stack(
                     single
@@ -203,8 +203,8 @@ def test_reported_faults_are_found(
     known = check(row.sound, static=True).findings
     found = check(folder, static=not dry, speculative=row.speculative).findings
     new = [each for each in found if each.severity != "info" and each not in known]
-    alike = [each for each in new if (each.check, each.severity) == (row.check, row.severity)]
-    assert [each for each in alike if row.where in each.where and row.fix in each.fix], new
+    matching = [each for each in new if (each.check, each.severity) == (row.check, row.severity)]
+    assert [each for each in matching if row.where in each.where and row.fix in each.fix], new
 
 
 @pytest.mark.parametrize(("width", "refused"), [(384, {8}), (320, {1, 2, 4, 8})])
@@ -215,7 +215,9 @@ def test_expert_blocks_across_ranks(width: int, refused: set[int], tmp_path: Pat
     for ranks in (1, 2, 4, 8):
         findings = check_checkpoint(str(folder), Target(tp=(ranks,))).findings
         found = [
-            one for one in findings if one.check in ("devices", "shapes") and "experts" in one.where
+            finding
+            for finding in findings
+            if finding.check in ("devices", "shapes") and "experts" in finding.where
         ]
         assert bool(found) is (ranks in refused), (ranks, found)
 

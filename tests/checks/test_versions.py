@@ -53,7 +53,8 @@ def test_classes_by_version(
     changed = spoiled(good("W8A8"), tmp_path / "changed", config(WHOLE, architectures=[name]))
     found = check_checkpoint(str(changed), Target(vllm=vllm)).findings
     assert (
-        any("architectures" in one.where for one in found if one.severity == "error") is not known
+        any("architectures" in finding.where for finding in found if finding.severity == "error")
+        is not known
     )
 
 

@@ -143,7 +143,7 @@ def test_options_from_files(llama: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("content", "said"),
+    ("content", "message"),
     [
         (
             "[plan]\ntpp = 1\n",
@@ -176,13 +176,13 @@ def test_options_from_files(llama: Path, tmp_path: Path, monkeypatch: pytest.Mon
     ids=lambda text: text[:20],
 )
 def test_options_file_is_restricted(
-    content: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    content: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "vexport.toml").write_text(content)
     ran = vexport("plan", "MODEL", "--scheme", "FP8_DYNAMIC")
     assert ran.code == 2
-    assert said in ran.errors[0]
+    assert message in ran.errors[0]
 
 
 def test_vllm_flags_become_engine_arguments() -> None:

@@ -81,10 +81,15 @@ def test_help_has_headings_and_examples(
     shown = re.findall(r"^ +(--[\w-]+)|^ +-\w, (--[\w-]+)", listed, flags=re.MULTILINE)
     names = [first or second for first, second in shown]
     assert len(names) == len(set(names))
-    visible = [one for one in command.params if isinstance(one, click.Option) and not one.hidden]
-    assert all(one.help for one in visible)
+    visible = [
+        option
+        for option in command.params
+        if isinstance(option, click.Option) and not option.hidden
+    ]
+    assert all(option.help for option in visible)
     assert all(
-        {*one.opts, *one.secondary_opts} & {*re.findall(r"--[\w-]+", listed)} for one in visible
+        {*option.opts, *option.secondary_opts} & {*re.findall(r"--[\w-]+", listed)}
+        for option in visible
     )
     examples = re.findall(r"^    vexport (\w+) (.*)$", text, flags=re.MULTILINE)
     assert examples
@@ -160,10 +165,10 @@ def test_error_lines_are_escaped_and_bounded() -> None:
 
 @pytest.mark.parametrize("spelling", ["90", "9.0", "sm90", "SM_90", "sm 9.0", "90a"])
 def test_capability_spellings(spelling: str, good: Good) -> None:
-    wanted = vexport("check", good("W4A16"), "--sm", "90", "--format", "json")
+    expected = vexport("check", good("W4A16"), "--sm", "90", "--format", "json")
     assert (
         vexport("check", good("W4A16"), "--sm", spelling, "--format", "json").stdout
-        == wanted.stdout
+        == expected.stdout
     )
 
 
@@ -222,12 +227,12 @@ def test_explain_prints_section() -> None:
     assert vexport("explain", "w4a16_g64").stdout == vexport("explain", "W4A16").stdout
 
 
-@pytest.mark.parametrize(("name", "meant"), [("nvfp5", "NVFP4"), ("completness", "completeness")])
-def test_unknown_name_suggests_nearest(name: str, meant: str) -> None:
+@pytest.mark.parametrize(("name", "nearest"), [("nvfp5", "NVFP4"), ("completness", "completeness")])
+def test_unknown_name_suggests_nearest(name: str, nearest: str) -> None:
     ran = vexport("explain", name)
     assert (ran.code, ran.stdout) == (2, "")
     (line,) = ran.errors
-    assert f"did you mean {meant}?" in line
+    assert f"did you mean {nearest}?" in line
 
 
 @pytest.mark.parametrize(

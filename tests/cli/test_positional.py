@@ -1,4 +1,4 @@
-"""An output folder that is given with -o: the error shows the corrected call."""
+"""Usage errors show the corrected call if an output folder is given with -o."""
 
 import click
 import pytest
@@ -16,7 +16,7 @@ from vexport.cli.entry import cli
         ("demo -o DIR --overwrite", "vexport demo DIR --overwrite"),
     ],
 )
-def test_output_folder_as_option(words: str, call: str) -> None:
+def test_output_option_shows_corrected_call(words: str, call: str) -> None:
     ran = CliRunner().invoke(cli, words.split(), prog_name="vexport", standalone_mode=False)
     assert isinstance(ran.exception, click.UsageError)
     assert f"Call `{call}`." in ran.exception.message
@@ -24,7 +24,7 @@ def test_output_folder_as_option(words: str, call: str) -> None:
 
 
 @pytest.mark.parametrize("words", ["quantize MODEL --scheme FP8", "quantize -o OUT", "demo --foo"])
-def test_other_mistakes_keep_their_error(words: str) -> None:
+def test_other_usage_errors_are_unchanged(words: str) -> None:
     ran = CliRunner().invoke(cli, words.split(), prog_name="vexport", standalone_mode=False)
     assert isinstance(ran.exception, click.UsageError)
     assert "positional" not in ran.exception.format_message()

@@ -46,8 +46,8 @@ def test_indivisible_heads_name_possible_ranks(command: str, tmp_path: Path) -> 
         DEMO, tmp_path / "model", config((), num_attention_heads=9, num_key_value_heads=3)
     )
     baseline = ("--baseline", DEMO, "--task", "gsm8k", "--output-dir", tmp_path / "o")
-    asked = () if command == "load" else baseline
-    ran = vexport(command, model, *asked, "--tp", "2")
+    options = () if command == "load" else baseline
+    ran = vexport(command, model, *options, "--tp", "2")
     assert ran.code == 2
     (line,) = ran.errors
     assert "got 9 attention heads, need heads that 2 ranks can share; use --tp 1, 3 or 9" in line
@@ -62,7 +62,10 @@ def test_all_unknown_arguments_in_one_error() -> None:
         "block_size=big",
     )
     ran = vexport(
-        "load", DEMO, "--quiet", *(part for one in given for part in ("--engine-arg", one))
+        "load",
+        DEMO,
+        "--quiet",
+        *(part for argument in given for part in ("--engine-arg", argument)),
     )
     assert (ran.code, ran.stdout) == (2, "")
     found = {line.split("argument ")[1].partition(":")[0]: line for line in ran.errors}

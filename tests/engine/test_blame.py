@@ -171,8 +171,8 @@ def group(name: str) -> ConfigGroup:
     ],
 )
 def test_message_begins_with_cause(scheme: str, sm: Sequence[int], cause: str) -> None:
-    told = with_cause(NO_KERNEL, sm, [group(scheme)], "0.32.0")
-    assert told == f"{cause}{IN_FULL}{NO_KERNEL}"
+    message = with_cause(NO_KERNEL, sm, [group(scheme)], "0.32.0")
+    assert message == f"{cause}{IN_FULL}{NO_KERNEL}"
     short = "ValueError: Unsupported activation: nonsense."
     assert with_cause(short, sm, [], "0.32.0") == short
 
@@ -216,8 +216,8 @@ def test_attention_backends_are_summarized(
     listed = ", ".join(f"{name}: [{', '.join(each)}]" for name, each in backends.items())
     words = "No valid attention backend found for cuda with "
     message = f"ValueError: {words}{CONFIG.format(mla=mla)}. Reasons: {{{listed}}}."
-    told = with_cause(message, (100,), [], "0.32.0").partition(IN_FULL)[0]
-    assert told == f"no attention backend of vLLM 0.32 runs this model on SM 100{cause}"
+    shown = with_cause(message, (100,), [], "0.32.0").partition(IN_FULL)[0]
+    assert shown == f"no attention backend of vLLM 0.32 runs this model on SM 100{cause}"
 
 
 def test_equal_causes_are_one_finding() -> None:

@@ -214,16 +214,18 @@ def test_load_dry_command(good: Good, tmp_path: Path) -> None:
         *((2, sm, "refused") for sm in (80, 90)),
     ]
     assert [rank["tp"] for rank in reports[0]["memory"]] == [1]
-    one, two = reports[1]["memory"]
+    single, double = reports[1]["memory"]
     # 3 layers, keys and values of 2 heads of 64, 2 bytes each, 256 tokens.
-    assert one["sequences"] == [{"tokens": 256, "kv_bytes": 3 * 2 * 2 * 64 * 2 * 256}]
-    assert two["sequences"] == [{"tokens": 256, "kv_bytes": 3 * 2 * 64 * 2 * 256}]
+    assert single["sequences"] == [{"tokens": 256, "kv_bytes": 3 * 2 * 2 * 64 * 2 * 256}]
+    assert double["sequences"] == [{"tokens": 256, "kv_bytes": 3 * 2 * 64 * 2 * 256}]
     stored = sum(file.stat().st_size for file in whole.glob("*.safetensors"))
-    assert stored < one["weight_bytes"] < 1.05 * stored  # the table of rotary angles is not stored
+    assert (
+        stored < single["weight_bytes"] < 1.05 * stored
+    )  # the table of rotary angles is not stored
     rooms = reports[1]["rooms"]
     assert [(room["gpu"], room["tp"]) for room in rooms] == [("H100", 1), ("H100", 2)]
-    assert rooms[0]["kv_bytes"] == int(0.92 * 81_559 * 2**20) - one["weight_bytes"]
-    assert rooms[0]["sequences"] == rooms[0]["kv_bytes"] // one["sequences"][0]["kv_bytes"]
+    assert rooms[0]["kv_bytes"] == int(0.92 * 81_559 * 2**20) - single["weight_bytes"]
+    assert rooms[0]["sequences"] == rooms[0]["kv_bytes"] // single["sequences"][0]["kv_bytes"]
 
 
 SM = (75, 80, 89, 90, 100)

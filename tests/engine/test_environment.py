@@ -27,8 +27,8 @@ def test_variables_that_choose_kernels() -> None:
         "VLLM_BATCH_INVARIANT": "1",
         "VLLM_DISABLED_KERNELS": "A,B",
     }
-    told = "VLLM_BATCH_INVARIANT=1 VLLM_DISABLED_KERNELS=A,B VLLM_MARLIN_INPUT_DTYPE=fp8"
-    assert answer_environment(chosen | others) == told
+    expected = "VLLM_BATCH_INVARIANT=1 VLLM_DISABLED_KERNELS=A,B VLLM_MARLIN_INPUT_DTYPE=fp8"
+    assert answer_environment(chosen | others) == expected
 
 
 def test_engine_settings_change_digest(monkeypatch: pytest.MonkeyPatch) -> None:

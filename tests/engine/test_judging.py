@@ -119,14 +119,14 @@ def test_findings_of_long_continuations(
 
 def test_reference_continues_greedily(tiny_llama: Path) -> None:
     """Each token has the largest log-probability of the reference."""
-    asked = replace(GOOD, prompt="w5 w6 w7", tokens=6)
-    (said,) = reference_canaries(tiny_llama, [asked])
+    canary = replace(GOOD, prompt="w5 w6 w7", tokens=6)
+    (continuation,) = reference_canaries(tiny_llama, [canary])
     ids = [5, 6, 7]
-    for _ in range(said.tokens):
+    for _ in range(continuation.tokens):
         ids.append(int(reference_logprobs(tiny_llama, [[*ids, 0]])[-1].argmax()))
     tokenizer = AutoTokenizer.from_pretrained(tiny_llama)
-    assert said.text == tokenizer.decode(ids[3:], skip_special_tokens=True)
-    assert (said.tokens, said.finish_reason) == (6, "length")
+    assert continuation.text == tokenizer.decode(ids[3:], skip_special_tokens=True)
+    assert (continuation.tokens, continuation.finish_reason) == (6, "length")
 
 
 @pytest.mark.parametrize(("preset", "bits"), [("W4A16", 16), ("W8A8", 8), ("NVFP4", 4)])

@@ -30,7 +30,10 @@ def test_misread_and_refused_checkpoints_fail(tiny_llama: Path, tmp_path: Path) 
     call = ("load", misread, refused, "--run-dir", folder, "--format", "json", "--quiet")
     ran = vexport(*call)
     findings = [report["findings"] for report in json.loads(ran.stdout)]
-    errors = [[one["check"] for one in found if one["severity"] == "error"] for found in findings]
+    errors = [
+        [finding["check"] for finding in found if finding["severity"] == "error"]
+        for found in findings
+    ]
     assert (ran.code, errors) == (1, [["logprobs"], ["load"]])
     assert "weight_scale" in findings[1][0]["got"]
     sessions = sorted(folder.glob("*/candidate/session.json"))
@@ -55,19 +58,19 @@ def test_quantizing_again_is_argument_error(tiny_llama: Path, tmp_path: Path) ->
     assert "--engine-arg quantization_config: got layers that are quantized already" in ran.stderr
 
 
-OTHER = os.environ.get("VEXPORT_OTHER_VLLM_PYTHON", "")
+OTHER_PYTHON = os.environ.get("VEXPORT_OTHER_VLLM_PYTHON", "")
 
 
 @pytest.mark.skipif(
-    not OTHER,
+    not OTHER_PYTHON,
     reason="VEXPORT_OTHER_VLLM_PYTHON names no interpreter (scripts/setup-vllm makes one)",
 )
 def test_loads_in_two_versions(tiny_llama: Path, tmp_path: Path) -> None:
     checkpoint = quantize(tiny_llama, tmp_path / "nvfp4", "NVFP4A16")
-    pythons = ("--vllm-python", sys.executable, "--vllm-python", OTHER)
+    pythons = ("--vllm-python", sys.executable, "--vllm-python", OTHER_PYTHON)
     ran = vexport("load", checkpoint, *pythons, "--format", "json", "--quiet")
     assert ran.code == 0, ran.stderr
     reports = json.loads(ran.stdout)
-    assert [report["vllm_python"] for report in reports] == [sys.executable, OTHER]
+    assert [report["vllm_python"] for report in reports] == [sys.executable, OTHER_PYTHON]
     assert len({report["vllm"] for report in reports}) == 2
     assert all(0 < report["logprobs"]["mean_kl"] < 0.003 for report in reports)

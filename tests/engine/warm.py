@@ -158,8 +158,8 @@ def server(kind: str, address: str) -> int:
         listener.bind(address)
         listener.listen()
         print("ready", flush=True)
-        heard: list[int | socket.socket] = [0, listener]
-        while 0 not in select.select(heard, [], [])[0]:
+        watched: list[int | socket.socket] = [0, listener]
+        while 0 not in select.select(watched, [], [])[0]:
             connection, _ = listener.accept()
             if os.fork() == 0:
                 listener.close()

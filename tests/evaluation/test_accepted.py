@@ -61,7 +61,13 @@ def test_changed_answer_is_one_diff_line(
     )  # the task's score, and the line of documents 200-299
     (removed,) = [line for line in diff if line.startswith("- ") and "200-299" in line]
     (added,) = [line for line in diff if line.startswith("+ ") and "200-299" in line]
-    assert sum(one != other for one, other in zip(removed[2:], added[2:], strict=True)) == 1
+    assert (
+        sum(
+            old_letter != new_letter
+            for old_letter, new_letter in zip(removed[2:], added[2:], strict=True)
+        )
+        == 1
+    )
 
 
 def cut_answers(folder: Path, number: int) -> None:
@@ -213,7 +219,7 @@ def test_changed_engine_settings_are_named(model: Path) -> None:
     before = engine_fingerprint(model, engine())
     after = engine_fingerprint(model, replace(engine(), vllm="9.9", dtype="float16"))
     assert changed_names(before, after) == ["vllm", "dtype"]
-    one, two = (
+    earlier, later = (
         engine_fingerprint(model, replace(engine(), settings=settings))
         for settings in (
             {"tensor_parallel_size": "1", "kv_cache_dtype": "auto", "engine_args": "none"},
@@ -224,7 +230,7 @@ def test_changed_engine_settings_are_named(model: Path) -> None:
             },
         )
     )
-    assert changes(one, two, where=("when accepted", "now")) == (
+    assert changes(earlier, later, where=("when accepted", "now")) == (
         "tensor_parallel_size: 1 when accepted, 2 now",
         'engine_args: none when accepted, {"block_size": 32} now',
     )

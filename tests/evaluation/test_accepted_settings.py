@@ -1,4 +1,7 @@
-"""The settings of an accepted baseline become defaults, and contradictions are refused."""
+"""Settings of an accepted baseline are defaults of later calls.
+
+Contradicting options are refused.
+"""
 
 import hashlib
 import json
@@ -79,7 +82,7 @@ def test_settings_are_defaults(tmp_path: Path) -> None:
     assert set(measured.filled) == set(STORED)
 
 
-def test_stored_settings_are_those_of_the_call(tmp_path: Path) -> None:
+def test_given_settings_are_stored(tmp_path: Path) -> None:
     (tmp_path / "tasks").mkdir()
     (tmp_path / "baselines").mkdir()
     (tmp_path / "tasks" / "sums.yaml").write_text(YAML)
@@ -173,9 +176,7 @@ def test_same_effect_is_accepted(
         ({"seed": 1}, "0"),
     ],
 )
-def test_defaults_can_be_contradicted_too(
-    given: dict[str, object], need: str, tmp_path: Path
-) -> None:
+def test_unset_settings_mean_defaults(given: dict[str, object], need: str, tmp_path: Path) -> None:
     file = baseline(tmp_path, {"tasks": ["sums.yaml"]})
     with pytest.raises(InputError, match=f"need {need}"):
         with_accepted_settings(given, Serve(), file, command="eval")
@@ -204,7 +205,7 @@ def test_settings_of_older_files_are_recovered(tmp_path: Path) -> None:
     }
 
 
-def test_settings_without_text_must_be_given(tmp_path: Path) -> None:
+def test_unstored_system_instruction_is_required(tmp_path: Path) -> None:
     digest = hashlib.sha256(b"Be brief.").hexdigest()[:16]
     file = baseline(tmp_path, None, {"system instruction": f"sha {digest}"})
     given = {"tasks": ("sums.yaml",)}
@@ -218,7 +219,7 @@ def test_settings_without_text_must_be_given(tmp_path: Path) -> None:
         )
 
 
-def test_tasks_that_are_not_found(tmp_path: Path) -> None:
+def test_missing_tasks_are_refused(tmp_path: Path) -> None:
     ran = vexport("eval", "model", "--against", baseline(tmp_path, {"tasks": ["gone.yaml"]}))
     assert ran.code == 2
     assert f"nothing at {tmp_path}/gone.yaml" in ran.errors[0]
@@ -233,7 +234,7 @@ def test_tasks_that_are_not_found(tmp_path: Path) -> None:
     "settings",
     [{"limit": -3}, {"tasks": "sums"}, {"tasks": [3]}, {"gen_kwargs": [1]}, {"seed": {}}],
 )
-def test_damaged_settings(settings: dict[str, JsonValue], tmp_path: Path) -> None:
+def test_damaged_settings_are_refused(settings: dict[str, JsonValue], tmp_path: Path) -> None:
     file = baseline(tmp_path, {"tasks": ["sums.yaml"], **settings})
     ran = vexport("eval", "model", "--against", file)
     assert ran.code == 2
@@ -241,7 +242,7 @@ def test_damaged_settings(settings: dict[str, JsonValue], tmp_path: Path) -> Non
     assert "internal" not in ran.stderr
 
 
-def test_missing_file(tmp_path: Path) -> None:
+def test_missing_baseline_is_named(tmp_path: Path) -> None:
     ran = vexport("eval", "model", "--against", tmp_path / "gone.json")
     assert ran.code == 2
     assert "gone.json: got no such file" in ran.errors[0]

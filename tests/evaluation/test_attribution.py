@@ -163,11 +163,11 @@ def test_wrong_chat_template_blames_harness(tmp_path: Path, prompts: Prompts, ex
 def test_different_tokens_blame_harness(tmp_path: Path, prompts: Prompts) -> None:
     """Different tokens make the distances meaningless, so none is measured."""
     model = DEMO / "model"
-    one = session_of(model, prompts, tmp_path / "one", by=model)
+    session = session_of(model, prompts, tmp_path / "one", by=model)
     other = replace(
-        one, prompts=replace(prompts, tokens=tuple(ids[::-1] for ids in prompts.tokens))
+        session, prompts=replace(prompts, tokens=tuple(ids[::-1] for ids in prompts.tokens))
     )
-    found = attribute(one, other, limit=LIMIT, outcome="FAIL", vllm_python=NO_VLLM)
+    found = attribute(session, other, limit=LIMIT, outcome="FAIL", vllm_python=NO_VLLM)
     assert found is not None
     assert (found.cause, found.engine) == ("harness", None)
     assert "tokenizer: a prompt becomes the tokens" in found.reason
@@ -182,9 +182,9 @@ def test_failure_without_distance_blames_harness(tmp_path: Path, prompts: Prompt
     found = attribution_of(tmp_path, prompts, DEMO / "model-x16", by=DEMO / "model-x16")
     assert found.cause == "harness"
     assert "all four log-probabilities agree" in found.reason
-    one = session_of(model, prompts, tmp_path / "nan" / "a", by=model)
-    two = session_of(model, prompts, tmp_path / "nan" / "b", by=model, noise=float("nan"))
-    broken = attribute(one, two, limit=LIMIT, outcome="FAIL", vllm_python=NO_VLLM)
+    baseline = session_of(model, prompts, tmp_path / "nan" / "a", by=model)
+    candidate = session_of(model, prompts, tmp_path / "nan" / "b", by=model, noise=float("nan"))
+    broken = attribute(baseline, candidate, limit=LIMIT, outcome="FAIL", vllm_python=NO_VLLM)
     assert broken is not None
     assert broken.engine
     assert (broken.cause, broken.engine.mean_kl) == ("kernel", 100)

@@ -30,7 +30,8 @@ def session_with(folder: Path, prompts: Prompts, logits: list[torch.Tensor]) -> 
     """Return a session whose log-probabilities come from the given logits."""
     folder.mkdir()
     tensors = {
-        f"prompt.{number}": functional.log_softmax(one, -1) for number, one in enumerate(logits)
+        f"prompt.{number}": functional.log_softmax(prompt_logits, -1)
+        for number, prompt_logits in enumerate(logits)
     }
     save_file(tensors, folder / "logprobs.safetensors")
     result = SessionResult(
@@ -48,7 +49,8 @@ def test_kl_and_nll_equal_torchs(tmp_path: Path, prompts: Prompts) -> None:
     """Compare the values of each token, of each prompt, and of all prompts."""
     old = random_logits(prompts)
     new = [
-        one + scale * torch.randn_like(one) for one, scale in zip(old, (0.1, 0.8, 0.3), strict=True)
+        prompt_logits + scale * torch.randn_like(prompt_logits)
+        for prompt_logits, scale in zip(old, (0.1, 0.8, 0.3), strict=True)
     ]
     drift = measure_drift(
         session_with(tmp_path / "a", prompts, old),
@@ -61,7 +63,7 @@ def test_kl_and_nll_equal_torchs(tmp_path: Path, prompts: Prompts) -> None:
     assert [token.token for token in drift.worst[0].tokens] == TEXTS[1].split()  # after <bos>
     kls, costs = [], []
     for text, before, after in zip(TEXTS, old, new, strict=True):
-        left, right = (functional.log_softmax(one.double(), -1) for one in (before, after))
+        left, right = (functional.log_softmax(logits.double(), -1) for logits in (before, after))
         kl = functional.kl_div(right, left, log_target=True, reduction="none").sum(-1)
         ids = torch.tensor(prompts.tokens[TEXTS.index(text)][1:])
         nll = functional.cross_entropy(after, ids, reduction="none")
@@ -82,8 +84,8 @@ def test_kl_and_nll_equal_torchs(tmp_path: Path, prompts: Prompts) -> None:
 
 def test_same_model_does_not_drift(tmp_path: Path, prompts: Prompts) -> None:
     """There is no drift at all if the prompts differ or a log-probability is not finite."""
-    one = session_with(tmp_path / "a", prompts, random_logits(prompts))
-    drift = measure_drift(one, one, SETTINGS)
+    session = session_with(tmp_path / "a", prompts, random_logits(prompts))
+    drift = measure_drift(session, session, SETTINGS)
     assert drift is not None
     assert (drift.mean_kl, drift.max_kl, drift.top1_agreement) == (0, 0, 1)
     assert drift_warnings(drift) == ()
@@ -92,11 +94,11 @@ def test_same_model_does_not_drift(tmp_path: Path, prompts: Prompts) -> None:
     part = measure_drift(short, short, SETTINGS)
     assert part is not None
     assert part.digest != drift.digest
-    assert measure_drift(one, short, SETTINGS) is None
+    assert measure_drift(session, short, SETTINGS) is None
     broken = [torch.full_like(part, float("nan")) for part in random_logits(prompts)]
     nan = session_with(tmp_path / "c", prompts, broken)
-    assert measure_drift(one, nan, SETTINGS) is None
-    assert measure_drift(nan, one, SETTINGS) is None
+    assert measure_drift(session, nan, SETTINGS) is None
+    assert measure_drift(nan, session, SETTINGS) is None
 
 
 def test_each_limit_warns_separately(tmp_path: Path, prompts: Prompts) -> None:
@@ -121,12 +123,14 @@ def test_kl_of_top_tokens_is_lower_bound() -> None:
     old, new = (torch.randn(200, 300, generator=generator).mul(3).log_softmax(-1) for _ in range(2))
     exact = kl_divergence(old, new)
     torch.testing.assert_close(least_kl(old, new), exact, atol=1e-5, rtol=1e-5)
-    told = [side.masked_fill(side < side.topk(20).values[:, -1:], torch.nan) for side in (old, new)]
+    top_tokens = [
+        side.masked_fill(side < side.topk(20).values[:, -1:], torch.nan) for side in (old, new)
+    ]
     for first, second in (
-        (told[0], told[1]),
-        (old, told[1]),
-        (told[0], new[:, :299].log_softmax(-1)),
+        (top_tokens[0], top_tokens[1]),
+        (old, top_tokens[1]),
+        (top_tokens[0], new[:, :299].log_softmax(-1)),
     ):
         assert bool((least_kl(first, second) >= 0).all())
-    assert bool((least_kl(*told) <= exact + 1e-6).all())
-    assert float(least_kl(old, told[1]).mean()) > 0.1 * float(exact.mean())
+    assert bool((least_kl(*top_tokens) <= exact + 1e-6).all())
+    assert float(least_kl(old, top_tokens[1]).mean()) > 0.1 * float(exact.mean())

@@ -62,7 +62,7 @@ def test_verdict_takes_gate_or_accepted_baseline(lm_eval_runs: Path, tmp_path: P
     assert done.code == 0
     tasks = {task["task"]: task for task in json.loads(done.stdout)["tasks"]}
     assert tasks["choices"]["metric"] == "acc_norm"
-    assert [one["metric"] for one in tasks["choices"]["also"]] == ["acc"]
+    assert [metric["metric"] for metric in tasks["choices"]["also"]] == ["acc"]
     accept_results(lm_eval_runs / "baseline", tmp_path / "accepted.json", {})
     done = vexport("verdict", tmp_path / "accepted.json", lm_eval_runs / "worse")
     assert done.code == 1

@@ -17,9 +17,9 @@ pytestmark = pytest.mark.vllm
 def evaluate(runs: Path, folder: Path, *options: object, names: tuple[str, ...]) -> Ran:
     """Compare given results of lm-eval with the baseline's results. No model runs."""
     tasks = [runs / "tasks" / f"{name}.yaml" for name in ("sums", "choices", "near")]
-    asked = [word for task in tasks for word in ("--task", task)]
+    task_options = [word for task in tasks for word in ("--task", task)]
     given = [runs / name for name in names]
-    call = ("eval", *given, "--baseline", runs / "baseline", "--trust-remote-code", *asked)
+    call = ("eval", *given, "--baseline", runs / "baseline", "--trust-remote-code", *task_options)
     return vexport(*call, "--output-dir", folder, *options)
 
 

@@ -60,10 +60,10 @@ def test_group_is_clustered_by_subject(runs: Path) -> None:
         "acc,none"
     ]
     assert task.candidate.value == pytest.approx(aggregate)
-    names = [(one.task, one.metric) for one in task.also]
+    names = [(metric.task, metric.metric) for metric in task.also]
     assert names[0] == ("subjects", "acc_norm")
     assert set(names[1:]) == {(f"subjects::subject{number}", "acc") for number in range(SUBJECTS)}
-    assert sum(one.documents for one in task.also[1:]) == task.documents
+    assert sum(metric.documents for metric in task.also[1:]) == task.documents
 
 
 def test_few_subjects_are_not_clustered(runs: Path, tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def test_generation_settings_warn(
     change_run(pair[1], changes)
     warnings = warnings_of(pair)
     assert len(warnings) == bool(warning)
-    assert all(str(warning) in one for one in warnings)
+    assert all(str(warning) in line for line in warnings)
 
 
 def test_verdict_shows_prompting(pair: tuple[Path, Path]) -> None:
@@ -186,4 +186,4 @@ def test_uncut_thinking_warns(arguments: Changes, warned: bool, pair: tuple[Path
         template = {**TEMPLATE, "chat_template": "{{ x }}<think></think>"}
         change_run(folder, {**template, "config/model_args": {"pretrained": "x", **arguments}})
     thinks = "the chat template has </think>: if the model thinks"
-    assert [thinks in one for one in warnings_of(pair)] == [True] * warned
+    assert [thinks in line for line in warnings_of(pair)] == [True] * warned

@@ -69,8 +69,8 @@ def test_identical_samples_add_nothing() -> None:
     lost = np.repeat([-1.0] * 6 + [1.0] * 2 + [0.0] * 92, SEEDS)
     clusters = np.repeat(np.arange(100), SEEDS)
     many = clustered_tango(lost, clusters, ALPHA, SEEDS)
-    one = clustered_tango(lost[::SEEDS], clusters[::SEEDS], ALPHA)
-    assert many == pytest.approx(one, abs=0.002)
+    single = clustered_tango(lost[::SEEDS], clusters[::SEEDS], ALPHA)
+    assert many == pytest.approx(single, abs=0.002)
     # If no answer changes, more samples do not narrow the interval: it depends on the documents.
     quiet = clustered_tango(np.zeros(400), clusters, ALPHA, SEEDS)
     assert quiet == pytest.approx(clustered_tango(np.zeros(100), np.arange(100), ALPHA), abs=1e-3)

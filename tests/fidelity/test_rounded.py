@@ -43,9 +43,13 @@ def sound(source: Path, text: Path) -> Good:
 
 def differing_layers(checkpoint: Path, source: Path) -> dict[str, str]:
     """Return the finding for each layer that differs from the source."""
-    found = [one for one in findings(checkpoint, "--source", source) if one["check"] == "source"]
-    assert {one["severity"] for one in found} <= {"info", "error"}
-    return {one["where"]: one["got"] for one in found if one["severity"] == "error"}
+    found = [
+        finding
+        for finding in findings(checkpoint, "--source", source)
+        if finding["check"] == "source"
+    ]
+    assert {finding["severity"] for finding in found} <= {"info", "error"}
+    return {finding["where"]: finding["got"] for finding in found if finding["severity"] == "error"}
 
 
 Edit = Callable[[Tensors, str], None]

@@ -62,9 +62,9 @@ def test_cancelling_factors_are_info(source: Path, tmp_path: Path, method: str) 
     checkpoint = write(method, smoothed(source, tmp_path / "smoothed"), tmp_path / "quantized")
     findings = found(checkpoint, source)
     assert [each.where for each in findings if each.severity == "error"] == []
-    (told,) = [each for each in findings if "factors on its inputs" in each.got]
-    assert told.severity == "info"
-    assert "and 6 more layers" in told.where
+    (note,) = [each for each in findings if "factors on its inputs" in each.got]
+    assert note.severity == "info"
+    assert "and 6 more layers" in note.where
 
 
 def halved(rows: slice, columns: slice) -> Change:

@@ -101,8 +101,8 @@ WRONG: list[tuple[str, str, Change, str]] = [
 
 @pytest.mark.parametrize(
     ("scheme", "change", "words"),
-    [(one[0], *one[2:]) for one in WRONG],
-    ids=[one[1] for one in WRONG],
+    [(case[0], *case[2:]) for case in WRONG],
+    ids=[case[1] for case in WRONG],
 )
 def test_wrong_weight_is_found(
     good: Good, llama: Path, tmp_path: Path, scheme: str, change: Change, words: str
@@ -123,13 +123,15 @@ def test_kept_tensors_equal_source(good: Good, llama: Path, tmp_path: Path) -> N
 
 
 def test_exchanged_layers_and_nan_are_found(good: Good, llama: Path, tmp_path: Path) -> None:
-    one, other = (f"model.layers.{number}.mlp.down_proj.weight" for number in (0, 1))
-    found = compared(spoiled(good("W8A8"), tmp_path / "wrong", swap(one, other)), llama)
-    assert {f"{finding['where']}.weight" for finding in found} == {one, other}
+    first, second = (f"model.layers.{number}.mlp.down_proj.weight" for number in (0, 1))
+    found = compared(spoiled(good("W8A8"), tmp_path / "wrong", swap(first, second)), llama)
+    assert {f"{finding['where']}.weight" for finding in found} == {first, second}
     checkpoint = spoiled(
         good("W8A8"), tmp_path / "nan", put(f"{DOWN}.weight_scale", element(float("nan")))
     )
-    assert ("source", DOWN) in {(one["check"], one["where"]) for one in compared(checkpoint, llama)}
+    assert ("source", DOWN) in {
+        (finding["check"], finding["where"]) for finding in compared(checkpoint, llama)
+    }
 
 
 def test_missing_source_tensor_is_named(good: Good, llama: Path, tmp_path: Path) -> None:
@@ -138,7 +140,7 @@ def test_missing_source_tensor_is_named(good: Good, llama: Path, tmp_path: Path)
         "model.extra.weight"
     ]
     broken = spoiled(good("W8A8"), tmp_path / "broken", drop("model.norm.weight"))
-    places = {(one["check"], one["where"]) for one in compared(broken, llama)}
+    places = {(finding["check"], finding["where"]) for finding in compared(broken, llama)}
     assert ("source", "model.norm.weight") in places
 
 
@@ -241,9 +243,9 @@ def test_different_files_are_errors(pair: tuple[Path, Path], change: Change, whe
     checkpoint, source = pair
     change(checkpoint)
     places = [
-        one["where"]
-        for one in findings(checkpoint, "--source", source)
-        if one["severity"] == "error"
+        finding["where"]
+        for finding in findings(checkpoint, "--source", source)
+        if finding["severity"] == "error"
     ]
     assert any(place.endswith(where) for place in places), places
 

@@ -248,10 +248,10 @@ def test_e2m1_inputs_equal_compressed_tensors(scheme: str) -> None:
     with torch.compiler.set_stance("force_eager"):
         global_scale = own.get("input_global_scale")
         scale, zero = compute_dynamic_scales_and_zp(exact, args, module, global_scale=global_scale)
-        wanted = fake_quantize(exact, scale, zero, args, global_scale=global_scale)
+        expected = fake_quantize(exact, scale, zero, args, global_scale=global_scale)
     rounded = round_activations(value, args, own, module)
     assert rounded.dtype == torch.bfloat16
-    assert torch.equal(rounded, wanted.reshape(value.shape).to(torch.bfloat16))
+    assert torch.equal(rounded, expected.reshape(value.shape).to(torch.bfloat16))
 
 
 def test_shared_input_is_rounded_once() -> None:

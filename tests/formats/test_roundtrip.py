@@ -35,7 +35,7 @@ def read_back(
 ) -> tuple[SourceIndex, SourceIndex, Plan]:
     """Return source, output and plan."""
     index, plan = plan_source(str(source), rules, settings or PlanSettings())
-    assert [one for one in problems(out) if one.severity == "error"] == []
+    assert [finding for finding in problems(out) if finding.severity == "error"] == []
     return index, read_index(out), plan
 
 

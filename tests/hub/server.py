@@ -66,13 +66,13 @@ class Hub:
     """Number of bytes by path. The connection ends once after these bytes."""
 
     def paths(self, method: str | None = None) -> list[str]:
-        return [one.path for one in self.requests if method in (None, one.method)]
+        return [request.path for request in self.requests if method in (None, request.method)]
 
     def content(self, suffix: str) -> int:
         return sum(
-            one.sent
-            for one in self.requests
-            if "/resolve/" in one.path and one.path.endswith(suffix)
+            request.sent
+            for request in self.requests
+            if "/resolve/" in request.path and request.path.endswith(suffix)
         )
 
 
@@ -154,12 +154,12 @@ class _Handler(BaseHTTPRequestHandler):
         }
         if path.endswith(_LARGE):
             headers |= {"X-Linked-Size": str(len(data)), "X-Linked-ETag": headers["ETag"]}
-        wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
-        if wanted is None or not self.state.ranges:
+        byte_range = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        if byte_range is None or not self.state.ranges:
             cut = self.state.cut.pop(path, None) if self.command == "GET" else None
             self._send(200, data, headers | {"Accept-Ranges": "bytes"}, cut=cut)
             return
-        start, last = int(wanted[1]), min(int(wanted[2] or len(data)), len(data) - 1)
+        start, last = int(byte_range[1]), min(int(byte_range[2] or len(data)), len(data) - 1)
         headers["Content-Range"] = f"bytes {start}-{last}/{len(data)}"
         self._send(206, data[start : last + 1], headers)
 

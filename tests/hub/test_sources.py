@@ -55,8 +55,12 @@ def test_interrupted_download_resumes(machine: Machine, hub: Hub, tmp_path: Path
     hub.cut["model.safetensors"] = 15_000_000
     with machine.connected():
         assert (resolve_source("acme/large") / "model.safetensors").stat().st_size == size
-    parts = [one for one in hub.requests if one.path.endswith("/model.safetensors") and one.sent]
-    assert [(one.range, one.sent) for one in parts] == [
+    parts = [
+        request
+        for request in hub.requests
+        if request.path.endswith("/model.safetensors") and request.sent
+    ]
+    assert [(request.range, request.sent) for request in parts] == [
         (None, 15_000_000),
         (f"bytes={chunk}-", size - chunk),
     ]
@@ -95,7 +99,7 @@ def test_plan_reads_only_headers(machine: Machine, hub: Hub) -> None:
     ran = machine.run("plan", MODEL, *FP8)
     assert ran.code == 0, ran.stderr
     assert f"{MODEL}@{hub.repositories[MODEL].commit}: LlamaForCausalLM" in ran.stdout
-    (read,) = [one for one in hub.requests if one.path.endswith("/model.safetensors")]
+    (read,) = [request for request in hub.requests if request.path.endswith("/model.safetensors")]
     assert (read.method, read.range) == ("GET", "bytes=0-99999")
     assert read.sent <= 100_000 < weights.stat().st_size
     local = machine.run("plan", hub.repositories[MODEL].folder, *FP8)
@@ -122,7 +126,9 @@ def test_files_of_index_are_read(machine: Machine, hub: Hub, tmp_path: Path) -> 
         hub.requests.clear()
         assert machine.run(*command).code in (0, 2)
         read = {
-            one.path.rpartition("/")[2] for one in hub.requests if one.path.endswith(".safetensors")
+            request.path.rpartition("/")[2]
+            for request in hub.requests
+            if request.path.endswith(".safetensors")
         }
         assert sorted(read) == names
 
@@ -163,9 +169,9 @@ def test_hub_checkpoint_is_checked(machine: Machine, hub: Hub) -> None:
 
 def test_cached_copy_is_used_offline(machine: Machine, hub: Hub) -> None:
     assert machine.run("quantize", MODEL, "first", *FP8).code == 0
-    gone = machine.run("quantize", MODEL, "second", *FP8, HF_ENDPOINT="http://127.0.0.1:9")
-    assert gone.code == 0, gone.stderr
-    assert "using the copy in the cache" in gone.stderr
+    unreachable = machine.run("quantize", MODEL, "second", *FP8, HF_ENDPOINT="http://127.0.0.1:9")
+    assert unreachable.code == 0, unreachable.stderr
+    assert "using the copy in the cache" in unreachable.stderr
     offline = machine.run("quantize", MODEL, "third", *FP8, HF_HUB_OFFLINE="1")
     assert offline.code == 0, offline.stderr
     (weights,) = (machine.folder / "cache").rglob("model.safetensors")

@@ -33,12 +33,12 @@ class Outcomes:
     progress: tuple[tuple[tuple[str, int, int], ...], ...]
 
 
-def answer(asked: Requests) -> Outcomes:
-    arguments = model_arguments(asked.requests[0], CPU)
+def answer(requests: Requests) -> Outcomes:
+    arguments = model_arguments(requests.requests[0], CPU)
     llm = build_engine(arguments, CPU)
     errors, progress = [], []
-    with replaced(datasets.config, "HF_DATASETS_CACHE", asked.cache):
-        for request in asked.requests:
+    with replaced(datasets.config, "HF_DATASETS_CACHE", requests.cache):
+        for request in requests.requests:
             steps: list[tuple[str, int, int]] = []
             error = ""
             try:

@@ -90,7 +90,7 @@ def replying(reply: Reply) -> Iterator[str]:
             self.wfile.write(content)
 
         def log_message(self, *_: object) -> None:
-            """Say nothing."""
+            """Print nothing."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.daemon_threads = True
@@ -123,7 +123,7 @@ def sending_raw(parts: Callable[[], Iterator[bytes]]) -> Iterator[tuple[str, lis
         block_on_close = False
 
         def handle_error(self, request: object, client_address: object) -> None:
-            """Say nothing: the client closes connections."""
+            """Print nothing. The client closes connections."""
 
     with Raw(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()

@@ -31,9 +31,9 @@ def endpoint(server: AddingServer, *, retry: float = 30.0, timeout: float = 30.0
 
 
 def answers_of(
-    asked: Endpoint, file: Path, prompts: list[list[int]] = PROMPTS, *, again: int = 0
+    server: Endpoint, file: Path, prompts: list[list[int]] = PROMPTS, *, again: int = 0
 ) -> list[str]:
-    model = EndpointModel(Server(asked), KeptAnswers(file), lambda *_: None)
+    model = EndpointModel(Server(server), KeptAnswers(file), lambda *_: None)
     model.expect("", len(prompts))
     for _ in range(again):
         model.ask_again()
@@ -46,8 +46,8 @@ def answers_of(
 @pytest.mark.parametrize("fault", [429, 503, "cut off", "abort", "slow", "closed"])
 def test_temporary_faults_are_retried(fault: Fault, server: AddingServer, tmp_path: Path) -> None:
     server.faults.extend([fault] * 3)
-    asked = endpoint(server, timeout=1 if fault == "slow" else 30)
-    assert answers_of(asked, tmp_path / "kept") == [str(sum(prompt)) for prompt in PROMPTS]
+    configured = endpoint(server, timeout=1 if fault == "slow" else 30)
+    assert answers_of(configured, tmp_path / "kept") == [str(sum(prompt)) for prompt in PROMPTS]
     answered = [tuple(prompt) for prompt in server.answered]
     assert len(set(answered)) == len(PROMPTS)
     assert fault == "slow" or len(answered) == len(PROMPTS)
@@ -65,9 +65,9 @@ def test_answers_survive_failing_server(server: AddingServer, tmp_path: Path) ->
     ]
     assert not [prompt for prompt in server.answered[50:] if prompt in server.answered[:50]]
     assert len({tuple(prompt) for prompt in server.answered}) == len(PROMPTS)
-    asked = len(server.answered)
+    answered = len(server.answered)
     answers_of(endpoint(server), tmp_path / "kept", PROMPTS[:10], again=1)
-    assert len(server.answered) == asked + 10
+    assert len(server.answered) == answered + 10
 
 
 def test_answers_survive_dead_server(server: AddingServer, tmp_path: Path) -> None:
@@ -121,30 +121,30 @@ def test_answers_of_older_versions_are_reused(server: AddingServer, tmp_path: Pa
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     bare = [{key: answer["text"] for key, answer in line.items()} for line in lines]
     file.write_text("".join(f"{json.dumps(line)}\n" for line in bare))
-    asked = len(server.answered)
+    answered = len(server.answered)
     assert answers_of(endpoint(server), file, PROMPTS[:3]) == [
         str(sum(prompt)) for prompt in PROMPTS[:3]
     ]
-    assert len(server.answered) == asked
+    assert len(server.answered) == answered
 
 
 def test_drafts_are_counted_for_each_prompt(server: AddingServer) -> None:
     server.drafts = (50, 150, 100)
-    asked = EndpointModel(Server(endpoint(server)), KeptAnswers(None), silent)
-    counts = count_drafts(asked, PROMPTS[:3])
+    model = EndpointModel(Server(endpoint(server)), KeptAnswers(None), silent)
+    counts = count_drafts(model, PROMPTS[:3])
     assert [(c.drafts, c.draft_tokens, c.accepted_tokens) for c in counts] == [server.drafts] * 3
     assert server.answered == PROMPTS[:3]
     server.others = 1
     with pytest.raises(
         EnvironmentFault, match=r"got 2 answers where 1 was asked for, .* no other client"
     ):
-        count_drafts(asked, PROMPTS[:1])
+        count_drafts(model, PROMPTS[:1])
     server.others, server.running = 0, 1
     with pytest.raises(EnvironmentFault, match="1 more under way"):
-        count_drafts(asked, PROMPTS[:1])
+        count_drafts(model, PROMPTS[:1])
     server.drafts = None
     with pytest.raises(InputError, match="no counters of drafts at /metrics.*--speculative-config"):
-        count_drafts(asked, PROMPTS[:1])
+        count_drafts(model, PROMPTS[:1])
 
 
 def test_changed_model_is_refused(server: AddingServer, tmp_path: Path) -> None:
@@ -163,13 +163,13 @@ def test_changed_model_is_refused(server: AddingServer, tmp_path: Path) -> None:
 
 
 def test_log_probabilities_of_prompt(server: AddingServer) -> None:
-    asked = Server(endpoint(server))
-    assert asked.score([5, 3, 9], 1) == [{3: -0.03, 7: -0.07}, {9: -0.09, 7: -0.07}]
+    configured = Server(endpoint(server))
+    assert configured.score([5, 3, 9], 1) == [{3: -0.03, 7: -0.07}, {9: -0.09, 7: -0.07}]
     server.gives_scores = False
     with pytest.raises(
         EnvironmentFault, match="no log-probabilities of the prompt .* need completions with echo"
     ):
-        asked.score([5, 3, 9], 1)
+        configured.score([5, 3, 9], 1)
 
 
 @pytest.mark.parametrize("status", [404, 405])

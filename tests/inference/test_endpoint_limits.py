@@ -121,17 +121,17 @@ def test_answers_of_other_servers(fields: dict[str, object], text: str, reason: 
     assert (answer.text, answer.finish_reason) == (text, reason)
 
 
-def with_top(value: object) -> dict[str, object]:
+def with_likely_tokens(value: object) -> dict[str, object]:
     return {
         "logprobs": {"token_logprobs": [None, -0.1, -0.1], "top_logprobs": [None, value, value]}
     }
 
 
-def with_own(value: object) -> dict[str, object]:
+def with_token_scores(value: object) -> dict[str, object]:
     return {"logprobs": {"token_logprobs": [None, value, value], "top_logprobs": [None, {}, {}]}}
 
 
-WRONG_TOP: list[object] = [
+WRONG_LIKELY_TOKENS: list[object] = [
     None,
     [],
     "text",
@@ -147,11 +147,29 @@ WRONG_NAMES = [
     "token_id:3000000000",
     "token_id:" + "9" * 5000,
 ]
-WRONG_OWN: list[object] = [None, "x", True, [], math.nan, -math.inf, 3.5, 10**400, -(10**400)]
+WRONG_TOKEN_SCORES: list[object] = [
+    None,
+    "x",
+    True,
+    [],
+    math.nan,
+    -math.inf,
+    3.5,
+    10**400,
+    -(10**400),
+]
 WRONG_SCORES = {
-    **{f"top {number}": with_top(value) for number, value in enumerate(WRONG_TOP)},
-    **{f"name {number}": with_top({name: -1.0}) for number, name in enumerate(WRONG_NAMES)},
-    **{f"own {number}": with_own(value) for number, value in enumerate(WRONG_OWN)},
+    **{
+        f"top {number}": with_likely_tokens(value)
+        for number, value in enumerate(WRONG_LIKELY_TOKENS)
+    },
+    **{
+        f"name {number}": with_likely_tokens({name: -1.0})
+        for number, name in enumerate(WRONG_NAMES)
+    },
+    **{
+        f"own {number}": with_token_scores(value) for number, value in enumerate(WRONG_TOKEN_SCORES)
+    },
 }
 
 

@@ -68,8 +68,8 @@ def test_template_is_applied_if_models_have_one(tmp_path: Path) -> None:
     settings = Evaluate(tasks=("a",))
     base = lm_eval_settings(settings, {"baseline": plain, "candidate": plain})
     assert (base.apply_chat_template, base.fewshot_as_multiturn) == (False, False)
-    asked = lm_eval_settings(settings, chat)
-    assert (asked.apply_chat_template, asked.fewshot_as_multiturn) == (True, True)
+    settings_used = lm_eval_settings(settings, chat)
+    assert (settings_used.apply_chat_template, settings_used.fewshot_as_multiturn) == (True, True)
     one_turn = settings.model_copy(update={"fewshot_as_multiturn": False})
     assert lm_eval_settings(one_turn, chat).fewshot_as_multiturn is False
     without = settings.model_copy(update={"apply_chat_template": False})

@@ -146,10 +146,10 @@ def load_untrusted(folder: Path, name: str) -> None:
     """Load a task like a worker without trust: lm-eval reads the folder of tasks."""
     from lm_eval.tasks import TaskManager
 
-    asked = SessionRequest(checkpoint=folder, tasks=(name,), include_paths=(folder,))
+    request = SessionRequest(checkpoint=folder, tasks=(name,), include_paths=(folder,))
     with tasks_as_data():
         load_tasks(
-            asked, TaskManager(include_path=[str(folder)], include_defaults=False), asked.tasks
+            request, TaskManager(include_path=[str(folder)], include_defaults=False), request.tasks
         )
 
 

@@ -29,9 +29,9 @@ def test_server_scores(tmp_path: Path) -> None:
     with adding_server() as server:
         model = model_at(server.url, tmp_path / "kept")
         write_text_scores(model, ROWS, scores, logprobs)
-        asked = len(server.answered)
+        answered = len(server.answered)
         write_text_scores(model_at(server.url, tmp_path / "kept"), ROWS, scores, logprobs)
-        assert len(server.answered) == asked == len(ROWS)
+        assert len(server.answered) == answered == len(ROWS)
     tensors = load_file(scores)
     assert tensors["nll.0"].tolist() == pytest.approx([0.03, 0.09])
     assert tensors["nll.1"].tolist() == pytest.approx([0.08])

@@ -92,9 +92,9 @@ def moved(old: str, new: str) -> Change:
     return renamed(lambda name: new + name.removeprefix(old) if name.startswith(old) else name)
 
 
-def lost(wanted: Callable[[str], object]) -> Change:
+def lost(is_lost: Callable[[str], object]) -> Change:
     """Remove the tensors whose names are wanted."""
-    return renamed(lambda name: None if wanted(name) else name)
+    return renamed(lambda name: None if is_lost(name) else name)
 
 
 def unquantized(module: str, *shape: int) -> Change:
@@ -125,16 +125,16 @@ def each(ending: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
     )
 
 
-def swap(one: str, two: str) -> Change:
-    return tensors(lambda values: values.update({one: values[two], two: values[one]}))
+def swap(first: str, second: str) -> Change:
+    return tensors(lambda values: values.update({first: values[second], second: values[first]}))
 
 
-def exchanged(one: str, other: str, ending: str = "") -> Change:
+def exchanged(first: str, second: str, ending: str = "") -> Change:
     """Swap tensors with one part in their names and tensors with another part in their names."""
 
     def apply(values: Tensors) -> None:
-        for name in [name for name in values if one in name and name.endswith(ending)]:
-            twin = name.replace(one, other)
+        for name in [name for name in values if first in name and name.endswith(ending)]:
+            twin = name.replace(first, second)
             values[name], values[twin] = values[twin], values[name]
 
     return tensors(apply)

@@ -10,7 +10,7 @@ import pytest
 from tests.models import problems
 from tests.mutations.edits import Change, forget_digests
 from tests.mutations.good import GOOD, source_of, write_good
-from tests.mutations.kinds import PARTS, mutations
+from tests.mutations.kinds import ALL_PARTS, mutations
 from tests.mutations.methods import (
     METHOD_RECORDS,
     RUN_RECORDS,
@@ -103,14 +103,18 @@ def bench(request: pytest.FixtureRequest, good: Path, tmp_path: Path) -> Bench:
 @pytest.mark.parametrize("name", GOOD)
 def test_sound_checkpoints_are_clean(bench: Bench, name: str) -> None:
     assert problems(bench.root / name) == []
-    beside = check_checkpoint(str(bench.root / name), against=bench.source(name))
-    assert {one.severity for one in beside.findings if one.check != "tokenizer"} == {"info"}
+    report = check_checkpoint(str(bench.root / name), against=bench.source(name))
+    assert {finding.severity for finding in report.findings if finding.check != "tokenizer"} == {
+        "info"
+    }
 
 
 @pytest.mark.slow
 def test_check_agrees_with_vllm(bench: Bench) -> None:
     """A sample has each mutation, and each outcome per kind and scheme. --whole compares all."""
-    made = {(good, name): part for good in GOOD for part in PARTS for name, _ in part(GOOD[good])}
+    made = {
+        (good, name): part for good in GOOD for part in ALL_PARTS for name, _ in part(GOOD[good])
+    }
     bench.agree(
         read_records(), lambda record: (made[record.good, record.name], GOOD[record.good].scheme)
     )

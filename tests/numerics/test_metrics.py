@@ -66,7 +66,7 @@ def test_divergence_of_logits_is_sum() -> None:
     """There are more positions than are computed at a time, in a model's dtype."""
     generator = torch.Generator().manual_seed(0)
     logits = [torch.randn(1, 150, 40, generator=generator).bfloat16() for _ in range(2)]
-    expected = kl_divergence(*(one[0].float().log_softmax(-1) for one in logits)).sum()
+    expected = kl_divergence(*(values[0].float().log_softmax(-1) for values in logits)).sum()
     assert divergence_of_logits(*logits) == pytest.approx(float(expected), rel=1e-9)
     assert divergence_of_logits(logits[0], logits[0]) == 0
 

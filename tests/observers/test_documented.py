@@ -538,9 +538,9 @@ def test_older_calls() -> None:
     assert torch.equal(global_scale, observer.calculate_gparam(weight))
     scale, zero_point = observer(weight, global_scale=global_scale)
     assert torch.equal(scale, observer.get_qparams()["scale"])
-    asked, _ = observer.get_qparams(weight, global_scale=global_scale * 0.5)
+    scale_of_half, _ = observer.get_qparams(weight, global_scale=global_scale * 0.5)
     steps = weight.reshape(8, 2, 16).abs().amax(-1) / 6 * global_scale * 0.5
-    assert torch.equal(asked, steps.to(torch.float8_e4m3fn).float())
+    assert torch.equal(scale_of_half, steps.to(torch.float8_e4m3fn).float())
     with pytest.raises(ValueError, match="got strategy channel, need tensor_group"):
         load_observer("minmax", "weight", CHANNEL).get_gparam(weight)
     for name in ("memoryless_minmax", "minmax"):

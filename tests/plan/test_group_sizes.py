@@ -128,8 +128,8 @@ def test_shape_without_fitting_size_is_refused(tmp_path: Path) -> None:
 def test_rule_with_group_size_or_arguments(
     narrow: Path, tmp_path: Path, keys: str, scheme: str
 ) -> None:
-    for asked in (keys, f"scheme: {scheme}"):
-        assert schemes_of(tmp_path, narrow, asked) == (scheme,)
+    for rule in (keys, f"scheme: {scheme}"):
+        assert schemes_of(tmp_path, narrow, rule) == (scheme,)
 
 
 def test_observer_in_weights_and_size_in_candidates(narrow: Path, tmp_path: Path) -> None:

@@ -73,5 +73,5 @@ def test_absent_keys_are_read(good: Good, tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize("name", ["MXFP6A16", "MXFP6A8"])
 def test_six_bits_are_refused_by_name(good: Good, tmp_path: Path, name: str) -> None:
     found = problems(rewritten(good("MXFP8"), tmp_path / "written", name))
-    (refused,) = [one for one in found if one.check == "config"]
+    (refused,) = [finding for finding in found if finding.check == "config"]
     assert refused.got.startswith("format mxfp6-pack-quantized, which vLLM 0.32 does not have")

@@ -92,7 +92,9 @@ def test_wrong_signs_are_found(name: str, count: int | None, tmp_path: Path) -> 
         return flat.reshape(scale.shape)
 
     bad = spoiled(CHECKPOINTS / name, tmp_path / "bad", put(f"{Q}.weight_scale", turned))
-    assert [(one.check, one.where) for one in problems(bad)] == [("values", f"{Q}.weight_scale")]
+    assert [(finding.check, finding.where) for finding in problems(bad)] == [
+        ("values", f"{Q}.weight_scale")
+    ]
 
 
 def rotation(**changes: Json) -> Change:
@@ -118,13 +120,18 @@ def rotation(**changes: Json) -> Change:
 def test_unsupported_rotations_are_found(change: Change, where: str, tmp_path: Path) -> None:
     report = check_checkpoint(str(spoiled(CHECKPOINTS / ROTATED, tmp_path / "bad", change)))
     assert not report.ok
-    assert any(one.check == "transforms" and one.where.endswith(where) for one in report.findings)
+    assert any(
+        finding.check == "transforms" and finding.where.endswith(where)
+        for finding in report.findings
+    )
 
 
 def test_rotations_run_on_one_rank_only() -> None:
     report = check_checkpoint(str(CHECKPOINTS / ROTATED), Target(tp=(1, 2)))
     refused = [
-        one.where.rpartition(" (")[2] for one in report.findings if one.check == "transforms"
+        finding.where.rpartition(" (")[2]
+        for finding in report.findings
+        if finding.check == "transforms"
     ]
     assert refused == ["tp 2)"]
 
@@ -156,7 +163,9 @@ def test_unsupported_expert_schemes_are_found(change: Change, tmp_path: Path) ->
     report = check_checkpoint(
         str(spoiled(CHECKPOINTS / "autoround-moe-W4A16", tmp_path / "bad", change))
     )
-    assert any(one.check == "config" and "routed experts" in one.got for one in report.findings)
+    assert any(
+        finding.check == "config" and "routed experts" in finding.got for finding in report.findings
+    )
 
 
 @pytest.mark.vllm

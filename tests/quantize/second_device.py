@@ -72,7 +72,7 @@ def run(op: Any, *args: Any, **kwargs: Any) -> Any:
     made = op(*own, **keywords)
     if keywords.get("device") is not None and torch.device(kwargs["device"]).type == "cpu":
         return made
-    return pytree.tree_map(lambda one: _up(one, here), made)
+    return pytree.tree_map(lambda value: _up(value, here), made)
 
 
 def _up(value: object, here: dict[int, Second]) -> object:
@@ -145,9 +145,9 @@ def read_ahead(device: str, whole: Path, broken: Path) -> None:
     setattr(Weights, "read", read_noting_thread)  # noqa: B010
     walk, plain = LayerWalk(read_index(whole), device=device), LayerWalk(read_index(whole))
     expected, made = ParameterRecorder(), ParameterRecorder()
-    for one, watcher in ((plain, expected), (walk, made)):
-        with one.text(TEXT) as hidden:
-            one.forward(hidden, watcher)
+    for layer_walk, watcher in ((plain, expected), (walk, made)):
+        with layer_walk.text(TEXT) as hidden:
+            layer_walk.forward(hidden, watcher)
     equal = [
         all(map(torch.equal, values, others))
         for values, others in zip(made.of_layers, expected.of_layers, strict=True)
@@ -166,13 +166,13 @@ def read_ahead(device: str, whole: Path, broken: Path) -> None:
         with walk.text(TEXT) as hidden:
             walk.forward(hidden, reached)
     except InputError as error:
-        told = str(error)
+        message = str(error)
     del registered
     found = {
         "readers": readers,
         "equal": equal,
         "left": left,
         "reached": len(reached.of_layers),
-        "error": told,
+        "error": message,
     }
     print(json.dumps(found))

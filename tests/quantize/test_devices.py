@@ -71,13 +71,13 @@ def test_next_layer_is_read_by_thread(device: str, tmp_path: Path) -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     save_file({**tensors, name: tensors[name][:-1].clone()}, file, metadata={"format": "pt"})
     log = tmp_path / "log"
-    told = json.loads(finish(start(log, read_ahead, device, whole, broken), log))
-    assert told["equal"] == [True, True]
+    result = json.loads(finish(start(log, read_ahead, device, whole, broken), log))
+    assert result["equal"] == [True, True]
     # The main thread reads both layers for the CPU, and the first layer for the device.
-    assert told["readers"] == ["MainThread"] * 3 + ["read-ahead_0"]
-    assert told["left"] == []
-    assert told["reached"] == 1
-    assert name in told["error"]
+    assert result["readers"] == ["MainThread"] * 3 + ["read-ahead_0"]
+    assert result["left"] == []
+    assert result["reached"] == 1
+    assert name in result["error"]
 
 
 @pytest.mark.slow

@@ -56,7 +56,7 @@ def test_fused_layers_are_one_group(llama: Path) -> None:
     units = layer_groups(llama, "NVFP4", KEEP)
     kinds = Counter(unit.name.rpartition(".")[2] for unit in units)
     assert kinds == {"qkv_proj": 3, "o_proj": 3, "gate_up_proj": 3, "down_proj": 3}
-    assert all([one.scheme for one in unit.options] == ["NVFP4"] for unit in units)
+    assert all([option.scheme for option in unit.options] == ["NVFP4"] for unit in units)
 
 
 def test_experts_of_layer_are_one_group() -> None:
@@ -134,13 +134,13 @@ def test_plan_uses_measured_losses(llama: Path, tmp_path: Path) -> None:
             source_bytes=unit.source_bytes,
             schemes=tuple(
                 SchemeLoss(
-                    scheme=one.scheme,
-                    observer=one.groups[0].observer,
-                    rounding=one.groups[0].rounding,
-                    num_bytes=one.num_bytes,
+                    scheme=option.scheme,
+                    observer=option.groups[0].observer,
+                    rounding=option.groups[0].rounding,
+                    num_bytes=option.num_bytes,
                     loss=loss,
                 )
-                for one, loss in zip(
+                for option, loss in zip(
                     unit.options, (1.0 if unit.name == worst else 0.01, 0.001), strict=True
                 )
             ),
@@ -153,8 +153,8 @@ def test_plan_uses_measured_losses(llama: Path, tmp_path: Path) -> None:
     plain = build_plan(index, rules_with((), {}, AUTO))
     least = sum(unit.bytes_in("NVFP4") for unit in units) + rest_bytes(index, units, plain)
     most = least + units[5].bytes_in("FP8_DYNAMIC") - units[5].bytes_in("NVFP4")
-    asked = scenario(tmp_path, llama, f"bytes: {most}")
-    ran = vexport("plan", asked, "--run-dir", tmp_path / "run", "--format", "json")
+    file = scenario(tmp_path, llama, f"bytes: {most}")
+    ran = vexport("plan", file, "--run-dir", tmp_path / "run", "--format", "json")
     assert ran.code == 0, ran.stderr
     plan = json.loads(ran.stdout)
     assert plan["notes"] == []
@@ -195,7 +195,7 @@ def groups(seed: int, number: int) -> list[GroupSensitivity]:
 def every_mixture(made: Sequence[GroupSensitivity]) -> Iterator[tuple[int, float]]:
     """Yield the bytes of the whole output and the loss of each mixture."""
     options = [
-        [*((one.num_bytes, one.loss) for one in group.schemes), (group.source_bytes, 0.0)]
+        [*((choice.num_bytes, choice.loss) for choice in group.schemes), (group.source_bytes, 0.0)]
         for group in made
     ]
     for picked in itertools.product(*options):
@@ -233,8 +233,8 @@ def test_chosen_mixture_loses_least(seed: int, share: float) -> None:
     found = chosen_mixture(made, share=share)
     assert found.loss == pytest.approx(best, abs=1e-12)
     assert found.output_bytes <= share * source
-    assert found.output_bytes == REST + sum(one.num_bytes for one in found.choices)
-    assert found.loss == pytest.approx(sum(one.loss for one in found.choices))
+    assert found.output_bytes == REST + sum(choice.num_bytes for choice in found.choices)
+    assert found.loss == pytest.approx(sum(choice.loss for choice in found.choices))
 
 
 def test_budget_keys_give_same_mixture() -> None:
@@ -249,8 +249,10 @@ def test_thinned_mixtures_lose_little(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model of 300 groups has many more mixtures than the limit allows."""
     options = [
         [
-            SchemeChoice(name=group.name, scheme=one.scheme, num_bytes=one.num_bytes, loss=one.loss)
-            for one in group.schemes
+            SchemeChoice(
+                name=group.name, scheme=choice.scheme, num_bytes=choice.num_bytes, loss=choice.loss
+            )
+            for choice in group.schemes
         ]
         for group in groups(1, 300)
     ]
@@ -271,13 +273,13 @@ def test_unreachable_budget_names_least(key: str, limit: float) -> None:
         chosen_mixture(made, **{key: limit})
     least = min(size for size, _ in every_mixture(made))
     source = REST + sum(group.source_bytes for group in made)
-    said = {
+    expected = {
         "bits": f"{8 * least / (source // 2):.3f} bits",
         "bytes": f"{least} bytes",
         "share": f"{least / source:.3f} of",
     }
     assert f"auto.{key}" in str(caught.value)
-    assert said[key] in str(caught.value)
+    assert expected[key] in str(caught.value)
 
 
 def test_unreachable_budget_is_refused_before_calibration(

@@ -104,9 +104,9 @@ def test_output_is_loaded_dry(
     # vLLM also refuses to divide the source's four heads among three ranks. This is no fault of
     # the quantization.
     assert failure_of(source, tmp_path / "out", tp=(3,)) is None
-    told = capsys.readouterr().out
-    assert "same problem with the unquantized source" in told
-    assert "divisible by tensor parallel size" in told
+    output = capsys.readouterr().out
+    assert "same problem with the unquantized source" in output
+    assert "divisible by tensor parallel size" in output
     # The source does not have this scale, so that vLLM's refusal is a fault of the quantization.
     cut = put(f"{DOWN}.weight_scale", lambda scale: scale[:-1].contiguous())
     failure = failure_of(source, spoiled(tmp_path / "out", tmp_path / "cut", cut))

@@ -83,10 +83,10 @@ def test_shards_and_index(tmp_path: Path, llama: Path, good: Good) -> None:
     parts = quantize(llama, tmp_path / "parts", "NVFP4A16", "--max-shard-size", "300KB")
     assert len(list(parts.glob("*.safetensors"))) > 3
     assert read_index(parts).num_bytes == read_index(good("NVFP4A16")).num_bytes
-    one = load_file(good("NVFP4A16") / "model.safetensors")
+    whole = load_file(good("NVFP4A16") / "model.safetensors")
     for file in parts.glob("*.safetensors"):
         for name, value in load_file(file).items():
-            assert torch.equal(value.view(torch.uint8), one[name].view(torch.uint8)), name
+            assert torch.equal(value.view(torch.uint8), whole[name].view(torch.uint8)), name
 
 
 def test_importance_changes_weights(llama: Path, calibration: Path, tmp_path: Path) -> None:

@@ -82,13 +82,15 @@ def codes(packed: torch.Tensor) -> torch.Tensor:
 
 def test_two_ranks_write_same_bytes(folder: Path, tmp_path: Path) -> None:
     """Each rank writes some files, and one rank verifies all files by a dry load."""
-    one, two = tmp_path / "one", tmp_path / "two"
+    by_one_rank, by_two_ranks = tmp_path / "one", tmp_path / "two"
     nearest = ("NVFP4", "--rounding", "nearest", "--kv-cache", "fp8")
-    finish(start(tmp_path / "log", command, *call(folder, one, *nearest)), tmp_path / "log")
-    said = run_two_ranks(call(folder, two, *nearest), tmp_path, {"VEXPORT_NO_VERIFY": "0"})
-    assert "dry load" in said
-    assert digests(one) == digests(two)
-    assert len(list(two.glob("*.safetensors"))) >= 2
+    finish(start(tmp_path / "log", command, *call(folder, by_one_rank, *nearest)), tmp_path / "log")
+    output = run_two_ranks(
+        call(folder, by_two_ranks, *nearest), tmp_path, {"VEXPORT_NO_VERIFY": "0"}
+    )
+    assert "dry load" in output
+    assert digests(by_one_rank) == digests(by_two_ranks)
+    assert len(list(by_two_ranks.glob("*.safetensors"))) >= 2
 
 
 def test_second_call_resumes_after_dead_rank(folder: Path, tmp_path: Path) -> None:
@@ -117,11 +119,14 @@ def test_second_call_resumes_after_dead_rank(folder: Path, tmp_path: Path) -> No
     assert [path.name for path in out.parent.iterdir()] == ["out"]
     log = tmp_path / "log"
     finish(start(log, command, *call(folder, tmp_path / "one", "W4A16", "--rounding", "gptq")), log)
-    one, two = tensors(tmp_path / "one"), tensors(out)
-    assert one.keys() == two.keys()
-    packed = [name for name in one if name.endswith("weight_packed")]
+    by_one_rank, by_two_ranks = tensors(tmp_path / "one"), tensors(out)
+    assert by_one_rank.keys() == by_two_ranks.keys()
+    packed = [name for name in by_one_rank if name.endswith("weight_packed")]
     assert len(packed) == 14
-    equal = {name: float((codes(one[name]) == codes(two[name])).float().mean()) for name in packed}
+    equal = {
+        name: float((codes(by_one_rank[name]) == codes(by_two_ranks[name])).float().mean())
+        for name in packed
+    }
     # A code that differs because of a sum changes later codes in its row, and slightly all later
     # layers.
     assert min(equal[name] for name in packed if ".layers.0.self_attn." in name) > 0.999, equal

@@ -213,11 +213,11 @@ def test_refit_is_closer_than_nearest(name: str, text: Path, tmp_path: Path) -> 
         assert not [group for group in plan.groups if "vision" in group.name]
         assert ("lm_head" in {group.name for group in plan.groups}) == (name == "tied")
         ran = vexport("check", out, "--source", source, "--format", "json", "--quiet")
-        (told,) = json.loads(ran.stdout)
+        (checked,) = json.loads(ran.stdout)
         assert not [
-            one
-            for one in told["findings"]
-            if (one["check"], one["severity"]) == ("source", "error")
+            finding
+            for finding in checked["findings"]
+            if (finding["check"], finding["severity"]) == ("source", "error")
         ]
         copy = dequantized(source, out, tmp_path / f"{rounding}-copy")
         divergence.append(float(kl_divergence(exact, logprobs(copy, text, wrapped=wrapped)).mean()))

@@ -85,7 +85,9 @@ def measured(
 
 
 def losses(found: GroupSensitivities) -> dict[tuple[str, str], SchemeLoss]:
-    return {(group.name, one.scheme): one for group in found.groups for one in group.schemes}
+    return {
+        (group.name, choice.scheme): choice for group in found.groups for choice in group.schemes
+    }
 
 
 def test_outliers_have_largest_losses(measured: GroupSensitivities) -> None:
@@ -106,7 +108,9 @@ def test_loss_equals_checkpoint_with_one_group(
     name: str, scheme: str, measured: GroupSensitivities, tmp_path: Path
 ) -> None:
     model = DEMO / "model-x16"
-    (unit,) = (one for one in units_of(read_index(model), "NVFP4", "W4A16") if one.name == name)
+    (unit,) = (
+        group for group in units_of(read_index(model), "NVFP4", "W4A16") if group.name == name
+    )
     loss = loss_of(
         model, (*unit.rules(scheme), Rule(match="Linear", scheme=KEEP)), tmp_path / "one"
     )

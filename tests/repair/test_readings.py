@@ -41,8 +41,8 @@ def repaired(checkpoint: Path, out: Path, *options: object) -> dict[str, list[di
     return report
 
 
-def same_tensors(one: Path, other: Path) -> bool:
-    left, right = load_file(one / WEIGHTS), load_file(other / WEIGHTS)
+def same_tensors(first: Path, second: Path) -> bool:
+    left, right = load_file(first / WEIGHTS), load_file(second / WEIGHTS)
     return left.keys() == right.keys() and all(
         torch.equal(left[name], right[name]) for name in left
     )

@@ -158,8 +158,8 @@ def hostile() -> Report:
     bad = Finding(
         check=HOSTILE, severity="error", where=HOSTILE, expected=HOSTILE, got=HOSTILE, fix=HOSTILE
     )
-    said = dict.fromkeys(("prompt", "target", "baseline", "candidate"), HOSTILE)
-    flip = Flip(doc_id=1, direction="right to wrong", **said)
+    texts = dict.fromkeys(("prompt", "target", "baseline", "candidate"), HOSTILE)
+    flip = Flip(doc_id=1, direction="right to wrong", **texts)
     canary = Canary(prompt=HOSTILE, text=HOSTILE, tokens=3, finish_reason=HOSTILE)
     judged = verdict("FAIL")
     words = zip(HOSTILE.split(" "), (0.0, 0.02, 0.4, 3.0, 40.0), strict=False)
@@ -173,7 +173,7 @@ def hostile() -> Report:
             metric=HOSTILE,
             filter=HOSTILE,
             flips=(flip,),
-            also=tuple(replace(one, task=HOSTILE, metric=HOSTILE) for one in task.also),
+            also=tuple(replace(metric, task=HOSTILE, metric=HOSTILE) for metric in task.also),
         )
         for task in judged.tasks
     )

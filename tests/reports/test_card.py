@@ -27,9 +27,10 @@ def test_hub_reads_front_matter() -> None:
     assert data.license == "apache-2.0"
     assert "nvfp4" in data.tags
     assert report.verdict is not None
-    assert [(one.dataset_name, one.metric_type, one.metric_value) for one in data.eval_results] == [
-        (task.task, task.metric, task.candidate.value) for task in report.verdict.tasks
-    ]
+    assert [
+        (result.dataset_name, result.metric_type, result.metric_value)
+        for result in data.eval_results
+    ] == [(task.task, task.metric, task.candidate.value) for task in report.verdict.tasks]
 
 
 def test_base_model_needs_hub_source() -> None:
@@ -47,7 +48,7 @@ def test_base_model_needs_hub_source() -> None:
         "Qwen/Qwen3-0.6B",
         "quantized",
     )
-    assert [one.dataset_name for one in data.eval_results] == ["facts", "addition"]
+    assert [result.dataset_name for result in data.eval_results] == ["facts", "addition"]
     assert data.model_name == "NVFP4 of Qwen/Qwen3-0.6B"
     assert card.text.strip().startswith("# NVFP4 of Qwen/Qwen3-0.6B\n")
 

@@ -74,7 +74,7 @@ def test_json_schema_and_single_run_formats() -> None:
     schema = json.loads(files("vexport.reports").joinpath("compare.schema.json").read_text())
     found = json.loads(render_comparison(rows(), "json"))
     jsonschema.validate(found, schema)
-    assert [one["smallest"] for one in found] == [False, False, True]
+    assert [run["smallest"] for run in found] == [False, False, True]
     assert found[1]["worst"]["task"] == "addition"
     assert found[1]["worst"]["flips"] == []
     with pytest.raises(InputError, match="junit"):
@@ -94,7 +94,7 @@ def test_unreadable_report_is_skipped(tmp_path: Path) -> None:
         (tmp_path / run.name / "report.json").write_text(to_json(run))
     (tmp_path / "second" / "report.json").write_text('{"name": ')
     ran = vexport("report", *(tmp_path / run.name for run in runs()), "--format", "json")
-    assert [one["name"] for one in json.loads(ran.stdout)] == ["first", "third"]
+    assert [run["name"] for run in json.loads(ran.stdout)] == ["first", "third"]
     assert (ran.code, len(ran.errors)) == (2, 1)
     assert f"{tmp_path / 'second' / 'report.json'}:1" in ran.errors[0]
     alone = vexport("report", tmp_path / "second", tmp_path / "none")

@@ -234,8 +234,8 @@ def test_engine_settings_are_shown(format: str) -> None:
         .replace("\\", "")
         .replace("\n", " ")
     )
-    told = 'tensor_parallel_size 2, kv_cache_dtype fp8, engine_args {"block_size": 32}'
-    assert told in " ".join(text.split())
+    settings = 'tensor_parallel_size 2, kv_cache_dtype fp8, engine_args {"block_size": 32}'
+    assert settings in " ".join(text.split())
     assert "distributed_executor_backend" not in text
 
 
@@ -243,9 +243,9 @@ def test_engine_settings_are_shown(format: str) -> None:
 def test_single_verdict_names_device(format: str) -> None:
     judged = sample.verdict("PASS")
     assert "PASS on CPU, emulated" in render_verdicts([judged], format).replace("%2C", ",")
-    elsewhere = render_verdicts([replace(judged, device="")], format)
-    assert "PASS" in elsewhere
-    assert " on " not in elsewhere.split("accuracy")[0]
+    without_device = render_verdicts([replace(judged, device="")], format)
+    assert "PASS" in without_device
+    assert " on " not in without_device.split("accuracy")[0]
 
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "generate_schemas.py"

@@ -119,8 +119,8 @@ def test_page_shows_gaps_and_provenance() -> None:
     words = " ".join(" ".join(Page(render(report, "html")).words).split())
     engine = sample.load_of(report).engine
     assert engine is not None
-    told = (report.command, str(report.source), str(report.calibration_digest))
-    assert all(text in words for text in (*engine.blind_spots, *told))
+    provenance = (report.command, str(report.source), str(report.calibration_digest))
+    assert all(text in words for text in (*engine.blind_spots, *provenance))
 
 
 def test_forest_intervals_and_layer_groups() -> None:

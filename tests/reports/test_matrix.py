@@ -102,12 +102,16 @@ def test_versions_are_columns() -> None:
 
 
 LOAD_SCHEMA = Path(vexport.reports.__file__).parent / "load.schema.json"
-OTHER = "/venv/bin/python"
+OTHER_PYTHON = "/venv/bin/python"
 
 
 LOADS = replace(load("out/model"), vllm="0.32.0", findings=(), ok=True)
 REFUSED = LoadReport(
-    checkpoint="out/model", ok=False, findings=(finding("load"),), vllm="0.31.0", vllm_python=OTHER
+    checkpoint="out/model",
+    ok=False,
+    findings=(finding("load"),),
+    vllm="0.31.0",
+    vllm_python=OTHER_PYTHON,
 )
 DIED = replace(
     REFUSED,
@@ -140,7 +144,7 @@ def test_load_junit_and_json() -> None:
     assert render_loads(MATRIX, "github").count("::error") == 2
     found = json.loads(render_loads(MATRIX, "json"))
     jsonschema.validate(found, json.loads(LOAD_SCHEMA.read_text()))
-    assert [report["vllm_python"] for report in found] == ["", OTHER, "", OTHER]
+    assert [report["vllm_python"] for report in found] == ["", OTHER_PYTHON, "", OTHER_PYTHON]
 
 
 def test_dead_engine_is_environment_fault() -> None:

@@ -101,8 +101,8 @@ def test_sizes_by_kind_add_up(tmp_path: Path) -> None:
     index = read_index(save_llama(tmp_path / "model"))
     sizes = size_by_kind(index, index)
     assert (
-        sum(one.source_bytes for one in sizes)
-        == sum(one.output_bytes for one in sizes)
+        sum(size.source_bytes for size in sizes)
+        == sum(size.output_bytes for size in sizes)
         == index.num_bytes
     )
-    assert {"self_attn", "mlp", "embed_tokens"} <= {one.kind for one in sizes}
+    assert {"self_attn", "mlp", "embed_tokens"} <= {size.kind for size in sizes}

@@ -63,10 +63,10 @@ def smoothed(folder: Path) -> Run:
 def loss_of_smoothed(run: Run) -> float:
     """Return the loss in W8A8 of the groups whose input is the output of a norm."""
     return sum(
-        one.loss
+        choice.loss
         for group in run.result(measure_sensitivity).groups
-        for one in group.schemes
-        if one.scheme == "W8A8" and group.name.endswith(("qkv_proj", "gate_up_proj"))
+        for choice in group.schemes
+        if choice.scheme == "W8A8" and group.name.endswith(("qkv_proj", "gate_up_proj"))
     )
 
 

@@ -33,7 +33,7 @@ from vexport.run.stages import STAGES, run_scenario
 from vexport.scenario import Evaluate, Serve, read_scenario
 
 SCENARIO = Path(__file__).parents[2] / "scenarios" / "demo-nvfp4.yaml"
-OWN_CODE = """from transformers import LlamaConfig, LlamaForCausalLM
+MODEL_CODE = """from transformers import LlamaConfig, LlamaForCausalLM
 class OwnConfig(LlamaConfig):
     model_type = "own-llama"
 class OwnModel(LlamaForCausalLM):
@@ -122,7 +122,7 @@ def test_failed_stage_leaves_no_record(run: Run) -> None:
 
 def test_model_with_python_code_is_rounded(tmp_path: Path) -> None:
     source = save_llama(tmp_path / "source", num_hidden_layers=1)
-    (source / "own.py").write_text(OWN_CODE)
+    (source / "own.py").write_text(MODEL_CODE)
     config = json.loads((source / "config.json").read_text())
     own = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
     (source / "config.json").write_text(

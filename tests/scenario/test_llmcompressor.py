@@ -147,8 +147,10 @@ def test_quantize_follows_a_recipe(tmp_path: Path, llama: Path) -> None:
     by_recipe, by_scheme = tmp_path / "a", tmp_path / "b"
     assert vexport("quantize", llama, by_recipe, "--recipe", tmp_path / "recipe.yaml").code == 0
     assert vexport("quantize", llama, by_scheme, "--scheme", "W8A8").code == 0
-    one, two = ((folder / "model.safetensors").read_bytes() for folder in (by_recipe, by_scheme))
-    assert one == two
+    recipe_bytes, scheme_bytes = (
+        (folder / "model.safetensors").read_bytes() for folder in (by_recipe, by_scheme)
+    )
+    assert recipe_bytes == scheme_bytes
 
 
 @pytest.mark.parametrize(

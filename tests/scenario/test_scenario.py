@@ -131,8 +131,8 @@ def test_evaluate_keys_equal_lm_evals(tmp_path: Path) -> None:
     )
     assert evaluate.include_path == (tmp_path / "more",)
     assert evaluate.gen_kwargs == {"temperature": 0, "until": ["x"], "do_sample": False}
-    asked = (evaluate.num_fewshot, evaluate.apply_chat_template, evaluate.fewshot_as_multiturn)
-    assert asked == (2, "rag", False)
+    settings = (evaluate.num_fewshot, evaluate.apply_chat_template, evaluate.fewshot_as_multiturn)
+    assert settings == (2, "rag", False)
     assert (evaluate.limit, evaluate.batch_size, evaluate.think_end_token) == (0.5, 8, "</think>")
 
 
@@ -157,8 +157,8 @@ def test_suite_tasks_have_enough_documents(name: str, suite: Suite) -> None:
     for task, documents in suite.tasks.items():
         files = TASKS.glob(f"{task.partition('_')[0]}*/*.yaml")
         assert any(f"task: {task}\n" in file.read_text() for file in files), (name, task)
-        asked = min(documents, suite.limit or documents)
-        power = exact_power(asked, TYPICAL_DISAGREEMENT, suite.margin, DEFAULT_ALPHA)
+        judged = min(documents, suite.limit or documents)
+        power = exact_power(judged, TYPICAL_DISAGREEMENT, suite.margin, DEFAULT_ALPHA)
         assert power >= 0.8, (name, task, power)
 
 

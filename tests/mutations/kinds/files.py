@@ -133,11 +133,11 @@ def _split(
 ) -> None:
     """Split the weights into two files, with an index or a part of an index."""
     values: Tensors = load_file(folder / WEIGHTS)
-    one = {name: values[name] for name in sorted(values)[::2]}
-    two = {name: value for name, value in values.items() if name not in one}
-    files = {FIRST: one, SECOND: two}
+    first = {name: values[name] for name in sorted(values)[::2]}
+    second = {name: value for name, value in values.items() if name not in first}
+    files = {FIRST: first, SECOND: second}
     if twice:
-        one[twice], two[twice] = values[twice].clone(), values[twice] * factor
+        first[twice], second[twice] = values[twice].clone(), values[twice] * factor
     (folder / WEIGHTS).unlink()
     (folder / INDEX).unlink(missing_ok=True)
     for name, part in files.items():
