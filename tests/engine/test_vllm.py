@@ -63,7 +63,7 @@ OTHER_PYTHON = os.environ.get("VEXPORT_OTHER_VLLM_PYTHON", "")
 
 @pytest.mark.skipif(
     not OTHER_PYTHON,
-    reason="VEXPORT_OTHER_VLLM_PYTHON names no interpreter (scripts/setup-vllm makes one)",
+    reason="VEXPORT_OTHER_VLLM_PYTHON is not set to an interpreter (see scripts/setup-vllm)",
 )
 def test_loads_in_two_versions(tiny_llama: Path, tmp_path: Path) -> None:
     checkpoint = quantize(tiny_llama, tmp_path / "nvfp4", "NVFP4A16")

@@ -65,7 +65,7 @@ def test_unusable_proxy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def make_certificate(folder: Path) -> tuple[Path, Path]:
     """Make a certificate for 127.0.0.1, and return its file and its key."""
     if shutil.which("openssl") is None:
-        pytest.skip("no openssl to make a certificate")
+        pytest.skip("openssl is not installed")
     file, key = folder / "certificate.pem", folder / "key.pem"
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
     command += ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]

@@ -107,7 +107,7 @@ def test_foreign_hidden_folder_is_refused(
     command: str, plant: Callable[[Path, Path], None], tmp_path: Path, llama: Path, good: Good
 ) -> None:
     if plant is folder_of_other_user and os.geteuid() != 0:
-        pytest.skip("only root gives files away")
+        pytest.skip("only root can change the owner of a file")
     mine, work = tmp_path / "mine", tmp_path / ".out.partial"
     mine.mkdir()
     (mine / "precious").write_text("mine")

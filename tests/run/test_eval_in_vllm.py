@@ -56,7 +56,7 @@ def test_text_and_drafts_decide_without_tasks(tmp_path: Path) -> None:
         assert "KL to the baseline" in (folder / name).read_text()
     assert "never decides" not in (folder / "report.html").read_text()
     again = vexport("run", scenario(tmp_path, kl_limit=1e-6), "--run-dir", folder, "--quiet")
-    assert again.code == 1, "other limits, the same sessions"
+    assert again.code == 1, "the limit changes the outcome without a new session"
     assert "KL to the baseline" in again.stdout
 
 

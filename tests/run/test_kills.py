@@ -82,7 +82,7 @@ def end_at(moment: End, folder: Path, warm_folder: Path, arguments: Sequence[obj
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
         while not is_reached(folder):
-            assert process.poll() is None, "it ended before it was to be ended"
+            assert process.poll() is None, "the command ended before the signal"
             time.sleep(0.01)
         process.send_signal(number)
         assert process.wait(60) == CODES[number]
@@ -153,7 +153,7 @@ def test_evaluation_ended_three_times(
         session = folder / "baseline" / "session.json"
         written = session.stat().st_mtime_ns
         assert vexport(*call, *options).code == ran.code
-        assert session.stat().st_mtime_ns == written, "nothing is asked again"
+        assert session.stat().st_mtime_ns == written, "the session was written again"
     assert reports[0] == reports[1]
     first, second = (report_of(tmp_path / name, "report.json") for name in ("whole", "ended"))
     assert first == second

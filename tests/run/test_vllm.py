@@ -85,7 +85,7 @@ def kill_while_answering(scenario: Path, folder: Path) -> int:
     ]
     with subprocess.Popen(command) as process:
         while not answers_in(folder / "eval" / "baseline"):
-            assert process.poll() is None, "it ended before it was killed"
+            assert process.poll() is None, "the run ended before it was killed"
             time.sleep(0.1)
         process.kill()
     time.sleep(1)  # until the run's engine has ended
@@ -214,7 +214,9 @@ def test_compare_serves_baseline_once(hard: Path, rows: Sequence[ComparedRun]) -
     stages = [
         json.loads((Path(row["folder"]) / "stages.json").read_text())["stages"] for row in shown
     ]
-    assert len({json.dumps(each["serve baseline"]) for each in stages}) == 1, "made once"
+    assert len({json.dumps(each["serve baseline"]) for each in stages}) == 1, (
+        "the baseline was evaluated again"
+    )
     reports = vexport("report", *(out / scheme for scheme in SCHEMES), "--format", "json")
     assert json.loads(reports.stdout) == shown
 
