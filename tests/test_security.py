@@ -26,12 +26,12 @@ from vexport.records.patterns import MOST_SECONDS
 from vexport.reports.findings import MAX_FOLLOWING
 
 PAGE = (ROOT / ".github" / "SECURITY.md").read_text(encoding="utf-8")
-NAMED = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", PAGE)
+NAMED_TESTS = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", PAGE)
 
 
 def test_named_tests_exist() -> None:
-    assert len(NAMED) > 40
-    for file, name in NAMED:
+    assert len(NAMED_TESTS) > 40
+    for file, name in NAMED_TESTS:
         text = (ROOT / file).read_text(encoding="utf-8")
         assert not name or f"\ndef {name}(" in text, f"{file}::{name}"
 

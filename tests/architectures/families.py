@@ -64,7 +64,7 @@ STACKED = frozenset({"mlp.experts.gate_up_proj", "mlp.experts.down_proj"})
 SINGLE_GATE = re.compile(r"mlp\.experts\.\d+\.gate_proj\.weight")
 
 # transformers 5 saves these experts as (experts, out, in), the hub has (experts, in, out).
-SAVED_OTHERWISE = ("qwen3_vl_moe",)
+TRANSPOSED_ON_HUB = ("qwen3_vl_moe",)
 # transformers 5 drops a part of these names.
 NEXT_NORMS = ("enorm", "hnorm", "shared_head.norm")
 RENAMED = {"gemma3": ("vision_tower.", "vision_tower.vision_model.")}
@@ -253,7 +253,7 @@ def hub_tensors(
     with torch.device(device):
         model = auto.from_config(config, dtype=torch.bfloat16)
     tensors = revert_weight_conversion(model, dict(model.state_dict()))
-    if config.model_type in SAVED_OTHERWISE:
+    if config.model_type in TRANSPOSED_ON_HUB:
         tensors = {
             name: value.mT if ".experts." in name else value for name, value in tensors.items()
         }

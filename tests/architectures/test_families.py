@@ -105,7 +105,7 @@ FUSED: Mapping[str, Mapping[str, str]] = {
     ),
 }
 # Names of modules that are kept in all families.
-NEVER = re.compile(
+KEPT_MODULES = re.compile(
     r"visual|vision|multi_modal|lm_head|norm|embed|\bgate$|_gate$|router|conv1d|A_log|dt_bias|in_proj_b|in_proj_a"
 )
 # Families that store weights as (in, out). Written weights are (out, in), because vLLM transposes
@@ -114,9 +114,9 @@ TRANSPOSED = ("gpt2",)
 # Experts that vLLM does not load from compressed-tensors are kept, with a note in the plan.
 KEEPS_EXPERTS = ("gpt-oss", "granite-hybrid")
 # Families on vLLM's Transformers backend, which fuses depending on transformers. The plan notes it.
-BACKED = ("smollm3", "olmo2")
+TRANSFORMERS_BACKEND = ("smollm3", "olmo2")
 # vLLM and transformers name no language model in these. The plan assumes the usual fusions.
-ASSUMED = ("glm4.5v",)
+USUAL_FUSIONS = ("glm4.5v",)
 # Schemes that vLLM's loaders cannot load, see test_reordering.py.
 REFUSED = {
     "gpt2": ("FP8_DYNAMIC", "FP8_BLOCK"),
@@ -130,7 +130,7 @@ REFUSED = {
     ),
 }
 DEFAULTS = PlanSettings()
-LEAST_DB = {"NVFP4A16": 18.0, "FP8_DYNAMIC": 29.0, "W4A16": 16.0}
+MINIMUM_DB = {"NVFP4A16": 18.0, "FP8_DYNAMIC": 29.0, "W4A16": 16.0}
 
 
 def plan_of(folder: Path, scheme: str = "NVFP4A16", settings: PlanSettings = DEFAULTS) -> Plan:
@@ -144,7 +144,7 @@ def test_groups_equal_vllms_modules(number: int, family: str, tmp_path: Path) ->
     The families take turns in using the schemes, as in test_matrix.py.
     """
     assert FUSED.keys() == set(FAMILIES)
-    schemes = [scheme for scheme in LEAST_DB if scheme not in REFUSED.get(family, ())]
+    schemes = [scheme for scheme in MINIMUM_DB if scheme not in REFUSED.get(family, ())]
     scheme = schemes[number % len(schemes)]
     source = save_family(family, tmp_path / "model")
     plan = plan_of(source, scheme)
@@ -156,9 +156,11 @@ def test_groups_equal_vllms_modules(number: int, family: str, tmp_path: Path) ->
         for group in plan.groups
     }
     assert found == FUSED[family]
-    assert not any(NEVER.search(member.name) for group in plan.groups for member in group.members)
+    assert not any(
+        KEPT_MODULES.search(member.name) for group in plan.groups for member in group.members
+    )
     assert [note.check for note in plan.notes] == ["architecture"] * (
-        family in (*KEEPS_EXPERTS, *BACKED, *ASSUMED)
+        family in (*KEEPS_EXPERTS, *TRANSFORMERS_BACKEND, *USUAL_FUSIONS)
     )
     out = quantize(source, tmp_path / "out", scheme)
     original, written = (
@@ -177,7 +179,7 @@ def test_groups_equal_vllms_modules(number: int, family: str, tmp_path: Path) ->
             weight = weight.T if family in TRANSPOSED else weight
             noise = (dequantized(out, member.name).to(torch.float32) - weight).square().mean()
             decibels = 10 * torch.log10(weight.square().mean() / noise).item()
-            assert decibels > LEAST_DB[scheme], member.name
+            assert decibels > MINIMUM_DB[scheme], member.name
 
 
 def by_expert(tensors: Mapping[str, torch.Tensor], family: str) -> dict[str, torch.Tensor]:
@@ -249,7 +251,7 @@ def test_reference_has_dequantized_layers(family: str, scheme: str, tmp_path: Pa
     for name in changed:
         exact = original[name].to(torch.float32)
         noise = (reference[name].to(torch.float32) - exact).square().mean()
-        assert noise <= exact.square().mean() * 10 ** (-LEAST_DB[scheme] / 10), name
+        assert noise <= exact.square().mean() * 10 ** (-MINIMUM_DB[scheme] / 10), name
 
 
 def test_reference_with_random_experts_is_refused(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from vexport.plan.build import PlanSettings
 
 # Schemes with groups or blocks that two ranks may cut, and other schemes. Groups of 64 fit the
 # micro models' sizes.
-OF_RANKS, OTHERS = ("NVFP4A16", "FP8_BLOCK"), ("FP8_DYNAMIC", "W4A16_G64")
+RANK_SCHEMES, OTHER_SCHEMES = ("NVFP4A16", "FP8_BLOCK"), ("FP8_DYNAMIC", "W4A16_G64")
 # The first remedy in a refusal: options that replace the given options.
 REMEDY = re.compile(
     r"--scheme (?P<scheme>\w+)|--group-size (?P<size>\d+)|(?P<keep>--on-unsupported-shape keep)"
@@ -49,14 +49,14 @@ def written(folder: Path) -> Iterator[tuple[Path, bool | None]]:
     """
     for number, family in enumerate(FAMILIES):
         source, refused = save_family(family, folder / family), REFUSED.get(family, ())
-        for place, scheme in enumerate((*OF_RANKS, *OTHERS)):
+        for place, scheme in enumerate((*RANK_SCHEMES, *OTHER_SCHEMES)):
             if number % 4 != place and scheme.removesuffix("_G64") not in refused:
                 continue
             out = folder / f"{family}-{scheme}"
             message = quantized(source, out, "--scheme", scheme)
             assert bool(message) == (scheme.removesuffix("_G64") in refused), (out, message)
             assert not message or quantized(source, out, *remedy_options(message, scheme)) == ""
-            fits_ranks = not message and scheme in OF_RANKS
+            fits_ranks = not message and scheme in RANK_SCHEMES
             yield (
                 out,
                 not plan_of(source, scheme, PlanSettings(ranks=(2,))).refusals

@@ -120,7 +120,7 @@ def test_shared_keys_and_values_in_ignore_and_targets(tmp_path: Path) -> None:
 
 
 # vLLM's layers by family, and their schemes with the rules below.
-BUILT = {
+VLLM_LAYERS = {
     "qwen2-moe": {
         "model.layers.*.self_attn.qkv_proj": "W8A8Fp8",
         "model.layers.*.mlp.shared_expert.gate_up_proj": "W8A8Int8",
@@ -143,13 +143,13 @@ RULES = (
 @pytest.mark.vllm
 def test_mixed_schemes_in_vllm(tmp_path: Path) -> None:
     """Qwen2-MoE's class lists no parts of gate_up_proj, so that gate_up_proj itself is a target."""
-    for family in BUILT:
+    for family in VLLM_LAYERS:
         source = str(save_family(family, tmp_path / family))
         quantize_source(QuantizeJob(source=source, out=tmp_path / f"{family}-out", rules=RULES))
     for report in DryLoad(
-        checkpoints=[tmp_path / f"{family}-out" for family in BUILT], sm=(90,)
+        checkpoints=[tmp_path / f"{family}-out" for family in VLLM_LAYERS], sm=(90,)
     ).reports():
         family = Path(report.checkpoint).name.removesuffix("-out")
         assert [cell.status for cell in report.cells] == ["loads"], report.findings
         built = {row.name: row.scheme for row in report.rows}
-        assert {name: built.get(name) for name in BUILT[family]} == BUILT[family]
+        assert {name: built.get(name) for name in VLLM_LAYERS[family]} == VLLM_LAYERS[family]

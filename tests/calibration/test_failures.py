@@ -17,7 +17,7 @@ from vexport.checkpoint.index import read_index
 from vexport.errors import CheckpointFailed, InputError
 from vexport.records import Json, LinearPlan
 
-UNBUILT = "a model that transformers can build"
+BUILDABLE_MODEL = "a model that transformers can build"
 
 
 @pytest.fixture(scope="module")
@@ -69,9 +69,9 @@ def test_operations_between_layers_are_refused(llama: Path) -> None:
             {"auto_map": {"AutoConfig": "code.Config"}, "model_type": "unheard"},
             "--trust-remote-code",
         ),
-        ({"model_type": "unheard"}, UNBUILT),
-        ({"num_attention_heads": 0}, UNBUILT),
-        ({"rope_parameters": {"rope_type": "none such", "rope_theta": 1.0}}, UNBUILT),
+        ({"model_type": "unheard"}, BUILDABLE_MODEL),
+        ({"num_attention_heads": 0}, BUILDABLE_MODEL),
+        ({"rope_parameters": {"rope_type": "none such", "rope_theta": 1.0}}, BUILDABLE_MODEL),
     ],
 )
 def test_unusable_config_is_one_line(

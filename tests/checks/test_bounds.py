@@ -15,10 +15,10 @@ from vexport.errors import InputError
 from vexport.records import Json
 from vexport.records.patterns import MOST_SECONDS, matches
 
-BOMBS = (r"re:([a-z._0-9]+)+\$", "re:(?=(.+)+Z)")
-NAME = "model.layers.0.self_attn.q_proj.weight_packed"
+SLOW_PATTERNS = (r"re:([a-z._0-9]+)+\$", "re:(?=(.+)+Z)")
+TENSOR_NAME = "model.layers.0.self_attn.q_proj.weight_packed"
 # Seconds. The check of a sound micro model takes a tenth.
-SOON = 10.0
+TIME_LIMIT = 10.0
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def check(good: Good, tmp_path: Path) -> Callable[[Change], Ran]:
         folder = spoiled(good("W4A16"), tmp_path / "changed", change)
         start = time.process_time()
         ran = vexport("check", folder)
-        assert time.process_time() - start < SOON
+        assert time.process_time() - start < TIME_LIMIT
         return ran
 
     return run
@@ -39,14 +39,14 @@ def check(good: Good, tmp_path: Path) -> Callable[[Change], Ran]:
 def test_slow_expression_is_stopped() -> None:
     start = time.thread_time()
     with pytest.raises(InputError, match="matches quickly") as caught:
-        [matches(BOMBS[1], f"{NAME}.{number}" * 2) for number in range(100)]
-    assert BOMBS[1][:20] in caught.value.where
+        [matches(SLOW_PATTERNS[1], f"{TENSOR_NAME}.{number}" * 2) for number in range(100)]
+    assert SLOW_PATTERNS[1][:20] in caught.value.where
     assert time.thread_time() - start < 2 * MOST_SECONDS
 
 
 @pytest.mark.slow
 def test_slow_ignore_pattern_is_one_error(check: Callable[[Change], Ran]) -> None:
-    ran = check(config(QUANTIZATION, ignore=["lm_head", BOMBS[0]]))
+    ran = check(config(QUANTIZATION, ignore=["lm_head", SLOW_PATTERNS[0]]))
     assert ran.code == 1
     assert ran.stdout.count("the pattern") == 1
 

@@ -114,7 +114,7 @@ def first_expert(
 
 
 # Changes of gpt-oss that only a comparison with the source finds, with the place of the finding.
-UNLIKE_THE_SOURCE: Mapping[str, tuple[Change, str]] = {
+DIFFERENT_FROM_SOURCE: Mapping[str, tuple[Change, str]] = {
     "experts in another order": (
         put(BLOCKS, lambda value: value.roll(1, 0)),
         f"{EXPERTS}.gate_up_proj",
@@ -152,10 +152,11 @@ def test_gpt_oss_experts_are_compared_with_source(written: Good, tmp_path: Path)
     """
     gpt_oss = written(GPT_OSS)
     wrong = [
-        spoiled(gpt_oss, tmp_path / name, change) for name, (change, _) in UNLIKE_THE_SOURCE.items()
+        spoiled(gpt_oss, tmp_path / name, change)
+        for name, (change, _) in DIFFERENT_FROM_SOURCE.items()
     ]
     errors = compared(gpt_oss.with_name("gpt-oss-source"), gpt_oss, *wrong)
-    assert errors == [set(), *({where} for _, where in UNLIKE_THE_SOURCE.values())]
+    assert errors == [set(), *({where} for _, where in DIFFERENT_FROM_SOURCE.values())]
 
 
 @pytest.fixture(scope="session")

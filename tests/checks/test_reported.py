@@ -44,10 +44,10 @@ MODELOPT = PRODUCERS / "methods" / "modelopt-llama-NVFP4-KV"
 ASYMMETRIC = PRODUCERS / "checkpoints" / "llmcompressor-llama-GPTQ-ASYM"
 LAYER = "model.layers.0"
 Q, DOWN, GATE = f"{LAYER}.self_attn.q_proj", f"{LAYER}.mlp.down_proj", f"{LAYER}.mlp.gate"
-MERGING, PROJECTOR = (
+MERGING_LAYER, PROJECTOR = (
     f"multi_modal_projector.{name}" for name in ("patch_merger.merging_layer", "linear_1")
 )
-DRAFTS = "num_nextn_predict_layers"
+DRAFT_LAYERS = "num_nextn_predict_layers"
 
 
 class Reported(NamedTuple):
@@ -130,13 +130,13 @@ LLAVA = all_of(
     set_class("LlavaNextForConditionalGeneration"),
     config(QUANTIZATION, ignore=["re:.*lm_head", f"re:{PROJECTOR}"]),
 )
-MISTRAL = all_of(quantize_projector(MERGING), set_class("Mistral3ForConditionalGeneration"))
+MISTRAL = all_of(quantize_projector(MERGING_LAYER), set_class("Mistral3ForConditionalGeneration"))
 GEMMA = all_of(copy_tokenizer, set_class("Gemma3ForConditionalGeneration", model_type="gemma3"))
-UNLISTED = config(QUANTIZATION, ignore=["lm_head"])
+SHORT_IGNORE = config(QUANTIZATION, ignore=["lm_head"])
 HALF_SCALES = put(f"{Q}.weight_scale", lambda value: value[:, ::2].contiguous())
 SYMMETRIC = config((*QUANTIZATION, "config_groups", "group_0", "weights"), symmetric=True)
-DRAFTING = config(WHOLE, **{DRAFTS: 1})
-LISTED = "add the layer to ignore"
+WITH_DRAFT_LAYER = config(WHOLE, **{DRAFT_LAYERS: 1})
+IGNORE_REMEDY = "add the layer to ignore"
 # The keys are threads on GitHub.
 REPORTED: Mapping[str, Reported] = {
     "vllm-project/vllm/issues/45102": Reported(MODELOPT, quantize_head, "targets", "lm_head"),
@@ -152,11 +152,11 @@ REPORTED: Mapping[str, Reported] = {
     "vllm-project/llm-compressor/issues/2255": Reported(
         ASYMMETRIC, SYMMETRIC, "completeness", "weight_zero_point"
     ),
-    "vllm-project/llm-compressor/issues/1652": Reported(LLAMA, MISTRAL, "targets", MERGING),
+    "vllm-project/llm-compressor/issues/1652": Reported(LLAMA, MISTRAL, "targets", MERGING_LAYER),
     "vllm-project/llm-compressor/issues/1305": Reported(
         LLAMA, GEMMA, "tokenizer", "preprocessor_config.json", "copy the source's"
     ),
-    "NVIDIA/Model-Optimizer/pull/1858": Reported(MOE, UNLISTED, "targets", GATE, LISTED),
+    "NVIDIA/Model-Optimizer/pull/1858": Reported(MOE, SHORT_IGNORE, "targets", GATE, IGNORE_REMEDY),
     "vllm-project/vllm/issues/40885": Reported(
         MOE, renamed(group_by_projection), "completeness", f"{LAYER}.mlp.experts"
     ),
@@ -164,7 +164,9 @@ REPORTED: Mapping[str, Reported] = {
     "NVIDIA/Model-Optimizer/pull/2038": Reported(
         MODELOPT, HALF_SCALES, "shapes", f"{Q}.weight_scale"
     ),
-    "vllm-project/llm-compressor/issues/2641": Reported(LLAMA, IN_16_BITS, "targets", DOWN, LISTED),
+    "vllm-project/llm-compressor/issues/2641": Reported(
+        LLAMA, IN_16_BITS, "targets", DOWN, IGNORE_REMEDY
+    ),
     "kekzl/imp/pull/1433": Reported(
         PEER / "llama-NVFP4A16",
         each("weight_global_scale", inverse),
@@ -173,10 +175,10 @@ REPORTED: Mapping[str, Reported] = {
     ),
     "vllm-project/vllm/issues/34771": Reported(LLAMA, LLAVA, "targets", PROJECTOR),
     "vllm-project/vllm/pull/35548": Reported(
-        MOE, DRAFTING, "completeness", DRAFTS, "without MTP drafts", "warning"
+        MOE, WITH_DRAFT_LAYER, "completeness", DRAFT_LAYERS, "without MTP drafts", "warning"
     ),
     "vllm-project/llm-compressor/issues/2735": Reported(
-        MOE, DRAFTING, "completeness", DRAFTS, speculative="mtp"
+        MOE, WITH_DRAFT_LAYER, "completeness", DRAFT_LAYERS, speculative="mtp"
     ),
     # The outer config ties the head, but the file contains a head.
     "vllm-project/vllm/issues/51063": Reported(

@@ -64,7 +64,7 @@ CONFIGS: dict[str, dict[str, Json]] = {
     "bitsandbytes": {"quant_method": "bitsandbytes", "load_in_4bit": True},
     "TorchAO": {"quant_method": "torchao", "quant_type": {"default": "int4_weight_only"}},
 }
-SEPARATE: Json = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
+HF_QUANT_CONFIG: Json = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
 
 
 def described(quantization: Json) -> Change:
@@ -95,10 +95,10 @@ def test_unknown_method_is_not_judged(good: Good, tmp_path: Path, producer: str)
 def test_hf_quant_config_is_read(good: Good, tmp_path: Path) -> None:
     """As in vLLM, the file counts only if config.json has no quantization config."""
     other = spoiled(good("W8A8"), tmp_path / "other", described(None))
-    (other / "hf_quant_config.json").write_text(json.dumps(SEPARATE))
+    (other / "hf_quant_config.json").write_text(json.dumps(HF_QUANT_CONFIG))
     assert {finding.severity for finding in problems(other)} == {"error"}
     copytree(good("W8A8"), tmp_path / "both")
-    (tmp_path / "both" / "hf_quant_config.json").write_text(json.dumps(SEPARATE))
+    (tmp_path / "both" / "hf_quant_config.json").write_text(json.dumps(HF_QUANT_CONFIG))
     assert problems(tmp_path / "both") == []
 
 

@@ -28,8 +28,8 @@ from vexport.scenario import Calibration, Evaluate, Planning, Rule, Scenario, Se
 from vexport.scenario.declaring import Option, declaration, options_of
 
 SCHEMAS = runpy.run_path(str(ROOT / "scripts" / "generate_schemas.py"))
-MADE = runpy.run_path(str(ROOT / "scripts" / "generate_settings.py"))
-MODELS: dict[str, type[BaseModel]] = MADE["SECTIONS"]
+GENERATOR = runpy.run_path(str(ROOT / "scripts" / "generate_settings.py"))
+MODELS: dict[str, type[BaseModel]] = GENERATOR["SECTIONS"]
 OPTIONS = [(section, key) for section, options in SETTINGS.items() for key in options]
 
 
@@ -49,9 +49,9 @@ def parsed(section: str, key: str, *words: str, syntax: Syntax = PLAIN) -> objec
 
 def test_generated_files_are_current() -> None:
     remedy = "run scripts/generate_settings.py"
-    assert MADE["OPTIONS"].read_text(encoding="utf-8") == MADE["options_text"](), remedy
-    page = MADE["REFERENCE"].read_text(encoding="utf-8")
-    assert page == MADE["reference_text"](page), remedy
+    assert GENERATOR["OPTIONS"].read_text(encoding="utf-8") == GENERATOR["options_text"](), remedy
+    page = GENERATOR["REFERENCE"].read_text(encoding="utf-8")
+    assert page == GENERATOR["reference_text"](page), remedy
     schema = SCHEMAS["SCENARIO"].read_text(encoding="utf-8")
     assert schema == SCHEMAS["SCENARIO_SCHEMA"], "run scripts/generate_schemas.py"
 

@@ -21,10 +21,10 @@ from tests.command import ROOT, vexport
 from tests.quantize.test_streaming import write_model
 
 # Seconds: three, and a reserve for a busy machine.
-SOON = 20.0
+TIME_LIMIT = 20.0
 MODEL = ROOT / "scenarios" / "demo" / "model"
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
-RESUME = "error: Interrupted. Run the same command again to resume"
+INTERRUPTED = "error: Interrupted. Run the same command again to resume"
 
 
 def send_signal_to(
@@ -66,7 +66,7 @@ def send_signal_to(
             process.send_signal(number)
             time.sleep(0.01 if times > 1 else 0)
         _, stderr = process.communicate(timeout=60)
-        assert time.perf_counter() - sent < SOON
+        assert time.perf_counter() - sent < TIME_LIMIT
         assert leftovers(Path(temporary)) == []
     errors = re.findall(
         "^error.*|.*(?:Traceback|Exception).*", "".join(lines) + stderr, re.MULTILINE
@@ -117,7 +117,7 @@ def test_signal_at_any_moment(number: signal.Signals, tmp_path: Path) -> None:
     command = ("quantize", source, tmp_path / "out", "--scheme", "W8A8", "--quiet")
     for delay, times in ((0.0, 5), (random.Random(int(number)).uniform(0.3, 1.5), 1)):
         ended = send_signal_to(command, number, delay, folder=tmp_path, times=times)
-        assert ended in ((CODES[number], [RESUME]), (0, []))  # (0, []) if it ended before
+        assert ended in ((CODES[number], [INTERRUPTED]), (0, []))  # (0, []) if it ended before
     if not (tmp_path / "out").exists():
         assert vexport(*command).code == 0
     assert (tmp_path / "out" / "config.json").is_file()
@@ -147,8 +147,8 @@ def test_endless_cleanup_is_killed() -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     os.kill(process.pid, signal.SIGTERM)
-    _, stderr = process.communicate(timeout=SOON)
-    assert (process.returncode, stderr.splitlines()) == (143, [RESUME])
+    _, stderr = process.communicate(timeout=TIME_LIMIT)
+    assert (process.returncode, stderr.splitlines()) == (143, [INTERRUPTED])
 
 
 @pytest.mark.vllm
@@ -158,7 +158,7 @@ def test_signal_during_vllm_import(tmp_path: Path) -> None:
     number = moments.choice(list(CODES))
     command = ("load", "--dry", MODEL)
     ended = send_signal_to(command, number, moments.uniform(1, 4), folder=tmp_path)
-    assert ended == (CODES[number], [RESUME])
+    assert ended == (CODES[number], [INTERRUPTED])
 
 
 @pytest.mark.vllm
@@ -168,4 +168,4 @@ def test_signal_during_model_load(tmp_path: Path) -> None:
     ended = send_signal_to(
         ("load", MODEL), signal.SIGINT, 0.02, folder=tmp_path, until="load model: load ..."
     )
-    assert ended == (130, [RESUME])
+    assert ended == (130, [INTERRUPTED])

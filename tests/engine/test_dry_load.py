@@ -25,13 +25,13 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 SCHEMES = ("NVFP4", "FP8_DYNAMIC", "W4A16")
 # Schemes that run unchanged only on some GPUs.
-LIMITED = ("MXFP4A16", "W4AFP8")
+LIMITED_SCHEMES = ("MXFP4A16", "W4AFP8")
 EXPERT_SCHEMES = ("NVFP4A16", "FP8_DYNAMIC", "W4A16")
 ATTENTION, MLP = "model.layers.1.self_attn", "model.layers.1.mlp"
 DOWN, GATE, V = f"{MLP}.down_proj.weight", f"{MLP}.gate_proj.weight", f"{ATTENTION}.v_proj.weight"
 EXPERT, ROUTED = f"{MLP}.experts.2.down_proj", f"{MLP}.experts.routed_experts.w2_weight_packed"
 # Scheme and sizes of checkpoints that two ranks cannot share.
-SPLIT: Mapping[str, tuple[str, Mapping[str, int]]] = {
+INDIVISIBLE: Mapping[str, tuple[str, Mapping[str, int]]] = {
     "NVFP4 groups": ("NVFP4A16", {"intermediate_size": 336}),
     "heads": (
         "FP8_DYNAMIC",
@@ -83,7 +83,7 @@ CHANGES: Mapping[str, Change] = {
 @pytest.fixture(scope="module")
 def demo(good: Good) -> Mapping[str, DryLoadReport]:
     """Return dry loads of the micro model in each scheme, for one GPU of each generation."""
-    schemes = (*SCHEMES, *LIMITED)
+    schemes = (*SCHEMES, *LIMITED_SCHEMES)
     load = DryLoad(checkpoints=[good(scheme) for scheme in schemes], sm=CAPABILITIES)
     return dict(zip(schemes, load.reports(), strict=True))
 
@@ -105,7 +105,7 @@ def reports(good: Good, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str
         ("an expert's weight missing", root / "W4A16", drop(f"{EXPERT}.weight_packed")),
     ):
         made[name] = spoiled(other, root / name, change)
-    for name, (scheme, sizes) in SPLIT.items():
+    for name, (scheme, sizes) in INDIVISIBLE.items():
         made[name] = quantize(save_llama(root / f"{name} source", **sizes), root / name, scheme)
     return dict(
         zip(made, DryLoad(checkpoints=list(made.values()), tp=(1, 2)).reports(), strict=True)
@@ -185,7 +185,7 @@ def test_faults_are_found_in_their_cell(reports: Mapping[str, DryLoadReport], na
     report, (statuses, where, words) = reports[name], FAULTS[name]
     assert not report.ok
     assert [cell.status for cell in report.cells] == statuses
-    if name in SPLIT:  # the static check has the same results
+    if name in INDIVISIBLE:  # the static check has the same results
         assert [static_result(Path(report.checkpoint), tp, 90) for tp in (1, 2)] == [
             "loads",
             "refused",
@@ -229,7 +229,7 @@ def test_load_dry_command(good: Good, tmp_path: Path) -> None:
 
 
 SM = (75, 80, 89, 90, 100)
-COMPARED = ("NVFP4", "MXFP4XFP8", "MXFP8", "FP8_BLOCK", "W4AFP8", "W4A16_ASYM")
+COMPARED_SCHEMES = ("NVFP4", "MXFP4XFP8", "MXFP8", "FP8_BLOCK", "W4AFP8", "W4A16_ASYM")
 # With a head size of 64, 128, 256 or 512, FlashInfer runs an FP8 cache from SM 80. Other sizes
 # need SM 89.
 CACHES: Mapping[str, Mapping[str, int]] = {
@@ -263,7 +263,7 @@ def test_check_and_dry_load_agree(good: Good, calibration: Path, tmp_path: Path)
     ]
     model = save_family("qwen3-moe", tmp_path / "model", moe_intermediate_size=256)
     cut = [good("FP8_DYNAMIC"), good("MXFP8"), quantize(model, tmp_path / "experts", "W4A16")]
-    compared = {1: [*map(good, COMPARED), *caches], 4: cut}
+    compared = {1: [*map(good, COMPARED_SCHEMES), *caches], 4: cut}
     differ: list[tuple[object, ...]] = []
     for tp, checkpoints in compared.items():
         for report in DryLoad(checkpoints=checkpoints, tp=(tp,), sm=SM).reports():

@@ -109,13 +109,18 @@ KINDS: Mapping[Callable[[Path], None], str] = {
     link_to_null: "a device",
 }
 # The id of the Linux user without rights.
-NOBODY = 65534
-OPENED = ("model.safetensors", "config.json", "model.safetensors.index.json", "tokenizer.json")
+NOBODY_ID = 65534
+OPENED_FILES = (
+    "model.safetensors",
+    "config.json",
+    "model.safetensors.index.json",
+    "tokenizer.json",
+)
 
 
 @pytest.mark.usefixtures("with_vllm")
 @pytest.mark.parametrize("make", KINDS)
-@pytest.mark.parametrize("name", OPENED)
+@pytest.mark.parametrize("name", OPENED_FILES)
 def test_unreadable_files_start_no_dry_load(
     good: Good, tmp_path: Path, name: str, make: Callable[[Path], None]
 ) -> None:
@@ -140,7 +145,7 @@ def test_unreadable_file(mode: int) -> None:
         Path(folder).chmod(0o755)
         if (child := os.fork()) == 0:
             if os.geteuid() == 0:
-                os.setuid(NOBODY)
+                os.setuid(NOBODY_ID)
             os._exit(unreadable_kind(file) is not None)
         _, status = os.waitpid(child, 0)
     assert os.waitstatus_to_exitcode(status) == (mode == 0)

@@ -23,7 +23,7 @@ from runpy import run_module
 from vexport.engine.cpu_emulation import SWITCH
 from vexport.engine.process import PROGRESS_FD, Follow, started_group
 
-DRY = "vexport.engine.dry.worker"
+DRY_WORKER = "vexport.engine.dry.worker"
 KINDS = ("dry", "engine")
 # Modules that every engine imports while it starts.
 _ENGINE = (
@@ -46,7 +46,7 @@ _ENGINE = (
 )
 # Variables that a worker reads after its imports, and variables that imports set, depending on the
 # order of tests.
-LATE = frozenset(
+LATE_VARIABLES = frozenset(
     {
         *("PYTORCH_NVML_BASED_CUDA_CHECK", "TORCHINDUCTOR_COMPILE_THREADS"),
         *("TILELANG_CLEANUP_TEMP_FILES", "TRITON_CACHE_AUTOTUNING"),
@@ -106,7 +106,7 @@ class Warm:
     def _address(self, module: str, environment: Mapping[str, str]) -> str:
         """Return the address that starts workers, or an empty string for another environment."""
         kind, early = (
-            "dry" if module == DRY else "engine",
+            "dry" if module == DRY_WORKER else "engine",
             json.dumps(_early(environment), sort_keys=True),
         )
         address = self.folder / kind
@@ -137,7 +137,7 @@ class Warm:
 
 
 def _early(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environment.items() if name not in LATE}
+    return {name: value for name, value in environment.items() if name not in LATE_VARIABLES}
 
 
 def server(kind: str, address: str) -> int:
@@ -146,7 +146,7 @@ def server(kind: str, address: str) -> int:
     In a worker, return its exit code.
     """
     if kind == "dry":
-        import_module(DRY).preload()
+        import_module(DRY_WORKER).preload()
     else:
         import_module("vllm").LLM  # noqa: B018
         for module in _ENGINE:

@@ -107,7 +107,7 @@ def test_damaged_layers_are_found(sound: Good, source: Path, tmp_path: Path) -> 
 
 
 MASSIVE_TOKEN, MASSIVE_COLUMN, FAR_ROW = 7, 5, 9
-HARD = LAYER.format(0, "mlp.down_proj")
+HARD_LAYER = LAYER.format(0, "mlp.down_proj")
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +130,7 @@ def hard(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
             row = values[LAYER.format(0, f"mlp.{projection}_proj.weight")][MASSIVE_COLUMN]
             row.zero_()
             row[0] = 2
-        values[f"{HARD}.weight"][FAR_ROW, MASSIVE_COLUMN] = 1
+        values[f"{HARD_LAYER}.weight"][FAR_ROW, MASSIVE_COLUMN] = 1
 
     massive(model)
     ids = torch.randint(8, 64, (8, 23), generator=torch.Generator().manual_seed(1)).tolist()
@@ -143,8 +143,8 @@ def test_row_far_from_source_by_gptq_passes(hard: tuple[Path, Path], tmp_path: P
     source, text = hard
     options = ("--rounding", "gptq", "--observer", "memoryless_minmax", "--calibration", text)
     made = quantize(source, tmp_path / "gptq", "W4A16", *options)
-    exact = load_file(source / "model.safetensors")[f"{HARD}.weight"][FAR_ROW].float()
-    error = dequantized(made, HARD)[FAR_ROW].float() - exact
+    exact = load_file(source / "model.safetensors")[f"{HARD_LAYER}.weight"][FAR_ROW].float()
+    error = dequantized(made, HARD_LAYER)[FAR_ROW].float() - exact
     assert error.square().sum() > 4 * exact.square().sum()
     assert differing_layers(made, source) == {}
 
@@ -152,7 +152,7 @@ def test_row_far_from_source_by_gptq_passes(hard: tuple[Path, Path], tmp_path: P
         words[100] = words[101].flip(0)
         return words
 
-    wrong = spoiled(made, tmp_path / "wrong", put(f"{HARD}.weight_packed", of_another_row))
+    wrong = spoiled(made, tmp_path / "wrong", put(f"{HARD_LAYER}.weight_packed", of_another_row))
     found = differing_layers(wrong, source)
-    assert list(found) == [HARD]
-    assert "row 100" in found[HARD]
+    assert list(found) == [HARD_LAYER]
+    assert "row 100" in found[HARD_LAYER]

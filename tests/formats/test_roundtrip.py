@@ -19,7 +19,7 @@ from vexport.quantize.job import QuantizeJob, quantize_source
 from vexport.scenario import Rule
 
 # Least signal-to-noise in dB of a normal weight, rounded to nearest with scales from the range.
-LEAST = {
+MINIMUM_DB = {
     **dict.fromkeys(("NVFP4", "NVFP4A16"), 19.5),
     **dict.fromkeys(("MXFP4", "MXFP4A16", "MXFP4XFP8"), 18.0),
     **dict.fromkeys(("MXFP8", "MXFP8A16", "FP8", "FP8_DYNAMIC", "FP8_BLOCK"), 31.0),
@@ -50,7 +50,7 @@ def test_layers_are_close_to_source(
     index, back, plan = read_back(llama, good(scheme), all_linears(scheme))
     errors = layer_errors(index, back, plan)
     assert len(errors) == 21
-    assert {error.name: error.snr_db for error in errors if error.snr_db < LEAST[scheme]} == {}
+    assert {error.name: error.snr_db for error in errors if error.snr_db < MINIMUM_DB[scheme]} == {}
     assert list(changed_tensors(index, back, plan)) == []
     monkeypatch.setattr(dequantize, "CHUNK_ELEMENTS", 1)
     assert layer_errors(index, back, plan) == errors
@@ -69,7 +69,7 @@ def test_incomplete_blocks_are_close_to_source(tmp_path: Path) -> None:
         error.name.rpartition(".")[2]: error.snr_db for error in layer_errors(index, back, plan)
     }
     assert errors.keys() == {"q_proj", "k_proj", "v_proj", "o_proj", "down_proj"}
-    assert min(errors.values()) > LEAST["FP8_BLOCK"]
+    assert min(errors.values()) > MINIMUM_DB["FP8_BLOCK"]
     assert back.tensors["model.layers.0.mlp.down_proj.weight"].shape == (256, 500)
     assert back.tensors["model.layers.0.mlp.down_proj.weight_scale"].shape == (2, 4)
 
@@ -86,7 +86,7 @@ def test_mixed_schemes_are_close_to_source(llama: Path, tmp_path: Path) -> None:
     quantize_source(QuantizeJob(source=str(llama), out=tmp_path / "out", rules=rules))
     errors = layer_errors(*read_back(llama, tmp_path / "out", rules))
     assert len(errors) == 22
-    assert [error for error in errors if error.snr_db < LEAST[error.scheme]] == []
+    assert [error for error in errors if error.snr_db < MINIMUM_DB[error.scheme]] == []
     assert {error.scheme for error in errors} == {"FP8_DYNAMIC", "NVFP4A16", "W3A16"}
 
 
@@ -99,7 +99,7 @@ def test_experts_are_close_to_source(tmp_path: Path, family: str, scheme: str) -
     index, back, plan = read_back(source, out, all_linears(scheme))
     errors = layer_errors(index, back, plan)
     assert sum(".experts." in error.name for error in errors) > 10
-    assert [error for error in errors if error.snr_db < LEAST[scheme]] == []
+    assert [error for error in errors if error.snr_db < MINIMUM_DB[scheme]] == []
     assert list(changed_tensors(index, back, plan)) == []
 
 
@@ -116,4 +116,4 @@ def test_changed_byte_is_found(llama: Path, good: Good, tmp_path: Path) -> None:
     assert (finding.where, finding.got) == ("model.norm.weight", "different bytes")
     lowest = min(layer_errors(index, back, plan), key=lambda error: error.snr_db)
     assert lowest.name == layer
-    assert lowest.snr_db < LEAST["MXFP4"]
+    assert lowest.snr_db < MINIMUM_DB["MXFP4"]

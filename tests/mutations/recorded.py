@@ -14,7 +14,7 @@ PINNED_RECORDS = FOLDER / "vllm-0.32.0.jsonl"
 
 _ANOTHER_SCHEME = "the result is a sound checkpoint of another scheme"
 _SIXTEEN_BITS = "a scale changes by 0.4 % at most"
-_WHOLE = "a global scale of thousands is rounded to an integer"
+_ROUNDED_TO_INTEGER = "a global scale of thousands is rounded to an integer"
 # Harmless mutations: vLLM's answers change, but are as close to the unquantized model as those of
 # the sound checkpoint. The check may pass them or warn.
 HARMLESS_REASONS: Mapping[str, str] = {
@@ -32,12 +32,12 @@ HARMLESS_REASONS: Mapping[str, str] = {
     "input_scale of o_proj as float16": _SIXTEEN_BITS,
     "k_scale as bfloat16": _SIXTEEN_BITS,
     "v_scale as bfloat16": _SIXTEEN_BITS,
-    "weight_global_scale as int32": _WHOLE,
-    "input_global_scale as int32": _WHOLE,
+    "weight_global_scale as int32": _ROUNDED_TO_INTEGER,
+    "input_global_scale as int32": _ROUNDED_TO_INTEGER,
     "a code of -128": "one weight changes by less than the rounding error of all weights",
 }
 # Mutations of parts that vLLM does not read. Its answers stay the same, and are wrong.
-UNREAD: Mapping[tuple[str, str], str] = {
+UNREAD_PARTS: Mapping[tuple[str, str], str] = {
     (
         "gptq",
         "columns in another order",
@@ -117,4 +117,4 @@ def is_as_good(record: Record) -> bool:
 
 def is_counted(record: Record) -> bool:
     """Return True if vLLM has computed with the changed part. A dry load computes nothing."""
-    return record.outcome != "loads" and (record.good, record.name) not in UNREAD
+    return record.outcome != "loads" and (record.good, record.name) not in UNREAD_PARTS

@@ -60,7 +60,7 @@ CASES = [
     for number, case in enumerate(json.loads((FOLDER / "cases.json").read_text()))
 ]
 # llm-compressor computes in this dtype. A rounding is 2**-(mantissa bits + 1). Scales need four.
-ROUNDING = {"float32": 2e-6, "float16": 4 * 2.0**-11, "bfloat16": 4 * 2.0**-8}
+TOLERANCES = {"float32": 2e-6, "float16": 4 * 2.0**-11, "bfloat16": 4 * 2.0**-8}
 
 
 @pytest.mark.parametrize("name", ["memoryless_minmax", "static_minmax", "minmax"])
@@ -80,7 +80,7 @@ def test_min_max_equals_llm_compressors(name: str) -> None:
             assert (value is None) == (expected is None), case
             if expected is not None and key != "zero_point":
                 loose = stored if key == "scale" and case.dtype != "float32" else 0.0
-                require_close(case, value, expected.float(), ROUNDING[case.dtype] + loose)
+                require_close(case, value, expected.float(), TOLERANCES[case.dtype] + loose)
 
 
 def require_close(case: Case, value: object, expected: object, tolerance: float) -> None:

@@ -38,7 +38,7 @@ EXPERTS_OF_INT4 = "autoround-moe-W4A16"
 SIGNED = ("autoround-llama-W4A16", "autoround-llama-INT8_W8A8", EXPERTS_OF_INT4)
 ROTATED = "llmcompressor-llama-QUIP"
 # Checkpoints that no other test runs in the real vLLM. Its CPU build needs AMX for INT4 experts.
-SERVED = (EXPERTS_OF_INT4 if torch.cpu._is_amx_tile_supported() else SIGNED[0], ROTATED)
+RUN_IN_VLLM = (EXPERTS_OF_INT4 if torch.cpu._is_amx_tile_supported() else SIGNED[0], ROTATED)
 SOURCE = Path(__file__).parent.parent / "peer" / "llama"
 # Mean KL from the source, with random weights and tokens. A reference that misses a rotation or a
 # scale has a KL of 1.
@@ -71,7 +71,7 @@ def test_reference_is_near_source(name: str) -> None:
 
 @pytest.mark.vllm
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SERVED)
+@pytest.mark.parametrize("name", RUN_IN_VLLM)
 def test_vllm_agrees_with_reference(name: str, tmp_path: Path) -> None:
     checkpoint = copytree(CHECKPOINTS / name, tmp_path / name)
     write_tokenizer(checkpoint, WORDS[: VOCABULARY - 4])

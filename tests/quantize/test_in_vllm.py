@@ -24,7 +24,7 @@ PARTS = (
 )
 SCHEMES = scheme_names()
 LAYERS = -(-len(SCHEMES) // len(PARTS))
-USED = (PARTS * LAYERS)[: len(SCHEMES)]
+USED_PARTS = (PARTS * LAYERS)[: len(SCHEMES)]
 
 
 def quantize(source: Path, rounding: Rounding) -> Path:
@@ -54,7 +54,9 @@ def test_all_schemes_in_one_model(tmp_path: Path) -> None:
     refit = load_file(quantize(source, "refit") / "model.safetensors")
     layers = [name.removesuffix("_scale") for name in nearest if name.endswith(".weight_scale")]
     stored = [name if name in nearest else f"{name}_packed" for name in layers]
-    assert len(stored) == sum(3 if "q|k|v" in part else 2 if "gate" in part else 1 for part in USED)
+    assert len(stored) == sum(
+        3 if "q|k|v" in part else 2 if "gate" in part else 1 for part in USED_PARTS
+    )
     assert [name for name in stored if torch.equal(nearest[name], refit[name])] == []
     report = load(tmp_path / "refit")
     assert isinstance(report, LoadReport)

@@ -168,7 +168,7 @@ def test_plan_uses_measured_losses(llama: Path, tmp_path: Path) -> None:
     )
 
 
-REST = 1000
+REST_BYTES = 1000
 
 
 def groups(seed: int, number: int) -> list[GroupSensitivity]:
@@ -199,11 +199,11 @@ def every_mixture(made: Sequence[GroupSensitivity]) -> Iterator[tuple[int, float
         for group in made
     ]
     for picked in itertools.product(*options):
-        yield REST + sum(size for size, _ in picked), sum(loss for _, loss in picked)
+        yield REST_BYTES + sum(size for size, _ in picked), sum(loss for _, loss in picked)
 
 
 def chosen_mixture(made: Sequence[GroupSensitivity], **limit: float) -> MixedScheme:
-    source = REST + sum(group.source_bytes for group in made)
+    source = REST_BYTES + sum(group.source_bytes for group in made)
     auto = Auto.model_validate({"candidates": CANDIDATES, **limit})
     open_to_all = [
         LayerGroup(
@@ -216,7 +216,7 @@ def chosen_mixture(made: Sequence[GroupSensitivity], **limit: float) -> MixedSch
         )
         for group in made
     ]
-    budget = Budget(auto=auto, rest_bytes=REST, source_bytes=source, parameters=source // 2)
+    budget = Budget(auto=auto, rest_bytes=REST_BYTES, source_bytes=source, parameters=source // 2)
     return choose_schemes(made, open_to_all, budget)
 
 
@@ -224,7 +224,7 @@ def chosen_mixture(made: Sequence[GroupSensitivity], **limit: float) -> MixedSch
 @pytest.mark.parametrize("share", [0.35, 0.5, 0.8])
 def test_chosen_mixture_loses_least(seed: int, share: float) -> None:
     made = groups(seed, 7)
-    source = REST + sum(group.source_bytes for group in made)
+    source = REST_BYTES + sum(group.source_bytes for group in made)
     best = min((loss for size, loss in every_mixture(made) if size <= share * source), default=None)
     if best is None:
         with pytest.raises(InputError, match=r"auto\.share"):
@@ -233,13 +233,13 @@ def test_chosen_mixture_loses_least(seed: int, share: float) -> None:
     found = chosen_mixture(made, share=share)
     assert found.loss == pytest.approx(best, abs=1e-12)
     assert found.output_bytes <= share * source
-    assert found.output_bytes == REST + sum(choice.num_bytes for choice in found.choices)
+    assert found.output_bytes == REST_BYTES + sum(choice.num_bytes for choice in found.choices)
     assert found.loss == pytest.approx(sum(choice.loss for choice in found.choices))
 
 
 def test_budget_keys_give_same_mixture() -> None:
     made = groups(3, 7)
-    source = REST + sum(group.source_bytes for group in made)
+    source = REST_BYTES + sum(group.source_bytes for group in made)
     by_share = chosen_mixture(made, share=0.5)
     assert chosen_mixture(made, bytes=source // 2).choices == by_share.choices
     assert chosen_mixture(made, bits=8.0).choices == by_share.choices
@@ -272,7 +272,7 @@ def test_unreachable_budget_names_least(key: str, limit: float) -> None:
     with pytest.raises(InputError) as caught:
         chosen_mixture(made, **{key: limit})
     least = min(size for size, _ in every_mixture(made))
-    source = REST + sum(group.source_bytes for group in made)
+    source = REST_BYTES + sum(group.source_bytes for group in made)
     expected = {
         "bits": f"{8 * least / (source // 2):.3f} bits",
         "bytes": f"{least} bytes",

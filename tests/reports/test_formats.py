@@ -40,7 +40,7 @@ SAMPLES: dict[str, Callable[[], Report]] = {
 }
 # Characters that no format may contain: terminal escapes, controls that XML forbids, and marks
 # that reverse text.
-RAW = ("\x1b", "\x00", "\x9b", "\u202e", "\ud800", "\ufffe")
+FORBIDDEN = ("\x1b", "\x00", "\x9b", "\u202e", "\ud800", "\ufffe")
 
 
 @pytest.mark.parametrize("name", SAMPLES)
@@ -50,7 +50,7 @@ def test_rendering_is_deterministic(name: str, format: str) -> None:
     assert text == render(SAMPLES[name](), format)
     assert text.endswith("\n")
     text.encode()
-    assert [repr(raw) for raw in RAW if raw in text] == []
+    assert [repr(raw) for raw in FORBIDDEN if raw in text] == []
 
 
 @pytest.mark.parametrize("outcome", OUTCOMES)
@@ -209,7 +209,7 @@ def test_checks_loads_and_verdicts_share_formats(format: str) -> None:
         render_verdicts([hostile.verdict], format),
     ):
         assert text.endswith("\n")
-        assert [repr(raw) for raw in RAW if raw in text] == []
+        assert [repr(raw) for raw in FORBIDDEN if raw in text] == []
 
 
 @pytest.mark.parametrize("format", [name for name in REPORT_FORMATS if name != "json"])
@@ -249,9 +249,9 @@ def test_single_verdict_names_device(format: str) -> None:
 
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "generate_schemas.py"
-MADE = runpy.run_path(str(SCRIPT))
-FOLDER: Path = MADE["FOLDER"]
-SCHEMAS: dict[str, str] = MADE["SCHEMAS"]
+GENERATOR = runpy.run_path(str(SCRIPT))
+FOLDER: Path = GENERATOR["FOLDER"]
+SCHEMAS: dict[str, str] = GENERATOR["SCHEMAS"]
 
 
 @pytest.mark.parametrize(

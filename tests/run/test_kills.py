@@ -34,10 +34,10 @@ from vexport.cli import main
 main()
 """
 # Keys of a report that have times as values, and times inside other values.
-TIMES = re.compile(r"seconds|created")
-STAMP = re.compile(r"\d{4}-\d{2}-\d{2}T[\d:.+-]+")
+TIME_KEYS = re.compile(r"seconds|created")
+TIMESTAMP = re.compile(r"\d{4}-\d{2}-\d{2}T[\d:.+-]+")
 CODES = {signal.SIGTERM: 143, signal.SIGINT: 130, signal.SIGKILL: -signal.SIGKILL}
-End = tuple[signal.Signals, Callable[[Path], bool]]
+Moment = tuple[signal.Signals, Callable[[Path], bool]]
 
 
 def has_file(pattern: str) -> Callable[[Path], bool]:
@@ -72,7 +72,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return scenario, folder / "run"
 
 
-def end_at(moment: End, folder: Path, warm_folder: Path, arguments: Sequence[object]) -> None:
+def end_at(moment: Moment, folder: Path, warm_folder: Path, arguments: Sequence[object]) -> None:
     """Start a command and end it at a moment: when `is_reached(folder)` is true.
 
     Its engine ends too.
@@ -91,10 +91,12 @@ def end_at(moment: End, folder: Path, warm_folder: Path, arguments: Sequence[obj
 def without_times(value: Json) -> Json:
     """Return a report without times, and without names that contain times."""
     if isinstance(value, dict):
-        return {key: without_times(each) for key, each in value.items() if not TIMES.search(key)}
+        return {
+            key: without_times(each) for key, each in value.items() if not TIME_KEYS.search(key)
+        }
     if isinstance(value, list):
         return [without_times(each) for each in value]
-    return STAMP.sub("TIME", value) if isinstance(value, str) else value
+    return TIMESTAMP.sub("TIME", value) if isinstance(value, str) else value
 
 
 def report_of(folder: Path, name: str) -> Json:
@@ -107,7 +109,7 @@ def test_run_ended_three_times(whole: tuple[Path, Path], warm_folder: Path, tmp_
     scenario, reference = whole
     folder = tmp_path / "run"
     call = ("run", scenario, "--run-dir", folder, "--quiet")
-    moments: list[End] = [
+    moments: list[Moment] = [
         (signal.SIGTERM, has_file(".checkpoint.partial/new/*.safetensors")),
         (signal.SIGKILL, has_content("eval/baseline/answers-*.jsonl")),
         (signal.SIGINT, has_content("eval/candidate/vllm.log")),
@@ -137,7 +139,7 @@ def test_evaluation_ended_three_times(
         "--limit",
         LIMIT,
     )
-    moments: list[End] = [
+    moments: list[Moment] = [
         (signal.SIGINT, has_content("baseline/vllm.log")),
         (signal.SIGKILL, has_content("baseline/answers-*.jsonl")),
         (signal.SIGTERM, has_content("candidate/answers-*.jsonl")),
