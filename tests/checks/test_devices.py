@@ -145,4 +145,4 @@ def test_unknown_version_is_warning(good: Good) -> None:
     (older,) = device_findings(good("W8A8"), "--vllm", "0.19")
     assert "rules of vLLM 0.30" in older["got"]
     ran = vexport("check", good("W8A8"), "--vllm", "newest")
-    assert (ran.code, "is not a version like 0.30" in ran.errors[0]) == (2, True)
+    assert (ran.code, "is not a version such as 0.30" in ran.errors[0]) == (2, True)

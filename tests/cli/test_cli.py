@@ -201,4 +201,4 @@ def test_vllm_flags_become_engine_arguments() -> None:
     assert context.params["engine_args"] == expected
     ran = vexport(*words, "--engine-arg", "max_num_seqs=8")
     assert ran.code == 2
-    assert "max_num_seqs is given as 4 and as 8" in ran.errors[0]
+    assert "max_num_seqs has two values: 4 and 8" in ran.errors[0]

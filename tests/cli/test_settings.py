@@ -127,7 +127,7 @@ def test_help_shows_default_and_range() -> None:
     words = " ".join(help_of.split())
     assert "Number of samples to use. [default: 128]" in words
     assert "else 0; 0<=x<=1]" in words
-    assert "Size of the largest file of weights. [default: 5GB]" in words
+    assert "Maximum size of a weight file. [default: 5GB]" in words
     assert "; repeatable." in words
 
 

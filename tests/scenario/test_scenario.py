@@ -265,7 +265,7 @@ def test_engine_arguments_without_engine() -> None:
     """A dry load starts no engine, so that engine arguments are refused."""
     ran = vexport("load", DEMO, "--dry", "--engine-arg", "max_num_seqs=8")
     assert ran.code == 2
-    assert "do not go with --dry" in ran.stderr
+    assert "and --dry starts none" in ran.stderr
     mode = vexport("load", DEMO, "--engine-arg", "enforce_eager=true")
     assert mode.code == 2
     assert "use --mode" in mode.stderr

@@ -83,7 +83,7 @@ class QuantizeArguments(Planning):
     max_shard_size: Annotated[
         int,
         Gt(0),
-        Option("Size of the largest file of weights.", "Output", metavar="SIZE", default="5GB"),
+        Option("Maximum size of a weight file.", "Output", metavar="SIZE", default="5GB"),
     ] = 5_000_000_000
     verify: bool = True
     overwrite: bool = False

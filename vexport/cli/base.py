@@ -98,21 +98,24 @@ def command(
                 parameter.hidden = True
         decorated.params += [
             HeadedOption(
-                ["-q", "--quiet"], heading="Output", is_flag=True, help="No progress on stderr."
+                ["-q", "--quiet"],
+                heading="Output",
+                is_flag=True,
+                help="Do not show progress on stderr.",
             ),
             HeadedOption(
                 ["-v", "--verbose"],
                 heading="Output",
                 is_flag=True,
                 expose_value=False,
-                help="More of it on stderr.",
+                help="Show more messages on stderr.",
             ),
             HeadedOption(
                 ["--debug"],
                 heading="Output",
                 is_flag=True,
                 expose_value=False,
-                help="Show tracebacks.",
+                help="Show the traceback of an error.",
             ),
         ]
         return decorated

@@ -34,17 +34,15 @@ if TYPE_CHECKING:
 @click.argument("checkpoints", metavar="CHECKPOINT...", nargs=-1, required=True)
 @option(
     "--source",
-    "The unquantized checkpoint (folder or hub id): every weight is dequantized and compared "
-    "with it, all "
-    "else must be the same.",
+    "Unquantized checkpoint (folder or hub id). Every weight is dequantized and compared with it. "
+    "Everything else must be equal.",
     heading="Comparison",
     metavar="SOURCE",
 )
 @option(
     "--digests",
-    "Compare files with a list of sha256sum, with paths relative to CHECKPOINT, or with "
-    "vexport.json (up to "
-    "8 GB unasked).",
+    "Compare files with a list of sha256sum (paths relative to CHECKPOINT), or with vexport.json. "
+    "Files of up to 8 GB in total are always compared with vexport.json.",
     metavar="FILE",
 )
 @device_options
@@ -52,17 +50,17 @@ if TYPE_CHECKING:
 @vllm_option
 @option(
     "--static",
-    "Judge by the files alone, without a dry load in vLLM.",
+    "Check only the files, without a dry load in vLLM.",
     heading="vLLM",
     flag=True,
     envvar="VEXPORT_NO_VERIFY",
 )
 @interpreter_option
 @speculative_option
-@option("--strict", "Exit with 3 if something was not judged.", heading="vLLM", flag=True)
+@option("--strict", "Exit with code 3 if something could not be judged.", heading="vLLM", flag=True)
 @option(
     "--all every",
-    "List each finding, and vLLM's messages in full; text has findings of one kind as one.",
+    "List every finding separately, with vLLM's messages in full.",
     heading="Output",
     flag=True,
 )
@@ -82,12 +80,12 @@ def check(
     every: bool,
     answer: Answer,
 ) -> None:
-    """Check that vLLM will load each CHECKPOINT correctly.
+    """Check whether vLLM will load each CHECKPOINT correctly.
 
-    Reads files of any producer, without a GPU. Where vLLM is installed its own loaders judge them
-    as well (about 10 seconds; not with --static). What was not judged is listed. --tp, --sm and
-    --gpu also check that it runs on such GPUs, in the precision that is stored; --vllm checks
-    against another version. `vexport list checks` lists the checks.
+    Reads checkpoints of any producer, without a GPU. If vLLM is installed, its loaders check the
+    files too (about 10 seconds; not with --static). The output lists everything that could not be
+    judged. With --tp, --sm or --gpu, also check whether the checkpoint runs on these GPUs in its
+    stored precision. `vexport list checks` lists the checks.
 
     \b
     Examples:

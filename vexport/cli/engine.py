@@ -86,12 +86,12 @@ def _engine_args(
         name, sign, text = value.partition("=")
         key = name.strip().removeprefix("--").replace("-", "_")
         if not key or not sign:
-            raise click.BadParameter(f"{value!r} is not NAME=VALUE.")
+            raise click.BadParameter(f"{value!r} does not have the form NAME=VALUE.")
         parsed: JsonValue = text
         with suppress(ValueError):
             parsed = json.loads(text)
         if arguments.get(key, parsed) != parsed:
-            raise click.BadParameter(f"{key} is given as {arguments[key]!r} and as {parsed!r}.")
+            raise click.BadParameter(f"{key} has two values: {arguments[key]!r} and {parsed!r}.")
         arguments[key] = parsed
     return arguments
 
@@ -116,12 +116,12 @@ def _hidden_argument(name: str, text: str, kind: object) -> Decorator:
 attribution_options = stacked(
     switch(
         "--attribution",
-        "Look for a loss's cause after the verdict [default: unless PASS].",
+        "Search for the cause of a loss after the verdict [default: if it is not PASS].",
         heading="Verdict",
     ),
     option(
         "--attribution-seconds",
-        "Longest time for that.",
+        "Maximum number of seconds for the search for a cause.",
         POSITIVE,
         heading="Verdict",
         default=300,
@@ -134,7 +134,7 @@ engine_arg_option = stacked(
     _hidden_argument("--dtype", "Data type of unquantized tensors.", click.STRING),
     option(
         "--engine-arg engine_args",
-        "Any other argument of vLLM's engine, as max_num_seqs=64; repeatable.",
+        "Another argument of vLLM's engine, such as max_num_seqs=64; repeatable.",
         metavar="NAME=VALUE",
         heading="vLLM",
         multiple=True,
@@ -144,7 +144,7 @@ engine_arg_option = stacked(
 interpreter_option = stacked(
     option(
         "--vllm-python",
-        "Interpreter whose vLLM is used.",
+        "Python interpreter whose vLLM is used.",
         PATH,
         heading="vLLM",
         envvar=VLLM_PYTHON,
@@ -154,8 +154,8 @@ interpreter_option = stacked(
 interpreters_option = stacked(
     option(
         "--vllm-python",
-        "Interpreter whose vLLM is used; repeatable, for several versions [default: vexport's "
-        "own].",
+        "Python interpreter whose vLLM is used; repeatable for several versions [default: the "
+        "interpreter that runs vexport].",
         PATH,
         heading="vLLM",
         multiple=True,

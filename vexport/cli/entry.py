@@ -58,14 +58,14 @@ NEVER = frozenset(
 # The last file is shared with other tools.
 FILES = ("vexport.toml", "pyproject.toml")
 EPILOG = """
-Exit codes: 0 pass; 1 the checkpoint fails; 2 bad usage or input; 3 inconclusive; 4 the environment
-is at fault (vLLM missing, crashed, out of memory, timed out); 130 interrupted, 143 terminated.
+Exit codes: 0 pass; 1 the checkpoint fails; 2 wrong usage or input; 3 inconclusive; 4 fault of the
+environment (vLLM missing, crashed, out of memory, timed out); 130 interrupted; 143 terminated.
 
-Defaults: options in vexport.toml, or in [tool.vexport] of pyproject.toml, of the current folder; a
-table such as [check] is for one command.
+Defaults: set options in vexport.toml or in [tool.vexport] of pyproject.toml, in the current folder.
+A table such as [check] applies to one command.
 
-Environment: VEXPORT_VLLM_PYTHON sets --vllm-python; the command line wins. NO_COLOR and FORCE_COLOR
-are obeyed.
+Environment: VEXPORT_VLLM_PYTHON sets --vllm-python if the option is not given. NO_COLOR turns
+colour off, and FORCE_COLOR turns it on.
 
 Completion: `eval "$(_VEXPORT_COMPLETE=bash_source vexport)"`, or zsh_source, fish_source.
 """

@@ -97,20 +97,20 @@ class ComparisonOptions:
 @click.argument("checkpoints", metavar="CHECKPOINT|URL...", nargs=-1, required=True)
 @option(
     "--baseline",
-    "The unquantized checkpoint to compare with.",
+    "Unquantized checkpoint to compare with.",
     metavar="SOURCE|URL",
     heading="Comparison",
 )
 @option(
     "--against",
-    "An accepted baseline to compare with, by its tasks and settings; starts one engine.",
+    "Accepted baseline to compare with, by its tasks and settings. Starts only one engine.",
     PATH,
     "FILE",
     heading="Comparison",
 )
 @option(
     "--accept",
-    "Write CHECKPOINT's answers as an accepted baseline, unless it fails.",
+    "Write CHECKPOINT's answers to FILE as an accepted baseline, unless it fails.",
     PATH,
     "FILE",
     heading="Comparison",
@@ -120,14 +120,14 @@ class ComparisonOptions:
 @attribution_options
 @option(
     "--output-dir",
-    "Folder for lm-eval's files and the report [default: runs/eval-NAME].",
+    "Folder for lm-eval's results and the report [default: runs/eval-NAME].",
     PATH,
     "DIR",
     heading="Output",
 )
 @option(
     "--overwrite",
-    "Replace the output folder, if it is vexport's alone.",
+    "Replace the output folder if it contains only files that vexport wrote.",
     heading="Output",
     flag=True,
 )
@@ -147,15 +147,18 @@ def evaluate(
     session: Session,
     answer: Answer,
 ) -> None:
-    """Compare CHECKPOINT's accuracy with its baseline's, by lm-eval in vLLM.
+    """Compare the accuracy of CHECKPOINT with the accuracy of its baseline.
 
-    Both answer the same documents; the verdict (PASS, FAIL or INCONCLUSIVE) comes first, then the
-    cause if the verdict is not PASS. Several checkpoints give a table. An accepted baseline is a
-    small file for git with each document's score: make one with --accept, and compare later
-    checkpoints --against it, with its tasks and settings. Either side may be lm-eval's results, or
-    the address of a server's OpenAI API, whose key is VEXPORT_API_KEY.
+    lm-eval runs both models in vLLM on the same documents. The verdict (PASS, FAIL or INCONCLUSIVE)
+    is printed first. If it is not PASS, vexport then searches for the cause. Several checkpoints
+    give a table.
 
-    The output folder has lm-eval's results in `baseline` and `candidate`, and a report
+    An accepted baseline is a small file for git with the score of each document. Write it with
+    --accept, and compare later checkpoints with it by --against, which takes its tasks and settings
+    as defaults. CHECKPOINT and SOURCE may also be
+    results of lm-eval, or the address of a server with OpenAI's API. VEXPORT_API_KEY is its key.
+
+    The output folder contains lm-eval's results in `baseline` and `candidate`, and a report
     (report.html). A second call resumes.
 
     \b
@@ -352,10 +355,10 @@ def _fix(verdict: "Verdict") -> str:
 @setting_options("verdict", {"gate": EVALUATE_SYNTAXES["gate"]})
 @format_option(VERDICT_FORMATS)
 def verdict_command(baseline_results: Path, results: Path, answer: Answer) -> None:
-    """Compare two lm-eval result folders; starts no model.
+    """Compare two folders of lm-eval results, without starting a model.
 
-    The folders may come from anywhere. BASELINE_RESULTS may also be an accepted baseline
-    (`vexport eval --accept`). Documents are paired by lm-eval's sample files, which it writes with
+    The results may come from other machines. BASELINE_RESULTS may also be an accepted baseline
+    (`vexport eval --accept`). Documents are paired by the sample files that lm-eval writes with
     --log_samples.
 
     \b

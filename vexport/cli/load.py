@@ -31,15 +31,15 @@ Mode = Literal["eager", "default", "both"]
 
 @command()
 @click.argument("checkpoints", metavar="CHECKPOINT...", nargs=-1, required=True)
-@option("--dry", "Only the loading, from headers: no weights, no GPU.", heading="vLLM", flag=True)
+@option("--dry", "Only test loading, from headers: no weights, no GPU.", heading="vLLM", flag=True)
 @device_options
 @gpu_option
 @speculative_option
 @interpreters_option
 @option(
     "--mode",
-    "eager, default (compiled where the platform compiles; a CPU needs a C++ compiler for it), "
-    "or both.",
+    "Run the model in mode eager, default (compiled if the platform supports it; a CPU needs a C++ "
+    "compiler), or both.",
     click.Choice(("eager", "default", "both")),
     heading="vLLM",
     default="eager",
@@ -49,7 +49,7 @@ Mode = Literal["eager", "default", "both"]
 @session_options
 @option(
     "--run-dir",
-    "Keep the session and a report in DIR; a second call resumes [default: nothing is kept].",
+    "Write a report to DIR, and resume from it in a second call [default: nothing is kept].",
     PATH,
     "DIR",
     heading="Output",
@@ -57,7 +57,7 @@ Mode = Literal["eager", "default", "both"]
 @overwrite_run_option
 @option(
     "--all every",
-    "With --dry: list each finding, and vLLM's messages in full.",
+    "With --dry: list every finding, with vLLM's messages in full.",
     heading="Output",
     flag=True,
 )
@@ -78,16 +78,17 @@ def load(
     every: bool,
     answer: Answer,
 ) -> None:
-    """Load each CHECKPOINT in vLLM and compare it with a reference.
+    """Load each CHECKPOINT in vLLM and compare its output with a reference.
 
-    The reference is transformers with the stored weights dequantized by compressed-tensors. The
-    canaries are 200 tokens long: numbers that are not finite, repetition, an early end, another
-    script are findings. Each --tp is one more engine, on as many devices.
+    The reference is the model in transformers, with the weights dequantized by compressed-tensors.
+    vLLM also answers test prompts (canaries) with 200 tokens each. Values that are not finite,
+    repetition, early ends and text in another script are findings. One engine is started for each
+    --tp, on as many devices.
 
-    With --dry, vLLM's model class and weight loaders run on headers alone, for every --tp and --sm:
-    what is refused, what gets no value or a converted one, which kernel each layer would get, and
-    the memory of a rank. Without --sm, SM 80, 89, 90 and 100 are shown, and each --tp must load on
-    one of them.
+    With --dry, vLLM's model class and weight loaders run on headers only, for every --tp and --sm.
+    The output shows refused checkpoints, parameters without a value or with a converted value, the
+    kernel of each layer, and the memory of each rank. Without --sm, the results are for SM 80, 89,
+    90 and 100, and each --tp must load on at least one of them.
 
     \b
     Examples:
@@ -138,14 +139,16 @@ def _require_consistent(dry: bool, mode: Mode, session: Session) -> None:
     for parameter, name in (("sm", "--sm"), ("cards", "--gpu"), ("speculative", "--speculative")):
         if not dry and given(parameter):
             raise click.UsageError(
-                f"{name} needs --dry: a real load uses what is there, and drafts nothing."
+                f"{name} needs --dry. A real load uses the devices of this machine, without drafts."
             )
     if dry and (session.max_model_len or session.engine_args or mode != "eager"):
         raise click.UsageError(
-            "--max-model-len, --engine-arg and --mode do not go with --dry, which runs nothing."
+            "--max-model-len, --engine-arg and --mode need an engine, and --dry starts none."
         )
     if "enforce_eager" in session.engine_args:
-        raise click.UsageError("--engine-arg enforce_eager is what --mode says: use --mode.")
+        raise click.UsageError(
+            "--engine-arg enforce_eager has the same meaning as --mode: use --mode."
+        )
 
 
 def _pages(run_dir: Path | None) -> list[Path]:
@@ -158,6 +161,8 @@ def _pages(run_dir: Path | None) -> list[Path]:
 def _require_run_dir(dry: bool, run_dir: Path | None, overwrite: bool) -> None:
     """Raise UsageError if --run-dir or --overwrite does not fit the other options."""
     if dry and run_dir is not None:
-        raise click.UsageError("--run-dir does not go with --dry, which starts no engine.")
+        raise click.UsageError("--run-dir cannot be used with --dry, which starts no engine.")
     if overwrite and run_dir is None:
-        raise click.UsageError("--overwrite needs --run-dir: without it nothing is kept.")
+        raise click.UsageError(
+            "--overwrite needs --run-dir: without a run directory, nothing is replaced."
+        )

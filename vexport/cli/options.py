@@ -339,7 +339,7 @@ def byte_size(text: str) -> int:
     """Parse a size in the syntax of transformers (5GB, 200MB) to bytes. A type for click."""
     match = re.fullmatch("0*([1-9][0-9]{0,17})([KMG]B|)", text.upper())
     if match is None:
-        raise click.BadParameter(f"{text!r} is no size; write 5GB, 200MB or a number of bytes.")
+        raise click.BadParameter(f"{text!r} is not a size; write 5GB, 200MB or a number of bytes.")
     return int(match[1]) * BYTE_UNITS[match[2]]
 
 
@@ -349,7 +349,7 @@ def numbers(text: str) -> tuple[int, ...]:
     for part in parts:
         if not re.fullmatch("0*[1-9][0-9]*", part):
             raise click.BadParameter(
-                f"{part!r} is not a number of GPUs; write whole numbers like 1,2,4."
+                f"{part!r} is not a number of GPUs; write whole numbers such as 1,2,4."
             )
     return tuple(dict.fromkeys(map(int, parts)))
 
@@ -395,7 +395,7 @@ def _by_suffix(context: click.Context, parameter: click.Parameter, value: str) -
     if wanted not in choices:
         endings = [suffix for suffix, form in FORMAT_OF_SUFFIX.items() if form in choices]
         raise click.BadParameter(
-            f"{file.name}: this command cannot write {wanted}; name a file that ends in "
+            f"{file.name}: this command cannot write {wanted}; use a file name that ends in "
             f"{', '.join(endings)}, or give --format."
         )
     return wanted
@@ -403,7 +403,7 @@ def _by_suffix(context: click.Context, parameter: click.Parameter, value: str) -
 
 def _remember(context: click.Context, parameter: click.Parameter, value: Path | None) -> None:
     if value is not None and value.is_dir():
-        raise click.BadParameter(f"{value} is a folder, not a file to write.")
+        raise click.BadParameter(f"{value} is a folder; give the name of a file.")
     if value is not None and str(value) != "-":
         context.meta[ANSWER_FILE] = value
 
@@ -479,8 +479,8 @@ def _paths_read(context: click.Context, parameter: click.Parameter) -> "Iterator
 
 def format_option(formats: tuple[str, ...] = FORMATS, names: str = "-o --output") -> Decorator:
     """Return the options --format (form of the output) and --output (its file)."""
-    forms = f"Form of the answer: {', '.join(formats)}."
-    file = "Write the answer to FILE, whose ending decides the form."
+    forms = f"Format of the output: {', '.join(formats)}."
+    file = "Write the output to FILE. Its suffix sets the format."
     return stacked(
         option(
             "--format format_",
@@ -508,28 +508,28 @@ def _version(text: str) -> tuple[int, int]:
     """Parse the major and minor number of a version. A type for click."""
     match = re.match(r"v?([0-9]+)\.([0-9]+)(?:\.|$)", text)
     if match is None:
-        raise click.BadParameter(f"{text!r} is not a version like 0.30.")
+        raise click.BadParameter(f"{text!r} is not a version such as 0.30.")
     return int(match[1]), int(match[2])
 
 
 trust_option = option(
     "--trust-remote-code",
-    "Let the checkpoint's own Python code run, and an observer's from any folder.",
+    "Allow Python code from the checkpoint, and observers from any folder.",
     heading="vLLM",
     flag=True,
 )
 overwrite_run_option = option(
-    "--overwrite", "Start again in a run directory that exists.", heading="Output", flag=True
+    "--overwrite", "Start again in an existing run directory.", heading="Output", flag=True
 )
 overwrite_out_option = option(
     "--overwrite",
-    "Replace OUT if vexport made it and nothing else is in it.",
+    "Replace OUT if it contains only files that vexport wrote.",
     heading="Output",
     flag=True,
 )
 tp_option = option(
     "--tp",
-    "Tensor parallel sizes to support, e.g. 1,2,4 [default: 1].",
+    "Tensor parallel sizes to support, such as 1,2,4 [default: 1].",
     numbers,
     "N,...",
     heading="vLLM",
@@ -538,7 +538,7 @@ device_options = stacked(
     tp_option,
     option(
         "--sm",
-        "Compute capabilities to support, e.g. 80,90,100 (9.0 is 90).",
+        "Compute capabilities to support, such as 80,90,100 (9.0 means 90).",
         capabilities,
         "N,...",
         heading="vLLM",
@@ -546,28 +546,28 @@ device_options = stacked(
 )
 gpu_names_option = option(
     "--gpu cards",
-    "GPUs to support, by name, such as H100,L40S: their compute capabilities.",
+    "GPUs to support by name, such as H100,L40S; adds their compute capabilities to --sm.",
     gpus,
     "NAME,...",
     heading="vLLM",
 )
 gpu_option = option(
     "--gpu cards",
-    "GPUs whose memory to compare with, e.g. H100,L40S; without --sm also which capabilities.",
+    "GPUs to compare memory with, such as H100,L40S; sets --sm if it is not given.",
     gpus,
     "NAME,...",
     heading="vLLM",
 )
 speculative_option = option(
     "--speculative",
-    "Drafting to support: mtp, or eagle3=FOLDER.",
+    "Speculative decoding to support: mtp, or eagle3=FOLDER.",
     metavar="METHOD",
     heading="vLLM",
     default="",
 )
 vllm_option = option(
     "--vllm",
-    f"vLLM version to check against [default: the installed one, else {short_version()}].",
+    f"Version of vLLM to check against [default: the installed version, else {short_version()}].",
     _version,
     "VERSION",
     heading="vLLM",

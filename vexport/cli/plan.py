@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 OTHER_GROUP_SIZES = """
 Other group sizes: add _G and the number of columns, or _CHANNEL for one scale per row, as in
-W4A16_G64 and W4A16_CHANNEL. --scheme W4A16 --group-size 64 is the same.
+W4A16_G64 and W4A16_CHANNEL. `--scheme W4A16 --group-size 64` has the same effect.
 """
 # Settings that affect the table of all schemes.
 OF_TABLE = ("revision", "group_size", "ignore", "kv_cache", "tp")
@@ -45,27 +45,27 @@ OF_TABLE = ("revision", "group_size", "ignore", "kv_cache", "tp")
 @setting_options("calibration")
 @option(
     "--run-dir",
-    "Run directory with the losses for `scheme: auto` [default: runs/NAME].",
+    "Run directory with the measured losses for `scheme: auto` [default: runs/NAME].",
     READ_PATH,
     heading="Output",
 )
 @option(
     "--gpu cards",
-    "Show how the schemes run on this GPU, such as L40S, and recommend some.",
+    "Show how each scheme runs on this GPU, such as L40S, and recommend schemes.",
     gpus,
     "NAME",
     heading="vLLM",
 )
 @option(
     "--sm",
-    "The same for a compute capability, such as 89.",
+    "Like --gpu, for a compute capability such as 89.",
     capabilities,
     "N",
     heading="vLLM",
 )
 @option(
     "--all every",
-    "With --gpu or --sm: list the schemes, too, that this GPU or model cannot use.",
+    "With --gpu or --sm: also list the schemes that this GPU or this model cannot use.",
     heading="Output",
     flag=True,
 )
@@ -80,10 +80,11 @@ def plan(
     trust_remote_code: bool,
     answer: Answer,
 ) -> None:
-    """Show what quantizing would do: layers, groups, size, problems.
+    """Show how a model would be quantized: layers, groups, size and problems.
 
-    SOURCE is a folder or a hub id. Reads headers only. Without --scheme it compares all schemes.
-    Takes the options of quantize: with --calibration the plan rounds weights by text.
+    SOURCE is a folder or a hub id. Only headers are read. Without --scheme, the output compares all
+    schemes. The options of `quantize` change the plan: with --calibration, weights are rounded with
+    the help of text.
 
     \b
     Examples:
@@ -98,23 +99,23 @@ def plan(
     settings = given_settings("plan")
     gpu = _one_gpu(cards, sm)
     if every and gpu is None:
-        raise click.UsageError("--all needs --gpu or --sm: without them all schemes are listed.")
+        raise click.UsageError(
+            "--all needs --gpu or --sm: without a GPU, all schemes are always listed."
+        )
     if is_scenario(source):
         if gpu is not None:
             raise click.UsageError(
-                "--gpu and --sm cannot be used with a scenario; set `compute` in its `serve`."
+                "--gpu and --sm cannot be used with a scenario. Set serve.compute in the scenario."
             )
         _plan_scenario(source, run_dir, answer, trust_remote_code=trust_remote_code)
     elif run_dir:
         raise click.UsageError(
-            "--run-dir needs a SCENARIO: scheme: auto chooses by what a run measured."
+            "--run-dir needs a SCENARIO with `scheme: auto`, which reads the losses of a run."
         )
     elif "scheme" in settings or "recipe" in settings:
         _plan_rules(source, answer, gpu, trust_remote_code=trust_remote_code)
     elif extra := option_names("calibration"):
-        raise click.UsageError(
-            f"{', '.join(extra)} needs --scheme or --recipe: what the text is for."
-        )
+        raise click.UsageError(f"{', '.join(extra)}: calibration text needs --scheme or --recipe.")
     else:
         _compare_schemes(source, answer, gpu, every=every)
 
@@ -126,7 +127,7 @@ def _one_gpu(cards: "Sequence[Card] | None", sm: Sequence[int] | None) -> "Card 
     """
     given: list[Card | int] = [*(cards or ()), *(sm or ())]
     if len(given) > 1:
-        raise click.UsageError("plan shows one GPU: give one name to --gpu, or one number to --sm.")
+        raise click.UsageError("Give one GPU only: one name to --gpu, or one number to --sm.")
     return given[0] if given else None
 
 
@@ -147,7 +148,7 @@ def _plan_scenario(
     require_apart(click.get_current_context(), [folder, *scenario_inputs(scenario, Path(source))])
     if extra := option_names("plan", "calibration"):
         raise click.UsageError(
-            f"{', '.join(extra)} cannot be used with a scenario; set it in the scenario."
+            f"{', '.join(extra)} cannot be used with a scenario. Set it in the scenario instead."
         )
     with progress_display(quiet=answer.quiet) as on_progress:
         plan = api_plan(
@@ -275,10 +276,10 @@ def list_command(what: str, answer: Answer) -> None:
 @click.argument("name", required=False, nargs=-1)
 @format_option(("text", "json"))
 def explain_command(name: tuple[str, ...], answer: Answer) -> None:
-    """Print the section of the reference that explains a scheme, observer, check, finding or topic.
+    """Print the section of the reference about a scheme, observer, check, finding or topic.
 
-    NAME is what a report, message or list calls it, in any case. Without NAME: the pages and their
-    sections.
+    NAME is the name in a report, message or list, in upper or lower case. Without NAME, all pages
+    and their sections are listed.
 
     \b
     Examples:

@@ -43,7 +43,7 @@ def _generation_pairs(text: str) -> Iterator[tuple[str, GenerationValue]]:
         pair = _PAIR.match(text, at)
         if pair is None:
             raise click.BadParameter(
-                f"{text[at:]!r} is not K=V,... like temperature=0,max_gen_toks=512."
+                f"{text[at:]!r} does not have the form K=V,... (temperature=0,max_gen_toks=512)."
             )
         yield pair[1], _generation_value(pair[2].strip())
         at = pair.end()
@@ -78,7 +78,7 @@ def _gates(
         task, _, metric = value.rpartition("=")
         if not metric or (task or "*") in gates:
             raise click.BadParameter(
-                f"{value!r} is not [TASK=]METRIC[,FILTER], or its task is given twice."
+                f"{value!r} does not have the form [TASK=]METRIC[,FILTER], or repeats a task."
             )
         gates[task or "*"] = metric
     return gates
@@ -104,7 +104,7 @@ EVALUATE_SYNTAXES: Mapping[str, Syntax] = {
 }
 chat_template_option = option(
     "--chat-template",
-    "Which of several chat templates to apply.",
+    "Name of the chat template to apply, if the model has several.",
     metavar="NAME",
     heading="Prompts",
 )

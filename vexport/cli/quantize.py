@@ -32,12 +32,12 @@ def require_consistent(section: str) -> None:
     """
     settings = given_settings(section)
     if ("scheme" in settings) == ("recipe" in settings):
-        raise click.UsageError("Name what to quantize to: --scheme S, or --recipe FILE.yaml.")
+        raise click.UsageError("Give either --scheme S or --recipe FILE.yaml.")
     of_scheme = ("--observer", "--input-observer", "--rounding", "--group-size")
     extra = [name for name in option_names(section) if name in of_scheme]
     if "recipe" in settings and extra:
         raise click.UsageError(
-            f"{', '.join(extra)} cannot be used with --recipe, which says the same."
+            f"{', '.join(extra)} cannot be used with --recipe. Set it in the recipe instead."
         )
 
 
@@ -49,7 +49,7 @@ def _group_size(text: str) -> GroupSize:
         return parse_group_size(int(text) if text.lstrip("-").isdecimal() else text) or "channel"
     except ValueError as error:
         raise click.BadParameter(
-            f"{clip(repr(text), 100)} is no group size; need {error}."
+            f"{clip(repr(text), 100)} is not a group size; use {error}."
         ) from None
 
 
@@ -81,11 +81,12 @@ def quantize(
     trust_remote_code: bool,
     answer: Answer,
 ) -> None:
-    """Quantize SOURCE, a folder or a hub id (ORG/NAME or ORG/NAME@REVISION), into the folder OUT.
+    """Quantize SOURCE and write the checkpoint to the folder OUT.
 
-    lm_head, embeddings, norms and routers are kept. Layers that vLLM fuses share their scales. OUT
-    is written atomically; rerun an interrupted command to resume. Its config and names are checked
-    first, and vLLM, where it is installed, loads it dry: what fails becomes OUT.failed.
+    SOURCE is a folder or a hub id (ORG/NAME or ORG/NAME@REVISION). lm_head, embeddings, norms and
+    routers stay unquantized. Layers that vLLM fuses share their scales. OUT appears when it is
+    complete and has passed the static check and, if vLLM is installed, a dry load. A checkpoint
+    that fails is kept as OUT.failed. If the command is interrupted, run it again to resume.
 
     \b
     Examples:
@@ -139,7 +140,7 @@ def _keeping(patterns: Sequence[str]) -> str:
 @click.argument("out", type=PATH)
 @option(
     "--source",
-    "The unquantized checkpoint, to compare the repaired values with.",
+    "Unquantized checkpoint to compare the repaired weights with.",
     PATH,
     heading="Comparison",
 )
@@ -148,14 +149,15 @@ def _keeping(patterns: Sequence[str]) -> str:
 def repair(
     checkpoint: Path, out: Path, source: Path | None, overwrite: bool, answer: Answer
 ) -> None:
-    """Repair CHECKPOINT into OUT and report the error each fix adds.
+    """Repair CHECKPOINT, write the result to OUT, and report the error that each fix adds.
 
-    Needs no calibration. Repairs config.json (targets, ignore, arguments, refused keys), global
-    scales that fused layers do not share or that are reciprocals, and missing KV scales. If
-    something cannot be repaired, it is named and nothing is written: export the checkpoint again.
+    No calibration is needed. Repairs config.json (targets, ignore, arguments, refused keys), global
+    scales that differ between fused layers or are stored as reciprocals, and missing KV scales. If
+    a fault cannot be repaired, the output names it and OUT is not written. In this case, export the
+    checkpoint again.
 
-    With --source, all quantized weights of OUT are compared with the source's. Without it, `repair`
-    reports what it assumes, and refuses a fault that has several explanations.
+    With --source, all quantized weights of OUT are compared with the weights of SOURCE. Without it,
+    the output lists the assumptions, and a fault with several explanations is not repaired.
 
     \b
     Examples:

@@ -35,7 +35,7 @@ REPORT_FORMATS = (*FORMATS, "html", "markdown", "card")
 
 @command()
 @click.argument("scenario", type=PATH)
-@option("--run-dir", "Where everything goes [default: runs/NAME].", PATH, heading="Output")
+@option("--run-dir", "Folder for all output files [default: runs/NAME].", PATH, heading="Output")
 @overwrite_run_option
 @attribution_options
 @interpreter_option
@@ -52,10 +52,10 @@ def run(
     engine_args: "dict[str, JsonValue]",
     answer: Answer,
 ) -> None:
-    """Run every stage of SCENARIO and give one verdict.
+    """Run all stages of SCENARIO and print one verdict.
 
-    The stages: plan, calibrate, quantize, check, load in vLLM, evaluate, report. A second call
-    resumes.
+    The stages are plan, calibrate, quantize, check, load in vLLM, evaluate and report. A second
+    call resumes.
 
     \b
     Examples:
@@ -100,10 +100,10 @@ def run(
 @click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True, type=PATH)
 @format_option(REPORT_FORMATS)
 def report(run_dirs: tuple[Path, ...], answer: Answer) -> None:
-    """Show a run's report again, or several runs in one table.
+    """Show the report of a run again, or several runs in one table.
 
-    The outcome of the run, of the newest of several, is the exit code. Of several runs the smallest
-    that passes is marked. `--format card` is a model card for the checkpoint's README.md.
+    The exit code is the outcome of the run, or of the newest run. A table marks the smallest
+    checkpoint that passes. `--format card` writes a model card for the checkpoint's README.md.
 
     \b
     Examples:
@@ -180,7 +180,7 @@ def _schemes(text: str) -> tuple[str, ...]:
 )
 @option(
     "--scenario scenario_file",
-    "Its rules, with each scheme in turn, its calibration, tasks and settings.",
+    "Scenario with the rules, calibration, tasks and settings; each scheme replaces its schemes.",
     PATH,
     "FILE",
 )
@@ -204,8 +204,8 @@ def compare(
 ) -> None:
     """Run SOURCE in each scheme with one baseline, and show one table.
 
-    The baseline is served once; a second call resumes. Without --scenario the text that ships with
-    vexport decides, and no task. Exit code 0: a scheme passes; 1: all fail; 3: anything else.
+    The baseline is served once; a second call resumes. Without --scenario, the verdict is based on
+    the text that ships with vexport. Exit code 0: a scheme passes; 1: all fail; 3: anything else.
 
     \b
     Examples:
@@ -250,12 +250,12 @@ def compare(
 
 @command()
 @click.argument("folder", metavar="[DIR]", type=PATH, default="vexport-demo")
-@option("--overwrite", "Replace DIR if it holds a demo.", heading="Output", flag=True)
+@option("--overwrite", "Replace DIR if it contains only a demo.", heading="Output", flag=True)
 def demo(folder: Path, overwrite: bool, quiet: bool) -> None:
-    """Write a small model and scenarios to try it with into DIR.
+    """Write a small model and example scenarios to DIR.
 
-    DIR is vexport-demo unless given. The model has 2 M parameters; its calibration data and its
-    lm-eval tasks come with it, so that nothing is downloaded. The answer names the next command.
+    The default DIR is vexport-demo. The model has 2 million parameters. Its calibration data and
+    its lm-eval tasks are included, so nothing is downloaded. The output shows the next command.
 
     \b
     Examples:

@@ -95,7 +95,10 @@ DEFAULT_TEXT_TOKENS = 512
 
 
 MarginSetting = Annotated[
-    float, Ge(0), Lt(1), Option("Acceptable loss: 0.02 is 2 points.", "Verdict", metavar="M")
+    float,
+    Ge(0),
+    Lt(1),
+    Option("Acceptable loss of accuracy: 0.02 is 2 points.", "Verdict", metavar="M"),
 ]
 AlphaSetting = Annotated[
     float,
@@ -106,7 +109,7 @@ AlphaSetting = Annotated[
 GateSetting = Annotated[
     dict[str, str],
     Option(
-        "Metric that decides, for one task or for all.",
+        "Metric of the verdict, for one task or for all tasks.",
         "Verdict",
         metavar="[TASK=]METRIC[,FILTER]",
         unset="`exact_match`, else `acc`",
@@ -126,7 +129,7 @@ class Evaluate(ScenarioSection):
     tasks: Annotated[
         tuple[str, ...],
         Option(
-            "Tasks or groups of lm-eval by name, or YAML files of tasks.",
+            "Tasks or task groups of lm-eval by name, or YAML files of tasks.",
             "Tasks",
             names="--task --tasks",
             metavar="T,...",
@@ -136,14 +139,14 @@ class Evaluate(ScenarioSection):
     suite: Annotated[
         SuiteName | None,
         Key(
-            "A named list of tasks with margin and limit, instead of tasks.",
+            "Named list of tasks with margin and limit, instead of `tasks`.",
             more="See [suites](evaluation.md#suites).",
         ),
     ] = None
     text: Annotated[
         Text | None,
         Option(
-            "Held-out text that decides, instead of tasks; written like calibration data.",
+            "Held-out text for the verdict, instead of tasks; same forms as calibration data.",
             "Tasks",
             metavar="DATA",
             more="See [text](evaluation.md#text-in-the-place-of-tasks).",
@@ -158,7 +161,7 @@ class Evaluate(ScenarioSection):
     speculative: Annotated[
         Text | None,
         Option(
-            "With text: compare the acceptance length of drafts too (`mtp`, `ngram`, "
+            "With text: also compare the acceptance length of drafts (`mtp`, `ngram`, "
             "`eagle3=FOLDER`).",
             "Tasks",
             metavar="METHOD",
@@ -167,12 +170,12 @@ class Evaluate(ScenarioSection):
     ] = None
     include_path: Annotated[
         tuple[Path, ...],
-        Option("Folder with more tasks of lm-eval.", "Tasks", metavar="DIR"),
+        Option("Folder with additional tasks of lm-eval.", "Tasks", metavar="DIR"),
     ] = ()
     num_fewshot: Annotated[
         int | None,
         Ge(0),
-        Option("Number of examples in each prompt.", "Prompts", unset="the task's"),
+        Option("Number of examples in each prompt.", "Prompts", unset="set by the task"),
     ] = None
     apply_chat_template: Annotated[
         bool | str | None,
@@ -198,7 +201,7 @@ class Evaluate(ScenarioSection):
     gen_kwargs: Annotated[
         GenKwargs,
         Option(
-            "Arguments of generation that replace the tasks'.",
+            "Generation arguments that override those of the task.",
             "Prompts",
             metavar="K=V,...",
         ),
@@ -226,7 +229,7 @@ class Evaluate(ScenarioSection):
         BatchSize,
         Field(union_mode="left_to_right"),
         Option(
-            "Number of requests that vLLM gets at once; `auto` is all of them.",
+            "Number of requests that vLLM gets at once, or `auto` for all requests.",
             "Tasks",
             metavar="N|auto",
             hidden=True,
@@ -237,7 +240,7 @@ class Evaluate(ScenarioSection):
     limit: Annotated[
         int | float | None,
         Option(
-            "Use the first N documents of each task; a number below 1 is a share of them.",
+            "Use the first N documents of each task, or a share of them if N is below 1.",
             "Tasks",
             metavar="N",
         ),
@@ -252,7 +255,7 @@ class Evaluate(ScenarioSection):
         Gt(0),
         Le(64),
         Option(
-            "Number of sampled answers to each document of a generating task.",
+            "Number of sampled answers per document, for tasks that generate text.",
             "Prompts",
             metavar="N",
             more="Needs `gen_kwargs: {temperature: 0.6}`.",
@@ -262,7 +265,7 @@ class Evaluate(ScenarioSection):
         float,
         Gt(0),
         Option(
-            "Warn above this mean KL in nats per token; with text, fail.",
+            "Warn if the mean KL exceeds this number of nats per token; with text, fail.",
             "Verdict",
             metavar="NATS",
         ),
@@ -271,7 +274,7 @@ class Evaluate(ScenarioSection):
         float,
         Gt(0),
         Option(
-            "Warn above this rise of the NLL in nats per token; with text, fail.",
+            "Warn if the NLL rises by more than this number of nats per token; with text, fail.",
             "Verdict",
             metavar="NATS",
         ),
@@ -281,15 +284,15 @@ class Evaluate(ScenarioSection):
     ] = DEFAULT_KL_PROMPTS
     endpoint: Annotated[
         Url | None,
-        Key("Address of a server that has the checkpoint and answers its tasks."),
+        Key("Address of a server that runs the checkpoint, instead of an engine on this machine."),
     ] = None
-    baseline_endpoint: Annotated[
-        Url | None, Key("Address of a server that has the baseline and answers its tasks.")
-    ] = None
+    baseline_endpoint: Annotated[Url | None, Key("Address of a server that runs the baseline.")] = (
+        None
+    )
     tokenizer: Annotated[
         Text | None,
         Option(
-            "Folder or `ORG/NAME` of a served model's tokenizer.",
+            "Tokenizer of a served model: a folder or `ORG/NAME`.",
             "Servers",
             metavar="T",
             more="See [served models](evaluation.md#served-models).",
@@ -310,7 +313,10 @@ class Evaluate(ScenarioSection):
         ),
     ] = None
     concurrency: Annotated[
-        int, Gt(0), Le(4096), Option("Maximum number of open requests to a server.", "Servers")
+        int,
+        Gt(0),
+        Le(4096),
+        Option("Maximum number of simultaneous requests to a server.", "Servers"),
     ] = DEFAULT_CONCURRENCY
     request_timeout: Annotated[
         float,
@@ -326,7 +332,7 @@ class Evaluate(ScenarioSection):
         float,
         Ge(0),
         Option(
-            "Number of seconds to retry requests to a server that fails.",
+            "Number of seconds during which failed requests to a server are repeated.",
             "Servers",
             metavar="S",
             hidden=True,

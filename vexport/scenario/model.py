@@ -37,8 +37,8 @@ class Calibration(ScenarioSection):
         str,
         Field(min_length=1),
         Option(
-            "Calibration text: a file, a folder, a data set of the hub (ORG/NAME:SPLIT:COLUMN), or "
-            "`default`, the text that ships with vexport.",
+            "Calibration text: a file, a folder, a dataset on the hub (ORG/NAME:SPLIT:COLUMN), or "
+            "`default` for the text that ships with vexport.",
             "Calibration",
             names="--calibration",
             metavar="DATA",
@@ -46,20 +46,21 @@ class Calibration(ScenarioSection):
         ),
     ]
     split: Annotated[
-        str | None, Key("Split of a data set of the hub.", unset="`train`, else the first split")
+        str | None, Key("Split of a dataset on the hub.", unset="`train`, else the first split")
     ] = None
-    subset: Annotated[str | None, Key("Subset (configuration) of a data set of the hub.")] = None
+    subset: Annotated[str | None, Key("Subset (configuration) of a dataset on the hub.")] = None
     column: Annotated[
-        str | None, Key("Column with the text or the turns.", unset="the usual names")
+        str | None,
+        Key("Column with the text or the turns.", unset="the first column with a usual name"),
     ] = None
     samples: Annotated[Positive, Strict(), Option("Number of samples to use.", "Calibration")] = 128
     seq_len: Annotated[
-        Positive, Strict(), Option("Number of tokens to use of each sample.", "Calibration")
+        Positive, Strict(), Option("Number of tokens per sample.", "Calibration")
     ] = 512
     seed: Annotated[
         int | None,
         Ge(0),
-        Option("Choose rows at random with this seed.", "Calibration", unset="the first rows"),
+        Option("Select rows at random with this seed.", "Calibration", unset="the first rows"),
     ] = None
     pack: Annotated[
         bool | None,
@@ -72,7 +73,7 @@ class Calibration(ScenarioSection):
     all_experts: Annotated[
         bool,
         Option(
-            "Show every token to every expert, or only to the experts that it is routed to.",
+            "Run every token through all experts, or only through those that the router selects.",
             "Calibration",
             names="--calibrate-all-experts",
         ),
@@ -80,7 +81,7 @@ class Calibration(ScenarioSection):
     device: Annotated[
         str | None,
         Option(
-            "Device of the calibration, by torch's name: `cpu`, `cuda`, `cuda:1`.",
+            "Device for calibration, by torch's name: `cpu`, `cuda`, `cuda:1`.",
             "Calibration",
             metavar="D",
             unset="`cuda` if there is a GPU",
@@ -155,7 +156,7 @@ class Scenario(ScenarioSection):
     ]
     source: Annotated[
         str,
-        Key("The unquantized model: a folder, or `ORG/NAME` or `ORG/NAME@REVISION` of the hub."),
+        Key("The unquantized model: a folder, or `ORG/NAME` or `ORG/NAME@REVISION` on the hub."),
     ]
     revision: RevisionSetting = None
     rules: Annotated[
@@ -177,7 +178,7 @@ class Scenario(ScenarioSection):
         None
     )
     sensitivity: Annotated[
-        Sensitivity | None, Key("Report what quantizing each group of layers costs.")
+        Sensitivity | None, Key("Report the loss from quantizing each group of layers.")
     ] = None
     serve: Annotated[
         Serve, Key("Arguments of vLLM, and the GPUs on which the checkpoint must load.")

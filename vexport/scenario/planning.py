@@ -21,13 +21,13 @@ from vexport.scenario.section import ScenarioSection
 
 RevisionSetting = Annotated[
     str | None,
-    Option("Branch, tag or commit of a source on the hub.", "Scheme", metavar="REV"),
+    Option("Branch, tag or commit of a model on the hub.", "Scheme", metavar="REV"),
 ]
 UnsupportedShapeSetting = Annotated[
     OnUnsupportedShape,
     Option(
-        "Treatment of layers whose shape vLLM cannot run: `refuse` the model, `keep` them in 16 "
-        "bit, or use the largest group size that fits (`smaller-group`).",
+        "What to do with layers whose shape vLLM cannot run: `refuse` the model, `keep` the layers "
+        "unquantized, or use the largest group size that fits (`smaller-group`).",
         "Scheme",
     ),
 ]
@@ -44,7 +44,7 @@ SmoothingSetting = Annotated[
     Ge(0),
     Le(1),
     Option(
-        "How far large channels of inputs are scaled down, and their weights up.",
+        "Strength of smoothing, which scales large input channels down and their weights up.",
         "Scheme",
         metavar="S",
         unset="0.5 for INT8 and 4-bit inputs with calibration text, else 0",
@@ -56,7 +56,9 @@ SmoothingSetting = Annotated[
 IgnoreSetting = Annotated[
     tuple[str, ...],
     Option(
-        "Keep these layers: a name, its last parts, or `re:REGEX`.", "Scheme", metavar="PATTERN"
+        "Keep these layers unquantized: a name, its last parts, or `re:REGEX`.",
+        "Scheme",
+        metavar="PATTERN",
     ),
 ]
 RanksSetting = Annotated[

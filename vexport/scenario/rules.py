@@ -208,7 +208,7 @@ GroupSizeSetting = Annotated[
         "Number of columns that share a scale, or `channel` for one scale per row.",
         "Scheme",
         metavar="N|channel",
-        unset="the scheme's own",
+        unset="the scheme's group size",
         more="See [group sizes](schemes.md#group-sizes).",
     ),
 ]
@@ -216,19 +216,20 @@ ObserverSetting = Annotated[
     str | None,
     AfterValidator(_known_observer),
     Option(
-        "Observer of the weights, which chooses their scales.",
+        "Observer that chooses the scales of weights.",
         "Scheme",
         metavar="O",
-        unset="what suits the rounding",
-        more="That is `memoryless_minmax`, and with calibration text `imatrix_mse` for INT2-INT7, "
-        "`nvfp4_expanded_imatrix` for NVFP4. See [observers](observers.md).",
+        unset="depends on the rounding",
+        more="With rounding to nearest it is `memoryless_minmax`. With calibration text it is "
+        "`imatrix_mse` for INT2-INT7 and `nvfp4_expanded_imatrix` for NVFP4. See "
+        "[observers](observers.md).",
     ),
 ]
 InputObserverSetting = Annotated[
     str | None,
     AfterValidator(_known_observer),
     Option(
-        "Observer of inputs with static scales.",
+        "Observer that chooses static scales of inputs.",
         "Scheme",
         metavar="O",
         unset="`static_minmax`",
@@ -237,7 +238,7 @@ InputObserverSetting = Annotated[
 # The choices are for the schema and the command line. Validators accept other spellings.
 RoundingName = Annotated[Rounding, WithJsonSchema({"type": "string", "enum": list(ROUNDINGS)})]
 ROUNDING_OPTION = Option(
-    "How weights are rounded.",
+    "Method of rounding weights.",
     "Scheme",
     unset="`refit` for fewer than 8 bits with calibration text, else `nearest`",
     more="In a scenario also `{method: refit, strength: 0.5, ridge: 0.1}`, see "

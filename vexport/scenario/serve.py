@@ -113,51 +113,54 @@ class Serve(ScenarioSection):
             "vLLM",
             names="--tp --tensor-parallel-size tp",
             metavar="N",
-            unset="vLLM's",
+            unset="vLLM's default",
         ),
     ] = None
     pipeline_parallel_size: Annotated[
-        Positive | None, Key("Pipeline parallel size.", unset="vLLM's")
+        Positive | None, Key("Pipeline parallel size.", unset="vLLM's default")
     ] = None
     distributed_executor_backend: Annotated[
-        Literal["mp", "ray", "uni"] | None, Key("How vLLM starts its workers.", unset="vLLM's")
+        Literal["mp", "ray", "uni"] | None,
+        Key("How vLLM starts its workers.", unset="vLLM's default"),
     ] = None
     gpu_memory_utilization: Annotated[
         float | None,
         Gt(0),
         Le(1),
         Option(
-            "Share of the GPU's memory to use.",
+            "Share of the GPU's memory that vLLM uses.",
             "vLLM",
             metavar="S",
             hidden=True,
-            unset="vLLM's",
+            unset="vLLM's default",
         ),
     ] = None
     max_num_seqs: Annotated[
         Positive | None,
-        Option("Maximum number of sequences at once.", "vLLM", hidden=True, unset="vLLM's"),
+        Option("Maximum number of sequences at once.", "vLLM", hidden=True, unset="vLLM's default"),
     ] = None
     kv_cache_dtype: Annotated[
         str | None,
         Field(min_length=1),
         Key(
-            "Data type of the KV cache of the checkpoint; the baseline is served without it.",
-            unset="vLLM's",
+            "Data type of the checkpoint's KV cache. The baseline is served without it.",
+            unset="vLLM's default",
         ),
     ] = None
     max_model_len: Annotated[
-        int | None, Ge(1), Option("Length of the longest sequence.", "vLLM", unset="the model's")
+        int | None,
+        Ge(1),
+        Option("Maximum length of a sequence in tokens.", "vLLM", unset="the model's"),
     ] = None
     enforce_eager: Annotated[
         bool | None,
         Key(
-            "Run operator by operator, or compile the model.",
+            "Run the model operator by operator, or compile it.",
             unset="compile on a GPU, operator by operator on a CPU",
         ),
     ] = None
     engine_args: Annotated[
-        dict[str, JsonValue], Key("Any other argument of vLLM's engine, by name.")
+        dict[str, JsonValue], Key("Other arguments of vLLM's engine, by name.")
     ] = {}
     dry_tensor_parallel: Annotated[
         tuple[Positive, ...] | None,
@@ -171,7 +174,7 @@ class Serve(ScenarioSection):
         Field(min_length=1),
         Key("Devices of the dry load: `cpu`, and compute capabilities such as `sm90`."),
     ] = ("cpu",)
-    timeout: Annotated[Positive, Option("Maximum number of seconds for one engine.", "vLLM")] = 3600
+    timeout: Annotated[Positive, Option("Maximum number of seconds per engine.", "vLLM")] = 3600
 
     @model_validator(mode="before")
     @classmethod
