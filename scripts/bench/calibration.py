@@ -49,10 +49,10 @@ def run_vexport(folder: Path, rows: Rows, scheme: str) -> Callable[[], object]:
     """Run calibration, beginning with the files."""
     from vexport.calibration import Samples, calibrate
     from vexport.calibration.walk import LayerWalk
-    from vexport.plan.source import plan_source, rules_for
+    from vexport.plan.source import plan_source, scheme_rules
     from vexport.scenario import Planning
 
-    rules = rules_for(Planning(scheme=scheme, observer="memoryless_minmax"))
+    rules = scheme_rules(Planning(scheme=scheme, observer="memoryless_minmax"))
 
     def run(rows: Rows) -> None:
         samples = Samples(token_ids=tuple(map(tuple, rows)), rows=tuple(range(1, len(rows) + 1)))

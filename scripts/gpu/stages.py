@@ -31,7 +31,7 @@ from vexport.formats.packing.base import Scales
 from vexport.formats.schemes import all_schemes, get_scheme
 from vexport.numerics.metrics import divergence_of_logits
 from vexport.plan.build import PlanSettings
-from vexport.plan.source import rules_for
+from vexport.plan.source import scheme_rules
 from vexport.quantize.gptq import (
     GPTQ,
     factorize,
@@ -153,7 +153,7 @@ def quantized(
     """Quantize a checkpoint and return the seconds."""
     start = time.perf_counter()
     shutil.rmtree(out, ignore_errors=True)
-    rules = rules_for(Planning(scheme=scheme, rounding=how))
+    rules = scheme_rules(Planning(scheme=scheme, rounding=how))
     planning = PlanSettings(has_text=text is not None)
     quantize_source(
         QuantizeJob(source=str(source), out=out, rules=rules, planning=planning, calibration=text)

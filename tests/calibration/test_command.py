@@ -225,10 +225,8 @@ def test_default_text_is_noted(llama: Path, tmp_path: Path) -> None:
         "quantize", tmp_path / "model", tmp_path / "out", "--scheme", "NVFP4", "--samples", "2"
     )
     assert ran.code == 0, ran.stderr
-    assert (
-        "note: no calibration data was named: vexport's own text is used (`default`)" in ran.stderr
-    )
-    assert "NVFP4A16 instead of NVFP4 needs no text" in ran.stderr
+    assert "note: calibrating on the text that ships with vexport" in ran.stderr
+    assert "NVFP4A16 needs no text" in ran.stderr
     assert "calibrated  2 samples of default, sha256 " in ran.stdout
     recipe = json.loads((tmp_path / "out" / "vexport.json").read_text())
     assert recipe["scenario"]["calibration"]["data"] == "default"

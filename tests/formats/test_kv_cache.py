@@ -14,7 +14,7 @@ from tests.models import problems, quantize, save_qwen3
 from vexport.formats.config import kv_layout
 from vexport.formats.plan import Plan
 from vexport.plan.build import PlanSettings
-from vexport.plan.source import plan_source, rules_for
+from vexport.plan.source import plan_source, scheme_rules
 from vexport.records import AttentionLayer, KvCache
 from vexport.scenario import Planning
 
@@ -44,7 +44,7 @@ def written(
 
 def planned(source: Path, kind: KvCache) -> Plan:
     _, plan = plan_source(
-        str(source), rules_for(Planning(scheme=SCHEME)), PlanSettings(kv_cache=kind)
+        str(source), scheme_rules(Planning(scheme=SCHEME)), PlanSettings(kv_cache=kind)
     )
     return plan
 

@@ -88,7 +88,7 @@ def test_patterns_match_names(pattern: str, name: str, expected: bool) -> None:
 def test_quantized_source_is_refused(good: Good) -> None:
     ran = vexport("plan", good("W8A8"), "--scheme", "W8A8")
     assert ran.code == 2
-    assert "quantized already (compressed-tensors)" in ran.errors[0]
+    assert "already quantized (compressed-tensors)" in ran.errors[0]
     assert "vexport check" in ran.errors[0]
 
 

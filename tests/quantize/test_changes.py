@@ -18,7 +18,7 @@ from tests.quantize.test_streaming import digests, write_model
 from vexport.checkpoint.index import read_index
 from vexport.checkpoint.reader import Reader
 from vexport.errors import InputError
-from vexport.plan.source import rules_for
+from vexport.plan.source import scheme_rules
 from vexport.quantize.job import QuantizeJob, quantize_source
 from vexport.repair import repair_checkpoint
 from vexport.scenario import Planning
@@ -37,7 +37,7 @@ def quantize(source: Path, out: Path, change: Callable[[Path], object] | None = 
         if changes and stage == "quantize (bytes)" and done >= total // 2:
             changes.pop()(source)
 
-    rules = rules_for(Planning(scheme="W8A8", observer="memoryless_minmax"))
+    rules = scheme_rules(Planning(scheme="W8A8", observer="memoryless_minmax"))
     job = QuantizeJob(source=str(source), out=out, rules=rules, on_progress=on_progress)
     quantize_source(replace(job, shard_bytes=1_000_000))
 

@@ -14,7 +14,7 @@ from vexport.checkpoint.index import read_index
 from vexport.engine.gate import Prover
 from vexport.errors import CheckpointFailed
 from vexport.plan.build import PlanSettings, build_plan
-from vexport.plan.source import rules_for
+from vexport.plan.source import scheme_rules
 from vexport.quantize.job import QuantizeJob
 from vexport.scenario import Planning
 
@@ -57,7 +57,7 @@ def test_foreign_failed_folder_is_kept(incomplete: Path, tmp_path: Path) -> None
 def failure_of(
     source: Path, folder: Path, *, tp: Sequence[int] = (1,), dry: bool = True
 ) -> CheckpointFailed | None:
-    plan = build_plan(read_index(source), rules_for(Planning(scheme="NVFP4A16")))
+    plan = build_plan(read_index(source), scheme_rules(Planning(scheme="NVFP4A16")))
     job = QuantizeJob(source=str(source), out=folder, rules=(), planning=PlanSettings(ranks=tp))
     return Prover(note=print, keeping=" ".join, dry=dry).failure(job, folder, plan)
 

@@ -18,8 +18,8 @@ import pytest
 from tests.command import vexport
 from vexport.api import plan
 from vexport.errors import InputError
-from vexport.plan import own_code
-from vexport.plan.own_code import untrusted_place
+from vexport.plan import observer_code
+from vexport.plan.observer_code import untrusted_place
 
 ROOT = Path(__file__).parents[2]
 CODE = "from pathlib import Path\nPath({ran!r}).write_text('ran')\n"
@@ -55,7 +55,7 @@ def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[PythonPa
     paths = [str(python.current), str(python.named), str(python.installed)]
     monkeypatch.setattr(sys, "path", [*paths, *sys.path])
     monkeypatch.setenv("PYTHONPATH", str(python.named))
-    monkeypatch.setattr(own_code, "_installed", lambda: [python.installed])
+    monkeypatch.setattr(observer_code, "_site_packages", lambda: [python.installed])
     importlib.invalidate_caches()
     yield python
     for name in [

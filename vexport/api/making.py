@@ -7,7 +7,7 @@ from vexport.api.arguments import QuantizeArguments, with_keywords
 from vexport.api.common import Name, is_verifying
 from vexport.checkpoint.source import with_revision
 from vexport.engine.gate import Prover
-from vexport.plan.source import requested, with_needed_text
+from vexport.plan.source import rules_and_settings, with_calibration_text
 from vexport.quantize.answer import quantized_answer
 from vexport.quantize.job import QuantizeJob, quantize_source
 from vexport.records import Quantized
@@ -25,7 +25,7 @@ def _quantize(source: Name, out: Name, arguments: QuantizeArguments) -> Quantize
     is not set, `verify` adds a dry load. A checkpoint that fails becomes OUT.failed, and
     CheckpointFailed is raised.
     """
-    rules, settings = requested(
+    rules, settings = rules_and_settings(
         arguments,
         arguments.rules,
         arguments.on_note,
@@ -35,7 +35,7 @@ def _quantize(source: Name, out: Name, arguments: QuantizeArguments) -> Quantize
     text = arguments.calibration
     if isinstance(text, str | Path):
         text = Calibration(data=str(text))
-    rules, settings, text = with_needed_text(
+    rules, settings, text = with_calibration_text(
         rules, settings, text, arguments.default_calibration, notes.append
     )
 

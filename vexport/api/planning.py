@@ -14,9 +14,9 @@ from vexport.plan.recommend import for_gpu
 from vexport.plan.source import (
     ignored_rules,
     plan_headers,
-    requested,
     require_trusted_scenario,
-    table_of_schemes,
+    rules_and_settings,
+    scheme_table,
 )
 from vexport.quantize.auto import plan_scenario
 from vexport.records import SchemeTable
@@ -31,7 +31,7 @@ def _plan(source: Name, arguments: PlanArguments) -> Plan:
     """
     if is_scenario(str(source)):
         return _plan_of_scenario(Path(source), arguments)
-    rules, settings = requested(
+    rules, settings = rules_and_settings(
         arguments,
         arguments.rules,
         arguments.on_note,
@@ -80,7 +80,7 @@ def _plan_schemes(source: Name, arguments: SchemesArguments) -> SchemeTable:
             fix="correct the value",
         )
     settings = PlanSettings(ranks=arguments.tp, kv_cache=arguments.kv_cache)
-    table = table_of_schemes(
+    table = scheme_table(
         with_revision(str(source), arguments.revision),
         ignored_rules(arguments.ignore),
         settings,

@@ -22,18 +22,24 @@ from vexport.formats.config import KV_CACHES
 from vexport.formats.plan import FusionGroup, Plan, Treatment
 from vexport.formats.schemes import Scheme, group_sizes, regrouped
 from vexport.plan.blocks import output_bytes
-from vexport.plan.rules import choose_rule, hidden_rules, require_matching_rules, smoothing_strength
+from vexport.plan.rules import (
+    choose_treatment,
+    hidden_rules,
+    require_matching_rules,
+    smoothing_strength,
+)
 from vexport.plan.shapes import (
-    OTHER_RANKS,
+    RANKS_ADVICE,
     SHAPE,
-    is_uneven,
-    kept_instead,
+    cannot_be_split,
+    kept_note,
     kind_of_group,
     refusal,
     refused_ranks,
     unsupported,
 )
 from vexport.records import AttentionLayer, Finding, KvCache, OnUnsupportedShape
+from vexport.records.values import plural
 
 if TYPE_CHECKING:
     from vexport.scenario import Rule
@@ -49,8 +55,8 @@ class PlanSettings:
     `ranks` has tensor parallel sizes, and `on_unsupported_shape` is the treatment of layers that do
     not fit. With `smaller_groups`, layers get the largest group size that fits before any layer is
     refused or kept. `kv_cache` is the dtype of a quantized KV cache. `has_text` is True if there is
-    calibration text. `smoothing` is how much that text smooths inputs, or None for the schemes'
-    default. `origin` determines whether the advice in refusals names options or keys of a scenario.
+    calibration text. `smoothing` is the strength of smoothing, or None for the schemes' default.
+    `origin` determines whether the advice in refusals names options or keys of a scenario.
     """
 
     ranks: Sequence[int] = (1,)
@@ -84,7 +90,7 @@ def build_plan(
     Raises InputError for a source that cannot be quantized: it is already quantized, or its class
     is unknown.
     """
-    _require_plain(index)
+    _require_unquantized(index)
     architecture, notes = resolve(index.architecture, index.config)
     names = names_of(index, architecture)
     linears = {linear.name: linear for linear in find_linears(index, names)}
@@ -92,29 +98,31 @@ def build_plan(
     require_matching_rules(rules, places)
     layers = fuse(linears, architecture)
     chosen = {
-        name: choose_rule(rules, name, place, has_text=settings.has_text)
+        name: choose_treatment(rules, name, place, has_text=settings.has_text)
         for name, place in places.items()
     }
-    misruled = [*_mixed(layers, chosen), *_unquantizable(chosen, places)]
+    rule_refusals = [*_mixed_treatments(layers, chosen), *_unquantizable(chosen, places)]
     groups: list[FusionGroup] = []
-    for layer in layers if not misruled else ():
+    for layer in layers if not rule_refusals else ():
         treatment = chosen[layer.members[0]]
         if treatment is not None:
             members = [linears[member] for member in layer.members]
             groups.append(FusionGroup.treated(layer, members, treatment))
-    groups, fitted, unfit = _fitted(groups, names, settings)
+    groups, fitted, shape_refusals = _fitted(groups, names, settings)
     rows = {name: linear.out_features for name, linear in linears.items()}
     attention: tuple[AttentionLayer, ...] = ()
-    uncached: Iterable[Finding] = ()
+    cache_refusals: Iterable[Finding] = ()
     if settings.kv_cache is not None:
         per_head = KV_CACHES[settings.kv_cache].strategy == "attn_head"
         attention = attention_layers(rows, names, per_head=per_head)
-        uncached = refused_caches(attention, linears)
-    refusals = [*misruled, *unfit, *uncached]
+        cache_refusals = refused_caches(attention, linears)
+    refusals = [*rule_refusals, *shape_refusals, *cache_refusals]
     quantized = {member.name for group in groups for member in group.members}
     if groups or not refusals:
         refusals = [*refused_ranks(layers, linears, quantized, names, settings.ranks), *refusals]
-    opaque = [tensor.name for tensor in index.tensors.values() if is_unknown_experts(tensor, names)]
+    opaque_experts = [
+        tensor.name for tensor in index.tensors.values() if is_unknown_experts(tensor, names)
+    ]
     weights = {member.weight for group in groups for member in group.members}
     kept = tuple(name for layer in layers for name in layer.members if name not in quantized)
     return Plan(
@@ -123,12 +131,12 @@ def build_plan(
         groups=tuple(groups),
         kept=tuple(name for name in index.tensors if name not in weights),
         kept_linears=kept,
-        ignore=(*ignored(layers, set(kept), opaque, names), *ignored_head(linears)),
+        ignore=(*ignored(layers, set(kept), opaque_experts, names), *ignored_head(linears)),
         source_bytes=index.num_bytes,
         output_bytes=output_bytes(index, groups, attention),
         parameters=index.num_parameters,
         refusals=tuple(refusals),
-        notes=(*notes, *fitted, *_opaque_experts(opaque)),
+        notes=(*notes, *fitted, *_opaque_experts(opaque_experts)),
         kv_cache=settings.kv_cache,
         attention=attention,
         smoothing=smoothing_strength(groups, settings.smoothing, has_text=settings.has_text),
@@ -150,7 +158,7 @@ def require_accepted(plan: Plan) -> None:
     if not plan.refusals:
         return
     first, *rest = plan.refusals
-    more = f" ({len(rest)} more: see `vexport plan`)" if rest else ""
+    more = f" ({plural(len(rest), 'more refusal')}, see `vexport plan`)" if rest else ""
     # the reason is already a complete sentence
     need = "" if first.check == SHAPE else first.expected
     raise InputError(first.where, got=first.got, need=need, fix=first.fix + more)
@@ -167,14 +175,14 @@ def _fitted(
     if settings.takes_smaller_groups:
         groups, smaller = with_smaller_groups(groups, names, settings.ranks)
         notes.extend(smaller)
-    unfit = _shape_findings(groups, names, settings)
+    shape_refusals = _shape_findings(groups, names, settings)
     if settings.on_unsupported_shape != "keep":
-        return groups, notes, list(unfit.values())
-    groups, kept = _without(groups, unfit)
+        return groups, notes, list(shape_refusals.values())
+    groups, kept = _without_unsupported(groups, shape_refusals)
     return groups, [*notes, *kept], []
 
 
-def _mixed(
+def _mixed_treatments(
     layers: Sequence[FusedLayer], chosen: Mapping[str, Treatment | None]
 ) -> Iterator[Finding]:
     """Yield refusals of layers with different rules that vLLM runs as one layer.
@@ -188,7 +196,8 @@ def _mixed(
     members_of = {layer.name: layer.members for layer in layers}
     for name, unit in units.items():
         treatments = {chosen[member] for member in members_of.get(name, ())}
-        schemes = {treatment and treatment.scheme for treatment in map(chosen.get, unit)}
+        chosen_in_unit = [chosen[member] for member in unit]
+        schemes = {treatment and treatment.scheme for treatment in chosen_in_unit}
         if len(schemes) > 1 or len(treatments) > 1:
             last_parts = ", ".join(dict.fromkeys(member.rpartition(".")[2] for member in unit))
             which = f"{last_parts} of all routed experts" if moe_layer(unit[0]) else last_parts
@@ -196,8 +205,8 @@ def _mixed(
                 check="fusion",
                 severity="error",
                 where=name,
-                expected=f"one scheme for {which}, which vLLM runs as one layer",
-                got="rules that treat them differently",
+                expected=f"the same rule for {which}, because vLLM runs them as one layer",
+                got="different rules",
                 fix=f"give {which} the same rule",
             )
 
@@ -211,8 +220,8 @@ def _unquantizable(
                 check="architecture",
                 severity="error",
                 where=name,
-                expected="a layer that vLLM builds with a quantization config",
-                got=f"a rule with scheme {treatment.scheme.name} for one that it never quantizes",
+                expected="a layer that vLLM can load quantized",
+                got=f"scheme {treatment.scheme.name} for a layer that vLLM never quantizes",
                 fix="remove the rule, or give it scheme: keep",
             )
 
@@ -232,15 +241,15 @@ def _shape_findings(
         group.name: refusal(
             group,
             reasons[group.name],
-            OTHER_RANKS
-            if is_uneven(group, names, settings.ranks)
-            else advice_on(group, sizes[group.scheme], settings.origin),
+            RANKS_ADVICE
+            if cannot_be_split(group, names, settings.ranks)
+            else shape_advice(group, sizes[group.scheme], settings.origin),
         )
         for group in refused
     }
 
 
-def _without(
+def _without_unsupported(
     groups: Sequence[FusionGroup], shape_findings: Mapping[str, Finding]
 ) -> tuple[list[FusionGroup], list[Finding]]:
     """Return the groups that fit, and notes on the groups that are kept unquantized.
@@ -249,14 +258,14 @@ def _without(
     """
     fitting: list[FusionGroup] = []
     notes: list[Finding] = []
-    for name, unit in layers_alone(groups).items():
-        bad = next(
+    for name, unit in groups_by_unit(groups).items():
+        unsupported_group = next(
             (shape_findings[group.name] for group in unit if group.name in shape_findings), None
         )
-        if bad is None:
+        if unsupported_group is None:
             fitting.extend(unit)
         else:
-            notes.append(kept_instead(bad, name))
+            notes.append(kept_note(unsupported_group, name))
     return fitting, notes
 
 
@@ -266,22 +275,21 @@ def _opaque_experts(tensors: Sequence[str]) -> Iterator[Finding]:
             check="architecture",
             severity="warning",
             where=tensors[0] if len(tensors) == 1 else f"{tensors[0]} and {len(tensors) - 1} more",
-            expected="experts that vLLM loads one by one in compressed-tensors' names",
-            got="experts stored or loaded in another way",
-            fix="they stay unquantized; quantize a class that vLLM loads by expert",
+            expected="a separate weight for each expert, under the name that vLLM loads",
+            got="experts with another layout",
+            fix="nothing to do: these experts stay unquantized",
         )
 
 
-def _require_plain(index: SourceIndex) -> None:
+def _require_unquantized(index: SourceIndex) -> None:
     place = str(index.root)
     if (stored := find_quantization(index.root, index.config)) is not None:
-        method = stored.values.get("quant_method") or "a method that it does not name"
+        method = stored.values.get("quant_method") or "unknown method"
         raise InputError(
             place,
-            got=f"a checkpoint that is quantized already ({method})",
-            need="an unquantized source",
-            fix="start from the original model; `vexport check` and `vexport eval` judge this "
-            "one as it is",
+            got=f"a checkpoint that is already quantized ({method})",
+            need="an unquantized model",
+            fix="use the original model; `vexport check` and `vexport eval` accept this checkpoint",
         )
 
 
@@ -301,7 +309,7 @@ def fitting_sizes(
     )
 
 
-def advice_on(group: FusionGroup, sizes: Sequence[int], origin: Origin) -> str:
+def shape_advice(group: FusionGroup, sizes: Sequence[int], origin: Origin) -> str:
     """Return the advice on a group of unsupported shape, as options or as keys of a scenario.
 
     `sizes` are the group sizes that fit.
@@ -315,42 +323,41 @@ def advice_on(group: FusionGroup, sizes: Sequence[int], origin: Origin) -> str:
         rule = f"a rule with scheme: keep for {' and '.join(names_in_layer)}"
     keep = f"{shape} keep, or {rule}"
     if not sizes:
-        return f"use {keep}, or another scheme (`vexport plan MODEL` shows which fit)"
+        return f"use {keep}, or another scheme (`vexport plan MODEL` lists schemes that fit)"
     fitting = f"{size} {' or '.join(map(str, sizes))}"
-    return f"use {fitting}; {shape} smaller-group for these layers alone; or {keep}"
+    return f"use {fitting}; or {shape} smaller-group for only these layers; or {keep}"
 
 
 def with_smaller_groups(
     groups: Sequence[FusionGroup], names: Names, ranks: Sequence[int]
 ) -> tuple[list[FusionGroup], list[Finding]]:
-    """Return the groups, with smaller group sizes for unsupported shapes, and notes on these
-    groups.
+    """Return (groups, notes) with smaller group sizes for unsupported shapes.
 
-    The largest size that fits is used. vLLM loads each fused layer, and all routed experts of a
-    layer, in one scheme. Therefore they get the same size. A group stays unchanged if no size fits.
+    Each unit gets the largest group size that fits all its groups, because vLLM loads a unit in one
+    scheme. A unit stays unchanged if no size fits. The notes describe the changed units.
     """
     reasons = unsupported(groups, names, ranks)
     sizes: dict[tuple[object, ...], int | None] = {}
     regrouped_groups: list[FusionGroup] = []
     notes: list[Finding] = []
-    for name, layers in layers_alone(groups).items():
-        bad = next((group for group in layers if group.name in reasons), None)
+    for name, layers in groups_by_unit(groups).items():
+        unsupported_group = next((group for group in layers if group.name in reasons), None)
         kind = tuple(kind_of_group(group) for group in layers)
-        if bad is not None and kind not in sizes:
+        if unsupported_group is not None and kind not in sizes:
             sizes[kind] = next(iter(fitting_sizes(layers, names, ranks)), None)
-        size = sizes.get(kind) if bad is not None else None
-        if bad is None or size is None:
+        size = sizes.get(kind) if unsupported_group is not None else None
+        if unsupported_group is None or size is None:
             regrouped_groups.extend(layers)
             continue
         regrouped_groups.extend(_regrouped(layers, size))
-        note = kept_instead(refusal(bad, reasons[bad.name], ""), name)
+        note = kept_note(refusal(unsupported_group, reasons[unsupported_group.name], ""), name)
         notes.append(
             replace(note, fix=f"quantized in groups of {size} ({regrouped_groups[-1].scheme.name})")
         )
     return regrouped_groups, notes
 
 
-def layers_alone(groups: Sequence[FusionGroup]) -> Mapping[str, list[FusionGroup]]:
+def groups_by_unit(groups: Sequence[FusionGroup]) -> Mapping[str, list[FusionGroup]]:
     """Return the groups by the units that need the same scheme in vLLM, by name of the unit.
 
     A unit is a fused layer, or all routed experts of a layer.

@@ -18,8 +18,8 @@ from vexport.scenario.rules import WITH_IMPORTANCE
 if TYPE_CHECKING:
     from vexport.scenario import Rule
 
-ALL = "Linear"
-PATTERN = "re:"
+LINEAR = "Linear"
+REGEX_PREFIX = "re:"
 # Weights with fewer bits are rounded with the help of calibration text.
 FEW_BITS = 8
 # Best strength for most models (SmoothQuant, arXiv 2211.10438, section 5.1), also in our
@@ -28,12 +28,12 @@ STRENGTH = 0.5
 # Numbers of evenly spread rows of text. Their gradients determine smoothing and token weights.
 SMOOTHING_ROWS, WEIGHING_ROWS = 16, 4
 # An `ignore` pattern may match nothing: some models do not have the layers it names.
-MAY_BE_ABSENT = re.compile(
+OPTIONAL_LAYERS = re.compile(
     r"(?:.*\.)?(?:lm_head|embed_out|embed_tokens|embed_positions|word_embeddings|wte|wpe|\w*router\w*|\w*gate|\w*norm\w*)$"
 )
 
 
-def choose_rule(
+def choose_treatment(
     rules: Sequence["Rule"], name: str, place: Place, *, has_text: bool
 ) -> Treatment | None:
     """Return the treatment of a linear layer by the first rule that matches it.
@@ -88,9 +88,9 @@ def default_observer(scheme: str, rounding: Rounding) -> str:
 
 def _applies(rule: "Rule", name: str, place: Place) -> bool:
     """Return True if a rule applies to a layer, regardless of earlier rules."""
-    if rule.match == ALL and place != "decoder":
+    if rule.match == LINEAR and place != "decoder":
         return False
-    if rule.match.startswith(PATTERN) and place == "unquantizable":
+    if rule.match.startswith(REGEX_PREFIX) and place == "unquantizable":
         return False
     return matches(rule.match, name)
 
@@ -101,13 +101,13 @@ def hidden_rules(rules: Sequence["Rule"], places: Mapping[str, Place]) -> Iterat
     Patterns of a recipe's `ignore` get a warning if they match no layer, except layers that some
     models lack.
     """
-    deciding = {
+    effective = {
         next((number for number, rule in enumerate(rules) if _applies(rule, name, place)), None)
         for name, place in places.items()
     }
     for number, rule in enumerate(rules):
         count = sum(_applies(rule, name, place) for name, place in places.items())
-        if count and number not in deciding and not rule.of_recipe:
+        if count and number not in effective and not rule.of_recipe:
             yield Finding(
                 check="rules",
                 severity="warning",
@@ -116,64 +116,64 @@ def hidden_rules(rules: Sequence["Rule"], places: Mapping[str, Place]) -> Iterat
                 got=f"{count} layer{'s' if count > 1 else ''}, each matched by an earlier rule",
                 fix="move the rule up, or remove it: the first match wins",
             )
-        elif rule.of_recipe and _is_missed(rule, places):
+        elif rule.of_recipe and _matches_nothing(rule, places):
             yield Finding(
                 check="rules",
                 severity="warning",
                 where=f"ignore {rule.match}",
-                expected="a layer that it matches",
-                got="none in this model",
-                fix="nothing where this model has no such layers, else correct the pattern",
+                expected="at least one layer that it matches",
+                got="no such layer in this model",
+                fix="correct the pattern, unless the model is supposed to have no such layer",
             )
 
 
-def _is_missed(rule: "Rule", names: Collection[str]) -> bool:
+def _matches_nothing(rule: "Rule", names: Collection[str]) -> bool:
     """Return True if a rule matches no layer, although most models have such layers."""
-    usual = MAY_BE_ABSENT.match(rule.match.removeprefix(PATTERN).rstrip("$"))
-    return usual is None and not any(matches(rule.match, name) for name in names)
+    optional = OPTIONAL_LAYERS.match(rule.match.removeprefix(REGEX_PREFIX).rstrip("$"))
+    return optional is None and not any(matches(rule.match, name) for name in names)
 
 
 def matches(pattern: str, name: str) -> bool:
     """Return True if a rule's pattern matches a linear layer's name."""
-    if pattern == ALL:
+    if pattern == LINEAR:
         return True
-    if pattern.startswith(PATTERN):
+    if pattern.startswith(REGEX_PREFIX):
         return pattern_matches(pattern, name)
     return name == pattern or name.endswith(f".{pattern}")
 
 
 def require_matching_rules(rules: Sequence["Rule"], names: Mapping[str, Place]) -> None:
     """Raise InputErrors for rules that match no layer."""
-    bound = [
+    required_rules = [
         rule
         for rule in rules
-        if not rule.of_recipe and (rule.scheme != KEEP or MAY_BE_ABSENT.match(rule.match) is None)
+        if not rule.of_recipe and (rule.scheme != KEEP or OPTIONAL_LAYERS.match(rule.match) is None)
     ]
     raise_all(
         [
             InputError(
                 f"rule {rule.match!r}",
-                got="no layer that it matches",
-                need="the name of a linear layer, the end of one, `re:...` or Linear",
+                got="no matching layer in this model",
+                need="the name of a linear layer, its last parts, re:REGEX or Linear",
                 fix="correct the pattern or remove the rule",
             )
-            for rule in bound
+            for rule in required_rules
             if not any(matches(rule.match, name) for name in names)
         ]
     )
 
 
 def smoothing_strength(
-    groups: Sequence[FusionGroup], asked: float | None, *, has_text: bool
+    groups: Sequence[FusionGroup], strength: float | None, *, has_text: bool
 ) -> float:
     """Return the strength of smoothing.
 
-    It is `asked` if that is given. Otherwise it is the default if there is text and some inputs
-    lose much, or else 0.
+    A given `strength` is returned unchanged. Otherwise the result is `STRENGTH` if there is text
+    and the inputs of a group lose much by quantization, or else 0.
     """
-    if asked is not None:
-        return asked if groups else 0.0
-    return STRENGTH if has_text and any(map(_gains, groups)) else 0.0
+    if strength is not None:
+        return strength if groups else 0.0
+    return STRENGTH if has_text and any(map(_has_lossy_inputs, groups)) else 0.0
 
 
 def smoothed_groups(groups: Sequence[FusionGroup]) -> tuple[FusionGroup, ...]:
@@ -181,10 +181,10 @@ def smoothed_groups(groups: Sequence[FusionGroup]) -> tuple[FusionGroup, ...]:
 
     Weights profit from smoothing, too.
     """
-    return tuple(filter(_gains, groups)) or tuple(groups)
+    return tuple(filter(_has_lossy_inputs, groups)) or tuple(groups)
 
 
-def smoothing_for(plan: Plan, found: Mapping[str, Smoothing]) -> Mapping[str, Smoothing]:
+def select_smoothing(plan: Plan, found: Mapping[str, Smoothing]) -> Mapping[str, Smoothing]:
     """Select the part of the smoothing that a plan needs, by stored tensor.
 
     `found` has the smoothing of all candidates. The result equals a search for this plan's groups
@@ -206,7 +206,7 @@ def smoothing_for(plan: Plan, found: Mapping[str, Smoothing]) -> Mapping[str, Sm
     }
 
 
-def _gains(group: FusionGroup) -> bool:
+def _has_lossy_inputs(group: FusionGroup) -> bool:
     """Return True if the inputs of a group lose much by quantization.
 
     Integers lose values that are small compared with the largest input of a token. 4-bit inputs
@@ -231,8 +231,8 @@ class CalibrationNeed:
             self.where,
             got="no calibration data",
             need=self.samples,
-            fix="add --calibration DATA (or `calibration:` to the scenario); `default` is "
-            "vexport's own text",
+            fix="add --calibration DATA (in a scenario `calibration:`); `default` is the text that "
+            "ships with vexport",
         )
 
 
@@ -246,13 +246,13 @@ def calibration_need(plan: Plan) -> CalibrationNeed | None:
         return need
     if plan.smoothing:
         return CalibrationNeed(
-            where="smoothing", samples="samples that show which channels are large"
+            where="smoothing", samples="samples to find large channels of inputs"
         )
     rounded = next((group.rounding for group in plan.groups if group.rounding != "nearest"), None)
     if rounded is None:
         return None
     return CalibrationNeed(
-        where=f"rounding {rounded}", samples="samples that show what enters each layer"
+        where=f"rounding {rounded}", samples="samples to measure the inputs of each layer"
     )
 
 
@@ -262,11 +262,13 @@ def statistics_need(plan: Plan) -> CalibrationNeed | None:
     if plan.attention:
         static.append("KV cache")
     if static:
-        return CalibrationNeed(where=static[0], samples="samples for its static scales")
+        return CalibrationNeed(where=static[0], samples="samples to compute its static scales")
     for group in plan.groups:
         if group.rounding == "nearest" and group.observer in BY_IMPORTANCE:
             where = f"observer {group.observer}"
-            return CalibrationNeed(where=where, samples="samples that show importance")
+            return CalibrationNeed(
+                where=where, samples="samples to measure the importance of input channels"
+            )
     return None
 
 

@@ -13,7 +13,7 @@ from vexport.records import Finding, LinearPlan
 # Treatment of layers that do not fit.
 SHAPE = "shape"
 KEPT = "kept unquantized"
-OTHER_RANKS = "serve it on another number of GPUs (--tp)"
+RANKS_ADVICE = "serve it on another number of GPUs (--tp)"
 
 
 def unsupported(
@@ -65,7 +65,7 @@ def refusal(group: FusionGroup, reason: str, fix: str) -> Finding:
     return _refusal(where, expected, reason, fix, check=SHAPE)
 
 
-def kept_instead(finding: Finding, name: str) -> Finding:
+def kept_note(finding: Finding, name: str) -> Finding:
     """Return the finding on layers that stay unquantized because one of them does not fit."""
     return replace(finding, severity="warning", where=name, fix=KEPT)
 
@@ -86,17 +86,25 @@ def refused_ranks(
         if uneven := heads.uneven(count):
             fix = f"serve it on {heads.possible_ranks} GPUs (--tp)"
             yield _refusal(
-                f"config.json (tp {count})", f"heads that {count} ranks can share", uneven, fix
+                f"config.json (tp {count})",
+                f"attention heads that {count} ranks can share",
+                uneven,
+                fix,
             )
             continue
         for layer in layers:
             if quantized.isdisjoint(layer.members) and names.place(layer.members[0]) == "decoder":
                 members = [linears[member] for member in layer.members]
                 if reason := unsupported_on(layer, members, None, names, count):
-                    yield _refusal(layer.name, "parts that each rank can hold", reason, OTHER_RANKS)
+                    yield _refusal(
+                        layer.name,
+                        f"a layer that can be split between {count} ranks",
+                        reason,
+                        RANKS_ADVICE,
+                    )
 
 
-def is_uneven(group: FusionGroup, names: Names, ranks: Sequence[int]) -> bool:
+def cannot_be_split(group: FusionGroup, names: Names, ranks: Sequence[int]) -> bool:
     """Return True if vLLM could not split a group between ranks even if it is unquantized."""
     several = [count for count in ranks if count > 1]
     return any(unsupported_on(group.layer, group.members, None, names, count) for count in several)

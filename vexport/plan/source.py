@@ -28,7 +28,7 @@ from vexport.formats.schemes import (
 )
 from vexport.plan.blocks import quantized_bytes
 from vexport.plan.build import PlanSettings, build_plan, fitting_sizes, hidden_rule_notes
-from vexport.plan.own_code import untrusted_place
+from vexport.plan.observer_code import untrusted_place
 from vexport.plan.shapes import kind_of_group, unsupported
 from vexport.records import (
     GroupSize,
@@ -51,13 +51,13 @@ from vexport.scenario import (
 from vexport.scenario.llmcompressor import read_recipe
 from vexport.scenario.serve import imported_by
 
-DEFAULTS = PlanSettings()
+DEFAULT_SETTINGS = PlanSettings()
 # A plan with this scheme shows which layers a rule for all linear layers matches. The choice of
 # scheme does not matter.
-PROBE = "FP8_DYNAMIC"
+PROBE_SCHEME = "FP8_DYNAMIC"
 
 
-def rules_for(request: Planning) -> tuple[Rule, ...]:
+def scheme_rules(request: Planning) -> tuple[Rule, ...]:
     """Return the rules of a scheme: keep the ignored layers, quantize all other linear layers.
 
     Raises InputErrors that name the options.
@@ -78,7 +78,7 @@ def rules_for(request: Planning) -> tuple[Rule, ...]:
     return (*ignored_rules(request.ignore), rule)
 
 
-def requested(
+def rules_and_settings(
     request: Planning,
     rules: Sequence[Rule],
     note: Callable[[str], None],
@@ -94,7 +94,7 @@ def requested(
     scheme are given without a scheme.
     """
     if [request.scheme is None, request.recipe is None, not rules].count(False) != 1:
-        raise ValueError("got several or none of scheme, recipe and rules, need one of them")
+        raise ValueError("got none or several of scheme, recipe and rules, need exactly one")
     settings = PlanSettings(
         ranks=request.tp,
         on_unsupported_shape=request.on_unsupported_shape,
@@ -102,11 +102,12 @@ def requested(
         smoothing=request.smoothing,
     )
     if request.scheme is not None:
-        return rules_for(request), settings
+        return scheme_rules(request), settings
     of_scheme = (request.observer, request.input_observer, request.rounding, request.group_size)
     if any(each is not None for each in of_scheme):
         raise ValueError(
-            "got an observer, rounding or group_size next to what says the same, need it there"
+            "observer, input_observer, rounding and group_size need scheme; set them in the rules "
+            "or in the recipe instead"
         )
     if request.recipe is not None:
         recipe = read_recipe(request.recipe)
@@ -115,7 +116,8 @@ def requested(
             note(text)
         smoothing = recipe.smoothing if request.smoothing is None else request.smoothing
         kv_cache = request.kv_cache or recipe.kv_cache
-        rules, settings = recipe.rules, replace(settings, kv_cache=kv_cache, smoothing=smoothing)
+        rules = recipe.rules
+        settings = replace(settings, kv_cache=kv_cache, smoothing=smoothing)
     return (*ignored_rules(request.ignore), *rules), settings
 
 
@@ -135,7 +137,7 @@ def _at_option(problem: ValidationProblem) -> InputError:
     return problem.at(f"--{problem.keys[0]}".replace("_", "-"))
 
 
-def settings_of(scenario: Scenario) -> PlanSettings:
+def scenario_settings(scenario: Scenario) -> PlanSettings:
     """Return the settings of a scenario's plan, without its rules."""
     return PlanSettings(
         ranks=scenario.serve.planned_ranks,
@@ -152,29 +154,31 @@ def default_text_note(rules: Sequence[Rule]) -> str:
 
     The note also suggests schemes that need no text.
     """
-    asked = {
-        rule.scheme: _without_text(rule.scheme) for rule in rules if rule.scheme not in (KEEP, AUTO)
-    }
-    others = [
-        f"; {other} instead of {name} needs no text" for name, other in asked.items() if other
+    schemes = {rule.scheme for rule in rules if rule.scheme not in (KEEP, AUTO)}
+    alternatives = {name: _scheme_without_text(name) for name in sorted(schemes)}
+    suggestions = [
+        f". {other} needs no text, and could replace {name}"
+        for name, other in alternatives.items()
+        if other
     ]
     return (
-        "no calibration data was named: vexport's own text is used (`default`); "
-        f"text like what the model will serve gives better scales{''.join(others)}"
+        "calibrating on the text that ships with vexport, because no calibration data was given. "
+        f"Text that resembles the model's use gives better scales{''.join(suggestions)}"
     )
 
 
-def _without_text(name: str) -> str | None:
+def _scheme_without_text(name: str) -> str | None:
     """Return the first scheme with the same storage format that needs no text.
 
     Returns None if no such scheme exists, or if the scheme itself needs no text.
     """
     scheme = get_scheme(name)
-    others = map(get_scheme, scheme_names()) if scheme.args.calibrated else ()
-    fitting = (
-        other for other in others if other.format is scheme.format and not other.args.calibrated
-    )
-    return next((other.name for other in fitting), None)
+    if not scheme.args.calibrated:
+        return None
+    for other in map(get_scheme, scheme_names()):
+        if other.format is scheme.format and not other.args.calibrated:
+            return other.name
+    return None
 
 
 def rules_need_calibration(
@@ -205,7 +209,7 @@ def rounded_to_nearest(rules: Sequence[Rule]) -> tuple[Rule, ...]:
     )
 
 
-def with_needed_text(
+def with_calibration_text(
     rules: Sequence[Rule],
     settings: PlanSettings,
     text: Calibration | None,
@@ -267,9 +271,9 @@ def require_trusted_scenario(scenario: Scenario, file: Path, *, trusted: bool) -
         [
             InputError(
                 f"{file}: serve.engine_args.{name}",
-                got="the name of Python code, which vLLM would import",
-                need="arguments that import nothing",
-                fix="remove it, or let it run with --trust-remote-code",
+                got="a value that makes vLLM import Python code",
+                need="a value without code",
+                fix="remove it, or allow it with --trust-remote-code",
             )
             for name in imported_by(scenario.serve.engine_args)
         ]
@@ -284,11 +288,10 @@ def _untrusted_observers(rule: Rule, folders: Sequence[Path]) -> Iterator[InputE
         if place is not None:
             yield InputError(
                 f"rule {rule.match!r}: {key}",
-                got=f"{name}, whose code is in {place}",
-                need="a subclass of vexport's Observer in an installed package or a folder of "
-                "PYTHONPATH, "
-                "outside the current folder and the scenario's",
-                fix="move it there, or let it run with --trust-remote-code",
+                got=f"{name} with code in {place}",
+                need="an observer in an installed package or a folder of PYTHONPATH, outside the "
+                "current folder and the scenario's folder",
+                fix="move the code there, or allow it with --trust-remote-code",
             )
 
 
@@ -311,7 +314,7 @@ def source_index(
 def plan_source(
     source: str,
     rules: Sequence[Rule],
-    settings: PlanSettings = DEFAULTS,
+    settings: PlanSettings = DEFAULT_SETTINGS,
     *,
     on_progress: OnProgress = silent,
     trust_remote_code: bool = False,
@@ -356,25 +359,25 @@ def _class_problems(
     require_extra("torch", f"the observer {name}")
     from vexport.observers import IMatrixMSEObserver, Observer
 
-    where, of_inputs = f"rule {rule.match!r}: {key}", key == "input_observer"
+    where = f"rule {rule.match!r}: {key}"
+    of_inputs = key == "input_observer"
     try:
         observer = Observer.of_name(name).made("input" if of_inputs else "weight", args, keywords)
     except ValueError as error:
         yield InputError(
-            where, got=str(error), need="", fix="correct it, or use an observer of vexport"
+            where, got=str(error), need="", fix="correct the class, or use vexport's observers"
         )
         return
     if isinstance(observer, IMatrixMSEObserver):
-        need = "one without importance, which calibration gathers for imatrix_mse"
+        need = "an observer without importance, which calibration collects for imatrix_mse only"
         yield InputError(
-            where, got=f"{name}, a search by importance", need=need, fix="use imatrix_mse"
+            where, got=f"{name}, which needs importance", need=need, fix="use imatrix_mse"
         )
     if of_inputs and observer.returns_own_qparams:
         yield InputError(
             where,
             got=f"{name}, which overrides get_qparams()",
-            need="one that sets the range of inputs: fused layers share the range of all their "
-            "inputs",
+            need="an observer that sets a range, because fused layers share one range of inputs",
             fix="remove get_qparams(), and set min_vals and max_vals in "
             "update_statistics_from_observed()",
         )
@@ -389,7 +392,7 @@ class _Kind:
     source_bytes: int
 
 
-def table_of_schemes(
+def scheme_table(
     source: str,
     kept: Sequence[Rule],
     settings: PlanSettings,
@@ -403,12 +406,14 @@ def table_of_schemes(
 
     Raises InputError for a source that cannot be quantized, as `build_plan` does.
     """
-    schemes = (
-        scheme_names() if group_size is None else grouped_schemes(parse_group_size(group_size))
-    )
+    if group_size is None:
+        schemes = scheme_names()
+    else:
+        schemes = grouped_schemes(parse_group_size(group_size))
     with source_headers(source, on_progress) as root:
-        index, name = read_index(root), pinned_source(source, root)
-    plan = build_plan(index, (*kept, Rule(match="Linear", scheme=PROBE)), settings)
+        index = read_index(root)
+        name = pinned_source(source, root)
+    plan = build_plan(index, (*kept, Rule(match="Linear", scheme=PROBE_SCHEME)), settings)
     names = names_of(index, resolve(index.architecture, index.config)[0])
     kinds = _kinds(index, plan)
     outlooks: list[SchemeOutlook] = []
@@ -447,7 +452,8 @@ def _kinds(index: SourceIndex, plan: Plan) -> list[_Kind]:
     ]
 
 
-def _stored(index: SourceIndex, group: FusionGroup, scheme: Scheme) -> int:
+def _stored_bytes(index: SourceIndex, group: FusionGroup, scheme: Scheme) -> int:
+    """Return the number of bytes of a group's tensors if it is quantized in this scheme."""
     return quantized_bytes(index, (replace(group, scheme=scheme),))
 
 
@@ -465,12 +471,14 @@ def _outlook(
     reasons = unsupported(groups, names, settings.ranks)
     # The bytes that are equal for all schemes: copied tensors and scales of the KV cache.
     size = plan.output_bytes - sum(
-        kind.number * _stored(index, kind.group, kind.group.scheme) for kind in kinds
+        kind.number * _stored_bytes(index, kind.group, kind.group.scheme) for kind in kinds
     )
     layers = 0
     for kind in kinds:
         fits = kind.group.name not in reasons
-        size += kind.number * (_stored(index, kind.group, scheme) if fits else kind.source_bytes)
+        size += kind.number * (
+            _stored_bytes(index, kind.group, scheme) if fits else kind.source_bytes
+        )
         layers += kind.number * len(kind.group.members) * fits
     reason = next(iter(reasons.values()), "")
     sizes = fitting_sizes(groups, names, settings.ranks) if reason else ()

@@ -20,7 +20,7 @@ from vexport.files import from_json
 from vexport.formats.plan import Plan
 from vexport.formats.schemes import KEEP
 from vexport.plan.build import build_plan
-from vexport.plan.source import plan_headers, settings_of, source_index
+from vexport.plan.source import plan_headers, scenario_settings, source_index
 from vexport.quantize.layer_groups import (
     LayerGroup,
     find_layer_groups,
@@ -220,7 +220,7 @@ def plan_scenario(
     each group gets its smallest candidate, and a note says so. Raises the InputErrors of
     `find_layer_groups`, and InputError if no mixture is within the budget.
     """
-    settings, rules, auto = settings_of(scenario), scenario.rules, scenario.auto
+    settings, rules, auto = scenario_settings(scenario), scenario.rules, scenario.auto
     if auto is None:
         return plan_headers(
             scenario.source, rules, settings, on_progress, trust_remote_code=trust_remote_code

@@ -44,7 +44,7 @@ from vexport.outputs.replaceable import NamedPath, refuse_existing, require_sepa
 from vexport.plan.blocks import Source
 from vexport.plan.build import PlanSettings, require_accepted
 from vexport.plan.rules import calibration_need, needs_rounding
-from vexport.plan.source import DEFAULTS, plan_source
+from vexport.plan.source import DEFAULT_SETTINGS, plan_source
 from vexport.quantize.plan_text import PlanText
 from vexport.quantize.samples import require_calibration
 from vexport.quantize.stream import dealt, input_digest, planned_shards, write_shards
@@ -66,7 +66,7 @@ class QuantizeJob:
     source: str
     out: Path
     rules: tuple[Rule, ...]
-    planning: PlanSettings = DEFAULTS
+    planning: PlanSettings = DEFAULT_SETTINGS
     calibration: Calibration | None = None
     overwrite: bool = False
     trust_remote_code: bool = False

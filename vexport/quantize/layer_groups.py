@@ -18,7 +18,7 @@ from vexport.errors import InputError, raise_all
 from vexport.formats.plan import FusionGroup, Plan
 from vexport.formats.schemes import KEEP
 from vexport.plan.blocks import output_bytes, quantized_bytes
-from vexport.plan.build import PlanSettings, build_plan, layers_alone, require_accepted
+from vexport.plan.build import PlanSettings, build_plan, groups_by_unit, require_accepted
 from vexport.plan.shapes import KEPT
 from vexport.records import Finding
 from vexport.scenario import AUTO, Auto, Rule
@@ -170,7 +170,7 @@ def _how(group: FusionGroup) -> dict[str, object]:
 
 
 def _by_layer_group(plan: Plan) -> dict[str, Groups]:
-    return {name: tuple(groups) for name, groups in layers_alone(plan.groups).items()}
+    return {name: tuple(groups) for name, groups in groups_by_unit(plan.groups).items()}
 
 
 def _allowed(

@@ -23,7 +23,7 @@ from vexport.inference.options import BASELINE, CANDIDATE, NO_EVALUATION, Engine
 from vexport.outputs.manifest import has_manifest, is_recorded, record, remove_recorded, strangers
 from vexport.outputs.replaceable import FolderKind, refuse_others
 from vexport.plan.build import PlanSettings
-from vexport.plan.source import settings_of, source_index
+from vexport.plan.source import scenario_settings, source_index
 from vexport.quantize.layer_groups import LayerGroup, find_layer_groups
 from vexport.records.calibration import RoundingReport
 from vexport.reports.report import Report
@@ -317,7 +317,7 @@ class Run:
     @property
     def planning(self) -> PlanSettings:
         """Return the settings of the plan, without the rules."""
-        return settings_of(self.scenario)
+        return scenario_settings(self.scenario)
 
     @property
     def evaluation(self) -> Evaluate:

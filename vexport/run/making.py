@@ -14,7 +14,7 @@ from vexport.fidelity.dequantize import changed_tensors, layer_errors
 from vexport.files import to_json, write_text
 from vexport.formats.plan import FusionGroup, Plan
 from vexport.plan.build import build_plan, require_accepted
-from vexport.plan.rules import calibration_need, smoothing_for, smoothing_strength
+from vexport.plan.rules import calibration_need, select_smoothing, smoothing_strength
 from vexport.quantize.auto import budget_of, choose_schemes, require_in_reach
 from vexport.quantize.job import QuantizeJob, write_checkpoint
 from vexport.quantize.layer_groups import probe_plan, rules_with
@@ -218,7 +218,7 @@ def quantize(run: Run) -> SourceIndex:
     )
     plan, calibration = run.result(make_plan), run.get(calibrate)
     if calibration is not None:
-        calibration = replace(calibration, smoothing=smoothing_for(plan, calibration.smoothing))
+        calibration = replace(calibration, smoothing=select_smoothing(plan, calibration.smoothing))
     _, rounding = write_checkpoint(job, run.index, plan, calibration)
     if rounding is None:
         (run.folder / ROUNDING).unlink(missing_ok=True)

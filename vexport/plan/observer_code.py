@@ -39,14 +39,17 @@ def untrusted_place(name: str, folders: Sequence[Path]) -> str | None:
     `folders` are not trusted, in addition to the current folder.
     """
     module = name.partition(CLASS_SEPARATOR)[0]
-    near = [*_spellings(Path.cwd()), *(each for folder in folders for each in _spellings(folder))]
+    untrusted = [
+        *_spellings(Path.cwd()),
+        *(each for folder in folders for each in _spellings(folder)),
+    ]
     path: list[str] | None = None
     parts = module.split(".")
     for number in range(1, len(parts) + 1):
-        spec = _found(".".join(parts[:number]), path)
+        spec = _find_spec(".".join(parts[:number]), path)
         if spec is None:
             return None
-        if spec.origin is not None and not _is_trusted(spec.origin, near):
+        if spec.origin is not None and not _is_trusted(spec.origin, untrusted):
             return spec.origin
         if spec.submodule_search_locations is None:
             return None
@@ -54,7 +57,7 @@ def untrusted_place(name: str, folders: Sequence[Path]) -> str | None:
     return None
 
 
-def _found(name: str, path: list[str] | None) -> ModuleSpec | None:
+def _find_spec(name: str, path: list[str] | None) -> ModuleSpec | None:
     """Return the spec that importing `name` would use, without importing its parents."""
     for finder in sys.meta_path:
         find = getattr(finder, "find_spec", None)
@@ -70,27 +73,33 @@ def _locations(spec: ModuleSpec) -> list[str]:
     return [*getattr(locations, "_path", locations or ())]
 
 
-def _is_trusted(origin: str, near: Sequence[Path]) -> bool:
+def _is_trusted(origin: str, untrusted: Sequence[Path]) -> bool:
     """Return True if a file is in a trusted place. Built-in and frozen modules have no file."""
     file = Path(origin)
     if not file.is_absolute():
         return False
     if _is_in(file.resolve(), [PACKAGE]):
         return True
-    installed = [spelling for folder in _installed() for spelling in _spellings(folder)]
-    roots = [root for root in installed if _is_in(file, [root])]
-    if roots:
+    installed = [spelling for folder in _site_packages() for spelling in _spellings(folder)]
+    packages = [root for root in installed if _is_in(file, [root])]
+    if packages:
         # The file is not trusted if the current folder has the file and is, or is in, a folder of
         # installed packages.
-        inside = [folder for folder in near if _is_in(folder, roots)]
-        outside = [folder for folder in near if folder not in inside]
+        untrusted_packages = [folder for folder in untrusted if _is_in(folder, packages)]
+        other_untrusted = [folder for folder in untrusted if folder not in untrusted_packages]
         is_link = not _is_in(file.resolve(), installed)
-        return not _is_near(file, inside) and not (is_link and _is_in(file.resolve(), outside))
-    named = [spelling for folder in (*_named(), *_editable()) for spelling in _spellings(folder)]
-    return _is_in(file, named) and not _is_near(file, near)
+        return not _is_untrusted(file, untrusted_packages) and not (
+            is_link and _is_in(file.resolve(), other_untrusted)
+        )
+    trusted = [
+        spelling
+        for folder in (*_python_path(), *_editable_projects())
+        for spelling in _spellings(folder)
+    ]
+    return _is_in(file, trusted) and not _is_untrusted(file, untrusted)
 
 
-def _is_near(file: Path, folders: Sequence[Path]) -> bool:
+def _is_untrusted(file: Path, folders: Sequence[Path]) -> bool:
     return _is_in(file, folders) or _is_in(file.resolve(), folders)
 
 
@@ -103,7 +112,7 @@ def _spellings(folder: Path) -> tuple[Path, Path]:
     return Path(os.path.abspath(folder)), folder.resolve()  # noqa: PTH100 (links stay what they are)
 
 
-def _installed() -> list[Path]:
+def _site_packages() -> list[Path]:
     """Return the folders of installed packages of this interpreter."""
     user = [site.getusersitepackages()] if site.ENABLE_USER_SITE else []
     paths = sysconfig.get_paths()
@@ -111,18 +120,18 @@ def _installed() -> list[Path]:
     return [Path(name) for name in dict.fromkeys(names)]
 
 
-def _named() -> list[Path]:
+def _python_path() -> list[Path]:
     """Return the entries of PYTHONPATH, except empty entries, which mean the current folder."""
     entries = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     return [Path(entry) for entry in entries if entry]
 
 
-def _editable() -> Iterator[Path]:
+def _editable_projects() -> Iterator[Path]:
     """Yield the folders of projects that are installed as editable.
 
     They are found by .pth files and by the metadata of distributions.
     """
-    installed = [str(folder) for folder in _installed() if folder.is_dir()]
+    installed = [str(folder) for folder in _site_packages() if folder.is_dir()]
     for folder in installed:
         for file in sorted(Path(folder).glob("*.pth")):
             lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -134,10 +143,10 @@ def _editable() -> Iterator[Path]:
             yield from (Path(folder) / path for path in paths)
     for distribution in distributions(path=installed):
         if text := distribution.read_text("direct_url.json"):
-            yield from _editable_project(text)
+            yield from _editable_folder(text)
 
 
-def _editable_project(text: str) -> Iterator[Path]:
+def _editable_folder(text: str) -> Iterator[Path]:
     """Yield the folder of an editable project from its direct_url.json (PEP 610)."""
     try:
         content = json.loads(text)
