@@ -55,7 +55,7 @@ def test_quantizing_again_is_argument_error(tiny_llama: Path, tmp_path: Path) ->
     given = 'quantization_config={"linear": {"weight": "fp8_per_channel_static"}}'
     ran = vexport("load", checkpoint, "--engine-arg", given, "--quiet")
     assert ran.code == 2
-    assert "--engine-arg quantization_config: got layers that are quantized already" in ran.stderr
+    assert "--engine-arg quantization_config: got layers that are already quantized" in ran.stderr
 
 
 OTHER_PYTHON = os.environ.get("VEXPORT_OTHER_VLLM_PYTHON", "")

@@ -150,7 +150,7 @@ def test_wrong_chat_template_blames_harness(tmp_path: Path, prompts: Prompts, ex
     wrong = with_template(export, tmp_path / "wrong", WRONG_TEMPLATE)
     found = attribution_of(tmp_path, prompts, wrong, by=export, baseline=right)
     assert found.cause == "harness"
-    assert "chat template: a conversation becomes" in found.reason
+    assert "chat template: from character" in found.reason
     same = with_template(export, tmp_path / "same", TEMPLATE)
     assert (
         attribution_of(
@@ -170,7 +170,7 @@ def test_different_tokens_blame_harness(tmp_path: Path, prompts: Prompts) -> Non
     found = attribute(session, other, limit=LIMIT, outcome="FAIL", vllm_python=NO_VLLM)
     assert found is not None
     assert (found.cause, found.engine) == ("harness", None)
-    assert "tokenizer: a prompt becomes the tokens" in found.reason
+    assert "tokenizer: a prompt has the tokens" in found.reason
 
 
 def test_failure_without_distance_blames_harness(tmp_path: Path, prompts: Prompts) -> None:

@@ -56,7 +56,7 @@ def test_temporary_faults_are_retried(fault: Fault, server: AddingServer, tmp_pa
 def test_answers_survive_failing_server(server: AddingServer, tmp_path: Path) -> None:
     """After the failure, only the missing answers are requested."""
     server.after = 50
-    with pytest.raises(EnvironmentFault, match="HTTP 500.*only the rest is asked"):
+    with pytest.raises(EnvironmentFault, match="HTTP 500.*finished answers are kept"):
         answers_of(endpoint(server, retry=1), tmp_path / "kept")
     assert len((tmp_path / "kept").read_text().splitlines()) == 50
     server.after = None
@@ -72,7 +72,7 @@ def test_answers_survive_failing_server(server: AddingServer, tmp_path: Path) ->
 
 def test_answers_survive_dead_server(server: AddingServer, tmp_path: Path) -> None:
     server.dies_after = 21
-    with pytest.raises(EnvironmentFault, match="no answer.*only the rest is asked"):
+    with pytest.raises(EnvironmentFault, match="no answer.*finished answers are kept"):
         answers_of(endpoint(server, retry=0.5), tmp_path / "kept")
     assert len((tmp_path / "kept").read_text().splitlines()) == len(server.answered) == 21
     server.dies_after = None
@@ -136,14 +136,14 @@ def test_drafts_are_counted_for_each_prompt(server: AddingServer) -> None:
     assert server.answered == PROMPTS[:3]
     server.others = 1
     with pytest.raises(
-        EnvironmentFault, match=r"got 2 answers where 1 was asked for, .* no other client"
+        EnvironmentFault, match=r"got 2 finished and .* no other client"
     ):
         count_drafts(model, PROMPTS[:1])
     server.others, server.running = 0, 1
-    with pytest.raises(EnvironmentFault, match="1 more under way"):
+    with pytest.raises(EnvironmentFault, match="1 running requests"):
         count_drafts(model, PROMPTS[:1])
     server.drafts = None
-    with pytest.raises(InputError, match="no counters of drafts at /metrics.*--speculative-config"):
+    with pytest.raises(InputError, match="no draft counters at /metrics.*--speculative-config"):
         count_drafts(model, PROMPTS[:1])
 
 
@@ -153,11 +153,11 @@ def test_changed_model_is_refused(server: AddingServer, tmp_path: Path) -> None:
     model.expect("", 1)
     server.root = "models/subtracter"
     with pytest.raises(
-        EnvironmentFault, match=r"another model .* \(models/subtracter, vLLM 0.32.0\)"
+        EnvironmentFault, match=r"served model has changed: .* \(models/subtracter, vLLM 0.32.0\)"
     ):
         model.generate([{"prompt_token_ids": [3, 4]}], [{}], False, None)
     server.name = "subtracter"
-    with pytest.raises(EnvironmentFault, match="another model .* no model adder"):
+    with pytest.raises(EnvironmentFault, match="served model has changed: no model adder"):
         model.server.require_same()
     assert not (tmp_path / "kept").exists()
 
@@ -196,7 +196,7 @@ def test_key_is_not_shown_or_stored(
 
 def test_missing_model_or_server_is_named(server: AddingServer) -> None:
     with pytest.raises(
-        InputError, match="got 2 models, need one of adder, other; name one with --model"
+        InputError, match="got 2 models, need one of adder, other; choose a model with --model"
     ):
         Server(Endpoint(url=server.url))
     with pytest.raises(EnvironmentFault, match="ConnectionRefusedError"):

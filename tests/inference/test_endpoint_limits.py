@@ -185,7 +185,7 @@ def test_wrong_log_probabilities_are_server_faults(fields: dict[str, object]) ->
 def test_missing_log_probabilities_are_named(logprobs: object) -> None:
     with (
         replying(with_choice(logprobs=logprobs)) as url,
-        pytest.raises(EnvironmentFault, match="no log-probabilities.*leave out --text"),
+        pytest.raises(EnvironmentFault, match="no log-probabilities.*remove --text"),
     ):
         connect(url).score([3, 2, 4], 1)
 
@@ -235,8 +235,8 @@ def with_status(
 @pytest.mark.parametrize(
     ("status", "words"),
     [
-        (301, "give the address that the server redirects to"),
-        (307, "give the address that the server redirects to"),
+        (301, "use the address that the server redirects to"),
+        (307, "use the address that the server redirects to"),
         (400, r"HTTP 400: <html>no</html>, in answer to a prompt as token ids.*--gen-kwargs"),
         (401, f"set {API_KEY}"),
         (404, "behind the gateway"),
@@ -260,12 +260,12 @@ def test_permanent_failure_is_given_up(status: int) -> None:
         with pytest.raises(EnvironmentFault, match=f"prompt as token ids .*HTTP {status}: <html>"):
             server.generate([3], PARAMETERS)
         with pytest.raises(
-            EnvironmentFault, match=f"echo and logprobs .*HTTP {status}.*leave out --text"
+            EnvironmentFault, match=f"echo and logprobs .*HTTP {status}.*remove --text"
         ):
             server.score([3, 4], 1)
     assert time.monotonic() - began < 10
     assert len(lines) == 1
-    assert "trying again for 300 s (--retry-seconds)" in lines[0]
+    assert "retrying for 300 s (--retry-seconds)" in lines[0]
 
 
 BUSY = [
@@ -308,7 +308,7 @@ def test_long_prompt_names_limit(words: str) -> None:
     with replying(with_status(400, {"error": {"message": words}})) as url:
         server = connect(url)
         for ask in (lambda: server.generate([3], PARAMETERS), lambda: server.score([3, 4], 1)):
-            with pytest.raises(InputError, match="need at most 12 tokens in all"):
+            with pytest.raises(InputError, match="need at most 12 tokens in total"):
                 ask()
 
 

@@ -47,7 +47,7 @@ def test_folder_of_remote_server_is_not_used(
         monkeypatch.setenv(
             "http_proxy", url.removesuffix("/v1")
         )  # a host name that only the proxy can resolve
-        with pytest.raises(InputError, match="no folder of this machine.*--tokenizer"):
+        with pytest.raises(InputError, match="nor a folder on this machine.*--tokenizer"):
             tokenizer_of("candidate", "http://elsewhere.invalid/v1", settings, options)
 
 
@@ -74,5 +74,5 @@ def test_invalid_counters_are_one_error(content: bytes) -> None:
     def reply(path: str, body: dict[str, object]) -> Sent:
         return Sent(content=content) if path == "/metrics" else sound(path, body)
 
-    with replying(reply) as url, pytest.raises(VexportError, match="/metrics|no count"):
+    with replying(reply) as url, pytest.raises(VexportError, match="/metrics|not a count"):
         count_drafts(EndpointModel(connect(url), KeptAnswers(None), silent), [[3, 4]])

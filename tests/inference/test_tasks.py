@@ -80,7 +80,7 @@ def test_trusted_function_is_copied_with_module(tmp_path: Path) -> None:
         (
             SUMS.replace("generate_until", "loglikelihood").replace("exact_match", "acuracy"),
             r"t\.yaml: metric: got acuracy, need one of acc, perplexity \(loglikelihood\); "
-            r"correct it",
+            r"correct the name",
         ),
     ],
 )
@@ -130,7 +130,9 @@ def test_metric_with_code_needs_trust(name: str, mark: Path) -> None:
     (mark.parent / "t.yaml").write_text(with_metric(name.format(folder=mark.parent)))
     (mark.parent / "all.yaml").write_text("group: all\ntask: [t]\n")
     for file in ("t.yaml", "all.yaml"):
-        with pytest.raises(InputError, match=r"Python that would be run; add --trust-remote-code"):
+        with pytest.raises(
+            InputError, match=r"Python code that would run; add --trust-remote-code"
+        ):
             resolve_tasks([file], folder=mark.parent / "run")
         assert resolve_tasks([file], folder=mark.parent / "run", trust_remote_code=True)
 
@@ -138,7 +140,9 @@ def test_metric_with_code_needs_trust(name: str, mark: Path) -> None:
 def test_pickled_documents_are_refused(mark: Path) -> None:
     (mark.parent / "t.yaml").write_text(SUMS.replace("dataset_path: json", "dataset_path: pandas"))
     for trust in (False, True):
-        with pytest.raises(InputError, match="got pickled documents, need data that run nothing"):
+        with pytest.raises(
+            InputError, match="got pickled documents, need data that cannot run code"
+        ):
             resolve_tasks(["t.yaml"], folder=mark.parent / "run", trust_remote_code=trust)
 
 

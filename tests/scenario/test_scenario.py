@@ -144,7 +144,7 @@ def test_missing_template_ends_run_early(tmp_path: Path) -> None:
     )
     ran = vexport("run", path, "--run-dir", tmp_path / "run")
     assert ran.code == 2
-    assert "baseline: chat template: got none, need one, to be applied" in ran.stderr
+    assert "baseline: chat template: got no template, need a template to apply" in ran.stderr
     assert not (tmp_path / "run" / "checkpoint").exists()
 
 

@@ -278,8 +278,8 @@ class EndpointSource(AnswerSource):
             raise InputError(
                 f"{self.role} {self.url}",
                 got=f"sequences of at most {longest} tokens",
-                need=f"more than {_LEAST_TEXT}, to read text",
-                fix="start it with a longer --max-model-len",
+                need=f"sequences of more than {_LEAST_TEXT} tokens for --text",
+                fix="start the server with a longer --max-model-len",
             )
         return longest
 

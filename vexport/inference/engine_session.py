@@ -78,9 +78,9 @@ def _accept(result: SessionResult, request: SessionRequest, where: str, log: Pat
     if quantizing and _REQUANTIZES.search(failure.message):
         raise InputError(
             ", ".join(quantizing),
-            got=f"layers that are quantized already: {failure.message}",
-            need="layers whose stored weights this vLLM can quantize again",
-            fix="remove it, or name only unquantized layers in its targets",
+            got=f"layers that are already quantized: {failure.message}",
+            need="layers that this version of vLLM can quantize again",
+            fix="remove the argument, or limit its targets to unquantized layers",
         )
     given = [
         f"{name} {json.dumps(value)}"

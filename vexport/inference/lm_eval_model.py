@@ -52,10 +52,10 @@ class ServedChat:
         if isinstance(name, str):
             self.hf_chat_template = self.tokenizer.get_chat_template(name)
         if name and not self.hf_chat_template:
-            fix = "add one to the tokenizer, or do not apply it (--no-apply-chat-template)"
-            raise InputError(
-                "chat template", got="none that vLLM finds", need="one, to be applied", fix=fix
-            )
+            got = "no template that vLLM finds"
+            need = "a template to apply"
+            fix = "add a chat template to the tokenizer, or use --no-apply-chat-template"
+            raise InputError("chat template", got=got, need=need, fix=fix)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """Return the template in use, which lm-eval records."""
@@ -74,8 +74,8 @@ class ServedChat:
         except jinja2.TemplateError as error:
             if self.settings.system_instruction is not None:
                 got = f"{type(error).__name__}: {error}"
-                need = "a template that takes a system message"
-                fix = "leave the system instruction out, or put it into the tasks' doc_to_text"
+                need = "a template that supports system messages"
+                fix = "remove the system instruction, or add it to the tasks' doc_to_text"
                 raise InputError("chat template", got=got, need=need, fix=fix) from error
             others = [message for message in chat_history if message["role"] != "system"]
             return self._rendered(others, add_generation_prompt)
@@ -93,10 +93,9 @@ class ServedChat:
                     **thinking,
                 )
         except TimeoutError as error:
-            fix = "correct it, or do not apply it (--no-apply-chat-template)"
-            raise InputError(
-                "chat template", got=str(error), need="a template that ends", fix=fix
-            ) from error
+            need = "a template that renders in time"
+            fix = "correct the template, or use --no-apply-chat-template"
+            raise InputError("chat template", got=str(error), need=need, fix=fix) from error
         return text
 
 
@@ -184,7 +183,6 @@ def _require_room(request: "Instance", prompt: int, new: int, room: int) -> None
         raise InputError(
             f"task {request.task_name}, document {request.doc_id}",
             got=f"a prompt of {prompt} tokens and {new} to generate",
-            need=f"at most {room} in all (max_model_len)",
-            fix="raise max_model_len, or lower max_gen_toks (256 if the task sets none) or "
-            "num_fewshot",
+            need=f"at most {room} in total (max_model_len)",
+            fix="raise max_model_len, or lower max_gen_toks (256 by default) or num_fewshot",
         )

@@ -125,8 +125,8 @@ def _evaluate(
             repeated = compare_rows(first, again["samples"])
             write_repeated(request.output, replace(repeated, sampled=request.lm_eval.seeds > 1))
     except jinja2.TemplateError as error:
-        fix = "fix doc_to_text, doc_to_target or doc_to_choice of the task"
-        need = "a template that its documents can fill"
+        fix = "correct doc_to_text, doc_to_target or doc_to_choice of the task"
+        need = "a template that fits the task's documents"
         raise InputError(
             f"tasks {', '.join(request.tasks)}", got=str(error), need=need, fix=fix
         ) from error
@@ -241,10 +241,11 @@ def _save(tracker: "EvaluationTracker", results: "EvalResults", output: Path) ->
     written = sum(1 for _ in output.rglob("*.json*"))
     if written != 1 + len(samples):
         got = (
-            f"lm-eval wrote {written} of {1 + len(samples)} files (it logs a failed write "
-            f"and goes on)"
+            f"lm-eval wrote only {written} of {1 + len(samples)} files (it logs a failed write and "
+            f"continues)"
         )
-        raise EnvironmentFault(str(output), got=got, need="", fix="look for a full disk in the log")
+        fix = "check the log and the free disk space"
+        raise EnvironmentFault(str(output), got=got, need="", fix=fix)
 
 
 def _move_files(source: Path, target: Path) -> None:

@@ -16,8 +16,8 @@ from vexport.inference.answers import Served
 from vexport.records import Json, LmEvalSettings
 from vexport.scenario import Evaluate
 
-_ADD = "copy the template from the model that has one (chat_template.jinja)"
-_SKIP = "do not apply it: --no-apply-chat-template, or apply_chat_template: false in a scenario"
+_COPY = "copy chat_template.jinja from {}"
+_SKIP = "do not apply it (--no-apply-chat-template, or apply_chat_template: false in a scenario)"
 CONVERSATION = (
     {"role": "user", "content": "What is the capital of France?"},
     {"role": "assistant", "content": "Paris."},
@@ -40,14 +40,13 @@ def lm_eval_settings(settings: Evaluate, models: Mapping[str, Path]) -> LmEvalSe
         for role, other in others:
             is_same = chat_templates(root) == chat_templates(other)
             for difference in () if is_same else other_template(root, other):
-                fix = f"{_ADD.replace('the model that has one', first)}, or {_SKIP}"
-                raise InputError(
-                    f"{role} {other}", got=difference, need=f"the {first}'s prompts", fix=fix
-                )
+                need = f"the same prompts as the {first}"
+                fix = f"{_COPY.format(f'the {first}')}, or {_SKIP}"
+                raise InputError(f"{role} {other}", got=difference, need=need, fix=fix)
     elif settings.fewshot_as_multiturn:
         role, root = next(iter(models.items()))
-        got, need = "no chat template", "one, for fewshot_as_multiturn"
-        fix = "leave fewshot_as_multiturn out, or add a chat template"
+        got, need = "no chat template", "a chat template for fewshot_as_multiturn"
+        fix = "remove fewshot_as_multiturn, or add a chat template"
         raise InputError(f"{role} {root}", got=got, need=need, fix=fix)
     multiturn = settings.fewshot_as_multiturn
     given = settings.model_dump(include={field.name for field in fields(LmEvalSettings)})
@@ -72,15 +71,15 @@ def _template(settings: Evaluate, templates: Mapping[str, Mapping[str, str]]) ->
 def _lacking(role: str, name: str, templates: Mapping[str, str]) -> InputError:
     where = f"{role}: chat template"
     if not templates:
-        fix = f"{_ADD}, or {_SKIP}"
-        return InputError(where, got="none", need="one, to be applied", fix=fix)
+        fix = f"{_COPY.format('a model that has a template')}, or {_SKIP}"
+        return InputError(where, got="no template", need="a template to apply", fix=fix)
     named = ", ".join(sorted(templates))
     if name == DEFAULT:
-        fix = "name one (--chat-template NAME, or apply_chat_template: NAME in a scenario)"
-        return InputError(where, got=f"several without a default: {named}", need="one", fix=fix)
-    return InputError(
-        where, got=f"no template named {name}", need=f"one of {named}", fix="name one of these"
-    )
+        got = f"several templates without a default: {named}"
+        fix = "choose one (--chat-template NAME, or apply_chat_template: NAME in a scenario)"
+        return InputError(where, got=got, need="a default template", fix=fix)
+    got = f"no template with the name {name}"
+    return InputError(where, got=got, need=f"one of {named}", fix="choose one of these templates")
 
 
 def differences(baseline: Served, candidate: Served) -> Iterator[str]:
@@ -90,14 +89,14 @@ def differences(baseline: Served, candidate: Served) -> Iterator[str]:
     differ = next(((x, y) for x, y in zip(old, new, strict=False) if x != y), None)
     if differ:
         before, after = map(_short, differ)
-        yield f"tokenizer: a prompt becomes the tokens {after}, the baseline's {before}"
+        yield f"tokenizer: a prompt has the tokens {after}, but {before} in the baseline"
     elif len(old) != len(new):
-        yield f"tokenizer: it knows {len(new)} of the prompts, the baseline's {len(old)}"
+        yield f"tokenizer: it supports {len(new)} prompts, the baseline's tokenizer {len(old)}"
     yield from other_template(*roots)
     settings, others = map(_generation, roots)
     for name in sorted({*settings, *others}.difference(_NOTES)):
         if settings.get(name) != others.get(name):
-            values = f"{others.get(name)!r}, the baseline's {settings.get(name)!r}"
+            values = f"{others.get(name)!r}, but {settings.get(name)!r} in the baseline"
             yield f"generation_config.json: {name} is {values}"
 
 
@@ -107,8 +106,8 @@ def other_template(old: Path, new: Path) -> Iterator[str]:
     if before != after:
         at = next((i for i, (x, y) in enumerate(zip(before, after, strict=False)) if x != y), 0)
         yield (
-            f"chat template: a conversation becomes {_short(after[at:])} from character {at} on, "
-            f"the baseline's {_short(before[at:])}"
+            f"chat template: from character {at} on, a conversation is {_short(after[at:])}, but "
+            f"{_short(before[at:])} in the baseline"
         )
 
 

@@ -105,9 +105,9 @@ def _tokenizer(checkpoint: Path) -> PreTrainedTokenizerBase:
     except Exception as error:  # transformers raises any class for a file that it cannot read
         raise InputError(
             str(checkpoint),
-            got=f"no tokenizer that transformers reads ({first_line(error)})",
-            need="tokenizer.json, or the files of the model's own tokenizer",
-            fix="copy the tokenizer's files from the source next to the weights",
+            got=f"no tokenizer that transformers can read ({first_line(error)})",
+            need="tokenizer.json, or other files of the model's tokenizer",
+            fix="copy the tokenizer's files from the source to the checkpoint",
         ) from error
     return tokenizer
 

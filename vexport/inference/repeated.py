@@ -102,9 +102,9 @@ def require_deterministic(folder: Path, repeated: Repeated, alpha: float) -> Non
         return
     raise EnvironmentFault(
         str(folder),
-        got=f"{changed} of {asked} answers changed when the same model was asked again: above "
-        f"{TOLERATED:.1%} there is no verdict",
+        got=f"{changed} of {asked} answers changed when the same model answered again; a verdict "
+        f"needs at most {TOLERATED:.1%}",
         need="",
-        fix="use greedy decoding, or --seeds for sampled answers, and one kind of GPU; "
-        "try VLLM_BATCH_INVARIANT=1 or fewer sequences at once",
+        fix="use greedy decoding (or --seeds for sampled answers) and GPUs of one kind, or try "
+        "VLLM_BATCH_INVARIANT=1 or fewer sequences at a time",
     )

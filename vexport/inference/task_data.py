@@ -115,7 +115,7 @@ def tasks_as_data() -> Iterator[None]:
     def import_own(name: str, folder: Path) -> object:
         if not folder.is_relative_to(own):
             got = f"!function {name}, {METRIC_CODE}"
-            raise InputError(str(folder), got=got, need="a task without Python", fix=TRUST)
+            raise InputError(str(folder), got=got, need="a task without Python code", fix=TRUST)
         return imported(name, folder)
 
     sandbox = _Sandbox(
@@ -155,8 +155,8 @@ def load_tasks(
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # `evaluate` requires it
     for task in names:
         if _settings(task, manager).get("unsafe_code") and not trust:
-            got = "it runs Python that the model writes"
-            fix = "add --trust-remote-code, best in a container"
+            got = "the task runs Python code that the model writes"
+            fix = "add --trust-remote-code, preferably in a container"
             raise InputError(f"task {task}", got=got, need="", fix=fix)
         name = Path(task).name.removesuffix(GROUP_SUFFIX) if task.endswith(GROUP_SUFFIX) else task
         try:
@@ -198,8 +198,8 @@ def _known_metrics(task_name: str, *, trust: bool) -> Iterator[None]:
         if not trust and is_foreign_code(metric):
             raise InputError(f"metric {metric}", got=METRIC_CODE, need="", fix=METRIC_FIX)
         if (found := known(metric, hf_evaluate_metric)) is None:
-            got = "lm-eval does not have it, nor do the hub or the cache of `evaluate`"
-            fix = "correct the name, or load it once where the hub is reached"
+            got = "neither lm-eval nor the hub nor the cache of `evaluate` has this metric"
+            fix = "correct the name, or load the metric once on a machine with access to the hub"
             raise InputError(f"task {task_name}: metric {metric}", got=got, need="", fix=fix)
         return found
 
@@ -215,17 +215,16 @@ def missing(error: Exception, task: str) -> EnvironmentFault | None:
     where = f"task {task}"
     if isinstance(error, ModuleNotFoundError) and error.name:
         module = error.name.partition(".")[0]
-        got = f"it scores with the module {module}, which is missing"
-        return EnvironmentFault(
-            where, got=got, need="", fix=f"`pip install {_requirement(module)}`"
-        )
+        got = f"the task needs the Python module {module}, which is not installed"
+        fix = f"run `pip install {_requirement(module)}`"
+        return EnvironmentFault(where, got=got, need="", fix=fix)
     metric = _METRIC.search(str(error)) if isinstance(error, FileNotFoundError) else None
     if metric is None:
         return None
     fix = (
-        "load it once where the hub is reached, and copy the folder `modules` of HF_HOME from "
-        "there: "
-        f"`python -c \"import evaluate; evaluate.load('{metric['name']}')\"`"
+        "load the metric once on a machine with access to the hub "
+        f"(`python -c \"import evaluate; evaluate.load('{metric['name']}')\"`), and copy the "
+        "folder `modules` of HF_HOME from there"
     )
     got = f"the metric {metric['name']} is not in the cache, and the hub cannot be reached"
     return EnvironmentFault(where, got=got, need="", fix=fix)
@@ -320,7 +319,7 @@ def _found(value: object, task: str, folders: Sequence[Path]) -> object:
         for file in (file for folder in folders for file in sorted(folder.rglob(value))):
             return str(file)
     need = "the task's documents, in this folder or next to its YAML file"
-    fix = "put them there, or correct the path"
+    fix = "put the documents there, or correct the path"
     raise InputError(f"task {task}: data_files", got=f"no file {value}", need=need, fix=fix)
 
 
@@ -337,8 +336,8 @@ def _problems(request: SessionRequest) -> list[InputProblem]:
 def _fetch(request: SessionRequest, report: OnProgress) -> Iterator[VexportError]:
     """Build every task once to download its documents, and yield the errors."""
     if importlib.util.find_spec("lm_eval") is None:
-        fix = "install it there with `pip install lm-eval`"
-        raise EnvironmentFault(sys.executable, got="lm-eval is missing", need="", fix=fix)
+        fix = "install it for this interpreter with `pip install lm-eval`"
+        raise EnvironmentFault(sys.executable, got="lm-eval is not installed", need="", fix=fix)
     total = len(request.tasks)
     folders = request.include_paths
     report(STAGE, 0, total)
@@ -407,9 +406,11 @@ def _nltk_problem(task: str, before: Collection[str]) -> Iterator[EnvironmentFau
     try:
         sys.modules["nltk"].data.find("tokenizers/punkt_tab")
     except LookupError:
-        got = "NLTK's punkt_tab, which cuts sentences, is missing"
-        fix = "fetch it where there is a network, and copy the folder nltk_data from there: "
-        fix += "`python -m nltk.downloader punkt_tab`"
+        got = "NLTK's punkt_tab, which splits text into sentences, is missing"
+        fix = (
+            "download it on a machine with a network (`python -m nltk.downloader punkt_tab`), and "
+            "copy the folder nltk_data from there"
+        )
         yield EnvironmentFault(f"task {task}", got=got, need="", fix=fix)
 
 

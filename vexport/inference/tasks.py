@@ -60,8 +60,8 @@ METRICS = {
 
 Tasks that generate text are not listed: they have more metrics.
 """
-METRIC_CODE = "Python that would be run"
-METRIC_FIX = "add --trust-remote-code if you trust it, or name a metric of lm-eval"
+METRIC_CODE = "Python code that would run"
+METRIC_FIX = "add --trust-remote-code if you trust the code, or use a metric of lm-eval"
 
 
 def resolve_tasks(
@@ -83,11 +83,12 @@ def resolve_tasks(
     resolved = attempt_all(
         (task, partial(_resolve, task, folder, include_paths, trust_remote_code)) for task in tasks
     )
-    fix = "give it once, or rename one (key `task`)"
+    need = "each task name only once"
+    fix = "remove one of the tasks, or rename it (key `task`)"
     names = [name for name, _ in resolved]
     raise_all(
         [
-            InputError(f"task {task}", got=f"a second task {name}", need="one", fix=fix)
+            InputError(f"task {task}", got=f"a second task {name}", need=need, fix=fix)
             for number, (task, name) in enumerate(zip(tasks, names, strict=True))
             if name in names[:number]
         ]
@@ -135,9 +136,8 @@ def thinking_error(task: str, output_type: str) -> NoThinkingError:
     return NoThinkingError(
         f"task {task}",
         got=f"enable_thinking with the output type {output_type}",
-        need="a task that generates its answers: nothing is thought before a given text is scored",
-        fix="leave enable_thinking out (--enable-thinking), or evaluate this task in a call of "
-        "its own",
+        need="a task that generates answers, because a model does not think to score given texts",
+        fix="remove enable_thinking (--enable-thinking), or evaluate this task in a separate call",
     )
 
 
@@ -172,7 +172,8 @@ def _inlined(path: Path, config: Config, trust: bool) -> Config:
     """Return a group's keys with the keys of its tasks inlined, a form that lm-eval accepts."""
     name = config.get("group")
     if not isinstance(name, str) or Path(name).name != name:
-        need, fix = "the group's name, fit for a file", "add the key group"
+        need = "the group's name, which must be a valid file name"
+        fix = "add or correct the key group"
         raise InputError(f"{path}: group", got=shown(name), need=need, fix=fix)
     given = config["task"]
     assert isinstance(given, list)
@@ -183,11 +184,11 @@ def _inlined(path: Path, config: Config, trust: bool) -> Config:
         members.append(_member(path, member, trust))
         values += sum(1 for _ in leaves(members[-1]))
         if values > MOST_VALUES:
-            got, need = f"tasks with more than {MOST_VALUES:,} values", "fewer"
+            got, need = f"tasks with more than {MOST_VALUES:,} values", "fewer values"
             raise InputError(f"{path}: task", got=got, need=need, fix="split the group")
     if not members:
         raise InputError(
-            f"{path}: task", got="no tasks", need="at least one", fix="name the group's tasks"
+            f"{path}: task", got="no tasks", need="at least one", fix="list the group's tasks"
         )
     for member in members:
         _require_complete(path, shared | member, trust)
@@ -213,14 +214,13 @@ def _require_complete(path: Path, config: Config, trust: bool) -> None:
     if config.get("output_type") != "loglikelihood_rolling" and "doc_to_target" not in config:
         missing.append("doc_to_target")
     problems = [
-        InputError(str(path), got=f"no key {key}", need="it", fix="add it") for key in missing
+        InputError(str(path), got=f"no key {key}", need="this key", fix="add the key")
+        for key in missing
     ]
     name = str(config.get("task"))
     if Path(name).name != name:
         fix = "use letters, digits, - and _"
-        problems.append(
-            InputError(f"{path}: task", got=name, need="a name fit for a file", fix=fix)
-        )
+        problems.append(InputError(f"{path}: task", got=name, need="a valid file name", fix=fix))
     kwargs = config.get("dataset_kwargs")
     fix = "check dataset_kwargs.data_files; paths are relative to the YAML file"
     problems += [
@@ -231,7 +231,7 @@ def _require_complete(path: Path, config: Config, trust: bool) -> None:
     if config.get("dataset_path") == PICKLED:
         where, fix = f"{path}: dataset_path", "store the documents as JSON lines or parquet"
         problems.append(
-            InputError(where, got="pickled documents", need="data that run nothing", fix=fix)
+            InputError(where, got="pickled documents", need="data that cannot run code", fix=fix)
         )
     problems += [
         InputError(f"{path}: metric {metric}", got=METRIC_CODE, need="", fix=METRIC_FIX)
@@ -255,7 +255,7 @@ def _unknown_metrics(path: Path, config: Config) -> Iterator[InputError]:
     for metric in _metrics(config) if known and "process_results" not in config else ():
         if metric not in known:
             need = f"one of {', '.join(known)} ({output_type})"
-            fix = f"correct it{nearest(metric, known)}"
+            fix = f"correct the name{nearest(metric, known)}"
             yield InputError(f"{path}: metric", got=metric, need=need, fix=fix)
 
 
@@ -372,7 +372,7 @@ class _TaskFiles:
     def _count(self, path: Path) -> None:
         self.includes += 1
         if self.includes > MOST_INCLUDES:
-            got, need = f"more than {MOST_INCLUDES} includes", f"at most {MOST_INCLUDES} for a task"
+            got, need = f"more than {MOST_INCLUDES} includes", f"at most {MOST_INCLUDES} per task"
             raise InputError(f"{path}: include", got=got, need=need, fix="join the files")
 
 
@@ -428,14 +428,14 @@ def parse_task(path: Path, trust: bool) -> Config:
 
     Raises InputError if the file is not a YAML mapping, or has `!function` without `trust`.
     """
-    need = "a task's YAML"
+    need = "the YAML of a task"
     config = load_yaml(path, need, _Loader)
     for function in () if trust else _functions(config):
-        got = f"!function {function.name}, Python that would be run"
+        got = f"!function {function.name}, {METRIC_CODE}"
         raise InputError(f"{path}:{function.line}", got=got, need=need, fix=TRUST)
     if not isinstance(config, dict):
-        got, need = f"a {type(config).__name__}", "a mapping of a task's keys"
-        raise InputError(str(path), got=got, need=need, fix="fix the file")
+        got, need = f"a {type(config).__name__}", "a mapping with the keys of a task"
+        raise InputError(str(path), got=got, need=need, fix="correct the file")
     return {str(key): value for key, value in config.items()}
 
 

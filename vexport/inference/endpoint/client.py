@@ -116,7 +116,7 @@ async def _exchange(
             finally:
                 await response.aclose()
     except (TimeoutError, httpx.TimeoutException):
-        raise NoReplyError(f"no whole answer within {seconds:g} s") from None
+        raise NoReplyError(f"no complete answer within {seconds:g} s") from None
     except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL, OSError, ValueError) as error:
         cause = _cause(error)
         words = f"{type(cause).__name__}: {cause}"
@@ -168,7 +168,7 @@ def _decoded(content: bytes, encoding: str, most_bytes: int) -> bytes:
         return content
     if encoding.strip().lower() not in ("gzip", "x-gzip", "deflate"):
         raise NoReplyError(
-            f"an answer with the content-encoding {encoding}, which was not asked for"
+            f"an answer with the content-encoding {encoding}, which was not requested"
         )
     try:
         expanded = zlib.decompressobj(_GZIP_OR_ZLIB).decompress(content, most_bytes + 1)
@@ -205,7 +205,7 @@ def _proxy(url: str) -> httpx.Proxy | None:
     except (ValueError, httpx.InvalidURL):
         raise EnvironmentFault(
             f"{parts.scheme.upper()}_PROXY",
-            got="the address of a proxy that vexport cannot use",
+            got="a proxy address that vexport cannot use",
             need="http://HOST:PORT",
             fix="correct the environment variable, or exclude the server with NO_PROXY",
         ) from None

@@ -121,8 +121,8 @@ class EndpointModel(Model):
                 raise EnvironmentFault(
                     self.server.endpoint.url,
                     got="tokens without their ids",
-                    need="return_tokens_as_token_ids, as vLLM's",
-                    fix="let tasks decide (--task)",
+                    need="token ids, as vLLM returns them with return_tokens_as_token_ids",
+                    fix="evaluate tasks (--task) instead of --text",
                 )
             yield places
 
@@ -136,9 +136,9 @@ class EndpointModel(Model):
         if DRAFTS not in before:
             raise InputError(
                 self.server.endpoint.url,
-                got="no counters of drafts at /metrics",
+                got="no draft counters at /metrics",
                 need="a vLLM server started with --speculative-config",
-                fix="start it so, or leave out --speculative",
+                fix="start the server with --speculative-config, or remove --speculative",
             )
         self.server.generate(
             prompt, {"max_tokens": DRAFT_TOKENS, "temperature": 0, "ignore_eos": True}
@@ -176,18 +176,18 @@ def _require_one_answer(url: str, before: Mapping[str, float], after: Mapping[st
     missing = [name for name in COUNTERS if name not in before or name not in after]
     if missing:
         got = f"no counter {missing[0]} at /metrics"
-        raise EnvironmentFault(url, got=got, need="vLLM's counters", fix="ask a server of vLLM")
+        raise EnvironmentFault(url, got=got, need="vLLM's counters", fix="use a vLLM server")
     answered = after[ANSWERED] - before[ANSWERED]
     if answered != 1 or after[RUNNING]:
         raise EnvironmentFault(
             url,
-            got=f"{answered:g} answers where 1 was asked for, {after[RUNNING]:g} more under way",
-            need="no other client while drafts are counted",
-            fix="call again when nobody else asks this server",
+            got=f"{answered:g} finished and {after[RUNNING]:g} running requests",
+            need="one finished request, and no other client while drafts are counted",
+            fix="run the command again while no other client uses the server",
         )
     fallen = [name for name in COUNTERS if name != RUNNING and after[name] < before[name]]
     if fallen:
         name = fallen[0]
         got = f"the counter {name} fell from {before[name]:g} to {after[name]:g}"
-        fix = "call again when the server runs undisturbed"
+        fix = "run the command again without restarting the server"
         raise EnvironmentFault(url, got=got, need="", fix=fix)

@@ -128,7 +128,7 @@ def read_json(reply: Reply) -> Json:
     if reply.status >= 300 or is_error:
         raise _error(reply, content)
     if content is None:
-        raise PassingError(f"an answer that is no whole JSON: {_beginning(reply)}")
+        raise PassingError(f"an answer that is not complete JSON: {_beginning(reply)}")
     return content
 
 
@@ -242,7 +242,7 @@ def model_cards(content: Json) -> dict[str, ModelCard]:
             max_model_len=longest if is_length else None,  # type: ignore[arg-type]
         )
     if not cards:
-        raise PassingError("a list of models without a model that has a name")
+        raise PassingError("a list of models without a usable name")
     return cards
 
 
@@ -267,7 +267,7 @@ def choice_of(content: Json) -> dict[str, Json]:
     choices = content.get("choices") if isinstance(content, dict) else None
     choice = choices[0] if isinstance(choices, list) and choices else None
     if not isinstance(choice, dict) or not isinstance(choice.get("text"), str):
-        raise PassingError("an answer without a text")
+        raise PassingError("an answer without text")
     reason = choice.get("finish_reason")
     if isinstance(reason, str) and reason.lower() in _ABORTED:
         raise PassingError(f"an answer that is cut off (finish_reason {reason})")
@@ -341,10 +341,10 @@ def _position(token: int, value: Json, others: Json, vocabulary: int) -> Place:
     own = _logprob(value)
     if not math.isfinite(own):
         raise PassingError(
-            f"a log-probability of {own} for a token of the prompt, which is not finite"
+            f"a log-probability of {own} for a token of the prompt, which must be finite"
         )
     if not isinstance(others, dict):
-        raise PassingError(f"top_logprobs with {json_type(others)} in a place, not an object")
+        raise PassingError(f"top_logprobs with {json_type(others)} instead of an object")
     position = {token: own}
     for number, (name, each) in enumerate(others.items()):
         key, logprob = -1 - number, _logprob(each)
@@ -360,7 +360,7 @@ def _logprob(value: Json) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise PassingError(f"a log-probability that is {json_type(value)}, not a number")
     if not value <= _LARGEST_LOGPROB:
-        raise PassingError("a log-probability above 0 or of NaN")
+        raise PassingError("a log-probability that is above 0 or NaN")
     return float(value) if value > -1e300 else -math.inf
 
 
@@ -368,7 +368,7 @@ def _token_id(digits: str, vocabulary: int) -> int:
     is_number = digits.isascii() and digits.isdecimal() and len(digits) <= 10
     if not is_number or int(digits) >= vocabulary:
         raise PassingError(
-            f"a token {TOKEN}{digits[:20]}, which the tokenizer's vocabulary cannot have"
+            f"a token {TOKEN}{digits[:20]}, which is not in the tokenizer's vocabulary"
         )
     return int(digits)
 
@@ -390,6 +390,6 @@ def counters_of(text: str, names: Iterable[str]) -> dict[str, float]:
         except ValueError:
             value = math.nan
         if not 0 <= value <= _MOST_COUNT:
-            raise PassingError(f"the counter {name} is {number[:20]}, which is no count")
+            raise PassingError(f"the counter {name} is {number[:20]}, which is not a count")
         totals[name] = totals.get(name, 0.0) + value
     return totals

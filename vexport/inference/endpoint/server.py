@@ -62,12 +62,11 @@ _FIRST_CONTACT_ENDS = 15.0
 _PROBES = 3
 # Seconds between two lines about a server that does not answer.
 _TELL_EVERY = 30.0
-_KEPT = "look at the server, and call again: what is answered is kept, and only the rest is asked"
-_LOOK = "look at the server, and at the address (http://HOST:PORT/v1)"
-_SCORES_NEEDED = "completions with echo and logprobs, as vLLM's"
-_WITHOUT_SCORES = (
-    "leave out --text, and tasks that choose by likelihood (multiple choice, perplexity)"
-)
+_KEPT = "check the server, and run the command again to resume: finished answers are kept"
+_LOOK = "check the server and its address (http://HOST:PORT/v1)"
+_CHOOSE_MODEL = "choose a model with --model (--baseline-model for the baseline)"
+_SCORES_NEEDED = "completions with echo and logprobs, as vLLM supports them"
+_WITHOUT_SCORES = "remove --text, and tasks that score likelihoods (multiple choice, perplexity)"
 _SHOWN = 300
 # Maximum size of an answer in bytes: a fixed part, and a part for each token of generated text or
 # of a prompt with 20 log-probabilities.
@@ -124,14 +123,15 @@ def require_address(url: str) -> None:
     except (ValueError, httpx.InvalidURL):
         has_host = False
     if not has_host:
-        fix = "give http://HOST:PORT/v1"
+        fix = "use http://HOST:PORT/v1"
         raise InputError(
-            clip(visible(url), 100), got="no host in it", need="a server's address", fix=fix
+            clip(visible(url), 100), got="no host", need="the address of a server", fix=fix
         )
     if parts.username or parts.password or parts.query or parts.fragment:
         where = f"{parts.scheme}://{parts.hostname}"
         got = "a password, a query or a fragment in the address"
-        raise InputError(where, got=got, need="the address alone", fix=f"put a key into {API_KEY}")
+        fix = f"remove it, and set {API_KEY} to the server's key if it needs one"
+        raise InputError(where, got=got, need="only the address", fix=fix)
 
 
 def _ignore(line: str) -> None:
@@ -158,8 +158,9 @@ class Server:
         self._stopped = threading.Event()
         self._key = os.environ.get(API_KEY, "").strip()
         if not (self._key.isascii() and self._key.isprintable()):
-            fix = "set it to the key alone"
-            raise InputError(API_KEY, got="characters that no header takes", need="a key", fix=fix)
+            got = "characters that an HTTP header cannot contain"
+            fix = "set the variable to the key only"
+            raise InputError(API_KEY, got=got, need="a key", fix=fix)
         self._url = endpoint.url.rstrip("/")
         if not urlsplit(self._url).path:
             self._url += "/v1"
@@ -194,7 +195,7 @@ class Server:
         except InputError as error:
             words = error.got
         if words:
-            got = f"another model is served than before: {words}, not {self._words(self.model)}"
+            got = f"the served model has changed: {words} instead of {self._words(self.model)}"
             raise EnvironmentFault(self.endpoint.url, got=got, need="", fix=_KEPT)
 
     def generate(self, prompt: Sequence[int], parameters: Mapping[str, Json]) -> Continuation:
@@ -301,28 +302,26 @@ class Server:
         if error.status == 404 and re.search(
             r"model\b.{0,200}\b(does not exist|not found)", words, re.IGNORECASE
         ):
-            fix = "name a model of the server with --model (of the baseline: --baseline-model)"
-            return InputError(
-                url, got=words, need=f"a server that has {self._words(self.model)}", fix=fix
-            )
+            need = f"a server with the model {self._words(self.model)}"
+            return InputError(url, got=words, need=need, fix=_CHOOSE_MODEL)
         if error.status in NO_SUCH_PATH:
             return InputError(
                 url,
                 got=f"no completions ({words})",
-                need="/completions, which takes prompts as token ids: over chat completions "
-                "alone the server's template would make other prompts than the baseline's",
-                fix="give the address of vLLM itself, behind the gateway; or ask both sides with "
-                "lm-eval's local-chat-completions and compare the results with `vexport verdict`",
+                need="/completions with prompts as token ids (with chat completions, the server's "
+                "template would change the prompts)",
+                fix="use the address of vLLM itself behind the gateway; or evaluate both models "
+                "with lm-eval's local-chat-completions and compare the results with `vexport "
+                "verdict`",
             )
         limit = length_limit(str(error))
         if error.status not in NO_KEY and limit is not None:
             return InputError(
                 url,
                 got=f"a prompt of {len(prompt)} tokens and {new or 'some'} to generate: {words}",
-                need=f"at most {limit} tokens in all" if limit else "fewer tokens",
+                need=f"at most {limit} tokens in total" if limit else "fewer tokens",
                 fix="start the server with a longer context, or lower --max-gen-toks, "
-                "--num-fewshot or, with "
-                "--text, --text-tokens",
+                "--num-fewshot or (with --text) --text-tokens",
             )
         if asked == SCORE and 400 <= error.status < 500 and error.status not in NO_KEY:
             got = f"no log-probabilities of prompts from the server ({words})"
@@ -336,14 +335,14 @@ class Server:
             fix = f"set {API_KEY} to a key that the server accepts"
         elif error.status < 400:
             fix = (
-                "give the address that the server redirects to: vexport follows no redirect, "
-                "because that would send the API key there"
+                "use the address that the server redirects to (vexport does not follow redirects, "
+                "because the API key would be sent there)"
             )
         elif asked == GENERATE:
-            need = "/completions that takes prompts as token ids, as vLLM's"
+            need = "/completions with prompts as token ids, as vLLM supports it"
             fix = (
-                "change what the server objects to (--gen-kwargs, generation_kwargs of the "
-                "task), or give another server"
+                "change the parameters that the server refuses (--gen-kwargs, the task's "
+                "generation_kwargs), or use another server"
             )
         else:
             fix = "correct the address (http://HOST:PORT/v1)"
@@ -362,8 +361,7 @@ class Server:
         if name not in cards:
             got = f"no model {name}" if name else f"{len(cards)} models"
             need = f"one of {', '.join(cards)}"
-            fix = "name one with --model (of the baseline: --baseline-model)"
-            raise InputError(self.endpoint.url, got=got, need=self._shown(need), fix=fix)
+            raise InputError(self.endpoint.url, got=got, need=self._shown(need), fix=_CHOOSE_MODEL)
         card = cards[name]
         return ServedModel(
             name=name,
@@ -387,11 +385,10 @@ class Server:
                 return {self.endpoint.model: ModelCard(root="", max_model_len=None)}
             if error.status < 400:
                 raise self._refused(MODELS, error) from None
-            name_model = "name the model with --model (of the baseline: --baseline-model)"
             other = "correct the address (http://HOST:PORT/v1)"
             if error.status in NO_KEY:
                 other = f"set {API_KEY}"
-            fix = f"{name_model} and its --tokenizer, or {other}"
+            fix = f"{_CHOOSE_MODEL} and its tokenizer with --tokenizer, or {other}"
             got = f"no list of models ({self._shown(str(error))})"
             raise InputError(
                 self.endpoint.url, got=got, need="/models, or the model's name", fix=fix
@@ -464,10 +461,10 @@ class Server:
 
     def _impossible(self, asked: str, words: str) -> UnreachableError:
         """Return the error for a kind of request that the server has never answered."""
-        fix = "look at the server's log"
+        fix = "check the server's log"
         if asked == SCORE:
             fix += f"; or {_WITHOUT_SCORES}"
-        got = f"no answer to {asked}, {_PROBES} times the same: {words}"
+        got = f"no answer to {asked}, {_PROBES} times with the same error: {words}"
         return UnreachableError(self.endpoint.url, got=got, need="", fix=fix)
 
     def _tell_retry(self, words: str, left: float) -> None:
@@ -475,7 +472,7 @@ class Server:
         if now - self._told >= _TELL_EVERY:
             self._told = now
             self._on_retry(
-                f"no answer ({clip(words, 120)}), trying again for {left:.0f} s (--retry-seconds)"
+                f"no answer ({clip(words, 120)}), retrying for {left:.0f} s (--retry-seconds)"
             )
 
     def _send(self, url: str, body: bytes | None, seconds: float, most_bytes: int) -> Reply:

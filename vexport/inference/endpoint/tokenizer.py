@@ -21,8 +21,9 @@ _TOKENIZER_FILE = re.compile(
     r"tokenizer.*\.(json|model)|vocab.*\.(json|txt)|tekken\.json|spiece\.model|sentencepiece.*\.model|.*\.tiktoken"
 )
 _TOKENIZER_NEEDED = "tokenizer.json, or other files of a tokenizer"
+_PROMPTS_NEED = "a tokenizer for the prompts"
 _GIVE_TOKENIZER = (
-    "give --tokenizer, a folder or ORG/NAME (evaluate: {tokenizer: ...} in a scenario)"
+    "set --tokenizer to a folder or ORG/NAME (evaluate: {tokenizer: ...} in a scenario)"
 )
 
 
@@ -77,23 +78,19 @@ def _servers_tokenizer(where: str, server: Server) -> Path:
     if folder.is_dir() and _is_local(url):
         if _has_tokenizer(folder):
             return folder
-        got = f"no tokenizer in {shown}, which the model was started with"
+        got = f"no tokenizer in {shown}, with which the server was started"
         raise InputError(where, got=got, need=_TOKENIZER_NEEDED, fix=_GIVE_TOKENIZER)
     model = None if folder.is_absolute() else HubName.parse(name)
     if model is None:
-        got = (
-            f"{shown}, which the model was started with: no model of the hub, and no folder "
-            f"of this machine"
-        )
-        need = "a tokenizer, to make prompts with"
-        raise InputError(where, got=got, need=need, fix=_GIVE_TOKENIZER)
+        got = f"{shown} from the server, neither a model of the hub nor a folder on this machine"
+        raise InputError(where, got=got, need=_PROMPTS_NEED, fix=_GIVE_TOKENIZER)
     if not _is_local(url) and name != server.endpoint.model:
-        got = f"{shown}, a model of the hub that a server on another machine names"
+        got = f"{shown}, a hub model that a server on another machine reports"
         fix = (
-            f"add --tokenizer {shown} if this is the model that you expect (evaluate: "
-            f"{{tokenizer: {shown}}})"
+            f"add --tokenizer {shown} if you expect this model (evaluate: "
+            f"{{tokenizer: {shown}}} in a scenario)"
         )
-        raise InputError(where, got=got, need="your word before it is fetched", fix=fix)
+        raise InputError(where, got=got, need="your confirmation before the download", fix=fix)
     listing = list_files(model)
     return fetch(listing, side_files(listing.sizes))
 
@@ -111,8 +108,7 @@ def _chosen_tokenizer(where: str, name: str) -> Path:
     except InputError:
         model = None
     if model is None:
-        need = "a tokenizer, to make prompts with"
-        raise InputError(where, got=name, need=need, fix=_GIVE_TOKENIZER)
+        raise InputError(where, got=name, need=_PROMPTS_NEED, fix=_GIVE_TOKENIZER)
     listing = list_files(model)
     return fetch(listing, side_files(listing.sizes))
 

@@ -122,8 +122,8 @@ def _largest_vocabulary(request: SessionRequest) -> int:
         if request.trust_tokenizer or not request.trust_remote_code:
             raise
         fix = (
-            "name it with --tokenizer: --trust-remote-code runs no code of a tokenizer that "
-            "a server names"
+            "pass the tokenizer with --tokenizer: --trust-remote-code does not apply to a "
+            "tokenizer that the server reports"
         )
         raise InputError(error.where, got=error.got, need=error.need, fix=fix) from None
     assert isinstance(tokenizer, Sized)
