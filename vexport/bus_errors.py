@@ -86,11 +86,11 @@ def problem_at(address: int) -> VexportError:
         return InputError(
             file,
             got=f"its end before byte {position + 1:,}: it became shorter while it was read",
-            need="a file that stays the same while it is read",
-            fix="run again when nothing else writes to it",
+            need="a file that does not change while it is read",
+            fix="run the command again while no other process writes to the file",
         )
     got = "a part of the file cannot be read: the disk failed, or another program wrote to the file"
-    fix = "check the disk, and run again when nothing else writes to the file"
+    fix = "check the disk, and run the command again while no other process writes to the file"
     return EnvironmentFault(file, got=got, need="", fix=fix)
 
 

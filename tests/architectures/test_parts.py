@@ -44,10 +44,10 @@ def test_mamba_parts_need_whole_blocks(tmp_path: Path) -> None:
     assert errors(out) == []
     assert [error for error in errors(out, "--tp", 2) if "in_proj" in error] == [
         "backbone.layers.*.mixer.in_proj (1 layer, tp 2): "
-        "out_features 64 is not a multiple of the block's 128 on each of 2 ranks"
+        "out_features 64 is not a multiple of the block size 128 on each of 2 ranks"
     ]
     config((), mamba_head_dim=40, ssm_state_size=32)(out)
-    assert errors(out)[0] == f"{IN_PROJ}: out_features 320 is not a multiple of the block's 128"
+    assert errors(out)[0] == f"{IN_PROJ}: out_features 320 is not a multiple of the block size 128"
 
 
 def test_mamba_groups_on_several_ranks(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_mamba_groups_on_several_ranks(tmp_path: Path) -> None:
     plan = build_plan(
         uneven, [Rule(match="Linear", scheme="FP8_DYNAMIC")], PlanSettings(ranks=(8,))
     )
-    assert any("4 groups, which 8 ranks cannot share" in refusal.got for refusal in plan.refusals)
+    assert any("4 groups, which cannot be divided over 8 ranks" in one.got for one in plan.refusals)
 
 
 def test_part_sizes_follow_config() -> None:

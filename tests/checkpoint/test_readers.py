@@ -35,7 +35,7 @@ def test_only_needed_rows_are_read(tmp_path: Path) -> None:
         assert (found == data[::512]).all()
         assert (reader.rows(tensor, [7, 3]) == data[[7, 3]]).all()
         os.truncate(tensor.file, rows * size // 2)
-        with pytest.raises(InputError, match="a file that stays the same"):
+        with pytest.raises(InputError, match="a file that does not change"):
             reader.some_rows(tensor, 512)
 
 

@@ -253,7 +253,7 @@ def test_different_files_are_errors(pair: tuple[Path, Path], change: Change, whe
 def test_quantized_source_and_other_shape(good: Good, tmp_path: Path) -> None:
     ran = vexport("check", good("W8A8"), "--source", good("W8A8"))
     assert ran.code == 2
-    assert "need the unquantized one" in ran.errors[0]
+    assert "need the unquantized model" in ran.errors[0]
     found = compared(good("W8A8"), save_llama(tmp_path / "small", intermediate_size=256))
     (misfit,) = [finding for finding in found if finding["where"] == DOWN]
     assert "do not fit a source of [256, 256]" in misfit["got"]

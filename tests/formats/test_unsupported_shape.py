@@ -71,16 +71,16 @@ def head(rows: int) -> tuple[LinearPlan, ...]:
         (
             "FP8_BLOCK",
             layers(100, 128, columns=128),
-            "out_features 100 is not a multiple of the block's 128",
+            "out_features 100 is not a multiple of the block size 128",
         ),
         # Fused layers, experts and heads have separate rules.
         ("FP8_BLOCK", layers(128, 100, columns=100), ""),
         (
             "FP8_BLOCK",
             expert(128, 100, columns=128),
-            "out_features 100 is not a multiple of the block's 128",
+            "out_features 100 is not a multiple of the block size 128",
         ),
-        ("FP8_BLOCK", head(1000), "an output head, whose scales vLLM does not load in blocks"),
+        ("FP8_BLOCK", head(1000), "an output head, for which vLLM cannot load block scales"),
         ("W4A16_ASYM", head(1000), ""),
         ("W4A16_ASYM", head(1001), "out_features 1001: zero points of 4 bits"),
         ("W4A16", head(1001), ""),
@@ -89,7 +89,7 @@ def head(rows: int) -> tuple[LinearPlan, ...]:
         (
             "W4A8",
             expert(384, 384, columns=512),
-            "routed experts, which vLLM runs in this scheme on no GPU",
+            "routed experts, which vLLM runs on no GPU in this scheme",
         ),
         ("W4A16", expert(384, 384, columns=512), ""),
     ],

@@ -135,9 +135,7 @@ def test_drafts_are_counted_for_each_prompt(server: AddingServer) -> None:
     assert [(c.drafts, c.draft_tokens, c.accepted_tokens) for c in counts] == [server.drafts] * 3
     assert server.answered == PROMPTS[:3]
     server.others = 1
-    with pytest.raises(
-        EnvironmentFault, match=r"got 2 finished and .* no other client"
-    ):
+    with pytest.raises(EnvironmentFault, match=r"got 2 finished and .* no other client"):
         count_drafts(model, PROMPTS[:1])
     server.others, server.running = 0, 1
     with pytest.raises(EnvironmentFault, match="1 running requests"):

@@ -61,7 +61,7 @@ def test_unsupported_shape_names_layer_and_rule(
     assert [refusal.where for refusal in refusals] == [
         f"model.layers.{i}.mlp.gate_up_proj" for i in range(3)
     ]
-    assert refusals[0].got == "out_features 328 is not a multiple of the block's 128"
+    assert refusals[0].got == "out_features 328 is not a multiple of the block size 128"
     assert "--ignore gate_proj --ignore up_proj" in refusals[0].fix
     ran = vexport("quantize", model, tmp_path / "out", "--scheme", "W4A16", "--quiet")
     assert ran.code == 2
@@ -237,7 +237,8 @@ def test_layers_fused_on_disk_are_planned_by_parts(tmp_path: Path) -> None:
     refused = plan_of(model, ("qkv_proj", "FP8_BLOCK"), settings=PlanSettings(ranks=(2,))).refusals
     assert len(refused) == 2
     assert (
-        "out_features 64 is not a multiple of the block's 128 on each of 2 ranks" in refused[0].got
+        "out_features 64 is not a multiple of the block size 128 on each of 2 ranks"
+        in refused[0].got
     )
     ragged = save_family("phi3", tmp_path / "ragged", intermediate_size=328)
     assert len(plan_of(ragged, ("gate_up_proj", "FP8_BLOCK")).refusals) == 2
@@ -251,13 +252,13 @@ def test_layers_fused_on_disk_are_planned_by_parts(tmp_path: Path) -> None:
         (
             ["model_index.json", "transformer/config.json"],
             "",
-            "a pipeline of Diffusers",
+            "a Diffusers pipeline",
             "a language model",
         ),
         (
             ["config.json", "pytorch_model.bin"],
             "",
-            "pickled weights alone (pytorch_model.bin)",
+            "only pickled weights (pytorch_model.bin)",
             "save_pretrained",
         ),
         (

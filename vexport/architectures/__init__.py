@@ -297,13 +297,13 @@ def get_architecture(name: str, version: Version | None = None) -> Architecture:
         modules = module_table(version).classes.get(name, ModuleNames())
         return replace(table.architectures[name], kinds=modules.kinds, asked=modules.asked)
     unknown = (
-        f"neither a class of vLLM nor one with a tensor parallel plan of transformers "
-        f"{table.transformers}"
+        f"neither a class of vLLM nor a class of transformers {table.transformers} with a tensor "
+        f"parallel plan"
     )
     raise InputError(
         f"architecture {name}",
         got=left_out(name, version) or unknown,
-        need=f"a class that vLLM {table.vllm} generates text with",
+        need=f"a class with which vLLM {table.vllm} generates text",
         fix="see `vexport list architectures`",
     )
 
@@ -389,7 +389,7 @@ def _newer(name: str, version: Version) -> tuple[Finding, ...]:
             "info",
             name,
             f"a class of vLLM {short_version()}",
-            f"a class that was added in vLLM {vllm}; the rules of {vllm} are used",
+            f"a class that vLLM {vllm} added; vexport uses the rules of vLLM {vllm}",
             f"serve the output with vLLM {vllm} or later",
         ),
     )
@@ -400,23 +400,16 @@ def _unknown_modules(name: str, version: Version) -> tuple[Finding, ...]:
     unknown = module_table(version).unknown
     if name not in unknown or not get_architecture(name, version).language_model:
         return ()
-    expected = "a class whose modules outside the language model are known"
-    got = "one that is known by its source alone: embeddings and layers there are told by name"
-    return (
-        _note(
-            "warning",
-            name,
-            expected,
-            got,
-            "load the output (`vexport load --dry`) before it is used",
-        ),
-    )
+    expected = "a class with known modules outside the language model"
+    got = "a class whose other embeddings and layers are only recognized by their names"
+    fix = "load the output with `vexport load --dry` before you use it"
+    return (_note("warning", name, expected, got, fix),)
 
 
 def _assumed(name: str) -> Finding:
-    expected = "a nested config that names a text model of the table"
-    got = f"none: the usual fused layers are assumed ({', '.join(USUAL)})"
-    fix = "check the groups of the plan, and load the result in vLLM before it is used"
+    expected = "a nested config with a text model that vexport knows"
+    got = f"no known text model, so the usual fused layers are assumed ({', '.join(USUAL)})"
+    fix = "check the groups of the plan, and load the output in vLLM before you use it"
     return _note("warning", name, expected, got, fix)
 
 
@@ -426,11 +419,11 @@ def _backed(name: str, architecture: Architecture, version: Version) -> tuple[Fi
         return ()
     table = architecture_table(version)
     got = (
-        f"vLLM {table.vllm}'s Transformers backend: it fuses what it recognizes in the model's "
-        f"code, here of transformers {table.transformers}"
+        f"a class that vLLM {table.vllm} runs with its Transformers backend, which fuses the "
+        f"layers that it recognizes in the code of transformers {table.transformers}"
     )
-    fix = "another transformers may be fused otherwise: ask it with `vexport load --dry`"
-    return (_note("info", name, "a class of vLLM's own code", got, fix),)
+    fix = "test other versions of transformers with `vexport load --dry`: fused layers may differ"
+    return (_note("info", name, "a class that vLLM implements", got, fix),)
 
 
 def _note(severity: Severity, name: str, expected: str, got: str, fix: str) -> Finding:

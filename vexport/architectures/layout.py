@@ -278,7 +278,7 @@ def impossible_size(config: Mapping[str, Json], tensors: int) -> tuple[str, str]
     if _int(text, "num_hidden_layers") * experts > SLACK * tensors + LEAST_SLACK:
         return (
             "num_hidden_layers",
-            f"more experts in its layers than the checkpoint's {tensors:,} tensors",
+            f"more experts in all layers than a checkpoint of {tensors:,} tensors can have",
         )
     return None
 

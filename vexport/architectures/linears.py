@@ -270,9 +270,9 @@ def refused_caches(layers: Sequence[AttentionLayer], linears: Iterable[str]) -> 
             check="kv_cache",
             severity="error",
             where=latent.rpartition(".")[0] if latent else "KV cache",
-            expected="attention layers for which vLLM reads scales of compressed-tensors",
+            expected="attention layers for which vLLM loads KV cache scales",
             got="multi-head latent attention"
             if latent
-            else "no layer with its own keys and values",
-            fix="leave the KV cache in the model's dtype",
+            else "no attention layer with keys and values",
+            fix="keep the KV cache in the model's dtype",
         )

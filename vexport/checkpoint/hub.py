@@ -95,9 +95,9 @@ def explain(error: BaseException, name: HubName, kind: RepoKind = "model") -> Ve
     words = " ".join(f"{type(error).__name__}: {error}".split())
     got = f"it cannot be fetched from the hub: {words}"
     if _is_any(error, _INPUT):
-        fix = "check the name, and HF_TOKEN for a private one"
+        fix = "check the name, and set HF_TOKEN if the repository is private"
         return InputError(f"{kind} {name}", got=got, need="", fix=fix)
-    fix = "check the network, HF_TOKEN and HF_HOME, or fetch it before with `hf download`"
+    fix = "check the network, HF_TOKEN and HF_HOME, or download it first with `hf download`"
     return EnvironmentFault(f"{kind} {name}", got=got, need="", fix=fix)
 
 
@@ -220,7 +220,7 @@ def needed_weights(listing: RepoListing, folder: Path) -> list[str]:
     if not names:
         fix = "choose a repository with safetensors (pickled weights are never loaded)"
         raise InputError(
-            f"model {listing.name}", got="no safetensors file", need="weights", fix=fix
+            f"model {listing.name}", got="no safetensors file", need="safetensors weights", fix=fix
         )
     return names
 

@@ -25,6 +25,8 @@ FIELDS = ("dtype", "shape", "data_offsets")
 # Limits of serde_json, the parser of safetensors: nesting depth (the header is the first level) and
 # digits of a number that a float can hold. The largest size is a limit of Rust.
 DEEPEST, MOST_DIGITS, LARGEST_SIZE = 126, 308, 2**64 - 1
+TOO_DEEP = "values are nested too deeply"
+EXPORT_FILE = "download or export the file again"
 # Escape of a surrogate, half of a character beyond 16 bits.
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 # Endings of files that belong to a checkpoint, unlike pictures.
@@ -51,9 +53,9 @@ LOADED = re.compile(
 FOREIGN_WEIGHTS = re.compile(
     r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx)(\.index\.json)?$"
 )
-GGUF_FIX = "name the model that it was converted from; its weights are quantized already"
+GGUF_FIX = "use the model that it was converted from, because GGUF weights are already quantized"
 CONVERT = (
-    'convert it, where you trust its files: python -c "from transformers import '
+    'if you trust the files, convert them: python -c "from transformers import '
     "AutoModelForCausalLM as M; "
     "M.from_pretrained('{root}').save_pretrained('{root}-safetensors')\""
 )
@@ -61,23 +63,23 @@ CONVERT = (
 OTHER_FOLDERS: Mapping[tuple[str, ...], tuple[str, str]] = {
     ("adapter_config.json",): (
         "a LoRA adapter of {base}",
-        "merge it into {base} first (peft's merge_and_unload), and name the folder of the "
+        "merge it into {base} first (peft's merge_and_unload), and use the folder of the "
         "merged model",
     ),
     ("model_index.json",): (
-        "a pipeline of Diffusers",
-        "name the folder of a language model; vLLM does not serve a pipeline's transformer",
+        "a Diffusers pipeline",
+        "use the folder of a language model; vLLM does not serve the transformer of a pipeline",
     ),
     ("*.gguf",): ("a GGUF file ({file})", GGUF_FIX),
     ("snapshots/*/config.json", "models--*/snapshots/*/config.json"): (
         "a folder of the hub's cache",
-        "name the model by its hub id, or the folder {parent}",
+        "use the model's hub id, or the folder {parent}",
     ),
     ("checkpoint-*/config.json",): (
         "a folder of a training run",
-        "name one of its checkpoints: {parent}",
+        "use one of its checkpoints, such as {parent}",
     ),
-    ("pytorch_model*.bin", "*.pth", "*.pt", "*.ckpt"): ("pickled weights alone ({file})", CONVERT),
+    ("pytorch_model*.bin", "*.pth", "*.pt", "*.ckpt"): ("only pickled weights ({file})", CONVERT),
 }
 
 
@@ -96,7 +98,7 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
             prefix = stream.read(8)
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
             if 8 + length > size or length > MAX_HEADER_BYTES:
-                raise _broken(file, f"{size} bytes with a header of {length}")
+                raise _broken(file, f"{size} bytes, but a header of {length} bytes")
             data = stream.read(length)
     except OSError as error:
         require_working_disk(error, file)
@@ -106,9 +108,9 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
         _require_strings(header.pop(METADATA, None))
         tensors = [_tensor(file, name, entry, 8 + length) for name, entry in header.items()]
     except RecursionError:
-        raise _broken(file, "the header error: values too deep in each other") from None
+        raise _broken(file, f"an invalid header: {TOO_DEEP}") from None
     except ValueError as error:
-        raise _broken(file, f"the header error: {error}") from None
+        raise _broken(file, f"an invalid header: {error}") from None
     tensors.sort(key=lambda tensor: (tensor.start, tensor.end))
     _require_contiguous(file, tensors, 8 + length, size)
     return {tensor.name: tensor for tensor in tensors}
@@ -128,14 +130,14 @@ def _parsed(data: bytes) -> dict[str, Any]:
         parse_float=_finite,
     )
     if not isinstance(header, dict):
-        raise ValueError("no JSON object")
+        raise ValueError("not a JSON object")
     if SURROGATE.search(data):
         json.dumps(header, ensure_ascii=False).encode(
             "utf-8"
         )  # raises ValueError for half of a surrogate pair
     objects = (entry for entry in header.values() if isinstance(entry, dict))
     if any(_depth(entry) > DEEPEST for entry in objects if len(entry) > len(FIELDS)):
-        raise ValueError("values too deep in each other")
+        raise ValueError(TOO_DEEP)
     return header
 
 
@@ -161,7 +163,7 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refused_constant(name: str) -> float:
-    raise ValueError(f"{name}, which is no JSON")
+    raise ValueError(f"{name} is not valid JSON")
 
 
 def _integer(text: str) -> int | float:
@@ -174,7 +176,7 @@ def _integer(text: str) -> int | float:
 def _finite(text: str) -> float:
     number = float(text)
     if math.isinf(number):
-        raise ValueError(f"{text[:MOST_DIGITS]}, which is out of range")
+        raise ValueError(f"{text[:MOST_DIGITS]} is out of range")
     return number
 
 
@@ -199,7 +201,7 @@ def _tensor(file: Path, name: str, entry: Json, base: int) -> TensorInfo:
     if not isinstance(dtype, str) or dtype not in BITS:
         raise ValueError(f"{name}: unknown dtype {dtype}")
     if not isinstance(shape, list) or not isinstance(offsets, list) or len(offsets) != 2:
-        raise ValueError(f"{name}: shape or offsets are no lists")
+        raise ValueError(f"{name}: shape or data_offsets is not a list of the right length")
     sides = tuple(side for side in shape if type(side) is int and 0 <= side <= LARGEST_SIZE)
     start, end = offsets
     if (
@@ -208,7 +210,7 @@ def _tensor(file: Path, name: str, entry: Json, base: int) -> TensorInfo:
         or type(end) is not int
         or min(start, end) < 0
     ):
-        raise ValueError(f"{name}: shape or offsets hold something else than sizes")
+        raise ValueError(f"{name}: shape or data_offsets has a value that is not a size")
     if (end - start) * 8 != math.prod(sides) * BITS[dtype]:
         raise ValueError(f"{name}: {end - start} bytes for shape {shape} in {dtype}")
     return TensorInfo(
@@ -223,13 +225,11 @@ def _require_contiguous(file: Path, tensors: list[TensorInfo], base: int, size: 
             raise _broken(file, f"{tensor.name} at byte {tensor.start} instead of {position}")
         position = tensor.end
     if position != size:
-        raise _broken(file, f"{size} bytes where the header describes {position}")
+        raise _broken(file, f"{size} bytes, but the header describes {position}")
 
 
 def _broken(file: Path, got: str) -> InputError:
-    return InputError(
-        str(file), got=got, need="a whole safetensors file", fix="download or export it again"
-    )
+    return InputError(str(file), got=got, need="a complete safetensors file", fix=EXPORT_FILE)
 
 
 class FileStatus(NamedTuple):
@@ -275,7 +275,7 @@ class SourceIndex:
             str(self.root / "config.json"),
             got="no `architectures`",
             need="the name of the model class",
-            fix='add e.g. "architectures": ["LlamaForCausalLM"]',
+            fix='add the class, such as "architectures": ["LlamaForCausalLM"]',
         )
 
 
@@ -330,16 +330,14 @@ def unchanged(index: SourceIndex) -> Iterator[None]:
     yield
     for file, before in index.statuses.items():
         if status_of(file) != before:
-            raise changed(file, "another size or time than when the work began")
+            raise changed(file, "a different size or modification time than at the start")
 
 
 def changed(file: Path, got: str) -> InputError:
     """Return the error for a file that has changed since its header was read."""
-    need, fix = (
-        "a file that stays the same while it is read",
-        "run again when nothing else writes to it",
-    )
-    return InputError(str(file), got=got, need=need, fix=f"{fix}; nothing was published")
+    need = "a file that does not change while it is read"
+    fix = "run the command again while no other process writes to the file; no output was written"
+    return InputError(str(file), got=got, need=need, fix=fix)
 
 
 def folder_digest(root: Path) -> str:
@@ -391,10 +389,7 @@ def _require_files(root: Path) -> None:
         weights = path.suffix == WEIGHTS_SUFFIX and (indexed is None or path.name in indexed)
         opened = weights or LOADED.fullmatch(path.name)
         if opened and (kind := unreadable_kind(path)) is not None:
-            fix = "download or export it again"
-            problems.append(
-                InputError(str(path), got=kind, need="a file that can be read", fix=fix)
-            )
+            problems.append(_unreadable(path, kind))
     raise_all(problems)
 
 
@@ -405,15 +400,12 @@ def require_config(root: Path) -> None:
             str(root), got="no such folder", need="a checkpoint folder", fix="check the path"
         )
     if not root.is_dir():
-        got, fix = "a file", "name the folder that holds it"
+        got, fix = "a file", "use the folder that contains the file"
         if root.suffix == ".gguf":
             got, fix = "a GGUF file", GGUF_FIX
         raise InputError(str(root), got=got, need="a checkpoint folder", fix=fix)
     if (kind := unreadable_kind(root / "config.json")) is not None:
-        fix = "download or export it again"
-        raise InputError(
-            str(root / "config.json"), got=kind, need="a file that can be read", fix=fix
-        )
+        raise _unreadable(root / "config.json", kind)
     if not (root / "config.json").is_file():
         raise not_a_checkpoint(root) or InputError(
             str(root),
@@ -421,6 +413,10 @@ def require_config(root: Path) -> None:
             need="a Hugging Face checkpoint (config.json and safetensors)",
             fix="check the path, or download the checkpoint again",
         )
+
+
+def _unreadable(file: Path, kind: str) -> InputError:
+    return InputError(str(file), got=kind, need="a readable file", fix=EXPORT_FILE)
 
 
 def weight_files(root: Path) -> list[Path]:
@@ -440,16 +436,16 @@ def _shard_problems(root: Path, name: str) -> Iterator[InputError]:
     """Yield the problems of a file name in an index."""
     file, index = file_inside(root, name), str(root / INDEX_NAME)
     if file is None:
-        fix = "do not use this checkpoint: its index points elsewhere"
+        fix = "do not use this checkpoint: its index points outside the folder"
         need = "a name inside the checkpoint's folder"
         yield InputError(index, got=f"the file name {name!r}", need=need, fix=fix)
     elif name != posixpath.normpath(name):
-        need = f"{posixpath.normpath(name)!r}, with which vLLM compares the names of files"
+        need = f"{posixpath.normpath(name)!r}, the spelling that vLLM compares file names with"
         yield InputError(index, got=f"the file name {name!r}", need=need, fix="recreate the index")
     elif not file.is_file():
-        need = "the shard that the index names"
+        need = "a shard, because the index lists it"
         got = unreadable_kind(file) or "no such file"
-        yield InputError(str(file), got=got, need=need, fix="download it again")
+        yield InputError(str(file), got=got, need=need, fix="download the shard again")
 
 
 def _single_or_all(root: Path) -> list[Path]:
@@ -478,7 +474,7 @@ def index_file_names(root: Path) -> list[str]:
         raise InputError(
             str(path),
             got="no usable `weight_map`",
-            need="tensor name to file name",
+            need="a mapping from tensor names to file names",
             fix="recreate the index",
         )
     return sorted({str(name) for name in weight_map.values()})
@@ -511,7 +507,7 @@ def not_a_checkpoint(root: Path) -> InputError | None:
             "parent": file.parent,
             "base": base,
         }
-        need = "a checkpoint of safetensors"
+        need = "a checkpoint with safetensors weights"
         return InputError(
             str(root), got=got.format_map(names), need=need, fix=fix.format_map(names)
         )

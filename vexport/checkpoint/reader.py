@@ -50,7 +50,7 @@ class Reader:
         if tensor.end > len(mapped):
             raise changed(
                 tensor.file,
-                f"{len(mapped):,} bytes where its header described {tensor.end:,} or more",
+                f"{len(mapped):,} bytes, but a header that describes at least {tensor.end:,}",
             )
         return memoryview(mapped)[tensor.start : tensor.end]
 
@@ -80,7 +80,7 @@ class Reader:
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
             for number, row in zip(numbers, stored, strict=True):
                 if os.preadv(stream.fileno(), [row.data], tensor.start + number * size) < size:
-                    raise changed(tensor.file, "less than its header described")
+                    raise changed(tensor.file, "fewer bytes than its header describes")
         return stored
 
     def is_hole(self, tensor: TensorInfo) -> bool:

@@ -107,8 +107,9 @@ def smoothing_of(checkpoint: Path) -> Mapping[str, Smoothing]:
                 exponents = exponents if known is rows else -exponents
                 known.add((layer[0] if layer else "", exponents.tobytes()))
     for place, _ in sorted(rows ^ columns):
-        got = "exponents that no other tensor of the layer takes back"
-        raise InputError(f"{path}: {place}", got=got, need="both sides of each", fix=FIX)
+        got = "exponents that no other tensor of the layer undoes"
+        need = "the inverse exponents in another tensor"
+        raise InputError(f"{path}: {place}", got=got, need=need, fix=FIX)
     return smoothing
 
 
@@ -120,7 +121,8 @@ def _exponents(text: str, where: str) -> Exponents:
     try:
         exponents = decode(text)
     except ValueError:
-        raise InputError(where, got="no base64", need="exponents", fix=FIX) from None
+        got = "text that is not base64"
+        raise InputError(where, got=got, need="exponents in base64", fix=FIX) from None
     if (largest := int(np.abs(exponents.astype(np.int32)).max(initial=0))) > MOST:
         raise InputError(where, got=f"the exponent {largest}", need=f"at most {MOST}", fix=FIX)
     return exponents
@@ -167,8 +169,8 @@ def _scaled(stored: memoryview, tensor: TensorInfo, smoothing: Smoothing) -> Arr
         raise InputError(
             f"{tensor.file}: {tensor.name}",
             got=f"{tensor.dtype} {list(tensor.shape)}",
-            need=f"the tensor that {SMOOTHING} of the checkpoint has exponents for",
-            fix="name the source that the checkpoint was made of",
+            need=f"a tensor that fits the exponents in the checkpoint's {SMOOTHING}",
+            fix="use the source that the checkpoint was made from",
         )
     rows, columns = (decode(text).astype(np.int32) for text in (smoothing.rows, smoothing.columns))
     height, width = (*tensor.shape, 1)[:2]

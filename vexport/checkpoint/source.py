@@ -93,7 +93,7 @@ def require_data(name: str) -> None:
         return
     path = parsed.path
     if not path.exists():
-        need = "a file or folder, ORG/NAME of a data set on the hub, or default"
+        need = "a file, a folder, a data set on the hub (ORG/NAME), or default"
         raise InputError(name, got="no such file", need=need, fix="check the path")
     if path.is_dir():
         data_files(path)
@@ -107,7 +107,7 @@ def require_file(path: Path) -> None:
     These can be read only once, and may never end.
     """
     if path.exists() and not path.is_file():
-        fix = "write its text into a file"
+        fix = "write the text to a file"
         raise InputError(str(path), got="a pipe or a device", need="a file or a folder", fix=fix)
 
 
@@ -123,7 +123,8 @@ def data_files(folder: Path) -> list[Path]:
     )
     if not files:
         need = f"files that end in {', '.join(SUFFIXES)}"
-        raise InputError(str(folder), got="a folder without any", need=need, fix="check the path")
+        got = "a folder without data files"
+        raise InputError(str(folder), got=got, need=need, fix="check the path")
     return files
 
 
@@ -135,10 +136,8 @@ def hub_name(name: str) -> HubName | None:
     if user_path(name).exists():
         return None
     if "://" in name:
-        need, fix = (
-            "a folder or a model of the hub (ORG/NAME)",
-            "copy or mount it to a folder first",
-        )
+        need = "a folder or a model of the hub (ORG/NAME)"
+        fix = "download or mount the model to a folder first"
         raise InputError(name, got="a URL", need=need, fix=fix)
     return HubName.parse(name)
 
@@ -205,10 +204,10 @@ def with_revision(name: str, revision: str | None) -> str:
     model = hub_name(name)
     if model is None:
         got, need = f"the revision {revision!r} of a folder", "a model of the hub (ORG/NAME)"
-        raise InputError(name, got=got, need=need, fix="leave the revision out")
+        raise InputError(name, got=got, need=need, fix="remove the revision")
     if model.revision not in (None, revision):
         got = f"two revisions, {model.revision!r} and {revision!r}"
-        raise InputError(name, got=got, need="one", fix="leave one out")
+        raise InputError(name, got=got, need="one revision", fix="remove one of them")
     return str(HubName(id=model.id, revision=revision))
 
 

@@ -261,7 +261,9 @@ def stored_parts(tensor: TensorInfo) -> Iterator[memoryview]:
                 require_working_disk(error, tensor.file)
                 raise
             if not count:
-                raise changed(tensor.file, f"its end at byte {position:,}, within {tensor.name}")
+                raise changed(
+                    tensor.file, f"a file that ends at byte {position:,}, in {tensor.name}"
+                )
             yield buffer[:count]
             position += count
 

@@ -34,7 +34,7 @@ def vllm_format(args: Arguments, stored_as: str) -> Format | str:
         return f"format {stored_as} for integers without input_activations"
     storage = next((each for each in FORMATS if each.matches(args, stored_as)), None)
     if storage is None:
-        return f"a combination that none of its schemes runs: {described(args)}, format {stored_as}"
+        return f"a combination that no vLLM scheme runs: {described(args)}, format {stored_as}"
     return storage.refusal(args) or storage
 
 

@@ -169,7 +169,7 @@ def _unknown_dtypes(args: QuantArgs) -> Iterator[str]:
         yield f"floats of {args.num_bits} bits"
     for dtype in (args.scale_dtype, args.zp_dtype):
         if dtype is not None and not TORCH_DTYPE.match(dtype):
-            yield f"{dtype}, which is no dtype of torch"
+            yield f"{dtype}, which is not a dtype of torch"
 
 
 def parse_args(raw: Json) -> QuantArgs | str:
@@ -185,9 +185,9 @@ def parse_args(raw: Json) -> QuantArgs | str:
         return f"unknown keys {', '.join(unknown)}"
     null = sorted(key for key, value in raw.items() if value is None and key not in NULLABLE)
     if null:
-        return f"{', '.join(null)} null"
+        return f"null for {', '.join(null)}"
     if isinstance(raw.get("group_size"), str):
-        return f"group_size {raw['group_size']!r}, which is no number"
+        return f"group_size {raw['group_size']!r}, which is not a number"
     try:
         args = arguments_adapter().validate_python({**_inferred(raw), **_present(raw)})
     except ValidationError as error:
@@ -208,7 +208,7 @@ def _unknown_value(raw: Mapping[str, Json], args: QuantArgs) -> str | None:
     if isinstance(dynamic, str) and dynamic.lower() != "local":
         return f"dynamic {dynamic!r}, which is neither true, false nor local"
     if args.actorder not in ORDERINGS:
-        return f"actorder {args.actorder!r}, which is none of {', '.join(filter(None, ORDERINGS))}"
+        return f"actorder {args.actorder!r}, not one of {', '.join(filter(None, ORDERINGS))}"
     return (
         None
         if 0 < args.num_bits <= MOST_BITS

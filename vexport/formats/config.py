@@ -176,11 +176,12 @@ def kv_scales(layer: AttentionLayer, ranges: Mapping[str, KeyValueRanges]) -> "t
     layer_ranges = ranges.get(layer.name)
     heads = 0 if layer_ranges is None else len(layer_ranges.key.low)
     if layer_ranges is None or layer.heads not in (None, heads):
+        all_heads = "all heads" if layer.heads is None else f"{layer.heads} heads"
         raise InputError(
             layer.name,
             got=f"keys and values of {heads} heads in calibration",
-            need="those of all" if layer.heads is None else str(layer.heads),
-            fix="leave the KV cache in the model's dtype, or use fp8 for all heads",
+            need=f"keys and values of {all_heads}",
+            fix="keep the KV cache in the model's dtype, or use fp8 (one scale for all heads)",
         )
     return _scales(layer_ranges.key, layer), _scales(layer_ranges.value, layer)
 

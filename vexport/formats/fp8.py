@@ -75,7 +75,7 @@ class Fp8(Format):
         whole = inputs.strategy == "tensor" and args.weights.strategy != "block"
         if inputs.dynamic is not False or whole or _quantizes(inputs):
             return None
-        return f"inputs that vLLM leaves as they are: {described_inputs(args)}"
+        return f"inputs that vLLM does not quantize: {described_inputs(args)}"
 
     def unquantized_inputs(self, args: Arguments) -> str | None:
         inputs = args.input_activations
@@ -84,9 +84,9 @@ class Fp8(Format):
     def unwritten(self, args: Arguments) -> str | None:
         inputs = args.input_activations
         if args.weights.num_bits != 8 or (inputs is not None and inputs.num_bits != 8):
-            return "floats of other widths than 8 bits"
+            return "floats with a width other than 8 bits"
         if (left := self.unquantized_inputs(args)) is not None:
-            return f"inputs that vLLM leaves as they are: {left}"
+            return f"inputs that vLLM does not quantize: {left}"
         if inputs is not None and not inputs.symmetric:
             return "FP8 inputs with zero points"
         return None
@@ -123,18 +123,18 @@ class Fp8(Format):
         if args.weights.block is None:
             return None
         if partition.head:
-            return "an output head, whose scales vLLM does not load in blocks"
+            return "an output head, for which vLLM cannot load block scales"
         block_rows, block_columns = args.weights.block
         if partition.split == "in" and partition.in_features % block_columns:
             return (
-                f"in_features {partition.in_features} is not a multiple of the block's "
+                f"in_features {partition.in_features} is not a multiple of the block size "
                 f"{block_columns}"
             )
         every_part = partition.split == "out" or partition.experts
         parts = partition.out_features if every_part else partition.out_features[:-1]
         ragged = [size for size in parts if size % block_rows]
         return (
-            f"out_features {ragged[0]} is not a multiple of the block's {block_rows}"
+            f"out_features {ragged[0]} is not a multiple of the block size {block_rows}"
             if ragged
             else None
         )

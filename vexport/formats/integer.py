@@ -46,6 +46,7 @@ HUMMING_GROUPS = (None, 32, 64, 128)
 # CutlassW4A8LinearKernel in vllm/model_executor/kernels/linear/mixed_precision/cutlass.py, and
 # compressed_tensors_moe_w4a8_fp8.py for routed experts.
 W4AFP8_TILE, W4AFP8_EXPERT_TILE, W4AFP8_GROUP = 128, 256, 128
+NO_EXPERTS = "routed experts, which vLLM runs on no GPU in this scheme"
 
 
 class PackedIntegers(Format):
@@ -77,7 +78,7 @@ class PackedIntegers(Format):
 
     def refusal(self, args: Arguments) -> str | None:
         bits = args.weights.num_bits
-        return None if bits in PACKED_BITS else f"{bits} packed bits"
+        return None if bits in PACKED_BITS else f"packed integers of {bits} bits"
 
     def unwritten(self, args: Arguments) -> str | None:
         """Exclude floats: vLLM ignores the type of weight-only groups and runs them as integers."""
@@ -140,7 +141,7 @@ class PackedIntegers(Format):
             and args.input_activations is not None
             and not args.input_activations.is_float
         ):
-            return "routed experts, which vLLM runs in this scheme on no GPU"
+            return NO_EXPERTS
         grouped = partial_group(partition, args.weights.group)
         return grouped or _partial_tile(args, partition) or _cut_zero_points(args, partition)
 
@@ -212,11 +213,11 @@ class Int8(Format):
     def unwritten(self, args: Arguments) -> str | None:
         inputs = args.input_activations
         if args.weights.strategy != "channel":
-            return "INT8 weights with one scale a tensor"
+            return "INT8 weights with a scale per tensor"
         by_token = (
             inputs is not None and inputs.is_by_token and inputs.symmetric and not inputs.is_float
         )
-        return None if by_token else "INT8 inputs that are static or asymmetric; W8A8 has neither"
+        return None if by_token else "static or asymmetric INT8 inputs, unlike W8A8"
 
     def vllm_scheme(self, args: Arguments) -> str:
         return "CompressedTensorsW8A8Int8"
@@ -303,7 +304,7 @@ class Int4(Int8):
 
     def unsupported_shape(self, args: Arguments, partition: Partition) -> str | None:
         if partition.experts:
-            return "routed experts, which vLLM runs in this scheme on no GPU"
+            return NO_EXPERTS
         return partial_group(partition, args.weights.group)
 
     def gpu_support(self, args: Arguments) -> GpuSupport:
@@ -313,7 +314,7 @@ class Int4(Int8):
         shape is then twice the expected shape, and humming's validate_tensors raises an error
         (humming-kernels of vLLM 0.32.0 and 0.33.0).
         """
-        reason = "codes in bytes: vLLM's kernel (Humming) takes them for packed words, and raises"
+        reason = "codes in bytes, which vLLM's kernel (Humming) reads as packed words and refuses"
         stored = input_bits(args)
         return GpuSupport(input_bits={}, stored_bits=stored, below=0, after_loading=reason)
 

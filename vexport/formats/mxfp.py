@@ -54,7 +54,7 @@ class _Mx(Format):
             return None
         if _is_mx(inputs, self.bits) and inputs.dynamic is True:
             return None
-        return f"inputs that vLLM leaves as they are: {described_inputs(args)}"
+        return f"inputs that vLLM does not quantize: {described_inputs(args)}"
 
     def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
         """Return weight_packed (out, in/2) or weight (out, in), and weight_scale (out, in/32).

@@ -46,7 +46,7 @@ class Nvfp4(Format):
 
     def refusal(self, args: Arguments) -> str | None:
         other = args.input_activations is not None and not _is_nvfp4(args.input_activations)
-        return "weights of NVFP4 with other inputs" if other else None
+        return "NVFP4 weights with inputs in another format" if other else None
 
     def vllm_scheme(self, args: Arguments) -> str:
         return "CompressedTensorsW4A4Fp4"

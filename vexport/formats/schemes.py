@@ -238,8 +238,8 @@ def with_group_size(name: str, group_size: int | None) -> str:
         raise InputError(
             f"scheme {name!r}",
             got=_in_words(group_size),
-            need=f"{_in_words(weights.group)}, which its name says",
-            fix="give the group size once",
+            need=f"{_in_words(weights.group)}, as in the scheme's name",
+            fix="give the group size only once",
         )
     return regrouped(scheme, group_size).name
 
@@ -255,11 +255,10 @@ def regrouped(scheme: Scheme, group_size: int | None) -> Scheme:
         raise InputError(
             f"scheme {scheme.name!r}",
             got=_in_words(group_size),
-            need=f"{_in_words(weights.group, weights.strategy)}, the only size that its format "
-            f"stores"
+            need=f"{_in_words(weights.group, weights.strategy)}, the only size of this format"
             if weights.is_float
-            else "a size from 1",
-            fix="leave out the group size, or use a scheme of integers such as W4A16",
+            else "a size of at least 1",
+            fix="remove the group size, or use an integer scheme such as W4A16",
         )
     return named_scheme(_with_groups(scheme.args, group_size))
 
@@ -301,7 +300,7 @@ def _scheme(name: str, args: SchemeArgs) -> Scheme:
             f"scheme {name!r}",
             got=storage,
             need="arguments that vLLM runs and vexport writes",
-            fix="change them, or use a scheme of `vexport list schemes`",
+            fix="change the arguments, or use a scheme from `vexport list schemes`",
         )
     return Scheme(name=name, args=args, format=storage)
 
@@ -315,8 +314,8 @@ def _in_words(group_size: int | None, strategy: Strategy = "channel") -> str:
     """Describe a group size for error messages."""
     if group_size is not None:
         return f"groups of {group_size}"
-    return {"block": "scales by block", "tensor": "one scale a tensor"}.get(
-        strategy, "one scale a row"
+    return {"block": "a scale per block", "tensor": "a scale per tensor"}.get(
+        strategy, "a scale per row"
     )
 
 
@@ -358,8 +357,8 @@ def format_of(args: SchemeArgs) -> Format | str:
     if not storage.gpu_support(args).input_bits and storage.cpu(args) != "native":
         sizes = [str(size) for size in storage.group_sizes(args) if size]
         return (
-            f"groups of {args.weights.group}, for which vLLM has no kernel: "
-            f"{' or '.join(sizes)} it runs"
+            f"groups of {args.weights.group}, for which vLLM has no kernel (it runs groups of "
+            f"{' or '.join(sizes)})"
         )
     return storage.unwritten(args) or storage
 
@@ -367,9 +366,9 @@ def format_of(args: SchemeArgs) -> Format | str:
 def _parsed(where: str, raw: Json) -> QuantArgs:
     args = parse_args(raw)
     if isinstance(args, str):
-        raise ValueError(f"{where} as compressed-tensors takes them: {args}")
+        raise ValueError(f"{where} that compressed-tensors accepts: {args}")
     if args.actorder in ("group", "dynamic"):
-        raise ValueError(f"{where}: actorder static (vLLM refuses {args.actorder})")
+        raise ValueError(f"{where}: actorder static, because vLLM refuses {args.actorder}")
     return args
 
 
@@ -399,9 +398,9 @@ def _with_dtypes(args: QuantArgs, *, exponents: bool) -> QuantArgs:
 
 def _require_dtypes(where: str, args: QuantArgs, complete: QuantArgs) -> None:
     if args.scale_dtype not in (None, complete.scale_dtype):
-        raise ValueError(f"{where}: scale_dtype {complete.scale_dtype}, as the format stores it")
+        raise ValueError(f"{where}: scale_dtype {complete.scale_dtype}, which the format requires")
     if not args.symmetric and args.zp_dtype not in (None, complete.zp_dtype):
-        raise ValueError(f"{where}: zp_dtype {complete.zp_dtype}, as the format stores it")
+        raise ValueError(f"{where}: zp_dtype {complete.zp_dtype}, which the format requires")
 
 
 def _spelled(args: QuantArgs) -> str:

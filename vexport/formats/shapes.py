@@ -71,17 +71,17 @@ def _left_behind(
     if reordering == "scales by row":
         follows = last_part in (*WEIGHTS, "weight_scale") and by_row
         moves = spec.shape == (1,) or last_part == "weight_shape" or follows
-        return None if moves else "whose rows vLLM reorders without it"
+        return None if moves else "which vLLM does not reorder together with the weight's rows"
     if reordering == "every tensor":
-        reason = f"of which vLLM takes each tensor for {member.out_features} rows and reorders them"
+        reason = f"which vLLM would reorder as {member.out_features} rows, like every tensor"
         return None if by_row else reason
     if reordering == "whole heads":
         whole = member.out_features % rows == 0 and head_size % (member.out_features // rows) == 0
         moves = len(spec.shape) == 1 or whole and head_size > 0
-        return None if moves else f"whose rows vLLM reorders by heads of {head_size}"
+        return None if moves else f"which vLLM cannot reorder by heads of {head_size}"
     if reordering == "plain weight":
-        return "whose rows vLLM reorders only where it is not quantized"
-    reason = "which vLLM turns around when it loads it; take a scheme that stores weight_packed"
+        return "which vLLM only reorders in an unquantized layer"
+    reason = "which vLLM transposes when it loads it; use a scheme that stores weight_packed"
     return reason if last_part == "weight" else None
 
 
@@ -101,13 +101,13 @@ def _ungrouped(
     if not count or count % ranks == 0:
         return None
     if count > 1:
-        return f"{count} groups, which {ranks} ranks cannot share"
+        return f"{count} groups, which cannot be divided over {ranks} ranks"
     for spec in scheme.layout(members[0], "BF16") if scheme is not None else ():
         last_part = spec.name.rpartition(".")[2]
         by_row = spec.shape[0] == members[0].out_features
         if last_part not in CUT_BY_GROUPS or not by_row:
             return (
-                f"{last_part} {list(spec.shape)}, which vLLM does not cut for {ranks} ranks "
-                f"with one group"
+                f"{last_part} {list(spec.shape)}, which vLLM does not split over {ranks} ranks, "
+                f"because there is only one group"
             )
     return None

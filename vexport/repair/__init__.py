@@ -126,8 +126,9 @@ def _compared_source(checkpoint: Path, source: Path) -> "Iterator[ComparedSource
 
 
 def _unknown(view: CheckpointView, method: str) -> Finding:
-    fix = "quantize from the source"
-    return error(NAME, view.quantization.place, expected=METHOD, got=repr(method), fix=fix)
+    expected = f"{METHOD}, the only method that can be repaired"
+    fix = "quantize the source again"
+    return error(NAME, view.quantization.place, expected=expected, got=repr(method), fix=fix)
 
 
 def _report(

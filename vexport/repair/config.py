@@ -24,7 +24,7 @@ KNOWN = frozenset(field.name for field in fields(QuantArgs))
 # Tensors of compressed sparse weights in compressed-tensors. Without them no weight is sparse.
 SPARSE_PARAMETERS = ("compressed", "bitmask", "row_offsets", "meta")
 MOST_NAMES = 4
-KEY_SAYS_NOTHING = "the removed keys change nothing in how the tensors are read"
+KEYS_HAVE_NO_EFFECT = "the removed keys have no effect on how the tensors are read"
 
 
 def keys(view: CheckpointView, source: "ComparedSource | None") -> Changes:
@@ -80,7 +80,7 @@ def _unknown_arguments(
                 for key in sorted(arguments.keys() - KNOWN):
                     where = f"{place}.config_groups.{name}.{side}.{key}"
                     repair = _key_repair(where, repr(arguments.pop(key)), "removed")
-                    yield repair if is_compared else replace(repair, assumption=KEY_SAYS_NOTHING)
+                    yield repair if is_compared else replace(repair, assumption=KEYS_HAVE_NO_EFFECT)
 
 
 def _sparsity(quantization: dict[str, Json], place: str, view: CheckpointView) -> Iterator[Repair]:
@@ -90,7 +90,7 @@ def _sparsity(quantization: dict[str, Json], place: str, view: CheckpointView) -
         del quantization["sparsity_config"]
         yield _key_repair(
             f"{place}.sparsity_config",
-            "a config for sparse weights, of which there are none",
+            "a config for sparse weights, but no sparse weights",
             "removed",
         )
 
@@ -223,11 +223,11 @@ def _list_repair(place: str, old: Sequence[str], new: Sequence[str]) -> Repair:
     return Repair(
         family="targets",
         where=f"config.json: quantization_config.{place}",
-        got=f"{_listed(gone)} that vLLM does not resolve as it is stored"
+        got=f"{_listed(gone)}, which does not match how the layers are stored"
         if gone
         else "an incomplete list",
         now=f"with {_listed(come)}" if come else f"without {_listed(gone)}",
-        cost=f"{LOSSLESS}: no tensor changes",
+        cost=f"{LOSSLESS}, because no tensor changes",
     )
 
 

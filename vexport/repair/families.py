@@ -38,8 +38,8 @@ CHOICES: tuple[tuple[Strategy, int | None, bool], ...] = (
 )
 
 
-WIDTH_IS_RIGHT = "type and num_bits in the config are those of the stored codes"
-NOT_SCALED = "keys and values need no scale; only a calibration shows their range"
+WIDTH_IS_RIGHT = "type and num_bits in the config describe the stored codes"
+NOT_SCALED = "keys and values need no scale (only calibration shows their range)"
 
 
 def arguments(view: CheckpointView, source: ComparedSource | None) -> Changes:
@@ -125,7 +125,7 @@ def _argument_repair(where: str, got: str, now: str, *, is_compared: bool) -> Re
         where=f"config.json: quantization_config.{where}",
         got=got,
         now=now,
-        cost=f"{LOSSLESS}: the shapes of the tensors allow no other value",
+        cost=f"{LOSSLESS}, because the shapes of the tensors allow no other value",
         assumption=None if is_compared else WIDTH_IS_RIGHT,
     )
 
@@ -153,10 +153,11 @@ def kv_cache(view: CheckpointView, source: ComparedSource | None) -> Changes:
         for spec in kv_layout(layer):
             edits.append(Edit(tensors={K_SCALE: spec}, near=near, make=partial(_ones, spec.shape)))
     cost = (
-        "unknown without a calibration: keys and values beyond 448 saturate, small ones lose bits; "
-        "it is what vLLM would take silently"
+        "unknown without calibration: keys and values above 448 saturate, and small values lose "
+        "bits (vLLM would silently use 1.0, too)"
     )
-    got, now = "a static kv_cache_scheme and no k_scale or v_scale", "1.0 for keys and values"
+    got = "a static kv_cache_scheme, but no k_scale or v_scale"
+    now = "1.0 for keys and values"
     repairs = (
         Repair(
             family="KV cache", where=each.name, got=got, now=now, cost=cost, assumption=NOT_SCALED

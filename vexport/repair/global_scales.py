@@ -37,7 +37,7 @@ from vexport.records import Finding, Repair, TensorInfo, TensorSpec
 from vexport.repair.write import LOSSLESS, Changes, Edit
 
 FAMILY = "global scales"
-OTHER_SCALE = "{:.9g}, not that of the layers it runs with"
+OTHER_SCALE = "{:.9g}, which differs from the other fused layers"
 LEAST = {WEIGHT: LEAST_WEIGHT_GLOBAL_SCALE, INPUT: LEAST_INPUT_GLOBAL_SCALE}
 # Smallest positive e4m3 value. The scale of a block that is not all zero never becomes zero.
 E4M3_SMALLEST = 2.0**-9
@@ -51,13 +51,13 @@ LARGEST_BLOCK = 416.0
 # at most this share, and at least half of its power lies along the source's weight.
 MOST_GAIN_ERROR, LEAST_ALONG = 0.2, 0.5
 RECIPROCAL = "the stored number is the reciprocal of the layer's global scale"
-OWN = "each layer's blocks were scaled with the layer's own global scale, as stored"
-MOST_ARE_RIGHT = (
-    "the scale that most of these layers have is right (a source has no inputs to compare)"
-)
+SEPARATE = "the blocks of each layer were scaled with the global scale stored for this layer"
+MOST_ARE_RIGHT = "the scale of most of these layers is right (a source cannot confirm input scales)"
 WIDEST_IS_RIGHT = (
-    "the smallest scale, which has the widest range, is right (a source has no inputs to compare)"
+    "the smallest scale, which has the widest range, is right (a source cannot confirm input "
+    "scales)"
 )
+ONE_VALUE = "one value for all layers that vLLM fuses"
 # Global scales by the names of their layers.
 Scales = Mapping[str, float]
 
@@ -170,7 +170,7 @@ def unequal_inputs(view: CheckpointView, source: ComparedSource | None) -> Chang
                 where=tensor.name,
                 got=OTHER_SCALE.format(value),
                 now=f"{shared:.9g}",
-                cost=f"no weight; the range of its inputs is {value / shared:.4g} times as wide",
+                cost=f"no weight; the range of the inputs is {value / shared:.4g} times as wide",
                 assumption=MOST_ARE_RIGHT if has_majority else WIDEST_IS_RIGHT,
             )
             changes += _scalar(tensor, shared, repair)
@@ -214,7 +214,7 @@ def _same_number(view: CheckpointView, values: Scales) -> Changes:
             repair = Repair(
                 family=FAMILY,
                 where=tensor.name,
-                got=f"{value:.9g}, the other layers' scale with other last digits",
+                got=f"{value:.9g}, which differs from the other layers only in the last digits",
                 now=f"{shared:.9g}",
                 cost=LOSSLESS,
             )
@@ -263,13 +263,11 @@ def _largest_block(view: CheckpointView, name: str) -> float:
 def _two_readings(fused: FusedLayer, values: Scales, *, has_source: bool) -> Finding:
     if has_source:
         got = f"{_listed(values)}, and a source without these layers"
-        fix = "name the unquantized model that this checkpoint was made from with --source"
+        fix = "pass the unquantized model that the checkpoint was made from with --source"
     else:
-        got = f"{_listed(values)}: either these are the layers' own scales, or one of them is wrong"
-        fix = "name the unquantized model with --source, which shows the right one"
-    return error(
-        FAMILY, _place(fused), expected="one value for all layers that run as one", got=got, fix=fix
-    )
+        got = f"{_listed(values)}: each layer has a separate scale, or one of the scales is wrong"
+        fix = "pass the unquantized model with --source to find the right scale"
+    return error(FAMILY, _place(fused), expected=ONE_VALUE, got=got, fix=fix)
 
 
 def _place(fused: FusedLayer) -> str:
@@ -301,13 +299,12 @@ def _by_source(
         scale = _meant_scale(view, view.layers.by_name[name], candidates, exact[name])
         if scale is None:
             got = (
-                f"{_listed(values)}: none of them makes {name.rpartition('.')[2]} the "
+                f"{_listed(values)}: with none of these scales, {name.rpartition('.')[2]} has the "
                 f"source's weight"
             )
-            fix = "export the checkpoint again, or name the source that it was made from"
-            expected = "one value for all layers that run as one"
+            fix = "export the checkpoint again, or pass the right source with --source"
             return Changes(
-                refusals=(error(FAMILY, _place(fused), expected=expected, got=got, fix=fix),)
+                refusals=(error(FAMILY, _place(fused), expected=ONE_VALUE, got=got, fix=fix),)
             )
         meant[name] = scale
     shared = min(meant.values())
@@ -379,7 +376,7 @@ def _to_shared(
             family=FAMILY,
             where=tensor.name,
             got=OTHER_SCALE.format(value),
-            now=f"{shared:.9g}, with which it is the source's weight",
+            now=f"{shared:.9g}, with which the weight equals the source's weight",
             cost=LOSSLESS,
             layer=layer.name,
         )
@@ -400,7 +397,7 @@ def _to_shared(
         now=f"{shared:.9g}, {way.how}",
         cost=way.cost,
         layer=layer.name,
-        assumption=OWN if exact is None else None,
+        assumption=SEPARATE if exact is None else None,
     )
     specs = {
         parameter: TensorSpec(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape)
