@@ -9,9 +9,8 @@ import pytest
 import torch
 from numpy.typing import ArrayLike
 from safetensors.torch import load_file, save_file
-from torch.nn import functional
 
-from vexport.engine.messages import SessionResult
+from tests.evaluation.text_sessions import random_text, session
 from vexport.errors import CheckpointFailed, Inconclusive
 from vexport.evaluation.held_out import (
     acceptance_fall,
@@ -19,8 +18,7 @@ from vexport.evaluation.held_out import (
     judge_limit,
     mean_bounds,
 )
-from vexport.inference.answers import Rows, Served
-from vexport.inference.prompts import Prompts
+from vexport.inference.answers import Served
 from vexport.records import DraftCounts
 from vexport.reports import render_verdicts
 from vexport.scenario import Evaluate
@@ -30,36 +28,14 @@ DRAFTING = SETTINGS.model_copy(update={"speculative": "mtp"})
 VOCABULARY, TOKENS, KL_TOKENS = 50, 40, 10
 
 
-def session_with(folder: Path, rows: Rows, logits: torch.Tensor) -> Served:
-    """Write the files of a session. `logits` has the shape (rows, TOKENS - 1, VOCABULARY)."""
-    folder.mkdir()
-    tables = functional.log_softmax(logits, -1)
-    costs, best, first = {}, {}, {}
-    for number, (row, table) in enumerate(zip(rows, tables, strict=True)):
-        costs[f"nll.{number}"] = -table[torch.arange(TOKENS - 1), torch.tensor(row[1:])]
-        best[f"likeliest.{number}"] = table.argmax(-1)
-        first[f"prompt.{number}"] = table[: KL_TOKENS - 1].contiguous()
-    save_file(costs | best, folder / "text.safetensors")
-    save_file(first, folder / "logprobs.safetensors")
-    prompts = Prompts(natural=True, texts=(), tokens=tuple(row[:KL_TOKENS] for row in rows))
-    result = SessionResult(
-        checkpoint=folder,
-        platform="cpu",
-        logprobs_file=folder / "logprobs.safetensors",
-        text_file=folder / "text.safetensors",
-    )
-    return Served(result=result, prompts=prompts, rows=rows)
-
-
 def models(folder: Path, count: int, noise: float) -> tuple[Served, Served]:
-    """Return a baseline that predicts its text well, and a candidate with noise on the logits."""
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(VOCABULARY, (count, TOKENS), generator=generator)
-    rows = tuple(tuple(row) for row in tokens.tolist())
-    logits = torch.randn(count, TOKENS - 1, VOCABULARY, generator=generator)
-    logits.scatter_add_(2, tokens[:, 1:, None], torch.full((count, TOKENS - 1, 1), 3.0))
+    """Return a baseline that predicts its text well, and a candidate with noise on its logits."""
+    rows, logits, generator = random_text(count, TOKENS, VOCABULARY)
     other = logits + noise * torch.randn(logits.shape, generator=generator)
-    return session_with(folder / "a", rows, logits), session_with(folder / "b", rows, other)
+    return (
+        session(folder / "a", rows, logits, beginning=KL_TOKENS, top=VOCABULARY),
+        session(folder / "b", rows, other, beginning=KL_TOKENS, top=VOCABULARY),
+    )
 
 
 @pytest.mark.parametrize(
@@ -81,7 +57,7 @@ def test_held_out_text_decides(tmp_path: Path, rows: int, noise: float, outcome:
     assert (text.rows, text.tokens, text.positions) == (
         rows,
         rows * (TOKENS - 1),
-        rows * (KL_TOKENS - 1),
+        rows * (TOKENS - 1),
     )
     first, second = text.limits
     assert first.measure == "KL to the baseline"

@@ -59,13 +59,13 @@ class SessionRequest:
 
     `logprob_prompts` are token ids. If `logprobs_file` is set, their full-vocabulary
     log-probabilities are written to it (see `vexport.inference`). `text` are rows of token ids. The
-    cost of each token and the most probable token are written to `text_file`. `drafted` are prompts
+    cost of each token and the likeliest tokens are written to `text_file`. `drafted` are prompts
     that the engine continues with speculative decoding.
 
     `tasks` are lm-eval task names or YAML files. If there are any, `output` is the folder for
     lm-eval's result and sample files, and `lm_eval` has the settings of lm-eval. `limit` is the
     largest number of documents of each task, or a share of them if it is below 1. With `repeat`, a
-    part of the documents is evaluated a second time.
+    part of the documents or rows is evaluated a second time.
 
     `identity` names everything that the answers depend on, except the engine. If it is set, the
     answers are stored in `output` after each batch. A later session reuses them if this session is

@@ -84,16 +84,6 @@ def _prompt(
     )
 
 
-def mean_kls(baseline: Served, candidate: Served) -> list[float] | None:
-    """Return the mean KL of each prompt, or None if a mean is not finite.
-
-    Both models must have scored the same tokens.
-    """
-    measure = least_kl if baseline.is_partial or candidate.is_partial else kl_divergence
-    kls = [float(measure(old, new).mean()) for _, old, new in _rows(baseline, candidate)]
-    return kls if all(map(math.isfinite, kls)) else None
-
-
 def least_kl(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     """Return a lower bound of the KL at each position, in nats.
 

@@ -1,20 +1,31 @@
 """Decide PASS, FAIL or INCONCLUSIVE from log-probabilities of held-out text, if there are no tasks.
 
-The sample consists of rows, because tokens of one row depend on each other. PASS needs every
-measure below its limit, with an upper bound at 1 - alpha (an intersection-union test, as for
-tasks). The measures are the mean KL to the baseline, the rise of the NLL, and the fall of the
-acceptance length if there are drafts. FAIL needs one measure above its limit, with a lower bound at
-alpha divided by the number of measures (Bonferroni).
+The sample consists of rows, because tokens of one row depend on each other. The measures are the
+mean KL to the baseline and the rise of the NLL, both in each bucket of positions, and the fall of
+the acceptance length if there are drafts. PASS needs every measure in every bucket below its limit,
+with an upper bound at 1 - alpha (an intersection-union test, as for tasks). FAIL needs one measure
+in one bucket above its limit, with a lower bound at alpha divided by the number of tests
+(Bonferroni). The baseline's second reading of some rows shows the noise of the engine.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from scipy import stats
 
-from vexport.errors import CheckpointFailed, Inconclusive
-from vexport.evaluation.drift import mean_kls
+from vexport.engine.messages import KL_TOKENS
+from vexport.errors import CheckpointFailed, EnvironmentFault, Inconclusive
+from vexport.evaluation.positions import (
+    ComparedRow,
+    Span,
+    buckets_of,
+    compare_repeated,
+    compare_rows,
+    doublings_of,
+    joined,
+    row_means,
+)
 from vexport.evaluation.statistics import Interval, Scores, bca_interval, documents_to_settle
 from vexport.evaluation.verdict import overall_outcome
 from vexport.files import digest_bytes
@@ -23,8 +34,11 @@ from vexport.records import (
     AcceptanceLengths,
     DraftCounts,
     Outcome,
+    TextBucket,
     TextLimit,
     TextMeasure,
+    TextNoise,
+    TextPoint,
     TextVerdict,
     Verdict,
 )
@@ -41,6 +55,12 @@ ACCEPTANCE_LIMIT = 0.05
 
 At 5 %, a step yields 5 % fewer tokens. That costs as much decoding speed, and no accuracy.
 """
+NOISE_SHARE = 0.25
+"""Share of the KL's limit that the noise of the engine may reach, as for answers to tasks."""
+LATE = (
+    "the first tokens of each row pass, and later tokens fail: compare rope_theta, rope scaling "
+    "and sliding window in config.json with the source's, and check the scales of the KV cache"
+)
 _DIGITS = 16
 
 
@@ -53,6 +73,7 @@ def decide_on_text(data: str, baseline: Served, candidate: Served, settings: Eva
         Inconclusive: If a model drafts nothing.
         CheckpointFailed: If the candidate's tokenizer gives other tokens, or if the candidate's
         log-probabilities are not finite.
+        EnvironmentFault: If the baseline differs too much from itself.
     """
     for row, (first, other) in enumerate(zip(baseline.rows, candidate.rows, strict=False), 1):
         if first != other:
@@ -60,6 +81,7 @@ def decide_on_text(data: str, baseline: Served, candidate: Served, settings: Eva
                 candidate, f"other tokens in row {row} of the text", "the baseline's tokenizer"
             )
     text = _measured(data, baseline, candidate, settings)
+    _require_steady(baseline, text, settings.kl_limit)
     outcome, engine = overall_outcome(text.limits), candidate.result.engine
     return Verdict(
         outcome=outcome,
@@ -68,53 +90,174 @@ def decide_on_text(data: str, baseline: Served, candidate: Served, settings: Eva
         alpha=settings.alpha,
         method=METHOD,
         tasks=(),
+        warnings=tuple(_warnings(text)),
         device=engine.device if engine else "",
         text=text,
     )
 
 
 def _measured(data: str, baseline: Served, candidate: Served, settings: Evaluate) -> TextVerdict:
-    method, old_drafts, new_drafts = (
-        settings.speculative,
-        baseline.result.drafts,
-        candidate.result.drafts,
-    )
-    kls = mean_kls(baseline, candidate)
-    old, new = baseline.each_row("nll"), candidate.each_row("nll")
-    rises = np.array([(after - before).mean() for before, after in zip(old, new, strict=True)])
-    if kls is None or not np.isfinite(rises).all():
+    rows = list(compare_rows(baseline, candidate))
+    if not all(np.isfinite([*row.kl, *row.candidate_nll, *row.baseline_nll]).all() for row in rows):
         raise _failed(candidate, "log-probabilities that are not finite", "numbers")
-    is_partial = baseline.is_partial or candidate.is_partial
-    measure: TextMeasure = (
-        "lower bound of the KL to the baseline" if is_partial else "KL to the baseline"
-    )
-    measured: list[tuple[TextMeasure, Scores, float]] = [
-        (measure, np.array(kls), settings.kl_limit),
-        ("rise of the NLL", rises, settings.nll_limit),
-    ]
-    if method:
-        fall = acceptance_fall(old_drafts, new_drafts)
-        measured.append(("fall of the acceptance length", fall, ACCEPTANCE_LIMIT))
-    pairs = zip(baseline.each_row("likeliest"), candidate.each_row("likeliest"), strict=True)
-    agreement = np.array([(first == other).mean() for first, other in pairs])
+    buckets, acceptance = _judged(rows, baseline, candidate, settings)
+    method = settings.speculative
+    drafts = (baseline.result.drafts, candidate.result.drafts)
+    old = np.concatenate([row.baseline_nll for row in rows])
+    new = np.concatenate([row.candidate_nll for row in rows])
+    agreement = np.array([1 - row.changed.mean() for row in rows])
     certain = mean_bounds(agreement, settings.alpha)
+    worst = [
+        _worst([limit for bucket in buckets for limit in bucket.limits if limit.is_rise == is_rise])
+        for is_rise in (False, True)
+    ]
     return TextVerdict(
         data=data,
         digest=digest_bytes(repr(baseline.rows).encode())[:_DIGITS],
-        rows=len(old),
-        tokens=sum(map(len, old)),
-        positions=sum(len(row) - 1 for row in baseline.prompts.tokens),
-        baseline_nll=float(np.concatenate(old).mean()),
-        candidate_nll=float(np.concatenate(new).mean()),
+        rows=len(rows),
+        tokens=len(old),
+        positions=sum(len(row.kl) for row in rows),
+        baseline_nll=float(old.mean()),
+        candidate_nll=float(new.mean()),
         top1_agreement=float(agreement.mean()),
         top1_low=max(0.0, certain.low) if certain else None,
         top1_high=min(1.0, certain.high) if certain else None,
-        limits=tuple(
-            judge_limit(name, values, limit, settings.alpha, len(measured))
-            for name, values, limit in measured
-        ),
-        acceptance=_acceptance(method, old_drafts, new_drafts) if method else None,
+        limits=(*worst, *acceptance),
+        acceptance=_acceptance(method, *drafts) if method else None,
+        buckets=buckets,
+        curve=tuple(_curve(rows, list(compare_repeated(baseline)))),
     )
+
+
+def _judged(
+    rows: Sequence[ComparedRow], baseline: Served, candidate: Served, settings: Evaluate
+) -> tuple[tuple[TextBucket, ...], tuple[TextLimit, ...]]:
+    """Return the judged buckets, and the judged acceptance length if there are drafts."""
+    spans = buckets_of(max(row.tokens for row in rows))
+    measured = {span: list(_bucket_values(rows, span, settings)) for span in spans}
+    falls: list[Scores] = []
+    if settings.speculative:
+        falls.append(acceptance_fall(baseline.result.drafts, candidate.result.drafts))
+    tests = sum(map(len, measured.values())) + len(falls)
+    again = list(compare_repeated(baseline))
+    buckets = []
+    for span, measures in measured.items():
+        limits = tuple(
+            judge_limit(name, values, limit, settings.alpha, tests, bucket=span)
+            for name, values, limit in measures
+        )
+        buckets.append(_bucket(rows, again, span, limits, settings.alpha))
+    acceptance = tuple(
+        judge_limit("fall of the acceptance length", fall, ACCEPTANCE_LIMIT, settings.alpha, tests)
+        for fall in falls
+    )
+    return tuple(buckets), acceptance
+
+
+def _bucket_values(
+    rows: Sequence[ComparedRow], span: Span, settings: Evaluate
+) -> Iterator[tuple[TextMeasure, Scores, float]]:
+    """Yield each measure of a bucket with its mean in each row, and its limit.
+
+    The KL is left out if it was not measured at these tokens.
+    """
+    kls = row_means([row.kl for row in rows], span)
+    if len(kls):
+        is_exact = all(row.exact >= min(span.places.stop, len(row.kl)) for row in rows)
+        measure: TextMeasure = (
+            "KL to the baseline" if is_exact else "lower bound of the KL to the baseline"
+        )
+        yield measure, kls, settings.kl_limit
+    rises = row_means([row.candidate_nll - row.baseline_nll for row in rows], span)
+    yield "rise of the NLL", rises, settings.nll_limit
+
+
+def _bucket(
+    rows: Sequence[ComparedRow],
+    again: Sequence[ComparedRow],
+    span: Span,
+    limits: tuple[TextLimit, ...],
+    alpha: float,
+) -> TextBucket:
+    changed = row_means([row.changed for row in rows], span)
+    certain = mean_bounds(changed, alpha)
+    old = joined([row.baseline_nll for row in rows], span)
+    return TextBucket(
+        start=span.start,
+        end=span.end,
+        tokens=len(old),
+        baseline_nll=float(old.mean()),
+        candidate_nll=float(joined([row.candidate_nll for row in rows], span).mean()),
+        changed=float(changed.mean()),
+        changed_low=max(0.0, certain.low) if certain else None,
+        changed_high=min(1.0, certain.high) if certain else None,
+        limits=limits,
+        noise=_noise(again, span),
+    )
+
+
+def _noise(again: Sequence[ComparedRow], span: Span) -> TextNoise | None:
+    """Return the difference between two readings of the baseline, or None without a second one."""
+    kls = joined([row.kl for row in again], span)
+    if not len(kls):
+        return None
+    rises = joined([row.candidate_nll - row.baseline_nll for row in again], span)
+    return TextNoise(
+        rows=len(again),
+        kl=float(kls.mean()),
+        nll_rise=float(rises.mean()),
+        changed=float(joined([row.changed for row in again], span).mean()),
+    )
+
+
+def _curve(rows: Sequence[ComparedRow], again: Sequence[ComparedRow]) -> Iterator[TextPoint]:
+    """Yield the means over all rows between powers of two of the position."""
+    for span in doublings_of(max(row.tokens for row in rows)):
+        kls = joined([row.kl for row in rows], span)
+        noise = joined([row.kl for row in again], span)
+        yield TextPoint(
+            start=span.start,
+            end=span.end,
+            baseline_nll=float(joined([row.baseline_nll for row in rows], span).mean()),
+            candidate_nll=float(joined([row.candidate_nll for row in rows], span).mean()),
+            kl=float(kls.mean()) if len(kls) else None,
+            noise=float(noise.mean()) if len(noise) else None,
+        )
+
+
+def _worst(limits: Sequence[TextLimit]) -> TextLimit:
+    """Return the limit with the worst outcome, and among equal outcomes with the highest value."""
+    order: tuple[Outcome, ...] = ("PASS", "INCONCLUSIVE", "FAIL")
+    return max(limits, key=lambda limit: (order.index(limit.outcome), limit.value))
+
+
+def _require_steady(baseline: Served, text: TextVerdict, kl_limit: float) -> None:
+    """Raise EnvironmentFault if the baseline's second reading differs too much from its first."""
+    most = NOISE_SHARE * kl_limit
+    noisy = [bucket for bucket in text.buckets if bucket.noise and bucket.noise.kl > most]
+    if not noisy:
+        return
+    worst = max(noisy, key=lambda bucket: bucket.noise.kl if bucket.noise else 0.0)
+    assert worst.noise is not None
+    raise EnvironmentFault(
+        f"baseline {baseline.checkpoint}",
+        got=f"log-probabilities that differ by a KL of {worst.noise.kl:.3g} nats a token when the "
+        f"same model reads the same {worst.label} again",
+        need=f"at most {most:g}, a quarter of the limit",
+        fix="use one kind of GPU; try VLLM_BATCH_INVARIANT=1 or fewer sequences at once "
+        "(--max-num-seqs)",
+    )
+
+
+def _warnings(text: TextVerdict) -> Iterator[str]:
+    """Yield a hint on the cause if only later tokens fail, and a warning about old results."""
+    if text.fails_late:
+        yield LATE
+    if text.positions < text.tokens:
+        yield (
+            f"the KL covers only the first {KL_TOKENS} tokens of each row, because an older "
+            "version of vexport read the text; --overwrite reads it again"
+        )
 
 
 def acceptance_fall(baseline: Sequence[DraftCounts], candidate: Sequence[DraftCounts]) -> Scores:
@@ -161,14 +304,20 @@ def _acceptance(
 
 
 def judge_limit(
-    measure: TextMeasure, values: Scores, limit: float, alpha: float, measures: int = 2
+    measure: TextMeasure,
+    values: Scores,
+    limit: float,
+    alpha: float,
+    tests: int = 2,
+    bucket: tuple[int, int] | None = None,
 ) -> TextLimit:
     """Judge one measure against its limit. `values` has the shape (rows,).
 
-    Fewer than LEAST_ROWS rows are INCONCLUSIVE.
+    `tests` is the number of measures in all buckets, each of which can fail. Fewer than LEAST_ROWS
+    rows are INCONCLUSIVE.
     """
     mean = float(values.mean())
-    below, above = mean_bounds(values, alpha / measures), mean_bounds(values, alpha)
+    below, above = mean_bounds(values, alpha / tests), mean_bounds(values, alpha)
     low, high = below.low if below else None, above.high if above else None
     outcome: Outcome = "INCONCLUSIVE"
     needed = None
@@ -182,7 +331,7 @@ def judge_limit(
         spread = float(values.std(ddof=1)) / math.sqrt(len(values))
         statistic = (limit - mean) / spread if spread else 0.0
         needed = documents_to_settle(
-            len(values), statistic, alpha if statistic > 0 else alpha / measures
+            len(values), statistic, alpha if statistic > 0 else alpha / tests
         )
     return TextLimit(
         measure=measure,
@@ -192,6 +341,7 @@ def judge_limit(
         limit=limit,
         outcome=outcome,
         rows_needed=needed,
+        bucket=bucket,
     )
 
 
@@ -217,9 +367,17 @@ def text_reason(outcome: Outcome, text: TextVerdict) -> str:
     if text.rows < LEAST_ROWS:
         return f"the text is too short: {text.rows} rows of it, at least {LEAST_ROWS} decide"
     decisive = [limit for limit in text.limits if limit.outcome == outcome]
-    shown = (" and " if outcome == "PASS" else "; ").join(map(_shown, decisive))
-    sentence = f"{shown} over {text.tokens:,} tokens of held-out text"
-    if outcome != "INCONCLUSIVE":
+    shown = (" and " if outcome == "PASS" else "; ").join(_shown(limit, text) for limit in decisive)
+    if len(text.buckets) < 2:
+        sentence = f"{shown} over {text.tokens:,} tokens of held-out text"
+    elif outcome == "PASS":
+        buckets = f"each in the worst of {len(text.buckets)} buckets of positions"
+        sentence = f"{shown}, {buckets}, over {text.tokens:,} tokens of held-out text"
+    else:
+        sentence = f"{shown}, in {text.rows:,} rows of held-out text"
+    if outcome == "FAIL":
+        return f"{sentence}{_passing(text)}"
+    if outcome == "PASS":
         return sentence
     needed = [limit.rows_needed for limit in decisive if limit.rows_needed is not None]
     if len(needed) < len(decisive):
@@ -227,7 +385,13 @@ def text_reason(outcome: Outcome, text: TextVerdict) -> str:
     return f"{sentence} is not settled; about {max(needed):,} rows would settle it"
 
 
-def _shown(limit: TextLimit) -> str:
+def _passing(text: TextVerdict) -> str:
+    """Return words for the buckets that pass, or "" if there is none."""
+    labels = [bucket.label for bucket in text.buckets if bucket.outcome == "PASS"]
+    return f"; {' and '.join(labels)} pass" if labels else ""
+
+
+def _shown(limit: TextLimit, text: TextVerdict) -> str:
     assert limit.low is not None
     assert limit.high is not None
     numbers = (limit.value, limit.low, limit.high, limit.limit)
@@ -238,7 +402,8 @@ def _shown(limit: TextLimit) -> str:
     if limit.outcome == "PASS":
         return f"{limit.measure} {value} (at most {high}, limit {most}){unit}"
     bound = f"at least {low}" if limit.outcome == "FAIL" else f"between {low} and {high}"
-    return f"{limit.measure} {value} ({bound}), limit {most}{unit}"
+    place = f" in {limit.label}" if limit.label and len(text.buckets) > 1 else ""
+    return f"{limit.measure} {value} ({bound}), limit {most}{unit}{place}"
 
 
 def _failed(candidate: Served, got: str, need: str) -> CheckpointFailed:

@@ -3,11 +3,6 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-from safetensors.torch import load_file
-
-from vexport.bus_errors import install_bus_error_handler
 from vexport.engine.messages import SERVER, SessionResult
 from vexport.inference.prompts import Prompts
 
@@ -47,12 +42,11 @@ class Served:
         assert self.result.logprobs_file is not None
         return self.result.logprobs_file
 
-    def each_row(self, name: str) -> list[NDArray[np.float64]]:
-        """Return each row's `nll` or `likeliest` tokens at all places except the first."""
+    @property
+    def text_file(self) -> Path:
+        """The file with the scores of the rows, as `write_text_scores` writes it."""
         assert self.result.text_file is not None
-        install_bus_error_handler()
-        tensors = load_file(self.result.text_file)
-        return [tensors[f"{name}.{number}"].double().numpy() for number in range(len(self.rows))]
+        return self.result.text_file
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

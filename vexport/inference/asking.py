@@ -43,10 +43,14 @@ from vexport.inference.text_rows import beginnings, read_rows
 from vexport.records import LmEvalSettings, named
 from vexport.records.values import MOST_COUNT
 from vexport.scenario import Evaluate
+from vexport.scenario.serve import EngineArguments
 
 SERVER_WORKER = "vexport.inference.endpoint.worker"
 # The default context length of an evaluation. Longer prompts are an error and never truncated.
 EVALUATION_LENGTH = 4096
+# Maximum number of tokens that vLLM computes at once if a row of text is longer than this. Some
+# versions hold the logits of all these tokens: 5 GB for a vocabulary of 152 k.
+LONG_ROW = 2048
 # The shortest row of text has two tokens, because the first token is not predicted.
 _LEAST_TEXT = 2
 # Tokens drafted at once, unless an argument of vLLM says otherwise.
@@ -190,7 +194,21 @@ def _with_text(request: SessionRequest, rows: Rows, folder: Path) -> SessionRequ
         text=rows,
         text_file=recorded(folder / TEXT_FILE),
         max_model_len=max(request.max_model_len or 0, longest),
+        arguments=arguments_for_text(request.arguments, longest),
     )
+
+
+def arguments_for_text(arguments: EngineArguments, longest: int) -> EngineArguments:
+    """Return the arguments of an engine that scores rows of up to `longest` tokens.
+
+    vLLM computes long rows in parts, unless `arguments` turn that off.
+    """
+    if longest <= LONG_ROW or arguments.get("enable_chunked_prefill") is False:
+        return arguments
+    sequences = arguments.get("max_num_seqs")
+    # vLLM requires a token for each sequence.
+    tokens = max(LONG_ROW, sequences) if isinstance(sequences, int) else LONG_ROW
+    return {"max_num_batched_tokens": tokens, **arguments}
 
 
 def _with_drafts(request: SessionRequest, rows: Rows, speculative: str) -> SessionRequest:
@@ -272,8 +290,10 @@ class EndpointSource(AnswerSource):
         """
         endpoint = settings.asking(self.url, is_baseline=self.is_baseline)
         server = Server(endpoint, show_retries(self.role, self.options))
-        served = server.model.max_model_len or EVALUATION_LENGTH
-        longest = min(served, self.options.serve.max_model_len or EVALUATION_LENGTH)
+        # vLLM generates a token after each row of text.
+        needed = EVALUATION_LENGTH if settings.text is None else settings.text_tokens + 1
+        served = server.model.max_model_len or needed
+        longest = min(served, self.options.serve.max_model_len or needed)
         if settings.text is not None and longest <= _LEAST_TEXT:
             raise InputError(
                 f"{self.role} {self.url}",

@@ -36,7 +36,7 @@ def ask_engine(
         write_logprobs(llm, request.logprob_prompts, request.logprobs_file, on_progress)
         result = replace(result, logprobs_file=request.logprobs_file)
     if request.text and request.text_file is not None:
-        write_text_scores(model, request.text, request.text_file)
+        write_text_scores(model, request.text, request.text_file, repeats=request.repeat)
         result = replace(result, text_file=request.text_file)
     if request.drafted:
         result = replace(result, drafts=count_drafts(model, request.drafted))

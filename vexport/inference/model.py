@@ -11,9 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import TYPE_CHECKING
 
 from vexport.inference.kept_answers import KeptAnswers, finished_text
 from vexport.records import DraftCounts, Json, OnProgress
+
+if TYPE_CHECKING:
+    from vexport.inference.row_scores import RowScores
 
 _PROGRESS_STEPS = 100
 Parameters = object
@@ -63,7 +67,7 @@ class Model(ABC):
         """
 
     @abstractmethod
-    def score_rows(self, rows: Sequence[TokenIds]) -> Iterator[Sequence[Place]]:
+    def score_rows(self, rows: Sequence[TokenIds]) -> "Iterator[RowScores]":
         """Yield each row's log-probabilities at all places except the first."""
 
     @abstractmethod

@@ -1,6 +1,7 @@
 """Read the rows of a held-out text as a model's token ids."""
 
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 from vexport.calibration.data import read_samples
@@ -9,6 +10,7 @@ from vexport.engine.messages import KL_TOKENS
 from vexport.inference.answers import Rows
 from vexport.inference.prompts import shortest_length
 from vexport.records import CalibrationData
+from vexport.records.values import plural
 from vexport.scenario import Evaluate
 
 LOG = logging.getLogger(__name__)
@@ -33,7 +35,8 @@ def read_rows(
     if settings.text is None:
         return ()
     needed = settings.text_tokens + 1  # vLLM generates a token after each row
-    tokens = min(needed, longest or shortest_length(tokenizer, needed)) - 1
+    limit = longest or shortest_length(tokenizer, needed)
+    tokens = min(needed, limit) - 1
     data = CalibrationData(
         name=settings.text,
         samples=settings.text_rows,
@@ -44,11 +47,26 @@ def read_rows(
     samples = read_samples(
         data, tokenizer, vocab_size=vocabulary, trust_remote_code=trust_tokenizer
     )
-    if shows_notes:
-        for note in samples.notes:
-            LOG.warning("note: %s", note)
     whole = tuple(row for row in samples.token_ids if len(row) == tokens)
-    return whole or tuple(row for row in samples.token_ids if len(row) > 1)
+    rows = whole or tuple(row for row in samples.token_ids if len(row) > 1)
+    if shows_notes:
+        for note in (*samples.notes, *_shortages(settings, rows, limit)):
+            LOG.warning("note: %s", note)
+    return rows
+
+
+def _shortages(settings: Evaluate, rows: Rows, limit: int) -> Iterator[str]:
+    """Yield a note for rows that are shorter or fewer than in the settings."""
+    if limit <= settings.text_tokens:
+        yield (
+            f"rows of the text have {limit - 1:,} tokens, not {settings.text_tokens:,}: the "
+            f"maximum sequence length is {limit:,}, and vLLM generates a token after each row"
+        )
+    if len(rows) < settings.text_rows:
+        yield (
+            f"the text {settings.text} has {plural(len(rows), 'row')}, not {settings.text_rows}: "
+            "more text, or shorter rows (text_tokens), give tighter bounds"
+        )
 
 
 def beginnings(rows: Rows) -> Rows:

@@ -1,6 +1,5 @@
-"""Write a model's scores for the rows of a held-out text, in the form that `Answers` reads."""
+"""Write a model's scores for the rows of a held-out text, in the form that evaluations read."""
 
-import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,42 +8,65 @@ from safetensors.torch import save_file
 
 from vexport.engine.messages import KL_TOKENS
 from vexport.files import atomic_path
-from vexport.inference.model import Model, Place, TokenIds
+from vexport.inference.model import Model, TokenIds
+from vexport.inference.row_scores import RowScores
+
+AGAIN = "again."
+"""Prefix of the tensors of rows that the model read a second time."""
+# The baseline reads one of this many rows twice, and at least `_LEAST_REPEATED` rows.
+_REPEATED_PART = 4
+_LEAST_REPEATED = 2
+
+
+def rows_to_repeat(rows: int) -> int:
+    """Return how many of the first rows a model reads twice, to measure the noise of its engine."""
+    return min(rows, max(_LEAST_REPEATED, rows // _REPEATED_PART))
 
 
 def write_text_scores(
-    model: Model, rows: Sequence[TokenIds], file: Path, logprobs_file: Path | None = None
+    model: Model,
+    rows: Sequence[TokenIds],
+    file: Path,
+    logprobs_file: Path | None = None,
+    *,
+    repeats: bool = False,
 ) -> None:
-    """Write the cost of each token, and the likeliest token at the token's place.
+    """Write the cost of each token, the likeliest token, and the log-probabilities of the likeliest
+    tokens, at all places of each row except the first.
 
-    The first token of each row has no cost. `file` becomes a safetensors file with `nll.0`
-    (float32, nats) and `likeliest.0` (int64), both of shape (len(row) - 1,), and so on for each
-    row. `logprobs_file` is for a model that returns log-probabilities only for the likeliest
-    tokens. It receives the log-probabilities at each row's beginning, as a matrix `prompt.0`
-    (positions, tokens) with NaN for all other tokens.
+    `file` becomes a safetensors file. For the first row it has `nll.0` (float32, nats) and
+    `likeliest.0` (int64), both of shape (places,), and `tokens.0` (int32) and `logprobs.0`
+    (float32), both of shape (places, tokens), as in `RowScores`. With `repeats`, the model reads
+    some rows again, in the opposite order, and their tensors have the prefix `again.`.
+
+    `logprobs_file` is for a model that returns log-probabilities only for the likeliest tokens. It
+    receives the log-probabilities at each row's beginning, as a matrix `prompt.0` (positions,
+    tokens) with NaN for all other tokens.
     """
     scores: dict[str, torch.Tensor] = {}
     logprobs: dict[str, torch.Tensor] = {}
-    for number, places in enumerate(model.score_rows(rows)):
-        predicted = rows[number][1:]
-        costs = [-place[token] for token, place in zip(predicted, places, strict=True)]
-        likeliest = [max(place, key=place.__getitem__) for place in places]
-        scores[f"nll.{number}"] = torch.tensor(costs, dtype=torch.float32)
-        scores[f"likeliest.{number}"] = torch.tensor(likeliest, dtype=torch.int64)
+    for number, row in enumerate(model.score_rows(rows)):
+        scores |= _tensors(row, "", number)
         if logprobs_file is not None:
-            logprobs[f"prompt.{number}"] = _matrix(places[: KL_TOKENS - 1])
+            logprobs[f"prompt.{number}"] = torch.from_numpy(row.matrix(KL_TOKENS - 1))
+    if repeats:
+        model.ask_again()
+        numbers = list(reversed(range(rows_to_repeat(len(rows)))))
+        repeated = model.score_rows([rows[number] for number in numbers])
+        for number, row in zip(numbers, repeated, strict=True):
+            scores |= _tensors(row, AGAIN, number)
     _save(scores, file)
     if logprobs_file is not None:
         _save(logprobs, logprobs_file)
 
 
-def _matrix(places: Sequence[Place]) -> torch.Tensor:
-    """Return the known log-probabilities as a matrix (positions, tokens), NaN if unknown."""
-    width = 1 + max(map(max, places))
-    matrix = torch.full((len(places), width), math.nan)
-    for position, place in enumerate(places):
-        matrix[position, list(place)] = torch.tensor(list(place.values()))
-    return matrix
+def _tensors(row: RowScores, prefix: str, number: int) -> dict[str, torch.Tensor]:
+    return {
+        f"{prefix}nll.{number}": torch.from_numpy(row.nll),
+        f"{prefix}likeliest.{number}": torch.from_numpy(row.likeliest),
+        f"{prefix}tokens.{number}": torch.from_numpy(row.tokens),
+        f"{prefix}logprobs.{number}": torch.from_numpy(row.logprobs),
+    }
 
 
 def _save(tensors: dict[str, torch.Tensor], file: Path) -> None:

@@ -445,14 +445,20 @@ class AcceptanceLengths:
     candidate: float
 
 
+def bucket_label(start: int, end: int) -> str:
+    """Return the name of a bucket of positions: `tokens 1,024-4,096`."""
+    return f"tokens {start:,}-{end:,}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextLimit:
     """One measure of held-out text and its limit.
 
     The values are nats per token; for the acceptance length they are shares. `low` and `high` are
     the bounds that decide, None for a single row. `high` is at 1 - alpha. `low` is at 1 - alpha /
-    2, because either of two measures can fail (alpha / 3 if there are drafts). `rows_needed` is the
-    number of rows that would settle an INCONCLUSIVE outcome, or None if no number would.
+    tests, because each measure in each bucket can fail. `rows_needed` is the number of rows that
+    would settle an INCONCLUSIVE outcome, or None if no number would. `bucket` is the start and the
+    end of the tokens in each row; it is None if the measure covers all tokens.
     """
 
     measure: TextMeasure
@@ -462,11 +468,87 @@ class TextLimit:
     limit: float
     outcome: Outcome
     rows_needed: int | None = None
+    bucket: tuple[int, int] | None = None
 
     @property
     def is_share(self) -> bool:
         """Return True if the values are shares and not nats per token."""
         return self.measure == "fall of the acceptance length"
+
+    @property
+    def is_rise(self) -> bool:
+        """Return True for the rise of the NLL, which may be negative."""
+        return self.measure == "rise of the NLL"
+
+    @property
+    def label(self) -> str:
+        """Return the name of the bucket, or "" if the measure covers all tokens."""
+        return bucket_label(*self.bucket) if self.bucket else ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextNoise:
+    """Difference between two readings of the same `rows` by the baseline, in one bucket.
+
+    `kl` and `nll_rise` are means in nats per token. `changed` is the share of tokens with another
+    likeliest token.
+    """
+
+    rows: int
+    kl: float
+    nll_rise: float
+    changed: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextBucket:
+    """Both models on the tokens of each row from number `start` to `end` - 1.
+
+    The first token of a row has the number 0 and is not predicted. The NLLs are means over `tokens`
+    of all rows. `changed` is the share of these tokens at which the models have different likeliest
+    tokens, with a two-sided 1 - 2*alpha interval over rows. `limits` are the measures that decide.
+    `noise` is None if the baseline read no row twice.
+    """
+
+    start: int
+    end: int
+    tokens: int
+    baseline_nll: float
+    candidate_nll: float
+    changed: float
+    changed_low: float | None
+    changed_high: float | None
+    limits: tuple[TextLimit, ...]
+    noise: TextNoise | None = None
+
+    @property
+    def label(self) -> str:
+        """Return the name of the bucket."""
+        return bucket_label(self.start, self.end)
+
+    @property
+    def outcome(self) -> Outcome:
+        """Return FAIL if a measure fails, PASS if all pass, else INCONCLUSIVE."""
+        outcomes = {limit.outcome for limit in self.limits}
+        if "FAIL" in outcomes:
+            return "FAIL"
+        return "PASS" if outcomes == {"PASS"} else "INCONCLUSIVE"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TextPoint:
+    """A point of the curves over positions: means over the tokens `start` to `end` - 1 of each row.
+
+    `noise` is the KL between two readings of the same rows by the baseline. `kl` and `noise` are
+    None if they were not measured at these tokens.
+    """
+
+    start: int
+    end: int
+    baseline_nll: float
+    candidate_nll: float
+    kl: float | None
+    noise: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -475,9 +557,12 @@ class TextVerdict:
 
     The NLLs are means over `tokens`. `top1_agreement` is the share of these tokens at which both
     models have the same likeliest token, with a two-sided 1 - 2*alpha interval over rows. The KL is
-    over `positions`: the first positions of each row, at which the whole vocabulary was compared.
-    `limits` is empty if the text is too short to decide. `acceptance` is about drafts that continue
-    the rows; it is None without speculative decoding.
+    over `positions`. `limits` has the worst bucket of each measure. `acceptance` is about drafts
+    that continue the rows; it is None without speculative decoding.
+
+    `buckets` are the tokens of a row by their position, and `curve` are more and smaller groups for
+    a chart. Both are empty in reports of older versions: there, `limits` is about all tokens of a
+    row, and the KL about its first 64 tokens.
     """
 
     data: str
@@ -492,6 +577,14 @@ class TextVerdict:
     top1_high: float | None
     limits: tuple[TextLimit, ...]
     acceptance: AcceptanceLengths | None = None
+    buckets: tuple[TextBucket, ...] = ()
+    curve: tuple[TextPoint, ...] = ()
+
+    @property
+    def fails_late(self) -> bool:
+        """Return True if a later bucket fails, and the first bucket passes."""
+        outcomes = [bucket.outcome for bucket in self.buckets]
+        return outcomes[:1] == ["PASS"] and "FAIL" in outcomes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,6 +33,7 @@ from vexport.reports.formatting import (
     small,
     task_title,
 )
+from vexport.reports.positions import position_parts
 
 MAX_FLIPS = 100
 _MAX_BESIDE = 8
@@ -76,7 +77,11 @@ def accuracy_section(verdict: Verdict) -> doc.Section:
             "Both models read the same held-out text in vLLM; its log-probabilities decide, "
             "not tasks."
         )
-        content = parts(text_table(verdict, verdict.text), warnings(verdict.warnings))
+        content = parts(
+            text_table(verdict, verdict.text),
+            position_parts(verdict.text),
+            warnings(verdict.warnings),
+        )
         return doc.Section("Accuracy", content, "accuracy", lead)
     lead = (
         f"Quantized minus baseline on the same documents. The bar spans the "
@@ -273,7 +278,11 @@ def accuracy_tiles(verdict: Verdict | None) -> tuple[doc.Tile, doc.Tile]:
     """
     if verdict is not None and verdict.text is not None:
         kl, rise, *_ = verdict.text.limits
-        note = f"a token, limit {kl.limit:g}; NLL {nats(rise, rise.value)}, limit {rise.limit:g}"
+        place = f" in {kl.label}" if kl.label else ""
+        note = (
+            f"a token{place}, limit {kl.limit:g}; NLL {nats(rise, rise.value)}, "
+            f"limit {rise.limit:g}"
+        )
         other, tokens = percent(1 - verdict.text.top1_agreement), count(verdict.text.tokens)
         return (
             doc.Tile("KL on held-out text", small(kl.value), "nats", note),
@@ -333,10 +342,6 @@ def _flip(flip: Flip) -> doc.Exchange:
 
 def text_table(verdict: Verdict, text: TextVerdict) -> doc.Table:
     """Return a table with a row for each measure and its limit, and the text's data below it."""
-    is_partial = any("lower bound" in limit.measure for limit in text.limits)
-    compared = (
-        "the tokens that both sides tell, others as one" if is_partial else "the whole vocabulary"
-    )
     drafts, accepted = text.acceptance, ""
     if drafts:
         accepted = (
@@ -347,8 +352,9 @@ def text_table(verdict: Verdict, text: TextVerdict) -> doc.Table:
     caption = (
         f"{text.data} ({text.digest}): {plural(text.rows, 'row')}, {count(text.tokens)} "
         f"tokens, the KL of "
-        f"{count(text.positions)} of them over {compared}; NLL {small(text.baseline_nll)} and "
-        f"{small(text.candidate_nll)}; the likeliest token is the same at "
+        f"{count(text.positions)} of them over {_compared(text)}; "
+        f"NLL {small(text.baseline_nll)} and {small(text.candidate_nll)}; "
+        f"the likeliest token is the same at "
         f"{percent(text.top1_agreement)} "
         f"({percent_interval(text.top1_low, text.top1_high)}){accepted}; "
         f"alpha {verdict.alpha:g}; {verdict.method}"
@@ -356,8 +362,21 @@ def text_table(verdict: Verdict, text: TextVerdict) -> doc.Table:
     return table(("Measure", "Result", ">Value", ">Limit"), map(_limit_row, text.limits), caption)
 
 
+def _compared(text: TextVerdict) -> str:
+    """Return the tokens over which the KL was computed."""
+    limits = [limit for bucket in text.buckets for limit in bucket.limits] or text.limits
+    measures = {limit.measure for limit in limits}
+    likeliest = "the likeliest tokens of both models, with all others as one (a lower bound)"
+    if "lower bound of the KL to the baseline" not in measures:
+        return "the whole vocabulary"
+    if "KL to the baseline" not in measures:
+        return likeliest
+    return f"the whole vocabulary in {text.buckets[0].label} of each row, and then over {likeliest}"
+
+
 def _limit_row(limit: TextLimit) -> doc.Row:
     needed = f"about {count(limit.rows_needed)} rows would settle it" if limit.rows_needed else ""
+    needed = ", ".join(filter(None, (limit.label, needed)))
     value = TableCell(nats(limit, limit.value), nats_interval(limit))
     bound = f"{limit.limit:.0%}" if limit.is_share else small(limit.limit)
     unit = limit.measure if limit.is_share else f"{limit.measure}, nats per token"

@@ -155,15 +155,68 @@ class Forest:
     @property
     def ticks(self) -> Iterator[tuple[float, str]]:
         """Yield the positions of at most seven round values, and their labels."""
-        least = (self.high - self.low) / 6
-        power = 10.0 ** math.floor(math.log10(least))
-        step = next(
-            (power * times for times in (1, 2, 5) if power * times >= least * (1 - 1e-9)),
-            10 * power,
-        )
-        for index in range(math.ceil(self.low / step), math.floor(self.high / step) + 1):
-            shown = index * step * (100 if self.scale.shares else 1)
-            yield self.at(index * step), f"{shown:+.3g}" if index else "0"
+        for value in round_values(self.low, self.high, 6):
+            shown = value * (100 if self.scale.shares else 1)
+            yield self.at(value), f"{shown:+.3g}" if value else "0"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curve:
+    """A line of a chart: its name, its CSS class, and its points (x, y)."""
+
+    name: str
+    tone: str
+    points: tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Curves:
+    """Curves over a logarithmic x axis with marks at `marks`, and a `limit` as a dashed line.
+
+    The y axis is linear, from `low` to `high`. Positions are in per cent, as in `Forest`.
+    """
+
+    title: str
+    unit: str
+    x_unit: str
+    curves: tuple[Curve, ...]
+    marks: tuple[int, ...]
+    low: float
+    high: float
+    limit: float | None = None
+
+    def across(self, x: float) -> float:
+        """Return the position of a value on the x axis."""
+        first = math.log(self.marks[0])
+        share = (math.log(x) - first) / (math.log(self.marks[-1]) - first)
+        return round(100 * min(1.0, max(0.0, share)), 2)
+
+    def down(self, y: float) -> float:
+        """Return the distance of a value from the top."""
+        return round(100 * (self.high - y) / (self.high - self.low), 2)
+
+    @property
+    def x_ticks(self) -> Iterator[tuple[float, str]]:
+        """Yield the positions of the marks, and their labels."""
+        for mark in self.marks:
+            yield self.across(mark), f"{mark:,}"
+
+    @property
+    def y_ticks(self) -> Iterator[tuple[float, str]]:
+        """Yield the positions of some round values, and their labels."""
+        for value in round_values(self.low, self.high, 4):
+            yield self.down(value), f"{value:.3g}"
+
+
+def round_values(low: float, high: float, most: int) -> list[float]:
+    """Return at most `most` + 1 multiples of 1, 2 or 5 times a power of ten, `low` to `high`."""
+    least = (high - low) / most
+    power = 10.0 ** math.floor(math.log10(least))
+    steps = [power * times for times in (1, 2, 5, 10)]
+    step = next(each for each in steps if each >= least * (1 - 1e-9))
+    first = math.ceil(low / step)
+    last = math.floor(high / step)
+    return [index * step for index in range(first, last + 1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +245,7 @@ Part = (
     | Exchange
     | Tokens
     | Forest
+    | Curves
 )
 
 

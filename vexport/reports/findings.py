@@ -243,7 +243,8 @@ def _text_message(limit: "TextLimit") -> str:
     )
     rows = limit.rows_needed
     more = f"; about {count(rows)} rows would settle it" if rows is not None else ""
-    return f"{nats(limit, limit.value)}{unit} ({nats_interval(limit)}), limit {bound}{more}"
+    place = f" in {limit.label}" if limit.label else ""
+    return f"{nats(limit, limit.value)}{unit} ({nats_interval(limit)}){place}, limit {bound}{more}"
 
 
 def staged_findings(report: "Report") -> tuple[tuple[str, Finding], ...]:

@@ -1,7 +1,7 @@
 """Run prompts on the model behind a server's address, several requests at a time."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from dataclasses import fields
 from types import SimpleNamespace
@@ -10,7 +10,8 @@ from vexport.engine.messages import DRAFT_TOKENS, draft_counts
 from vexport.errors import EnvironmentFault, InputError
 from vexport.inference.endpoint.server import Server, UnreachableError
 from vexport.inference.kept_answers import KeptAnswers, kept_text
-from vexport.inference.model import Model, Place, Question, TokenIds
+from vexport.inference.model import Model, Question, TokenIds
+from vexport.inference.row_scores import RowScores, packed, scores_of_places, unpacked
 from vexport.records import DraftCounts, Json, OnProgress
 from vexport.records.values import MOST_COUNT
 
@@ -27,8 +28,11 @@ COUNTERS = (
 )
 # Maximum number of seconds until the server counts a finished request.
 _COUNTED_SECONDS = 10.0
-TEXT: Mapping[str, Json] = {"logprobs": _TOP}
-"""The parameters of a question for a row of a text: the log-probabilities at each place."""
+TEXT: Mapping[str, Json] = {"logprobs": _TOP, "form": "packed"}
+"""Parameters of a question for a row of a text: the log-probabilities at each place."""
+# Maximum number of tokens of rows in open requests. The server's answer to a token takes about 1 KB
+# until it is parsed.
+_MOST_OPEN_TOKENS = 1 << 16
 
 
 class EndpointModel(Model):
@@ -64,7 +68,7 @@ class EndpointModel(Model):
 
         Raises EnvironmentFault if the server fails permanently. All answers so far are kept.
         """
-        at_once = self.server.endpoint.concurrency
+        at_once = self.at_once(questions.values())
         pool = ThreadPoolExecutor(at_once)
         futures = {pool.submit(self._answer, question): key for key, question in questions.items()}
         fresh: dict[str, Json] = {}
@@ -83,6 +87,14 @@ class EndpointModel(Model):
                 self.server.stop()
             pool.shutdown(wait=False, cancel_futures=True)
 
+    def at_once(self, questions: Iterable[Question]) -> int:
+        """Return the maximum number of open requests: fewer for long rows of a text."""
+        most = self.server.endpoint.concurrency
+        lengths = [len(each.prompt) for each in questions if each.parameters == TEXT]
+        if not lengths:
+            return most
+        return max(1, min(most, _MOST_OPEN_TOKENS // max(lengths)))
+
     def _keep(self, fresh: dict[str, Json]) -> None:
         """Keep answers if the server still has the same model. Otherwise raise EnvironmentFault."""
         if fresh:
@@ -93,13 +105,20 @@ class EndpointModel(Model):
     def _answer(self, question: Question) -> Json:
         """Answer one question, and return the answer in the form of `KeptAnswers`.
 
-        The answer to a row of a text is a list of places. Each place is a list of pairs: a token id
-        and its log-probability.
+        The answer to a row of a text has the form of `packed`. Raises EnvironmentFault if the
+        server does not return the ids of the likeliest tokens.
         """
         prompt, parameters = question.prompt, question.parameters
         if parameters == TEXT:
             places = self.server.score(prompt, _TOP, self.vocabulary)
-            return [[[token, value] for token, value in place.items()] for place in places]
+            if any(token < 0 for place in places for token in place):
+                raise EnvironmentFault(
+                    self.server.endpoint.url,
+                    got="tokens without their ids",
+                    need="token ids, as vLLM returns them with return_tokens_as_token_ids",
+                    fix="evaluate tasks (--task) instead of --text",
+                )
+            return packed(scores_of_places(places))
         if isinstance(parameters, dict):
             continuation = self.server.generate(prompt, parameters)
             return kept_text(continuation.text, continuation.finish_reason)
@@ -108,23 +127,14 @@ class EndpointModel(Model):
         is_greedy = all(max(place, key=place.__getitem__) == token for token, place in scored)
         return [sum(place[token] for token, place in scored), is_greedy]
 
-    def score_rows(self, rows: Sequence[TokenIds]) -> Iterator[Sequence[Place]]:
+    def score_rows(self, rows: Sequence[TokenIds]) -> Iterator[RowScores]:
         """Yield the log-probabilities of each row's tokens and of the 20 likeliest tokens.
 
         Raises EnvironmentFault if the server does not return the ids of these tokens.
         """
         self.expect("text", len(rows))
-        for answer in self.answers([Question(prompt=row, parameters=TEXT) for row in rows]):
-            assert isinstance(answer, list)
-            places: list[dict[int, float]] = [dict(place) for place in answer]  # type: ignore[arg-type]
-            if any(token < 0 for place in places for token in place):
-                raise EnvironmentFault(
-                    self.server.endpoint.url,
-                    got="tokens without their ids",
-                    need="token ids, as vLLM returns them with return_tokens_as_token_ids",
-                    fix="evaluate tasks (--task) instead of --text",
-                )
-            yield places
+        questions = [Question(prompt=row, parameters=TEXT) for row in rows]
+        yield from map(unpacked, self.answers(questions))
 
     def count_draft(self, prompt: TokenIds) -> DraftCounts:
         """Continue a prompt and count its drafts from the server's counters.

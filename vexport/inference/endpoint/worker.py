@@ -51,7 +51,13 @@ def _session(request: SessionRequest) -> SessionResult:
         model = _open_model(server, request, on_progress)
         if request.text:
             assert request.text_file is not None
-            write_text_scores(model, request.text, request.text_file, request.logprobs_file)
+            write_text_scores(
+                model,
+                request.text,
+                request.text_file,
+                request.logprobs_file,
+                repeats=request.repeat,
+            )
         else:
             _ask_tasks(model, request)
         if request.drafted:

@@ -1,0 +1,239 @@
+"""Compare two models token by token on rows of a text, and group the tokens by their position.
+
+Errors of the position (a wrong `rope_theta`, wrong scales of the KV cache) grow with the length of
+the context. A mean over all positions, or over the first tokens, hides them. Therefore a row is
+divided into buckets: the tokens 0-64, 64-256, 256-1,024 and so on. A bucket ends at four times the
+end of the bucket before it. Growing buckets are few, so that the correction for looking at several
+buckets stays small. Later buckets have more tokens, and the effect of one more token of context
+falls with the length.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+from safetensors import safe_open
+
+from vexport.bus_errors import install_bus_error_handler
+from vexport.engine.messages import KL_TOKENS
+from vexport.evaluation.drift import least_kl
+from vexport.evaluation.statistics import Scores
+from vexport.inference.answers import Served
+from vexport.inference.row_scores import NO_TOKEN
+from vexport.inference.text_scores import AGAIN, rows_to_repeat
+from vexport.numerics.metrics import kl_divergence
+
+FIRST_END = KL_TOKENS
+"""End of the first bucket: the tokens with log-probabilities of the whole vocabulary."""
+GROWTH = 4
+"""Ratio of a bucket's end to the end of the bucket before it."""
+# Positions whose log-probabilities are matched at a time.
+_MATCHED = 1024
+
+
+class TensorFile(Protocol):
+    """An open file of safetensors, which reads one tensor at a time."""
+
+    def keys(self) -> Iterable[str]: ...
+
+    def get_tensor(self, name: str) -> torch.Tensor: ...
+
+
+class Span(NamedTuple):
+    """Tokens of a row from `start` to `end` - 1. The first token has the number 0."""
+
+    start: int
+    end: int
+
+    @property
+    def places(self) -> slice:
+        """Return the places of the tokens in arrays without the first token of a row."""
+        return slice(max(self.start, 1) - 1, max(self.end, 1) - 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedRow:
+    """Both models on one row. All arrays have the shape (places,), without the row's first token.
+
+    `kl` is KL(baseline || candidate) in nats, exact at the first `exact` places and a lower bound
+    at all other places. It has fewer places if the KL was not measured at the last places.
+    `changed` is 1 if the models have different likeliest tokens, else 0.
+    """
+
+    kl: Scores
+    exact: int
+    baseline_nll: Scores
+    candidate_nll: Scores
+    changed: Scores
+
+    @property
+    def tokens(self) -> int:
+        """Return the number of tokens of the row, with the first."""
+        return len(self.baseline_nll) + 1
+
+
+def buckets_of(tokens: int) -> tuple[Span, ...]:
+    """Return the buckets of rows of at most `tokens` tokens.
+
+    The last bucket ends with the row. If it would have fewer tokens than the first bucket, it is
+    joined to the bucket before it.
+    """
+    ends = _ends(FIRST_END, GROWTH, tokens)
+    if len(ends) > 1 and tokens - ends[-2] < FIRST_END:
+        del ends[-2]
+    return tuple(map(Span, [0, *ends[:-1]], ends))
+
+
+def doublings_of(tokens: int) -> tuple[Span, ...]:
+    """Return spans that end at powers of two, for a curve over rows of at most `tokens` tokens."""
+    ends = _ends(2, 2, tokens)
+    return tuple(map(Span, [1, *ends[:-1]], ends))
+
+
+def _ends(first: int, growth: int, last: int) -> list[int]:
+    """Return a geometric sequence of numbers below `last`, and `last` itself."""
+    ends = []
+    end = first
+    while end < last:
+        ends.append(end)
+        end *= growth
+    return [*ends, last]
+
+
+def joined(values: Iterable[Scores], span: Span) -> Scores:
+    """Return the values of all rows at the tokens of `span`, shape (tokens,)."""
+    return np.concatenate([np.zeros(0), *(row[span.places] for row in values)])
+
+
+def row_means(values: Iterable[Scores], span: Span) -> Scores:
+    """Return the mean over the tokens of `span` in each row that has some of them."""
+    parts = [row[span.places] for row in values]
+    return np.array([part.mean() for part in parts if len(part)])
+
+
+def compare_rows(baseline: Served, candidate: Served) -> Iterator[ComparedRow]:
+    """Yield the comparison of both models on each row.
+
+    Only one row's log-probabilities are in memory at a time. The KL is exact at the first tokens of
+    a row if both models gave log-probabilities of the whole vocabulary there, and at all tokens if
+    the vocabulary is small.
+    """
+    is_partial = baseline.is_partial or candidate.is_partial
+    measure = least_kl if is_partial else kl_divergence
+    with ExitStack() as files:
+        old_beginnings = files.enter_context(_opened(baseline.logprobs_file))
+        new_beginnings = files.enter_context(_opened(candidate.logprobs_file))
+        old_scores = files.enter_context(_opened(baseline.text_file))
+        new_scores = files.enter_context(_opened(candidate.text_file))
+        for number in range(len(baseline.rows)):
+            name = f"prompt.{number}"
+            beginning = measure(old_beginnings.get_tensor(name), new_beginnings.get_tensor(name))
+            old = _scored_row(old_scores, "", number)
+            new = _scored_row(new_scores, "", number)
+            kl, is_whole = _kl_of_likeliest(old, new)
+            exact = 0 if is_partial else len(beginning)
+            joined = torch.cat([beginning, kl[len(beginning) :]])
+            yield _compared(old, new, joined, len(joined) if is_whole else exact)
+
+
+def compare_repeated(baseline: Served) -> Iterator[ComparedRow]:
+    """Yield the comparison of the baseline with itself on each row that it read twice.
+
+    Nothing is yielded if it read no row twice. All KLs are lower bounds.
+    """
+    with _opened(baseline.text_file) as scores:
+        names = set(scores.keys())
+        for number in range(rows_to_repeat(len(baseline.rows))):
+            if f"{AGAIN}nll.{number}" not in names:
+                return
+            first = _scored_row(scores, "", number)
+            second = _scored_row(scores, AGAIN, number)
+            kl, _ = _kl_of_likeliest(first, second)
+            yield _compared(first, second, kl, 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ScoredRow:
+    """One model's scores of a row, as in `RowScores`.
+
+    `tokens` and `logprobs` are None in files of older versions of vexport.
+    """
+
+    nll: torch.Tensor
+    likeliest: torch.Tensor
+    tokens: torch.Tensor | None
+    logprobs: torch.Tensor | None
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[TensorFile]:
+    install_bus_error_handler()
+    with safe_open(file, framework="pt") as opened:
+        yield opened
+
+
+def _scored_row(scores: TensorFile, prefix: str, number: int) -> _ScoredRow:
+    names = set(scores.keys())
+    has_tokens = f"{prefix}tokens.{number}" in names
+    return _ScoredRow(
+        nll=scores.get_tensor(f"{prefix}nll.{number}"),
+        likeliest=scores.get_tensor(f"{prefix}likeliest.{number}"),
+        tokens=scores.get_tensor(f"{prefix}tokens.{number}") if has_tokens else None,
+        logprobs=scores.get_tensor(f"{prefix}logprobs.{number}") if has_tokens else None,
+    )
+
+
+def _compared(old: _ScoredRow, new: _ScoredRow, kl: torch.Tensor, exact: int) -> ComparedRow:
+    return ComparedRow(
+        kl=kl.double().numpy(),
+        exact=exact,
+        baseline_nll=old.nll.double().numpy(),
+        candidate_nll=new.nll.double().numpy(),
+        changed=(old.likeliest != new.likeliest).double().numpy(),
+    )
+
+
+def _kl_of_likeliest(old: _ScoredRow, new: _ScoredRow) -> tuple[torch.Tensor, bool]:
+    """Return the KL at each place of a row, and whether it is over the whole vocabulary.
+
+    If it is not, the KL is a lower bound: all tokens that one of the models did not list count as
+    one token. There are no places if a model listed no tokens.
+    """
+    if old.tokens is None or new.tokens is None or old.logprobs is None or new.logprobs is None:
+        return torch.zeros(0, dtype=torch.float64), False
+    is_whole = _is_whole(old.tokens) and _is_whole(new.tokens)
+    measure = kl_divergence if is_whole else least_kl
+    parts = []
+    for start in range(0, len(old.tokens), _MATCHED):
+        part = slice(start, start + _MATCHED)
+        other = _aligned(old.tokens[part], new.tokens[part], new.logprobs[part])
+        first = old.logprobs[part]
+        if is_whole:  # only the second entry of the row's own token is unused
+            is_unused = old.tokens[part] == NO_TOKEN
+            first = first.masked_fill(is_unused, -math.inf)
+            other = other.masked_fill(is_unused, -math.inf)
+        parts.append(measure(first, other))
+    return torch.cat(parts), is_whole
+
+
+def _is_whole(tokens: torch.Tensor) -> bool:
+    """Return True if each place lists all tokens of a vocabulary."""
+    listed = (tokens != NO_TOKEN).sum(-1)
+    return bool((listed == int(tokens.max()) + 1).all())
+
+
+def _aligned(tokens: torch.Tensor, others: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
+    """Return `logprobs`, which belong to the tokens `others`, in the order of `tokens`.
+
+    All arguments have the shape (places, width). Tokens that are not among the others have NaN.
+    """
+    ordered, order = others.sort(dim=-1)
+    at = torch.searchsorted(ordered, tokens).clamp(max=ordered.shape[-1] - 1)
+    is_known = (ordered.gather(-1, at) == tokens) & (tokens != NO_TOKEN)
+    values = logprobs.gather(-1, order.gather(-1, at))
+    return values.masked_fill(~is_known, math.nan)
