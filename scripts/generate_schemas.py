@@ -16,6 +16,7 @@ from vexport.formats.plan import Plan
 from vexport.records import (
     CheckReport,
     ComparedRun,
+    ComparedVariant,
     DryLoadReport,
     LoadReport,
     Quantized,
@@ -38,6 +39,7 @@ KINDS: dict[str, tuple[str, Any]] = {
     "quantize": ("vexport quantize --format json", Quantized),
     "load": ("vexport load --format json", list[LoadReport]),
     "compare": ("vexport compare --format json", list[ComparedRun]),
+    "compare-serve": ("vexport compare --serve --format json", list[ComparedVariant]),
     "verdict": ("vexport eval and verdict --format json", Verdict),
     "repair": ("vexport repair --format json", RepairReport),
     "dry-load": ("vexport load --dry --format json", list[DryLoadReport]),

@@ -17,7 +17,16 @@ from pydantic.fields import FieldInfo
 from vexport.api.arguments import PlanArguments, QuantizeArguments, VerdictArguments
 from vexport.files import write_text
 from vexport.records.options import OptionRecord
-from vexport.scenario import Auto, Calibration, Evaluate, Rule, Scenario, Sensitivity, Serve
+from vexport.scenario import (
+    Auto,
+    Calibration,
+    Evaluate,
+    Rule,
+    Scenario,
+    Sensitivity,
+    Serve,
+    Variants,
+)
 from vexport.scenario.declaring import declaration, default_value, options_of
 
 PACKAGE = Path(__file__).parent.parent / "vexport"
@@ -31,6 +40,7 @@ SECTIONS: Mapping[str, type[BaseModel]] = {
     "evaluate": Evaluate,
     "verdict": VerdictArguments,
     "serve": Serve,
+    "variants": Variants,
 }
 # The models of the reference by the heading of their table, with the prefix of their keys.
 TABLES: Mapping[str, tuple[str, type[BaseModel]]] = {
@@ -41,6 +51,7 @@ TABLES: Mapping[str, tuple[str, type[BaseModel]]] = {
     "Keys of sensitivity": ("sensitivity.", Sensitivity),
     "Keys of serve": ("serve.", Serve),
     "Keys of evaluate": ("evaluate.", Evaluate),
+    "Keys of variants": ("variants.", Variants),
 }
 HEAD = "| key | default | meaning |\n|---|---|---|\n"
 

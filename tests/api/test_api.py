@@ -88,7 +88,14 @@ def test_import_is_light() -> None:
     assert commands <= set(dir(vexport.api))
     assert all(callable(getattr(vexport.api, name)) for name in dir(vexport.api))
     others = set(dir(vexport.api)) - commands - TYPES.keys()
-    assert others == {"entries", "evaluate", "evaluate_all", "load_all", "plan_schemes"}
+    assert others == {
+        "compare_variants",
+        "entries",
+        "evaluate",
+        "evaluate_all",
+        "load_all",
+        "plan_schemes",
+    }
     with pytest.raises(AttributeError, match="quantise"):
         vexport.api.quantise  # noqa: B018
 
@@ -126,6 +133,9 @@ def test_functions_have_arguments_of_commands() -> None:
             known |= {name for each in types for name in signature(each).parameters}
             if command.name == "plan":  # a GPU changes what is shown, or the table of schemes
                 known |= signature(vexport.api.plan_schemes).parameters.keys() | {"sm"}
+            if command.name == "compare":  # with --serve
+                variants = signature(vexport.api.compare_variants).parameters
+                known |= {*variants, *signature(Evaluate).parameters}
             if Engine in types:
                 known |= signature(Serve).parameters.keys()
             parameters = {parameter.name for parameter in command.params} - printed

@@ -172,6 +172,7 @@ def test_options_from_files(llama: Path, tmp_path: Path, monkeypatch: pytest.Mon
         ("[check]\noutput-file = 'x.json'\n", "vexport.toml: check.output-file: got no option"),
         ("[eval]\noutput-dir = 'x'\naccept = 'y'\n", "only a call itself says so"),
         ("run-dir = '../x'\n", "only a call itself says so"),
+        ("[compare]\nserve = ['a=1']\n", "only a call itself says so"),
     ],
     ids=lambda text: text[:20],
 )

@@ -8,8 +8,9 @@ The functions raise the errors that the command line prints: InputError for wron
 EnvironmentFault if a part of the environment is missing or has died, CheckpointFailed if there is
 no report to return. Engines run in other processes. The command `eval` is the function `evaluate`,
 and `list` is `entries`, because `eval` and `list` are builtins. `evaluate_all` and `load_all` take
-several checkpoints, as the commands do. `plan_schemes` is `plan` without a scheme. Notes are Python
-warnings, unless `on_note` receives them. Modules are imported when their functions are used.
+several checkpoints, as the commands do. `plan_schemes` is `plan` without a scheme, and
+`compare_variants` is `compare --serve`. Notes are Python warnings, unless `on_note` receives them.
+Modules are imported when their functions are used.
 """
 
 from importlib import import_module
@@ -17,7 +18,16 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vexport.api.checking import check
-    from vexport.api.engines import Engine, compare, evaluate, evaluate_all, load, load_all, run
+    from vexport.api.engines import (
+        Engine,
+        compare,
+        compare_variants,
+        evaluate,
+        evaluate_all,
+        load,
+        load_all,
+        run,
+    )
     from vexport.api.making import quantize
     from vexport.api.planning import plan, plan_schemes
     from vexport.api.reading import entries, explain, report, verdict
@@ -32,6 +42,7 @@ __all__ = [
     "Serve",
     "check",
     "compare",
+    "compare_variants",
     "entries",
     "evaluate",
     "evaluate_all",
@@ -56,6 +67,7 @@ _MODULES = {
     "vexport.api.engines": (
         "Engine",
         "compare",
+        "compare_variants",
         "evaluate",
         "evaluate_all",
         "load",

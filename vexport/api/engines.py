@@ -28,11 +28,19 @@ from vexport.records import (
     silent,
 )
 from vexport.reports.report import Report
+from vexport.run.comparing import compare_variants as compare_variants_of
 from vexport.run.evaluating import Evaluations, OnJudged, evaluate_checkpoints
 from vexport.run.loading import load_checkpoints
 from vexport.run.options import EXPLANATION_SECONDS, Explaining
 from vexport.run.stages import compare_schemes, run_scenario
-from vexport.scenario import Evaluate, Serve, base_scenario, problems_at, read_scenario
+from vexport.scenario import (
+    Evaluate,
+    Serve,
+    Variants,
+    base_scenario,
+    problems_at,
+    read_scenario,
+)
 from vexport.scenario.serve import EngineArguments, with_options
 
 
@@ -354,3 +362,45 @@ def compare(
             raise fault
         on_problem(fault)
     return rows
+
+
+def compare_variants(
+    checkpoint: Name,
+    settings: Evaluate,
+    folder: Name,
+    *,
+    serve: Sequence[EngineArguments] = (),
+    vllm_python: Sequence[Name] = (),
+    engine: Engine | None = None,
+    overwrite: bool = False,
+    on_problem: OnProblem | None = None,
+    on_progress: OnProgress = silent,
+) -> Report:
+    """Compare settings and versions of vLLM for one checkpoint, as `vexport compare --serve` does.
+
+    `serve` has the arguments of vLLM of each setting, and `vllm_python` the interpreters besides
+    `engine.vllm_python`. Each setting is tried with each interpreter, the engine's first. The first
+    setting with the first interpreter is the baseline. `engine.serve` has the settings that all
+    variants share. `folder` becomes a run directory, and a second call resumes. The report's
+    `variants` are the rows of the table. `on_problem` is called for each variant for which the
+    environment failed. Without it, the first of these errors is raised.
+    """
+    given = engine or Engine()
+    with problems_at("compare_variants"):
+        variants = Variants(
+            serve=tuple(dict(setting) for setting in serve),
+            vllm_python=tuple(Path(python) for python in vllm_python),
+        )
+    compared = compare_variants_of(
+        str(checkpoint),
+        variants,
+        settings,
+        Path(folder),
+        given.options(on_progress),
+        overwrite=overwrite,
+    )
+    for fault in compared.faults:
+        if on_problem is None:
+            raise fault
+        on_problem(fault)
+    return compared.report

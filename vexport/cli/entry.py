@@ -40,7 +40,7 @@ COMMANDS = {
     "load": "load:load",
     "eval": "evaluate:evaluate",
     "run": "scenario:run",
-    "compare": "scenario:compare",
+    "compare": "compare:compare",
     "report": "scenario:report",
     "verdict": "evaluate:verdict_command",
     "repair": "quantize:repair",
@@ -53,7 +53,16 @@ MAX_LINES = 50
 # Options that a file of defaults must not set: they run foreign code or choose output paths, and
 # the file may be in a folder from somebody else.
 NEVER = frozenset(
-    {"trust_remote_code", "vllm_python", "engine_args", "overwrite", "help", "version", *OUTPUTS}
+    {
+        "trust_remote_code",
+        "vllm_python",
+        "engine_args",
+        "serve",
+        "overwrite",
+        "help",
+        "version",
+        *OUTPUTS,
+    }
 )
 # The last file is shared with other tools.
 FILES = ("vexport.toml", "pyproject.toml")

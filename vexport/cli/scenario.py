@@ -1,4 +1,4 @@
-"""Commands for whole scenarios: `demo`, `run`, `compare` and `report`."""
+"""Commands for whole scenarios: `demo`, `run` and `report`."""
 
 import logging
 import shlex
@@ -159,93 +159,6 @@ def _of_report(folder: Path, make: Callable[[], T]) -> T:
         fix = "restore the file, or call `vexport run` again"
         need = "a report as vexport wrote it"
         raise InputError(str(folder / REPORT_FILE), got=got, need=need, fix=fix) from None
-
-
-def _schemes(text: str) -> tuple[str, ...]:
-    """Parse scheme names separated by commas. Duplicates are dropped. A type for click."""
-    from vexport.formats.schemes import get_scheme, scheme_name
-
-    parts = [part.strip() for part in text.split(",") if part.strip()]
-    return tuple(dict.fromkeys(get_scheme(scheme_name(part)).name for part in parts))
-
-
-@command()
-@click.argument("source", metavar="SOURCE")
-@click.option(
-    "--schemes",
-    type=_schemes,
-    metavar="A,B,...",
-    required=True,
-    help="Schemes; see `vexport list schemes`.",
-)
-@option(
-    "--scenario scenario_file",
-    "Scenario with the rules, calibration, tasks and settings; each scheme replaces its schemes.",
-    PATH,
-    "FILE",
-)
-@option(
-    "--run-dir",
-    "Folder of a run for each scheme [default: runs/compare-NAME].",
-    PATH,
-    heading="Output",
-)
-@overwrite_run_option
-@interpreter_option
-@format_option(("text", "json", "html", "markdown"))
-def compare(
-    source: str,
-    schemes: tuple[str, ...],
-    scenario_file: Path | None,
-    run_dir: Path | None,
-    overwrite: bool,
-    interpreter: Interpreter,
-    answer: Answer,
-) -> None:
-    """Run SOURCE in each scheme with one baseline, and show one table.
-
-    The baseline is served once; a second call resumes. Without --scenario, the verdict is based on
-    the text that ships with vexport. Exit code 0: a scheme passes; 1: all fail; 3: anything else.
-
-    \b
-    Examples:
-      vexport compare MODEL --schemes FP8_DYNAMIC,W4A16,NVFP4A16
-      vexport compare MODEL --schemes FP8_DYNAMIC,W8A8 --scenario qwen3.yaml
-    """
-    from vexport.engine.session import require_engine
-    from vexport.evaluation.inputs import scenario_inputs
-    from vexport.outputs.replaceable import NamedPath
-    from vexport.reports import render_comparison
-    from vexport.scenario import base_scenario
-
-    if not schemes:
-        raise click.UsageError("--schemes: name at least one scheme.")
-    base = base_scenario(source, schemes[0], scenario_file)
-    # The functions that start engines import torch.
-    require_engine((interpreter.vllm_python,))
-    from vexport.api import compare as api_compare
-    from vexport.run.comparison import outcome_of
-    from vexport.run.stages import compare_folder
-
-    written = [NamedPath(label="--run-dir", path=run_dir or compare_folder(base))]
-    require_apart(click.get_current_context(), list(scenario_inputs(base, scenario_file)), written)
-    faults: list[VexportError] = []
-    with progress_display(quiet=answer.quiet) as on_progress:
-        runs = api_compare(
-            source,
-            schemes,
-            scenario=scenario_file,
-            run_dir=run_dir,
-            overwrite=overwrite,
-            engine=interpreter.engine,
-            on_note=note,
-            on_problem=faults.append,
-            on_progress=on_progress,
-        )
-    print_text(render_comparison(runs, answer.format_))
-    raise_problems(faults)
-    reasons = "; ".join(f"{run.schemes}: {run.reason}" for run in runs)
-    conclude(outcome_of(runs), base.name, reasons)
 
 
 @command()

@@ -14,8 +14,8 @@ from vexport.architectures.config import known_size, text_config
 from vexport.architectures.layout import impossible_size
 from vexport.architectures.ranks import Heads
 from vexport.checkpoint.index import read_index
-from vexport.engine.messages import ArgumentsRequest, InputProblem
-from vexport.engine.session import Worker, log_folder, raise_found
+from vexport.engine.messages import ArgumentSet, ArgumentsRequest, InputProblem
+from vexport.engine.session import Worker, log_folder, raise_found, session_error
 from vexport.engine.worker import CPU, answer_request, input_problem
 from vexport.errors import EnvironmentFault, InputError, VexportError, nearest
 from vexport.errors.validation import validation_problems
@@ -37,19 +37,42 @@ def require_arguments(serves: Sequence[Serve], vllm_python: Path | None) -> None
     seconds, and only if there are arguments to check.
     """
     largest = max(serves, key=lambda serve: serve.devices)
-    if not largest.given.keys() - _CERTAIN:
-        return
+    (found,) = _problems_with([largest], vllm_python)
+    raise_found(found)
+
+
+def find_problems(
+    serves: Sequence[Serve], vllm_python: Path | None
+) -> list[tuple[VexportError, ...]]:
+    """Return the problems that vLLM has with each of several settings, in one process.
+
+    A setting that vLLM does not accept is an InputError. Too few GPUs or a missing Ray are an
+    EnvironmentFault.
+    """
+    return [
+        tuple(session_error(problem) for problem in found)
+        for found in _problems_with(serves, vllm_python)
+    ]
+
+
+def _problems_with(serves: Sequence[Serve], vllm_python: Path | None) -> list[list[InputProblem]]:
+    """Return the problems with each setting. vLLM is not started if there is nothing to check."""
+    checked = [serve for serve in serves if serve.given.keys() - _CERTAIN]
+    if not checked:
+        return [[] for _ in serves]
+    sets = tuple(ArgumentSet(arguments=serve.given, devices=serve.devices) for serve in checked)
     with log_folder("vexport-arguments-") as folder:
         found = Worker(
             module="vexport.engine.arguments",
-            request=ArgumentsRequest(arguments=largest.given, devices=largest.devices),
-            kind=list[InputProblem],
+            request=ArgumentsRequest(sets=sets),
+            kind=list[list[InputProblem]],
             where="vLLM's arguments",
             log=folder / "vllm.log",
-            timeout=largest.timeout,
+            timeout=max(serve.timeout for serve in checked),
             vllm_python=vllm_python,
         ).run(silent)
-    raise_found(found)
+    problems = iter(found)
+    return [next(problems) if serve.given.keys() - _CERTAIN else [] for serve in serves]
 
 
 def require_layers(checkpoint: Path) -> None:
@@ -90,11 +113,13 @@ def require_heads(checkpoint: Path, ranks: int) -> None:
 def main(arguments: list[str]) -> int:
     """Read the request, check the arguments with vLLM, and write the result."""
     return answer_request(
-        arguments, ArgumentsRequest, lambda request: [*map(input_problem, problems_of(request))]
+        arguments,
+        ArgumentsRequest,
+        lambda request: [[*map(input_problem, problems_of(each))] for each in request.sets],
     )
 
 
-def problems_of(request: ArgumentsRequest) -> Iterator[VexportError]:
+def problems_of(request: ArgumentSet) -> Iterator[VexportError]:
     """Yield problems of the arguments.
 
     An argument may be unknown to vLLM, have a wrong value, or need more devices than there are.
@@ -116,7 +141,7 @@ def problems_of(request: ArgumentsRequest) -> Iterator[VexportError]:
     yield from _devices(request)
 
 
-def _devices(request: ArgumentsRequest) -> Iterator[VexportError]:
+def _devices(request: ArgumentSet) -> Iterator[VexportError]:
     from vllm.platforms import current_platform
 
     if request.arguments.get("distributed_executor_backend") == "ray":

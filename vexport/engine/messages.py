@@ -121,11 +121,18 @@ class InputProblem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ArgumentsRequest:
-    """Arguments of vLLM to check, and the number of devices that an engine with them needs."""
+class ArgumentSet:
+    """Arguments of one engine of vLLM, and the number of devices that this engine needs."""
 
     arguments: EngineArguments
     devices: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArgumentsRequest:
+    """Arguments of several engines to check."""
+
+    sets: tuple[ArgumentSet, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -103,12 +103,14 @@ class GivenResults(AnswerSource):
 class EngineSource(AnswerSource):
     """A checkpoint that vLLM runs on this machine, in one start of the engine.
 
-    `role` names the model in progress and errors; the baseline has the role `BASELINE`.
+    `role` names the model in progress and errors; the baseline has the role `BASELINE`. `arguments`
+    are vLLM's arguments for this model.
     """
 
     role: str
     checkpoint: Path
     options: EngineOptions
+    arguments: EngineArguments
 
     @property
     def is_baseline(self) -> bool:
@@ -180,7 +182,7 @@ class EngineSource(AnswerSource):
             checkpoint=self.checkpoint,
             max_model_len=options.serve.max_model_len or shortest_length(self.checkpoint, *lengths),
             enforce_eager=options.serve.enforce_eager,
-            arguments=options.serve.arguments(is_baseline=self.is_baseline),
+            arguments=self.arguments,
             trust_remote_code=options.trust_remote_code,
             seed=settings.seed,
         )

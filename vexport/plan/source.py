@@ -267,17 +267,31 @@ def require_trusted_scenario(scenario: Scenario, file: Path, *, trusted: bool) -
     if trusted:
         return
     require_trusted_observers(scenario.rules, (file.parent,), trusted=trusted)
-    raise_all(
-        [
+    places = [f"serve.engine_args.{name}" for name in imported_by(scenario.serve.engine_args)]
+    variants = scenario.variants
+    if variants is not None:
+        for number, variant in enumerate(variants.matrix(scenario.serve, None)):
+            names = imported_by(variant.serve.engine_args)
+            places += [f"variants.serve.{number}.{name}" for name in names]
+    problems = [
+        InputError(
+            f"{file}: {place}",
+            got="a value that makes vLLM import Python code",
+            need="a value without code",
+            fix="remove it, or allow it with --trust-remote-code",
+        )
+        for place in places
+    ]
+    if variants is not None and variants.vllm_python:
+        problems.append(
             InputError(
-                f"{file}: serve.engine_args.{name}",
-                got="a value that makes vLLM import Python code",
-                need="a value without code",
-                fix="remove it, or allow it with --trust-remote-code",
+                f"{file}: variants.vllm_python",
+                got=f"{variants.vllm_python[0]}, which vexport would run",
+                need="permission to run a program that a file names",
+                fix="remove it and use --vllm-python, or add --trust-remote-code",
             )
-            for name in imported_by(scenario.serve.engine_args)
-        ]
-    )
+        )
+    raise_all(problems)
 
 
 def _untrusted_observers(rule: Rule, folders: Sequence[Path]) -> Iterator[InputError]:

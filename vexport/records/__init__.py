@@ -85,6 +85,7 @@ from vexport.records.plan import (
 from vexport.records.report import (
     BudgetKind,
     ComparedRun,
+    ComparedVariant,
     GivenCheckpoint,
     GroupSensitivities,
     GroupSensitivity,
@@ -95,5 +96,6 @@ from vexport.records.report import (
     Quantized,
     SchemeChoice,
     SchemeLoss,
+    VariantOutcome,
 )
 from vexport.records.values import PROGRESS_DETAIL, Json, OnProgress, Outcome, named, silent

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from vexport.records.accuracy import TaskVerdict
+from vexport.records.accuracy import TaskVerdict, Verdict
 from vexport.records.calibration import ExpertCoverage, Rounding, RoundingReport
 from vexport.records.findings import Finding
 from vexport.records.values import Outcome
@@ -142,6 +142,40 @@ class ComparedRun:
     mean_kl: float | None = None
     worst: TaskVerdict | None = None
     smallest: bool = False
+
+
+# Result of a variant. BASELINE: the first variant, with which the others are compared. REFUSED:
+# vLLM does not accept the setting. NO ANSWER: the environment failed (a crash of the engine).
+VariantOutcome = Literal["BASELINE", "PASS", "FAIL", "INCONCLUSIVE", "REFUSED", "NO ANSWER"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedVariant:
+    """A row of `vexport compare --serve`: a checkpoint in one setting and one version of vLLM.
+
+    `setting` has the arguments of vLLM, such as `kv_cache_dtype=fp8`, or `default`. `vllm` is the
+    version of vLLM, and `vllm_python` the interpreter, empty for vexport's own. `folder` has the
+    variant's answers and vLLM's log. `reason` is the reason of the outcome. `mean_kl` is the
+    divergence from the baseline in nats per token, None if it was not measured. `worst` is the task
+    with the lowest bound. `verdict` compares all tasks, or the text, with the baseline. Both have
+    no documents.
+    """
+
+    schema: Literal["vexport.compare-serve/1"] = "vexport.compare-serve/1"
+    setting: str
+    vllm: str = ""
+    vllm_python: str = ""
+    folder: str = ""
+    outcome: VariantOutcome
+    reason: str = ""
+    mean_kl: float | None = None
+    worst: TaskVerdict | None = None
+    verdict: Verdict | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the variant in sentences: its setting, and its version of vLLM if several run."""
+        return f"{self.setting} with vLLM {self.vllm}" if self.vllm_python else self.setting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

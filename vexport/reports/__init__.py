@@ -153,6 +153,17 @@ def render_comparison(runs: "Sequence[ComparedRun]", format: str) -> str:
     return _rendered(list(runs), format, lambda: [comparison_document(runs)])
 
 
+def render_variants(report: "Report", format: str, *, folder: Path, page: Path) -> str:
+    """Return the comparison of a checkpoint's variants.
+
+    JSON has the rows of the table. All other forms are those of the report in the run directory
+    `folder`. A page links to its files from the folder `page`.
+    """
+    if format == "json":
+        return _json(list(report.variants))
+    return render(report, format, folder=folder, page=page)
+
+
 def render_verdicts(verdicts: "Sequence[Verdict]", format: str) -> str:
     """Return the verdicts on one or several checkpoints.
 

@@ -7,15 +7,16 @@ findings are folded.
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from vexport.records import CheckReport, DryLoadReport, Finding, LoadReport
+from vexport.records import CheckReport, DryLoadReport, Finding, LoadReport, VariantOutcome
 from vexport.records.gates import (
     NOT_RUN,
     SEVERITIES,
     Gate,
+    Status,
     checkpoint_gate,
     findings_gate,
     load_gate,
@@ -33,7 +34,7 @@ from vexport.reports.formatting import (
 )
 
 if TYPE_CHECKING:
-    from vexport.records import TaskVerdict, TextLimit, Verdict
+    from vexport.records import ComparedVariant, TaskVerdict, TextLimit, Verdict
     from vexport.reports.report import Report
 
 _NUMBER = re.compile(r"\d+")
@@ -48,6 +49,15 @@ MAX_FOLLOWING = 20
 # The results of these checks depend on the quantization config.
 _AT_CONFIG = "quantization_config"
 _JUDGED_BY_CONFIG = frozenset({"completeness", "shapes", "values", "fusion", "devices"})
+# Statuses of the gates of variants.
+_VARIANT: Mapping[VariantOutcome, Status] = {
+    "BASELINE": "SKIPPED",
+    "PASS": "PASS",
+    "FAIL": "FAIL",
+    "INCONCLUSIVE": "INCONCLUSIVE",
+    "REFUSED": "FAIL",
+    "NO ANSWER": "INCONCLUSIVE",
+}
 _NOT_ASKED = "not asked for: the scenario has no `evaluate`"
 _ONLY_LOADED = "not asked for: the checkpoint was only loaded"
 
@@ -185,19 +195,27 @@ def report_gates(report: "Report") -> tuple[Gate, ...]:
     if report.outcome == "PASS":
         unasked = _NOT_ASKED if report.given is None else _ONLY_LOADED
     overall = f"{outcome_line(report.outcome, report_device(report))}: {report_sentence(report)}"
+    evaluated = [Gate(name="evaluate", status="SKIPPED", message=unasked)]
+    if report.verdict is not None:
+        evaluated = [*_accuracy_gates(report.verdict)]
+    elif report.is_of_variants:
+        evaluated = []
     return (
         *((findings_gate("plan", report.plan.refusals),) if report.plan else ()),
         *((checkpoint_gate("check", report.check),) if report.check else ()),
         *((checkpoint_gate("dry load", report.dry_load),) if report.dry_load else ()),
         *((load_gate("load baseline", report.baseline_load),) if report.baseline_load else ()),
         *((load_gate("load", report.load),) if report.load else ()),
-        *(
-            _accuracy_gates(report.verdict)
-            if report.verdict
-            else [Gate(name="evaluate", status="SKIPPED", message=unasked)]
-        ),
+        *evaluated,
+        *map(variant_gate, report.variants),
         Gate(name="overall", status=report.outcome, message=overall),
     )
+
+
+def variant_gate(row: "ComparedVariant") -> Gate:
+    """Return the gate of a variant. The baseline's gate is skipped unless vLLM refuses it."""
+    prefix = "" if row.outcome in ("BASELINE", "PASS", "FAIL") else f"{row.outcome}: "
+    return Gate(name=row.name, status=_VARIANT[row.outcome], message=f"{prefix}{row.reason}")
 
 
 def verdict_gates(verdict: "Verdict") -> tuple[Gate, ...]:

@@ -206,6 +206,9 @@ def next_step(report: "Report") -> tuple[str, str]:
         if report.load.engine is not None and report.load.engine.emulated:
             return command, "Serve it on a GPU: vLLM's CPU build has no kernels for this scheme."
         return command, "Serve it."
+    if report.is_of_variants:
+        more = "Serve it with the settings and versions that pass"
+        return "", f"{more}." if report.outcome == "FAIL" else f"{more}, or evaluate more."
     if report.verdict and any(task.too_many_lost for task in report.verdict.tasks):
         return "", "Raise max_gen_toks until answers end by themselves, and evaluate again."
     if report.verdict and any(task.uninformative for task in report.verdict.tasks):

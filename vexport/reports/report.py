@@ -8,6 +8,7 @@ from vexport.formats.plan import Plan
 from vexport.records import (
     Attribution,
     CheckReport,
+    ComparedVariant,
     Drift,
     DryLoadReport,
     ExpertCoverage,
@@ -32,7 +33,8 @@ class Report:
 
     If the user gave the checkpoint (`vexport eval`, `vexport load --run-dir`), `given` describes
     it, and `source`, `plan` and `check` are None. `baseline` is None if nothing was compared.
-    `baseline_load` and `load` are None if the model did not run on this machine.
+    `baseline_load` and `load` are None if the model did not run on this machine. `variants` are the
+    settings and versions of vLLM that were compared for the checkpoint.
     """
 
     schema: Literal["vexport.report/1"] = "vexport.report/1"
@@ -65,4 +67,10 @@ class Report:
     mixed: MixedScheme | None = None
     drift: Drift | None = None
     attribution: Attribution | None = None
+    variants: tuple[ComparedVariant, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def is_of_variants(self) -> bool:
+        """Return True if the report only compares variants of a given checkpoint."""
+        return self.given is not None and self.verdict is None and bool(self.variants)

@@ -46,6 +46,7 @@ from vexport.reports.layers import (
     size_section,
 )
 from vexport.reports.report import Report
+from vexport.reports.variants import variant_sections, variant_tiles, variants_section
 
 _NOT_RUN = "an earlier gate failed"
 # Files of a run, most interesting first, and their descriptions.
@@ -92,11 +93,15 @@ def run_document(report: Report, files: Sequence[TableCell] = ()) -> doc.Documen
         sentence=report_sentence(report),
         subtitle=f"{subject_of(report)}, {created} UTC",
         next_step=next_step(report),
-        gates=report_gates(report)[:-1],
+        # The table of variants shows the same as their gates.
+        gates=() if report.is_of_variants else report_gates(report)[:-1],
         tiles=_tiles(report),
         parts=parts(
+            variants_section(report.variants) if report.is_of_variants else None,
             doc.Section("", (_summary(report, total),), forms=("text", "markdown")),
             accuracy_section(report.verdict) if report.verdict else None,
+            None if report.is_of_variants else variants_section(report.variants),
+            variant_sections(report.variants),
             signals_section(report),
             size_section(report),
             noise_section(report.layers),
@@ -122,6 +127,8 @@ def _origin(report: Report) -> str:
 
 def _tiles(report: Report) -> tuple[doc.Tile, ...]:
     """Return a tile for each measured number. A run that made its checkpoint has all tiles."""
+    if report.is_of_variants:
+        return tuple(variant_tiles(report.variants))
     is_asked = report.given is None or report.verdict is not None
     tiles = [
         *(accuracy_tiles(report.verdict) if is_asked else ()),

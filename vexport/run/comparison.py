@@ -1,13 +1,17 @@
-"""Compare several runs: a row for each run, the smallest run that passes, and the outcome
-of all runs.
+"""Compare several runs, or variants of one checkpoint: the rows, and the outcome of all of them.
+
+Of several runs, the smallest run that passes is marked.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 
-from vexport.records import ComparedRun, Outcome, TaskVerdict, Verdict
+from vexport.records import ComparedRun, ComparedVariant, Outcome, TaskVerdict, Verdict
 from vexport.reports.formatting import schemes_of, sizes_of
 from vexport.reports.report import Report
+
+# Maximum number of variants that a reason names. The others are counted.
+MAX_NAMED = 3
 
 
 def compared_run(report: Report, folder: str) -> ComparedRun:
@@ -50,3 +54,46 @@ def outcome_of(runs: Sequence[ComparedRun]) -> Outcome:
     if "PASS" in outcomes:
         return "PASS"
     return "FAIL" if outcomes == {"FAIL"} else "INCONCLUSIVE"
+
+
+def outcome_of_variants(rows: Sequence[ComparedVariant]) -> Outcome:
+    """Return FAIL if a variant fails or is refused, and PASS if all others pass."""
+    outcomes = {row.outcome for row in rows} - {"BASELINE"}
+    if outcomes & {"FAIL", "REFUSED"}:
+        return "FAIL"
+    return "PASS" if outcomes == {"PASS"} else "INCONCLUSIVE"
+
+
+def reason_of_variants(rows: Sequence[ComparedVariant]) -> str:
+    """Return the reason of the outcome of all variants, without a full stop.
+
+    The gravest outcomes are explained. Refusals are only named, because their reasons are messages
+    of vLLM.
+    """
+    first, *others = rows
+    if first.outcome == "REFUSED":
+        why = f"the baseline of all others, {first.name}: {first.reason}"
+        return f"vLLM refuses the first variant, {why}"
+    if all(row.outcome == "PASS" for row in others):
+        passed = "the variant passes" if len(others) == 1 else f"all {len(others)} variants pass"
+        return f"{passed}: {_explained(others)}"
+    by_outcome = {
+        outcome: [row for row in others if row.outcome == outcome]
+        for outcome in ("FAIL", "REFUSED", "NO ANSWER", "INCONCLUSIVE")
+    }
+    decisive = [_explained(by_outcome["FAIL"])]
+    if refused := by_outcome["REFUSED"]:
+        decisive.append(f"vLLM refuses {_listed([row.name for row in refused], ', ')}")
+    decisive = [text for text in decisive if text]
+    return "; ".join(decisive) or _explained(by_outcome["NO ANSWER"] or by_outcome["INCONCLUSIVE"])
+
+
+def _explained(rows: Sequence[ComparedVariant]) -> str:
+    """Return the names of variants with the reasons of their outcomes."""
+    return _listed([f"{row.name}: {row.reason}" for row in rows], "; ")
+
+
+def _listed(texts: Sequence[str], between: str) -> str:
+    """Return the first texts, and the number of the others."""
+    more = len(texts) - MAX_NAMED
+    return between.join(texts[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -4,6 +4,7 @@ import re
 import shlex
 import sys
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from vexport.outputs.manifest import record
 from vexport.records import (
     Attribution,
     CheckReport,
+    ComparedVariant,
     DryLoadReport,
     GivenCheckpoint,
     KindSize,
@@ -30,6 +32,7 @@ from vexport.records.gates import checkpoint_gate
 from vexport.reports import render
 from vexport.reports.report import Report
 from vexport.run import making, proving
+from vexport.run.comparison import outcome_of_variants, reason_of_variants
 from vexport.run.directory import (
     LAYERS,
     REPORT_FILE,
@@ -38,8 +41,9 @@ from vexport.run.directory import (
     portable,
     rounding_of,
 )
-from vexport.run.given import Given, RunModel
+from vexport.run.given import Given, RunModel, title_of
 from vexport.run.judging import cause_of
+from vexport.run.variants import compare_variants_of_run
 from vexport.version import __version__
 
 NOT_RUN = LoadReport(checkpoint="", ok=False, findings=())
@@ -71,12 +75,28 @@ def conclude(run: Run) -> Conclusion:
     """Decide the outcome from all stages."""
     if run.given is not None:
         return _concluded_given(run.get(proving.judge), run.get(proving.load_candidate))
-    return concluded(
+    conclusion = concluded(
         run.result(making.check),
         run.get(proving.dry_load),
         run.get(proving.load_candidate) or NOT_RUN,
         run.get(proving.judge),
     )
+    results = run.get(compare_variants_of_run)
+    return conclusion if results is None else _with_variants(conclusion, results.rows)
+
+
+def _with_variants(conclusion: Conclusion, rows: Sequence[ComparedVariant]) -> Conclusion:
+    """Return the conclusion of a run with variants.
+
+    The checkpoint's failure decides first, then the variants. PASS needs both.
+    """
+    outcome = outcome_of_variants(rows)
+    reason = reason_of_variants(rows)
+    if conclusion.outcome == "FAIL" or (conclusion.outcome != "PASS" and outcome != "FAIL"):
+        return conclusion
+    if outcome == "PASS":
+        return Conclusion("PASS", f"{conclusion.reason}; variants: {reason}")
+    return Conclusion(outcome, f"variants: {reason}")
 
 
 def _concluded_given(verdict: Verdict | None, loaded: LoadReport | None) -> Conclusion:
@@ -134,13 +154,18 @@ def attribute(run: Run) -> Attribution | None:
 def report(run: Run) -> Report:
     """Write the report of the run in all its forms."""
     found = report_on(run)
-    write_text(run.folder / REPORT_FILE, render(found, "json"))
     if run.given is None:
         record(run.folder / MODEL_CARD)
         write_text(run.folder / MODEL_CARD, render(found, "card"))
-    for name, format_ in RENDERED.items():
-        write_text(run.folder / name, render(found, format_, folder=run.folder))
+    write_report(found, run.folder)
     return found
+
+
+def write_report(report: Report, folder: Path) -> None:
+    """Write a report to a run directory in all its forms."""
+    for name, format_ in {REPORT_FILE: "json", **RENDERED}.items():
+        record(folder / name)
+        write_text(folder / name, render(report, format_, folder=folder))
 
 
 def report_on(run: Run) -> Report:
@@ -155,6 +180,7 @@ def _made_report(run: Run) -> Report:
     pinned = pinned_name(root)
     conclusion = run.result(conclude)
     rounding = rounding_of(run.folder)
+    variants = run.get(compare_variants_of_run)
     calibration = run.get(making.calibrate)
     if calibration is not None and rounding is not None:
         calibration = rounding.completed(calibration)
@@ -187,6 +213,7 @@ def _made_report(run: Run) -> Report:
         attribution=run.get(attribute),
         sensitivity=run.get(making.measure_sensitivity),
         mixed=run.get(making.choose),
+        variants=variants.rows if variants else (),
         seconds=run.seconds,
     )
 
@@ -220,14 +247,46 @@ def _given_report(run: Run, given: Given) -> Report:
     )
 
 
+def variants_report(
+    checkpoint: RunModel, rows: Sequence[ComparedVariant], seconds: Mapping[str, float]
+) -> Report:
+    """Return the report that only compares variants of a given checkpoint."""
+    return Report(
+        name=title_of(checkpoint.name),
+        vexport=__version__,
+        created=_now(),
+        command=_command(),
+        source=None,
+        baseline=rows[0].name,
+        outcome=outcome_of_variants(rows),
+        reason=reason_of_variants(rows),
+        plan=None,
+        given=_description(checkpoint, None),
+        layers=(),
+        calibration_rows=0,
+        calibration_digest=None,
+        check=None,
+        baseline_load=None,
+        load=None,
+        verdict=None,
+        variants=tuple(rows),
+        seconds=seconds,
+    )
+
+
 def _described(given: Given) -> GivenCheckpoint:
-    """Describe a given checkpoint by the headers of its files and of its baseline's files."""
-    index = _index_of(given.candidate)
-    baseline = _index_of(given.baseline)
+    """Describe the checkpoint of a run with given models."""
+    return _description(given.candidate, given.baseline)
+
+
+def _description(checkpoint: RunModel, source: RunModel | None) -> GivenCheckpoint:
+    """Describe a checkpoint by the headers of its files and of its baseline's files."""
+    index = _index_of(checkpoint)
+    baseline = _index_of(source)
     quantization = find_quantization(index.root, index.config) if index else None
     values = quantization.values if quantization else {}
     return GivenCheckpoint(
-        name=portable(given.candidate.name),
+        name=portable(checkpoint.name),
         format=str(values.get("format") or values.get("quant_method") or ""),
         num_bytes=index.num_bytes if index else None,
         source_bytes=baseline.num_bytes if baseline else None,

@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Generic, TypeVar, cast
@@ -29,7 +29,8 @@ from vexport.records.calibration import RoundingReport
 from vexport.reports.report import Report
 from vexport.run.given import Given, RunModel
 from vexport.run.options import EXPLAINING, Explaining
-from vexport.scenario import Calibration, Evaluate, Scenario
+from vexport.scenario import Calibration, Evaluate, Scenario, Variant
+from vexport.scenario.serve import EngineArguments
 from vexport.version import __version__
 
 LOG = logging.getLogger(__name__)
@@ -277,7 +278,8 @@ class Run:
         """Return the folder for the answers of `BASELINE` or `CANDIDATE`."""
         if self.given is None:
             return self.root / "eval" / role
-        return self.root / role / (self.given.part if role == CANDIDATE else "")
+        part = self.given.part if role == CANDIDATE else ""
+        return self.root / self.given.below / role / part
 
     def model(self, role: str) -> RunModel | None:
         """Return the model with the role `BASELINE` or `CANDIDATE`, or None if there is no
@@ -301,6 +303,26 @@ class Run:
             return True
         model = self.model(role)
         return model is not None and model.is_asked
+
+    def engine(self, role: str) -> EngineOptions:
+        """Return the options of the engine of the model with this role."""
+        variant = self._variant(role)
+        if variant is None:
+            return self.options
+        return replace(self.options, serve=variant.serve, vllm_python=variant.vllm_python)
+
+    def arguments(self, role: str) -> EngineArguments:
+        """Return vLLM's arguments for the model with this role.
+
+        A baseline is served without the arguments that quantize the model, unless it is a variant
+        of the same checkpoint.
+        """
+        is_unquantized = role == BASELINE and self._variant(role) is None
+        return self.engine(role).serve.arguments(is_baseline=is_unquantized)
+
+    def _variant(self, role: str) -> Variant | None:
+        model = self.model(role) if self.given is not None else None
+        return None if model is None else model.variant
 
     def answers(self, role: str) -> Path:
         """Return the folder or file with the answers of a model that the run has."""
@@ -383,8 +405,16 @@ class Run:
 
     def _record_name(self, stage: Stage[object]) -> str:
         """Return the stage's name in the directory's records, which several runs may share."""
-        part = self.given.part if self.given is not None else ""
-        return f"{stage.name} ({part})" if part and stage.place != BASELINE else stage.name
+        if self.given is None:
+            return stage.name
+        part = "" if stage.place == BASELINE else self.given.part
+        place = "/".join(filter(None, (self.given.below, part)))
+        return f"{stage.name} ({place})" if place else stage.name
+
+    def require_same_inputs(self, stage: Stage[object]) -> None:
+        """Raise InputError if the stage was finished from other inputs."""
+        if stage.digest is not None:
+            self.directory.is_done(self._record_name(stage), stage.digest(self))
 
     @property
     def seconds(self) -> dict[str, float]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from vexport.records import EngineMode
-from vexport.scenario import Evaluate
+from vexport.scenario import Evaluate, Variant
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +22,8 @@ class RunModel:
     machine answers them. `tokenizer` is the folder of the tokenizer for that server's prompts. If
     it is None, the tokenizer is chosen when the first prompt is sent. Its code runs only with
     `trust_tokenizer`. `served` is the server's description of its model, "" without a server.
-    `answers` are given results of lm-eval. With them the model is not asked.
+    `answers` are given results of lm-eval. With them the model is not asked. `variant` has the
+    settings and the interpreter of this model's engine, if they differ from the command's.
     """
 
     name: str
@@ -33,6 +34,7 @@ class RunModel:
     trust_tokenizer: bool = False
     served: str = ""
     answers: Path | None = None
+    variant: Variant | None = None
 
     @property
     def is_asked(self) -> bool:
@@ -51,8 +53,9 @@ class Given:
 
     Without `evaluate` the candidate is only loaded, in `mode`. `against` is an accepted baseline
     that replaces `baseline`. If a command has several candidates, `part` is the folder of this
-    candidate's results: DIR/candidate/PART. `prompted` has the folder of each model that answers
-    the same questions, by role, the baseline first.
+    candidate's results: DIR/candidate/PART. `below` is the folder of both models' results in the
+    run directory, if this run is a part of another run. `prompted` has the folder of each model
+    that answers the same questions, by role, the baseline first.
     """
 
     name: str
@@ -62,6 +65,7 @@ class Given:
     evaluate: Evaluate | None = None
     mode: EngineMode = "eager"
     part: str = ""
+    below: str = ""
     prompted: Mapping[str, Path] = field(default_factory=dict)
 
     @property

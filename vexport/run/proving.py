@@ -148,7 +148,7 @@ def _model_inputs(run: Run, role: str) -> Digests:
     model = run.model(role)
     assert model is not None
     name = "baseline" if role == BASELINE else "checkpoint"
-    python = run.options.vllm_python
+    python = run.engine(role).vllm_python
     digests = {
         "interpreter of vLLM": value_digest(str(python or "")),
         "version of vLLM": value_digest(installed_text(python)),
@@ -179,7 +179,7 @@ def _session_inputs(run: Run, *, role: str) -> Digests:
     return {
         **_model_inputs(run, role),
         "evaluation": value_digest([evaluation, _templates(run), *digests]),
-        "serve section": serve_digest(run.options.serve.arguments(is_baseline=role == BASELINE)),
+        "serve section": serve_digest(run.arguments(role)),
         "prompts": value_digest(list(_texts(run))),
     }
 
@@ -229,7 +229,12 @@ def _engine(run: Run, role: str) -> EngineSource:
     """Return vLLM on this machine as the source of a model's answers."""
     model = _model(run, role)
     assert model.checkpoint is not None
-    return EngineSource(role=model.role, checkpoint=model.checkpoint, options=run.options)
+    return EngineSource(
+        role=model.role,
+        checkpoint=model.checkpoint,
+        options=run.engine(role),
+        arguments=run.arguments(role),
+    )
 
 
 def _model(run: Run, role: str) -> RunModel:

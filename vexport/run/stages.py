@@ -19,7 +19,7 @@ from vexport.records import (
     ComparedRun,
 )
 from vexport.reports.report import Report
-from vexport.run import concluding, making, proving
+from vexport.run import concluding, proving
 from vexport.run.comparison import compared_run, mark_smallest
 from vexport.run.directory import (
     SCENARIO,
@@ -31,24 +31,13 @@ from vexport.run.directory import (
     require_run_folder,
 )
 from vexport.run.options import EXPLAINING, Explaining
+from vexport.run.order import ANSWERING
+from vexport.run.variants import compare_variants_of_run
 from vexport.scenario import Scenario
 
 STAGES: tuple[Stage[object], ...] = (
-    making.plan_candidates,
-    proving.settle_questions,
-    making.calibrate,
-    making.measure_sensitivity,
-    making.choose,
-    making.make_plan,
-    making.quantize,
-    making.check,
-    proving.dry_load,
-    proving.serve_baseline,
-    proving.serve_candidate,
-    proving.load_baseline,
-    proving.load_candidate,
-    proving.measure_drift,
-    proving.judge,
+    *ANSWERING,
+    compare_variants_of_run,
     concluding.conclude,
     concluding.attribute,
     concluding.report,
@@ -99,6 +88,8 @@ def _require_usable(scenario: Scenario, options: EngineOptions) -> None:
     if scenario.calibration:
         require_data(scenario.calibration.data)
     require_vllm(options.vllm_python)
+    for python in scenario.variants.vllm_python if scenario.variants else ():
+        require_vllm(python)
     if scenario.evaluate is not None:
         require_tasks(scenario.evaluate, options)
     require_source(scenario.source)

@@ -28,6 +28,7 @@ from vexport.scenario.planning import (
 from vexport.scenario.rules import AUTO, Auto, Rule
 from vexport.scenario.section import ScenarioSection, located_error
 from vexport.scenario.serve import Serve
+from vexport.scenario.variants import Setting, Variants
 
 
 class Calibration(ScenarioSection):
@@ -187,6 +188,20 @@ class Scenario(ScenarioSection):
         Evaluate | None,
         Key("Tasks, and the limits of the verdict.", unset="the run ends after the load"),
     ] = None
+    variants: Annotated[
+        Variants | None,
+        Key(
+            "Settings and versions of vLLM to compare for the checkpoint, or a list of settings.",
+            more="Needs `evaluate`.",
+        ),
+    ] = None
+
+    @field_validator(
+        "variants", mode="before", json_schema_input_type=Variants | tuple[Setting, ...] | None
+    )
+    @classmethod
+    def _wrap_list_of_settings(cls, value: object) -> object:
+        return {"serve": value} if isinstance(value, list | tuple) else value
 
     @model_validator(mode="after")
     def _check_sections_for_auto(self) -> Self:
@@ -200,6 +215,14 @@ class Scenario(ScenarioSection):
         if self.calibration is None and (self.is_mixed or self.sensitivity):
             need = "text on which the loss of each group of layers is measured"
             raise located_error("calibration", None, need, "add calibration: {data: default}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_variants_are_evaluated(self) -> Self:
+        if self.variants is not None and self.evaluate is None:
+            raise ValueError("`evaluate`, whose tasks or text compare the variants")
+        if self.variants is not None:
+            self.variants.matrix(self.serve, None)
         return self
 
     @property

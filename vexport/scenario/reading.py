@@ -20,6 +20,7 @@ from vexport.scenario.evaluate import Evaluate
 from vexport.scenario.model import Calibration, Scenario, Sensitivity
 from vexport.scenario.rules import Auto, Rule
 from vexport.scenario.serve import Serve
+from vexport.scenario.variants import Variants
 
 # Maximum number of problems shown for a file.
 MOST_PROBLEMS = 50
@@ -40,6 +41,7 @@ _SECTIONS: Mapping[str, type[BaseModel]] = {
     "sensitivity": Sensitivity,
     "serve": Serve,
     "evaluate": Evaluate,
+    "variants": Variants,
 }
 
 
@@ -129,6 +131,9 @@ def _absolute(scenario: Scenario, folder: Path) -> Scenario:
             "include_path": tuple(Path(absolute(path)) for path in evaluate.include_path),
         }
         changes["evaluate"] = evaluate.model_copy(update=update)
+    if variants := scenario.variants:
+        pythons = tuple(Path(absolute(path)) for path in variants.vllm_python)
+        changes["variants"] = variants.model_copy(update={"vllm_python": pythons})
     return scenario.model_copy(update=changes)
 
 

@@ -1,0 +1,365 @@
+"""`vexport compare --serve` without engines: matrix, outcomes, exit codes, refusals and resume.
+
+A fake takes the place of vLLM's engine. It copies real results of lm-eval.
+"""
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from tests.command import ROOT, Ran, vexport
+from vexport.engine.installed import installed_text
+from vexport.engine.messages import EngineFailure, SessionResult
+from vexport.engine.session import EngineFault
+from vexport.errors import EnvironmentFault, InputError, InputErrors, VexportError
+from vexport.inference.answers import Answers, Served
+from vexport.inference.asking import EngineSource, Questions
+from vexport.inference.prompts import Prompts
+from vexport.outputs.manifest import record
+from vexport.run.directory import KIND
+from vexport.run.variants import folder_names
+from vexport.scenario import Serve, Variants, read_scenario
+
+DEMO = ROOT / "scenarios" / "demo"
+MODEL = DEMO / "model"
+SCHEMAS = ROOT / "vexport" / "reports"
+OTHER = Path("other/bin/python")
+pytestmark = pytest.mark.vllm
+
+
+class FakeEngine:
+    """Takes the place of vLLM. A setting `load_format=NAME` gives the answers of the run NAME."""
+
+    def __init__(self, runs: Path) -> None:
+        self.runs = runs
+        self.asked: list[str] = []
+        self.dies_at = ""
+
+    def ask(self, source: EngineSource, questions: Questions, folder: Path) -> Answers:
+        """Copy the results of a run, or fail like vLLM."""
+        name = str(source.arguments.get("load_format", "baseline"))
+        self.asked.append(name)
+        folder.mkdir(parents=True, exist_ok=True)
+        if name == self.dies_at:
+            raise KeyboardInterrupt
+        kinds = {"crash": "crashed", "cpu": "unsupported", "refused": "refused"}
+        failure = None
+        if name in kinds:
+            failure = EngineFailure(kind=kinds[name], message=f"no {name}", log_tail="")  # type: ignore[arg-type]
+        if failure is not None and failure.kind != "refused":
+            raise EngineFault("vLLM", failure)
+        if failure is None:
+            for file in (self.runs / name).rglob("*"):
+                copy = folder / file.relative_to(self.runs / name)
+                if file.is_file():
+                    record(copy)
+                    copy.parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(file, copy)
+        result = SessionResult(
+            checkpoint=source.checkpoint, platform="cpu", vllm="1.2.3", failure=failure
+        )
+        prompts = Prompts(natural=True, texts=(), tokens=())
+        return Answers(results=folder, served=Served(result=result, prompts=prompts))
+
+
+def problems(serves: list[Serve], python: Path | None) -> list[tuple[VexportError, ...]]:
+    """Refuse the argument `nonsense`, and have too few GPUs for two devices."""
+    unknown = InputError("vLLM's argument nonsense", got="unknown", need="known", fix="remove it")
+    few = EnvironmentFault("vLLM's argument", got="1 GPU", need="2 GPUs", fix="add a GPU")
+    return [
+        (unknown,) if "nonsense" in serve.given else (few,) if serve.devices > 1 else ()
+        for serve in serves
+    ]
+
+
+@pytest.fixture
+def fake(lm_eval_runs: Path, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
+    engine = FakeEngine(lm_eval_runs)
+    monkeypatch.setattr(EngineSource, "ask", lambda self, *given: engine.ask(self, *given))
+    monkeypatch.setattr("vexport.run.variants.find_problems", problems)
+    monkeypatch.setattr("vexport.run.proving.sessions_here", lambda run: None)
+    return engine
+
+
+def compare(fake: FakeEngine, folder: Path, *options: object, settings: tuple[str, ...]) -> Ran:
+    task = fake.runs / "tasks" / "sums.yaml"
+    served = [word for setting in settings for word in ("--serve", setting)]
+    call = ("compare", MODEL, *served, "--task", task, "--run-dir", folder)
+    return vexport(*call, "--quiet", *options)
+
+
+def rows_of(ran: Ran) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = json.loads(ran.stdout)
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("settings", "outcomes", "code"),
+    [
+        (("{}", "load_format=twin"), ("BASELINE", "PASS"), 0),
+        (("{}", "load_format=worse", "load_format=twin"), ("BASELINE", "FAIL", "PASS"), 1),
+        (("{}", "load_format=refused", "load_format=twin"), ("BASELINE", "REFUSED", "PASS"), 1),
+        (("{}", "load_format=cpu", "load_format=twin"), ("BASELINE", "REFUSED", "PASS"), 1),
+        (("{}", "nonsense=1", "load_format=twin"), ("BASELINE", "REFUSED", "PASS"), 1),
+        (
+            ("{}", "load_format=doubtful", "load_format=twin"),
+            ("BASELINE", "INCONCLUSIVE", "PASS"),
+            3,
+        ),
+        (("{}", "load_format=crash", "load_format=twin"), ("BASELINE", "NO ANSWER", "PASS"), 4),
+        (("{}", "tensor_parallel_size=2"), ("BASELINE", "NO ANSWER"), 4),
+        (("{}", "load_format=crash", "load_format=worse"), ("BASELINE", "NO ANSWER", "FAIL"), 1),
+        (("{}", "tensor_parallel_size=3"), ("BASELINE", "REFUSED"), 1),
+        (("nonsense=1", "{}"), ("REFUSED",), 1),
+        (("load_format=refused", "{}"), ("REFUSED",), 1),
+        (("load_format=cpu", "{}"), ("REFUSED",), 1),
+    ],
+)
+def test_outcomes_and_exit_codes(
+    settings: tuple[str, ...],
+    outcomes: tuple[str, ...],
+    code: int,
+    fake: FakeEngine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if "tensor_parallel_size=3" in settings:  # the heads of the demo model cannot be split
+        monkeypatch.setattr(
+            "vexport.run.variants.find_problems", lambda serves, _: [()] * len(serves)
+        )
+    ran = compare(fake, tmp_path / "run", "--format", "json", settings=settings)
+    rows = rows_of(ran)
+    assert tuple(row["outcome"] for row in rows) == outcomes, ran.stderr
+    assert ran.code == code
+    schema = json.loads((SCHEMAS / "compare-serve.schema.json").read_text())
+    jsonschema.validate(rows, schema)
+    for row in rows[1:]:
+        assert row["reason"]
+        assert (row["worst"] is not None) == (row["outcome"] in ("PASS", "FAIL", "INCONCLUSIVE"))
+    assert len(ran.errors) == (1 if code else 0)
+    assert fake.asked.count("baseline") == (1 if outcomes[0] == "BASELINE" else 0)
+
+
+def test_crash_of_baseline_is_environment_fault(fake: FakeEngine, tmp_path: Path) -> None:
+    ran = compare(fake, tmp_path / "run", settings=("load_format=crash", "{}"))
+    assert ran.code == 4
+    assert "the engine stopped" in ran.errors[0]
+    assert fake.asked == ["crash"]
+
+
+def test_refused_baseline_stops(fake: FakeEngine, tmp_path: Path) -> None:
+    ran = compare(fake, tmp_path / "run", settings=("nonsense=1", "load_format=twin"))
+    assert ran.code == 1
+    assert "vLLM refuses the first variant" in ran.errors[0]
+    assert "nonsense=1" in ran.errors[0]
+    assert fake.asked == []
+
+
+def test_second_call_asks_what_is_missing(fake: FakeEngine, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    settings = ("{}", "load_format=twin", "load_format=worse")
+    fake.dies_at = "worse"
+    ended = compare(fake, folder, settings=settings)
+    assert ended.code == 130
+    assert fake.asked == ["baseline", "twin", "worse"]
+    fake.dies_at = ""
+    fake.asked.clear()
+    resumed = compare(fake, folder, "--format", "json", settings=settings)
+    assert (resumed.code, fake.asked) == (1, ["worse"])
+    again = compare(fake, folder, "--format", "json", settings=settings)
+    assert (again.stdout, fake.asked) == (resumed.stdout, ["worse"])
+    more = ("{}", "load_format=doubtful", *settings[1:])
+    extended = compare(fake, folder, "--format", "json", settings=more)
+    assert fake.asked == ["worse", "doubtful"], "another order, and one variant more"
+    assert [row["outcome"] for row in rows_of(extended)][1:] == ["INCONCLUSIVE", "PASS", "FAIL"]
+    whole = compare(fake, tmp_path / "whole", "--format", "json", settings=settings)
+    assert whole.stdout.replace(str(tmp_path / "whole"), str(folder)) == resumed.stdout
+    other = compare(fake, folder, settings=("load_format=twin", "{}"))
+    assert other.code == 2
+    assert "another serve section" in other.errors[0]
+    KIND.require_replaceable(folder, overwrite=True)  # the list of files is complete
+
+
+def test_page_and_other_forms(fake: FakeEngine, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    hostile = json.dumps({"nonsense": "<script>alert(1)</script>"})
+    settings = ("{}", "load_format=worse", hostile)
+    text = compare(fake, folder, settings=settings)
+    assert text.stdout.startswith("FAIL  model\n")
+    assert "load_format=worse" in text.stdout
+    assert text.stdout.endswith(f"report: {folder}/report.html\n")
+    for name in ("report.html", "report.md", "report.json", "junit.xml"):
+        content = (folder / name).read_text(encoding="utf-8")
+        assert "load_format=worse" in content.replace("\\", "")
+        if name != "report.json":
+            assert "<script>" not in content
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert "REFUSED" in page
+    assert "Settings and versions of vLLM" in page
+    report = json.loads((folder / "report.json").read_text())
+    jsonschema.validate(report, json.loads((SCHEMAS / "report.schema.json").read_text()))
+    assert [row["outcome"] for row in report["variants"]] == ["BASELINE", "FAIL", "REFUSED"]
+    for form, sign in (("junit", "<testsuites"), ("github", "::error"), ("markdown", "## FAIL")):
+        assert sign in compare(fake, folder, "--format", form, settings=settings).stdout
+    shown = vexport("report", folder)
+    assert shown.code == 1
+    assert "load_format=worse" in shown.stdout
+
+
+def test_versions_are_tried_with_each_setting(
+    fake: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = {None: "0.32.0", OTHER: "0.31.0"}
+    monkeypatch.setattr("vexport.run.variants.installed_text", versions.__getitem__)
+    monkeypatch.setattr("vexport.run.comparing.require_vllm", lambda python: None)
+    monkeypatch.setattr("vexport.engine.session.require_vllm", lambda python=None: None)
+    settings = ("load_format=twin", "load_format=worse")
+    options = ("--vllm-python", OTHER, "--format", "json")
+    ran = compare(fake, tmp_path / "run", *options, settings=settings)
+    assert [(row["setting"], row["vllm_python"], row["outcome"]) for row in rows_of(ran)] == [
+        ("load_format=twin", "", "BASELINE"),
+        ("load_format=twin", str(OTHER), "PASS"),
+        ("load_format=worse", "", "FAIL"),
+        ("load_format=worse", str(OTHER), "FAIL"),
+    ]
+    assert len({row["folder"] for row in rows_of(ran)}) == 4
+    alone = compare(fake, tmp_path / "alone", *options, settings=())
+    assert [row["setting"] for row in rows_of(alone)] == ["default", "default"]
+    assert alone.code == 0
+
+
+def test_interpreter_of_environment_replaces_own(
+    fake: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VEXPORT_VLLM_PYTHON", str(tmp_path / "none"))
+    ran = compare(fake, tmp_path / "run", settings=("{}", "load_format=twin"))
+    assert ran.code == 4
+    assert f"{tmp_path / 'none'}: vLLM cannot be started" in ran.errors[0]
+    assert fake.asked == []
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--schemes", "FP8", "--serve", "a=1"), "give one of the two"),
+        (("--schemes", "FP8", "--task", "a"), "--scenario FILE"),
+        (("--schemes", "FP8", "--format", "junit"), "--format junit"),
+        ((), "--schemes A,B,... to compare schemes, or --serve KEY=VALUE"),
+        (("--serve", "a=1", "--task", "a"), "nothing to compare it with"),
+        (("--serve", "a=1", "--serve", "a=2"), "--task NAME_OR_YAML"),
+        (("--serve", "a", "--serve", "a=2"), "neither KEY=VALUE"),
+        (("--serve", "{1", "--serve", "a=2"), "not a JSON object"),
+        (("--serve", '{"a": 1, "a": 2}', "--serve", "a=2"), "'a' twice"),
+        (("--serve", '{"a": NaN}', "--serve", "a=2"), "NaN"),
+        (("--serve", "seed=1", "--serve", "a=2"), "--serve seed=1: seed"),
+        (("--serve", "{}", "--serve", "max_model_len=x"), "--serve max_model_len=x"),
+        (("--serve", "a=1", "--serve", "a=2", "--task", "a", "--text", "b"), "tasks"),
+    ],
+)
+def test_usage(options: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    ran = vexport("compare", MODEL, *options, "--run-dir", tmp_path / "run")
+    assert ran.code == 2
+    assert message in ran.errors[0]
+    assert not (tmp_path / "run").exists()
+
+
+def test_server_and_missing_checkpoint_are_refused(tmp_path: Path) -> None:
+    task = DEMO / "tasks" / "facts.yaml"
+    settings = ("--serve", "{}", "--serve", "max_num_seqs=2", "--task", task)
+    for name, message in (("http://a:1/v1", "address of a server"), (tmp_path / "no", "no such")):
+        ran = vexport("compare", name, *settings, "--run-dir", tmp_path / "run")
+        assert ran.code == 2
+        assert message in ran.errors[0]
+
+
+def test_matrix_order_and_names() -> None:
+    variants = Variants.model_validate(
+        {
+            "serve": [{"kv-cache-dtype": "auto"}, {"engine_args": {"block_size": 32}}, {}],
+            "vllm_python": ["a/bin/python"],
+        }
+    )
+    matrix = variants.matrix(Serve(max_num_seqs=4), None)
+    assert [(each.setting, each.is_other) for each in matrix] == [
+        ("kv_cache_dtype=auto", False),
+        ("kv_cache_dtype=auto", True),
+        ('engine_args={"block_size": 32}', False),
+        ('engine_args={"block_size": 32}', True),
+        ("default", False),
+        ("default", True),
+    ]
+    assert matrix[0].serve.given == {"max_num_seqs": 4, "kv_cache_dtype": "auto"}
+    assert matrix[2].serve.given == {"max_num_seqs": 4, "block_size": 32}
+    names = folder_names([*matrix, *matrix])
+    assert len(set(names)) == len(names)
+    assert names[0] == "kv_cache_dtype=auto"
+    assert folder_names(matrix[::-1]) == folder_names(matrix)[::-1]
+    assert all("/" not in name and " " not in name for name in names)
+
+
+def scenario(folder: Path, variants: object, **more: object) -> Path:
+    content: Mapping[str, object] = {
+        "name": "served",
+        "source": str(MODEL),
+        "rules": [{"match": "Linear", "scheme": "FP8_DYNAMIC"}],
+        "evaluate": {"tasks": [str(DEMO / "tasks" / "facts.yaml")]},
+        "variants": variants,
+        **more,
+    }
+    path = folder / "served.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("variants", "more", "place"),
+    [
+        ([{"a": 1}], {}, "variants"),
+        ({"serve": [{}, {"model": "b"}]}, {}, "variants.serve.1"),
+        ({"serve": [{}, {"gpu_memory_utilization": 2}]}, {}, "variants.serve.1.gpu"),
+        ({"srve": []}, {}, "variants.srve"),
+        ([{}, {"a": 1}], {"evaluate": None}, "evaluate"),
+    ],
+)
+def test_problems_of_a_scenario(
+    variants: object, more: Mapping[str, object], place: str, tmp_path: Path
+) -> None:
+    with pytest.raises(InputErrors, match=place):
+        read_scenario(scenario(tmp_path, variants, **more))
+
+
+def test_scenario_needs_trust_for_code(tmp_path: Path) -> None:
+    for variants, message in (
+        ({"vllm_python": ["env/bin/python"]}, "variants.vllm_python"),
+        ([{}, {"worker_cls": "a.b"}], "variants.serve.1.worker_cls"),
+    ):
+        path = scenario(tmp_path, variants)
+        for call in (("run", path), ("compare", MODEL, "--scenario", path)):
+            ran = vexport(*call, "--run-dir", tmp_path / "run")
+            assert ran.code == 2
+            assert message in ran.errors[0]
+    read = read_scenario(scenario(tmp_path, {"vllm_python": ["env/bin/python"]}))
+    assert read.variants is not None
+    assert read.variants.vllm_python == (tmp_path / "env" / "bin" / "python",)
+
+
+def test_settings_of_a_scenario(fake: FakeEngine, tmp_path: Path) -> None:
+    tasks = [str(fake.runs / "tasks" / "sums.yaml")]
+    path = scenario(
+        tmp_path,
+        [{}, {"load_format": "doubtful"}],
+        evaluate={"tasks": tasks, "margin": 0.2},
+        serve={"max_num_seqs": 7},
+    )
+    call = ("compare", MODEL, "--scenario", path, "--run-dir", tmp_path / "run", "--quiet")
+    ran = vexport(*call, "--format", "json")
+    assert [row["outcome"] for row in rows_of(ran)] == ["BASELINE", "PASS"], ran.stderr
+    strict = vexport(*call, "--margin", "0.001", "--format", "json")
+    assert strict.code in (1, 3), "the command line wins"
+    assert fake.asked == ["baseline", "doubtful"]
+    assert installed_text() != ""

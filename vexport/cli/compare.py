@@ -1,0 +1,434 @@
+"""The command `compare`: several schemes of one model, or several ways to serve one checkpoint."""
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from vexport.cli.base import (
+    add_step_summary,
+    command,
+    conclude,
+    is_read,
+    note,
+    print_text,
+    progress_display,
+)
+from vexport.cli.engine import VLLM_PYTHON, interpreters_option, session_options
+from vexport.cli.options import (
+    FORMATS,
+    PATH,
+    Answer,
+    answer_file,
+    format_option,
+    given,
+    option,
+    overwrite_run_option,
+    require_apart,
+    stacked,
+)
+from vexport.cli.prompting import EVALUATE_SYNTAXES, chat_template_option
+from vexport.cli.settings import (
+    PLAIN,
+    SETTINGS,
+    Syntax,
+    given_settings,
+    option_names,
+    setting_option,
+    setting_options,
+)
+from vexport.errors import CheckpointFailed, VexportError
+from vexport.errors.extras import raise_problems
+
+if TYPE_CHECKING:
+    from pydantic import JsonValue
+
+    from vexport.api import Engine
+    from vexport.reports.report import Report
+    from vexport.scenario import Evaluate, Scenario, Serve
+
+# Forms of the table of schemes. The table of variants has all forms.
+SCHEMES_FORMATS = ("text", "json", "html", "markdown")
+_FIX = "see the table; serve it with a setting and a version that pass"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Interpreters:
+    """Interpreters from the command line, and permission to run a checkpoint's code."""
+
+    vllm_python: tuple[Path, ...]
+    trust_remote_code: bool
+
+    @property
+    def own(self) -> Path | None:
+        """The interpreter that replaces vexport's own, from the environment. None is vexport's."""
+        path = os.environ.get(VLLM_PYTHON)
+        return Path(path) if path else None
+
+    @property
+    def others(self) -> tuple[Path, ...]:
+        """The interpreters that the command line names."""
+        return self.vllm_python if given("vllm_python") else ()
+
+    def engine(self, python: Path | None, serve: "Serve | None" = None) -> "Engine":
+        """Return the engine of vexport.api with one of these interpreters."""
+        from vexport.api import Engine, Serve
+
+        return Engine(
+            serve=serve or Serve(),
+            vllm_python=python,
+            trust_remote_code=self.trust_remote_code,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Run directory from the command line, and whether to start again in it."""
+
+    run_dir: Path | None
+    overwrite: bool
+
+
+def _schemes(text: str) -> tuple[str, ...]:
+    """Parse scheme names separated by commas. Duplicates are dropped. A type for click."""
+    from vexport.formats.schemes import get_scheme, scheme_name
+
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    return tuple(dict.fromkeys(get_scheme(scheme_name(part)).name for part in parts))
+
+
+def _setting(text: str) -> dict[str, "JsonValue"]:
+    """Parse KEY=VALUE, or a JSON object with several keys. A type for click.
+
+    A value is parsed as JSON. A value that is no JSON stays text.
+    """
+    if text.lstrip().startswith("{"):
+        try:
+            setting: dict[str, JsonValue] = json.loads(
+                text, object_pairs_hook=_once, parse_constant=_refuse_constant
+            )
+        except (ValueError, RecursionError) as error:
+            raise click.BadParameter(f"{text!r} is not a JSON object ({error}).") from None
+        return setting
+    name, sign, value = text.partition("=")
+    if not name.strip() or not sign:
+        raise click.BadParameter(
+            f"{text!r} is neither KEY=VALUE like kv_cache_dtype=fp8 nor a JSON object."
+        )
+    parsed: JsonValue = value
+    with suppress(ValueError, RecursionError):
+        parsed = json.loads(value, object_pairs_hook=_once, parse_constant=_refuse_constant)
+    return {name.strip(): parsed}
+
+
+def _once(pairs: list[tuple[str, "JsonValue"]]) -> dict[str, "JsonValue"]:
+    """Return the object of these pairs. Raise ValueError if a key is given twice."""
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"it has the key {twice!r} twice")
+    return content
+
+
+def _refuse_constant(name: str) -> None:
+    """Raise ValueError for NaN and Infinity, which are no JSON."""
+    raise ValueError(f"{name} is not a number of JSON")
+
+
+# Settings of servers are left out, because a variant runs on this machine.
+_evaluate_options = stacked(
+    *(
+        setting_option("evaluate", key, EVALUATE_SYNTAXES.get(key, PLAIN))
+        for key, record in SETTINGS["evaluate"].items()
+        if record.heading != "Servers"
+    )
+)
+
+
+@command(unlisted=("timeout", "num_fewshot", "system_instruction", "max_gen_toks"))
+@click.argument("source", metavar="SOURCE|CHECKPOINT")
+@option(
+    "--schemes",
+    "Quantize SOURCE in each of these schemes; see `vexport list schemes`.",
+    _schemes,
+    "A,B,...",
+    heading="Comparison",
+)
+@setting_options("variants", {"serve": Syntax(item=_setting)})
+@interpreters_option
+@option(
+    "--scenario scenario_file",
+    "Its settings and tasks; with --schemes also its rules and calibration.",
+    PATH,
+    "FILE",
+    heading="Comparison",
+)
+@_evaluate_options
+@chat_template_option
+@session_options
+@option(
+    "--run-dir",
+    "Folder of the results [default: runs/compare-NAME, or runs/variants-NAME].",
+    PATH,
+    heading="Output",
+)
+@overwrite_run_option
+@format_option((*FORMATS, "html", "markdown"))
+def compare(
+    source: str,
+    schemes: tuple[str, ...] | None,
+    interpreters: Interpreters,
+    scenario_file: Path | None,
+    place: Place,
+    answer: Answer,
+) -> None:
+    """Compare schemes of SOURCE, or settings and versions of vLLM for CHECKPOINT.
+
+    With --schemes, SOURCE is quantized in each scheme. The baseline is served once. Without
+    --scenario, the verdict is based on the text that ships with vexport. Exit code 0: a scheme
+    passes; 1: all fail; 3: anything else.
+
+    With --serve, CHECKPOINT is served in each setting, by vexport's own vLLM and by each
+    --vllm-python. The first variant is the baseline. A setting that vLLM refuses is a row with the
+    reason. Exit code 0: every variant passes; 1: one fails or is refused; 3: one is inconclusive.
+
+    A second call resumes.
+
+    \b
+    Examples:
+      vexport compare MODEL --schemes FP8_DYNAMIC,W4A16,NVFP4A16
+      vexport compare MODEL --schemes FP8_DYNAMIC,W8A8 --scenario qwen3.yaml
+      vexport compare OUT --serve kv_cache_dtype=auto --serve kv_cache_dtype=fp8 --task gsm8k
+      vexport compare OUT --vllm-python new/bin/python --task gsm8k
+    """
+    if schemes is None:
+        _compare_variants(source, interpreters, scenario_file, place, answer)
+    else:
+        _compare_schemes(source, schemes, interpreters, scenario_file, place, answer)
+
+
+def _compare_schemes(
+    source: str,
+    schemes: tuple[str, ...],
+    interpreters: Interpreters,
+    scenario_file: Path | None,
+    place: Place,
+    answer: Answer,
+) -> None:
+    """Run SOURCE in each scheme, and print the table of the runs."""
+    from vexport.engine.session import require_engine
+    from vexport.evaluation.inputs import scenario_inputs
+    from vexport.outputs.replaceable import NamedPath
+    from vexport.reports import render_comparison
+    from vexport.scenario import base_scenario
+
+    _require_no_options_of_variants(schemes, interpreters, answer)
+    base = base_scenario(source, schemes[0], scenario_file)
+    python = interpreters.others[0] if interpreters.others else interpreters.own
+    # The functions that start engines import torch.
+    require_engine((python,))
+    from vexport.api import compare as api_compare
+    from vexport.run.comparison import outcome_of
+    from vexport.run.stages import compare_folder
+
+    written = [NamedPath(label="--run-dir", path=place.run_dir or compare_folder(base))]
+    require_apart(click.get_current_context(), list(scenario_inputs(base, scenario_file)), written)
+    faults: list[VexportError] = []
+    with progress_display(quiet=answer.quiet) as on_progress:
+        runs = api_compare(
+            source,
+            schemes,
+            scenario=scenario_file,
+            run_dir=place.run_dir,
+            overwrite=place.overwrite,
+            engine=interpreters.engine(python),
+            on_note=note,
+            on_problem=faults.append,
+            on_progress=on_progress,
+        )
+    print_text(render_comparison(runs, answer.format_))
+    raise_problems(faults)
+    reasons = "; ".join(f"{run.schemes}: {run.reason}" for run in runs)
+    conclude(outcome_of(runs), base.name, reasons)
+
+
+def _require_no_options_of_variants(
+    schemes: tuple[str, ...], interpreters: Interpreters, answer: Answer
+) -> None:
+    """Raise UsageError for options that do not fit --schemes."""
+    if not schemes:
+        raise click.UsageError("--schemes: name at least one scheme.")
+    if given("serve"):
+        raise click.UsageError(
+            "--schemes quantizes a model, and --serve serves a checkpoint: give one of the two."
+        )
+    others = option_names("evaluate", "serve")
+    if given("chat_template"):
+        others.append("--chat-template")
+    if others:
+        raise click.UsageError(
+            f"{', '.join(others)}: with --schemes, tasks and settings come from --scenario FILE."
+        )
+    if len(interpreters.others) > 1:
+        raise click.UsageError("--schemes runs in one --vllm-python.")
+    if answer.format_ not in SCHEMES_FORMATS:
+        raise click.UsageError(
+            f"--format {answer.format_}: with --schemes, use {', '.join(SCHEMES_FORMATS)}."
+        )
+
+
+def _compare_variants(
+    checkpoint: str,
+    interpreters: Interpreters,
+    scenario_file: Path | None,
+    place: Place,
+    answer: Answer,
+) -> None:
+    """Serve CHECKPOINT in each variant, and print the table of the variants."""
+    from vexport.engine.session import require_engine
+    from vexport.evaluation.inputs import evaluation_inputs
+    from vexport.outputs.replaceable import NamedPath
+    from vexport.reports import render_variants
+
+    scenario = _read_scenario(scenario_file, interpreters)
+    serve, others = _variants(scenario, interpreters)
+    settings = _evaluate(scenario)
+    shared = _shared_serve(scenario)
+    folder = place.run_dir or Path("runs") / f"variants-{_folder_name(checkpoint)}"
+    inputs = list(evaluation_inputs(settings, "--task"))
+    written = [NamedPath(label="--run-dir", path=folder)]
+    require_apart(click.get_current_context(), inputs, written)
+    require_engine((interpreters.own, *others))
+    from vexport.api import compare_variants
+
+    faults: list[VexportError] = []
+    with progress_display(quiet=answer.quiet) as on_progress:
+        report = compare_variants(
+            checkpoint,
+            settings,
+            folder,
+            serve=serve,
+            vllm_python=others,
+            engine=interpreters.engine(interpreters.own, shared),
+            overwrite=place.overwrite,
+            on_problem=faults.append,
+            on_progress=on_progress,
+        )
+    file = answer_file(click.get_current_context())
+    page = file.parent if file else Path()
+    print_text(render_variants(report, answer.format_, folder=folder, page=page))
+    if answer.format_ == "github":
+        add_step_summary(render_variants(report, "markdown", folder=folder, page=page))
+    click.echo(f"report: {folder / 'report.html'}", err=answer.format_ != "text")
+    _conclude_variants(report, faults)
+
+
+def _read_scenario(file: Path | None, interpreters: Interpreters) -> "Scenario | None":
+    """Return the scenario in the file. Raise InputError if it would run code without permission."""
+    if file is None:
+        return None
+    from vexport.plan.source import require_trusted_scenario
+    from vexport.scenario import read_scenario
+
+    scenario = read_scenario(file)
+    require_trusted_scenario(scenario, file, trusted=interpreters.trust_remote_code)
+    return scenario
+
+
+def _variants(
+    scenario: "Scenario | None", interpreters: Interpreters
+) -> "tuple[Sequence[Mapping[str, JsonValue]], Sequence[Path]]":
+    """Return the settings and the interpreters besides vexport's own.
+
+    The command line replaces the scenario's. Raises UsageError if there is nothing to compare.
+    """
+    from vexport.scenario.variants import parse_setting, setting_text
+
+    serve: Sequence[Mapping[str, JsonValue]] = [
+        parse_setting(setting, f"--serve {setting_text(setting)}")
+        for setting in click.get_current_context().params["serve"]
+    ]
+    others: Sequence[Path] = interpreters.others
+    if scenario is not None and scenario.variants is not None:
+        serve = serve or scenario.variants.serve
+        others = others or scenario.variants.vllm_python
+    if not serve and not others:
+        raise click.UsageError(
+            "Give --schemes A,B,... to compare schemes, or --serve KEY=VALUE or --vllm-python PATH "
+            "to compare settings and versions of vLLM."
+        )
+    if len(serve) == 1 and not others:
+        raise click.UsageError(
+            "There is one variant and nothing to compare it with: give --serve again, such as "
+            "--serve '{}' for vLLM's defaults, or --vllm-python."
+        )
+    return serve, others
+
+
+def _evaluate(scenario: "Scenario | None") -> "Evaluate":
+    """Return the settings of the evaluation: the scenario's, overridden by the command line.
+
+    Raises UsageError without tasks and text, and InputErrors if settings contradict each other.
+    """
+    from vexport.scenario import Evaluate, problems_at
+
+    keys = given_settings("evaluate")
+    options = click.get_current_context().params
+    if options["chat_template"]:
+        if options["apply_chat_template"] is False:
+            raise click.UsageError(
+                "--chat-template names a template, --no-apply-chat-template applies none."
+            )
+        keys["apply_chat_template"] = options["chat_template"]
+    if scenario is not None and scenario.evaluate is not None:
+        kept = scenario.evaluate.model_dump(exclude_unset=True, exclude=_NOT_SHARED)
+        keys = {**kept, **keys}
+    if not (keys.get("tasks") or keys.get("text")):
+        raise click.UsageError("Give --task NAME_OR_YAML, or --text DATA in the place of tasks.")
+    with problems_at("compare"):
+        settings = Evaluate.model_validate(keys)
+    folders = tuple(path.resolve() for path in settings.include_path)
+    return settings.model_copy(update={"include_path": folders})
+
+
+# The baseline is the first variant, and all variants run on this machine.
+_NOT_SHARED = {"baseline", "endpoint", "baseline_endpoint"}
+
+
+def _shared_serve(scenario: "Scenario | None") -> "Serve":
+    """Return the settings of vLLM that all variants share."""
+    from vexport.scenario import Serve
+    from vexport.scenario.serve import with_options
+
+    options = click.get_current_context().params
+    shared = {key: options[key] for key in ("max_model_len", "timeout")}
+    return with_options(scenario.serve if scenario else Serve(), shared, {})
+
+
+def _folder_name(checkpoint: str) -> str:
+    """Return the checkpoint's name as the name of a folder."""
+    path = Path(checkpoint)
+    return (path.resolve().name if path.is_dir() else path.name) or "checkpoint"
+
+
+def _conclude_variants(report: "Report", faults: Sequence[VexportError]) -> None:
+    """Exit by the outcome: 1 if a variant fails or is refused, 4 for a fault, 3 if inconclusive."""
+    first = report.variants[0]
+    if first.outcome == "REFUSED":
+        raise CheckpointFailed(
+            report.name,
+            got=f"vLLM refuses the first variant, the baseline of all others: {first.name}"
+            f"{'' if is_read() else f': {first.reason}'}",
+            need="",
+            fix="begin with a --serve that vLLM accepts; nothing else was tried",
+        )
+    if report.outcome == "FAIL":
+        conclude("FAIL", report.name, report.reason, fix=_FIX)
+    raise_problems(faults)
+    conclude(report.outcome, report.name, report.reason)

@@ -1,0 +1,130 @@
+"""Build the table of a checkpoint's variants: settings and versions of vLLM with their verdicts."""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from vexport.records import ComparedVariant, TaskVerdict, TextLimit, VariantOutcome, Verdict
+from vexport.records.values import plural
+from vexport.reports import document as doc
+from vexport.reports.accuracy import forests, text_table
+from vexport.reports.document import TableCell, facts, muted, parts, table, warnings
+from vexport.reports.formatting import (
+    NOT_AVAILABLE,
+    count,
+    method_line,
+    nats,
+    nats_interval,
+    scale_of,
+    small,
+    task_title,
+)
+
+_LEGEND = (
+    "Each variant answers the same documents as the baseline, which is the first variant. "
+    "Difference: of the task with the lowest bound, in points or units of the metric, with the "
+    "bounds that decide. KL: nats a token from the baseline."
+)
+_TONES: Mapping[VariantOutcome, str] = {
+    "BASELINE": "info",
+    "PASS": "pass",
+    "FAIL": "fail",
+    "INCONCLUSIVE": "inconclusive",
+    "REFUSED": "fail",
+    "NO ANSWER": "inconclusive",
+}
+# The gravest outcome of a text's measures is shown.
+_GRAVEST = ("FAIL", "INCONCLUSIVE", "PASS")
+
+
+def variants_section(rows: Sequence[ComparedVariant]) -> doc.Section | None:
+    """Return the table of variants and the reasons, or None without variants."""
+    if not rows:
+        return None
+    columns = (
+        "Setting",
+        "vLLM",
+        doc.Column("Verdict", nowrap=True),
+        "Worst task",
+        doc.Column("Difference", numeric=True, noted=True),
+        ">KL",
+    )
+    whys = [
+        (row.name, TableCell(row.reason, row.folder))
+        for row in rows
+        if row.outcome not in ("PASS", "BASELINE")
+    ]
+    content = parts(
+        table(columns, map(_cells, rows)),
+        muted(_LEGEND),
+        facts(*whys) if whys else None,
+    )
+    lead = f"One checkpoint in {plural(len(rows), 'variant')} of serving it."
+    return doc.Section("Settings and versions of vLLM", content, "variants", lead)
+
+
+def _cells(row: ComparedVariant) -> Iterator[TableCell | str]:
+    yield TableCell(row.setting, row.vllm_python)
+    yield row.vllm or NOT_AVAILABLE
+    yield TableCell(row.outcome, tone=_TONES[row.outcome], badge=True)
+    limit = _text_limit(row.verdict)
+    if row.worst is not None:
+        yield row.worst.task
+        yield _difference(row.worst)
+    elif limit is not None:
+        yield limit.measure
+        yield TableCell(nats(limit, limit.value), nats_interval(limit))
+    else:
+        yield from (NOT_AVAILABLE, NOT_AVAILABLE)
+    yield NOT_AVAILABLE if row.mean_kl is None else small(row.mean_kl)
+
+
+def _difference(task: TaskVerdict) -> TableCell:
+    scale = scale_of(task)
+    return TableCell(scale.change(task.difference), scale.changes(task.low, task.high))
+
+
+def _text_limit(verdict: Verdict | None) -> TextLimit | None:
+    """Return the measure of held-out text with the gravest outcome, or None without text."""
+    limits = verdict.text.limits if verdict is not None and verdict.text is not None else ()
+    return min(limits, key=lambda limit: _GRAVEST.index(limit.outcome), default=None)
+
+
+def variant_sections(rows: Sequence[ComparedVariant]) -> Iterator[doc.Section]:
+    """Yield a page's section with all tasks, or all measures of the text, of each variant."""
+    for number, row in enumerate(rows):
+        verdict = row.verdict
+        if verdict is None:
+            continue
+        content = parts(
+            text_table(verdict, verdict.text) if verdict.text else None,
+            forests(verdict),
+            _task_table(verdict) if verdict.tasks else None,
+            warnings(verdict.warnings),
+        )
+        lead = f"{row.outcome}: {row.reason}. Answers: {row.folder}"
+        yield doc.Section(row.name, content, f"variant-{number}", lead, doc.PAGE)
+
+
+def _task_table(verdict: Verdict) -> doc.Table:
+    columns = ("Task", ">Documents", ">Baseline", ">Variant", ">Difference", ">Lost / gained")
+    return table(columns, map(_task_cells, verdict.tasks), method_line(verdict))
+
+
+def _task_cells(task: TaskVerdict) -> Iterator[TableCell | str]:
+    scale = scale_of(task)
+    yield TableCell(task_title(task), task.remedy)
+    yield count(task.documents)
+    for score in (task.baseline, task.candidate):
+        yield TableCell(scale.value(score.value), scale.interval(score.low, score.high))
+    difference = _difference(task)
+    yield TableCell(difference.text, f"{difference.note} {scale.unit}")
+    yield f"{count(task.right_to_wrong)} / {count(task.wrong_to_right)}"
+
+
+def variant_tiles(rows: Sequence[ComparedVariant]) -> Iterator[doc.Tile]:
+    """Yield tiles with the numbers of variants that pass, and that do not."""
+    others = [row for row in rows if row.outcome != "BASELINE"]
+    passed = [row for row in others if row.outcome == "PASS"]
+    refused = [row for row in others if row.outcome == "REFUSED"]
+    note = f"compared with {rows[0].name}"
+    yield doc.Tile("Variants that pass", count(len(passed)), f"of {count(len(others))}", note)
+    yield doc.Tile("Refused by vLLM", count(len(refused)), "", "see the reasons below")

@@ -1,0 +1,117 @@
+"""Run `vexport compare --serve`: one checkpoint in several settings and versions of vLLM."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from vexport.checkpoint.source import hub_name, require_source, resolve_source
+from vexport.engine.session import require_vllm
+from vexport.errors import EnvironmentFault, InputError
+from vexport.errors.extras import attempt_all
+from vexport.evaluation.inputs import evaluation_inputs
+from vexport.files import user_path
+from vexport.inference.asked_tasks import fetch_tasks, require_tasks
+from vexport.inference.endpoint.server import is_url
+from vexport.inference.options import BASELINE, CANDIDATE, EngineOptions
+from vexport.outputs.replaceable import NamedPath, require_separate, written_alone
+from vexport.reports.report import Report
+from vexport.run.concluding import variants_report, write_report
+from vexport.run.directory import RUN_DIR, RunDirectory, logged_to, require_run_folder
+from vexport.run.given import RunModel
+from vexport.run.loading import require_servable
+from vexport.run.proving import SESSION
+from vexport.run.variants import Comparing, ask_variants
+from vexport.scenario import Evaluate, Serve, Variants
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComparedVariants:
+    """The report on all variants, and the faults of the environment."""
+
+    report: Report
+    faults: tuple[EnvironmentFault, ...]
+
+
+def compare_variants(
+    checkpoint: str,
+    variants: Variants,
+    settings: Evaluate,
+    folder: Path,
+    options: EngineOptions,
+    *,
+    overwrite: bool = False,
+) -> ComparedVariants:
+    """Serve a checkpoint in each variant, and compare each variant with the first.
+
+    `options.serve` has the settings that all variants share. `options.vllm_python` is the first
+    interpreter. Answers and the report are in the run directory `folder`. A second call asks only
+    the variants that are missing.
+
+    Raises InputError for an unusable checkpoint, task, text or setting, and if `folder` overlaps an
+    input. Raises EnvironmentFault if an interpreter has no vLLM, or if the first variant cannot be
+    served. A variant that vLLM refuses is a row of the report.
+    """
+    matrix = variants.matrix(options.serve, options.vllm_python)
+    outputs = [NamedPath(label=RUN_DIR, path=folder)]
+    _require_usable(checkpoint, settings, options, outputs)
+    for python in dict.fromkeys(variant.vllm_python for variant in matrix):
+        require_vllm(python)
+    root = resolve_source(checkpoint, options.on_progress)
+    require_servable(root, [Serve()])
+    require_separate(outputs, [NamedPath(label="CHECKPOINT", path=root)])
+    if overwrite or not any(_sessions(folder)):
+        fetch_tasks(settings, options)
+    with written_alone(folder, RUN_DIR):
+        directory = RunDirectory(folder)
+        directory.begin(overwrite=overwrite)
+        comparing = Comparing(
+            name=checkpoint,
+            root=root,
+            variants=matrix,
+            settings=settings.model_copy(update={"baseline": None}),
+            options=options,
+            directory=directory,
+        )
+        with logged_to(folder):
+            results = ask_variants(comparing)
+            model = RunModel(name=checkpoint, role=CANDIDATE, checkpoint=root)
+            report = variants_report(model, results.rows, directory.seconds)
+            write_report(report, folder)
+    return ComparedVariants(report=report, faults=results.faults)
+
+
+def _sessions(folder: Path) -> Iterator[Path]:
+    """Yield the finished sessions of an earlier call, for which the tasks were downloaded."""
+    for role in (BASELINE, CANDIDATE):
+        yield from (folder / role).rglob(SESSION)
+
+
+def _require_usable(
+    checkpoint: str, settings: Evaluate, options: EngineOptions, outputs: list[NamedPath]
+) -> None:
+    """Raise errors for problems that can be found without a download or an engine."""
+    if is_url(checkpoint):
+        raise InputError(
+            checkpoint,
+            got="the address of a server, whose settings cannot be changed from here",
+            need="a checkpoint that vLLM serves on this machine",
+            fix="give a folder or ORG/NAME, or compare two servers with `vexport eval`",
+        )
+    inputs = [NamedPath(label="CHECKPOINT", path=user_path(checkpoint))]
+    require_separate(outputs, [*inputs, *evaluation_inputs(settings, "--task")])
+    require_run_folder(outputs[0].path)
+    attempt_all(
+        [
+            ("tasks", partial(require_tasks, settings, options)),
+            (checkpoint, partial(_require_had, checkpoint)),
+        ]
+    )
+
+
+def _require_had(checkpoint: str) -> None:
+    """Raise an error for a checkpoint that is not available, or that vLLM cannot read."""
+    if hub_name(checkpoint) is None:
+        require_servable(user_path(checkpoint), [Serve()])
+    else:
+        require_source(checkpoint)

@@ -1,0 +1,341 @@
+"""Serve one checkpoint in several variants, and compare each variant with the first.
+
+Each variant is a run with a given checkpoint. All these runs share the run directory and the
+answers of the first variant, which is the baseline. Each variant's answers have a folder, so that a
+second call asks only the variants that are missing.
+"""
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from vexport.engine.arguments import find_problems, require_heads
+from vexport.engine.installed import installed_text
+from vexport.engine.session import EngineFault
+from vexport.errors import (
+    CheckpointFailed,
+    EnvironmentFault,
+    EnvironmentFaults,
+    Inconclusive,
+    InputError,
+    VexportError,
+)
+from vexport.files import digest_bytes
+from vexport.inference.options import BASELINE, CANDIDATE, EngineOptions
+from vexport.records import ComparedVariant, VariantOutcome, Verdict
+from vexport.records.values import PROGRESS_DETAIL
+from vexport.run.comparison import worst_task
+from vexport.run.directory import Run, RunDirectory, Stage
+from vexport.run.given import Given, RunModel
+from vexport.run.order import COMPARING, PREPARING
+from vexport.run.proving import (
+    SESSION,
+    judge,
+    measure_drift,
+    serve_baseline,
+    serve_candidate,
+)
+from vexport.scenario import Evaluate, Variant
+
+LOG = logging.getLogger(__name__)
+# Failures of an engine that mean that vLLM does not accept the setting on this machine.
+_REFUSALS = ("refused", "unsupported")
+# Characters of a folder's name, and the length of the name without its digest.
+_UNUSUAL = re.compile(r"[^A-Za-z0-9._=-]+")
+_LONGEST = 60
+_DIGITS = 8
+VARIANTS = "variants"
+"""Folder of the variants' answers in the run directory of a scenario."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VariantResults:
+    """A row for each variant, and the faults of the environment.
+
+    If vLLM refuses the first variant, there is only its row.
+    """
+
+    rows: tuple[ComparedVariant, ...]
+    faults: tuple[EnvironmentFault, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparing:
+    """A checkpoint, its variants, and the place of their answers.
+
+    `name` is the checkpoint's name in the command or scenario, and `root` its folder. `below` is a
+    folder in the run directory `directory`, or "" for the run directory itself.
+    """
+
+    name: str
+    root: Path
+    variants: Sequence[Variant]
+    settings: Evaluate
+    options: EngineOptions
+    directory: RunDirectory
+    below: str = ""
+
+    def runs(self) -> list[Run]:
+        """Return a run for each variant except the first."""
+        baseline, *others = self.variants
+        parts = folder_names(others)
+        return [self._run(baseline, each, part) for each, part in zip(others, parts, strict=True)]
+
+    def _run(self, baseline: Variant, variant: Variant, part: str) -> Run:
+        given = Given(
+            name=self.name,
+            candidate=self._model(variant, variant_name(variant)),
+            baseline=self._model(baseline, BASELINE),
+            evaluate=_with_same_rows(self.settings, self.variants),
+            part=part,
+            below=self.below,
+            prompted={BASELINE: self.root},
+        )
+        return Run(given, self.directory.root, self.options, directory=self.directory)
+
+    def _model(self, variant: Variant, role: str) -> RunModel:
+        name = f"{self.name} ({variant_name(variant)})"
+        return RunModel(name=name, role=role, checkpoint=self.root, variant=variant)
+
+
+def _with_same_rows(settings: Evaluate, variants: Sequence[Variant]) -> Evaluate:
+    """Return the settings with rows of text that fit into the shortest sequence of all variants."""
+    lengths = [each.serve.max_model_len for each in variants if each.serve.max_model_len]
+    if settings.text is None or not lengths:
+        return settings
+    tokens = max(2, min(settings.text_tokens, min(lengths) - 1))
+    return settings.model_copy(update={"text_tokens": tokens})
+
+
+def variant_name(variant: Variant) -> str:
+    """Return the name of a variant in messages: its setting, and its version of vLLM."""
+    if not variant.is_other:
+        return variant.setting
+    version = installed_text(variant.vllm_python)
+    return f"{variant.setting} with vLLM {version or variant.vllm_python}"
+
+
+def folder_names(variants: Sequence[Variant]) -> list[str]:
+    """Return a different folder name for each variant.
+
+    A name does not depend on the order or number of variants, so a later call with more variants
+    finds the answers. Only equal variants are numbered.
+    """
+    names: list[str] = []
+    seen = Counter[str]()
+    for variant in variants:
+        name = _folder_name(variant)
+        seen[name] += 1
+        names.append(name if seen[name] == 1 else f"{name}-copy{seen[name]}")
+    return names
+
+
+def _folder_name(variant: Variant) -> str:
+    """Return a readable name with a digest of everything that the name does not show exactly."""
+    readable = _UNUSUAL.sub("-", variant.setting).strip("-.")[:_LONGEST]
+    exact = "" if readable == variant.setting else variant.setting
+    if variant.is_other:
+        readable += f"-vllm-{_UNUSUAL.sub('-', installed_text(variant.vllm_python))}"
+        exact += f"\n{variant.vllm_python}"
+    digest = f"-{digest_bytes(exact.encode())[:_DIGITS]}" if exact else ""
+    return readable + digest
+
+
+def ask_variants(comparing: Comparing) -> VariantResults:
+    """Serve the checkpoint in every variant, and compare the answers with the first variant's.
+
+    Finished variants are not served again. A variant that vLLM refuses, or that fails, does not
+    stop the others.
+
+    Raises:
+        InputError: an earlier call began with other inputs.
+        EnvironmentFault: the first variant cannot be served, though vLLM does not refuse it.
+    """
+    runs = comparing.runs()
+    for run in runs:
+        for stage in PREPARING:
+            run.do(stage)
+        run.require_same_inputs(serve_baseline)
+        run.require_same_inputs(serve_candidate)
+    problems = _find_problems(comparing.variants, _pending(runs))
+    first = _ask_baseline(comparing, runs[0], problems.get(0))
+    if first.outcome == "REFUSED":
+        return VariantResults(rows=(first,))
+    rows = [first]
+    faults: list[EnvironmentFault] = []
+    for number, run in enumerate(runs, 1):
+        variant = comparing.variants[number]
+        detail = f"variants{PROGRESS_DETAIL}{variant_name(variant)}"
+        comparing.options.on_progress(detail, number, len(comparing.variants))
+        row, fault = _ask(run, variant, problems.get(number))
+        rows.append(row)
+        if fault is not None:
+            faults.append(fault)
+        if row.verdict is None:  # otherwise `judge` has logged it
+            LOG.info("%s: %s: %s", row.name, row.outcome, row.reason)
+    return VariantResults(rows=tuple(rows), faults=tuple(faults))
+
+
+def _pending(runs: Sequence[Run]) -> set[int]:
+    """Return the numbers of the variants without a finished session. The first variant is 0."""
+    pending = {
+        number
+        for number, run in enumerate(runs, 1)
+        if not (run.place(CANDIDATE) / SESSION).is_file()
+    }
+    if not (runs[0].place(BASELINE) / SESSION).is_file():
+        pending.add(0)
+    return pending
+
+
+def _find_problems(variants: Sequence[Variant], pending: set[int]) -> Mapping[int, VexportError]:
+    """Return the first problem of each variant whose arguments vLLM does not accept.
+
+    vLLM is started once for each interpreter. If it does not start, all variants of the interpreter
+    have this problem.
+    """
+    by_python: dict[Path | None, list[int]] = {}
+    for number in sorted(pending):
+        by_python.setdefault(variants[number].vllm_python, []).append(number)
+    found: dict[int, VexportError] = {}
+    for python, numbers in by_python.items():
+        try:
+            problems = find_problems([variants[number].serve for number in numbers], python)
+        except EnvironmentFault as fault:
+            problems = [(fault,)] * len(numbers)
+        for number, of_variant in zip(numbers, problems, strict=True):
+            if of_variant:
+                found[number] = of_variant[0]
+    return found
+
+
+def _ask_baseline(comparing: Comparing, run: Run, problem: VexportError | None) -> ComparedVariant:
+    """Return the row of the first variant, after it has answered."""
+    variant = comparing.variants[0]
+    row = partial(_row, run, variant, BASELINE)
+    try:
+        _require_possible(comparing.root, variant, problem)
+        run.do(serve_baseline)
+    except EngineFault as fault:
+        if fault.failure.kind not in _REFUSALS:
+            raise
+        return row("REFUSED", fault.failure.message)
+    except InputError as error:
+        return row("REFUSED", str(error))
+    failure = run.result(serve_baseline).result.failure
+    if failure is not None:
+        return row("REFUSED", failure.message)
+    return row("BASELINE", "the other variants are compared with it")
+
+
+def _ask(
+    run: Run, variant: Variant, problem: VexportError | None
+) -> tuple[ComparedVariant, EnvironmentFault | None]:
+    """Return the row of a variant, and the fault if the environment failed."""
+    row = partial(_row, run, variant, CANDIDATE)
+    model = run.model(CANDIDATE)
+    assert model is not None
+    assert model.checkpoint is not None
+    try:
+        _require_possible(model.checkpoint, variant, problem)
+        run.do(serve_baseline)
+        run.do(serve_candidate)
+        failure = run.result(serve_candidate).result.failure
+        if failure is not None:
+            return row("REFUSED", failure.message), None
+        for stage in COMPARING:
+            run.do(stage)
+    except EngineFault as fault:
+        if fault.failure.kind in _REFUSALS:
+            return row("REFUSED", fault.failure.message), None
+        return row("NO ANSWER", str(fault)), fault
+    except EnvironmentFault as fault:
+        return row("NO ANSWER", str(fault)), fault
+    except Inconclusive as error:
+        return row("INCONCLUSIVE", str(error)), None
+    except CheckpointFailed as error:
+        return row("FAIL", str(error)), None
+    except InputError as error:
+        return row("REFUSED", str(error)), None
+    return _judged(run, row), None
+
+
+def _require_possible(root: Path, variant: Variant, problem: VexportError | None) -> None:
+    """Raise the problem with a variant's arguments, or InputError if its heads cannot be split."""
+    if problem is not None:
+        raise problem
+    require_heads(root, variant.serve.ranks)
+
+
+def _row(
+    run: Run, variant: Variant, role: str, outcome: VariantOutcome, reason: str
+) -> ComparedVariant:
+    """Return the row of a variant without numbers."""
+    version = installed_text(variant.vllm_python)
+    stage = serve_baseline if role == BASELINE else serve_candidate
+    served = run.get(stage) if run.is_reached(stage) else None
+    if served is not None and served.result.vllm:
+        version = served.result.vllm
+    return ComparedVariant(
+        setting=variant.setting,
+        vllm=version,
+        vllm_python=str(variant.vllm_python) if variant.is_other else "",
+        folder=str(run.place(role)),
+        outcome=outcome,
+        reason=reason,
+    )
+
+
+def _judged(run: Run, row: Callable[[VariantOutcome, str], ComparedVariant]) -> ComparedVariant:
+    """Return the row of a variant with its verdict."""
+    verdict = run.result(judge)
+    drift = run.get(measure_drift)
+    tasks = tuple(replace(task, flips=()) for task in verdict.tasks)
+    return replace(
+        row(verdict.outcome, verdict.reason),
+        mean_kl=_text_kl(verdict) if verdict.text else drift.mean_kl if drift else None,
+        worst=worst_task(verdict),
+        verdict=replace(verdict, tasks=tasks),
+    )
+
+
+def _text_kl(verdict: Verdict) -> float | None:
+    """Return the mean KL of the text that decides, or None if it was not measured."""
+    limits = verdict.text.limits if verdict.text else ()
+    return next((limit.value for limit in limits if "KL" in limit.measure), None)
+
+
+def _is_served(run: Run) -> bool:
+    """Return True if the scenario has variants, and vLLM loads the checkpoint without a fault."""
+    if run.given is not None or run.scenario.variants is None:
+        return False
+    served = run.get(serve_candidate)
+    return served is not None and served.result.failure is None
+
+
+@partial(Stage, "variants", VariantResults, when=_is_served)
+def compare_variants_of_run(run: Run) -> VariantResults:
+    """Compare the variants of the checkpoint that the run made.
+
+    Raises EnvironmentFaults if the environment failed for a variant.
+    """
+    variants = run.scenario.variants
+    assert variants is not None
+    without_addresses = {"baseline": None, "endpoint": None, "baseline_endpoint": None}
+    comparing = Comparing(
+        name=str(run.checkpoint),
+        root=run.checkpoint,
+        variants=variants.matrix(run.options.serve, run.options.vllm_python),
+        settings=run.evaluation.model_copy(update=without_addresses),
+        options=run.options,
+        directory=run.directory,
+        below=VARIANTS,
+    )
+    results = ask_variants(comparing)
+    if results.faults:
+        raise EnvironmentFaults(results.faults)
+    return results
