@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.calibration.test_rows import read, written
+from tests.calibration.test_rows import read, write_rows
 from tests.command import ROOT
 from tests.inference.replying import sending_raw
 from tests.inference.test_endpoint_limits import FLOODS
@@ -94,7 +94,7 @@ def test_reading_ends_after_images(tmp_path: Path) -> None:
     image = {"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]}
     rows = [image] * data.MOST_MULTIMODAL + [{"text": "one plus two"}]
     with pytest.raises(InputError, match=f"{data.MOST_MULTIMODAL:,} rows"):
-        read(written(tmp_path / "rows.jsonl", *rows))
+        read(write_rows(tmp_path / "rows.jsonl", *rows))
 
 
 def test_row_length_is_limited(tmp_path: Path) -> None:

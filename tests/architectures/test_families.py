@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from tests.architectures.families import FAMILIES, save_family, split
 from tests.command import vexport
 from tests.models import dequantized, quantize
-from tests.mutations.edits import all_of, each, spoiled
+from tests.mutations.edits import all_of, change_all, spoiled
 from vexport.checkpoint.index import read_index
 from vexport.engine.reference import load_dequantized
 from vexport.errors import InputError
@@ -310,7 +310,7 @@ def test_transposed_experts_give_same_layers(tmp_path: Path) -> None:
     """transformers 5 saves (experts, out, in), and the hub has (experts, in, out)."""
     hub = save_family("qwen3-vl-moe", tmp_path / "hub")
     turn = [
-        each(f".experts.{name}", lambda value: value.mT.contiguous())
+        change_all(f".experts.{name}", lambda value: value.mT.contiguous())
         for name in ("gate_up_proj", "down_proj")
     ]
     other = spoiled(hub, tmp_path / "other", all_of(*turn))

@@ -21,7 +21,7 @@ from vexport.calibration.capture import (
 from vexport.calibration.model import HiddenStates
 
 
-def captured(family: str, lengths: list[int]) -> list[list[LayerCall]]:
+def capture_calls(family: str, lengths: list[int]) -> list[list[LayerCall]]:
     model = AutoModelForCausalLM.from_config(configs()[family], dtype=torch.bfloat16).eval()
     batches = batches_of(samples(lengths))
     with torch.no_grad():
@@ -34,7 +34,7 @@ def captured(family: str, lengths: list[int]) -> list[list[LayerCall]]:
     ("family", "lengths", "most"), [("llama", [12] * 40 + [20] * 40, 8), ("gemma3", [20] * 40, 8)]
 )
 def test_equal_arguments_are_kept_once(family: str, lengths: list[int], most: int) -> None:
-    calls = captured(family, lengths)
+    calls = capture_calls(family, lengths)
     assert {len(layer) for layer in calls} == {len(lengths)}
     tensors = {
         id(part)

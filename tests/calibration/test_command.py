@@ -95,7 +95,7 @@ def read(name: object, model: Path = DEMO, **settings: object) -> Samples:
     return read_samples(source, model, vocab_size=VOCABULARY)
 
 
-def written(path: Path, *rows: object) -> Path:
+def write_rows(path: Path, *rows: object) -> Path:
     path.write_text(
         "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
     )
@@ -103,7 +103,7 @@ def written(path: Path, *rows: object) -> Path:
 
 
 def test_conversation_formats_give_same_ids(chat: Path, tmp_path: Path) -> None:
-    rows = written(
+    rows = write_rows(
         tmp_path / "rows.jsonl",
         {"messages": TURNS},
         {"conversations": SHARED},
@@ -113,7 +113,7 @@ def test_conversation_formats_give_same_ids(chat: Path, tmp_path: Path) -> None:
     samples = read(rows, chat, seq_len=99)
     assert len(set(samples.token_ids)) == 1
     assert len(samples.token_ids) == 4
-    plain = written(tmp_path / "text.jsonl", {"text": "user: one plus two\nassistant: three\n"})
+    plain = write_rows(tmp_path / "text.jsonl", {"text": "user: one plus two\nassistant: three\n"})
     assert read(plain, chat, seq_len=99).token_ids[0][1:] == samples.token_ids[0]
     listed = tmp_path / "list.json"
     listed.write_text(json.dumps([{"conversations": SHARED}]))
@@ -121,11 +121,11 @@ def test_conversation_formats_give_same_ids(chat: Path, tmp_path: Path) -> None:
 
 
 def test_prompt_and_completion_are_joined(tmp_path: Path) -> None:
-    pair = written(tmp_path / "pair.jsonl", {"prompt": "one plus ", "completion": "two"})
-    text = written(tmp_path / "text.jsonl", {"text": "one plus two"})
+    pair = write_rows(tmp_path / "pair.jsonl", {"prompt": "one plus ", "completion": "two"})
+    text = write_rows(tmp_path / "text.jsonl", {"text": "one plus two"})
     assert read(pair).token_ids == read(text).token_ids
     with pytest.raises(InputError, match="the model has no chat template"):
-        read(written(tmp_path / "turns.jsonl", {"messages": TURNS}))
+        read(write_rows(tmp_path / "turns.jsonl", {"messages": TURNS}))
 
 
 def test_parquet_text_and_folders(tmp_path: Path) -> None:
@@ -133,7 +133,7 @@ def test_parquet_text_and_folders(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     table = pyarrow.table({"body": ["one plus two", "three"], "other": [1, 2]})
     parquet.write_table(table, tmp_path / "b.parquet")
-    rows = written(tmp_path / "a.jsonl", {"body": "one plus two"}, {"body": "three"})
+    rows = write_rows(tmp_path / "a.jsonl", {"body": "one plus two"}, {"body": "three"})
     from_lines, from_parquet = (
         read(path, column="body") for path in (rows, tmp_path / "b.parquet")
     )
@@ -155,7 +155,7 @@ def test_text_is_packed_by_default(tmp_path: Path) -> None:
     assert len(set(map(len, alone.token_ids))) <= 2
     assert packed.token_ids[0][: len(alone.token_ids[0])] == alone.token_ids[0]
     assert packed.token_ids[0].count(alone.token_ids[0][0]) == 1  # the BOS token
-    rows = written(tmp_path / "rows.jsonl", *({"input_ids": [3, 4, 5]} for _ in range(20)))
+    rows = write_rows(tmp_path / "rows.jsonl", *({"input_ids": [3, 4, 5]} for _ in range(20)))
     joined = read(rows, pack=True, samples=3, seq_len=8)
     assert joined.token_ids == (
         (3, 4, 5, 3, 4, 5, 3, 4),
@@ -166,7 +166,9 @@ def test_text_is_packed_by_default(tmp_path: Path) -> None:
 
 
 def test_seed_chooses_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = written(tmp_path / "rows.jsonl", *({"input_ids": [number]} for number in range(3, 200)))
+    rows = write_rows(
+        tmp_path / "rows.jsonl", *({"input_ids": [number]} for number in range(3, 200))
+    )
     first, again, other = (read(rows, seed=seed) for seed in (1, 1, 2))
     assert first == again
     assert first.rows != other.rows
@@ -195,7 +197,7 @@ def test_error_in_chat_template_names_row(tmp_path: Path, template: str) -> None
     shutil.copytree(DEMO, tmp_path / "model")
     (tmp_path / "model" / "chat_template.jinja").write_text(template)
     with pytest.raises(InputError, match="the chat template refuses") as caught:
-        read(written(tmp_path / "rows.jsonl", {"messages": TURNS}), tmp_path / "model")
+        read(write_rows(tmp_path / "rows.jsonl", {"messages": TURNS}), tmp_path / "model")
     assert "\x1b" not in str(caught.value)
 
 
@@ -204,7 +206,7 @@ def test_unreadable_tokenizer_names_folder(tmp_path: Path, content: str) -> None
     shutil.copytree(DEMO, tmp_path / "model")
     (tmp_path / "model" / "tokenizer_config.json").write_text(content)
     with pytest.raises(InputError, match="no usable tokenizer"):
-        read(written(tmp_path / "rows.jsonl", {"text": "a"}), tmp_path / "model")
+        read(write_rows(tmp_path / "rows.jsonl", {"text": "a"}), tmp_path / "model")
 
 
 def test_kinds_of_data_names(tmp_path: Path) -> None:

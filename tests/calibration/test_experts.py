@@ -22,7 +22,7 @@ from tests.calibration.models import (
     samples,
     save,
 )
-from tests.mutations.edits import drop, put, times
+from tests.mutations.edits import drop, multiply_by, put
 from vexport.calibration import calibrate
 from vexport.calibration.inputs import arithmetic_of
 from vexport.calibration.walk import LayerWalk
@@ -196,12 +196,12 @@ def test_overflowing_expert_is_named(tmp_path: Path, routed: bool) -> None:
     folder = save(expert_configs()["mixtral"], tmp_path / "model")
     block = "model.layers.1.block_sparse_moe"
     for leaf in ("w1", "w3"):
-        put(f"{block}.experts.3.{leaf}.weight", times(1e20))(folder)
+        put(f"{block}.experts.3.{leaf}.weight", multiply_by(1e20))(folder)
     if not routed:
         put(f"{block}.gate.weight", lambda gate: gate * (torch.arange(EXPERTS)[:, None] != 3))(
             folder
         )
-        put("model.layers.1.post_attention_layernorm.weight", times(100))(folder)
+        put("model.layers.1.post_attention_layernorm.weight", multiply_by(100))(folder)
     with pytest.raises(
         CheckpointFailed,
         match=r"block_sparse_moe\.experts\.3\.w2: calibration row .* makes an input that is "

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, LlamaForCausalLM
 
 from tests.calibration.models import calibrated, configs, plan_for, samples, save
-from tests.mutations.edits import config, drop, element, put, spoiled
+from tests.mutations.edits import config, drop, put, set_first, spoiled
 from vexport.calibration import calibrate
 from vexport.calibration.capture import capture_layer_calls
 from vexport.calibration.model import HiddenStates
@@ -28,7 +28,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("layer", ["1.self_attn.v_proj", "2.mlp.down_proj", "0.mlp.up_proj"])
 def test_layer_with_infinite_output_is_named(llama: Path, tmp_path: Path, layer: str) -> None:
     folder = spoiled(
-        llama, tmp_path / "model", put(f"model.layers.{layer}.weight", element(torch.inf))
+        llama, tmp_path / "model", put(f"model.layers.{layer}.weight", set_first(torch.inf))
     )
     words = rf"^model\.layers\.{layer}: calibration row 1 makes an output that is not finite"
     with pytest.raises(CheckpointFailed, match=words):

@@ -41,7 +41,7 @@ def model_with(folder: Path, template: str | None = None, **config: object) -> P
     return folder
 
 
-def written(path: Path, *rows: object) -> Path:
+def write_rows(path: Path, *rows: object) -> Path:
     path.write_text(
         "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8"
     )
@@ -54,7 +54,7 @@ def read(name: object, model: Path = DEMO, **settings: object) -> Samples:
     return read_samples(source, model, vocab_size=VOCABULARY)
 
 
-def shown(samples: Samples, model: Path = DEMO) -> list[str]:
+def decode(samples: Samples, model: Path = DEMO) -> list[str]:
     tokenizer = AutoTokenizer.from_pretrained(model)
     return [tokenizer.decode(ids) for ids in samples.token_ids]
 
@@ -146,7 +146,7 @@ SAME_CALLS: Mapping[str, Mapping[str, object]] = {
 def test_spellings_of_tools(tmp_path: Path, template: str) -> None:
     """Tools are noted only if the template does not render them."""
     model = model_with(tmp_path / "model", template)
-    samples = read(written(tmp_path / "rows.jsonl", *SAME_CALLS.values()), model, seq_len=512)
+    samples = read(write_rows(tmp_path / "rows.jsonl", *SAME_CALLS.values()), model, seq_len=512)
     assert len(samples.token_ids) == len(SAME_CALLS)
     tokenizer = AutoTokenizer.from_pretrained(model)
     found = [read_row(row, None).conversation for row in SAME_CALLS.values()]
@@ -168,7 +168,7 @@ def test_unrendered_tools_are_noted(tmp_path: Path) -> None:
             {**CALLING, "tool_calls": [{"function": {"name": "add", "arguments": "{"}}]},
         ]
     }
-    samples = read(written(tmp_path / "rows.jsonl", *rows, *rows, broken), model)
+    samples = read(write_rows(tmp_path / "rows.jsonl", *rows, *rows, broken), model)
     calls, tools, arguments = samples.notes
     assert "3 rows with tool_calls that the chat template does not render" in calls
     assert "2 rows with tools that the chat template does not render" in tools
@@ -185,7 +185,7 @@ def test_long_system_prompt_keeps_user_turn(tmp_path: Path) -> None:
     template += "{% endif %}" + PLAIN
     model = model_with(tmp_path / "model", template)
     system = {"role": "system", "content": "one plus two " * 100_000}
-    samples = read(written(tmp_path / "rows.jsonl", {"messages": [system, *TURNS]}), model)
+    samples = read(write_rows(tmp_path / "rows.jsonl", {"messages": [system, *TURNS]}), model)
     assert [len(ids) for ids in samples.token_ids] == [64]
 
 
@@ -243,8 +243,8 @@ MULTIMODAL: Mapping[str, Mapping[str, object]] = {
 def test_multimodal_rows_are_left_out(tmp_path: Path, row: object) -> None:
     model = model_with(tmp_path / "model", PARTS)
     with pytest.raises(InputError, match="each of the 2 rows read has images, video or sound"):
-        read(written(tmp_path / "rows.jsonl", row, row), model)
-    samples = read(written(tmp_path / "mixed.jsonl", row, {"messages": TURNS}, row), model)
+        read(write_rows(tmp_path / "rows.jsonl", row, row), model)
+    samples = read(write_rows(tmp_path / "mixed.jsonl", row, {"messages": TURNS}, row), model)
     assert samples.rows == (2,)
     (note,) = samples.notes
     assert "2 of 3 rows left out for images, video or sound" in note
@@ -261,15 +261,15 @@ def test_text_about_images_is_text(tmp_path: Path) -> None:
         {"messages": [{**USER, "content": [merged]}, ANSWER], "images": [], "image": None},
         {"text": "one", "video_id": "x"},
     ]
-    samples = read(written(tmp_path / "rows.jsonl", *rows), model)
+    samples = read(write_rows(tmp_path / "rows.jsonl", *rows), model)
     assert (samples.rows, samples.notes) == ((1, 2, 3, 4), ())
-    assert "image" not in shown(samples, model)[2]
+    assert "image" not in decode(samples, model)[2]
 
 
 def test_named_column_is_text(tmp_path: Path) -> None:
     """An image in another column counts only if the text refers to it."""
     plain, marked = {"body": "one", "image": "a.png"}, {"body": "<image> one", "image": "a.png"}
-    assert read(written(tmp_path / "rows.jsonl", plain, marked), column="body").rows == (1,)
+    assert read(write_rows(tmp_path / "rows.jsonl", plain, marked), column="body").rows == (1,)
 
 
 def test_rows_with_image_tokens_are_left_out(tmp_path: Path) -> None:
@@ -277,7 +277,7 @@ def test_rows_with_image_tokens_are_left_out(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(DEMO)
     word = tokenizer.encode("riga", add_special_tokens=False)[0]
     assert word != tokenizer.unk_token_id
-    rows = written(
+    rows = write_rows(
         tmp_path / "rows.jsonl",
         {"text": "one plus two"},
         {"text": "riga"},
@@ -297,7 +297,7 @@ def test_rows_with_image_tokens_are_left_out(tmp_path: Path) -> None:
     content["added_tokens"].append({**token, **flags})
     (model / "tokenizer.json").write_text(json.dumps(content))
     mentioned = {"messages": [USER, {**ANSWER, "content": "a <|image_pad|> b"}]}
-    rows = written(
+    rows = write_rows(
         tmp_path / "added.jsonl", {"text": "one <|image_pad|> two"}, mentioned, {"text": "one"}
     )
     assert read(rows, model).rows == (3,)
@@ -332,19 +332,19 @@ def test_packed_samples_start_with_bos(tmp_path: Path) -> None:
 def test_packed_rows_never_have_two_bos(tmp_path: Path) -> None:
     """This includes rows that end with a sample, and texts or templates that contain the token."""
     bos = AutoTokenizer.from_pretrained(DEMO).bos_token_id
-    four = written(tmp_path / "four.jsonl", *({"text": "one plus two"} for _ in range(9)))
+    four = write_rows(tmp_path / "four.jsonl", *({"text": "one plus two"} for _ in range(9)))
     length = len(read(four, seq_len=99).token_ids[0]) + 1  # with the token that ends a row
     samples = read(four, pack=True, seq_len=length)
     assert {ids[:2].count(bos) for ids in samples.token_ids} == {1}
-    itself = written(tmp_path / "itself.jsonl", {"text": "<bos> one plus two"})
+    itself = write_rows(tmp_path / "itself.jsonl", {"text": "<bos> one plus two"})
     assert read(itself).token_ids[0].count(bos) == 1
     model = model_with(tmp_path / "model", "{{ bos_token }}" + PLAIN)
-    chats = written(tmp_path / "chats.jsonl", *({"messages": TURNS} for _ in range(9)))
+    chats = write_rows(tmp_path / "chats.jsonl", *({"messages": TURNS} for _ in range(9)))
     packed = read(chats, model, pack=True, seq_len=12)
     assert all(ids[0] == bos and ids[1] != bos for ids in packed.token_ids)
     assert (
         read(
-            written(tmp_path / "ids.jsonl", {"input_ids": [5] * 30}), pack=True, seq_len=8
+            write_rows(tmp_path / "ids.jsonl", {"input_ids": [5] * 30}), pack=True, seq_len=8
         ).token_ids[1]
         == (5,) * 8
     )
@@ -403,9 +403,9 @@ def test_unreadable_rows_are_one_line(
 
 
 def test_column_of_a_file(tmp_path: Path) -> None:
-    path = written(tmp_path / "rows.jsonl", {"body": "one plus two", "talk": json.dumps(TURNS)})
+    path = write_rows(tmp_path / "rows.jsonl", {"body": "one plus two", "talk": json.dumps(TURNS)})
     model = model_with(tmp_path / "model", PLAIN)
-    as_text = written(tmp_path / "t.jsonl", {"text": "one plus two"})
+    as_text = write_rows(tmp_path / "t.jsonl", {"text": "one plus two"})
     assert read(f"{path}:body").token_ids == read(as_text).token_ids
     conversation = read_row({"talk": json.dumps(TURNS)}, "talk").conversation
     assert conversation is not None
@@ -442,12 +442,12 @@ def test_pipes_are_refused(tmp_path: Path) -> None:
 def test_template_memory_is_limited(tmp_path: Path, template: str) -> None:
     model = model_with(tmp_path / "model", template)
     with pytest.raises(InputError, match=r"the chat template refuses \(it takes more than 2 GB\)"):
-        read(written(tmp_path / "rows.jsonl", {"messages": TURNS}), model)
+        read(write_rows(tmp_path / "rows.jsonl", {"messages": TURNS}), model)
 
 
 def test_notes_of_the_command(tmp_path: Path) -> None:
     model = model_with(tmp_path / "model", PLAIN)
-    rows = written(
+    rows = write_rows(
         tmp_path / "rows.jsonl", MULTIMODAL["image"], {"messages": [USER, CALLING, ANSWER]}
     )
     words = ("--scheme", "FP8", "--calibration", rows, "--seq-len", "16", "--quiet")

@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from tests.calibration.models import configs, expert_configs, plan_for, samples, save
 from tests.command import vexport
 from tests.models import quantize, save_llama, write_calibration
-from tests.mutations.edits import put, spoiled, times
+from tests.mutations.edits import multiply_by, put, spoiled
 from vexport.calibration.smoothing import look_back
 from vexport.calibration.walk import LayerWalk
 from vexport.checkpoint.index import SourceIndex, read_index
@@ -159,7 +159,10 @@ def test_check_accepts_smoothed_weights(
     assert not [finding for finding in report["findings"] if finding["severity"] == "error"]
     norm = "model.layers.1.input_layernorm.weight"
     ran = vexport(
-        "check", spoiled(smoothed, tmp_path / "spoiled", put(norm, times(2))), "--source", source
+        "check",
+        spoiled(smoothed, tmp_path / "spoiled", put(norm, multiply_by(2))),
+        "--source",
+        source,
     )
     assert ran.code == 1
     assert norm in ran.stdout

@@ -10,12 +10,12 @@ from tests.mutations.edits import (
     Change,
     config,
     drop,
-    element,
     inverse,
+    multiply_by,
     put,
     rename,
-    times,
-    unquantized,
+    set_first,
+    unquantize,
 )
 from vexport.records import Json
 
@@ -57,11 +57,11 @@ def all_zero(leaf: str) -> Spoiled:
 
 
 def larger_input_scale(layer: str) -> Spoiled:
-    return put(f"{layer}.input_scale", times(3)), "fusion", "input_scale"
+    return put(f"{layer}.input_scale", multiply_by(3)), "fusion", "input_scale"
 
 
 def in_bfloat16(module: str, shape: tuple[int, int], where: str) -> Spoiled:
-    return unquantized(module, *shape), "targets", where
+    return unquantize(module, *shape), "targets", where
 
 
 def transposed(value: torch.Tensor) -> torch.Tensor:
@@ -97,8 +97,8 @@ SPOILED: Mapping[str, Mapping[str, Spoiled]] = {
         "no number of bits": changed_config("config", "bits", bits=None),
         "no scales": missing("scales"),
         "no codes": missing("qweight"),
-        "a scale that is NaN": wrong_value("scales", element(NAN)),
-        "scales that are far too large": wrong_value("scales", times(3000)),
+        "a scale that is NaN": wrong_value("scales", set_first(NAN)),
+        "scales that are far too large": wrong_value("scales", multiply_by(3000)),
         "columns in another order": wrong_shape("g_idx", lambda value: value.flip(0)),
         "zero points that vLLM drops": wrong_shape("qzeros", lambda value: value ^ 3),
         "codes of the inputs last": wrong_shape("qweight", transposed),
@@ -121,7 +121,7 @@ SPOILED: Mapping[str, Mapping[str, Spoiled]] = {
         "no groups": changed_config("config", "group_size", group_size="all"),
         "no zero points": missing("qzeros"),
         "no scales": missing("scales"),
-        "an infinite scale": wrong_value("scales", element(INFINITE)),
+        "an infinite scale": wrong_value("scales", set_first(INFINITE)),
         "scales that are zero": wrong_value("scales", torch.zeros_like),
         "packed along the inputs": wrong_shape("qweight", packed_along_inputs),
         "zero points the other way": wrong_shape("qzeros", transposed),
@@ -159,7 +159,7 @@ SPOILED: Mapping[str, Mapping[str, Spoiled]] = {
             "targets", DOWN, block_name_to_quantize="model.layers.0"
         ),
         "no scales": missing("scales"),
-        "a scale that is NaN": wrong_value("scales", element(NAN)),
+        "a scale that is NaN": wrong_value("scales", set_first(NAN)),
         "codes of the inputs last": wrong_shape("qweight", transposed),
     },
     "auto-round-mxfp4": {
@@ -173,7 +173,7 @@ SPOILED: Mapping[str, Mapping[str, Spoiled]] = {
         "no codes": missing("weight_packed"),
         "one byte a code": wrong_shape("weight_packed", repeated_columns, GATE),
         "scales as numbers": wrong_shape("weight_scale", powers_of_two),
-        "a scale that is NaN": wrong_value("weight_scale", element(255)),
+        "a scale that is NaN": wrong_value("weight_scale", set_first(255)),
         "codes all zero": all_zero("weight_packed"),
         "a layer that is not quantized": in_bfloat16(DOWN, (256, 512), DOWN),
     },
@@ -199,7 +199,7 @@ SPOILED: Mapping[str, Mapping[str, Spoiled]] = {
         "a scale upside down": wrong_value("weight_scale", inverse),
         "inputs of one layer scaled otherwise": larger_input_scale(K),
         "a scale of keys that is zero": (
-            put(f"{K}.output_scale", element(0.0)),
+            put(f"{K}.output_scale", set_first(0.0)),
             "kv_cache",
             "output_scale",
         ),
@@ -217,7 +217,7 @@ SPOILED: Mapping[str, Mapping[str, Spoiled]] = {
             "config", GLOBAL, export={"kv_cache_group": [], "pack_method": "other"}
         ),
         "no scales": missing("weight_scale"),
-        "an infinite scale": wrong_value("weight_scale", element(INFINITE)),
+        "an infinite scale": wrong_value("weight_scale", set_first(INFINITE)),
         "packed along the inputs": wrong_shape("weight", packed_along_inputs),
         "codes of another dtype": wrong_shape("weight", torch.Tensor.float),
         "a part that is not quantized": in_bfloat16(V, (128, 256), "v_proj"),
@@ -226,11 +226,11 @@ SPOILED: Mapping[str, Mapping[str, Spoiled]] = {
     "quark-int8": {
         "no scales": missing("weight_scale"),
         "a weight that is cut": wrong_shape("weight", lambda value: value[:256], GATE),
-        "a negative scale": wrong_value("weight_scale", element(-1.0)),
+        "a negative scale": wrong_value("weight_scale", set_first(-1.0)),
     },
     "quark-mxfp4": {
         "no scales": missing("weight_scale"),
-        "a scale that is NaN": wrong_value("weight_scale", element(255)),
+        "a scale that is NaN": wrong_value("weight_scale", set_first(255)),
         "scales as numbers": wrong_shape("weight_scale", powers_of_two),
         "codes all zero": all_zero("weight"),
     },
@@ -247,8 +247,8 @@ SPOILED: Mapping[str, Mapping[str, Spoiled]] = {
             *("completeness", f"{DOWN}.weight_scale_inv"),
         ),
         "scales upside down": wrong_value("weight_scale_inv", inverse),
-        "a negative scale": wrong_value("weight_scale_inv", element(-1.0)),
-        "a weight that is NaN": wrong_value("weight", element(NAN)),
+        "a negative scale": wrong_value("weight_scale_inv", set_first(-1.0)),
+        "a weight that is NaN": wrong_value("weight", set_first(NAN)),
         "scales the other way": wrong_shape("weight_scale_inv", transposed),
         "a weight as bytes": wrong_shape("weight", as_bytes),
         "a layer that is not quantized": in_bfloat16(DOWN, (256, 512), DOWN),
@@ -262,14 +262,14 @@ SPOILED: Mapping[str, Mapping[str, Spoiled]] = {
         "inputs of one layer scaled otherwise": larger_input_scale(K),
         "no scale": missing("weight_scale"),
         "a scale upside down": wrong_value("weight_scale", inverse),
-        "a scale that is zero": wrong_value("weight_scale", element(0.0)),
+        "a scale that is zero": wrong_value("weight_scale", set_first(0.0)),
         "a scale for each row": wrong_shape("weight_scale", lambda value: value.repeat(256)),
         "in blocks": changed_config("completeness", "weight_scale_inv", **BLOCKS),
         "dynamic inputs": changed_config(
             "completeness", "input_scale", activation_scheme="dynamic"
         ),
         "a weight in e5m2": wrong_shape("weight", e5m2),
-        "a scale of inputs that is NaN": wrong_value("input_scale", element(NAN)),
+        "a scale of inputs that is NaN": wrong_value("input_scale", set_first(NAN)),
     },
     "modelopt-fp8": {
         "no scale of inputs": missing("input_scale"),
@@ -285,26 +285,30 @@ SPOILED: Mapping[str, Mapping[str, Spoiled]] = {
         "inputs of one layer scaled otherwise": larger_input_scale(V),
         "a layer that is not quantized": in_bfloat16(DOWN, (256, 512), DOWN),
         "a weight too short": wrong_shape("weight", lambda value: value[:200]),
-        "a scale of inputs far too large": wrong_value("input_scale", times(1e6)),
+        "a scale of inputs far too large": wrong_value("input_scale", multiply_by(1e6)),
     },
     "modelopt-nvfp4": {
         "no second scale": missing("weight_scale_2"),
         "a second scale upside down": wrong_value("weight_scale_2", inverse),
         "a second scale of another layer": (
-            put(f"{K}.weight_scale_2", times(2)),
+            put(f"{K}.weight_scale_2", multiply_by(2)),
             "fusion",
             "weight_scale_2",
         ),
-        "a second scale that is zero": wrong_value("weight_scale_2", element(0.0)),
+        "a second scale that is zero": wrong_value("weight_scale_2", set_first(0.0)),
         "inputs of one layer scaled otherwise": larger_input_scale(Q),
         "no scale of inputs": missing("input_scale"),
         "scales as bytes": wrong_shape("weight_scale", as_bytes),
-        "a scale that is NaN": wrong_value("weight_scale", element(NAN)),
+        "a scale that is NaN": wrong_value("weight_scale", set_first(NAN)),
         "groups of 32": changed_config("config", "group_size", group_size=32),
         "no algorithm": changed_config("config", "quant_algo", quant_algo=None),
         "a head that is not kept": changed_config("targets", "lm_head", ignore=["other"]),
         "one byte a code": wrong_shape("weight", repeated_columns, GATE),
-        "a scale of keys that is zero": (put(f"{K}.k_scale", element(0.0)), "kv_cache", "k_scale"),
+        "a scale of keys that is zero": (
+            put(f"{K}.k_scale", set_first(0.0)),
+            "kv_cache",
+            "k_scale",
+        ),
         "weights only, without a list": changed_config(
             "config", "quant_algo", quant_algo="W4A8_NVFP4_FP8"
         ),

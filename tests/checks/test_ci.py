@@ -17,7 +17,7 @@ import yaml
 
 from tests.command import vexport
 from tests.models import Good, write_tokenizer
-from tests.mutations.edits import all_of, element, put, spoiled
+from tests.mutations.edits import all_of, put, set_first, spoiled
 from vexport.checks import CHECKS, Check
 from vexport.checks.vllm.view import CheckpointView
 from vexport.records import Finding
@@ -27,14 +27,21 @@ DOWN = "model.layers.2.mlp.down_proj"
 
 
 def test_unreadable_checkpoint_hides_no_other(
-    good: Good, tmp_path: Path, three: list[Path]
+    good: Good, tmp_path: Path, three_checkpoints: list[Path]
 ) -> None:
     ran = vexport("check", tmp_path / "none", good("FP8"), "--format", "json", "--quiet")
     none, sound = json.loads(ran.stdout)
     assert (ran.code, none["ok"], sound["ok"]) == (2, False, True)
     assert [finding["check"] for finding in none["findings"]] == ["files"]
     assert [line for line in ran.errors if str(tmp_path / "none") in line] == ran.errors != []
-    ran = vexport("check", three[0], three[1] / ("x" * 300), three[2], "--format", "json")
+    ran = vexport(
+        "check",
+        three_checkpoints[0],
+        three_checkpoints[1] / ("x" * 300),
+        three_checkpoints[2],
+        "--format",
+        "json",
+    )
     assert ran.code == 2
     assert [report["ok"] for report in json.loads(ran.stdout)] == [True, False, True]
 
@@ -44,7 +51,7 @@ def test_annotations_are_at_the_line(
 ) -> None:
     folder = tmp_path / "repository" / "models" / "broken"
     folder.parent.mkdir(parents=True)
-    spoil = put(f"{DOWN}.weight_scale", element(float("nan")))
+    spoil = put(f"{DOWN}.weight_scale", set_first(float("nan")))
     broken = spoiled(good("W8A8"), folder, all_of(spoil, write_tokenizer))
     config = json.loads((broken / "config.json").read_text())
     config["quantization_config"]["config_groups"]["group_0"]["weights"]["num_bits"] = 9
@@ -98,7 +105,7 @@ def run_action(checkpoint: Path, command: str, folder: Path) -> tuple[int, dict[
 
 def test_action_outputs(good: Good, tmp_path: Path) -> None:
     broken = spoiled(
-        good("W8A8"), tmp_path / "broken", put(f"{DOWN}.weight_scale", element(float("nan")))
+        good("W8A8"), tmp_path / "broken", put(f"{DOWN}.weight_scale", set_first(float("nan")))
     )
     checked = "check --static --sm 90"
     for checkpoint, command, code, verdict in (
@@ -120,20 +127,22 @@ def raise_for_bad(view: CheckpointView) -> Iterator[Finding]:
 
 
 @pytest.fixture
-def three(good: Good, tmp_path: Path) -> list[Path]:
+def three_checkpoints(good: Good, tmp_path: Path) -> list[Path]:
     """Return three checkpoints. The one in the middle makes a check raise an exception."""
     copytree(good("W4A16"), tmp_path / "bad")
     (tmp_path / "bad" / "tokenizer_config.json").write_text("[]")
     return [good("W4A16"), tmp_path / "bad", good("FP8_BLOCK")]
 
 
-def test_exception_in_one_check(three: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_exception_in_one_check(
+    three_checkpoints: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """If a check raises an exception, all output formats keep the other results."""
     monkeypatch.setattr(
         "vexport.checks.CHECKS",
         {**CHECKS, "values": Check(description="values", run=raise_for_bad)},
     )
-    ran = vexport("check", *three, "--format", "json")
+    ran = vexport("check", *three_checkpoints, "--format", "json")
     assert ran.code == 4
     assert [
         line for line in ran.errors if "internal error in the check values" in line
@@ -143,5 +152,5 @@ def test_exception_in_one_check(three: list[Path], monkeypatch: pytest.MonkeyPat
     findings = {finding["check"]: finding for finding in reports[1]["findings"]}
     assert set(findings) == {"internal", "tokenizer"}
     assert "KeyError: 'a mistake of ours'" in findings["internal"]["got"]
-    junit = ElementTree.fromstring(vexport("check", *three, "--format", "junit").stdout)
+    junit = ElementTree.fromstring(vexport("check", *three_checkpoints, "--format", "junit").stdout)
     assert [suite.get("failures") for suite in junit] == ["0", "2", "0"]

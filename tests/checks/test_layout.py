@@ -15,7 +15,7 @@ from tests.mutations.edits import (
     Change,
     Tensors,
     config,
-    lost,
+    drop_if,
     spoiled,
     tensors,
     without,
@@ -44,11 +44,11 @@ def test_layout_experts_equal_class_experts() -> None:
 
 
 def drop_prefix(start: str) -> Change:
-    return lost(lambda name: name.startswith(start))
+    return drop_if(lambda name: name.startswith(start))
 
 
 @tensors
-def stacked(values: Tensors) -> None:
+def stack_experts(values: Tensors) -> None:
     """Stack the experts of the second layer in one tensor, with a name that vLLM does not load."""
     start = "model.layers.1.mlp.experts."
     experts = {name: values.pop(name) for name in [*values] if name.startswith(start)}
@@ -60,7 +60,7 @@ def stacked(values: Tensors) -> None:
     ("family", "spoil", "where"),
     [
         ("qwen3-moe", drop_prefix("model.layers.1.mlp.experts.2."), "model.layers.1.mlp.experts.2"),
-        ("qwen3-moe", stacked, "model.layers.1.mlp.experts.down_proj_packed"),
+        ("qwen3-moe", stack_experts, "model.layers.1.mlp.experts.down_proj_packed"),
         (
             "qwen3-next",
             drop_prefix("model.layers.0.linear_attn.A_log"),
@@ -102,22 +102,22 @@ def test_sizes_of_nested_configs(family: str, part: str, key: str, tmp_path: Pat
     assert {finding.check for finding in errors(larger)} == {"shapes"}
 
 
-def unjudged(folder: Path) -> list[str]:
+def unjudged_names(folder: Path) -> list[str]:
     with Reader() as reader:
         return [each.what for each in unjudged_tensors(CheckpointView(read_index(folder), reader))]
 
 
 def test_unjudged_tensors_are_named(tmp_path: Path) -> None:
-    assert unjudged(save_family("llama", tmp_path / "llama")) == []
+    assert unjudged_names(save_family("llama", tmp_path / "llama")) == []
     config(WHOLE, architectures=["InternLM2ForCausalLM"])(tmp_path / "llama")
-    (entry,) = unjudged(tmp_path / "llama")
+    (entry,) = unjudged_names(tmp_path / "llama")
     assert "InternLM2ForCausalLM" in entry
     folder = save_family("qwen3-next", tmp_path / "model")
     without(WHOLE, "layer_types")(folder)
-    (entry,) = unjudged(folder)
+    (entry,) = unjudged_names(folder)
     assert "linear_attn" in entry
     config(WHOLE, full_attention_interval=4)(folder)
-    assert unjudged(folder) == []
+    assert unjudged_names(folder) == []
 
 
 # Class, model type, prefix of the language model's tensors, and keys of its nested config.
@@ -133,7 +133,7 @@ WRAPPERS = {
 }
 
 
-def wrapped(llama: Path, folder: Path, kind: str, *, last_layer: bool = True) -> Path:
+def save_wrapped(llama: Path, folder: Path, kind: str, *, last_layer: bool = True) -> Path:
     """Store a Llama of three layers as the language model of another class.
 
     The last layer can be left out.
@@ -155,10 +155,10 @@ def wrapped(llama: Path, folder: Path, kind: str, *, last_layer: bool = True) ->
 
 @pytest.mark.parametrize("kind", WRAPPERS)
 def test_missing_layer_of_language_model(llama: Path, tmp_path: Path, kind: str) -> None:
-    model = wrapped(llama, tmp_path / "model", kind)
+    model = save_wrapped(llama, tmp_path / "model", kind)
     assert errors(model) == []
     assert vocab_size(read_index(model).config, "config.json") == 384
-    (finding,) = errors(wrapped(llama, tmp_path / "cut", kind, last_layer=False))
+    (finding,) = errors(save_wrapped(llama, tmp_path / "cut", kind, last_layer=False))
     prefix = WRAPPERS[kind][2]
     assert (finding.check, finding.where) == ("completeness", f"{prefix}model.layers.2")
     assert "3 decoder layers (num_hidden_layers)" in finding.expected

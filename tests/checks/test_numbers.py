@@ -15,7 +15,7 @@ from tests.mutations.edits import (
     Tensors,
     add,
     all_of,
-    every,
+    fill_with,
     inverse,
     put,
     spoiled,
@@ -63,7 +63,7 @@ def test_arguments_as_in_compressed_tensors(arguments: Json, refused: bool) -> N
     "name", ["model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"]
 )
 def test_zero_unquantized_weight_is_error(good: Good, tmp_path: Path, name: str) -> None:
-    assert error_places(good("W8A8"), tmp_path / "zero", put(name, every(0.0))) == [name]
+    assert error_places(good("W8A8"), tmp_path / "zero", put(name, fill_with(0.0))) == [name]
 
 
 @pytest.mark.parametrize(

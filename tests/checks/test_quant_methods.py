@@ -16,7 +16,17 @@ from tests.checks.quant_methods import CHECKPOINTS, write, write_experts, write_
 from tests.checks.spoiled_methods import DOWN, LAYER, SPOILED, Spoiled, quantization
 from tests.command import vexport
 from tests.models import Good, errors, problems
-from tests.mutations.edits import Change, all_of, config, drop, element, put, spoiled, swap, without
+from tests.mutations.edits import (
+    Change,
+    all_of,
+    config,
+    drop,
+    put,
+    set_first,
+    spoiled,
+    swap,
+    without,
+)
 from vexport.checkpoint.index import read_index
 from vexport.checkpoint.reader import Reader
 from vexport.checks import check_checkpoint
@@ -71,7 +81,7 @@ SPOILED_EXPERTS: Mapping[str, Spoiled] = {
     "no bias": (drop(f"{EXPERTS}.down_proj_bias"), "completeness", f"{EXPERTS}.down_proj_bias"),
     "an expert gone": (put(BLOCKS, lambda value: value[:3]), "shapes", BLOCKS),
     "other sizes in the config": (config((), intermediate_size=128), "shapes", BLOCKS),
-    "a scale that is NaN": (put(SCALES, element(255)), "values", SCALES),
+    "a scale that is NaN": (put(SCALES, set_first(255)), "values", SCALES),
     "another type of model": (config((), model_type="llama"), "config", "quant_method"),
     "scales of other groups": (put(SCALES, lambda value: value[..., ::2]), "shapes", SCALES),
 }

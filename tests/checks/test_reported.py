@@ -21,17 +21,17 @@ from tests.mutations.edits import (
     Change,
     Tensors,
     all_of,
+    change_all,
     config,
-    copied,
+    copy_prefix,
     drop,
-    each,
     inverse,
-    moved,
+    move_prefix,
     put,
-    renamed,
+    rename_all,
     spoiled,
     tensors,
-    unquantized,
+    unquantize,
 )
 from vexport.api import check
 from vexport.checks import check_checkpoint
@@ -72,7 +72,7 @@ def nested(name: str) -> str:
 
 def quantize_projector(place: str) -> Change:
     """Quantize the projector of Mistral 3 or LLaVA, which vLLM builds in 16 bits."""
-    return all_of(copied(f"{LAYER}.mlp.up_proj.", f"{place}."), renamed(nested))
+    return all_of(copy_prefix(f"{LAYER}.mlp.up_proj.", f"{place}."), rename_all(nested))
 
 
 def group_by_projection(name: str) -> str:
@@ -120,9 +120,11 @@ def copy_tokenizer(folder: Path) -> None:
     copy(ROOT / "scenarios" / "demo" / "model" / "tokenizer.json", folder)
 
 
-ROUTER_OF_GEMMA = all_of(copied(f"{Q}.", f"{LAYER}.router.proj."), set_class("Gemma4ForCausalLM"))
+ROUTER_OF_GEMMA = all_of(
+    copy_prefix(f"{Q}.", f"{LAYER}.router.proj."), set_class("Gemma4ForCausalLM")
+)
 IN_16_BITS = all_of(
-    unquantized(DOWN, 128, 256),
+    unquantize(DOWN, 128, 256),
     config(QUANTIZATION, ignore=["lm_head", DOWN.replace("model.", "model.language_model.")]),
 )
 LLAVA = all_of(
@@ -145,7 +147,7 @@ REPORTED: Mapping[str, Reported] = {
     ),
     "vllm-project/llm-compressor/issues/2568": Reported(
         LLAMA,
-        moved("model.", "model.language_model.model."),
+        move_prefix("model.", "model.language_model.model."),
         "completeness",
         "model.language_model.model",
     ),
@@ -158,7 +160,7 @@ REPORTED: Mapping[str, Reported] = {
     ),
     "NVIDIA/Model-Optimizer/pull/1858": Reported(MOE, SHORT_IGNORE, "targets", GATE, IGNORE_REMEDY),
     "vllm-project/vllm/issues/40885": Reported(
-        MOE, renamed(group_by_projection), "completeness", f"{LAYER}.mlp.experts"
+        MOE, rename_all(group_by_projection), "completeness", f"{LAYER}.mlp.experts"
     ),
     "unslothai/unsloth/issues/6224": Reported(MOE, stack_experts, "dry-load", "experts"),
     "NVIDIA/Model-Optimizer/pull/2038": Reported(
@@ -169,7 +171,7 @@ REPORTED: Mapping[str, Reported] = {
     ),
     "kekzl/imp/pull/1433": Reported(
         PEER / "llama-NVFP4A16",
-        each("weight_global_scale", inverse),
+        change_all("weight_global_scale", inverse),
         "values",
         f"{Q}.weight_global_scale",
     ),
@@ -183,7 +185,7 @@ REPORTED: Mapping[str, Reported] = {
     # The outer config ties the head, but the file contains a head.
     "vllm-project/vllm/issues/51063": Reported(
         LLAMA,
-        all_of(renamed(nested), config(WHOLE, tie_word_embeddings=True)),
+        all_of(rename_all(nested), config(WHOLE, tie_word_embeddings=True)),
         *("completeness", "language_model.lm_head.weight", "", "warning"),
     ),
 }
@@ -204,9 +206,13 @@ def test_reported_faults_are_found(
     folder = spoiled(row.sound, tmp_path / "reported", row.change)
     known = check(row.sound, static=True).findings
     found = check(folder, static=not dry, speculative=row.speculative).findings
-    new = [each for each in found if each.severity != "info" and each not in known]
-    matching = [each for each in new if (each.check, each.severity) == (row.check, row.severity)]
-    assert [each for each in matching if row.where in each.where and row.fix in each.fix], new
+    new = [finding for finding in found if finding.severity != "info" and finding not in known]
+    matching = [
+        finding for finding in new if (finding.check, finding.severity) == (row.check, row.severity)
+    ]
+    assert [
+        finding for finding in matching if row.where in finding.where and row.fix in finding.fix
+    ], new
 
 
 @pytest.mark.parametrize(("width", "refused"), [(384, {8}), (320, {1, 2, 4, 8})])
@@ -231,7 +237,9 @@ def test_expert_without_input_scale(calibration: Path, tmp_path: Path) -> None:
     name = f"{LAYER}.mlp.experts.1.down_proj.input_global_scale"
     drop(name)(folder)
     assert name in [
-        each.where for each in check(folder, static=True).findings if each.severity == "error"
+        finding.where
+        for finding in check(folder, static=True).findings
+        if finding.severity == "error"
     ]
 
 

@@ -18,7 +18,7 @@ TOKENIZER, SETTINGS, GENERATION = (
 )
 
 
-def written(name: str, content: Json) -> Change:
+def write_json(name: str, content: Json) -> Change:
     def apply(folder: Path) -> None:
         (folder / name).write_text(json.dumps(content))
 
@@ -33,23 +33,23 @@ REFUSED: list[tuple[str, Change]] = [
         f"{TOKENIZER}: added_tokens",
         json_file(TOKENIZER, lambda content: content.pop("added_tokens")),
     ),
-    (SETTINGS, written(SETTINGS, [])),
+    (SETTINGS, write_json(SETTINGS, [])),
 ]
 # Errors that only transformers finds, and so only `load --dry`.
 JUDGED_BY_TRANSFORMERS: list[Change] = [
-    written(GENERATION, {"num_return_sequences": 2}),
-    written(SETTINGS, {"eos_token": {"content": "</s>"}}),
-    written(SETTINGS, {"added_tokens_decoder": {"one": {}}}),
+    write_json(GENERATION, {"num_return_sequences": 2}),
+    write_json(SETTINGS, {"eos_token": {"content": "</s>"}}),
+    write_json(SETTINGS, {"added_tokens_decoder": {"one": {}}}),
 ]
 ACCEPTED: list[Change] = [
     without_files(SETTINGS),
     without_files(TOKENIZER, SETTINGS),
-    written(SETTINGS, {"tokenizer_class": "NoSuchTokenizer"}),
-    written(
+    write_json(SETTINGS, {"tokenizer_class": "NoSuchTokenizer"}),
+    write_json(
         GENERATION, {"eos_token_id": [2, 3], "temperature": 0.6, "top_k": 20, "do_sample": True}
     ),
-    all_of(written(GENERATION, {}), file_bytes(GENERATION, lambda data: b"{,")),
-    written("special_tokens_map.json", {"eos_token": {"content": "</s>", "lstrip": False}}),
+    all_of(write_json(GENERATION, {}), file_bytes(GENERATION, lambda data: b"{,")),
+    write_json("special_tokens_map.json", {"eos_token": {"content": "</s>", "lstrip": False}}),
 ]
 
 

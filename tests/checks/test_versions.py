@@ -67,14 +67,14 @@ CONFIGS: dict[str, dict[str, Json]] = {
 HF_QUANT_CONFIG: Json = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}
 
 
-def described(quantization: Json) -> Change:
+def with_quantization(quantization: Json) -> Change:
     return config(WHOLE, quantization_config=quantization)
 
 
 @pytest.mark.parametrize("producer", CONFIGS)
 def test_unknown_method_is_not_judged(good: Good, tmp_path: Path, producer: str) -> None:
     """It is an error only if vLLM does not support the method."""
-    other = spoiled(good("W8A8"), tmp_path / "other", described(CONFIGS[producer]))
+    other = spoiled(good("W8A8"), tmp_path / "other", with_quantization(CONFIGS[producer]))
     ran = vexport("check", other, "--static", "--strict", "--format", "json")
     (report,) = json.loads(ran.stdout)
     assert {each["what"] for each in report["not_judged"]} == {NAMES, NUMBERS}
@@ -94,7 +94,7 @@ def test_unknown_method_is_not_judged(good: Good, tmp_path: Path, producer: str)
 
 def test_hf_quant_config_is_read(good: Good, tmp_path: Path) -> None:
     """As in vLLM, the file counts only if config.json has no quantization config."""
-    other = spoiled(good("W8A8"), tmp_path / "other", described(None))
+    other = spoiled(good("W8A8"), tmp_path / "other", with_quantization(None))
     (other / "hf_quant_config.json").write_text(json.dumps(HF_QUANT_CONFIG))
     assert {finding.severity for finding in problems(other)} == {"error"}
     copytree(good("W8A8"), tmp_path / "both")

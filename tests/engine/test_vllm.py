@@ -9,7 +9,7 @@ import pytest
 
 from tests.command import vexport
 from tests.models import quantize
-from tests.mutations.edits import GROUP, config, each, spoiled
+from tests.mutations.edits import GROUP, change_all, config, spoiled
 from vexport.run.directory import KIND
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -22,7 +22,7 @@ def test_misread_and_refused_checkpoints_fail(tiny_llama: Path, tmp_path: Path) 
     """
     sound = quantize(tiny_llama, tmp_path / "sound", "NVFP4A16")
     misread = spoiled(
-        sound, tmp_path / "misread", each("k_proj.weight_global_scale", lambda old: 1.5 * old)
+        sound, tmp_path / "misread", change_all("k_proj.weight_global_scale", lambda old: 1.5 * old)
     )
     refused = quantize(tiny_llama, tmp_path / "refused", "FP8_DYNAMIC")
     config(GROUP, targets=["Convolution"])(refused)
@@ -47,7 +47,9 @@ def test_misread_and_refused_checkpoints_fail(tiny_llama: Path, tmp_path: Path) 
         KIND.require_replaceable(path, overwrite=True)
         shown = vexport("report", path, "--format", "json")
         assert shown.code == 1
-        assert [each["check"] for each in json.loads(shown.stdout)["load"]["findings"]] == [gate]
+        assert [finding["check"] for finding in json.loads(shown.stdout)["load"]["findings"]] == [
+            gate
+        ]
 
 
 def test_quantizing_again_is_argument_error(tiny_llama: Path, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from tests.mutations.edits import all_of, each, put, spoiled, times
+from tests.mutations.edits import all_of, change_all, multiply_by, put, spoiled
 
 ROOT = Path(__file__).parents[2]
 DEMO = ROOT / "scenarios" / "demo"
@@ -22,7 +22,9 @@ def with_template(source: Path, folder: Path, template: str) -> Path:
 
 def with_swapped_scales(source: Path, folder: Path) -> Path:
     """Save a copy in which the rows of each layer's scales are in reverse order."""
-    swapped = each(".weight_scale", lambda scale: scale.view(torch.uint8).flip(0).view(scale.dtype))
+    swapped = change_all(
+        ".weight_scale", lambda scale: scale.view(torch.uint8).flip(0).view(scale.dtype)
+    )
     return spoiled(source, folder, swapped)
 
 
@@ -34,4 +36,4 @@ def with_unequal_global_scales(source: Path, folder: Path) -> Path:
     """
     names = [f"model.layers.{layer}.self_attn.q_proj.weight" for layer in range(3)]
     scales = [f"{name}_{scale}" for name in names for scale in ("global_scale", "scale")]
-    return spoiled(source, folder, all_of(*(put(scale, times(0.25)) for scale in scales)))
+    return spoiled(source, folder, all_of(*(put(scale, multiply_by(0.25)) for scale in scales)))

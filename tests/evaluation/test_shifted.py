@@ -15,7 +15,7 @@ from vexport.evaluation.results import TaskSamples
 SCORES = {"a": 1.0, "b": 0.0, "c": 1.0}
 
 
-def run(documents: Mapping[int, str], scores: Mapping[str, float] = SCORES) -> TaskSamples:
+def task_samples(documents: Mapping[int, str], scores: Mapping[str, float] = SCORES) -> TaskSamples:
     """Return a task's samples. `documents` has the content of each document by its id."""
     samples = [
         replace(
@@ -34,14 +34,17 @@ def run(documents: Mapping[int, str], scores: Mapping[str, float] = SCORES) -> T
     )
 
 
-def only(left: TaskSamples, right: TaskSamples) -> TaskPair:
+def single_pair(left: TaskSamples, right: TaskSamples) -> TaskPair:
     (pair,) = pair_metrics(left, right)
     return pair
 
 
 def test_shifted_ids_are_paired_by_content() -> None:
-    left, right = run({0: "a", 1: "b", 2: "c"}), run({7: "c", 3: "a", 5: "b"}, {**SCORES, "c": 0.0})
-    pair = only(left, right)
+    left, right = (
+        task_samples({0: "a", 1: "b", 2: "c"}),
+        task_samples({7: "c", 3: "a", 5: "b"}, {**SCORES, "c": 0.0}),
+    )
+    pair = single_pair(left, right)
     assert [(old.doc_id, new.doc_id) for old, new in pair.documents] == [(0, 0), (1, 1), (2, 2)]
     assert pair.gain.tolist() == [0.0, 0.0, -1.0]
 
@@ -49,20 +52,26 @@ def test_shifted_ids_are_paired_by_content() -> None:
 @pytest.mark.parametrize("ids", [(1, 2, 3), (2, 1, 0), (2, 0, 1)])
 def test_duplicates_with_shifted_ids(ids: tuple[int, int, int]) -> None:
     """Two equal documents cannot be paired with certainty if the ids differ."""
-    left, right = run({0: "a", 1: "a", 2: "b"}), run(dict(zip(ids, "aab", strict=True)))
+    left, right = (
+        task_samples({0: "a", 1: "a", 2: "b"}),
+        task_samples(dict(zip(ids, "aab", strict=True))),
+    )
     with pytest.raises(
         InputError, match=r"documents 0 and 1 are the same.*doc_hash.*--samples"
     ) as error:
-        only(left, right)
+        single_pair(left, right)
     assert "task sums" in str(error.value)
 
 
 def test_duplicates_with_equal_ids() -> None:
     """If the ids are equal, documents need no pairing by content."""
-    left, right = run({0: "a", 1: "a", 2: "b"}), run({0: "a", 1: "a", 2: "b"}, {**SCORES, "b": 1.0})
-    assert only(left, right).gain.tolist() == [0.0, 0.0, 1.0]
+    left, right = (
+        task_samples({0: "a", 1: "a", 2: "b"}),
+        task_samples({0: "a", 1: "a", 2: "b"}, {**SCORES, "b": 1.0}),
+    )
+    assert single_pair(left, right).gain.tolist() == [0.0, 0.0, 1.0]
 
 
 def test_different_documents_are_refused() -> None:
     with pytest.raises(InputError, match="document"):
-        only(run({0: "a", 1: "b"}), run({3: "a", 4: "c"}))
+        single_pair(task_samples({0: "a", 1: "b"}), task_samples({3: "a", 4: "c"}))

@@ -31,7 +31,7 @@ def text(source: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def sound(source: Path, text: Path) -> Good:
+def refitted(source: Path, text: Path) -> Good:
     def make(scheme: str) -> Path:
         out = source.with_name(scheme)
         if not out.exists():
@@ -55,7 +55,7 @@ def differing_layers(checkpoint: Path, source: Path) -> dict[str, str]:
 Edit = Callable[[Tensors, str], None]
 
 
-def change(part: str, edit: Callable[[torch.Tensor], torch.Tensor]) -> Edit:
+def change_part(part: str, edit: Callable[[torch.Tensor], torch.Tensor]) -> Edit:
     def apply(values: Tensors, layer: str) -> None:
         name = f"{layer}.weight_{part}"
         values[name] = edit(values[name].clone()).contiguous()
@@ -81,28 +81,32 @@ def from_layer(number: int) -> Edit:
 
 # Damages by layer.
 SPOILED: Mapping[str, Edit] = {
-    LAYER.format(0, "self_attn.q_proj"): change("packed", first_rows(lambda rows: rows.flip(0))),
-    LAYER.format(0, "self_attn.o_proj"): change("scale", lambda scale: scale * 1.25),
-    LAYER.format(0, "mlp.gate_proj"): change("scale", lambda scale: scale * 0.5),
-    LAYER.format(0, "mlp.down_proj"): change("packed", lambda words: words.roll(16, dims=1)),
+    LAYER.format(0, "self_attn.q_proj"): change_part(
+        "packed", first_rows(lambda rows: rows.flip(0))
+    ),
+    LAYER.format(0, "self_attn.o_proj"): change_part("scale", lambda scale: scale * 1.25),
+    LAYER.format(0, "mlp.gate_proj"): change_part("scale", lambda scale: scale * 0.5),
+    LAYER.format(0, "mlp.down_proj"): change_part("packed", lambda words: words.roll(16, dims=1)),
     LAYER.format(1, "self_attn.v_proj"): from_layer(2),
-    LAYER.format(1, "mlp.up_proj"): change("packed", first_rows(lambda rows: rows.fill_(ZERO))),
-    LAYER.format(1, "mlp.down_proj"): change("packed", lambda words: ~words),
-    LAYER.format(1, "self_attn.k_proj"): change("scale", first_rows(lambda rows: rows * 2)),
-    LAYER.format(2, "mlp.gate_proj"): change("packed", lambda words: words.flip(1)),
-    LAYER.format(2, "self_attn.o_proj"): change(
+    LAYER.format(1, "mlp.up_proj"): change_part(
+        "packed", first_rows(lambda rows: rows.fill_(ZERO))
+    ),
+    LAYER.format(1, "mlp.down_proj"): change_part("packed", lambda words: ~words),
+    LAYER.format(1, "self_attn.k_proj"): change_part("scale", first_rows(lambda rows: rows * 2)),
+    LAYER.format(2, "mlp.gate_proj"): change_part("packed", lambda words: words.flip(1)),
+    LAYER.format(2, "self_attn.o_proj"): change_part(
         "scale", lambda scale: scale * torch.tensor([[1.4, 0.6]])
     ),
-    LAYER.format(2, "mlp.down_proj"): change("packed", first_rows(lambda rows: ~rows)),
+    LAYER.format(2, "mlp.down_proj"): change_part("packed", first_rows(lambda rows: ~rows)),
 }
 
 
-def test_damaged_layers_are_found(sound: Good, source: Path, tmp_path: Path) -> None:
+def test_damaged_layers_are_found(refitted: Good, source: Path, tmp_path: Path) -> None:
     def spoil(values: Tensors) -> None:
         for layer, edit in SPOILED.items():
             edit(values, layer)
 
-    wrong = spoiled(sound("W4A16"), tmp_path / "wrong", tensors(spoil))
+    wrong = spoiled(refitted("W4A16"), tmp_path / "wrong", tensors(spoil))
     assert differing_layers(wrong, source).keys() == SPOILED.keys()
 
 
@@ -111,7 +115,7 @@ HARD_LAYER = LAYER.format(0, "mlp.down_proj")
 
 
 @pytest.fixture(scope="module")
-def hard(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def outlier_model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """Save a model with a massive activation in one column at the start of each row, and its text.
 
     GPTQ changes the row with a large weight in this column to -8 dB, as in layers 11 and 28 of
@@ -139,8 +143,10 @@ def hard(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return model, folder / "text.jsonl"
 
 
-def test_row_far_from_source_by_gptq_passes(hard: tuple[Path, Path], tmp_path: Path) -> None:
-    source, text = hard
+def test_row_far_from_source_by_gptq_passes(
+    outlier_model: tuple[Path, Path], tmp_path: Path
+) -> None:
+    source, text = outlier_model
     options = ("--rounding", "gptq", "--observer", "memoryless_minmax", "--calibration", text)
     made = quantize(source, tmp_path / "gptq", "W4A16", *options)
     exact = load_file(source / "model.safetensors")[f"{HARD_LAYER}.weight"][FAR_ROW].float()

@@ -51,7 +51,7 @@ def smoothed(source: Path, folder: Path) -> Path:
     return spoiled(source, folder, tensors(smooth))
 
 
-def found(checkpoint: Path, source: Path) -> list[Finding]:
+def source_findings(checkpoint: Path, source: Path) -> list[Finding]:
     compare = against(source, on_layer=lambda done, total: None)
     findings = check_checkpoint(str(checkpoint), against=compare).findings
     return [each for each in findings if each.check == "source"]
@@ -60,14 +60,14 @@ def found(checkpoint: Path, source: Path) -> list[Finding]:
 @pytest.mark.parametrize("method", ["awq", "gptq"])
 def test_cancelling_factors_are_info(source: Path, tmp_path: Path, method: str) -> None:
     checkpoint = write(method, smoothed(source, tmp_path / "smoothed"), tmp_path / "quantized")
-    findings = found(checkpoint, source)
+    findings = source_findings(checkpoint, source)
     assert [each.where for each in findings if each.severity == "error"] == []
     (note,) = [each for each in findings if "factors on its inputs" in each.got]
     assert note.severity == "info"
     assert "and 6 more layers" in note.where
 
 
-def halved(rows: slice, columns: slice) -> Change:
+def halve_scales(rows: slice, columns: slice) -> Change:
     """Halve the scales of some groups of a layer."""
 
     def change(scales: torch.Tensor) -> torch.Tensor:
@@ -86,20 +86,22 @@ def halved(rows: slice, columns: slice) -> Change:
             "input_layernorm.weight",
         ),
         (put(f"{LAYER}.post_attention_layernorm.weight", torch.ones_like), "mlp.up_proj"),
-        (halved(slice(None), slice(None)), "mlp.down_proj"),
-        (halved(slice(0, 2), slice(None)), "mlp.down_proj"),
+        (halve_scales(slice(None), slice(None)), "mlp.down_proj"),
+        (halve_scales(slice(0, 2), slice(None)), "mlp.down_proj"),
     ],
 )
 def test_other_factors_are_errors(source: Path, tmp_path: Path, change: Change, where: str) -> None:
     checkpoint = write("awq", smoothed(source, tmp_path / "smoothed"), tmp_path / "quantized")
     change(checkpoint)
-    errors = [each.where for each in found(checkpoint, source) if each.severity == "error"]
+    errors = [
+        each.where for each in source_findings(checkpoint, source) if each.severity == "error"
+    ]
     assert f"{LAYER}.{where}" in errors
 
 
 def test_factors_in_autoawqs_checkpoint() -> None:
     """AutoAWQ on a CPU left factors of 0.8 to 1.2 in up_proj that down_proj does not cancel."""
     checkpoint = PEER / "producers" / "methods" / "autoawq-llama-GEMM"
-    findings = found(checkpoint, PEER / "peer" / "llama")
+    findings = source_findings(checkpoint, PEER / "peer" / "llama")
     (error,) = [each for each in findings if each.severity == "error"]
     assert (error.where, "within the layer" in error.got) == ("model.layers.0.mlp.up_proj", True)

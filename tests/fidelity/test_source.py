@@ -19,14 +19,14 @@ from tests.mutations.edits import (
     all_of,
     config,
     drop,
-    element,
     file_bytes,
     json_file,
+    multiply_by,
     put,
+    set_first,
     spoiled,
     swap,
     tensors,
-    times,
     without_files,
 )
 
@@ -84,7 +84,7 @@ WRONG: list[tuple[str, str, Change, str]] = [
     (
         "W4A16",
         "scales a tenth too large",
-        put(f"{DOWN}.weight_scale", times(1.1)),
+        put(f"{DOWN}.weight_scale", multiply_by(1.1)),
         "times as large",
     ),
     ("W8A8", "rows turned around", put(f"{DOWN}.weight", lambda t: t.flip(0)), "dB"),
@@ -127,7 +127,7 @@ def test_exchanged_layers_and_nan_are_found(good: Good, llama: Path, tmp_path: P
     found = compared(spoiled(good("W8A8"), tmp_path / "wrong", swap(first, second)), llama)
     assert {f"{finding['where']}.weight" for finding in found} == {first, second}
     checkpoint = spoiled(
-        good("W8A8"), tmp_path / "nan", put(f"{DOWN}.weight_scale", element(float("nan")))
+        good("W8A8"), tmp_path / "nan", put(f"{DOWN}.weight_scale", set_first(float("nan")))
     )
     assert ("source", DOWN) in {
         (finding["check"], finding["where"]) for finding in compared(checkpoint, llama)

@@ -123,10 +123,10 @@ def reference(scheme: Scheme, weight: torch.Tensor, qparams: QParamsDict) -> dic
         in_features=weight.shape[1],
     )
     names = [spec.name.removeprefix("layer.") for spec in scheme.layout(layer, NAMES[weight.dtype])]
-    return {name: raw(stored[name]) for name in names if not name.startswith("input")}
+    return {name: bytes_of(stored[name]) for name in names if not name.startswith("input")}
 
 
-def raw(tensor: torch.Tensor) -> bytes:
+def bytes_of(tensor: torch.Tensor) -> bytes:
     data: bytes = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return data
 
@@ -156,7 +156,7 @@ def test_kernels_equal_compressed_tensors(name: str, dtype: str) -> None:
 def assert_same(got: Mapping[str, torch.Tensor], expected: Mapping[str, bytes]) -> None:
     assert got.keys() == expected.keys()
     for name, data in expected.items():
-        stored = raw(got[name])
+        stored = bytes_of(got[name])
         if got[name].dtype == torch.uint8 and name == "weight_packed":
             stored, data = without_negative_zeros(stored), without_negative_zeros(data)
         assert stored == data, name
@@ -177,7 +177,7 @@ def test_zero_scale_packs_zero_codes() -> None:
     weight = torch.full((2, 128), 1e-40, dtype=torch.bfloat16)
     stored = pack(get_scheme("W8A16"), weight, None)
     assert not stored["weight_scale"].any()
-    assert set(raw(stored["weight_packed"])) == {128}
+    assert set(bytes_of(stored["weight_packed"])) == {128}
 
 
 @pytest.mark.parametrize(
@@ -269,7 +269,7 @@ def test_shared_input_is_rounded_once() -> None:
 VALUES = load_file(Path(__file__).parent / "golden" / "values.safetensors")
 
 
-def given(scheme: str) -> QParamsDict:
+def recorded_qparams(scheme: str) -> QParamsDict:
     scale = VALUES[f"{scheme}/qparams/scale"]
     zeros = torch.zeros(scale.shape, dtype=torch.int32)
     return QParamsDict(
@@ -302,7 +302,7 @@ def test_stored_tensors_equal_golden(scheme: str) -> None:
     weight = VALUES["ragged" if scheme == "FP8_BLOCK" else "weight"]
     peer = scheme_of_peer(scheme)
     stored, expected = (
-        pack(get_scheme(scheme), weight, scales_of(given(peer))),
+        pack(get_scheme(scheme), weight, scales_of(recorded_qparams(peer))),
         stored_by_peer(peer),
     )
     assert stored.keys() == expected.keys()

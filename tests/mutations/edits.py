@@ -74,8 +74,8 @@ def rename(old: str, new: str) -> Change:
     return tensors(lambda values: values.update({new: values.pop(old)}))
 
 
-def renamed(new: Callable[[str], str | None]) -> Change:
-    """Give each tensor the name that `new` returns. Remove tensors for which it returns None."""
+def rename_all(new: Callable[[str], str | None]) -> Change:
+    """Give each tensor the name that `new` returns. Remove the tensor if it returns None."""
 
     def apply(values: Tensors) -> None:
         old = dict(values)
@@ -87,23 +87,25 @@ def renamed(new: Callable[[str], str | None]) -> Change:
     return tensors(apply)
 
 
-def moved(old: str, new: str) -> Change:
+def move_prefix(old: str, new: str) -> Change:
     """Replace a prefix of the tensors' names."""
-    return renamed(lambda name: new + name.removeprefix(old) if name.startswith(old) else name)
+    return rename_all(lambda name: new + name.removeprefix(old) if name.startswith(old) else name)
 
 
-def lost(is_lost: Callable[[str], object]) -> Change:
-    """Remove the tensors whose names are wanted."""
-    return renamed(lambda name: None if is_lost(name) else name)
+def drop_if(matches: Callable[[str], object]) -> Change:
+    """Remove the tensors whose names match."""
+    return rename_all(lambda name: None if matches(name) else name)
 
 
-def unquantized(module: str, *shape: int) -> Change:
+def unquantize(module: str, *shape: int) -> Change:
     """Replace a quantized layer by a bfloat16 layer."""
     weight = torch.full(shape, 0.01, dtype=torch.bfloat16)
-    return all_of(lost(lambda name: name.startswith(f"{module}.")), add(f"{module}.weight", weight))
+    return all_of(
+        drop_if(lambda name: name.startswith(f"{module}.")), add(f"{module}.weight", weight)
+    )
 
 
-def copied(old: str, new: str) -> Change:
+def copy_prefix(old: str, new: str) -> Change:
     """Store a second copy of the tensors whose names have this prefix."""
     return tensors(
         lambda values: values.update(
@@ -116,8 +118,8 @@ def copied(old: str, new: str) -> Change:
     )
 
 
-def each(ending: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
-    """Replace all tensors whose names have this suffix."""
+def change_all(ending: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    """Change all tensors whose names have this suffix."""
     return tensors(
         lambda values: values.update(
             {name: change(values[name]) for name in values if name.endswith(ending)}
@@ -129,8 +131,8 @@ def swap(first: str, second: str) -> Change:
     return tensors(lambda values: values.update({first: values[second], second: values[first]}))
 
 
-def exchanged(first: str, second: str, ending: str = "") -> Change:
-    """Swap tensors with one part in their names and tensors with another part in their names."""
+def swap_parts(first: str, second: str, ending: str = "") -> Change:
+    """Swap tensors whose names differ only in one part: `first` or `second`."""
 
     def apply(values: Tensors) -> None:
         for name in [name for name in values if first in name and name.endswith(ending)]:
@@ -179,7 +181,7 @@ def node(whole: dict[str, Json], place: tuple[str, ...]) -> dict[str, Json]:
     return found
 
 
-def copied_group(*, first: bool = False, num_bits: int = 0) -> Change:
+def copy_group(*, first: bool = False, num_bits: int = 0) -> Change:
     """Add a copy of the first config group, before or after it."""
 
     def change(whole: dict[str, Json]) -> None:
@@ -229,7 +231,7 @@ def index(weight_map: Callable[[Tensors], dict[str, str]]) -> Change:
     return apply
 
 
-def element(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+def set_first(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function that sets the first element."""
 
     def apply(tensor: torch.Tensor) -> torch.Tensor:
@@ -240,12 +242,12 @@ def element(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
     return apply
 
 
-def every(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
+def fill_with(value: float) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function that sets all elements."""
     return lambda tensor: torch.full(tensor.shape, value).to(tensor.dtype)
 
 
-def byteswapped(value: torch.Tensor) -> torch.Tensor:
+def swap_bytes(value: torch.Tensor) -> torch.Tensor:
     """Return the elements with reversed bytes."""
     size = value.element_size()
     flipped = value.contiguous().view(torch.uint8).reshape(-1, size).flip(1).contiguous()
@@ -257,7 +259,7 @@ def inverse(scale: torch.Tensor) -> torch.Tensor:
     return (1 / scale.float()).to(scale.dtype)
 
 
-def times(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
+def multiply_by(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda scale: (scale.float() * factor).to(scale.dtype)
 
 

@@ -25,18 +25,18 @@ def samples() -> list[torch.Tensor]:
     ]
 
 
-def share(rank: int) -> list[torch.Tensor]:
+def samples_of_rank(rank: int) -> list[torch.Tensor]:
     return samples()[rank * 3 : rank * 3 + 3]
 
 
-def observed(name: str, args: QuantArgs, values: list[torch.Tensor]) -> Observer:
+def observe(name: str, args: QuantArgs, values: list[torch.Tensor]) -> Observer:
     observer = Observer.load_from_registry(name, base_name="input", args=args)
     for value in values:
         observer(value)
     return observer
 
 
-def gathered(values: list[torch.Tensor]) -> IMatrixMSEObserver:
+def gather_importance(values: list[torch.Tensor]) -> IMatrixMSEObserver:
     observer, layer = (
         IMatrixMSEObserver("weight", CHANNEL),
         torch.nn.Linear(32, 2, dtype=torch.bfloat16),
@@ -51,15 +51,17 @@ def gathered(values: list[torch.Tensor]) -> IMatrixMSEObserver:
 def check_extremes(rank: int) -> None:
     """Compare the extremes, for both shapes of statistics, and with a rank without data."""
     for args in (TENSOR, GROUP):
-        alone, shared = (observed("static_minmax", args, seen) for seen in (samples(), share(rank)))
+        alone, shared = (
+            observe("static_minmax", args, seen) for seen in (samples(), samples_of_rank(rank))
+        )
         assert shared.sync_activation_stats() == []
         assert torch.equal(shared.range()[0], alone.range()[0])
         assert torch.equal(shared.range()[1], alone.range()[1])
         assert shared.tokens == alone.tokens == 42
-        lonely = observed("static_minmax", args, samples() if rank == 1 else [])
+        lonely = observe("static_minmax", args, samples() if rank == 1 else [])
         lonely.sync_activation_stats()
         assert torch.equal(lonely.range()[1], alone.range()[1])
-    nobody = observed("static_minmax", TENSOR, [])
+    nobody = observe("static_minmax", TENSOR, [])
     nobody.sync_activation_stats()
     assert not nobody.has_statistics
 
@@ -67,22 +69,22 @@ def check_extremes(rank: int) -> None:
 def check_averages(rank: int) -> None:
     """Compare with the mean of the moving averages of all ranks that saw data."""
     for name in ("minmax", "mse"):
-        halves = [observed(name, TENSOR, share(other)).range() for other in range(RANKS)]
-        shared = observed(name, TENSOR, share(rank))
+        halves = [observe(name, TENSOR, samples_of_rank(other)).range() for other in range(RANKS)]
+        shared = observe(name, TENSOR, samples_of_rank(rank))
         shared.sync_activation_stats()
         for end in (0, 1):
             mean = torch.stack([half[end] for half in halves]).float().mean(0)
             assert torch.equal(shared.range()[end], mean.to(halves[0][end].dtype))
         assert shared.tokens == 42
-        alone = observed(name, TENSOR, samples()).range()
-        lonely = observed(name, TENSOR, samples() if rank == 0 else [])
+        alone = observe(name, TENSOR, samples()).range()
+        lonely = observe(name, TENSOR, samples() if rank == 0 else [])
         lonely.sync_activation_stats()
         assert torch.equal(lonely.range()[1], alone[1])
 
 
 def check_importance(rank: int) -> None:
     """Compare the sum of squares, and the scales of a weight that follow from it."""
-    alone, shared = gathered(samples()), gathered(share(rank))
+    alone, shared = gather_importance(samples()), gather_importance(samples_of_rank(rank))
     shared.sync_activation_stats()
     assert alone.gathered is not None
     assert shared.gathered is not None
@@ -95,7 +97,7 @@ def check_importance(rank: int) -> None:
 
 def check_memoryless(rank: int) -> None:
     """Check that ranks share only the number of tokens."""
-    observer = observed("memoryless_minmax", TENSOR, share(rank))
+    observer = observe("memoryless_minmax", TENSOR, samples_of_rank(rank))
     before = observer.range()[1].clone()
     observer.sync_activation_stats()
     assert torch.equal(observer.range()[1], before)
@@ -112,8 +114,8 @@ class Declared(Observer):
     }
     seen: int | None = None
 
-    def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
-        self.min_vals, self.max_vals = observed.amin(dim=(0, -1)), observed.amax(dim=(0, -1))
+    def update_statistics_from_observed(self, observe: torch.Tensor) -> None:
+        self.min_vals, self.max_vals = observe.amin(dim=(0, -1)), observe.amax(dim=(0, -1))
         self.seen = (self.seen or 0) + 1
 
 
@@ -128,7 +130,7 @@ def check_declared(rank: int) -> None:
 
     Ranks without data get the values of the other ranks.
     """
-    parts = [torch.stack(share(other)) for other in range(RANKS)]
+    parts = [torch.stack(samples_of_rank(other)) for other in range(RANKS)]
     observer = Declared("input", TENSOR)
     observer(parts[rank])
     observer.sync_activation_stats()

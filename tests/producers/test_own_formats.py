@@ -7,7 +7,7 @@ import pytest
 
 from tests.command import vexport
 from tests.models import Good, problems
-from tests.mutations.edits import WHOLE, config, spoiled, unquantized
+from tests.mutations.edits import WHOLE, config, spoiled, unquantize
 from tests.mutations.methods import any_method
 from vexport.records import Json
 
@@ -31,7 +31,7 @@ def source_of(name: str) -> Path:
     return SOURCES / name.split("-")[1]
 
 
-CHANGES = {**any_method("model.layers.0"), "a layer that is not quantized": unquantized(K, 32, 128)}
+CHANGES = {**any_method("model.layers.0"), "a layer that is not quantized": unquantize(K, 32, 128)}
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -18,7 +18,7 @@ from tests.architectures.families import save_family
 from tests.calibration.models import LLAMA_LIKE, configs, expert_configs, save
 from tests.command import vexport
 from tests.models import write_calibration
-from tests.mutations.edits import Tensors, copied, tensors
+from tests.mutations.edits import Tensors, copy_prefix, tensors
 from tests.quantize import plain_experts
 from vexport.calibration import calibrate, read_samples
 from vexport.calibration.walk import LayerWalk
@@ -140,7 +140,7 @@ def test_kv_cache_is_calibrated_with_quantized_weights(text: Path, tmp_path: Pat
     assert report.cached != exact
 
 
-def _wrapped(folder: Path, name: str) -> None:
+def _save_family(folder: Path, name: str) -> None:
     generator = torch.Generator().manual_seed(0)
 
     @tensors
@@ -152,7 +152,7 @@ def _wrapped(folder: Path, name: str) -> None:
     spread(save_family(name, folder))
 
 
-def _plain(folder: Path) -> None:
+def _save_plain_experts(folder: Path) -> None:
     sizes = {**LLAMA_LIKE, "num_hidden_layers": 2, "num_local_experts": 4, "head_dim": 16}
     config = MixtralConfig(**sizes, num_experts_per_tok=2)
     model = plain_experts.PlainMixtral(config).to(torch.bfloat16)
@@ -168,7 +168,7 @@ def _plain(folder: Path) -> None:
     save_file(values, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _tied(folder: Path) -> None:
+def _save_tied(folder: Path) -> None:
     """Save a model that is tied by its config. Its file contains the head, as in some exports."""
     save(
         Qwen3Config(
@@ -176,17 +176,17 @@ def _tied(folder: Path) -> None:
         ),
         folder,
     )
-    copied("model.embed_tokens.weight", "lm_head.weight")(folder)
+    copy_prefix("model.embed_tokens.weight", "lm_head.weight")(folder)
 
 
-def made(folder: Path, name: str) -> Path:
+def save_model(folder: Path, name: str) -> Path:
     if name in WRAPPED:
-        _wrapped(folder, name)
+        _save_family(folder, name)
     elif name in CONFIGS:
         save(CONFIGS[name], folder)
     else:
         folder.mkdir()
-        (_plain if name == "plain" else _tied)(folder)
+        (_save_plain_experts if name == "plain" else _save_tied)(folder)
     return folder
 
 
@@ -203,7 +203,7 @@ def logprobs(folder: Path, text: Path, *, wrapped: bool) -> torch.Tensor:
 @pytest.mark.parametrize("name", [*WRAPPED, "plain", "phi3", "tied", "qwen3_moe"])
 def test_refit_is_closer_than_nearest(name: str, text: Path, tmp_path: Path) -> None:
     """The comparison with the source finds no error."""
-    source, wrapped = made(tmp_path / "source", name), name in WRAPPED
+    source, wrapped = save_model(tmp_path / "source", name), name in WRAPPED
     exact, divergence = logprobs(source, text, wrapped=wrapped), list[float]()
     ways: tuple[Rounding, Rounding] = ("nearest", "refit")
     for rounding in ways:

@@ -15,14 +15,14 @@ from tests.mutations.edits import (
     Change,
     all_of,
     config,
-    copied_group,
+    copy_group,
     forget_digests,
     inverse,
     json_config,
+    multiply_by,
     node,
     put,
     spoiled,
-    times,
 )
 from vexport.checkpoint.smoothed import SMOOTHING
 from vexport.records import Json
@@ -49,15 +49,17 @@ def same_tensors(first: Path, second: Path) -> bool:
 
 
 AMBIGUOUS = [
-    (put(Q, times(4)), "qkv_proj"),
-    (put(Q, times(0.25)), "qkv_proj"),
-    (put(GATE, times(4)), "gate_up_proj"),
+    (put(Q, multiply_by(4)), "qkv_proj"),
+    (put(Q, multiply_by(0.25)), "qkv_proj"),
+    (put(GATE, multiply_by(4)), "gate_up_proj"),
     (
-        all_of(put(Q, times(4)), put(f"{ATTENTION}.k_proj.weight_global_scale", times(3))),
+        all_of(
+            put(Q, multiply_by(4)), put(f"{ATTENTION}.k_proj.weight_global_scale", multiply_by(3))
+        ),
         "qkv_proj",
     ),
     (
-        all_of(*(put(GATE.replace(".2.", f".{layer}."), times(4)) for layer in range(3))),
+        all_of(*(put(GATE.replace(".2.", f".{layer}."), multiply_by(4)) for layer in range(3))),
         "gate_up_proj",
     ),
     (put(Q, lambda scale: inverse(scale) * 4), "qkv_proj"),
@@ -88,7 +90,7 @@ def test_only_source_decides_between_two_scales(
 
 
 def test_wrong_source_is_refused(good: Good, tmp_path: Path) -> None:
-    checkpoint = spoiled(good("NVFP4A16"), tmp_path / "broken", put(Q, times(4)))
+    checkpoint = spoiled(good("NVFP4A16"), tmp_path / "broken", put(Q, multiply_by(4)))
     other = save_llama(tmp_path / "other")
     put(f"{ATTENTION}.q_proj.weight", lambda weight: weight.flip(0))(other)
     ran = vexport("repair", checkpoint, tmp_path / "out", SOURCE_NAMED, other, "--quiet")
@@ -104,7 +106,7 @@ def test_wrong_source_is_refused(good: Good, tmp_path: Path) -> None:
 def test_wrong_scale_of_unfused_layer_needs_source(good: Good, llama: Path, tmp_path: Path) -> None:
     """Only the comparison with the source finds it."""
     name = f"{ATTENTION}.o_proj.weight_global_scale"
-    checkpoint = spoiled(good("NVFP4A16"), tmp_path / "broken", put(name, times(4)))
+    checkpoint = spoiled(good("NVFP4A16"), tmp_path / "broken", put(name, multiply_by(4)))
     ran = vexport("repair", checkpoint, tmp_path / "out", SOURCE_NAMED, llama, "--quiet")
     assert ran.code == 1
     assert "o_proj" in ran.errors[0]
@@ -129,7 +131,7 @@ def test_assumptions_are_reported(good: Good, llama: Path, tmp_path: Path) -> No
 def test_input_scales_remain_an_assumption(good: Good, llama: Path, tmp_path: Path) -> None:
     """The source has no scales of inputs, and cannot show which scale is right."""
     name = f"{MLP}.gate_proj.input_global_scale"
-    checkpoint = spoiled(good("NVFP4"), tmp_path / "broken", put(name, times(2)))
+    checkpoint = spoiled(good("NVFP4"), tmp_path / "broken", put(name, multiply_by(2)))
     for number, options in enumerate(((), (SOURCE_NAMED, llama))):
         (repair,) = repaired(checkpoint, tmp_path / f"out{number}", *options)["repairs"]
         assert "widest range" in str(repair["assumption"])
@@ -143,7 +145,7 @@ def test_layer_that_fits_two_groups_is_refused(good: Good, tmp_path: Path) -> No
         group |= {"input_activations": None, "targets": ["re:.*no_such_layer"]}
 
     change = all_of(
-        copied_group(),
+        copy_group(),
         json_config(without_inputs),
         config(GROUP, targets=["re:.*mlp.*"], ignore=[]),
     )
@@ -173,17 +175,19 @@ def test_smoothed_checkpoint_is_compared_with_smoothed_source(llama: Path, tmp_p
     sound = tmp_path / "sound"
     assert repaired(smoothed, sound, SOURCE_NAMED, llama)["repairs"] == []
     out = tmp_path / "out"
-    repaired(spoiled(smoothed, tmp_path / "broken", put(Q, times(4))), out, SOURCE_NAMED, llama)
+    repaired(
+        spoiled(smoothed, tmp_path / "broken", put(Q, multiply_by(4))), out, SOURCE_NAMED, llama
+    )
     assert same_tensors(out, smoothed)
     assert (out / SMOOTHING).read_bytes() == (smoothed / SMOOTHING).read_bytes()
     other = spoiled(
-        smoothed, tmp_path / "other", put(f"{ATTENTION}.o_proj.weight_global_scale", times(4))
+        smoothed, tmp_path / "other", put(f"{ATTENTION}.o_proj.weight_global_scale", multiply_by(4))
     )
     assert vexport("repair", other, tmp_path / "no", SOURCE_NAMED, llama, "--quiet").code == 1
 
 
 def test_unreadable_smoothing_is_refused(good: Good, llama: Path, tmp_path: Path) -> None:
-    checkpoint = spoiled(good("NVFP4"), tmp_path / "broken", put(Q, times(4)))
+    checkpoint = spoiled(good("NVFP4"), tmp_path / "broken", put(Q, multiply_by(4)))
     (checkpoint / SMOOTHING).write_text('{"tensors": {"model.norm.weight": {"rows": "AAECAw=="}}}')
     ran = vexport("repair", checkpoint, tmp_path / "out", SOURCE_NAMED, llama, "--quiet")
     assert ran.code == 1
@@ -207,7 +211,7 @@ def test_missing_kv_scales_are_an_assumption(good: Good, llama: Path, tmp_path: 
 
 def test_rounded_shared_scale_needs_no_assumption(good: Good, tmp_path: Path) -> None:
     """A scale that went through a conversion is the same number."""
-    checkpoint = spoiled(good("NVFP4A16"), tmp_path / "broken", put(Q, times(1 + 2.0**-21)))
+    checkpoint = spoiled(good("NVFP4A16"), tmp_path / "broken", put(Q, multiply_by(1 + 2.0**-21)))
     assert not same_tensors(checkpoint, good("NVFP4A16"))
     (repair,) = repaired(checkpoint, tmp_path / "out")["repairs"]
     assert repair["assumption"] is None

@@ -20,10 +20,10 @@ from tests.mutations.edits import (
     all_of,
     config,
     drop,
-    element,
-    every,
+    fill_with,
     inverse,
     put,
+    set_first,
     spoiled,
 )
 from vexport.records import Json
@@ -184,8 +184,8 @@ REFUSED = [
         ),
         "model.layers.1.self_attn.k_scale",
     ),
-    ("NVFP4", put(f"{DOWN}.weight_scale", element(float("nan"))), f"{DOWN}.weight_scale"),
-    ("NVFP4", put(f"{DOWN}.weight_global_scale", every(1e-39)), f"{DOWN}.weight_global_scale"),
+    ("NVFP4", put(f"{DOWN}.weight_scale", set_first(float("nan"))), f"{DOWN}.weight_scale"),
+    ("NVFP4", put(f"{DOWN}.weight_global_scale", fill_with(1e-39)), f"{DOWN}.weight_global_scale"),
     ("FP8", drop(f"{DOWN}.input_scale"), f"{DOWN}.input_scale"),
     ("W8A8", put(f"{DOWN}.weight_scale", lambda t: t[:-1]), f"{DOWN}.weight_scale"),
     ("FP8_DYNAMIC", config(ARGUMENTS, num_bits=3), "config_groups.group_0"),

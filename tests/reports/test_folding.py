@@ -11,7 +11,7 @@ import pytest
 
 from tests.command import vexport
 from tests.models import Good, write_tokenizer
-from tests.mutations.edits import ARGUMENTS, GROUP, Change, config, element, lost, put, spoiled
+from tests.mutations.edits import ARGUMENTS, GROUP, Change, config, drop_if, put, set_first, spoiled
 from vexport.records import CheckReport, Finding
 from vexport.reports import render_checks
 from vexport.reports.findings import fold, folded_places
@@ -66,8 +66,8 @@ SPOILED: Mapping[str, tuple[str, Change]] = {
     "group size": ("W4A16", config(ARGUMENTS, group_size=48)),
     "format": ("W4A16", config(GROUP, format="int-quantized")),
     "targets": ("FP8_DYNAMIC", config(GROUP, targets=["re:nothing"])),
-    "no scales": ("W8A8", lost(lambda name: name.endswith("weight_scale"))),
-    "NaN": ("W8A8", put("model.layers.0.mlp.down_proj.weight_scale", element(float("nan")))),
+    "no scales": ("W8A8", drop_if(lambda name: name.endswith("weight_scale"))),
+    "NaN": ("W8A8", put("model.layers.0.mlp.down_proj.weight_scale", set_first(float("nan")))),
 }
 
 

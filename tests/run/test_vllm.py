@@ -29,7 +29,7 @@ LIMIT = 300
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
-def limited(name: str, folder: Path) -> Path:
+def limit_scenario(name: str, folder: Path) -> Path:
     """Return a committed scenario with absolute paths and fewer documents."""
     content = yaml.safe_load((ROOT / "scenarios" / name).read_text())
     text = json.dumps({**content, "evaluate": {**content["evaluate"], "limit": LIMIT}})
@@ -39,15 +39,15 @@ def limited(name: str, folder: Path) -> Path:
 
 
 @pytest.fixture(scope="module")
-def hard(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def hard_scenario(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a scenario whose runs are in the folder `runs`."""
-    return limited("demo-hard-int4.yaml", tmp_path_factory.mktemp("hard"))
+    return limit_scenario("demo-hard-int4.yaml", tmp_path_factory.mktemp("hard"))
 
 
 @pytest.fixture(scope="module")
-def int4(hard: Path) -> Ran:
+def failed_run(hard_scenario: Path) -> Ran:
     """Return the failing run: INT4 of a model with outliers."""
-    return run(hard, hard.parent / "runs" / "W4A16")
+    return run(hard_scenario, hard_scenario.parent / "runs" / "W4A16")
 
 
 def report_of(folder: Path) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def kill_while_answering(scenario: Path, folder: Path) -> int:
 
 
 def test_demo_passes_and_resumes(tmp_path: Path) -> None:
-    folder, scenario = tmp_path / "run", limited("demo-nvfp4.yaml", tmp_path)
+    folder, scenario = tmp_path / "run", limit_scenario("demo-nvfp4.yaml", tmp_path)
     held = kill_while_answering(scenario, folder)
     ran = run(scenario, folder)
     assert ran.code == 0, ran.stderr
@@ -139,12 +139,12 @@ def test_demo_passes_and_resumes(tmp_path: Path) -> None:
     assert all(line in log for line in lines), log
 
 
-def test_int4_on_outliers_fails_with_cause(hard: Path, int4: Ran) -> None:
-    folder = hard.parent / "runs" / "W4A16"
-    assert int4.code == 1
-    (line,) = int4.errors
+def test_int4_on_outliers_fails_with_cause(hard_scenario: Path, failed_run: Ran) -> None:
+    folder = hard_scenario.parent / "runs" / "W4A16"
+    assert failed_run.code == 1
+    (line,) = failed_run.errors
     assert "FAIL" in line
-    assert "worst: addition" in int4.stdout
+    assert "worst: addition" in failed_run.stdout
     report = report_of(folder)
     assert (report["outcome"], report["attribution"]["guilty"]) == ("FAIL", "quantization")
     assert report["drift"]["prompts"] == 16
@@ -152,10 +152,10 @@ def test_int4_on_outliers_fails_with_cause(hard: Path, int4: Ran) -> None:
     assert "FAIL" in (folder / "report.html").read_text()
 
 
-@pytest.mark.usefixtures("int4")
-def test_answers_after_failed_load_decide_nothing(hard: Path, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("failed_run")
+def test_answers_after_failed_load_decide_nothing(hard_scenario: Path, tmp_path: Path) -> None:
     """The load report is edited to fail, because a failing load would need another engine start."""
-    folder = Path(shutil.copytree(hard.parent / "runs" / "W4A16", tmp_path / "run"))
+    folder = Path(shutil.copytree(hard_scenario.parent / "runs" / "W4A16", tmp_path / "run"))
     load = json.loads((folder / "load.json").read_text())
     finding = {
         "check": "canary",
@@ -166,7 +166,7 @@ def test_answers_after_failed_load_decide_nothing(hard: Path, tmp_path: Path) ->
     }
     load |= {"ok": False, "findings": [{**finding, "expected": "text"}]}
     (folder / "load.json").write_text(json.dumps(load))
-    ran = run(hard, folder)
+    ran = run(hard_scenario, folder)
     assert ran.code == 1
     assert "load: a prompt" in ran.stdout
     assert {task["documents"] for task in report_of(folder)["verdict"]["tasks"]} == {LIMIT}
@@ -176,17 +176,17 @@ def test_answers_after_failed_load_decide_nothing(hard: Path, tmp_path: Path) ->
 
 
 @pytest.fixture(scope="module")
-def rows(hard: Path, int4: Ran) -> Sequence[ComparedRun]:
+def rows(hard_scenario: Path, failed_run: Ran) -> Sequence[ComparedRun]:
     """Compare a second scheme with the finished run, using the function `compare`."""
-    out = hard.parent / "runs"
+    out = hard_scenario.parent / "runs"
     before = (out / "W4A16" / "load.json").stat().st_mtime_ns
-    compared = compare(DEMO / "model-x16", SCHEMES, scenario=hard, run_dir=out)
+    compared = compare(DEMO / "model-x16", SCHEMES, scenario=hard_scenario, run_dir=out)
     assert (out / "W4A16" / "load.json").stat().st_mtime_ns == before
     return compared
 
 
-def test_compare_serves_baseline_once(hard: Path, rows: Sequence[ComparedRun]) -> None:
-    source, out = DEMO / "model-x16", hard.parent / "runs"
+def test_compare_serves_baseline_once(hard_scenario: Path, rows: Sequence[ComparedRun]) -> None:
+    source, out = DEMO / "model-x16", hard_scenario.parent / "runs"
     assert [(row.schemes, row.outcome) for row in rows] == [
         ("W4A16", "FAIL"),
         ("FP8_DYNAMIC", "PASS"),
@@ -197,7 +197,7 @@ def test_compare_serves_baseline_once(hard: Path, rows: Sequence[ComparedRun]) -
         "--schemes",
         "w4a16,FP8_DYNAMIC",
         "--scenario",
-        hard,
+        hard_scenario,
         "--run-dir",
         out,
     )
@@ -222,9 +222,9 @@ def test_compare_serves_baseline_once(hard: Path, rows: Sequence[ComparedRun]) -
 
 
 @pytest.mark.usefixtures("rows")
-def test_load_and_evaluate_functions(hard: Path, tmp_path: Path) -> None:
+def test_load_and_evaluate_functions(hard_scenario: Path, tmp_path: Path) -> None:
     """Load a checkpoint dry, and evaluate it against an accepted baseline."""
-    done = hard.parent / "runs" / "FP8_DYNAMIC"
+    done = hard_scenario.parent / "runs" / "FP8_DYNAMIC"
     dry = load(done / "checkpoint", dry=True, gpu=["h100"])
     assert isinstance(dry, DryLoadReport)
     assert [(cell.sm, cell.status) for cell in dry.cells] == [(90, "loads")]

@@ -11,7 +11,7 @@ from tests.mutations.edits import (
     Change,
     all_of,
     config,
-    copied_group,
+    copy_group,
     json_config,
     without,
 )
@@ -34,7 +34,7 @@ def kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
     yield from _formats()
     yield from _widths(sound.scheme)
     yield from _sizes()
-    yield from _lacking()
+    yield from _missing_arguments()
     yield from _inputs(sound.scheme)
 
 
@@ -67,7 +67,7 @@ def _sizes() -> Iterator[tuple[str, Change]]:
         yield f"strategy {strategy}", config(ARGUMENTS, strategy=strategy)
 
 
-def _lacking() -> Iterator[tuple[str, Change]]:
+def _missing_arguments() -> Iterator[tuple[str, Change]]:
     yield "no strategy", without(ARGUMENTS, "strategy")
     yield "no type", without(ARGUMENTS, "type")
     yield "no bits", without(ARGUMENTS, "num_bits")
@@ -100,7 +100,7 @@ def shared_kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
     """Yield mutations of the method, targets, ignore list, sparsity and KV cache."""
     yield from _methods()
     yield from _groups()
-    yield from _rest()
+    yield from _other_keys()
     yield from _ignored(sound)
     yield from _targets()
     yield from _kv_caches()
@@ -108,7 +108,7 @@ def shared_kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
 
 def _methods() -> Iterator[tuple[str, Change]]:
     yield "no quantization_config", without(WHOLE, "quantization_config")
-    yield "compression_config instead", json_config(_under_its_older_name)
+    yield "compression_config instead", json_config(_use_older_name)
     yield "quant_method missing", without(QUANTIZATION, "quant_method")
     yield "quant_method fp8", config(QUANTIZATION, quant_method="fp8")
     yield "quant_method gptq", config(QUANTIZATION, quant_method="gptq")
@@ -127,7 +127,7 @@ def _groups() -> Iterator[tuple[str, Change]]:
     yield "unknown key in weights", config(ARGUMENTS, no_such_key=1)
 
 
-def _rest() -> Iterator[tuple[str, Change]]:
+def _other_keys() -> Iterator[tuple[str, Change]]:
     yield "no format at the top", without(QUANTIZATION, "format")
     yield "unknown format at the top", config(QUANTIZATION, format="no-such-format")
     yield "observer is null", config(ARGUMENTS, observer=None)
@@ -171,9 +171,9 @@ def _targets() -> Iterator[tuple[str, Change]]:
     yield "targets fused names", config(GROUP, targets=FUSED)
     yield "targets vLLM's class", config(GROUP, targets=["QKVParallelLinear"])
     yield "targets lm_head too", config(GROUP, targets=["Linear", "re:.*lm_head"])
-    yield "a second group of the same", copied_group()
-    yield "a second group of other bits, after", copied_group(num_bits=7)
-    yield "a second group of other bits, before", copied_group(num_bits=7, first=True)
+    yield "a second group of the same", copy_group()
+    yield "a second group of other bits, after", copy_group(num_bits=7)
+    yield "a second group of other bits, before", copy_group(num_bits=7, first=True)
 
 
 def _kv_caches() -> Iterator[tuple[str, Change]]:
@@ -191,7 +191,7 @@ def _kv_caches() -> Iterator[tuple[str, Change]]:
     yield "KV cache dynamic", config(QUANTIZATION, kv_cache_scheme={**KV_SCHEME, "dynamic": True})
 
 
-def _under_its_older_name(whole: dict[str, Json]) -> None:
+def _use_older_name(whole: dict[str, Json]) -> None:
     whole["compression_config"] = whole.pop("quantization_config")
 
 

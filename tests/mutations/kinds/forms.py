@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from tests.mutations.edits import Change, Tensors, each, put, tensors
+from tests.mutations.edits import Change, Tensors, change_all, put, tensors
 from tests.mutations.good import Sound
 from tests.mutations.kinds.values import SINGLE
 
@@ -16,7 +16,7 @@ def kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
     for leaf in sound.leaves:
         if leaf.endswith("scale"):
             yield from _scale_dtypes(sound, leaf)
-            yield from _single(sound, leaf) if leaf in SINGLE else _many(sound, leaf)
+            yield from _single_scales(sound, leaf) if leaf in SINGLE else _scale_arrays(sound, leaf)
     yield from _weight(sound)
     yield from _zero_points(sound)
     yield from _unquantized()
@@ -25,11 +25,11 @@ def kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
 def _scale_dtypes(sound: Sound, leaf: str) -> Iterator[tuple[str, Change]]:
     name = f"{sound.mlp('down')}.{leaf}"
     for dtype in (torch.float32, torch.float64):
-        yield f"{leaf} as {_name(dtype)}", put(name, _as(dtype))
+        yield f"{leaf} as {_dtype_name(dtype)}", put(name, _cast_to(dtype))
     for dtype in (torch.bfloat16, torch.float16):
         yield (
-            f"{leaf} of o_proj as {_name(dtype)}",
-            put(f"{sound.attention('o')}.{leaf}", _as(dtype)),
+            f"{leaf} of o_proj as {_dtype_name(dtype)}",
+            put(f"{sound.attention('o')}.{leaf}", _cast_to(dtype)),
         )
     yield f"{leaf} as float8_e5m2", put(name, lambda scale: scale.float().to(torch.float8_e5m2))
     yield f"{leaf} as int32", put(name, lambda scale: scale.float().to(torch.int32))
@@ -41,11 +41,14 @@ def _scale_dtypes(sound: Sound, leaf: str) -> Iterator[tuple[str, Change]]:
         )
         yield f"{leaf}'s bits as uint8", put(name, lambda scale: scale.view(torch.uint8))
     elif leaf == "weight_scale":
-        yield f"all {leaf} as bfloat16", each(f".{leaf}", lambda scale: scale.to(torch.bfloat16))
-        yield f"all {leaf} as float32", each(f".{leaf}", torch.Tensor.float)
+        yield (
+            f"all {leaf} as bfloat16",
+            change_all(f".{leaf}", lambda scale: scale.to(torch.bfloat16)),
+        )
+        yield f"all {leaf} as float32", change_all(f".{leaf}", torch.Tensor.float)
 
 
-def _single(sound: Sound, leaf: str) -> Iterator[tuple[str, Change]]:
+def _single_scales(sound: Sound, leaf: str) -> Iterator[tuple[str, Change]]:
     name, fused = f"{sound.mlp('down')}.{leaf}", f"{sound.attention('q')}.{leaf}"
     yield f"{leaf} without a dimension", put(name, lambda scale: scale.reshape(()))
     yield f"{leaf} of two dimensions", put(name, lambda scale: scale.reshape(1, 1))
@@ -55,7 +58,7 @@ def _single(sound: Sound, leaf: str) -> Iterator[tuple[str, Change]]:
     yield f"{leaf} of q_proj twice", put(fused, lambda scale: scale.reshape(-1).repeat(2))
 
 
-def _many(sound: Sound, leaf: str) -> Iterator[tuple[str, Change]]:
+def _scale_arrays(sound: Sound, leaf: str) -> Iterator[tuple[str, Change]]:
     name, fused = f"{sound.mlp('down')}.{leaf}", f"{sound.attention('q')}.{leaf}"
     yield f"{leaf} flat", put(name, lambda scale: scale.reshape(-1))
     yield f"{leaf} of q_proj flat", put(fused, lambda scale: scale.reshape(-1))
@@ -82,7 +85,7 @@ def _weight(sound: Sound) -> Iterator[tuple[str, Change]]:
     weight = sound.leaves[0]
     name, fused = f"{sound.mlp('down')}.{weight}", f"{sound.attention('q')}.{weight}"
     for dtype in (torch.int64, torch.bfloat16, torch.float32):
-        yield f"{weight} as {_name(dtype)}", put(name, _as(dtype))
+        yield f"{weight} as {_dtype_name(dtype)}", put(name, _cast_to(dtype))
     yield f"{weight} as float8_e5m2", put(name, lambda value: value.float().to(torch.float8_e5m2))
     yield f"{weight}'s bits as uint8", put(name, lambda value: value.view(torch.uint8))
     yield f"{weight}'s bits as int8", put(name, lambda value: value.view(torch.int8))
@@ -115,7 +118,7 @@ def _zero_points(sound: Sound) -> Iterator[tuple[str, Change]]:
         yield "zero points transposed", put(name, lambda value: value.T)
         yield "zero points unpacked", put(name, lambda value: value.repeat(8, 1).to(torch.int8))
         yield "zero points lack a row", put(name, lambda value: value[:-1])
-        yield "zero points as int64", put(name, _as(torch.int64))
+        yield "zero points as int64", put(name, _cast_to(torch.int64))
     if "weight_shape" in sound.leaves:
         name = f"{sound.mlp('down')}.weight_shape"
         yield "weight_shape wrong", put(name, lambda value: value * 2)
@@ -126,12 +129,12 @@ def _zero_points(sound: Sound) -> Iterator[tuple[str, Change]]:
 
 def _unquantized() -> Iterator[tuple[str, Change]]:
     norm, table = "model.norm.weight", "model.embed_tokens.weight"
-    yield "final norm as float32", put(norm, _as(torch.float32))
-    yield "final norm as float16", put(norm, _as(torch.float16))
-    yield "final norm as int8", put(norm, _as(torch.int8))
+    yield "final norm as float32", put(norm, _cast_to(torch.float32))
+    yield "final norm as float16", put(norm, _cast_to(torch.float16))
+    yield "final norm as int8", put(norm, _cast_to(torch.int8))
     yield "final norm lacks an element", put(norm, lambda value: value[:-1])
     yield "final norm of two dimensions", put(norm, lambda value: value.reshape(1, -1))
-    yield "embeddings as float16", put(table, _as(torch.float16))
+    yield "embeddings as float16", put(table, _cast_to(torch.float16))
     yield "embeddings lack a row", put(table, lambda value: value[:-1])
     yield "embeddings lack a column", put(table, lambda value: value[:, :-1])
     yield "embeddings transposed", put(table, lambda value: value.T)
@@ -145,9 +148,9 @@ def _halved(module: str, leaves: list[str]) -> Change:
     return tensors(apply)
 
 
-def _as(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
+def _cast_to(dtype: torch.dtype) -> Callable[[torch.Tensor], torch.Tensor]:
     return lambda value: value.to(torch.float64).to(dtype)
 
 
-def _name(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

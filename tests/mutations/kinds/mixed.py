@@ -8,23 +8,23 @@ from tests.mutations.edits import (
     WHOLE,
     Change,
     Tensors,
-    byteswapped,
+    change_all,
     config,
-    copied,
+    copy_prefix,
     drop,
-    each,
-    element,
-    every,
-    exchanged,
+    drop_if,
+    fill_with,
     inverse,
-    lost,
-    moved,
+    move_prefix,
+    multiply_by,
     put,
     rename,
-    renamed,
+    rename_all,
+    set_first,
     swap,
+    swap_bytes,
+    swap_parts,
     tensors,
-    times,
     without,
 )
 from tests.mutations.good import Sound
@@ -33,32 +33,32 @@ from tests.mutations.kinds.values import SINGLE
 
 def kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
     """Yield mutations that depend on the scheme."""
-    yield from _names(sound)
+    yield from _tensor_names(sound)
     yield from _fused(sound)
     yield from _scales(sound)
     yield from _codes(sound)
 
 
-def _names(sound: Sound) -> Iterator[tuple[str, Change]]:
+def _tensor_names(sound: Sound) -> Iterator[tuple[str, Change]]:
     q, down = sound.attention("q"), sound.mlp("down")
-    yield "q_proj in capitals", moved(f"{q}.", f"{q.replace('q_proj', 'Q_proj')}.")
+    yield "q_proj in capitals", move_prefix(f"{q}.", f"{q.replace('q_proj', 'Q_proj')}.")
     yield "weight_scale in capitals", rename(f"{down}.weight_scale", f"{down}.WEIGHT_SCALE")
-    yield "down_proj by another name", moved(f"{down}.", f"{down.replace('down', 'dn')}.")
-    yield "down_proj twice, under another name", copied(f"{down}.", f"{down}_copy.")
-    yield "GPTQ's names", _leaves({"weight_packed": "qweight", "weight_scale": "scales"})
-    yield "ModelOpt's names", _leaves({"weight_global_scale": "weight_scale_2"})
-    yield "a wrapper's names", moved("", "base_model.model.")
-    yield "a compiled model's names", moved("", "_orig_mod.")
-    yield "names with model twice", moved("", "model.")
-    yield "layers counted with two digits", moved("model.layers.0.", "model.layers.00.")
+    yield "down_proj by another name", move_prefix(f"{down}.", f"{down.replace('down', 'dn')}.")
+    yield "down_proj twice, under another name", copy_prefix(f"{down}.", f"{down}_copy.")
+    yield "GPTQ's names", _rename_leaves({"weight_packed": "qweight", "weight_scale": "scales"})
+    yield "ModelOpt's names", _rename_leaves({"weight_global_scale": "weight_scale_2"})
+    yield "a wrapper's names", move_prefix("", "base_model.model.")
+    yield "a compiled model's names", move_prefix("", "_orig_mod.")
+    yield "names with model twice", move_prefix("", "model.")
+    yield "layers counted with two digits", move_prefix("model.layers.0.", "model.layers.00.")
 
 
-def _leaves(names: dict[str, str]) -> Change:
+def _rename_leaves(names: dict[str, str]) -> Change:
     def new(name: str) -> str:
         module, dot, leaf = name.rpartition(".")
         return f"{module}{dot}{names.get(leaf, leaf)}"
 
-    return renamed(new)
+    return rename_all(new)
 
 
 def _fused(sound: Sound) -> Iterator[tuple[str, Change]]:
@@ -92,31 +92,34 @@ def _scales(sound: Sound) -> Iterator[tuple[str, Change]]:
             "global scales exchanged",
             swap(f"{down}.weight_global_scale", f"{down}.input_global_scale"),
         )
-        yield "all global scales exchanged", exchanged("weight_global", "input_global")
+        yield "all global scales exchanged", swap_parts("weight_global", "input_global")
     for leaf in sorted(SINGLE & {*sound.leaves}):
         yield f"no {leaf} in v_proj", drop(f"{sound.attention('v')}.{leaf}")
         yield f"{leaf} of down_proj tenfold", put(f"{down}.{leaf}", lambda scale: scale * 10)
         yield f"{leaf} of down_proj thousandfold", put(f"{down}.{leaf}", lambda scale: scale * 1000)
-        yield f"all {leaf} upside down", each(f".{leaf}", inverse)
-        yield f"all {leaf} one", each(f".{leaf}", every(1.0))
-    yield "no scales at all", lost(lambda name: name.endswith(".weight_scale"))
+        yield f"all {leaf} upside down", change_all(f".{leaf}", inverse)
+        yield f"all {leaf} one", change_all(f".{leaf}", fill_with(1.0))
+    yield "no scales at all", drop_if(lambda name: name.endswith(".weight_scale"))
     if not sound.scheme.startswith("MX"):
-        yield "all weight_scale upside down", each(".weight_scale", inverse)
-        yield "all weight_scale NaN", each(".weight_scale", every(float("nan")))
-        yield "weight_scale of down_proj a tenth", put(f"{down}.weight_scale", times(0.1))
-        yield "weight_scale of q_proj tenfold", put(f"{q}.weight_scale", times(10))
-        yield "a scale of down_proj tenfold", put(f"{down}.weight_scale", _first(10))
-        yield "a scale of down_proj infinite", put(f"{down}.weight_scale", element(float("inf")))
+        yield "all weight_scale upside down", change_all(".weight_scale", inverse)
+        yield "all weight_scale NaN", change_all(".weight_scale", fill_with(float("nan")))
+        yield "weight_scale of down_proj a tenth", put(f"{down}.weight_scale", multiply_by(0.1))
+        yield "weight_scale of q_proj tenfold", put(f"{q}.weight_scale", multiply_by(10))
+        yield "a scale of down_proj tenfold", put(f"{down}.weight_scale", _scale_first(10))
+        yield "a scale of down_proj infinite", put(f"{down}.weight_scale", set_first(float("inf")))
     if sound.scheme.startswith("NVFP4"):
-        yield "a scale of down_proj NaN of the other sign", put(f"{down}.weight_scale", _bits(0xFF))
-        yield "a scale of down_proj denormal", put(f"{down}.weight_scale", _bits(0x01))
+        yield (
+            "a scale of down_proj NaN of the other sign",
+            put(f"{down}.weight_scale", _set_first_code(0xFF)),
+        )
+        yield "a scale of down_proj denormal", put(f"{down}.weight_scale", _set_first_code(0x01))
 
 
-def _first(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda scale: element(float(scale.float().view(-1)[0]) * factor)(scale)
+def _scale_first(factor: float) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda scale: set_first(float(scale.float().view(-1)[0]) * factor)(scale)
 
 
-def _bits(code: int) -> Callable[[torch.Tensor], torch.Tensor]:
+def _set_first_code(code: int) -> Callable[[torch.Tensor], torch.Tensor]:
     def apply(tensor: torch.Tensor) -> torch.Tensor:
         changed = tensor.view(torch.uint8).clone()
         changed.view(-1)[0] = code
@@ -129,12 +132,12 @@ def _codes(sound: Sound) -> Iterator[tuple[str, Change]]:
     weight = sound.leaves[0]
     name, zero_point = f"{sound.mlp('down')}.{weight}", f"{sound.mlp('down')}.weight_zero_point"
     if weight == "weight" and sound.scheme != "W8A8":
-        yield "a weight of down_proj NaN of the other sign", put(name, _bits(0xFF))
+        yield "a weight of down_proj NaN of the other sign", put(name, _set_first_code(0xFF))
     if sound.scheme == "W8A8":
-        yield "a code of -128", put(name, element(-128))
+        yield "a code of -128", put(name, set_first(-128))
     if weight == "weight_packed" and "weight_shape" in sound.leaves:
         yield "words as uint32", put(name, lambda value: value.view(torch.uint32))
-        yield "words byteswapped", put(name, byteswapped)
+        yield "words byteswapped", put(name, swap_bytes)
         yield "words of all ones", put(name, lambda value: torch.full_like(value, -1))
     yield f"{weight} of down_proj with rows turned", put(name, lambda value: value.roll(1, 0))
     yield f"{weight} of down_proj with columns turned", put(name, lambda value: value.roll(1, 1))
@@ -145,13 +148,13 @@ def _codes(sound: Sound) -> Iterator[tuple[str, Change]]:
 
 def shared_kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
     """Yield mutations that do not depend on the scheme: embeddings, norms, model config."""
-    yield "embeddings zero", put("model.embed_tokens.weight", every(0.0))
+    yield "embeddings zero", put("model.embed_tokens.weight", fill_with(0.0))
     yield "embeddings doubled", put("model.embed_tokens.weight", lambda value: value * 2)
-    yield "layer norm zero", put("model.layers.0.input_layernorm.weight", every(0.0))
+    yield "layer norm zero", put("model.layers.0.input_layernorm.weight", fill_with(0.0))
     yield "final norm negative", put("model.norm.weight", lambda value: -value)
-    yield "embeddings infinite", put("model.embed_tokens.weight", every(float("inf")))
+    yield "embeddings infinite", put("model.embed_tokens.weight", fill_with(float("inf")))
     if not sound.tied:
-        yield "lm_head zero", put("lm_head.weight", every(0.0))
+        yield "lm_head zero", put("lm_head.weight", fill_with(0.0))
         yield "lm_head transposed", put("lm_head.weight", lambda value: value.T)
         yield "lm_head as float32", put("lm_head.weight", lambda value: value.float())
         yield "lm_head as float16", put("lm_head.weight", lambda value: value.half())

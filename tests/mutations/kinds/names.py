@@ -10,18 +10,18 @@ from tests.mutations.edits import (
     Change,
     add,
     config,
-    copied,
+    copy_prefix,
     drop,
-    element,
-    every,
-    exchanged,
+    drop_if,
+    fill_with,
     inverse,
-    lost,
-    moved,
+    move_prefix,
     put,
     rename,
-    renamed,
+    rename_all,
+    set_first,
     swap,
+    swap_parts,
     tensors,
 )
 from tests.mutations.good import Sound
@@ -59,7 +59,7 @@ def kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
     yield "q_proj's scale under k_proj's name", swap(f"{q}.weight_scale", f"{o}.weight_scale")
     yield (
         "gate_proj and up_proj exchanged",
-        exchanged(f"{sound.mlp('gate')}.", f"{sound.mlp('up')}."),
+        swap_parts(f"{sound.mlp('gate')}.", f"{sound.mlp('up')}."),
     )
     yield (
         "o_proj's weight under down_proj's name",
@@ -77,9 +77,9 @@ def shared_kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
     if not sound.tied:
         yield "no lm_head", drop("lm_head.weight")
         yield "lm_head at another place", rename("lm_head.weight", "model.lm_head.weight")
-    yield "no first layer", lost(lambda name: name.startswith(f"{LAYER}."))
-    yield "no first attention", lost(lambda name: name.startswith(f"{LAYER}.self_attn."))
-    yield "no tensors", lost(bool)
+    yield "no first layer", drop_if(lambda name: name.startswith(f"{LAYER}."))
+    yield "no first attention", drop_if(lambda name: name.startswith(f"{LAYER}.self_attn."))
+    yield "no tensors", drop_if(bool)
     yield "unknown tensor", add(f"{LAYER}.mlp.no_such.weight", torch.ones(4, 4))
     yield "unknown tensor at the top", add("no_such.weight", torch.ones(4, 4))
     yield "unknown leaf", add(f"{down}.no_such_leaf", torch.ones(1))
@@ -97,10 +97,10 @@ def shared_kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
     yield "rotary buffer of old", add(f"{LAYER}.self_attn.rotary_emb.inv_freq", torch.ones(16))
     yield "rotary buffer elsewhere", add("model.rotary_emb.inv_freq", torch.ones(16))
     yield "KV scales without a scheme", add(f"{q.rpartition('.')[0]}.k_scale", torch.ones(1) / 64)
-    yield "a prefix too many", moved("", "language_model.")
-    yield "a prefix too few", moved("model.", "")
-    yield "layers counted from one", renamed(_counted_from_one)
-    yield "layers called blocks", moved("model.layers.", "model.blocks.")
+    yield "a prefix too many", move_prefix("", "language_model.")
+    yield "a prefix too few", move_prefix("model.", "")
+    yield "layers counted from one", rename_all(_counted_from_one)
+    yield "layers called blocks", move_prefix("model.layers.", "model.blocks.")
     yield (
         "embeddings under an older name",
         rename("model.embed_tokens.weight", "model.tok_embeddings.weight"),
@@ -139,12 +139,12 @@ def special_kinds(sound: Sound) -> Iterator[tuple[str, Change]]:
             "a head of its own beside a tie",
             tensors(lambda values: values.update({"lm_head.weight": -values[TABLE]})),
         )
-        yield "the tied head stored again", copied(TABLE, "lm_head.weight")
+        yield "the tied head stored again", copy_prefix(TABLE, "lm_head.weight")
         yield "no norm of keys", drop("model.layers.1.self_attn.k_norm.weight")
     if sound.kv_cache:
         yield from _kv_cache(sound)
     if not sound.tied:
-        yield "lm_head NaN", put("lm_head.weight", element(float("nan")))
+        yield "lm_head NaN", put("lm_head.weight", set_first(float("nan")))
         yield "lm_head lacks a row", put("lm_head.weight", lambda value: value[:-1])
         yield (
             "lm_head has a row too many",
@@ -163,20 +163,20 @@ def _experts(sound: Sound) -> Iterator[tuple[str, Change]]:
         scale = f"{EXPERT}.1.{projection}_proj.weight_scale"
         yield f"no scale of {projection}_proj in the last expert", drop(scale)
     yield "no last expert", drop(*(name for names in last.values() for name in names))
-    yield "an expert too many", copied(f"{EXPERT}.1.", f"{EXPERT}.2.")
+    yield "an expert too many", copy_prefix(f"{EXPERT}.1.", f"{EXPERT}.2.")
     yield "more experts in the config", config(WHOLE, num_experts=4, num_local_experts=4)
     yield "fewer experts in the config", config(WHOLE, num_experts=1, num_local_experts=1)
     yield "another width of experts in the config", config(WHOLE, moe_intermediate_size=64)
     yield "a larger width of experts in the config", config(WHOLE, moe_intermediate_size=256)
     yield "no router", drop(f"{GATE}.weight")
     yield "router of one expert", put(f"{GATE}.weight", lambda value: value[:1])
-    yield "router NaN", put(f"{GATE}.weight", every(float("nan")))
+    yield "router NaN", put(f"{GATE}.weight", fill_with(float("nan")))
     yield "router not ignored", config(QUANTIZATION, ignore=["lm_head"])
     yield "an expert ignored", config(QUANTIZATION, ignore=["lm_head", GATE, "re:.*experts.1.*"])
     yield "all experts ignored", config(QUANTIZATION, ignore=["lm_head", GATE, "re:.*experts.*"])
     yield "no norm of queries", drop("model.layers.0.self_attn.q_norm.weight")
-    yield "experts called by older names", renamed(_older_name)
-    yield "experts exchanged", exchanged(".experts.0.", ".experts.1.", "weight_scale")
+    yield "experts called by older names", rename_all(_older_name)
+    yield "experts exchanged", swap_parts(".experts.0.", ".experts.1.", "weight_scale")
 
 
 def _older_name(name: str) -> str:
@@ -190,8 +190,8 @@ def _kv_cache(sound: Sound) -> Iterator[tuple[str, Change]]:
     for leaf in ("k_scale", "v_scale"):
         name = f"{place}.{leaf}"
         yield f"no {leaf}", drop(name)
-        yield f"{leaf} NaN", put(name, element(float("nan")))
-        yield f"{leaf} zero", put(name, every(0.0))
+        yield f"{leaf} NaN", put(name, set_first(float("nan")))
+        yield f"{leaf} zero", put(name, fill_with(0.0))
         yield f"{leaf} negative", put(name, lambda scale: -scale)
         yield f"{leaf} upside down", put(name, inverse)
         yield f"{leaf} a byte", put(name, lambda scale: scale.to(torch.uint8))
