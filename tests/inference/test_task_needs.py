@@ -57,6 +57,7 @@ def test_trust_documents_and_metrics_are_required(offline: Path, llama: Path) ->
             f"task {task}: the task runs Python code that the model writes; add --trust-remote-code"
             in ran.stderr
         )
+    assert ran.stderr.count("got no file own.jsonl") == 1
     assert "task own: data_files: got no file own.jsonl" in ran.stderr
     assert "task other: metric exact_mtch: neither lm-eval nor" in ran.stderr
 

@@ -8,8 +8,8 @@ import yaml
 from tests.evaluation.make import SUMS, make_tasks
 from vexport.engine.messages import SessionRequest
 from vexport.errors import InputError
-from vexport.inference.task_data import load_tasks, tasks_as_data
-from vexport.inference.tasks import resolve_tasks
+from vexport.inference.task_data import found_documents, load_tasks, tasks_as_data
+from vexport.inference.tasks import resolve_tasks, task_files
 
 
 def write(path: Path, text: str) -> str:
@@ -26,6 +26,60 @@ def test_relative_data_files_become_absolute(tmp_path: Path) -> None:
         "test": str(tmp_path / "tasks/additions.jsonl")
     }
     assert config["doc_to_text"] == "{{a}} + {{b}} ="
+
+
+@pytest.mark.parametrize(
+    "file", ["additions.jsonl", "./data/additions.jsonl", "tasks/additions.jsonl"]
+)
+def test_documents_next_to_the_yaml_are_found(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sums, *_ = make_tasks(tmp_path / "tasks", 3)
+    task = write(tmp_path / "tasks" / "sums.yaml", SUMS.replace("additions.jsonl", file))
+    monkeypatch.chdir(tmp_path)
+    (found,) = resolve_tasks([task], folder=tmp_path / "run")
+    config = yaml.safe_load(Path(found).read_text())
+    documents = tmp_path / "tasks" / "additions.jsonl"
+    assert config["dataset_kwargs"]["data_files"]["test"] == str(documents)
+    assert documents in task_files(Path(sums))
+
+
+def test_documents_in_the_current_folder_are_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """lm-eval itself reads paths of documents from the current folder."""
+    make_tasks(tmp_path / "data", 3)
+    (tmp_path / "tasks").mkdir()
+    task = write(
+        tmp_path / "tasks" / "sums.yaml", SUMS.replace("additions.jsonl", "data/additions.jsonl")
+    )
+    monkeypatch.chdir(tmp_path)
+    (found,) = resolve_tasks([task], folder=tmp_path / "run")
+    config = yaml.safe_load(Path(found).read_text())
+    documents = tmp_path / "data" / "additions.jsonl"
+    assert config["dataset_kwargs"]["data_files"]["test"] == str(documents)
+
+
+def test_missing_documents_are_reported_once(tmp_path: Path) -> None:
+    files = "{train: gone.jsonl, test: gone.jsonl}"
+    task = write(tmp_path / "sums.yaml", SUMS.replace("{test: additions.jsonl}", files))
+    with pytest.raises(InputError) as caught:
+        resolve_tasks([task], folder=tmp_path / "run")
+    assert str(caught.value).count("gone.jsonl") == 1
+
+
+def test_documents_of_tasks_by_name(tmp_path: Path) -> None:
+    """Each task has the documents next to its own YAML file."""
+    for name in ("first", "second"):
+        folder = tmp_path / name
+        make_tasks(folder, 3)
+        write(folder / "sums.yaml", SUMS.replace("task: sums", f"task: {name}"))
+        found = found_documents({"test": "./data/additions.jsonl"}, name, [tmp_path])
+        assert found == {"test": str(folder / "additions.jsonl")}
+    with pytest.raises(InputError, match="got 2 files additions.jsonl"):
+        found_documents("additions.jsonl", "a group", [tmp_path])
+    with pytest.raises(InputError, match="got no file gone.jsonl"):
+        found_documents("gone.jsonl", "first", [tmp_path])
 
 
 def test_include_keeps_relative_paths(tmp_path: Path) -> None:

@@ -37,6 +37,7 @@ from vexport.inference.tasks import (
     is_foreign_code,
     is_local_dataset,
     reads_hub,
+    task_folders,
     thinking_error,
 )
 from vexport.records import PROGRESS_DETAIL, OnProgress
@@ -260,7 +261,7 @@ def explained_downloads(
         on_progress(f"{STAGE}{PROGRESS_DETAIL}{dataset}", done, total)
         is_local = is_local_dataset(dataset, dataset_kwargs)
         if kwargs and dataset in FILE_FORMATS and is_local:
-            files = _found(kwargs.get("data_files"), str(self.config.task), folders)
+            files = found_documents(kwargs.get("data_files"), str(self.config.task), folders)
             dataset_kwargs = {**kwargs, "data_files": files}
         try:
             original(self, dataset_kwargs)
@@ -304,23 +305,41 @@ def generating_tasks_only() -> Iterator[None]:
         yield
 
 
-def _found(value: object, task: str, folders: Sequence[Path]) -> object:
-    """Return the paths of local document files, searched for in the current and the tasks' folders.
+def found_documents(value: object, task: str, folders: Sequence[Path]) -> object:
+    """Return the paths of local document files.
 
-    Raises InputError if a file is in none of these folders.
+    Files are searched for in the current folder, next to the task's YAML file, and last anywhere in
+    the tasks' folders. Raises InputError for a file that is not found, or found more than once.
     """
     if isinstance(value, dict):
-        return {name: _found(each, task, folders) for name, each in value.items()}
+        return {name: found_documents(each, task, folders) for name, each in value.items()}
     if isinstance(value, list):
-        return [_found(each, task, folders) for each in value]
+        return [found_documents(each, task, folders) for each in value]
     if not isinstance(value, str) or "*" in value or Path(value).exists():
         return value
-    if not Path(value).is_absolute() and ".." not in Path(value).parts:
-        for file in (file for folder in folders for file in sorted(folder.rglob(value))):
-            return str(file)
     need = "the task's documents, in this folder or next to its YAML file"
-    fix = "put the documents there, or correct the path"
-    raise InputError(f"task {task}: data_files", got=f"no file {value}", need=need, fix=fix)
+    files = [*_candidates(value, task, folders)]
+    if len(files) == 1:
+        return str(files[0])
+    if files:
+        got, fix = f"{len(files)} files {value}", f"name one of {', '.join(map(str, files))}"
+    else:
+        got, fix = f"no file {value}", "put the documents there, or correct the path"
+    raise InputError(f"task {task}: data_files", got=got, need=need, fix=fix)
+
+
+def _candidates(value: str, task: str, folders: Sequence[Path]) -> list[Path]:
+    """Return the files that a path of documents may mean, if it is not in the current folder."""
+    path = Path(value)
+    if path.is_absolute():
+        return []
+    for folder in task_folders(task, folders):
+        for file in (folder / path, folder / path.name):
+            if file.is_file():
+                return [file]
+    if ".." in path.parts:
+        return []
+    return sorted({file for folder in folders for file in folder.rglob(str(path))})
 
 
 def _problems(request: SessionRequest) -> list[InputProblem]:
@@ -356,7 +375,7 @@ def _fetch(request: SessionRequest, report: OnProgress) -> Iterator[VexportError
             yield error
         except VexportError as error:
             yield error
-            yield from _data_problem(_settings(task, manager), report, folders)
+            yield from _data_problem(task, _settings(task, manager), report, folders)
         yield from _nltk_problem(task, before)
     report(STAGE, total, total)
 
@@ -370,11 +389,12 @@ def _without_answers(loaded: "list[Task | Group]") -> Iterator[InputError]:
 
 
 def _data_problem(
-    settings: Mapping[str, object], report: OnProgress, folders: Sequence[Path]
+    name: str, settings: Mapping[str, object], report: OnProgress, folders: Sequence[Path]
 ) -> Iterator[VexportError]:
     """Yield an error if the documents of a task cannot be downloaded.
 
-    This is for a task that cannot be loaded, so that all its errors are reported at once.
+    This is for a task that cannot be loaded, so that all its errors are reported at once. The error
+    equals the error of loading the task, if the documents were its cause.
     """
     from lm_eval.api.task import ConfigurableTask
     from lm_eval.config.task import TaskConfig
@@ -382,7 +402,7 @@ def _data_problem(
     if not isinstance(settings.get("dataset_path"), str):
         return
     task = ConfigurableTask.__new__(ConfigurableTask)
-    task._config = TaskConfig(task="documents")
+    task._config = TaskConfig(task=name)
     task.DATASET_PATH, task.DATASET_NAME = settings["dataset_path"], settings.get("dataset_name")
     kwargs = settings.get("dataset_kwargs")
     try:

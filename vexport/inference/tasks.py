@@ -222,10 +222,11 @@ def _require_complete(path: Path, config: Config, trust: bool) -> None:
         fix = "use letters, digits, - and _"
         problems.append(InputError(f"{path}: task", got=name, need="a valid file name", fix=fix))
     kwargs = config.get("dataset_kwargs")
-    fix = "check dataset_kwargs.data_files; paths are relative to the YAML file"
+    fix = "put it next to the YAML file, or correct dataset_kwargs.data_files"
+    files = _texts(kwargs.get("data_files") if isinstance(kwargs, dict) else None)
     problems += [
         InputError(str(path), got=f"no file {file}", need="the task's data", fix=fix)
-        for file in _texts(kwargs.get("data_files") if isinstance(kwargs, dict) else None)
+        for file in dict.fromkeys(files)
         if "://" not in file and not _matching(Path(file))
     ]
     if config.get("dataset_path") == PICKLED:
@@ -397,9 +398,8 @@ def task_files(path: Path) -> list[Path]:
         for name in _texts(named):
             waiting += [file.parent / name, file.parent / f"{name}.yaml"]
         for kwargs in leaves_of(config, "data_files"):
-            found |= dict.fromkeys(
-                path for text in _texts(kwargs) for path in _matching(file.parent / text)
-            )
+            for text in _texts(kwargs):
+                found |= dict.fromkeys(_matching(_data_file(file.parent, text)))
         found |= dict.fromkeys(named_modules(config))
     return list(found)
 
@@ -423,6 +423,29 @@ def _matching(pattern: Path) -> list[Path]:
         return []
 
 
+def _data_file(folder: Path, name: str) -> Path:
+    """Return the path of a file of documents that a YAML file in `folder` names.
+
+    The name is relative to the folder, or to the current folder as in lm-eval. If neither exists,
+    the file may be next to the YAML file. Returns a path in the folder if there is no such file.
+    """
+    for path in (folder / name, Path.cwd() / name, folder / Path(name).name):
+        if _matching(path):
+            return path
+    return folder / name
+
+
+def task_folders(name: str, include_paths: Sequence[Path]) -> list[Path]:
+    """Return the folders of the YAML files below `include_paths` that define or list a task."""
+    folders: dict[Path, None] = {}
+    for root in include_paths:
+        for file in filter(_is_readable, sorted(root.rglob("*.yaml"))):
+            found = _INDEXED.findall(file.read_bytes())
+            if name.encode() in {key or other for key, other in found}:
+                folders[file.parent] = None
+    return [*folders]
+
+
 def parse_task(path: Path, trust: bool) -> Config:
     """Return the keys in a file, without the keys of its includes.
 
@@ -442,16 +465,22 @@ def parse_task(path: Path, trust: bool) -> Config:
 def with_absolute_paths(config: Config, base: Path) -> Config:
     """Make `data_files`, `data_dir` and a dataset folder absolute. Keep URLs."""
 
-    def absolute(value: object) -> object:
+    def absolute(value: object, key: str) -> object:
         if isinstance(value, dict):
-            return {key: absolute(member) for key, member in value.items()}
+            return {name: absolute(member, key) for name, member in value.items()}
         if isinstance(value, list):
-            return [absolute(member) for member in value]
-        return str(base / value) if isinstance(value, str) and "://" not in value else value
+            return [absolute(member, key) for member in value]
+        if not isinstance(value, str) or "://" in value:
+            return value
+        if key == "data_files":
+            return str(_data_file(base, value))
+        is_in_base = (base / value).is_dir() or not Path(value).is_dir()
+        return str(base / value if is_in_base else Path.cwd() / value)
 
     absolute_config = dict(config)
     if isinstance(kwargs := config.get("dataset_kwargs"), dict):
-        local = {key: absolute(kwargs[key]) for key in ("data_files", "data_dir") if key in kwargs}
+        keys = [key for key in ("data_files", "data_dir") if key in kwargs]
+        local = {key: absolute(kwargs[key], key) for key in keys}
         absolute_config["dataset_kwargs"] = kwargs | local
     dataset = config.get("dataset_path")
     if isinstance(dataset, str) and dataset.startswith(("./", "../")):
