@@ -27,7 +27,7 @@ from vexport.checkpoint.hub import (
     require_model,
     side_files,
 )
-from vexport.checkpoint.index import MAX_HEADER_BYTES, require_checkpoint
+from vexport.checkpoint.index import MAX_HEADER_BYTES, require_checkpoint, require_config
 from vexport.errors import EnvironmentFault, InputError, InputErrors
 from vexport.files import user_path
 from vexport.records import OnProgress, silent
@@ -173,10 +173,16 @@ def pinned_source(name: str, root: Path) -> str:
 
 
 def require_source(name: str) -> None:
-    """Raise the errors of `resolve_source` for an unavailable model. Fetch only its config."""
-    if (model := hub_name(name)) is not None:
+    """Raise InputError for a missing folder, and the errors of `download` for an unavailable model.
+
+    Only the config of a model is fetched.
+    """
+    model = hub_name(name)
+    if model is not None:
         with _or_no_such_folder(name):
             require_model(model)
+    elif not user_path(name).exists():
+        require_config(user_path(name))  # it raises the error for a missing folder
 
 
 @contextmanager

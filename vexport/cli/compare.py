@@ -223,7 +223,7 @@ def _compare_schemes(
 ) -> None:
     """Run SOURCE in each scheme, and print the table of the runs."""
     from vexport.engine.session import require_engine
-    from vexport.evaluation.inputs import scenario_inputs
+    from vexport.evaluation.inputs import require_scenario_inputs, scenario_inputs
     from vexport.outputs.replaceable import NamedPath
     from vexport.reports import render_comparison
     from vexport.scenario import base_scenario
@@ -231,7 +231,8 @@ def _compare_schemes(
     _require_no_options_of_variants(schemes, interpreters, answer)
     base = base_scenario(source, schemes[0], scenario_file)
     python = interpreters.others[0] if interpreters.others else interpreters.own
-    # The functions that start engines import torch.
+    # The functions that start engines import torch, which takes seconds.
+    require_scenario_inputs(base)
     require_engine((python,))
     from vexport.api import compare as api_compare
     from vexport.run.comparison import outcome_of
@@ -292,7 +293,7 @@ def _compare_variants(
 ) -> None:
     """Serve CHECKPOINT in each variant, and print the table of the variants."""
     from vexport.engine.session import require_engine
-    from vexport.evaluation.inputs import evaluation_inputs
+    from vexport.evaluation.inputs import evaluation_inputs, require_inputs
     from vexport.outputs.replaceable import NamedPath
     from vexport.reports import render_variants
 
@@ -304,6 +305,8 @@ def _compare_variants(
     inputs = list(evaluation_inputs(settings, "--task"))
     written = [NamedPath(label="--run-dir", path=folder)]
     require_apart(click.get_current_context(), inputs, written)
+    # The functions that start engines import torch, which takes seconds.
+    require_inputs([checkpoint], settings)
     require_engine((interpreters.own, *others))
     from vexport.api import compare_variants
 

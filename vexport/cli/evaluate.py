@@ -155,8 +155,8 @@ def evaluate(
 
     An accepted baseline is a small file for git with the score of each document. Write it with
     --accept, and compare later checkpoints with it by --against, which takes its tasks and settings
-    as defaults. CHECKPOINT and SOURCE may also be
-    results of lm-eval, or the address of a server with OpenAI's API. VEXPORT_API_KEY is its key.
+    as defaults. CHECKPOINT and SOURCE may also be results of lm-eval, or the address of a server
+    with OpenAI's API. VEXPORT_API_KEY is its key.
 
     The output folder contains lm-eval's results in `baseline` and `candidate`, and a report
     (report.html). A second call resumes.
@@ -171,7 +171,7 @@ def evaluate(
       Qwen/Qwen3-0.6B
     """
     from vexport.engine.session import require_engine
-    from vexport.evaluation.inputs import evaluation_inputs
+    from vexport.evaluation.inputs import evaluation_inputs, require_inputs
     from vexport.outputs.replaceable import NamedPath
 
     options = click.get_current_context().params
@@ -189,6 +189,8 @@ def evaluate(
     folder = output_dir or Path("runs") / f"eval-{_name(checkpoints)}"
     written = [NamedPath(label="--output-dir", path=folder)]
     require_apart(click.get_current_context(), list(evaluation_inputs(settings, "--task")), written)
+    # The functions that start engines import torch, which takes seconds.
+    require_inputs([*filter(None, (comparison.baseline, *checkpoints))], settings)
     require_engine((interpreter.vllm_python,))
     from vexport import api
 

@@ -63,7 +63,7 @@ def run(
       vexport run SCENARIO.yaml --run-dir runs/nightly --format github
     """
     from vexport.engine.session import require_engine
-    from vexport.evaluation.inputs import scenario_inputs
+    from vexport.evaluation.inputs import require_scenario_inputs, scenario_inputs
     from vexport.outputs.replaceable import NamedPath
     from vexport.reports import render
     from vexport.scenario import read_scenario
@@ -72,7 +72,8 @@ def run(
     folder = run_dir or parsed.run_dir
     written = [NamedPath(label="--run-dir", path=folder)]
     require_apart(click.get_current_context(), list(scenario_inputs(parsed, scenario)), written)
-    # The functions that start engines import torch.
+    # The functions that start engines import torch, which takes seconds.
+    require_scenario_inputs(parsed)
     require_engine((interpreter.vllm_python,))
     from vexport.api import run as api_run
 

@@ -1,13 +1,21 @@
-"""List the input files and folders of an evaluation or a scenario, which no output may replace."""
+"""List the input files and folders of an evaluation or a scenario, and find those that are missing.
 
-from collections.abc import Iterator
+This imports no torch, so that a wrong path is reported at once.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
-from vexport.checkpoint.source import parse_data
+from vexport.checkpoint.source import hub_name, parse_data, require_data, require_source
+from vexport.errors.extras import attempt_all
 from vexport.files import user_path
-from vexport.inference.tasks import task_files
+from vexport.inference.result_files import is_results
+from vexport.inference.tasks import parse_task, task_files
 from vexport.outputs.replaceable import NamedPath
 from vexport.scenario import Evaluate, Scenario
+
+_ADDRESSES = ("http://", "https://")
 
 
 def evaluation_inputs(settings: Evaluate, label: str) -> Iterator[NamedPath]:
@@ -41,3 +49,43 @@ def scenario_inputs(scenario: Scenario, file: Path | None) -> Iterator[NamedPath
         yield from evaluation_inputs(scenario.evaluate, "evaluate.tasks")
         if scenario.evaluate.baseline:
             yield NamedPath(label="evaluate.baseline", path=user_path(scenario.evaluate.baseline))
+
+
+def require_inputs(models: Sequence[str], settings: Evaluate | None, data: str = "") -> None:
+    """Raise errors for missing models, tasks and texts, for all of them at once.
+
+    `models` are folders, models of the hub, addresses or results of lm-eval. `data` is the name of
+    calibration data. The contents of the files are checked later.
+    """
+    checks = []
+    if data:
+        checks.append((data, partial(require_data, data)))
+    if settings is not None:
+        checks += [(task, partial(_require_file, task)) for task in settings.tasks]
+        if settings.text:
+            checks.append((settings.text, partial(require_data, settings.text)))
+        if settings.tokenizer:
+            models = [*models, settings.tokenizer]
+    asked = [name for name in dict.fromkeys(models) if not name.startswith(_ADDRESSES)]
+    asked = [name for name in asked if not is_results(name)]
+    local = [name for name in asked if hub_name(name) is None]
+    checks += [(name, partial(require_source, name)) for name in local]
+    attempt_all(checks)
+    # The hub is asked last: it may be slow or unreachable.
+    attempt_all([(name, partial(require_source, name)) for name in asked if name not in local])
+
+
+def require_scenario_inputs(scenario: Scenario) -> None:
+    """Raise errors for missing inputs of a scenario, for all of them at once."""
+    settings = scenario.evaluate
+    models = [scenario.source]
+    if settings is not None and settings.baseline is not None:
+        models.append(settings.baseline)
+    require_inputs(models, settings, scenario.calibration.data if scenario.calibration else "")
+
+
+def _require_file(task: str) -> None:
+    """Raise InputError if a task is a YAML file that does not exist."""
+    path = user_path(task)
+    if path.suffix in (".yaml", ".yml") and not path.exists():
+        parse_task(path, trust=True)  # it raises the error for a missing file

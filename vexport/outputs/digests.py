@@ -72,6 +72,12 @@ def named_digests(name: str | None, root: Path) -> dict[str, str] | None:
     return digests
 
 
+def require_list(name: str) -> None:
+    """Raise InputError if a list of digests does not exist."""
+    if Path(name).name != RECIPE and not Path(name).exists():
+        listed_digests(Path(name))  # it raises the error for a missing file
+
+
 def record_digests(folder: Path, digests: Mapping[str, str], *, repaired: bool = False) -> None:
     """Write the digests of weight files to a checkpoint's vexport.json, replacing earlier ones.
 

@@ -49,6 +49,8 @@ def repair_checkpoint(
     not enough.
     """
     require_checkpoint(checkpoint)
+    if source is not None:
+        require_checkpoint(source)  # before torch is imported, which takes seconds
     inputs = {"CHECKPOINT": checkpoint} | ({"--source": source} if source else {})
     require_separate(
         [NamedPath(label="OUT", path=path) for path in (out, working_folder(out))],

@@ -1,0 +1,96 @@
+"""A missing path is reported within a second: no command imports torch before."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.command import ROOT
+
+TASK = ROOT / "scenarios" / "demo" / "tasks" / "addition.yaml"
+RULES = "rules: [{match: Linear, scheme: FP8_DYNAMIC}]\n"
+# MODEL stands for a checkpoint, TASK for a task. Nothing is at `gone`.
+COMMANDS = (
+    "plan gone --scheme FP8_DYNAMIC",
+    "plan gone",
+    "plan source.yaml",
+    "quantize gone out --scheme FP8_DYNAMIC",
+    "quantize MODEL out --scheme W4A16 --calibration gone.jsonl",
+    "quantize MODEL out --recipe gone.yaml",
+    "check gone",
+    "check gone --source MODEL",
+    "check MODEL --source gone",
+    "check MODEL --digests gone",
+    "load gone",
+    "load --dry gone",
+    "eval gone --baseline MODEL --task TASK",
+    "eval MODEL --baseline gone --task TASK",
+    "eval MODEL --baseline MODEL --task gone.yaml",
+    "eval MODEL --baseline MODEL --text gone.txt",
+    "eval MODEL --against gone.json",
+    "eval http://localhost:1/v1 --baseline gone --task TASK",
+    "run gone.yaml",
+    "run source.yaml",
+    "run data.yaml",
+    "run tasks.yaml",
+    "compare gone --schemes FP8_DYNAMIC",
+    "compare MODEL --schemes FP8_DYNAMIC --scenario gone.yaml",
+    "compare gone --serve kv_cache_dtype=fp8 --task TASK",
+    "load gone gone2",
+    "report gone",
+    "verdict gone gone",
+    "repair gone out",
+    "repair MODEL out --source gone",
+)
+# Runs the commands in one process. Each answer has the exit code, the errors, and whether torch is
+# imported by then.
+SCRIPT = """
+import json, sys
+from tests.command import vexport
+answers = []
+for words in json.loads(sys.argv[1]):
+    ran = vexport(*words)
+    answers.append([ran.code, ran.errors, "torch" in sys.modules])
+print(json.dumps(answers))
+"""
+
+
+@pytest.fixture(scope="module")
+def answers(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[object]]:
+    folder = tmp_path_factory.mktemp("missing")
+    (folder / "source.yaml").write_text(f"name: a\nsource: gone\n{RULES}")
+    (folder / "data.yaml").write_text(
+        f"name: a\nsource: {llama}\n{RULES}calibration: {{data: gone.jsonl}}\n"
+    )
+    (folder / "tasks.yaml").write_text(
+        f"name: a\nsource: {llama}\n{RULES}evaluate: {{tasks: [gone.yaml]}}\n"
+    )
+    named = {"MODEL": str(llama), "TASK": str(TASK)}
+    words = [[named.get(word, word) for word in command.split()] for command in COMMANDS]
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, json.dumps(words)],
+        cwd=folder,
+        env={"PYTHONPATH": str(ROOT), "PATH": "", "HOME": str(folder), "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return dict(zip(COMMANDS, json.loads(done.stdout), strict=True))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_missing_path(command: str, answers: dict[str, list[object]]) -> None:
+    code, errors, has_torch = answers[command]
+    assert code == 2
+    assert isinstance(errors, list)
+    assert errors
+    assert all("gone" in error for error in errors)
+    assert not has_torch
+
+
+def test_each_missing_path_is_named(answers: dict[str, list[object]]) -> None:
+    errors = answers["verdict gone gone"][1]
+    assert isinstance(errors, list)
+    assert len(errors) == 1, "the same path twice"
