@@ -101,7 +101,7 @@ def test_scheme_table_is_complete() -> None:
         r"^\| `(\w+)` \|.*?\|.*?\| (.+?) \| (.+?) \|", PAGES["schemes"], flags=re.MULTILINE
     )
     rows = {
-        row["scheme"]: (row["loads from SM"], row["in full from SM"]) for row in catalog.schemes()
+        row["scheme"]: (row["loads from SM"], row["native from SM"]) for row in catalog.schemes()
     }
     assert {name: tuple(spans) for name, *spans in cells} == rows
     supports = {scheme.name: scheme.format.gpu_support(scheme.args) for scheme in all_schemes()}

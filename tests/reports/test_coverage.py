@@ -74,12 +74,12 @@ ROUNDING = RoundingReport(layers=(LayerRounding(groups=(QKV, FALLEN_BACK), state
 def test_rounding_lines_show_strength_and_gain() -> None:
     kinds, strength, gain = rounding_lines(ROUNDING)
     assert kinds == "refit of 1 group, nearest of 1 group"
-    assert strength == "0.25 of the refit, ridge 0.1"
+    assert strength == "refit strength 0.25, ridge 0.1"
     weighed = RoundingReport(
         layers=(LayerRounding(groups=(replace(QKV, weighs_tokens=True),), state_error=0),)
     )
-    assert [*rounding_lines(weighed)][1] == "0.25 of the refit, ridge 0.1, tokens weighed"
-    assert gain == "output error 1.00% of the signal, 4.00% to nearest (median)"
+    assert [*rounding_lines(weighed)][1] == "refit strength 0.25, ridge 0.1, tokens weighed"
+    assert gain == "median output error of a layer group 1.00% (4.00% with nearest rounding)"
     assert not [*rounding_lines(None)]
 
 
@@ -90,4 +90,4 @@ def test_reports_show_rounding() -> None:
         assert words in page
     assert "refit of 1 group, nearest of 1 group" in card
     assert "rounded to nearest: H is not positive definite" in card
-    assert "0.25 of the refit, ridge 0.1" in text
+    assert "refit strength 0.25, ridge 0.1" in text

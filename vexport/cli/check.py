@@ -82,9 +82,9 @@ def check(
 ) -> None:
     """Check whether vLLM will load each CHECKPOINT correctly.
 
-    Reads checkpoints of any producer, without a GPU. If vLLM is installed, its loaders check the
-    files too (about 10 seconds; not with --static). The output lists everything that could not be
-    judged. With --tp, --sm or --gpu, also check whether the checkpoint runs on these GPUs in its
+    Reads checkpoints of any producer in about a second, without a GPU. If vLLM is installed, its
+    loaders check the files too (10 to 20 seconds; not with --static). The output lists everything
+    that could not be judged. With --tp, --sm or --gpu, also check whether the checkpoint runs on these GPUs in its
     stored precision. `vexport list checks` lists the checks.
 
     \b

@@ -213,11 +213,11 @@ class Prover:
 
         If something could not be judged, or vLLM refuses the source as well, this becomes a note.
         """
-        job.on_progress("prove (config and names)", 0, 1)
+        job.on_progress("verify (config and names)", 0, 1)
         found = [each for each in findings_of_headers(folder) if each.severity == "error"]
         errors = [each for each in found if each.check != INTERNAL]
         not_judged = [f"{each.where}: {each.got}" for each in found if each.check == INTERNAL]
-        job.on_progress("prove (config and names)", 1, 1)
+        job.on_progress("verify (config and names)", 1, 1)
         if self.dry and all(map(_is_seen, errors)):
             judged = _dry_loaded(job, folder, plan)
             outcome = judged if isinstance(judged, str) else errors_or_doubt(judged)

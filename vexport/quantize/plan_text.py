@@ -1,4 +1,4 @@
-"""Run the calibration text of a plan: look back, collect statistics, and round weights
+"""Run the calibration text of a plan: weigh tokens, collect statistics, and round weights
 by the text.
 """
 

@@ -91,13 +91,15 @@ def accuracy_section(verdict: Verdict) -> doc.Section:
         "left, and is inconclusive across it."
     )
     difference = doc.Column("Difference", numeric=True, noted=True)
-    titles = ("Also", ">Documents", ">Baseline", ">Quantized", difference)
+    titles = ("Metric", ">Documents", ">Baseline", ">Quantized", difference)
     others = table(titles, map(_comparison_row, _shown_comparisons(verdict)))
     content = parts(
         forests(verdict),
         task_table(verdict) if verdict.tasks else None,
         _lost_table(verdict),
-        doc.Section("For information, decides nothing", (others,)) if others.rows else None,
+        doc.Section("Informational metrics, not part of the verdict", (others,))
+        if others.rows
+        else None,
         warnings(verdict.warnings),
         _reading(verdict),
     )
@@ -257,11 +259,9 @@ def _reading_lines(verdict: Verdict) -> Iterator[str]:
     )
     if tasks:
         yield (
-            "p (McNemar; a permutation test where answers are not right or wrong): whether the "
-            "two models "
-            "differ at all. It decides nothing: a small p next to PASS is a real loss that is "
-            "smaller than "
-            "what was accepted."
+            "p (McNemar; a permutation test if answers are not right or wrong): whether the two "
+            "models differ at all. It is not part of the verdict: a small p next to PASS is a real "
+            "loss that is smaller than the margin."
         )
     yield f"Method: {method_line(verdict)}."
 

@@ -100,7 +100,7 @@ def _gpus(support: GpuSupport) -> dict[str, str]:
     """Return the capabilities that load a scheme, and that compute in the stored precision."""
     return {
         "loads from SM": _span(support.loads_from, support.below),
-        "in full from SM": _span(support.full_from, support.full_below),
+        "native from SM": _span(support.full_from, support.full_below),
     }
 
 

@@ -310,7 +310,7 @@ def rounding_lines(rounding: RoundingReport | None) -> Iterator[str]:
         (group.strength, group.damping, group.weighs_tokens) for group in done if group.strength
     ).most_common():
         weights = ", tokens weighed" if weighed else ""
-        strengths.setdefault(strength, f"{strength:g} of the refit, ridge {ridge:g}{weights}")
+        strengths.setdefault(strength, f"refit strength {strength:g}, ridge {ridge:g}{weights}")
     if strengths:
         yield "; ".join(strengths.values())
     if done:
@@ -319,8 +319,8 @@ def rounding_lines(rounding: RoundingReport | None) -> Iterator[str]:
             median(group.error for group in done),
         )
         yield (
-            f"output error {percent(after, 2)} of the signal, {percent(before, 2)} to "
-            f"nearest (median)"
+            f"median output error of a layer group {percent(after, 2)} "
+            f"({percent(before, 2)} with nearest rounding)"
         )
 
 

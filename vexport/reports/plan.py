@@ -51,7 +51,7 @@ def render_plan(
             for scheme in plan.used_schemes
             for line in _labelled(scheme.name, _scheme_lines(plan, scheme))
         ),
-        *_labelled("stay 16 bit", _kept_lines(plan)),
+        *_labelled("in 16 bit", _kept_lines(plan)),
         ("KV cache", f"{plan.kv_cache} in {attention}") if plan.kv_cache else None,
         ("runs", _runs_on(plan, sm)) if sm is not None else None,
         ("size", f"{size(plan.source_bytes)} -> {size(plan.output_bytes)} ({share}); {bits}"),
@@ -240,10 +240,8 @@ def _group_kind(group: FusionGroup) -> str:
 def _kept_lines(plan: Plan) -> list[str]:
     """Return the number of linear layers that are kept, and their kinds."""
     kinds = [*dict.fromkeys(map(_kind, plan.kept_linears))]
-    first = (
-        f"{plural(len(plan.kept_linears), 'linear layer')}; embeddings, norms and what "
-        f"else is not linear"
-    )
+    layers = plural(len(plan.kept_linears), "linear layer")
+    first = f"{layers}, embeddings, norms and other modules that are not linear"
     return [first, *_shortened(kinds, MOST_KEPT)]
 
 
