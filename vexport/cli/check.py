@@ -84,8 +84,8 @@ def check(
 
     Reads checkpoints of any producer in about a second, without a GPU. If vLLM is installed, its
     loaders check the files too (10 to 20 seconds; not with --static). The output lists everything
-    that could not be judged. With --tp, --sm or --gpu, also check whether the checkpoint runs on these GPUs in its
-    stored precision. `vexport list checks` lists the checks.
+    that could not be judged. With --tp, --sm or --gpu, also check whether the checkpoint runs on
+    these GPUs in its stored precision. `vexport list checks` lists the checks.
 
     \b
     Examples:
