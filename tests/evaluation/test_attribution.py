@@ -76,6 +76,7 @@ def attribution_of(
     *,
     by: Path,
     outcome: Outcome = "FAIL",
+    is_late: bool = False,
     baseline: Path = DEMO / "model",
 ) -> Attribution:
     """Attribute the loss of `candidate`, whose vLLM results are made from the checkpoint `by`."""
@@ -84,6 +85,7 @@ def attribution_of(
         session_of(candidate, prompts, folder / "candidate", by=by, noise=0.02),
         limit=LIMIT,
         outcome=outcome,
+        is_late=is_late,
         vllm_python=NO_VLLM,
     )
     assert found is not None
@@ -182,6 +184,10 @@ def test_failure_without_distance_blames_harness(tmp_path: Path, prompts: Prompt
     found = attribution_of(tmp_path, prompts, DEMO / "model-x16", by=DEMO / "model-x16")
     assert found.cause == "harness"
     assert "all four log-probabilities agree" in found.reason
+    hard = DEMO / "model-x16"
+    late = attribution_of(tmp_path / "late", prompts, hard, by=hard, is_late=True)
+    assert late.cause == "none"
+    assert "the loss is at later tokens" in late.reason
     baseline = session_of(model, prompts, tmp_path / "nan" / "a", by=model)
     candidate = session_of(model, prompts, tmp_path / "nan" / "b", by=model, noise=float("nan"))
     broken = attribute(baseline, candidate, limit=LIMIT, outcome="FAIL", vllm_python=NO_VLLM)

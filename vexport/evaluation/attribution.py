@@ -39,6 +39,10 @@ NOTHING_IN_COMMON = 100.0
 JSON has no infinity, and no sane pair of models comes near this value.
 """
 _EVIDENCE = 3
+LATE = (
+    "every distance is within its limit at the first tokens of each row: the loss is at later "
+    "tokens, which are not scored in four ways"
+)
 
 NAMES = {
     1: "transformers, baseline",
@@ -54,14 +58,16 @@ def attribute(
     *,
     limit: float,
     outcome: Outcome | None,
+    is_late: bool = False,
     vllm_python: Path | None = None,
     on_progress: OnProgress = silent,
 ) -> Attribution | None:
     """Find the cause of a loss. Return None if transformers cannot build one of the models.
 
-    `limit` applies to the mean KL of quantization, and `outcome` is the outcome of the tasks. The
-    models are built in this process, unless the session did so before. If vLLM disagrees with
-    transformers on the candidate, the candidate is also loaded dry.
+    `limit` applies to the mean KL of quantization, and `outcome` is the outcome of the tasks. With
+    `is_late`, the tokens that are scored here pass, and later tokens of the text fail. The models
+    are built in this process, unless the session did so before. If vLLM disagrees with transformers
+    on the candidate, the candidate is also loaded dry.
     """
     of_baseline, of_candidate = named("baseline", on_progress), named("candidate", on_progress)
     harness = tuple(differences(baseline, candidate))
@@ -100,7 +106,7 @@ def attribute(
     }
     is_asked = not harness and _beyond(distances["engine"])
     evidence = _loader_evidence(candidate, vllm_python, of_candidate) if is_asked else ()
-    cause, reason = _judge(distances, harness, evidence, outcome)
+    cause, reason = _judge(distances, harness, evidence, outcome, is_late=is_late)
     return Attribution(cause=cause, reason=reason, **distances, harness=harness, evidence=evidence)
 
 
@@ -109,6 +115,8 @@ def _judge(
     harness: Sequence[str],
     evidence: Sequence[str],
     outcome: Outcome | None,
+    *,
+    is_late: bool,
 ) -> tuple[Cause, str]:
     """Return the first step from the prompt to the answer that explains the loss."""
     noise, quantization, engine = distances["noise"], distances["quantization"], distances["engine"]
@@ -127,6 +135,8 @@ def _judge(
         )
     if outcome != "FAIL":
         return "none", "every distance is within its limit"
+    if is_late:
+        return "none", LATE
     if quantization.mean_kl > ABOVE_NOISE * noise.mean_kl:
         return "quantization", (
             f"the tasks fail, and the exported weights, {_against(quantization)} from the "

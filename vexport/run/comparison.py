@@ -27,9 +27,17 @@ def compared_run(report: Report, folder: str) -> ComparedRun:
         reason=report.reason,
         num_bytes=num_bytes,
         bits_per_weight=bits,
-        mean_kl=report.drift.mean_kl if report.drift else None,
+        mean_kl=_kl_of(report),
         worst=worst_task(report.verdict) if report.verdict else None,
     )
+
+
+def _kl_of(report: Report) -> float | None:
+    """Return the KL in the worst bucket of held-out text, or else the mean KL of the prompts."""
+    text = report.verdict.text if report.verdict is not None else None
+    if text is not None and text.buckets:
+        return text.limits[0].value
+    return report.drift.mean_kl if report.drift else None
 
 
 def worst_task(verdict: Verdict) -> TaskVerdict | None:

@@ -147,7 +147,16 @@ def attribute(run: Run) -> Attribution | None:
     sessions = proving.sessions_here(run)
     assert sessions is not None
     outcome = run.result(conclude).outcome
-    return cause_of(*sessions, run.evaluation, outcome, run.options, run.explaining.seconds)
+    verdict = run.get(proving.judge)
+    text = verdict.text if verdict is not None else None
+    return cause_of(
+        *sessions,
+        run.evaluation,
+        outcome,
+        run.options,
+        run.explaining.seconds,
+        is_late=text is not None and text.fails_late,
+    )
 
 
 @partial(Stage, "report", Report, writes=(REPORT_FILE, *RENDERED), when=_has_outcome)

@@ -55,10 +55,13 @@ def cause_of(
     outcome: Outcome,
     options: EngineOptions,
     seconds: float,
+    *,
+    is_late: bool,
 ) -> Attribution | None:
     """Find the cause of a loss, given the outcome.
 
-    Returns None if vLLM refused a model, or if the search took more than `seconds`.
+    With `is_late`, the first tokens of each row pass, and later tokens fail. Returns None if vLLM
+    refused a model, or if the search took more than `seconds`.
     """
     if not baseline.is_scored or not candidate.is_scored:
         return None
@@ -76,6 +79,7 @@ def cause_of(
             candidate,
             limit=settings.kl_limit,
             outcome=outcome,
+            is_late=is_late,
             vllm_python=options.vllm_python,
             on_progress=tell,
         )
