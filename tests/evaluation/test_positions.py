@@ -123,6 +123,14 @@ def test_late_error_fails_and_names_its_bucket(tmp_path: Path) -> None:
     assert sum(bucket.tokens for bucket in text.buckets) == text.tokens == ROWS * (TOKENS - 1)
 
 
+def test_error_everywhere_names_the_worst_bucket(tmp_path: Path) -> None:
+    old, new = pair(tmp_path, start=-300)
+    verdict = decide_on_text("held-out.txt", old, new, SETTINGS)
+    assert (verdict.outcome, verdict.warnings) == ("FAIL", ())
+    assert "in tokens 256-400" in verdict.reason
+    assert verdict.reason.endswith("all 3 buckets fail")
+
+
 def test_identical_models_pass(tmp_path: Path) -> None:
     old, _ = pair(tmp_path)
     verdict = decide_on_text("held-out.txt", old, old, SETTINGS)

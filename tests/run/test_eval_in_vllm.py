@@ -48,6 +48,14 @@ def test_text_and_drafts_decide_without_tasks(tmp_path: Path) -> None:
     assert 0 < text["limits"][0]["value"] == pytest.approx(report["drift"]["mean_kl"], rel=1e-6)
     assert text["baseline_nll"] == pytest.approx(report["drift"]["baseline_nll"], abs=1e-3)
     assert 0.5 < text["top1_agreement"] <= 1
+    (bucket,) = text["buckets"]
+    assert (bucket["start"], bucket["end"], bucket["tokens"]) == (0, 64, 12 * 63)
+    assert bucket["noise"] == {
+        "rows": 3,
+        "kl": pytest.approx(0, abs=1e-3),
+        "nll_rise": pytest.approx(0, abs=1e-3),
+        "changed": pytest.approx(0, abs=0.02),
+    }
     acceptance = text["acceptance"]
     assert 1 < acceptance["candidate"] == pytest.approx(acceptance["baseline"], rel=0.05)
     assert 1 <= acceptance["draft_tokens"][0] <= 3

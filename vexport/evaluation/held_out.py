@@ -376,7 +376,7 @@ def text_reason(outcome: Outcome, text: TextVerdict) -> str:
     else:
         sentence = f"{shown}, in {text.rows:,} rows of held-out text"
     if outcome == "FAIL":
-        return f"{sentence}{_passing(text)}"
+        return f"{sentence}{_other_buckets(text)}"
     if outcome == "PASS":
         return sentence
     needed = [limit.rows_needed for limit in decisive if limit.rows_needed is not None]
@@ -385,10 +385,13 @@ def text_reason(outcome: Outcome, text: TextVerdict) -> str:
     return f"{sentence} is not settled; about {max(needed):,} rows would settle it"
 
 
-def _passing(text: TextVerdict) -> str:
-    """Return words for the buckets that pass, or "" if there is none."""
+def _other_buckets(text: TextVerdict) -> str:
+    """Return words for the buckets that pass, or for a failure of all buckets."""
     labels = [bucket.label for bucket in text.buckets if bucket.outcome == "PASS"]
-    return f"; {' and '.join(labels)} pass" if labels else ""
+    if labels:
+        return f"; {' and '.join(labels)} pass"
+    all_fail = all(bucket.outcome == "FAIL" for bucket in text.buckets)
+    return f"; all {len(text.buckets)} buckets fail" if all_fail and len(text.buckets) > 1 else ""
 
 
 def _shown(limit: TextLimit, text: TextVerdict) -> str:

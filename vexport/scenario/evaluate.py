@@ -156,7 +156,14 @@ class Evaluate(ScenarioSection):
         int, Gt(0), Option("Number of rows of the text to read.", "Tasks", hidden=True)
     ] = DEFAULT_TEXT_ROWS
     text_tokens: Annotated[
-        int, Gt(1), Option("Number of tokens of each row.", "Tasks", hidden=True)
+        int,
+        Gt(1),
+        Option(
+            "Number of tokens of each row of the text.",
+            "Tasks",
+            metavar="N",
+            more="More tokens test [long contexts](evaluation.md#long-contexts).",
+        ),
     ] = DEFAULT_TEXT_TOKENS
     speculative: Annotated[
         Text | None,
