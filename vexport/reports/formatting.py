@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from vexport.reports.report import Report
 
 NOT_AVAILABLE = "n/a"
+LATE = (
+    "compare rope_theta, rope scaling and sliding window in config.json with the source's, and "
+    "check the scales of the KV cache"
+)
+"""Advice if only later tokens of held-out text fail."""
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 # Arguments with default values, which are not worth showing.
 _OFF = {
@@ -220,6 +225,8 @@ def next_step(report: "Report") -> tuple[str, str]:
     if report.outcome == "INCONCLUSIVE":
         more = "Evaluate more documents, tasks or text (evaluate.limit, tasks, text_rows)"
         return "", f"{more}, or accept a larger loss."
+    if report.verdict and report.verdict.text and report.verdict.text.fails_late:
+        return "", f"{LATE[0].upper()}{LATE[1:]}."
     if report.load is None or report.load.ok:
         more = "Keep the layers that lose most, choose a scheme with more bits"
         return "", f"{more}, or leave the choice to `scheme: auto`."
