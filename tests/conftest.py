@@ -77,14 +77,14 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture
 def torch_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let models compute in their dtype like torch, for tests of equality to the last bit."""
-    monkeypatch.setattr("vexport.calibration.capture.widens", lambda device: False)
+    monkeypatch.setattr("vexport.calibration.capture.prefers_float32", lambda device: False)
 
 
 @pytest.fixture(scope="module")
 def torch_products_in_module() -> Iterator[None]:
     """Do the same as `torch_products`, for the shared fixtures of a module."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vexport.calibration.capture.widens", lambda device: False)
+        patch.setattr("vexport.calibration.capture.prefers_float32", lambda device: False)
         yield
 
 

@@ -58,8 +58,8 @@ def test_limits_equal_code() -> None:
         f"| {MAX_HEADER_BYTES // 10**6} MB",
         f"{sources.LONGEST_LINE >> 20} MB each",
         f"a file that is one JSON list {sources.LARGEST_LIST >> 30} GB",
-        f"after {data.MOST_BROKEN} broken rows",
-        f"after {data.MOST_MULTIMODAL:,} rows with images",
+        f"after {data.MAX_BROKEN_ROWS} broken rows",
+        f"after {data.MAX_MULTIMODAL_ROWS:,} rows with images",
         f"{MAX_CHARACTERS} characters a line, {MAX_LINES} lines",
         f"| {MAX_FOLLOWING} of a cause",
         f"first contact {server._FIRST_CONTACT_ENDS:g} s",
@@ -86,14 +86,14 @@ def test_header_beyond_limit_is_not_read(tmp_path: Path) -> None:
 def test_reading_ends_after_broken_rows(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text("broken\n" * 100_000 + '{"text": "one plus two"}\n')
-    with pytest.raises(InputError, match=rf"rows.jsonl:1 and {data.MOST_BROKEN - 1} more rows"):
+    with pytest.raises(InputError, match=rf"rows.jsonl:1 and {data.MAX_BROKEN_ROWS - 1} more rows"):
         read(file)
 
 
 def test_reading_ends_after_images(tmp_path: Path) -> None:
     image = {"messages": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]}
-    rows = [image] * data.MOST_MULTIMODAL + [{"text": "one plus two"}]
-    with pytest.raises(InputError, match=f"{data.MOST_MULTIMODAL:,} rows"):
+    rows = [image] * data.MAX_MULTIMODAL_ROWS + [{"text": "one plus two"}]
+    with pytest.raises(InputError, match=f"{data.MAX_MULTIMODAL_ROWS:,} rows"):
         read(write_rows(tmp_path / "rows.jsonl", *rows))
 
 

@@ -66,7 +66,7 @@ def test_rules_instead_of_scheme(llama: Path, tmp_path: Path) -> None:
         quantize(llama, tmp_path / "b")
     # The micro model has no tokenizer for the packaged data.
     with (
-        pytest.warns(match="no calibration data was named"),
+        pytest.warns(match="no calibration data was given"),
         pytest.raises(InputError, match="no usable tok"),
     ):
         quantize(llama, tmp_path / "b", scheme="FP8")

@@ -14,9 +14,9 @@ from vexport.calibration import capture
 from vexport.calibration.capture import (
     LayerCall,
     capture_layer_calls,
-    fast_head_gradient,
-    fast_products,
-    watching_attention,
+    float32_head_gradient,
+    float32_products,
+    watch_attention,
 )
 from vexport.calibration.model import HiddenStates
 
@@ -73,7 +73,7 @@ def test_products_are_rounded_once(dtype: torch.dtype, monkeypatch: pytest.Monke
         plain = model(value)
         for is_widened in (True, False):
             monkeypatch.setattr(capture, "widens", lambda device, found=is_widened: found)
-            with fast_products(model, "cpu"):
+            with float32_products(model, "cpu"):
                 found = model(value)
             assert found.dtype == dtype
             torch.testing.assert_close(found, plain, rtol=2 * torch.finfo(dtype).eps, atol=0.01)
@@ -92,7 +92,7 @@ def test_head_gradient_is_rounded_once(
     head = nn.Linear(24, 100, bias=has_bias).to(dtype).requires_grad_(False)
     value = torch.randn(1, 7, 24, generator=generator).to(dtype).requires_grad_()
     upstream = torch.randn(1, 7, 100, generator=generator).to(dtype)
-    with fast_head_gradient(head, "cpu"):
+    with float32_head_gradient(head, "cpu"):
         output = head(value)
     (gradient,) = torch.autograd.grad(output, value, upstream)
     assert torch.equal(output, head(value))
@@ -129,9 +129,9 @@ def test_attention_rounds_once(
     own, module = ALL_ATTENTION_FUNCTIONS["sdpa"], Attention()
     wide = None if mask is None else mask.float()
     expected = own(module, query.float(), key.float(), value.float(), wide)[0].to(dtype)
-    with fast_products(module, "cpu"):
+    with float32_products(module, "cpu"):
         attend = ALL_ATTENTION_FUNCTIONS["sdpa"]
-        with watching_attention(module, "", str, {}):
+        with watch_attention(module, "", str, {}):
             assert ALL_ATTENTION_FUNCTIONS["sdpa"] is not attend
         assert ALL_ATTENTION_FUNCTIONS["sdpa"] is attend
         found, probabilities = attend(module, query, key, value, mask)

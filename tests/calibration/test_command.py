@@ -70,7 +70,7 @@ def test_unreached_experts_and_unknown_device(folder: Path, tmp_path: Path) -> N
     command = ("quantize", folder / "model", tmp_path / "other", "--scheme", "FP8", "--quiet")
     ran = vexport(*command, "--calibration", folder / "samples.jsonl", "--device", "gpu")
     assert ran.code == 2
-    assert "device 'gpu': got no use of it" in ran.errors[0]
+    assert "device 'gpu': got a device that cannot be used" in ran.errors[0]
     assert not (tmp_path / "other").exists()
 
 
@@ -173,7 +173,7 @@ def test_seed_chooses_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert first == again
     assert first.rows != other.rows
     assert read(rows).rows == tuple(range(1, 9))
-    monkeypatch.setattr("vexport.calibration.sources.SHUFFLED", 7)
+    monkeypatch.setattr("vexport.calibration.sources.SHUFFLE_BUFFER", 7)
     assert sorted(shuffled(range(50), 3)) == list(range(50))
 
 

@@ -12,9 +12,9 @@ from transformers import PreTrainedTokenizerFast
 from tests.calibration.templates import ALL
 from vexport.calibration.conversations import (
     RefusedTurnsError,
-    as_served,
     content_format,
-    rendered,
+    render_conversation,
+    served_messages,
 )
 from vexport.calibration.rows import read_row
 
@@ -166,10 +166,10 @@ def test_prompts_equal_vllms(tokenizer: object) -> None:
         if "error" in answer:
             assert "VLLMValidationError" in answer["error"]
             with pytest.raises(RefusedTurnsError):
-                rendered(tokenizer, template, conversation)  # type: ignore[arg-type]
+                render_conversation(tokenizer, template, conversation)  # type: ignore[arg-type]
             continue
         if not any(
             message["role"] == "developer" for message in messages
         ):  # vLLM changes these messages while it renders
-            assert as_served(conversation.messages, template) == answer["messages"]
-        assert rendered(tokenizer, template, conversation) == answer["prompt"]  # type: ignore[arg-type]
+            assert served_messages(conversation.messages, template) == answer["messages"]
+        assert render_conversation(tokenizer, template, conversation) == answer["prompt"]  # type: ignore[arg-type]

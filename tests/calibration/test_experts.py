@@ -204,7 +204,7 @@ def test_overflowing_expert_is_named(tmp_path: Path, routed: bool) -> None:
         put("model.layers.1.post_attention_layernorm.weight", multiply_by(100))(folder)
     with pytest.raises(
         CheckpointFailed,
-        match=r"block_sparse_moe\.experts\.3\.w2: calibration row .* makes an input that is "
+        match=r"block_sparse_moe\.experts\.3\.w2: calibration row .* produces an input that is "
         r"not finite",
     ):
         calibrated(plan_with_experts(folder), samples([5]))
@@ -214,7 +214,7 @@ def test_incomplete_experts_are_named(tmp_path: Path) -> None:
     folder = save(expert_configs()["mixtral"], tmp_path / "model")
     drop("model.layers.1.block_sparse_moe.experts.5.w2.weight")(folder)
     with pytest.raises(
-        InputError, match=r"experts\.0\.w2\.weight: got what does not make .*\(shape \(7, "
+        InputError, match=r"experts\.0\.w2\.weight: got tensors that do not fit .*\(shape \(7, "
     ):
         calibrated(plan_with_experts(folder), samples([5]))
 
@@ -261,8 +261,8 @@ def test_experts_with_unknown_arithmetic_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     index, plan = plan_with_experts(save(expert_configs()["qwen3_moe"], tmp_path / "qwen3_moe"))
-    monkeypatch.setattr("vexport.calibration.inputs.KINDS", ())
-    with pytest.raises(InputError, match=r"the arithmetic of Qwen3MoeExperts is not known"):
+    monkeypatch.setattr("vexport.calibration.inputs.EXPERT_KINDS", ())
+    with pytest.raises(InputError, match=r"the unsupported class Qwen3MoeExperts"):
         calibrate(LayerWalk(index), plan, samples(LENGTHS))
 
 

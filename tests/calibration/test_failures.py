@@ -30,7 +30,7 @@ def test_layer_with_infinite_output_is_named(llama: Path, tmp_path: Path, layer:
     folder = spoiled(
         llama, tmp_path / "model", put(f"model.layers.{layer}.weight", set_first(torch.inf))
     )
-    words = rf"^model\.layers\.{layer}: calibration row 1 makes an output that is not finite"
+    words = rf"^model\.layers\.{layer}: calibration row 1 produces an output that is not finite"
     with pytest.raises(CheckpointFailed, match=words):
         calibrated(plan_for(folder), samples())
 
@@ -41,7 +41,7 @@ def test_missing_module_and_weight_are_named(llama: Path, tmp_path: Path) -> Non
     linear = LinearPlan(name=stranger, weight=f"{stranger}.weight", out_features=4, in_features=4)
     group = replace(plan.groups[0], name=stranger, members=(linear,))
     plan = replace(plan, groups=(*plan.groups, group))
-    with pytest.raises(InputError, match=rf"{stranger}: got the model runs no linear module"):
+    with pytest.raises(InputError, match=rf"{stranger}: got a weight that no linear module"):
         calibrate(LayerWalk(index), plan, samples())
     folder = spoiled(llama, tmp_path / "model", drop("model.layers.1.input_layernorm.weight"))
     with pytest.raises(
@@ -56,7 +56,7 @@ def test_operations_between_layers_are_refused(llama: Path) -> None:
     layers[1].register_forward_pre_hook(lambda module, args: (args[0] * 2, *args[1:]))
     with (
         torch.no_grad(),
-        pytest.raises(InputError, match=r"model\.layers\.1: got another input than the output"),
+        pytest.raises(InputError, match=r"model\.layers\.1: got an input that is not the output"),
     ):
         capture_layer_calls(model, "model.layers", layers, [torch.tensor([[1, 2]])], HiddenStates())
     assert "forward" not in vars(layers[0])

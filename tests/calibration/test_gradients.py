@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.calibration.models import configs, samples, save
 from vexport.calibration import gradients
-from vexport.calibration.gradients import Gradients, TokenWeights, weights_of
+from vexport.calibration.gradients import Gradients, TokenWeights, token_weights_of
 from vexport.calibration.smoothing import look_back
 from vexport.calibration.walk import LayerWalk
 from vexport.checkpoint.index import read_index
@@ -89,16 +89,16 @@ def test_infinite_gradients_give_no_weights(llama: Path, monkeypatch: pytest.Mon
 
 def test_token_weights_are_powers_of_two() -> None:
     known: TokenWeights = {"q": (300.0, 1.0, 1.0, 1.0), "k": (100.0, 0.0, 0.0, 0.0)}
-    found = weights_of(known, ["q", "k", "elsewhere"], 8)
+    found = token_weights_of(known, ["q", "k", "elsewhere"], 8)
     # The square roots are 20 at the first token and 1 at the other seven: 27/8 on average.
     assert found is not None
     assert found.tolist() == [8.0] + [0.25] * 7
     # Tokens after the last octave have its weight.
-    longer = weights_of(known, ["q"], 64)
+    longer = token_weights_of(known, ["q"], 64)
     assert longer is not None
     assert bool((longer[1:] == longer[1]).all())
-    assert weights_of(known, ["elsewhere"], 8) is None
-    assert weights_of({"q": (0.0, 0.0)}, ["q"], 2) is None
+    assert token_weights_of(known, ["elsewhere"], 8) is None
+    assert token_weights_of({"q": (0.0, 0.0)}, ["q"], 2) is None
 
 
 @pytest.mark.usefixtures("torch_products")

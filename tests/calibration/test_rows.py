@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from tests.calibration.templates import PARTS, PLAIN, TOOLS
 from tests.command import vexport
 from vexport.calibration import Samples, read_samples
-from vexport.calibration.conversations import rendered
+from vexport.calibration.conversations import render_conversation
 from vexport.calibration.rows import read_row
 from vexport.errors import InputError
 from vexport.scenario import Calibration
@@ -150,7 +150,7 @@ def test_spellings_of_tools(tmp_path: Path, template: str) -> None:
     assert len(samples.token_ids) == len(SAME_CALLS)
     tokenizer = AutoTokenizer.from_pretrained(model)
     found = [read_row(row, None).conversation for row in SAME_CALLS.values()]
-    texts = {rendered(tokenizer, template, each) for each in found if each is not None}
+    texts = {render_conversation(tokenizer, template, each) for each in found if each is not None}
     (text,) = texts
     assert all(word in text for word in ("add", "one", "3"))
     assert any("tools" in note for note in samples.notes) == (
@@ -170,9 +170,9 @@ def test_unrendered_tools_are_noted(tmp_path: Path) -> None:
     }
     samples = read(write_rows(tmp_path / "rows.jsonl", *rows, *rows, broken), model)
     calls, tools, arguments = samples.notes
-    assert "3 rows with tool_calls that the chat template does not render" in calls
-    assert "2 rows with tools that the chat template does not render" in tools
-    assert "1 row with tool_calls whose arguments are no JSON object" in arguments
+    assert "the chat template does not render the tool_calls of 3 rows" in calls
+    assert "the chat template does not render the tools of 2 rows" in tools
+    assert "1 row with tool_calls whose arguments are not a JSON object" in arguments
     assert len(samples.rows) == 5
 
 
@@ -247,7 +247,7 @@ def test_multimodal_rows_are_left_out(tmp_path: Path, row: object) -> None:
     samples = read(write_rows(tmp_path / "mixed.jsonl", row, {"messages": TURNS}, row), model)
     assert samples.rows == (2,)
     (note,) = samples.notes
-    assert "2 of 3 rows left out for images, video or sound" in note
+    assert "skipped 2 of 3 rows with images, video or sound" in note
     assert f"{tmp_path / 'mixed.jsonl'}:1" in note
 
 
@@ -384,7 +384,7 @@ REFUSED: Mapping[str, tuple[bytes, tuple[str, ...]]] = {
     ),
     "no content": (b'{"messages": [{"role": "user"}]}\n' * 8, ("user", "without")),
     "no turns": (b'{"messages": []}\n' * 8, ("without turns",)),
-    "Python": (b"{\"messages\": \"[{'role': 'user'}]\"}\n" * 8, ("no JSON", "role")),
+    "Python": (b"{\"messages\": \"[{'role': 'user'}]\"}\n" * 8, ("not valid JSON", "role")),
 }
 
 
@@ -411,7 +411,7 @@ def test_column_of_a_file(tmp_path: Path) -> None:
     assert conversation is not None
     assert conversation.messages[1]["role"] == "assistant"
     assert len(read(f"{path}:talk", model).rows) == 1
-    with pytest.raises(InputError, match="no column other, but body, talk"):
+    with pytest.raises(InputError, match="no column other; the columns are body, talk"):
         read(f"{path}:other")
 
 
@@ -441,7 +441,7 @@ def test_pipes_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("template", ["{{ '%10000000000d' % 1 }}", "{{ 'x' * 20000000000 }}"])
 def test_template_memory_is_limited(tmp_path: Path, template: str) -> None:
     model = model_with(tmp_path / "model", template)
-    with pytest.raises(InputError, match=r"the chat template refuses \(it takes more than 2 GB\)"):
+    with pytest.raises(InputError, match=r"the chat template refuses \(it needs more than 2 GB\)"):
         read(write_rows(tmp_path / "rows.jsonl", {"messages": TURNS}), model)
 
 
@@ -454,5 +454,5 @@ def test_notes_of_the_command(tmp_path: Path) -> None:
     ran = vexport("quantize", model, tmp_path / "out", *words)
     assert ran.code == 0, ran.stderr
     assert "note: " in ran.stderr
-    assert "1 of 2 rows left out" in ran.stderr
-    assert "1 row with tool_calls that the chat template does not render" in ran.stderr
+    assert "skipped 1 of 2 rows" in ran.stderr
+    assert "the chat template does not render the tool_calls of 1 row" in ran.stderr

@@ -72,7 +72,7 @@ def test_dataset_split_and_column(
     options = ("--scheme", "FP8", "--samples", "5", "--quiet")
     for name, code, words in (
         (f"{CHATS}:train:text", 2, "no column text, but ids, id"),
-        (f"{CHATS}:valid", 2, "name them: ORG/NAME:SPLIT:COLUMN"),
+        (f"{CHATS}:valid", 2, "ORG/NAME:SPLIT:COLUMN"),
         (f"{CHATS}:test:ids", 0, ""),
     ):
         ran = machine.run("quantize", llama, out, *options, "--calibration", name)

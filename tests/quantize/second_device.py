@@ -17,7 +17,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 from tests.forked import command
 from vexport.calibration import Samples
 from vexport.calibration.walk import Layer, LayerWalk
-from vexport.calibration.weights import Filling, Weights
+from vexport.calibration.weights import ParameterValue, Weights
 from vexport.checkpoint.index import read_index
 from vexport.errors import InputError
 
@@ -137,9 +137,9 @@ def read_ahead(device: str, whole: Path, broken: Path) -> None:
     registered = register() if device == NAME else None
     threads, read = list[str](), Weights.read
 
-    def read_noting_thread(*words: object) -> list[Filling]:
+    def read_noting_thread(*words: object) -> list[ParameterValue]:
         threads.append(threading.current_thread().name)
-        into: Callable[..., list[Filling]] = read
+        into: Callable[..., list[ParameterValue]] = read
         return into(*words)
 
     setattr(Weights, "read", read_noting_thread)  # noqa: B010

@@ -25,12 +25,12 @@ from vexport.observers.flatten import channel_extremes
 from vexport.records import HeadRanges, KeyValueRanges
 
 # A tensor is compared with this many recent tensors.
-RECENT = 16
+RECENT_TENSORS = 16
 
 Forward = Callable[..., object]
 # The elements of a layer's output tuple after the hidden states. None if the layer returns only the
 # hidden states, without a tuple.
-Rest = tuple[object, ...] | None
+OutputRest = tuple[object, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,20 +51,16 @@ class LayerCall:
         return states
 
 
-def as_output(states: torch.Tensor, rest: Rest) -> object:
-    """Return a layer's output with these hidden states: a tensor, or a tuple that
-    begins with it.
-    """
+def layer_output(states: torch.Tensor, rest: OutputRest) -> object:
+    """Return a layer's output: the hidden states, or a tuple that begins with them."""
     return states if rest is None else (states, *rest)
 
 
 class Interner:
-    """Stores equal tensors only once: masks and positions are the same for all layers and
-    for most samples.
-    """
+    """Stores equal tensors once. Masks and positions are equal for all layers and most samples."""
 
     def __init__(self) -> None:
-        self._recent = deque[torch.Tensor](maxlen=RECENT)
+        self._recent = deque[torch.Tensor](maxlen=RECENT_TENSORS)
 
     def of(self, value: object) -> object:
         """Return the value, with each tensor replaced by an equal recent tensor if there is any."""
@@ -92,7 +88,7 @@ class Recorder:
         self._hidden = hidden
         self._interner = Interner()
         self._passed: object = None
-        self.rest: Rest = None
+        self.rest: OutputRest = None
 
     def begin(self) -> None:
         """Prepare for a batch. Call this before each batch."""
@@ -102,11 +98,11 @@ class Recorder:
         """Record a call of a layer, in place of the layer's forward."""
         states, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states", None), args)
         if not isinstance(states, torch.Tensor):
-            raise self.unusual(number, "a call without hidden states in front")
+            raise self.unusual(number, "a call without hidden states as its first argument")
         if len(self.calls[number]) != len(self._hidden) - (number > 0):
-            raise self.unusual(number, "not called once per forward, in the order of the list")
+            raise self.unusual(number, "a layer that is not called once, in the order of the list")
         if number and states is not self._passed:
-            raise self.unusual(number, "another input than the output of the layer before")
+            raise self.unusual(number, "an input that is not the output of the previous layer")
         if number == 0:
             if not len(self._hidden):
                 output = forward(states, *args, **kwargs)
@@ -115,15 +111,14 @@ class Recorder:
         kept = {name: self._interner.of(value) for name, value in kwargs.items()}
         self.calls[number].append(LayerCall(tuple(map(self._interner.of, args)), kept))
         self._passed = states
-        return as_output(states, self.rest)
+        return layer_output(states, self.rest)
 
     def unusual(self, number: int, got: str) -> InputError:
         """Return the error for a model that calls a layer in a way calibration cannot repeat."""
         return InputError(
             f"{self._name}.{number}",
             got=got,
-            need="decoder layers that run one after the other, each on the output of the one "
-            "before",
+            need="decoder layers that run in order, each on the output of the previous layer",
             fix="use a weight-only scheme",
         )
 
@@ -172,22 +167,25 @@ def capture_layer_calls(
 
 
 @contextmanager
-def replayed_layers(layers: torch.nn.ModuleList, final: torch.Tensor, rest: Rest) -> Iterator[None]:
-    """Let the model run without its layers' weights inside the block: the last layer returns the
-    hidden states `final`.
+def replayed_layers(
+    layers: torch.nn.ModuleList, final: torch.Tensor, rest: OutputRest
+) -> Iterator[None]:
+    """Let the model run without its layers' weights inside the block.
+
+    The last layer returns the hidden states `final`.
     """
 
     def replay(number: int, forward: Forward, *args: object, **kwargs: object) -> object:
         hidden_states = args[0] if args else kwargs["hidden_states"]
         assert isinstance(hidden_states, torch.Tensor)
-        return as_output(final if number == len(layers) - 1 else hidden_states, rest)
+        return layer_output(final if number == len(layers) - 1 else hidden_states, rest)
 
     with replaced_forwards(list(layers), replay):
         yield
 
 
 # An attention function of transformers. It returns outputs, and probabilities or None.
-Attend = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
+AttentionFunction = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
 
 def head_ranges(states: torch.Tensor) -> HeadRanges:
@@ -201,7 +199,7 @@ def head_ranges(states: torch.Tensor) -> HeadRanges:
 
 
 @contextmanager
-def watching_attention(
+def watch_attention(
     module: torch.nn.Module,
     prefix: str,
     stored_name: Callable[[str], str],
@@ -213,8 +211,8 @@ def watching_attention(
     """
     names = {id(child): joined(prefix, name) for name, child in module.named_modules()}
 
-    def observing(
-        attend: Attend | None,
+    def observe(
+        attend: AttentionFunction | None,
         attention: torch.nn.Module,
         query: torch.Tensor,
         key: torch.Tensor,
@@ -228,17 +226,19 @@ def watching_attention(
         )
         name = stored_name(names[id(attention)])
         seen[name] = seen[name] + key_value_ranges if name in seen else key_value_ranges
-        function: Attend = attend or sys.modules[type(attention).__module__].eager_attention_forward
+        function: AttentionFunction = (
+            attend or sys.modules[type(attention).__module__].eager_attention_forward
+        )
         return function(attention, query, key, value, *args, **kwargs)
 
     # "eager" is not in the table: each model file of transformers defines an eager function.
-    own: Mapping[str, Attend | None] = {**ALL_ATTENTION_FUNCTIONS, "eager": None}
-    with replaced_attention({name: partial(observing, attend) for name, attend in own.items()}):
+    own: Mapping[str, AttentionFunction | None] = {**ALL_ATTENTION_FUNCTIONS, "eager": None}
+    with replaced_attention({name: partial(observe, attend) for name, attend in own.items()}):
         yield
 
 
 @contextmanager
-def replaced_attention(functions: Mapping[str, Attend]) -> Iterator[None]:
+def replaced_attention(functions: Mapping[str, AttentionFunction]) -> Iterator[None]:
     """Register these attention functions in transformers under these names inside the block."""
     before = dict(ALL_ATTENTION_FUNCTIONS)
     for name, attend in functions.items():
@@ -252,14 +252,14 @@ def replaced_attention(functions: Mapping[str, Attend]) -> Iterator[None]:
                 ALL_ATTENTION_FUNCTIONS[name] = before[name]
 
 
-WIDENED = (torch.bfloat16, torch.float16)
+WIDENED_DTYPES = (torch.bfloat16, torch.float16)
 
 
-def widens(device: str) -> bool:
-    """Return True if the device multiplies float32 faster than 16-bit floats: x86 CPUs without
-    units for bf16 products.
+def prefers_float32(device: str) -> bool:
+    """Return True if the device multiplies float32 faster than 16-bit floats.
 
-    AMX counts as such a unit, and so does AVX-512 BF16 on CPUs that are not Intel's.
+    This is the case for x86 CPUs without units for bf16 products. Such units are AMX, and AVX-512
+    BF16 on CPUs that are not Intel's.
 
     Measured on a Sapphire Rapids CPU whose hypervisor hides AMX (one thread, 512 tokens, 576 x
     1536): torch 2.13 multiplies bf16 at 84 GFLOPS and float32 at 154.
@@ -273,29 +273,29 @@ def widens(device: str) -> bool:
 
 
 @contextmanager
-def fast_products(model: torch.nn.Module, device: str) -> Iterator[None]:
+def float32_products(model: torch.nn.Module, device: str) -> Iterator[None]:
     """Compute 16-bit linear layers and attention in float32 inside the block, if that is faster.
 
     Linear layers accumulate in float32 in either case and round the sum once to their dtype, so
     only the order of the sum differs. Attention no longer rounds its probabilities.
     """
-    if not widens(device):
+    if not prefers_float32(device):
         yield
         return
     linears = [module for module in model.modules() if type(module) is torch.nn.Linear]
-    attend = partial(_wide_attention, ALL_ATTENTION_FUNCTIONS["sdpa"])
+    attend = partial(_float32_attention, ALL_ATTENTION_FUNCTIONS["sdpa"])
     with (
-        replaced_forwards(linears, partial(_wide_product, linears)),
+        replaced_forwards(linears, partial(_float32_linear, linears)),
         replaced_attention({"sdpa": attend}),
     ):
         yield
 
 
-def _wide_product(
+def _float32_linear(
     linears: Sequence[torch.nn.Linear], number: int, forward: Forward, value: torch.Tensor
 ) -> object:
     module = linears[number]
-    if value.dtype not in WIDENED or module.weight.dtype != value.dtype:
+    if value.dtype not in WIDENED_DTYPES or module.weight.dtype != value.dtype:
         return forward(value)
     bias = None if module.bias is None else module.bias.to(torch.float32)
     output = torch.nn.functional.linear(
@@ -309,7 +309,7 @@ HEAD_ROWS = 1 << 13
 
 
 @contextmanager
-def fast_head_gradient(head: torch.nn.Module | None, device: str) -> Iterator[None]:
+def float32_head_gradient(head: torch.nn.Module | None, device: str) -> Iterator[None]:
     """Compute the gradient of a 16-bit output head in float32 inside the block, if that is faster.
 
     The head's output does not change. Its gradient sums a product for each word of the vocabulary.
@@ -318,17 +318,17 @@ def fast_head_gradient(head: torch.nn.Module | None, device: str) -> Iterator[No
     function, torch accumulates in float32 and rounds the sum once, so only the order of the sum
     differs.
     """
-    if not widens(device) or type(head) is not torch.nn.Linear:
+    if not prefers_float32(device) or type(head) is not torch.nn.Linear:
         yield
         return
-    with replaced_forwards([head], partial(_head_product, head)):
+    with replaced_forwards([head], partial(_float32_head, head)):
         yield
 
 
-def _head_product(
+def _float32_head(
     head: torch.nn.Linear, number: int, forward: Forward, value: torch.Tensor
 ) -> object:
-    if value.dtype not in WIDENED or head.weight.dtype != value.dtype:
+    if value.dtype not in WIDENED_DTYPES or head.weight.dtype != value.dtype:
         return forward(value)
     return _HeadProduct.apply(value, head.weight, head.bias)  # type: ignore[no-untyped-call]
 
@@ -359,8 +359,8 @@ class _HeadProduct(torch.autograd.Function):
         return total.to(gradient.dtype), None, None
 
 
-def _wide_attention(
-    attend: Attend,
+def _float32_attention(
+    attend: AttentionFunction,
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -369,7 +369,7 @@ def _wide_attention(
     **kwargs: object,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     dtype = query.dtype
-    if dtype not in WIDENED or not dtype == key.dtype == value.dtype:
+    if dtype not in WIDENED_DTYPES or not dtype == key.dtype == value.dtype:
         return attend(module, query, key, value, attention_mask, **kwargs)
     if attention_mask is not None and attention_mask.dtype == dtype:
         attention_mask = attention_mask.to(torch.float32)

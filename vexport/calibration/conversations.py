@@ -9,7 +9,7 @@ The rules are those of vLLM 0.32:
 - what a template expects: `_detect_content_format` and `_convert_developer_to_system` in
   vllm/renderers/hf.py
 
-A test compares `as_served` with vLLM.
+A test compares `served_messages` with vLLM.
 """
 
 import json
@@ -75,9 +75,7 @@ class RefusedTurnsError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conversation:
-    """Turns of a conversation as messages of OpenAI's chat API, and the tools that the
-    model may call.
-    """
+    """Turns of a conversation as messages of OpenAI's chat API, and the tools of the model."""
 
     messages: tuple[Message, ...]
     tools: tuple[Message, ...] = ()
@@ -91,7 +89,7 @@ class ChatTokenizer(Protocol):
     ) -> str: ...
 
 
-def as_served(messages: Sequence[Message], template: str) -> list[Message]:
+def served_messages(messages: Sequence[Message], template: str) -> list[Message]:
     """Return the messages that vLLM passes to this chat template for the messages of a request.
 
     Raises ValueError if vLLM would refuse the request, and MultimodalRowError for content that is
@@ -101,17 +99,17 @@ def as_served(messages: Sequence[Message], template: str) -> list[Message]:
     served = [_served_message(message, is_openai=is_openai) for message in messages]
     roles = {message["role"] for message in served}
     if "developer" in roles and not re.search("\"developer\"|'developer'", template):
-        return _one_system_message([_as_system(message) for message in served])
+        return _with_single_system_message([_as_system(message) for message in served])
     return served
 
 
-def rendered(tokenizer: ChatTokenizer, template: str, conversation: Conversation) -> str:
+def render_conversation(tokenizer: ChatTokenizer, template: str, conversation: Conversation) -> str:
     """Return the text of a conversation.
 
     Raises RefusedTurnsError with the reason if the template refuses the conversation. A chat
     template is a program from the checkpoint, so its time and memory are limited.
     """
-    messages = as_served(conversation.messages, template)
+    messages = served_messages(conversation.messages, template)
     try:
         with time_limit(TEMPLATE_SECONDS), memory_limit(TEMPLATE_BYTES):
             return tokenizer.apply_chat_template(
@@ -121,30 +119,29 @@ def rendered(tokenizer: ChatTokenizer, template: str, conversation: Conversation
                 tokenize=False,
             )
     except MemoryError:
-        reason = f"it takes more than {TEMPLATE_BYTES >> 30} GB"
+        reason = f"it needs more than {TEMPLATE_BYTES >> 30} GB of memory"
     except Exception as error:
         reason = first_line(error)
     raise RefusedTurnsError(f"turns that the chat template refuses ({reason})")
 
 
-def unrendered(
+def unrendered_parts(
     conversation: Conversation, text: str, render: Callable[[Conversation], str]
 ) -> Iterator[str]:
-    """Yield the parts of a conversation that its rendered `text` does not show: TOOLS, CALLS,
-    RESULTS.
+    """Yield TOOLS, CALLS or RESULTS for each part of a conversation that `text` does not show.
 
-    The conversation is rendered again with a different value for each part. A template shows the
-    part if the text changes, or if the template refuses the value.
+    `text` is the rendered conversation. For each part, the conversation is rendered again with a
+    different value. A template shows the part if the text changes, or if it refuses the value.
     """
     for part, changed in (
         (TOOLS, replace(conversation, tools=())),
         (
             CALLS,
-            replace(conversation, messages=tuple(map(_with_other_calls, conversation.messages))),
+            replace(conversation, messages=tuple(map(_with_probe_calls, conversation.messages))),
         ),
         (
             RESULTS,
-            replace(conversation, messages=tuple(map(_with_other_result, conversation.messages))),
+            replace(conversation, messages=tuple(map(_with_probe_result, conversation.messages))),
         ),
     ):
         if changed == conversation:
@@ -220,13 +217,15 @@ def _text_parts(message: Message, *, is_openai: bool) -> Iterator[Message]:
         return
     if not isinstance(content, Sequence):
         raise ValueError(
-            f"a content that is {type(content).__name__}, no text and no list of parts"
+            f"a content of type {type(content).__name__} instead of text or a list of parts"
         )
     for part in [content] if isinstance(content, str) else content:
         if isinstance(part, str):
             yield {"type": "text", "text": part}
         elif not isinstance(part, Mapping):
-            raise ValueError(f"a content part that is {type(part).__name__}, no text and no object")
+            raise ValueError(
+                f"a content part of type {type(part).__name__} instead of text or an object"
+            )
         elif media := media_of_part(part):
             raise MultimodalRowError(media)
         elif part.get("type") == "tool_reference":
@@ -246,11 +245,11 @@ def _text_of_part(part: Message) -> str | None:
     if kind is None and "text" in part:
         kind = "text"
     if not isinstance(kind, str) or kind not in _TEXT_OF_PART:
-        raise ValueError(f"a content part of type {kind!r}, none of {', '.join(_TEXT_OF_PART)}")
+        raise ValueError(f"a content part of type {kind!r} instead of {', '.join(_TEXT_OF_PART)}")
     text = part.get(_TEXT_OF_PART[kind])
     if text is not None and not isinstance(text, str):
         raise ValueError(
-            f"a content part whose {_TEXT_OF_PART[kind]} is {type(text).__name__}, no text"
+            f"a content part with {_TEXT_OF_PART[kind]} of type {type(text).__name__}, not text"
         )
     return text
 
@@ -277,9 +276,9 @@ def _served_call(call: object) -> Message:
     """
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(call, Mapping) or not isinstance(function, Mapping):
-        raise ValueError("a tool call that is no object with a function")
+        raise ValueError("a tool call that is not an object with a function")
     if call.get("type", "function") != "function":
-        raise ValueError(f"a tool call of type {call.get('type')!r}, not function")
+        raise ValueError(f"a tool call of type {call.get('type')!r} instead of function")
     return {**call, "function": {**function, "arguments": arguments_of(function) or {}}}
 
 
@@ -305,7 +304,7 @@ def _as_system(message: Message) -> Message:
     return {key: value for key, value in message.items() if key != "tools"} | {"role": "system"}
 
 
-def _one_system_message(messages: Sequence[Message]) -> list[Message]:
+def _with_single_system_message(messages: Sequence[Message]) -> list[Message]:
     """Join all system messages into a single message in front.
 
     Messages with a single system message in front stay as they are.
@@ -323,7 +322,7 @@ def _one_system_message(messages: Sequence[Message]) -> list[Message]:
     return [{"role": "system", "content": "\n\n".join(texts)}, *others]
 
 
-def _with_other_calls(message: Message) -> Message:
+def _with_probe_calls(message: Message) -> Message:
     calls = message.get("tool_calls")
     if message["role"] != "assistant" or not isinstance(calls, Sequence) or not calls:
         return message
@@ -331,7 +330,7 @@ def _with_other_calls(message: Message) -> Message:
     return {**message, "tool_calls": [{**call, "function": other} for call in calls]}
 
 
-def _with_other_result(message: Message) -> Message:
+def _with_probe_result(message: Message) -> Message:
     return {**message, "content": _PROBE} if message["role"] == "tool" else message
 
 
@@ -346,7 +345,7 @@ class _Generation(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-class _UnknownShapeError(ValueError):
+class _UnsupportedAssignmentError(ValueError):
     """A template that assigns to something other than a name. vLLM does not follow this either."""
 
 
@@ -377,11 +376,11 @@ def _loops_over_content(root: nodes.Template) -> bool:
     items = [
         _name(loop.target)
         for loop in loops
-        if any(_reads(loop.iter, variable) for variable in lists_of_messages)
+        if any(_is_reference(loop.iter, variable) for variable in lists_of_messages)
     ]
     in_macros = _loops_in_macros(root, items)
     for loop in loops:
-        if any(_reads(loop.iter, item, "content") for item in items):
+        if any(_is_reference(loop.iter, item, "content") for item in items):
             return _name(loop.target) != ""
         parameters = in_macros.get(id(loop))
         if isinstance(loop.iter, nodes.Name) and loop.iter.name in (
@@ -410,7 +409,7 @@ def _loops_in_macros(root: nodes.Template, items: Sequence[str]) -> Mapping[int,
             given |= {
                 name
                 for name, value in values
-                if name in names and any(_reads(value, item, "content") for item in items)
+                if name in names and any(_is_reference(value, item, "content") for item in items)
             }
         for loop in macro.find_all(nodes.For):
             found[id(loop)] = given or found.get(id(loop), set())
@@ -422,18 +421,21 @@ def _names_of(root: nodes.Template, variable: str) -> list[str]:
     names = [variable]
     for name in names:  # the list grows during the loop
         for assignment in root.find_all(nodes.Assign):
-            if _reads(assignment.node, name) and (target := _name(assignment.target)) not in names:
+            if (
+                _is_reference(assignment.node, name)
+                and (target := _name(assignment.target)) not in names
+            ):
                 names.append(target)
     return names
 
 
 def _name(node: nodes.Node) -> str:
     if not isinstance(node, nodes.Name):
-        raise _UnknownShapeError(type(node).__name__)
+        raise _UnsupportedAssignmentError(type(node).__name__)
     return node.name
 
 
-def _reads(node: nodes.Node | None, variable: str, key: str | None = None) -> bool:
+def _is_reference(node: nodes.Node | None, variable: str, key: str | None = None) -> bool:
     """Return True if an expression is a variable, or its `key`.
 
     Filters, tests and slices around the variable are ignored.

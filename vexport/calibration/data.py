@@ -19,11 +19,18 @@ from vexport.calibration.conversations import (
     MultimodalRowError,
     RefusedTurnsError,
     arguments_of,
-    rendered,
-    unrendered,
+    render_conversation,
+    unrendered_parts,
 )
-from vexport.calibration.rows import CORRECT, FIX, FORMS, Row, UnknownFormError, read_row
-from vexport.calibration.sources import RawRow, raw_rows, undecodable
+from vexport.calibration.rows import (
+    CORRECT_THE_ROW,
+    KNOWN_FORMS,
+    NAME_THE_COLUMN,
+    Row,
+    UnknownFormError,
+    read_row,
+)
+from vexport.calibration.sources import RawRow, encoding_error, raw_rows
 from vexport.checkpoint.chat_template import DEFAULT as DEFAULT_TEMPLATE
 from vexport.checkpoint.chat_template import chat_templates
 from vexport.checkpoint.source import DEFAULT, parse_data
@@ -33,10 +40,10 @@ from vexport.records import CalibrationData
 
 # Characters tokenized for each token that is needed. Text beyond this would be cut off after
 # tokenizing.
-CHARACTERS = 64
+CHARACTERS_PER_TOKEN = 64
 # Reading ends after MOST_BROKEN broken rows, or if the first MOST_MULTIMODAL rows all have images,
 # video or sound.
-MOST_BROKEN, MOST_MULTIMODAL = 10, 10_000
+MAX_BROKEN_ROWS, MAX_MULTIMODAL_ROWS = 10, 10_000
 # The template that transformers uses for conversations with tools if the tokenizer has several.
 TOOL_TEMPLATE = "tool_use"
 # Matches keys of config.json for tokens that stand for an image, a video or sound, and the text of
@@ -119,7 +126,7 @@ def read_samples(
     samples = list(islice(rows, data.samples))
     raise_all(reader.errors())
     if not samples:
-        raise reader.no_row()
+        raise reader.no_rows_error()
     return Samples(
         token_ids=tuple(tuple(ids[: data.seq_len]) for _, ids in samples),
         rows=tuple(number for number, _ in samples),
@@ -130,7 +137,9 @@ def read_samples(
 
 def first_texts(data: CalibrationData, most: int) -> list[str]:
     """Return the texts of the first rows that are text, at most `most`. Needs no tokenizer."""
-    return [text[: CHARACTERS * data.seq_len] for text in islice(_plain_texts(data), most)]
+    return [
+        text[: CHARACTERS_PER_TOKEN * data.seq_len] for text in islice(_plain_texts(data), most)
+    ]
 
 
 def _plain_texts(data: CalibrationData) -> Iterator[str]:
@@ -165,14 +174,17 @@ class _Reader:
     def __init__(
         self, data: CalibrationData, checkpoint: Path, vocab_size: int, trust_remote_code: bool
     ) -> None:
-        self._data, self._vocab_size = data, vocab_size
-        self._checkpoint, self._trust = checkpoint, trust_remote_code
+        self._data = data
+        self._vocab_size = vocab_size
+        self._checkpoint = checkpoint
+        self._trust = trust_remote_code
         self._broken: dict[tuple[str, str, str], list[str]] = {}
         self._multimodal: list[tuple[str, str]] = []
         self._omitted = Counter[str]()
         self._number = 0
         rows = raw_rows(data)
-        self._raw = chain(first := list(islice(rows, 1)), rows)
+        first = list(islice(rows, 1))
+        self._raw = chain(first, rows)
         # Rows are concatenated if `data` requires it, or if they are paragraphs of a single text.
         file = parse_data(data.name).path
         paragraphs = (
@@ -205,9 +217,7 @@ class _Reader:
 
     @cached_property
     def _media_ids(self) -> frozenset[int]:
-        """Return the tokens that stand for an image, a video or sound, by the config and
-        by their names.
-        """
+        """Return the image, video and sound tokens, found by the config and by their names."""
         config = self._checkpoint / "config.json"
         ids = set(_media_ids(read_json_object(config))) if config.is_file() else set()
         added = getattr(self.tokenizer, "added_tokens_decoder", {})
@@ -230,39 +240,40 @@ class _Reader:
                 yield self._tokenized(raw)
             except MultimodalRowError as error:
                 self._multimodal.append((raw.place, str(error)))
-                if len(self._multimodal) == self._number == MOST_MULTIMODAL:
+                if len(self._multimodal) == self._number == MAX_MULTIMODAL_ROWS:
                     return
             except UnicodeDecodeError as error:
-                raise undecodable(raw.place, error) from None
+                raise encoding_error(raw.place, error) from None
             except (ValueError, RecursionError) as error:
                 got = "JSON nested too deeply" if isinstance(error, RecursionError) else str(error)
                 if isinstance(error, json.JSONDecodeError):
                     got = f"no JSON object ({error.msg} at character {error.pos})"
-                need, fix = FORMS, FIX if isinstance(error, UnknownFormError) else CORRECT
-                if isinstance(error, RefusedTurnsError):
-                    need = "turns that the model could be served with"
+                is_refused = isinstance(error, RefusedTurnsError)
+                need = "turns that the chat template renders" if is_refused else KNOWN_FORMS
+                is_unknown = isinstance(error, UnknownFormError)
+                fix = NAME_THE_COLUMN if is_unknown else CORRECT_THE_ROW
                 self._broken.setdefault((got, need, fix), []).append(raw.place)
-                if sum(map(len, self._broken.values())) == MOST_BROKEN:
+                if sum(map(len, self._broken.values())) == MAX_BROKEN_ROWS:
                     return
 
     def errors(self) -> list[InputError]:
         """Return the errors of broken rows. Rows with the same problem share an error."""
         return [
-            InputError(_places(places), got=got, need=need, fix=fix)
+            InputError(_row_places(places), got=got, need=need, fix=fix)
             for (got, need, fix), places in self._broken.items()
         ]
 
-    def no_row(self) -> InputError:
+    def no_rows_error(self) -> InputError:
         """Return the error for data without any row that calibration can use."""
         if not self._multimodal:
-            return InputError(self._data.name, got="no row", need=FORMS, fix="add rows")
+            return InputError(self._data.name, got="no rows", need=KNOWN_FORMS, fix="add rows")
         (place, what), number = self._multimodal[0], len(self._multimodal)
         each = "the only row has" if number == 1 else f"each of the {number:,} rows read has"
         return InputError(
             self._data.name,
-            got=f"no row of text: {each} images, video or sound (the first {what!r}, {place})",
-            need="rows of text, which is what calibration runs through the language model",
-            fix="add conversations or texts without images, video and sound",
+            got=f"no row of text: {each} images, video or sound (first: {what!r}, {place})",
+            need="rows of text, because calibration runs only the language model",
+            fix="add texts or conversations without images, video and sound",
         )
 
     def notes(self) -> Iterator[str]:
@@ -273,22 +284,20 @@ class _Reader:
         if self._multimodal:
             (place, what), number = self._multimodal[0], len(self._multimodal)
             yield (
-                f"{name}: {number:,} of {_rows(self._number)} left out for images, video or sound "
-                f"(the first {what!r}, {place}): calibration reads text alone"
+                f"{name}: skipped {number:,} of {_row_count(self._number)} with images, video or "
+                f"sound (first: {what!r}, {place}), because calibration uses only text"
             )
-        for part, words in (
-            (CALLS, "calibration does not see the calls"),
-            (TOOLS, "calibration does not see the tools"),
-            (RESULTS, "calibration does not see the results"),
-        ):
+        for part in (CALLS, TOOLS, RESULTS):
             if self._omitted[part]:
-                rows = _rows(self._omitted[part])
-                yield f"{name}: {rows} with {part} that the chat template does not render: {words}"
+                rows = _row_count(self._omitted[part])
+                yield (
+                    f"{name}: the chat template does not render the {part} of {rows}; calibration "
+                    "ignores them"
+                )
         if self._omitted["arguments"]:
             yield (
-                f"{name}: {_rows(self._omitted['arguments'])} with tool_calls whose arguments "
-                f"are no JSON "
-                "object: rendered without arguments, as by vLLM"
+                f"{name}: {_row_count(self._omitted['arguments'])} with tool_calls whose arguments "
+                "are not a JSON object; rendered without arguments, as in vLLM"
             )
 
     def _tokenized(self, raw: RawRow) -> _Tokens:
@@ -307,8 +316,7 @@ class _Reader:
         return _Tokens(number=raw.number, ids=ids if is_ended else (*ids, end), start=start)  # type: ignore[arg-type]
 
     def _ids(self, row: Row, most: int, *, begins: bool) -> tuple[Sequence[int], Sequence[int]]:
-        """Return a row's token ids, and the tokens with which samples that start inside the row
-        begin.
+        """Return a row's token ids, and the start tokens of samples that begin inside the row.
 
         Only as much text is tokenized as `most` tokens can need. `begins` is True if the row begins
         a text. Raises ValueError if the row cannot be rendered or tokenized, and MultimodalRowError
@@ -327,15 +335,18 @@ class _Reader:
         template = self._template(conversation) if conversation is not None else None
         if conversation is not None and template is not None:
             text = self._rendered(conversation, template)
-            ids = self._encode(text[: CHARACTERS * most], add_special_tokens=False)
+            ids = self._encode(text[: CHARACTERS_PER_TOKEN * most], add_special_tokens=False)
             bos = self.tokenizer.bos_token_id
             return ids, (bos,) if bos is not None and ids[:1] == [bos] else ()
         if conversation is not None:
             if row.flat is None:
-                raise ValueError("turns of a conversation, and the model has no chat template")
+                raise ValueError("a conversation, but the model has no chat template")
             text = row.flat
         assert text is not None
-        ids, start = self._encode(text[: CHARACTERS * most], add_special_tokens=begins), self._start
+        ids, start = (
+            self._encode(text[: CHARACTERS_PER_TOKEN * most], add_special_tokens=begins),
+            self._start,
+        )
         if begins and start and ids[: 2 * len(start)] == [*start, *start]:
             ids = ids[len(start) :]  # the text itself begins with BOS
         if found := self._media_ids.intersection(ids):
@@ -369,10 +380,10 @@ class _Reader:
         """
 
         def render(other: Conversation) -> str:
-            return rendered(self.tokenizer, template, other)
+            return render_conversation(self.tokenizer, template, other)
 
         text = render(conversation)
-        self._omitted.update(unrendered(conversation, text, render))
+        self._omitted.update(unrendered_parts(conversation, text, render))
         calls = [call for turn in conversation.messages for call in _calls_of(turn)]
         functions = (call.get("function") for call in calls)
         if any(isinstance(each, Mapping) and arguments_of(each) is None for each in functions):
@@ -386,13 +397,13 @@ def _calls_of(message: Mapping[str, object]) -> Iterator[Mapping[str, object]]:
         yield from (call for call in calls if isinstance(call, Mapping))
 
 
-def _places(places: Sequence[str]) -> str:
+def _row_places(places: Sequence[str]) -> str:
     """Return the first place, and the number of further rows."""
     others = len(places) - 1
     return places[0] + (f" and {others} more row{'s' if others > 1 else ''}" if others else "")
 
 
-def _rows(number: int) -> str:
+def _row_count(number: int) -> str:
     return f"{number:,} row{'' if number == 1 else 's'}"
 
 
@@ -414,23 +425,23 @@ def _packed(rows: Iterable[_Tokens], data: CalibrationData) -> Iterator[tuple[in
     The remaining tokens are the last sample. Every sample starts like a served prompt, with the
     tokenizer's BOS if it has a BOS.
     """
-    held, number = list[int](), 0
+    pending, number = list[int](), 0
     for row in rows:
         start = list(row.start) if len(row.start) < data.seq_len else []
-        if not held:
+        if not pending:
             number = row.number
-            held = _started(list(row.ids), start)
+            pending = _with_start(list(row.ids), start)
         else:
-            held.extend(row.ids)
-        while len(held) >= data.seq_len:
-            yield number, held[: data.seq_len]
-            rest, number = held[data.seq_len :], row.number
-            held = _started(rest, start) if rest else []
-    if held:
-        yield number, held
+            pending.extend(row.ids)
+        while len(pending) >= data.seq_len:
+            yield number, pending[: data.seq_len]
+            rest, number = pending[data.seq_len :], row.number
+            pending = _with_start(rest, start) if rest else []
+    if pending:
+        yield number, pending
 
 
-def _started(ids: list[int], start: list[int]) -> list[int]:
+def _with_start(ids: list[int], start: list[int]) -> list[int]:
     """Return the ids with the tokens `start` in front, unless they already begin with `start`."""
     return ids if ids[: len(start)] == start else [*start, *ids]
 
@@ -454,15 +465,15 @@ def load_tokenizer(checkpoint: Path, *, trust_remote_code: bool) -> Tokenizer:
     try:
         tokenizer: Tokenizer = load(checkpoint, trust_remote_code=trust_remote_code)
     except Exception as error:
-        own_code = "trust_remote_code" in str(error)
+        needs_code = "trust_remote_code" in str(error)
         raise InputError(
             str(checkpoint),
-            got="a tokenizer with its own code"
-            if own_code
+            got="a tokenizer that needs Python code from the checkpoint"
+            if needs_code
             else f"no usable tokenizer ({first_line(error)})",
             need="the tokenizer of the model",
-            fix="read that code, then add --trust-remote-code"
-            if own_code
+            fix="review the code, then add --trust-remote-code"
+            if needs_code
             else "add its files, or give calibration rows as input_ids",
         ) from None
     return tokenizer

@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 
-from vexport.calibration.capture import fast_head_gradient
+from vexport.calibration.capture import float32_head_gradient
 from vexport.calibration.data import Samples
 from vexport.calibration.inputs import arithmetic_of
 from vexport.calibration.model import HiddenStates, joined
@@ -22,9 +22,9 @@ from vexport.records import OnProgress, silent
 from vexport.records.calibration import LOOK_BACK
 
 # Layer inputs are kept for the backward pass: this many bytes in memory, the rest on disk.
-ENTERED_BYTES = 2**28
+KEPT_BYTES = 2**28
 # The most probabilities in memory at once.
-RUN_ELEMENTS = 1 << 22
+CHUNK_ELEMENTS = 1 << 22
 
 
 class Gradients:
@@ -39,7 +39,7 @@ class Gradients:
         self._watchers = watchers
         # The states of all rows in front of the first layer, of the second layer and so on, and
         # last of the head.
-        self._entered = HiddenStates(ENTERED_BYTES)
+        self._entered = HiddenStates(KEPT_BYTES)
         # A generator of the CPU draws the same numbers on any device.
         self._generator = torch.Generator().manual_seed(0)
         # The gradient of each row behind the present layer.
@@ -58,10 +58,10 @@ class Gradients:
             walk.expect_steps(2 * len(walk.layers) + 1)
             walk.forward(hidden, self)
             walk.model.requires_grad_(False)
-            with fast_head_gradient(walk.model.get_output_embeddings(), walk.device):
-                self._behind = [self._of_logits(index) for index in range(len(hidden))]
+            with float32_head_gradient(walk.model.get_output_embeddings(), walk.device):
+                self._behind = [self._head_gradient(index) for index in range(len(hidden))]
             walk.finish_step()
-            walk.backward(self._back, self._before, *self._watchers)
+            walk.backward(self._layer_gradient, self._layer_input, *self._watchers)
 
     def enter(self, layer: Layer) -> None:
         """Do nothing: a layer on the way up needs no preparation."""
@@ -73,12 +73,12 @@ class Gradients:
     def leave(self, layer: Layer) -> None:
         """Do nothing: a layer on the way up needs no further work."""
 
-    def _before(self, number: int, index: int) -> torch.Tensor:
+    def _layer_input(self, number: int, index: int) -> torch.Tensor:
         """Return a copy, on the device, of a row's states in front of a layer or the head."""
         states = self._entered[number * len(self._walk.ids) + index]
         return states.to(self._walk.device, copy=True)
 
-    def _back(self, layer: Layer, index: int) -> torch.Tensor:
+    def _layer_gradient(self, layer: Layer, index: int) -> torch.Tensor:
         """Compute the gradient in front of a layer from the gradient behind it.
 
         The row runs through the layer in any case. Returns the states in front of the layer.
@@ -93,9 +93,9 @@ class Gradients:
         self._behind[index] = gradient
         return states
 
-    def _of_logits(self, index: int) -> torch.Tensor | None:
+    def _head_gradient(self, index: int) -> torch.Tensor | None:
         """Compute the gradient behind the last layer."""
-        states = self._before(len(self._walk.layers), index)
+        states = self._layer_input(len(self._walk.layers), index)
         return _gradient(states, partial(self._walk.logits, index), self._errors)
 
     def _errors(self, logits: torch.Tensor) -> torch.Tensor:
@@ -104,7 +104,7 @@ class Gradients:
         It is the probabilities, less 1 for a token that is drawn from them.
         """
         errors = torch.empty_like(logits)
-        rows = max(1, RUN_ELEMENTS // logits.shape[-1])
+        rows = max(1, CHUNK_ELEMENTS // logits.shape[-1])
         for part, error in zip(
             torch.split(logits[0], rows), torch.split(errors[0], rows), strict=True
         ):
@@ -148,7 +148,7 @@ MOST_OCTAVES = 10
 TokenWeights = Mapping[str, tuple[float, ...]]
 
 
-def weights_of(
+def token_weights_of(
     mean_squares: TokenWeights, modules: Sequence[str], tokens: int
 ) -> torch.Tensor | None:
     """Return the weights of a row's tokens for these modules together, (tokens,) float32.
@@ -194,7 +194,7 @@ class TokenWeigher:
         """Watch the gradients behind a layer's modules."""
         for name, module in layer.module.named_modules():
             if isinstance(module, torch.nn.Linear) or arithmetic_of(module) is not None:
-                see = partial(self._see, joined(layer.name, name))
+                see = partial(self._hook_output, joined(layer.name, name))
                 layer.watching.callback(module.register_forward_hook(see).remove)
 
     def row(self, index: int, hidden: torch.Tensor) -> None:
@@ -214,11 +214,13 @@ class TokenWeigher:
             if bool(torch.isfinite(squares).all())
         }
 
-    def _see(self, name: str, module: torch.nn.Module, inputs: object, output: object) -> None:
+    def _hook_output(
+        self, name: str, module: torch.nn.Module, inputs: object, output: object
+    ) -> None:
         if isinstance(output, torch.Tensor) and output.requires_grad:
-            output.register_hook(partial(self._see_back, name))  # type: ignore[no-untyped-call]
+            output.register_hook(partial(self._add_gradient, name))  # type: ignore[no-untyped-call]
 
-    def _see_back(self, name: str, gradient: torch.Tensor) -> None:
+    def _add_gradient(self, name: str, gradient: torch.Tensor) -> None:
         squares = gradient.reshape(-1, gradient.shape[-1]).to(torch.float32).square().sum(-1)
         self._seen.append((name, squares))
 

@@ -152,22 +152,22 @@ class Llama4(Arithmetic):
         return output.flatten(0, 1)
 
 
-KINDS: Sequence[Arithmetic] = (Arithmetic(), Llama4())
+EXPERT_KINDS: Sequence[Arithmetic] = (Arithmetic(), Llama4())
 
 
 def arithmetic_of(module: torch.nn.Module) -> Arithmetic | None:
     """Return the arithmetic of a module with stacked weights, or None if it is unknown."""
-    return next((kind for kind in KINDS if kind.serves(module)), None)
+    return next((kind for kind in EXPERT_KINDS if kind.serves(module)), None)
 
 
 # The input of a module. For experts, the arguments of their forward.
 Value = torch.Tensor | Entered
 # Inputs by the module's name in the model.
-Noted = Mapping[str, Value]
+RecordedInputs = Mapping[str, Value]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExpertLayer:
+class ExpertPosition:
     """A place in a module of experts: an expert's down projection, or its gate and up."""
 
     expert: int
@@ -221,7 +221,7 @@ class Places:
         )
         return owner if is_product and not isinstance(owner, torch.nn.Embedding) else None
 
-    def expert(self, member: LinearPlan) -> tuple[torch.nn.Module, ExpertLayer] | None:
+    def expert(self, member: LinearPlan) -> tuple[torch.nn.Module, ExpertPosition] | None:
         """Return the module of experts that holds a layer's weight, and the layer's place there.
 
         Returns None if a layer belongs to no module of experts.
@@ -232,7 +232,7 @@ class Places:
         stored = self._weights.stored_as(self.parameter_of(member))
         places = [names.index(member.weight) for names in stored if member.weight in names]
         number = member.part.expert if member.part else places[0]
-        return owner, ExpertLayer(expert=number, is_down=parameter == "down_proj")
+        return owner, ExpertPosition(expert=number, is_down=parameter == "down_proj")
 
     def _owner(self, member: LinearPlan) -> tuple[torch.nn.Module | None, str]:
         """Return the module whose parameter holds a layer's weight, and the name of that
@@ -243,7 +243,7 @@ class Places:
         return owner, last_part(name)
 
 
-class _AllNoted(Exception):
+class _AllInputsRecorded(Exception):
     """Ends a forward once all its inputs are recorded."""
 
 
@@ -312,10 +312,10 @@ class GroupInputs:
             self._modules[name] = linears
             return name, None
         if expert is None:
-            return "the model runs no linear module with its weight"
+            return "a weight that no linear module of the model uses"
         module, layer = expert
         if arithmetic_of(module) is None:
-            return f"the arithmetic of {type(module).__name__} is not known"
+            return f"experts of the unsupported class {type(module).__name__}"
         self._modules[name] = [module]
         if not layer.is_down:
             self._firsts[name, layer.expert] = group
@@ -381,9 +381,9 @@ class GroupInputs:
         def note(name: str, value: Value) -> None:
             noted[name] = value
             if only and len(noted) == len(self._modules):
-                raise _AllNoted
+                raise _AllInputsRecorded
 
-        with suppress(_AllNoted), self.shown(note):
+        with suppress(_AllInputsRecorded), self.shown(note):
             yield noted
 
     def values(

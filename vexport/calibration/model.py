@@ -18,16 +18,14 @@ from vexport.errors.extras import mismatch_of
 def build_on_meta(
     root: Path, *, trust_remote_code: bool, device: str = "cpu"
 ) -> transformers.PreTrainedModel:
-    """Return the model in eval mode: parameters on the meta device, buffers with values on
-    `device`.
+    """Return the model in eval mode, with parameters on the meta device and buffers on `device`.
 
-    The class is the class that the checkpoint names, or transformers' class for text. The named
-    class can be the language model in a multimodal model. The dtype is the config's. Raises
-    InputError if transformers cannot build the model.
+    The model has the class that the checkpoint names, or else transformers' class for text. The
+    dtype is the config's. Raises InputError if transformers cannot build the model.
 
-    From here on torch computes with as many threads as numba. Numba sets this number for torch at
-    its first kernel, and sums depend on it. Without this, a resumed call would compute different
-    bytes until that kernel.
+    Also sets the number of torch's threads to numba's. Numba does this at its first kernel, and
+    sums depend on the number. Without this, a resumed call would compute different bytes until
+    that kernel.
     """
     torch.set_num_threads(numba.get_num_threads())
     try:
@@ -35,14 +33,16 @@ def build_on_meta(
     except Exception as error:  # of foreign code on a foreign config
         if isinstance(error, MemoryError | ImportError) or mismatch_of(error):
             raise
-        own_code = not trust_remote_code and "trust_remote_code" in str(error)
+        needs_code = not trust_remote_code and "trust_remote_code" in str(error)
         raise InputError(
             str(root / "config.json"),
-            got="a model with its own code"
-            if own_code
-            else f"one that it refuses ({first_line(error)})",
-            need="a model that transformers can build, to calibrate it",
-            fix="read that code, then add --trust-remote-code" if own_code else "correct it",
+            got="a model that needs Python code from the checkpoint"
+            if needs_code
+            else f"a model that transformers refuses ({first_line(error)})",
+            need="a model that transformers can build for calibration",
+            fix="review the code, then add --trust-remote-code"
+            if needs_code
+            else "correct config.json, or use a scheme and rounding without calibration",
         ) from error
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
@@ -141,9 +141,9 @@ def require_device(name: str) -> None:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise InputError(
             f"device {name!r}",
-            got=f"no use of it ({first_line(error)})",
-            need="a device that this torch can use, as cpu or cuda:0",
-            fix="name another, or install the torch for it",
+            got=f"a device that cannot be used ({first_line(error)})",
+            need="a device that this version of torch supports, such as cpu or cuda:0",
+            fix="use another device, or install the build of torch for it",
         ) from None
 
 

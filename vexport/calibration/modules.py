@@ -64,11 +64,11 @@ def initialize_observer(module: torch.nn.Module, base_name: str) -> None:
 
 
 def observe(module: Modules, base_name: str, value: torch.Tensor | None = None) -> None:
-    """Show a value to the observers of this base name. Modules without such an observer are
-    skipped.
+    """Pass a value to the modules' observers of this base name.
 
-    Without `value` each module shows its attribute of that name (its weight). If the module has a
-    map of columns to groups, compressed-tensors' `weight_g_idx`, the observer receives it too.
+    Modules without such an observer are skipped. Without `value`, each observer receives the
+    module's attribute of that name (its weight). It also receives the map of columns to groups, if
+    the module has one (`weight_g_idx` of compressed-tensors).
     """
     for part in _each(module):
         if (observer := observer_of(part, base_name)) is not None:
@@ -219,10 +219,11 @@ def _require_statistics(module: torch.nn.Module, base_name: str, observer: Obser
     if not observer.has_statistics:
         got = f"{observer.tokens} tokens in calibration"
         need = "at least one observation for its static scale"
-        fix = "add samples that reach this module, or do not quantize it"
+        fix = "add samples that reach this module, or keep it unquantized"
     elif not all(bool(torch.isfinite(end)) for end in observer.extremes()):
-        got, need = "values that are not finite", "finite ones for its scale"
-        fix = "look for the layer and the sample that made them, or do not quantize it"
+        got = "values that are not finite"
+        need = "finite values for its scale"
+        fix = "find the layer and the sample that produce them, or keep this module unquantized"
     else:
         return
     raise CheckpointFailed(f"{_describe(module)}: {base_name}", got=got, need=need, fix=fix)

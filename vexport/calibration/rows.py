@@ -21,7 +21,7 @@ from vexport.errors import clip
 
 CONVERSATIONS = ("messages", "conversations", "conversation")
 # Further columns that hold conversations. A column `text` takes precedence over them.
-_MORE_CONVERSATIONS = (
+_CONVERSATION_COLUMNS = (
     "dialog",
     "dialogue",
     "dialogs",
@@ -49,13 +49,12 @@ _CONTEXTS = ("input", "context")
 _SYSTEM = ("system", "system_prompt")
 # Keys under which logs of OpenAI's API store the request.
 _REQUESTS = ("body", "request", "kwargs")
-FORMS = (
-    "a row with text, messages or conversations (and tools), input_ids, or a pair such as "
-    "prompt and "
-    "completion, instruction and output, query and response, question and answer"
+KNOWN_FORMS = (
+    "a row with text, messages or conversations (and tools), input_ids, or a pair such as prompt "
+    "and completion, instruction and output, query and response, or question and answer"
 )
-FIX = "name the column of the text or the turns (DATA:COLUMN), or correct the row"
-CORRECT = "correct or remove the row"
+NAME_THE_COLUMN = "name the column of the text or conversation (DATA:COLUMN), or correct the row"
+CORRECT_THE_ROW = "correct or remove the row"
 # Speakers as ShareGPT, other data sets and other APIs name them, with their roles in OpenAI's API.
 _SPEAKERS = {
     **dict.fromkeys(("human", "user", "prompter"), "user"),
@@ -72,18 +71,18 @@ _CONTENT_KEYS = ("content", "value", "text", "parts")
 # Matches the start of JSON objects, and of Python's repr of them.
 _JSON_OF_OBJECTS = re.compile(r"\s*(\[\s*)?\{\s*['\"]")
 # Roles that may have an empty turn: a call without text, or an empty result.
-_MAY_BE_EMPTY = ("assistant", "tool")
+_ROLES_WITHOUT_CONTENT = ("assistant", "tool")
 _MEDIA_COLUMN = re.compile(
     r"(image|img|picture|photo|video|audio|pixel_value)s?(_(url|path|file|bytes|base64|data)s?)?",
     re.IGNORECASE,
 )
 # A placeholder of an image, a video or sound: <image>, <image_1>, <|image_pad|>, <start_of_image>.
-_MARK = r"<\|?(?:[a-z]+_)*(?:image|img|vision|video|audio|speech)(?:here|_[a-z0-9_]+| ?\d+)?\|?>"
-_ANY_PLACEHOLDER = re.compile(_MARK, re.IGNORECASE)
+_TAG = r"<\|?(?:[a-z]+_)*(?:image|img|vision|video|audio|speech)(?:here|_[a-z0-9_]+| ?\d+)?\|?>"
+_ANY_PLACEHOLDER = re.compile(_TAG, re.IGNORECASE)
 # Matches a placeholder as data for multimodal models contain it: at the start or the end of a turn,
 # alone on a line, or around a path.
 _PLACEHOLDER = re.compile(
-    rf"\A\s*{_MARK}|{_MARK}\s*\Z|^[ \t]*{_MARK}[ \t]*$|<img>[^<>\n]+</img>",
+    rf"\A\s*{_TAG}|{_TAG}\s*\Z|^[ \t]*{_TAG}[ \t]*$|<img>[^<>\n]+</img>",
     re.MULTILINE | re.IGNORECASE,
 )
 
@@ -123,31 +122,31 @@ def read_row(raw: object, column: str | None) -> Row:
     if isinstance(raw, list) and raw and all(map(_is_turn, raw)):
         raw = {CONVERSATIONS[0]: raw}
     if not isinstance(raw, Mapping):
-        raise ValueError(f"{_kind(raw)}, no JSON object")
+        raise ValueError(f"{_json_kind(raw)} instead of a JSON object")
     if column is not None:
         if column not in raw:
-            raise UnknownFormError(f"no column {column}, but {_keys(raw)}")
-        row = _of_value(raw, column)
+            raise UnknownFormError(f"no column {column}; the columns are {_keys(raw)}")
+        row = _row_of_column(raw, column)
     else:
-        row = _by_its_keys(raw)
+        row = _row_by_usual_keys(raw)
     _refuse_media(raw, row, column)
     return row
 
 
-def _by_its_keys(raw: Mapping[object, object]) -> Row:
+def _row_by_usual_keys(raw: Mapping[object, object]) -> Row:
     """Read a row by its keys. Unambiguous keys take precedence."""
     column = next((key for key in ("input_ids", *CONVERSATIONS) if raw.get(key) is not None), None)
     if column is not None:
-        return _of_value(raw, column)
+        return _row_of_column(raw, column)
     answer = next((key for key in _ANSWERS_OF_PROMPT if raw.get(key) is not None), None)
     if raw.get("prompt") is not None and answer is not None:
-        return _of_pair(raw, "prompt", answer)
+        return _row_of_pair(raw, "prompt", answer)
     if raw.get("text") is not None:
-        return _of_value(raw, "text")
-    return _by_rarer_keys(raw)
+        return _row_of_column(raw, "text")
+    return _row_by_other_keys(raw)
 
 
-def _by_rarer_keys(raw: Mapping[object, object]) -> Row:
+def _row_by_other_keys(raw: Mapping[object, object]) -> Row:
     """Read a row without any of the usual keys.
 
     Raises UnknownFormError if the row has no rarer key either.
@@ -156,33 +155,33 @@ def _by_rarer_keys(raw: Mapping[object, object]) -> Row:
         if question != answer and all(
             isinstance(raw.get(key), str | list) for key in (question, answer)
         ):
-            return _of_pair(raw, question, answer)
-    column = next((key for key in _MORE_CONVERSATIONS if isinstance(raw.get(key), list)), None)
+            return _row_of_pair(raw, question, answer)
+    column = next((key for key in _CONVERSATION_COLUMNS if isinstance(raw.get(key), list)), None)
     if column is not None:
-        return _of_value(raw, column)
+        return _row_of_column(raw, column)
     if _is_turn(raw):
-        return _of_value({CONVERSATIONS[0]: [raw]}, CONVERSATIONS[0])
+        return _row_of_column({CONVERSATIONS[0]: [raw]}, CONVERSATIONS[0])
     for key in _REQUESTS:
         request = raw.get(key)
         if isinstance(request, Mapping) and request.get("messages") is not None:
-            return _of_log(raw, request)
-    raise UnknownFormError(_without_form(raw))
+            return _row_of_log(raw, request)
+    raise UnknownFormError(_describe_unknown_row(raw))
 
 
-def _without_form(raw: Mapping[object, object]) -> str:
+def _describe_unknown_row(raw: Mapping[object, object]) -> str:
     """Describe a row of an unknown form for an error message."""
     if not raw:
         return "an empty object"
     if len(raw) == 1 and (key := key_of_rows(raw)) is not None:
         number = len(raw[key])  # type: ignore[arg-type]
         return (
-            f"an object whose key {key} is a list of {number:,} objects, not one of them on "
-            f"each line"
+            f"an object with a list of {number:,} objects under the key {key}, instead of one "
+            f"object per line"
         )
     return f"a row with the keys {_keys(raw)}"
 
 
-def _of_value(raw: Mapping[object, object], key: str) -> Row:
+def _row_of_column(raw: Mapping[object, object], key: str) -> Row:
     """Read the value of a column: a string, token ids or turns."""
     value = _parsed_turns(raw[key], key)
     if isinstance(value, str):
@@ -190,11 +189,11 @@ def _of_value(raw: Mapping[object, object], key: str) -> Row:
     if isinstance(value, Mapping) and _is_turn(value):
         value = [value]
     if not isinstance(value, Sequence):
-        raise ValueError(f"{key} that is {_kind(value)}, no string and no list")
+        raise ValueError(f"{key} with {_json_kind(value)} instead of a string or a list")
     if (value or key == "input_ids") and all(type(item) is int for item in value):
         return Row(ids=tuple(value))
     if key == "input_ids":
-        raise ValueError("input_ids that are no list of integers")
+        raise ValueError("input_ids that are not a list of integers")
     return Row(conversation=_conversation(raw, list(_messages(value, key))))
 
 
@@ -210,7 +209,7 @@ def _parsed_turns(value: object, key: str) -> object:
     except (ValueError, RecursionError):
         if key in CONVERSATIONS:
             raise ValueError(
-                f"{key} that is a text, but no JSON: {clip(value.strip(), 60)!r}"
+                f"{key} with text that is not valid JSON: {clip(value.strip(), 60)!r}"
             ) from None
         return value
     turns = [parsed] if isinstance(parsed, Mapping) else parsed
@@ -218,7 +217,7 @@ def _parsed_turns(value: object, key: str) -> object:
     return turns if is_conversation else value
 
 
-def _of_pair(raw: Mapping[object, object], question: str, answer: str) -> Row:
+def _row_of_pair(raw: Mapping[object, object], question: str, answer: str) -> Row:
     """Read a question and its answer: two strings, or two lists of messages."""
     asked, answered = (_parsed_turns(raw[key], key) for key in (question, answer))
     if isinstance(asked, str) and isinstance(answered, str):
@@ -228,8 +227,8 @@ def _of_pair(raw: Mapping[object, object], question: str, answer: str) -> Row:
             [asked, *(part for part in parts if isinstance(part, str) and part.strip())]
         )
         turns = [*_history(raw), _turn("user", whole), _turn("assistant", answered)]
-        glue = "" if question == "prompt" else "\n"
-        return Row(conversation=_conversation(raw, turns), flat=f"{whole}{glue}{answered}")
+        separator = "" if question == "prompt" else "\n"
+        return Row(conversation=_conversation(raw, turns), flat=f"{whole}{separator}{answered}")
     lists = [[each] if isinstance(each, Mapping) else each for each in (asked, answered)]
     if isinstance(asked, str) and not isinstance(lists[1], str):
         lists[0] = [_turn("user", asked)]
@@ -247,9 +246,9 @@ def _of_pair(raw: Mapping[object, object], question: str, answer: str) -> Row:
     return Row(conversation=_conversation(raw, messages))
 
 
-def _of_log(raw: Mapping[object, object], request: Mapping[object, object]) -> Row:
+def _row_of_log(raw: Mapping[object, object], request: Mapping[object, object]) -> Row:
     """Read a logged request, and the logged response to it if there is any."""
-    messages = list(_messages(_listed(request["messages"], "messages"), "messages"))
+    messages = list(_messages(_as_list(request["messages"], "messages"), "messages"))
     response = raw.get("response")
     if isinstance(response, Mapping):
         body = response.get("body")
@@ -290,7 +289,7 @@ def _conversation(raw: Mapping[object, object], messages: Sequence[Message]) -> 
     value = next(
         (raw[key] for key in ("tools", "functions") if raw.get(key) not in (None, "", [])), None
     )
-    tools = () if value is None else tuple(map(_tool, _listed(value, "tools")))
+    tools = () if value is None else tuple(map(_tool, _as_list(value, "tools")))
     return Conversation(messages=tuple(messages), tools=tools)
 
 
@@ -300,20 +299,20 @@ def _tool(value: object) -> Message:
     """
     tool = _parsed(value, "tools")
     if not isinstance(tool, Mapping):
-        raise ValueError(f"tools with {_kind(tool)}, no object")
+        raise ValueError(f"tools with {_json_kind(tool)} instead of an object")
     function = _parsed(tool.get("function", tool), "tools")
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise ValueError("tools with an entry that has no function with a name")
+        raise ValueError("tools with an entry without a function name")
     parameters = _parsed(function.get("parameters"), "tools")
-    handed: dict[str, object] = {
+    passed: dict[str, object] = {
         "name": function["name"],
         "description": function.get("description"),
         "parameters": parameters,
     }
     for key in ("strict", "defer_loading"):
         if function.get(key) is not None:
-            handed[key] = function[key]
-    return {"type": "function", "function": handed}
+            passed[key] = function[key]
+    return {"type": "function", "function": passed}
 
 
 def _parsed(value: object, key: str) -> object:
@@ -324,17 +323,17 @@ def _parsed(value: object, key: str) -> object:
         parsed: object = json.loads(value)
     except (ValueError, RecursionError):
         raise ValueError(
-            f"{key} that is a text, but no JSON: {clip(value.strip(), 60)!r}"
+            f"{key} with text that is not valid JSON: {clip(value.strip(), 60)!r}"
         ) from None
     return parsed
 
 
-def _listed(value: object, key: str) -> Sequence[object]:
+def _as_list(value: object, key: str) -> Sequence[object]:
     parsed = _parsed(value, key)
     if isinstance(parsed, Mapping):
         return [parsed]
     if not isinstance(parsed, Sequence):
-        raise ValueError(f"{key} that is {_kind(parsed)}, no list")
+        raise ValueError(f"{key} with {_json_kind(parsed)} instead of a list")
     return parsed
 
 
@@ -352,7 +351,7 @@ def _messages(items: Sequence[object], key: str) -> Iterator[Message]:
     for item in items:
         if not isinstance(item, Mapping):
             raise ValueError(
-                f"{key} with a turn that is {_kind(item)}, no object with role and content"
+                f"{key} with {_json_kind(item)} instead of a turn with role and content"
             )
         if _is_call(item):
             made = _calls_of_text(_content(item))
@@ -373,8 +372,8 @@ def _messages(items: Sequence[object], key: str) -> Iterator[Message]:
 
 def _message(item: Mapping[object, object], key: str) -> Iterator[Message]:
     """Yield the message of a turn, or two messages if the turn holds a question and its answer."""
-    spoken = next((item[name] for name in _ROLE_KEYS if isinstance(item.get(name), str)), None)
-    if spoken is None:
+    speaker = next((item[name] for name in _ROLE_KEYS if isinstance(item.get(name), str)), None)
+    if speaker is None:
         pair = [
             (role, item[name])
             for names, role in (
@@ -390,7 +389,7 @@ def _message(item: Mapping[object, object], key: str) -> Iterator[Message]:
             )
         yield from (_turn(role, str(text)) for role, text in pair)
         return
-    role = _SPEAKERS.get(str(spoken).lower(), str(spoken))
+    role = _SPEAKERS.get(str(speaker).lower(), str(speaker))
     content = _content(item)
     known = (*_ROLE_KEYS, *_CONTENT_KEYS)
     more = {
@@ -400,15 +399,15 @@ def _message(item: Mapping[object, object], key: str) -> Iterator[Message]:
     }
     calls = _calls(more.pop("tool_calls", None), more.pop("function_call", None))
     if role == "function":
-        role = "tool"  # the name of such turns before there were tools
+        role = "tool"  # older data has this role for results of tools
     if role == "tool" and isinstance(content, Mapping):
         content = json.dumps(content, ensure_ascii=False)
     if not isinstance(content, str | list) and content is not None:
         raise ValueError(
-            f"{key} with a {role} turn whose content is {_kind(content)}, no text and no list "
-            f"of parts"
+            f"{key} with a {role} turn whose content is {_json_kind(content)} instead of text or a "
+            f"list of parts"
         )
-    if content is None and role not in _MAY_BE_EMPTY:
+    if content is None and role not in _ROLES_WITHOUT_CONTENT:
         raise ValueError(f"{key} with a {role} turn without content: {_keys(item)}")
     yield {"role": role, "content": content, **more, **({"tool_calls": calls} if calls else {})}
 
@@ -438,12 +437,12 @@ def _calls(calls: object, legacy: object) -> list[Message]:
     `legacy` is the value of `function_call` in older logs.
     """
     listed = (
-        list(_listed(calls, "tool_calls"))
+        list(_as_list(calls, "tool_calls"))
         if calls not in (None, "") and not _is_missing(calls)
         else []
     )
     if legacy not in (None, "", {}) and not _is_missing(legacy):
-        listed += _listed(legacy, "function_call")
+        listed += _as_list(legacy, "function_call")
     made: list[Message] = []
     for value in listed:
         call = _parsed(value, "tool_calls")
@@ -460,7 +459,7 @@ def _calls(calls: object, legacy: object) -> list[Message]:
                 "function": {"name": call["name"], "arguments": arguments},
             }
         if not isinstance(call, Mapping):
-            raise ValueError(f"tool_calls with {_kind(call)}, no object")
+            raise ValueError(f"tool_calls with {_json_kind(call)} instead of an object")
         made.append({key: value for key, value in call.items() if value is not None})
     return made
 
@@ -546,7 +545,7 @@ def _keys(raw: Mapping[object, object]) -> str:
     return ", ".join(names) + (f" and {len(raw) - 10} more" if len(raw) > 10 else "") or "none"
 
 
-def _kind(value: object) -> str:
+def _json_kind(value: object) -> str:
     """Return the JSON name of a value's type."""
     if value is None:
         return "null"

@@ -33,7 +33,7 @@ from vexport.numerics.ranks import on_first
 from vexport.records import OnProgress, Smoothing, silent
 
 # The least root mean square of a channel, as a share of the largest: unused channels have this.
-LEAST = 1e-5
+LEAST_MAGNITUDE = 1e-5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,7 +69,7 @@ class Smoother:
         self._gradients = dict[str, torch.Tensor]()
         # The last input, and its squares.
         self._last: tuple[torch.Tensor, torch.Tensor] | None = None
-        for name, module in self._wanted(layer).items():
+        for name, module in self._smoothed_modules(layer).items():
             see = partial(self._see, name)
             layer.watching.callback(module.register_forward_pre_hook(see).remove)
 
@@ -88,13 +88,13 @@ class Smoother:
     def leave(self, layer: Layer) -> None:
         """Fold every pair that can be folded, in order."""
         self._last = None
-        again = partial(layer.again, 0)
-        expected = again()
-        for fold in self._folds(layer, again):
+        run_again = partial(layer.again, 0)
+        expected = run_again()
+        for fold in self._folds(layer, run_again):
             if any(name.removesuffix(".weight") in self._squares for name in fold.columns):
-                self._try(layer, fold, lambda: torch.equal(again(), expected))
+                self._try_fold(layer, fold, lambda: torch.equal(run_again(), expected))
 
-    def _wanted(self, layer: Layer) -> dict[str, torch.nn.Module]:
+    def _smoothed_modules(self, layer: Layer) -> dict[str, torch.nn.Module]:
         """Return the modules whose inputs are smoothed, by their names in the layer."""
         return {
             name: module
@@ -104,17 +104,17 @@ class Smoother:
             and moe_layer(joined(layer.name, name)) is None
         }
 
-    def _folds(self, layer: Layer, again: Callable[[], torch.Tensor]) -> Iterator[_Fold]:
+    def _folds(self, layer: Layer, run_again: Callable[[], torch.Tensor]) -> Iterator[_Fold]:
         """Yield the pairs that may be scaled against each other.
 
         Norms come first, then linear layers of the same module.
         """
-        wanted = self._wanted(layer)
-        inputs, outputs = _traced(layer.module, again)
+        wanted = self._smoothed_modules(layer)
+        inputs, outputs = _trace_modules(layer.module, run_again)
         parameters = dict(layer.module.named_parameters())
         behind_norms = set[str]()
         for name, output in outputs.items():
-            own = _own(parameters, name)
+            own = _parameters_of(parameters, name)
             readers = [
                 reader
                 for reader, value in inputs.items()
@@ -130,11 +130,11 @@ class Smoother:
             if name in behind_norms:
                 continue
             columns = parameters[f"{name}.weight"].shape[1]
-            for other in _before(layer.module, name):
+            for other in _sibling_linears(layer.module, name):
                 if parameters[f"{other}.weight"].shape[0] == columns:
-                    yield _Fold(rows=_own(parameters, other), columns=(f"{name}.weight",))
+                    yield _Fold(rows=_parameters_of(parameters, other), columns=(f"{name}.weight",))
 
-    def _try(self, layer: Layer, fold: _Fold, is_same: Callable[[], bool]) -> None:
+    def _try_fold(self, layer: Layer, fold: _Fold, is_same: Callable[[], bool]) -> None:
         """Scale the parameters, and undo this if the layer's output changes."""
         parameters = {
             name: layer.module.get_parameter(name) for name in (*fold.rows, *fold.columns)
@@ -153,9 +153,9 @@ class Smoother:
         before = {name: parameter.data for name, parameter in parameters.items()}
         for name in fold.rows:
             shape = (-1,) if parameters[name].dim() == 1 else (-1, 1)
-            parameters[name].data = _times(before[name], -exponents.view(shape))
+            parameters[name].data = _scaled(before[name], -exponents.view(shape))
         for name in fold.columns:
-            parameters[name].data = _times(before[name], exponents)
+            parameters[name].data = _scaled(before[name], exponents)
         if (
             not exponents.any()
             or not all(map(_is_exact, before.values(), parameters.values()))
@@ -179,8 +179,8 @@ class Smoother:
 
     def _exponents(self, parameters: Mapping[str, torch.Tensor], fold: _Fold) -> torch.Tensor:
         """Return the exponents that divide rows and multiply columns: float32 whole numbers."""
-        inputs = _largest_of(self._squares, fold.columns)
-        gradients = _largest_of(self._gradients, fold.columns)
+        inputs = _root_mean_squares(self._squares, fold.columns)
+        gradients = _root_mean_squares(self._gradients, fold.columns)
         assert inputs is not None
         if gradients is None:  # the model could not be differentiated
             squares = [parameters[name].to(torch.float32).square().mean(0) for name in fold.columns]
@@ -197,17 +197,20 @@ def _add(sums: dict[str, torch.Tensor], name: str, value: torch.Tensor) -> None:
     sums[name] = sums[name] + value if name in sums else value
 
 
-def _largest_of(squares: Mapping[str, torch.Tensor], weights: Iterable[str]) -> torch.Tensor | None:
-    """Return the largest roots of the squares of these weights' inputs, (channels,) float32.
+def _root_mean_squares(
+    squares: Mapping[str, torch.Tensor], weights: Iterable[str]
+) -> torch.Tensor | None:
+    """Return the root mean square of each input channel, (channels,) float32, up to a factor.
 
-    A factor that all channels share is left out. Returns None if no input was seen.
+    If the weights have different inputs, return the maximum over the inputs. Returns None if no
+    input was observed.
     """
     names = (name.removesuffix(".weight") for name in weights)
     channels = [squares[name] for name in names if name in squares]
     return torch.stack(channels).amax(0).sqrt() if channels else None
 
 
-def _traced(
+def _trace_modules(
     layer: torch.nn.Module, run: Callable[[], torch.Tensor]
 ) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]:
     """Run a layer, and return the inputs and outputs of its modules with weights, by name."""
@@ -226,15 +229,13 @@ def _traced(
     return inputs_of, outputs
 
 
-def _own(parameters: Mapping[str, torch.Tensor], module: str) -> tuple[str, ...]:
+def _parameters_of(parameters: Mapping[str, torch.Tensor], module: str) -> tuple[str, ...]:
     """Return the parameters directly in a module, by their names in the layer."""
     return tuple(name for name in parameters if name.rpartition(".")[0] == module)
 
 
-def _before(layer: torch.nn.Module, name: str) -> list[str]:
-    """Return the other linear layers of the same module, last first: values before keys,
-    up before gate.
-    """
+def _sibling_linears(layer: torch.nn.Module, name: str) -> list[str]:
+    """Return the other linear layers of the same module, last first: values before keys."""
     parent = name.rpartition(".")[0]
     children = [joined(parent, child) for child, _ in layer.get_submodule(parent).named_children()]
     found = [
@@ -246,10 +247,10 @@ def _before(layer: torch.nn.Module, name: str) -> list[str]:
 
 
 def _log2(magnitudes: torch.Tensor) -> torch.Tensor:
-    return magnitudes.clamp_min(max(LEAST * float(magnitudes.max()), 1e-30)).log2()
+    return magnitudes.clamp_min(max(LEAST_MAGNITUDE * float(magnitudes.max()), 1e-30)).log2()
 
 
-def _times(values: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
+def _scaled(values: torch.Tensor, exponents: torch.Tensor) -> torch.Tensor:
     return values * torch.exp2(exponents).to(values.dtype)
 
 
@@ -289,20 +290,23 @@ def look_back(
 
 # Smoothing by powers of two is undone exactly for every input or for none, so a few tokens of the
 # vocabulary are enough.
-TOKENS = 16
+CHECKED_TOKENS = 16
 
 
 @torch.no_grad()
-def changed_by(index: SourceIndex, smoothing: Mapping[str, Smoothing], device: str) -> list[str]:
-    """Return the decoder layers whose output changes when smoothed, and the smoothed tensors
-    outside the layers.
+def layers_changed_by(
+    index: SourceIndex, smoothing: Mapping[str, Smoothing], device: str
+) -> list[str]:
+    """Return the decoder layers whose output changes by smoothing.
+
+    Smoothed tensors outside the layers are listed too, because they cannot be checked.
 
     Raises InputError for a model that cannot run layer by layer and for a tensor that does not fit
     its exponents. Raises CheckpointFailed if a hidden state of the source is not finite.
     """
     size = text_config(index.config).get("vocab_size")
     vocabulary = size if isinstance(size, int) and size > 0 else 1
-    ids = tuple(number * vocabulary // TOKENS for number in range(TOKENS))
+    ids = tuple(number * vocabulary // CHECKED_TOKENS for number in range(CHECKED_TOKENS))
     samples = Samples(token_ids=(ids,), rows=(1,))
     walk = LayerWalk(index, device=device)
     with reader_of(smoothing) as reader, walk.text(samples) as hidden:
@@ -326,7 +330,7 @@ class _SmoothedLayers:
 
     def enter(self, layer: Layer) -> None:
         """Keep the layer's input."""
-        self._before = layer.entered(0)
+        self._input = layer.entered(0)
 
     def row(self, index: int, hidden: torch.Tensor) -> None:
         """Keep the layer's output."""
@@ -335,7 +339,7 @@ class _SmoothedLayers:
     def leave(self, layer: Layer) -> None:
         """Smooth the layer and compare."""
         smoothed = set(self._smoothed(layer))
-        if smoothed and not torch.equal(layer.run(0, self._before), self._expected):
+        if smoothed and not torch.equal(layer.run(0, self._input), self._expected):
             self.changed.append(layer.name)
         self.applied |= smoothed
 

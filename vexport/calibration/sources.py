@@ -19,14 +19,14 @@ from vexport.records import CalibrationData
 
 T = TypeVar("T")
 # The size of the shuffle buffer, as in a stream of `datasets`.
-SHUFFLED = 10_000
+SHUFFLE_BUFFER = 10_000
 # Limits in bytes for a line or paragraph, and for a file that is a JSON list. A device file never
 # ends.
 LONGEST_LINE, LARGEST_LIST = 1 << 26, 1 << 30
 TEXT, PARQUET = (".txt", ".md"), ".parquet"
 # Bytes at the start of a file that show its format, and bytes that are parsed to find a JSON object
 # of several lines.
-START, LOOKED_AT = 4096, 1 << 26
+HEADER_BYTES, PARSED_BYTES = 4096, 1 << 26
 # Signatures of other file formats, with their names and what to do about them.
 _SIGNATURES: tuple[tuple[bytes, str, str], ...] = (
     (b"PAR1", "a parquet file", "name it .parquet"),
@@ -61,9 +61,9 @@ def raw_rows(data: CalibrationData) -> Iterator[RawRow]:
     """
     name = parse_data(data.name)
     if name.kind == "hub":
-        rows = _of_hub(data, name)
+        rows = _rows_of_hub(data, name)
     else:
-        rows = _of_path(DEFAULT_FILE if name.kind == "default" else name.path)
+        rows = _rows_of_path(DEFAULT_FILE if name.kind == "default" else name.path)
     return rows if data.seed is None else shuffled(rows, data.seed)
 
 
@@ -72,39 +72,39 @@ def shuffled(items: Iterable[T], seed: int) -> Iterator[T]:
 
     SHUFFLED items are in memory at a time.
     """
-    chooser, held = random.Random(seed), list[T]()
+    generator, buffer = random.Random(seed), list[T]()
     for item in items:
-        if len(held) < SHUFFLED:
-            held.append(item)
+        if len(buffer) < SHUFFLE_BUFFER:
+            buffer.append(item)
             continue
-        place = chooser.randrange(SHUFFLED)
-        yield held[place]
-        held[place] = item
-    chooser.shuffle(held)
-    yield from held
+        place = generator.randrange(SHUFFLE_BUFFER)
+        yield buffer[place]
+        buffer[place] = item
+    generator.shuffle(buffer)
+    yield from buffer
 
 
-def _of_path(path: Path) -> Iterator[RawRow]:
+def _rows_of_path(path: Path) -> Iterator[RawRow]:
     if not path.is_dir():
         require_file(path)
-        yield from _of_file(path)
+        yield from _rows_of_file(path)
         return
-    rows = chain.from_iterable(map(_of_file, data_files(path)))
+    rows = chain.from_iterable(map(_rows_of_file, data_files(path)))
     for number, row in enumerate(rows, start=1):
         yield replace(row, number=number)
 
 
-def _of_file(path: Path) -> Iterator[RawRow]:
+def _rows_of_file(path: Path) -> Iterator[RawRow]:
     require_fetched([path])
     suffix = path.suffix.lower()
     if suffix == PARQUET:
-        yield from _of_parquet(path)
+        yield from _rows_of_parquet(path)
         return
     try:
         with _opened(path) as stream:
-            _require_text(path, stream.read(START))
+            _require_text(path, stream.read(HEADER_BYTES))
             stream.seek(0)
-            yield from _paragraphs(path, stream) if suffix in TEXT else _of_json(path, stream)
+            yield from _paragraphs(path, stream) if suffix in TEXT else _rows_of_json(path, stream)
     except OSError as error:
         require_working_disk(error, path)
         reason = (
@@ -121,49 +121,46 @@ def _opened(path: Path) -> BinaryIO:
     return path.open("rb")
 
 
-def _of_json(path: Path, stream: BinaryIO) -> Iterator[RawRow]:
-    """Yield the rows of a file with JSON lines, split only at newlines, or with a JSON
-    list of objects.
-    """
+def _rows_of_json(path: Path, stream: BinaryIO) -> Iterator[RawRow]:
+    """Yield the rows of a file with JSON lines or with a JSON list of objects."""
     start = stream.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()
     stream.seek(0)
     if start[:1] == b"[":
-        yield from _of_list(path, stream)
+        yield from _rows_of_list(path, stream)
         return
     is_first = True
     for number, line in _lines(path, stream):
         if not line.strip():
             continue
         if is_first:
-            _require_lines(path, line)
+            _require_json_lines(path, line)
             is_first = False
         yield RawRow(place=f"{path}:{number}", number=number, content=line)
 
 
-def _require_lines(path: Path, first: bytes) -> None:
+def _require_json_lines(path: Path, first: bytes) -> None:
     """Raise InputError if the first line is not JSON but starts a JSON object of several lines."""
     try:
         json.loads(first)
         return
     except UnicodeDecodeError as error:
-        raise undecodable(str(path), error) from None
+        raise encoding_error(str(path), error) from None
     except (ValueError, RecursionError):
         if first.removeprefix(b"\xef\xbb\xbf").strip()[:1] != b"{":
             return
     with _opened(path) as stream:
-        text = stream.read(LOOKED_AT).decode("utf-8-sig", errors="replace")
+        text = stream.read(PARSED_BYTES).decode("utf-8-sig", errors="replace")
     try:
         value, end = json.JSONDecoder().raw_decode(text.lstrip())
     except (ValueError, RecursionError):
         return
     rest = text.lstrip()[end:].strip()
-    got, fix = (
-        "a JSON object that takes several lines",
-        f"write one row a line: `jq -c . {path.name}`",
-    )
-    if not rest and (key := key_of_rows(value)) is not None:
-        got = f"one JSON object whose key {key} is a list of {len(value[key]):,} objects"
-        fix = f"write one row a line: `jq -c '.{key}[]' {path.name}`"
+    got = "a JSON object that spans several lines"
+    fix = f"write one row per line: `jq -c . {path.name}`"
+    key = None if rest else key_of_rows(value)
+    if key is not None:
+        got = f"one JSON object with a list of {len(value[key]):,} objects under the key {key}"
+        fix = f"write one row per line: `jq -c '.{key}[]' {path.name}`"
     raise InputError(str(path), got=got, need="JSON lines, or one JSON list of objects", fix=fix)
 
 
@@ -198,20 +195,19 @@ def _require_text(path: Path, start: bytes) -> None:
         raise InputError(str(path), got=got, need=need, fix="name the file with the text")
 
 
-def undecodable(place: str, error: UnicodeDecodeError) -> InputError:
+def encoding_error(place: str, error: UnicodeDecodeError) -> InputError:
     """Return the error for a text that is not UTF-8. The error names the probable encoding."""
     byte = error.object[error.start]
-    what, fix = "text that is not UTF-8", "convert the file to UTF-8"
-    if _is_western(error.object):
-        what, fix = (
-            "text in Latin-1 (or Windows-1252)",
-            "convert the file: `iconv -f latin1 -t utf-8`",
-        )
-    got = f"{what}: byte 0x{byte:02x} at {error.start}"
+    encoding = "text that is not UTF-8"
+    fix = "convert the file to UTF-8"
+    if _looks_like_latin1(error.object):
+        encoding = "text in Latin-1 (or Windows-1252)"
+        fix = "convert the file: `iconv -f latin1 -t utf-8`"
+    got = f"{encoding}: byte 0x{byte:02x} at position {error.start}"
     return InputError(place, got=got, need="text in UTF-8", fix=fix)
 
 
-def _is_western(text: bytes) -> bool:
+def _looks_like_latin1(text: bytes) -> bool:
     """Return True if a text looks like Latin-1.
 
     Such a text has few bytes beyond ASCII, most of them are letters, and none are valid UTF-8.
@@ -231,19 +227,19 @@ def _lines(path: Path, stream: BinaryIO) -> Iterator[tuple[int, bytes]]:
         number += 1
         if len(line) == LONGEST_LINE:
             need = f"rows of at most {LONGEST_LINE >> 20} MB"
-            raise InputError(f"{path}:{number}", got="a longer one", need=need, fix="split the row")
+            raise InputError(f"{path}:{number}", got="a longer row", need=need, fix="split the row")
         yield number, line
 
 
-def _of_list(path: Path, stream: BinaryIO) -> Iterator[RawRow]:
+def _rows_of_list(path: Path, stream: BinaryIO) -> Iterator[RawRow]:
     text = stream.read(LARGEST_LIST + 1)
     if len(text) > LARGEST_LIST:
         need = f"a JSON list of at most {LARGEST_LIST >> 20} MB"
-        raise InputError(str(path), got="a larger one", need=need, fix="write JSON lines")
+        raise InputError(str(path), got="a larger file", need=need, fix="write JSON lines")
     try:
         items = json.loads(text)
     except UnicodeDecodeError as error:
-        raise undecodable(str(path), error) from None
+        raise encoding_error(str(path), error) from None
     except (ValueError, RecursionError) as error:
         need = "a JSON list of objects, or JSON lines"
         raise InputError(
@@ -273,11 +269,11 @@ def _paragraph(path: Path, number: int, lines: list[bytes], *, first: bool) -> R
     try:
         text = b"".join(lines).decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise undecodable(f"{path}:{number}", error) from None
+        raise encoding_error(f"{path}:{number}", error) from None
     return RawRow(place=f"{path}:{number}", number=number, content={"text": text}, joins=not first)
 
 
-def _of_parquet(path: Path) -> Iterator[RawRow]:
+def _rows_of_parquet(path: Path) -> Iterator[RawRow]:
     require_extra("pyarrow", "reading parquet")
     import pyarrow  # type: ignore[import-untyped]
     import pyarrow.parquet as parquet  # type: ignore[import-untyped]
@@ -290,15 +286,15 @@ def _of_parquet(path: Path) -> Iterator[RawRow]:
                     number += 1
                     yield RawRow(place=f"{path}: row {number}", number=number, content=record)
     except (pyarrow.ArrowException, OSError) as error:
-        need = "a parquet file"
+        need = "a valid parquet file"
         raise InputError(
             str(path), got=first_line(error), need=need, fix="check the file"
         ) from None
 
 
-def _of_hub(data: CalibrationData, name: DataName) -> Iterator[RawRow]:
+def _rows_of_hub(data: CalibrationData, name: DataName) -> Iterator[RawRow]:
     """Yield the rows of a data set on the hub while they are downloaded."""
-    require_extra("datasets", "reading a data set of the hub")
+    require_extra("datasets", "reading a dataset from the hub")
     import datasets
 
     assert name.hub is not None
@@ -316,7 +312,7 @@ def _of_hub(data: CalibrationData, name: DataName) -> Iterator[RawRow]:
     except Exception as error:
         is_lost = not copy and is_of_the_hub(error)
         raise (
-            explain(error, name.hub, "dataset") if is_lost else _unreadable(error, name)
+            explain(error, name.hub, "dataset") if is_lost else _dataset_error(error, name)
         ) from None
 
 
@@ -338,19 +334,18 @@ def _downloaded(hub: HubName) -> str | None:
 
 
 def _first_split(path: str, subset: str | None, revision: str | None) -> str:
-    """Return `train` if the data set has it, or the first split that begins with `train`, or
-    the first split.
-    """
+    """Return the split `train`, else the first split that begins with `train`, else the first."""
     import datasets
 
     names: list[str] = datasets.get_dataset_split_names(path, subset, revision=revision)
     return min(names, key=lambda name: (name != "train", not name.startswith("train")))
 
 
-def _unreadable(error: Exception, name: DataName) -> InputError:
+def _dataset_error(error: Exception, name: DataName) -> InputError:
     return InputError(
         f"dataset {name.hub}",
         got=first_line(error),
-        need="a data set that `datasets` can read, and a split and subset that it has",
-        fix="name them: ORG/NAME:SPLIT:COLUMN, and calibration.subset in a scenario",
+        need="a dataset that the package `datasets` can read, and an existing split and subset",
+        fix="give the split as ORG/NAME:SPLIT:COLUMN, and the subset as calibration.subset in a "
+        "scenario",
     )

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from vexport.architectures.fusion import moe_layer
-from vexport.calibration.capture import watching_attention
+from vexport.calibration.capture import watch_attention
 from vexport.calibration.data import Samples
 from vexport.calibration.gradients import TokenWeights
 from vexport.calibration.inputs import Entered, GroupInputs, Value
@@ -45,9 +45,9 @@ from vexport.records.calibration import CALIBRATE
 
 DEFAULT_INPUT_OBSERVER = "static_minmax"
 # Observers whose statistics follow from the extremes of an observation.
-OF_RANGES = (MemorylessMinMaxObserver, MinMaxObserver, StaticMinMaxObserver)
+RANGE_OBSERVERS = (MemorylessMinMaxObserver, MinMaxObserver, StaticMinMaxObserver)
 # Strategies that group channels.
-OF_CHANNELS = ("tensor", "group", "tensor_group")
+CHANNEL_STRATEGIES = ("tensor", "group", "tensor_group")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,7 +118,7 @@ class Statistics:
                     rows = channel_extremes(activation)
                     finite.append((layer, torch.isfinite(rows).all()))
                 if layer in self.inputs:
-                    show(self.inputs[layer], activation, rows)
+                    observe_activation(self.inputs[layer], activation, rows)
                 if layer in self.importance:
                     self.importance[layer].add(activation)
         return finite
@@ -173,9 +173,9 @@ def input_observers(plan: Plan) -> dict[str, Observer]:
     return observers
 
 
-def show(observer: Observer, value: torch.Tensor, rows: torch.Tensor) -> None:
+def observe_activation(observer: Observer, value: torch.Tensor, rows: torch.Tensor) -> None:
     """Show an activation to an observer, or its extremes `rows` if these give the same range."""
-    if type(observer) in OF_RANGES and observer.strategy in OF_CHANNELS:
+    if type(observer) in RANGE_OBSERVERS and observer.strategy in CHANNEL_STRATEGIES:
         observer(rows)
         observer.tokens += value.numel() // value.shape[-1] - len(rows)
     else:
@@ -192,9 +192,9 @@ def _require_tokens(name: str, tokens: int, purpose: str) -> None:
         raise CheckpointFailed(
             name,
             got="0 tokens in calibration",
-            need=f"at least one for {purpose}",
-            fix="add samples that reach this layer (an expert: calibrate all), or choose a "
-            "dynamic scheme",
+            need=f"at least 1 token for {purpose}",
+            fix="add samples that reach this layer (for an expert, --calibrate-all-experts), or "
+            "use a dynamic scheme",
         )
 
 
@@ -233,7 +233,7 @@ def calibrate(
             statistics.sync()
             add_up(cached)
             if plan.kv_cache:
-                require_cache(walk.index, cached)
+                require_observed_cache(walk.index, cached)
     return CalibrationRecord(
         rows=samples.rows,
         digest=samples.digest,
@@ -285,7 +285,7 @@ class StatisticsWatcher:
         layer.watching.enter_context(inputs.shown(take, once=True))
         if self._watches_cache and not layer.is_head:
             stored_name = self._walk.weights.stored_name
-            attention = watching_attention(layer.module, layer.name, stored_name, self._cached)
+            attention = watch_attention(layer.module, layer.name, stored_name, self._cached)
             layer.watching.enter_context(attention)
 
     def row(self, index: int, hidden: torch.Tensor) -> None:
@@ -306,17 +306,17 @@ def _require_reachable(inputs: GroupInputs) -> None:
         raise InputError(
             name,
             got=reason,
-            need="a layer whose input can be seen",
-            fix="use a weight-only or dynamic scheme for it",
+            need="a layer with an input that vexport can observe",
+            fix="use a weight-only or dynamic scheme for this layer",
         )
 
 
-def require_cache(index: SourceIndex, ranges: Mapping[str, object]) -> None:
+def require_observed_cache(index: SourceIndex, ranges: Mapping[str, object]) -> None:
     """Raise InputError if no keys and values were observed."""
     if not ranges:
         raise InputError(
             f"{index.root}: KV cache",
             got="no attention layer that calls transformers' attention interface",
-            need="one, to see keys and values",
+            need="such a layer, to observe keys and values",
             fix="leave the KV cache unquantized",
         )

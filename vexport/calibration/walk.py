@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from vexport.calibration.capture import capture_layer_calls, fast_products, replayed_layers
+from vexport.calibration.capture import capture_layer_calls, float32_products, replayed_layers
 from vexport.calibration.data import Samples
 from vexport.calibration.inputs import Places
 from vexport.calibration.model import (
@@ -74,7 +74,7 @@ def first_not_finite(
 # Runs the row at an index, with these hidden states in front.
 RunRow = Callable[[int, torch.Tensor], torch.Tensor]
 # Returns the hidden states in front of a layer, by the layer's number and the row's index.
-Entered = Callable[[int, int], torch.Tensor]
+LayerInputs = Callable[[int, int], torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +182,7 @@ class LayerWalk:
             torch.no_grad(),
             # compressed-tensors compiles its FP4 rounding, which needs a C++ compiler.
             torch.compiler.set_stance("force_eager"),
-            fast_products(self.layers, self.device),
+            float32_products(self.layers, self.device),
             reader_of(smoothing or {}) as self.weights.reader,
             ReadAhead(self.weights, self.device) as self._ahead,
         ):
@@ -240,7 +240,7 @@ class LayerWalk:
     def backward(
         self,
         back: Callable[[Layer, int], torch.Tensor],
-        entered: Entered,
+        entered: LayerInputs,
         *watchers: Watcher,
     ) -> None:
         """Call `back` for every row of every layer, last to first.
@@ -295,12 +295,12 @@ class LayerWalk:
             side = "input"
         return CheckpointFailed(
             name,
-            got=f"calibration row {self._rows[index]} makes an {side} that is not finite",
+            got=f"calibration row {self._rows[index]} produces an {side} that is not finite",
             need="",
-            fix="remove the row, or keep this layer unquantized and look at its weights",
+            fix="remove the row, or check the weights of this layer and keep it unquantized",
         )
 
-    def _copied(self, stream: Stream) -> Entered:
+    def _copied(self, stream: Stream) -> LayerInputs:
         """Return a function that copies the present states of a stream, for any layer."""
 
         def entered(number: int, index: int) -> torch.Tensor:
@@ -308,7 +308,7 @@ class LayerWalk:
 
         return entered
 
-    def _loaded(self, numbers: Sequence[int], entered: Entered) -> Iterator[Layer]:
+    def _loaded(self, numbers: Sequence[int], entered: LayerInputs) -> Iterator[Layer]:
         """Yield these layers with their weights, and drop the weights of each layer afterwards."""
         if self._done == 0:
             self._report(0, self._steps)
@@ -317,7 +317,7 @@ class LayerWalk:
             if reading is None:
                 self._load(number)
             else:
-                self._ahead.put(reading)
+                self._ahead.fill(reading)
             reading = None
             if done < len(numbers) and self._lacks_weights(following := numbers[done]):
                 reading = self._ahead.begin(self.layers[following], self._name_of(following))

@@ -31,14 +31,14 @@ from vexport.checkpoint.tensors import read_tensor
 from vexport.errors import InputError, first_line, raise_all
 from vexport.records import TensorInfo
 
-FIX = "restore the checkpoint, or use a weight-only scheme"
+REMEDY = "restore the checkpoint, or use a weight-only scheme"
 # Reads the value of a stored tensor.
 Read = Callable[[TensorInfo], torch.Tensor]
 # Moves a value to a device in a dtype. True forces a copy, because the value shares the file's
 # memory map.
 Place = Callable[[torch.Tensor, torch.dtype, bool], torch.Tensor]
 # A module, the name of a parameter or buffer in it, and its new value.
-Filling = tuple[torch.nn.Module, str, torch.Tensor]
+ParameterValue = tuple[torch.nn.Module, str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,19 +174,19 @@ class Weights:
         }
 
     def _dtype(self, name: str, present: torch.Tensor) -> torch.dtype:
-        """Return the dtype in which transformers loads a parameter or buffer with
-        the value `present`.
+        """Return the dtype in which transformers loads a parameter or buffer.
+
+        `present` is its value in the model.
         """
-        return (
-            torch.float32 if any(re.search(part, name) for part in self._float32) else present.dtype
-        )
+        is_float32 = any(re.search(part, name) for part in self._float32)
+        return torch.float32 if is_float32 else present.dtype
 
     def load(self, module: torch.nn.Module, prefix: str) -> None:
         """Fill the module named `prefix`.
 
         Raises InputErrors that name the weights missing from the checkpoint.
         """
-        put(self.read(module, prefix))
+        set_values(self.read(module, prefix))
 
     def load_around(self, layers_name: str) -> None:
         """Fill the modules outside the decoder layers.
@@ -197,11 +197,11 @@ class Weights:
         around = {
             name: owner for name, owner in owners.items() if not name.startswith(f"{layers_name}.")
         }
-        put(self._values(around, self._plain))
+        set_values(self._values(around, self._plain))
 
     def read(
         self, module: torch.nn.Module, prefix: str, place: Place | None = None
-    ) -> list[Filling]:
+    ) -> list[ParameterValue]:
         """Return the values for the module named `prefix`, without changing the module.
 
         `place` copies each value. Raises InputErrors that name the weights missing from the
@@ -212,9 +212,9 @@ class Weights:
             [
                 InputError(
                     f"{self.root}: {name}",
-                    got="no tensor of that name",
-                    need="the weight that the model class asks for",
-                    fix=FIX,
+                    got="no tensor with this name",
+                    need="the weights of the model class",
+                    fix=REMEDY,
                 )
                 for name, owner in owners.items()
                 if name not in self._recipes and last_part(name) in owner._parameters
@@ -222,9 +222,12 @@ class Weights:
         )
         return list(self._values(owners, place or self._plain))
 
-    def _values(self, owners: Mapping[str, torch.nn.Module], place: Place) -> Iterator[Filling]:
-        """Yield the checkpoint's values of these parameters and buffers, in the dtypes in which
-        transformers loads them.
+    def _values(
+        self, owners: Mapping[str, torch.nn.Module], place: Place
+    ) -> Iterator[ParameterValue]:
+        """Yield the checkpoint's values of these parameters and buffers.
+
+        They have the dtypes in which transformers loads them.
         """
         needed = {recipe.target: recipe for name in owners if (recipe := self._recipes.get(name))}
         for recipe in needed.values():
@@ -234,13 +237,13 @@ class Weights:
                 for name, value in values.items():
                     shape = getattr(owners[name], last_part(name)).shape
                     if value.shape != shape:
-                        raise ValueError(f"shape {tuple(value.shape)}, not {tuple(shape)}")
+                        raise ValueError(f"shape {tuple(value.shape)} instead of {tuple(shape)}")
             except (ValueError, RuntimeError) as error:
                 raise InputError(
                     f"{self.root}: {recipe.stored[0].name}",
-                    got=f"what does not make {recipe.target} ({first_line(error)})",
-                    need="the shapes and numbers of the model class",
-                    fix=FIX,
+                    got=f"tensors that do not fit {recipe.target} ({first_line(error)})",
+                    need="the number and shapes of tensors that the model class expects",
+                    fix=REMEDY,
                 ) from None
             for name, value in values.items():
                 dtype = self._dtype(name, getattr(owners[name], last_part(name)))
@@ -251,7 +254,7 @@ class Weights:
         return value.to(self._device, dtype, copy=is_mapped)
 
 
-def put(values: Iterable[Filling]) -> None:
+def set_values(values: Iterable[ParameterValue]) -> None:
     """Set parameters and buffers of modules to the given values."""
     for owner, name, value in values:
         is_parameter = name in owner._parameters
@@ -262,7 +265,7 @@ def put(values: Iterable[Filling]) -> None:
 
 # While a layer is read ahead, a GPU holds two layers. A layer is read ahead if it takes at most
 # this share of the GPU's memory.
-MOST_AHEAD = 1 / 8
+MAX_AHEAD_SHARE = 1 / 8
 # Bytes of the pinned host buffer through which weights are copied to a GPU.
 STAGED_BYTES = 1 << 26
 
@@ -293,7 +296,7 @@ class ReadAhead:
     def __exit__(self, *error: object) -> None:
         self._pool.shutdown(cancel_futures=True)
 
-    def begin(self, module: torch.nn.Module, prefix: str) -> Future[list[Filling]] | None:
+    def begin(self, module: torch.nn.Module, prefix: str) -> Future[list[ParameterValue]] | None:
         """Begin to read a module's weights.
 
         Returns None if the weights should be read when they are needed.
@@ -301,12 +304,12 @@ class ReadAhead:
         if not self._is_used:
             return None
         if self._stream is not None:
-            room = MOST_AHEAD * torch.cuda.get_device_properties(self._device).total_memory
+            room = MAX_AHEAD_SHARE * torch.cuda.get_device_properties(self._device).total_memory
             if sum(parameter.nbytes for parameter in module.parameters()) > room:
                 return None
         return self._pool.submit(self._weights.read, module, prefix, self._place)
 
-    def put(self, reading: Future[list[Filling]]) -> None:
+    def fill(self, reading: Future[list[ParameterValue]]) -> None:
         """Fill a module with the values that were read for it.
 
         Raises the errors of `Weights.load`.
@@ -315,7 +318,7 @@ class ReadAhead:
         if self._stream is not None:
             for _, _, value in values:  # the memory belongs to the other stream
                 value.record_stream(torch.cuda.current_stream(self._device))
-        put(values)
+        set_values(values)
 
     def _place(self, value: torch.Tensor, dtype: torch.dtype, is_mapped: bool) -> torch.Tensor:
         """Copy a value to the device, in the thread. The copy is complete on return."""

@@ -68,10 +68,10 @@ def _objections(
     file: Path, source: SourceIndex, smoothing: Mapping[str, Smoothing]
 ) -> Iterator[Finding]:
     from vexport.calibration.model import default_device
-    from vexport.calibration.smoothing import changed_by
+    from vexport.calibration.smoothing import layers_changed_by
 
     try:
-        changed = changed_by(source, smoothing, default_device())
+        changed = layers_changed_by(source, smoothing, default_device())
     except (InputError, CheckpointFailed) as problem:
         got = f"unverified exponents, because the source cannot run: {problem}"
         fix = "nothing to do if you trust the checkpoint's producer"

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import torch
 
-from vexport.calibration.gradients import weights_of
-from vexport.calibration.inputs import Entered, GroupInputs, Noted, Site, Value
+from vexport.calibration.gradients import token_weights_of
+from vexport.calibration.inputs import Entered, GroupInputs, RecordedInputs, Site, Value
 from vexport.formats.plan import FusionGroup
 from vexport.quantize.gptq import GPTQ, Strength, strength_of
 from vexport.quantize.moments import Moments
@@ -37,7 +37,7 @@ class InputMoments:
         has_drift = any(self._strength(group, site).strength > 0 for group in site.rounded)
         return Moments.zeros(site.columns, drift=has_drift, device=self._model.device)
 
-    def add(self, quantized: Noted, source: Noted) -> None:
+    def add(self, quantized: RecordedInputs, source: RecordedInputs) -> None:
         """Add the inputs of a row in the quantized stream and in the source's stream.
 
         The model must have the source's weights. A row that does not reach a site's module changes
@@ -89,7 +89,7 @@ class InputMoments:
             return None
         number = tokens.numel() // tokens.shape[-1]
         known = self._model.calibration.token_weights
-        token_weights = weights_of(known, self._inputs.names_of(site), number)
+        token_weights = token_weights_of(known, self._inputs.names_of(site), number)
         return None if token_weights is None else token_weights.to(tokens.device)
 
     def _add_down(

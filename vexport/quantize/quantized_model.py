@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from vexport.calibration.capture import Forward, replaced_forwards
-from vexport.calibration.inputs import ExpertLayer, arithmetic_of
+from vexport.calibration.inputs import ExpertPosition, arithmetic_of
 from vexport.calibration.walk import LayerWalk
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.tensors import as_tensor, read_tensor
@@ -25,7 +25,9 @@ Hook = Callable[[torch.nn.Module, tuple[torch.Tensor, ...]], tuple[torch.Tensor,
 
 
 @contextmanager
-def rounded_experts(module: torch.nn.Module, hooks: Mapping[ExpertLayer, Hook]) -> Iterator[None]:
+def rounded_experts(
+    module: torch.nn.Module, hooks: Mapping[ExpertPosition, Hook]
+) -> Iterator[None]:
     """Round the inputs of experts by these hooks inside the block.
 
     Experts with unknown arithmetic stay as they are.
@@ -36,7 +38,7 @@ def rounded_experts(module: torch.nn.Module, hooks: Mapping[ExpertLayer, Hook]) 
         return
 
     def rounded(value: torch.Tensor, expert: int, *, is_down: bool) -> torch.Tensor:
-        hook = hooks.get(ExpertLayer(expert=expert, is_down=is_down))
+        hook = hooks.get(ExpertPosition(expert=expert, is_down=is_down))
         return value if hook is None or not len(value) else hook(module, (value,))[0]
 
     def forward(number: int, own: Forward, *args: object, **kwargs: object) -> torch.Tensor:
@@ -139,7 +141,7 @@ class QuantizedModel:
 
         Experts with unknown arithmetic stay as they are.
         """
-        experts: dict[torch.nn.Module, dict[ExpertLayer, Hook]] = {}
+        experts: dict[torch.nn.Module, dict[ExpertPosition, Hook]] = {}
         with ExitStack() as block:
             for group in groups:
                 if group.scheme.args.input_activations is None:

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import torch
 
-from vexport.calibration.capture import watching_attention
+from vexport.calibration.capture import watch_attention
 from vexport.calibration.data import Samples
 from vexport.calibration.inputs import GroupInputs, Value
 from vexport.calibration.model import HiddenStates
-from vexport.calibration.statistics import Statistics, require_cache
+from vexport.calibration.statistics import Statistics, require_observed_cache
 from vexport.calibration.walk import Layer, LayerWalk
 from vexport.files import from_json, to_json, write_text
 from vexport.formats.packing.base import Array
@@ -92,7 +92,7 @@ def _write_report(file: Path, walk: LayerWalk, plan: Plan, done: RoundedLayers) 
     layers = map(done.how, range(len(walk.layers) + 1))
     report = RoundingReport(layers=tuple(layer for layer in layers if layer is not None))
     if plan.attention:
-        require_cache(walk.index, report.cached)
+        require_observed_cache(walk.index, report.cached)
     record(file)
     write_text(file, to_json(report))
 
@@ -197,7 +197,7 @@ class RoundingWatcher:
         rows = WaitingRows(self._runs(partial(self._run, layer)))
         cached = dict[str, KeyValueRanges]()
         stored_name = self._walk.weights.stored_name
-        watching = watching_attention(layer.module, layer.name, stored_name, cached)
+        watching = watch_attention(layer.module, layer.name, stored_name, cached)
         with watching if self._plan.attention else nullcontext():
             stored, learnt = self._rounder(layer).round(rows, self._exact)
         add_up(cached)

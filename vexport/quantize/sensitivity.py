@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from vexport.calibration.data import Samples
-from vexport.calibration.inputs import GroupInputs, Noted, Value
+from vexport.calibration.inputs import GroupInputs, RecordedInputs, Value
 from vexport.calibration.walk import Layer, LayerWalk
 from vexport.checkpoint.index import SourceIndex
 from vexport.errors import InputError
@@ -168,7 +168,7 @@ class Trial:
         self.inputs = GroupInputs(self.model.places, groups)
         self._moments = InputMoments(self.model, self.inputs, text=tokens, plain=True)
 
-    def add(self, noted: Noted) -> None:
+    def add(self, noted: RecordedInputs) -> None:
         """Add the inputs of a row, for the layers that are rounded by text."""
         self._moments.add(noted, noted)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from greenlet import getcurrent, greenlet
 
-from vexport.calibration.inputs import GroupInputs, Noted, Value
+from vexport.calibration.inputs import GroupInputs, RecordedInputs, Value
 from vexport.errors import InputError
 from vexport.formats.plan import FusionGroup
 from vexport.quantize.gptq import strength_of
@@ -60,7 +60,7 @@ class WaitingRows:
         """Return the modules that rows wait in front of. Empty when all rows are through."""
         return {stop[0] for stop in self._stops if stop is not None}
 
-    def noted(self, position: int, name: str) -> Noted:
+    def noted(self, position: int, name: str) -> RecordedInputs:
         """Return the input of this module, if a row waits there."""
         stop = self._stops[position]
         return {name: stop[1]} if stop is not None and stop[0] == name else {}
@@ -97,7 +97,7 @@ class NotedRows:
         """Return the modules that rows reach."""
         return set[str]().union(*self._seen)
 
-    def noted(self, position: int, name: str) -> Noted:
+    def noted(self, position: int, name: str) -> RecordedInputs:
         """Return a row's input of this module, if the row reaches it."""
         inputs_of_row = self._seen[position]
         return {name: inputs_of_row[name]} if name in inputs_of_row else {}
