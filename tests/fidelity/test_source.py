@@ -185,9 +185,9 @@ def test_equivalent_storage_passes(good: Good, llama: Path, tmp_path: Path, chan
 
 
 def test_unequal_experts_are_compared() -> None:
-    """In output of llm-compressor, one difference is reported.
+    """The global scales of llm-compressor's experts differ, which is an error.
 
-    Everything else equals the source.
+    Their weights equal the source.
     """
     found = compared(PEER / "moe-NVFP4A16", PEER / "moe")
     assert {(finding["check"], finding["severity"]) for finding in found} == {("fusion", "error")}

@@ -47,7 +47,7 @@ def test_full_disk_is_one_line(case: str, good: Good, llama: Path, tmp_path: Pat
 def test_full_disk_of_log_prints_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """The command continues. If other files cannot be written, it prints an error."""
+    """A log that cannot be written does not affect the command."""
     monkeypatch.setattr("vexport.run.directory.LOG_FILE", "full.log")
     (tmp_path / "full.log").symlink_to("/dev/full")
     with logged_to(tmp_path):

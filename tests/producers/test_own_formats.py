@@ -36,7 +36,7 @@ CHANGES = {**any_method("model.layers.0"), "a layer that is not quantized": unqu
 
 @pytest.mark.parametrize("name", NAMES)
 def test_sound_checkpoints_have_no_error(name: str) -> None:
-    """vLLM refuses GPTQ of 3 bits, which can be converted."""
+    """The exception is GPTQ with 3 bits, which vLLM refuses."""
     errors = [each for each in problems(CHECKPOINTS / name) if each.severity == "error"]
     assert ["3 bits" in each.got for each in errors] == ([True] if name.endswith("W3") else [])
 

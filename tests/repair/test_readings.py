@@ -30,7 +30,7 @@ from vexport.records import Json
 WEIGHTS = "model.safetensors"
 ATTENTION, MLP = "model.layers.1.self_attn", "model.layers.2.mlp"
 Q, GATE = f"{ATTENTION}.q_proj.weight_global_scale", f"{MLP}.gate_proj.weight_global_scale"
-SOURCE_NAMED = "--source"
+SOURCE_OPTION = "--source"
 
 
 def repaired(checkpoint: Path, out: Path, *options: object) -> dict[str, list[dict[str, object]]]:
@@ -75,10 +75,10 @@ def test_only_source_decides_between_two_scales(
     ran = vexport("repair", checkpoint, out, "--quiet")
     assert ran.code == 1
     assert fused in ran.errors[0]
-    assert SOURCE_NAMED in ran.errors[0]
+    assert SOURCE_OPTION in ran.errors[0]
     assert "finds no error" not in ran.stdout
     assert not out.exists()
-    report = repaired(checkpoint, out, SOURCE_NAMED, llama)
+    report = repaired(checkpoint, out, SOURCE_OPTION, llama)
     assert same_tensors(out, good(scheme))
     assert str(report["source"]) == str(llama)
     for repair in report["repairs"]:
@@ -86,28 +86,31 @@ def test_only_source_decides_between_two_scales(
         assert repair["assumption"] is None
         assert isinstance(change_of_weight, dict)
         assert change_of_weight["source_snr_db"][1] > 15
-    assert vexport("check", out, SOURCE_NAMED, llama, "--static", "--quiet").code == 0
+    assert vexport("check", out, SOURCE_OPTION, llama, "--static", "--quiet").code == 0
 
 
 def test_wrong_source_is_refused(good: Good, tmp_path: Path) -> None:
     checkpoint = spoiled(good("NVFP4A16"), tmp_path / "broken", put(Q, multiply_by(4)))
     other = save_llama(tmp_path / "other")
     put(f"{ATTENTION}.q_proj.weight", lambda weight: weight.flip(0))(other)
-    ran = vexport("repair", checkpoint, tmp_path / "out", SOURCE_NAMED, other, "--quiet")
+    ran = vexport("repair", checkpoint, tmp_path / "out", SOURCE_OPTION, other, "--quiet")
     assert ran.code == 1
     assert "source" in ran.errors[0]
     assert not (tmp_path / "out").exists()
     quantized = vexport(
-        "repair", checkpoint, tmp_path / "out", SOURCE_NAMED, good("W8A8"), "--quiet"
+        "repair", checkpoint, tmp_path / "out", SOURCE_OPTION, good("W8A8"), "--quiet"
     )
     assert quantized.code == 2
 
 
-def test_wrong_scale_of_unfused_layer_needs_source(good: Good, llama: Path, tmp_path: Path) -> None:
-    """Only the comparison with the source finds it."""
+def test_wrong_scale_of_unfused_layer_is_refused(good: Good, llama: Path, tmp_path: Path) -> None:
+    """Only the comparison with the source shows that the scale is wrong.
+
+    No other scale could replace it.
+    """
     name = f"{ATTENTION}.o_proj.weight_global_scale"
     checkpoint = spoiled(good("NVFP4A16"), tmp_path / "broken", put(name, multiply_by(4)))
-    ran = vexport("repair", checkpoint, tmp_path / "out", SOURCE_NAMED, llama, "--quiet")
+    ran = vexport("repair", checkpoint, tmp_path / "out", SOURCE_OPTION, llama, "--quiet")
     assert ran.code == 1
     assert "o_proj" in ran.errors[0]
     assert not (tmp_path / "out").exists()
@@ -121,9 +124,9 @@ def test_assumptions_are_reported(good: Good, llama: Path, tmp_path: Path) -> No
     assert "assumes that" in text
     assert "values were not compared" in text
     assert "200.0 dB" not in text
-    (repair,) = repaired(checkpoint, tmp_path / "compared", SOURCE_NAMED, llama)["repairs"]
+    (repair,) = repaired(checkpoint, tmp_path / "compared", SOURCE_OPTION, llama)["repairs"]
     assert repair["assumption"] is None
-    text = vexport("repair", checkpoint, tmp_path / "text2", SOURCE_NAMED, llama, "--quiet").stdout
+    text = vexport("repair", checkpoint, tmp_path / "text2", SOURCE_OPTION, llama, "--quiet").stdout
     assert "not compared" not in text
     assert f"compared with {llama}" in text
 
@@ -132,7 +135,7 @@ def test_input_scales_remain_an_assumption(good: Good, llama: Path, tmp_path: Pa
     """The source has no scales of inputs, and cannot show which scale is right."""
     name = f"{MLP}.gate_proj.input_global_scale"
     checkpoint = spoiled(good("NVFP4"), tmp_path / "broken", put(name, multiply_by(2)))
-    for number, options in enumerate(((), (SOURCE_NAMED, llama))):
+    for number, options in enumerate(((), (SOURCE_OPTION, llama))):
         (repair,) = repaired(checkpoint, tmp_path / f"out{number}", *options)["repairs"]
         assert "widest range" in str(repair["assumption"])
 
@@ -173,23 +176,23 @@ def test_smoothed_checkpoint_is_compared_with_smoothed_source(llama: Path, tmp_p
     assert (smoothed / SMOOTHING).is_file()
     forget_digests(smoothed)
     sound = tmp_path / "sound"
-    assert repaired(smoothed, sound, SOURCE_NAMED, llama)["repairs"] == []
+    assert repaired(smoothed, sound, SOURCE_OPTION, llama)["repairs"] == []
     out = tmp_path / "out"
     repaired(
-        spoiled(smoothed, tmp_path / "broken", put(Q, multiply_by(4))), out, SOURCE_NAMED, llama
+        spoiled(smoothed, tmp_path / "broken", put(Q, multiply_by(4))), out, SOURCE_OPTION, llama
     )
     assert same_tensors(out, smoothed)
     assert (out / SMOOTHING).read_bytes() == (smoothed / SMOOTHING).read_bytes()
     other = spoiled(
         smoothed, tmp_path / "other", put(f"{ATTENTION}.o_proj.weight_global_scale", multiply_by(4))
     )
-    assert vexport("repair", other, tmp_path / "no", SOURCE_NAMED, llama, "--quiet").code == 1
+    assert vexport("repair", other, tmp_path / "no", SOURCE_OPTION, llama, "--quiet").code == 1
 
 
 def test_unreadable_smoothing_is_refused(good: Good, llama: Path, tmp_path: Path) -> None:
     checkpoint = spoiled(good("NVFP4"), tmp_path / "broken", put(Q, multiply_by(4)))
     (checkpoint / SMOOTHING).write_text('{"tensors": {"model.norm.weight": {"rows": "AAECAw=="}}}')
-    ran = vexport("repair", checkpoint, tmp_path / "out", SOURCE_NAMED, llama, "--quiet")
+    ran = vexport("repair", checkpoint, tmp_path / "out", SOURCE_OPTION, llama, "--quiet")
     assert ran.code == 1
     assert SMOOTHING in ran.errors[0]
     assert not (tmp_path / "out").exists()
@@ -205,7 +208,7 @@ def test_missing_kv_scales_are_an_assumption(good: Good, llama: Path, tmp_path: 
     }
     announced = config(("quantization_config",), kv_cache_scheme=scheme)
     checkpoint = spoiled(good("W8A8"), tmp_path / "broken", announced)
-    repairs = repaired(checkpoint, tmp_path / "out", SOURCE_NAMED, llama)["repairs"]
+    repairs = repaired(checkpoint, tmp_path / "out", SOURCE_OPTION, llama)["repairs"]
     assert all("calibration" in str(repair["assumption"]) for repair in repairs)
 
 
