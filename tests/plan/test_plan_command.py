@@ -234,7 +234,7 @@ def test_plan_for_one_gpu(llama: Path) -> None:
     assert "on SM 90 (Hopper): NVFP4 weights only" in ran.stdout
 
 
-def test_next_command_says_if_gpu_is_needed(llama: Path, tmp_path: Path) -> None:
+def test_next_command_names_needed_gpu(llama: Path, tmp_path: Path) -> None:
     """vLLM's CPU build cannot run NVFP4A16."""
     ran = vexport("quantize", llama, tmp_path / "a", "--scheme", "NVFP4A16", "--quiet")
     needs = "" if NVIDIA_DEVICE.exists() else "  # on a machine with a GPU"
