@@ -1,4 +1,4 @@
-"""Held-out text by position: buckets, KLs, noise, verdicts over the worst bucket, and reports."""
+"""Held-out text by position: buckets, KLs, noise, verdicts on the worst bucket, and reports."""
 
 import json
 from dataclasses import replace
@@ -25,14 +25,14 @@ VOCABULARY, TOKENS, ROWS = 40, 400, 9
 
 
 def ramp(start: int) -> torch.Tensor:
-    """Return a noise level that grows from 0 at the token `start`, shape (1, TOKENS - 1, 1)."""
+    """Return noise levels that grow from 0 at the token `start`, with shape (1, TOKENS - 1, 1)."""
     return torch.clamp((torch.arange(TOKENS - 1) - start) / 100, min=0)[None, :, None]
 
 
 def pair(
     folder: Path, *, start: int = 200, noise: float = 1.0, again: float = 0.0, top: int | None = 40
 ) -> tuple[Served, Served]:
-    """Return a baseline, and a candidate with logits that get worse from the token `start` on."""
+    """Return a baseline, and a candidate whose logits get worse from the token `start` on."""
     rows, logits, generator = random_text(ROWS, TOKENS, VOCABULARY)
     other = logits + noise * ramp(start) * torch.randn(logits.shape, generator=generator)
     second = logits + again * torch.randn(logits.shape, generator=generator)
@@ -70,7 +70,7 @@ def test_buckets_cover_each_token_once(tokens: int, ends: list[int]) -> None:
     assert Span(64, 256).places == slice(63, 255)
 
 
-def test_kl_is_exact_where_vocabulary_is_known(tmp_path: Path) -> None:
+def test_kl_is_exact_for_known_vocabulary(tmp_path: Path) -> None:
     rows, logits, generator = random_text(3, TOKENS, VOCABULARY)
     other = logits + 0.4 * torch.randn(logits.shape, generator=generator)
     old, new = (functional.log_softmax(each, -1).double().numpy() for each in (logits, other))
@@ -138,7 +138,7 @@ def test_identical_models_pass(tmp_path: Path) -> None:
     assert "worst of 3 buckets" in verdict.reason
 
 
-def test_noise_is_the_second_reading_of_the_baseline(tmp_path: Path) -> None:
+def test_noise_comes_from_second_reading(tmp_path: Path) -> None:
     old, new = pair(tmp_path, again=0.1)
     noises = [bucket.noise for bucket in text_of(decide_on_text("t", old, new, SETTINGS)).buckets]
     for noise in noises:
@@ -149,7 +149,7 @@ def test_noise_is_the_second_reading_of_the_baseline(tmp_path: Path) -> None:
         assert 0 < noise.changed < 0.1
 
 
-def test_noise_above_a_quarter_of_the_limit_is_no_verdict(tmp_path: Path) -> None:
+def test_large_noise_gives_no_verdict(tmp_path: Path) -> None:
     old, new = pair(tmp_path, again=0.5)
     with pytest.raises(EnvironmentFault, match=r"KL of 0\.\d+ .*VLLM_BATCH_INVARIANT"):
         decide_on_text("t", old, new, SETTINGS)
@@ -177,7 +177,7 @@ def test_reports_of_older_versions_are_shown(tmp_path: Path) -> None:
     assert "NLL by position" not in page
 
 
-def test_every_form_has_the_buckets(tmp_path: Path) -> None:
+def test_all_formats_show_buckets(tmp_path: Path) -> None:
     old, new = pair(tmp_path, again=0.01)
     verdict = decide_on_text("held-out.txt", old, new, SETTINGS)
     buckets = json.loads(render_verdicts([verdict], "json"))["text"]["buckets"]

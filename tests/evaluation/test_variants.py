@@ -1,6 +1,6 @@
 """`vexport compare --serve` without engines: matrix, outcomes, exit codes, refusals and resume.
 
-A fake takes the place of vLLM's engine. It copies real results of lm-eval.
+FakeEngine replaces vLLM. It copies real results of lm-eval.
 """
 
 import json
@@ -28,22 +28,22 @@ from vexport.scenario import Serve, Variants, read_scenario
 DEMO = ROOT / "scenarios" / "demo"
 MODEL = DEMO / "model"
 SCHEMAS = ROOT / "vexport" / "reports"
-OTHER = Path("other/bin/python")
+OTHER_PYTHON = Path("other/bin/python")
 pytestmark = pytest.mark.vllm
 
 
 class FakeEngine:
-    """Takes the place of vLLM. A setting `load_format=NAME` gives the answers of the run NAME."""
+    """Substitute for vLLM. A setting `load_format=NAME` gives the answers of the run NAME."""
 
     def __init__(self, runs: Path) -> None:
         self.runs = runs
-        self.asked: list[str] = []
+        self.requested: list[str] = []
         self.dies_at = ""
 
     def ask(self, source: EngineSource, questions: Questions, folder: Path) -> Answers:
         """Copy the results of a run, or fail like vLLM."""
         name = str(source.arguments.get("load_format", "baseline"))
-        self.asked.append(name)
+        self.requested.append(name)
         folder.mkdir(parents=True, exist_ok=True)
         if name == self.dies_at:
             raise KeyboardInterrupt
@@ -142,40 +142,40 @@ def test_outcomes_and_exit_codes(
         assert row["reason"]
         assert (row["worst"] is not None) == (row["outcome"] in ("PASS", "FAIL", "INCONCLUSIVE"))
     assert len(ran.errors) == (1 if code else 0)
-    assert fake.asked.count("baseline") == (1 if outcomes[0] == "BASELINE" else 0)
+    assert fake.requested.count("baseline") == (1 if outcomes[0] == "BASELINE" else 0)
 
 
 def test_crash_of_baseline_is_environment_fault(fake: FakeEngine, tmp_path: Path) -> None:
     ran = compare(fake, tmp_path / "run", settings=("load_format=crash", "{}"))
     assert ran.code == 4
     assert "the engine stopped" in ran.errors[0]
-    assert fake.asked == ["crash"]
+    assert fake.requested == ["crash"]
 
 
-def test_refused_baseline_stops(fake: FakeEngine, tmp_path: Path) -> None:
+def test_refused_baseline_ends_comparison(fake: FakeEngine, tmp_path: Path) -> None:
     ran = compare(fake, tmp_path / "run", settings=("nonsense=1", "load_format=twin"))
     assert ran.code == 1
     assert "vLLM refuses the first variant" in ran.errors[0]
     assert "nonsense=1" in ran.errors[0]
-    assert fake.asked == []
+    assert fake.requested == []
 
 
-def test_second_call_asks_what_is_missing(fake: FakeEngine, tmp_path: Path) -> None:
+def test_second_call_runs_missing_variants(fake: FakeEngine, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     settings = ("{}", "load_format=twin", "load_format=worse")
     fake.dies_at = "worse"
     ended = compare(fake, folder, settings=settings)
     assert ended.code == 130
-    assert fake.asked == ["baseline", "twin", "worse"]
+    assert fake.requested == ["baseline", "twin", "worse"]
     fake.dies_at = ""
-    fake.asked.clear()
+    fake.requested.clear()
     resumed = compare(fake, folder, "--format", "json", settings=settings)
-    assert (resumed.code, fake.asked) == (1, ["worse"])
+    assert (resumed.code, fake.requested) == (1, ["worse"])
     again = compare(fake, folder, "--format", "json", settings=settings)
-    assert (again.stdout, fake.asked) == (resumed.stdout, ["worse"])
+    assert (again.stdout, fake.requested) == (resumed.stdout, ["worse"])
     more = ("{}", "load_format=doubtful", *settings[1:])
     extended = compare(fake, folder, "--format", "json", settings=more)
-    assert fake.asked == ["worse", "doubtful"], "another order, and one variant more"
+    assert fake.requested == ["worse", "doubtful"], "another order, and one variant more"
     assert [row["outcome"] for row in rows_of(extended)][1:] == ["INCONCLUSIVE", "PASS", "FAIL"]
     whole = compare(fake, tmp_path / "whole", "--format", "json", settings=settings)
     assert whole.stdout.replace(str(tmp_path / "whole"), str(folder)) == resumed.stdout
@@ -185,7 +185,7 @@ def test_second_call_asks_what_is_missing(fake: FakeEngine, tmp_path: Path) -> N
     KIND.require_replaceable(folder, overwrite=True)  # the list of files is complete
 
 
-def test_page_and_other_forms(fake: FakeEngine, tmp_path: Path) -> None:
+def test_all_formats_show_variants(fake: FakeEngine, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     hostile = json.dumps({"nonsense": "<script>alert(1)</script>"})
     settings = ("{}", "load_format=worse", hostile)
@@ -214,18 +214,18 @@ def test_page_and_other_forms(fake: FakeEngine, tmp_path: Path) -> None:
 def test_versions_are_tried_with_each_setting(
     fake: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    versions = {None: "0.32.0", OTHER: "0.31.0"}
+    versions = {None: "0.32.0", OTHER_PYTHON: "0.31.0"}
     monkeypatch.setattr("vexport.run.variants.installed_text", versions.__getitem__)
     monkeypatch.setattr("vexport.run.comparing.require_vllm", lambda python: None)
     monkeypatch.setattr("vexport.engine.session.require_vllm", lambda python=None: None)
     settings = ("load_format=twin", "load_format=worse")
-    options = ("--vllm-python", OTHER, "--format", "json")
+    options = ("--vllm-python", OTHER_PYTHON, "--format", "json")
     ran = compare(fake, tmp_path / "run", *options, settings=settings)
     assert [(row["setting"], row["vllm_python"], row["outcome"]) for row in rows_of(ran)] == [
         ("load_format=twin", "", "BASELINE"),
-        ("load_format=twin", str(OTHER), "PASS"),
+        ("load_format=twin", str(OTHER_PYTHON), "PASS"),
         ("load_format=worse", "", "FAIL"),
-        ("load_format=worse", str(OTHER), "FAIL"),
+        ("load_format=worse", str(OTHER_PYTHON), "FAIL"),
     ]
     assert len({row["folder"] for row in rows_of(ran)}) == 4
     alone = compare(fake, tmp_path / "alone", *options, settings=())
@@ -233,14 +233,14 @@ def test_versions_are_tried_with_each_setting(
     assert alone.code == 0
 
 
-def test_interpreter_of_environment_replaces_own(
+def test_interpreter_of_variable_is_used(
     fake: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VEXPORT_VLLM_PYTHON", str(tmp_path / "none"))
     ran = compare(fake, tmp_path / "run", settings=("{}", "load_format=twin"))
     assert ran.code == 4
     assert f"{tmp_path / 'none'}: vLLM cannot be started" in ran.errors[0]
-    assert fake.asked == []
+    assert fake.requested == []
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_interpreter_of_environment_replaces_own(
         (("--serve", "a=1", "--serve", "a=2", "--task", "a", "--text", "b"), "tasks"),
     ],
 )
-def test_usage(options: tuple[str, ...], message: str, tmp_path: Path) -> None:
+def test_invalid_usage_is_refused(options: tuple[str, ...], message: str, tmp_path: Path) -> None:
     ran = vexport("compare", MODEL, *options, "--run-dir", tmp_path / "run")
     assert ran.code == 2
     assert message in ran.errors[0]
@@ -326,14 +326,14 @@ def scenario(folder: Path, variants: object, **more: object) -> Path:
         ([{}, {"a": 1}], {"evaluate": None}, "evaluate"),
     ],
 )
-def test_problems_of_a_scenario(
+def test_invalid_variants_in_scenario_are_refused(
     variants: object, more: Mapping[str, object], place: str, tmp_path: Path
 ) -> None:
     with pytest.raises(InputErrors, match=place):
         read_scenario(scenario(tmp_path, variants, **more))
 
 
-def test_scenario_needs_trust_for_code(tmp_path: Path) -> None:
+def test_code_in_scenario_needs_trust(tmp_path: Path) -> None:
     for variants, message in (
         ({"vllm_python": ["env/bin/python"]}, "variants.vllm_python"),
         ([{}, {"worker_cls": "a.b"}], "variants.serve.1.worker_cls"),
@@ -348,7 +348,7 @@ def test_scenario_needs_trust_for_code(tmp_path: Path) -> None:
     assert read.variants.vllm_python == (tmp_path / "env" / "bin" / "python",)
 
 
-def test_settings_of_a_scenario(fake: FakeEngine, tmp_path: Path) -> None:
+def test_scenario_sets_variants(fake: FakeEngine, tmp_path: Path) -> None:
     tasks = [str(fake.runs / "tasks" / "sums.yaml")]
     path = scenario(
         tmp_path,
@@ -361,5 +361,5 @@ def test_settings_of_a_scenario(fake: FakeEngine, tmp_path: Path) -> None:
     assert [row["outcome"] for row in rows_of(ran)] == ["BASELINE", "PASS"], ran.stderr
     strict = vexport(*call, "--margin", "0.001", "--format", "json")
     assert strict.code in (1, 3), "the command line wins"
-    assert fake.asked == ["baseline", "doubtful"]
+    assert fake.requested == ["baseline", "doubtful"]
     assert installed_text() != ""

@@ -1,4 +1,4 @@
-"""Files of sessions with a text, as vLLM's worker leaves them, from logits of our own."""
+"""Sessions with a text, in the files that vLLM's worker writes, with logits from the test."""
 
 import math
 from pathlib import Path
@@ -23,11 +23,11 @@ def session(
     again: torch.Tensor | None = None,
     is_server: bool = False,
 ) -> Served:
-    """Return a session; `logits` are (rows, tokens - 1, vocabulary).
+    """Return a session. `logits` has the shape (rows, tokens - 1, vocabulary).
 
-    The whole vocabulary is known for the `beginning` of each row, and `top` tokens at all places.
-    Without `top`, the files have no likeliest tokens, as in older versions. `again` are the logits
-    of the second reading.
+    The files have the whole vocabulary for the `beginning` of each row, and the `top` most likely
+    tokens at all places. Without `top`, they have no most likely tokens, as in older versions.
+    `again` has the logits of the second reading.
     """
     folder.mkdir()
     tables = functional.log_softmax(logits, -1)
@@ -75,7 +75,7 @@ def _scores(
 def random_text(
     count: int, tokens: int, vocabulary: int, seed: int = 0
 ) -> tuple[Rows, torch.Tensor, torch.Generator]:
-    """Return rows, and logits of a model that predicts them well."""
+    """Return random rows, and logits of a model that predicts them well."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(vocabulary, (count, tokens), generator=generator)
     rows = tuple(tuple(row) for row in ids.tolist())
