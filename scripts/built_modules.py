@@ -110,7 +110,9 @@ class Recipe:
         `missing` has keys to add.
         """
         values = self.values()
-        shorten(values, ALL, {key: elsewhere(values, key, value) for key, value in missing.items()})
+        shorten(
+            values, ALL, {key: nested_value(values, key, value) for key, value in missing.items()}
+        )
         file = folder / "config.json"
         file.write_text(json.dumps(values))
         model = getattr(transformers, self.architecture, None)
@@ -184,7 +186,7 @@ def filled(config: PretrainedConfig) -> PretrainedConfig:
     return config
 
 
-def elsewhere(values: Values, key: str, default: object) -> object:
+def nested_value(values: Values, key: str, default: object) -> object:
     """Return the value of a key in a nested config, or the default if no nested config has it."""
     nested = [value for value in values.values() if isinstance(value, dict)]
     found = (each[key] for each in nested if each.get(key) is not None)
@@ -269,11 +271,12 @@ class Built:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """Name of a module when it called the quantization config.
+class ConfigCall:
+    """Call of the quantization config by a module.
 
-    `members` are the members of its fused layer in the config at that time. Each model adds its
-    members when it is built. A tower may therefore call before the language model has added any.
+    `prefix` is the module's name in the call. `members` are the members of its fused layer in the
+    config at that time. Each model adds its members when it is built. A tower may therefore call
+    before the language model has added any.
     """
 
     prefix: str
@@ -297,15 +300,15 @@ def storage(tensor: torch.Tensor) -> int:
 
 def build(folder: Path) -> Built:
     """Build the class of a folder's config on the meta device, and load the folder's tensors."""
-    heard: dict[nn.Module, Asked] = {}
+    calls: dict[nn.Module, ConfigCall] = {}
     method = CompressedTensorsConfig.get_quant_method
 
-    def listen(self: CompressedTensorsConfig, layer: nn.Module, prefix: str) -> object:
+    def record_call(self: CompressedTensorsConfig, layer: nn.Module, prefix: str) -> object:
         known = self.packed_modules_mapping.get(prefix.rpartition(".")[2], ())
-        heard[layer] = Asked(prefix=prefix, members=tuple(known))
+        calls[layer] = ConfigCall(prefix=prefix, members=tuple(known))
         return method(self, layer, prefix)
 
-    CompressedTensorsConfig.get_quant_method = listen
+    CompressedTensorsConfig.get_quant_method = record_call
     set_capability(CAPABILITY)
     config = configure(folder, tp=1, trust_remote_code=False)
     with set_current_vllm_config(config):
@@ -317,12 +320,12 @@ def build(folder: Path) -> Built:
         ):
             model = initialize_model(config)
         if not (folder / "model.safetensors").is_file():
-            return described(model, config, heard, {})
+            return described(model, config, calls, {})
         audit, refused = load(model, config)
-    built = described(model, config, heard, dict(stored_modules(model, audit)))
+    built = described(model, config, calls, dict(stored_modules(model, audit)))
     modules = dict(model.named_modules())
     for tensor, parameter in audit.copied(model):
-        built.stored.setdefault(tensor, stored_kind(modules[parameter.rpartition(".")[0]], heard))
+        built.stored.setdefault(tensor, stored_kind(modules[parameter.rpartition(".")[0]], calls))
     faults = list(audit.faults(model, optional=frozenset(_optional(model))))
     dropped = {fault.where: "dropped" for fault in faults if fault.kind == "unused"}
     built.stored = {**built.stored, **dropped, **dict.fromkeys(refused, "refused")}
@@ -335,7 +338,7 @@ def build(folder: Path) -> Built:
 def described(
     model: nn.Module,
     config: VllmConfig,
-    heard: Mapping[nn.Module, Asked],
+    calls: Mapping[nn.Module, ConfigCall],
     loaded: Mapping[str, str],
 ) -> Built:
     """Return the kinds of a model's modules by their names in files.
@@ -351,7 +354,7 @@ def described(
         holder, dot, last_part = name.rpartition(".")
         own |= {name: name, **{f"{holder}{dot}{part}": name for part in packed.get(last_part, ())}}
     for name, module in {**own, **loaded}.items():
-        kind = kind_of(modules[module], heard)
+        kind = kind_of(modules[module], calls)
         in_language_model = not inside or name.startswith(
             tuple(f"{attribute}." for attribute in inside)
         )
@@ -359,12 +362,12 @@ def described(
             continue
         if not (in_language_model and STACK.search(name)):
             built.kinds[with_stars(name)] = kind
-        if kind in ("linear", "head") and modules[module] in heard:
-            built.asked.update(other_names(name, heard[modules[module]]))
+        if kind in ("linear", "head") and modules[module] in calls:
+            built.asked.update(other_names(name, calls[modules[module]]))
     return built
 
 
-def other_names(name: str, asked: Asked) -> Iterator[tuple[str, str]]:
+def other_names(name: str, asked: ConfigCall) -> Iterator[tuple[str, str]]:
     """Yield (name in files, name in vLLM) for a module's part and whole if these names differ."""
     holder, dot, last_part = name.rpartition(".")
     asked_holder, _, whole = asked.prefix.rpartition(".")
@@ -376,7 +379,7 @@ def other_names(name: str, asked: Asked) -> Iterator[tuple[str, str]]:
             yield with_stars(old), with_stars(new)
 
 
-def kind_of(module: nn.Module, heard: Mapping[nn.Module, Asked]) -> ModuleKind | None:
+def kind_of(module: nn.Module, calls: Mapping[nn.Module, ConfigCall]) -> ModuleKind | None:
     """Return the kind of a module for the quantization config.
 
     Returns None for a module without a weight and for a module that is not a separate layer.
@@ -387,13 +390,13 @@ def kind_of(module: nn.Module, heard: Mapping[nn.Module, Asked]) -> ModuleKind |
     if isinstance(module, ParallelLMHead):
         return "head"
     if isinstance(module, VocabParallelEmbedding | nn.Embedding):
-        return "table" if module in heard else "lookup"
+        return "table" if module in calls else "lookup"
     if isinstance(module, LinearBase):
-        return "linear" if module in heard else "plain"
+        return "linear" if module in calls else "plain"
     return "plain" if weight.dim() == 2 else None
 
 
-def stored_kind(module: nn.Module, heard: Mapping[nn.Module, Asked]) -> str:
+def stored_kind(module: nn.Module, calls: Mapping[nn.Module, ConfigCall]) -> str:
     """Return the kind of module that a stored tensor belongs to.
 
     It is empty for other parameters.
@@ -405,7 +408,7 @@ def stored_kind(module: nn.Module, heard: Mapping[nn.Module, Asked]) -> str:
         return "norm above one" if isinstance(module, GemmaRMSNorm) else "norm"
     if "Conv" in name:
         return "convolution"
-    return kind_of(module, heard) or ""
+    return kind_of(module, calls) or ""
 
 
 def load(model: nn.Module, config: VllmConfig) -> tuple[Books, list[str]]:

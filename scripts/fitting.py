@@ -93,9 +93,13 @@ def fitted(observed: Iterable[Observed], literals: Literals, *, deeper: bool = T
             for wanted in (True, False)
         ]
         if all(parts):
-            one, other = (fitted(part, literals, deeper=False) for part in parts)
-            if one and other:
-                return f"({key} or {other})" if one == key else f"({one} if {key} else {other})"
+            if_set, if_unset = (fitted(part, literals, deeper=False) for part in parts)
+            if if_set and if_unset:
+                return (
+                    f"({key} or {if_unset})"
+                    if if_set == key
+                    else f"({if_set} if {key} else {if_unset})"
+                )
     return ""
 
 
@@ -185,14 +189,14 @@ def nested(tables: Tables, wanted: int) -> Iterator[tuple[str, tuple[int, ...]]]
     The second of these can itself consist of two conditions.
     """
     necessary = [table for table in tables if not wanted & ~table]
-    for one in necessary:
-        for two, three in combinations(tables, 2):
-            if one & (two | three) == wanted:
-                yield "{} and ({} or {})", (one, two, three)
-    for one, two in product(necessary, tables) if len(tables) <= FEW_TABLES else ():
-        for three, four in combinations(tables, 2):
-            if one & (two | three & four) == wanted:
-                yield "{} and ({} or {} and {})", (one, two, three, four)
+    for first in necessary:
+        for second, third in combinations(tables, 2):
+            if first & (second | third) == wanted:
+                yield "{} and ({} or {})", (first, second, third)
+    for first, second in product(necessary, tables) if len(tables) <= FEW_TABLES else ():
+        for third, fourth in combinations(tables, 2):
+            if first & (second | third & fourth) == wanted:
+                yield "{} and ({} or {} and {})", (first, second, third, fourth)
 
 
 def bits(values: Iterable[bool]) -> int:
@@ -337,7 +341,7 @@ class Fitter:
         if observed is None:
             yield "", None
             return
-        keys = self.keys(pattern, lambda one, other: one.keys() != other.keys())
+        keys = self.keys(pattern, lambda before, after: before.keys() != after.keys())
         used = set(KEY.findall(count))
         condition = self.condition(pattern, count, keys - used) or self.condition(
             pattern, count, keys
@@ -444,7 +448,8 @@ class Fitter:
             yield "", sides
             return
         keys = keys | self.keys(
-            pattern, lambda one, other: any(one[n] != other[n] for n in one.keys() & other.keys())
+            pattern,
+            lambda before, after: any(before[n] != after[n] for n in before.keys() & after.keys()),
         )
         for atom in conditions(observed, sorted(keys)):
             parts: list[list[tuple[Observed, tuple[int, ...]]]] = [[], []]
@@ -505,11 +510,11 @@ def shape(seen: Sequence[tuple[Observed, tuple[int, ...]]], literals: Literals) 
 def distinct(observed: Sequence[Observed], keys: Iterable[str]) -> list[Observed]:
     """Return a single observation for each combination of these keys' values, layers and result."""
     names = sorted(keys)
-    told = {
+    by_values = {
         json.dumps([each.layers, *map(each.sample.keys.get, names), sorted(each.result)]): each
         for each in observed
     }
-    return [*told.values()]
+    return [*by_values.values()]
 
 
 def entry_of(model: Model) -> dict[str, Any]:
@@ -555,7 +560,7 @@ def meanings(model: Model, used: Iterable[str]) -> dict[str, Any]:
         known.add(path)
         holder, _, key = path.rpartition(".")
         for name in ("defaults", "nulls"):
-            value = meant(model, path, absent=name == "defaults")
+            value = value_without(model, path, absent=name == "defaults")
             if is_number(value) and not is_constant(model, path, value, absent=name == "defaults"):
                 continue
             if value == []:
@@ -595,10 +600,10 @@ def is_constant(model: Model, path: str, default: int, *, absent: bool) -> bool:
     return True
 
 
-def meant(model: Model, path: str, *, absent: bool, raw: Values | None = None) -> Any:
-    """Return the value that transformers uses for a key that is missing or null.
+def value_without(model: Model, path: str, *, absent: bool, raw: Values | None = None) -> Any:
+    """Return the value that transformers uses for a missing key or a null key.
 
-    Returns None if it leaves the key unset.
+    Returns None if transformers leaves the key unset or refuses the config.
     """
     try:
         return read_without(model, path, absent=absent, raw=raw or model.raw)
@@ -607,7 +612,7 @@ def meant(model: Model, path: str, *, absent: bool, raw: Values | None = None) -
 
 
 def read_without(model: Model, path: str, *, absent: bool, raw: Values) -> Any:
-    """Return the same as `meant`, but raise the errors that transformers raises for the config."""
+    """Return the same as `value_without`, but raise transformers' errors."""
     raw = json.loads(json.dumps(raw))
     key = path.rpartition(".")[2]
     part = part_of(raw, path)
@@ -633,7 +638,7 @@ def listed(model: Model, path: str) -> dict[str, str] | None:
     changes = [(key, value) for key in keys for value in (PATTERNS if "pattern" in key else (2, 3))]
     seen, keys = [], []
     for key, raw in [("", base), *((key, changed(base, key, value)) for key, value in changes)]:
-        words = meant(model, path, absent=True, raw=raw)
+        words = value_without(model, path, absent=True, raw=raw)
         if raw and isinstance(words, list) and all(isinstance(word, str) for word in words):
             seen.append(
                 Observed(sample=Sample(raw=raw, config=raw, tensors={}, made={}), result=words)

@@ -194,12 +194,14 @@ def containers(names: Mapping[str, object]) -> dict[str, str]:
 
 
 def loaded(folder: Path) -> Entry | str:
-    from built_modules import ALL, build, elsewhere, shorten
+    from built_modules import ALL, build, nested_value, shorten
 
     def attempt(missing: Entry) -> Entry:
         file = folder / "config.json"
         config = json.loads(file.read_text())
-        shorten(config, ALL, {key: elsewhere(config, key, value) for key, value in missing.items()})
+        shorten(
+            config, ALL, {key: nested_value(config, key, value) for key, value in missing.items()}
+        )
         file.write_text(json.dumps(config))
         return asdict(build(folder))
 

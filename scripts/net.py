@@ -232,10 +232,10 @@ def checked(root: Path) -> Lines:
         )  # their digests show every change of weights
         ran = vexport("check", folder, "--tp", "1,2", "--sm", "80,90,100", "--format", "json")
         found = [item for report in json.loads(ran.stdout) for item in report["findings"]]
-        told = sorted(f"{item['severity']} {item['check']} {item['where']}" for item in found)
+        lines = sorted(f"{item['severity']} {item['check']} {item['where']}" for item in found)
         yield (
             f"check {good}: {name}",
-            "\n".join([f"exit {ran.code}", *told]).replace(str(root), "ROOT"),
+            "\n".join([f"exit {ran.code}", *lines]).replace(str(root), "ROOT"),
         )
         rmtree(folder)
 

@@ -300,7 +300,7 @@ class Model:
                     self.samples.append(other)
                     self.varied.add(path)
                     self.changes.append(
-                        Change(path=meant(path, base, other), before=base, after=other)
+                        Change(path=aliased_key(path, base, other), before=base, after=other)
                     )
                     alike += other.tensors == base.tensors
                 if alike == (1 if value is None else 2):  # the key does not affect any tensor
@@ -516,7 +516,7 @@ def variations_of_list(value: list[Any], layers: set[int]) -> Iterator[list[Any]
         yield from ([[]], [[0]], [[1]], [[0, 2]], [[1, 2, 3]])
 
 
-def meant(path: str, before: Sample, after: Sample) -> str:
+def aliased_key(path: str, before: Sample, after: Sample) -> str:
     """Return the key that a config sets if `path` is another name of that key."""
     holder, old, new = path.rpartition(".")[0], before.keys, after.keys
     others = (

@@ -111,7 +111,7 @@ def kernels(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
         taken = seconds_of(partial(moments.add, own, own * 1.01), where)
         yield Row(f"H and drift on {where}", 1e3 * taken, "ms")
     for name, most in (("hessian", 1e-5), ("drift", 5e-3)):
-        exact, found = (getattr(one.complete(), name).cpu() for one in sums)
+        exact, found = (getattr(moments.complete(), name).cpu() for moments in sums)
         yield Row(
             f"{name}, relative difference", float((found - exact).norm() / exact.norm()), most=most
         )
@@ -345,7 +345,7 @@ def load_rows(name: str, out: Path, folder: Path, *words: str) -> list[Row]:
             f"{kind} is {kernel}, not {expected[kind]}" for kind, kernel in wrong.items()
         )
         share = 1 - len(wrong) / len(chosen)
-        rows.append(Row(f"{name}: kernels as the dry load said", share, least=1, note=differences))
+        rows.append(Row(f"{name}: kernels as in the dry load", share, least=1, note=differences))
     return rows
 
 
@@ -373,7 +373,9 @@ def vllm(device: str, sizes: Sizes, folder: Path) -> Iterator[Row]:
         return
     cards = torch.cuda.device_count()
     schemes = (
-        [one.name for one in all_schemes() if _runs(one.name)] if cards else list(sizes.schemes[:1])
+        [scheme.name for scheme in all_schemes() if _runs(scheme.name)]
+        if cards
+        else list(sizes.schemes[:1])
     )
     text = settings(sizes, "cpu")
     with ThreadPoolExecutor(ENGINES) as pool:
