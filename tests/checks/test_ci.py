@@ -128,7 +128,7 @@ def raise_for_bad(view: CheckpointView) -> Iterator[Finding]:
 
 @pytest.fixture
 def three_checkpoints(good: Good, tmp_path: Path) -> list[Path]:
-    """Return three checkpoints. The one in the middle makes a check raise an exception."""
+    """Return three checkpoints. The second checkpoint makes a check raise an exception."""
     copytree(good("W4A16"), tmp_path / "bad")
     (tmp_path / "bad" / "tokenizer_config.json").write_text("[]")
     return [good("W4A16"), tmp_path / "bad", good("FP8_BLOCK")]

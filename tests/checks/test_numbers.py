@@ -1,6 +1,6 @@
 """Numbers and settings that cannot be intended.
 
-Each rule has a case that it reports and one that it accepts.
+Each rule has a case that it reports and a case that it accepts.
 """
 
 import math

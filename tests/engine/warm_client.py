@@ -1,8 +1,8 @@
 """Client of warm.py: `warm_client.py VARIABLE ADDRESS MODULE ARGUMENTS...`.
 
-It has a worker forked and ends with the worker's exit code. The worker gets this process's
-environment and its descriptors 0, 1 and the one in the variable. Only the standard library is
-imported, so that it starts in 20 ms.
+Requests a forked worker, and ends with the worker's exit code. The worker gets this process's
+environment, its stdin and stdout, and the descriptor in the environment variable VARIABLE. Only the
+standard library is imported, so that the client starts in 20 ms.
 """
 
 import json
