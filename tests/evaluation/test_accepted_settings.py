@@ -160,7 +160,10 @@ def test_same_effect_is_accepted(
 ) -> None:
     file = baseline(tmp_path, {"tasks": ["sums.yaml"], **settings}, fingerprint)
     keys = {key: value for key, value in given.items() if key not in ("max_model_len", "dtype")}
-    with_accepted_settings(keys, Serve(), file, command="eval")
+    measured = with_accepted_settings(keys, Serve(), file, command="eval")
+    assert {key: measured.keys[key] for key in keys if key != "tasks"} == {
+        key: value for key, value in keys.items() if key != "tasks"
+    }
 
 
 @pytest.mark.parametrize(
