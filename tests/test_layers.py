@@ -44,6 +44,7 @@ LATE_IMPORTS = {
     "formats": ("numpy", "vexport"),
     "numerics": ("torch",),
     "engine": ("vllm", "vexport"),
+    "evaluation": ("pyarrow", "sacrebleu"),
     "reports": ("huggingface_hub", "vexport"),
     "inference": ("vllm", "lm_eval", "datasets", "torch", "vexport"),
 }

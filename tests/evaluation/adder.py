@@ -3,7 +3,7 @@
 import re
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import datasets
@@ -51,6 +51,10 @@ class Adder(LM):  # type: ignore[misc]
 
 
 def main(arguments: list[str]) -> int:
+    return evaluate(arguments, Adder)
+
+
+def evaluate(arguments: list[str], make_model: Callable[[Sequence[int]], LM]) -> int:
     """Read the request, run lm-eval once for each of its folders, and return it as the result."""
     request_file, result_file = map(Path, arguments)
     end_with_parent()
@@ -69,7 +73,7 @@ def main(arguments: list[str]) -> int:
         for folder, wrong in request.wrong.items():
             tracker = EvaluationTracker(output_path=folder)
             results = simple_evaluate(
-                model=Adder(wrong),
+                model=make_model(wrong),
                 tasks=names,
                 model_args={"pretrained": "test/adder"},
                 task_manager=manager,

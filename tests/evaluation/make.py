@@ -114,14 +114,18 @@ def edit_sample(folder: Path, line: int, **values: object) -> None:
     file.write_text("\n".join(lines) + "\n")
 
 
-def run_lm_eval(tasks: Sequence[str], runs: Mapping[Path, Sequence[int]]) -> None:
-    """Evaluate the adder once for each output folder, with wrong answers to the given documents.
+def run_lm_eval(
+    tasks: Sequence[str],
+    runs: Mapping[Path, Sequence[int]],
+    module: str = "tests.evaluation.adder",
+) -> None:
+    """Evaluate a model once for each output folder, with wrong answers to the given documents.
 
     lm-eval runs in a separate process, because its imports emit warnings.
     """
     folder = next(iter(runs)).parent
     Worker(
-        module="tests.evaluation.adder",
+        module=module,
         request=Runs(
             tasks=tuple(tasks), wrong={str(run): tuple(wrong) for run, wrong in runs.items()}
         ),

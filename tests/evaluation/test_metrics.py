@@ -1,6 +1,7 @@
 """Metrics whose per-document values have another direction or unit than the aggregate."""
 
 import json
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from vexport.errors import InputError
 from vexport.evaluation.metrics import AGGREGATIONS, LOG_LIKELIHOODS, MEANS
 from vexport.evaluation.verdict import decide
 from vexport.records import Verdict
+from vexport.records.margins import MarginSetting
 from vexport.reports import render_verdicts
 
 LAST_WORD = """
@@ -62,8 +64,8 @@ def _shift(folder: Path, log_likelihood: float, metric: str = "perplexity") -> N
     file.write_text("\n".join(lines) + "\n")
 
 
-def _decide(runs: tuple[Path, Path], gate: str = "") -> Verdict:
-    return decide(*runs, margin=0.02, alpha=0.05, gate={"*": gate} if gate else {})
+def _decide(runs: tuple[Path, Path], gate: str = "", margin: MarginSetting = None) -> Verdict:
+    return decide(*runs, margin=margin, alpha=0.05, gate={"*": gate} if gate else {})
 
 
 def test_aggregations_equal_lm_evals() -> None:
@@ -78,15 +80,27 @@ def test_aggregations_equal_lm_evals() -> None:
     assert set(aggregation_registry.keys()) >= (MEANS | LOG_LIKELIHOODS)
 
 
-def test_perplexity_cannot_decide(runs: tuple[Path, Path]) -> None:
-    with pytest.raises(
-        InputError, match=r"gate: got perplexity, which cannot decide.*nats.*acc,none"
-    ):
-        _decide(runs, "perplexity")
-    with pytest.raises(
-        InputError, match="gate of task last_word: got perplexity,none, which cannot decide"
-    ):
-        decide(*runs, margin=0.02, alpha=0.05, gate={"last_word": "perplexity,none"})
+def test_perplexity_decides(runs: tuple[Path, Path]) -> None:
+    verdict = _decide(runs, "perplexity")
+    (task,) = verdict.tasks
+    assert (verdict.outcome, task.unit) == ("FAIL", "nats")
+    assert task.difference == pytest.approx(-LOSS)
+    assert task.candidate.value / task.baseline.value == pytest.approx(math.exp(LOSS))
+    assert task.relative_margin == 0.01
+    assert task.margin == pytest.approx(math.log(1.01))
+    assert f"loses {LOSS:.4f} nats" in verdict.reason
+    wider = decide(*runs, margin={"last_word": "95%"}, alpha=0.05, gate={"*": "perplexity"})
+    assert wider.outcome == "PASS"
+
+
+def test_no_points_for_perplexity(runs: tuple[Path, Path]) -> None:
+    for margin in (0.02, {"last_word": 0.02}):
+        with pytest.raises(InputError, match="perplexity.*--margin last_word=1%"):
+            _decide(runs, "perplexity", margin)
+    with pytest.raises(InputError, match="acc.*--margin last_word=0.02 for 2 points"):
+        _decide(runs, "acc", "2%")
+    with pytest.raises(InputError, match="no task lastword, need one of last_word"):
+        _decide(runs, "acc", {"lastword": 0.02})
 
 
 def test_perplexity_is_shown_in_nats(runs: tuple[Path, Path]) -> None:
@@ -95,7 +109,7 @@ def test_perplexity_is_shown_in_nats(runs: tuple[Path, Path]) -> None:
     (perplexity,) = task.also
     assert (task.metric, task.unit) == ("acc", "share")
     assert (perplexity.unit, perplexity.higher_is_better) == ("nats", True)
-    assert perplexity.outcome == "INCONCLUSIVE"
+    assert perplexity.outcome == "FAIL"
     assert perplexity.difference == pytest.approx(-LOSS)
     for format_ in ("text", "markdown", "html"):
         text = " ".join(render_verdicts([verdict], format_).split())
@@ -105,17 +119,14 @@ def test_perplexity_is_shown_in_nats(runs: tuple[Path, Path]) -> None:
         assert "-103" not in text  # as a percentage
 
 
-def test_perplexity_alone_is_refused(runs: tuple[Path, Path]) -> None:
+def test_perplexity_alone(runs: tuple[Path, Path]) -> None:
     for run in runs:
         file = samples_file(run, "last_word")
         lines = [
             json.loads(line) | {"metrics": ["perplexity"]} for line in file.read_text().splitlines()
         ]
         file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    with pytest.raises(
-        InputError, match="task last_word: got metrics of the whole corpus only: perplexity"
-    ):
-        _decide(runs)
+    assert [task.metric for task in _decide(runs).tasks] == ["perplexity"]
 
 
 @pytest.mark.parametrize(
@@ -145,8 +156,7 @@ def test_renamed_log_likelihood_is_recognized(
         edit_results(run, rename)
         file = samples_file(run, "last_word")
         file.write_text(file.read_text().replace('"perplexity"', '"ppl"'))
-    with pytest.raises(InputError, match="got ppl, which cannot decide"):
-        _decide(runs, "ppl")
+    assert _decide(runs, "ppl").outcome == "FAIL"
     (other,) = _decide(runs).tasks[0].also
     assert other.unit == "nats"
     assert other.difference == pytest.approx(-LOSS)

@@ -14,7 +14,6 @@ from vexport.api.common import Name, OnNote, python_warning
 from vexport.records import OnProgress, silent
 from vexport.scenario import (
     DEFAULT_ALPHA,
-    DEFAULT_MARGIN,
     Calibration,
     Planning,
     Rule,
@@ -96,7 +95,7 @@ class QuantizeArguments(Planning):
 class VerdictArguments(ScenarioSection):
     """Keywords of `vexport.api.verdict`."""
 
-    margin: MarginSetting = DEFAULT_MARGIN
+    margin: MarginSetting = None
     alpha: AlphaSetting = DEFAULT_ALPHA
     gate: GateSetting = {}
 

@@ -354,7 +354,7 @@ def _fix(verdict: "Verdict") -> str:
 @command("verdict")
 @click.argument("baseline_results", type=PATH)
 @click.argument("results", type=PATH)
-@setting_options("verdict", {"gate": EVALUATE_SYNTAXES["gate"]})
+@setting_options("verdict", {key: EVALUATE_SYNTAXES[key] for key in ("gate", "margin")})
 @format_option(VERDICT_FORMATS)
 def verdict_command(baseline_results: Path, results: Path, answer: Answer) -> None:
     """Compare two folders of lm-eval results, without starting a model.

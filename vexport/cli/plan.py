@@ -237,14 +237,16 @@ def _print(
     gpu: "Card | int | None" = None,
 ) -> None:
     """Print a plan and the next command. Exit with code 2 if the plan has refusals."""
+    from vexport.records.margins import margin_of_shares
     from vexport.reports.plan import render_plan
     from vexport.scenario.evaluate import TYPICAL_DISAGREEMENT
 
     evaluate, needed = scenario.evaluate if scenario else None, None
-    if evaluate and evaluate.tasks and evaluate.margin > 0 and answer.format_ != "json":
+    margin = margin_of_shares(evaluate.margin) if evaluate else 0.0
+    if evaluate and evaluate.tasks and margin > 0 and answer.format_ != "json":
         from vexport.evaluation.statistics import documents_for_power
 
-        needed = documents_for_power(evaluate.margin, TYPICAL_DISAGREEMENT, evaluate.alpha)
+        needed = documents_for_power(margin, TYPICAL_DISAGREEMENT, evaluate.alpha)
     sm = gpu if gpu is None or isinstance(gpu, int) else gpu.sm
     print_text(render_plan(plan, answer.format_, then, evaluate, needed, sm=sm))
     require_plan(source, plan)

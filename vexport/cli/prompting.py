@@ -14,6 +14,7 @@ import click
 from vexport.cli.options import FOLDER, option
 from vexport.cli.settings import Syntax
 from vexport.records import BatchSize, Scalar
+from vexport.records.margins import EVERY_TASK, MarginSetting, MarginValue, parse_margin
 
 GenerationValue = Scalar | list[Scalar] | dict[str, Scalar]
 _WORDS: dict[str, Scalar] = {"true": True, "false": False, "none": None}
@@ -84,6 +85,25 @@ def _gates(
     return gates
 
 
+def _margins(
+    context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
+) -> MarginSetting:
+    """Return the margin for all tasks, or margins by task. `*` stands for all other tasks."""
+    margins: dict[str, MarginValue] = {}
+    for text in values:
+        task, _, margin = text.rpartition("=")
+        try:
+            parsed = parse_margin(margin)
+        except ValueError as error:
+            raise click.BadParameter(f"{text!r}: need {error}.") from None
+        if (task or EVERY_TASK) in margins:
+            which = f"task {task}" if task else "all tasks"
+            raise click.BadParameter(f"the margin of {which} is given twice.")
+        margins[task or EVERY_TASK] = margin.strip() if parsed.is_relative else parsed.value
+    only = margins.get(EVERY_TASK)
+    return only if only is not None and len(margins) == 1 else margins or None
+
+
 def _tasks(
     context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
 ) -> tuple[str, ...]:
@@ -99,6 +119,7 @@ EVALUATE_SYNTAXES: Mapping[str, Syntax] = {
     "tasks": Syntax(combine=_tasks),
     "gen_kwargs": Syntax(combine=_generation),
     "gate": Syntax(combine=_gates),
+    "margin": Syntax(item=click.STRING, combine=_margins),
     "batch_size": Syntax(whole=_batch_size),
     "include_path": Syntax(item=FOLDER),
 }

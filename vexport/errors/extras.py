@@ -60,6 +60,7 @@ EXTRAS: Mapping[str, str] = {
     "transformers": "quantize",
     "datasets": "data",
     "pyarrow": "data",
+    "sacrebleu": "eval",
     "lm_eval": "vllm",
     "vllm": "vllm",
 }

@@ -6,6 +6,7 @@ from itertools import islice
 
 import numpy as np
 
+from vexport.evaluation.corpus import LEAST_DOCUMENTS
 from vexport.evaluation.lost import Ending, count_answers, lost_words
 from vexport.evaluation.pairs import TaskPair
 from vexport.evaluation.statistics import (
@@ -25,6 +26,7 @@ from vexport.evaluation.statistics import (
     wilson_interval,
 )
 from vexport.records import AnswerCounts, Comparison, Flip, Outcome, Score, TaskVerdict
+from vexport.records.values import plural
 
 MAX_FLIPS = 50
 """Maximum number of changed documents shown for each task."""
@@ -36,6 +38,8 @@ def difference_interval(pair: TaskPair, alpha: float) -> Interval:
     They are Tango's score interval for 0/1 metrics, else a bootstrap interval. Clusters are taken
     into account.
     """
+    if pair.corpus is not None:
+        return pair.corpus.difference_interval(alpha)
     if pair.binary:
         return clustered_tango(pair.gain, pair.clusters, alpha, pair.answers)
     return bootstrap_interval(pair.gain, alpha, span=pair.span, clusters=pair.clusters)
@@ -56,7 +60,10 @@ def compare_task(
 
     There is no PASS if the baseline is not better than chance, or if a model lost more answers than
     the margin. `is_templated` is True if a chat template was applied, or None if that is unknown.
+
+    `margin` applies unless the pair has its own margin.
     """
+    margin = own_margin(pair, margin)
     low, high = difference_interval(pair, alpha).low, difference_interval(pair, fail_alpha).high
     outcome, baseline = _outcome(low, high, margin), _score(pair, pair.baseline, alpha)
     uninformative = (
@@ -66,9 +73,7 @@ def compare_task(
     counts, words, too_many_lost = _lost(pair, margin, alpha)
     if too_many_lost and outcome != "FAIL":
         outcome = "INCONCLUSIVE"
-        uninformative = (
-            f"the baseline scores {100 * baseline.value:.3g}%; {words}" if uninformative else ""
-        )
+        uninformative = f"{_scored(pair, baseline)}; {words}" if uninformative else ""
     wins, losses = pair.wins, pair.losses
     flips = wilson_interval(wins + losses, len(pair.gain), alpha)
     recovery, recovery_low, recovery_high = _recovery(pair, alpha)
@@ -82,7 +87,7 @@ def compare_task(
         documents=len(pair.gain) // pair.seeds,
         baseline=baseline,
         candidate=_score(pair, pair.candidate, alpha),
-        difference=float(pair.gain.mean()),
+        difference=pair.difference,
         low=low,
         high=high,
         right_to_wrong=losses,
@@ -114,7 +119,20 @@ def compare_task(
         too_many_lost=too_many_lost,
         documents_available=pair.available,
         settling_margin=_settling_margin(pair, low, needed, margin),
+        margin=margin,
+        relative_margin=pair.relative_margin,
     )
+
+
+def own_margin(pair: TaskPair, margin: float) -> float:
+    """Return the pair's own margin, else the given margin of the verdict."""
+    return margin if pair.margin is None else pair.margin
+
+
+def _scored(pair: TaskPair, baseline: Score) -> str:
+    if pair.own_unit is not None:
+        return f"the baseline's {pair.metric} is {baseline.value:.4g}"
+    return f"the baseline scores {100 * baseline.value:.3g}%"
 
 
 def _lost(
@@ -123,16 +141,18 @@ def _lost(
     """Return both models' answer counts, a text on lost answers, and whether they are too many.
 
     They are too many if their share is above the margin, because a lost answer may hide a loss of
-    the metric's whole range.
+    the metric's whole range. For a metric of the whole corpus, it may hide its part of the
+    baseline's value.
     """
-    baseline = _answer_counts(
-        [old.ending for old, _ in pair.documents], pair.baseline, pair.sign, alpha
-    )
-    candidate = _answer_counts(
-        [new.ending for _, new in pair.documents], pair.candidate, pair.sign, alpha
-    )
+    scores, sign, cost = (pair.baseline, pair.candidate), pair.sign, pair.span
+    if pair.corpus is not None:
+        scores, sign = (pair.corpus.scored[0], pair.corpus.scored[1]), 1
+    if pair.own_unit is not None:
+        cost = abs(pair.baseline_value)
+    baseline = _answer_counts([old.ending for old, _ in pair.documents], scores[0], sign, alpha)
+    candidate = _answer_counts([new.ending for _, new in pair.documents], scores[1], sign, alpha)
     shares = [side.lost / side.answers for side in (baseline, candidate) if side is not None]
-    too_many = bool(shares) and max(shares) * pair.span > margin
+    too_many = bool(shares) and max(shares) * cost > margin
     words = lost_words(baseline, candidate)
     return (baseline, candidate), words, too_many and bool(words)
 
@@ -148,21 +168,27 @@ def _answer_counts(
 
 
 def comparison(pair: TaskPair, *, margin: float, alpha: float) -> Comparison:
-    """Return a difference with its bounds, to be shown only."""
+    """Return a difference with its bounds, to be shown only.
+
+    `margin` applies unless the pair has its own margin.
+    """
+    margin = own_margin(pair, margin)
     low, high = difference_interval(pair, alpha)
     return Comparison(
         task=pair.task,
         metric=pair.metric,
         filter=pair.filter,
         documents=len(pair.gain) // pair.seeds,
-        baseline=float(pair.baseline.mean()),
-        candidate=float(pair.candidate.mean()),
-        difference=float(pair.gain.mean()),
+        baseline=pair.baseline_value,
+        candidate=pair.candidate_value,
+        difference=pair.difference,
         low=low,
         high=high,
         outcome="INCONCLUSIVE" if pair.undecided else _outcome(low, high, margin),
         unit=pair.unit,
         higher_is_better=pair.sign > 0,
+        margin=margin,
+        relative_margin=pair.relative_margin,
     )
 
 
@@ -172,8 +198,12 @@ def _uninformative(
     """Return the reason why the task shows nothing, with its likely cause, else "".
 
     A task shows nothing if the baseline has no more right answers than chance and the margin give.
-    The result is always "" for metrics that are not 0/1.
+    A metric of the whole corpus shows nothing with few documents, or if a relative margin is
+    nothing because the baseline's value is not above 0. The result is always "" for other metrics
+    that are not 0/1.
     """
+    if pair.own_unit is not None:
+        return _uninformative_corpus(pair, baseline)
     chance = pair.chance
     if not pair.binary or pair.sign < 0 or baseline.low > chance <= baseline.value - margin:
         return ""
@@ -191,20 +221,38 @@ def _uninformative(
     return f"{scored}; the likely cause is {cause}"
 
 
+def _uninformative_corpus(pair: TaskPair, baseline: Score) -> str:
+    """Return the reason why a metric of the whole corpus shows nothing, else ""."""
+    documents = len(pair.gain) // pair.seeds
+    if documents < LEAST_DOCUMENTS:
+        return f"it has {plural(documents, 'document')}, and at least {LEAST_DOCUMENTS} decide"
+    if pair.unit == "metric" and baseline.low <= 0:
+        return (
+            f"the baseline's {pair.metric} is {baseline.value:.3g}, not clearly above 0; the "
+            f"likely cause is how it was asked (a chat template?), or a task beyond the model"
+        )
+    return ""
+
+
 def _outcome(low: float, high: float, margin: float) -> Outcome:
     return "PASS" if low > -margin else "FAIL" if high < -margin else "INCONCLUSIVE"
 
 
 def _means(pair: TaskPair) -> Scores:
-    """Return the mean gain of each document."""
+    """Return the mean change of each document."""
     if pair.clusters is None or pair.answers == 1:
-        return pair.gain
-    means: Scores = np.bincount(pair.clusters, weights=pair.gain) / pair.seeds
+        return pair.changed
+    means: Scores = np.bincount(pair.clusters, weights=pair.changed) / pair.seeds
     return means
 
 
 def _score(pair: TaskPair, scores: Scores, alpha: float) -> Score:
-    if pair.binary:
+    value = float(scores.mean())
+    if pair.corpus is not None:
+        side = 0 if scores is pair.baseline else 1
+        value = pair.corpus.shown[side]
+        low, high = pair.corpus.shown_interval(side, alpha)
+    elif pair.binary:
         worth = effective(scores, pair.clusters, alpha, pair.answers)
         right, trials = float(scores.sum()) / worth.design, len(scores) / worth.design
         low, high = wilson_interval(right, trials, worth.alpha)
@@ -215,7 +263,7 @@ def _score(pair: TaskPair, scores: Scores, alpha: float) -> Score:
         metric=pair.metric,
         filter=pair.filter,
         documents=len(scores) // pair.seeds,
-        value=float(scores.mean()),
+        value=value,
         low=low,
         high=high,
     )
@@ -226,10 +274,10 @@ def _recovery(pair: TaskPair, alpha: float) -> tuple[float, float, float] | tupl
 
     The bounds are Bonett and Price's for 0/1 metrics without clusters. Otherwise they are the
     bounds of the difference divided by the baseline's mean. All are None if that mean is not
-    positive or if lower is better.
+    positive, if lower is better, or for differences in nats.
     """
     baseline, candidate = float(pair.baseline.mean()), float(pair.candidate.mean())
-    if baseline <= 0 or pair.sign < 0:
+    if baseline <= 0 or pair.sign < 0 or pair.unit.startswith("nats"):
         return None, None, None
     if pair.binary and pair.clusters is None:
         both = int((pair.baseline * pair.candidate).sum())
@@ -286,9 +334,9 @@ def _settling_margin(pair: TaskPair, low: float, needed: int | None, margin: flo
 def _changed_wrong(pair: TaskPair) -> int | None:
     """Count the documents that both models answer wrong, and differently.
 
-    Return None if answers were not kept.
+    Return None if answers were not kept, or if the metric has no right and wrong answers.
     """
-    if any(old.compared is None for old, _ in pair.documents):
+    if pair.own_unit is not None or any(old.compared is None for old, _ in pair.documents):
         return None
     right = 1.0 if pair.sign > 0 else 0.0
     wrong = (pair.gain == 0) & (pair.baseline != right)

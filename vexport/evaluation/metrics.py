@@ -2,7 +2,8 @@
 
 lm-eval's `higher_is_better` describes the aggregate (lm_eval/api/metrics.py, 0.4.13). For a mean it
 also describes the documents' values. `perplexity` is exp(-mean) of log-likelihoods: a lower
-perplexity is better, but a higher log-likelihood is better.
+perplexity is better, but a higher log-likelihood is better. Metrics without one number for each
+document are in `aggregates.py`.
 """
 
 import math
@@ -48,17 +49,21 @@ NO_SHARES = frozenset(
 )
 """Metrics that are not a share of right answers, even if all values are between 0 and 1."""
 _EQUAL = 1e-6
+# exp(-x) is infinite below this log-likelihood.
+_LOWEST = -700.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meaning:
     """Direction and unit of a metric's values for single documents.
 
-    `undecided` is the reason why the metric cannot decide a verdict, empty if it can.
+    `in_nats` is True for log-likelihoods, and `is_perplexity` if the aggregate is exp(-mean) of
+    them. `undecided` is the reason why the metric cannot decide a verdict, empty if it can.
     """
 
     higher_is_better: bool
     in_nats: bool = False
+    is_perplexity: bool = False
     undecided: str = ""
 
 
@@ -76,22 +81,22 @@ def meaning_of(
     if it is unknown. `log_likelihoods` are the logged responses of the same documents, None for
     generated text.
     """
-    if aggregation in LOG_LIKELIHOODS:
-        return Meaning(higher_is_better=True, in_nats=True, undecided=_IN_NATS)
-    if _are_equal(values, log_likelihoods):
-        return Meaning(higher_is_better=True, in_nats=True, undecided=_IN_NATS)
+    if aggregation in LOG_LIKELIHOODS or _are_equal(values, log_likelihoods):
+        is_perplexity = aggregation == "perplexity" or _is_perplexity(values, aggregate)
+        return Meaning(higher_is_better=True, in_nats=True, is_perplexity=is_perplexity)
     if _are_equal([-value for value in values], log_likelihoods):
-        return Meaning(higher_is_better=False, in_nats=True, undecided=_IN_NATS)
+        return Meaning(higher_is_better=False, in_nats=True)
     if aggregation in MEANS or aggregate is None or _is_mean(values, aggregate):
         return Meaning(higher_is_better=higher_is_better)
     return Meaning(higher_is_better=higher_is_better, undecided=_NO_MEAN)
 
 
-_IN_NATS = "its documents have log-likelihoods in nats, and no margin in points applies to them"
 _NO_MEAN = (
     "it is no mean of its documents' values, so that these values do not show which model is better"
 )
-WHOLE_CORPUS = "it is a number of the whole corpus, and no document has a value of its own"
+WHOLE_CORPUS = (
+    "it is computed from all documents at once, by an aggregation that vexport does not have"
+)
 
 
 def _are_equal(values: Sequence[float], others: Sequence[float | None]) -> bool:
@@ -102,6 +107,14 @@ def _are_equal(values: Sequence[float], others: Sequence[float | None]) -> bool:
         for value, other in pairs
     )
     return same and any(values)
+
+
+def _is_perplexity(values: Sequence[float], aggregate: float | None) -> bool:
+    """Return True if the aggregate is exp(-mean) of the values."""
+    if aggregate is None or not all(map(math.isfinite, values)):
+        return False
+    mean = math.fsum(values) / len(values)
+    return mean > _LOWEST and math.isclose(math.exp(-mean), aggregate, rel_tol=_EQUAL)
 
 
 def _is_mean(values: Sequence[float], aggregate: float) -> bool:

@@ -3,6 +3,7 @@
 For each task, or group that is judged as one task, one of the pairs decides.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -10,7 +11,15 @@ from functools import partial
 import numpy as np
 
 from vexport.errors import InputError, raise_all
-from vexport.errors.extras import attempt_all
+from vexport.errors.extras import attempt_all, require_extra
+from vexport.evaluation.aggregates import (
+    NEEDS_SACREBLEU,
+    NotReadable,
+    Table,
+    log_likelihood_table,
+    tabulate,
+)
+from vexport.evaluation.corpus import Corpus, compare_corpora
 from vexport.evaluation.fingerprint import causes
 from vexport.evaluation.metrics import NO_SHARES, WHOLE_CORPUS
 from vexport.evaluation.results import HASHES, Results, Sample, TaskSamples
@@ -22,13 +31,16 @@ PREFERRED_METRICS = ("exact_match", "acc", "pass@1", "pass_at_1")
 
 `acc` is preferred to `acc_norm`, because the task itself scores with it. Other tasks use the first
 metric that is 0 or 1 for each document with higher being better, else any metric with one number
-per document. If there are several filters, the first filter of the task is used.
+per document, else a metric of the whole corpus. If there are several filters, the first filter of
+the task is used.
 """
 EVERY_TASK = "*"
 Choice = Mapping[str, str]
 """Task or group (or `*` for every task that has the metric) -> `metric` or `metric,filter`."""
 # Metrics of lm-eval with a value from 0 to 1 for each document.
 SHARES = frozenset(("acc", "acc_norm", "acc_bytes", "exact_match"))
+# Relative difference between a recorded aggregate and the same aggregate computed again.
+_SAME = 1e-6
 # Number of characters that a message shows of two prompts, from their first difference.
 _SHOWN = 40
 
@@ -43,9 +55,18 @@ class TaskPair:
       `seeds` answers were sampled per document, it numbers the documents.
     - `also` lists pairs that are only shown: other metrics and filters of the task or group, and
       the tasks of a group.
-    - `in_nats` is True for log-likelihoods.
+    - `own_unit` is the unit of a metric that is never a share, such as a log-likelihood in nats or
+      a metric of the whole corpus. It is None if the values determine the unit.
+    - `corpus` is the comparison by a metric of the whole corpus, else None. `baseline` and
+      `candidate` then have each answer's part in the metric, in units of `own_unit`.
+    - `changes`, of the same shape, has the changes of single answers, with a positive sign for
+      better. It is None if they are the differences of the scores.
+    - `change_size` is the size of a typical change of one answer. It is None if it is the width of
+      the metric's range.
     - `undecided` is the reason why the metric cannot decide, else empty.
     - `available` is the number of documents in the whole task or group, None if unknown.
+    - `margin` is the acceptable loss in the unit of a difference, None if the verdict's margin
+      applies. `relative_margin` is the share of the baseline's value that it was computed from.
     """
 
     task: str
@@ -58,15 +79,20 @@ class TaskPair:
     clusters: Clusters | None = None
     seeds: int = 1
     also: tuple["TaskPair", ...] = ()
-    in_nats: bool = False
+    own_unit: Unit | None = None
+    corpus: Corpus | None = None
+    changes: Scores | None = None
+    change_size: float | None = None
     undecided: str = ""
     available: int | None = None
+    margin: float | None = None
+    relative_margin: float | None = None
 
     @property
     def unit(self) -> Unit:
-        """Return `share` if all values are shares, `nats` for log-likelihoods, else `metric`."""
-        if self.in_nats:
-            return "nats"
+        """Return the metric's own unit, else `share` if all values are shares, else `metric`."""
+        if self.own_unit is not None:
+            return self.own_unit
         values = np.concatenate([self.baseline, self.candidate])
         is_share = self.metric not in NO_SHARES and bool(((values >= 0) & (values <= 1)).all())
         return "share" if is_share else "metric"
@@ -79,6 +105,8 @@ class TaskPair:
     @property
     def binary(self) -> bool:
         """True if each document is either right (1) or wrong (0)."""
+        if self.own_unit is not None:
+            return False
         return bool(np.isin(self.baseline, (0, 1)).all() and np.isin(self.candidate, (0, 1)).all())
 
     @property
@@ -94,18 +122,46 @@ class TaskPair:
         return self.sign * (self.candidate - self.baseline)
 
     @property
+    def changed(self) -> Scores:
+        """Change of each answer. Positive is better, and 0 is an answer of the same worth."""
+        return self.gain if self.changes is None else self.changes
+
+    @property
     def wins(self) -> int:
         """Number of answers that got better."""
-        return int((self.gain > 0).sum())
+        return int((self.changed > 0).sum())
 
     @property
     def losses(self) -> int:
         """Number of answers that got worse."""
-        return int((self.gain < 0).sum())
+        return int((self.changed < 0).sum())
+
+    @property
+    def baseline_value(self) -> float:
+        """Baseline's value of the metric, as lm-eval aggregates it."""
+        return self.corpus.shown[0] if self.corpus else float(self.baseline.mean())
+
+    @property
+    def candidate_value(self) -> float:
+        """Candidate's value of the metric, as lm-eval aggregates it."""
+        return self.corpus.shown[1] if self.corpus else float(self.candidate.mean())
+
+    @property
+    def difference(self) -> float:
+        """Candidate's value minus baseline's, in the unit of a difference. Positive is better."""
+        if self.corpus is None:
+            return float(self.gain.mean())
+        baseline, candidate = self.corpus.values
+        return self.sign * (candidate - baseline) + 0.0
 
     @property
     def span(self) -> float:
-        """Width of the metric's range: 1, or more if the scores spread further."""
+        """Size of the largest change of an answer: the width of the metric's range, at least 1.
+
+        For metrics with an own unit, it is the size of a typical change.
+        """
+        if self.change_size is not None:
+            return self.change_size
         return max(1.0, float(np.ptp(np.concatenate([self.baseline, self.candidate]))))
 
     @property
@@ -183,11 +239,16 @@ def _available(members: Sequence[str], results: Results) -> int | None:
 def _no_such_gate(
     where: str, wanted: str, pairs: Sequence[TaskPair], results: Results, members: Sequence[str]
 ) -> InputError:
-    """Build the error for a chosen metric that no task has, or that cannot decide."""
+    """Build the error for a chosen metric that no task has, or that cannot decide.
+
+    Raises:
+        MissingPackage: If the metric needs sacrebleu and it is not installed.
+    """
     unable = [
         pair.undecided for pair in pairs if pair.undecided and wanted in (pair.metric, pair.label)
     ]
     metric = wanted.partition(",")[0]
+    _require_sacrebleu([metric], results, members)
     if any(metric in results.tasks[member].corpus_metrics for member in members):
         unable.append(WHOLE_CORPUS)
     why = f"which cannot decide: {unable[0]}" if unable else "which no task has"
@@ -237,19 +298,27 @@ def _compared(
     corpus = tuple(
         dict.fromkeys(m for member in members for m in baseline.tasks[member].corpus_metrics)
     )
-    fix = (
-        "give a task with a metric for each document, such as acc or exact_match, and log "
-        "its samples"
-    )
+    fix = "give a task with a metric of lm-eval, such as acc or exact_match, and log its samples"
     if corpus == ("bypass",):
         fix = "evaluate without --predict_only"
         raise InputError(where, got="answers without scores", need="one number a document", fix=fix)
+    for member in members:
+        _require_sacrebleu(baseline.tasks[member].corpus_metrics, baseline, [member])
     got = "no metric that all its tasks share" if able else "metrics of the whole corpus only"
     listed = [f"{pair.metric} ({pair.undecided})" for pair in metrics if pair.task == name]
     named = ", ".join(dict.fromkeys((*listed, *corpus)))
     if named and not able:
         got = f"{got}: {named}"
     raise InputError(where, got=got, need="one number a document", fix=fix)
+
+
+def _require_sacrebleu(metrics: Sequence[str], results: Results, members: Sequence[str]) -> None:
+    """Raise MissingPackage if one of the metrics needs sacrebleu and it is not installed."""
+    for member in members:
+        task = results.tasks[member]
+        for metric in set(metrics) & set(task.corpus_metrics):
+            if task.aggregation(metric) in NEEDS_SACREBLEU:
+                require_extra("sacrebleu", f"task {member}: the metric {metric}")
 
 
 def _gated(name: str, metrics: Sequence[TaskPair], wanted: str | None) -> TaskPair:
@@ -266,18 +335,19 @@ def _gated(name: str, metrics: Sequence[TaskPair], wanted: str | None) -> TaskPa
     return replace(gate, also=tuple(rest))
 
 
-def _preference(pair: TaskPair) -> tuple[int, bool, bool]:
+def _preference(pair: TaskPair) -> tuple[int, bool, bool, bool]:
     is_preferred = pair.metric in PREFERRED_METRICS
     rank = PREFERRED_METRICS.index(pair.metric) if is_preferred else len(PREFERRED_METRICS)
-    return rank, not pair.binary, pair.sign < 0
+    return rank, pair.own_unit is not None, not pair.binary, pair.sign < 0
 
 
 def pair_metrics(
     left: TaskSamples, right: TaskSamples, *, changed: Sequence[str] = ()
 ) -> Iterator[TaskPair]:
-    """Yield a pair for every (metric, filter) of a task that has a number per document.
+    """Yield a pair for every (metric, filter) of a task.
 
-    The order is the task's order.
+    Metrics with one number per document come first, in the task's order. Metrics of the whole
+    corpus follow if lm-eval aggregates them in a known way.
 
     Raises:
         InputError: If the two runs did not answer the same question. The error names the document
@@ -296,6 +366,11 @@ def pair_metrics(
                 directions = (each.higher_is_better.get(metric) for each in (left, right))
                 require_same_direction(f"{right.file}: task {left.task}", metric, *directions)
                 yield _pair(left, right, metric, pairs)
+        for metric in pairs[0][0].values:
+            try:
+                yield _corpus_pair(left, right, metric, pairs)
+            except NotReadable:
+                continue  # the metric stays in `corpus_metrics`
 
 
 def join_group(name: str, pairs: Sequence[TaskPair]) -> TaskPair:
@@ -323,12 +398,23 @@ def pool(name: str, pairs: Sequence[TaskPair]) -> TaskPair:
 
 
 def _join(name: str, pairs: Sequence[TaskPair], clusters: Clusters | None) -> TaskPair:
+    """Join pairs. For metrics of a whole corpus, each answer has its part in its task's metric.
+
+    The mean of these parts is lm-eval's aggregate of a group, weighted by the size of the tasks.
+    """
     return replace(
         pairs[0],
         task=name,
         documents=tuple(document for pair in pairs for document in pair.documents),
         baseline=np.concatenate([pair.baseline for pair in pairs]),
         candidate=np.concatenate([pair.candidate for pair in pairs]),
+        corpus=None,
+        changes=None
+        if pairs[0].changes is None
+        else np.concatenate([pair.changed for pair in pairs]),
+        change_size=None
+        if pairs[0].change_size is None
+        else max(pair.change_size or 0.0 for pair in pairs),
         clusters=clusters,
         seeds=max(pair.seeds for pair in pairs),
         also=(),
@@ -444,10 +530,7 @@ def _pair(
             got = f"{metric} of {left[index]} (baseline) and {right[index]} (candidate)"
             raise InputError(where, got=got, need=need, fix="look at both answers, evaluate again")
     meaning, other_meaning = (each.meaning(metric, pairs[0][0].filter) for each in (task, other))
-    by_document = None
-    if any(sample.seed for sample, _ in pairs):
-        by_document = np.unique([sample.doc_id for sample, _ in pairs], return_inverse=True)[1]
-    return TaskPair(
+    pair = TaskPair(
         task=task.task,
         metric=metric,
         filter=pairs[0][0].filter,
@@ -455,8 +538,94 @@ def _pair(
         documents=pairs,
         baseline=left,
         candidate=right,
-        clusters=by_document,
+        clusters=_documents_as_clusters(pairs),
         seeds=1 + max(sample.seed for sample, _ in pairs),
-        in_nats=meaning.in_nats,
         undecided=meaning.undecided or other_meaning.undecided,
     )
+    if not meaning.in_nats and not other_meaning.in_nats:
+        return pair
+    in_nats = meaning if meaning.in_nats else other_meaning
+    table = log_likelihood_table(
+        left, right, higher_is_better=in_nats.higher_is_better, is_perplexity=in_nats.is_perplexity
+    )
+    try:
+        return _with_corpus(replace(pair, undecided=""), table)
+    except NotReadable as error:
+        sign = 1 if table.higher_is_better else -1
+        return replace(pair, sign=sign, own_unit=table.unit, undecided=str(error))
+
+
+def _documents_as_clusters(pairs: Sequence[tuple[Sample, Sample]]) -> Clusters | None:
+    """Number the documents if there are several answers to each, else return None."""
+    if not any(sample.seed for sample, _ in pairs):
+        return None
+    return np.unique([sample.doc_id for sample, _ in pairs], return_inverse=True)[1]
+
+
+def _corpus_pair(
+    task: TaskSamples, other: TaskSamples, metric: str, pairs: tuple[tuple[Sample, Sample], ...]
+) -> TaskPair:
+    """Return the pair of a metric that lm-eval computes from all documents at once.
+
+    Raises:
+        NotReadable: If the aggregation is not lm-eval's, or the stored values do not belong to it.
+    """
+    if not all(metric in old.values and metric in new.values for old, new in pairs):
+        raise NotReadable("some documents do not have the metric")
+    aggregation = task.aggregation(metric)
+    if aggregation is None or aggregation != other.aggregation(metric):
+        raise NotReadable("its aggregation is unknown")
+    table = tabulate(
+        aggregation,
+        metric,
+        [old.values[metric] for old, _ in pairs],
+        [new.values[metric] for _, new in pairs],
+    )
+    pair = TaskPair(
+        task=task.task,
+        metric=metric,
+        filter=pairs[0][0].filter,
+        sign=1,
+        documents=pairs,
+        baseline=np.zeros(len(pairs)),
+        candidate=np.zeros(len(pairs)),
+        clusters=_documents_as_clusters(pairs),
+        seeds=1 + max(sample.seed for sample, _ in pairs),
+    )
+    pair = _with_corpus(pair, table)
+    if pair.seeds == 1:
+        for side, value in ((task, pair.baseline_value), (other, pair.candidate_value)):
+            _require_recorded(side, metric, pair.filter, value)
+    return pair
+
+
+def _with_corpus(pair: TaskPair, table: Table) -> TaskPair:
+    """Return the pair with a metric of the whole corpus in the place of its scores.
+
+    Raises:
+        NotReadable: If the metric has no value without one of the documents.
+    """
+    corpus = compare_corpora(table, pair.clusters)
+    return replace(
+        pair,
+        sign=1 if table.higher_is_better else -1,
+        baseline=corpus.influence[0],
+        candidate=corpus.influence[1],
+        own_unit=table.unit,
+        corpus=corpus,
+        changes=corpus.changes,
+        change_size=corpus.change_size,
+    )
+
+
+def _require_recorded(task: TaskSamples, metric: str, filter_name: str, value: float) -> None:
+    """Raise NotReadable if lm-eval recorded another value of the metric.
+
+    This is checked if the task's configuration does not list the metric. A task in Python may then
+    have its own aggregation for a metric with the name of lm-eval's.
+    """
+    recorded = task.aggregates.get(f"{metric},{filter_name}")
+    if metric in task.metric_list or recorded is None:
+        return
+    if not math.isclose(recorded, value, rel_tol=_SAME, abs_tol=_SAME):
+        raise NotReadable(f"lm-eval recorded {recorded}, and its documents give {value}")

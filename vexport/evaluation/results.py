@@ -7,11 +7,12 @@ with the name of the model.
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from vexport.errors import InputError, clip, require_working_disk
+from vexport.evaluation.aggregates import NotReadable, numbers_in, softmax
 from vexport.evaluation.fingerprint import (
     mapping_in,
     recorded_fingerprint,
@@ -42,6 +43,8 @@ class Sample:
     - `compared` is the answer for comparisons: the filtered response, or the chosen option. It is
       None if the answer was not kept.
     - `scores` has the metrics with one number per document.
+    - `values` has the stored values of the other metrics. lm-eval computes these metrics from the
+      values of all documents at once.
     - `options` is the number of options in a multiple-choice document, else 0.
     - `log_likelihood` is the logged value of a text that was scored instead of generated.
     - `ending` is the ending of a generated answer.
@@ -55,6 +58,7 @@ class Sample:
     answer: str
     compared: str | None
     scores: Mapping[str, float]
+    values: Mapping[str, Json] = field(default_factory=dict)
     options: int = 0
     seed: int = 0
     log_likelihood: float | None = None
@@ -73,7 +77,7 @@ class TaskSamples:
     If several answers were sampled for a document, they have the seeds 0, 1, and so on. A single
     answer has the seed 0. `higher_is_better`, `aggregations` and `aggregates` (by `metric,filter`)
     describe the metrics of the whole task. `corpus_metrics` are the metrics without a number per
-    document.
+    document. `metric_list` has the metrics that the task's configuration lists.
     """
 
     task: str
@@ -83,6 +87,14 @@ class TaskSamples:
     aggregations: Mapping[str, str] = field(default_factory=dict)
     aggregates: Mapping[str, float] = field(default_factory=dict)
     corpus_metrics: tuple[str, ...] = ()
+    metric_list: frozenset[str] = frozenset()
+
+    def aggregation(self, metric: str) -> str | None:
+        """Return the name of a metric's aggregation, None if it is unknown.
+
+        Functions in Python have their source text as the name.
+        """
+        return self.aggregations.get(metric, AGGREGATIONS.get(metric))
 
     def meaning(self, metric: str, filter_name: str) -> Meaning:
         """Derive what a metric's values mean for single documents.
@@ -93,7 +105,7 @@ class TaskSamples:
             each for each in self.samples.values() if each.filter == filter_name and not each.seed
         ]
         return meaning_of(
-            self.aggregations.get(metric, AGGREGATIONS.get(metric)),
+            self.aggregation(metric),
             higher_is_better=self.higher_is_better.get(metric, True),
             values=[sample.scores[metric] for sample in samples],
             log_likelihoods=[sample.log_likelihood for sample in samples],
@@ -203,7 +215,11 @@ def _read_sample(
         raise InputError(where, got=got, need="integers and a list", fix="evaluate again")
     arguments = [_values(request) for request in _values(line["arguments"])]
     answer, compared = _answers(arguments, line["resps"], line["filtered_resps"], output_type)
-    scores = ((_text(name), line.get(str(name))) for name in metrics)
+    recorded = {_text(name): line.get(str(name)) for name in metrics}
+    scores = {
+        name: _score(value) for name, value in recorded.items() if isinstance(value, int | float)
+    }
+    values = {name: value for name, value in recorded.items() if name not in scores}
     doc_hash, prompt_hash, target_hash = (str(line[key]) for key in HASHES)
     return Sample(
         doc_id=doc_id,
@@ -213,7 +229,8 @@ def _read_sample(
         target=_target(arguments, line["target"], output_type),
         answer=answer,
         compared=compared,
-        scores={name: _score(value) for name, value in scores if isinstance(value, (int, float))},
+        scores=scores,
+        values=_exact_probabilities(values, line["filtered_resps"], output_type),
         options=len(_values(line["filtered_resps"])) if output_type == "multiple_choice" else 0,
         seed=seed,
         log_likelihood=_log_likelihood(line["filtered_resps"])
@@ -221,6 +238,41 @@ def _read_sample(
         else None,
         ending=_ending(line, arguments, generation) if output_type == "generate_until" else None,
     )
+
+
+def _exact_probabilities(
+    values: Mapping[str, Json], filtered: Json, output_type: str
+) -> dict[str, Json]:
+    """Replace numpy's text of the options' probabilities by the probabilities themselves.
+
+    lm-eval stores the values of `brier_score` as text with 8 digits. The log-likelihoods of the
+    options are stored with all digits. Other values are returned unchanged.
+    """
+    if output_type != "multiple_choice":
+        return dict(values)
+    log_likelihoods = [_number(_values(response)) for response in _values(filtered)]
+    exact: dict[str, Json] = {}
+    for name, value in values.items():
+        exact[name] = value
+        if not isinstance(value, list) or len(value) != 2 or not isinstance(value[1], str):
+            continue
+        try:
+            rounded = numbers_in(value[1])
+        except NotReadable:
+            rounded = []
+        # For acc_mutual_info, the options follow a second time, without the question.
+        options = log_likelihoods[: len(rounded) or None]
+        probabilities = softmax(options) if all(map(math.isfinite, options)) else []
+        if _are_close(rounded or probabilities, probabilities):
+            exact[name] = [value[0], list[Json](probabilities)]
+    return exact
+
+
+def _are_close(numbers: Sequence[float], others: Sequence[float]) -> bool:
+    if len(numbers) != len(others):
+        return False
+    pairs = zip(numbers, others, strict=True)
+    return bool(numbers) and all(math.isclose(one, other, abs_tol=1e-6) for one, other in pairs)
 
 
 def _ending(
@@ -451,7 +503,19 @@ def _read_task(file: Path, task: str, content: Mapping[str, Json]) -> TaskSample
     )
     recorded = mapping_in(mapping_in(content, "results"), task)
     numbers = {name: value for name, value in recorded.items() if isinstance(value, int | float)}
-    return replace(samples, aggregations=_aggregations(config), aggregates=numbers)
+    return replace(
+        samples,
+        aggregations=_aggregations(config),
+        aggregates=numbers,
+        metric_list=frozenset(str(entry.get("metric")) for entry in _metric_entries(config)),
+    )
+
+
+def _metric_entries(config: Mapping[str, Json]) -> list[dict[str, Json]]:
+    listed = config.get("metric_list")
+    return (
+        [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
+    )
 
 
 def _aggregations(config: Mapping[str, Json]) -> dict[str, str]:
@@ -459,13 +523,9 @@ def _aggregations(config: Mapping[str, Json]) -> dict[str, str]:
 
     A Python function is recorded as text that is not the name of any aggregation.
     """
-    listed = config.get("metric_list")
-    entries = (
-        [entry for entry in listed if isinstance(entry, dict)] if isinstance(listed, list) else []
-    )
     return {
         str(entry["metric"]): str(entry["aggregation"])
-        for entry in entries
+        for entry in _metric_entries(config)
         if "metric" in entry and entry.get("aggregation") is not None
     }
 

@@ -190,9 +190,13 @@ def mean_statistic(values: Scores, against: float, span: float) -> float:
     """Return a test statistic of H0: the mean of `values` is `against`.
 
     It is the weaker of Student's statistic and Tango's statistic for no change. It plans the number
-    of documents for tasks that `bootstrap_interval` decides, with the same `span`.
+    of documents for tasks that `bootstrap_interval` decides, with the same `span`. If `span` is 0,
+    it is Student's statistic.
     """
     documents, distance = len(values), float(values.mean()) - against
+    if span == 0:
+        deviation = float(values.std(ddof=1)) if documents > 1 else 0.0
+        return distance / deviation * math.sqrt(documents) if deviation else 0.0
     quiet = tango_statistic(0, 0, documents, max(-1.0, min(1.0, -distance / span)))
     if np.ptp(values) == 0:
         return quiet

@@ -22,14 +22,21 @@ from types import MappingProxyType
 from vexport.errors import raise_all
 from vexport.errors.extras import attempt_all
 from vexport.evaluation.accepted import is_accepted, other_gates, pair_with, read_accepted
-from vexport.evaluation.compare import compare_task, comparison, difference_interval
+from vexport.evaluation.compare import (
+    compare_task,
+    comparison,
+    difference_interval,
+    own_margin,
+)
 from vexport.evaluation.fingerprint import changes, device_of
+from vexport.evaluation.margins import with_margins
 from vexport.evaluation.pairs import Choice, TaskPair, gated_tasks, pool
 from vexport.evaluation.results import Results, read_results
 from vexport.inference.fingerprint import EMULATED, ENDPOINT, MODEL, REVISION
 from vexport.inference.repeated import read_repeated, require_deterministic
 from vexport.records import Comparison, Outcome, Prompting, TaskVerdict, TextLimit, Verdict
-from vexport.records.values import about
+from vexport.records.margins import MarginSetting, margin_of_shares
+from vexport.records.values import about, decimals_of
 
 NO_CHOICE: Choice = MappingProxyType({})
 # Maximum number of unsettled tasks that the reason names. The others are counted.
@@ -41,14 +48,14 @@ def decide(
     baseline: Path,
     candidate: Path,
     *,
-    margin: float,
+    margin: MarginSetting,
     alpha: float,
     gate: Choice = NO_CHOICE,
 ) -> Verdict:
     """Compare two lm-eval output folders, or one folder with an accepted baseline.
 
-    - `margin` is the acceptable loss in the metric's units, at least 0 and below 1. 0.02 is 2
-      points of accuracy.
+    - `margin` is the acceptable loss, for all tasks or by task: 0.02 is 2 points of accuracy, and
+      `1%` is 1 % of a metric that is not a share. None is the default for both.
     - `alpha` is the probability of a wrong PASS, and of a wrong FAIL, below 0.5.
     - `gate` is the metric that decides for a task (pairs.py).
 
@@ -74,7 +81,9 @@ def decide(
     # The two models always differ, because they are compared.
     models = (MODEL, ENDPOINT, REVISION, EMULATED)
     circumstances = {name: value for name, value in recorded.items() if name not in models}
-    verdict = judge(gates, margin=margin, alpha=alpha, prompting=right.prompting)
+    gates = with_margins(gates, margin)
+    shares = margin_of_shares(margin)
+    verdict = judge(gates, margin=shares, alpha=alpha, prompting=right.prompting)
     warnings = (*_lost_warnings(verdict), *changes(circumstances, right.fingerprint, where=where))
     return replace(
         verdict,
@@ -118,7 +127,10 @@ def judge(
     alpha: float,
     prompting: Prompting | None = None,
 ) -> Verdict:
-    """Return the verdict over all tasks. `prompting` has the settings of the prompts."""
+    """Return the verdict over all tasks. `prompting` has the settings of the prompts.
+
+    `margin` applies to the pairs without their own margin.
+    """
     levels = holm_levels(gates, margin=margin, alpha=alpha)
     tasks = tuple(
         compare_task(
@@ -151,7 +163,9 @@ def _is_templated(task: str, prompting: Prompting | None) -> bool | None:
 
 
 def holm_levels(pairs: Sequence[TaskPair], *, margin: float, alpha: float) -> list[float]:
-    """Return the level at which Holm's procedure last tests each task for a loss beyond `margin`.
+    """Return the level at which Holm's procedure last tests each task for a loss beyond its margin.
+
+    `margin` applies to the pairs without their own margin.
 
     Each step tests the open tasks at alpha / (number of open tasks), and closes the tasks that
     fail.
@@ -163,7 +177,9 @@ def holm_levels(pairs: Sequence[TaskPair], *, margin: float, alpha: float) -> li
         for index in remaining:
             levels[index] = level
         failed = [
-            index for index in remaining if difference_interval(pairs[index], level).high < -margin
+            index
+            for index in remaining
+            if difference_interval(pairs[index], level).high < -own_margin(pairs[index], margin)
         ]
         if not failed:
             break
@@ -189,6 +205,8 @@ def _method(gates: Sequence[TaskPair], alpha: float) -> str:
 
 def _interval_name(gate: TaskPair) -> str:
     name = "Tango's score interval" if gate.binary else "BCa bootstrap"
+    if gate.corpus is not None:
+        name = "BCa bootstrap of the corpus"
     if gate.clusters is None:
         return name
     return f"{name} clustered by {'document' if gate.seeds > 1 else 'task'}"
@@ -213,19 +231,33 @@ def _pooled(gates: Sequence[TaskPair], margin: float, alpha: float) -> Compariso
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """Formats differences of one metric: in points for a share, else in the metric's units."""
+    """Formats differences of one metric: in points for a share, else in the metric's units.
+
+    `margin` is in the metric's units, and `relative` is the share of the baseline's value that it
+    was computed from. `relative` is None for a margin in points.
+    """
 
     factor: int
     name: str
     margin: float
+    relative: float | None = None
+
+    @property
+    def digits(self) -> int:
+        """Number of decimals: two, or more if the margin needs them for two digits."""
+        if self.relative is None:
+            return 2
+        return decimals_of(self.margin)
 
     def number(self, value: float) -> str:
         """Return the value with two decimals, or with one decimal from 10 up.
 
-        It gets more decimals if it would otherwise read like the margin without being equal to it.
+        It gets more decimals if a relative margin is small, or if it would otherwise read like the
+        margin without being equal to it.
         """
         scaled, limit = self.factor * value, self.factor * self.margin
-        for digits in range(1 if abs(scaled) >= 10 else 2, _MOST_DIGITS):
+        least = 1 if abs(scaled) >= 10 else self.digits
+        for digits in range(least, max(_MOST_DIGITS, least + 1)):
             text = f"{scaled:.{digits}f}"
             if abs(scaled) == limit or abs(float(text)) != limit:
                 break
@@ -237,9 +269,21 @@ class _Unit:
 
     @property
     def limit(self) -> str:
-        """Accepted loss: `2 points`."""
+        """Accepted loss: `2 points`, or `0.00995 (1%) nats per word`."""
+        if self.relative is not None:
+            return f"{self.margin:.3g} ({100 * self.relative:.6g}%){self.name}"
         amount = f"{self.factor * self.margin:.6g}"
         return amount + (" point" if (amount, self.name) == ("1", " points") else self.name)
+
+    @property
+    def short_limit(self) -> str:
+        """Accepted loss among several tasks: `2 points`, or `1%` if it is relative."""
+        return self.limit if self.relative is None else f"{100 * self.relative:.6g}%"
+
+    @property
+    def suffix(self) -> str:
+        """Unit after numbers that are compared with `short_limit`: none for points."""
+        return "" if self.relative is None else self.name
 
     @property
     def accepted(self) -> str:
@@ -257,19 +301,41 @@ def reason_for(outcome: Outcome, tasks: Sequence[TaskVerdict], *, margin: float)
 
 
 def _unit(task: TaskVerdict, margin: float) -> _Unit:
-    is_share = task.in_shares
-    return _Unit(100 if is_share else 1, " points" if is_share else f" in {task.metric}", margin)
+    """Return the format of a task's differences. `margin` applies if the task has no own margin."""
+    own = margin if task.margin is None else task.margin
+    if task.in_shares:
+        return _Unit(100, " points", own)
+    has_name = task.unit is not None and task.unit != "metric"
+    name = f" {task.unit}" if has_name else f" in {task.metric}"
+    return _Unit(1, name, own, task.relative_margin)
 
 
 def _passed(tasks: Sequence[TaskVerdict], margin: float) -> str:
-    worst = min(tasks, key=lambda task: task.low)
+    worst = min(tasks, key=lambda task: _share_of_margin(task, task.low, margin))
     unit = _unit(worst, margin)
     if len(tasks) == 1:
         return f"{worst.task} {_moved(worst, unit)}, {unit.accepted}"
-    limits = dict.fromkeys(_unit(task, margin).limit for task in tasks)
-    loss = f"lose less than {' or '.join(limits)}" if margin else "lose nothing"
-    numbers = f"{unit.signed(worst.difference)}, at worst {unit.signed(worst.low)}"
+    loss = _more_or_less("less", tasks, margin, "lose nothing")
+    numbers = f"{unit.signed(worst.difference)}{unit.suffix}, at worst {unit.signed(worst.low)}"
     return f"{_all(tasks)} {loss} (worst: {worst.task} {numbers})"
+
+
+def _share_of_margin(task: TaskVerdict, value: float, margin: float) -> float:
+    """Return a difference as a share of the task's margin, so that tasks can be compared.
+
+    Without a margin it is the difference itself.
+    """
+    own = _unit(task, margin).margin
+    return value / own if own else value
+
+
+def _more_or_less(word: str, tasks: Sequence[TaskVerdict], margin: float, nothing: str) -> str:
+    """Return `lose less than 2 points or 1%`, or `nothing` without a margin."""
+    units = [_unit(task, margin) for task in tasks]
+    if not any(unit.margin for unit in units):
+        return nothing
+    limits = dict.fromkeys(unit.short_limit for unit in units)
+    return f"lose {word} than {' or '.join(limits)}"
 
 
 def _all(tasks: Sequence[TaskVerdict]) -> str:
@@ -278,16 +344,16 @@ def _all(tasks: Sequence[TaskVerdict]) -> str:
 
 def _failed(tasks: Sequence[TaskVerdict], margin: float) -> str:
     failed = [task for task in tasks if task.outcome == "FAIL"]
-    worst = min(failed, key=lambda task: task.high)
+    worst = min(failed, key=lambda task: _share_of_margin(task, task.high, margin))
     unit = _unit(worst, margin)
     if len(failed) == 1:
         loss = f"{unit.number(-worst.difference)}{unit.name} (at least {unit.number(-worst.high)})"
         cause = f"; {worst.lost_answers}" if worst.too_many_lost else ""
         return f"{worst.task} loses {loss}, {unit.accepted}{cause}{_others(tasks, 'FAIL')}"
-    lost = f"more than {unit.limit}" if margin else "something"
-    numbers = f"{unit.signed(worst.difference)}, at best {unit.signed(worst.high)}"
+    lost = _more_or_less("more", failed, margin, "lose something")
+    numbers = f"{unit.signed(worst.difference)}{unit.suffix}, at best {unit.signed(worst.high)}"
     which = _all(tasks) if len(failed) == len(tasks) else f"{len(failed)} of {len(tasks)} tasks"
-    return f"{which} lose {lost} (worst: {worst.task} {numbers})"
+    return f"{which} {lost} (worst: {worst.task} {numbers})"
 
 
 def _not_settled(tasks: Sequence[TaskVerdict], margin: float) -> str:

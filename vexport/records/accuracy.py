@@ -245,8 +245,12 @@ class Flip:
     direction: Literal["right to wrong", "wrong to right"]
 
 
-Unit = Literal["share", "nats", "metric"]
-"""The unit of a metric's values: a share from 0 to 1, nats (log-likelihoods), or any other unit."""
+Unit = Literal["share", "nats", "nats per word", "nats per byte", "bits per byte", "metric"]
+"""The unit of differences of a metric.
+
+It is a share from 0 to 1, nats (log-likelihoods and the logarithms of perplexities), bits per byte,
+or the metric's own unit.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,6 +261,11 @@ class Comparison:
     alpha. `outcome` compares them with the margin. It is INCONCLUSIVE if no margin applies to the
     metric. `higher_is_better` describes the values of single documents. `unit` is None in reports
     of older versions.
+
+    `baseline` and `candidate` are lm-eval's aggregates. For perplexities, the difference is in
+    nats: the logarithm of the ratio of both perplexities, with a negative sign if the perplexity
+    rises. `margin` is in the unit of the difference. If it is relative, `relative_margin` is its
+    share of the baseline's value. Both are None in reports of older versions.
     """
 
     task: str
@@ -271,6 +280,8 @@ class Comparison:
     outcome: Outcome
     unit: Unit | None = None
     higher_is_better: bool = True
+    margin: float | None = None
+    relative_margin: float | None = None
 
     @property
     def in_shares(self) -> bool:
@@ -316,8 +327,14 @@ class TaskVerdict:
       - alpha too, or at the level of Holm's step if there are several tasks.
     - `recovery` is candidate / baseline. It is None if lower scores are better or if the baseline's
       mean is not positive.
-    - `unit` and `higher_is_better` describe the scores. `unit` is None in reports of older
-      versions.
+    - `unit` is the unit of the difference, and `higher_is_better` describes the scores of single
+      documents. `unit` is None in reports of older versions.
+    - The values of `baseline` and `candidate` are lm-eval's aggregates. For perplexities, the
+      difference is in nats: the logarithm of the ratio of both perplexities, with a negative sign
+      if the perplexity rises.
+    - `margin` is the acceptable loss in the unit of the difference. If it is relative,
+      `relative_margin` is its share of the baseline's value. `margin` is None in reports of older
+      versions, for which the verdict's margin applies.
 
     Changed answers:
     - `right_to_wrong` counts the documents that got worse if the metric is not 0/1.
@@ -382,6 +399,8 @@ class TaskVerdict:
     too_many_lost: bool = False
     documents_available: int | None = None
     settling_margin: float | None = None
+    margin: float | None = None
+    relative_margin: float | None = None
 
     @property
     def in_shares(self) -> bool:
@@ -600,6 +619,7 @@ class Verdict:
     - `device` is the device that ran the candidate (`CPU, emulated`) or the server's address. It is
       empty if the results do not contain it.
     - `text` decides if there are no tasks. `margin` is then the limit of the NLL.
+    - `margin` is the acceptable loss of tasks that are scored in shares. Tasks may have their own.
     """
 
     schema: Literal["vexport.verdict/1"] = "vexport.verdict/1"
@@ -620,5 +640,12 @@ class Verdict:
 
     @property
     def worst_task(self) -> TaskVerdict | None:
-        """Return the task with the lowest lower bound, or None without tasks."""
+        """Return the task with the lowest lower bound, or None without tasks.
+
+        Bounds of tasks with different margins are compared as shares of the margin.
+        """
+        limits = [self.margin if task.margin is None else task.margin for task in self.tasks]
+        if len(set(limits)) > 1 and all(limits):
+            pairs = zip(self.tasks, limits, strict=True)
+            return min(pairs, key=lambda pair: pair[0].low / pair[1])[0]
         return min(self.tasks, key=lambda task: task.low, default=None)

@@ -1,5 +1,6 @@
 """Plain values that several topics share."""
 
+import math
 from collections.abc import Callable
 from typing import Annotated, Literal
 
@@ -31,6 +32,13 @@ def about(documents: int) -> str:
     """Return a number of documents rounded up to two digits: `about 71,000` for 70941."""
     scale = 10 ** max(0, len(str(documents)) - 2)
     return f"about {-(-documents // scale) * scale:,}"
+
+
+def decimals_of(limit: float) -> int:
+    """Return how many decimals show a limit with two digits: 4 for 0.00995, and at least 2."""
+    if not 0 < limit < math.inf:
+        return 2
+    return min(9, max(2, 1 - math.floor(math.log10(limit))))
 
 
 def json_type(value: object) -> str:

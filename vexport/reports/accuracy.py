@@ -23,6 +23,8 @@ from vexport.reports.formatting import (
     attribution_line,
     count,
     direction_note,
+    margin_of,
+    margin_text,
     method_line,
     nats,
     nats_interval,
@@ -189,17 +191,24 @@ def _comparison_row(comparison: Comparison) -> doc.Row:
 def forests(verdict: Verdict) -> Iterator[doc.Forest]:
     """Yield one chart for the tasks scored in shares, and one chart for each other unit.
 
+    Tasks with different margins are in different charts.
     The axis has a little room on both sides of all values.
     """
-    by_scale: dict[Scale, list[TaskVerdict]] = {}
+    charts: dict[tuple[Scale, float], list[TaskVerdict]] = {}
     for task in verdict.tasks:
-        by_scale.setdefault(scale_of(task), []).append(task)
-    for scale, tasks in by_scale.items():
-        ends = [*(end for task in tasks for end in (task.low, task.high)), -verdict.margin, 0.0]
+        margin = margin_of(task, verdict.margin)
+        charts.setdefault((scale_of(task), margin), []).append(task)
+    for (scale, margin), tasks in charts.items():
+        ends = [*(end for task in tasks for end in (task.low, task.high)), -margin, 0.0]
         low, high = min(ends), max(ends)
         room = 0.06 * (high - low) or 1.0
         yield doc.Forest(
-            scale=scale, tasks=tuple(tasks), margin=verdict.margin, low=low - room, high=high + room
+            scale=scale,
+            tasks=tuple(tasks),
+            margin=margin,
+            limit=margin_text(tasks[0], verdict.margin),
+            low=low - room,
+            high=high + room,
         )
 
 
@@ -295,7 +304,7 @@ def accuracy_tiles(verdict: Verdict | None) -> tuple[doc.Tile, doc.Tile]:
         return doc.Tile(first, *nothing), doc.Tile(second, *nothing)
     scale = scale_of(worst)
     scores = f"{scale.value(worst.baseline.value)} to {scale.value(worst.candidate.value)}"
-    note = f"{worst.task}: {scores}; a loss of {scale.limit(verdict.margin)} is accepted"
+    note = f"{worst.task}: {scores}; a loss of {margin_text(worst, verdict.margin)} is accepted"
     lost = sum(task.right_to_wrong for task in verdict.tasks)
     gained = sum(task.wrong_to_right for task in verdict.tasks)
     asked = f"of {count(sum(task.documents * task.seeds for task in verdict.tasks))}"

@@ -139,18 +139,26 @@ class Tokens:
 class Forest:
     """Tasks of one scale against zero and the accepted loss, on an axis from `low` to `high`.
 
+    `limit` is the accepted loss as text, without its unit.
     Positions are in per cent of the width, so the SVG can stretch while its text keeps its size.
     """
 
     scale: Scale
     tasks: tuple["TaskVerdict", ...]
     margin: float
+    limit: str
     low: float
     high: float
 
     def at(self, value: float) -> float:
         """Return the position of a value."""
         return round(100 * min(1.0, max(0.0, (value - self.low) / (self.high - self.low))), 2)
+
+    @property
+    def axis_unit(self) -> str:
+        """Unit of the axis, in words."""
+        unit = self.scale.unit
+        return f"units {unit}" if unit.startswith("of ") else unit
 
     @property
     def ticks(self) -> Iterator[tuple[float, str]]:

@@ -24,6 +24,7 @@ from vexport.records.gates import (
 from vexport.records.values import plural
 from vexport.reports.formatting import (
     count,
+    margin_text,
     nats,
     nats_interval,
     outcome_line,
@@ -250,7 +251,7 @@ def _task_message(task: "TaskVerdict", margin: float) -> str:
         more = f"; {task.remedy}"
     return (
         f"{scale.change(task.difference)} {scale.unit} ({scale.changes(task.low, task.high)}), "
-        f"margin {scale.limit(margin)}, {count(task.documents)} documents{answers}{more}"
+        f"margin {margin_text(task, margin)}, {count(task.documents)} documents{answers}{more}"
     )
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from vexport.formats.plan import Plan
 from vexport.records import EngineInfo, ExpertCoverage
-from vexport.records.values import plural
+from vexport.records.values import decimals_of, plural
 
 if TYPE_CHECKING:
     from vexport.records import Attribution, Comparison, Prompting, TaskVerdict, TextLimit, Verdict
@@ -36,15 +36,19 @@ MAX_NAMED = 4
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Format of one metric's numbers: per cent and points for shares, else the metric's units."""
+    """Format of one metric's numbers: per cent and points for shares, else the metric's units.
+
+    `own_unit` is the unit of differences that are not in points, and `digits` their decimals.
+    """
 
     shares: bool
-    nats: bool = False
+    own_unit: str = "of the metric"
+    digits: int = 2
 
     @property
     def unit(self) -> str:
         """Unit of a difference."""
-        return "points" if self.shares else "nats" if self.nats else "of the metric"
+        return "points" if self.shares else self.own_unit
 
     def value(self, value: float | None) -> str:
         """Return a score: `99.4%`, or `27.31`."""
@@ -55,10 +59,10 @@ class Scale:
         return _interval(self.value(low), self.value(high))
 
     def change(self, value: float) -> str:
-        """Return a difference with two decimals (three for nats): -0.0031 gives `-0.31` points."""
+        """Return a difference with its decimals: -0.0031 gives `-0.31` points."""
         if not math.isfinite(value):
             return NOT_AVAILABLE
-        digits = 3 if self.nats else 2
+        digits = self.digits
         number = round(value * (100 if self.shares else 1), digits) + 0.0
         return f"{number:+.{digits}f}" if number else f"{0:.{digits}f}"
 
@@ -271,16 +275,41 @@ def served_with(engine: EngineInfo) -> str:
 
 
 def scale_of(task: "TaskVerdict | Comparison") -> Scale:
-    """Return per cent for shares, as in the verdict's reason, else nats or the metric's units."""
-    return Scale(task.in_shares, nats=task.unit == "nats")
+    """Return per cent for shares, as in the verdict's reason, else nats or the metric's units.
+
+    Other differences than points have enough decimals for two digits of a relative margin.
+    """
+    if task.in_shares:
+        return Scale(True)
+    digits = 3 if (task.unit or "").startswith("nats") else 2
+    if task.relative_margin is not None and task.margin is not None:
+        digits = max(digits, decimals_of(task.margin))
+    unit = task.unit if task.unit not in (None, "metric") else "of the metric"
+    return Scale(False, own_unit=str(unit), digits=digits)
+
+
+def margin_of(task: "TaskVerdict | Comparison", margin: float) -> float:
+    """Return a task's own margin. `margin` is the verdict's, for reports of older versions."""
+    return margin if task.margin is None else task.margin
+
+
+def margin_text(task: "TaskVerdict | Comparison", margin: float) -> str:
+    """Return a task's acceptable loss without its unit: `2`, or `0.00995 (1%)` if it is relative.
+
+    `margin` is the verdict's margin.
+    """
+    own = margin_of(task, margin)
+    if task.relative_margin is None:
+        return scale_of(task).limit(own)
+    return f"{own:.3g} ({100 * task.relative_margin:.6g}%)"
 
 
 def direction_note(comparison: "Comparison") -> str:
     """Return the direction of a metric that is not a share, or with lower being better, else ""."""
     better = "higher is better" if comparison.higher_is_better else "lower is better"
-    if comparison.unit == "nats":
+    if comparison.unit is not None and comparison.unit.startswith("nats"):
         kind = "log-likelihood" if comparison.higher_is_better else "negative log-likelihood"
-        return f"{kind} in nats, {better}"
+        return f"{kind} in {comparison.unit}, {better}"
     is_plain = comparison.higher_is_better and comparison.in_shares
     return "" if is_plain or comparison.unit is None else better
 
@@ -299,8 +328,11 @@ def task_title(task: "TaskVerdict | Comparison") -> str:
 
 def accepted_loss(verdict: "Verdict") -> str:
     """Return the margin with its unit, or with several units if tasks differ."""
-    scales = dict.fromkeys(map(scale_of, verdict.tasks)) or [Scale(True)]
-    return " or ".join(f"{scale.limit(verdict.margin)} {scale.unit}" for scale in scales)
+    losses = [
+        f"{margin_text(task, verdict.margin)} {scale_of(task).unit}" for task in verdict.tasks
+    ]
+    scale = Scale(True)
+    return " or ".join(dict.fromkeys(losses)) or f"{scale.limit(verdict.margin)} {scale.unit}"
 
 
 def method_line(verdict: "Verdict") -> str:

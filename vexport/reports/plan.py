@@ -13,6 +13,7 @@ from vexport.formats.schemes import Scheme, get_scheme
 from vexport.plan.recommend import schemes_on
 from vexport.plan.rules import calibration_need
 from vexport.records import Finding, GpuOutlook, SchemeOnGpu, SchemeOutlook, SchemeTable
+from vexport.records.margins import margin_of_shares
 from vexport.records.values import plural
 from vexport.reports import document as doc
 from vexport.reports import text
@@ -206,7 +207,8 @@ def _suite_line(settings: Evaluate, name: str) -> str:
 
 def _documents_line(settings: Evaluate, needed: int) -> str:
     """Return the number of documents with which a model without any loss passes, at power 0.8."""
-    condition = f"margin {percent(settings.margin)}, alpha {settings.alpha:g}"
+    margin = margin_of_shares(settings.margin)
+    condition = f"margin {percent(margin)}, alpha {settings.alpha:g}"
     change = percent(TYPICAL_DISAGREEMENT, 0)
     fewer = f"; limit {settings.limit:g} asks fewer" if 1 <= (settings.limit or 0) < needed else ""
     return (

@@ -41,6 +41,7 @@ from vexport.inference.prompts import CONTINUED
 from vexport.inference.session_folder import clear_session, remove_answers
 from vexport.inference.tasks import task_files
 from vexport.records import Drift, DryLoadReport, LmEvalSettings, LoadReport, Verdict, named
+from vexport.records.margins import margin_of_shares
 from vexport.run.directory import Digests, Run, Stage, data_digest, value_digest
 from vexport.run.given import RunModel
 from vexport.run.judging import first_line, verdict_of
@@ -447,7 +448,7 @@ def _refused(run: Run, message: str) -> Verdict:
     return Verdict(
         outcome="FAIL",
         reason=f"vLLM refused it: {message}",
-        margin=run.evaluation.margin,
+        margin=margin_of_shares(run.evaluation.margin),
         alpha=run.evaluation.alpha,
         method="not asked",
         tasks=(),

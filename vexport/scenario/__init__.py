@@ -4,7 +4,6 @@ from vexport.scenario.evaluate import (
     DEFAULT_ALPHA,
     DEFAULT_KL_LIMIT,
     DEFAULT_KL_PROMPTS,
-    DEFAULT_MARGIN,
     DEFAULT_NLL_LIMIT,
     DEFAULT_TEXT_ROWS,
     DEFAULT_TEXT_TOKENS,

@@ -7,11 +7,19 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from annotated_types import Ge, Gt, Le, Lt
-from pydantic import AfterValidator, Field, WithJsonSchema, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from vexport.errors import nearest
 from vexport.records import GENERATION_KEYS, BatchSize, Endpoint, GenKwargs
 from vexport.records.accuracy import DEFAULT_CONCURRENCY, REQUEST_SECONDS
+from vexport.records.margins import DEFAULT_MARGIN, DEFAULT_RELATIVE_MARGIN, parse_margin
 from vexport.scenario.declaring import Key, Option
 from vexport.scenario.section import ScenarioSection, located_error
 
@@ -81,7 +89,6 @@ SUITES: Mapping[str, Suite] = {
 }
 
 
-DEFAULT_MARGIN = 0.02
 DEFAULT_ALPHA = 0.05
 # Nats per token. Good 4-bit exports of large models stay below a few hundredths (llama.cpp's KL
 # tables of Q4_K). A rise of the NLL by 0.05 is a rise of the perplexity by 5 %.
@@ -94,11 +101,26 @@ DEFAULT_TEXT_ROWS = 32
 DEFAULT_TEXT_TOKENS = 512
 
 
+def _check_margin(value: object) -> object:
+    """Raise ValueError if the value is neither a margin nor margins by task."""
+    given = list(value.values()) if isinstance(value, dict) else [value]
+    for margin in given if value is not None else []:
+        parse_margin(margin)
+    if isinstance(value, dict) and not all(isinstance(task, str) for task in value):
+        raise ValueError("names of tasks as keys")
+    return value
+
+
 MarginSetting = Annotated[
-    float,
-    Ge(0),
-    Lt(1),
-    Option("Acceptable loss of accuracy: 0.02 is 2 points.", "Verdict", metavar="M"),
+    float | str | dict[str, float | str] | None,
+    BeforeValidator(_check_margin),
+    Option(
+        "Acceptable loss: 0.02 is 2 points; 1% is relative, for metrics that are not shares.",
+        "Verdict",
+        metavar="[TASK=]M|P%",
+        unset=f"{DEFAULT_MARGIN} or {100 * DEFAULT_RELATIVE_MARGIN:g}%",
+        more='In a scenario also by task: `{gsm8k: 0.03, wikitext: "2%"}`.',
+    ),
 ]
 AlphaSetting = Annotated[
     float,
@@ -242,7 +264,7 @@ class Evaluate(ScenarioSection):
             hidden=True,
         ),
     ] = "auto"
-    margin: MarginSetting = DEFAULT_MARGIN
+    margin: MarginSetting = None
     alpha: AlphaSetting = DEFAULT_ALPHA
     limit: Annotated[
         int | float | None,

@@ -1,0 +1,204 @@
+"""Compare two models by a metric of a whole corpus: a paired bootstrap over documents.
+
+Each resample draws documents with replacement, the same documents for both models, and computes
+the metric of both from the sums over these documents. Bounds are BCa's (Efron, JASA 82, 1987). They
+are never closer than Student's bounds with the jackknife's standard error, because a bootstrap of
+few documents is too narrow.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import special, stats
+
+from vexport.evaluation.aggregates import Measure, NotReadable, Table
+from vexport.evaluation.statistics import RESAMPLES, Clusters, Interval, Scores, tango_interval
+
+LEAST_DOCUMENTS = 8
+"""Minimum number of documents that decide. Fewer documents show too little of other documents."""
+# Number of drawn documents that are held in memory at once.
+_DRAWN = 4_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Corpus:
+    """Both models' values of a metric of a whole corpus, and the values of resampled corpora.
+
+    - `values` are the baseline's and the candidate's measure, `shown` lm-eval's aggregates.
+    - `resampled` has the measures of resampled corpora, shape (2, RESAMPLES).
+    - `jackknife` has the measures without each unit, shape (2, units). A unit is a document with
+      all its answers.
+    - `influence` has the part of each answer in the measures, shape (2, answers). Its mean is the
+      measure.
+    - `changes` has the change of the baseline's measure if only one answer is replaced by the
+      candidate's, shape (answers,).
+    - `scored` is 1 for each answer that is partly right, shape (2, answers).
+    - `change_size` is the size of a typical change of one answer, in units of the measure times the
+      number of answers. It is 0 if unchanged values show that nothing changed.
+    """
+
+    table: Table
+    values: tuple[float, float]
+    shown: tuple[float, float]
+    resampled: Scores
+    jackknife: Scores
+    influence: Scores
+    changes: Scores
+    scored: Scores
+    change_size: float
+
+    def difference_interval(self, alpha: float) -> Interval:
+        """Return bounds of candidate minus baseline, with a positive sign for better."""
+        sign = 1.0 if self.table.higher_is_better else -1.0
+        difference = sign * (self.values[1] - self.values[0])
+        resampled = sign * (self.resampled[1] - self.resampled[0])
+        jackknife = sign * (self.jackknife[1] - self.jackknife[0])
+        low, high = bootstrap_bounds(difference, resampled, jackknife, alpha)
+        # Unchanged answers do not show that no answer changes (see `bootstrap_interval`).
+        quiet = tango_interval(0, 0, len(jackknife), alpha)
+        low = min(low, difference + self.change_size * quiet.low)
+        high = max(high, difference + self.change_size * quiet.high)
+        return Interval(low, high)
+
+    def shown_interval(self, side: int, alpha: float) -> Interval:
+        """Return bounds of one model's aggregate. `side` is 0 for the baseline."""
+        ends = bootstrap_bounds(
+            self.values[side], self.resampled[side], self.jackknife[side], alpha
+        )
+        low, high = sorted(self.table.shown(end) for end in ends)
+        return Interval(low, high)
+
+
+def compare_corpora(table: Table, clusters: Clusters | None = None) -> Corpus:
+    """Resample the documents of a table.
+
+    `clusters` numbers the documents if there are several answers to each. All answers to a document
+    are then drawn together.
+
+    Raises:
+        NotReadable: If the metric has no value without one of the documents, for example because
+        all words are in it.
+    """
+    left, right = table.baseline, table.candidate
+    totals = left.sum(axis=0), right.sum(axis=0)
+    values = float(table.measure(totals[0])), float(table.measure(totals[1]))
+    units = [_by_unit(side, clusters) for side in (left, right)]
+    with np.errstate(divide="ignore", invalid="ignore"):
+        influence = np.stack(
+            [
+                _influence(table.measure, side, total)
+                for side, total in zip((left, right), totals, strict=True)
+            ]
+        )
+        jackknife = np.stack(
+            [table.measure(total - side) for side, total in zip(units, totals, strict=True)]
+        )
+        changes = table.measure(totals[0] - left + right) - values[0]
+        resampled = _resample(table.measure, units)
+    if not np.isfinite(jackknife).all() or not np.isfinite(values).all():
+        raise NotReadable("it has no value without one of the documents")
+    is_changed = (left != right).any(axis=1)
+    sign = 1.0 if table.higher_is_better else -1.0
+    return Corpus(
+        table=table,
+        values=values,
+        shown=(table.shown(values[0]), table.shown(values[1])),
+        resampled=resampled,
+        jackknife=jackknife,
+        influence=influence,
+        changes=np.where(is_changed, sign * changes, 0.0),
+        scored=np.stack([table.scored(left), table.scored(right)]),
+        change_size=_change_size(table, totals[0], values[0], influence[0]),
+    )
+
+
+def _by_unit(rows: Scores, clusters: Clusters | None) -> Scores:
+    """Return the sums of the rows of each document."""
+    if clusters is None:
+        return rows
+    sums = np.zeros((int(clusters.max()) + 1, rows.shape[1]))
+    np.add.at(sums, clusters, rows)
+    return sums
+
+
+def _influence(measure: Measure, rows: Scores, total: Scores) -> Scores:
+    """Return each document's part in the measure, by the jackknife.
+
+    To first order, the mean and the spread of these parts are the value and the spread of the
+    measure (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 11).
+    """
+    without = measure(total - rows)
+    parts: Scores = measure(total) + (len(rows) - 1) * (without.mean() - without)
+    return parts
+
+
+def _change_size(table: Table, total: Scores, value: float, influence: Scores) -> float:
+    """Return the size of a typical change of one document, times the number of documents.
+
+    Right and wrong answers change to another answer. A changed text is about as good as the text of
+    another document. Log-likelihoods and probabilities differ as soon as the model differs, so
+    equal values show that nothing changed.
+    """
+    if table.other is not None:
+        changed = table.measure(total - table.baseline + table.other)
+        return float(np.abs(changed - value).mean()) * len(changed)
+    return float(np.abs(influence - value).mean()) if table.is_text else 0.0
+
+
+def _resample(measure: Measure, units: Sequence[Scores]) -> Scores:
+    """Return the measures of RESAMPLES resampled corpora, shape (2, RESAMPLES).
+
+    Both models get the same documents. The draws depend only on the number of documents.
+    """
+    generator = np.random.default_rng(0)
+    count, width = len(units[0]), units[0].shape[1]
+    joined = np.concatenate(units, axis=1)
+    step = max(1, _DRAWN // count)
+    parts = []
+    for start in range(0, RESAMPLES, step):
+        many = min(step, RESAMPLES - start)
+        drawn = generator.integers(0, count, size=(many, count))
+        drawn += np.arange(many)[:, np.newaxis] * count
+        times = np.bincount(drawn.ravel(), minlength=many * count).reshape(many, count)
+        sums = times.astype(np.float64) @ joined
+        parts.append(np.stack([measure(sums[:, :width]), measure(sums[:, width:])]))
+    return np.concatenate(parts, axis=1)
+
+
+def bootstrap_bounds(value: float, resampled: Scores, jackknife: Scores, alpha: float) -> Interval:
+    """Return one-sided 1 - alpha bounds of a value: the wider of BCa's and Student's.
+
+    `resampled` has the values of resampled corpora, `jackknife` the values without each document.
+    """
+    low, high = _bca(value, resampled, jackknife, alpha)
+    reach = _standard_error(jackknife) * float(stats.t.isf(alpha, max(1, len(jackknife) - 1)))
+    return Interval(min(low, value - reach), max(high, value + reach))
+
+
+def _standard_error(jackknife: Scores) -> float:
+    count = len(jackknife)
+    squares = float(((jackknife - jackknife.mean()) ** 2).sum())
+    return math.sqrt((count - 1) / count * squares)
+
+
+def _bca(value: float, resampled: Scores, jackknife: Scores, alpha: float) -> Interval:
+    """Return Efron's bias-corrected and accelerated bounds."""
+    known = resampled[np.isfinite(resampled)]
+    rounding = 1e-12 * max(1.0, abs(value))
+    if not len(known) or np.ptp(known) <= rounding:
+        return Interval(value, value)
+    below = float((known < value - rounding).mean())
+    equal = float((np.abs(known - value) <= rounding).mean())
+    # Half of the ties count as below, as in scipy.stats.bootstrap.
+    bias = float(special.ndtri(np.clip(below + equal / 2, 1 / len(known), 1 - 1 / len(known))))
+    distances = jackknife.mean() - jackknife
+    cubes, squares = float((distances**3).sum()), float((distances**2).sum())
+    acceleration = cubes / (6 * squares**1.5) if squares else 0.0
+    ends = []
+    for tail in (alpha, 1 - alpha):
+        point = bias + float(special.ndtri(tail))
+        corrected = bias + point / (1 - acceleration * point)
+        ends.append(float(np.quantile(known, float(special.ndtr(corrected)))))
+    return Interval(min(ends), max(ends))

@@ -1,0 +1,87 @@
+"""Apply the acceptable losses to the tasks.
+
+A margin in points applies to metrics that are shares. All other metrics have relative margins: a
+perplexity may rise by 1 %, a BLEU score may fall by 1 %. A difference in nats is the logarithm of a
+ratio of perplexities, so 1 % is log(1.01) nats. For other metrics, 1 % is the hundredth part of the
+baseline's value.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from vexport.errors import InputError, raise_all
+from vexport.evaluation.pairs import TaskPair
+from vexport.records.margins import (
+    DEFAULT_RELATIVE_MARGIN,
+    EVERY_TASK,
+    Margin,
+    MarginSetting,
+    margins_by_task,
+)
+
+_NATS = ("nats", "nats per word", "nats per byte")
+
+
+def with_margins(gates: Sequence[TaskPair], setting: MarginSetting) -> tuple[TaskPair, ...]:
+    """Return the pairs with their margins. Pairs in `also` get the margin of their gate.
+
+    Raises:
+        InputError: For all tasks at once: a margin is for an unknown task, a metric that is not a
+        share has a margin in points, or a share has a relative margin.
+    """
+    given = margins_by_task(setting)
+    names = [gate.task for gate in gates]
+    problems = [
+        InputError(
+            "margin",
+            got=f"no task {name}",
+            need=f"one of {', '.join(names)}",
+            fix="name one of these; a group is named as a whole",
+        )
+        for name in given
+        if name not in (*names, EVERY_TASK)
+    ]
+    everywhere = given.get(EVERY_TASK)
+    for gate in gates:
+        own = given.get(gate.task, everywhere)
+        if own is not None and own.is_relative == (gate.unit == "share"):
+            problems.append(_wrong_kind(gate, own))
+    raise_all(problems)
+    return tuple(_with_margin(gate, given.get(gate.task) or everywhere) for gate in gates)
+
+
+def _wrong_kind(gate: TaskPair, margin: Margin) -> InputError:
+    where = f"margin of task {gate.task}"
+    if gate.unit == "share":
+        return InputError(
+            where,
+            got=f"{margin} for {gate.metric}, which is a share of right answers",
+            need="a margin in points",
+            fix=f"use --margin {gate.task}={margin.value:g} for {100 * margin.value:g} points",
+        )
+    relative = Margin(DEFAULT_RELATIVE_MARGIN, True)
+    return InputError(
+        where,
+        got=f"{margin} for {gate.metric}, which is not a share",
+        need="a relative margin",
+        fix=f"use --margin {gate.task}={relative} (a loss of {relative} of the baseline's value)",
+    )
+
+
+def _with_margin(gate: TaskPair, given: Margin | None) -> TaskPair:
+    """Return a gate and the pairs beside it with their margins.
+
+    `given` is the margin for the gate, None for the default.
+    """
+    also = tuple(_one_with_margin(pair, given) for pair in gate.also)
+    return replace(_one_with_margin(gate, given), also=also)
+
+
+def _one_with_margin(pair: TaskPair, given: Margin | None) -> TaskPair:
+    if pair.unit == "share":
+        is_points = given is not None and not given.is_relative
+        return replace(pair, margin=given.value if given and is_points else None)
+    share = given.value if given and given.is_relative else DEFAULT_RELATIVE_MARGIN
+    margin = math.log1p(share) if pair.unit in _NATS else share * abs(pair.baseline_value)
+    return replace(pair, margin=margin, relative_margin=share)
