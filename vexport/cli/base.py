@@ -235,6 +235,10 @@ def require_loaded(reports: Sequence[LoadReport | DryLoadReport]) -> None:
     require_no(ENGINE_CHECK, reports)
 
 
+# Advice for a checkpoint that fails in some of its variants.
+SERVE_OTHERWISE = "see the table; serve it with a setting and a version that pass"
+
+
 def conclude(outcome: str, name: str, reason: str, *, fix: str = "") -> None:
     """Exit with code 1 for FAIL, with code 3 for INCONCLUSIVE. `fix` replaces the usual advice."""
     why = "" if is_read() else f": {reason}"

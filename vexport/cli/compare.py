@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from vexport.cli.base import (
+    SERVE_OTHERWISE,
     add_step_summary,
     command,
     conclude,
@@ -54,7 +55,6 @@ if TYPE_CHECKING:
 
 # Forms of the table of schemes. The table of variants has all forms.
 SCHEMES_FORMATS = ("text", "json", "html", "markdown")
-_FIX = "see the table; serve it with a setting and a version that pass"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -432,6 +432,6 @@ def _conclude_variants(report: "Report", faults: Sequence[VexportError]) -> None
             fix="begin with a --serve that vLLM accepts; nothing else was tried",
         )
     if report.outcome == "FAIL":
-        conclude("FAIL", report.name, report.reason, fix=_FIX)
+        conclude("FAIL", report.name, report.reason, fix=SERVE_OTHERWISE)
     raise_problems(faults)
     conclude(report.outcome, report.name, report.reason)

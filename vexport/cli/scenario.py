@@ -11,7 +11,15 @@ from typing import TYPE_CHECKING, TypeVar
 
 import click
 
-from vexport.cli.base import add_step_summary, command, conclude, note, print_text, progress_display
+from vexport.cli.base import (
+    SERVE_OTHERWISE,
+    add_step_summary,
+    command,
+    conclude,
+    note,
+    print_text,
+    progress_display,
+)
 from vexport.cli.engine import Interpreter, attribution_options, interpreter_option, serve_options
 from vexport.cli.options import (
     FORMATS,
@@ -135,7 +143,8 @@ def report(run_dirs: tuple[Path, ...], answer: Answer) -> None:
         print_text(render_comparison(mark_smallest(compared), answer.format_))
     raise_problems(problems)
     _, newest = reports[-1]
-    conclude(newest.outcome, newest.name, newest.reason)
+    fix = SERVE_OTHERWISE if newest.is_of_variants else ""
+    conclude(newest.outcome, newest.name, newest.reason, fix=fix)
 
 
 def _of_report(folder: Path, make: Callable[[], T]) -> T:

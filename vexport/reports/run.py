@@ -109,7 +109,7 @@ def run_document(report: Report, files: Sequence[TableCell] = ()) -> doc.Documen
             sensitivity_sections(report),
             _load_section(report),
             _devices(report),
-            _findings(report),
+            None if report.is_of_variants else _findings(report),
             answers_section(report.verdict),
             page_section("Files", "files", linked, doc.Listing(tuple(files))) if files else None,
             _provenance(report, total),

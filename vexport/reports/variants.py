@@ -6,7 +6,7 @@ from vexport.records import ComparedVariant, TaskVerdict, TextLimit, VariantOutc
 from vexport.records.values import plural
 from vexport.reports import document as doc
 from vexport.reports.accuracy import forests, text_table
-from vexport.reports.document import TableCell, facts, muted, parts, table, warnings
+from vexport.reports.document import TableCell, muted, parts, table, warnings
 from vexport.reports.formatting import (
     NOT_AVAILABLE,
     count,
@@ -41,13 +41,13 @@ def variants_section(rows: Sequence[ComparedVariant]) -> doc.Section | None:
         return None
     columns = (
         "Setting",
-        "vLLM",
+        doc.Column("vLLM", nowrap=True),
         doc.Column("Verdict", nowrap=True),
         "Worst task",
         doc.Column("Difference", numeric=True, noted=True),
         ">KL",
     )
-    whys = [
+    reasons = [
         (row.name, TableCell(row.reason, row.folder))
         for row in rows
         if row.outcome not in ("PASS", "BASELINE")
@@ -55,7 +55,7 @@ def variants_section(rows: Sequence[ComparedVariant]) -> doc.Section | None:
     content = parts(
         table(columns, map(_cells, rows)),
         muted(_LEGEND),
-        facts(*whys) if whys else None,
+        table(("Variant", "Reason"), reasons) if reasons else None,
     )
     lead = f"One checkpoint in {plural(len(rows), 'variant')} of serving it."
     return doc.Section("Settings and versions of vLLM", content, "variants", lead)
