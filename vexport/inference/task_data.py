@@ -322,7 +322,7 @@ def found_documents(value: object, task: str, folders: Sequence[Path]) -> object
     if len(files) == 1:
         return str(files[0])
     if files:
-        got, fix = f"{len(files)} files {value}", f"name one of {', '.join(map(str, files))}"
+        got, fix = f"{len(files)} files {value}", f"set it to one of {', '.join(map(str, files))}"
     else:
         got, fix = f"no file {value}", "put the documents there, or correct the path"
     raise InputError(f"task {task}: data_files", got=got, need=need, fix=fix)
