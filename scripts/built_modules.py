@@ -44,7 +44,7 @@ from vexport.checkpoint.dtypes import num_bytes
 from vexport.checkpoint.writer import header_bytes
 from vexport.engine.dry.audit import Audit, HeaderFile
 from vexport.engine.dry.cell import _optional, configure
-from vexport.engine.dry.fake_platform import AbsentValues, join_group, set_capability
+from vexport.engine.dry.fake_platform import PlaceholderValues, join_group, set_capability
 from vexport.records import TensorSpec
 
 Values: TypeAlias = dict[str, object]
@@ -118,7 +118,7 @@ class Recipe:
         model = getattr(transformers, self.architecture, None)
         if model is not None:
             config = AutoConfig.from_pretrained(folder)
-            with torch.device("meta"), AbsentValues():
+            with torch.device("meta"), PlaceholderValues():
                 made = model._from_config(config, dtype=torch.bfloat16)
             tensors = stored_tensors(made, config)
             save({name: tuple(tensor.shape) for name, tensor in tensors.items()}, folder)
@@ -315,7 +315,7 @@ def build(folder: Path) -> Built:
         join_group(1, 0)
         with (
             torch.device("meta"),
-            AbsentValues(),
+            PlaceholderValues(),
             set_default_torch_dtype(config.model_config.dtype),
         ):
             model = initialize_model(config)
@@ -431,7 +431,7 @@ def load(model: nn.Module, config: VllmConfig) -> tuple[Books, list[str]]:
                 model, config.model_config
             )
             break
-        refused.append(audit.last_handed_out)
+        refused.append(audit.last_source)
     return audit, refused
 
 

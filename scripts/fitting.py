@@ -29,7 +29,7 @@ from vexport.architectures.config import Unknown, evaluate, size
 from vexport.architectures.layouts import ConfigValues
 
 # Numbers of layers and patterns of layer kinds, for configs that lack a list.
-MANY, PATTERNS = 8, ("M-*EM*E-", "*EM-")
+MANY_SCALES, PATTERNS = 8, ("M-*EM*E-", "*EM-")
 # With more tables of simple conditions than this, conditions of four keys are not tried.
 FEW_TABLES = 60
 # A number in an expression, except the number of an entry of a list.
@@ -630,7 +630,7 @@ def listed(model: Model, path: str) -> dict[str, str] | None:
     Returns its length (under ""), and a condition for each word.
     """
     holder = path.rpartition(".")[0]
-    base = changed(model.raw, f"{holder}.num_hidden_layers".lstrip("."), MANY) or model.raw
+    base = changed(model.raw, f"{holder}.num_hidden_layers".lstrip("."), MANY_SCALES) or model.raw
     part_of(base, path).pop(path.rpartition(".")[2], None)
     named = {**dict.fromkeys(model.hidden), **dict(leaves(base))}
     keys = [key for key, value in named.items() if value is None or is_number(value)]

@@ -26,7 +26,7 @@ from transformers.configuration_utils import ALLOWED_ATTN_LAYER_TYPES, ALLOWED_M
 
 from vexport.architectures import with_stars
 from vexport.architectures.layouts import ClassLayout, ConfigValues
-from vexport.engine.dry.fake_platform import AbsentValues
+from vexport.engine.dry.fake_platform import PlaceholderValues
 from vexport.records import Json
 
 Values = dict[str, Json]
@@ -239,7 +239,7 @@ class Model:
             read = json.loads(
                 json.dumps(config.to_dict(), default=str)
             )  # before the model changes it
-            with torch.device("meta"), AbsentValues():
+            with torch.device("meta"), PlaceholderValues():
                 made = self.kind._from_config(config, dtype=torch.bfloat16)  # type: ignore[attr-defined]
             shapes = {
                 name: tuple(tensor.shape) for name, tensor in stored_tensors(made, config).items()

@@ -43,7 +43,7 @@ from vllm.model_executor.models.transformers.multimodal import MultiModalProcess
 from vllm.utils.torch_utils import set_default_torch_dtype
 
 from vexport.engine.dry.cell import configure
-from vexport.engine.dry.fake_platform import AbsentValues, join_group, set_capability
+from vexport.engine.dry.fake_platform import PlaceholderValues, join_group, set_capability
 
 Table = dict[str, object]
 TASKS = ("MODEL_FOR_CAUSAL_LM", "MODEL_FOR_IMAGE_TEXT_TO_TEXT", "MODEL_FOR_MULTIMODAL_LM")
@@ -161,7 +161,7 @@ def _built(config: PretrainedConfig, name: str) -> tuple[Base, AskedNames]:
             join_group(1, 0)
         with (
             torch.device("meta"),
-            AbsentValues(),
+            PlaceholderValues(),
             set_default_torch_dtype(engine.model_config.dtype),
         ):
             model = initialize_model(engine)

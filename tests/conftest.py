@@ -69,7 +69,9 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     root = tmp_path_factory.getbasetemp()
     with pytest.MonkeyPatch.context() as patch:
         processes = Warm((root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "warm")
-        patch.setattr("vexport.engine.session.started_group", processes.started_group)
+        patch.setattr(
+            "vexport.engine.session.started_process_group", processes.started_process_group
+        )
         yield
         processes.end()
 

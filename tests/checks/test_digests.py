@@ -61,7 +61,7 @@ def test_changed_bytes_are_found(good: Good, tmp_path: Path) -> None:
 def test_large_files_need_option(
     good: Good, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shards, "MOST_BYTES", 1000)
+    monkeypatch.setattr(shards, "MAX_BYTES", 1000)
     folder = copytree(good("W4A16"), tmp_path / "out")
     flip_bits(folder)
     (note,) = problems(folder)

@@ -25,7 +25,7 @@ from vexport.architectures.config import vocab_size
 from vexport.architectures.layouts import get_layout, layouts
 from vexport.checkpoint.index import read_index
 from vexport.checkpoint.reader import Reader
-from vexport.checks.completeness import unjudged_tensors
+from vexport.checks.completeness import tensors_not_judged
 from vexport.checks.vllm.view import CheckpointView
 from vexport.records import Json
 
@@ -104,7 +104,9 @@ def test_sizes_of_nested_configs(family: str, part: str, key: str, tmp_path: Pat
 
 def unjudged_names(folder: Path) -> list[str]:
     with Reader() as reader:
-        return [each.what for each in unjudged_tensors(CheckpointView(read_index(folder), reader))]
+        return [
+            each.what for each in tensors_not_judged(CheckpointView(read_index(folder), reader))
+        ]
 
 
 def test_unjudged_tensors_are_named(tmp_path: Path) -> None:

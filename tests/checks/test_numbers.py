@@ -21,7 +21,7 @@ from tests.mutations.edits import (
     spoiled,
     tensors,
 )
-from vexport.checks import Against, check_checkpoint
+from vexport.checks import SourceComparison, check_checkpoint
 from vexport.formats.arguments import parse_args
 from vexport.records import Json
 
@@ -90,7 +90,7 @@ def test_infinite_bounds_and_weights(
         good("W8A8"), tmp_path / "other", add(name, torch.zeros(shape, dtype=torch.bfloat16))
     )
     for source, error_places in ((folder, 0), (other, int(wrong))):
-        against = Against(root=source, run=lambda view: iter(()))
+        against = SourceComparison(root=source, run=lambda view: iter(()))
         findings = check_checkpoint(str(folder), against=against).findings
         assert [finding.where for finding in findings if finding.check == "values"] == [
             name

@@ -12,7 +12,7 @@ from tests.mutations.edits import QUANTIZATION, WHOLE, Change, config, json_conf
 from vexport.architectures import architecture_table
 from vexport.architectures.versions import facts_of, known_versions
 from vexport.checks import NAMES, NUMBERS, check_checkpoint
-from vexport.checks.vllm.quant_methods import METHODS, OTHERS
+from vexport.checks.vllm.quant_methods import METHODS, UNCHECKED_METHODS
 from vexport.checks.vllm.view import Target
 from vexport.records import Json
 from vexport.version import PINNED, Version, short_version
@@ -40,7 +40,10 @@ def test_pinned_version_matches_installed() -> None:
     for name, least in facts.schemes.items():
         assert getattr(schemes, name).get_min_capability() == least
     known = {*QUANTIZATION_METHODS, "auto-round", "auto_awq", "auto_gptq"}
-    assert {name for name in (*METHODS, *OTHERS) if name not in known} == {"bitsandbytes", "gguf"}
+    assert {name for name in (*METHODS, *UNCHECKED_METHODS) if name not in known} == {
+        "bitsandbytes",
+        "gguf",
+    }
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from vllm.scalar_type import scalar_types
 
 from vexport.engine.cpu_emulation import SWITCH, register
 from vexport.engine.cpu_emulation.kernels import EmulationMxFp4Linear, EmulationWNA16Linear
-from vexport.engine.worker import answer_request
+from vexport.engine.worker import run_worker
 
 KINDS = ("", "_FP8", "_WFP8A16", "_MXFP4", "_MXFP8")
 INPUTS = (None, keys.kMxfp4Dynamic, keys.kFp8DynamicTokenSym)
@@ -71,7 +71,7 @@ def answer(request: dict[str, object]) -> dict[str, object]:
 
 
 def main(arguments: list[str]) -> int:
-    return answer_request(arguments, dict, answer)
+    return run_worker(arguments, dict, answer)
 
 
 if __name__ == "__main__":

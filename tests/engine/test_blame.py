@@ -8,8 +8,8 @@ import pytest
 from vexport.checks.vllm.groups import ConfigGroup
 from vexport.engine.dry.causes import with_cause
 from vexport.engine.dry.controls import control_kind, same_refusal
-from vexport.engine.dry.load import errors_or_doubt, judge
-from vexport.engine.gate import overruled
+from vexport.engine.dry.load import errors_or_uncertainty, judge
+from vexport.engine.gate import downgrade_errors
 from vexport.engine.messages import Cell, CellResult, Control, ControlKind, Miscopy
 from vexport.formats.schemes import get_scheme
 from vexport.records import IN_FULL, DryLoadReport, Finding
@@ -55,7 +55,7 @@ def judged(*results: CellResult, requested: bool = False) -> DryLoadReport:
 
 @pytest.mark.parametrize("kind", ["source", "same config", "config alone", "default config"])
 def test_shared_refusal_is_not_judged(kind: ControlKind) -> None:
-    outcome = errors_or_doubt(judged(with_control(REFUSED, kind)))
+    outcome = errors_or_uncertainty(judged(with_control(REFUSED, kind)))
     assert isinstance(outcome, str)
     assert REFUSED.reason in outcome
     assert outcome.startswith("vLLM")
@@ -65,7 +65,7 @@ def test_shared_refusal_is_not_judged(kind: ControlKind) -> None:
     "result", [REFUSED, with_control(REFUSED, reason="ValueError: something else")]
 )
 def test_unshared_refusal_is_error(result: CellResult) -> None:
-    outcome = errors_or_doubt(judged(result))
+    outcome = errors_or_uncertainty(judged(result))
     assert isinstance(outcome, list)
     (error,) = outcome
     assert error.got == REFUSED.reason
@@ -75,7 +75,7 @@ def test_unshared_refusal_is_error(result: CellResult) -> None:
 def test_requested_cell_is_refused(requested: bool, is_error: bool) -> None:
     """The user named a GPU with --sm on which vLLM runs no checkpoint of this model."""
     result = with_control(REFUSED, loads_elsewhere=True)
-    assert isinstance(errors_or_doubt(judged(result, requested=requested)), list) is is_error
+    assert isinstance(errors_or_uncertainty(judged(result, requested=requested)), list) is is_error
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ def test_shared_fault_is_not_judged() -> None:
     assert [finding.where for finding in report.findings] == [own.where]
     assert [entry.what for entry in report.not_judged] == [f"{BIAS} (missing)"]
     report = judged(with_control(shared))
-    assert (report.ok, errors_or_doubt(report)) == (True, [])
+    assert (report.ok, errors_or_uncertainty(report)) == (True, [])
 
 
 def test_kind_of_control() -> None:
@@ -141,7 +141,7 @@ STRETCHED = Miscopy(
 )
 def test_loaders_overrule(found: Finding, result: Sequence[Miscopy], stays: bool) -> None:
     report = judged(with_control(CellResult(cell=CELL, outcome="loaded", faults=tuple(result))))
-    (after,) = overruled([found], report)
+    (after,) = downgrade_errors([found], report)
     assert (after.severity == "error") is stays
 
 

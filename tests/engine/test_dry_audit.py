@@ -39,7 +39,7 @@ def faults(
     with audit:
         for number, (form, load) in enumerate(steps):
             tensor = torch.empty_like(form)
-            audit.handed_out(f"t{number}", tensor)
+            audit.record_source(f"t{number}", tensor)
             load(model, tensor)
     return list(audit.faults(model, optional=frozenset(optional)))
 
@@ -171,7 +171,7 @@ def test_other_precision_is_one_finding() -> None:
     assert report.ok
     assert [finding.severity for finding in report.findings] == ["warning"]
     assert report.cells[0].status == "loads"
-    unknown = CellResult(cell=CELLS[0], outcome="unknown", reason="NotFollowed: x")
+    unknown = CellResult(cell=CELLS[0], outcome="unknown", reason="NeedsDevice: x")
     report = judge("x", "0", [unknown], "any")
     assert (report.ok, report.cells[0].status, report.rows) == (False, "not shown", ())
 

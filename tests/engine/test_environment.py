@@ -5,7 +5,7 @@ import os
 import pytest
 
 from vexport.engine import worker
-from vexport.engine.describe import answer_environment
+from vexport.engine.describe import kernel_environment
 from vexport.engine.worker import prepare_cpu
 from vexport.records import Json
 from vexport.run.proving import serve_digest
@@ -21,14 +21,14 @@ def test_variables_that_choose_kernels() -> None:
         "VLLM_USAGE_SOURCE": "production-docker-image",
         "PATH": "/bin",
     }
-    assert answer_environment(others) == "none"
+    assert kernel_environment(others) == "none"
     chosen = {
         "VLLM_MARLIN_INPUT_DTYPE": "fp8",
         "VLLM_BATCH_INVARIANT": "1",
         "VLLM_DISABLED_KERNELS": "A,B",
     }
     expected = "VLLM_BATCH_INVARIANT=1 VLLM_DISABLED_KERNELS=A,B VLLM_MARLIN_INPUT_DTYPE=fp8"
-    assert answer_environment(chosen | others) == expected
+    assert kernel_environment(chosen | others) == expected
 
 
 def test_engine_settings_change_digest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,9 @@ from vexport.engine.reference import (
     BFLOAT16_ROUNDING,
     REFERENCE_FILE,
     agreement_limit,
+    cached_reference,
     reference_canaries,
     reference_logprobs,
-    remembered_reference,
 )
 from vexport.errors import InputError
 from vexport.inference.prompts import CONTINUED, fixed_prompts, shortest_length
@@ -163,7 +163,7 @@ def test_kl_limit_of_unstable_checkpoint(tiny_llama: Path, tmp_path: Path) -> No
         [[5, 7, 11, 13, 17, 19]],
     )
     kept = tmp_path / REFERENCE_FILE
-    reference = remembered_reference(checkpoint, prompts, kept)
+    reference = cached_reference(checkpoint, prompts, kept)
     moved = reference_logprobs(checkpoint, prompts, jitter=BFLOAT16_ROUNDING)
     noise = float(kl_divergence(reference, moved).mean())
     least = 1.01 * KL_LIMITS[16]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from vexport.engine.messages import SessionRequest, SessionResult
-from vexport.engine.process import started_group
+from vexport.engine.process import started_process_group
 from vexport.files import from_json, to_json
 from vexport.records import OnProgress, silent
 
@@ -54,7 +54,7 @@ worker.main(sys.argv[1:3], None)
 
 
 def run(log: Path, timeout: float, *command: str, progress: OnProgress = silent) -> int:
-    with started_group(
+    with started_process_group(
         [sys.executable, "-c", *command], environment=os.environ, log=log, timeout=timeout
     ) as follow:
         return follow(progress)
@@ -85,11 +85,11 @@ def test_interrupt_ends_grandchildren(tmp_path: Path) -> None:
     script = f"""
 import os, signal, sys
 from pathlib import Path
-from vexport.engine.process import started_group
+from vexport.engine.process import started_process_group
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in the background
 command = [sys.executable, "-c", {PARENT!r}, {str(note)!r}]
 log = Path({str(tmp_path / "log")!r})
-with started_group(command, environment=os.environ, log=log, timeout=100) as follow:
+with started_process_group(command, environment=os.environ, log=log, timeout=100) as follow:
     follow(print)
 """
     process = subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.DEVNULL)

@@ -9,7 +9,7 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.models import Good, quantize
-from vexport.engine.dry.load import DryLoad, errors_or_doubt
+from vexport.engine.dry.load import DryLoad, errors_or_uncertainty
 from vexport.engine.dry.unquantized import is_sound, write_control
 from vexport.files import read_json_object
 from vexport.records import Json
@@ -80,7 +80,7 @@ def test_unbuildable_config_is_not_judged(good: Good, tmp_path: Path) -> None:
     mimo = with_values(good("FP8_DYNAMIC"), tmp_path / "mimo", **of_type)
     wrong = with_values(good("FP8_DYNAMIC"), tmp_path / "wrong", hidden_act="nonsense")
     load = DryLoad(checkpoints=[mimo, wrong], require="any", controlled=True)
-    of_class, of_value = (errors_or_doubt(report) for report in load.reports())
+    of_class, of_value = (errors_or_uncertainty(report) for report in load.reports())
     assert isinstance(of_class, str)
     assert "every checkpoint" in of_class
     assert isinstance(of_value, list)

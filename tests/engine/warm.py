@@ -21,7 +21,7 @@ from pathlib import Path
 from runpy import run_module
 
 from vexport.engine.cpu_emulation import SWITCH
-from vexport.engine.process import PROGRESS_FD, Follow, started_group
+from vexport.engine.process import PROGRESS_FD, Follow, started_process_group
 
 DRY_WORKER = "vexport.engine.dry.worker"
 KINDS = ("dry", "engine")
@@ -89,7 +89,7 @@ class Warm:
         self.held = [os.open(folder / f"{kind}.stdin", os.O_RDWR) for kind in KINDS]
 
     @contextmanager
-    def started_group(
+    def started_process_group(
         self, command: Sequence[str], *, environment: Mapping[str, str], log: Path, timeout: float
     ) -> Iterator[Follow]:
         """Start a process group like vexport.engine.process, with a client instead of a worker."""
@@ -100,7 +100,9 @@ class Warm:
         if ours and (address := self._address(module, environment)):
             client = str(Path(__file__).with_name("warm_client.py"))
             command = [python, "-SE", client, PROGRESS_FD, address, module, *arguments]
-        with started_group(command, environment=environment, log=log, timeout=timeout) as follow:
+        with started_process_group(
+            command, environment=environment, log=log, timeout=timeout
+        ) as follow:
             yield follow
 
     def _address(self, module: str, environment: Mapping[str, str]) -> str:

@@ -14,9 +14,9 @@ from lm_eval.loggers import EvaluationTracker
 from lm_eval.tasks import TaskManager
 
 from tests.evaluation.make import Runs
-from vexport.engine.worker import end_with_parent
+from vexport.engine.worker import exit_with_parent
 from vexport.files import from_json, to_json, write_text
-from vexport.inference.lm_eval_runner import computed_once
+from vexport.inference.lm_eval_runner import cached_lm_eval_steps
 
 
 class Adder(LM):  # type: ignore[misc]
@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
 def evaluate(arguments: list[str], make_model: Callable[[Sequence[int]], LM]) -> int:
     """Read the request, run lm-eval once for each of its folders, and return it as the result."""
     request_file, result_file = map(Path, arguments)
-    end_with_parent()
+    exit_with_parent()
     request = from_json(Runs, request_file)
     tasks = request.tasks
     groups = [Path(task) for task in tasks if task.endswith(".group.yaml")]
@@ -68,7 +68,7 @@ def evaluate(arguments: list[str], make_model: Callable[[Sequence[int]], LM]) ->
     manager = TaskManager(
         include_path=[str(group.parent) for group in groups] or None, include_defaults=False
     )
-    with tempfile.TemporaryDirectory() as cache, computed_once():
+    with tempfile.TemporaryDirectory() as cache, cached_lm_eval_steps():
         datasets.config.HF_DATASETS_CACHE = Path(cache)
         for folder, wrong in request.wrong.items():
             tracker = EvaluationTracker(output_path=folder)

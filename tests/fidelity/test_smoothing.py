@@ -9,7 +9,7 @@ from tests.checks.quant_methods import write
 from tests.models import save_llama
 from tests.mutations.edits import Change, Tensors, put, spoiled, tensors
 from vexport.checks import check_checkpoint
-from vexport.fidelity.compare import against
+from vexport.fidelity.compare import source_comparison
 from vexport.records import Finding
 
 LAYER = "model.layers.1"
@@ -52,7 +52,7 @@ def smoothed(source: Path, folder: Path) -> Path:
 
 
 def source_findings(checkpoint: Path, source: Path) -> list[Finding]:
-    compare = against(source, on_layer=lambda done, total: None)
+    compare = source_comparison(source, on_layer=lambda done, total: None)
     findings = check_checkpoint(str(checkpoint), against=compare).findings
     return [each for each in findings if each.check == "source"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import datasets
 
 from vexport.engine.messages import SessionRequest
-from vexport.engine.worker import CPU, answer_request, build_engine, model_arguments
+from vexport.engine.worker import CPU, build_engine, model_arguments, run_worker
 from vexport.errors import VexportError
 from vexport.inference.lm_eval_runner import run_tasks
 from vexport.inference.model import replaced
@@ -52,7 +52,7 @@ def answer(requests: Requests) -> Outcomes:
 
 
 def main(arguments: list[str]) -> int:
-    return answer_request(arguments, Requests, answer)
+    return run_worker(arguments, Requests, answer)
 
 
 if __name__ == "__main__":

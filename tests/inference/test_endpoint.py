@@ -36,7 +36,7 @@ def answers_of(
     model = EndpointModel(Server(server), KeptAnswers(file), lambda *_: None)
     model.expect("", len(prompts))
     for _ in range(again):
-        model.ask_again()
+        model.start_round()
     parameters: dict[str, Json] = {"max_tokens": 4, "stop": ["."], "temperature": 0}
     questions = [{"prompt_token_ids": prompt} for prompt in prompts]
     answers = model.generate(questions, [parameters] * len(prompts), False, None)

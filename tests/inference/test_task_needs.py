@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from tests.command import vexport
-from vexport.engine.process import started_group
+from vexport.engine.process import started_process_group
 from vexport.inference.task_data import missing
 from vexport.scenario.evaluate import SUITES
 
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 @pytest.fixture
 def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Hide the hub and its caches. Workers read these variables when they import."""
-    monkeypatch.setattr("vexport.engine.session.started_group", started_group)
+    monkeypatch.setattr("vexport.engine.session.started_process_group", started_process_group)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("NLTK_DATA", str(tmp_path / "nltk_data"))

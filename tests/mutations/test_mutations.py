@@ -28,8 +28,8 @@ from tests.mutations.recorded import (
     is_counted,
     read_records,
 )
-from vexport.checks import Against, check_checkpoint
-from vexport.fidelity.compare import against
+from vexport.checks import SourceComparison, check_checkpoint
+from vexport.fidelity.compare import source_comparison
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,9 +85,9 @@ class Bench:
         finally:
             rmtree(folder)
 
-    def source(self, name: str) -> Against:
+    def source(self, name: str) -> SourceComparison:
         source = self.root / SOURCE if (self.root / SOURCE).exists() else source_of(self.root, name)
-        return against(source, on_layer=lambda done, total: None)
+        return source_comparison(source, on_layer=lambda done, total: None)
 
 
 @pytest.fixture(scope="module")

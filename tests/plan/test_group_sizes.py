@@ -9,7 +9,7 @@ import pytest
 from tests.architectures.families import save_family
 from tests.command import vexport
 from tests.models import save_llama
-from vexport.formats.schemes import all_schemes, named_scheme, spelled, spelled_args
+from vexport.formats.schemes import all_schemes, canonical_name, named_scheme, parse_canonical_name
 from vexport.quantize.auto import plan_scenario
 from vexport.scenario import read_scenario
 
@@ -27,7 +27,7 @@ def schemes_of(folder: Path, source: Path, keys: str, more: str = "") -> tuple[s
 
 def test_presets_are_found_by_arguments() -> None:
     for scheme in all_schemes():
-        args = spelled_args(spelled(scheme.args))
+        args = parse_canonical_name(canonical_name(scheme.args))
         assert args == scheme.args
         assert args is not None
         assert named_scheme(args).name == {"INT8": "W8A8"}.get(scheme.name, scheme.name)

@@ -312,6 +312,6 @@ def test_groups_have_all_settings_of_treatment() -> None:
     }
     assert settings.keys() == {field.name for field in fields(Treatment)}
     layer = FusedLayer(name="a", members=("a",))
-    group = FusionGroup.treated(layer, [linear], Treatment(**settings))
+    group = FusionGroup.from_layer(layer, [linear], Treatment(**settings))
     assert {name: getattr(group, name) for name in settings} == settings
     assert (group.layer, group.members) == (layer, (linear,))

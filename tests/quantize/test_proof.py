@@ -11,7 +11,7 @@ from tests.command import vexport
 from tests.models import quantize, save_llama
 from tests.mutations.edits import drop, put, spoiled
 from vexport.checkpoint.index import read_index
-from vexport.engine.gate import Prover
+from vexport.engine.gate import LoadVerifier
 from vexport.errors import CheckpointFailed
 from vexport.plan.build import PlanSettings, build_plan
 from vexport.plan.source import scheme_rules
@@ -59,7 +59,7 @@ def failure_of(
 ) -> CheckpointFailed | None:
     plan = build_plan(read_index(source), scheme_rules(Planning(scheme="NVFP4A16")))
     job = QuantizeJob(source=str(source), out=folder, rules=(), planning=PlanSettings(ranks=tp))
-    return Prover(note=print, keeping=" ".join, dry=dry).failure(job, folder, plan)
+    return LoadVerifier(note=print, keeping=" ".join, dry=dry).failure(job, folder, plan)
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ import sys
 from pathlib import Path
 from tests.engine.warm import Warm
 from vexport.engine import session
-session.started_group = Warm(Path(sys.argv.pop(1))).started_group
+session.started_process_group = Warm(Path(sys.argv.pop(1))).started_process_group
 from vexport.cli import main
 main()
 """

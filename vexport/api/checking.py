@@ -9,7 +9,7 @@ from pathlib import Path
 from vexport.api.common import Name, OnProblem, is_verifying
 from vexport.checkpoint.index import require_checkpoint
 from vexport.checkpoint.source import resolve_drafter, resolve_source
-from vexport.checks import Against, check_checkpoint, findings_of
+from vexport.checks import SourceComparison, check_checkpoint, findings_of
 from vexport.checks.vllm.view import Target
 from vexport.engine.installed import installed_version
 from vexport.errors import VexportError
@@ -113,9 +113,9 @@ def check_checkpoints(
     if settings.static:
         reports = read()
     else:
-        from vexport.engine.gate import checked_in_vllm
+        from vexport.engine.gate import check_with_dry_load
 
-        reports = checked_in_vllm(
+        reports = check_with_dry_load(
             roots,
             target,
             read,
@@ -140,7 +140,10 @@ def _folder(name: str, on_progress: OnProgress) -> Path:
 
 
 def _outcomes(
-    roots: Mapping[str, Path], target: Target, against: Against | None, digests: Name | None
+    roots: Mapping[str, Path],
+    target: Target,
+    against: SourceComparison | None,
+    digests: Name | None,
 ) -> dict[str, CheckReport | VexportError]:
     """Return the report of each checkpoint, or the error if the checkpoint cannot be read."""
 
@@ -152,13 +155,13 @@ def _outcomes(
     return {name: attempt(partial(outcome, name, root), name) for name, root in roots.items()}
 
 
-def _against(settings: Checking) -> Against | None:
+def _against(settings: Checking) -> SourceComparison | None:
     """Return the comparison with the source, or None without a source."""
     if settings.source is None:
         return None
     require_extra("torch", "--source")
     root = _folder(os.fspath(settings.source), settings.on_progress)
     require_checkpoint(root)
-    from vexport.fidelity.compare import against
+    from vexport.fidelity.compare import source_comparison
 
-    return against(root, on_layer=partial(settings.on_progress, "compare (layers)"))
+    return source_comparison(root, on_layer=partial(settings.on_progress, "compare (layers)"))

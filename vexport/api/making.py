@@ -6,7 +6,7 @@ from pathlib import Path
 from vexport.api.arguments import QuantizeArguments, with_keywords
 from vexport.api.common import Name, is_verifying
 from vexport.checkpoint.source import with_revision
-from vexport.engine.gate import Prover
+from vexport.engine.gate import LoadVerifier
 from vexport.plan.source import rules_and_settings, with_calibration_text
 from vexport.quantize.answer import quantized_answer
 from vexport.quantize.job import QuantizeJob, quantize_source
@@ -55,7 +55,7 @@ def _quantize(source: Name, out: Name, arguments: QuantizeArguments) -> Quantize
         overwrite=arguments.overwrite,
         trust_remote_code=arguments.trust_remote_code,
         shard_bytes=arguments.max_shard_size,
-        prove=Prover(
+        prove=LoadVerifier(
             note=arguments.on_note,
             keeping=arguments.how_to_keep or keywords_that_keep,
             dry=arguments.verify and is_verifying(),

@@ -185,13 +185,13 @@ class Architecture:
         """
         return self.renames(f"{module}.weight").removesuffix(".weight")
 
-    def asked_name(self, module: str) -> str:
+    def name_in_lookup(self, module: str) -> str:
         """Return the name by which vLLM's quantization config looks up a checkpoint's module."""
         name = self.vllm_name(module)
         pattern = self.asked.get(with_stars(name))
         return name if pattern is None else with_numbers(pattern, name)
 
-    def matched(self, entry: str) -> str:
+    def renamed_entry(self, entry: str) -> str:
         """Return an entry of `ignore` or of targets as vLLM matches it.
 
         vLLM renames entries that name a layer (apply_vllm_mapper in compressed_tensors.py).

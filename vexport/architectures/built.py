@@ -170,4 +170,4 @@ class BuiltModel:
     def has_module(self, module: str) -> bool:
         """Return True if vLLM has, or may have, a module with that name."""
         layout = self.layout
-        return layout is None or module in layout.modules or not layout.judges(f"{module}.")
+        return layout is None or module in layout.modules or not layout.covers(f"{module}.")

@@ -11,7 +11,7 @@ EXPERT = re.compile(r"(?P<layer>.*\bexperts)\.\d+$")
 # Output heads. vLLM's ParallelLMHead is not a linear layer and loads weights differently.
 HEADS = ("lm_head", "embed_out")
 # vLLM's name for the third projection if experts have no gate (compressed_tensors_moe.py).
-NO_UP = "None"
+ABSENT_UP = "None"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +78,7 @@ def moe_layer(name: str) -> str | None:
     return match["layer"] if match else None
 
 
-def looked_up(layer: FusedLayer, architecture: Architecture) -> tuple[str, ...]:
+def lookup_names(layer: FusedLayer, architecture: Architecture) -> tuple[str, ...]:
     """Return the names by which vLLM's quantization config looks up a fused layer.
 
     If the config takes the module apart, these are the names of all its parts. They include parts
@@ -95,20 +95,22 @@ def part_names(name: str, architecture: Architecture) -> tuple[str, ...]:
     return tuple(f"{prefix}{dot}{part}" for part in architecture.fused.get(projection, ()))
 
 
-def also_asked(
+def extra_lookup_entries(
     layer: FusedLayer, entries: Sequence[str], architecture: Architecture
 ) -> Iterator[str]:
     """Yield an entry for vLLM's lookup name of a module, unless another entry matches that name."""
-    asked = architecture.asked_name(layer.name)
-    renamed = [architecture.matched(entry) for entry in entries]
-    parts = {architecture.asked_name(member) for member in layer.members}
+    asked = architecture.name_in_lookup(layer.name)
+    renamed = [architecture.renamed_entry(entry) for entry in entries]
+    parts = {architecture.name_in_lookup(member) for member in layer.members}
     are_matched = all(any(matches(entry, part) for entry in renamed) for part in parts)
     if layer.experts or are_matched:
         return
     if not any(matches(entry, asked) for entry in renamed):
         holder, dot, _ = layer.name.rpartition(".")
         choices = (f"{holder}{dot}{asked.rpartition('.')[2]}", asked)
-        exact = (choice for choice in choices if asked and architecture.matched(choice) == asked)
+        exact = (
+            choice for choice in choices if asked and architecture.renamed_entry(choice) == asked
+        )
         yield next(exact, f"re:{re.escape(asked)}$")
 
 
@@ -144,7 +146,7 @@ def _owners(
     return owners
 
 
-def below(
+def patterns_below(
     module: str, ending: str, architecture: Architecture, others: Iterable[str]
 ) -> Iterator[str]:
     """Yield patterns for modules below a module if their names have this ending.
@@ -168,7 +170,7 @@ def all_names(modules: Iterable[str], architecture: Architecture) -> tuple[str, 
     Routed experts get the name of the first expert.
     """
     names = dict.fromkeys(map(_of_one_expert, modules))
-    asked = map(architecture.asked_name, names)
+    asked = map(architecture.name_in_lookup, names)
     return tuple(dict.fromkeys((*names, *map(architecture.vllm_name, names), *asked)))
 
 

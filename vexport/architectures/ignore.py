@@ -11,11 +11,11 @@ from vexport.architectures.fusion import (
     HEADS,
     FusedLayer,
     all_names,
-    also_asked,
-    below,
+    extra_lookup_entries,
     is_head,
-    looked_up,
+    lookup_names,
     matches_any,
+    patterns_below,
 )
 from vexport.architectures.linears import Names
 
@@ -61,14 +61,14 @@ def ignored(
             copied = tuple(
                 pattern
                 for name in names.drafter_names(draft)
-                for pattern in below(name, r"\..*", names.architecture, quantized)
+                for pattern in patterns_below(name, r"\..*", names.architecture, quantized)
             )
         elif outside is not None and not matches_any(outside, quantized):
             copied = (f"re:{outside}",)
         else:
             copied = tuple(_patterns(layer, names, quantized))
         patterns.update(dict.fromkeys(copied))
-        patterns.update(dict.fromkeys(also_asked(layer, copied, names.architecture)))
+        patterns.update(dict.fromkeys(extra_lookup_entries(layer, copied, names.architecture)))
     for tensor in opaque:
         patterns.update(dict.fromkeys(_unknown(tensor, names, quantized)))
     return tuple(patterns)
@@ -96,9 +96,9 @@ def ignored_head(linears: Iterable[str]) -> tuple[str, ...]:
 def _patterns(layer: FusedLayer, names: Names, quantized: Sequence[str]) -> Iterator[str]:
     """Yield entries for a layer that is kept: its names, or one pattern for all routed experts."""
     if layer.experts is not None:
-        yield from below(layer.experts, r"\..*", names.architecture, quantized)
+        yield from patterns_below(layer.experts, r"\..*", names.architecture, quantized)
         return
-    yield from looked_up(layer, names.architecture)
+    yield from lookup_names(layer, names.architecture)
     if len(layer.members) > 1 and layer.projection not in names.architecture.resolved:
         yield layer.name
 
@@ -121,4 +121,4 @@ def _unknown(tensor: str, names: Names, quantized: Sequence[str]) -> Iterator[st
     """Return patterns for the routed experts of the layer around a tensor."""
     stack = STACK.search(tensor)
     layer = tensor[: stack.end() - 1] if stack else ""
-    return below(layer, r"\..*\bexperts\..*", names.architecture, quantized)
+    return patterns_below(layer, r"\..*\bexperts\..*", names.architecture, quantized)

@@ -19,7 +19,7 @@ Shape = tuple[int | None, ...]
 COUNTS = ("num_hidden_layers", "num_experts", "num_local_experts", "n_routed_experts")
 # How many more experts a config may announce than the checkpoint stores. Some layers may have no
 # experts, and some tensors may be missing.
-SLACK, LEAST_SLACK = 16, 4096
+SLACK, MIN_SLACK = 16, 4096
 # Keys that must be in a config. If they are missing, transformers would build a model of its
 # default size.
 SIZES = (
@@ -95,7 +95,7 @@ class ModelLayout:
         around = (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
         return next((prefix for prefix in around if prefix in self.places), "")
 
-    def judges(self, name: str) -> bool:
+    def covers(self, name: str) -> bool:
         """Return True if a tensor that the layout lacks is certainly not part of the model."""
         inside = f"{self.place(name)}.".lstrip(".")
         module = split_name(with_stars(name))[0]
@@ -121,9 +121,9 @@ def layout_of(
     the config implies many more tensors than `tensors` contains.
     """
     stored = list(tensors)
-    most = SLACK * len(stored) + LEAST_SLACK
+    most = SLACK * len(stored) + MIN_SLACK
     entry = get_layout(class_name, version)
-    if entry is None or not entry.knows(config) or impossible_size(config, len(stored)):
+    if entry is None or not entry.matches_config(config) or impossible_size(config, len(stored)):
         return None
     if missing_sizes(entry, config):
         return None
@@ -275,7 +275,7 @@ def impossible_size(config: Mapping[str, Json], tensors: int) -> tuple[str, str]
             if _int(where, key) > max(tensors, 1):
                 return key, f"{shown(_int(where, key))} in a checkpoint of {tensors:,} tensors"
     experts = max(_int(text, key) for key in COUNTS[1:])
-    if _int(text, "num_hidden_layers") * experts > SLACK * tensors + LEAST_SLACK:
+    if _int(text, "num_hidden_layers") * experts > SLACK * tensors + MIN_SLACK:
         return (
             "num_hidden_layers",
             f"more experts in all layers than a checkpoint of {tensors:,} tensors can have",

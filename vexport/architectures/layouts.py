@@ -82,7 +82,7 @@ class ClassLayout:
         names = {path: self.aliases.get(path, ()) for path in used}
         return frozenset(used.union(*(aliases for aliases in names.values())))
 
-    def knows(self, config: Mapping[str, Json]) -> bool:
+    def matches_config(self, config: Mapping[str, Json]) -> bool:
         """Return True if the tensors are known for this config.
 
         The model types of the configs in it must match, and no config may have values of

@@ -30,7 +30,7 @@ Place = Literal["decoder", "outside", "unquantizable"]
 # decoder layer.
 RENUMBERED = re.compile(r"(?:^|\.)(?:mtp_block|mtp_layers)\.(\d+)\.")
 PREDICTION = re.compile(r"(?:^|\.)(?:mtp|nextn|mtp_\w+)\b")
-SMALL_BUT_DECISIVE = re.compile(
+SENSITIVE_LAYERS = re.compile(
     r"(?:.*\.)?(?:\w*router\w*(?:\.layer)?|\w*gate|\w*norm\w*|\w*conv1d\w*|\w+_coefs|in_proj_(?:ba|b|a))$"
 )
 # vLLM's endings of tensors that hold all experts of a layer
@@ -40,7 +40,7 @@ STACKED_EXPERTS: Mapping[str, str] = {
 }
 # Classes that load experts under other names than compressed-tensors
 # uses (vllm/model_executor/models/gpt_oss.py).
-OWN_EXPERTS = frozenset({"GptOssForCausalLM"})
+CUSTOM_EXPERTS = frozenset({"GptOssForCausalLM"})
 UNNUMBERED = re.compile(r"\bexperts\.(?!\d+\.)")
 KEYS = "k_proj"
 HEADS = ("num_key_value_heads", "num_kv_heads", "num_attention_heads", "n_head")
@@ -71,7 +71,7 @@ class Names:
         """Return the place of the linear layer with this name."""
         if self._is_unquantizable(module):
             return "unquantizable"
-        if SMALL_BUT_DECISIVE.match(module) or not self.in_decoder(module):
+        if SENSITIVE_LAYERS.match(module) or not self.in_decoder(module):
             return "outside"
         return "decoder"
 
@@ -129,7 +129,7 @@ def names_of(index: Headers, architecture: Architecture) -> Names:
         architecture=architecture,
         text=text,
         layers=layers if isinstance(layers, int) else None,
-        experts_known=architecture.experts is not None and index.architecture not in OWN_EXPERTS,
+        experts_known=architecture.experts is not None and index.architecture not in CUSTOM_EXPERTS,
         transposed_experts=_is_transposed(index, architecture, text.get("hidden_size")),
     )
 
@@ -240,11 +240,11 @@ def attention_layers(
             heads=kv_heads(linear, out_features, names.text) if per_head else None,
         )
         for linear, out_features in rows.items()
-        if makes_keys(linear, names)
+        if is_key_projection(linear, names)
     )
 
 
-def makes_keys(linear: str, names: Names) -> bool:
+def is_key_projection(linear: str, names: Names) -> bool:
     """Return True if a linear layer of the decoder outputs the keys of an attention layer."""
     last_part = linear.rpartition(".")[2]
     return (last_part == KEYS or last_part in FUSED) and names.in_decoder(linear)

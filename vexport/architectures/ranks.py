@@ -6,8 +6,8 @@ from itertools import accumulate
 from typing import Literal
 
 from vexport.architectures.config import QUERIES, known_size, part_sizes
-from vexport.architectures.fusion import FusedLayer, is_head, looked_up
-from vexport.architectures.linears import Names, makes_keys
+from vexport.architectures.fusion import FusedLayer, is_head, lookup_names
+from vexport.architectures.linears import Names, is_key_projection
 from vexport.records import Json, LinearPlan
 
 # The dimension that tensor parallelism splits: out_features (column-parallel), in_features
@@ -16,7 +16,7 @@ Split = Literal["out", "in", "none"]
 KEY_VALUE = ("k_proj", "v_proj")
 QUERY_KEY_VALUE = ("q_proj", *KEY_VALUE)
 # Up to this number of ranks, possible rank counts are offered in messages.
-MOST_RANKS = 16
+MAX_RANKS = 16
 
 
 def parts_of(layer: FusedLayer, members: Sequence[LinearPlan], names: Names) -> list[LinearPlan]:
@@ -42,7 +42,7 @@ def parts_of(layer: FusedLayer, members: Sequence[LinearPlan], names: Names) -> 
         ]
     by_name = {member.name: member for member in members}
     if QUERIES in architecture.parts.get(projection, ()):
-        for name in looked_up(layer, architecture):
+        for name in lookup_names(layer, architecture):
             by_name.setdefault(name, replace(members[-1], name=name))
     return [*by_name.values()]
 
@@ -108,7 +108,7 @@ class Heads:
     @property
     def possible_ranks(self) -> str:
         """Tensor parallel sizes that the heads allow, as text: `1, 3 or 9`."""
-        fitting = [str(ranks) for ranks in range(1, MOST_RANKS + 1) if self.uneven(ranks) is None]
+        fitting = [str(ranks) for ranks in range(1, MAX_RANKS + 1) if self.uneven(ranks) is None]
         *first, last = fitting
         return f"{', '.join(first)} or {last}" if first else last
 
@@ -116,6 +116,6 @@ class Heads:
 def heads_of(linears: Iterable[str], names: Names) -> Heads:
     """Return a model's heads from the names of its linear layers and its text config."""
     queries = known_size("num_attention_heads", names.text)
-    has_keys = queries > 0 and any(makes_keys(name, names) for name in linears)
+    has_keys = queries > 0 and any(is_key_projection(name, names) for name in linears)
     keys = known_size("num_key_value_heads", names.text) if has_keys else 0
     return Heads(queries=queries, keys=keys)

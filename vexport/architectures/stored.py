@@ -43,7 +43,7 @@ QUANTIZED_PARAMETERS = frozenset(
     }
 )
 # Parameters that never occur without other parameters.
-WITH_OTHERS = frozenset({"scales", "g_idx"})
+AUXILIARY_PARAMETERS = frozenset({"scales", "g_idx"})
 # Parameters of all experts of a layer whose names are joined to the name of their
 # projection (gpt-oss).
 JOINED = re.compile(
@@ -69,7 +69,10 @@ def linear_modules(index: Headers, architecture: Architecture) -> dict[str, dict
     modules: dict[str, dict[str, TensorInfo]] = {}
     for tensor in index.tensors.values():
         module, parameter = split_name(tensor.name)
-        if parameter in QUANTIZED_PARAMETERS | WITH_OTHERS or parameter in ("weight", "bias"):
+        if parameter in QUANTIZED_PARAMETERS | AUXILIARY_PARAMETERS or parameter in (
+            "weight",
+            "bias",
+        ):
             modules.setdefault(module, {})[parameter] = tensor
     return {name: each for name, each in modules.items() if _is_linear(name, each, architecture)}
 

@@ -10,7 +10,13 @@ from itertools import chain
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-from vexport.checkpoint.hub import HubName, downloaded, explain, is_network_error, is_of_the_hub
+from vexport.checkpoint.hub import (
+    HubName,
+    downloaded,
+    is_hub_error,
+    is_network_error,
+    translate_error,
+)
 from vexport.checkpoint.source import DEFAULT_FILE, DataName, data_files, parse_data, require_file
 from vexport.errors import InputError, first_line, require_working_disk
 from vexport.errors.extras import require_extra
@@ -310,9 +316,9 @@ def _rows_of_hub(data: CalibrationData, name: DataName) -> Iterator[RawRow]:
     except GeneratorExit:
         raise
     except Exception as error:
-        is_lost = not copy and is_of_the_hub(error)
+        is_lost = not copy and is_hub_error(error)
         raise (
-            explain(error, name.hub, "dataset") if is_lost else _dataset_error(error, name)
+            translate_error(error, name.hub, "dataset") if is_lost else _dataset_error(error, name)
         ) from None
 
 
@@ -328,7 +334,7 @@ def _downloaded(hub: HubName) -> str | None:
     except Exception as error:
         copy = downloaded(hub) if is_network_error(error) else None
         if copy is None:
-            raise explain(error, hub, "dataset") from None
+            raise translate_error(error, hub, "dataset") from None
         return copy
     return None
 

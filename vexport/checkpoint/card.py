@@ -12,7 +12,7 @@ INHERITED = ("license", "license_name", "license_link", "language", "pipeline_ta
 LICENSES = {"Apache License Version 2.0": "apache-2.0", "MIT License": "mit"}
 _TEXT = "tag:yaml.org,2002:str"
 # Maximum number of bytes read from a file, and of characters in a word.
-_MOST_BYTES, _LONGEST_WORD = 1 << 16, 500
+_MAX_BYTES, _LONGEST_WORD = 1 << 16, 500
 
 
 def inherited_card(root: Path) -> Mapping[str, str | tuple[str, ...]]:
@@ -60,5 +60,5 @@ def _beginning(file: Path) -> str:
     with suppress(OSError):
         if file.is_file():
             with file.open("rb") as stream:
-                return stream.read(_MOST_BYTES).decode("utf-8", errors="replace")
+                return stream.read(_MAX_BYTES).decode("utf-8", errors="replace")
     return ""

@@ -87,7 +87,7 @@ def pinned_name(root: Path) -> str | None:
     return f"{match['id'].replace('--', '/', 1)}@{match['commit']}" if match else None
 
 
-def explain(error: BaseException, name: HubName, kind: RepoKind = "model") -> VexportError:
+def translate_error(error: BaseException, name: HubName, kind: RepoKind = "model") -> VexportError:
     """Translate an error that a library raised when it looked up `name`.
 
     Returns InputError if the name or revision is wrong or access is denied, else EnvironmentFault.
@@ -103,11 +103,11 @@ def explain(error: BaseException, name: HubName, kind: RepoKind = "model") -> Ve
 
 @contextmanager
 def explained(name: HubName) -> Iterator[None]:
-    """Translate the errors of huggingface_hub inside the block, as `explain` does."""
+    """Translate the errors of huggingface_hub inside the block, as `translate_error` does."""
     try:
         yield
     except Exception as error:
-        raise explain(error, name) from error
+        raise translate_error(error, name) from error
 
 
 def is_network_error(error: BaseException) -> bool:
@@ -115,7 +115,7 @@ def is_network_error(error: BaseException) -> bool:
     return _is_any(error, _UNREACHABLE)
 
 
-def is_of_the_hub(error: BaseException) -> bool:
+def is_hub_error(error: BaseException) -> bool:
     """Return True if an error comes from the hub or the network, and not from a file's content."""
     return _is_any(error, _INPUT | _UNREACHABLE | {"HfHubHTTPError"})
 
@@ -181,7 +181,7 @@ def require_model(name: HubName) -> None:
 def list_files(name: HubName) -> RepoListing:
     """Resolve the revision to a commit, list its files and fetch the config.
 
-    Raises the errors of `explain`.
+    Raises the errors of `translate_error`.
     """
     from huggingface_hub import HfApi
 
@@ -242,8 +242,9 @@ def _is_side_file(path: str) -> bool:
 
 
 def fetch(listing: RepoListing, files: list[str]) -> Path:
-    """Download files of a listing and return the snapshot's folder. Raises the errors of `explain`.
+    """Download files of a listing and return the snapshot's folder.
 
+    Raises the errors of `translate_error`.
     If a connection ends, huggingface_hub continues in the middle of the file. If a connection is
     reset, this function downloads the incomplete files again.
     """
@@ -257,7 +258,7 @@ def fetch(listing: RepoListing, files: list[str]) -> Path:
             )
         except Exception as error:
             if wait is None or not is_network_error(error):
-                raise explain(error, listing.name) from error
+                raise translate_error(error, listing.name) from error
             time.sleep(wait)
     raise AssertionError("the last try returns or raises")
 

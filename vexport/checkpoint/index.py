@@ -24,13 +24,15 @@ METADATA = "__metadata__"
 FIELDS = ("dtype", "shape", "data_offsets")
 # Limits of serde_json, the parser of safetensors: nesting depth (the header is the first level) and
 # digits of a number that a float can hold. The largest size is a limit of Rust.
-DEEPEST, MOST_DIGITS, LARGEST_SIZE = 126, 308, 2**64 - 1
+DEEPEST, MAX_DIGITS, LARGEST_SIZE = 126, 308, 2**64 - 1
 TOO_DEEP = "values are nested too deeply"
 EXPORT_FILE = "download or export the file again"
 # Escape of a surrogate, half of a character beyond 16 bits.
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 # Endings of files that belong to a checkpoint, unlike pictures.
-CONTENT = frozenset({".safetensors", ".json", ".txt", ".model", ".jinja", ".py", ".tiktoken"})
+CONTENT_SUFFIXES = frozenset(
+    {".safetensors", ".json", ".txt", ".model", ".jinja", ".py", ".tiktoken"}
+)
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 WEIGHTS_SUFFIX = ".safetensors"
@@ -43,7 +45,7 @@ TEXT = "text_config"
 # Files that contain a tokenizer's vocabulary, or code that loads a vocabulary.
 TOKENIZER_FILES = re.compile(r"tokenizer\.json|tekken\.json|vocab.*|.*\.(model|tiktoken|py)$")
 # Names of files that vLLM and transformers open if they exist.
-LOADED = re.compile(
+LOADED_FILES = re.compile(
     r".*\.(safetensors\.index\.json|model|tiktoken|jinja)"
     r"|(config|generation_config|hf_quant_config|quantize_config|quant_config|params|vocab|added_tokens)\.json"
     r"|(tokenizer|tokenizer_config|special_tokens_map|chat_template|tekken|processor_config)\.json"
@@ -53,8 +55,8 @@ LOADED = re.compile(
 FOREIGN_WEIGHTS = re.compile(
     r".*\.(safetensors|bin|pt|pth|ckpt|h5|msgpack|gguf|onnx)(\.index\.json)?$"
 )
-GGUF_FIX = "use the model that it was converted from, because GGUF weights are already quantized"
-CONVERT = (
+FIX_GGUF = "use the model that it was converted from, because GGUF weights are already quantized"
+FIX_PICKLE = (
     'if you trust the files, convert them: python -c "from transformers import '
     "AutoModelForCausalLM as M; "
     "M.from_pretrained('{root}').save_pretrained('{root}-safetensors')\""
@@ -70,7 +72,7 @@ OTHER_FOLDERS: Mapping[tuple[str, ...], tuple[str, str]] = {
         "a Diffusers pipeline",
         "use the folder of a language model; vLLM does not serve the transformer of a pipeline",
     ),
-    ("*.gguf",): ("a GGUF file ({file})", GGUF_FIX),
+    ("*.gguf",): ("a GGUF file ({file})", FIX_GGUF),
     ("snapshots/*/config.json", "models--*/snapshots/*/config.json"): (
         "a folder of the hub's cache",
         "use the model's hub id, or the folder {parent}",
@@ -79,7 +81,10 @@ OTHER_FOLDERS: Mapping[tuple[str, ...], tuple[str, str]] = {
         "a folder of a training run",
         "use one of its checkpoints, such as {parent}",
     ),
-    ("pytorch_model*.bin", "*.pth", "*.pt", "*.ckpt"): ("only pickled weights ({file})", CONVERT),
+    ("pytorch_model*.bin", "*.pth", "*.pt", "*.ckpt"): (
+        "only pickled weights ({file})",
+        FIX_PICKLE,
+    ),
 }
 
 
@@ -168,7 +173,7 @@ def _refused_constant(name: str) -> float:
 
 def _integer(text: str) -> int | float:
     """Return a whole number. safetensors treats `-0` as a fraction, so it is not a valid size."""
-    if len(text) > MOST_DIGITS:
+    if len(text) > MAX_DIGITS:
         raise ValueError(f"a number of {len(text)} digits")
     return -0.0 if text == "-0" else int(text)
 
@@ -176,7 +181,7 @@ def _integer(text: str) -> int | float:
 def _finite(text: str) -> float:
     number = float(text)
     if math.isinf(number):
-        raise ValueError(f"{text[:MOST_DIGITS]} is out of range")
+        raise ValueError(f"{text[:MAX_DIGITS]} is out of range")
     return number
 
 
@@ -359,7 +364,7 @@ def content_files(root: Path) -> list[Path]:
     return [
         path
         for path in sorted(root.iterdir())
-        if path.suffix in CONTENT
+        if path.suffix in CONTENT_SUFFIXES
         and (path.name == INDEX_NAME or not FOREIGN_WEIGHTS.match(path.name))
         if path.is_file()
     ]
@@ -372,7 +377,9 @@ def require_checkpoint(root: Path) -> None:
     """
     require_config(root)
     _require_files(root)
-    require_fetched(sorted(file for file in root.iterdir() if file.suffix.lower() in CONTENT))
+    require_fetched(
+        sorted(file for file in root.iterdir() if file.suffix.lower() in CONTENT_SUFFIXES)
+    )
 
 
 def _require_files(root: Path) -> None:
@@ -387,7 +394,7 @@ def _require_files(root: Path) -> None:
     problems = []
     for path in sorted(root.iterdir()):
         weights = path.suffix == WEIGHTS_SUFFIX and (indexed is None or path.name in indexed)
-        opened = weights or LOADED.fullmatch(path.name)
+        opened = weights or LOADED_FILES.fullmatch(path.name)
         if opened and (kind := unreadable_kind(path)) is not None:
             problems.append(_unreadable(path, kind))
     raise_all(problems)
@@ -402,7 +409,7 @@ def require_config(root: Path) -> None:
     if not root.is_dir():
         got, fix = "a file", "use the folder that contains the file"
         if root.suffix == ".gguf":
-            got, fix = "a GGUF file", GGUF_FIX
+            got, fix = "a GGUF file", FIX_GGUF
         raise InputError(str(root), got=got, need="a checkpoint folder", fix=fix)
     if (kind := unreadable_kind(root / "config.json")) is not None:
         raise _unreadable(root / "config.json", kind)

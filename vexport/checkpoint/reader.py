@@ -98,7 +98,7 @@ class Reader:
             except OSError as problem:
                 return problem.errno == errno.ENXIO
 
-    def expect_some_rows(self, tensor: TensorInfo, step: int) -> None:
+    def prefetch_some_rows(self, tensor: TensorInfo, step: int) -> None:
         """Tell the kernel that `some_rows` will follow, so that it starts to read these rows."""
         if not tensor.num_bytes or not self.is_in_place(tensor):
             return
@@ -134,7 +134,7 @@ class Reader:
         for tensor in tensors:
             self._advise(tensor.file, tensor.start, tensor.end, mmap.MADV_DONTNEED)
 
-    def expect(self, tensors: Iterable[TensorInfo]) -> None:
+    def prefetch(self, tensors: Iterable[TensorInfo]) -> None:
         """Tell the kernel that these tensors will be read soon, so that it starts to read them."""
         for tensor in tensors:
             self._advise(tensor.file, tensor.start, tensor.end, mmap.MADV_WILLNEED)
@@ -144,7 +144,7 @@ class Reader:
         if tensor.file in self._maps:
             self._advise(tensor.file, *self._bounds(tensor, view), mmap.MADV_DONTNEED)
 
-    def expect_view(self, tensor: TensorInfo, view: npt.NDArray[np.generic]) -> None:
+    def prefetch_view(self, tensor: TensorInfo, view: npt.NDArray[np.generic]) -> None:
         """Tell the kernel that a view will be read soon, so that it starts to read it."""
         if tensor.file in self._maps:
             self._advise(tensor.file, *self._bounds(tensor, view), mmap.MADV_WILLNEED)

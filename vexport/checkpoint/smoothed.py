@@ -76,10 +76,10 @@ class SmoothedReader(Reader):
         if tensor.name not in self._smoothing:
             super().release_view(tensor, view)
 
-    def expect_view(self, tensor: TensorInfo, view: Array) -> None:
+    def prefetch_view(self, tensor: TensorInfo, view: Array) -> None:
         """Read ahead for a view. Views of a smoothed copy are already in memory."""
         if tensor.name not in self._smoothing:
-            super().expect_view(tensor, view)
+            super().prefetch_view(tensor, view)
 
 
 def source_reader(checkpoint: Path) -> Reader:

@@ -151,7 +151,7 @@ def resolve_source(name: str, on_progress: OnProgress = silent) -> Path:
     model = hub_name(name)
     if model is None:
         return user_path(name)
-    with _or_no_such_folder(name):
+    with _or_missing_folder(name):
         return download(model, on_progress)
 
 
@@ -161,7 +161,7 @@ def source_headers(name: str, on_progress: OnProgress = silent) -> Iterator[Path
     if (model := hub_name(name)) is None:
         yield user_path(name)
     else:
-        with _or_no_such_folder(name), header_files(model, on_progress) as root:
+        with _or_missing_folder(name), header_files(model, on_progress) as root:
             yield root
 
 
@@ -179,14 +179,14 @@ def require_source(name: str) -> None:
     """
     model = hub_name(name)
     if model is not None:
-        with _or_no_such_folder(name):
+        with _or_missing_folder(name):
             require_model(model)
     elif not user_path(name).exists():
         require_config(user_path(name))  # it raises the error for a missing folder
 
 
 @contextmanager
-def _or_no_such_folder(name: str) -> Iterator[None]:
+def _or_missing_folder(name: str) -> Iterator[None]:
     """Raise InputError for a wrong path if the hub cannot be reached.
 
     A name is taken for a path if its parent folder exists.

@@ -25,12 +25,12 @@ from vexport.checks import (
     tokenizer,
     values,
 )
-from vexport.checks.completeness import unjudged_tensors
-from vexport.checks.config import has_quantized_outputs, other_method
-from vexport.checks.model import unjudged_class
+from vexport.checks.completeness import tensors_not_judged
+from vexport.checks.config import has_quantized_outputs, unsupported_method
+from vexport.checks.model import class_not_judged
 from vexport.checks.vllm.view import ANY, CheckFunction, CheckpointView, Target
 from vexport.errors import InputError, InputErrors, VexportError, file_problem
-from vexport.errors.extras import unforeseen
+from vexport.errors.extras import unexpected_error
 from vexport.records import CheckReport, Finding, NotJudged
 from vexport.version import PINNED, short_version
 
@@ -42,16 +42,16 @@ FILES = "files"
 INTERNAL = "internal"
 # Family that compares with the source. It needs torch and is in `vexport.fidelity`.
 SOURCE = "source"
-COMPARED = (
+SOURCE_DESCRIPTION = (
     "weights, unquantized tensors, tokenizer, chat template and configs match the source (--source)"
 )
 # Families that apply to every quantization method.
-OF_ANY_METHOD = ("shards", "digests", "config")
+METHOD_INDEPENDENT = ("shards", "digests", "config")
 # Families that read numbers. Checkpoints of other methods are translated to compressed-tensors
 # first.
-OF_NUMBERS = ("values", "fusion")
+VALUE_FAMILIES = ("values", "fusion")
 # Families that only need config.json, names and headers. They also check what vexport writes.
-OF_HEADERS = (
+HEADER_FAMILIES = (
     "shards",
     "model",
     "config",
@@ -67,7 +67,7 @@ NUMBERS = "quantized weights and their scales"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Against:
+class SourceComparison:
     """Unquantized checkpoint `root`, and the check that compares a quantized checkpoint with it."""
 
     root: Path
@@ -85,7 +85,7 @@ class Check:
 # Check families, in the order of their findings in reports.
 CHECKS: Mapping[str, Check] = {
     "shards": Check(description=shards.DESCRIPTION, run=shards.run),
-    "digests": Check(description=shards.BYTES, run=shards.digests),
+    "digests": Check(description=shards.DIGESTS_DESCRIPTION, run=shards.digests),
     "model": Check(description=model.DESCRIPTION, run=model.run),
     "config": Check(description=config.DESCRIPTION, run=config.run),
     "targets": Check(description=targets.DESCRIPTION, run=targets.run),
@@ -104,7 +104,7 @@ CHECKS: Mapping[str, Check] = {
 def check_checkpoint(
     name: str,
     target: Target = ANY,
-    against: Against | None = None,
+    against: SourceComparison | None = None,
     *,
     root: Path | None = None,
     digests: Mapping[str, str] | None = None,
@@ -128,7 +128,7 @@ def check_checkpoint(
             vllm = view.model.asked_version
             # Several families may report the same unreadable file.
             findings = tuple(dict.fromkeys(findings_on(view, against)))
-            not_judged, idle = tuple(unjudged(view)), tuple(shards.without_digests(view))
+            not_judged, idle = tuple(parts_not_judged(view)), tuple(shards.without_digests(view))
     except InputError as problem:
         findings = findings_of(problem)
     except OSError as error:
@@ -153,33 +153,33 @@ def findings_of_headers(root: Path) -> tuple[Finding, ...]:
             view = CheckpointView(read_index(root), reader)
             findings = [
                 each
-                for name in OF_HEADERS
-                for each in _or_internal_error(name, CHECKS[name].run, view)
+                for name in HEADER_FAMILIES
+                for each in _run_family(name, CHECKS[name].run, view)
             ]
     except InputError as problem:
         return findings_of(problem)
     return tuple(dict.fromkeys(findings))
 
 
-def findings_on(view: CheckpointView, against: Against | None = None) -> Iterator[Finding]:
+def findings_on(view: CheckpointView, against: SourceComparison | None = None) -> Iterator[Finding]:
     """Yield the findings of all families.
 
     If vexport does not support the checkpoint's quantization method, only the families in
-    OF_ANY_METHOD run.
+    METHOD_INDEPENDENT run.
     """
-    judged = other_method(view) is None
-    numbers = _InOurTerms()
+    judged = unsupported_method(view) is None
+    numbers = _TranslatedChecks()
     for name, check in CHECKS.items():
-        if name in OF_NUMBERS and judged:
-            found = _or_internal_error(name, partial(numbers.findings, check.run), view)
-            yield from found if against is None else _not_of_source(found, view, against.root)
-        elif judged or name in OF_ANY_METHOD:
-            yield from _or_internal_error(name, check.run, view)
+        if name in VALUE_FAMILIES and judged:
+            found = _run_family(name, partial(numbers.findings, check.run), view)
+            yield from found if against is None else _exclude_unchanged(found, view, against.root)
+        elif judged or name in METHOD_INDEPENDENT:
+            yield from _run_family(name, check.run, view)
     if judged and against is not None:
-        yield from _or_internal_error(SOURCE, partial(numbers.findings, against.run), view)
+        yield from _run_family(SOURCE, partial(numbers.findings, against.run), view)
 
 
-class _InOurTerms:
+class _TranslatedChecks:
     """Runner of checks of numbers. It translates a checkpoint of another method only once."""
 
     def __init__(self) -> None:
@@ -196,7 +196,7 @@ class _InOurTerms:
         return translated_findings(run, self._translated)
 
 
-def _not_of_source(
+def _exclude_unchanged(
     found: Iterable[Finding], view: CheckpointView, source: Path
 ) -> Iterator[Finding]:
     """Yield the findings, except on tensors that the source stores with the same bytes."""
@@ -212,7 +212,7 @@ def _not_of_source(
                 yield finding
 
 
-def _or_internal_error(family: str, run: CheckFunction, view: CheckpointView) -> Iterator[Finding]:
+def _run_family(family: str, run: CheckFunction, view: CheckpointView) -> Iterator[Finding]:
     """Yield the findings of a family.
 
     An unreadable file and an unexpected exception become findings, too, so that the other families
@@ -235,7 +235,7 @@ def internal_error(where: str, error: Exception) -> Finding:
 
     Other findings are kept, and the command exits with code 4.
     """
-    return Finding.of(unforeseen(error, where), check=INTERNAL, severity="error")
+    return Finding.of(unexpected_error(error, where), check=INTERNAL, severity="error")
 
 
 def findings_of(error: VexportError) -> tuple[Finding, ...]:
@@ -244,15 +244,15 @@ def findings_of(error: VexportError) -> tuple[Finding, ...]:
     return tuple(Finding.of(problem, check=FILES, severity="error") for problem in problems)
 
 
-def unjudged(view: CheckpointView) -> Iterator[NotJudged]:
+def parts_not_judged(view: CheckpointView) -> Iterator[NotJudged]:
     """Yield the parts of a checkpoint that no check covers. PASS only applies to the rest."""
     asked, known = view.model.asked_version, view.model.version
     if asked != known or view.quantization.method is not None and known != PINNED:
         rules = short_version(known if view.quantization.method is None else PINNED)
         what = f"changes in vLLM {short_version(asked)}"
         yield NotJudged(what=what, why=f"vexport checks by the rules of vLLM {rules}")
-    yield from unjudged_class(view)
-    method = other_method(view)
+    yield from class_not_judged(view)
+    method = unsupported_method(view)
     if method is not None:
         why = f"vexport does not have vLLM's rules for the quantization method {method!r}"
         yield NotJudged(what=NAMES, why=why)
@@ -261,4 +261,4 @@ def unjudged(view: CheckpointView) -> Iterator[NotJudged]:
     if has_quantized_outputs(view):
         why = "vexport does not check vLLM's scheme for static INT8 outputs (WNA8O8Int)"
         yield NotJudged(what=NUMBERS, why=why)
-    yield from unjudged_tensors(view)
+    yield from tensors_not_judged(view)

@@ -7,8 +7,8 @@ from vexport.architectures.built import DRAFTS
 from vexport.architectures.fusion import FusedLayer, part_names
 from vexport.architectures.layout import ModelLayout, impossible_size
 from vexport.architectures.stored import (
+    AUXILIARY_PARAMETERS,
     QUANTIZED_PARAMETERS,
-    WITH_OTHERS,
     joined_name,
     quantized_parameters,
     split_name,
@@ -20,7 +20,7 @@ from vexport.checks.vllm.view import CheckpointView
 from vexport.records import Finding, NotJudged
 
 NAME = "completeness"
-WEIGHTS = QUANTIZED_PARAMETERS | WITH_OTHERS | {"weight"}
+WEIGHTS = QUANTIZED_PARAMETERS | AUXILIARY_PARAMETERS | {"weight"}
 DESCRIPTION = (
     "every layer, fused part and decoder layer has all its tensors, and no tensor is unexpected"
 )
@@ -49,7 +49,7 @@ UNREAD = re.compile(
 def run(view: CheckpointView) -> Iterator[Finding]:
     """Yield findings on missing and unexpected tensors."""
     if not view.index.tensors:
-        yield _missing(str(view.index.root), "the model's tensors")
+        yield _missing_finding(str(view.index.root), "the model's tensors")
         return
     for fused in view.model.fused_layers:
         group = view.lookup.group_of(fused)
@@ -62,12 +62,12 @@ def run(view: CheckpointView) -> Iterator[Finding]:
                 and quantized_parameters(layer.parameters)
             ):
                 yield from _parameters(view, group, layer)
-    yield from _drafts(view)
+    yield from _missing_draft_layers(view)
     layout = view.model.layout
-    yield from _decoder_layers(view) if layout is None else _of_layout(view, layout)
+    yield from _decoder_layers(view) if layout is None else _compare_with_layout(view, layout)
 
 
-def unjudged_tensors(view: CheckpointView) -> Iterator[NotJudged]:
+def tensors_not_judged(view: CheckpointView) -> Iterator[NotJudged]:
     """Yield the tensors that are not checked, with the reason."""
     layout = view.model.layout
     if layout is None:
@@ -81,7 +81,7 @@ def unjudged_tensors(view: CheckpointView) -> Iterator[NotJudged]:
         yield NotJudged(what=what, why=why)
 
 
-def _drafts(view: CheckpointView) -> Iterator[Finding]:
+def _missing_draft_layers(view: CheckpointView) -> Iterator[Finding]:
     """Report missing layers for multi-token prediction (MTP) that the config declares.
 
     Only drafting needs them. The finding is an error if the checkpoint should draft with them, else
@@ -98,9 +98,9 @@ def _drafts(view: CheckpointView) -> Iterator[Finding]:
     yield finding(NAME, f"{view.config_path}: {announced}", expected=expected, got=got, fix=fix)
 
 
-def _of_layout(view: CheckpointView, layout: ModelLayout) -> Iterator[Finding]:
+def _compare_with_layout(view: CheckpointView, layout: ModelLayout) -> Iterator[Finding]:
     """Report missing tensors of the model class, and tensors that the class does not have."""
-    unexpected, missing = list(_unexpected(view, layout)), _lacking(view, layout)
+    unexpected, missing = list(_unexpected_tensors(view, layout)), _missing_tensors(view, layout)
     yield from _untied_head(view)
     for experts in sorted(
         {"".join(name.partition(EXPERTS)[:2]) for name in unexpected if EXPERTS in name}
@@ -117,15 +117,17 @@ def _of_layout(view: CheckpointView, layout: ModelLayout) -> Iterator[Finding]:
             yield error(NAME, min(names), expected=expected, got=got, fix=fix)
             missing = {name: where for name, where in missing.items() if name not in lost}
     for name in unexpected:
-        yield _without_parameter(view, layout, name)
-    yield from _absent(view, layout, missing)
+        yield _unexpected_finding(view, layout, name)
+    yield from _missing_findings(view, layout, missing)
 
 
-def _lacking(view: CheckpointView, layout: ModelLayout) -> dict[str, str]:
+def _missing_tensors(view: CheckpointView, layout: ModelLayout) -> dict[str, str]:
     """Return the missing tensors by name, each with its name in findings."""
     names = view.index.tensors.keys()
     pairs = map(split_name, names)
-    stored = {module for module, parameter in pairs if parameter not in WITH_OTHERS | {"bias"}}
+    stored = {
+        module for module, parameter in pairs if parameter not in AUXILIARY_PARAMETERS | {"bias"}
+    }
     missing = {
         f"{module}.weight": joined_name(module, "blocks").removesuffix(".blocks")
         for module in layout.linears
@@ -138,7 +140,7 @@ def _lacking(view: CheckpointView, layout: ModelLayout) -> dict[str, str]:
     return {name: where for name, where in missing.items() if name not in layout.optional}
 
 
-def _absent(
+def _missing_findings(
     view: CheckpointView, layout: ModelLayout, missing: Mapping[str, str]
 ) -> Iterator[Finding]:
     """Yield findings on missing tensors.
@@ -165,14 +167,14 @@ def _absent(
                 if LAYER.search(part)
                 else ""
             )
-            yield _missing(part, f"the {len(inside)} tensors of this part {sized}{known}")
+            yield _missing_finding(part, f"the {len(inside)} tensors of this part {sized}{known}")
         else:
             for name in inside:
                 kind = "layer" if name.removesuffix(".weight") in layout.linears else "tensor"
-                yield _missing(missing[name], f"this {kind} {sized}")
+                yield _missing_finding(missing[name], f"this {kind} {sized}")
 
 
-def _unexpected(view: CheckpointView, layout: ModelLayout) -> Iterator[str]:
+def _unexpected_tensors(view: CheckpointView, layout: ModelLayout) -> Iterator[str]:
     """Yield the tensors that the model class does not have."""
     method = view.quantization.method
     own_scales = tuple(method.cache_scales.values()) if method else ()
@@ -182,21 +184,23 @@ def _unexpected(view: CheckpointView, layout: ModelLayout) -> Iterator[str]:
         matrix = module.endswith((INPUT, OUTPUT)) and view.quantization.is_transform(module)
         read = weight or matrix and module.rpartition(".")[0] in layout.modules
         is_known = read or view.model.drafts(name) or name.endswith(own_scales)
-        if not is_known and layout.judges(name):
+        if not is_known and layout.covers(name):
             yield name
 
 
-def _without_parameter(view: CheckpointView, layout: ModelLayout, name: str) -> Finding:
+def _unexpected_finding(view: CheckpointView, layout: ModelLayout, name: str) -> Finding:
     """Return the finding on a tensor that has no parameter in vLLM."""
     expected = f"only tensors of {view.model.class_name}, with the sizes in config.json"
     fix = "remove the tensor, or correct its name or the config"
     if name.endswith(".bias"):
         # vLLM drops every bias that it does not expect (AutoWeightsLoader, models/utils.py).
-        return _passed_over(
+        return _harmless_finding(
             name, expected, "a bias that vLLM silently ignores", f"{fix} (attention_bias)"
         )
     if layout.place(name) in layout.drops:
-        return _passed_over(name, expected, "an unknown tensor that vLLM silently ignores", fix)
+        return _harmless_finding(
+            name, expected, "an unknown tensor that vLLM silently ignores", fix
+        )
     return error(
         NAME, name, expected=expected, got="a tensor for which vLLM has no parameter", fix=fix
     )
@@ -221,7 +225,7 @@ def _untied_head(view: CheckpointView) -> Iterator[Finding]:
         yield warning(NAME, head.name, expected=expected, got=got, fix=fix)
 
 
-def _passed_over(
+def _harmless_finding(
     where: str, expected: str, got: str, fix: str = "export the checkpoint again"
 ) -> Finding:
     """Return a warning about a missing or unread tensor that does not change vLLM's outputs."""
@@ -239,22 +243,22 @@ def _parameters(view: CheckpointView, group: ConfigGroup, layer: StoredLayer) ->
         ):
             # vLLM uses the largest input scale of all members (create_fp8_input_scale).
             expected = f"an input scale for each layer of {fused.name}"
-            yield _passed_over(
+            yield _harmless_finding(
                 where, expected, "no such tensor: vLLM uses the input scale of the other layers"
             )
         elif parameter == "weight_shape":
             expected = "the tensor, which compressed-tensors needs to unpack the weight"
-            yield _passed_over(
+            yield _harmless_finding(
                 where, expected, "no such tensor: vLLM can load the layer, transformers cannot"
             )
         elif parameter in group.storage.unread and group.weights.symmetric:
-            yield _passed_over(
+            yield _harmless_finding(
                 where,
                 "the tensor, which other loaders read",
                 "no such tensor: vLLM does not read it",
             )
         else:
-            yield _missing(where, f"this tensor of the format {group.format}")
+            yield _missing_finding(where, f"this tensor of the format {group.format}")
     announced = names | {"bias"} | group.storage.unread
     for parameter in sorted(parameters.keys() - announced) if shape is not None else ():
         where = joined_name(module, parameter)
@@ -291,9 +295,11 @@ def _decoder_layers(view: CheckpointView) -> Iterator[Finding]:
     if isinstance(declared, int) and numbers and possible:
         prefix, layers = max(numbers.items(), key=lambda item: len(item[1]))
         for missing in sorted(set(range(declared)) - layers):
-            yield _missing(f"{prefix}{missing}", f"{declared} decoder layers (num_hidden_layers)")
+            yield _missing_finding(
+                f"{prefix}{missing}", f"{declared} decoder layers (num_hidden_layers)"
+            )
 
 
-def _missing(where: str, expected: str) -> Finding:
+def _missing_finding(where: str, expected: str) -> Finding:
     got = "no such tensor: vLLM would use uninitialized memory"
     return error(NAME, where, expected=expected, got=got, fix="export the checkpoint again")

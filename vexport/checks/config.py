@@ -12,8 +12,8 @@ from vexport.checks.vllm.groups import (
     OUTPUT,
     ConfigGroup,
     OnlineTransform,
-    of_attention,
     parse_group,
+    targets_attention,
 )
 from vexport.checks.vllm.quant_methods import METHOD, METHODS, method_name
 from vexport.checks.vllm.view import CheckpointView
@@ -36,10 +36,10 @@ FORMAT_NAMES = frozenset(
 )
 # If both sides are static INT8, vLLM runs another scheme (_is_wNa8o8_int). It ignores other
 # quantized outputs.
-SIDES = ("input_activations", "output_activations")
+ACTIVATION_KEYS = ("input_activations", "output_activations")
 # Activation orders that vLLM no longer supports (compressed_tensors.py,
 # _quantization_scheme_map_from_config).
-REFUSED_ORDERING = ("group", "dynamic")
+UNSUPPORTED_ACTORDER = ("group", "dynamic")
 
 
 def run(view: CheckpointView) -> Iterator[Finding]:
@@ -49,14 +49,16 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     if config is None:
         yield from _without_config(view, quantized=quantized)
         return
-    other = other_method(view)
+    other = unsupported_method(view)
     if other is not None:
-        yield from _of_other_method(view, other)
+        yield from _unsupported_method_finding(view, other)
         return
     if view.index.tensors and not quantized and cache_scheme(view) is None:
-        yield _nothing_quantized(view, "no layer with quantized tensors and no quantized KV cache")
+        yield _unquantized_checkpoint(
+            view, "no layer with quantized tensors and no quantized KV cache"
+        )
     if view.quantization.method is not None:
-        yield from _other_method(view, view.quantization.method)
+        yield from _method_findings(view, view.quantization.method)
         return
     method = config.get("quant_method")
     if not isinstance(method, str) or method.lower().replace("_", "-") != METHOD:
@@ -69,7 +71,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         fix = "export the checkpoint again"
         yield _finding(view, "config_groups", "at least one group", repr(groups), fix)
         return
-    yield from _unreadable(view, groups)
+    yield from _unreadable_groups(view, groups)
     yield from _sparsity(view, config)
     ignore = config.get("ignore", [])
     if isinstance(ignore, str):
@@ -89,10 +91,10 @@ def _without_config(view: CheckpointView, *, quantized: bool) -> Iterator[Findin
         expected = "a quantization_config, because the checkpoint has quantized tensors"
         yield _finding(view, "", expected, "no such key", "export the checkpoint again")
     elif view.index.tensors:
-        yield _nothing_quantized(view, "no such key: vLLM would run every layer in 16 bits")
+        yield _unquantized_checkpoint(view, "no such key: vLLM would run every layer in 16 bits")
 
 
-def _nothing_quantized(view: CheckpointView, got: str) -> Finding:
+def _unquantized_checkpoint(view: CheckpointView, got: str) -> Finding:
     """Return a warning that the checkpoint is not quantized.
 
     A CI job may check a copy of the source, for example.
@@ -102,7 +104,7 @@ def _nothing_quantized(view: CheckpointView, got: str) -> Finding:
     return warning(NAME, view.quantization.place, expected=expected, got=got, fix=fix)
 
 
-def _other_method(view: CheckpointView, method: "QuantMethod") -> Iterator[Finding]:
+def _method_findings(view: CheckpointView, method: "QuantMethod") -> Iterator[Finding]:
     """Yield findings on another method's config.
 
     They report keys that vLLM refuses or misreads, and arguments that it does not support.
@@ -119,9 +121,11 @@ def _other_method(view: CheckpointView, method: "QuantMethod") -> Iterator[Findi
             yield _finding(view, "", expected, f"{name}: {refusal}", fix)
 
 
-def _unreadable(view: CheckpointView, groups: Mapping[str, Json]) -> Iterator[Finding]:
+def _unreadable_groups(view: CheckpointView, groups: Mapping[str, Json]) -> Iterator[Finding]:
     for name, raw in groups.items():
-        parsed = None if of_attention(raw) else parse_group(name, raw, view.quantization.format)
+        parsed = (
+            None if targets_attention(raw) else parse_group(name, raw, view.quantization.format)
+        )
         if isinstance(parsed, str):
             expected = "arguments that compressed-tensors accepts"
             fix = "correct the config group"
@@ -135,7 +139,8 @@ def has_quantized_outputs(view: CheckpointView) -> bool:
     """
     groups = (view.quantization.values or {}).get("config_groups")
     return any(
-        isinstance(raw, dict) and all(_is_static_int8(parse_args(raw.get(side))) for side in SIDES)
+        isinstance(raw, dict)
+        and all(_is_static_int8(parse_args(raw.get(side))) for side in ACTIVATION_KEYS)
         for raw in (groups.values() if isinstance(groups, dict) else ())
     )
 
@@ -157,7 +162,7 @@ def _groups(view: CheckpointView) -> Iterator[Finding]:
     routed = {name for name, fused in users if fused.experts is not None}
     for group in view.quantization.config_groups:
         key = f"config_groups.{group.name}"
-        if group.weights.actorder in REFUSED_ORDERING:
+        if group.weights.actorder in UNSUPPORTED_ACTORDER:
             got = f"actorder {group.weights.actorder}"
             expected = "no activation ordering, or actorder weight"
             fix = "quantize again with one of these orderings"
@@ -221,13 +226,13 @@ def _finding(view: CheckpointView, key: str, expected: str, got: str, fix: str) 
     return error(NAME, where, expected=expected, got=got, fix=fix)
 
 
-def other_method(view: CheckpointView) -> str | None:
+def unsupported_method(view: CheckpointView) -> str | None:
     """Return the name of the quantization method, or None if vexport checks this method."""
     name = method_name(view.quantization.values) if view.quantization.values is not None else None
     return None if name in METHODS else name
 
 
-def _of_other_method(view: CheckpointView, method: str) -> Iterator[Finding]:
+def _unsupported_method_finding(view: CheckpointView, method: str) -> Iterator[Finding]:
     """Report that vLLM does not support the checkpoint's quantization method."""
     if method in view.model.facts.methods:
         return
@@ -248,7 +253,7 @@ def transforms(view: CheckpointView) -> Iterator[Finding]:
         if transform.location not in (INPUT, OUTPUT):
             expected = "transforms of the inputs or outputs of linear layers (vLLM has no others)"
             got = f"a transform at {transform.location}"
-            yield _unrunnable(f"{where}.{transform.scheme}", expected, got)
+            yield _transform_finding(f"{where}.{transform.scheme}", expected, got)
             continue
         yield from _matrix(view, transform)
         for fused in view.model.fused_layers:
@@ -268,7 +273,7 @@ def _matrix(view: CheckpointView, transform: OnlineTransform) -> Iterator[Findin
     """
     if not any(name.endswith(f".{transform.submodule}.weight") for name in view.index.tensors):
         expected = f"the matrix of the {transform.kind} transform, stored with one of its layers"
-        yield _unrunnable(f"{transform.submodule}.weight", expected, "no such tensor")
+        yield _transform_finding(f"{transform.submodule}.weight", expected, "no such tensor")
 
 
 def _fused(
@@ -279,18 +284,18 @@ def _fused(
         return
     if moe_layer(rotated[0]) is not None:
         expected = "no online transform of routed experts, because vLLM does not compute it"
-        yield _unrunnable(fused.name, expected, transform.submodule)
+        yield _transform_finding(fused.name, expected, transform.submodule)
     elif transform.location == INPUT and len(rotated) < len(fused.members):
         expected = "the same input transform for all layers that vLLM fuses"
-        yield _unrunnable(
+        yield _transform_finding(
             fused.name, expected, f"{transform.submodule} for {', '.join(rotated)} only"
         )
     if any("bias" in view.model.modules[member] for member in rotated):
         expected = "no bias in layers with an online transform (vLLM asserts this)"
-        yield _unrunnable(fused.name, expected, transform.submodule)
+        yield _transform_finding(fused.name, expected, transform.submodule)
 
 
-def _unrunnable(where: str, expected: str, got: str) -> Finding:
+def _transform_finding(where: str, expected: str, got: str) -> Finding:
     return error(
         TRANSFORMS_NAME,
         where,

@@ -31,9 +31,9 @@ DESCRIPTION = (
 )
 VERSIONS_NAME = "versions"
 VERSIONS = "the chosen version of vLLM (--vllm) supports the schemes, bit widths and model class"
-LOAD = "load it in that version: vexport load --dry --vllm-python"
-OTHER_SCHEME = "serve it on another GPU, or use another scheme"
-SERVE = "serve it with another version of vLLM, or use another scheme"
+FIX_LOAD = "load it in that version: vexport load --dry --vllm-python"
+FIX_SCHEME = "serve it on another GPU, or use another scheme"
+FIX_VERSION = "serve it with another version of vLLM, or use another scheme"
 # The first SM with FP8 caches in Triton's attention; the first SM and the head sizes that
 # FlashInfer supports.
 TRITON_FP8_FROM, FLASHINFER_FROM, FLASHINFER_HEADS = 89, 80, (64, 128, 256, 512)
@@ -76,7 +76,7 @@ def _cache(view: CheckpointView) -> Iterator[Finding]:
         got = f"a GPU on which vLLM has no attention backend for an FP8 cache ({reason})"
         fix = "serve it on another GPU, or with --kv-cache-dtype bfloat16 (float16 below SM 80)"
         yield error(
-            NAME, f"the FP8 KV cache (sm {_listed(refusing)})", expected=expected, got=got, fix=fix
+            NAME, f"the FP8 KV cache (sm {_sm_list(refusing)})", expected=expected, got=got, fix=fix
         )
 
 
@@ -139,18 +139,18 @@ def _capabilities(
         until = f"or above, and below {support.below}" if support.below else "or above"
         needed = "a CPU" if support.below == 0 else f"SM {max(support.loads_from, least)} {until}"
         expected = f"{needed} for {precision(group)} ({group.format})"
-        finding, got, fix = error, "a GPU on which vLLM refuses the scheme", OTHER_SCHEME
+        finding, got, fix = error, "a GPU on which vLLM refuses the scheme", FIX_SCHEME
         if support.after_loading:
             # This limit comes from the kernel's code and was not tested on a GPU. The loaders
             # accept the checkpoint.
             finding, got = warning, support.after_loading
             fix = f"try to load it on such a GPU, or store it as {PACKED.name}"
-        where = f"{layers}, sm {_listed(refusing)})"
+        where = f"{layers}, sm {_sm_list(refusing)})"
         yield finding(NAME, where, expected=expected, got=got, fix=fix)
     running = [sm for sm in capabilities if sm not in refusing]
     for bits in dict.fromkeys(support.bits(sm) for sm in running):
         if bits != input_bits(group):
-            where = f"{layers}, sm {_listed([sm for sm in running if support.bits(sm) == bits])})"
+            where = f"{layers}, sm {_sm_list([sm for sm in running if support.bits(sm) == bits])})"
             stored = precision(group)
             got = f"W{weights}A{bits}: vLLM has no {stored} kernel for this GPU, and falls back"
             fix = "measure accuracy and speed on this GPU, or serve it on another GPU"
@@ -161,7 +161,7 @@ def _layers(count: int) -> str:
     return f"{count} layer{'s' if count > 1 else ''}"
 
 
-def _listed(capabilities: list[int]) -> str:
+def _sm_list(capabilities: list[int]) -> str:
     return "/".join(map(str, capabilities))
 
 
@@ -174,7 +174,7 @@ def versions(view: CheckpointView) -> Iterator[Finding]:
         expected = f"a version of vLLM that vexport has rules for ({oldest} to {newest})"
         got = f"another version, checked by the rules of vLLM {short_version(version)}"
         yield warning(
-            VERSIONS_NAME, f"vLLM {short_version(asked)}", expected=expected, got=got, fix=LOAD
+            VERSIONS_NAME, f"vLLM {short_version(asked)}", expected=expected, got=got, fix=FIX_LOAD
         )
     if version == PINNED:
         return
@@ -186,28 +186,30 @@ def versions(view: CheckpointView) -> Iterator[Finding]:
     if view.quantization.method is not None:
         expected = f"vLLM {pinned}, the only version with rules for {view.quantization.method.name}"
         got = f"{name}, checked by the rules of vLLM {pinned}"
-        yield warning(VERSIONS_NAME, view.quantization.place, expected=expected, got=got, fix=LOAD)
+        yield warning(
+            VERSIONS_NAME, view.quantization.place, expected=expected, got=got, fix=FIX_LOAD
+        )
         return
     found = [view.lookup.group_of(fused) for fused in view.model.fused_layers]
     used = {group.name for group in found if group is not None}
     for group in (group for group in view.quantization.config_groups if group.name in used):
         where = f"{view.quantization.place}.config_groups.{group.name}"
-        if refused := _refused(group, facts_of(version)):
+        if refused := _unsupported_zero_points(group, facts_of(version)):
             expected = f"a version of vLLM that supports {refused}"
             yield error(
                 VERSIONS_NAME,
                 where,
                 expected=expected,
                 got=f"{name}, which refuses them",
-                fix=SERVE,
+                fix=FIX_VERSION,
             )
         elif group.storage is MXFP4 and MXFP4.vllm_scheme(group) not in facts_of(version).schemes:
             expected = "a version of vLLM that supports MXFP4 weights with FP8 inputs"
             got = f"{name}, which quantizes the inputs to MXFP4 on GPUs with FP4 kernels"
-            yield warning(VERSIONS_NAME, where, expected=expected, got=got, fix=SERVE)
+            yield warning(VERSIONS_NAME, where, expected=expected, got=got, fix=FIX_VERSION)
 
 
-def _refused(group: ConfigGroup, facts: VersionFacts) -> str | None:
+def _unsupported_zero_points(group: ConfigGroup, facts: VersionFacts) -> str | None:
     """Return the kind of zero points in a group that a version lacks, or None if there is none.
 
     Sources: schemes/compressed_tensors_wNa16.py and wNa8.py.

@@ -32,21 +32,23 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         group = view.lookup.group_of(fused)
         if len(fused.members) < 2 or group is None:
             continue
-        values = _differing(view, fused, WEIGHT_GLOBAL_SCALE)
-        if values and not _differ_in_zeros(view, values):
+        values = _different_values(view, fused, WEIGHT_GLOBAL_SCALE)
+        if values and not _only_zero_weights_differ(view, values):
             yield _finding(
                 fused, WEIGHT_GLOBAL_SCALE, values, "error", "would use the largest value for all"
             )
         for parameter in INPUT_SCALES:
-            if values := _differing(view, fused, parameter):
+            if values := _different_values(view, fused, parameter):
                 taken = (min if parameter in view.reciprocals else max)(values.values())
                 yield _input_finding(fused, parameter, values, group, taken)
-        if group.weights.strategy == "tensor" and (values := _differing(view, fused, WEIGHT_SCALE)):
+        if group.weights.strategy == "tensor" and (
+            values := _different_values(view, fused, WEIGHT_SCALE)
+        ):
             behavior = "requantizes to the largest value, with a small loss"
             yield _finding(fused, WEIGHT_SCALE, values, "warning", behavior)
 
 
-def _differ_in_zeros(view: CheckpointView, values: Mapping[str, float]) -> bool:
+def _only_zero_weights_differ(view: CheckpointView, values: Mapping[str, float]) -> bool:
     """Return True if only members with all-zero weights have another global scale than vLLM uses.
 
     Routed experts are left out, because vLLM uses the first member's scale for them.
@@ -82,7 +84,7 @@ def _input_finding(
     return _finding(fused, parameter, values, "error", f"would use {taken:.9g} for all")
 
 
-def _differing(view: CheckpointView, fused: FusedLayer, parameter: str) -> dict[str, float]:
+def _different_values(view: CheckpointView, fused: FusedLayer, parameter: str) -> dict[str, float]:
     """Return a parameter's values by member, or {} if all are equal.
 
     Only members with a single value of the parameter are compared.
@@ -100,7 +102,7 @@ def _finding(
     parameter: str,
     values: Mapping[str, float],
     severity: Severity,
-    what_vllm_does: str,
+    vllm_behavior: str,
 ) -> Finding:
     """Return a finding that lists the members' values."""
     return Finding(
@@ -111,5 +113,5 @@ def _finding(
         got=", ".join(
             f"{module.rpartition('.')[2]} {value:.9g}" for module, value in values.items()
         ),
-        fix=f"quantize again with a shared scale; vLLM {what_vllm_does}",
+        fix=f"quantize again with a shared scale; vLLM {vllm_behavior}",
     )

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from vexport.architectures.linears import makes_keys
+from vexport.architectures.linears import is_key_projection
 from vexport.checks.numbers import PLACEHOLDER, is_zero, largest_output
 from vexport.checks.vllm.findings import error, warning
 from vexport.checks.vllm.view import CheckpointView
@@ -22,9 +22,9 @@ SCALES = ("k_scale", "v_scale")
 STRATEGIES = ("tensor", "attn_head")
 FIX = "quantize the KV cache again with calibration"
 # Largest plausible scale, for keys and values up to 4096. Models reach several hundred.
-MOST_SCALE = 4096 / E4M3_MAX
+MAX_SCALE = 4096 / E4M3_MAX
 # Smallest plausible scale, for keys and values up to 1e-3.
-LEAST_SCALE = 1e-3 / E4M3_MAX
+MIN_SCALE = 1e-3 / E4M3_MAX
 # All keys of the scheme that vLLM reads (validate_kv_cache_scheme of
 # CompressedTensorsKVCacheMethod).
 ACCEPTED: Mapping[str, tuple[Json, ...]] = {
@@ -34,7 +34,7 @@ ACCEPTED: Mapping[str, tuple[Json, ...]] = {
     "strategy": STRATEGIES,
 }
 # KV cache scheme that other methods can declare.
-ANNOUNCED: Mapping[str, Json] = {
+DECLARED_SCHEME: Mapping[str, Json] = {
     "type": "float",
     "num_bits": 8,
     "symmetric": True,
@@ -46,7 +46,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     """Yield findings on kv_cache_scheme and its scales."""
     scheme = cache_scheme(view)
     if scheme is None:
-        yield from _unannounced(view) if view.quantization.method is None else ()
+        yield from _undeclared_scheme(view) if view.quantization.method is None else ()
         return
     if not isinstance(scheme, dict) or any(
         scheme.get(key) not in right for key, right in ACCEPTED.items()
@@ -68,7 +68,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
             yield from _values(view, module, parameter, tensor)
 
 
-def _unannounced(view: CheckpointView) -> Iterator[Finding]:
+def _undeclared_scheme(view: CheckpointView) -> Iterator[Finding]:
     """Report calibrated scales in all attention layers although the config has no KV cache scheme.
 
     vLLM would keep such a cache in 16 bits.
@@ -99,13 +99,15 @@ def cache_scheme(view: CheckpointView) -> Json:
     """
     if view.quantization.method is None:
         return (view.quantization.values or {}).get("kv_cache_scheme")
-    return {**ANNOUNCED} if view.quantization.method.kv_cache else None
+    return {**DECLARED_SCHEME} if view.quantization.method.kv_cache else None
 
 
 def _places(view: CheckpointView) -> Iterator[tuple[str, str, TensorInfo | None]]:
     names = view.model.names
     attention = (
-        module.rpartition(".")[0] for module in view.layers.by_name if makes_keys(module, names)
+        module.rpartition(".")[0]
+        for module in view.layers.by_name
+        if is_key_projection(module, names)
     )
     for module in attention:
         yield from ((module, parameter, _stored(view, module, parameter)) for parameter in SCALES)
@@ -135,12 +137,12 @@ def _stored(view: CheckpointView, module: str, parameter: str) -> TensorInfo | N
 def _count(view: CheckpointView, tensor: TensorInfo, *, per_head: bool) -> Iterator[Finding]:
     heads = view.model.text.get("num_key_value_heads") if per_head else None
     if not per_head and tensor.num_elements != 1:
-        yield _wrong(
+        yield _scale_finding(
             tensor, "one scale for all heads (strategy tensor)", f"{tensor.num_elements} values"
         )
     if isinstance(heads, int) and heads > 0 and tensor.num_elements % heads:
         expected = f"a scale for each of {heads} KV heads (strategy attn_head)"
-        yield _wrong(tensor, expected, f"{tensor.num_elements} values")
+        yield _scale_finding(tensor, expected, f"{tensor.num_elements} values")
 
 
 def _values(
@@ -150,27 +152,27 @@ def _values(
     values = view.reader.floats(tensor)
     bad = int(np.count_nonzero(~(np.isfinite(values) & (values > 0))))
     if tensor.dtype not in FLOAT_SCALES:
-        yield _wrong(tensor, f"dtype {' or '.join(sorted(FLOAT_SCALES))}", tensor.dtype)
+        yield _scale_finding(tensor, f"dtype {' or '.join(sorted(FLOAT_SCALES))}", tensor.dtype)
     if bad:
         got = f"{bad} of {values.size} values that are NaN, infinite or not above zero"
-        yield _wrong(tensor, "finite scales above zero", got)
+        yield _scale_finding(tensor, "finite scales above zero", got)
     makes = f"{module}.{parameter[0]}_proj"
-    if bad or not values.size or _makes_zeros(view, makes):
+    if bad or not values.size or _outputs_only_zeros(view, makes):
         return
     reach = largest_output(view, makes)
-    most = MOST_SCALE if reach is None else min(MOST_SCALE, reach / E4M3_MAX)
+    most = MAX_SCALE if reach is None else min(MAX_SCALE, reach / E4M3_MAX)
     if (values == PLACEHOLDER).all():
         got = "1, which is vLLM's default without a scale"
         yield warning(NAME, tensor.name, expected="a calibrated scale", got=got, fix=FIX)
     elif values.max() > most:
         got = f"{values.max():g}, which looks like a reciprocal"
-        yield _wrong(tensor, f"scales of at most {most:.3g}", got)
-    elif values.max() < LEAST_SCALE:
+        yield _scale_finding(tensor, f"scales of at most {most:.3g}", got)
+    elif values.max() < MIN_SCALE:
         got = f"{values.max():g}, which is too small for keys and values"
-        yield _wrong(tensor, f"scales of at least {LEAST_SCALE:g}", got)
+        yield _scale_finding(tensor, f"scales of at least {MIN_SCALE:g}", got)
 
 
-def _makes_zeros(view: CheckpointView, module: str) -> bool:
+def _outputs_only_zeros(view: CheckpointView, module: str) -> bool:
     """Return True if all outputs of a layer are zero. Such keys or values can have any scale."""
     layer = view.layers.by_name.get(module)
     if layer is None or layer.filled("bias") is not None:
@@ -180,5 +182,5 @@ def _makes_zeros(view: CheckpointView, module: str) -> bool:
     return layer.weight is not None and is_zero(view, layer.weight)
 
 
-def _wrong(tensor: TensorInfo, expected: str, got: str) -> Finding:
+def _scale_finding(tensor: TensorInfo, expected: str, got: str) -> Finding:
     return error(NAME, tensor.name, expected=expected, got=got, fix=FIX)

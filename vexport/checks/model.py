@@ -16,46 +16,46 @@ NAME = "model"
 DESCRIPTION = (
     "vLLM supports the model's class, and config.json has the names and sizes that it needs"
 )
-HALF = ("float16", "half")
+FLOAT16_NAMES = ("float16", "half")
 # Classes that replace the output head by another layer, and the names of that layer.
 CLASSIFIER = ("ForSequenceClassification", "ForTokenClassification")
-CLASSIFIES = re.compile(r"(^|\.)(score|classifier|cls|qa_outputs)\.")
+CLASSIFIER_LAYERS = re.compile(r"(^|\.)(score|classifier|cls|qa_outputs)\.")
 # Base models that vLLM registers with a class that can also generate text (models/registry.py).
 GENERATING_BASES = ("Gemma2Model", "LlamaModel", "MistralModel", "Qwen2Model")
 # Trained models have 1e-8 to 1e-5.
 LARGEST_EPSILON = 0.01
 # A table for 10,485,760 positions and heads of 128 has 2.5 GiB in bfloat16. This is the largest
 # number of positions of a model in 2026.
-MOST_TABLE_BYTES = 8 << 30
-MOST_LABELS = 1_000_000
+MAX_TABLE_BYTES = 8 << 30
+MAX_LABELS = 1_000_000
 
 
 def run(view: CheckpointView) -> Iterator[Finding]:
     """Yield findings on config.json, except its quantization_config."""
     config = view.index.config
     yield from _class(view)
-    yield from _narrowed(view)
+    yield from _overflowing_dtype(view)
     yield from _positions(view)
     yield from _labels(view)
     if impossible := impossible_size(config, len(view.index.tensors)):
         key, got = impossible
-        yield _wrong(view, key, "a number that fits the stored tensors", got)
+        yield _config_finding(view, key, "a number that fits the stored tensors", got)
         return
     entry = get_layout(view.model.class_name, view.model.version)
     if entry is not None:
         for key, value in oversized(entry, config):
-            yield _wrong(view, key, "a possible size of a tensor", shown(value))
+            yield _config_finding(view, key, "a possible size of a tensor", shown(value))
         for key in missing_sizes(entry, config):
             got = (
                 shown(config[key])
                 if key in config
                 else "no such key: transformers would use its default"
             )
-            yield _wrong(view, key, "a size", got)
+            yield _config_finding(view, key, "a size", got)
         yield from _sizes(view, entry, text_config(config))
 
 
-def _narrowed(view: CheckpointView) -> Iterator[Finding]:
+def _overflowing_dtype(view: CheckpointView) -> Iterator[Finding]:
     """Report a config with dtype float16 for a model in bfloat16: large values overflow in float16.
 
     If other tensors are stored in float16, the producer meant it, and the finding is a warning.
@@ -66,7 +66,7 @@ def _narrowed(view: CheckpointView) -> Iterator[Finding]:
     stored = {
         tensor.dtype for name, tensor in view.index.tensors.items() if name.endswith("norm.weight")
     }
-    if dtype in HALF and stored == {"BF16"}:
+    if dtype in FLOAT16_NAMES and stored == {"BF16"}:
         meant = any(tensor.dtype == "F16" for tensor in view.index.tensors.values())
         where = f"{view.config_path}: dtype"
         expected = "bfloat16, in which the norms are stored"
@@ -77,28 +77,36 @@ def _narrowed(view: CheckpointView) -> Iterator[Finding]:
 
 def _class(view: CheckpointView) -> Iterator[Finding]:
     """Yield the findings of the first rule that fails. Later rules depend on earlier ones."""
-    rules = (_unreadable, _unknown, _without_output, _of_another_type, _unnamed)
+    rules = (
+        _invalid_names,
+        _unknown_class,
+        _missing_output_layer,
+        _wrong_model_type,
+        _missing_class_name,
+    )
     yield from next((findings for rule in rules if (findings := [*rule(view)])), [])
 
 
-def _unreadable(view: CheckpointView) -> Iterator[Finding]:
+def _invalid_names(view: CheckpointView) -> Iterator[Finding]:
     kind, names = view.index.config.get("model_type"), view.index.config.get("architectures")
     if not isinstance(kind, str) or not kind:
-        yield _wrong(view, "model_type", "transformers' name of the architecture", shown(kind))
+        yield _config_finding(
+            view, "model_type", "transformers' name of the architecture", shown(kind)
+        )
     elif names is not None and not isinstance(names, list):
-        yield _wrong(view, "architectures", "a list of names", shown(names))
+        yield _config_finding(view, "architectures", "a list of names", shown(names))
 
 
-def _unknown(view: CheckpointView) -> Iterator[Finding]:
+def _unknown_class(view: CheckpointView) -> Iterator[Finding]:
     """Report a class that neither vLLM, nor transformers, nor code in the checkpoint defines.
 
     Classes in vLLM's registry that are not in the table of classes are not checked: see
-    `unjudged_class`.
+    `class_not_judged`.
     """
     name, table = view.model.class_name, architecture_table(view.model.version)
     if not name:
         got = "no such key, and an unknown model_type"
-        yield _wrong(view, "architectures", "the name of the model class", got)
+        yield _config_finding(view, "architectures", "the name of the model class", got)
         return
     of_transformers = transformers_models(_kind(view), view.model.version) or ()
     has_code = "auto_map" in view.index.config or name in of_transformers
@@ -110,10 +118,10 @@ def _unknown(view: CheckpointView) -> Iterator[Finding]:
         vllm = view.model.facts.vllm
         expected = f"a class of vLLM {vllm} or of transformers"
         got = f"{name}, which neither has" if reason is None else f"{name}: {reason}"
-        yield _wrong(view, "architectures", expected, got)
+        yield _config_finding(view, "architectures", expected, got)
 
 
-def unjudged_class(view: CheckpointView) -> Iterator[NotJudged]:
+def class_not_judged(view: CheckpointView) -> Iterator[NotJudged]:
     """Yield why the class is not checked, if vLLM has it but the table of classes does not."""
     name = view.model.class_name
     reason = left_out(name, view.model.version) if name not in view.model.facts.added else None
@@ -121,16 +129,16 @@ def unjudged_class(view: CheckpointView) -> Iterator[NotJudged]:
         yield NotJudged(what=f"the layers of {name} in vLLM", why=reason)
 
 
-def _without_output(view: CheckpointView) -> Iterator[Finding]:
+def _missing_output_layer(view: CheckpointView) -> Iterator[Finding]:
     name = view.model.class_name
     if name.endswith(CLASSIFIER) and not any(
-        CLASSIFIES.search(tensor) for tensor in view.index.tensors
+        CLASSIFIER_LAYERS.search(tensor) for tensor in view.index.tensors
     ):
         got = f"{name}, but no tensor of its output layer"
-        yield _wrong(view, "architectures", "a class with all its tensors stored", got)
+        yield _config_finding(view, "architectures", "a class with all its tensors stored", got)
 
 
-def _of_another_type(view: CheckpointView) -> Iterator[Finding]:
+def _wrong_model_type(view: CheckpointView) -> Iterator[Finding]:
     """Report a model type that transformers does not have, or that does not fit the stored tensors.
 
     An unknown model type is only reported if the config belongs to transformers and needs no code
@@ -141,7 +149,7 @@ def _of_another_type(view: CheckpointView) -> Iterator[Finding]:
     known_class = get_layout(name, view.model.version) is not None and "auto_map" not in config
     known_kind = kind in models or transformers_models(kind, view.model.version) is not None
     if known_class and not known_kind:
-        yield _wrong(view, "model_type", f"the model type of {name}", kind)
+        yield _config_finding(view, "model_type", f"the model type of {name}", kind)
     elif name in models.values() and models.get(kind, name) != name:
         meant = layout_of(
             models[kind], config, view.model.architecture, view.index.tensors, view.model.version
@@ -149,10 +157,10 @@ def _of_another_type(view: CheckpointView) -> Iterator[Finding]:
         layout = view.model.layout
         missing = meant and layout and meant.parameters.keys() - layout.parameters.keys()
         if layout is None or missing and missing & view.index.tensors.keys():
-            yield _wrong(view, "model_type", f"the model type of {name}", kind)
+            yield _config_finding(view, "model_type", f"the model type of {name}", kind)
 
 
-def _unnamed(view: CheckpointView) -> Iterator[Finding]:
+def _missing_class_name(view: CheckpointView) -> Iterator[Finding]:
     name, kind = view.model.class_name, _kind(view)
     # Base model of transformers. vLLM uses it if the config names no class (get_config).
     base = name.replace("ForCausalLM", "Model")
@@ -161,7 +169,7 @@ def _unnamed(view: CheckpointView) -> Iterator[Finding]:
     where, expected = f"{view.config_path}: architectures", "the name of the model class"
     if base not in GENERATING_BASES:
         got = f"no such key: vLLM would use {base} for {kind}, which computes embeddings, not text"
-        yield _wrong(view, "architectures", expected, got)
+        yield _config_finding(view, "architectures", expected, got)
         return
     got = f"no such key: vLLM uses {name} for model_type {kind}"
     fix = f'add "architectures": ["{name}"]'
@@ -178,7 +186,7 @@ def _sizes(
     heads, keys = config.get("num_attention_heads"), config.get("num_key_value_heads")
     sized = any("num_key_value_heads" in side for row in entry.rows for side in row.shape or ())
     if sized and isinstance(heads, int) and isinstance(keys, int) and (keys < 1 or heads % keys):
-        yield _wrong(
+        yield _config_finding(
             view,
             "num_key_value_heads",
             f"a divisor of num_attention_heads {shown(heads)}",
@@ -187,7 +195,9 @@ def _sizes(
     # vLLM accepts any number here without an error. It uses only one of two RoPE descriptions.
     epsilon = config.get("rms_norm_eps", LARGEST_EPSILON)
     if isinstance(epsilon, float) and not 0 <= epsilon <= LARGEST_EPSILON:
-        yield _wrong(view, "rms_norm_eps", f"a number from 0 to {LARGEST_EPSILON}", shown(epsilon))
+        yield _config_finding(
+            view, "rms_norm_eps", f"a number from 0 to {LARGEST_EPSILON}", shown(epsilon)
+        )
     new, old = config.get("rope_parameters"), config.get("rope_scaling")
     kinds = [
         each.get("rope_type", each.get("type")) for each in (new, old) if isinstance(each, dict)
@@ -195,16 +205,18 @@ def _sizes(
     scaled = any(kind not in ("default", None) for kind in kinds)
     if isinstance(new, dict) and isinstance(old, dict) and new != old and scaled:
         got = f"{shown(old)}, but different rope_parameters {shown(new)}"
-        yield _wrong(view, "rope_scaling", "the same values as rope_parameters, or no key", got)
+        yield _config_finding(
+            view, "rope_scaling", "the same values as rope_parameters, or no key", got
+        )
 
 
 def _positions(view: CheckpointView) -> Iterator[Finding]:
     """Report RoPE bases without finite angles, and position tables that do not fit into memory."""
     for wrong in wrong_numbers(view.index.config):
-        yield _wrong(view, wrong.key, wrong.need, shown(wrong.value))
+        yield _config_finding(view, wrong.key, wrong.need, shown(wrong.value))
     num_bytes = table_bytes({"dtype": view.index.config.get("dtype"), **view.model.text})
-    if num_bytes > MOST_TABLE_BYTES:
-        expected = f"a rotary table of at most {MOST_TABLE_BYTES >> 30} GiB"
+    if num_bytes > MAX_TABLE_BYTES:
+        expected = f"a rotary table of at most {MAX_TABLE_BYTES >> 30} GiB"
         got = (
             f"a rotary table of {num_bytes / (1 << 30):,.0f} GiB, which vLLM computes on each GPU "
             f"at startup"
@@ -220,11 +232,11 @@ def _positions(view: CheckpointView) -> Iterator[Finding]:
 def _labels(view: CheckpointView) -> Iterator[Finding]:
     """Report a number of labels for which transformers would use up the memory with names."""
     count = view.index.config.get("num_labels")
-    if isinstance(count, int) and count > MOST_LABELS:
-        expected = f"at most {MOST_LABELS:,}, because transformers creates a name for each label"
-        yield _wrong(view, "num_labels", expected, shown(count))
+    if isinstance(count, int) and count > MAX_LABELS:
+        expected = f"at most {MAX_LABELS:,}, because transformers creates a name for each label"
+        yield _config_finding(view, "num_labels", expected, shown(count))
 
 
-def _wrong(view: CheckpointView, key: str, expected: str, got: str) -> Finding:
+def _config_finding(view: CheckpointView, key: str, expected: str, got: str) -> Finding:
     fix = "use the model's original config.json"
     return error(NAME, f"{view.config_path}: {key}", expected=expected, got=got, fix=fix)

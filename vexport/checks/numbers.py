@@ -26,7 +26,7 @@ E4M3_NAN = 0x7F
 # Scales of linear layers. The scales of the KV cache are checked separately.
 LAYER_SCALES = ("weight_scale", "weight_global_scale", "input_scale", "input_global_scale")
 # A layer never has this many equal scales, unless they are exponents.
-MANY = 16
+MANY_SCALES = 16
 E8M0_BIAS = 127
 # Initial value of a scale in producers, and vLLM's default for a KV cache. Calibration never gives
 # exactly this value.
@@ -35,12 +35,12 @@ PLACEHOLDER = 1.0
 SAMPLE = 1 << 11
 # Bits that are all set in NaN and infinity, by dtype. e4m3 has no infinity, and its NaN sets all of
 # them. The bits of finite positive numbers are smaller, and have the order of the numbers.
-NOT_FINITE = {"F8_E4M3": E4M3_NAN, "F16": 0x7C00, "BF16": 0x7F80, "F32": 0x7F800000}
+NON_FINITE_BITS = {"F8_E4M3": E4M3_NAN, "F16": 0x7C00, "BF16": 0x7F80, "F32": 0x7F800000}
 # Names of bounds and masks: input_min of Gemma 4's towers, causal_mask.
 BOUNDS = re.compile(r"(^|_)(min|max|mask|bounds?)$")
 # Elements examined at once, so that they fit into the processor's cache, and elements after which
 # pages are released.
-RUN, RELEASED = 1 << 18, 1 << 24
+CHUNK_ELEMENTS, RELEASE_ELEMENTS = 1 << 18, 1 << 24
 INTEGERS = {
     "U8": (0, 255),
     "I8": (-128, 127),
@@ -49,22 +49,22 @@ INTEGERS = {
 }
 # An integer of at least this size differs by at most 0.2 % from the value that was rounded to it. A
 # bfloat16 number differs by at most 0.4 %.
-WHOLE = 256.0
+LARGE_INTEGER = 256.0
 SIXTEEN_BITS = ("BF16", "F16")
 # All e4m3 values of at least this size are integers, so integer storage keeps them exactly.
-WHOLE_E4M3 = 8.0
+E4M3_INTEGERS_FROM = 8.0
 # Casts between integers of the same size wrap and keep the bits.
 SAME_BITS = ({"I8", "U8"}, {"I32", "U32"})
 E4M3_CODES = bytes(range(256))
 # Tolerance for ranges that are rounded, averaged or enlarged, and for inputs so small that the
 # norm's epsilon matters.
-MARGIN = 1.5
+RANGE_TOLERANCE = 1.5
 IN_LAYER = re.compile(
     r"(?P<layer>model\.layers\.\d+\.)(?P<part>\w+)\.(?:experts\.\d+\.)?(?P<projection>\w+)$"
 )
 FIX_TENSOR = "look at this tensor in the source, then export the checkpoint again"
 # Dtypes of scales that store exponents.
-BYTES = ("U8", "F8_E8M0")
+EXPONENT_DTYPES = ("U8", "F8_E8M0")
 
 
 def single_value(reader: Reader, tensor: TensorInfo | None) -> float | None:
@@ -74,26 +74,26 @@ def single_value(reader: Reader, tensor: TensorInfo | None) -> float | None:
     return float(reader.array(tensor).reshape(-1)[0])
 
 
-def positive_ends(reader: Reader, tensor: TensorInfo) -> tuple[float, float] | None:
+def positive_range(reader: Reader, tensor: TensorInfo) -> tuple[float, float] | None:
     """Return the smallest and the largest value of a floating-point scale.
 
     Returns None if a value is not finite or not above zero, or if the dtype stores exponents. The
     function compares the bits, which have the same order as positive values, and decodes only the
     two ends.
     """
-    if tensor.dtype not in NOT_FINITE:
+    if tensor.dtype not in NON_FINITE_BITS:
         return None
     bits = np.frombuffer(reader.raw(tensor), f"<u{BITS[tensor.dtype] // 8}")
     least, largest = bits.min(), bits.max()
-    if least <= 0 or largest >= NOT_FINITE[tensor.dtype]:
+    if least <= 0 or largest >= NON_FINITE_BITS[tensor.dtype]:
         return None
     least, largest = _decoded(least.tobytes() + largest.tobytes(), tensor.dtype)
     return float(least), float(largest)
 
 
-def ends_of(reader: Reader, scale: TensorInfo) -> tuple[float, float]:
+def scale_range(reader: Reader, scale: TensorInfo) -> tuple[float, float]:
     """Return the smallest and the largest value of a valid scale."""
-    if positive := positive_ends(reader, scale):
+    if positive := positive_range(reader, scale):
         return positive
     codes = np.frombuffer(reader.raw(scale), np.uint8)
     is_exponent = scale.dtype == "U8"
@@ -103,7 +103,7 @@ def ends_of(reader: Reader, scale: TensorInfo) -> tuple[float, float]:
     return float(values.min()), float(values.max())
 
 
-def middling(reader: Reader, scale: TensorInfo) -> float:
+def median_magnitude(reader: Reader, scale: TensorInfo) -> float:
     """Return the median of a scale's magnitudes.
 
     The median of a large scale is estimated from an evenly spaced sample.
@@ -125,7 +125,9 @@ def _decoded(data: memoryview | bytes, dtype: str) -> npt.NDArray[np.float64]:
     return np.exp2(values - E8M0_BIAS) if dtype == "U8" else values
 
 
-def beyond(view: CheckpointView, group: ConfigGroup, layer: StoredLayer) -> Iterator[Finding]:
+def codes_out_of_range(
+    view: CheckpointView, group: ConfigGroup, layer: StoredLayer
+) -> Iterator[Finding]:
     """Report int8 codes that do not fit into the number of bits in the config group."""
     weight, half = layer.parameters.get("weight"), 2 ** (group.weights.num_bits - 1)
     if group.weights.is_float or half >= 128 or weight is None or weight.dtype != "I8":
@@ -144,7 +146,7 @@ def not_finite(view: CheckpointView) -> Iterator[Finding]:
     Infinity in other tensors may be intended, such as bounds that disable clipping, and masks.
     """
     for tensor in view.index.tensors.values():
-        if tensor.name.endswith(LAYER_SCALES) or tensor.dtype not in NOT_FINITE:
+        if tensor.name.endswith(LAYER_SCALES) or tensor.dtype not in NON_FINITE_BITS:
             continue
         # Weights are neither scalars nor named like a bound or a mask.
         weights = bool(tensor.shape) and not BOUNDS.search(tensor.name.rpartition(".")[2])
@@ -158,18 +160,18 @@ def _count_not_finite(view: CheckpointView, tensor: TensorInfo, *, infinity: boo
     size = BITS[tensor.dtype] // 8
     codes = np.frombuffer(view.reader.raw(tensor), dtype=f"<u{size}")
     signed, sign = codes.view(f"<i{size}"), 1 << 8 * size - 1
-    mask = codes.dtype.type(NOT_FINITE[tensor.dtype])
+    mask = codes.dtype.type(NON_FINITE_BITS[tensor.dtype])
     bad = 0
-    for start in range(0, codes.size, RUN):
-        part = codes[start : start + RUN]
+    for start in range(0, codes.size, CHUNK_ELEMENTS):
+        part = codes[start : start + CHUNK_ELEMENTS]
         # NaN and infinity of either sign have the largest bits. Comparing the maximum is faster
         # than counting them.
-        if part.max() >= sign | mask or signed[start : start + RUN].max() >= mask:
+        if part.max() >= sign | mask or signed[start : start + CHUNK_ELEMENTS].max() >= mask:
             magnitudes = part & ~codes.dtype.type(sign)
             bad += int(
                 np.count_nonzero(magnitudes >= mask if infinity or size == 1 else magnitudes > mask)
             )
-        if start % RELEASED == 0:
+        if start % RELEASE_ELEMENTS == 0:
             view.reader.release([tensor])
     view.reader.release([tensor])
     return bad
@@ -183,14 +185,14 @@ def is_zero(view: CheckpointView, tensor: TensorInfo) -> bool:
     if view.reader.is_hole(tensor):
         return True
     data = np.frombuffer(view.reader.raw(tensor), np.uint8)
-    for start in range(0, data.size, RELEASED):
-        if data[start : start + RELEASED].any():
+    for start in range(0, data.size, RELEASE_ELEMENTS):
+        if data[start : start + RELEASE_ELEMENTS].any():
             return False
         view.reader.release([tensor])
     return True
 
 
-def empty(view: CheckpointView) -> Iterator[Finding]:
+def all_zero_tensors(view: CheckpointView) -> Iterator[Finding]:
     """Report embeddings, output heads and norms that contain only zeros.
 
     No trained model has them. Classes are skipped if their norms multiply by `1 + weight`.
@@ -222,16 +224,18 @@ def is_lossless_cast(reader: Reader, tensor: TensorInfo, dtype: str) -> bool:
         low, high = INTEGERS[dtype]
         return bool(np.all((values == np.floor(values)) & (values >= low) & (values <= high)))
     if dtype == "F8_E4M3":
-        whole = not is_integer or bool(values.min(initial=WHOLE_E4M3) >= WHOLE_E4M3)
+        whole = not is_integer or bool(values.min(initial=E4M3_INTEGERS_FROM) >= E4M3_INTEGERS_FROM)
         return whole and bool(np.isin(values, to_numpy(E4M3_CODES, dtype)).all())
     return bool(np.array_equal(values, rounded(values, dtype)))
 
 
-def is_rounded_little(reader: Reader, tensor: TensorInfo) -> bool:
+def is_rounding_negligible(reader: Reader, tensor: TensorInfo) -> bool:
     """Return True if rounding a single scale to its dtype hardly affects the model's outputs."""
     if tensor.dtype in SIXTEEN_BITS:
         return True
-    return tensor.dtype in INTEGERS and bool(reader.floats(tensor).min(initial=WHOLE) >= WHOLE)
+    return tensor.dtype in INTEGERS and bool(
+        reader.floats(tensor).min(initial=LARGE_INTEGER) >= LARGE_INTEGER
+    )
 
 
 def rounded(values: np.typing.NDArray[np.float64], dtype: str) -> np.typing.NDArray[np.float64]:
@@ -248,7 +252,9 @@ def rounded(values: np.typing.NDArray[np.float64], dtype: str) -> np.typing.NDAr
     return single.astype(np.float64)
 
 
-def impossible(view: CheckpointView, group: ConfigGroup, layer: StoredLayer) -> Iterator[Finding]:
+def impossible_input_scale(
+    view: CheckpointView, group: ConfigGroup, layer: StoredLayer
+) -> Iterator[Finding]:
     """Report a static input scale for inputs that the norm before the layer cannot produce."""
     scale, bounds = _static_scale(view, group, layer), norm_bounds(view, layer.name)
     if scale is None or bounds is None:
@@ -256,10 +262,10 @@ def impossible(view: CheckpointView, group: ConfigGroup, layer: StoredLayer) -> 
     (name, largest), (least, most) = scale, bounds
     got = f"a scale for inputs up to {largest:.3g}"
     fix = "calibrate again: the value is not this layer's scale, or is its reciprocal"
-    if largest > most * MARGIN:
+    if largest > most * RANGE_TOLERANCE:
         expected = f"a scale for inputs up to {most:.3g}, the largest output of the preceding norm"
         yield error(CHECK, name, expected=expected, got=got, fix=fix)
-    elif largest < least / MARGIN:
+    elif largest < least / RANGE_TOLERANCE:
         expected = (
             f"a scale for inputs up to at least {least:.3g}, the smallest maximum that the "
             f"preceding norm outputs for a token"
@@ -304,10 +310,10 @@ def norm_bounds(view: CheckpointView, module: str) -> tuple[float, float] | None
     tensor = view.index.tensors.get(f"{match['layer']}{norm}.weight")
     if tensor is None or not tensor.num_bytes:
         return None
-    return reach(view, tensor)
+    return norm_output_bounds(view, tensor)
 
 
-def reach(view: CheckpointView, tensor: TensorInfo) -> tuple[float, float]:
+def norm_output_bounds(view: CheckpointView, tensor: TensorInfo) -> tuple[float, float]:
     """Return a lower and an upper bound of the largest value that a norm can output.
 
     The upper bound also holds for the length of the output vector.
@@ -333,7 +339,7 @@ def largest_output(view: CheckpointView, module: str) -> float | None:
         and view.model.layout is not None
         and view.model.layout.norm_before_mlp
     ):
-        return MARGIN * reach(view, norm)[1]
+        return RANGE_TOLERANCE * norm_output_bounds(view, norm)[1]
     layer, bounds = view.layers.by_name.get(module), norm_bounds(view, module)
     if layer is None or layer.group is None or bounds is None:
         return None
@@ -342,13 +348,13 @@ def largest_output(view: CheckpointView, module: str) -> float | None:
         return None
     bias = layer.filled("bias")
     offset = float(np.abs(view.reader.floats(bias)).max()) if bias is not None else 0.0
-    return MARGIN * (bounds[1] * math.sqrt(shape[1]) * largest + offset)
+    return RANGE_TOLERANCE * (bounds[1] * math.sqrt(shape[1]) * largest + offset)
 
 
 def _largest_weight(view: CheckpointView, group: ConfigGroup, layer: StoredLayer) -> float | None:
     """Return the largest weight that a layer's scales can represent, or None if it is unknown."""
     scale, global_scale = layer.filled("weight_scale"), layer.filled("weight_global_scale")
-    if scale is None or scale.dtype in BYTES:
+    if scale is None or scale.dtype in EXPONENT_DTYPES:
         return None
     if global_scale is None and "weight_global_scale" in layer.parameters:
         return None

@@ -9,7 +9,7 @@ from vexport.architectures.fusion import FusedLayer
 from vexport.architectures.layout import ModelLayout, Shape
 from vexport.architectures.ranks import Split, parts_of, split_of
 from vexport.architectures.stored import JOINED
-from vexport.checks.numbers import is_lossless_cast, is_rounded_little, rounded
+from vexport.checks.numbers import is_lossless_cast, is_rounding_negligible, rounded
 from vexport.checks.vllm.findings import error, warning
 from vexport.checks.vllm.groups import ConfigGroup
 from vexport.checks.vllm.view import CheckpointView
@@ -21,7 +21,7 @@ NAME = "shapes"
 # Start of `expected` in findings on a tensor's shape. Other findings are on its dtype or on whole
 # layers.
 SHAPE = "shape "
-EXPORT = "export the checkpoint again"
+FIX_EXPORT = "export the checkpoint again"
 DESCRIPTION = "dtypes and shapes match the config, and the members of fused layers fit together"
 
 # Added to a shape that is too large.
@@ -29,22 +29,22 @@ NARROWED = ", of which vLLM silently ignores the end"
 # Rounding these scales to 16 bits changes all weights or inputs of a layer by the same 0.4 %, far
 # less than FP4 rounding does.
 GLOBAL_SCALES = (".weight_global_scale", ".input_global_scale", ".weight_scale_2")
-ALIKE_SCALES = ("weight_scale", "input_scale", "weight_scale_inv", "scales")
+COMPARED_SCALES = ("weight_scale", "input_scale", "weight_scale_inv", "scales")
 CACHE_SCALES = (".k_scale", ".v_scale")
 # Dimension along which a weight is split between ranks.
-CUTS: Mapping[Split, int] = {"out": 0, "in": 1}
+SPLIT_DIMENSIONS: Mapping[Split, int] = {"out": 0, "in": 1}
 
 
 def run(view: CheckpointView) -> Iterator[Finding]:
     """Yield findings on tensors that vLLM would refuse, narrow or cast."""
-    right = _right_somewhere(view)
+    right = _correct_projections(view)
     for fused in view.model.fused_layers:
         group = view.lookup.group_of(fused)
         if group is not None and view.layers.is_quantized(fused):
-            yield from _fit_together(view, group, fused)
+            yield from _compare_widths(view, group, fused)
             yield from _whole_blocks(view, group, fused)
             yield from _quantized(view, group, fused, right)
-            yield from _unusable(view, group, fused)
+            yield from _unusable_tensors(view, group, fused)
     yield from _rounded_scales(view)
     if view.model.layout is not None:
         yield from _unquantized(view, view.model.layout)
@@ -53,7 +53,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
 def _quantized(
     view: CheckpointView, group: ConfigGroup, fused: FusedLayer, right: frozenset[str]
 ) -> Iterator[Finding]:
-    cut = _cut(view, fused)
+    cut = _narrowed_dimension(view, fused)
     if group.storage.transposed and cut is not None:
         cut = 1 - cut
     for layer in view.layers.members(fused):
@@ -74,7 +74,9 @@ def _quantized(
             )
 
 
-def _unusable(view: CheckpointView, group: ConfigGroup, fused: FusedLayer) -> Iterator[Finding]:
+def _unusable_tensors(
+    view: CheckpointView, group: ConfigGroup, fused: FusedLayer
+) -> Iterator[Finding]:
     """Yield findings on tensors of another method that vLLM ignores or reads differently."""
     if view.quantization.method is None:
         return
@@ -86,7 +88,7 @@ def _unusable(view: CheckpointView, group: ConfigGroup, fused: FusedLayer) -> It
             yield replace(problem, check=NAME, where=f"{module}.{problem.where}")
 
 
-def _right_somewhere(view: CheckpointView) -> frozenset[str]:
+def _correct_projections(view: CheckpointView) -> frozenset[str]:
     """Return the last names of layers, such as `down_proj`, with at least one layer of the right
     size.
 
@@ -101,14 +103,14 @@ def _right_somewhere(view: CheckpointView) -> frozenset[str]:
     )
 
 
-def _cut(view: CheckpointView, fused: FusedLayer) -> int | None:
+def _narrowed_dimension(view: CheckpointView, fused: FusedLayer) -> int | None:
     """Return the dimension along which vLLM narrows a layer's tensors.
 
     Returns None if vLLM compares shapes instead.
     """
     if EXPERT.search(fused.members[0]):
         return None
-    return CUTS.get(split_of(fused, view.model.names))
+    return SPLIT_DIMENSIONS.get(split_of(fused, view.model.names))
 
 
 def _dtype(
@@ -117,14 +119,14 @@ def _dtype(
     if tensor.dtype in expected.dtypes:
         return
     wanted = f"dtype {' or '.join(sorted(expected.dtypes))} ({group.format})"
-    little = tensor.name.endswith(GLOBAL_SCALES) and is_rounded_little(view.reader, tensor)
+    little = tensor.name.endswith(GLOBAL_SCALES) and is_rounding_negligible(view.reader, tensor)
     if little or is_lossless_cast(view.reader, tensor, expected.dtype):
         loss = "a rounding error of at most 0.4 %" if little else "no loss"
         got = f"{tensor.dtype}, which vLLM casts, with {loss}"
-        yield warning(NAME, tensor.name, expected=wanted, got=got, fix=EXPORT)
+        yield warning(NAME, tensor.name, expected=wanted, got=got, fix=FIX_EXPORT)
     else:
         got = f"{tensor.dtype}: vLLM would cast the values and change them"
-        yield error(NAME, tensor.name, expected=wanted, got=got, fix=EXPORT)
+        yield error(NAME, tensor.name, expected=wanted, got=got, fix=FIX_EXPORT)
 
 
 def _shape(
@@ -137,9 +139,9 @@ def _shape(
     wanted = f"{SHAPE}{list(expected.shape)} ({group.format}, {group.weights.strategy}{size})"
     got = str(list(tensor.shape))
     if narrowing and cut in expected.along and _is_narrowed(tensor.shape, expected.shape, cut):
-        yield warning(NAME, tensor.name, expected=wanted, got=got + NARROWED, fix=EXPORT)
+        yield warning(NAME, tensor.name, expected=wanted, got=got + NARROWED, fix=FIX_EXPORT)
     else:
-        fix = f"{EXPORT}, or correct the config"
+        fix = f"{FIX_EXPORT}, or correct the config"
         yield error(NAME, tensor.name, expected=wanted, got=got, fix=fix)
 
 
@@ -174,7 +176,7 @@ def _rounded_scales(view: CheckpointView) -> Iterator[Finding]:
                     f"{dtype}, which is less precise; the outputs change, but not more than by "
                     f"rounding weights"
                 )
-                yield warning(NAME, name, expected=expected, got=got, fix=EXPORT)
+                yield warning(NAME, name, expected=expected, got=got, fix=FIX_EXPORT)
 
 
 def _scales(view: CheckpointView) -> Iterator[tuple[tuple[str, str], TensorInfo]]:
@@ -184,7 +186,7 @@ def _scales(view: CheckpointView) -> Iterator[tuple[tuple[str, str], TensorInfo]
     """
     for layer in view.layers.by_name.values():
         if layer.group is not None:
-            for parameter in ALIKE_SCALES:
+            for parameter in COMPARED_SCALES:
                 if parameter in layer.parameters:
                     yield (layer.group.name, parameter), layer.parameters[parameter]
     for name, tensor in view.index.tensors.items():
@@ -197,31 +199,33 @@ def _unquantized(view: CheckpointView, layout: ModelLayout) -> Iterator[Finding]
     quantized = {module for fused in view.layers.quantized for module in fused.members}
     cuts: dict[str, int | None] = {}
     for fused in view.model.fused_layers:
-        cuts.update(dict.fromkeys(fused.members, _cut(view, fused)))
+        cuts.update(dict.fromkeys(fused.members, _narrowed_dimension(view, fused)))
     for module, shape in layout.modules.items():
         if module not in quantized:
-            yield from _plain(view, f"{module}.weight", shape, cuts.get(module))
+            yield from _unquantized_tensor(view, f"{module}.weight", shape, cuts.get(module))
     for name, shape in layout.parameters.items():
-        yield from _plain(view, name, shape, None)
+        yield from _unquantized_tensor(view, name, shape, None)
 
 
-def _plain(view: CheckpointView, name: str, shape: Shape, cut: int | None) -> Iterator[Finding]:
+def _unquantized_tensor(
+    view: CheckpointView, name: str, shape: Shape, cut: int | None
+) -> Iterator[Finding]:
     tensor = view.index.tensors.get(name)
     if tensor is None or JOINED.fullmatch(name):
         return
     if tensor.dtype not in FLOATING:
         expected_dtype = f"dtype {' or '.join(sorted(FLOATING))}"
         got = f"{tensor.dtype}: vLLM would cast the values and change them"
-        yield error(NAME, name, expected=expected_dtype, got=got, fix=EXPORT)
+        yield error(NAME, name, expected=expected_dtype, got=got, fix=FIX_EXPORT)
     elif _loses_in_bfloat16(view, tensor):
         got = "F16 with values that BF16 cannot represent: vLLM rounds them, or the dtype is wrong"
-        yield error(NAME, name, expected="dtype BF16, the model's dtype", got=got, fix=EXPORT)
+        yield error(NAME, name, expected="dtype BF16, the model's dtype", got=got, fix=FIX_EXPORT)
     known = any(size is not None for size in shape)
     if known and not _has_shape(tensor, shape):
         narrowed = _is_narrowed(tensor.shape, shape, cut)
         wanted = f"{SHAPE}{list(shape)}, from the sizes of {view.model.class_name} in config.json"
         got = f"{list(tensor.shape)}{NARROWED if narrowed else ''}"
-        fix = f"{EXPORT}, or correct config.json"
+        fix = f"{FIX_EXPORT}, or correct config.json"
         yield error(NAME, name, expected=wanted, got=got, fix=fix)
 
 
@@ -250,13 +254,15 @@ def _loses_in_bfloat16(view: CheckpointView, tensor: TensorInfo) -> bool:
     return not np.array_equal(values, rounded(values, "BF16"))
 
 
-def _fit_together(view: CheckpointView, group: ConfigGroup, fused: FusedLayer) -> Iterator[Finding]:
+def _compare_widths(
+    view: CheckpointView, group: ConfigGroup, fused: FusedLayer
+) -> Iterator[Finding]:
     shapes = {layer.name: view.layers.shape_of(layer) for layer in view.layers.members(fused)}
     widths = {name: shape[1] for name, shape in shapes.items() if shape}
     if len(set(widths.values())) > 1:
         expected = "the same in_features in all layers that vLLM fuses"
         got = ", ".join(f"{module.rpartition('.')[2]} {width}" for module, width in widths.items())
-        yield error(NAME, fused.name, expected=expected, got=got, fix=EXPORT)
+        yield error(NAME, fused.name, expected=expected, got=got, fix=FIX_EXPORT)
     size = group.weights.group_size
     for module, width in widths.items():
         if size and size > 0 and width % size:

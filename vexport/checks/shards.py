@@ -19,11 +19,13 @@ from vexport.records import Finding, NotJudged, TensorInfo
 NAME = "shards"
 SHARD = re.compile(r"(?P<start>.*)-\d+(?P<of>-of-(?P<count>\d{1,9})\.safetensors)")
 DESCRIPTION = "vLLM loads the same files that the index lists, and each tensor is in only one file"
-BYTES_NAME = "digests"
-BYTES = "the digests of the files match the recorded digests (vexport.json, --digests)"
+DIGESTS_NAME = "digests"
+DIGESTS_DESCRIPTION = (
+    "the digests of the files match the recorded digests (vexport.json, --digests)"
+)
 # Largest size of weights that are read for their digests without an option. The other checks take a
 # second or two.
-MOST_BYTES = 8_000_000_000
+MAX_BYTES = 8_000_000_000
 
 
 def run(view: CheckpointView) -> Iterator[Finding]:
@@ -36,7 +38,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     root = view.index.root
     if (root / INDEX_NAME).is_file():
         for tensor in view.index.repeated:
-            yield _twice(view, tensor, view.index.tensors[tensor.name])
+            yield _duplicate_finding(view, tensor, view.index.tensors[tensor.name])
         first = {tensor.name: tensor for tensor in reversed(view.index.repeated)}
         yield from _index(view, {**view.index.tensors, **first})
         return
@@ -50,8 +52,8 @@ def run(view: CheckpointView) -> Iterator[Finding]:
                     _is_remnant(other.file.name, files)
                     and files[other.file].keys() <= header.keys()
                 )
-                yield _twice(view, other, tensor, unread=unread)
-    yield from _strays(view, places)
+                yield _duplicate_finding(view, other, tensor, unread=unread)
+    yield from _unlisted_files(view, places)
 
 
 def _is_remnant(name: str, files: Mapping[Path, Mapping[str, TensorInfo]]) -> bool:
@@ -68,7 +70,7 @@ def _is_remnant(name: str, files: Mapping[Path, Mapping[str, TensorInfo]]) -> bo
     return several < int(shard["count"])
 
 
-def _strays(view: CheckpointView, places: Mapping[str, TensorInfo]) -> Iterator[Finding]:
+def _unlisted_files(view: CheckpointView, places: Mapping[str, TensorInfo]) -> Iterator[Finding]:
     """Report tensors in files next to model.safetensors, if there is no index.
 
     vLLM loads these files, too, and refuses tensor names that its class does not have.
@@ -85,7 +87,7 @@ def _strays(view: CheckpointView, places: Mapping[str, TensorInfo]) -> Iterator[
         yield (error if refused else warning)(NAME, name, expected=expected, got=got, fix=fix)
 
 
-def _twice(
+def _duplicate_finding(
     view: CheckpointView, first: TensorInfo, second: TensorInfo, *, unread: bool = False
 ) -> Finding:
     """Return the finding on a tensor that is stored in two files.
@@ -145,14 +147,14 @@ def digests(view: CheckpointView) -> Iterator[Finding]:
         name: digest for name, digest in recorded_digests(root).items() if (root / name).is_file()
     }
     num_bytes = sum((root / name).stat().st_size for name in recorded)
-    if num_bytes > MOST_BYTES and view.digests is None:
+    if num_bytes > MAX_BYTES and view.digests is None:
         where = f"{root / RECIPE}: {DIGESTS}"
         expected = "each weight file compared with its digest"
         got = (
             f"no comparison: {num_bytes / 1e9:,.0f} GB of weights, and more than "
-            f"{MOST_BYTES / 1e9:.0f} GB are only read with --digests"
+            f"{MAX_BYTES / 1e9:.0f} GB are only read with --digests"
         )
-        yield info(BYTES_NAME, where, expected=expected, got=got, fix=f"add --digests {RECIPE}")
+        yield info(DIGESTS_NAME, where, expected=expected, got=got, fix=f"add --digests {RECIPE}")
         recorded = {}
     yield from _compared(
         view, recorded, f"if it was changed on purpose, remove {DIGESTS!r} from {RECIPE}"
@@ -171,12 +173,12 @@ def without_digests(view: CheckpointView) -> Iterator[NotJudged]:
             return
         if not recorded:
             yield NotJudged(
-                what=BYTES_NAME, why=f"{RECIPE} has no digests, and --digests is not given"
+                what=DIGESTS_NAME, why=f"{RECIPE} has no digests, and --digests is not given"
             )
 
 
 def _compared(
-    view: CheckpointView, digests: Mapping[str, str], otherwise: str
+    view: CheckpointView, digests: Mapping[str, str], alternative: str
 ) -> Iterator[Finding]:
     root = view.index.root
     names = [name for name in digests if (root / name).is_file()]
@@ -189,5 +191,5 @@ def _compared(
         if actual.get(name) != digest:
             expected = f"digest {digest}"
             got = f"digest {actual[name]}" if name in actual else "no such file"
-            fix = f"download or export the file again; {otherwise}"
-            yield error(BYTES_NAME, str(root / name), expected=expected, got=got, fix=fix)
+            fix = f"download or export the file again; {alternative}"
+            yield error(DIGESTS_NAME, str(root / name), expected=expected, got=got, fix=fix)

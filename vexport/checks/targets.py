@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator, Sequence
 
-from vexport.architectures.fusion import NO_UP, FusedLayer, is_head
+from vexport.architectures.fusion import ABSENT_UP, FusedLayer, is_head
 from vexport.architectures.linears import stacked_ending
 from vexport.architectures.stored import quantized_parameters
 from vexport.checks.vllm.findings import error
-from vexport.checks.vllm.groups import ConfigGroup, of_attention
+from vexport.checks.vllm.groups import ConfigGroup, targets_attention
 from vexport.checks.vllm.view import CheckpointView
 from vexport.formats import PACKED
 from vexport.formats.arguments import described
@@ -20,7 +20,7 @@ DESCRIPTION = "targets and ignore, matched as in vLLM, agree with the tensors of
 
 def run(view: CheckpointView) -> Iterator[Finding]:
     """Yield findings on layers that the config and the tensors treat differently."""
-    if not view.quantization.config_groups and not _only_attention(view):
+    if not view.quantization.config_groups and not _targets_only_attention(view):
         return
     for fused in view.model.fused_layers:
         if (
@@ -31,8 +31,10 @@ def run(view: CheckpointView) -> Iterator[Finding]:
             continue  # vLLM builds this layer only for drafting
         ignored, parts = view.lookup.ignored(fused), view.lookup.names(fused)
         if ignored and len(ignored) < len(parts):
-            expected = f"all or none of {_names(parts)} in {_list(view)}, because vLLM fuses them"
-            fix = f"list all of them in {_list(view)}, or none"
+            expected = (
+                f"all or none of {_names(parts)} in {_skip_key(view)}, because vLLM fuses them"
+            )
+            fix = f"list all of them in {_skip_key(view)}, or none"
             yield error(
                 NAME, fused.name, expected=expected, got=f"only {', '.join(ignored)}", fix=fix
             )
@@ -44,13 +46,13 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     yield from _stacked_experts(view)
 
 
-def _only_attention(view: CheckpointView) -> bool:
+def _targets_only_attention(view: CheckpointView) -> bool:
     """Return True if vLLM ignores every config group because all target attention."""
     groups = (view.quantization.values or {}).get("config_groups")
     return (
         isinstance(groups, dict)
         and bool(groups)
-        and all(of_attention(raw) for raw in groups.values())
+        and all(targets_attention(raw) for raw in groups.values())
     )
 
 
@@ -153,8 +155,10 @@ def _experts(view: CheckpointView) -> Iterator[Finding]:
         and not view.model.architecture.experts[2]
     ):
         for layer, groups in by_layer.items():
-            absent = FusedLayer(name=f"{layer}.0.{NO_UP}", members=(f"{layer}.0.{NO_UP}",))
-            groups[NO_UP] = None if view.lookup.ignored(absent) else view.lookup.group_of(absent)
+            absent = FusedLayer(name=f"{layer}.0.{ABSENT_UP}", members=(f"{layer}.0.{ABSENT_UP}",))
+            groups[ABSENT_UP] = (
+                None if view.lookup.ignored(absent) else view.lookup.group_of(absent)
+            )
     for layer, groups in by_layer.items():
         names = {
             projection: group.name if group else "none" for projection, group in groups.items()
@@ -163,10 +167,10 @@ def _experts(view: CheckpointView) -> Iterator[Finding]:
             expected = "one config group for all projections of the experts"
             got = ", ".join(f"{projection} {name}" for projection, name in names.items())
             fix = "quantize all projections of the experts alike, or none"
-            if NO_UP in groups:
+            if ABSENT_UP in groups:
                 fix += (
-                    f"; for experts without a gate, vLLM also looks up {layer}.0.{NO_UP}: add it "
-                    f"to the targets"
+                    f"; for experts without a gate, vLLM also looks up {layer}.0.{ABSENT_UP}: "
+                    f"add it to the targets"
                 )
             yield error(NAME, layer, expected=expected, got=got, fix=fix)
 
@@ -178,7 +182,7 @@ def _agreement(view: CheckpointView, fused: FusedLayer) -> Iterator[Finding]:
         if group is None and stored:
             yield _quantized_without_group(view, fused, module, stored)
         if group is not None and not stored:
-            fix = f"add the layer to {_list(view)}, or export it quantized"
+            fix = f"add the layer to {_skip_key(view)}, or export it quantized"
             yield _unquantized(module, group, "layer", fix)
 
 
@@ -189,11 +193,11 @@ def _quantized_without_group(
     parameters = ", ".join(stored)
     expected = "a target that matches this quantized layer"
     got = f"{parameters}, but no target"
-    fix = f"add the layer to targets, or remove it from {_list(view)}"
-    if (reason := view.lookup.built_plain(fused)) is not None:
+    fix = f"add the layer to targets, or remove it from {_skip_key(view)}"
+    if (reason := view.lookup.unquantized_reason(fused)) is not None:
         expected = f"an unquantized layer: {reason}"
         got = parameters
-        fix = f"quantize the source again with this layer in {_list(view)}"
+        fix = f"quantize the source again with this layer in {_skip_key(view)}"
     elif view.quantization.method is not None:
         expected = (
             f"a config by which vLLM quantizes this layer ({view.quantization.method.source})"
@@ -204,7 +208,7 @@ def _quantized_without_group(
     return error(NAME, module, expected=expected, got=got, fix=fix)
 
 
-def _list(view: CheckpointView) -> str:
+def _skip_key(view: CheckpointView) -> str:
     """Return the config key that lists unquantized layers."""
     return view.quantization.method.skip_key if view.quantization.method is not None else "ignore"
 

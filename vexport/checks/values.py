@@ -13,16 +13,16 @@ from vexport.checkpoint.dtypes import BITS, to_numpy
 from vexport.checks.numbers import (
     E4M3_NAN,
     LAYER_SCALES,
-    MANY,
+    MANY_SCALES,
     PLACEHOLDER,
-    beyond,
-    empty,
-    ends_of,
-    impossible,
-    middling,
+    all_zero_tensors,
+    codes_out_of_range,
+    impossible_input_scale,
+    median_magnitude,
     not_finite,
     numbers,
-    positive_ends,
+    positive_range,
+    scale_range,
 )
 from vexport.checks.vllm.findings import error, warning
 from vexport.checks.vllm.groups import ConfigGroup, StoredLayer
@@ -39,35 +39,35 @@ DESCRIPTION = (
 # AutoRound uses the lowest code of symmetric integers, which has no positive counterpart. If the
 # largest weight of a group is positive, its scale is negative; this holds for about half of the
 # groups. If fewer scales than this share have one of the signs, the sign is an accident.
-LEAST_OF_EITHER_SIGN = 0.02
+MIN_SIGN_SHARE = 0.02
 # 448*6/absmax is below 1 only if absmax is above 2688. No weight is that large, so a smaller value
 # is a reciprocal. Inputs reach at most 65504, the largest value of float16.
-LEAST_WEIGHT_GLOBAL_SCALE = 1.0
-LEAST_INPUT_GLOBAL_SCALE = 0.04
-MOST_INPUT = 65504.0
+MIN_WEIGHT_GLOBAL_SCALE = 1.0
+MIN_INPUT_GLOBAL_SCALE = 0.04
+MAX_INPUT = 65504.0
 # Bounds of a layer's typical weight, estimated from its scales. Trained models have 1e-3 to 0.5.
-LEAST_TYPICAL, MOST_TYPICAL = 1e-5, 1.25
+MIN_TYPICAL, MAX_TYPICAL = 1e-5, 1.25
 # In NVFP4, the largest block of a layer, or of layers that share a global scale, has the scale 448.
 # Searches for a smaller error end somewhat lower. Numbers that are not scales end much lower.
-LEAST_LARGEST_BLOCK = E4M3_MAX / 8
+MIN_LARGEST_BLOCK = E4M3_MAX / 8
 # The smallest plausible value for the largest input of a layer.
-LEAST_INPUT = 1e-3
+MIN_INPUT = 1e-3
 _E4M3 = to_numpy(bytes(range(256)), "F8_E4M3").astype(np.float64)
 # Rows examined per layer, evenly spread. Models with thousands of layers have fewer rows examined.
-FEWEST_ROWS, MOST_ROWS, ROWS_OF_ALL = 16, 128, 1 << 16
+MIN_ROWS, MAX_ROWS, ROWS_OF_ALL = 16, 128, 1 << 16
 # If the codes were permuted at random, about a third of the rows and a quarter of the groups of 16
 # would not be full.
-MOST_FULL, LEAST_FULL = 0.85, 0.99
+MAX_FULL, MIN_FULL = 0.85, 0.99
 UNCALIBRATED = "1, the initial value of uncalibrated scales"
-FEWEST_OTHERS = 6
+MIN_OTHER_LAYERS = 6
 WEIGHTS = ("weight_packed", "weight")
 Rows = npt.NDArray[np.uint8]
 # Scales that producers store for all-zero groups: eps of bfloat16, float16, float32 and e4m3, and
 # 1.
 PLACEHOLDERS = (2.0**-7, 2.0**-10, 2.0**-23, 2.0**-3, 1.0)
-LEAST_USUAL, MOST_LOST = 1 / 16, 0.01
+MIN_USUAL, MAX_LOST = 1 / 16, 0.01
 # Number of layers that are read ahead, so that a disk or server can serve requests in parallel.
-AHEAD = 32
+READ_AHEAD_LAYERS = 32
 
 
 def run(view: CheckpointView) -> Iterator[Finding]:
@@ -75,7 +75,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     known = [
         fused for fused in view.model.fused_layers if any(map(view.model.has_module, fused.members))
     ]
-    for fused in read_ahead(known, partial(_expect_scales, view)):
+    for fused in read_ahead(known, partial(_prefetch_scales, view)):
         group, layers = view.lookup.group_of(fused), view.layers.members(fused)
         broken = False
         for layer, parameter in _scales_of(layers):
@@ -85,20 +85,20 @@ def run(view: CheckpointView) -> Iterator[Finding]:
                 broken = broken or any(finding.severity == "error" for finding in findings)
                 yield from findings
         if group is not None and not broken:
-            yield from _implausible(view, layers, group)
-            for rule in (impossible, beyond):
+            yield from _implausible_scales(view, layers, group)
+            for rule in (impossible_input_scale, codes_out_of_range):
                 for layer in layers:
                     yield from rule(view, group, layer)
         for layer in layers:
             view.reader.release(layer.parameters.values())
     yield from ranges(view)
-    yield from empty(view)
+    yield from all_zero_tensors(view)
     yield from not_finite(view)
 
 
-def _expect_scales(view: CheckpointView, fused: FusedLayer) -> None:
+def _prefetch_scales(view: CheckpointView, fused: FusedLayer) -> None:
     """Start reading the scales of layers that will be checked."""
-    view.reader.expect(
+    view.reader.prefetch(
         layer.parameters[name] for layer, name in _scales_of(view.layers.members(fused))
     )
 
@@ -117,9 +117,9 @@ def _scale(
         codes = np.frombuffer(view.reader.raw(tensor), dtype=np.uint8)
         bad = int(np.count_nonzero(codes == E8M0_NAN))
         if bad:
-            yield _bad(tensor, f"{bad} of {codes.size} values that are NaN (e8m0 255)")
+            yield _invalid_scale(tensor, f"{bad} of {codes.size} values that are NaN (e8m0 255)")
         return
-    if parameter == "weight_scale" and positive_ends(view.reader, tensor):
+    if parameter == "weight_scale" and positive_range(view.reader, tensor):
         return
     values = numbers(view.reader, tensor)
     kinds = np.isnan(values), np.isinf(values), values == 0, values < 0
@@ -139,15 +139,15 @@ def _scale(
         wrong["infinite"] = 0
     problems = [f"{count} {kind}" for kind, count in wrong.items() if count]
     if problems:
-        yield _bad(tensor, f"{' and '.join(problems)} of {values.size} values")
+        yield _invalid_scale(tensor, f"{' and '.join(problems)} of {values.size} values")
         return
     if parameter == "input_scale" and values.min() < 0:
         got = "a negative scale, which does no harm because its sign cancels"
         fix = "store its absolute value"
         yield warning(NAME, tensor.name, expected="a scale above zero", got=got, fix=fix)
     findings = list(_single_scale_size(tensor, parameter, values))
-    means_nothing = is_empty if parameter.startswith("weight") else input_is_zero
-    if findings and not means_nothing(view, layer):
+    has_no_effect = is_empty if parameter.startswith("weight") else input_is_zero
+    if findings and not has_no_effect(view, layer):
         yield from findings
 
 
@@ -174,8 +174,8 @@ def _may_be_negative(
     rarer = min(int(np.count_nonzero(values < 0)), int(np.count_nonzero(values > 0)))
     return (
         parameter == "weight_scale"
-        and values.size >= MANY
-        and rarer >= LEAST_OF_EITHER_SIGN * values.size
+        and values.size >= MANY_SCALES
+        and rarer >= MIN_SIGN_SHARE * values.size
     )
 
 
@@ -190,12 +190,12 @@ def _is_inverse_of_zeros(view: CheckpointView, layer: StoredLayer) -> bool:
     return "weight_global_scale" in view.reciprocals and is_empty(view, layer)
 
 
-def _bad(tensor: TensorInfo, got: str) -> Finding:
+def _invalid_scale(tensor: TensorInfo, got: str) -> Finding:
     fix = "look at this layer's weight and calibration, then export the checkpoint again"
     return error(NAME, tensor.name, expected="finite scales above zero", got=got, fix=fix)
 
 
-def _implausible(
+def _implausible_scales(
     view: CheckpointView, layers: Sequence[StoredLayer], group: ConfigGroup
 ) -> Iterator[Finding]:
     """Report scales that represent weights of a size that no model has."""
@@ -242,8 +242,8 @@ def _scale_sizes(
     empty = empty_parts(view, layer, scale) if filled_only else None
     if empty is None:
         (least, most), middle, count = (
-            ends_of(view.reader, scale),
-            middling(view.reader, scale),
+            scale_range(view.reader, scale),
+            median_magnitude(view.reader, scale),
             math.prod(scale.shape),
         )
     else:
@@ -261,15 +261,21 @@ def _wrong_sizes(group: ConfigGroup, sizes: Sequence[ScaleSizes]) -> Iterator[Fi
     largest: list[tuple[TensorInfo, float]] = []
     for each in sizes:
         largest.append((each.scale, each.most))
-        if each.count >= MANY and each.least == each.most and not group.storage.exponent_scales:
-            yield _wrong_size(each.scale, f"{each.count} scales that all equal {each.least:g}")
-        elif not LEAST_TYPICAL <= each.typical <= MOST_TYPICAL:
-            yield _wrong_size(each.scale, f"scales of weights around {each.typical:.3g}")
+        if (
+            each.count >= MANY_SCALES
+            and each.least == each.most
+            and not group.storage.exponent_scales
+        ):
+            yield _implausible_scale(
+                each.scale, f"{each.count} scales that all equal {each.least:g}"
+            )
+        elif not MIN_TYPICAL <= each.typical <= MAX_TYPICAL:
+            yield _implausible_scale(each.scale, f"scales of weights around {each.typical:.3g}")
     if group.storage is not NVFP4 or not largest:
         return
     of_all = max(most for _, most in largest)
-    if of_all < LEAST_LARGEST_BLOCK:
-        yield _wrong_size(
+    if of_all < MIN_LARGEST_BLOCK:
+        yield _implausible_scale(
             largest[0][0], f"no scale above {of_all:g}, but the largest block has about 448"
         )
         return
@@ -278,22 +284,22 @@ def _wrong_sizes(group: ConfigGroup, sizes: Sequence[ScaleSizes]) -> Iterator[Fi
             got = (
                 f"no scale above {most:g}, but up to {of_all:g} in a layer that vLLM fuses with it"
             )
-            yield _wrong_size(scale, got)
+            yield _implausible_scale(scale, got)
 
 
 def _global_scale_size(tensor: TensorInfo, parameter: str, value: float) -> Iterator[Finding]:
     """Yield findings on the size of a global scale of weights or inputs, which is 448*6/absmax."""
     of_weight = parameter.startswith("weight")
-    least = LEAST_WEIGHT_GLOBAL_SCALE if of_weight else LEAST_INPUT_GLOBAL_SCALE
+    least = MIN_WEIGHT_GLOBAL_SCALE if of_weight else MIN_INPUT_GLOBAL_SCALE
     if value < least:
         expected = f"a global scale (448*6/absmax) of at least {least:g}"
         got = f"{value:g}, which looks like its reciprocal"
         fix = "store 1/value, or export the checkpoint again"
         yield error(NAME, tensor.name, expected=expected, got=got, fix=fix)
     elif value == PLACEHOLDER:
-        yield _wrong_size(tensor, UNCALIBRATED)
-    elif not of_weight and value > GLOBAL_SCALE_NUMERATOR / LEAST_INPUT:
-        yield _wrong_size(
+        yield _implausible_scale(tensor, UNCALIBRATED)
+    elif not of_weight and value > GLOBAL_SCALE_NUMERATOR / MIN_INPUT:
+        yield _implausible_scale(
             tensor, f"{value:g}, a scale for inputs up to {GLOBAL_SCALE_NUMERATOR / value:g}"
         )
 
@@ -303,10 +309,12 @@ def _input_scale_size(tensor: TensorInfo, value: float) -> Iterator[Finding]:
 
     The bounds use the largest value of e4m3 for both. Integers reach 127.
     """
-    if value * E4M3_MAX > MOST_INPUT or value * E4M3_MAX < LEAST_INPUT:
-        yield _wrong_size(tensor, f"{value:g}, a scale for inputs up to {value * E4M3_MAX:g}")
+    if value * E4M3_MAX > MAX_INPUT or value * E4M3_MAX < MIN_INPUT:
+        yield _implausible_scale(
+            tensor, f"{value:g}, a scale for inputs up to {value * E4M3_MAX:g}"
+        )
     elif value == PLACEHOLDER:
-        yield _wrong_size(tensor, UNCALIBRATED)
+        yield _implausible_scale(tensor, UNCALIBRATED)
 
 
 def _typical(view: CheckpointView, group: ConfigGroup, layer: StoredLayer, scale: float) -> float:
@@ -326,7 +334,7 @@ def _typical(view: CheckpointView, group: ConfigGroup, layer: StoredLayer, scale
     return scale * float(magnitudes.mean()) if magnitudes.size else scale
 
 
-def _wrong_size(tensor: TensorInfo, got: str) -> Finding:
+def _implausible_scale(tensor: TensorInfo, got: str) -> Finding:
     fix = "export the checkpoint again: these are not the layer's scales, or are their reciprocals"
     return error(NAME, tensor.name, expected="scales of a plausible size", got=got, fix=fix)
 
@@ -343,18 +351,18 @@ def ranges(view: CheckpointView) -> Iterator[Finding]:
     findings = []
     for layer, group in _quantized(view):
         module, stored = layer.name, dict[str, Rows]()
-        share = _share(view, group, layer, stored)
+        share = _full_range_share(view, group, layer, stored)
         if share is not None:
             full[module] = share
         empty = _lost_share(view, group, layer, stored)
-        if empty is not None and empty > MOST_LOST:
+        if empty is not None and empty > MAX_LOST:
             # For weights that are zero, producers store the smallest scale or a placeholder.
             expected = "codes other than zero wherever the scale has a usual size"
             fix = "download or export the checkpoint again: a part of the weight is lost"
             got = f"only zero codes for {empty:.0%} of the scales"
             findings.append(error(NAME, module, expected=expected, got=got, fix=fix))
-    few = [module for module, share in full.items() if share < LEAST_FULL]
-    if len(few) == 1 and full[few[0]] < MOST_FULL and len(full) > FEWEST_OTHERS:
+    few = [module for module, share in full.items() if share < MIN_FULL]
+    if len(few) == 1 and full[few[0]] < MAX_FULL and len(full) > MIN_OTHER_LAYERS:
         expected = "the largest code for every scale, as in all other layers"
         got = f"no largest code for {1 - full[few[0]]:.0%} of the scales"
         fix = (
@@ -367,21 +375,21 @@ def ranges(view: CheckpointView) -> Iterator[Finding]:
 
 def _quantized(view: CheckpointView) -> Iterator[tuple[StoredLayer, ConfigGroup]]:
     """Yield every quantized layer with its config group. Its tensors are released afterwards."""
-    for fused in read_ahead(view.model.fused_layers, partial(_expect, view)):
+    for fused in read_ahead(view.model.fused_layers, partial(_prefetch_rows, view)):
         for layer in view.layers.members(fused):
             if layer.group is not None:
                 yield layer, layer.group
                 view.reader.release(layer.parameters.values())
 
 
-def _expect(view: CheckpointView, fused: FusedLayer) -> None:
+def _prefetch_rows(view: CheckpointView, fused: FusedLayer) -> None:
     """Start reading the rows of a layer that will be checked."""
     if view.lookup.group_of(fused) is None:
         return
     for module in fused.members:
         parameters = view.model.modules[module]
         for tensor in (parameters[name] for name in WEIGHTS if name in parameters):
-            view.reader.expect_some_rows(tensor, _step(view, tensor))
+            view.reader.prefetch_some_rows(tensor, _step(view, tensor))
 
 
 def _lost_share(
@@ -410,7 +418,7 @@ def _lost_share(
     with np.errstate(invalid="ignore"):
         values = to_numpy(_rows(view, scale, stored).tobytes(), scale.dtype)
         scales = np.asarray(values, np.float64).reshape(-1, scale.shape[1])
-    usual = (scales > np.median(scales) * LEAST_USUAL) & ~np.isin(scales, PLACEHOLDERS)
+    usual = (scales > np.median(scales) * MIN_USUAL) & ~np.isin(scales, PLACEHOLDERS)
     of_empty = scales[empty]
     # A producer stores the same scale for all empty parts. Lost weights would have different
     # scales.
@@ -430,7 +438,7 @@ def _zero_codes(group: ConfigGroup, weight: TensorInfo) -> int:
     return 0x88 if bits == 4 else 0x80
 
 
-def _share(
+def _full_range_share(
     view: CheckpointView, group: ConfigGroup, layer: StoredLayer, stored: dict[str, Rows]
 ) -> float | None:
     """Return the share of scales with a code at the end of the range, or None if it is unknown."""
@@ -457,15 +465,18 @@ def _rows(view: CheckpointView, tensor: TensorInfo, stored: dict[str, Rows]) -> 
 
 
 def _step(view: CheckpointView, tensor: TensorInfo) -> int:
-    rows = min(max(ROWS_OF_ALL // len(view.model.fused_layers), FEWEST_ROWS), MOST_ROWS)
+    rows = min(max(ROWS_OF_ALL // len(view.model.fused_layers), MIN_ROWS), MAX_ROWS)
     return max(tensor.shape[0] // rows, 1)
 
 
 def read_ahead(
     layers: Sequence[FusedLayer], begin: Callable[[FusedLayer], None]
 ) -> Iterator[FusedLayer]:
-    """Yield the layers. Before each, call `begin` for the layer that is AHEAD positions later."""
+    """Yield the layers.
+
+    Before each, call `begin` for the layer that is READ_AHEAD_LAYERS positions later.
+    """
     for number, layer in enumerate(layers):
-        if number + AHEAD < len(layers):
-            begin(layers[number + AHEAD])
+        if number + READ_AHEAD_LAYERS < len(layers):
+            begin(layers[number + READ_AHEAD_LAYERS])
         yield layer

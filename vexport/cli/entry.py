@@ -27,7 +27,7 @@ from vexport.errors import (
     shown,
     visible,
 )
-from vexport.errors.extras import unforeseen
+from vexport.errors.extras import unexpected_error
 from vexport.version import __version__
 
 # Each command's module is imported when the command is called, and imports heavy libraries only
@@ -168,7 +168,7 @@ def _problem(error: BaseException) -> VexportError:
     if isinstance(error, click.exceptions.Abort) and isinstance(error.__cause__, EOFError):
         error = error.__cause__  # EOF in a file: click mistakes it for the end of user input
     if isinstance(error, Exception):
-        return unforeseen(error, "vexport")
+        return unexpected_error(error, "vexport")
     raise error
 
 

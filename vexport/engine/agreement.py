@@ -27,8 +27,8 @@ _ROUNDS = 4
 _LONGEST_CYCLE = 6
 # Text with fewer letters has no recognizable script. If the baseline has fewer tokens, no
 # continuation counts as ended early.
-_LEAST_LETTERS = 20
-_LEAST_TOKENS = 8
+_MIN_LETTERS = 20
+_MIN_TOKENS = 8
 # A continuation of this many tokens may end. A broken export ends in its first sentence.
 _WHOLE_TOKENS = 48
 # Text also loops if it repeats this many words this often anywhere (as SmolLM2-135M does).
@@ -118,9 +118,13 @@ def symptom(canary: Canary, baseline: Canary | None = None) -> str | None:
     """
     if canary.non_finite:
         return _NUMBERS
-    if (alone := _alone(canary)) is not None:
-        return alone if baseline is None or not (_alone(baseline) or _loops(baseline)) else None
-    if baseline is not None and _early(canary, baseline):
+    if (own_fault := _own_fault(canary)) is not None:
+        return (
+            own_fault
+            if baseline is None or not (_own_fault(baseline) or _loops(baseline))
+            else None
+        )
+    if baseline is not None and _ends_early(canary, baseline):
         return "an early end"
     before = canary.prompt if baseline is None else baseline.text
     scripts = _script(before), _script(canary.text)
@@ -131,7 +135,7 @@ def symptom(canary: Canary, baseline: Canary | None = None) -> str | None:
     )
 
 
-def _alone(canary: Canary) -> str | None:
+def _own_fault(canary: Canary) -> str | None:
     if not canary.text.strip():
         return "no text"
     words = canary.text.split()
@@ -143,7 +147,7 @@ def _alone(canary: Canary) -> str | None:
     )
 
 
-def _early(canary: Canary, baseline: Canary) -> bool:
+def _ends_early(canary: Canary, baseline: Canary) -> bool:
     """Return True if the continuation ends early, and before half of the baseline's tokens.
 
     Return False if the baseline is a loop.
@@ -152,7 +156,7 @@ def _early(canary: Canary, baseline: Canary) -> bool:
     ended = canary.ended_after
     if ended is None or ended >= _WHOLE_TOKENS or _loops(baseline):
         return False
-    return whole >= _LEAST_TOKENS and 2 * ended < whole
+    return whole >= _MIN_TOKENS and 2 * ended < whole
 
 
 def _loops(canary: Canary) -> bool:
@@ -170,4 +174,4 @@ def _script(text: str) -> str:
         unicodedata.name(letter, "").partition(" ")[0] for letter in text if letter.isalpha()
     )
     script, letters = scripts.most_common(1)[0] if scripts else ("", 0)
-    return script if scripts.total() >= _LEAST_LETTERS and 2 * letters > scripts.total() else ""
+    return script if scripts.total() >= _MIN_LETTERS and 2 * letters > scripts.total() else ""

@@ -15,8 +15,8 @@ from vexport.architectures.layout import impossible_size
 from vexport.architectures.ranks import Heads
 from vexport.checkpoint.index import read_index
 from vexport.engine.messages import ArgumentSet, ArgumentsRequest, InputProblem
-from vexport.engine.session import Worker, log_folder, raise_found, session_error
-from vexport.engine.worker import CPU, answer_request, input_problem
+from vexport.engine.session import Worker, log_folder, raise_found_problems, session_error
+from vexport.engine.worker import CPU, input_problem, run_worker
 from vexport.errors import EnvironmentFault, InputError, VexportError, nearest
 from vexport.errors.validation import validation_problems
 from vexport.files import read_json_object
@@ -24,7 +24,7 @@ from vexport.records import silent
 from vexport.scenario.serve import Serve
 
 # Arguments that every vLLM version has and `Serve` has already checked.
-_CERTAIN = {"max_model_len", "enforce_eager"}
+_ALREADY_CHECKED = {"max_model_len", "enforce_eager"}
 
 
 def require_arguments(serves: Sequence[Serve], vllm_python: Path | None) -> None:
@@ -38,7 +38,7 @@ def require_arguments(serves: Sequence[Serve], vllm_python: Path | None) -> None
     """
     largest = max(serves, key=lambda serve: serve.devices)
     (found,) = _problems_with([largest], vllm_python)
-    raise_found(found)
+    raise_found_problems(found)
 
 
 def find_problems(
@@ -57,7 +57,7 @@ def find_problems(
 
 def _problems_with(serves: Sequence[Serve], vllm_python: Path | None) -> list[list[InputProblem]]:
     """Return the problems with each setting. vLLM is not started if there is nothing to check."""
-    checked = [serve for serve in serves if serve.given.keys() - _CERTAIN]
+    checked = [serve for serve in serves if serve.given.keys() - _ALREADY_CHECKED]
     if not checked:
         return [[] for _ in serves]
     sets = tuple(ArgumentSet(arguments=serve.given, devices=serve.devices) for serve in checked)
@@ -72,7 +72,7 @@ def _problems_with(serves: Sequence[Serve], vllm_python: Path | None) -> list[li
             vllm_python=vllm_python,
         ).run(silent)
     problems = iter(found)
-    return [next(problems) if serve.given.keys() - _CERTAIN else [] for serve in serves]
+    return [next(problems) if serve.given.keys() - _ALREADY_CHECKED else [] for serve in serves]
 
 
 def require_layers(checkpoint: Path) -> None:
@@ -112,7 +112,7 @@ def require_heads(checkpoint: Path, ranks: int) -> None:
 
 def main(arguments: list[str]) -> int:
     """Read the request, check the arguments with vLLM, and write the result."""
-    return answer_request(
+    return run_worker(
         arguments,
         ArgumentsRequest,
         lambda request: [[*map(input_problem, problems_of(each))] for each in request.sets],
@@ -136,7 +136,7 @@ def problems_of(request: ArgumentSet) -> Iterator[VexportError]:
             need = f"an engine argument of vLLM {version}"
             fix = f"remove the argument{nearest(name, [*known])}"
             yield InputError(where, got="an unknown argument", need=need, fix=fix)
-        elif value is not None and (need := unfit(known[name], value)):
+        elif value is not None and (need := type_problem(known[name], value)):
             yield InputError(where, got=json.dumps(value), need=need, fix="correct the value")
     yield from _devices(request)
 
@@ -163,7 +163,7 @@ def _devices(request: ArgumentSet) -> Iterator[VexportError]:
         )
 
 
-def unfit(kind: object, value: JsonValue) -> str:
+def type_problem(kind: object, value: JsonValue) -> str:
     """Return the type that an argument's value must have, or "" if the value fits.
 
     Also return "" if only vLLM can check the value. In a section (`compilation_config`), only the

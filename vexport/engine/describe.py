@@ -34,12 +34,12 @@ _CPU_BLIND_SPOT = "the rounding order and the shape limits of GPU kernels"
 NONE = "none"
 # Layer number that separates the decoder's name from the module's name within the layer.
 _LAYER = re.compile(r"\.\d+\.")
-_CHOOSES = re.compile(
+_KERNEL_VARIABLES = re.compile(
     r"VLLM_(\w+_)?(AITER|ALLREDUCE|ATTENTION_BACKEND|BATCH_INVARIANT|DEEP_GEMM|EMULATION|FLASHINFER|FP4|FP8|"
     r"HUMMING|INT4|KERNELS?|MARLIN|MLA|MOE|MXFP[48]|NVFP4|PRECISION|QUANT|QUANTIZATION|REDUCE|SAMPLER|SKINNY|"
     r"TRITON)(_\w+)?"
 )
-# Variables that match _CHOOSES but are left out: paths, sizes, and vexport's variable.
+# Variables that match _KERNEL_VARIABLES but are left out: paths, sizes, and vexport's variable.
 _UNRELATED = re.compile(r"_(CACHE|DIR|SIZE|THREADS)(_|$)|^VLLM_CPU_INT4_W4A8$")
 
 
@@ -149,7 +149,7 @@ def _settings(llm: "LLM", given: EngineArguments) -> dict[str, str]:
         "kv_cache_dtype": str(given.get("kv_cache_dtype", "auto")),
         "max_model_len": str(config.model_config.max_model_len),
         "engine_args": json.dumps(others, sort_keys=True) if others else "none",
-        "environment": answer_environment(),
+        "environment": kernel_environment(),
     }
 
 
@@ -166,7 +166,7 @@ def _processor() -> str:
     )
 
 
-def answer_environment(environment: Mapping[str, str] = os.environ) -> str:
+def kernel_environment(environment: Mapping[str, str] = os.environ) -> str:
     """Return the variables in the environment that affect answers: `VLLM_BATCH_INVARIANT=1`.
 
     Return "none" if no such variable is set.
@@ -174,6 +174,6 @@ def answer_environment(environment: Mapping[str, str] = os.environ) -> str:
     names = (
         name
         for name in sorted(environment)
-        if _CHOOSES.fullmatch(name) and not _UNRELATED.search(name)
+        if _KERNEL_VARIABLES.fullmatch(name) and not _UNRELATED.search(name)
     )
     return " ".join(f"{name}={environment[name]}" for name in names) or NONE

@@ -14,12 +14,12 @@ from vexport.checkpoint.source import resolve_source
 from vexport.checks import INTERNAL, NAMES, completeness, findings_of_headers, shapes, targets
 from vexport.checks.vllm.view import Target
 from vexport.engine.arguments import require_layers
-from vexport.engine.dry.controls import is_excuse
+from vexport.engine.dry.controls import is_shared_refusal
 from vexport.engine.dry.load import (
     CAPABILITIES,
     DryLoad,
     Require,
-    errors_or_doubt,
+    errors_or_uncertainty,
     is_stretched,
     unused,
 )
@@ -44,9 +44,9 @@ NO_VLLM = (
     "vLLM is not installed: install it, give its interpreter (--vllm-python), or check with "
     "--static"
 )
-# Checks that vLLM's loaders repeat, `shapes` only in part (`_is_seen`). If the loaders find no
-# fault, an error of these checks becomes a warning.
-SEEN_BY_LOADERS = (completeness.NAME, shapes.NAME, targets.NAME)
+# Checks that vLLM's loaders repeat, `shapes` only in part (`_is_checked_by_loaders`). If the
+# loaders find no fault, an error of these checks becomes a warning.
+CHECKED_BY_LOADERS = (completeness.NAME, shapes.NAME, targets.NAME)
 _KINDS = ("missing", "cast", "narrowed")
 # Kinds of faults of the loaders for the same problems as the errors of a check.
 _KINDS_OF_CHECKS = {
@@ -54,11 +54,11 @@ _KINDS_OF_CHECKS = {
     shapes.NAME: frozenset({"cast", "narrowed"}),
 }
 # Up to this number of layers, advice names each layer. Beyond it, advice names projections.
-_FEW = 6
+_MAX_NAMED_LAYERS = 6
 _NUMBERED = re.compile(r"[^.\s]+\.\d+\.\S+")
 
 
-def checked_in_vllm(
+def check_with_dry_load(
     roots: Mapping[str, Path],
     target: Target,
     read: Callable[[], list[CheckReport]],
@@ -147,17 +147,17 @@ def with_load(report: CheckReport, load: DryLoadReport, require: Require) -> Che
     version = report.vllm
     if not f"{load.vllm}.".startswith(f"{version}."):
         return _not_loaded(report, f"the installed version of vLLM is {load.vllm}, not {version}")
-    outcome = errors_or_doubt(load, require)
+    outcome = errors_or_uncertainty(load, require)
     if isinstance(outcome, str):
         return _not_loaded(report, outcome)
     not_judged = tuple(each for each in report.not_judged if outcome or each.what != NAMES)
     more = [*outcome, *(unused(load) if not_judged != report.not_judged else ())]
-    findings = (*(report.findings if outcome else overruled(report.findings, load)), *more)
+    findings = (*(report.findings if outcome else downgrade_errors(report.findings, load)), *more)
     ok = not any(finding.severity == "error" for finding in findings)
     return replace(report, ok=ok, findings=findings, not_judged=(*not_judged, *load.not_judged))
 
 
-def overruled(findings: Sequence[Finding], load: DryLoadReport) -> Iterator[Finding]:
+def downgrade_errors(findings: Sequence[Finding], load: DryLoadReport) -> Iterator[Finding]:
     """Yield the findings of a check, after vLLM's loaders found all tensors that they need.
 
     An error about names, targets or shapes becomes a warning. It stays an error if the loaders
@@ -169,7 +169,7 @@ def overruled(findings: Sequence[Finding], load: DryLoadReport) -> Iterator[Find
         doubtful = finding.where in repeated or kinds & _KINDS_OF_CHECKS.get(
             finding.check, frozenset()
         )
-        if finding.severity == "error" and _is_seen(finding) and not doubtful:
+        if finding.severity == "error" and _is_checked_by_loaders(finding) and not doubtful:
             got = f"{finding.got}; but vLLM's loaders find no problem"
             fix = "nothing to do, or compare with the source to be sure (--source)"
             yield replace(finding, severity="warning", got=got, fix=fix)
@@ -177,7 +177,7 @@ def overruled(findings: Sequence[Finding], load: DryLoadReport) -> Iterator[Find
             yield finding
 
 
-def _is_seen(finding: Finding) -> bool:
+def _is_checked_by_loaders(finding: Finding) -> bool:
     """Return True if vLLM's loaders would have found this error.
 
     For the check `shapes`, this is true of a tensor's shape. Loaders compare it, or they narrow or
@@ -186,7 +186,7 @@ def _is_seen(finding: Finding) -> bool:
     """
     if finding.check == shapes.NAME:
         return finding.expected.startswith(shapes.SHAPE)
-    return finding.check in SEEN_BY_LOADERS
+    return finding.check in CHECKED_BY_LOADERS
 
 
 def _not_loaded(report: CheckReport, reason: str) -> CheckReport:
@@ -194,7 +194,7 @@ def _not_loaded(report: CheckReport, reason: str) -> CheckReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prover:
+class LoadVerifier:
     """Proof that a written checkpoint loads, before it becomes the job's `out`.
 
     Its config, names and headers are checked in this process. With `dry`, and if vLLM is installed,
@@ -218,19 +218,19 @@ class Prover:
         errors = [each for each in found if each.check != INTERNAL]
         not_judged = [f"{each.where}: {each.got}" for each in found if each.check == INTERNAL]
         job.on_progress("verify (config and names)", 1, 1)
-        if self.dry and all(map(_is_seen, errors)):
+        if self.dry and all(map(_is_checked_by_loaders, errors)):
             judged = _dry_loaded(job, folder, plan)
-            outcome = judged if isinstance(judged, str) else errors_or_doubt(judged)
+            outcome = judged if isinstance(judged, str) else errors_or_uncertainty(judged)
             if isinstance(outcome, str):
                 doubt = without_details(outcome)
                 excuse = f"warning: {job.out} may not load in vLLM: {doubt}"
-                not_judged.append(excuse if is_excuse(doubt) else doubt)
+                not_judged.append(excuse if is_shared_refusal(doubt) else doubt)
             elif isinstance(judged, DryLoadReport):
                 faults = [str(each.brief) for each in judged.not_judged]
                 not_judged += [
                     f"warning: {job.out} may not load in vLLM: {fault}" for fault in faults
                 ]
-                left = errors if outcome else overruled(errors, judged)
+                left = errors if outcome else downgrade_errors(errors, judged)
                 errors = [each for each in left if each.severity == "error"] or outcome
         for text in not_judged:
             self.note(text.replace(str(folder), str(job.out)))
@@ -278,10 +278,12 @@ def _dry_loaded(job: "QuantizeJob", folder: Path, plan: Plan) -> DryLoadReport |
 
 def _groups(plan: Plan, errors: Sequence[Finding]) -> Iterator[FusionGroup]:
     """Yield the layers of the plan that findings name, by their names in the files or in vLLM."""
-    named = {_tail(word) for each in errors for word in re.findall(r"[\w.]+", each.where)} - {""}
+    named = {_last_part(word) for each in errors for word in re.findall(r"[\w.]+", each.where)} - {
+        ""
+    }
     for group in plan.groups:
         tails = {
-            _tail(name) for name in (group.name, *(member.name for member in group.members))
+            _last_part(name) for name in (group.name, *(member.name for member in group.members))
         } - {""}
         if any(
             word == tail or word.startswith(f"{tail}.") or (moe_layer(tail) or tail) == word
@@ -291,7 +293,7 @@ def _groups(plan: Plan, errors: Sequence[Finding]) -> Iterator[FusionGroup]:
             yield group
 
 
-def _tail(name: str) -> str:
+def _last_part(name: str) -> str:
     """Return a layer's name from its decoder layer's number on: `layers.0.mlp.down_proj`."""
     numbered = _NUMBERED.search(name)
     return numbered[0] if numbered else ""
@@ -305,7 +307,7 @@ def _patterns(groups: Sequence[FusionGroup]) -> Iterator[str]:
     names = [member.name for group in groups for member in group.members]
     experts = dict.fromkeys(layer for name in names if (layer := moe_layer(name)))
     singles = [name for name in names if moe_layer(name) is None]
-    if len(experts) + len(singles) <= _FEW:
+    if len(experts) + len(singles) <= _MAX_NAMED_LAYERS:
         yield from singles
         yield from (f"re:{re.escape(layer)}[.].*" for layer in experts)
         return

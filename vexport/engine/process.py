@@ -59,13 +59,13 @@ _PREFIX = re.compile(
 )
 _EXCEPTION = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception)(?: \S+)?: \S")
 # An exception without a message. The source line above it in the traceback explains it.
-_BARE = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception)$")
+_EXCEPTION_WITHOUT_MESSAGE = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception)$")
 # Messages of C++ and C at a crash, which Python does not see.
-_LAST_WORDS = re.compile(
+_CRASH_MESSAGE = re.compile(
     r"^terminate called after throwing an instance of|^libgomp: |^Fatal Python error: .*[Mm]emory"
 )
 # Signals that are rarely caused by a mistake in the code.
-_MEANT: Mapping[int, str] = {
+_SIGNAL_HINTS: Mapping[int, str] = {
     signal.SIGBUS: ": /dev/shm is full, or a file was cut while it was read"
 }
 _MARKS = re.compile(r"^\s*[~^]+$")
@@ -79,7 +79,7 @@ _ENVIRONMENT: tuple[tuple[Callable[[str], object], FailureKind], ...] = (
 
 
 @contextmanager
-def started_group(
+def started_process_group(
     command: Sequence[str], *, environment: Mapping[str, str], log: Path, timeout: float
 ) -> Iterator[Follow]:
     """Start a command in a separate process group. The group is always gone when the context ends.
@@ -142,7 +142,7 @@ def _follow(
     while True:
         code = process.poll()
         with suppress(BlockingIOError):
-            pending = _pass_on(pending + os.read(pipe, _PIPE_BYTES), on_progress)
+            pending = _forward_progress(pending + os.read(pipe, _PIPE_BYTES), on_progress)
         if code is not None:
             return code
         if time.monotonic() > deadline:
@@ -150,7 +150,7 @@ def _follow(
         time.sleep(_POLL_SECONDS)
 
 
-def _pass_on(text: bytes, on_progress: OnProgress) -> bytes:
+def _forward_progress(text: bytes, on_progress: OnProgress) -> bytes:
     """Report the complete lines that are progress.
 
     Return the rest of the text, which may become a line.
@@ -178,9 +178,9 @@ def last_exception(log: Path) -> str | None:
     """
     exception, code = None, ""
     for line in _lines(log):
-        if _LAST_WORDS.match(line) or _EXCEPTION.match(line) and not _WRAPPER.search(line):
+        if _CRASH_MESSAGE.match(line) or _EXCEPTION.match(line) and not _WRAPPER.search(line):
             exception = line
-        elif _BARE.match(line):
+        elif _EXCEPTION_WITHOUT_MESSAGE.match(line):
             exception = f"{line}: {code}"
         elif not _MARKS.match(line):
             code = line.strip()
@@ -219,7 +219,7 @@ def failure_from_exit(log: Path, code: int) -> EngineFailure:
     cause = last_exception(log)
     ending = f"exit code {code}"
     if code < 0:
-        ending = f"signal {-code} ({signal.Signals(-code).name}{_MEANT.get(-code, '')})"
+        ending = f"signal {-code} ({signal.Signals(-code).name}{_SIGNAL_HINTS.get(-code, '')})"
     message = f"the worker ended with {ending}" + (f" after {cause}" if cause else "")
     killed = code == -signal.SIGKILL or _KILLED_CORE.search(message)
     named = _kind(message, _kind(cause or "", "crashed"))

@@ -104,7 +104,7 @@ def agreement_limit(
     rounded, a difference in the last bit of bfloat16 may become a whole step, in every layer. Such
     a difference in the embeddings of SmolLM2-135M alone causes a mean KL of 0.040 in W8A8, 0.021 in
     FP8_DYNAMIC and 0.24 in NVFP4. The mean KL between vLLM and the reference is 0.057 in W8A8 and
-    0.033 in FP8_DYNAMIC. The noise is stored in `path`, the file of `remembered_reference`.
+    0.033 in FP8_DYNAMIC. The noise is stored in `path`, the file of `cached_reference`.
     """
     if mean_kl <= limit or limit <= KL_LIMITS[16]:
         return limit
@@ -131,7 +131,7 @@ def _jitter_embeddings(model: Module, jitter: float) -> None:
     embeddings.register_forward_hook(moved)
 
 
-def remembered_reference(
+def cached_reference(
     checkpoint: Path, prompts: Sequence[Sequence[int]], path: Path, on_progress: OnProgress = silent
 ) -> torch.Tensor:
     """Return `reference_logprobs` from the safetensors file `path`.

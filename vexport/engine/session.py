@@ -15,7 +15,7 @@ from typing import Generic, TypeVar
 
 from vexport.engine.cpu_emulation import SWITCH
 from vexport.engine.messages import EngineFailure, FailureKind, InputProblem
-from vexport.engine.process import Follow, failure_from_exit, log_tail, started_group
+from vexport.engine.process import Follow, failure_from_exit, log_tail, started_process_group
 from vexport.errors import (
     CheckpointFailed,
     EnvironmentFault,
@@ -61,7 +61,7 @@ _LONGEST_TEMPORARY = 40
 _PROBE_SECONDS = 60.0
 _PLUGIN = "[vllm.general_plugins]\nvexport_cpu_emulation = vexport.engine.cpu_emulation:register\n"
 # Event and remedy for each kind of failure.
-_TOLD: Mapping[FailureKind, tuple[str, str]] = {
+_EVENTS: Mapping[FailureKind, tuple[str, str]] = {
     "refused": ("vLLM refuses to load the checkpoint", "export the checkpoint again"),
     "unsupported": (
         "vLLM cannot run the checkpoint on this CPU",
@@ -106,7 +106,7 @@ class EngineFault(EnvironmentFault):
 
     def __init__(self, where: str, failure: EngineFailure, log: Path | None = None) -> None:
         self.failure, self.log = failure, log
-        event, fix = _TOLD[failure.kind]
+        event, fix = _EVENTS[failure.kind]
         place = f" (log: {log})" if log else ""
         super().__init__(where, got=f"{event}: {failure.message}", need="", fix=fix + place)
 
@@ -171,7 +171,7 @@ class Worker(Generic[T]):
                 **_FIXED_ENVIRONMENT,
                 **_temporary_files(scratch),
             }
-            with started_group(
+            with started_process_group(
                 [str(python), "-m", self.module, str(request_file), str(result_file)],
                 environment={**ours, **path, **self.environment},
                 log=self.log,
@@ -223,7 +223,7 @@ def session_error(problem: InputProblem) -> VexportError:
     return kind(problem.where, got=problem.got, need=problem.need, fix=problem.fix)
 
 
-def raise_found(problems: Sequence[InputProblem]) -> None:
+def raise_found_problems(problems: Sequence[InputProblem]) -> None:
     """Raise the problems that a worker found.
 
     Problems of the inputs are raised together. If there are none, faults of the environment

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from vllm import LLM
 
 T = TypeVar("T")
-_MOST_MESSAGE = 1000
+_MAX_MESSAGE = 1000
 CPU = "cpu"
 # Seconds that vLLM gets to raise an error after its core has ended.
 _CORE_GRACE_SECONDS = 3
@@ -69,9 +69,9 @@ def main(arguments: list[str], ask: AskEngine) -> Never:
     The exit code is 0 if there is a result. The result may be a failure.
     """
     request_file, result_file = (Path(argument) for argument in arguments)
-    end_with_parent()
+    exit_with_parent()
     with ExitStack() as engine:
-        result = run(from_json(SessionRequest, request_file), reporter(), ask, engine)
+        result = run(from_json(SessionRequest, request_file), progress_reporter(), ask, engine)
         write_text(result_file, to_json(result))
         # Teardown may crash, or wait for threads and devices forever. In this case the alarm ends
         # the process.
@@ -83,18 +83,18 @@ def main(arguments: list[str], ask: AskEngine) -> Never:
     os._exit(0)
 
 
-def answer_request(arguments: list[str], kind: type[T], answer: Callable[[T], object]) -> int:
+def run_worker(arguments: list[str], kind: type[T], answer: Callable[[T], object]) -> int:
     """Read the request, write the result of `answer`, and return 0.
 
     This is the `main` of the other workers.
     """
     request_file, result_file = (Path(argument) for argument in arguments)
-    end_with_parent()
+    exit_with_parent()
     write_text(result_file, to_json(answer(from_json(kind, request_file))))
     return 0
 
 
-def end_at_crashes() -> None:
+def exit_on_crash() -> None:
     """Make a crash end the process at once, with Python's stack in the log.
 
     vLLM imports tvm_ffi, which handles SIGSEGV with code that allocates memory
@@ -106,7 +106,7 @@ def end_at_crashes() -> None:
     faulthandler.enable()
 
 
-def end_with_core(llm: "LLM", engine: ExitStack) -> None:
+def exit_with_core(llm: "LLM", engine: ExitStack) -> None:
     """Register the teardown of an engine with several processes.
 
     If the engine's core ends, this process ends as well.
@@ -149,7 +149,7 @@ def run(
     platform = str(current_platform.device_type)
     result = SessionResult(checkpoint=request.checkpoint, platform=platform, vllm=version)
     report("load", 0, 1)
-    end_at_crashes()
+    exit_on_crash()
     arguments = model_arguments(request, platform)
     try:
         start = time.monotonic()
@@ -159,8 +159,8 @@ def run(
             return replace(result, problem=input_problem(refusal))
         return replace(result, failure=_failure("refused", error))
     seconds = time.monotonic() - start
-    end_at_crashes()
-    end_with_core(llm, engine)
+    exit_on_crash()
+    exit_with_core(llm, engine)
     report("load", 1, 1)
     try:
         from vexport.engine.describe import describe
@@ -233,7 +233,7 @@ def _refused_argument(error: Exception, given: EngineArguments) -> InputError | 
 
 def _failure(kind: FailureKind, error: Exception) -> EngineFailure:
     traceback.print_exception(error)
-    return EngineFailure(kind=kind, message=one_line(error)[:_MOST_MESSAGE], log_tail="")
+    return EngineFailure(kind=kind, message=one_line(error)[:_MAX_MESSAGE], log_tail="")
 
 
 def input_problem(error: VexportError) -> InputProblem:
@@ -247,7 +247,7 @@ def input_problem(error: VexportError) -> InputProblem:
     )
 
 
-def reporter() -> OnProgress:
+def progress_reporter() -> OnProgress:
     """Return a function that writes progress as JSON lines to the descriptor that the parent named.
 
     If the parent named no descriptor, the function does nothing.
@@ -264,7 +264,7 @@ def reporter() -> OnProgress:
     return report
 
 
-def end_with_parent() -> None:
+def exit_with_parent() -> None:
     """Kill the whole process group as soon as the parent ends.
 
     The parent holds a pipe to this process's stdin. The pipe closes when the parent ends.

@@ -88,7 +88,7 @@ class InputError(VexportError):
     """Bad usage or bad input (exit 2)."""
 
 
-class _Several(VexportError):
+class _Multiple(VexportError):
     """Several problems that are reported together, one per line."""
 
     def __init__(self, problems: Sequence[VexportError]) -> None:
@@ -102,7 +102,7 @@ class _Several(VexportError):
         return "\n".join(str(problem) for problem in self.problems)
 
 
-class InputErrors(_Several, InputError):
+class InputErrors(_Multiple, InputError):
     """Several problems of one input (exit 2)."""
 
     problems: tuple[InputError, ...]
@@ -126,7 +126,7 @@ class EnvironmentFault(VexportError):
     exit_code = 4
 
 
-class EnvironmentFaults(_Several, EnvironmentFault):
+class EnvironmentFaults(_Multiple, EnvironmentFault):
     """Several faults (exit 4)."""
 
 

@@ -134,7 +134,7 @@ def mismatch_of(error: BaseException) -> str | None:
     return None
 
 
-def unforeseen(error: Exception, where: str) -> VexportError:
+def unexpected_error(error: Exception, where: str) -> VexportError:
     """Return an unexpected exception as our error.
 
     It may mean mismatched packages, too little memory, a full disk, or a mistake of vexport.
@@ -169,7 +169,7 @@ def attempt(action: Callable[[], T], where: str) -> T | VexportError:
     except OSError as error:
         return file_problem(error)
     except Exception as error:
-        return unforeseen(error, where)
+        return unexpected_error(error, where)
 
 
 def attempt_all(actions: Iterable[tuple[str, Callable[[], T]]]) -> list[T]:

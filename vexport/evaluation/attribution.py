@@ -20,7 +20,7 @@ import torch
 from vexport.checks import check_checkpoint
 from vexport.engine.agreement import KL_LIMITS, kl_limit, read_logprobs
 from vexport.engine.dry.load import CAPABILITIES, DryLoad
-from vexport.engine.reference import REFERENCE_FILE, agreement_limit, remembered_reference
+from vexport.engine.reference import REFERENCE_FILE, agreement_limit, cached_reference
 from vexport.errors import EnvironmentFault, InputError
 from vexport.inference.answers import Served
 from vexport.inference.prompting import differences
@@ -151,7 +151,7 @@ def _judge(
 
 def _reference(side: Served, on_progress: OnProgress) -> torch.Tensor:
     file = side.logprobs_file.with_name(REFERENCE_FILE)
-    return remembered_reference(side.checkpoint, side.prompts.tokens, file, on_progress)
+    return cached_reference(side.checkpoint, side.prompts.tokens, file, on_progress)
 
 
 def _distance(

@@ -11,8 +11,8 @@ from vexport.engine.agreement import canary_findings, kl_limit, read_logprobs, s
 from vexport.engine.reference import (
     REFERENCE_FILE,
     agreement_limit,
+    cached_reference,
     reference_canaries,
-    remembered_reference,
 )
 from vexport.errors import InputError
 from vexport.inference.answers import Served
@@ -103,7 +103,7 @@ def _compare_with_reference(
         return None, [error("logprobs", where, expected=expected, got=got, fix=fix)]
     kept = result.logprobs_file.with_name(REFERENCE_FILE)
     try:
-        reference = remembered_reference(checkpoint, tokens, kept, on_progress)
+        reference = cached_reference(checkpoint, tokens, kept, on_progress)
     except InputError as problem:
         return None, [Finding.of(problem, check="logprobs", severity="info")]
     kv_cache = result.engine.settings.get("kv_cache_dtype", "auto") if result.engine else "auto"

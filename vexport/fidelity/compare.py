@@ -6,14 +6,14 @@ from pathlib import Path
 from vexport.architectures import with_stars
 from vexport.checkpoint.index import find_quantization, read_index
 from vexport.checkpoint.smoothed import reader_of
-from vexport.checks import SOURCE, Against
+from vexport.checks import SOURCE, SourceComparison
 from vexport.checks.vllm.findings import error, info, warning
 from vexport.checks.vllm.groups import StoredLayer
 from vexport.checks.vllm.view import CheckpointView
 from vexport.errors import InputError
 from vexport.fidelity.kept import file_findings, tensor_findings
-from vexport.fidelity.own_rounding import has_own_rounding
-from vexport.fidelity.smoothing import Factors, judged_smoothing
+from vexport.fidelity.own_rounding import is_rounded_by_vexport
+from vexport.fidelity.smoothing import Factors, check_smoothing
 from vexport.fidelity.source import SourceTensors
 from vexport.fidelity.weights import WeightComparison, compare_weight
 from vexport.formats.arguments import SchemeArgs, precision
@@ -23,7 +23,7 @@ from vexport.records import Finding
 OnLayer = Callable[[int, int], None]
 
 
-def against(root: Path, *, on_layer: OnLayer) -> Against:
+def source_comparison(root: Path, *, on_layer: OnLayer) -> SourceComparison:
     """Return the comparison with the unquantized checkpoint `root`.
 
     Every quantized weight is dequantized with compressed-tensors, some rows at a time. All other
@@ -38,12 +38,12 @@ def against(root: Path, *, on_layer: OnLayer) -> Against:
         raise InputError(str(root), got="a quantized checkpoint", need=need, fix=fix)
 
     def compare(view: CheckpointView) -> Iterator[Finding]:
-        smoothing, objections = judged_smoothing(view.index.root, index)
+        smoothing, objections = check_smoothing(view.index.root, index)
         yield from objections
         with reader_of(smoothing) as reader:
             yield from _compared(view, SourceTensors(view, index, reader), on_layer)
 
-    return Against(root=root, run=compare)
+    return SourceComparison(root=root, run=compare)
 
 
 def _compared(view: CheckpointView, origins: SourceTensors, on_layer: OnLayer) -> Iterator[Finding]:
@@ -65,10 +65,12 @@ def _compared(view: CheckpointView, origins: SourceTensors, on_layer: OnLayer) -
         origins.release()
         on_layer(number + 1, len(quantized))
     # Computing the digests of all weights takes time, so do it only if there are faults to explain.
-    is_own = bool(faulty) and has_own_rounding(view, origins.index)
+    is_own = bool(faulty) and is_rounded_by_vexport(view, origins.index)
     for layer, comparison in faulty:
         is_rounding = is_own and comparison.is_same_weight
-        yield _moved(layer, comparison) if is_rounding else _unlike(layer, comparison)
+        yield (
+            _rounded_far(layer, comparison) if is_rounding else _different_weight(layer, comparison)
+        )
     yield from _factors(smoothing)
     names = {layer.name for layer in quantized}
     yield from tensor_findings(view, origins, names, smoothing.norms)
@@ -110,7 +112,7 @@ def _factors(smoothing: Factors) -> Iterator[Finding]:
         yield info(SOURCE, where, expected="the source's weight", got=got, fix=fix)
 
 
-def _unlike(layer: StoredLayer, comparison: WeightComparison) -> Finding:
+def _different_weight(layer: StoredLayer, comparison: WeightComparison) -> Finding:
     """Report a weight that differs from the source's weight, with all its faults."""
     expected = (
         f"the source's weight, rounded to {_stored_as(layer)} (SQNR about "
@@ -123,7 +125,7 @@ def _unlike(layer: StoredLayer, comparison: WeightComparison) -> Finding:
     return error(SOURCE, layer.name, expected=expected, got="; ".join(comparison.faults), fix=fix)
 
 
-def _moved(layer: StoredLayer, comparison: WeightComparison) -> Finding:
+def _rounded_far(layer: StoredLayer, comparison: WeightComparison) -> Finding:
     """Warn of a weight that vexport's rounding moved farther than usual."""
     got = (
         f"{'; '.join(comparison.faults)} (by vexport's rounding: the files match their "

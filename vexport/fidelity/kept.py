@@ -29,7 +29,7 @@ COMPUTED = re.compile(
 )
 # Scales of the KV cache and of queries, which only the quantized checkpoint has.
 ADDED = re.compile(r".*\b[qkv]_scale$|.*\bkv_scale$")
-AGAIN = "export the checkpoint again"
+FIX_EXPORT = "export the checkpoint again"
 SAME_BYTES = "the same bytes as in the source"
 NORM = re.compile(r".*norm\.weight$")
 TABLE = "model.embed_tokens.weight"
@@ -69,7 +69,7 @@ GENERATION_KEYS = (
 )
 # Keys of config.json that describe the file, its storage or the training instead of the model, and
 # keys that other checks report in more detail.
-ABOUT_THE_FILE = frozenset(
+IGNORED_KEYS = frozenset(
     {
         "_name_or_path",
         "architectures",
@@ -88,7 +88,7 @@ ABOUT_THE_FILE = frozenset(
     }
 )
 # Keys that change a model's answers and are unset by default.
-DECISIVE = ("logit_scale", "partial_rotary_factor", "rope_scaling", "sliding_window")
+KEYS_WITHOUT_DEFAULT = ("logit_scale", "partial_rotary_factor", "rope_scaling", "sliding_window")
 PREPROCESSORS = (
     "preprocessor_config.json",
     "processor_config.json",
@@ -110,7 +110,7 @@ def tensor_findings(
         yield from _kept(view, origins, tensor)
     origins.release()
     for tensor in origins.missing():
-        yield from _lost(view, tensor)
+        yield from _missing_finding(view, tensor)
 
 
 def _kept(view: CheckpointView, origins: SourceTensors, tensor: TensorInfo) -> Iterator[Finding]:
@@ -123,9 +123,11 @@ def _kept(view: CheckpointView, origins: SourceTensors, tensor: TensorInfo) -> I
     if same_bytes(origins.reader, origin, view.reader, tensor):
         return
     if origin.shape == tensor.shape and _same_values(origins.reader, origin, view.reader, tensor):
-        yield _meant(tensor.name, f"dtype {origin.dtype}", f"the same values in {tensor.dtype}")
+        yield _intended_change(
+            tensor.name, f"dtype {origin.dtype}", f"the same values in {tensor.dtype}"
+        )
         return
-    if NORM.match(tensor.name) and _went_through_one(origins.reader, origin, view.reader, tensor):
+    if NORM.match(tensor.name) and _is_offset_norm(origins.reader, origin, view.reader, tensor):
         return
     expected = f"{SAME_BYTES} ({origin.dtype} {list(origin.shape)})"
     got = "different values" if origin.shape == tensor.shape else f"shape {list(tensor.shape)}"
@@ -152,7 +154,7 @@ def _same_values(old: Reader, origin: TensorInfo, new: Reader, tensor: TensorInf
     return torch.equal(read_tensor(old, origin).to(values.dtype), values)
 
 
-def _went_through_one(old: Reader, origin: TensorInfo, new: Reader, tensor: TensorInfo) -> bool:
+def _is_offset_norm(old: Reader, origin: TensorInfo, new: Reader, tensor: TensorInfo) -> bool:
     """Return True if a norm equals (weight + 1) - 1 of the source's norm, in its dtype.
 
     llm-compressor converts norms that multiply by 1 + weight (Gemma, Qwen3-Next) to this form and
@@ -173,22 +175,26 @@ def _regrouped(
     layer = view.layers.by_name.get(tensor.name.removesuffix(".weight"))
     pieces = origins.pieces(layer) if layer is not None and tensor.dtype in TORCH_DTYPES else ()
     if not pieces:
-        yield _meant(tensor.name, "a tensor of the source", "a tensor that the source lacks")
+        yield _intended_change(
+            tensor.name, "a tensor of the source", "a tensor that the source lacks"
+        )
         return
     values = read_tensor(view.reader, tensor)
     if not torch.equal(values, torch.cat([*pieces]).to(values.dtype)):
-        yield _finding("error", tensor.name, "the source's weight", "different values", AGAIN)
+        yield _finding("error", tensor.name, "the source's weight", "different values", FIX_EXPORT)
 
 
-def _lost(view: CheckpointView, tensor: TensorInfo) -> Iterator[Finding]:
+def _missing_finding(view: CheckpointView, tensor: TensorInfo) -> Iterator[Finding]:
     if COMPUTED.match(tensor.name) or (_is_tied(view) and tensor.name.endswith(TIED)):
         return
     if PREDICTION.search(tensor.name):
         got = "no such tensor: vLLM cannot use this layer for drafting"
-        yield _meant(tensor.name, "the source's tensor", got)
+        yield _intended_change(tensor.name, "the source's tensor", got)
         return
     got = "no such tensor: vLLM would use uninitialized memory"
-    yield _finding("error", tensor.name, "the source's tensor, unchanged or quantized", got, AGAIN)
+    yield _finding(
+        "error", tensor.name, "the source's tensor, unchanged or quantized", got, FIX_EXPORT
+    )
 
 
 def file_findings(index: SourceIndex, source: SourceIndex) -> Iterator[Finding]:
@@ -214,15 +220,16 @@ def _different(
 ) -> Iterator[tuple[str, Json, Json]]:
     """Yield keys that are in both configs with different values.
 
-    A key that one config lacks is a default of another version, unless it is in DECISIVE.
+    A key that one config lacks is a default of another version, unless it is in
+    KEYS_WITHOUT_DEFAULT.
     """
-    for key in sorted(old.keys() & new.keys() - ABOUT_THE_FILE):
+    for key in sorted(old.keys() & new.keys() - IGNORED_KEYS):
         before, after = old[key], new[key]
         if isinstance(before, dict) and isinstance(after, dict):
             yield from _different(before, after, f"{prefix}{key}.")
         elif None not in (before, after) and before != after:
             yield f"{prefix}{key}", before, after
-    for key in DECISIVE:
+    for key in KEYS_WITHOUT_DEFAULT:
         if old.get(key) is None and new.get(key) is not None:
             yield f"{prefix}{key}", None, new[key]
 
@@ -233,7 +240,7 @@ def _tokenizer(root: Path, source: Path) -> Iterator[Finding]:
         got = "no such file: vLLM refuses to start"
         yield _finding("error", root / had[0], "the source's tokenizer", got)
         return
-    old, new = _opened(source / TOKENIZER), _opened(root / TOKENIZER)
+    old, new = _read_tokenizer(source / TOKENIZER), _read_tokenizer(root / TOKENIZER)
     for part in TOKENIZER_PARTS if old and new else ():
         if old.get(part) != new.get(part):
             where = f"{root / TOKENIZER}: {part}"
@@ -247,7 +254,7 @@ def _tokenizer(root: Path, source: Path) -> Iterator[Finding]:
     yield from _keys(root / "tokenizer_config.json", old, new, TOKENIZER_KEYS)
 
 
-def _opened(path: Path) -> Mapping[str, Json]:
+def _read_tokenizer(path: Path) -> Mapping[str, Json]:
     """Return a tokenizer.json as rewritten by tokenizers, so that file versions do not matter.
 
     Returns an empty mapping if there is no readable file.
@@ -271,7 +278,7 @@ def _template(root: Path, source: Path) -> Iterator[Finding]:
         got = "a different chat template: the same chat becomes another prompt"
         yield _finding("error", where, "the source's chat template", got)
     elif new and not old:
-        yield _meant(str(where), "no chat template, as in the source", "a chat template")
+        yield _intended_change(str(where), "no chat template, as in the source", "a chat template")
 
 
 def _templates(root: Path) -> Mapping[str, str]:
@@ -315,7 +322,7 @@ def _object(path: Path) -> Mapping[str, Json]:
     return value if isinstance(value, dict) else {}
 
 
-def _meant(where: str, expected: str, got: str) -> Finding:
+def _intended_change(where: str, expected: str, got: str) -> Finding:
     return _finding("warning", where, expected, got, "nothing to do if this is intended")
 
 

@@ -26,7 +26,7 @@ from vexport.scenario.rules import AUTO, Rule
 CORRECTING = frozenset(ROUNDINGS) - {"nearest"}
 
 
-def has_own_rounding(view: CheckpointView, source: SourceIndex) -> bool:
+def is_rounded_by_vexport(view: CheckpointView, source: SourceIndex) -> bool:
     """Return True if vexport rounded these weights by inputs, from a source like this one.
 
     Four conditions must hold. The files have the digests in vexport.json. The recipe has

@@ -35,10 +35,10 @@ NORMS: Mapping[str, str] = {
 AFTER: Mapping[str, str] = {"v_proj": "o_proj", "up_proj": "down_proj"}
 BEFORE: Mapping[str, str] = {after: before for before, after in AFTER.items()}
 # Rounding to 4 bits changes the gain of a row or column of some hundred weights by 1 or 2 %.
-MOST_DISAGREEMENT = 0.1
+MAX_DISAGREEMENT = 0.1
 
 
-def judged_smoothing(
+def check_smoothing(
     checkpoint: Path, source: SourceIndex
 ) -> tuple[Mapping[str, Smoothing], tuple[Finding, ...]]:
     """Return the smoothing of a checkpoint's source, and findings against it.
@@ -141,7 +141,7 @@ class Factors:
         rows, columns = self._gains(first, 1), self._gains(second, 0)
         if rows is None or columns is None or rows.shape != columns.shape:
             return None
-        agree = bool(((rows * columns - 1).abs() < MOST_DISAGREEMENT).all())
+        agree = bool(((rows * columns - 1).abs() < MAX_DISAGREEMENT).all())
         return (columns / rows).sqrt() if agree and bool((rows > 0).all()) else None
 
     def _gains(self, name: str, axis: int) -> torch.Tensor | None:

@@ -25,13 +25,13 @@ from vexport.observers.qparams import fake_quantize
 # With the same scales, GPTQ was 0.6 to 9 dB below plain rounding (SmolLM2-135M in W4A16). A refit
 # of eight bits is further below, because its correction is as large as with four bits. An unrelated
 # weight has 0 dB or less.
-MOST_BELOW_ROUNDING_DB = 10.0
-LEAST_DB = 3.0
+MAX_BELOW_ROUNDING_DB = 10.0
+MIN_DB = 3.0
 # Rounding is unbiased except for clipping and coarse steps, which cost at most about twice the
 # noise power of rounding. A gain error of more than 5 percent beyond that is a wrong scale. A refit
 # shrinks weights if its inputs are noisier: by 10 percent with half of the correction and a fifth
 # of noise. Then the rest of its error is well above rounding.
-MOST_GAIN_ERROR, MOST_REFIT_GAIN_ERROR = 0.05, 0.12
+MAX_GAIN_ERROR, MAX_REFIT_GAIN_ERROR = 0.05, 0.12
 REFITTED_DB = 3.0
 # A part (the elements that share a scale) is wrong if three conditions hold: its error has more
 # than a quarter of its power, its error is far above the rounding error of the layer's parts, and
@@ -44,39 +44,39 @@ WRONG_PART_FACTOR = 50.0
 # Next to a value that is much larger than the rest of its row, plain rounding already leaves the
 # smaller values of a part far off.
 OWN_ROUNDING_FACTOR = 2.0
-MOST_COARSE_NOISE = 0.75
+MAX_COARSE_NOISE = 0.75
 WRONG_PART_GAIN = 0.35
 PART_COLUMNS = 128
 # The gains of parts vary because of rounding. If scales are stored in the wrong order, the gains
 # vary more. With GPTQ the spread was 1.3 to 2.5 times the spread of plain rounding.
-MOST_SPREAD_FACTOR = 4.0
-LEAST_SPREAD = 0.02
-FEWEST_PARTS = 16
+MAX_SPREAD_FACTOR = 4.0
+MIN_SPREAD = 0.02
+MIN_PARTS = 16
 # A refit scales single columns equally in all rows (`column_factors`), independently of the parts'
 # scales. A wrong scale changes all columns of its part. So column factors may explain how parts
 # differ, but only if the median of each part's columns is within this limit of the other parts'
-# median. With fewer rows than FEWEST_ROWS_FOR_FACTORS, column factors would be noise.
-MOST_PART_FACTOR = 0.1
-FEWEST_ROWS_FOR_FACTORS = 32
+# median. With fewer rows than MIN_ROWS_FOR_FACTORS, column factors would be noise.
+MAX_PART_FACTOR = 0.1
+MIN_ROWS_FOR_FACTORS = 32
 # Rounding keeps most of a weight, even with two bits: 0.7 and more of its size. An unrelated weight
 # keeps nothing.
-LEAST_OWN_GAIN, MOST_OWN_GAIN = 0.5, 1.5
+MIN_OWN_GAIN, MAX_OWN_GAIN = 0.5, 1.5
 TINY = torch.finfo(torch.float32).tiny
 # If scales or zero points are at fault, at least this share of the error power comes from the
 # scales of parts, or shifts whole parts. With noise alone, the share is 1 / the number of elements
 # in a part.
-LEAST_SCALE_SHARE, LEAST_SHIFT_SHARE = 0.2, 0.3
-# Number of directions that the errors of all rows share (`unlike_the_others`), and the share of an
-# error along them that explains it.
+MIN_SCALE_SHARE, MIN_SHIFT_SHARE = 0.2, 0.3
+# Number of directions that the errors of all rows share (`select_deviating_rows`), and the share of
+# an error along them that explains it.
 DIRECTIONS = 8
-LEAST_SHARE = 0.12
+MIN_SHARE = 0.12
 # The share of an unrelated error along these directions, times the number of columns, is about
 # chi-square distributed with `DIRECTIONS` degrees of freedom. It does not exceed this by chance.
-LEAST_OF_CHANCE = 64.0
-# Number of rows that determine the directions. At most 1 of FEWEST_ROWS_FOR_ONE rows of a layer may
-# be explained by them.
-SHOWN_ROWS = 512
-FEWEST_ROWS_FOR_ONE = 64
+MIN_CHI_SQUARE = 64.0
+# Number of rows that determine the directions. At most 1 of MIN_ROWS_PER_EXPLAINED_ROW rows of a
+# layer may be explained by them.
+DIRECTION_ROWS = 512
+MIN_ROWS_PER_EXPLAINED_ROW = 64
 # Return the errors (rows, in) of the rows with these ascending numbers (rows,).
 ErrorsOf = Callable[[torch.Tensor], torch.Tensor]
 
@@ -110,15 +110,15 @@ class WeightComparison:
     @property
     def is_same_weight(self) -> bool:
         """True if the stored weight is the source's, however far rounding moved parts of it."""
-        return LEAST_OWN_GAIN < self.gain < MOST_OWN_GAIN
+        return MIN_OWN_GAIN < self.gain < MAX_OWN_GAIN
 
     @property
     def has_uneven_scales(self) -> bool:
         """True if the gains of the parts differ by more than rounding explains."""
-        plain = max(MOST_SPREAD_FACTOR * self.plain_spread, LEAST_SPREAD)
+        plain = max(MAX_SPREAD_FACTOR * self.plain_spread, MIN_SPREAD)
         noise = 10 ** (-self.snr_db / 10)
-        many = self.parts >= FEWEST_PARTS
-        return many and self.spread > plain and self.spread**2 > LEAST_SCALE_SHARE * noise
+        many = self.parts >= MIN_PARTS
+        return many and self.spread > plain and self.spread**2 > MIN_SCALE_SHARE * noise
 
     @property
     def faults(self) -> tuple[str, ...]:
@@ -128,16 +128,16 @@ class WeightComparison:
         # The error that remains after correcting the scale: a refit leaves more than rounding.
         rest = max(noise - (self.gain - 1) ** 2, 0.0)
         refitted = rest > 10 ** ((REFITTED_DB - self.rounding_db) / 10)
-        allowed = MOST_REFIT_GAIN_ERROR if refitted else MOST_GAIN_ERROR
+        allowed = MAX_REFIT_GAIN_ERROR if refitted else MAX_GAIN_ERROR
         allowed += 2 * 10 ** (-self.rounding_db / 10)
         faults = []
-        if below > MOST_BELOW_ROUNDING_DB and self.snr_db < LEAST_DB:
+        if below > MAX_BELOW_ROUNDING_DB and self.snr_db < MIN_DB:
             faults.append(f"an SQNR of {self.snr_db:.1f} dB")
         if abs(self.gain - 1) > allowed:
             faults.append(f"values that are {self.gain:.3g} times as large")
         if self.has_uneven_scales:
             faults.append(f"scales that deviate by {self.spread:.1%} within the layer")
-        if self.parts >= FEWEST_PARTS and below > REFITTED_DB and self.shift > LEAST_SHIFT_SHARE:
+        if self.parts >= MIN_PARTS and below > REFITTED_DB and self.shift > MIN_SHIFT_SHARE:
             faults.append(f"wrong zero points ({self.shift:.0%} of the error shifts whole groups)")
         if self.wrong_parts:
             place = f"first in row {self.first_wrong_row}"
@@ -160,7 +160,7 @@ def compare_weight(
     weight = _StoredWeight(group, stored, shape)
     try:
         comparison = weight.compared(pieces)
-        if comparison.faults and shape[0] >= FEWEST_ROWS_FOR_FACTORS:
+        if comparison.faults and shape[0] >= MIN_ROWS_FOR_FACTORS:
             comparison = _without_column_factors(comparison, weight, pieces)
     except ValueError:  # arguments or shapes that compressed-tensors refuses
         return None
@@ -181,7 +181,7 @@ def _without_column_factors(
     factors = weight.column_factors(pieces)
     of_parts = factors.reshape(-1, _part_width(weight.args, len(factors))).median(dim=1).values
     usual = float(of_parts.median())
-    if float((of_parts - usual).abs().max()) > MOST_PART_FACTOR:
+    if float((of_parts - usual).abs().max()) > MAX_PART_FACTOR:
         return comparison
     refitted = weight.compared(tuple(piece.to(torch.float32) * factors for piece in pieces))
     explained = replace(
@@ -324,7 +324,7 @@ def _judged(parts: Sequence[torch.Tensor], errors_of: ErrorsOf, columns: int) ->
     gain = product / signal.clamp_min(TINY)
     wrong = ~(noise <= WRONG_PART_NOISE * signal) & ~(noise <= _most_noise(signal, noise, rounding))
     wrong &= ~((gain - 1).abs() <= WRONG_PART_GAIN)
-    wrong &= unlike_the_others(wrong.any(dim=1), errors_of, columns)[:, None]
+    wrong &= select_deviating_rows(wrong.any(dim=1), errors_of, columns)[:, None]
     rows = wrong.any(dim=1).nonzero()
     return WeightComparison(
         snr_db=sqnr_db(power, error),
@@ -348,10 +348,10 @@ def _most_noise(signal: torch.Tensor, noise: torch.Tensor, rounding: torch.Tenso
     """
     of_row = rounding.mean(dim=1, keepdim=True).clamp_min(float(rounding.mean()))
     usual = torch.maximum(WRONG_PART_FACTOR * of_row, OWN_ROUNDING_FACTOR * rounding)
-    if len(noise) < FEWEST_PARTS:
+    if len(noise) < MIN_PARTS:
         return usual
     of_columns = WRONG_PART_FACTOR * noise.median(dim=0).values
-    return torch.minimum(of_columns, MOST_COARSE_NOISE * signal).clamp_min(usual)
+    return torch.minimum(of_columns, MAX_COARSE_NOISE * signal).clamp_min(usual)
 
 
 def _spread(product: torch.Tensor, signal: torch.Tensor) -> float:
@@ -364,7 +364,7 @@ def _spread(product: torch.Tensor, signal: torch.Tensor) -> float:
     return float((squares.sum(dtype=torch.float64) / power).sqrt())
 
 
-def unlike_the_others(wrong: torch.Tensor, errors_of: ErrorsOf, columns: int) -> torch.Tensor:
+def select_deviating_rows(wrong: torch.Tensor, errors_of: ErrorsOf, columns: int) -> torch.Tensor:
     """Select the `wrong` rows (rows,) with errors that differ in direction from all other rows.
 
     All rows of a layer are rounded for the same input. A column of the input may be much larger
@@ -380,18 +380,18 @@ def unlike_the_others(wrong: torch.Tensor, errors_of: ErrorsOf, columns: int) ->
     is at most 0.014.
     """
     rows, others = wrong.nonzero()[:, 0], (~wrong).nonzero()[:, 0]
-    if not len(rows) or len(rows) * FEWEST_ROWS_FOR_ONE > len(wrong):
+    if not len(rows) or len(rows) * MIN_ROWS_PER_EXPLAINED_ROW > len(wrong):
         return wrong
     picked = others[
-        torch.linspace(0, len(others) - 1, min(len(others), SHOWN_ROWS)).to(torch.int64)
+        torch.linspace(0, len(others) - 1, min(len(others), DIRECTION_ROWS)).to(torch.int64)
     ]
-    shares = _along(errors_of(picked), errors_of(rows))
+    shares = _share_along(errors_of(picked), errors_of(rows))
     unlike = wrong.clone()
-    unlike[rows] = (shares < LEAST_SHARE) | (shares * columns < LEAST_OF_CHANCE)
+    unlike[rows] = (shares < MIN_SHARE) | (shares * columns < MIN_CHI_SQUARE)
     return unlike
 
 
-def _along(shown: torch.Tensor, errors: torch.Tensor) -> torch.Tensor:
+def _share_along(shown: torch.Tensor, errors: torch.Tensor) -> torch.Tensor:
     """Return the share of each error's power (rows, in) along the main directions of `shown`."""
     shown = normalize(shown, dim=1)
     _, combinations = torch.linalg.eigh(shown @ shown.T)

@@ -29,7 +29,7 @@ NULLABLE = frozenset(
 ORDERINGS = (None, "group", "weight", "dynamic", "static")
 LOWERED = ("type", "strategy", "dynamic", "actorder")
 # More bits than any scheme of vLLM has. The limit keeps values that are computed from them small.
-MOST_BITS = 16
+MAX_BITS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,8 +211,8 @@ def _unknown_value(raw: Mapping[str, Json], args: QuantArgs) -> str | None:
         return f"actorder {args.actorder!r}, not one of {', '.join(filter(None, ORDERINGS))}"
     return (
         None
-        if 0 < args.num_bits <= MOST_BITS
-        else f"num_bits {args.num_bits}, not from 1 to {MOST_BITS}"
+        if 0 < args.num_bits <= MAX_BITS
+        else f"num_bits {args.num_bits}, not from 1 to {MAX_BITS}"
     )
 
 

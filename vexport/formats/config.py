@@ -9,14 +9,14 @@ import numpy as np
 
 from vexport.architectures import Architecture, get_architecture
 from vexport.architectures.fusion import (
-    NO_UP,
+    ABSENT_UP,
     FusedLayer,
     all_names,
-    also_asked,
-    below,
+    extra_lookup_entries,
     is_head,
-    looked_up,
+    lookup_names,
     moe_layer,
+    patterns_below,
 )
 from vexport.errors import InputError
 from vexport.formats.arguments import QuantArgs, SchemeArgs, arguments_adapter
@@ -109,12 +109,12 @@ def targets_of(
 
 def _names(layer: FusedLayer, architecture: Architecture) -> Iterator[str]:
     """Yield the names by which vLLM looks up a fused layer."""
-    names = [*looked_up(layer, architecture)]
+    names = [*lookup_names(layer, architecture)]
     is_fused = len(layer.members) > 1 and layer.experts is None
     if is_fused and layer.projection not in architecture.resolved:
         names.append(layer.name)
     yield from names
-    yield from also_asked(layer, names, architecture)
+    yield from extra_lookup_entries(layer, names, architecture)
 
 
 def _experts_together(
@@ -133,9 +133,11 @@ def _experts_together(
                 last_part,
                 None,
             )
-            asked = f"(?:{re.escape(last_part)}|{NO_UP})" if first else re.escape(last_part)
+            asked = f"(?:{re.escape(last_part)}|{ABSENT_UP})" if first else re.escape(last_part)
             ending = rf"\.\d+\.{asked}$"
-            targets[key] = [*below(experts, ending, architecture, others)] if experts else [name]
+            targets[key] = (
+                [*patterns_below(experts, ending, architecture, others)] if experts else [name]
+            )
     return list(dict.fromkeys(entry for entries in targets.values() for entry in entries))
 
 

@@ -98,7 +98,7 @@ def rows_of(
         "weight_zero_point": INT32_BITS / args.num_bits,
     }
 
-    def cut(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def take_rows(name: str, tensor: torch.Tensor) -> torch.Tensor:
         if name == "weight_shape":
             return torch.tensor([rows.stop - rows.start, int(tensor[1])])
         if tensor.numel() == 1 and name not in ("weight", "weight_packed"):
@@ -106,7 +106,7 @@ def rows_of(
         step = rows_per_entry.get(name, 1)
         return tensor[int(rows.start / step) : math.ceil(rows.stop / step)]
 
-    return {name: cut(name, tensor) for name, tensor in stored.items()}
+    return {name: take_rows(name, tensor) for name, tensor in stored.items()}
 
 
 def unpack_int32(packed: torch.Tensor, bits: int, columns: int) -> torch.Tensor:

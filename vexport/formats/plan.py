@@ -86,7 +86,7 @@ class FusionGroup:
     ridge: float | None = None
 
     @classmethod
-    def treated(
+    def from_layer(
         cls, layer: FusedLayer, members: Sequence[LinearPlan], treatment: Treatment
     ) -> "FusionGroup":
         """Return a fused layer with a treatment. `members` are its linear layers with sizes."""
@@ -111,13 +111,15 @@ class FusionGroup:
     @property
     def observers(self) -> str:
         """Observers, with the keywords that a rule sets: `mse(norm=2.0), inputs minmax`."""
-        weights = _called(self.observer, self.observer_kwargs)
+        weights = _observer_text(self.observer, self.observer_kwargs)
         if self.input_observer is None:
             return weights
-        return f"{weights}, inputs {_called(self.input_observer, self.input_observer_kwargs)}"
+        return (
+            f"{weights}, inputs {_observer_text(self.input_observer, self.input_observer_kwargs)}"
+        )
 
 
-def _called(name: str, keywords: Mapping[str, OptionValue]) -> str:
+def _observer_text(name: str, keywords: Mapping[str, OptionValue]) -> str:
     given = ", ".join(f"{keyword}={value}" for keyword, value in sorted(keywords.items()))
     return f"{name}({given})" if given else name
 

@@ -103,7 +103,7 @@ class Scheme:
 
 
 # Names in other tools (case and separators removed), and vexport's name.
-ELSEWHERE: Mapping[str, str] = {
+NAMES_IN_OTHER_TOOLS: Mapping[str, str] = {
     **dict.fromkeys(("int4", "w4", "q4", "nf4", "4bit"), "W4A16"),
     **dict.fromkeys(("fp4", "w4a4", "nvfp4a4", "nvfp4w4a4"), "NVFP4"),
     **dict.fromkeys(("w4afp16", "nvfp4w4a16"), "NVFP4A16"),
@@ -159,12 +159,12 @@ def scheme_name(text: str) -> str:
     with suppress(InputError):
         if other is not None and (preset := names.get(fold_name(other["preset"]))):
             return regrouped(get_scheme(preset), _size(other)).name
-        if (args := spelled_args(text)) is not None:
+        if (args := parse_canonical_name(text)) is not None:
             return named_scheme(args).name
     return text
 
 
-def meant(name: str, known: Sequence[str]) -> str:
+def scheme_hint(name: str, known: Sequence[str]) -> str:
     """Return a hint in parentheses on an unknown scheme, with a space before it, or "".
 
     The hint is vexport's name of another tool's scheme, the remedy for a method such as AWQ, or
@@ -173,7 +173,7 @@ def meant(name: str, known: Sequence[str]) -> str:
     folded = fold_name(name)
     if folded in METHODS:
         return f" ({METHODS[folded]})"
-    elsewhere = ELSEWHERE.get(folded)
+    elsewhere = NAMES_IN_OTHER_TOOLS.get(folded)
     return f" (did you mean {elsewhere}?)" if elsewhere else nearest(name, known)
 
 
@@ -197,12 +197,12 @@ def get_scheme(name: str) -> Scheme:
     other = OTHER_GROUPS.fullmatch(name)
     if other is not None and other["preset"] in known:
         return regrouped(get_scheme(other["preset"]), _size(other))
-    args = spelled_args(name)
+    args = parse_canonical_name(name)
     if args is not None:
         return named_scheme(args)
     raise InputError(
         f"scheme {name!r}",
-        got=f"an unknown name{meant(name, list(known))}",
+        got=f"an unknown name{scheme_hint(name, list(known))}",
         need=f"one of {', '.join(known)}",
         fix="see `vexport list schemes`",
     )
@@ -214,13 +214,13 @@ def named_scheme(args: SchemeArgs) -> Scheme:
     A preset that differs only in its group size is named with this size. Raises InputError if vLLM
     would not run the scheme, or if vexport does not write it.
     """
-    text = spelled(args)
+    text = canonical_name(args)
     for name, preset in presets().presets.items():
-        if spelled(preset) == text:
+        if canonical_name(preset) == text:
             return _scheme(name, preset)
     weights = args.weights
     for name, preset in presets().presets.items():
-        if not weights.is_float and spelled(_with_groups(preset, weights.group)) == text:
+        if not weights.is_float and canonical_name(_with_groups(preset, weights.group)) == text:
             return _scheme(f"{name}_{f'G{weights.group}' if weights.group else 'CHANNEL'}", args)
     return _scheme(text, args)
 
@@ -237,8 +237,8 @@ def with_group_size(name: str, group_size: int | None) -> str:
     if scheme.name not in scheme_names():
         raise InputError(
             f"scheme {name!r}",
-            got=_in_words(group_size),
-            need=f"{_in_words(weights.group)}, as in the scheme's name",
+            got=_describe_group_size(group_size),
+            need=f"{_describe_group_size(weights.group)}, as in the scheme's name",
             fix="give the group size only once",
         )
     return regrouped(scheme, group_size).name
@@ -252,10 +252,11 @@ def regrouped(scheme: Scheme, group_size: int | None) -> Scheme:
     """
     weights = scheme.args.weights
     if weights.is_float or group_size == 0:
+        only = _describe_group_size(weights.group, weights.strategy)
         raise InputError(
             f"scheme {scheme.name!r}",
-            got=_in_words(group_size),
-            need=f"{_in_words(weights.group, weights.strategy)}, the only size of this format"
+            got=_describe_group_size(group_size),
+            need=f"{only}, the only size of this format"
             if weights.is_float
             else "a size of at least 1",
             fix="remove the group size, or use an integer scheme such as W4A16",
@@ -310,7 +311,7 @@ def _size(name: re.Match[str]) -> int | None:
     return int(name["size"]) if name["size"] else None
 
 
-def _in_words(group_size: int | None, strategy: Strategy = "channel") -> str:
+def _describe_group_size(group_size: int | None, strategy: Strategy = "channel") -> str:
     """Describe a group size for error messages."""
     if group_size is not None:
         return f"groups of {group_size}"
@@ -319,28 +320,28 @@ def _in_words(group_size: int | None, strategy: Strategy = "channel") -> str:
     )
 
 
-def spelled(args: SchemeArgs) -> str:
+def canonical_name(args: SchemeArgs) -> str:
     """Return the name that spells out the arguments. It is equal for schemes with equal storage."""
     inputs = args.input_activations
     return f"{_spelled(args.weights)}.{_spelled(inputs) if inputs else UNQUANTIZED}"
 
 
-def spelled_args(name: str) -> SchemeArgs | None:
+def parse_canonical_name(name: str) -> SchemeArgs | None:
     """Return the arguments that a name spells out, or None if it is not such a name."""
     if not _NAME.fullmatch(name):
         return None
     weights, _, inputs = name.upper().partition(".")
-    return _completed(_args(weights), None if inputs == UNQUANTIZED else _args(inputs))
+    return _complete_args(_args(weights), None if inputs == UNQUANTIZED else _args(inputs))
 
 
-def own_args(weights: Json, inputs: Json) -> SchemeArgs:
+def custom_args(weights: Json, inputs: Json) -> SchemeArgs:
     """Check arguments in compressed-tensors' format, and complete them.
 
     Raises ValueError if vexport cannot write them. Observers are not part of them (see `Rule`).
     """
     parsed = _parsed("weights", weights)
     parsed_inputs = None if inputs is None else _parsed("input_activations", inputs)
-    completed = _completed(parsed, parsed_inputs)
+    completed = _complete_args(parsed, parsed_inputs)
     _require_dtypes("weights", parsed, completed.weights)
     if parsed_inputs is not None and completed.input_activations is not None:
         _require_dtypes("input_activations", parsed_inputs, completed.input_activations)
@@ -372,7 +373,7 @@ def _parsed(where: str, raw: Json) -> QuantArgs:
     return args
 
 
-def _completed(weights: QuantArgs, inputs: QuantArgs | None) -> SchemeArgs:
+def _complete_args(weights: QuantArgs, inputs: QuantArgs | None) -> SchemeArgs:
     """Add the dtypes and observers of presets; a scale per row has no group size."""
     exponents = weights.is_float and weights.strategy == "group" and weights.group_size == MX_GROUP
     if inputs is not None:

@@ -47,12 +47,12 @@ def unsupported_reordering(
         last_part = member.name.rpartition(".")[2]
         reordering = names.architecture.reordered.get(last_part)
         for spec in scheme.layout(member, "BF16") if reordering else ():
-            if reordering and (reason := _left_behind(reordering, member, spec, width)):
+            if reordering and (reason := _reordering_problem(reordering, member, spec, width)):
                 return f"{spec.name.rpartition('.')[2]} {list(spec.shape)} of {last_part}, {reason}"
     return None
 
 
-def _left_behind(
+def _reordering_problem(
     reordering: Reordering, member: LinearPlan, spec: TensorSpec, head_size: int
 ) -> str | None:
     """Return why vLLM would load a tensor of a layer wrongly or not at all, or None.

@@ -18,7 +18,7 @@ from vexport.records import LmEvalSettings
 from vexport.scenario import Evaluate
 
 
-def with_tasks(
+def add_tasks(
     request: SessionRequest, settings: Evaluate, options: EngineOptions, folder: Path
 ) -> SessionRequest:
     """Return the request with lm-eval's tasks, if there are any. Their files go to `folder`."""
@@ -44,7 +44,7 @@ def require_tasks(settings: Evaluate, options: EngineOptions) -> None:
     """Raise InputError, for all tasks at once, if a task or the text cannot be used."""
     if settings.text is not None:
         require_data(settings.text)
-    with _tasks_alone(settings, options) as request:
+    with _task_request(settings, options) as request:
         if settings.enable_thinking:
             require_generating(request.tasks)
 
@@ -53,7 +53,7 @@ def fetch_tasks(settings: Evaluate, options: EngineOptions) -> None:
     """Download the tasks' documents into the cache. Raises as `fetch_task_data`."""
     if not settings.tasks:
         return
-    with _tasks_alone(settings, options) as request:
+    with _task_request(settings, options) as request:
         fetch_task_data(
             request,
             log=request.checkpoint / "fetch.log",
@@ -64,7 +64,7 @@ def fetch_tasks(settings: Evaluate, options: EngineOptions) -> None:
 
 
 @contextmanager
-def _tasks_alone(settings: Evaluate, options: EngineOptions) -> Iterator[SessionRequest]:
+def _task_request(settings: Evaluate, options: EngineOptions) -> Iterator[SessionRequest]:
     """Yield a request with only the tasks, and remove their files afterwards."""
     with tempfile.TemporaryDirectory(prefix="vexport-tasks-") as name:
         folder = Path(name)
@@ -73,4 +73,4 @@ def _tasks_alone(settings: Evaluate, options: EngineOptions) -> Iterator[Session
             trust_remote_code=options.trust_remote_code,
             lm_eval=LmEvalSettings(enable_thinking=settings.enable_thinking),
         )
-        yield with_tasks(request, settings, options, folder)
+        yield add_tasks(request, settings, options, folder)

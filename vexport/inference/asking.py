@@ -12,7 +12,7 @@ from pathlib import Path
 from vexport.architectures.config import vocab_size
 from vexport.checkpoint.index import folder_digest, read_index
 from vexport.checkpoint.source import resolve_drafter
-from vexport.engine.describe import NONE, answer_environment
+from vexport.engine.describe import NONE, kernel_environment
 from vexport.engine.messages import (
     DRAFT_TOKENS,
     KL_TOKENS,
@@ -24,7 +24,7 @@ from vexport.engine.session import Worker, session_error
 from vexport.errors import InputError
 from vexport.files import digest_bytes, to_json
 from vexport.inference.answers import Answers, Rows, Served
-from vexport.inference.asked_tasks import with_tasks
+from vexport.inference.asked_tasks import add_tasks
 from vexport.inference.endpoint.server import Server
 from vexport.inference.endpoint.tokenizer import show_retries
 from vexport.inference.engine_session import run_session
@@ -39,7 +39,7 @@ from vexport.inference.session_folder import (
     TEXT_FILE,
     recorded,
 )
-from vexport.inference.text_rows import beginnings, read_rows
+from vexport.inference.text_rows import read_rows, truncated_rows
 from vexport.records import LmEvalSettings, named
 from vexport.records.values import MOST_COUNT
 from vexport.scenario import Evaluate
@@ -52,10 +52,10 @@ EVALUATION_LENGTH = 4096
 # versions hold the logits of all these tokens: 5 GB for a vocabulary of 152 k.
 LONG_ROW = 2048
 # The shortest row of text has two tokens, because the first token is not predicted.
-_LEAST_TEXT = 2
+_MIN_TEXT_TOKENS = 2
 # Tokens drafted at once, unless an argument of vLLM says otherwise.
 DRAFT_LENGTH = 3
-PLAIN = LmEvalSettings()
+DEFAULT_LM_EVAL = LmEvalSettings()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,7 +68,7 @@ class Questions:
     """
 
     evaluate: Evaluate = NO_EVALUATION
-    lm_eval: LmEvalSettings = PLAIN
+    lm_eval: LmEvalSettings = DEFAULT_LM_EVAL
     texts: Sequence[str] = ()
     repeat: bool = False
 
@@ -89,7 +89,7 @@ class AnswerSource(ABC):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GivenResults(AnswerSource):
+class ExistingResults(AnswerSource):
     """Existing results of lm-eval in a file or folder. No model runs."""
 
     results: Path
@@ -133,7 +133,7 @@ class EngineSource(AnswerSource):
             shows_notes=self.is_baseline,
         )
         if rows:
-            prompts = replace(prompts, tokens=beginnings(rows))
+            prompts = replace(prompts, tokens=truncated_rows(rows))
         request = self._request(questions, prompts, rows, folder)
         result = run_session(
             request,
@@ -167,7 +167,7 @@ class EngineSource(AnswerSource):
             repeat=questions.repeat,
             identity=_identity(started) if settings.tasks else None,
         )
-        request = with_tasks(request, settings, self.options, folder)
+        request = add_tasks(request, settings, self.options, folder)
         if rows:
             request = _with_text(request, rows, folder)
         if rows and speculative:
@@ -219,7 +219,7 @@ def _with_drafts(request: SessionRequest, rows: Rows, speculative: str) -> Sessi
     needed = shortest_length(request.checkpoint, KL_TOKENS + DRAFT_TOKENS)
     return replace(
         request,
-        drafted=beginnings(rows),
+        drafted=truncated_rows(rows),
         arguments={"speculative_config": config, **request.arguments},
         max_model_len=max(request.max_model_len or 0, needed),
     )
@@ -231,7 +231,7 @@ def _identity(started: SessionRequest) -> str:
     It does not depend on the tasks: an answer is found by its prompt and its sampling parameters.
     """
     parts = [to_json(started), folder_digest(started.checkpoint)]
-    environment = answer_environment()
+    environment = kernel_environment()
     if environment != NONE:
         parts.append(environment)
     return digest_bytes("\n".join(parts).encode())
@@ -282,7 +282,7 @@ class EndpointSource(AnswerSource):
         if result.problem is not None:
             raise session_error(result.problem)
         _require_deterministic(folder, settings)
-        prompts = Prompts(natural=True, texts=(), tokens=beginnings(rows))
+        prompts = Prompts(natural=True, texts=(), tokens=truncated_rows(rows))
         return Answers(results=folder, served=Served(result=result, prompts=prompts, rows=rows))
 
     def _longest_sequence(self, settings: Evaluate) -> int:
@@ -296,11 +296,11 @@ class EndpointSource(AnswerSource):
         needed = EVALUATION_LENGTH if settings.text is None else settings.text_tokens + 1
         served = server.model.max_model_len or needed
         longest = min(served, self.options.serve.max_model_len or needed)
-        if settings.text is not None and longest <= _LEAST_TEXT:
+        if settings.text is not None and longest <= _MIN_TEXT_TOKENS:
             raise InputError(
                 f"{self.role} {self.url}",
                 got=f"sequences of at most {longest} tokens",
-                need=f"sequences of more than {_LEAST_TEXT} tokens for --text",
+                need=f"sequences of more than {_MIN_TEXT_TOKENS} tokens for --text",
                 fix="start the server with a longer --max-model-len",
             )
         return longest
@@ -325,9 +325,9 @@ class EndpointSource(AnswerSource):
                 text=rows,
                 text_file=recorded(folder / TEXT_FILE),
                 logprobs_file=recorded(folder / LOGPROBS),
-                drafted=beginnings(rows) if settings.speculative else (),
+                drafted=truncated_rows(rows) if settings.speculative else (),
             )
-        return with_tasks(request, settings, self.options, folder)
+        return add_tasks(request, settings, self.options, folder)
 
 
 def _require_deterministic(folder: Path, settings: Evaluate) -> None:

@@ -30,11 +30,11 @@ _BATCHES = 4
 # Number of log-probabilities at each place of a text. They give a lower bound of the KL. A
 # vocabulary up to `_SMALL_VOCABULARY` is read whole, so that the KL is exact.
 _TOP = 128
-_LEAST_TOP = 20
+_MIN_TOP = 20
 _SMALL_VOCABULARY = 1024
 # Maximum number of log-probabilities of one row, and of the rows that run at once. vLLM returns
 # them as Python lists with some 100 bytes per number.
-_MOST_VALUES = 1 << 22
+_MAX_VALUES = 1 << 22
 _VALUES_AT_ONCE = 1 << 20
 
 
@@ -136,10 +136,10 @@ def top_tokens(vocabulary: int, longest: int) -> int:
     `longest` is the number of tokens of the longest row. The result is the whole vocabulary if it
     is small. Longer rows get fewer tokens, so that the memory for one row is bounded.
     """
-    fitting = _MOST_VALUES // longest
+    fitting = _MAX_VALUES // longest
     if vocabulary <= min(_SMALL_VOCABULARY, fitting):
         return vocabulary
-    return min(vocabulary, max(_LEAST_TOP, min(_TOP, fitting)))
+    return min(vocabulary, max(_MIN_TOP, min(_TOP, fitting)))
 
 
 def _row_scores(flat: "FlatLogprobs") -> RowScores:

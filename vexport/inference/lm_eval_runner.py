@@ -48,7 +48,7 @@ _CONSTRUCTOR_KEYS = ("dtype", "trust_remote_code", "max_model_len", "seed")
 _ANSWER_KEYS = ("max_gen_toks", "think_end_token", "enable_thinking")
 """Arguments of lm-eval's vLLM model that the user may set. They are recorded if they are set."""
 # More templates than any suite has. A task has about four.
-_MOST_TEMPLATES = 4096
+_MAX_TEMPLATES = 4096
 
 
 def run_tasks(
@@ -88,7 +88,7 @@ def ask_tasks(asked: Model, arguments: dict[str, JsonValue], request: SessionReq
             )
         if not request.trust_remote_code:
             stack.enter_context(tasks_as_data())
-        stack.enter_context(computed_once())
+        stack.enter_context(cached_lm_eval_steps())
         settings = request.lm_eval
         values = {key: getattr(settings, key) for key in _ANSWER_KEYS}
         given = {key: value for key, value in values.items() if value is not None}
@@ -118,7 +118,7 @@ def _evaluate(
         evaluation.add_seeds(results["samples"])
         if request.repeat:
             assert request.output is not None
-            asked.ask_again()
+            asked.start_round()
             # Newly loaded tasks start from the same seed, so they have the same few-shot examples.
             limit = documents_to_repeat(len(results["samples"]), request.limit)
             again = evaluation.run(evaluation.load(), limit)
@@ -293,7 +293,7 @@ def vllm_version() -> Iterator[None]:
 
 
 @contextmanager
-def computed_once() -> Iterator[None]:
+def cached_lm_eval_steps() -> Iterator[None]:
     """Cache two slow steps of lm-eval.
 
     lm-eval compiles a task's templates again for each document (`apply_template` in
@@ -303,7 +303,7 @@ def computed_once() -> Iterator[None]:
     from lm_eval import utils
     from torch.utils import collect_env
 
-    compiled = lru_cache(_MOST_TEMPLATES)(utils.env.from_string)
+    compiled = lru_cache(_MAX_TEMPLATES)(utils.env.from_string)
     installed = cache(collect_env.get_pretty_env_info)
     with (
         replaced(utils.env, "from_string", compiled),

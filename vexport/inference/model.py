@@ -97,7 +97,7 @@ class Model(ABC):
         if percent_before < percent:
             self.on_progress(self._stage, self._done, self._total)
 
-    def ask_again(self) -> None:
+    def start_round(self) -> None:
         """Start a new round: answers from earlier rounds are not reused."""
         self._round += 1
 

@@ -64,11 +64,13 @@ def _template(settings: Evaluate, templates: Mapping[str, Mapping[str, str]]) ->
     if asked is False or (asked is None and not any(templates.values())):
         return False
     name = asked if isinstance(asked, str) else DEFAULT
-    raise_all([_lacking(role, name, of) for role, of in templates.items() if name not in of])
+    raise_all(
+        [_missing_template(role, name, of) for role, of in templates.items() if name not in of]
+    )
     return asked if isinstance(asked, str) else True
 
 
-def _lacking(role: str, name: str, templates: Mapping[str, str]) -> InputError:
+def _missing_template(role: str, name: str, templates: Mapping[str, str]) -> InputError:
     where = f"{role}: chat template"
     if not templates:
         fix = f"{_COPY.format('a model that has a template')}, or {_SKIP}"

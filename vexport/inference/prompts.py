@@ -40,7 +40,7 @@ TEXTS = (
     "#include <stdio.h>\n\nint main(void) {\n    for (int i = 0; i < 10; i++) {\n        printf(",
 )
 # With a larger share of unknown tokens, the tokenizer was not made for English text.
-_MOST_UNKNOWN = 0.2
+_MAX_UNKNOWN = 0.2
 # Number of prompts to continue. Generating 200 tokens takes longer than log-probabilities.
 CONTINUED = 6
 _SEED = 20240229
@@ -85,7 +85,7 @@ def fixed_prompts(
     tokenizer.
     """
     tokenizer = _tokenizer(checkpoint)
-    known = [text for text in (texts or TEXTS) if _knows(tokenizer, text)]
+    known = [text for text in (texts or TEXTS) if _supports(tokenizer, text)]
     if not known:
         return _seeded(tokenizer, count)
     tokens = [tuple(tokenizer(text)["input_ids"][:_TOKENS]) for text in known[:count]]
@@ -112,9 +112,9 @@ def _tokenizer(checkpoint: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _knows(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
+def _supports(tokenizer: PreTrainedTokenizerBase, text: str) -> bool:
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return len(ids) > 0 and ids.count(tokenizer.unk_token_id) <= _MOST_UNKNOWN * len(ids)
+    return len(ids) > 0 and ids.count(tokenizer.unk_token_id) <= _MAX_UNKNOWN * len(ids)
 
 
 def _seeded(tokenizer: PreTrainedTokenizerBase, count: int) -> Prompts:

@@ -20,10 +20,16 @@ from typing import TYPE_CHECKING
 import jinja2
 from jinja2.sandbox import SandboxedEnvironment
 
-from vexport.checkpoint.hub import HubName, downloaded, explain, is_network_error, is_of_the_hub
+from vexport.checkpoint.hub import (
+    HubName,
+    downloaded,
+    is_hub_error,
+    is_network_error,
+    translate_error,
+)
 from vexport.engine.messages import InputProblem, SessionRequest
-from vexport.engine.session import Worker, raise_found
-from vexport.engine.worker import answer_request, input_problem, reporter
+from vexport.engine.session import Worker, raise_found_problems
+from vexport.engine.worker import input_problem, progress_reporter, run_worker
 from vexport.errors import EnvironmentFault, InputError, VexportError
 from vexport.inference.model import replaced
 from vexport.inference.tasks import (
@@ -81,7 +87,7 @@ def fetch_task_data(
             timeout=timeout,
             vllm_python=vllm_python,
         )
-        raise_found(worker.run(on_progress))
+        raise_found_problems(worker.run(on_progress))
 
 
 class _Bounded(jinja2.Template):
@@ -278,8 +284,8 @@ def explained_downloads(
                         self, {key: value for key, value in kwargs.items() if key != "revision"}
                     )
                 return
-            if is_of_the_hub(error):
-                raise explain(error, name, "dataset") from error
+            if is_hub_error(error):
+                raise translate_error(error, name, "dataset") from error
             raise
 
     with replaced(ConfigurableTask, "download", download):
@@ -346,7 +352,9 @@ def _problems(request: SessionRequest) -> list[InputProblem]:
     """Return the problems with the tasks' data, without duplicates."""
     problems: dict[InputProblem, None] = {}
     try:
-        problems.update((input_problem(error), None) for error in _fetch(request, reporter()))
+        problems.update(
+            (input_problem(error), None) for error in _fetch(request, progress_reporter())
+        )
     except VexportError as error:
         problems[input_problem(error)] = None
     return list(problems)
@@ -435,4 +443,4 @@ def _nltk_problem(task: str, before: Collection[str]) -> Iterator[EnvironmentFau
 
 
 if __name__ == "__main__":
-    sys.exit(answer_request(sys.argv[1:], SessionRequest, _problems))
+    sys.exit(run_worker(sys.argv[1:], SessionRequest, _problems))

@@ -69,6 +69,6 @@ def _shortages(settings: Evaluate, rows: Rows, limit: int) -> Iterator[str]:
         )
 
 
-def beginnings(rows: Rows) -> Rows:
+def truncated_rows(rows: Rows) -> Rows:
     """Return the first tokens of each row, for comparing whole vocabularies and for drafts."""
     return tuple(row[:KL_TOKENS] for row in rows)

@@ -13,14 +13,14 @@ from vexport.inference.row_scores import RowScores
 
 AGAIN = "again."
 """Prefix of the tensors of rows that the model read a second time."""
-# The baseline reads one of this many rows twice, and at least `_LEAST_REPEATED` rows.
+# The baseline reads one of this many rows twice, and at least `_MIN_REPEATED` rows.
 _REPEATED_PART = 4
-_LEAST_REPEATED = 2
+_MIN_REPEATED = 2
 
 
 def rows_to_repeat(rows: int) -> int:
     """Return how many of the first rows a model reads twice, to measure the noise of its engine."""
-    return min(rows, max(_LEAST_REPEATED, rows // _REPEATED_PART))
+    return min(rows, max(_MIN_REPEATED, rows // _REPEATED_PART))
 
 
 def write_text_scores(
@@ -50,7 +50,7 @@ def write_text_scores(
         if logprobs_file is not None:
             logprobs[f"prompt.{number}"] = torch.from_numpy(row.matrix(KL_TOKENS - 1))
     if repeats:
-        model.ask_again()
+        model.start_round()
         numbers = list(reversed(range(rows_to_repeat(len(rows)))))
         repeated = model.score_rows([rows[number] for number in numbers])
         for number, row in zip(numbers, repeated, strict=True):

@@ -107,7 +107,7 @@ def build_plan(
         treatment = chosen[layer.members[0]]
         if treatment is not None:
             members = [linears[member] for member in layer.members]
-            groups.append(FusionGroup.treated(layer, members, treatment))
+            groups.append(FusionGroup.from_layer(layer, members, treatment))
     groups, fitted, shape_refusals = _fitted(groups, names, settings)
     rows = {name: linear.out_features for name, linear in linears.items()}
     attention: tuple[AttentionLayer, ...] = ()

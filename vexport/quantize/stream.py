@@ -179,7 +179,7 @@ class Stream:
             packing = scheme.format.packing(member, dtype, scheme.args.weights, known)
             _, *others = scheme.layout(member, dtype)
             for rows in runs(member, packing.multiple):
-                self.expect(member, rows)
+                self.prefetch(member, rows)
                 yield self.pool.submit(self.packed, member, packing, rows).result
             # The writer calls this after all runs before it.
             for spec in others:
@@ -213,7 +213,7 @@ class Stream:
         largest = []
         for member in group.members:
             for rows in runs(member):
-                self.expect(member, rows)
+                self.prefetch(member, rows)
                 largest.append(self.pool.submit(self.largest, member, rows))
         return [PackingInputs(largest=max(part.result() for part in largest))] * len(group.members)
 
@@ -230,9 +230,9 @@ class Stream:
             raise not_finite(member)
         return largest
 
-    def expect(self, member: LinearPlan, rows: slice) -> None:
+    def prefetch(self, member: LinearPlan, rows: slice) -> None:
         """Make the operating system read some rows ahead of the thread that needs them."""
-        self.reader.expect_view(self.index.tensors[member.weight], self.view(member, rows))
+        self.reader.prefetch_view(self.index.tensors[member.weight], self.view(member, rows))
 
     def view(self, member: LinearPlan, rows: slice) -> Array:
         """Return some rows of a weight as they are stored in the file."""

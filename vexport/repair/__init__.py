@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from vexport.checkpoint.index import read_index, require_checkpoint, unchanged
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.smoothed import reader_of, smoothing_of
-from vexport.checks import Against, findings_of, findings_on
+from vexport.checks import SourceComparison, findings_of, findings_on
 from vexport.checks.config import NAME
 from vexport.checks.vllm.findings import error
 from vexport.checks.vllm.quant_methods import METHOD, method_name
@@ -57,7 +57,7 @@ def repair_checkpoint(
         [NamedPath(label=label, path=path) for label, path in inputs.items()],
     )
     refuse_existing(out, overwrite=overwrite)
-    against = _against(source, on_progress) if source else None
+    against = _source_comparison(source, on_progress) if source else None
     with ExitStack() as open_files:
         read_from = nullcontext() if source is None else unchanged(read_index(source))
         repairs: tuple[Repair, ...] = ()
@@ -78,7 +78,7 @@ def repair_checkpoint(
                 if changes.repairs:
                     before, view = view, apply(view, changes)
                     repairs += tuple(
-                        _priced(repair, before, view, origin) for repair in changes.repairs
+                        _with_change(repair, before, view, origin) for repair in changes.repairs
                     )
             on_progress("repair (families)", len(families), len(families))
             explained = {refusal.where for refusal in refusals}
@@ -107,15 +107,17 @@ def _families() -> Sequence[Family]:
     return FAMILIES
 
 
-def _against(source: Path, on_progress: OnProgress) -> Against:
+def _source_comparison(source: Path, on_progress: OnProgress) -> SourceComparison:
     """Return the comparison of the repaired checkpoint with its source.
 
     Raises InputError if `source` is not an unquantized checkpoint.
     """
     require_extra("torch", "--source")
-    from vexport.fidelity.compare import against
+    from vexport.fidelity.compare import source_comparison
 
-    return against(source, on_layer=partial(on_progress, "compare with the source (layers)"))
+    return source_comparison(
+        source, on_layer=partial(on_progress, "compare with the source (layers)")
+    )
 
 
 @contextmanager
@@ -152,7 +154,7 @@ def _report(
     )
 
 
-def _priced(
+def _with_change(
     repair: Repair, before: CheckpointView, after: CheckpointView, source: "ComparedSource | None"
 ) -> Repair:
     """Return the repair with the change of its layer's weight."""

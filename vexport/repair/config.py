@@ -14,7 +14,7 @@ from vexport.checks.vllm.view import CheckpointView
 from vexport.formats.arguments import QuantArgs
 from vexport.formats.config import targets_of
 from vexport.records import Json, Repair
-from vexport.repair.write import LOSSLESS, Changes, inside
+from vexport.repair.write import LOSSLESS, Changes, object_at
 
 if TYPE_CHECKING:
     from vexport.fidelity.source import ComparedSource
@@ -30,7 +30,7 @@ KEYS_HAVE_NO_EFFECT = "the removed keys have no effect on how the tensors are re
 def keys(view: CheckpointView, source: "ComparedSource | None") -> Changes:
     """Move the quantization config to its usual place, and remove unused keys that vLLM refuses."""
     config: dict[str, Json] = copy.deepcopy(dict(view.index.config))
-    moved = tuple(_moved(config, view))
+    moved = tuple(_move_keys(config, view))
     quantization = config.get(QUANTIZATION_CONFIG)
     if not isinstance(quantization, dict) or not isinstance(
         quantization.get("config_groups"), dict
@@ -46,7 +46,7 @@ def keys(view: CheckpointView, source: "ComparedSource | None") -> Changes:
     return Changes(config=config, repairs=repairs) if repairs else Changes()
 
 
-def _moved(config: dict[str, Json], view: CheckpointView) -> Iterator[Repair]:
+def _move_keys(config: dict[str, Json], view: CheckpointView) -> Iterator[Repair]:
     """Move the quantization config to the key that all loaders read.
 
     vLLM also reads the older places. Other loaders and later repairs read only this key.
@@ -71,7 +71,7 @@ def _method(quantization: dict[str, Json], place: str) -> Iterator[Repair]:
 def _unknown_arguments(
     quantization: dict[str, Json], place: str, *, is_compared: bool
 ) -> Iterator[Repair]:
-    for name, group in inside(quantization, "config_groups").items():
+    for name, group in object_at(quantization, "config_groups").items():
         if not isinstance(group, dict):
             continue
         for side in ARGUMENTS:
@@ -140,23 +140,25 @@ def _targets(view: CheckpointView, group: ConfigGroup) -> tuple[str, ...]:
     `targets` reports it.
     """
     alone, architecture = len(view.quantization.config_groups) == 1, view.model.architecture
-    fitting = [fused for fused in view.model.fused_layers if _belongs(view, fused, group)]
-    lost = [
-        fused for fused in fitting if _is_lost(view, fused) and not _fits_others(view, fused, group)
+    fitting = [fused for fused in view.model.fused_layers if _is_first_fit(view, fused, group)]
+    misassigned = [
+        fused
+        for fused in fitting
+        if _is_misassigned(view, fused) and not _fits_others(view, fused, group)
     ]
-    if not lost:
+    if not misassigned:
         return group.targets
-    if alone and not all(is_head(fused.name) for fused in lost):
+    if alone and not all(is_head(fused.name) for fused in misassigned):
         return tuple(targets_of(fitting, architecture, (), alone=True))
     names = {fused.name for fused in fitting}
     others = [each for each in view.layers.quantized if each.name not in names]
     return (
         *group.targets,
-        *targets_of(lost, architecture, others, alone=False),
+        *targets_of(misassigned, architecture, others, alone=False),
     )
 
 
-def _belongs(view: CheckpointView, fused: FusedLayer, group: ConfigGroup) -> bool:
+def _is_first_fit(view: CheckpointView, fused: FusedLayer, group: ConfigGroup) -> bool:
     """Return True if all members fit this group and do not all fit an earlier group."""
     members = [view.model.modules[name] for name in fused.members]
     groups = view.quantization.config_groups
@@ -175,7 +177,7 @@ def _fits_others(view: CheckpointView, fused: FusedLayer, group: ConfigGroup) ->
     )
 
 
-def _is_lost(view: CheckpointView, fused: FusedLayer) -> bool:
+def _is_misassigned(view: CheckpointView, fused: FusedLayer) -> bool:
     group = view.lookup.group_of(fused)
     return group is None or not all(fits(group, view.model.modules[name]) for name in fused.members)
 
@@ -201,7 +203,7 @@ def _unquantized(view: CheckpointView) -> Iterator[str]:
 def _with(view: CheckpointView, key: str, names: Sequence[str], *place: str) -> CheckpointView:
     """Replace a list of the quantization config: `ignore`, or the targets of a group."""
     config: dict[str, Json] = copy.deepcopy(dict(view.index.config))
-    inside(config, QUANTIZATION_CONFIG, *place)[key] = list(names)
+    object_at(config, QUANTIZATION_CONFIG, *place)[key] = list(names)
     return CheckpointView(replace(view.index, config=config), view.reader)
 
 
@@ -218,15 +220,15 @@ def _list_repairs(old: CheckpointView, new: CheckpointView) -> Iterator[Repair]:
 
 
 def _list_repair(place: str, old: Sequence[str], new: Sequence[str]) -> Repair:
-    gone = [name for name in old if name not in new]
-    come = [name for name in new if name not in old]
+    removed = [name for name in old if name not in new]
+    added = [name for name in new if name not in old]
     return Repair(
         family="targets",
         where=f"config.json: quantization_config.{place}",
-        got=f"{_listed(gone)}, which does not match how the layers are stored"
-        if gone
+        got=f"{_listed(removed)}, which does not match how the layers are stored"
+        if removed
         else "an incomplete list",
-        now=f"with {_listed(come)}" if come else f"without {_listed(gone)}",
+        now=f"with {_listed(added)}" if added else f"without {_listed(removed)}",
         cost=f"{LOSSLESS}, because no tensor changes",
     )
 

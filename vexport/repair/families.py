@@ -24,7 +24,7 @@ from vexport.numerics.metrics import quantization_error
 from vexport.records import Json, Repair, WeightChange
 from vexport.repair import Family, config
 from vexport.repair.global_scales import reciprocals, unequal_inputs, unequal_weights
-from vexport.repair.write import LOSSLESS, Changes, Edit, inside
+from vexport.repair.write import LOSSLESS, Changes, Edit, object_at
 
 GROUP_SIZES = (16, 32, 64, 128, 256)
 # Strategy, group size, symmetric.
@@ -38,7 +38,7 @@ CHOICES: tuple[tuple[Strategy, int | None, bool], ...] = (
 )
 
 
-WIDTH_IS_RIGHT = "type and num_bits in the config describe the stored codes"
+ASSUMED_WIDTH = "type and num_bits in the config describe the stored codes"
 NOT_SCALED = "keys and values need no scale (only calibration shows their range)"
 
 
@@ -52,8 +52,8 @@ def arguments(view: CheckpointView, source: ComparedSource | None) -> Changes:
         if layers and not any(fits(group, layer.parameters) for layer in layers):
             readings = {
                 repr(reading.weights): reading
-                for reading in _readings(group)
-                if all(_is_reading(view, reading, layer) for layer in layers)
+                for reading in _candidate_arguments(group)
+                if all(_is_candidate(view, reading, layer) for layer in layers)
             }
             if len(readings) == 1:
                 (right,) = readings.values()
@@ -61,7 +61,7 @@ def arguments(view: CheckpointView, source: ComparedSource | None) -> Changes:
     return Changes(config=changed, repairs=tuple(repairs)) if repairs else Changes()
 
 
-def _is_reading(view: CheckpointView, reading: ConfigGroup, layer: StoredLayer) -> bool:
+def _is_candidate(view: CheckpointView, reading: ConfigGroup, layer: StoredLayer) -> bool:
     """Return True if a layer's tensors fit these arguments and give the stored shape.
 
     Without a stored shape, twice the bits and half the columns cannot be told apart.
@@ -75,7 +75,7 @@ def _is_reading(view: CheckpointView, reading: ConfigGroup, layer: StoredLayer) 
     return tuple(values.reshape(-1).tolist()) == reading.shape(layer.parameters)
 
 
-def _readings(group: ConfigGroup) -> Iterator[ConfigGroup]:
+def _candidate_arguments(group: ConfigGroup) -> Iterator[ConfigGroup]:
     """Yield the group with other arguments, in its format and in the implied format."""
     blocks = group.weights.block_structure
     readings = [group.weights]
@@ -103,8 +103,8 @@ def _implied_format(group: ConfigGroup) -> str | None:
 def _corrected(
     config: dict[str, Json], group: ConfigGroup, right: ConfigGroup, *, is_compared: bool
 ) -> Iterator[Repair]:
-    raw = inside(config, QUANTIZATION_CONFIG, "config_groups", group.name)
-    weights, where = inside(raw, "weights"), f"config_groups.{group.name}"
+    raw = object_at(config, QUANTIZATION_CONFIG, "config_groups", group.name)
+    weights, where = object_at(raw, "weights"), f"config_groups.{group.name}"
     if right.format != group.format:
         raw["format"] = right.format
         yield _argument_repair(
@@ -126,7 +126,7 @@ def _argument_repair(where: str, got: str, now: str, *, is_compared: bool) -> Re
         got=got,
         now=now,
         cost=f"{LOSSLESS}, because the shapes of the tensors allow no other value",
-        assumption=None if is_compared else WIDTH_IS_RIGHT,
+        assumption=None if is_compared else ASSUMED_WIDTH,
     )
 
 

@@ -21,7 +21,7 @@ from vexport.architectures.fusion import FusedLayer
 from vexport.checks.fusion import INPUT_GLOBAL_SCALE as INPUT
 from vexport.checks.fusion import WEIGHT_GLOBAL_SCALE as WEIGHT
 from vexport.checks.numbers import single_value
-from vexport.checks.values import LEAST_INPUT_GLOBAL_SCALE, LEAST_WEIGHT_GLOBAL_SCALE
+from vexport.checks.values import MIN_INPUT_GLOBAL_SCALE, MIN_WEIGHT_GLOBAL_SCALE
 from vexport.checks.vllm.findings import error
 from vexport.checks.vllm.groups import ConfigGroup, StoredLayer
 from vexport.checks.vllm.view import CheckpointView
@@ -38,7 +38,7 @@ from vexport.repair.write import LOSSLESS, Changes, Edit
 
 FAMILY = "global scales"
 OTHER_SCALE = "{:.9g}, which differs from the other fused layers"
-LEAST = {WEIGHT: LEAST_WEIGHT_GLOBAL_SCALE, INPUT: LEAST_INPUT_GLOBAL_SCALE}
+LEAST = {WEIGHT: MIN_WEIGHT_GLOBAL_SCALE, INPUT: MIN_INPUT_GLOBAL_SCALE}
 # Smallest positive e4m3 value. The scale of a block that is not all zero never becomes zero.
 E4M3_SMALLEST = 2.0**-9
 # Scales that differ by less are the same number after a conversion: float32 has a precision of
@@ -49,11 +49,13 @@ SAME = 1e-6
 LARGEST_BLOCK = 416.0
 # A stored weight is the source's weight, up to rounding, under two conditions. Its size differs by
 # at most this share, and at least half of its power lies along the source's weight.
-MOST_GAIN_ERROR, LEAST_ALONG = 0.2, 0.5
+MAX_GAIN_ERROR, MIN_ALONG = 0.2, 0.5
 RECIPROCAL = "the stored number is the reciprocal of the layer's global scale"
 SEPARATE = "the blocks of each layer were scaled with the global scale stored for this layer"
-MOST_ARE_RIGHT = "the scale of most of these layers is right (a source cannot confirm input scales)"
-WIDEST_IS_RIGHT = (
+ASSUMED_MAJORITY = (
+    "the scale of most of these layers is right (a source cannot confirm input scales)"
+)
+ASSUMED_WIDEST = (
     "the smallest scale, which has the widest range, is right (a source cannot confirm input "
     "scales)"
 )
@@ -75,14 +77,14 @@ def reciprocals(view: CheckpointView, source: ComparedSource | None) -> Changes:
             value = single_value(view.reader, layer.parameters.get(parameter))
             if value is None or not torch.finfo(torch.float32).tiny <= value < LEAST[parameter]:
                 continue
-            inverse = _as_the_others_have(view, layer, parameter, 1 / value)
+            inverse = _snap_to_members(view, layer, parameter, 1 / value)
             if parameter == INPUT:
                 changes += _inverted(layer, parameter, value, inverse, assumption=RECIPROCAL)
                 continue
             exact = _weight_in_source(origins, layer)
             if exact is None:
                 changes += _inverted(layer, parameter, value, inverse, assumption=RECIPROCAL)
-            elif _meant_scale(view, layer, (inverse,), exact) is not None:
+            elif _scale_matching_source(view, layer, (inverse,), exact) is not None:
                 changes += _inverted(layer, parameter, value, inverse, assumption=None)
     return changes
 
@@ -102,7 +104,7 @@ def _inverted(
     return _scalar(layer.parameters[parameter], inverse, repair)
 
 
-def _as_the_others_have(
+def _snap_to_members(
     view: CheckpointView, layer: StoredLayer, parameter: str, inverse: float
 ) -> float:
     """Return another member's scale if it equals `inverse` up to its last bits, else `inverse`."""
@@ -124,7 +126,7 @@ def unequal_weights(view: CheckpointView, source: ComparedSource | None) -> Chan
     the layer is quantized again from the source if the result is closer.
     """
     origins = _origins(view, source)
-    unshared = _kinds_with_own_scales(view)
+    unshared = _kinds_with_separate_scales(view)
     changes = Changes()
     for fused in view.model.fused_layers:
         values = _scales(view, fused, WEIGHT)
@@ -141,7 +143,7 @@ def unequal_weights(view: CheckpointView, source: ComparedSource | None) -> Chan
             changes += _by_own_scales(view, values)
         else:
             changes += Changes(
-                refusals=(_two_readings(fused, values, has_source=source is not None),)
+                refusals=(_ambiguous_scales(fused, values, has_source=source is not None),)
             )
     return changes
 
@@ -171,7 +173,7 @@ def unequal_inputs(view: CheckpointView, source: ComparedSource | None) -> Chang
                 got=OTHER_SCALE.format(value),
                 now=f"{shared:.9g}",
                 cost=f"no weight; the range of the inputs is {value / shared:.4g} times as wide",
-                assumption=MOST_ARE_RIGHT if has_majority else WIDEST_IS_RIGHT,
+                assumption=ASSUMED_MAJORITY if has_majority else ASSUMED_WIDEST,
             )
             changes += _scalar(tensor, shared, repair)
     return changes
@@ -222,7 +224,7 @@ def _same_number(view: CheckpointView, values: Scales) -> Changes:
     return changes
 
 
-def _kinds_with_own_scales(view: CheckpointView) -> frozenset[str]:
+def _kinds_with_separate_scales(view: CheckpointView) -> frozenset[str]:
     """Return the kinds of fused layers for which the producer did not share global scales.
 
     Kinds are names with stars for numbers. All fused layers of a kind must have different scales,
@@ -234,10 +236,10 @@ def _kinds_with_own_scales(view: CheckpointView) -> frozenset[str]:
         values = _scales(view, fused, WEIGHT)
         if len(values) > 1:
             kinds.setdefault(with_stars(fused.name), []).append(values)
-    return frozenset(kind for kind, groups in kinds.items() if _are_own(view, groups))
+    return frozenset(kind for kind, groups in kinds.items() if _are_separate(view, groups))
 
 
-def _are_own(view: CheckpointView, groups: Sequence[Scales]) -> bool:
+def _are_separate(view: CheckpointView, groups: Sequence[Scales]) -> bool:
     if any(len(set(values.values())) < len(values) for values in groups):
         return False
     proportions = {
@@ -260,7 +262,7 @@ def _largest_block(view: CheckpointView, name: str) -> float:
     return largest
 
 
-def _two_readings(fused: FusedLayer, values: Scales, *, has_source: bool) -> Finding:
+def _ambiguous_scales(fused: FusedLayer, values: Scales, *, has_source: bool) -> Finding:
     if has_source:
         got = f"{_listed(values)}, and a source without these layers"
         fix = "pass the unquantized model that the checkpoint was made from with --source"
@@ -296,7 +298,7 @@ def _by_source(
     candidates = tuple(dict.fromkeys(values.values()))
     meant: dict[str, float] = {}
     for name in values:
-        scale = _meant_scale(view, view.layers.by_name[name], candidates, exact[name])
+        scale = _scale_matching_source(view, view.layers.by_name[name], candidates, exact[name])
         if scale is None:
             got = (
                 f"{_listed(values)}: with none of these scales, {name.rpartition('.')[2]} has the "
@@ -316,7 +318,7 @@ def _by_source(
     return changes
 
 
-def _meant_scale(
+def _scale_matching_source(
     view: CheckpointView, layer: StoredLayer, candidates: Sequence[float], exact: torch.Tensor
 ) -> float | None:
     """Return the global scale with which the stored weight is closest to the source's weight.
@@ -328,7 +330,7 @@ def _meant_scale(
     power, source_power, product = (
         float(one @ other) for one, other in ((stored, stored), (source, source), (stored, source))
     )
-    if not power or not source_power or not product**2 >= LEAST_ALONG * power * source_power:
+    if not power or not source_power or not product**2 >= MIN_ALONG * power * source_power:
         return None
     # A global scale is a divisor: with another scale, the weight is `factor` times as large.
     factors = {scale: candidates[0] / scale for scale in candidates}
@@ -338,7 +340,7 @@ def _meant_scale(
     }
     nearest = min(errors, key=errors.__getitem__)
     gain = factors[nearest] * product / source_power
-    return nearest if abs(gain - 1) <= MOST_GAIN_ERROR else None
+    return nearest if abs(gain - 1) <= MAX_GAIN_ERROR else None
 
 
 def _with_scale(view: CheckpointView, layer: StoredLayer, scale: float) -> torch.Tensor:
@@ -352,7 +354,7 @@ def _with_scale(view: CheckpointView, layer: StoredLayer, scale: float) -> torch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Way:
+class _Storage:
     """Way to store a layer with the shared global scale: the tensors that change, and the cost."""
 
     how: str
@@ -381,14 +383,14 @@ def _to_shared(
             layer=layer.name,
         )
         return _scalar(tensor, shared, repair)
-    way = _Way(
+    way = _Storage(
         how="block scales rescaled",
         cost="the rounding of the block scales to e4m3",
         changed=("weight_scale", WEIGHT),
         make=partial(_rescaled, view, layer, meant, shared),
     )
     if exact is not None:
-        way = _nearer_way(view, layer, meant, shared, exact, way)
+        way = _closer_storage(view, layer, meant, shared, exact, way)
     tensors = {parameter: layer.parameters[parameter] for parameter in way.changed}
     repair = Repair(
         family=FAMILY,
@@ -408,14 +410,14 @@ def _to_shared(
     )
 
 
-def _nearer_way(
+def _closer_storage(
     view: CheckpointView,
     layer: StoredLayer,
     meant: float,
     shared: float,
     exact: torch.Tensor,
-    rescaling: _Way,
-) -> _Way:
+    rescaling: _Storage,
+) -> _Storage:
     """Return a new quantization of the source's weight if it is closer than `rescaling`.
 
     If the stored weight is further from the source than rounding to nearest would be, it may have
@@ -427,7 +429,7 @@ def _nearer_way(
     to_nearest = quantization_error(exact, nearest_weight(group.weights, exact)).sqnr_db
     if to_nearest - as_meant > REFITTED_DB:
         return rescaling
-    again = _Way(
+    again = _Storage(
         how="quantized again from the source",
         cost="the rounding of a new quantization",
         changed=("weight_packed", "weight_scale", WEIGHT),

@@ -63,7 +63,7 @@ class Changes:
 LOSSLESS = "nothing"
 
 
-def inside(config: dict[str, Json], *keys: str) -> dict[str, Json]:
+def object_at(config: dict[str, Json], *keys: str) -> dict[str, Json]:
     """Return the object below these keys of a config, to be changed in place."""
     for key in keys:
         value = config[key]

@@ -14,7 +14,7 @@ from rich.table import Table
 from vexport.errors import InputError
 from vexport.formats.arguments import QuantArgs
 from vexport.formats.base import GpuSupport
-from vexport.formats.schemes import all_schemes, get_scheme, is_scheme, meant, scheme_name
+from vexport.formats.schemes import all_schemes, get_scheme, is_scheme, scheme_hint, scheme_name
 from vexport.records.calibration import SUMMARIES
 from vexport.records.observer_names import OBSERVERS
 
@@ -66,12 +66,12 @@ def roundings() -> Rows:
 
 def checks() -> Rows:
     """Return the names and subjects of checks."""
-    from vexport.checks import CHECKS, COMPARED, FILES, SOURCE
+    from vexport.checks import CHECKS, FILES, SOURCE, SOURCE_DESCRIPTION
 
     descriptions = {
         FILES: "folder, config.json, index and safetensors headers can be read",
         **{name: check.description for name, check in CHECKS.items()},
-        SOURCE: COMPARED,
+        SOURCE: SOURCE_DESCRIPTION,
     }
     return [
         {"check": name, "what is looked at": description}
@@ -186,7 +186,7 @@ def find_section(name: str) -> ReferenceSection:
             f"explain {name!r}",
             got="an unknown name",
             need="a scheme, observer, rounding, check, finding, page or section",
-            fix=f"run `vexport explain` to list them{meant(name, known_names)}",
+            fix=f"run `vexport explain` to list them{scheme_hint(name, known_names)}",
         )
     return section
 

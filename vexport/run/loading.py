@@ -10,7 +10,7 @@ from vexport.checkpoint.source import resolve_source
 from vexport.engine.arguments import require_arguments, require_heads, require_layers
 from vexport.engine.session import EngineFault, log_folder, require_vllm
 from vexport.errors import VexportError
-from vexport.errors.extras import unforeseen
+from vexport.errors.extras import unexpected_error
 from vexport.inference.options import EngineOptions
 from vexport.outputs.replaceable import NamedPath, require_separate, written_alone
 from vexport.records import ENGINE_CHECK, EngineMode, Finding, LoadReport
@@ -127,7 +127,7 @@ def _load(load: Load, run_dir: Path | None, *, overwrite: bool) -> LoadReport:
     except (VexportError, OSError):
         raise
     except Exception as error:
-        report = _died(unforeseen(error, f"the load of {load.name}"), "")
+        report = _died(unexpected_error(error, f"the load of {load.name}"), "")
     python = str(load.engine.vllm_python or "")
     return replace(report, checkpoint=load.name, mode=load.mode, tp=serve.ranks, vllm_python=python)
 

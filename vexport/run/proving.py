@@ -14,7 +14,7 @@ from vexport.calibration.data import first_texts
 from vexport.checkpoint.chat_template import chat_templates
 from vexport.checkpoint.index import folder_digest
 from vexport.checkpoint.source import DEFAULT
-from vexport.engine.describe import NONE, answer_environment
+from vexport.engine.describe import NONE, kernel_environment
 from vexport.engine.dry.load import dry_load_checkpoints
 from vexport.engine.installed import installed_text
 from vexport.engine.messages import SessionResult
@@ -26,11 +26,11 @@ from vexport.files import digest_file, user_path
 from vexport.inference.answers import Answers, Served
 from vexport.inference.asked_tasks import fetch_tasks
 from vexport.inference.asking import (
-    PLAIN,
+    DEFAULT_LM_EVAL,
     AnswerSource,
     EndpointSource,
     EngineSource,
-    GivenResults,
+    ExistingResults,
     Questions,
 )
 from vexport.inference.endpoint.server import require_address
@@ -72,7 +72,7 @@ def settle_questions(run: Run) -> LmEvalSettings:
     """
     settings = run.evaluation
     if not settings.tasks:
-        return PLAIN
+        return DEFAULT_LM_EVAL
     if run.given is not None:
         return lm_eval_settings(settings, run.given.prompted)
     for url in filter(None, (settings.endpoint, settings.baseline_endpoint)):
@@ -136,7 +136,7 @@ def _texts(run: Run) -> tuple[str, ...]:
 
 def serve_digest(arguments: EngineArguments) -> str:
     """Return a digest of the engine's arguments and of the environment that selects its kernels."""
-    chosen = answer_environment()
+    chosen = kernel_environment()
     return value_digest(dict(arguments) if chosen == NONE else {**arguments, "environment": chosen})
 
 
@@ -208,7 +208,7 @@ def _source(run: Run, role: str) -> AnswerSource:
     """Return the source of a model's answers to all questions except for the fixed prompts."""
     model = _model(run, role)
     if model.answers is not None:
-        return GivenResults(results=model.answers)
+        return ExistingResults(results=model.answers)
     if model.url is None:
         return _engine(run, role)
     if model.checkpoint is None:

@@ -20,10 +20,10 @@ from pydantic import (
 from vexport.errors import InputError, nearest
 from vexport.formats.schemes import (
     KEEP,
+    custom_args,
     get_scheme,
     is_scheme,
     named_scheme,
-    own_args,
     scheme_name,
     scheme_names,
     with_group_size,
@@ -92,7 +92,7 @@ def with_named_scheme(content: Mapping[str, JsonValue]) -> Mapping[str, JsonValu
         need = "the group size inside weights"
         raise located_error(SIZE, size, need, "move it to weights.group_size")
     try:
-        name = named_scheme(own_args(weights, inputs)).name
+        name = named_scheme(custom_args(weights, inputs)).name
     except ValueError as error:
         raise located_error(WEIGHTS, weights, str(error), "correct the arguments") from None
     except InputError as error:

@@ -95,7 +95,7 @@ def parse_group(name: str, raw: Json, default_format: str) -> ConfigGroup | str:
     )
 
 
-def of_attention(raw: Json) -> bool:
+def targets_attention(raw: Json) -> bool:
     """Return True if vLLM ignores a group because it targets attention (`from_config`).
 
     vLLM quantizes attention by the scheme of the KV cache.

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from vexport.architectures.built import BuiltModel
-from vexport.architectures.fusion import FusedLayer, is_head, looked_up, moe_layer, part_names
+from vexport.architectures.fusion import FusedLayer, is_head, lookup_names, moe_layer, part_names
 from vexport.checks.vllm.groups import (
     EMBEDDING_CLASS,
     ConfigGroup,
@@ -46,8 +46,8 @@ class GroupLookup:
     def is_ignored(self, module: str, entries: Iterable[str]) -> bool:
         """Return True if an entry of `ignore` matches vLLM's name for a module."""
         architecture = self._model.architecture
-        matched = Patterns(map(architecture.matched, entries))
-        return matched.match(architecture.asked_name(module))
+        renamed_entry = Patterns(map(architecture.renamed_entry, entries))
+        return renamed_entry.match(architecture.name_in_lookup(module))
 
     def names(self, fused: FusedLayer) -> tuple[str, ...]:
         """Return the names that vLLM uses to look up the group of a fused layer.
@@ -58,15 +58,15 @@ class GroupLookup:
         architecture = self._model.architecture
         name, members = fused.name, fused.members
         if self._quantization.method is None:
-            name = architecture.asked_name(name)
-            members = tuple(map(architecture.asked_name, members))
+            name = architecture.name_in_lookup(name)
+            members = tuple(map(architecture.name_in_lookup, members))
         if fused.is_stored_fused:
             return part_names(name, architecture) or members
         if {*members} == {name}:
             return members
-        return looked_up(FusedLayer(name=name, members=members), architecture)
+        return lookup_names(FusedLayer(name=name, members=members), architecture)
 
-    def built_plain(self, fused: FusedLayer) -> str | None:
+    def unquantized_reason(self, fused: FusedLayer) -> str | None:
         """Return why vLLM never quantizes a layer, or None if the config decides.
 
         vLLM never quantizes most routers.
@@ -85,12 +85,12 @@ class GroupLookup:
         if method is not None:
             return [name for name in names if self._group_by_method(method, fused, name) is None]
         architecture = self._model.architecture
-        asked = architecture.asked_name(fused.name)
+        asked = architecture.name_in_lookup(fused.name)
         return list(ignored(asked, names, self._quantization.matched_ignore, architecture))
 
     def _find_group(self, fused: FusedLayer) -> ConfigGroup | None:
         names = self.names(fused)
-        if self.built_plain(fused) or len(self.ignored(fused)) == len(names):
+        if self.unquantized_reason(fused) or len(self.ignored(fused)) == len(names):
             return None
         if self._quantization.method is not None:
             return self._group_by_method(self._quantization.method, fused, names[0])
@@ -101,7 +101,7 @@ class GroupLookup:
             return group_of_class(EMBEDDING_CLASS, targets)
         if is_table and self._model.table_lookup != "name":
             return None
-        asked = architecture.asked_name(fused.name)
+        asked = architecture.name_in_lookup(fused.name)
         return group_for(asked, names, targets, architecture, table=is_table)
 
     def _group_by_method(
@@ -114,7 +114,7 @@ class GroupLookup:
         return method.group_of(experts or fused.name, experts or name)
 
 
-class KnownGroups(GroupLookup):
+class TranslatedGroups(GroupLookup):
     """Config groups of a translated checkpoint, by the name of each quantized linear layer."""
 
     def __init__(

@@ -16,9 +16,9 @@ from vexport.checks.vllm.groups import (
     ConfigGroup,
     OnlineTransform,
     Targets,
-    of_attention,
     online_transforms,
     parse_group,
+    targets_attention,
     targets_of,
 )
 from vexport.checks.vllm.quant_methods import METHODS, method_name, read_method
@@ -80,7 +80,7 @@ class Quantization:
         groups = (self.values or {}).get("config_groups")
         named = groups.items() if isinstance(groups, dict) else ()
         parsed = (
-            parse_group(name, raw, self.format) for name, raw in named if not of_attention(raw)
+            parse_group(name, raw, self.format) for name, raw in named if not targets_attention(raw)
         )
         return tuple(group for group in parsed if isinstance(group, ConfigGroup))
 
@@ -88,8 +88,8 @@ class Quantization:
     def targets(self) -> Targets:
         """Config groups by target, in the order that vLLM tries."""
         groups = targets_of(self.config_groups)
-        matched = self._model.architecture.matched
-        return {matched(target): group for target, group in groups.items()}
+        renamed_entry = self._model.architecture.renamed_entry
+        return {renamed_entry(target): group for target, group in groups.items()}
 
     @cached_property
     def ignore(self) -> Patterns:
@@ -100,7 +100,7 @@ class Quantization:
     @cached_property
     def matched_ignore(self) -> Patterns:
         """`ignore` in the form that vLLM compares with its names of layers."""
-        return Patterns(map(self._model.architecture.matched, self.ignore))
+        return Patterns(map(self._model.architecture.renamed_entry, self.ignore))
 
     @cached_property
     def transforms(self) -> tuple[OnlineTransform, ...]:

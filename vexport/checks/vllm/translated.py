@@ -8,7 +8,7 @@ from vexport.architectures.stored import joined_name
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Derived, DerivedReader, Reader
 from vexport.checks.vllm.groups import ConfigGroup
-from vexport.checks.vllm.lookup import GroupLookup, KnownGroups
+from vexport.checks.vllm.lookup import GroupLookup, TranslatedGroups
 from vexport.checks.vllm.quant_methods.base import MethodGroup
 from vexport.checks.vllm.view import CheckFunction, CheckpointView, Target
 from vexport.records import Finding, TensorInfo
@@ -41,7 +41,7 @@ class TranslatedView(CheckpointView):
     @cached_property
     def lookup(self) -> GroupLookup:
         """Lookup of the translated config group of a fused layer."""
-        return KnownGroups(self.model, self.quantization, self._groups)
+        return TranslatedGroups(self.model, self.quantization, self._groups)
 
 
 def translated_findings(run: CheckFunction, translated: TranslatedView) -> Iterator[Finding]:

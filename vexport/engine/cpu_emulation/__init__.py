@@ -19,7 +19,7 @@ def register() -> None:
 
     if not current_platform.is_cpu():
         return
-    from vexport.engine.cpu_emulation.kernels import ready_amx, register_kernels
+    from vexport.engine.cpu_emulation.kernels import enable_amx, register_kernels
 
-    ready_amx()
+    enable_amx()
     register_kernels()

@@ -40,7 +40,7 @@ from vexport.numerics import E8M0_BIAS, MX_GROUP
 Answer = tuple[bool, str | None]
 # Type of a transform with a Hadamard matrix, whose entries have the same size and either sign.
 # vLLM's kernel computes it exactly, without the stored matrix.
-_COMPUTED = "hadamard"
+_HADAMARD = "hadamard"
 _ORIGINAL_QUANT = _custom_ops.scaled_fp8_quant
 _ORIGINAL_SCHEME = CompressedTensorsConfig._get_scheme_from_parts
 
@@ -377,7 +377,7 @@ def scaled_fp8_quant(tensor: Tensor, scale: Tensor | None = None) -> tuple[Tenso
     return round_fp8(tensor, scale).to(torch.float8_e4m3fn), scale
 
 
-def ready_amx() -> None:
+def enable_amx() -> None:
     """Request the AMX tiles for this process from Linux.
 
     vLLM's attention uses the tiles without requesting them. Then SIGILL kills the process, unless
@@ -406,7 +406,7 @@ def rotate(transform: HadamardTransform, value: Tensor, part_id: int = 0) -> Ten
     chosen = transform.transforms[part_id]
     matrix = transform.weight.partitions[part_id].to(torch.float32)
     size = matrix.shape[0]
-    if chosen.scheme.type == _COMPUTED:
+    if chosen.scheme.type == _HADAMARD:
         matrix = matrix.sign() / size**0.5
     blocks = value.to(torch.float32).reshape(-1, size)
     turned: Tensor = blocks @ (matrix.T if chosen.args.inverse else matrix)

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from vexport.numerics import E2M1_MAX, E4M3_MAX, MX_GROUP, NVFP4_GROUP
 from vexport.numerics.tensors import E2M1, mx_scale, round_to
 
-LEAST_NORMAL = torch.finfo(torch.float32).tiny
+MIN_NORMAL = torch.finfo(torch.float32).tiny
 
 
 def fake_nvfp4(activations: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
@@ -33,7 +33,7 @@ def fake_mxfp4(activations: torch.Tensor) -> torch.Tensor:
     numbers by zero, and zeros divided by zero are NaN.
     """
     blocks = activations.to(torch.float32).reshape(activations.shape[0], -1, MX_GROUP)
-    scale = mx_scale(blocks.abs().amax(dim=-1, keepdim=True), E2M1).clamp_(min=LEAST_NORMAL)
+    scale = mx_scale(blocks.abs().amax(dim=-1, keepdim=True), E2M1).clamp_(min=MIN_NORMAL)
     rounded = round_to(blocks / scale, E2M1) * scale
     return rounded.reshape(activations.shape).to(activations.dtype)
 

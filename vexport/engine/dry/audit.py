@@ -34,7 +34,7 @@ _ANY_DTYPE = ("weight_shape", "k_zero_point", "v_zero_point", "q_zero_point")
 # Tensors that vLLM drops before it loads: get_checkpoint_weight_mapper in
 # quantization/base_config.py, EAGLE-3's map from the target's vocabulary in models/llama_eagle3.py.
 _DROPPED = (".g_idx", "t2d")
-_MOST_NAMES = 4
+_MAX_NAMES = 4
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,7 +71,7 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, ranks: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.last_handed_out = ""
+        self.last_source = ""
         self.model_is_built = False
         self._ranks = ranks
         self.begin()
@@ -93,9 +93,9 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         return False
 
-    def handed_out(self, name: str, tensor: torch.Tensor) -> None:
+    def record_source(self, name: str, tensor: torch.Tensor) -> None:
         """Record that the loaders get a stored tensor."""
-        self.last_handed_out = name
+        self.last_source = name
         self._sources[name] = _Source(tensor=tensor)
         self._origins[_storage(tensor)] = (name,), tensor
 
@@ -124,7 +124,7 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         written.regions[_region(target)] = target.numel()
         if source is not None:
             for name in self._read(source):
-                if len(written.sources) <= _MOST_NAMES:
+                if len(written.sources) <= _MAX_NAMES:
                     written.sources[name] = None
                 self._sources[name].casts[source.dtype, target.dtype] = None
                 self._sources[name].targets[_storage(target)] = None
@@ -238,10 +238,10 @@ def _where_from(written: _Written, parameter: torch.Tensor) -> str:
         short = [str(expert) for expert, elements in filled.items() if elements < size]
         return (
             f"; incomplete experts: "
-            f"{', '.join(short[:_MOST_NAMES])}{' ...' if len(short) > _MOST_NAMES else ''}"
+            f"{', '.join(short[:_MAX_NAMES])}{' ...' if len(short) > _MAX_NAMES else ''}"
         )
     names = list(written.sources)
-    return f" from {', '.join(names)}" if 0 < len(names) <= _MOST_NAMES else ""
+    return f" from {', '.join(names)}" if 0 < len(names) <= _MAX_NAMES else ""
 
 
 def _changes_values(before: torch.dtype, after: torch.dtype) -> bool:
@@ -285,7 +285,7 @@ class HeaderFile:
 
     def __exit__(self, *error: object) -> None:
         if error[0] is None:  # later errors are not about the last tensor
-            self._audit.last_handed_out = ""
+            self._audit.last_source = ""
         self._file.__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __getattr__(self, name: str) -> object:
@@ -298,5 +298,5 @@ class HeaderFile:
         tensor = torch.empty(
             header.get_shape(), dtype=TORCH_DTYPES[header.get_dtype()], device="meta"
         )
-        self._audit.handed_out(name, tensor)
+        self._audit.record_source(name, tensor)
         return tensor

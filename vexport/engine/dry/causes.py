@@ -17,7 +17,7 @@ from vexport.records import IN_FULL
 # first sentence.
 _LONGEST = 240
 # Limit of vLLM's message in characters.
-_MOST_WORDS = 1000
+_MAX_WORDS = 1000
 # vLLM's messages if no kernel takes a layer: kernels/linear/__init__.py, compressed_tensors.py, and
 # fused_moe/oracle. A reason for each kernel follows.
 _NO_KERNEL = re.compile(
@@ -66,13 +66,13 @@ def with_cause(
     )
     if _NO_KERNEL.search(reason):
         return (
-            f"no kernel of vLLM {version} runs {_what(groups, capabilities)} on SM "
-            f"{devices}{IN_FULL}{reason[:_MOST_WORDS]}"
+            f"no kernel of vLLM {version} runs {_schemes_text(groups, capabilities)} on SM "
+            f"{devices}{IN_FULL}{reason[:_MAX_WORDS]}"
         )
     if _NO_ATTENTION.search(reason):
         cause = f"no attention backend of vLLM {version} runs this model on SM {devices}"
-        return f"{cause}{_objection(reason)}{IN_FULL}{reason[:_MOST_WORDS]}"
-    reason = reason[:_MOST_WORDS]
+        return f"{cause}{_objection(reason)}{IN_FULL}{reason[:_MAX_WORDS]}"
+    reason = reason[:_MAX_WORDS]
     first = _FIRST_SENTENCE.match(reason)
     if len(reason) <= _LONGEST or first is None or len(first[0]) == len(reason):
         return reason
@@ -89,7 +89,9 @@ def _objection(reason: str) -> str:
     backends with the fewest objections, because these come closest to running the model.
     """
     config, _, listed = reason.partition(REASONS)
-    backends = {name: _shown(objections) for name, objections in _OBJECTIONS.findall(listed)}
+    backends = {
+        name: _split_objections(objections) for name, objections in _OBJECTIONS.findall(listed)
+    }
     if not backends:
         return ""
     of_kind = {
@@ -109,7 +111,7 @@ def _objection(reason: str) -> str:
     return f": {'; '.join(words)}"
 
 
-def _shown(objections: str) -> tuple[str, ...]:
+def _split_objections(objections: str) -> tuple[str, ...]:
     return tuple(each.strip() for each in objections.split(", ") if each.strip())
 
 
@@ -126,7 +128,7 @@ def _with_values(objections: Sequence[str], asked: Mapping[str, str]) -> str:
     return ", ".join(words)
 
 
-def _what(groups: Sequence[ConfigGroup], capabilities: Sequence[int]) -> str:
+def _schemes_text(groups: Sequence[ConfigGroup], capabilities: Sequence[int]) -> str:
     """Return the schemes that have no kernel.
 
     If each scheme has a kernel, the shapes of the layers are the cause.

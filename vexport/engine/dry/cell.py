@@ -18,7 +18,12 @@ from safetensors import safe_open
 
 from vexport.checkpoint.index import TOKENIZER_FILES
 from vexport.engine.dry.audit import Audit, HeaderFile
-from vexport.engine.dry.fake_platform import AbsentValues, NotFollowed, join_group, set_capability
+from vexport.engine.dry.fake_platform import (
+    NeedsDevice,
+    PlaceholderValues,
+    join_group,
+    set_capability,
+)
 from vexport.engine.dry.layers import layer_kinds, raising_layer, rank_memory
 from vexport.engine.messages import (
     REASONS,
@@ -38,10 +43,10 @@ if TYPE_CHECKING:
 
 # Limit of a message, with the reasons of each kernel or attention backend. `with_cause` shortens it
 # for reports.
-_MOST_MESSAGE = 4000
+_MAX_MESSAGE = 4000
 # Errors about a missing device, package, value or memory. They show a limit of the dry load, and
 # not that vLLM refuses the checkpoint.
-_NOT_FOLLOWED = (NotFollowed, ImportError, MemoryError)
+_NOT_FOLLOWED = (NeedsDevice, ImportError, MemoryError)
 _NOT_FOLLOWED_WORDS = re.compile(
     r"meta tensor|meta device|NVIDIA driver|CUDA enabled|re-initialize CUDA|No CUDA GPUs|CUDA "
     r"is initialised"
@@ -73,10 +78,10 @@ def try_cell(attempt: DryTry) -> CellResult:
     except Exception as error:
         traceback.print_exception(error)
         text = " ".join(_PYDANTIC.sub(" ", str(error)).split())
-        reason = (f"{type(error).__name__}: {text}" if text else one_line(error))[:_MOST_MESSAGE]
+        reason = (f"{type(error).__name__}: {text}" if text else one_line(error))[:_MAX_MESSAGE]
         unfollowed = isinstance(error, _NOT_FOLLOWED) or is_limit(text) or is_memory(reason)
         outcome: Outcome = "unknown" if unfollowed else "refused"
-        place = audit.last_handed_out
+        place = audit.last_source
         return CellResult(
             cell=attempt.cell,
             outcome=outcome,
@@ -134,7 +139,7 @@ def _load(attempt: DryTry, audit: Audit) -> CellResult:
         join_group(cell.tp, attempt.rank)
         with (
             torch.device("meta"),
-            AbsentValues(),
+            PlaceholderValues(),
             set_default_torch_dtype(config.model_config.dtype),
         ):
             models = {"": initialize_model(config)}

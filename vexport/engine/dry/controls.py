@@ -32,7 +32,7 @@ _QUANTIZED = re.compile(
 )
 _NUMBER = re.compile(r"\d+")
 _PATH = re.compile(r"(?<![\w.])/\S+")
-_WORDS: Mapping[ControlKind, str] = {
+_CONTROL_TEXTS: Mapping[ControlKind, str] = {
     "source": "vLLM has the same problem with the unquantized source",
     "same config": "vLLM has the same problem with an unquantized checkpoint that transformers "
     "creates from this config",
@@ -93,7 +93,7 @@ def _unquantized(name: re.Match[str]) -> str:
     return f"{first}_weight" if first.startswith("w") and first != "weight" else "weight"
 
 
-def excused(result: CellResult, told: str, *, in_any_cell: bool) -> CellResult:
+def without_shared_errors(result: CellResult, told: str, *, in_any_cell: bool) -> CellResult:
     """Return the result without the errors that the unquantized model has as well.
 
     A refusal becomes "unknown". `told` is its reason as shown in reports. If `in_any_cell` is
@@ -106,15 +106,15 @@ def excused(result: CellResult, told: str, *, in_any_cell: bool) -> CellResult:
     if same_refusal(result, control):
         if control.loads_elsewhere and not in_any_cell:
             return replace(result, reason=told)
-        return replace(result, outcome="unknown", reason=f"{_WORDS[control.kind]}: {told}")
+        return replace(result, outcome="unknown", reason=f"{_CONTROL_TEXTS[control.kind]}: {told}")
     shared = {_key(fault) for fault in control.faults}
     faults = tuple(fault for fault in result.faults if not _is_shared(fault, shared))
     return replace(result, reason=told, faults=faults)
 
 
-def is_excuse(reason: str) -> bool:
+def is_shared_refusal(reason: str) -> bool:
     """Return True if the reason is that vLLM refuses the unquantized model as well."""
-    return reason.startswith(tuple(_WORDS.values()))
+    return reason.startswith(tuple(_CONTROL_TEXTS.values()))
 
 
 def _is_shared(fault: Miscopy, shared: set[tuple[str, str]]) -> bool:
@@ -138,7 +138,7 @@ def not_judged(results: Sequence[CellResult]) -> tuple[NotJudged, ...]:
         for fault in result.faults:
             if _is_shared(fault, shared):
                 assert control is not None
-                why = f"{_WORDS[control.kind]}: got {fault.got}, need {fault.expected}"
+                why = f"{_CONTROL_TEXTS[control.kind]}: got {fault.got}, need {fault.expected}"
                 found.setdefault(
                     fault.where, NotJudged(what=f"{fault.where} ({fault.kind})", why=why)
                 )

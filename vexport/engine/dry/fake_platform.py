@@ -176,7 +176,7 @@ _FLASHINFER = (
 )
 
 
-class NotFollowed(RuntimeError):
+class NeedsDevice(RuntimeError):
     """vLLM needs something that only a real device has."""
 
 
@@ -212,10 +212,10 @@ def _properties(device: object = None) -> SimpleNamespace:
 
 
 def _not_initialised() -> NoReturn:
-    raise NotFollowed("CUDA is initialised only on a device")
+    raise NeedsDevice("CUDA is initialised only on a device")
 
 
-class AbsentValues(TorchFunctionMode):
+class PlaceholderValues(TorchFunctionMode):
     """Values for tensors without data while a model is built.
 
     Numbers that vLLM computes and reads back (for example slopes of ALiBi) are all 1. Tensors that
@@ -424,4 +424,4 @@ class _Uncallable:
         return self
 
     def __call__(self, *_: object, **__: object) -> NoReturn:
-        raise NotFollowed(f"the operator {self._name} only runs on a GPU")
+        raise NeedsDevice(f"the operator {self._name} only runs on a GPU")

@@ -14,7 +14,7 @@ from vexport.checkpoint.source import resolve_drafter, resolve_source
 from vexport.checks.vllm.groups import ConfigGroup
 from vexport.engine.arguments import require_layers
 from vexport.engine.dry.causes import schemes_of, with_cause
-from vexport.engine.dry.controls import excused, is_excuse, not_judged
+from vexport.engine.dry.controls import is_shared_refusal, not_judged, without_shared_errors
 from vexport.engine.messages import (
     REASONS,
     Cell,
@@ -45,7 +45,7 @@ from vexport.records import (
 CHECK = "dry-load"
 # Which cells must load: all of them, or at least one for each tensor parallel size.
 Require = Literal["all", "any"]
-BLIND_SPOTS = (
+LIMITATIONS = (
     "kernels, and how vLLM processes weights after loading, did not run; values were only read "
     "if vLLM casts them to another dtype",
     "the kernels are those of vLLM's CUDA wheel and of the packages that it requires",
@@ -53,7 +53,7 @@ BLIND_SPOTS = (
 _FIX_REFUSAL = "correct the cause that vLLM reports, or serve it on another GPU"
 # Messages of vLLM and transformers about a checkpoint that needs remote code.
 TRUST = "trust_remote_code"
-_SAYS: dict[MiscopyKind, tuple[Severity, str, str]] = {
+_FAULT_TEXTS: dict[MiscopyKind, tuple[Severity, str, str]] = {
     "missing": (
         "error",
         "a stored value for every element, {}",
@@ -86,7 +86,7 @@ CAPABILITIES = (80, 89, 90, 100)
 _PLAIN_CELLS = tuple(Cell(tp=1, sm=sm) for sm in CAPABILITIES)
 SECONDS = 600.0
 # Kinds of faults that do not depend on the checkpoint.
-_OF_ALL: tuple[FailureKind, ...] = ("missing", "no space", "mismatched build")
+_CHECKPOINT_INDEPENDENT: tuple[FailureKind, ...] = ("missing", "no space", "mismatched build")
 
 
 def judge(
@@ -107,8 +107,10 @@ def judge(
     """
     left_out = not_judged(results)
     results = [
-        excused(result, told, in_any_cell=not requested)
-        for result, told in zip(results, _told(results, groups, vllm), strict=True)
+        without_shared_errors(result, reason_with_cause, in_any_cell=not requested)
+        for result, reason_with_cause in zip(
+            results, _reasons_with_cause(results, groups, vllm), strict=True
+        )
     ]
     # Take the first cell that loaded for each tensor parallel size: memory does not depend on
     # the capability.
@@ -125,11 +127,13 @@ def judge(
         rows=tuple(_rows(results)),
         memory=tuple(memory[tp] for tp in sorted(memory)),
         not_judged=left_out,
-        blind_spots=BLIND_SPOTS,
+        blind_spots=LIMITATIONS,
     )
 
 
-def _told(results: Sequence[CellResult], groups: Sequence[ConfigGroup], vllm: str) -> Iterator[str]:
+def _reasons_with_cause(
+    results: Sequence[CellResult], groups: Sequence[ConfigGroup], vllm: str
+) -> Iterator[str]:
     """Yield each result's reason with the cause in front.
 
     Cells with the same cause get the same text.
@@ -152,7 +156,7 @@ def _kind_of_refusal(result: CellResult) -> tuple[Outcome, str, str]:
     return result.outcome, result.where, re.sub(r"\bSM \d+|\b[Cc]apability: \d+", "#", words)
 
 
-def errors_or_doubt(report: DryLoadReport, require: Require = "any") -> list[Finding] | str:
+def errors_or_uncertainty(report: DryLoadReport, require: Require = "any") -> list[Finding] | str:
     """Return the errors that make a checkpoint fail, or why they are uncertain.
 
     With `require` "any", these are the errors that a tensor parallel size has on all GPUs. With
@@ -160,13 +164,17 @@ def errors_or_doubt(report: DryLoadReport, require: Require = "any") -> list[Fin
     """
     needed = [cell for cell in report.cells if cell.needed and cell.reason]
     doubts = {_place(cell, require): cell.reason for cell in needed if cell.status == "not shown"}
-    open_to_doubt = {cell.reason for cell in needed if _place(cell, require) in doubts}
+    doubtful_reasons = {cell.reason for cell in needed if _place(cell, require) in doubts}
     certain = {cell.reason for cell in needed if _place(cell, require) not in doubts}
     errors = [each for each in report.findings if each.severity == "error"]
-    errors = [each for each in errors if each.got in certain or each.got not in open_to_doubt]
+    errors = [each for each in errors if each.got in certain or each.got not in doubtful_reasons]
     if doubts and not errors:
         reason = min(doubts.values())
-        return reason if is_excuse(reason) else f"the dry load cannot build this model: {reason}"
+        return (
+            reason
+            if is_shared_refusal(reason)
+            else f"the dry load cannot build this model: {reason}"
+        )
     if any(TRUST in each.got for each in errors):
         return "the checkpoint contains Python code, which only runs with --trust-remote-code"
     return errors
@@ -178,12 +186,12 @@ def _place(cell: MatrixCell, require: Require) -> tuple[int, int]:
 
 def unused(report: DryLoadReport) -> list[Finding]:
     """Return the findings about stored tensors that vLLM does not use."""
-    return [each for each in report.findings if each.expected == _SAYS["unused"][1]]
+    return [each for each in report.findings if each.expected == _FAULT_TEXTS["unused"][1]]
 
 
 def is_stretched(finding: Finding) -> bool:
     """Return True if a finding is about a tensor whose values vLLM repeats to fill a parameter."""
-    return finding.check == CHECK and finding.fix == _SAYS["stretched"][2]
+    return finding.check == CHECK and finding.fix == _FAULT_TEXTS["stretched"][2]
 
 
 def _cell(result: CellResult, *, needed: bool = True) -> MatrixCell:
@@ -205,7 +213,7 @@ def _needed(cell: Cell, results: Sequence[CellResult], require: Require) -> bool
 
 
 def _status(layers: Sequence[LayerKind], faults: Sequence[Miscopy]) -> CellStatus:
-    if any(_SAYS[fault.kind][0] == "error" for fault in faults):
+    if any(_FAULT_TEXTS[fault.kind][0] == "error" for fault in faults):
         return "faulty"
     return "other precision" if any(layer.runs != layer.stored for layer in layers) else "loads"
 
@@ -261,7 +269,7 @@ def _faults(results: Sequence[CellResult]) -> Iterator[Finding]:
         for fault in result.faults:
             faults.setdefault((fault.where, fault.kind), (fault, []))[1].append(result.cell)
     for fault, cells in faults.values():
-        severity, expected, fix = _SAYS[fault.kind]
+        severity, expected, fix = _FAULT_TEXTS[fault.kind]
         yield Finding(
             check=CHECK,
             severity=severity,
@@ -353,7 +361,7 @@ class DryLoad:
         process fail has no report. All checkpoints get the same `fault` if vLLM cannot be started
         at all, or if there is only one checkpoint.
         """
-        if fault.failure.kind in _OF_ALL or len(self.checkpoints) == 1:
+        if fault.failure.kind in _CHECKPOINT_INDEPENDENT or len(self.checkpoints) == 1:
             return [fault] * len(self.checkpoints)
         alone = [replace(self, checkpoints=[checkpoint]) for checkpoint in self.checkpoints]
         return [_report_or_fault(each, on_progress) for each in alone]
@@ -456,14 +464,14 @@ def dry_load_checkpoints(
             reports[number],
             checkpoint=name,
             vllm_python=str(python or ""),
-            rooms=tuple(_rooms(reports[number].memory, gpus)),
+            rooms=tuple(_gpu_rooms(reports[number].memory, gpus)),
         )
         for number, name in enumerate(names)
         for python, reports in zip(pythons, per_python, strict=True)
     ]
 
 
-def _rooms(memory: Sequence[RankMemory], cards: Sequence[Card]) -> Iterator[GpuRoom]:
+def _gpu_rooms(memory: Sequence[RankMemory], cards: Sequence[Card]) -> Iterator[GpuRoom]:
     """Yield how many sequences fit at once, by card, tensor parallel size and sequence length.
 
     The number is an upper bound. Activations and CUDA graphs need memory, too. vLLM measures it at

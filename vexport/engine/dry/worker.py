@@ -32,7 +32,7 @@ from vexport.engine.messages import (
     DryTry,
     Outcome,
 )
-from vexport.engine.worker import answer_request, reporter
+from vexport.engine.worker import progress_reporter, run_worker
 from vexport.errors.extras import is_memory
 from vexport.files import from_json, to_json, write_text
 from vexport.records import OnProgress
@@ -69,11 +69,11 @@ def preload() -> None:
 
 def main(arguments: list[str]) -> int:
     """Read the request, try every cell, and write the result. Return 0 if there is a result."""
-    return answer_request(arguments, DryRequest, _results_of)
+    return run_worker(arguments, DryRequest, _results_of)
 
 
 def _results_of(request: DryRequest) -> DryResult:
-    report = reporter()
+    report = progress_reporter()
     tries = [
         [
             _ranks(DryTry(request=request, number=number, cell=cell, rank=0))
@@ -81,16 +81,16 @@ def _results_of(request: DryRequest) -> DryResult:
         ]
         for number in range(len(request.checkpoints))
     ]
-    everything = [rank for cells in tries for ranks in cells for rank in ranks]
-    report(_STAGE, 0, len(everything))
+    all_tries = [rank for cells in tries for ranks in cells for rank in ranks]
+    report(_STAGE, 0, len(all_tries))
     version = _import_vllm()
     for number in range(len(request.checkpoints)):
         limit_memory(MEMORY_BYTES)
         if (reason := _import_class(request, number)) is not None:
-            _give_up(tries[number], reason)
+            _skip_tries(tries[number], reason)
     limit_memory(MEMORY_BYTES)
     gc.freeze()
-    _run(everything, report)
+    _run(all_tries, report)
     results = [[_merged(ranks) for ranks in cells] for cells in tries]
     if request.controlled:
         results = _with_controls(request, results)
@@ -124,7 +124,7 @@ def merge_ranks(results: Sequence[CellResult]) -> CellResult:
     return replace(results[0], faults=tuple(faults.values()))
 
 
-def _give_up(cells: Sequence[Sequence[DryTry]], reason: str) -> None:
+def _skip_tries(cells: Sequence[Sequence[DryTry]], reason: str) -> None:
     """Write results for skipped tries, after an earlier try took too much memory or time."""
     for rank in (rank for ranks in cells for rank in ranks):
         if not rank.file.is_file():
@@ -142,7 +142,7 @@ def _with_controls(request: DryRequest, results: list[list[CellResult]]) -> list
             if kind is not None:
                 kinds[number, result.cell] = kind
     by_cell = {(number, each.cell): each for number, cells in enumerate(results) for each in cells}
-    kinds, controls = _written_and_tried(request, kinds)
+    kinds, controls = _try_controls(request, kinds)
     refused = {
         key: kind for key, kind in kinds.items() if same_refusal(by_cell[key], controls[key])
     }
@@ -150,9 +150,7 @@ def _with_controls(request: DryRequest, results: list[list[CellResult]]) -> list
     if doubtful:
         for key in doubtful:
             del kinds[key], controls[key], refused[key]
-        defaults, of_defaults = _written_and_tried(
-            request, dict.fromkeys(doubtful, "default config")
-        )
+        defaults, of_defaults = _try_controls(request, dict.fromkeys(doubtful, "default config"))
         kinds |= defaults
         controls |= of_defaults
         refused |= {
@@ -162,7 +160,9 @@ def _with_controls(request: DryRequest, results: list[list[CellResult]]) -> list
         (number, cell): kind for number, kind in _numbered(refused) for cell in request.plain_cells
     }
     loading = {
-        key[0] for key, result in _tried(request, plain).items() if result.outcome == "loaded"
+        key[0]
+        for key, result in _try_control_cells(request, plain).items()
+        if result.outcome == "loaded"
     }
     return [
         [
@@ -190,7 +190,7 @@ def _with_doubtful_config(
     return [key for key in alone if key[0] not in sound or not results[key].in_class]
 
 
-def _written_and_tried(
+def _try_controls(
     request: DryRequest, kinds: Mapping[tuple[int, Cell], ControlKind]
 ) -> tuple[dict[tuple[int, Cell], ControlKind], dict[tuple[int, Cell], CellResult]]:
     """Make the unquantized models that can be made, and try them.
@@ -201,7 +201,7 @@ def _written_and_tried(
         (number, kind) for number, kind in _numbered(kinds) if _is_written(request, number, kind)
     }
     made = {key: kind for key, kind in kinds.items() if (key[0], kind) in written}
-    return made, _tried(request, made)
+    return made, _try_control_cells(request, made)
 
 
 def _numbered(kinds: Mapping[tuple[int, Cell], ControlKind]) -> set[tuple[int, ControlKind]]:
@@ -260,7 +260,7 @@ def _in_fork(request: DryRequest, work: Callable[[], bool]) -> bool:
     return child.exitcode == 0
 
 
-def _tried(
+def _try_control_cells(
     request: DryRequest, kinds: Mapping[tuple[int, Cell], ControlKind]
 ) -> dict[tuple[int, Cell], CellResult]:
     """Try unquantized models for the given checkpoints and cells, and return the results."""
@@ -382,14 +382,14 @@ def _run(tries: Sequence[DryTry], report: OnProgress) -> None:
         for ended in [child for child in running if not child.is_alive()]:
             attempt = running.pop(ended)
             _require_file(attempt, ended.exitcode or 0)
-            if (reason := from_json(CellResult, attempt.file).reason) in _took_too_much(attempt):
+            if (reason := from_json(CellResult, attempt.file).reason) in _limit_reasons(attempt):
                 same = [each for each in waiting if each.checkpoint == attempt.checkpoint]
-                _give_up([same], reason)
+                _skip_tries([same], reason)
                 waiting = [each for each in waiting if each not in same]
         report(_STAGE, len(tries) - len(waiting) - len(running), len(tries))
 
 
-def _took_too_much(attempt: DryTry) -> tuple[str, str]:
+def _limit_reasons(attempt: DryTry) -> tuple[str, str]:
     """Return the reasons after which the remaining tries of the same checkpoint are skipped."""
     return _TOO_LARGE, _TOO_SLOW.format(attempt.request.try_seconds)
 

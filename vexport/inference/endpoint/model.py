@@ -32,7 +32,7 @@ TEXT: Mapping[str, Json] = {"logprobs": _TOP, "form": "packed"}
 """Parameters of a question for a row of a text: the log-probabilities at each place."""
 # Maximum number of tokens of rows in open requests. The server's answer to a token takes about 1 KB
 # until it is parsed.
-_MOST_OPEN_TOKENS = 1 << 16
+_MAX_OPEN_TOKENS = 1 << 16
 
 
 class EndpointModel(Model):
@@ -93,7 +93,7 @@ class EndpointModel(Model):
         lengths = [len(each.prompt) for each in questions if each.parameters == TEXT]
         if not lengths:
             return most
-        return max(1, min(most, _MOST_OPEN_TOKENS // max(lengths)))
+        return max(1, min(most, _MAX_OPEN_TOKENS // max(lengths)))
 
     def _keep(self, fresh: dict[str, Json]) -> None:
         """Keep answers if the server still has the same model. Otherwise raise EnvironmentFault."""

@@ -1,6 +1,6 @@
 """Parse the replies of a server: models, answers, log-probabilities and counters.
 
-Nothing in a reply is trusted. A reply that does not have the API's form raises PassingError,
+Nothing in a reply is trusted. A reply that does not have the API's form raises TemporaryError,
 because a server that is restarting may answer correctly later.
 """
 
@@ -50,7 +50,7 @@ TOKEN = "token_id:"
 """vLLM's spelling of a token with `return_tokens_as_token_ids`."""
 # A log-probability may be above 0 by rounding.
 _LARGEST_LOGPROB = 0.01
-_MOST_COUNT = 2.0**53
+_MAX_COUNT = 2.0**53
 # Characters that no text in UTF-8 can have: halves of a pair of UTF-16.
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _STATUS_KEYS = ("code", "status", "status_code", "http_code")
@@ -70,7 +70,7 @@ _TOO_LONG = re.compile(
 )
 
 
-class PassingError(Exception):
+class TemporaryError(Exception):
     """A temporary fault: the next attempt may succeed.
 
     `wait` is the server's Retry-After in seconds. `is_busy` is True for faults that are not caused
@@ -128,7 +128,7 @@ def read_json(reply: Reply) -> Json:
     if reply.status >= 300 or is_error:
         raise _error(reply, content)
     if content is None:
-        raise PassingError(f"an answer that is not complete JSON: {_beginning(reply)}")
+        raise TemporaryError(f"an answer that is not complete JSON: {_beginning(reply)}")
     return content
 
 
@@ -158,21 +158,21 @@ def _is_error(content: Mapping[str, Json]) -> bool:
     return not has_answer and (bool(content.get("error")) or content.get("object") == "error")
 
 
-def _error(reply: Reply, content: Json) -> PassingError | RefusedError:
+def _error(reply: Reply, content: Json) -> TemporaryError | RefusedError:
     """Turn a reply that reports an error into an exception."""
     status = reply.status
-    said = _stated_status(content, reads_words=not 300 <= status < 500)
+    stated = _stated_status(content, reads_words=not 300 <= status < 500)
     if status < 300:
-        status = said or 500
-    elif said in _BUSY:
-        status = said
+        status = stated or 500
+    elif stated in _BUSY:
+        status = stated
     words = f"HTTP {reply.status}"
     if 300 <= reply.status < 400 and reply.location:
         words += f", a redirect to {reply.location}"
     elif reply.content.strip():
         words += f": {reply.content.decode(errors='replace')}"
     if status in _PASSING or (status >= 500 and status not in NO_SUCH_PATH):
-        passing = PassingError(words)
+        passing = TemporaryError(words)
         passing.wait, passing.is_busy = _seconds(reply.retry_after), status in _BUSY
         return passing
     refused = RefusedError(words)
@@ -242,7 +242,7 @@ def model_cards(content: Json) -> dict[str, ModelCard]:
             max_model_len=longest if is_length else None,  # type: ignore[arg-type]
         )
     if not cards:
-        raise PassingError("a list of models without a usable name")
+        raise TemporaryError("a list of models without a usable name")
     return cards
 
 
@@ -262,15 +262,15 @@ def _is_usable(text: str) -> bool:
 def choice_of(content: Json) -> dict[str, Json]:
     """Return the first choice of an answer, with the answer's `usage` added.
 
-    Raises PassingError if the choice has no text or was aborted.
+    Raises TemporaryError if the choice has no text or was aborted.
     """
     choices = content.get("choices") if isinstance(content, dict) else None
     choice = choices[0] if isinstance(choices, list) and choices else None
     if not isinstance(choice, dict) or not isinstance(choice.get("text"), str):
-        raise PassingError("an answer without text")
+        raise TemporaryError("an answer without text")
     reason = choice.get("finish_reason")
     if isinstance(reason, str) and reason.lower() in _ABORTED:
-        raise PassingError(f"an answer that is cut off (finish_reason {reason})")
+        raise TemporaryError(f"an answer that is cut off (finish_reason {reason})")
     usage = content.get("usage") if isinstance(content, dict) else None
     return {**choice, "usage": usage}
 
@@ -321,7 +321,7 @@ def positions_of(choice: Mapping[str, Json], prompt: Sequence[int], vocabulary: 
 
     Raises:
         NoScoresError: the server returns no log-probabilities.
-        PassingError: the values are no log-probabilities, or a token id is not below the size of
+        TemporaryError: the values are no log-probabilities, or a token id is not below the size of
             the vocabulary.
     """
     logprobs = choice.get("logprobs")
@@ -340,11 +340,11 @@ def positions_of(choice: Mapping[str, Json], prompt: Sequence[int], vocabulary: 
 def _position(token: int, value: Json, others: Json, vocabulary: int) -> Place:
     own = _logprob(value)
     if not math.isfinite(own):
-        raise PassingError(
+        raise TemporaryError(
             f"a log-probability of {own} for a token of the prompt, which must be finite"
         )
     if not isinstance(others, dict):
-        raise PassingError(f"top_logprobs with {json_type(others)} instead of an object")
+        raise TemporaryError(f"top_logprobs with {json_type(others)} instead of an object")
     position = {token: own}
     for number, (name, each) in enumerate(others.items()):
         key, logprob = -1 - number, _logprob(each)
@@ -356,18 +356,18 @@ def _position(token: int, value: Json, others: Json, vocabulary: int) -> Place:
 
 
 def _logprob(value: Json) -> float:
-    """Return a valid log-probability, which may be minus infinity. Otherwise raise PassingError."""
+    """Return a log-probability, which may be minus infinity. Raises TemporaryError for others."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise PassingError(f"a log-probability that is {json_type(value)}, not a number")
+        raise TemporaryError(f"a log-probability that is {json_type(value)}, not a number")
     if not value <= _LARGEST_LOGPROB:
-        raise PassingError("a log-probability that is above 0 or NaN")
+        raise TemporaryError("a log-probability that is above 0 or NaN")
     return float(value) if value > -1e300 else -math.inf
 
 
 def _token_id(digits: str, vocabulary: int) -> int:
     is_number = digits.isascii() and digits.isdecimal() and len(digits) <= 10
     if not is_number or int(digits) >= vocabulary:
-        raise PassingError(
+        raise TemporaryError(
             f"a token {TOKEN}{digits[:20]}, which is not in the tokenizer's vocabulary"
         )
     return int(digits)
@@ -389,7 +389,7 @@ def counters_of(text: str, names: Iterable[str]) -> dict[str, float]:
             value = float(number)
         except ValueError:
             value = math.nan
-        if not 0 <= value <= _MOST_COUNT:
-            raise PassingError(f"the counter {name} is {number[:20]}, which is not a count")
+        if not 0 <= value <= _MAX_COUNT:
+            raise TemporaryError(f"the counter {name} is {number[:20]}, which is not a count")
         totals[name] = totals.get(name, 0.0) + value
     return totals

@@ -31,8 +31,8 @@ from vexport.inference.endpoint.replies import (
     Continuation,
     ModelCard,
     NoScoresError,
-    PassingError,
     RefusedError,
+    TemporaryError,
     answer_of,
     choice_of,
     counters_of,
@@ -61,9 +61,9 @@ _FIRST_CONTACT_ENDS = 15.0
 # Maximum number of equal failures for a kind of request that the server has never answered.
 _PROBES = 3
 # Seconds between two lines about a server that does not answer.
-_TELL_EVERY = 30.0
-_KEPT = "check the server, and run the command again to resume: finished answers are kept"
-_LOOK = "check the server and its address (http://HOST:PORT/v1)"
+_RETRY_LINE_SECONDS = 30.0
+_FIX_RESUME = "check the server, and run the command again to resume: finished answers are kept"
+_FIX_ADDRESS = "check the server and its address (http://HOST:PORT/v1)"
 _CHOOSE_MODEL = "choose a model with --model (--baseline-model for the baseline)"
 _SCORES_NEEDED = "completions with echo and logprobs, as vLLM supports them"
 _WITHOUT_SCORES = "remove --text, and tasks that score likelihoods (multiple choice, perplexity)"
@@ -73,7 +73,7 @@ _SHOWN = 300
 _ANSWER_BYTES = 4 * MEBIBYTE
 _TEXT_TOKEN_BYTES = 256
 _SCORED_TOKEN_BYTES = 4096
-_MOST_ANSWER_BYTES = 1024 * MEBIBYTE
+_MAX_ANSWER_BYTES = 1024 * MEBIBYTE
 # Minimum length of a key that is masked in generated text. Shorter keys would mask ordinary words.
 _SHORTEST_MASKED_KEY = 8
 
@@ -81,7 +81,7 @@ _NEUTRAL: Mapping[str, Json] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetit
 """Parameters for every request. Without them, vLLM's server would use generation_config.json. An
 engine on this machine does not use it.
 """
-_VLLMS = ("skip_special_tokens", "spaces_between_special_tokens")
+_VLLM_PARAMETERS = ("skip_special_tokens", "spaces_between_special_tokens")
 """Parameters from lm-eval that only vLLM supports."""
 MODELS = "a request for the list of models (/models)"
 VERSION = "a request for the version (/version)"
@@ -174,7 +174,7 @@ class Server:
             headers["Authorization"] = f"Bearer {self._key}"
         self._client = Client(self._url, headers)
         self._on_retry = on_retry
-        self._told = -_TELL_EVERY
+        self._last_report = -_RETRY_LINE_SECONDS
         self._first_wait = first_wait
         # Kinds of requests that the server has answered.
         self._answered: set[str] = set()
@@ -191,19 +191,22 @@ class Server:
         """Raise EnvironmentFault if the server has another model than at the first contact."""
         try:
             now = self._described(self.endpoint.retry_seconds, None, version=self.model.version)
-            words = "" if now == self.model else self._words(now)
+            words = "" if now == self.model else self._describe_model(now)
         except InputError as error:
             words = error.got
         if words:
-            got = f"the served model has changed: {words} instead of {self._words(self.model)}"
-            raise EnvironmentFault(self.endpoint.url, got=got, need="", fix=_KEPT)
+            before = self._describe_model(self.model)
+            got = f"the served model has changed: {words} instead of {before}"
+            raise EnvironmentFault(self.endpoint.url, got=got, need="", fix=_FIX_RESUME)
 
     def generate(self, prompt: Sequence[int], parameters: Mapping[str, Json]) -> Continuation:
         """Generate a continuation of a prompt, with `parameters` of the completions API."""
         if self.model.version:
             wanted = {**_NEUTRAL, **parameters}
         else:
-            wanted = {name: value for name, value in parameters.items() if name not in _VLLMS}
+            wanted = {
+                name: value for name, value in parameters.items() if name not in _VLLM_PARAMETERS
+            }
         most = wanted.get("max_tokens")
         tokens = most if isinstance(most, int) else 0
 
@@ -256,7 +259,7 @@ class Server:
             return counters_of(read_text(self._send(url, None, seconds, _ANSWER_BYTES)), names)
 
         try:
-            return self._tried(METRICS, attempt, self.endpoint.retry_seconds, None)
+            return self._retry(METRICS, attempt, self.endpoint.retry_seconds, None)
         except RefusedError as error:
             raise self._refused(METRICS, error) from None
 
@@ -268,7 +271,7 @@ class Server:
         """Return a server's message on one line, without the API key."""
         return clip(visible(" ".join(self.masked(words).split())), _SHOWN)
 
-    def _words(self, model: ServedModel) -> str:
+    def _describe_model(self, model: ServedModel) -> str:
         return self._shown(
             f"{model.name} ({model.root or 'no root'}, vLLM {model.version or 'unknown'})"
         )
@@ -279,13 +282,13 @@ class Server:
         """Send a request for a completion, and return the result of `read` on the answer."""
         url = f"{self._url}/completions"
         content = json.dumps({"model": self.model.name, **body}).encode()
-        most_bytes = min(most_bytes, _MOST_ANSWER_BYTES)
+        most_bytes = min(most_bytes, _MAX_ANSWER_BYTES)
 
         def attempt(seconds: float) -> T:
             return read(read_json(self._send(url, content, seconds, most_bytes)))
 
         try:
-            return self._tried(asked, attempt, self.endpoint.retry_seconds, None)
+            return self._retry(asked, attempt, self.endpoint.retry_seconds, None)
         except RefusedError as error:
             self.require_same()
             raise self._refused_completion(asked, body, error) from None
@@ -302,7 +305,7 @@ class Server:
         if error.status == 404 and re.search(
             r"model\b.{0,200}\b(does not exist|not found)", words, re.IGNORECASE
         ):
-            need = f"a server with the model {self._words(self.model)}"
+            need = f"a server with the model {self._describe_model(self.model)}"
             return InputError(url, got=words, need=need, fix=_CHOOSE_MODEL)
         if error.status in NO_SUCH_PATH:
             return InputError(
@@ -379,7 +382,7 @@ class Server:
             )
 
         try:
-            return self._tried(MODELS, attempt, seconds, ends)
+            return self._retry(MODELS, attempt, seconds, ends)
         except RefusedError as error:
             if self.endpoint.model and error.status >= 400:
                 return {self.endpoint.model: ModelCard(root="", max_model_len=None)}
@@ -404,13 +407,13 @@ class Server:
             reply = self._send(f"{self._root}/version", None, limit, _ANSWER_BYTES)
             try:
                 return version_of(read_json(reply))
-            except PassingError:
+            except TemporaryError:
                 if reply.status < 300:
                     return ""
                 raise
 
         try:
-            return self._tried(VERSION, attempt, seconds, ends)
+            return self._retry(VERSION, attempt, seconds, ends)
         except RefusedError:
             return ""
         except UnreachableError:
@@ -418,7 +421,7 @@ class Server:
                 raise
             return ""
 
-    def _tried(
+    def _retry(
         self, asked: str, attempt: Callable[[float], T], seconds: float, ends: float | None
     ) -> T:
         """Return the result of the first attempt that succeeds.
@@ -429,31 +432,31 @@ class Server:
         """
         failures: Counter[str] = Counter()
         wait = self._first_wait
-        given_up = ends
+        deadline = ends
         while True:
             limit = self.endpoint.request_timeout
-            if given_up is not None:
-                limit = min(limit, max(given_up - time.monotonic(), 1.0))
+            if deadline is not None:
+                limit = min(limit, max(deadline - time.monotonic(), 1.0))
             try:
                 if self._stopped.is_set():
-                    raise PassingError("other requests to the server failed")
+                    raise TemporaryError("other requests to the server failed")
                 answer = attempt(limit)
-            except PassingError as error:
+            except TemporaryError as error:
                 words = self._shown(str(error))
                 now = time.monotonic()
                 if not failures:
-                    given_up = min(now + seconds, ends or now + seconds)
+                    deadline = min(now + seconds, ends or now + seconds)
                 failures["" if error.is_busy else error.kind] += 1
                 if failures[error.kind] >= _PROBES and asked not in self._answered:
                     raise self._impossible(asked, words) from None
                 pause = min(max(wait, error.wait), _LONGEST_WAIT)
-                assert given_up is not None
-                if now + pause <= given_up:
-                    self._tell_retry(words, given_up - now)
+                assert deadline is not None
+                if now + pause <= deadline:
+                    self._report_retry(words, deadline - now)
                     if not self._stopped.wait(pause):
                         wait *= 2
                         continue
-                fix = _KEPT if ends is None else _LOOK
+                fix = _FIX_RESUME if ends is None else _FIX_ADDRESS
                 got = f"no answer: {words}"
                 raise UnreachableError(self.endpoint.url, got=got, need="", fix=fix) from None
             self._answered.add(asked)
@@ -467,10 +470,10 @@ class Server:
         got = f"no answer to {asked}, {_PROBES} times with the same error: {words}"
         return UnreachableError(self.endpoint.url, got=got, need="", fix=fix)
 
-    def _tell_retry(self, words: str, left: float) -> None:
+    def _report_retry(self, words: str, left: float) -> None:
         now = time.monotonic()
-        if now - self._told >= _TELL_EVERY:
-            self._told = now
+        if now - self._last_report >= _RETRY_LINE_SECONDS:
+            self._last_report = now
             self._on_retry(
                 f"no answer ({clip(words, 120)}), retrying for {left:.0f} s (--retry-seconds)"
             )
@@ -478,7 +481,7 @@ class Server:
     def _send(self, url: str, body: bytes | None, seconds: float, most_bytes: int) -> Reply:
         """Send a request and return the reply.
 
-        Raises PassingError if there is no reply, and UnreachableError for a bad certificate.
+        Raises TemporaryError if there is no reply, and UnreachableError for a bad certificate.
         """
         try:
             return self._client.send(url, body, seconds=seconds, most_bytes=most_bytes)
@@ -489,6 +492,6 @@ class Server:
                 self.endpoint.url, got=got, need="a trusted certificate", fix=fix
             ) from None
         except NoReplyError as error:
-            passing = PassingError(str(error))
+            passing = TemporaryError(str(error))
             passing.is_busy = error.is_connection
             raise passing from None

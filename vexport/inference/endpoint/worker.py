@@ -15,7 +15,7 @@ from pydantic import JsonValue
 
 from vexport.calibration.data import load_tokenizer
 from vexport.engine.messages import SERVER, SessionRequest, SessionResult
-from vexport.engine.worker import answer_request, input_problem, reporter
+from vexport.engine.worker import input_problem, progress_reporter, run_worker
 from vexport.errors import InputError, VexportError
 from vexport.files import to_json
 from vexport.inference.drafts import count_drafts
@@ -38,14 +38,14 @@ from vexport.version import __version__
 
 # Allowance for padding. Models may have more embedding rows than the tokenizer has tokens, to make
 # the number of rows a multiple of 64, 128 or more.
-_LEAST_PADDING = 8192
+_MIN_PADDING = 8192
 
 
 def _session(request: SessionRequest) -> SessionResult:
     """Run the whole request on a server. Errors of vexport become part of the result."""
     assert request.endpoint is not None
     result = SessionResult(checkpoint=request.checkpoint, platform=SERVER)
-    on_progress = reporter()
+    on_progress = progress_reporter()
     try:
         server = Server(request.endpoint, _show_retries(on_progress))
         model = _open_model(server, request, on_progress)
@@ -134,11 +134,11 @@ def _largest_vocabulary(request: SessionRequest) -> int:
         raise InputError(error.where, got=error.got, need=error.need, fix=fix) from None
     assert isinstance(tokenizer, Sized)
     known = len(tokenizer)
-    return known + max(_LEAST_PADDING, known // 4)
+    return known + max(_MIN_PADDING, known // 4)
 
 
 if __name__ == "__main__":
-    code = answer_request(sys.argv[1:], SessionRequest, _session)
+    code = run_worker(sys.argv[1:], SessionRequest, _session)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # threads may still wait for a server that does not answer

@@ -31,7 +31,7 @@ METHOD = "compressed-tensors"
 # Keys of other methods that compressed-tensors never has.
 FOREIGN_KEYS = ("quant_algo", "quantization", "packing_format", "global_quant_config", "producer")
 # Methods that are not checked.
-OTHERS = ("bitsandbytes", "fbgemm_fp8", "fp_quant", "gguf", "mxfp8", "torchao")
+UNCHECKED_METHODS = ("bitsandbytes", "fbgemm_fp8", "fp_quant", "gguf", "mxfp8", "torchao")
 
 
 def method_name(config: Mapping[str, Json]) -> str | None:
@@ -40,14 +40,14 @@ def method_name(config: Mapping[str, Json]) -> str | None:
     A config with compressed-tensors' keys belongs to compressed-tensors. If it names another
     method, that name is a mistake.
     """
-    if is_ours(config):
+    if is_compressed_tensors(config):
         return None
     method = config.get("quant_method")
     if not isinstance(method, str):
         return "modelopt" if _is_modelopt(config) else None
     name = method.lower().replace("_", "-")
-    listed = next((known for known in (*METHODS, *OTHERS) if known.replace("_", "-") == name), None)
-    return listed or (None if name == METHOD else method)
+    known_methods = {known.replace("_", "-"): known for known in (*UNCHECKED_METHODS, *METHODS)}
+    return known_methods.get(name) or (None if name == METHOD else method)
 
 
 def read_method(
@@ -70,7 +70,7 @@ def read_method(
     return method
 
 
-def is_ours(config: Mapping[str, Json]) -> bool:
+def is_compressed_tensors(config: Mapping[str, Json]) -> bool:
     """Return True if a config has the keys of compressed-tensors and no keys of other methods."""
     groups = isinstance(config.get("config_groups"), dict) and isinstance(config.get("format"), str)
     return groups and not any(key in config for key in FOREIGN_KEYS)

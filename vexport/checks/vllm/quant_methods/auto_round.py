@@ -26,13 +26,13 @@ from vexport.records.patterns import REGEX, matches
 
 SOURCE = "inc/inc.py"
 # Layouts of weights. Integers without a layout in the config have the first layout.
-AS_GPTQ, AS_AWQ, AS_FP8, AS_OURS = (
+AS_GPTQ, AS_AWQ, AS_FP8, AS_LLM_COMPRESSOR = (
     f"auto_round:{layout}" for layout in ("auto_gptq", "auto_awq", "fp8", "llm_compressor")
 )
 BACKENDS = ("auto", "gptq", "gptq:marlin", "awq", "awq:marlin", "marlin")
 # Widths that only Humming's kernels run (CUDA_HUMMING_SUPPORTED_BITS). The layout of widths that do
 # not fill 32-bit words is not checked.
-HUMMING_BITS, UNJUDGED_BITS, UNQUANTIZED = (2, 3, 5, 6, 7), (3, 5, 6, 7), 16
+HUMMING_BITS, UNCHECKED_BITS, UNQUANTIZED = (2, 3, 5, 6, 7), (3, 5, 6, 7), 16
 REGEX_CHARACTERS = frozenset(r"*+?^$()[]{}|\\")
 # Input arguments of MXFP8 (`_validate_raw_config`).
 MX_INPUTS: Mapping[str, Json] = {
@@ -49,7 +49,7 @@ class AsGptq(Gptq):
 
     def refusal(self, args: Arguments) -> str | None:
         bits = args.weights.num_bits
-        if bits in UNJUDGED_BITS:
+        if bits in UNCHECKED_BITS:
             return f"{bits} bits, a layout that vexport does not check"
         return None if bits in HUMMING_BITS else super().refusal(args)
 
@@ -89,7 +89,7 @@ def read(config: MethodConfig) -> QuantMethod:
     bits, size = config.required("bits"), config.required("group_size")
     symmetric = values.get("sym") is not False
     if bits is not None and type(bits) is not int:
-        config.wrong("bits", "an integer", repr(bits))
+        config.add_problem("bits", "an integer", repr(bits))
     base = LayerSettings(
         bits=bits if isinstance(bits, int) else 4, group_size=size, symmetric=symmetric
     )
@@ -137,12 +137,12 @@ def _entry_of(layer: str, name: str, entries: Mapping[str, LayerSettings]) -> La
         if layer.endswith(f".{key}") or key.startswith(f"{layer}."):
             return settings
     for key, settings in entries.items():
-        if REGEX_CHARACTERS & set(key) and (_finds(key, layer) or _finds(key, name)):
+        if REGEX_CHARACTERS & set(key) and (_is_found_in(key, layer) or _is_found_in(key, name)):
             return settings
     return None
 
 
-def _finds(pattern: str, name: str) -> bool:
+def _is_found_in(pattern: str, name: str) -> bool:
     """Return True if a pattern matches anywhere in a name."""
     return matches(f"{REGEX}(?s:.*?)(?:{pattern})", name)
 
@@ -161,18 +161,18 @@ def _group(config: MethodConfig, settings: LayerSettings) -> MethodGroup:
         )
         block = settings.group_size
         if settings.bits != 8 or not fp8.is_block(block) or not settings.symmetric:
-            config.wrong(
+            config.add_problem(
                 "group_size", "8 bits in blocks of rows and columns, symmetric", settings.text
             )
         return replace(fp8.group(block if fp8.is_block(block) else None, static=False), name=name)
     if kind != "int":
-        config.wrong("data_type", "int, fp or mx_fp (vLLM supports no others)", repr(kind))
+        config.add_problem("data_type", "int, fp or mx_fp (vLLM supports no others)", repr(kind))
     if layout not in (None, AS_GPTQ, AS_AWQ):
         expected = f"{AS_GPTQ} or {AS_AWQ} (vLLM supports no others)"
-        config.wrong("packing_format", expected, repr(layout))
+        config.add_problem("packing_format", expected, repr(layout))
     backend = values.get("backend", values.get("vllm_backend", "auto"))
     if backend not in BACKENDS:
-        config.wrong("backend", " or ".join(BACKENDS), repr(backend))
+        config.add_problem("backend", " or ".join(BACKENDS), repr(backend))
     as_awq = "awq" in str(layout) and "gptq" not in str(backend)
     stored_as, symmetric = Awq("awq") if as_awq else AsGptq(), settings.symmetric and not as_awq
     return integer_group(
@@ -186,9 +186,11 @@ def _mx_group(config: MethodConfig, settings: LayerSettings, name: str) -> Metho
     vLLM checks the config's input arguments only for 8 bits.
     """
     four = settings.bits == 4
-    _require(config, {"packing_format": AS_OURS, **({} if four else MX_INPUTS)})
+    _require(config, {"packing_format": AS_LLM_COMPRESSOR, **({} if four else MX_INPUTS)})
     if settings.bits not in (4, 8) or settings.group_size != MX_GROUP or not settings.symmetric:
-        config.wrong("group_size", f"4 or 8 bits in groups of {MX_GROUP}, symmetric", settings.text)
+        config.add_problem(
+            "group_size", f"4 or 8 bits in groups of {MX_GROUP}, symmetric", settings.text
+        )
     if four:  # Marlin supports SM 75, and INCConfig.get_min_capability is 60
         return preset_group(name, MethodMxfp4("auto-round", least_sm=75), "MXFP4")
     return preset_group(name, MethodMxfp8("auto-round"), "MXFP8")
@@ -201,4 +203,6 @@ def _require(config: MethodConfig, expected: Mapping[str, Json]) -> None:
     """
     for key, value in expected.items():
         if config.values.get(key) not in (None, value):
-            config.wrong(key, f"{value}, which vLLM requires ({SOURCE})", repr(config.values[key]))
+            config.add_problem(
+                key, f"{value}, which vLLM requires ({SOURCE})", repr(config.values[key])
+            )

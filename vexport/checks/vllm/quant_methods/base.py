@@ -205,7 +205,9 @@ class MethodConfig:
         value = self.values[key] if key is not None else None
         if value is None:
             got = "no such key" if key is None else "null"
-            self.wrong(keys[0], f"a value, because vLLM requires this key ({self._source})", got)
+            self.add_problem(
+                keys[0], f"a value, because vLLM requires this key ({self._source})", got
+            )
         return value
 
     def names(self, *keys: str) -> tuple[str, ...]:
@@ -215,12 +217,12 @@ class MethodConfig:
             if value and (
                 not isinstance(value, list) or not all(isinstance(each, str) for each in value)
             ):
-                self.wrong(key, "a list of names", repr(value))
+                self.add_problem(key, "a list of names", repr(value))
             elif isinstance(value, list) and value:
                 return tuple(map(str, value))
         return ()
 
-    def wrong(
+    def add_problem(
         self,
         key: str,
         expected: str,

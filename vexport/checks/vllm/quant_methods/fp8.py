@@ -23,7 +23,7 @@ from vexport.records import Json
 SOURCE = "fp8.py"
 SCHEMES = ("static", "dynamic")
 # The size of the smallest blocks into which vLLM splits the blocks of experts.
-LEAST_BLOCK = 32
+MIN_BLOCK = 32
 
 
 class NativeFp8Block(MethodFp8):
@@ -44,7 +44,7 @@ class NativeFp8Block(MethodFp8):
         if reason is None or not partition.experts or partition.split == "none":
             return reason
         block = gcd(*(args.weights.block or ()), partition.in_features, *partition.out_features)
-        return None if block >= LEAST_BLOCK else reason
+        return None if block >= MIN_BLOCK else reason
 
 
 def read(config: MethodConfig) -> QuantMethod:
@@ -52,18 +52,18 @@ def read(config: MethodConfig) -> QuantMethod:
     values = config.values
     scheme, block = config.required("activation_scheme"), values.get("weight_block_size")
     if scheme not in (*SCHEMES, None):
-        config.wrong("activation_scheme", " or ".join(SCHEMES), repr(scheme))
+        config.add_problem("activation_scheme", " or ".join(SCHEMES), repr(scheme))
     if block is not None and not is_block(block):
         expected = "two positive integers, for rows and columns, or no key"
-        config.wrong("weight_block_size", expected, repr(block))
+        config.add_problem("weight_block_size", expected, repr(block))
     elif block is not None and scheme == "static":
         expected = "dynamic, because the weights have block scales"
-        config.wrong("activation_scheme", expected, "static")
+        config.add_problem("activation_scheme", expected, "static")
     has_experts = any(text_config(config.model).get(key) for key in EXPERT_COUNTS)
     if has_experts and values.get("store_dtype") is not None:
         expected = "no key: with it, vLLM reads experts as MXFP4, which vexport does not check"
         got, fix = repr(values["store_dtype"]), "test the checkpoint with `vexport load`"
-        config.wrong("store_dtype", expected, got, fix)
+        config.add_problem("store_dtype", expected, got, fix)
     kept = config.names("ignored_layers", "modules_to_not_convert")
     quantized = group(block, static=scheme == "static")
     return QuantMethod(

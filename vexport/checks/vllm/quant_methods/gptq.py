@@ -138,7 +138,7 @@ def _group(config: MethodConfig, values: Mapping[str, Json], name: str = "gptq")
     size = values.get("group_size")
     if values.get("desc_act") is True and isinstance(size, int) and size > 0:
         expected = "false, because vLLM does not support reordered columns (gptq_utils.py)"
-        config.wrong("desc_act", expected, "true", FIX_ORDER)
+        config.add_problem("desc_act", expected, "true", FIX_ORDER)
     stored_as = Gptq(V2 if config.values.get("checkpoint_format") == V2 else V1)
     symmetric = values.get("sym") is not False
     return integer_group(name, stored_as, config, values.get("bits"), size, symmetric=symmetric)
@@ -158,7 +158,7 @@ def _rules(
     ):
         text = pattern[2:] if pattern[:2] in ("-:", "+:") else pattern
         if isinstance(refused := expression(text), str):
-            config.wrong(f"dynamic.{pattern}", "a valid regular expression", refused)
+            config.add_problem(f"dynamic.{pattern}", "a valid regular expression", refused)
             continue
         kept = pattern.startswith("-:") or not isinstance(changes, dict)
         settings = None if kept or not isinstance(changes, dict) else {**base, **changes}

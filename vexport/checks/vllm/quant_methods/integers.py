@@ -29,7 +29,7 @@ from vexport.records import Json, TensorInfo
 
 Array = npt.NDArray[np.generic]
 # Largest and usual number of bits of a code. Each method defines which widths vLLM runs.
-MOST_BITS, USUAL_BITS = 8, 4
+MAX_BITS, USUAL_BITS = 8, 4
 # Number of codes in a word that is packed along the outputs. A signed code is the unsigned code
 # minus SIGN.
 CODES, SIGN = INT32_BITS // USUAL_BITS, 8
@@ -140,12 +140,12 @@ def integer_group(
     """
     for key, value in (("bits", bits), ("group_size", size)):
         if value is not None and type(value) is not int:
-            config.wrong(key, "an integer", repr(value))
-    if type(bits) is int and not 0 < bits <= MOST_BITS:
-        config.wrong("bits", f"a number from 1 to {MOST_BITS}", str(bits))
+            config.add_problem(key, "an integer", repr(value))
+    if type(bits) is int and not 0 < bits <= MAX_BITS:
+        config.add_problem("bits", f"a number from 1 to {MAX_BITS}", str(bits))
     group = size if type(size) is int and size > 0 else None
     weights = QuantArgs(
-        num_bits=bits if type(bits) is int and 0 < bits <= MOST_BITS else USUAL_BITS,
+        num_bits=bits if type(bits) is int and 0 < bits <= MAX_BITS else USUAL_BITS,
         type="int",
         symmetric=symmetric,
         strategy="group" if group else "channel",
@@ -218,11 +218,11 @@ def read(config: MethodConfig) -> QuantMethod:
     if config.required("zero_point") is False:
         expected = "true, because vLLM's fast kernels and its CPU kernels need zero points"
         fix = "quantize again with zero points"
-        config.wrong("zero_point", expected, "false", fix, severity="warning")
+        config.add_problem("zero_point", expected, "false", fix, severity="warning")
     version = str(values.get("version", LAYOUT)).lower()
     if version != LAYOUT:
         expected = f"{LAYOUT}, the only layout that vLLM reads (AutoAWQ's WQLinear_GEMM)"
-        config.wrong("version", expected, version, "export the checkpoint again as gemm")
+        config.add_problem("version", expected, version, "export the checkpoint again as gemm")
     kept = config.names("modules_to_not_convert")
     group = integer_group("awq", Awq("awq"), config, bits, size, symmetric=False)
 

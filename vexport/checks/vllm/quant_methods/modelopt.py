@@ -133,17 +133,17 @@ def read(config: MethodConfig) -> QuantMethod:
     algo = str(inner.get("quant_algo") or "").upper()
     if algo not in (*ALGOS, MIXED):
         expected = f"one of {', '.join((*ALGOS, MIXED))}"
-        config.wrong(f"{keys}quant_algo", expected, repr(inner.get("quant_algo")))
+        config.add_problem(f"{keys}quant_algo", expected, repr(inner.get("quant_algo")))
     missing = (
         [key for key in NVFP4_KEYS if key not in inner] if keys and algo in NVFP4_ALGOS else []
     )
     if missing:
         expected = f"the keys {', '.join(NVFP4_KEYS)} for NVFP4"
-        config.wrong(keys.rstrip("."), expected, f"no {', '.join(missing)}")
+        config.add_problem(keys.rstrip("."), expected, f"no {', '.join(missing)}")
     size = inner.get("group_size")
     if algo in NVFP4_ALGOS and size not in (None, NVFP4_GROUP):
         expected = f"{NVFP4_GROUP}, the group size of vLLM's kernels"
-        config.wrong(f"{keys}group_size", expected, repr(size))
+        config.add_problem(f"{keys}group_size", expected, repr(size))
     if algo == "NVFP4" and _is_weight_only(values):
         algo = "W4A16_NVFP4"
     skip_key = "exclude_modules" if keys else "ignore"
@@ -151,7 +151,7 @@ def read(config: MethodConfig) -> QuantMethod:
         skip_key = "exclude_modules"
     listed = inner.get(skip_key, [])
     if not isinstance(listed, list):
-        config.wrong(f"{keys}{skip_key}", "a list of names", repr(listed))
+        config.add_problem(f"{keys}{skip_key}", "a list of names", repr(listed))
     kept = tuple(map(str, listed)) if isinstance(listed, list) else ()
     groups = {algo: preset_group(algo, *ALGOS[algo])} if algo in ALGOS else {}
     layers = _layers(config, inner, keys) if algo == MIXED else {}
@@ -207,7 +207,7 @@ def _layers(config: MethodConfig, inner: Mapping[str, Json], keys: str) -> dict[
     listed, algos = inner.get("quantized_layers"), dict[str, str]()
     if not isinstance(listed, dict) or not listed:
         expected = f"the algorithm of each layer, because quant_algo is {MIXED}"
-        config.wrong(f"{keys}quantized_layers", expected, repr(listed))
+        config.add_problem(f"{keys}quantized_layers", expected, repr(listed))
         return algos
     for name, recipe in listed.items():
         algo = str(recipe.get("quant_algo")).upper() if isinstance(recipe, dict) else "none"
@@ -216,7 +216,7 @@ def _layers(config: MethodConfig, inner: Mapping[str, Json], keys: str) -> dict[
         else:
             expected = f"one of {', '.join(ALGOS)}"
             fix = "test the checkpoint with `vexport load`"
-            config.wrong(f"{keys}quantized_layers.{name}", expected, algo, fix)
+            config.add_problem(f"{keys}quantized_layers.{name}", expected, algo, fix)
     return algos
 
 

@@ -28,7 +28,7 @@ from vexport.records import Json
 from vexport.records.patterns import Patterns
 
 METHOD, SOURCE = "quark", "quark/quark.py"
-JUDGED = "settings of FP8, INT8, INT4 in groups, MXFP4 or NVFP4 that vLLM supports"
+SUPPORTED = "settings of FP8, INT8, INT4 in groups, MXFP4 or NVFP4 that vLLM supports"
 PACK_METHODS = ("order", "reorder")
 # Names of the scales of the KV cache (get_cache_scale_mapper).
 CACHE_SCALES = {"k_scale": "k_proj.output_scale", "v_scale": "v_proj.output_scale"}
@@ -48,7 +48,7 @@ def read(config: MethodConfig) -> QuantMethod:
     export = values.get("export")
     if not isinstance(export, dict):
         expected = f"an object, because vLLM requires this key ({SOURCE})"
-        config.wrong("export", expected, repr(export))
+        config.add_problem("export", expected, repr(export))
     exported: Mapping[str, Json] = export if isinstance(export, dict) else {}
     method = str(exported.get("pack_method"))
     kept = Patterns(config.names("exclude"))
@@ -57,21 +57,24 @@ def read(config: MethodConfig) -> QuantMethod:
     _cache(config, cached, layers)
     by_layer = {
         name: _group(config, f"layer_quant_config.{name}", each, method)
-        for name, each in _dicts(layers)
+        for name, each in _items(layers)
     }
-    usual = _group(config, "global_quant_config", base, method)
+    default_group = _group(config, "global_quant_config", base, method)
 
     def group_of(layer: str, name: str) -> MethodGroup | None:
         experts = layer.endswith(".experts")
         below = experts and any(entry.startswith(f"{layer}.") for entry in kept)
         if below or kept.match(layer) or kept.match(name):
             return None
-        return next((group for entry, group in by_layer.items() if _names(entry, name)), usual)
+        return next(
+            (group for entry, group in by_layer.items() if _entry_matches(entry, name)),
+            default_group,
+        )
 
     return QuantMethod(
         name=METHOD,
         skip_key="exclude",
-        groups=[group for group in (usual, *by_layer.values()) if group is not None],
+        groups=[group for group in (default_group, *by_layer.values()) if group is not None],
         group_of=group_of,
         kv_cache=bool(cached),
         cache_scales=CACHE_SCALES,
@@ -85,7 +88,7 @@ def _cache(config: MethodConfig, cached: Json, layers: Json) -> None:
     """
     patterns = [str(each) for each in cached] if isinstance(cached, list) else []
     named = (
-        each for name, each in _dicts(layers) if any(fnmatch(name, pattern) for pattern in patterns)
+        each for name, each in _items(layers) if any(fnmatch(name, pattern) for pattern in patterns)
     )
     outputs = [each.get("output_tensors") for each in named if isinstance(each, dict)]
     settings = [each for each in outputs if isinstance(each, dict)]
@@ -93,14 +96,14 @@ def _cache(config: MethodConfig, cached: Json, layers: Json) -> None:
     if patterns and not (settings and all(_has(each, fp8) for each in settings)):
         expected = "layers with output_tensors in fp8_e4m3, per tensor, in layer_quant_config"
         got = f"no such output_tensors for {', '.join(patterns)}"[:120]
-        config.wrong("export.kv_cache_group", expected, got)
+        config.add_problem("export.kv_cache_group", expected, got)
 
 
-def _dicts(value: Json) -> Iterator[tuple[str, Json]]:
+def _items(value: Json) -> Iterator[tuple[str, Json]]:
     yield from value.items() if isinstance(value, dict) else ()
 
 
-def _names(entry: str, name: str) -> bool:
+def _entry_matches(entry: str, name: str) -> bool:
     """Return True if an entry of layer_quant_config matches a layer.
 
     Source: get_layer_quant_config_from_name.
@@ -108,7 +111,7 @@ def _names(entry: str, name: str) -> bool:
     return fnmatch(name, entry) if "*" in entry else name in entry
 
 
-def _side(raw: Mapping[str, Json], key: str) -> Settings | None:
+def _side_settings(raw: Mapping[str, Json], key: str) -> Settings | None:
     """Return the settings of weights or inputs, or None if there are none.
 
     The value is an object or a list. In a list, the second object describes the scales.
@@ -134,19 +137,19 @@ def _group(config: MethodConfig, key: str, raw: Json, pack_method: str) -> Metho
     Source: _get_scheme_cls_from_config.
     """
     values = raw if isinstance(raw, dict) else {}
-    weight, inputs = _side(values, "weight"), _side(values, "input_tensors")
+    weight, inputs = _side_settings(values, "weight"), _side_settings(values, "input_tensors")
     if weight is None:
-        config.wrong(key, "settings of quantized weights", repr(raw)[:80])
+        config.add_problem(key, "settings of quantized weights", repr(raw)[:80])
         return None
     if values.get("bias") or key == "global_quant_config" and values.get("output_tensors"):
         expected = "no quantized outputs or biases, because vLLM refuses them"
-        config.wrong(key, expected, "quantized outputs or biases")
+        config.add_problem(key, expected, "quantized outputs or biases")
     if weight.get("dtype") in ("int4", "uint4") and inputs is None and not weight[SECOND]:
         size, symmetric = weight.get("group_size"), weight.get("symmetric") is True
         if pack_method in PACK_METHODS and isinstance(size, int) and size > 0:
             stored_as = QuarkInt4(reordered=pack_method == "reorder")
             return integer_group("quark INT4", stored_as, config, 4, size, symmetric=symmetric)
-    for of_weight, of_inputs, group in _kinds():
+    for of_weight, of_inputs, group in _supported_kinds():
         alike = (
             inputs is None if of_inputs is None else inputs is not None and _has(inputs, of_inputs)
         )
@@ -154,11 +157,11 @@ def _group(config: MethodConfig, key: str, raw: Json, pack_method: str) -> Metho
             return group
     sides = [str(each.get("dtype")) for each in (weight, inputs) if each]
     got = f"{' with inputs of '.join(sides)}, {weight.get('qscheme')}"
-    config.wrong(key, JUDGED, got, "test the checkpoint with `vexport load`")
+    config.add_problem(key, SUPPORTED, got, "test the checkpoint with `vexport load`")
     return None
 
 
-def _kinds() -> Iterator[tuple[Settings, Settings | None, MethodGroup]]:
+def _supported_kinds() -> Iterator[tuple[Settings, Settings | None, MethodGroup]]:
     """Yield the settings of weights and inputs that vLLM runs, each with its group."""
     fp4: Settings = {"dtype": "fp4", "qscheme": "per_group"}
     # The input scale has a different name than in ModelOpt.
