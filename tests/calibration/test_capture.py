@@ -72,7 +72,7 @@ def test_products_are_rounded_once(dtype: torch.dtype, monkeypatch: pytest.Monke
     with torch.no_grad():
         plain = model(value)
         for is_widened in (True, False):
-            monkeypatch.setattr(capture, "widens", lambda device, found=is_widened: found)
+            monkeypatch.setattr(capture, "prefers_float32", lambda device, found=is_widened: found)
             with float32_products(model, "cpu"):
                 found = model(value)
             assert found.dtype == dtype
@@ -86,7 +86,7 @@ def test_head_gradient_is_rounded_once(
     dtype: torch.dtype, has_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The vocabulary is split into parts. The result equals torch's to the last bit."""
-    monkeypatch.setattr(capture, "widens", lambda device: True)
+    monkeypatch.setattr(capture, "prefers_float32", lambda device: True)
     monkeypatch.setattr(capture, "HEAD_ROWS", 40)
     generator = torch.Generator().manual_seed(1)
     head = nn.Linear(24, 100, bias=has_bias).to(dtype).requires_grad_(False)
@@ -120,7 +120,7 @@ def test_attention_rounds_once(
 
     After the block, the attention function is transformers' function again.
     """
-    monkeypatch.setattr(capture, "widens", lambda device: True)
+    monkeypatch.setattr(capture, "prefers_float32", lambda device: True)
     generator = torch.Generator().manual_seed(2)
     query, key, value = (
         torch.randn(1, heads, 6, 16, generator=generator).to(dtype) for heads in (4, 2, 2)

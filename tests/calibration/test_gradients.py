@@ -73,7 +73,7 @@ def test_token_weights_equal_whole_model_gradients(
 ) -> None:
     AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).save_pretrained(llama)
     monkeypatch.setattr(Gradients, "_errors", errors_of_last_token)
-    monkeypatch.setattr(gradients, "ENTERED_BYTES", 0)
+    monkeypatch.setattr(gradients, "KEPT_BYTES", 0)
     found, expected = token_weights(llama), gradients_of_whole_model(llama)
     assert found.keys() == expected.keys()
     for name, squares in expected.items():
