@@ -29,7 +29,7 @@ from vexport.calibration.walk import LayerWalk
 from vexport.checkpoint.index import SourceIndex
 from vexport.errors import CheckpointFailed, InputError
 from vexport.formats.plan import Plan
-from vexport.quantize.scale_search import decoded
+from vexport.quantize.scale_search import decode_importance
 from vexport.records import CalibrationRecord, LinearPlan, WeightPart
 
 pytestmark = pytest.mark.usefixtures("torch_products")
@@ -186,7 +186,7 @@ def test_importance_of_experts(name: str, tmp_path: Path) -> None:
     assert set(found) == {group.name for group in plan.groups}
     for layer, values in reference(folder, all_experts=True)[0].items():
         torch.testing.assert_close(
-            decoded(found[layer]), mean_squares(values), rtol=1e-6, atol=1e-8
+            decode_importance(found[layer]), mean_squares(values), rtol=1e-6, atol=1e-8
         )
 
 

@@ -23,7 +23,7 @@ from vexport.calibration import calibrate
 from vexport.calibration.walk import LayerWalk
 from vexport.errors import InputError
 from vexport.files import from_json, to_json, write_text
-from vexport.quantize.scale_search import decoded
+from vexport.quantize.scale_search import decode_importance
 from vexport.records import CalibrationRecord, HeadRanges
 
 pytestmark = pytest.mark.usefixtures("torch_products")
@@ -95,7 +95,7 @@ def test_importance_equals_mean_square(tmp_path: Path) -> None:
     assert list(found.importance) == names
     for name, importance in found.importance.items():
         torch.testing.assert_close(
-            decoded(importance), mean_squares(seen[name]), rtol=1e-6, atol=1e-8
+            decode_importance(importance), mean_squares(seen[name]), rtol=1e-6, atol=1e-8
         )
     write_text(tmp_path / "statistics.json", to_json(found))
     assert from_json(CalibrationRecord, tmp_path / "statistics.json") == found

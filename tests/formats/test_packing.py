@@ -33,7 +33,7 @@ from vexport.numerics.arithmetic import (
 from vexport.numerics.number_formats import E2M1, E4M3, F32
 from vexport.observers import QParamsDict, load_observer
 from vexport.quantize.scale_search import scales_of
-from vexport.quantize.stream import runs
+from vexport.quantize.stream import row_chunks
 from vexport.records import LinearPlan
 
 NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
@@ -227,7 +227,7 @@ def test_codes_are_nearest_numbers() -> None:
 
 def test_runs_cover_a_weight_once() -> None:
     member = LinearPlan(name="a", weight="a.weight", out_features=70_001, in_features=1000)
-    parts = list(runs(member, 128))
+    parts = list(row_chunks(member, 128))
     assert parts[0].start == 0
     assert parts[-1].stop == 70_001
     assert all(part.start % 128 == 0 for part in parts)

@@ -10,7 +10,7 @@ import pytest
 from tests.command import vexport
 from vexport.checkpoint.index import read_index
 from vexport.formats.schemes import scheme_names
-from vexport.quantize.answer import NVIDIA_DEVICE
+from vexport.quantize.result import NVIDIA_DEVICE
 from vexport.scenario import read_scenario
 from vexport.scenario.shipped import PACKAGE, demo_files
 

@@ -20,9 +20,9 @@ from vexport.quantize.auto import Budget, best_mixtures, choose_schemes
 from vexport.quantize.layer_groups import (
     LayerGroup,
     find_layer_groups,
-    rest_bytes,
-    rules_with,
-    smallest,
+    fixed_bytes,
+    rules_with_schemes,
+    smallest_schemes,
 )
 from vexport.records import (
     GroupSensitivities,
@@ -65,7 +65,7 @@ def test_experts_of_layer_are_one_group() -> None:
     assert experts
     assert all(len(unit.layers) % 3 == 0 and len(unit.layers) > 3 for unit in experts)
     chosen = {unit.name: KEEP if unit in experts[:1] else "FP8_DYNAMIC" for unit in units}
-    plan = build_plan(read_index(MOE), rules_with(units, chosen, AUTO))
+    plan = build_plan(read_index(MOE), rules_with_schemes(units, chosen, AUTO))
     assert plan.refusals == ()
     quantized = {member.name for group in plan.groups for member in group.members}
     assert not quantized & set(experts[0].layers)
@@ -77,11 +77,11 @@ def test_experts_of_layer_are_one_group() -> None:
 @pytest.mark.parametrize("scheme", CANDIDATES)
 def test_choice_gives_plan_of_equal_rule(scheme: str, llama: Path) -> None:
     index, units = read_index(llama), layer_groups(llama, *CANDIDATES)
-    made = build_plan(index, rules_with(units, {unit.name: scheme for unit in units}, AUTO))
+    made = build_plan(index, rules_with_schemes(units, {unit.name: scheme for unit in units}, AUTO))
     usual = build_plan(index, [Rule(match="Linear", scheme=scheme)])
     assert to_json(made) == to_json(usual)
     sizes = sum(unit.bytes_in(scheme) for unit in units)
-    assert made.output_bytes == sizes + rest_bytes(index, units, usual)
+    assert made.output_bytes == sizes + fixed_bytes(index, units, usual)
 
 
 def test_fixed_rule_splits_no_fused_layer(llama: Path) -> None:
@@ -101,8 +101,8 @@ def test_unsupported_scheme_is_no_candidate(tmp_path: Path) -> None:
     (down,) = (unit for unit in units if unit.name.endswith("down_proj"))
     assert down.allowed == ("FP8_DYNAMIC",)
     assert "520 is not a multiple of group size 16" in down.refused[0].got
-    assert smallest(units)[down.name] == "FP8_DYNAMIC"
-    with pytest.raises(InputError, match="candidates of which none fits"):
+    assert smallest_schemes(units)[down.name] == "FP8_DYNAMIC"
+    with pytest.raises(InputError, match="no candidate that fits"):
         layer_groups(source, "NVFP4", "NVFP4A16")
 
 
@@ -150,8 +150,8 @@ def test_plan_uses_measured_losses(llama: Path, tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     found = GroupSensitivities(samples=1, tokens=1, groups=groups)
     (tmp_path / "run" / "sensitivity.json").write_text(to_json(found))
-    plain = build_plan(index, rules_with((), {}, AUTO))
-    least = sum(unit.bytes_in("NVFP4") for unit in units) + rest_bytes(index, units, plain)
+    plain = build_plan(index, rules_with_schemes((), {}, AUTO))
+    least = sum(unit.bytes_in("NVFP4") for unit in units) + fixed_bytes(index, units, plain)
     most = least + units[5].bytes_in("FP8_DYNAMIC") - units[5].bytes_in("NVFP4")
     file = scenario(tmp_path, llama, f"bytes: {most}")
     ran = vexport("plan", file, "--run-dir", tmp_path / "run", "--format", "json")
@@ -216,7 +216,7 @@ def chosen_mixture(made: Sequence[GroupSensitivity], **limit: float) -> MixedSch
         )
         for group in made
     ]
-    budget = Budget(auto=auto, rest_bytes=REST_BYTES, source_bytes=source, parameters=source // 2)
+    budget = Budget(auto=auto, fixed_bytes=REST_BYTES, source_bytes=source, parameters=source // 2)
     return choose_schemes(made, open_to_all, budget)
 
 
@@ -257,7 +257,7 @@ def test_thinned_mixtures_lose_little(monkeypatch: pytest.MonkeyPatch) -> None:
         for group in groups(1, 300)
     ]
     exact = best_mixtures(options)
-    monkeypatch.setattr("vexport.quantize.auto.MOST_MIXTURES", 500)
+    monkeypatch.setattr("vexport.quantize.auto.MAX_MIXTURES", 500)
     thinned = best_mixtures(options)
     assert len(exact.loss) > 1000 >= 2 * len(thinned.loss)
     for share in (0.25, 0.5, 0.75):

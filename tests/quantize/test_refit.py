@@ -22,7 +22,7 @@ from vexport.plan.build import PlanSettings
 from vexport.plan.source import plan_headers
 from vexport.quantize.gptq import (
     GPTQ,
-    REFITS,
+    REFIT_STRENGTHS,
     Factor,
     Grid,
     Strength,
@@ -93,7 +93,7 @@ def test_strength_of_refit(scheme: str, bits: int, tmp_path: Path) -> None:
         return strength
 
     assert found("gptq") == GPTQ
-    assert found("refit") == REFITS[bits]
+    assert found("refit") == REFIT_STRENGTHS[bits]
     assert found({"strength": 0.75}).strength == 0.75
     assert found({"method": "refit", "strength": 1, "ridge": 0.01}).ridge == 0.01
 

@@ -23,7 +23,7 @@ from vexport.plan.build import PlanSettings
 from vexport.plan.source import plan_headers
 from vexport.quantize import waiting_rows
 from vexport.quantize.time_left import OVERALL
-from vexport.quantize.waiting_rows import most_waiting, require_room, waiting_bytes
+from vexport.quantize.waiting_rows import max_waiting_bytes, require_memory, waiting_bytes
 from vexport.records import silent
 from vexport.records.calibration import LOOK_BACK, ROUND
 from vexport.scenario import Rule
@@ -179,10 +179,10 @@ def test_memory_limit_of_control_group(
     limit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Waiting rows may use half of the control group's memory."""
-    whole = most_waiting()
+    whole = max_waiting_bytes()
     (tmp_path / "memory.max").write_text(limit)
     monkeypatch.setattr(waiting_rows, "CGROUP_MEMORY", tmp_path / "memory.max")
-    assert most_waiting() == (2**19 if "1048576" in limit else whole)
+    assert max_waiting_bytes() == (2**19 if "1048576" in limit else whole)
 
 
 def test_too_much_text_names_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,10 +191,10 @@ def test_too_much_text_names_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     rules = [Rule(match="Linear", scheme="W4A16_CHANNEL", rounding="gptq")]
     _, plan = plan_headers(str(folder), rules, PlanSettings(), silent)
     needed = waiting_bytes(plan.groups, ROWS * 32)
-    monkeypatch.setattr(waiting_rows, "most_waiting", lambda device: needed // 2)
+    monkeypatch.setattr(waiting_rows, "max_waiting_bytes", lambda device: needed // 2)
     with pytest.raises(InputError, match=f"--samples {ROWS // 2}"):
-        require_room(plan.groups, ROWS * 32, ROWS, "cpu")
-    require_room(plan.groups, ROWS * 16, ROWS // 2, "cpu")
+        require_memory(plan.groups, ROWS * 32, ROWS, "cpu")
+    require_memory(plan.groups, ROWS * 16, ROWS // 2, "cpu")
 
 
 class LayerRecorder:

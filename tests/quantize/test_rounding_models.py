@@ -97,7 +97,7 @@ def test_all_groups_are_rounded(family: str, text: Path, tmp_path: Path) -> None
     assert len(reached) >= 0.9 * len(report.groups)
     assert {group.fallback for group in reached} == {None}
     assert {group.fallback for group in report.groups if not group.tokens} <= {
-        "no token of the calibration text reaches it"
+        "no calibration token reaches it"
     }
     better = [group.error < group.nearest_error for group in reached]
     assert sum(better) > 0.95 * len(better)

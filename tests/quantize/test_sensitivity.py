@@ -14,7 +14,12 @@ from vexport.engine.reference import reference_logprobs
 from vexport.formats.schemes import KEEP
 from vexport.plan.build import PlanSettings, build_plan
 from vexport.quantize.job import QuantizeJob, quantize_source
-from vexport.quantize.layer_groups import LayerGroup, find_layer_groups, probe_plan, rules_with
+from vexport.quantize.layer_groups import (
+    LayerGroup,
+    find_layer_groups,
+    probe_plan,
+    rules_with_schemes,
+)
 from vexport.quantize.sensitivity import measure
 from vexport.records import CalibrationData, GroupSensitivities, OnProgress, SchemeLoss, silent
 from vexport.records.calibration import Rounding
@@ -48,7 +53,7 @@ def run(
 ) -> GroupSensitivities:
     index, rows = read_index(model), samples(model)
     units = units_of(index, *candidates, rules=rules)
-    plan = probe_plan(build_plan(index, rules_with((), {}, rules)), units)
+    plan = probe_plan(build_plan(index, rules_with_schemes((), {}, rules)), units)
     return measure(
         index,
         units,

@@ -7,8 +7,8 @@ import pytest
 from tests.reports import sample
 from vexport.plan.shapes import KEPT
 from vexport.quantize.warnings import (
+    DEFAULT_TOKENS,
     MAX_NAMED,
-    USUAL_TOKENS,
     enough_tokens,
     fallback_findings,
     fallback_warnings,
@@ -56,7 +56,7 @@ def test_kept_layers_and_few_quantized_weights() -> None:
     notes = (note("down", KEPT), note("up", KEPT), note("gate", "stored in groups of 64"))
     plan = replace(sample.plan_of(sample.report()), notes=notes)
     kept, grouped = unsupported_warnings(plan)
-    assert kept.startswith("down and 1 more stay 16 bit: 576")
+    assert kept.startswith("down and 1 more stay unquantized: 576")
     assert grouped.startswith("gate stored in groups of 64: 576")
     layers = len(plan.kept_linears)
     (few,) = little_quantized_warnings(plan, layers - 1, plan.parameters // 4)
@@ -106,4 +106,4 @@ def test_enough_tokens(columns: int, enough: int) -> None:
 
 def test_default_amount_of_text() -> None:
     calibration = Calibration(data="text.jsonl")
-    assert calibration.samples * calibration.seq_len == USUAL_TOKENS
+    assert calibration.samples * calibration.seq_len == DEFAULT_TOKENS

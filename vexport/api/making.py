@@ -8,8 +8,8 @@ from vexport.api.common import Name, is_verifying
 from vexport.checkpoint.source import with_revision
 from vexport.engine.gate import LoadVerifier
 from vexport.plan.source import rules_and_settings, with_calibration_text
-from vexport.quantize.answer import quantized_answer
 from vexport.quantize.job import QuantizeJob, quantize_source
+from vexport.quantize.result import quantized_result
 from vexport.records import Quantized
 from vexport.scenario import Calibration
 
@@ -62,7 +62,7 @@ def _quantize(source: Name, out: Name, arguments: QuantizeArguments) -> Quantize
         ).failure,
         on_progress=arguments.on_progress,
     )
-    return quantized_answer(str(out), *quantize_source(job, accepted))
+    return quantized_result(str(out), *quantize_source(job, accepted))
 
 
 quantize = with_keywords(QuantizeArguments, _quantize)

@@ -202,7 +202,7 @@ class Compilation(event.Listener):  # type: ignore[misc]
 
 
 @contextmanager
-def telling_compilation(on_progress: OnProgress) -> Iterator[OnProgress]:
+def report_compilation(on_progress: OnProgress) -> Iterator[OnProgress]:
     """Report the compilation of kernels as progress inside the block.
 
     The callback that is yielded receives all other progress.

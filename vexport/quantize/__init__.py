@@ -1,3 +1,1 @@
-"""Turn a plan into a written checkpoint: stream fusion groups, and record
-the checkpoint's inputs.
-"""
+"""Turn a plan into a written checkpoint: stream fusion groups, and record the inputs."""

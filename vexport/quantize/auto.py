@@ -24,9 +24,9 @@ from vexport.plan.source import plan_headers, scenario_settings, source_index
 from vexport.quantize.layer_groups import (
     LayerGroup,
     find_layer_groups,
-    rest_bytes,
-    rules_with,
-    smallest,
+    fixed_bytes,
+    rules_with_schemes,
+    smallest_schemes,
 )
 from vexport.records import (
     Finding,
@@ -41,7 +41,7 @@ from vexport.scenario import Auto, Scenario
 
 # The most mixtures kept while groups are added. With fewer mixtures the result is exact. Groups
 # come in few sizes, so that even large models have few different totals.
-MOST_MIXTURES = 1 << 15
+MAX_MIXTURES = 1 << 15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,11 +66,9 @@ def best_mixtures(groups: Sequence[Sequence[SchemeChoice]]) -> Mixtures:
     for options in groups:
         sizes = np.array([option.num_bytes for option in options], np.int64)
         losses = np.array([option.loss for option in options], np.float64)
-        all_bytes, all_losses = (
-            (num_bytes[:, None] + sizes).ravel(),
-            (loss[:, None] + losses).ravel(),
-        )
-        kept = _thinned(_unbeaten(all_bytes, all_losses), all_bytes)
+        all_bytes = (num_bytes[:, None] + sizes).ravel()
+        all_losses = (loss[:, None] + losses).ravel()
+        kept = _thin_out(_pareto_front(all_bytes, all_losses), all_bytes)
         num_bytes, loss = all_bytes[kept], all_losses[kept]
         before, option = np.divmod(kept, len(options))
         steps.append((before.astype(np.int32), option.astype(np.int16)))
@@ -83,7 +81,7 @@ def best_mixtures(groups: Sequence[Sequence[SchemeChoice]]) -> Mixtures:
     return Mixtures(num_bytes=num_bytes, loss=loss, picks=picks)
 
 
-def _unbeaten(
+def _pareto_front(
     num_bytes: npt.NDArray[np.int64], loss: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.int64]:
     """Return the mixtures that have less loss than every smaller mixture, in the order of bytes."""
@@ -94,17 +92,17 @@ def _unbeaten(
     return kept
 
 
-def _thinned(
+def _thin_out(
     kept: npt.NDArray[np.int64], num_bytes: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
     """Return at most MOST_MIXTURES mixtures: the last of each of equal steps in bytes.
 
     The last mixture of a step has its least loss. The smallest mixture is always kept.
     """
-    if len(kept) <= MOST_MIXTURES:
+    if len(kept) <= MAX_MIXTURES:
         return kept
     sizes = num_bytes[kept]
-    step = np.linspace(sizes[0], sizes[-1], MOST_MIXTURES)
+    step = np.linspace(sizes[0], sizes[-1], MAX_MIXTURES)
     last = np.searchsorted(sizes, step, side="right") - 1
     return kept[np.unique(last)]
 
@@ -113,11 +111,11 @@ def _thinned(
 class Budget:
     """Budget of `auto` for the bytes of a whole output.
 
-    `rest_bytes` of the output are the same for every choice of schemes.
+    `fixed_bytes` of the output are the same for every choice of schemes.
     """
 
     auto: Auto
-    rest_bytes: int
+    fixed_bytes: int
     source_bytes: int
     parameters: int
 
@@ -134,8 +132,9 @@ class Budget:
         return self.auto.budget[1] * self.unit
 
     def require_in_reach(self, least_bytes: int) -> None:
-        """Raise InputError if `least_bytes`, the output with the smallest candidates,
-        exceeds the budget.
+        """Raise InputError if the output with the smallest candidates exceeds the budget.
+
+        `least_bytes` is the size of this output.
         """
         kind, limit = self.auto.budget
         words = {"bits": "{:.3f} bits per weight of the whole model", "bytes": "{:.0f} bytes"}
@@ -144,8 +143,8 @@ class Budget:
             raise InputError(
                 f"auto.{kind}",
                 got=f"{limit:g}",
-                need=f"at least {reached}, what the candidates can reach",
-                fix="widen the budget, or add a smaller candidate",
+                need=f"at least {reached}, the size with the smallest candidates",
+                fix="raise the budget, or add a smaller candidate",
             )
 
 
@@ -155,7 +154,7 @@ def budget_of(
     """Return the budget for a source. `plan` has the parts that are the same for every choice."""
     return Budget(
         auto=auto,
-        rest_bytes=rest_bytes(index, layer_groups, plan),
+        fixed_bytes=fixed_bytes(index, layer_groups, plan),
         source_bytes=index.num_bytes,
         parameters=index.num_parameters,
     )
@@ -164,7 +163,7 @@ def budget_of(
 def require_in_reach(layer_groups: Sequence[LayerGroup], budget: Budget) -> None:
     """Raise InputError if the smallest candidates exceed the budget."""
     least = sum(min(map(group.bytes_in, group.allowed)) for group in layer_groups)
-    budget.require_in_reach(least + budget.rest_bytes)
+    budget.require_in_reach(least + budget.fixed_bytes)
 
 
 def choose_schemes(
@@ -177,7 +176,7 @@ def choose_schemes(
     allowed = {layer_group.name: layer_group.allowed for layer_group in layer_groups}
     options = [_options(group, allowed[group.name]) for group in groups]
     mixtures = best_mixtures(options)
-    sizes = mixtures.num_bytes + budget.rest_bytes
+    sizes = mixtures.num_bytes + budget.fixed_bytes
     budget.require_in_reach(int(sizes[0]))
     chosen = int(np.flatnonzero(sizes <= budget.limit_bytes)[-1])
     kind, limit = budget.auto.budget
@@ -204,7 +203,7 @@ def _options(group: GroupSensitivity, allowed: Sequence[str]) -> list[SchemeChoi
     ]
 
 
-FILE = "sensitivity.json"
+SENSITIVITY_FILE = "sensitivity.json"
 
 
 def plan_scenario(
@@ -228,9 +227,9 @@ def plan_scenario(
     index = source_index(scenario.source, rules, on_progress, trust_remote_code=trust_remote_code)
     run_dir = run_dir or scenario.run_dir
     layer_groups = find_layer_groups(index, rules, auto, settings)
-    plain = build_plan(index, rules_with((), {}, rules), settings)
+    plain = build_plan(index, rules_with_schemes((), {}, rules), settings)
     notes = [
-        replace(finding, fix="another candidate is taken here")
+        replace(finding, fix="another candidate is used for these layers")
         for layer_group in layer_groups
         for finding in layer_group.refused
     ]
@@ -239,10 +238,10 @@ def plan_scenario(
         choices = choose_schemes(measured.groups, layer_groups, budget).choices
         chosen = {choice.name: choice.scheme for choice in choices}
     else:
-        chosen = smallest(layer_groups)
+        chosen = smallest_schemes(layer_groups)
         require_in_reach(layer_groups, budget)
-        notes.append(_not_measured(auto, run_dir))
-    plan = build_plan(index, rules_with(layer_groups, chosen, rules), settings)
+        notes.append(_missing_losses_note(auto, run_dir))
+    plan = build_plan(index, rules_with_schemes(layer_groups, chosen, rules), settings)
     return index, replace(plan, notes=(*plan.notes, *notes))
 
 
@@ -251,7 +250,7 @@ def _measured(run_dir: Path, layer_groups: Sequence[LayerGroup]) -> GroupSensiti
 
     They count only if they are of the same layer groups, schemes and roundings.
     """
-    file = run_dir / FILE
+    file = run_dir / SENSITIVITY_FILE
     if not file.is_file():
         return None
     measured = from_json(GroupSensitivities, file)
@@ -274,14 +273,14 @@ def _measured(run_dir: Path, layer_groups: Sequence[LayerGroup]) -> GroupSensiti
     return measured if needed == sizes else None
 
 
-def _not_measured(auto: Auto, run_dir: Path) -> Finding:
+def _missing_losses_note(auto: Auto, run_dir: Path) -> Finding:
     kind, limit = auto.budget
     return Finding(
         check="auto",
         severity="warning",
         where="scheme: auto",
-        expected=f"the loss of each group in {', '.join(auto.candidates)}, to choose for "
+        expected=f"measured losses in {', '.join(auto.candidates)}, to choose schemes within "
         f"{kind} {limit:g}",
-        got=f"none in {run_dir}: the plan shows the smallest candidate of each group",
-        fix="`vexport run` measures it",
+        got=f"no losses in {run_dir}, so the plan shows the smallest candidate of each group",
+        fix="measure the losses with `vexport run`",
     )

@@ -35,7 +35,7 @@ TILE_ROWS = 64
 # follow.
 BLOCK_COLUMNS = 128
 # Damping is raised tenfold this many times before falling back to rounding to nearest.
-ATTEMPTS = 4
+DAMPING_ATTEMPTS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class Strength:
 # llm-compressor's damping.
 GPTQ = Strength(strength=0.0, ridge=0.01)
 # The strength of a refit by input bits: least KL on SmolLM2-135M (docs/results.md).
-REFITS = {
+REFIT_STRENGTHS = {
     16: Strength(strength=0.5, ridge=0.1, weighs_tokens=True),
     8: Strength(strength=0.5, ridge=0.1, weighs_tokens=True),
     4: Strength(strength=0.25, ridge=0.3),
@@ -62,10 +62,10 @@ REFITS = {
 
 
 def strength_of(group: FusionGroup) -> Strength:
-    """Return the strength of a group: from its rule, otherwise from `REFITS`."""
+    """Return the strength of a group: from its rule, otherwise from `REFIT_STRENGTHS`."""
     if group.rounding != "refit":
         return GPTQ
-    settings = REFITS[input_bits(group.scheme.args)]
+    settings = REFIT_STRENGTHS[input_bits(group.scheme.args)]
     if group.strength is not None:
         settings = replace(settings, strength=group.strength)
     return settings if group.ridge is None else replace(settings, ridge=group.ridge)
@@ -103,8 +103,8 @@ def grid_of(args: QuantArgs, scales: Scales, shape: tuple[int, int], stored: tor
         scale = scale / torch.from_numpy(scales.global_scale)
     return Grid(
         form=format_of(args),
-        scale=_spread(scale, rows, groups, high),
-        zero=_spread(torch.from_numpy(scales.zero_point), rows, groups, high),
+        scale=_per_row(scale, rows, groups, high),
+        zero=_per_row(torch.from_numpy(scales.zero_point), rows, groups, high),
         width=width,
     )
 
@@ -116,7 +116,7 @@ def stack(grids: "list[Grid]", device: torch.device) -> Grid:
     return replace(grids[0], scale=scale.to(device), zero=zero.to(device))
 
 
-def _spread(values: torch.Tensor, rows: int, groups: int, high: int) -> torch.Tensor:
+def _per_row(values: torch.Tensor, rows: int, groups: int, high: int) -> torch.Tensor:
     """Return values of blocks of rows, of rows, or of the whole weight as (rows, groups)."""
     if values.numel() == 1:
         return values.reshape(1, 1).repeat(rows, groups)
@@ -125,8 +125,7 @@ def _spread(values: torch.Tensor, rows: int, groups: int, high: int) -> torch.Te
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factor:
-    """Upper Cholesky factor of the inverse of a damped H, with its columns in the order of
-    rounding.
+    """Upper Cholesky factor of the inverse of a damped H, in the order of rounding.
 
     `order` (columns,) are the columns by falling diagonal of H. `damping` is the added share of the
     diagonal's mean. `dead` is the number of columns that were always zero.
@@ -149,7 +148,7 @@ def factorize(hessian: torch.Tensor, damping: float) -> Factor | None:
     order = torch.argsort(diagonal, descending=True, stable=True)
     mean = diagonal.sum() / max(1, int((~dead).sum()))
     ordered = hessian[order][:, order]
-    for attempt in range(ATTEMPTS):
+    for attempt in range(DAMPING_ATTEMPTS):
         share = damping * 10**attempt
         damped = ordered.clone()
         damped.diagonal().add_(torch.where(dead, 1.0, share * mean)[order])
@@ -174,7 +173,7 @@ def _inverse_factor(hessian: torch.Tensor) -> torch.Tensor | None:
 
 
 @compiled(fastmath=MULTIPLY_ADD)
-def pass_on(values: Floats, error: np.float32, factor: Floats) -> None:
+def subtract_error(values: Floats, error: np.float32, factor: Floats) -> None:
     """Subtract `error` times a row of the factor from the columns that follow."""
     wide_vectors()
     for i in range(values.size):
@@ -209,7 +208,7 @@ def round_block(
             error = F32(F32(values[column] - rounded) / factor[column, column])
             values[column] = rounded
             errors[row, column - first] = error
-            pass_on(values[column + 1 : last], error, factor[column, column + 1 : last])
+            subtract_error(values[column + 1 : last], error, factor[column, column + 1 : last])
 
 
 def refit(weight: torch.Tensor, moments: Moments, *, strength: float, ridge: float) -> torch.Tensor:
@@ -261,15 +260,14 @@ def round_blocks(values: torch.Tensor, factor: Factor, grid: Grid) -> None:
     """
     groups = factor.order // grid.width
     for first in range(0, values.shape[1], BLOCK_COLUMNS):
-        block, upper = (
-            values[:, first : first + BLOCK_COLUMNS],
-            factor.upper[first : first + BLOCK_COLUMNS],
-        )
-        factor_rows, steps = (
-            upper[:, first : first + BLOCK_COLUMNS],
-            groups[first : first + BLOCK_COLUMNS],
-        )
-        scale, zero, errors = grid.scale[:, steps], grid.zero[:, steps], torch.empty_like(block)
+        columns = slice(first, first + BLOCK_COLUMNS)
+        block = values[:, columns]
+        upper = factor.upper[columns]
+        factor_rows = upper[:, columns]
+        groups_of_block = groups[columns]
+        scale = grid.scale[:, groups_of_block]
+        zero = grid.zero[:, groups_of_block]
+        errors = torch.empty_like(block)
         for column in range(block.shape[1]):
             part = slice(column, column + 1)
             rounded = _nearest(block[:, part], scale[:, part], zero[:, part], grid.form)

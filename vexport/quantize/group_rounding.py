@@ -38,8 +38,7 @@ MEASURED_ROWS = 64
 def round_groups(
     model: QuantizedModel, moments: InputMoments, groups: Sequence[FusionGroup]
 ) -> tuple[Stored, Mapping[str, GroupRounding]]:
-    """Return the bytes that replace the weights of groups, and how the groups of sites were
-    rounded.
+    """Return the bytes that replace the weights of groups, and how the groups were rounded.
 
     Every rank must call this. The ranks share the sites in their order, and the groups without a
     site. Raises InputError if a weight is not finite.
@@ -49,7 +48,7 @@ def round_groups(
     owners: dict[str, int] = {}
     for place, site in enumerate(moments.sites):
         owners |= {group.name: place % size for group in site.rounded}
-    rounded, how = rounded_by(model, moments, moments.sites[rank::size])
+    rounded, how = round_sites(model, moments, moments.sites[rank::size])
     stored = dict[str, Array]()
     for number, group in enumerate(groups):
         if owners.get(group.name, number % size) == rank:
@@ -61,7 +60,7 @@ def round_groups(
     return stored, how
 
 
-def rounded_by(
+def round_sites(
     model: QuantizedModel, moments: InputMoments, sites: Sequence[Site]
 ) -> tuple[dict[str, GroupWeights], dict[str, GroupRounding]]:
     """Return the rounded weights of the groups of sites, and how each was rounded, by group name.
@@ -76,7 +75,7 @@ def rounded_by(
         factors = dict[float, Factor | None]()
         for group in site.rounded:
             if not moments_of_site.tokens:
-                reason = "no token of the calibration text reaches it"
+                reason = "no calibration token reaches it"
                 how[group.name] = GroupRounding(name=group.name, fallback=reason)
                 continue
             strength = moments.strength(group, site, moments_of_site.tokens)
@@ -150,9 +149,7 @@ def _name(group: FusionGroup, strength: Strength) -> str:
 def _scales_and_grid(
     group: FusionGroup, weights: Sequence[torch.Tensor], moments: Moments, index: SourceIndex
 ) -> tuple[list[Scales], Grid]:
-    """Return the scales of each weight, shared as the group requires, and the grid
-    of all weights.
-    """
+    """Return the scales of each weight, as the group shares them, and the grid of all weights."""
     scheme = group.scheme
     dtypes = [TORCH_DTYPES[index.tensors[member.weight].dtype] for member in group.members]
     importance = moments.hessian.diagonal() / max(1, moments.tokens)

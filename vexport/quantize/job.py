@@ -9,7 +9,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,8 +27,9 @@ from vexport.checkpoint.writer import (
 from vexport.errors import CheckpointFailed, InputError
 from vexport.files import digest_bytes, user_path, write_text
 from vexport.formats.config import quantization_config
+from vexport.formats.packing.base import Array
 from vexport.formats.plan import Plan
-from vexport.numerics.jit import telling_compilation
+from vexport.numerics.jit import report_compilation
 from vexport.numerics.ranks import gather, on_first, process_group, rank_and_size
 from vexport.outputs import RECIPE
 from vexport.outputs.digests import HEADERS, HEADERS_DIGEST, record_digests
@@ -47,7 +48,7 @@ from vexport.plan.rules import calibration_need, needs_rounding
 from vexport.plan.source import DEFAULT_SETTINGS, plan_source
 from vexport.quantize.plan_text import PlanText
 from vexport.quantize.samples import require_calibration
-from vexport.quantize.stream import dealt, input_digest, planned_shards, write_shards
+from vexport.quantize.stream import input_digest, planned_shards, shards_of_this_rank, write_shards
 from vexport.records import CalibrationRecord, Json, OnProgress, silent
 from vexport.records.calibration import RoundingReport
 from vexport.scenario import Calibration, Rule
@@ -116,31 +117,28 @@ def _require_same_on_all_ranks(plan: Plan) -> None:
     rank, size = rank_and_size()
     digest = digest_bytes(repr((plan.groups, plan.attention)).encode()) if size > 1 else ""
     if on_first(lambda: digest) != digest:
-        got, fix = (
-            "its plan is not that of rank 0",
-            "give all of them the same source and arguments",
-        )
+        got = "its plan differs from the plan of rank 0"
+        fix = "start all ranks with the same source and arguments"
         raise InputError(f"rank {rank} of {size}", got=got, need="", fix=fix)
 
 
 def write_checkpoint(
     job: QuantizeJob, index: SourceIndex, plan: Plan, known: CalibrationRecord | None = None
 ) -> tuple[CalibrationRecord | None, RoundingReport | None]:
-    """Calibrate, round and write the quantized checkpoint with its recipe. It appears whole or not
-    at all.
+    """Calibrate, round and write the quantized checkpoint with its recipe.
 
-    If a call is interrupted, the next call with the same arguments resumes it. Returns the
-    calibration record if samples were run (`known` if that was done before), and the report of
-    rounding. Raises InputError if a file of the source has changed since `index` was read. Raises
-    the CheckpointFailed that `job.prove` returns, and leaves OUT.failed instead of OUT.
+    The checkpoint appears completely or not at all. If a call is interrupted, the next call with
+    the same arguments resumes it. Returns the calibration record if samples were run (`known` if
+    that was done before), and the report of rounding.
+
+    Raises InputError if a file of the source has changed since `index` was read. Raises the
+    CheckpointFailed that `job.prove` returns, and leaves OUT.failed instead of OUT.
     """
-    text, finished, rounding, shards = (
-        None,
-        None,
-        None,
-        planned_shards(index, plan, job.shard_bytes),
-    )
-    with telling_compilation(job.on_progress) as on_progress:
+    text: PlanText | None = None
+    finished: Mapping[str, Array] | None = None
+    rounding: RoundingReport | None = None
+    shards = planned_shards(index, plan, job.shard_bytes)
+    with report_compilation(job.on_progress) as on_progress:
         if calibration_need(plan) and (known is None or needs_rounding(plan)):
             trust = job.trust_remote_code
             text = PlanText(
@@ -172,7 +170,7 @@ def write_checkpoint(
                 plan,
                 calibration,
                 folder,
-                dealt(shards),
+                shards_of_this_rank(shards),
                 finished=finished,
                 on_progress=on_progress,
             )
@@ -183,9 +181,7 @@ def write_checkpoint(
 
 
 def _require_separate(job: QuantizeJob, source: Path) -> None:
-    """Raise InputError if an input overlaps `out`, its working folder or the folder of
-    a failed call.
-    """
+    """Raise InputError if an input overlaps `out`, its working folder or its folder OUT.failed."""
     inputs = [NamedPath(label="SOURCE", path=source)]
     if job.calibration and job.calibration.path:
         inputs.append(NamedPath(label="--calibration", path=job.calibration.path))
@@ -201,8 +197,7 @@ def finish(
     folder: Path,
     shards: Sequence[Shard[Source]],
 ) -> None:
-    """Write the files besides the weights: the index of all `shards`, side files, and config.json
-    last.
+    """Write the index of all `shards` and the side files, and config.json last.
 
     Progress files are removed, because all shards are complete. Raises the error that `job.prove`
     returns, and leaves OUT.failed instead of OUT.
@@ -248,7 +243,9 @@ def recipe(
     job: "QuantizeJob", index: SourceIndex, plan: Plan, calibration: CalibrationRecord | None
 ) -> str:
     """Return the text of OUT/vexport.json. `vexport plan` and `vexport run` read its `scenario`."""
-    path, folder, settings = user_path(job.source), job.out.resolve(), job.calibration
+    path = user_path(job.source)
+    folder = job.out.resolve()
+    settings = job.calibration
     scenario: dict[str, Json] = {
         "name": _name(job.source, plan),
         "source": _relative(path, folder)
@@ -285,9 +282,7 @@ def recipe(
 
 
 def _source(index: SourceIndex) -> Iterator[tuple[str, Json]]:
-    """Yield the revision of a model from the hub, a digest of config.json and all tensors' headers,
-    and the size in bytes.
-    """
+    """Yield facts about the source: its revision on the hub, its headers' digest and its bytes."""
     if index.root.parent.name == SNAPSHOTS:
         yield "revision", index.root.name
     yield HEADERS_DIGEST, headers_digest(index)
@@ -299,9 +294,7 @@ def _relative(path: Path, folder: Path) -> str:
 
 
 def _name(source: str, plan: Plan) -> str:
-    """Return a scenario name: the last part of the source's name and the schemes,
-    in allowed letters.
-    """
+    """Return a scenario name: the last part of the source's name, and the schemes."""
     path = user_path(source)
     name = path.resolve().name if path.exists() else source.rpartition("/")[2]
     return (

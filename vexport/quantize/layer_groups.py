@@ -28,9 +28,7 @@ Groups = tuple[FusionGroup, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """A scheme of a layer group: the group's fusion groups in this scheme, and the bytes
-    of their tensors.
-    """
+    """A scheme of a layer group, with its fusion groups and the bytes of their tensors."""
 
     scheme: str
     groups: Groups
@@ -67,7 +65,7 @@ class LayerGroup:
     def rules(self, scheme: str) -> Iterator[Rule]:
         """Yield rules that give a scheme to this layer group and to no other layer."""
         group = next((option.groups[0] for option in self.options if option.scheme == scheme), None)
-        how = _how(group) if group else {}
+        how = _rule_settings(group) if group else {}
         is_experts = moe_layer(self.layers[0]) is not None
         matches = (rf"re:{re.escape(self.name)}\.\d+\.",) if is_experts else self.layers
         for match in matches:
@@ -82,34 +80,30 @@ def find_layer_groups(
     Raises InputError if vLLM would refuse the rules, or if no candidate fits a layer group that may
     not stay unquantized.
     """
-    fixed, candidates = (
-        build_plan(index, _with(rules, KEEP), settings),
-        auto.candidates if auto else (),
-    )
+    fixed = build_plan(index, _with_auto_scheme(rules, KEEP), settings)
+    candidates = auto.candidates if auto else ()
     plans = {
-        scheme: build_plan(index, _with(rules, scheme), settings.lenient)
+        scheme: build_plan(index, _with_auto_scheme(rules, scheme), settings.lenient)
         for scheme in candidates
         if scheme != KEEP
     }
     for plan in (fixed, *plans.values()):
         require_accepted(plan)
-    named, mixed = (
-        _by_layer_group(fixed),
-        {scheme: _by_layer_group(plan) for scheme, plan in plans.items()},
-    )
+    named = _by_layer_group(fixed)
+    mixed = {scheme: _by_layer_group(plan) for scheme, plan in plans.items()}
     options: dict[str, dict[str, Groups]] = {}
     for found in (*mixed.values(), named):
         for name, groups in found.items():
             options.setdefault(name, {}).setdefault(groups[0].scheme.name, groups)
     if settings.on_unsupported_shape == "refuse" and KEEP not in candidates:
-        raise_all(_unfit(plans.values(), options))
+        raise_all(_unfitting_errors(plans.values(), options))
     return tuple(
         _layer_group(index, name, _allowed(name, named, mixed, candidates), found, plans.values())
         for name, found in options.items()
     )
 
 
-def rules_with(
+def rules_with_schemes(
     layer_groups: Sequence[LayerGroup], schemes: Mapping[str, str], rules: Sequence[Rule]
 ) -> tuple[Rule, ...]:
     """Return the rules, with a scheme for each layer group in `schemes`.
@@ -122,15 +116,15 @@ def rules_with(
         if layer_group.name in schemes
         for rule in layer_group.rules(schemes[layer_group.name])
     ]
-    return (*chosen, *_with(rules, KEEP))
+    return (*chosen, *_with_auto_scheme(rules, KEEP))
 
 
-def smallest(layer_groups: Sequence[LayerGroup]) -> dict[str, str]:
+def smallest_schemes(layer_groups: Sequence[LayerGroup]) -> dict[str, str]:
     """Return the scheme with the fewest bytes for each layer group."""
     return {group.name: min(group.allowed, key=group.bytes_in) for group in layer_groups}
 
 
-def rest_bytes(index: SourceIndex, layer_groups: Sequence[LayerGroup], plan: Plan) -> int:
+def fixed_bytes(index: SourceIndex, layer_groups: Sequence[LayerGroup], plan: Plan) -> int:
     """Return the bytes of the output that are the same for every choice of schemes."""
     return output_bytes(index, (), plan.attention) - sum(
         group.source_bytes for group in layer_groups
@@ -150,14 +144,14 @@ def probe_plan(plan: Plan, layer_groups: Sequence[LayerGroup]) -> Plan:
     return replace(plan, groups=tuple(group for option in chosen for group in option.groups))
 
 
-def _with(rules: Sequence[Rule], scheme: str) -> list[Rule]:
+def _with_auto_scheme(rules: Sequence[Rule], scheme: str) -> list[Rule]:
     return [
         rule.model_copy(update={"scheme": scheme}) if rule.scheme == AUTO else rule
         for rule in rules
     ]
 
 
-def _how(group: FusionGroup) -> dict[str, object]:
+def _rule_settings(group: FusionGroup) -> dict[str, object]:
     """Return the keys of a rule that treats layers as a group is treated, without the scheme."""
     keys = ("observer", "observer_kwargs", "input_observer", "input_observer_kwargs", "rounding")
     settings = {key: getattr(group, key) for key in keys}
@@ -219,9 +213,10 @@ def _layer_group(
     )
 
 
-def _unfit(plans: Iterable[Plan], fitting: Collection[str]) -> list[InputError]:
-    """Return an error for each layer group that no candidate fits, with the reason for
-    the first candidate.
+def _unfitting_errors(plans: Iterable[Plan], fitting: Collection[str]) -> list[InputError]:
+    """Return an error for each layer group that no candidate fits.
+
+    The error has the reason why the first candidate does not fit.
     """
     notes = {
         note.where: note for plan in plans for note in reversed(plan.notes) if note.fix == KEPT
@@ -229,7 +224,7 @@ def _unfit(plans: Iterable[Plan], fitting: Collection[str]) -> list[InputError]:
     return [
         InputError(
             name,
-            got=f"candidates of which none fits ({note.got})",
+            got=f"no candidate that fits ({note.got})",
             need=note.expected,
             fix="add keep to the candidates, or use on_unsupported_shape: keep",
         )

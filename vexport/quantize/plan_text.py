@@ -1,6 +1,4 @@
-"""Run the calibration text of a plan: weigh tokens, collect statistics, and round weights
-by the text.
-"""
+"""Run the calibration text of a plan: measure gradients, collect statistics, and round weights."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,7 +54,7 @@ class PlanText:
         assert settings is not None
         require_extra("torch", "calibrating")
         from vexport.calibration import default_device
-        from vexport.quantize.waiting_rows import require_room
+        from vexport.quantize.waiting_rows import require_memory
 
         self._index = index
         self.plan = plan
@@ -70,7 +68,7 @@ class PlanText:
         for note in self.samples.notes if rank_and_size()[0] == 0 else ():
             LOG.warning("note: %s", note)
         if needs_rounding(plan):
-            require_room(plan.groups, self.samples.tokens, len(self.samples.rows), self._device)
+            require_memory(plan.groups, self.samples.tokens, len(self.samples.rows), self._device)
 
     @property
     def digest(self) -> str:
@@ -94,7 +92,7 @@ class PlanText:
         """Yield the steps that calibrating and rounding will take on this rank, in their order."""
         tokens_of_rank = self.samples.tokens // rank_and_size()[1]
         if self._smoothed(()) or self._weighs_tokens:
-            yield Step(name=LOOK_BACK, tokens=self._looked_back_from.tokens)
+            yield Step(name=LOOK_BACK, tokens=self._gradient_samples.tokens)
         if needs_rounding(self.plan):
             yield Step(name=ROUND, tokens=tokens_of_rank)
         elif statistics_need(self.plan):
@@ -143,7 +141,7 @@ class PlanText:
             return {}, {}
         return look_back(
             self.walk,
-            self._looked_back_from,
+            self._gradient_samples,
             smoothed=smoothed,
             strength=self.plan.smoothing or 0.0,
             weighs_tokens=self._weighs_tokens,
@@ -162,7 +160,7 @@ class PlanText:
         return weighs_tokens(self.plan.groups)
 
     @property
-    def _looked_back_from(self) -> "Samples":
+    def _gradient_samples(self) -> "Samples":
         """Return evenly spread samples.
 
         Their gradients decide smoothing and the weights of tokens.

@@ -30,7 +30,7 @@ from vexport.quantize.input_moments import InputMoments
 from vexport.quantize.quantized_model import QuantizedModel
 from vexport.quantize.rounded_layers import RoundedLayers
 from vexport.quantize.stream import Stored
-from vexport.quantize.waiting_rows import NotedRows, Rows, WaitingRows
+from vexport.quantize.waiting_rows import RecordedRows, Rows, WaitingRows
 from vexport.records import (
     CalibrationRecord,
     KeyValueRanges,
@@ -207,7 +207,7 @@ class RoundingWatcher:
     def _round_head(self, layer: Layer) -> None:
         """Round the groups outside the decoder layers, such as an output head."""
         runs = self._runs(lambda index: layer.run(index, self._quantized[index]))
-        rows = NotedRows(runs if self._inputs.sites else [])
+        rows = RecordedRows(runs if self._inputs.sites else [])
         exact = self._exact if self._inputs.sites else []
         stored, learnt = self._rounder(layer).round(rows, exact)
         self._put(layer.number, stored, learnt)

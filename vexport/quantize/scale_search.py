@@ -35,13 +35,13 @@ def search_scales(
         group = replace(group, observer=UNWEIGHTED, observer_kwargs={})
     for member in group.members:
         weight = read_weight(reader, index.tensors[member.weight], member.part)
-        importance = decoded(calibration.importance.get(member.name))
+        importance = decode_importance(calibration.importance.get(member.name))
         observers.append(observe_weight(member, weight, group, importance, stored=weight.dtype))
     reader.release(index.tensors[member.weight] for member in group.members)
     return fused_scales(observers)
 
 
-def decoded(importance: str | None) -> torch.Tensor | None:
+def decode_importance(importance: str | None) -> torch.Tensor | None:
     """Decode the mean square of each input channel, float32 (in,), from a calibration record."""
     if importance is None:
         return None

@@ -18,7 +18,7 @@ from vexport.checkpoint.index import SourceIndex
 from vexport.errors import InputError
 from vexport.files import digest_bytes, from_json, to_json, write_text
 from vexport.numerics.metrics import divergence_of_logits
-from vexport.quantize.group_rounding import rounded_by
+from vexport.quantize.group_rounding import round_sites
 from vexport.quantize.input_moments import InputMoments
 from vexport.quantize.layer_groups import LayerGroup, Option
 from vexport.quantize.quantized_model import QuantizedModel
@@ -35,7 +35,7 @@ from vexport.records import (
 # The most bytes of hidden states in trials that run next to each other.
 MEMORY_BYTES = 2**31
 # The most trials between two writes of results.
-MOST_TRIALS = 64
+MAX_TRIALS = 64
 
 # The hidden states of all rows.
 States = list[torch.Tensor]
@@ -74,19 +74,19 @@ def measure(
     if file.is_file() and (known := from_json(TrialLosses, file)).inputs == inputs:
         losses = {name: dict(schemes) for name, schemes in known.losses.items()}
     walk = LayerWalk(index, trust_remote_code=trust_remote_code, device=device)
-    stage = "sensitivity (layers)"
+    stage = "measure sensitivity (layers)"
     with walk.text(samples, calibration.smoothing, stage=stage, on_progress=on_progress) as hidden:
         model = QuantizedModel(walk, calibration)
         trials = _trials(model, walk, layer_groups, losses)
         size = sum(hidden[index].nbytes for index in range(len(hidden)))
-        most = min(MOST_TRIALS, max(1, MEMORY_BYTES // size))
+        most = min(MAX_TRIALS, max(1, MEMORY_BYTES // size))
         parts = [trials[start : start + most] for start in range(0, len(trials), most)]
         # Trials of the head come last in a part.
         heads = [part for part in parts if part[-1].depth == len(walk.layers)]
         walk.expect_steps(len(parts) * len(walk.layers) + len(heads))
         for part in parts:
             # Every part begins with the states in front of the layers.
-            stream = MainMemory([hidden[index] for index in range(len(hidden))])
+            stream = StatesInMemory([hidden[index] for index in range(len(hidden))])
             watcher = TrialWatcher(walk, part, stream)
             walk.forward(stream, watcher)
             if watcher.tries_head:
@@ -155,9 +155,9 @@ class Trial:
         if not model.places.parameter_of(option.groups[0].members[0]):
             raise InputError(
                 group.name,
-                got="weights that the text model does not run",
-                need="a layer whose loss text can show",
-                fix="give it a rule with its own scheme and leave out `sensitivity`, or keep it",
+                got="weights that the text model does not use",
+                need="a layer whose loss can be measured on text",
+                fix="keep the layer, or give it a fixed scheme and remove the section sensitivity",
             )
         self.depth = model.places.layer_of(option.groups[0])
 
@@ -179,7 +179,7 @@ class Trial:
         """
         model = self.model
         weights = dict[LinearPlan, torch.Tensor]()
-        rounded, _ = rounded_by(model, self._moments, self.inputs.sites)
+        rounded, _ = round_sites(model, self._moments, self.inputs.sites)
         for group in self.option.groups:
             known = rounded.get(group.name, {})
             stored = quantized_group(group, model.index, model.calibration, model.reader, known)
@@ -188,7 +188,7 @@ class Trial:
         return weights
 
 
-class MainMemory:
+class StatesInMemory:
     """Hidden states in main memory.
 
     New states of a row are a new tensor: the old tensor stays valid.
@@ -210,7 +210,7 @@ class MainMemory:
 class TrialWatcher:
     """Runs each trial next to the model itself, from the layer on that the trial changes."""
 
-    def __init__(self, walk: LayerWalk, trials: Sequence[Trial], stream: MainMemory) -> None:
+    def __init__(self, walk: LayerWalk, trials: Sequence[Trial], stream: StatesInMemory) -> None:
         self._walk = walk
         self._trials = trials
         self._stream = stream

@@ -51,9 +51,9 @@ from vexport.version import __version__
 # The bytes of tensors by name.
 Stored = Mapping[str, Array]
 # Elements that a thread reads, quantizes and writes at once (4 MiB of bf16).
-RUN_ELEMENTS = 1 << 21
+CHUNK_ELEMENTS = 1 << 21
 # The most runs waiting to be written, per thread.
-RUNS_AHEAD = 2
+CHUNKS_AHEAD = 2
 
 
 def write_shards(
@@ -78,7 +78,8 @@ def write_shards(
     if needs_search(plan):
         require_extra("torch", "an observer that searches for scales")
     total = sum(shard.num_bytes for shard in shards)
-    threads, done = len(os.sched_getaffinity(0)), 0
+    threads = len(os.sched_getaffinity(0))
+    done = 0
     record = calibration or CalibrationRecord(rows=(), digest="", tokens=0, ranges={})
     with (
         reader_of(record.smoothing) as reader,
@@ -92,12 +93,10 @@ def write_shards(
         identity = folder.stat()
         for shard in shards:
             if not os.path.samestat(identity, folder.stat()):
-                got = "another folder than the one that was begun"
-                fix = "run again when no other call writes it"
-                raise InputError(
-                    str(folder), got=got, need="the folder of this call alone", fix=fix
-                )
-            with ShardWriter(folder, shard, ahead=RUNS_AHEAD * threads) as writer:
+                got = "the folder was replaced while it was being written"
+                fix = "run the command again when no other call writes this folder"
+                raise InputError(str(folder), got=got, need="", fix=fix)
+            with ShardWriter(folder, shard, ahead=CHUNKS_AHEAD * threads) as writer:
                 done += sum(unit.num_bytes for unit in shard.units[: writer.done])
                 for unit in shard.units[writer.done :]:
                     for chunk in stream.chunks(unit):
@@ -117,7 +116,7 @@ def planned_shards(index: SourceIndex, plan: Plan, shard_bytes: int) -> tuple[Sh
     return split_shards(units, shard_bytes=shard_bytes)
 
 
-def dealt(shards: Sequence[Shard[Source]]) -> Sequence[Shard[Source]]:
+def shards_of_this_rank(shards: Sequence[Shard[Source]]) -> Sequence[Shard[Source]]:
     """Return the files that this rank writes.
 
     The files are dealt out largest first, each to the rank with the fewest bytes so far.
@@ -144,8 +143,9 @@ class Stream:
     finished: Mapping[str, Array] = field(default_factory=dict)
 
     def chunks(self, unit: WriteUnit[Source]) -> Iterator[Chunk]:
-        """Yield the chunks of a unit, in order: a kept tensor itself, scales of the KV cache, or
-        the packed weights of a group.
+        """Yield the chunks of a unit in order.
+
+        They are a kept tensor, scales of the KV cache, or the packed weights of a group.
         """
         if isinstance(unit.source, TensorInfo):
             is_in_file = unit.source.name not in self.calibration.smoothing
@@ -178,7 +178,7 @@ class Stream:
             dtype = self.index.tensors[member.weight].dtype
             packing = scheme.format.packing(member, dtype, scheme.args.weights, known)
             _, *others = scheme.layout(member, dtype)
-            for rows in runs(member, packing.multiple):
+            for rows in row_chunks(member, packing.multiple):
                 self.prefetch(member, rows)
                 yield self.pool.submit(self.packed, member, packing, rows).result
             # The writer calls this after all runs before it.
@@ -196,9 +196,7 @@ class Stream:
         return packed
 
     def known(self, group: FusionGroup) -> Sequence[PackingInputs]:
-        """Return the scales or the largest value of each member, which packing needs
-        before it starts.
-        """
+        """Return what packing needs before it starts: each member's scales or largest value."""
         if group.members[0].name in self.rounded:
             return [
                 PackingInputs(scales=self.rounded[member.name].scales) for member in group.members
@@ -212,7 +210,7 @@ class Stream:
             return [PackingInputs()] * len(group.members)
         largest = []
         for member in group.members:
-            for rows in runs(member):
+            for rows in row_chunks(member):
                 self.prefetch(member, rows)
                 largest.append(self.pool.submit(self.largest, member, rows))
         return [PackingInputs(largest=max(part.result() for part in largest))] * len(group.members)
@@ -279,12 +277,12 @@ def static_scales(group: FusionGroup, calibration: CalibrationRecord) -> dict[st
     return dict(scheme.format.static_inputs(scheme.args, largest))
 
 
-def runs(member: LinearPlan, multiple: int = 1) -> Iterator[slice]:
+def row_chunks(member: LinearPlan, multiple: int = 1) -> Iterator[slice]:
     """Yield the rows of a weight in runs that are computed at once.
 
     All runs but the last have a multiple of `multiple` rows.
     """
-    rows = max(1, RUN_ELEMENTS // max(1, member.in_features) // multiple) * multiple
+    rows = max(1, CHUNK_ELEMENTS // max(1, member.in_features) // multiple) * multiple
     for start in range(0, member.out_features, rows):
         yield slice(start, min(start + rows, member.out_features))
 

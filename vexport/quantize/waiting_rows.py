@@ -20,7 +20,7 @@ from vexport.quantize.gptq import strength_of
 
 CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
 # The bytes of a value of a 16-bit input.
-WAITING_BYTES = 2
+BYTES_PER_VALUE = 2
 NUMBER = re.compile(r"\d+")
 # The module that a row waits for, and its input.
 Stop = tuple[str, Value]
@@ -42,7 +42,7 @@ class WaitingRows:
         """
         with inputs.shown(self._stop):
             for position in range(len(self._rows)):
-                self._go_on(position)
+                self._resume(position)
             yield
 
     def _stop(self, name: str, value: Value) -> None:
@@ -51,7 +51,7 @@ class WaitingRows:
             assert row.parent is not None
             row.parent.switch((name, value))
 
-    def _go_on(self, position: int) -> None:
+    def _resume(self, position: int) -> None:
         self._stops[position] = None
         self._stops[position] = self._rows[position].switch()
 
@@ -70,10 +70,10 @@ class WaitingRows:
         self._passed.add(name)
         for position, stop in enumerate(self._stops):
             if stop is not None and stop[0] == name:
-                self._go_on(position)
+                self._resume(position)
 
 
-class NotedRows:
+class RecordedRows:
     """Rows that run to the last of some inputs and no further, for the output head.
 
     No input depends on weights that are rounded there, so no row has to wait.
@@ -108,10 +108,10 @@ class NotedRows:
             inputs_of_row.pop(name, None)
 
 
-Rows = WaitingRows | NotedRows
+Rows = WaitingRows | RecordedRows
 
 
-def most_waiting(device: str = "cpu") -> int:
+def max_waiting_bytes(device: str = "cpu") -> int:
     """Return the most bytes for rows that wait in a layer.
 
     It is half of the GPU's memory, or half of the memory that this process may use.
@@ -135,21 +135,19 @@ def waiting_bytes(groups: Iterable[FusionGroup], tokens: int) -> int:
     columns = {NUMBER.sub("*", group.name): group.members[0].in_features for group in rounded}
     refits = any(strength_of(group).strength > 0 for group in rounded)
     widest = max(columns.values(), default=0)
-    return tokens * (sum(columns.values()) + (3 if refits else 2) * widest) * WAITING_BYTES
+    return tokens * (sum(columns.values()) + (3 if refits else 2) * widest) * BYTES_PER_VALUE
 
 
-def require_room(groups: Iterable[FusionGroup], tokens: int, samples: int, device: str) -> None:
-    """Raise InputError if the waiting rows of all samples need more memory
-    than `most_waiting` allows.
-    """
+def require_memory(groups: Iterable[FusionGroup], tokens: int, samples: int, device: str) -> None:
+    """Raise InputError if the waiting rows of all samples need too much memory."""
     needed = waiting_bytes(groups, tokens)
-    most = most_waiting(device)
+    most = max_waiting_bytes(device)
     if needed > most:
         fitting = samples * most // needed
         raise InputError(
             "calibration",
-            got=f"{samples} samples of {tokens:,} tokens, which take {needed / 1e9:.1f} GB "
-            f"while rounding",
+            got=f"{samples} samples with {tokens:,} tokens in total, which need "
+            f"{needed / 1e9:.1f} GB while rounding",
             need=f"at most {most / 1e9:.1f} GB, half of the memory",
             fix=f"use --samples {fitting}"
             if fitting

@@ -10,7 +10,7 @@ from vexport.records.calibration import RoundingReport
 
 # A checkpoint counts as hardly quantized if less than this share of the weights is quantized, and
 # less than this share of the linear layers.
-LITTLE = 0.5
+MIN_QUANTIZED_SHARE = 0.5
 # Calibration tokens for each column of a weight. Mean KL in nats of SmolLM2-135M with only
 # down_proj rounded (W4A16_G64), on held-out text of the same kind and of another kind:
 #   nearest                 .129   .121
@@ -22,9 +22,9 @@ LITTLE = 0.5
 # Below 2 tokens the KL is more than a tenth higher than with 7, which is always worth a warning.
 # From 4 to 7 it still falls by 6 percent and more: a reason to use the default amount of text, but
 # not more than that.
-ENOUGH_TOKENS, FEWEST_TOKENS = 6, 2
+TOKENS_PER_COLUMN, MIN_TOKENS_PER_COLUMN = 6, 2
 # The defaults of --samples and --seq-len.
-USUAL_TOKENS = 128 * 512
+DEFAULT_TOKENS = 128 * 512
 # The most groups that a warning names. Further groups are only counted.
 MAX_NAMED = 4
 
@@ -37,8 +37,8 @@ def unsupported_warnings(plan: Plan) -> Iterator[str]:
             by_remedy.setdefault(note.fix, []).append(note)
     for remedy, (first, *others) in by_remedy.items():
         more = f" and {len(others):,} more" if others else ""
-        what = "stay 16 bit" if remedy == KEPT else remedy
-        yield f"{first.where}{more} {what}: {first.got}"
+        treatment = "stay unquantized" if remedy == KEPT else remedy
+        yield f"{first.where}{more} {treatment}: {first.got}"
 
 
 def little_quantized_warnings(plan: Plan, layers: int, parameters: int) -> Iterator[str]:
@@ -47,7 +47,10 @@ def little_quantized_warnings(plan: Plan, layers: int, parameters: int) -> Itera
     `parameters` is the number of quantized weights, in `layers` linear layers.
     """
     of_layers = layers + len(plan.kept_linears)
-    if parameters < LITTLE * plan.parameters and layers < LITTLE * of_layers:
+    if (
+        parameters < MIN_QUANTIZED_SHARE * plan.parameters
+        and layers < MIN_QUANTIZED_SHARE * of_layers
+    ):
         share = f"{parameters / plan.parameters:.0%}"
         yield (
             f"only {share} of the weights are quantized; `vexport plan SOURCE` shows the "
@@ -72,7 +75,7 @@ def fallback_findings(rounding: RoundingReport | None) -> Iterator[Finding]:
             check="rounding",
             severity="warning",
             where=group.name,
-            expected="weights rounded by what calibration text shows of their inputs",
+            expected="weights rounded with the help of calibration text",
             got=f"weights rounded to nearest: {group.fallback}",
             fix="calibrate with more rows, or give these layers a rule with rounding: nearest",
         )
@@ -81,9 +84,7 @@ def fallback_findings(rounding: RoundingReport | None) -> Iterator[Finding]:
 def little_text_warnings(
     calibration: CalibrationRecord | None, rounding: RoundingReport | None
 ) -> Iterator[str]:
-    """Name the kinds of layers that were rounded by too little calibration text, in
-    a single line.
-    """
+    """Yield a warning that names all kinds of layers with too little calibration text."""
     if calibration is None or rounding is None:
         return
     columns_of_kind = {
@@ -96,14 +97,11 @@ def little_text_warnings(
     kinds = ", ".join(f"{kind} ({columns:,} columns)" for kind, columns in columns_of_kind.items())
     needed = enough_tokens(max(columns_of_kind.values()))
     yield (
-        f"{calibration.tokens:,} tokens of calibration text are few for {kinds}: "
-        f"use at least {needed:,} tokens (--samples, --seq-len), so that rounding serves "
-        f"other text too"
+        f"{calibration.tokens:,} tokens of calibration text are too few for {kinds}: "
+        f"use at least {needed:,} tokens (--samples, --seq-len), or the rounding overfits the text"
     )
 
 
 def enough_tokens(columns: int) -> int:
-    """Return the number of calibration tokens that avoids the warning for a weight
-    with `columns` columns.
-    """
-    return min(ENOUGH_TOKENS * columns, max(USUAL_TOKENS, FEWEST_TOKENS * columns))
+    """Return how many calibration tokens a weight with `columns` columns needs."""
+    return min(TOKENS_PER_COLUMN * columns, max(DEFAULT_TOKENS, MIN_TOKENS_PER_COLUMN * columns))

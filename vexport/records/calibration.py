@@ -5,11 +5,9 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 # The steps of calibration, by their names in progress reports.
-LOOK_BACK, CALIBRATE, ROUND = (
-    "token weights (layers)",
-    "calibrate (layers)",
-    "round weights (layers)",
-)
+LOOK_BACK = "measure gradients (layers)"
+CALIBRATE = "calibrate (layers)"
+ROUND = "round weights (layers)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,7 +17,7 @@ from vexport.plan.build import build_plan, require_accepted
 from vexport.plan.rules import calibration_need, select_smoothing, smoothing_strength
 from vexport.quantize.auto import budget_of, choose_schemes, require_in_reach
 from vexport.quantize.job import QuantizeJob, write_checkpoint
-from vexport.quantize.layer_groups import probe_plan, rules_with
+from vexport.quantize.layer_groups import probe_plan, rules_with_schemes
 from vexport.quantize.plan_text import PlanText
 from vexport.quantize.samples import calibration_samples, require_calibration
 from vexport.quantize.sensitivity import measure
@@ -74,7 +74,7 @@ def plan_candidates(run: Run) -> Plan:
     still written to its file.
     """
     if run.scenario.is_mixed:
-        plain = build_plan(run.index, rules_with((), {}, run.scenario.rules), run.planning)
+        plain = build_plan(run.index, rules_with_schemes((), {}, run.scenario.rules), run.planning)
         if run.scenario.auto is not None:
             require_in_reach(run.units, budget_of(run.index, run.units, plain, run.scenario.auto))
         asked = run.planning
@@ -186,7 +186,7 @@ def _chosen_rules(run: Run) -> tuple[Rule, ...]:
         return run.scenario.rules
     schemes = {unit.name: unit.allowed[0] for unit in run.units}
     chosen = {choice.name: choice.scheme for choice in mixed.choices}
-    return rules_with(run.units, schemes | chosen, run.scenario.rules)
+    return rules_with_schemes(run.units, schemes | chosen, run.scenario.rules)
 
 
 @partial(Stage, "plan", Plan, file="plan.json", makes_checkpoint=True)

@@ -17,7 +17,7 @@ from vexport.records.calibration import RoundingReport, expert_coverage
 NVIDIA_DEVICE = Path("/dev/nvidiactl")
 
 
-def quantized_answer(
+def quantized_result(
     checkpoint: str,
     plan: Plan,
     calibration: CalibrationRecord | None,
