@@ -132,7 +132,7 @@ def test_deviating_engine_blames_kernel(tmp_path: Path, prompts: Prompts, export
     assert found.quantization
     assert found.engine.mean_kl > found.engine.limit
     assert found.quantization.mean_kl < LIMIT
-    assert "loads all of them as they are stored" in found.reason
+    assert "loads all values as they are stored" in found.reason
 
 
 def test_broken_loader_rule_blames_loader(tmp_path: Path, prompts: Prompts, export: Path) -> None:

@@ -63,7 +63,7 @@ def test_held_out_text_decides(tmp_path: Path, rows: int, noise: float, outcome:
     assert first.measure == "KL to the baseline"
     assert second.value == pytest.approx(text.candidate_nll - text.baseline_nll, abs=1e-5)
     if rows < 8:
-        assert "too short" in verdict.reason
+        assert "needs at least" in verdict.reason
         assert {limit.rows_needed for limit in text.limits} == {8}
     if outcome == "FAIL":
         assert verdict.reason.startswith("KL to the baseline")

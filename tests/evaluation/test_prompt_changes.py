@@ -72,12 +72,12 @@ def test_chat_template_explains_different_prompts(pair: tuple[Path, Path], tmp_p
     done = vexport("verdict", old, new)
     assert done.code == 2
     prompts = (
-        "a prompt that goes on with '<|user|> 0 + 0 =' after 0 characters, the "
+        "a prompt that continues after 0 characters with '<|user|> 0 + 0 =', the "
         "baseline's with '0 + 0 ='"
     )
     assert prompts in done.stderr
     differs = "chat template (sha ab12ab12ab12ab12, the baseline's: not applied)"
-    assert f"what else differs: {differs}" in done.stderr
+    assert f"also different: {differs}" in done.stderr
     accept_results(old, tmp_path / "accepted.json", {})
     done = vexport("verdict", tmp_path / "accepted.json", new)
     assert done.code == 2

@@ -138,7 +138,7 @@ DAMAGES: dict[str, tuple[Damage, str]] = {
     ),
     "opposite direction": (
         rewrite(lambda content: content.update(higher_is_better={"sums": {"exact_match": False}})),
-        "one meaning of the metric",
+        "the same direction of the metric",
     ),
     "missing document": (drop_document, "task sums: got no document 399"),
     "missing task": (rewrite(lambda content: content["configs"].pop("near")), "got no task near"),

@@ -121,17 +121,20 @@ def _judge(
     """Return the first step from the prompt to the answer that explains the loss."""
     noise, quantization, engine = distances["noise"], distances["quantization"], distances["engine"]
     if harness:
-        return "harness", f"the models are not asked the same: {harness[0]}"
+        return "harness", f"the models get different prompts: {harness[0]}"
     if _beyond(engine):
-        words = f"vLLM is {_against(engine)} from transformers on the same weights"
+        words = f"vLLM differs from transformers with the same weights by {_against(engine)}"
         if evidence:
-            return "loader", f"{words}, and it loads other values than are stored: {evidence[0]}"
-        also = "; on the baseline too" if _beyond(noise) else ""
-        return "kernel", f"{words}, though it loads all of them as they are stored{also}"
+            return (
+                "loader",
+                f"{words}, because it loads other values than the file has: {evidence[0]}",
+            )
+        also = "; the baseline differs too" if _beyond(noise) else ""
+        return "kernel", f"{words}, although it loads all values as they are stored{also}"
     if _beyond(quantization):
         return (
             "quantization",
-            f"the exported weights are {_against(quantization)} from the source's",
+            f"the exported weights differ from the source's by {_against(quantization)}",
         )
     if outcome != "FAIL":
         return "none", "every distance is within its limit"
@@ -139,13 +142,12 @@ def _judge(
         return "none", LATE
     if quantization.mean_kl > ABOVE_NOISE * noise.mean_kl:
         return "quantization", (
-            f"the tasks fail, and the exported weights, {_against(quantization)} from the "
-            f"source's, are all "
-            "that differs beyond the noise floor"
+            "the tasks fail, and only the exported weights exceed the noise floor: they differ "
+            f"from the source's by {_against(quantization)}"
         )
     return "harness", (
-        "the tasks fail though all four log-probabilities agree: "
-        "look at what is asked and how answers are read"
+        "the tasks fail, but all four log-probabilities agree: "
+        "compare the prompts of both models, and how lm-eval extracts their answers"
     )
 
 

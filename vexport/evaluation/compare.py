@@ -213,11 +213,11 @@ def _uninformative(
         cause = "the chat template: evaluate without it (--no-apply-chat-template)"
     elif is_templated is False:
         cause = (
-            "a task beyond the model, or prompts unlike those it knows: choose a task that "
-            "it can do"
+            "that the task is too hard for the model, or its prompts have an unfamiliar format: "
+            "choose a task that the model can do"
         )
     else:
-        cause = "how it was asked (a chat template?), or a task beyond the model"
+        cause = "the format of the prompts (a chat template?), or a task that is too hard"
     return f"{scored}; the likely cause is {cause}"
 
 
@@ -225,11 +225,12 @@ def _uninformative_corpus(pair: TaskPair, baseline: Score) -> str:
     """Return the reason why a metric of the whole corpus shows nothing, else ""."""
     documents = len(pair.gain) // pair.seeds
     if documents < LEAST_DOCUMENTS:
-        return f"it has {plural(documents, 'document')}, and at least {LEAST_DOCUMENTS} decide"
+        return f"it has {plural(documents, 'document')}, and needs at least {LEAST_DOCUMENTS}"
     if pair.unit == "metric" and baseline.low <= 0:
         return (
             f"the baseline's {pair.metric} is {baseline.value:.3g}, not clearly above 0; the "
-            f"likely cause is how it was asked (a chat template?), or a task beyond the model"
+            "likely cause is the format of the prompts (a chat template?), or a task that is "
+            "too hard"
         )
     return ""
 

@@ -78,7 +78,7 @@ def decide_on_text(data: str, baseline: Served, candidate: Served, settings: Eva
     for row, (first, other) in enumerate(zip(baseline.rows, candidate.rows, strict=False), 1):
         if first != other:
             raise _failed(
-                candidate, f"other tokens in row {row} of the text", "the baseline's tokenizer"
+                candidate, f"different tokens in row {row} of the text", "the baseline's tokenizer"
             )
     text = _measured(data, baseline, candidate, settings)
     _require_steady(baseline, text, settings.kl_limit)
@@ -281,7 +281,7 @@ def _lengths(counts: Sequence[DraftCounts]) -> tuple[float, Scores]:
     if not drafts.sum():
         got, need = (
             f"no draft in {len(counts)} prompts",
-            "drafts, to tell how many tokens are accepted",
+            "drafts, to measure how many tokens are accepted",
         )
         raise Inconclusive(
             "--speculative", got=got, need=need, fix="give other text, or more (--text-rows)"
@@ -365,7 +365,7 @@ def mean_bounds(values: Scores, alpha: float) -> Interval | None:
 def text_reason(outcome: Outcome, text: TextVerdict) -> str:
     """Return the reason of the outcome on the text, without a full stop."""
     if text.rows < LEAST_ROWS:
-        return f"the text is too short: {text.rows} rows of it, at least {LEAST_ROWS} decide"
+        return f"the text has {text.rows} rows, and a verdict needs at least {LEAST_ROWS}"
     decisive = [limit for limit in text.limits if limit.outcome == outcome]
     shown = (" and " if outcome == "PASS" else "; ").join(_shown(limit, text) for limit in decisive)
     if len(text.buckets) < 2:
@@ -381,7 +381,7 @@ def text_reason(outcome: Outcome, text: TextVerdict) -> str:
         return sentence
     needed = [limit.rows_needed for limit in decisive if limit.rows_needed is not None]
     if len(needed) < len(decisive):
-        return f"{sentence} is not settled; at this value no number of rows would settle it"
+        return f"{sentence} is not settled; at this value more rows would not settle it"
     return f"{sentence} is not settled; about {max(needed):,} rows would settle it"
 
 
@@ -412,5 +412,5 @@ def _shown(limit: TextLimit, text: TextVerdict) -> str:
 def _failed(candidate: Served, got: str, need: str) -> CheckpointFailed:
     where = f"candidate {candidate.checkpoint}"
     return CheckpointFailed(
-        where, got=got, need=need, fix="look at `vexport check`, or export it again"
+        where, got=got, need=need, fix="run `vexport check` on it, or export it again"
     )

@@ -127,5 +127,5 @@ def _compare_with_reference(
         return agreement, []
     expected = f"mean KL to {REFERENCE} at most {limit:g}"
     got = f"{mean_kl:.4g} over {len(kl)} positions"
-    fix = "vLLM does not read this checkpoint as it was written: see `vexport check`"
+    fix = "vLLM computes with other values than the checkpoint stores: run `vexport check`"
     return agreement, [error("logprobs", where, expected=expected, got=got, fix=fix)]

@@ -483,7 +483,7 @@ def _require_equal_documents(left: TaskSamples, right: TaskSamples, changed: str
                     else ""
                 )
                 differ = prompts or f"{hash_name} {theirs[:12]}, the baseline has {ours[:12]}"
-                got = f"{differ} (what else differs: {changed})"
+                got = f"{differ} (also different: {changed})"
                 fix = (
                     "evaluate both with the same lm-eval, task files, few-shot examples and "
                     "chat template"
@@ -496,9 +496,11 @@ def require_same_direction(
 ) -> None:
     """Raise InputError if higher values are better in one of two results and worse in the other."""
     if None not in (baseline, candidate) and baseline != candidate:
-        got = f"higher_is_better of {metric} other than the baseline's"
+        got = f"{metric} with another higher_is_better than in the baseline"
         fix = "evaluate both with the same lm-eval and task files"
-        raise InputError(where, got=got, need="one meaning of the metric", fix=fix)
+        raise InputError(
+            where, got=got, need="the same direction of the metric on both sides", fix=fix
+        )
 
 
 def _first_difference(ours: str, theirs: str) -> str:
@@ -510,7 +512,7 @@ def _first_difference(ours: str, theirs: str) -> str:
         min(len(ours), len(theirs)),
     )
     old, new = (repr(text[at : at + _SHOWN]) for text in (ours, theirs))
-    return f"a prompt that goes on with {new} after {at} characters, the baseline's with {old}"
+    return f"a prompt that continues after {at} characters with {new}, the baseline's with {old}"
 
 
 def _pair(
