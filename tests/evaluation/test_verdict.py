@@ -183,9 +183,12 @@ NEVER_SETTLED = task_with("facts", -0.02, -0.03, -0.01)
     [
         (
             [SMALL_LOSS, NO_LOSS, GAIN, GAIN],
-            "all 4 tasks lose less than 2 points (worst: addition -0.43, at worst -0.84)",
+            "all 4 tasks lose less than 2 points (worst: addition -0.43, worst case -0.84)",
         ),
-        ([NO_LOSS, GAIN], "both tasks lose less than 2 points (worst: facts 0.00, at worst -0.42)"),
+        (
+            [NO_LOSS, GAIN],
+            "both tasks lose less than 2 points (worst: facts 0.00, worst case -0.42)",
+        ),
         ([SMALL_LOSS], "addition loses 0.43 points (at most 0.84), 2 points were accepted"),
         ([NO_LOSS], "facts loses nothing (at most 0.42 points), 2 points were accepted"),
         ([GAIN], "choice gains 0.51 points (at worst it loses 0.12), 2 points were accepted"),
@@ -242,7 +245,7 @@ NEVER_SETTLED = task_with("facts", -0.02, -0.03, -0.01)
         (
             [SMALL_LOSS, perplexity_with("wikitext", 0.31, 0.2, 0.4)],
             "both tasks lose less than 2 points or 0.02 in word_perplexity "
-            "(worst: addition -0.43, at worst -0.84)",
+            "(worst: addition -0.43, worst case -0.84)",
         ),
     ],
 )
@@ -267,9 +270,9 @@ def test_accepted_loss_in_words(margin: float, tasks: Sequence[TaskVerdict], wor
 
 
 def test_bound_near_margin_has_more_digits() -> None:
-    """ "Less than 2 points, at worst -2.00" would contradict itself."""
+    """ "Less than 2 points, worst case -2.00" would contradict itself."""
     close = task_with("addition", -0.0101, -0.019996, 0.0)
-    assert "at worst -1.9996)" in reason_for("PASS", [close, NO_LOSS], margin=0.02)
+    assert "worst case -1.9996)" in reason_for("PASS", [close, NO_LOSS], margin=0.02)
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def test_text_joins_equal_rows() -> None:
     assert ranks == ["tensor parallel 1, 2, 4", "tensor parallel 8"]
     assert text.count("qkv_proj") == text.count("down_proj") == text.count("(6)") == 1
     assert text.count("REFUSED") == 4
-    assert "not shown: no kernel ran" in text
+    assert "not verified: no kernel ran" in text
 
 
 def test_dry_load_json() -> None:

@@ -137,7 +137,7 @@ def _judge(
             f"the exported weights differ from the source's by {_against(quantization)}",
         )
     if outcome != "FAIL":
-        return "none", "every distance is within its limit"
+        return "none", "quantization, engine and noise are all within their limits"
     if is_late:
         return "none", LATE
     if quantization.mean_kl > ABOVE_NOISE * noise.mean_kl:

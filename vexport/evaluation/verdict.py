@@ -316,7 +316,7 @@ def _passed(tasks: Sequence[TaskVerdict], margin: float) -> str:
     if len(tasks) == 1:
         return f"{worst.task} {_moved(worst, unit)}, {unit.accepted}"
     loss = _more_or_less("less", tasks, margin, "lose nothing")
-    numbers = f"{unit.signed(worst.difference)}{unit.suffix}, at worst {unit.signed(worst.low)}"
+    numbers = f"{unit.signed(worst.difference)}{unit.suffix}, worst case {unit.signed(worst.low)}"
     return f"{_all(tasks)} {loss} (worst: {worst.task} {numbers})"
 
 

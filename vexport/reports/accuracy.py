@@ -229,7 +229,7 @@ def _reading(verdict: Verdict) -> doc.Details:
     brief = [bounds + (corrected if len(verdict.tasks) > 1 else "")]
     if verdict.tasks:
         p_values = ", ".join(f"{task.task} {p_value(task.mcnemar_p)}" for task in verdict.tasks)
-        brief.append(f"p values, which decide nothing: {p_values}")
+        brief.append(f"p values, not part of the verdict: {p_values}")
     content = parts(doc.Listing(row(*_reading_lines(verdict))), tests if verdict.tasks else None)
     return doc.Details(TableCell("How to read this, and p values"), content, tuple(brief))
 

@@ -163,4 +163,4 @@ def _made(report: Report) -> Iterator[str]:
         yield f"loaded in vLLM {engine_line(engine)}"
         if engine.settings:
             yield f"served there with {served_with(engine)}"
-        yield from (f"not shown there: {spot}" for spot in engine.blind_spots)
+        yield from (f"not verified there: {spot}" for spot in engine.blind_spots)

@@ -129,7 +129,7 @@ def load_facts(load: LoadReport) -> doc.Facts:
     return facts(
         ("vLLM", engine_line(engine)) if engine else None,
         ("served with", served_with(engine)) if engine and engine.settings else None,
-        *(("not shown", spot) for spot in (engine.blind_spots if engine else ())),
+        *(("not verified", spot) for spot in (engine.blind_spots if engine else ())),
         (
             "log-probs",
             f"mean KL {small(agreement.mean_kl)} against {agreement.reference} (limit "
@@ -208,7 +208,7 @@ def device_parts(report: DryLoadReport) -> tuple[doc.Part, ...]:
         _memory(report) if report.memory else None,
         _rooms(report.rooms) if report.rooms else None,
         muted(f"vLLM {report.vllm}, model class and loaders on headers alone"),
-        doc.Listing(row(*report.blind_spots), "not shown") if report.blind_spots else None,
+        doc.Listing(row(*report.blind_spots), "not verified") if report.blind_spots else None,
     )
 
 

@@ -316,7 +316,7 @@ def direction_note(comparison: "Comparison") -> str:
 
 def attribution_line(attribution: "Attribution") -> str:
     """Return the cause of a loss, and the reason."""
-    cause = "no part stands out" if attribution.cause == "none" else f"the {attribution.cause}"
+    cause = "none found" if attribution.cause == "none" else f"the {attribution.cause}"
     return f"{cause}: {attribution.reason}"
 
 
