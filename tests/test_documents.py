@@ -6,7 +6,9 @@ import shlex
 import shutil
 from collections.abc import Mapping
 from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import yaml
@@ -89,6 +91,24 @@ def test_files_and_links_exist(path: Path) -> None:
             file = path.parent / name if name else path
             assert file.exists(), target
             assert not anchor or anchor in anchors(PROSE[file.stem]), target
+
+
+def test_picture_shows_the_numbers_of_its_caption() -> None:
+    """`scripts/report_picture.py` writes both from one run."""
+    script = script_module("report_picture")
+    caption = script.text_of((ROOT / ".github" / "report.png").read_bytes())
+    assert caption.startswith("PASS: ")
+    assert f"(.github/report.png)\n\n_{caption}_\n" in PAGES["README"]
+
+
+def script_module(name: str) -> ModuleType:
+    """Import a script of `scripts/`."""
+    spec = spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def anchors(text: str) -> set[str]:
