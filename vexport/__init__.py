@@ -1,6 +1,4 @@
-"""vexport: quantized compressed-tensors checkpoints that vLLM is shown to load, accurately
-enough.
-"""
+"""Quantize checkpoints to compressed-tensors for vLLM, and test that they load accurately."""
 
 from vexport.version import __version__
 

@@ -85,7 +85,7 @@ def problem_at(address: int) -> VexportError:
     if _size(file) <= position:
         return InputError(
             file,
-            got=f"its end before byte {position + 1:,}: it became shorter while it was read",
+            got=f"a file that became shorter than {position + 1:,} bytes while it was read",
             need="a file that does not change while it is read",
             fix="run the command again while no other process writes to the file",
         )

@@ -108,7 +108,7 @@ class BoundedLoader(Composer, _Parser, SafeConstructor, Resolver):
         assert node is not None, "an event that begins a node gives a node"
         if is_alias:
             if node not in self._extents:
-                raise _marked("an alias inside the value that it stands for", mark)
+                raise _marked("an alias inside the value of its anchor", mark)
             extent = self._extents[node]
             self._values += extent.values
             self._characters += extent.characters
@@ -169,7 +169,7 @@ class UniqueKeysLoader(BoundedLoader):
         for key, _ in node.value:
             name = repr(self.construct_object(key, deep=True))
             if name in keys:
-                raise _marked(f"the key {clip(name, 100)} a second time", key.start_mark)
+                raise _marked(f"the repeated key {clip(name, 100)}", key.start_mark)
             keys.add(name)
         return super().construct_mapping(node, deep)
 
@@ -193,7 +193,7 @@ def load_yaml(path: Path, need: str, loader: type[BoundedLoader] = UniqueKeysLoa
 
 def _described(error: Exception) -> str:
     if isinstance(error, RecursionError):
-        return "values too deep in each other"
+        return "values that are nested too deeply"
     if isinstance(error, yaml.YAMLError | ValueError):
         return str(error)
     return "a value that does not fit its tag"
@@ -213,10 +213,10 @@ def load_toml(path: Path) -> Mapping[str, object]:
     try:
         return tomllib.loads(data.decode("utf-8"))
     except RecursionError:
-        got = "values too deep in each other"
+        got = "values that are nested too deeply"
     except ValueError as error:
         got = clip(str(error), 200)
-    raise InputError(str(path), got=got, need="TOML", fix="correct the file")
+    raise InputError(str(path), got=got, need="valid TOML", fix="correct the file")
 
 
 def _read(path: Path, most: int, need: str) -> bytes:

@@ -44,8 +44,10 @@ def user_path(name: str | Path) -> Path:
     try:
         return path.expanduser()
     except RuntimeError:
-        need, fix = "the home folder of a user of this machine", "write the path out"
-        raise InputError(str(name), got="no such user", need=need, fix=fix) from None
+        need = "the name of a user on this machine"
+        raise InputError(
+            str(name), got="no such user", need=need, fix="write the full path"
+        ) from None
 
 
 @contextmanager
@@ -128,20 +130,18 @@ def unreadable_kind(path: Path) -> str | None:
     except FileNotFoundError:
         return "a link to nothing" if path.is_symlink() else None
     except OSError as error:
-        return (
-            "a link that leads back to itself"
-            if error.errno == errno.ELOOP
-            else str(error.strerror)
-        )
+        return "a link that points to itself" if error.errno == errno.ELOOP else str(error.strerror)
     if stat.S_ISREG(mode):
-        return None if os.access(path, os.R_OK) else "a file that this user may not read"
-    return next((words for is_kind, words in _KINDS if is_kind(mode)), "no regular file")
+        return None if os.access(path, os.R_OK) else "a file without read permission"
+    return next((words for is_kind, words in _KINDS if is_kind(mode)), "not a regular file")
 
 
 def require_no_device(path: Path) -> None:
     """Raise InputError for a pipe or a device, which may never end. A missing file is accepted."""
     if path.exists() and not path.is_file() and not path.is_dir():
-        raise InputError(str(path), got="a pipe or a device", need="a file", fix="give a file")
+        raise InputError(
+            str(path), got="a pipe or a device", need="a file", fix="give the path of a file"
+        )
 
 
 def read_json(path: Path) -> Json:

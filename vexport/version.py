@@ -1,6 +1,4 @@
-"""Versions, importable without anything else: of vexport, and of the vLLM that it knows by
-heart.
-"""
+"""The version of vexport, and the version of vLLM that its tables are for. Imports nothing."""
 
 __version__ = "0.1.0"
 
@@ -11,5 +9,5 @@ PINNED: Version = (0, 32)
 
 
 def short_version(version: Version = PINNED) -> str:
-    """0.32."""
+    """Return a version as text, such as 0.32."""
     return ".".join(map(str, version))

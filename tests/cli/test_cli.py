@@ -162,7 +162,7 @@ def test_options_from_files(llama: Path, tmp_path: Path, monkeypatch: pytest.Mon
             "check.tp = 0x" + "f" * 5000,
             "vexport.toml: check.tp: got a int that is too large to show",
         ),
-        ("check.a = " + "[" * 50_000, "vexport.toml: got values too deep in each other"),
+        ("check.a = " + "[" * 50_000, "vexport.toml: got values that are nested too deeply"),
         ("a." * 50_000 + "a = 1", "vexport.toml:1: got a key of more than 20 parts"),
         ("#" * 1_000_001, "vexport.toml: got more than 1 MB"),
         (

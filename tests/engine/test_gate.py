@@ -103,7 +103,7 @@ KINDS: Mapping[Callable[[Path], None], str] = {
     make_pipe: "named pipe",
     open_socket: "socket",
     Path.mkdir: "a folder",
-    link_to_itself: "back to itself",
+    link_to_itself: "points to itself",
     link_to_nothing: "a link to nothing",
     link_to_zero: "a device",
     link_to_null: "a device",

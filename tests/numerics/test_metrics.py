@@ -81,7 +81,7 @@ def test_global_scale_of_zeros_is_one() -> None:
     assert global_scale_of(np.float32(0.0)).tolist() == [1.0]
 
 
-COMPILING = "compile kernels, once"
+COMPILING = "compile kernels (only once)"
 
 
 def copy_package(folder: Path) -> Path:

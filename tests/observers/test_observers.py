@@ -191,7 +191,7 @@ def test_importance_decides_clipping() -> None:
 @pytest.mark.parametrize("args", [CHANNEL, TENSOR])
 def test_missing_importance_warns_once(args: QuantArgs) -> None:
     weight = normal(4, 16)
-    with pytest.warns(UserWarning, match="imatrix_mse: .*weighted alike") as seen:
+    with pytest.warns(UserWarning, match="imatrix_mse: .*the same weight") as seen:
         scale = IMatrixMSEObserver("weight", args)(weight).get_qparams()["scale"]
     assert len(seen) == 1
     plain = Observer.load_from_registry(

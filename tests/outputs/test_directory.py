@@ -120,7 +120,7 @@ def test_foreign_hidden_folder_is_refused(
     ran = vexport(*words[command], "--overwrite", "--quiet")
     assert ran.code == 2, ran.stderr
     (line,) = ran.stderr.splitlines()
-    assert f"look into {work} and remove it" in line
+    assert f"check and remove {work}" in line
     assert tree(tmp_path) == before
     assert not (tmp_path / "out").exists()
 

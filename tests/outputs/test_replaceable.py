@@ -17,8 +17,8 @@ from vexport.errors import CheckpointFailed, InputError
 from vexport.files import write_text
 from vexport.inference.fingerprint import write_fingerprint
 from vexport.inference.repeated import Repeated, write_repeated
-from vexport.outputs.directory import kept_as_failed, resumable_directory
-from vexport.outputs.manifest import MANIFEST, begin_manifest, record, recorded, strangers
+from vexport.outputs.directory import keep_as_failed, resumable_directory
+from vexport.outputs.manifest import MANIFEST, begin_manifest, record, recorded, unlisted_entries
 from vexport.run.directory import RunDirectory
 
 COMMANDS = {
@@ -94,7 +94,12 @@ def test_foreign_files_in_checkpoint_are_kept(
     (out / extra).parent.mkdir(exist_ok=True)
     (out / extra).write_text("mine")
     require_refusal(
-        run, command, tmp_path, str(out), "which vexport did not write", "move that elsewhere"
+        run,
+        command,
+        tmp_path,
+        str(out),
+        "which vexport did not write",
+        "move the other files elsewhere",
     )
     shutil.rmtree(out)
     assert run(command)[0] == 0
@@ -304,14 +309,14 @@ def fail_once(out: Path) -> CheckpointFailed:
         with resumable_directory(out, input_digest="x", overwrite=True) as folder:
             record(folder / "config.json")
             (folder / "config.json").write_text("{}")
-            raise kept_as_failed(folder, out, FAILURE)
+            raise keep_as_failed(folder, out, FAILURE)
     except CheckpointFailed as failure:
         return failure
 
 
 def test_failed_output_is_replaced_by_next(tmp_path: Path) -> None:
     for _ in range(2):
-        assert "it is kept as" in str(fail_once(tmp_path / "z"))
+        assert "the checkpoint is kept as" in str(fail_once(tmp_path / "z"))
     assert json.loads((tmp_path / "z.failed" / "vexport.json").read_text())["failed"] is True
     assert [path.name for path in tmp_path.iterdir()] == ["z.failed"]
 
@@ -336,7 +341,7 @@ def test_failed_call_keeps_foreign_files(kind: str, tmp_path: Path, good: Good) 
     before = tree(tmp_path)
     error = str(fail_once(tmp_path / "z"))
     assert "a refusal" in error
-    assert f"it is not kept, as {failed} is not what a failed call left there" in error
+    assert f"the checkpoint is not kept, because {failed}" in error
     assert tree(tmp_path) == before
 
 
@@ -366,5 +371,5 @@ def test_session_files_are_listed(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     write_fingerprint(folder, {"vllm": "0.32.0"})
     write_repeated(folder, Repeated(documents=1, changed=0))
-    assert strangers(tmp_path, tmp_path) == []
+    assert unlisted_entries(tmp_path, tmp_path) == []
     assert len(recorded(tmp_path)) == 2

@@ -22,7 +22,7 @@ from vexport.formats.plan import Plan
 from vexport.inference.options import CANDIDATE, EngineOptions
 from vexport.inference.session_folder import clear_session
 from vexport.outputs.manifest import MANIFEST, record
-from vexport.outputs.replaceable import FolderKind, written_alone
+from vexport.outputs.replaceable import FolderKind, locked_folder
 from vexport.records import CheckReport, LmEvalSettings, silent
 from vexport.run.directory import KIND, OLD_EVALUATION_MARK, Run, RunDirectory, Stage
 from vexport.run.evaluating import evaluate_checkpoints
@@ -58,7 +58,7 @@ def test_concurrent_call_in_same_folder_is_refused(name: str, tmp_path: Path) ->
         "eval": lambda: evaluate_checkpoints((scenario.source,), settings, folder, options),
     }
     with (
-        written_alone(folder, "--run-dir"),
+        locked_folder(folder, "--run-dir"),
         pytest.raises(InputError, match="another process is writing it"),
     ):
         calls[name]()

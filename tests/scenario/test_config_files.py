@@ -34,8 +34,8 @@ HOSTILE: dict[str, tuple[str | bytes, str]] = {
     "merge": (bomb("b") + "c: {<<: *a8}", "values with every alias written out"),
     "chain": (CHAIN, "levels with every alias written out"),
     "characters": (LONG, "characters with every alias written out"),
-    "itself": ("&a [*a]", "an alias inside the value that it stands for"),
-    "keys": ("&a {*a : 1}", "an alias inside the value that it stands for"),
+    "itself": ("&a [*a]", "an alias inside the value of its anchor"),
+    "keys": ("&a {*a : 1}", "an alias inside the value of its anchor"),
     "deep": ("[" * 100_000, "levels with every alias written out"),
     "many": (
         "a: &a [" + "1," * 999 + "]\nb: [" + "*a," * 100 + "]",

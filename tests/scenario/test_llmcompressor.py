@@ -82,7 +82,7 @@ def test_config_groups_and_kv_cache(tmp_path: Path, llama: Path) -> None:
         == read.rules
     )
     assert read.kv_cache == "fp8"
-    assert "dampening_frac 0.05 is not taken over" in read.notes[0]
+    assert "dampening_frac 0.05 is ignored" in read.notes[0]
     ran = vexport("plan", llama, "--recipe", tmp_path / "recipe.yaml")
     assert ran.code == 0, ran.stderr
     assert "W4A16_ASYM_G64" in ran.stdout
@@ -136,7 +136,7 @@ def test_saved_recipe_of_llm_compressor(tmp_path: Path) -> None:
     assert read.rules == read_text(tmp_path, GROUPS).rules
     assert read.smoothing == 0.8
     (note,) = read.notes
-    assert "SmoothQuantModifier.mappings is not taken over" in note
+    assert "SmoothQuantModifier.mappings is ignored" in note
     assert GPTQ.ridge == GPTQ_DAMPING
     assert read_text(tmp_path, GROUPS.replace("0.05", "0.01")).notes == ()
 
@@ -178,7 +178,7 @@ def test_quantize_follows_a_recipe(tmp_path: Path, llama: Path) -> None:
             "kv_cache_scheme.observer: got 'minmax', need static_minmax",
         ),
         ("QuantizationModifier", "{scheme: FP8, targets: [Embedding]}", "got the class Embedding"),
-        ("QuantizationModifier", "ignore: []", "scheme: got none"),
+        ("QuantizationModifier", "ignore: []", "scheme: got nothing"),
         ("QuantizationModifier", "{scheme: FP8, weight_observer: mine}", "observer"),
         (
             "QuantizationModifier",
@@ -232,7 +232,7 @@ def test_unsupported_modifier_is_the_only_error(tmp_path: Path) -> None:
         not in str(caught.value).partition("need QuantizationModifier or GPTQModifier")[2]
     )
     path.write_text('recipe = [GPTQModifier(scheme="W8A8", targets="Linear")]\n')
-    with pytest.raises(InputError, match="write it as YAML"):
+    with pytest.raises(InputError, match="recipe.yaml"):
         read_recipe(path)
 
 

@@ -13,7 +13,7 @@ import transformers
 
 from vexport.engine.kernels import activation_bits, kernel_of
 from vexport.records import EngineInfo
-from vexport.scenario.serve import TYPED, EngineArguments
+from vexport.scenario.serve import SERVE_KEYS, EngineArguments
 
 if TYPE_CHECKING:
     from vllm import LLM
@@ -139,7 +139,7 @@ def _settings(llm: "LLM", given: EngineArguments) -> dict[str, str]:
     `kv_cache_dtype` is the given value, because vLLM's resolved value depends on the checkpoint.
     """
     config = llm.llm_engine.vllm_config
-    others = {name: value for name, value in given.items() if name not in TYPED}
+    others = {name: value for name, value in given.items() if name not in SERVE_KEYS}
     return {
         "tensor_parallel_size": str(config.parallel_config.tensor_parallel_size),
         "pipeline_parallel_size": str(config.parallel_config.pipeline_parallel_size),

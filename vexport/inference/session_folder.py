@@ -8,9 +8,9 @@ from vexport.outputs.manifest import (
     record,
     remove_recorded,
     require_manifest,
-    strangers,
+    unlisted_entries,
 )
-from vexport.outputs.replaceable import is_filled_folder, refuse_others
+from vexport.outputs.replaceable import is_filled_folder, require_no_others
 
 LOGPROBS = "logprobs.safetensors"
 TEXT_FILE = "text.safetensors"
@@ -34,7 +34,7 @@ def clear_session(folder: Path, root: Path) -> None:
     if not is_filled_folder(folder):
         return
     require_manifest(root)
-    refuse_others(root, strangers(root, folder))
+    require_no_others(root, unlisted_entries(root, folder))
     remove_recorded(root, folder, folder.glob(f"{ANSWERS}*"))
 
 

@@ -29,7 +29,7 @@ Function = TypeVar("Function", bound=Callable[..., object])
 # Allowed float optimizations: fused multiply-add, and sums kept in vector lanes.
 MULTIPLY_ADD = frozenset({"contract"})
 LANES = frozenset({"contract", "reassoc"})
-STAGE = "compile kernels, once"
+STAGE = "compile kernels (only once)"
 
 
 def compiled(

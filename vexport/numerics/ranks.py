@@ -51,7 +51,7 @@ def process_group() -> Iterator[None]:
         if not isinstance(error, distributed.DistError) and "gloo" not in str(error):
             raise
         got = f"a rank was lost: {first_line(error)}"
-        fix = "see torchrun's table, then run the same command again to resume"
+        fix = "check torchrun's error summary, then run the same command again to resume"
         raise EnvironmentFault("torchrun", got=got, need="", fix=fix) from error
     finally:
         distributed.destroy_process_group()

@@ -100,8 +100,8 @@ def fuse_weight_observers(model: torch.nn.Module) -> None:
                 for member, each in observers.items()
             )
             raise ValueError(
-                f"{layer.name}: got observers of {kinds}, need one strategy for all, which vLLM "
-                f"runs as one"
+                f"{layer.name}: got observers with strategies {kinds}, need the same strategy, "
+                "because vLLM runs these layers as one layer"
             )
         Observer.fuse(observer for observer in observers.values() if observer is not None)
 

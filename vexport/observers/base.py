@@ -200,7 +200,7 @@ class Observer(InternalModule, RegistryMixin):
             observer.__init__(quantization_args=args, **own)  # type: ignore[misc]
         except TypeError as error:
             raise ValueError(
-                f"observer {cls.__name__}: {error}, need keywords that it takes"
+                f"observer {cls.__name__}: {error}, need keywords of this observer"
             ) from error
         observer._is_older = False
         return observer
@@ -883,7 +883,7 @@ class Observer(InternalModule, RegistryMixin):
     def _statistics(self) -> Range:
         if not self._has_range:
             raise ValueError(
-                f"{self.base_name} observer: got no observation, need one before its range is asked"
+                f"{self.base_name} observer: got no observation, need one before its range is read"
             )
         return self.min_vals, self.max_vals
 

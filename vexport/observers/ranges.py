@@ -351,9 +351,9 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
         if problem or self.gathered is None:
             if self.strict:
                 raise ValueError(
-                    f"imatrix_mse: {problem}; gather importance first, or do without strict"
+                    f"imatrix_mse: {problem}; gather importance first, or turn strict off"
                 )
-            warnings.warn(f"imatrix_mse: {problem}; errors are weighted alike", stacklevel=2)
+            warnings.warn(f"imatrix_mse: {problem}; all errors get the same weight", stacklevel=2)
             return None
         mean = self.gathered.mean()
         mean = mean / (mean.mean() + torch.finfo(torch.float32).tiny)

@@ -44,7 +44,7 @@ def recorded_digests(folder: Path) -> dict[str, str]:
     file = folder / RECIPE
     recorded = read_json_object(file).get(DIGESTS, {}) if file.is_file() else {}
     if not isinstance(recorded, dict):
-        raise _unreadable(f"{file}: {DIGESTS}", "no object")
+        raise _unreadable(f"{file}: {DIGESTS}", "a value that is not an object")
     digests = {}
     for name, digest in recorded.items():
         if (
@@ -65,10 +65,9 @@ def named_digests(name: str | None, root: Path) -> dict[str, str] | None:
         return None if name is None else listed_digests(Path(name))
     digests = recorded_digests(root)
     if not digests:
-        got, fix = f"no {DIGESTS}", "leave --digests out, or name a list that sha256sum wrote"
-        raise InputError(
-            str(root / RECIPE), got=got, need="a checkpoint that vexport wrote", fix=fix
-        )
+        need = "the digests of a checkpoint that vexport wrote"
+        fix = "remove --digests, or give a list that sha256sum wrote"
+        raise InputError(str(root / RECIPE), got=f"no {DIGESTS}", need=need, fix=fix)
     return digests
 
 
@@ -117,16 +116,18 @@ def listed_digests(file: Path) -> dict[str, str]:
         if path.is_absolute() or ".." in path.parts:
             got, need = f"the path {ascii(match['name'])}", "a path inside the checkpoint"
             raise InputError(
-                f"{file}:{number}", got=got, need=need, fix="run sha256sum in its folder"
+                f"{file}:{number}",
+                got=got,
+                need=need,
+                fix="run sha256sum in the checkpoint's folder",
             )
         digests[str(path)] = f"{SHA256}:{match['hex'].lower()}"
     if not digests:
-        raise _unreadable(str(file), "no line")
+        raise _unreadable(str(file), "an empty list")
     return digests
 
 
 def _unreadable(where: str, got: str) -> InputError:
-    need = "a digest and the name of a file"
-    return InputError(
-        where, got=got, need=need, fix="write it again, or take it from who made the checkpoint"
-    )
+    need = "a digest and a file name"
+    fix = "create the list again, or get it from the producer of the checkpoint"
+    return InputError(where, got=got, need=need, fix=fix)

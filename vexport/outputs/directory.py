@@ -25,7 +25,7 @@ from vexport.errors import CheckpointFailed, InputError, VexportError
 from vexport.files import read_json_object, write_text
 from vexport.numerics.ranks import on_first, rank_and_size
 from vexport.outputs import RECIPE
-from vexport.outputs.manifest import begin_manifest, has_manifest, remove_recorded, strangers
+from vexport.outputs.manifest import begin_manifest, has_manifest, remove_recorded, unlisted_entries
 from vexport.outputs.manifest import record as record_file
 from vexport.outputs.owned import (
     ASIDE,
@@ -63,7 +63,7 @@ def aside_folder(folder: Path) -> Path:
     return folder.parent / ASIDE
 
 
-def kept_as_failed(folder: Path, path: Path, failure: CheckpointFailed) -> CheckpointFailed:
+def keep_as_failed(folder: Path, path: Path, failure: CheckpointFailed) -> CheckpointFailed:
     """Rename the `folder` of `resumable_directory` to `PATH.failed`, and add this to the failure.
 
     Only a folder that an earlier failed call has left is replaced. If anything else is at this
@@ -72,14 +72,14 @@ def kept_as_failed(folder: Path, path: Path, failure: CheckpointFailed) -> Check
     """
     failed = failed_folder(path)
     if is_replaceable_failure(failed):
-        _sign(folder, {FAILED: True})
+        _list_files(folder, {FAILED: True})
         if failed.exists():
             remove_checkpoint(failed)
         folder.rename(failed)
-        fix = f"{failure.fix}; it is kept as {failed}"
+        fix = f"{failure.fix}; the checkpoint is kept as {failed}"
     else:
-        why = f"{failed} is not what a failed call left there"
-        fix = f"{failure.fix}; it is not kept, as {why}: move that away"
+        reason = f"{failed} exists and was not written by a failed call"
+        fix = f"{failure.fix}; the checkpoint is not kept, because {reason}: move it away"
     return CheckpointFailed(failure.where, got=failure.got, need=failure.need, fix=fix)
 
 
@@ -107,14 +107,14 @@ def new_directory(path: Path, *, overwrite: bool) -> Iterator[Path]:
     Raises the InputErrors of `resumable_directory`.
     """
     with _directory(path, overwrite=overwrite) as (work, record):
-        _empty(work, NEW)
-        _empty(work, ASIDE)
+        _clear_part(work, NEW)
+        _clear_part(work, ASIDE)
         _begin(work, is_continued=False)
         _rewrite(record, "not to be continued")
         try:
             yield work / NEW
         except BaseException:
-            if _is_ours(record, work):
+            if _is_own_record(record, work):
                 remove_unfinished(work)
             raise
 
@@ -153,14 +153,14 @@ def resumable_directory(
                 if continued
                 else "starts again: its inputs have changed"
             )
-        _empty(work, NEW, keep="*.safetensors*" if continued else "")
-        _empty(work, ASIDE, keep="*" if continued else "")
+        _clear_part(work, NEW, keep="*.safetensors*" if continued else "")
+        _clear_part(work, ASIDE, keep="*" if continued else "")
         _begin(work, is_continued=continued)
         _rewrite(record, input_digest)
         try:
             yield on_first(lambda: work / NEW)
         except VexportError:
-            if _is_ours(record, work):
+            if _is_own_record(record, work):
                 remove_unfinished(work)
             raise
 
@@ -182,12 +182,12 @@ def _directory(path: Path, *, overwrite: bool) -> Iterator[tuple[Path, TextIO]]:
     work = working_folder(path)
     try:
         with _locked(work, path) as record:
-            _settle(path, work)
+            _recover(path, work)
             refuse_existing(path, overwrite=overwrite)
             yield work, record
-            for name in strangers(work, work / NEW):
+            for name in unlisted_entries(work, work / NEW):
                 raise _foreign(work / name, path)
-            _sign(work / NEW)
+            _list_files(work / NEW)
             _sync(work / NEW)
             refuse_existing(path, overwrite=overwrite)
             _swap(path, work)
@@ -224,7 +224,7 @@ def _require_ours(work: Path, path: Path) -> None:
         raise _foreign(entry, path)
 
 
-def _is_ours(record: TextIO, work: Path) -> bool:
+def _is_own_record(record: TextIO, work: Path) -> bool:
     try:
         return os.path.samestat(os.fstat(record.fileno()), (work / RECORD).stat())
     except FileNotFoundError:
@@ -235,7 +235,7 @@ def _lock(record: TextIO, work: Path, path: Path) -> None:
     """Lock the record. Raise InputError if another process has it or has just removed it."""
     try:
         fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if _is_ours(record, work):
+        if _is_own_record(record, work):
             return
     except BlockingIOError:
         pass
@@ -245,12 +245,12 @@ def _lock(record: TextIO, work: Path, path: Path) -> None:
 
 def _foreign(entry: Path, path: Path) -> InputError:
     work = working_folder(path)
-    where = "" if entry == work else f" ({ascii(str(entry.relative_to(work)))} in it)"
+    where = "" if entry == work else f" ({ascii(str(entry.relative_to(work)))})"
     return InputError(
         str(path),
-        got=f"a hidden folder {work} that vexport did not leave like this{where}",
-        need="its own folder for unfinished work",
-        fix=f"look into {work} and remove it, or choose another path",
+        got=f"a hidden folder {work} with content that vexport did not write{where}",
+        need="a working folder that only vexport uses",
+        fix=f"check and remove {work}, or choose another path",
     )
 
 
@@ -273,17 +273,16 @@ def _sync_entry(path: Path) -> None:
         os.close(descriptor)
 
 
-def _settle(path: Path, work: Path) -> None:
+def _recover(path: Path, work: Path) -> None:
     """Recover from a call that ended between its last steps: move `old` back, or remove it."""
     if not (work / OLD).exists():
         return
     if not path.exists():
         (work / OLD).rename(path)
     elif (work / NEW).exists():
-        fix = f"move {work / OLD} elsewhere, which was there before"
-        raise InputError(
-            str(path), got="another folder came where one was to be replaced", need="", fix=fix
-        )
+        got = "another program created a folder here while vexport was replacing the old folder"
+        fix = f"move the old folder ({work / OLD}) elsewhere"
+        raise InputError(str(path), got=got, need="", fix=fix)
     else:
         remove_checkpoint(work / OLD)
 
@@ -300,7 +299,7 @@ def _swap(path: Path, work: Path) -> None:
         raise
 
 
-def _empty(work: Path, part: str, keep: str = "") -> None:
+def _clear_part(work: Path, part: str, keep: str = "") -> None:
     """Create a part of the working folder, or remove vexport's files in it.
 
     Files that match `keep` stay.
@@ -326,7 +325,7 @@ def _rewrite(record: TextIO, text: str) -> None:
     record.flush()
 
 
-def _sign(folder: Path, marks: Mapping[str, Json] = MappingProxyType({})) -> None:
+def _list_files(folder: Path, marks: Mapping[str, Json] = MappingProxyType({})) -> None:
     """List the files of a checkpoint in its recipe, by which vexport recognizes its output.
 
     `marks` are additional keys of the recipe.

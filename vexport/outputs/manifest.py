@@ -84,7 +84,7 @@ def is_recorded(file: Path) -> bool:
     return _is_own(file, root, recorded(root))
 
 
-def strangers(root: Path, below: Path, left_out: Iterable[Path] = ()) -> list[str]:
+def unlisted_entries(root: Path, below: Path, left_out: Iterable[Path] = ()) -> list[str]:
     """Return the entries below a folder that are not in the manifest of `root`, relative to `root`.
 
     A folder is vexport's if its files are. An empty folder is vexport's only if a recorded file may
@@ -92,11 +92,11 @@ def strangers(root: Path, below: Path, left_out: Iterable[Path] = ()) -> list[st
     """
     return [
         file.relative_to(root).as_posix()
-        for file in _strangers(root, below, recorded(root), {*left_out})
+        for file in _unlisted_entries(root, below, recorded(root), {*left_out})
     ]
 
 
-def _strangers(
+def _unlisted_entries(
     root: Path, below: Path, names: frozenset[str], left_out: set[Path]
 ) -> Iterator[Path]:
     for entry in sorted(below.iterdir()) if below.is_dir() else ():
@@ -106,7 +106,7 @@ def _strangers(
             if entry.is_symlink() or not _is_own(entry, root, names):
                 yield entry
         elif any(entry.iterdir()):
-            yield from _strangers(root, entry, names, left_out)
+            yield from _unlisted_entries(root, entry, names, left_out)
         elif not _is_own(entry, root, names):
             yield entry
 
@@ -130,10 +130,9 @@ def require_manifest(root: Path) -> None:
     if not has_manifest(root):
         raise InputError(
             str(root),
-            got=f"no {MANIFEST}, the list of what vexport wrote there: an older version made "
-            f"the folder",
-            need="that list, without which nothing is removed",
-            fix=f"move the folder away (mv {root} {root}.old), or choose another",
+            got=f"no {MANIFEST}: an older version of vexport wrote the folder",
+            need="this list of vexport's files, before files are removed",
+            fix=f"move the folder away (mv {root} {root}.old), or choose another folder",
         )
 
 

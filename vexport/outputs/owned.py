@@ -11,7 +11,12 @@ from pathlib import Path
 from vexport.errors import InputError
 from vexport.files import read_json_object
 from vexport.outputs import RECIPE
-from vexport.outputs.manifest import MANIFEST, is_temporary_manifest, remove_recorded, strangers
+from vexport.outputs.manifest import (
+    MANIFEST,
+    is_temporary_manifest,
+    remove_recorded,
+    unlisted_entries,
+)
 
 # Key of vexport.json for the names of the written files.
 FILES = "files"
@@ -24,7 +29,7 @@ def is_folder(path: Path) -> bool:
     return path.is_dir() and not path.is_symlink()
 
 
-def others(folder: Path, owned: Collection[str]) -> list[str]:
+def unowned_entries(folder: Path, owned: Collection[str]) -> list[str]:
     """Return the files below a checkpoint's folder that are not in `owned`, and empty folders.
 
     Links count as other files, because vexport writes none.
@@ -72,17 +77,19 @@ def foreign_entries(work: Path) -> list[Path]:
 
     vexport writes the record first. Without a record, no file in the folder is vexport's.
     """
-    if work.is_symlink() or not work.is_dir() or not _is_users(work):
+    if work.is_symlink() or not work.is_dir() or not _belongs_to_user(work):
         return [work]
     entries = list(_foreign_at_top(work))
     parts = [work / name for name in (NEW, ASIDE, OLD)]
     entries += [
-        entry for part in parts for entry in sorted(part.rglob("*")) if not _is_users(entry)
+        entry for part in parts for entry in sorted(part.rglob("*")) if not _belongs_to_user(entry)
     ]
     if (work / RECORD).exists() and (work / RECORD).stat().st_size:
-        entries += [work / name for part in (NEW, ASIDE) for name in strangers(work, work / part)]
+        entries += [
+            work / name for part in (NEW, ASIDE) for name in unlisted_entries(work, work / part)
+        ]
         owned = checkpoint_files(work / OLD) or frozenset()
-        entries += [work / OLD / name for name in others(work / OLD, owned)]
+        entries += [work / OLD / name for name in unowned_entries(work / OLD, owned)]
     else:
         entries += [
             entry for part in parts for entry in sorted(part.rglob("*")) if not is_folder(entry)
@@ -93,11 +100,11 @@ def foreign_entries(work: Path) -> list[Path]:
 def _foreign_at_top(work: Path) -> Iterator[Path]:
     for entry in sorted(work.iterdir()):
         known = entry.name in (RECORD, MANIFEST, NEW, OLD, ASIDE) or is_temporary_manifest(entry)
-        if not known or not _is_users(entry) or entry.is_symlink():
+        if not known or not _belongs_to_user(entry) or entry.is_symlink():
             yield entry
 
 
-def _is_users(entry: Path) -> bool:
+def _belongs_to_user(entry: Path) -> bool:
     return entry.lstat().st_uid == os.geteuid()
 
 

@@ -19,19 +19,19 @@ from vexport.outputs.manifest import (
     recorded,
     remove_recorded,
     require_manifest,
-    strangers,
+    unlisted_entries,
 )
 from vexport.outputs.owned import (
     OLD,
     checkpoint_files,
     foreign_entries,
     is_folder,
-    others,
     remove_checkpoint,
     remove_unfinished,
+    unowned_entries,
 )
 
-SHOWN = 3
+MAX_NAMES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,10 +94,10 @@ def _is_within(inner: Path, outer: Path) -> bool:
         step == path or _is_same_file(step, path) for path in _real_paths(outer) for step in steps
     ):
         return True
-    return _has_other_names(inner) and any(_is_same_file(inner, file) for file in outer.rglob("*"))
+    return _has_hard_links(inner) and any(_is_same_file(inner, file) for file in outer.rglob("*"))
 
 
-def _has_other_names(file: Path) -> bool:
+def _has_hard_links(file: Path) -> bool:
     """Return True if a file has several hard links, because another link may be in a folder."""
     try:
         return file.is_file() and file.stat().st_nlink > 1
@@ -116,7 +116,7 @@ def resolved(path: Path) -> Path:
     except (ValueError, RuntimeError):
         fix = "check the path and its links"
         raise InputError(
-            ascii(str(path)), got="no usable path", need="a folder or file", fix=fix
+            ascii(str(path)), got="a path that cannot be resolved", need="a valid path", fix=fix
         ) from None
 
 
@@ -151,22 +151,22 @@ def refuse_existing(path: Path, *, overwrite: bool) -> None:
         return
     owned = checkpoint_files(path)
     if owned is None:
-        raise not_ours(path, "a checkpoint that vexport wrote")
-    refuse_others(path, others(path, owned))
+        raise foreign_folder_error(path, "a checkpoint that vexport wrote")
+    require_no_others(path, unowned_entries(path, owned))
     if not overwrite:
-        raise needs_overwrite(path)
+        raise overwrite_error(path)
 
 
-def refuse_others(folder: Path, names: Sequence[str]) -> None:
+def require_no_others(folder: Path, names: Sequence[str]) -> None:
     """Raise InputError for files in a folder that vexport did not write. The error names them."""
     if not names:
         return
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
     raise InputError(
         str(folder),
-        got=f"{', '.join(map(ascii, names[:SHOWN]))}{more}, which vexport did not write",
-        need="a folder with nothing else in it",
-        fix="move that elsewhere, or choose another folder",
+        got=f"{', '.join(map(ascii, names[:MAX_NAMES]))}{more}, which vexport did not write",
+        need="a folder that contains only vexport's files",
+        fix="move the other files elsewhere, or choose another folder",
     )
 
 
@@ -179,7 +179,7 @@ def is_filled_folder(path: Path) -> bool:
     return path.is_dir() and any(path.iterdir())
 
 
-def not_ours(path: Path, kind: str) -> InputError:
+def foreign_folder_error(path: Path, kind: str) -> InputError:
     """Return the error for a folder that vexport did not make."""
     fix = f"choose another path, or move the folder away (mv {path} {path}.old)"
     return InputError(
@@ -190,7 +190,7 @@ def not_ours(path: Path, kind: str) -> InputError:
     )
 
 
-def needs_overwrite(path: Path) -> InputError:
+def overwrite_error(path: Path) -> InputError:
     """Return the error for a folder that only --overwrite replaces."""
     fix = "choose another path or add --overwrite"
     return InputError(str(path), got="a folder that is not empty", need="a new folder", fix=fix)
@@ -217,8 +217,8 @@ class FolderKind:
         """
         if not is_filled_folder(folder) or (folder / self.mark).is_file():
             return
-        if not has_manifest(folder) or strangers(folder, folder):
-            raise not_ours(folder, self.name)
+        if not has_manifest(folder) or unlisted_entries(folder, folder):
+            raise foreign_folder_error(folder, self.name)
 
     def require_replaceable(self, folder: Path, *, overwrite: bool) -> None:
         """Raise InputError unless the folder is empty or may be replaced.
@@ -230,13 +230,13 @@ class FolderKind:
             return
         require_manifest(folder)
         if not overwrite:
-            raise needs_overwrite(folder)
-        refuse_others(folder, strangers(folder, folder, self._apart(folder)))
+            raise overwrite_error(folder)
+        require_no_others(folder, unlisted_entries(folder, folder, self._separate_parts(folder)))
         for unfinished in (
-            apart for apart in self._apart(folder) if apart == self._unfinished(folder)
+            apart for apart in self._separate_parts(folder) if apart == self._unfinished(folder)
         ):
             foreign = foreign_entries(unfinished)
-            refuse_others(folder, [entry.relative_to(folder).as_posix() for entry in foreign])
+            require_no_others(folder, [entry.relative_to(folder).as_posix() for entry in foreign])
         if self.checkpoint is not None and is_folder(folder / self.checkpoint):
             refuse_existing(folder / self.checkpoint, overwrite=True)
 
@@ -247,7 +247,7 @@ class FolderKind:
         """
         folder.mkdir(parents=True, exist_ok=True)
         if has_manifest(folder):
-            for apart in self._apart(folder):
+            for apart in self._separate_parts(folder):
                 if apart == self._unfinished(folder):
                     remove_checkpoint(apart / OLD)
                     remove_unfinished(apart)
@@ -257,7 +257,7 @@ class FolderKind:
         begin_manifest(folder)
         write_text(folder / self.mark, self.text)
 
-    def _apart(self, folder: Path) -> list[Path]:
+    def _separate_parts(self, folder: Path) -> list[Path]:
         """Return the mark and the checkpoint's folders. The manifest does not list their files."""
         mark = folder / self.mark
         apart = [] if mark.is_symlink() else [mark]
@@ -272,7 +272,7 @@ class FolderKind:
 
 
 @contextmanager
-def written_alone(folder: Path, option: str) -> Iterator[None]:
+def locked_folder(folder: Path, option: str) -> Iterator[None]:
     """Create the folder and lock it against other calls inside the block.
 
     The lock ends with the process. Raises InputError if another call holds the lock; `option` is

@@ -13,7 +13,7 @@ from vexport.records import Finding, Smoothing
 from vexport.records.calibration import Rounding
 from vexport.records.observer_names import BY_IMPORTANCE, EXPANDED, IMPORTANCE, MIN_MAX
 from vexport.records.patterns import matches as pattern_matches
-from vexport.scenario.rules import WITH_IMPORTANCE
+from vexport.scenario.rules import IMPORTANCE_STRATEGIES
 
 if TYPE_CHECKING:
     from vexport.scenario import Rule
@@ -81,7 +81,7 @@ def default_observer(scheme: str, rounding: Rounding) -> str:
     weights = chosen.args.weights
     # With power-of-two scales, a search has little to choose from.
     coarse = weights.num_bits >= FEW_BITS or chosen.format.exponent_scales
-    if rounding == "nearest" or coarse or weights.strategy not in WITH_IMPORTANCE:
+    if rounding == "nearest" or coarse or weights.strategy not in IMPORTANCE_STRATEGIES:
         return MIN_MAX[0]
     return EXPANDED if weights.strategy == "tensor_group" else IMPORTANCE
 
@@ -107,7 +107,7 @@ def hidden_rules(rules: Sequence["Rule"], places: Mapping[str, Place]) -> Iterat
     }
     for number, rule in enumerate(rules):
         count = sum(_applies(rule, name, place) for name, place in places.items())
-        if count and number not in effective and not rule.of_recipe:
+        if count and number not in effective and not rule.is_from_recipe:
             yield Finding(
                 check="rules",
                 severity="warning",
@@ -116,7 +116,7 @@ def hidden_rules(rules: Sequence["Rule"], places: Mapping[str, Place]) -> Iterat
                 got=f"{count} layer{'s' if count > 1 else ''}, each matched by an earlier rule",
                 fix="move the rule up, or remove it: the first match wins",
             )
-        elif rule.of_recipe and _matches_nothing(rule, places):
+        elif rule.is_from_recipe and _matches_nothing(rule, places):
             yield Finding(
                 check="rules",
                 severity="warning",
@@ -147,7 +147,8 @@ def require_matching_rules(rules: Sequence["Rule"], names: Mapping[str, Place]) 
     required_rules = [
         rule
         for rule in rules
-        if not rule.of_recipe and (rule.scheme != KEEP or OPTIONAL_LAYERS.match(rule.match) is None)
+        if not rule.is_from_recipe
+        and (rule.scheme != KEEP or OPTIONAL_LAYERS.match(rule.match) is None)
     ]
     raise_all(
         [

@@ -49,7 +49,7 @@ from vexport.scenario import (
     parse_group_size,
 )
 from vexport.scenario.llmcompressor import read_recipe
-from vexport.scenario.serve import imported_by
+from vexport.scenario.serve import importing_arguments
 
 DEFAULT_SETTINGS = PlanSettings()
 # A plan with this scheme shows which layers a rule for all linear layers matches. The choice of
@@ -267,11 +267,13 @@ def require_trusted_scenario(scenario: Scenario, file: Path, *, trusted: bool) -
     if trusted:
         return
     require_trusted_observers(scenario.rules, (file.parent,), trusted=trusted)
-    places = [f"serve.engine_args.{name}" for name in imported_by(scenario.serve.engine_args)]
+    places = [
+        f"serve.engine_args.{name}" for name in importing_arguments(scenario.serve.engine_args)
+    ]
     variants = scenario.variants
     if variants is not None:
         for number, variant in enumerate(variants.matrix(scenario.serve, None)):
-            names = imported_by(variant.serve.engine_args)
+            names = importing_arguments(variant.serve.engine_args)
             places += [f"variants.serve.{number}.{name}" for name in names]
     problems = [
         InputError(

@@ -36,7 +36,7 @@ from vexport.outputs.digests import HEADERS, HEADERS_DIGEST, record_digests
 from vexport.outputs.directory import (
     aside_folder,
     failed_folder,
-    kept_as_failed,
+    keep_as_failed,
     resumable_directory,
     working_folder,
 )
@@ -214,7 +214,7 @@ def finish(
     for shard in shards:
         progress_file(folder / shard.name).unlink(missing_ok=True)
     if failure is not None:
-        raise kept_as_failed(folder, job.out, failure)
+        raise keep_as_failed(folder, job.out, failure)
 
 
 def write_config(index: SourceIndex, plan: Plan, folder: Path) -> None:

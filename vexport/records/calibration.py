@@ -150,9 +150,9 @@ class CalibrationData:
 # Names of roundings. Each uses more information than the rounding before it.
 Rounding = str
 SUMMARIES: Mapping[Rounding, str] = {
-    "nearest": "Each value becomes the nearest number; needs no text",
-    "gptq": "Column after column, each corrects the errors before it in the layer's output",
-    "refit": "GPTQ of weights that are corrected for the inputs of the quantized model first",
+    "nearest": "Round each value to the nearest number; needs no text",
+    "gptq": "Round column by column; later columns correct the output errors of earlier columns",
+    "refit": "Correct the weights for the inputs of the quantized model, then round them by GPTQ",
 }
 ROUNDINGS = tuple(SUMMARIES)
 

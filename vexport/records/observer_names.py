@@ -11,12 +11,12 @@ from typing import TypeVar
 OptionValue = bool | int | float | str
 # For each option: a function that accepts valid values, and a description of them.
 _NEEDS: Mapping[str, tuple[Callable[[float], bool], str]] = {
-    "maxshrink": (lambda value: 0 <= value <= 1, "0 to 1"),
-    "patience": (lambda value: value >= 0, "0 or more"),
+    "maxshrink": (lambda value: 0 <= value <= 1, "a number from 0 to 1"),
+    "patience": (lambda value: value >= 0, "a number of at least 0"),
     "grid": (lambda value: math.isfinite(value) and value > 0, "a finite positive number"),
     "norm": (lambda value: math.isfinite(value) and value > 0, "a finite positive number"),
-    "expand": (lambda value: math.isfinite(value) and value >= 1, "1 or more"),
-    "averaging_constant": (lambda value: 0 < value <= 1, "more than 0, up to 1"),
+    "expand": (lambda value: math.isfinite(value) and value >= 1, "a finite number of at least 1"),
+    "averaging_constant": (lambda value: 0 < value <= 1, "a number above 0 and at most 1"),
 }
 
 
@@ -83,7 +83,9 @@ def option_problems(defaults: Options, given: Mapping[str, object]) -> Iterator[
         if default is None:
             yield (
                 name,
-                f"one of {', '.join(known)}" if known else "no keyword: this observer has none",
+                f"one of {', '.join(known)}"
+                if known
+                else "no keywords, because this observer has none",
             )
         elif (
             isinstance(default, bool)
@@ -91,7 +93,7 @@ def option_problems(defaults: Options, given: Mapping[str, object]) -> Iterator[
             or not isinstance(value, int | float)
         ):
             if type(value) is not type(default):
-                yield name, f"a {'boolean' if isinstance(default, bool) else 'number'}"
+                yield name, "true or false" if isinstance(default, bool) else "a number"
         elif isinstance(default, int) and not float(value).is_integer():
             yield name, "a whole number"
         else:

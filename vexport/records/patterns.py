@@ -129,9 +129,9 @@ class Patterns(tuple[str, ...]):
         except TimeoutError:
             raise InputError(
                 f"the pattern {clip(REGEX + each.pattern, 120)}",
-                got=f"too much time ({MOST_SECONDS:g} s or more) for names like {clip(name, 80)}",
-                need="a regular expression that matches quickly: vLLM would hang on it too",
-                fix="write it without repeats inside repeats",
+                got=f"{MOST_SECONDS:g} s or more to match names such as {clip(name, 80)}",
+                need="a regular expression that matches quickly, or vLLM would hang on it too",
+                fix="avoid repetitions inside repetitions",
             ) from None
         finally:
             self.seconds -= time.thread_time() - start

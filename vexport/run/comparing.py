@@ -14,7 +14,7 @@ from vexport.files import user_path
 from vexport.inference.asked_tasks import fetch_tasks, require_tasks
 from vexport.inference.endpoint.server import is_url
 from vexport.inference.options import BASELINE, CANDIDATE, EngineOptions
-from vexport.outputs.replaceable import NamedPath, require_separate, written_alone
+from vexport.outputs.replaceable import NamedPath, locked_folder, require_separate
 from vexport.reports.report import Report
 from vexport.run.concluding import variants_report, write_report
 from vexport.run.directory import RUN_DIR, RunDirectory, logged_to, require_run_folder
@@ -62,7 +62,7 @@ def compare_variants(
     require_separate(outputs, [NamedPath(label="CHECKPOINT", path=root)])
     if overwrite or not any(_sessions(folder)):
         fetch_tasks(settings, options)
-    with written_alone(folder, RUN_DIR):
+    with locked_folder(folder, RUN_DIR):
         directory = RunDirectory(folder)
         directory.begin(overwrite=overwrite)
         comparing = Comparing(

@@ -20,8 +20,14 @@ from vexport.checkpoint.source import DEFAULT, DEFAULT_FILE, data_files, resolve
 from vexport.errors import InputError
 from vexport.files import digest_bytes, digest_file, from_json, to_json, write_text
 from vexport.inference.options import BASELINE, CANDIDATE, NO_EVALUATION, EngineOptions
-from vexport.outputs.manifest import has_manifest, is_recorded, record, remove_recorded, strangers
-from vexport.outputs.replaceable import FolderKind, refuse_others
+from vexport.outputs.manifest import (
+    has_manifest,
+    is_recorded,
+    record,
+    remove_recorded,
+    unlisted_entries,
+)
+from vexport.outputs.replaceable import FolderKind, require_no_others
 from vexport.plan.build import PlanSettings
 from vexport.plan.source import scenario_settings, source_index
 from vexport.quantize.layer_groups import LayerGroup, find_layer_groups
@@ -185,7 +191,7 @@ class RunDirectory:
         """
         finished = {name: other._stages[name] for name in stages if name in other._stages}
         if finished and not any(name in self._stages for name in stages):
-            refuse_others(self.root, strangers(self.root, self.root / folder))
+            require_no_others(self.root, unlisted_entries(self.root, self.root / folder))
             remove_recorded(self.root, self.root / folder)
             for file in sorted((other.root / folder).rglob("*")):
                 if file.is_file() and is_recorded(file):

@@ -36,7 +36,7 @@ from vexport.inference.endpoint.tokenizer import tokenizer_of
 from vexport.inference.options import BASELINE, CANDIDATE, EngineOptions
 from vexport.inference.result_files import is_results
 from vexport.inference.tasks import named_in_files
-from vexport.outputs.replaceable import NamedPath, require_separate, written_alone
+from vexport.outputs.replaceable import NamedPath, locked_folder, require_separate
 from vexport.records import ComparedRun, Verdict
 from vexport.reports.report import Report
 from vexport.run.comparison import compared_run, mark_smallest
@@ -119,7 +119,7 @@ def evaluate_checkpoints(
     )
     if on_judged is not None:
         on_judged(Evaluations(runs=runs))
-    with written_alone(folder, OUTPUT_DIR), logged_to(folder):
+    with locked_folder(folder, OUTPUT_DIR), logged_to(folder):
         for run in runs:
             for stage in (attribute, report):
                 run.do(stage)
@@ -149,7 +149,7 @@ def _judge_checkpoints(
     folders = {role: models[role].prompt_folder for role in asked}
     require_separate(outputs, _named(folders))
     work = list(_given(checkpoints, models, settings, against))
-    with written_alone(folder, OUTPUT_DIR):
+    with locked_folder(folder, OUTPUT_DIR):
         directory = RunDirectory(folder, OUTPUT_DIR)
         directory.begin(overwrite=overwrite)
         directory.require_same_number(len(checkpoints))

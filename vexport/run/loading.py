@@ -12,7 +12,7 @@ from vexport.engine.session import EngineFault, log_folder, require_vllm
 from vexport.errors import VexportError
 from vexport.errors.extras import unexpected_error
 from vexport.inference.options import EngineOptions
-from vexport.outputs.replaceable import NamedPath, require_separate, written_alone
+from vexport.outputs.replaceable import NamedPath, locked_folder, require_separate
 from vexport.records import ENGINE_CHECK, EngineMode, Finding, LoadReport
 from vexport.run.directory import RUN_DIR, Run, logged_to, require_run_folder
 from vexport.run.given import Given, RunModel, title_of
@@ -139,7 +139,7 @@ def _folder(run_dir: Path | None) -> Iterator[Path]:
         with log_folder("vexport-load-") as folder:
             yield folder
     else:
-        with written_alone(run_dir, RUN_DIR):
+        with locked_folder(run_dir, RUN_DIR):
             yield run_dir
 
 

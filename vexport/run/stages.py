@@ -13,7 +13,7 @@ from vexport.formats.schemes import KEEP
 from vexport.inference.asked_tasks import require_tasks
 from vexport.inference.options import BASELINE, EngineOptions
 from vexport.outputs.manifest import record
-from vexport.outputs.replaceable import NamedPath, require_separate, written_alone
+from vexport.outputs.replaceable import NamedPath, locked_folder, require_separate
 from vexport.plan.source import with_default_text
 from vexport.records import (
     ComparedRun,
@@ -70,7 +70,7 @@ def run_scenario(
     )
     _require_usable(scenario, options)
     require_run_folder(folder)
-    with written_alone(folder, "--run-dir"):
+    with locked_folder(folder, "--run-dir"):
         run = Run(scenario, folder, options, explaining)
         run.directory.begin(overwrite=overwrite)
         with logged_to(folder):

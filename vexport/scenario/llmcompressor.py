@@ -27,29 +27,29 @@ QUANTIZATION, GPTQ = "QuantizationModifier", "GPTQModifier"
 MODIFIERS = (QUANTIZATION, GPTQ)
 SMOOTHING, STRENGTH = "SmoothQuantModifier", "smoothing_strength"
 # Keys that choose the layers to smooth. Recipes saved by llm-compressor always contain them.
-_PLACES = ("mappings", "ignore")
+_LAYER_KEYS = ("mappings", "ignore")
 # llm-compressor's default strength.
 SMOOTHING_STRENGTH = 0.5
 # Modifier that collects the importance for imatrix_mse. In vexport the observer collects it.
-GATHERER = "IMatrixGatherer"
+IMPORTANCE_MODIFIER = "IMatrixGatherer"
 # Name of a modifier's class. Stages and groups of modifiers have names such as `quant_stage`,
 # `DEFAULT_stage` and `quant_modifiers`.
 _CLASS = re.compile(r"[A-Z][A-Za-z0-9]+")
-_OF_BOTH = (
+_COMMON_KEYS = (
     *("config_groups", "targets", "ignore", "scheme", "kv_cache_scheme"),
     *("weight_observer", "input_observer", "output_observer", "observer"),
 )
 # Settings that change how llm-compressor runs but not its result.
-_WITHOUT_EFFECT = (
+_IGNORED_KEYS = (
     *("block_size", "sequential_update", "sequential_targets", "offload_hessians", "index"),
     *("start", "end", "group", "bypass_divisibility_checks"),
 )
-_OF_GPTQ = ("dampening_frac", "actorder")
+_GPTQ_KEYS = ("dampening_frac", "actorder")
 # Default of llm-compressor and of vexport.quantize.gptq. A test checks that they are equal.
 GPTQ_DAMPING = 0.01
 _STATIC_ORDERS = (None, "static", "weight")
-# Result of `_breadth` for a class such as Linear.
-_CLASSES = 2
+# Result of `_match_rank` for a class such as Linear.
+_CLASS_RANK = 2
 # Parts of regular expressions: a numbered reference to a group, and flags of the whole expression.
 _REFERENCE = re.compile(r"\\[1-9]|\(\?\(|\(\?P")
 _FLAGS = re.compile(r"\(\?([aimsux]+)\)")
@@ -98,26 +98,28 @@ class _Modifier:
 def read_recipe(path: Path) -> Recipe:
     """Read a recipe's file. Raise InputErrors that name every unsupported key."""
     content = load_yaml(path, "a recipe")
-    every = list(_modifiers(content, str(path)))
-    modifiers = [modifier for modifier in every if modifier.name != SMOOTHING]
+    all_modifiers = list(_modifiers(content, str(path)))
+    modifiers = [modifier for modifier in all_modifiers if modifier.name != SMOOTHING]
     if not modifiers:
-        need = f"a recipe of llm-compressor in YAML with {' or '.join(MODIFIERS)}"
-        fix = "write it as YAML; llm-compressor saves recipe.yaml with each checkpoint"
+        need = f"a recipe of llm-compressor in YAML that contains {' or '.join(MODIFIERS)}"
+        fix = "use the recipe.yaml that llm-compressor saves with each checkpoint"
         raise InputError(str(path), got="no modifier", need=need, fix=fix)
     for modifier in modifiers:
         _refuse_unknown(modifier)
-    smoothings = [_smoothing(modifier) for modifier in every if modifier.name == SMOOTHING]
+    smoothings = [_smoothing(modifier) for modifier in all_modifiers if modifier.name == SMOOTHING]
     rules = _all_rules(modifiers)
     caches = [cache for modifier in modifiers if (cache := _kv_cache(modifier)) is not None]
     # All targets of a group share its arguments: report each problem once.
-    problems = {str(problem): problem for modifier in every for problem in modifier.problems}
+    problems = {
+        str(problem): problem for modifier in all_modifiers for problem in modifier.problems
+    }
     if problems:
         raise InputErrors(list(problems.values()))
     return Recipe(
         rules=rules,
         kv_cache=next(iter(caches), None),
         smoothing=next(iter(smoothings), None),
-        notes=tuple(note for modifier in every for note in _notes(modifier)),
+        notes=tuple(note for modifier in all_modifiers for note in _notes(modifier)),
     )
 
 
@@ -130,7 +132,7 @@ def _modifiers(content: object, where: str) -> Iterator[_Modifier]:
         return
     for name, value in content.items():
         inside = f"{where}: {name}" if ": " not in where else f"{where}.{name}"
-        if name == GATHERER:
+        if name == IMPORTANCE_MODIFIER:
             continue
         if isinstance(name, str) and _CLASS.fullmatch(name):
             yield _Modifier(name=name, keys=value if isinstance(value, dict) else {}, where=inside)
@@ -143,10 +145,10 @@ def _smoothing(modifier: _Modifier) -> float:
 
     vexport finds the layers to smooth itself, so the keys that choose layers are ignored.
     """
-    known = (STRENGTH, *_PLACES, *_WITHOUT_EFFECT)
+    known = (STRENGTH, *_LAYER_KEYS, *_IGNORED_KEYS)
     for key, value in modifier.keys.items():
         if key not in known and value is not None:
-            modifier.refuse(key, "a key of SmoothQuant's own", f"{STRENGTH} alone")
+            modifier.refuse(key, "a key that vexport does not support", f"only {STRENGTH}")
     strength = modifier.keys.get(STRENGTH, SMOOTHING_STRENGTH)
     if isinstance(strength, int | float) and not isinstance(strength, bool) and 0 <= strength <= 1:
         return float(strength)
@@ -157,21 +159,19 @@ def _smoothing(modifier: _Modifier) -> float:
 def _refuse_unknown(modifier: _Modifier) -> None:
     if modifier.name not in MODIFIERS:
         need = " or ".join(MODIFIERS)
-        fix = "remove it, or use llm-compressor for it and `vexport check` its checkpoint"
-        got = "a modifier that vexport does not have"
+        fix = "remove it, or quantize with llm-compressor and check the result with `vexport check`"
+        got = "a modifier that vexport does not support"
         modifier.problems.append(InputError(modifier.where, got=got, need=need, fix=fix))
         return
-    known = (*_OF_BOTH, *_WITHOUT_EFFECT, *(_OF_GPTQ if modifier.name == GPTQ else ()))
+    known = (*_COMMON_KEYS, *_IGNORED_KEYS, *(_GPTQ_KEYS if modifier.name == GPTQ else ()))
     for key in modifier.keys:
         if key not in known:
             fix = f"remove it{nearest(key, known)}"
-            modifier.refuse(
-                key, "a key that vexport does not know", "one of a modifier's keys", fix
-            )
+            modifier.refuse(key, "an unknown key", f"a key of {modifier.name}", fix)
     order = modifier.keys.get("actorder")
     if order not in _STATIC_ORDERS:
-        need = "static or none: vLLM refuses groups in another order"
-        modifier.refuse("actorder", shown(order), need, "write static")
+        need = "static or null, because vLLM refuses groups in another order"
+        modifier.refuse("actorder", shown(order), need, "set actorder to static")
 
 
 def _all_rules(modifiers: Sequence[_Modifier]) -> tuple[Rule, ...]:
@@ -183,27 +183,29 @@ def _all_rules(modifiers: Sequence[_Modifier]) -> tuple[Rule, ...]:
     followed = [modifier for modifier in modifiers if modifier.name in MODIFIERS] or modifiers
     ignored = [_ignored(modifier) for modifier in followed]
     by_all = [rule for rule in ignored[0] if all(rule in rules for rules in ignored)]
-    own = {
+    ignored_by_some = {
         modifier.where: [rule for rule in rules if rule not in by_all]
         for modifier, rules in zip(followed, ignored, strict=True)
     }
-    if not any(own.values()):
+    if not any(ignored_by_some.values()):
         return (*by_all, *(rule for modifier in modifiers for rule in _rules(modifier)))
     narrow: list[Rule] = []
     broad: list[tuple[_Modifier, list[Rule]]] = []
     for modifier in modifiers:
         rules = _rules(modifier)
-        excluded = own.get(modifier.where, [])
+        excluded = ignored_by_some.get(modifier.where, [])
         narrow += [
-            _without(modifier, rule, excluded) for rule in rules if _breadth(rule.match) < _CLASSES
+            _without(modifier, rule, excluded)
+            for rule in rules
+            if _match_rank(rule.match) < _CLASS_RANK
         ]
-        classes = [rule for rule in rules if _breadth(rule.match) == _CLASSES]
+        classes = [rule for rule in rules if _match_rank(rule.match) == _CLASS_RANK]
         if classes:
             broad.append((modifier, [*excluded, *classes]))
     if len(broad) > 1:
         last, _ = broad[-1]
-        got = "another list than that of an earlier modifier, and both have Linear as target"
-        need = "targets that say which modifier quantizes a layer"
+        got = "a list that differs from an earlier modifier's, and both modifiers target Linear"
+        need = "targets that assign each layer to one modifier"
         last.refuse("ignore", got, need, "give each modifier its targets (names or re:...)")
     return (*by_all, *narrow, *(rule for _, rules in broad for rule in rules))
 
@@ -232,10 +234,10 @@ def _without(modifier: _Modifier, rule: Rule, excluded: Sequence[Rule]) -> Rule:
         match = f"{REGEX}{outside}{_expression(rule.match)}"
         return Rule.model_validate({**rule.model_dump(), "match": match})
     except ValueError:
-        got = f"{shown(rule.match)} next to an ignore list that another modifier does not have"
-        need = "patterns that can be joined"
+        got = f"{shown(rule.match)} and an ignore list that only some modifiers have"
+        need = "patterns that can be combined"
         modifier.refuse(
-            "targets", got, need, "give each modifier its targets, and the same ignore list to all"
+            "targets", got, need, "give each modifier its targets, and all the same ignore list"
         )
         return rule
 
@@ -263,8 +265,8 @@ def _rules(modifier: _Modifier) -> list[Rule]:
     rounding = "gptq" if modifier.name == GPTQ else "nearest"
     common = {"rounding": rounding, "observer": modifier.observers["weights"]}
     for where, targets, scheme in _groups(modifier):
-        for target in sorted(targets, key=_breadth):
-            if _breadth(target) == _CLASSES and target != "Linear":
+        for target in sorted(targets, key=_match_rank):
+            if _match_rank(target) == _CLASS_RANK and target != "Linear":
                 need = "Linear, the name of a layer, or re:..."
                 modifier.refuse(where, f"the class {target}", need, "name the layers")
                 continue
@@ -276,7 +278,7 @@ def _rules(modifier: _Modifier) -> list[Rule]:
                 for problem in validation_problems(error):
                     place = _place(modifier, where, problem.keys)
                     modifier.refuse(place, problem.found, problem.need, "correct the value")
-    return sorted(rules, key=lambda rule: _breadth(rule.match))
+    return sorted(rules, key=lambda rule: _match_rank(rule.match))
 
 
 def _rule(keys: Keys, input_observer: JsonValue) -> Rule:
@@ -304,7 +306,10 @@ def _place(modifier: _Modifier, where: str, keys: Sequence[str]) -> str:
 
 def _groups(modifier: _Modifier) -> Iterator[tuple[str, list[str], dict[str, JsonValue]]]:
     """Yield (recipe's key, targets, keys of a rule) for the scheme or for each config group."""
-    groups, scheme = _filled(modifier.keys.get("config_groups")), modifier.keys.get("scheme")
+    groups, scheme = (
+        _without_empty_groups(modifier.keys.get("config_groups")),
+        modifier.keys.get("scheme"),
+    )
     targets = _strings(modifier, "targets") or ["Linear"]
     if isinstance(groups, dict):
         for name, group in groups.items():
@@ -320,7 +325,7 @@ def _groups(modifier: _Modifier) -> Iterator[tuple[str, list[str], dict[str, Jso
                 )
                 modifier.refuse(where, got, need, "correct the group")
             elif group.get("output_activations") is not None:
-                need = "none: vLLM quantizes no outputs"
+                need = "no output_activations, because vLLM does not quantize outputs"
                 modifier.refuse(f"{where}.output_activations", "quantized outputs", need)
             else:
                 named = targets if group.get("targets") is None else group["targets"]
@@ -334,10 +339,10 @@ def _groups(modifier: _Modifier) -> Iterator[tuple[str, list[str], dict[str, Jso
     elif isinstance(scheme, str):
         yield "scheme", targets, {"scheme": _scheme(scheme)}
     elif modifier.name in MODIFIERS and "kv_cache_scheme" not in modifier.keys:
-        modifier.refuse("scheme", "none", "a scheme or config_groups", "add one")
+        modifier.refuse("scheme", "nothing", "scheme or config_groups", "add one of them")
 
 
-def _filled(groups: JsonValue) -> JsonValue:
+def _without_empty_groups(groups: JsonValue) -> JsonValue:
     """Return the config groups without empty groups.
 
     Recipes that only quantize the KV cache contain an empty group.
@@ -364,9 +369,9 @@ def _scheme(name: str) -> str:
     return KEEP if name.upper() == "UNQUANTIZED" else name
 
 
-def _breadth(target: str) -> int:
+def _match_rank(target: str) -> int:
     """Return 0 for a layer's name, 1 for a pattern, 2 for a class."""
-    return 1 if target.startswith(REGEX) else _CLASSES * target[:1].isupper()
+    return 1 if target.startswith(REGEX) else _CLASS_RANK * target[:1].isupper()
 
 
 def _strings(modifier: _Modifier, key: str) -> list[str]:
@@ -387,30 +392,24 @@ def _kv_cache(modifier: _Modifier) -> KvCache | None:
     if args is None or isinstance(args, str):
         return None
     if args.observer not in _CACHE_OBSERVERS or args.observer_kwargs:
-        need = (
-            "static_minmax, the range over all samples, which is all that vexport does for "
-            "keys and values"
-        )
+        need = "static_minmax, the only observer of vexport for the KV cache"
         modifier.refuse("kv_cache_scheme.observer", shown(args.observer), need)
     kinds: dict[str, KvCache] = {"tensor": "fp8", "attn_head": "fp8_per_head"}
     is_fp8 = args.is_float and args.num_bits == 8 and args.symmetric and not args.dynamic
     if not is_fp8 or args.strategy not in kinds:
-        need = "static symmetric floats of 8 bits, strategy tensor or attn_head, as vLLM takes them"
+        need = "static symmetric 8-bit floats with strategy tensor or attn_head, for vLLM"
         modifier.refuse("kv_cache_scheme", "another scheme", need, "correct it")
         return None
     return kinds[args.strategy]
 
 
 def _notes(modifier: _Modifier) -> Iterator[str]:
-    for key in _PLACES if modifier.name == SMOOTHING else ():
+    for key in _LAYER_KEYS if modifier.name == SMOOTHING else ():
         if modifier.keys.get(key):
-            yield (
-                f"{modifier.where}.{key} is not taken over: vexport finds by itself where to smooth"
-            )
+            yield f"{modifier.where}.{key} is ignored: vexport finds the layers to smooth itself"
     damping = modifier.keys.get("dampening_frac")
     if damping is not None and damping != GPTQ_DAMPING:
         yield (
-            f"{modifier.where}.dampening_frac {damping} is not taken over: vexport damps by "
-            f"{GPTQ_DAMPING}, "
-            "and ten times as much where that does not suffice"
+            f"{modifier.where}.dampening_frac {damping} is ignored: vexport uses {GPTQ_DAMPING}, "
+            "and ten times as much if that is not enough"
         )

@@ -55,7 +55,7 @@ SIZE, WEIGHTS, INPUTS = SCHEME_KEYS = ("group_size", "weights", "input_activatio
 # An observer class of another package.
 _CLASS_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 # Strategies of weights that observers by importance support: a scale belongs to columns of one row.
-WITH_IMPORTANCE = ("channel", "group", "tensor_group")
+IMPORTANCE_STRATEGIES = ("channel", "group", "tensor_group")
 
 
 def parse_group_size(value: object) -> int | None:
@@ -175,8 +175,8 @@ def _observer_problems(
 ) -> Iterator[KeyProblem]:
     """Yield a problem for each observer that does not fit the scheme."""
     known = None if scheme in (KEEP, AUTO) else get_scheme(scheme)
-    strategy = known.args.weights.strategy if known else WITH_IMPORTANCE[0]
-    if observer in BY_IMPORTANCE and strategy not in WITH_IMPORTANCE:
+    strategy = known.args.weights.strategy if known else IMPORTANCE_STRATEGIES[0]
+    if observer in BY_IMPORTANCE and strategy not in IMPORTANCE_STRATEGIES:
         need = f"an observer without importance, because {scheme} has one scale per {strategy}"
         yield ("observer",), observer, need, "use memoryless_mse"
     if input_observer is None:
@@ -290,7 +290,7 @@ class Rule(ScenarioSection):
 
     model_config = ConfigDict(json_schema_extra=_require_scheme_or_weights)
 
-    of_recipe: ClassVar[bool] = False
+    is_from_recipe: ClassVar[bool] = False
 
     match: Annotated[
         str,
@@ -435,4 +435,4 @@ class IgnoredLayers(Rule):
     Recipes are written for many models, so the rule may match no layer of this model.
     """
 
-    of_recipe: ClassVar[bool] = True
+    is_from_recipe: ClassVar[bool] = True

@@ -25,7 +25,7 @@ EngineArguments = Mapping[str, JsonValue]
 """Arguments of `vllm.EngineArgs` by name."""
 
 # Arguments of vLLM that have a key in `serve`.
-TYPED = (
+SERVE_KEYS = (
     *("tensor_parallel_size", "pipeline_parallel_size", "distributed_executor_backend"),
     *("gpu_memory_utilization", "max_num_seqs", "kv_cache_dtype", "max_model_len", "enforce_eager"),
 )
@@ -66,7 +66,7 @@ _RESERVED: Mapping[str, tuple[Sequence[JsonValue], str]] = {
 
 
 # Arguments that make vLLM import Python code, and the values with which vLLM imports nothing.
-_IMPORTED: Mapping[str, Sequence[JsonValue]] = {
+_HARMLESS_VALUES: Mapping[str, Sequence[JsonValue]] = {
     "worker_cls": ("auto",),
     **dict.fromkeys(
         ("scheduler_cls", "io_processor_plugin", "reasoning_parser_plugin"), (None, "")
@@ -76,7 +76,7 @@ _IMPORTED: Mapping[str, Sequence[JsonValue]] = {
 _MODULE_PATH = "_module_path"
 
 
-def imported_by(engine_args: Mapping[str, JsonValue]) -> Iterator[str]:
+def importing_arguments(engine_args: Mapping[str, JsonValue]) -> Iterator[str]:
     """Yield the arguments that make vLLM import Python code by a name or path.
 
     These include module paths of connectors in `kv_transfer_config` and `ec_transfer_config`, and
@@ -84,8 +84,8 @@ def imported_by(engine_args: Mapping[str, JsonValue]) -> Iterator[str]:
     """
     for given, value in engine_args.items():
         name = given.replace("-", "_")
-        if name in _IMPORTED:
-            imports = value not in _IMPORTED[name]
+        if name in _HARMLESS_VALUES:
+            imports = value not in _HARMLESS_VALUES[name]
         elif name.endswith("_transfer_config"):
             imports = _MODULE_PATH in str(value)
         elif name == "compilation_config":
@@ -189,9 +189,9 @@ class Serve(ScenarioSection):
         others: dict[str, JsonValue] = {}
         for name, value in values["engine_args"].items():
             key = name.replace("-", "_") if isinstance(name, str) else name
-            if key in TYPED and keys.get(key) is None:
+            if key in SERVE_KEYS and keys.get(key) is None:
                 keys[key] = value
-            elif key not in TYPED or keys[key] != value:
+            elif key not in SERVE_KEYS or keys[key] != value:
                 others[key] = value
         return {**keys, "engine_args": others}
 
@@ -260,8 +260,8 @@ class Serve(ScenarioSection):
 
     @property
     def given(self) -> EngineArguments:
-        """The arguments that are set: keys in the order of `TYPED`, then those in `engine_args`."""
-        typed = {name: value for name in TYPED if (value := getattr(self, name)) is not None}
+        """The arguments that are set: `SERVE_KEYS` in their order, then `engine_args`."""
+        typed = {name: value for name in SERVE_KEYS if (value := getattr(self, name)) is not None}
         return {**typed, **self.engine_args}
 
     def arguments(self, *, is_baseline: bool) -> EngineArguments:
@@ -283,9 +283,11 @@ def with_options(
     allowed, and if `options` and `engine_args` contradict each other.
     """
     options = {name: value for name, value in options.items() if value is not None}
-    typed = {name: value for name, value in engine_args.items() if name in TYPED} | options
+    typed = {name: value for name, value in engine_args.items() if name in SERVE_KEYS} | options
     others = {
-        name: value for name, value in engine_args.items() if name not in TYPED or name in options
+        name: value
+        for name, value in engine_args.items()
+        if name not in SERVE_KEYS or name in options
     }
     keys = {
         **serve.model_dump(mode="json"),

@@ -13,12 +13,12 @@ from vexport.errors import InputError, InputErrors, shown
 from vexport.errors.validation import ValidationProblem, validation_problems
 from vexport.scenario.declaring import Key, Option
 from vexport.scenario.section import ScenarioSection, located_errors
-from vexport.scenario.serve import TYPED, EngineArguments, Serve
+from vexport.scenario.serve import SERVE_KEYS, EngineArguments, Serve
 
 DEFAULT_SETTING = "default"
 """Name of a setting without any argument: vLLM's defaults."""
 # Keys of `serve` that a variant may set. All other arguments go to `engine_args`.
-_KEYS = (*TYPED, "timeout")
+_KEYS = (*SERVE_KEYS, "timeout")
 _ENGINE_ARGS = "engine_args"
 
 
