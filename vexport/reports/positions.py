@@ -14,11 +14,14 @@ _X_UNIT = "number of the token in its row"
 _ROOM = 0.08
 
 
-def position_parts(text: TextVerdict) -> tuple[doc.Part, ...]:
-    """Return the buckets and the curves. There is nothing in reports of older versions."""
+def position_parts(text: TextVerdict, candidate: str = "quantized") -> tuple[doc.Part, ...]:
+    """Return the buckets and the curves. There is nothing in reports of older versions.
+
+    `candidate` is the name of the candidate's curves.
+    """
     if not text.buckets:
         return ()
-    return parts(bucket_table(text), _charts(text))
+    return parts(bucket_table(text), _charts(text, candidate))
 
 
 def bucket_table(text: TextVerdict) -> doc.Table:
@@ -58,14 +61,14 @@ def _limit_cell(limit: TextLimit) -> TableCell:
     return TableCell(nats(limit, limit.value), nats_interval(limit))
 
 
-def _charts(text: TextVerdict) -> Iterator[doc.Curves]:
+def _charts(text: TextVerdict, candidate: str) -> Iterator[doc.Curves]:
     """Yield the curves of the NLLs, and the curves of the KL and its noise."""
     if len(text.curve) < 2:
         return
     marks = _marks(text)
     nlls = (
         _curve("baseline", "source", text, lambda point: point.baseline_nll),
-        _curve("quantized", "quantized", text, lambda point: point.candidate_nll),
+        _curve(candidate, "quantized", text, lambda point: point.candidate_nll),
     )
     low, high = _range(nlls, ())
     yield doc.Curves(
@@ -78,7 +81,7 @@ def _charts(text: TextVerdict) -> Iterator[doc.Curves]:
         high=high,
     )
     kls = (
-        _curve("quantized", "quantized", text, lambda point: point.kl),
+        _curve(candidate, "quantized", text, lambda point: point.kl),
         _curve("baseline, read again", "noise", text, lambda point: point.noise),
     )
     limit = text.limits[0].limit

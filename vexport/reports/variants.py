@@ -17,11 +17,13 @@ from vexport.reports.formatting import (
     small,
     task_title,
 )
+from vexport.reports.positions import position_parts
 
 _LEGEND = (
-    "Each variant answers the same documents as the baseline, which is the first variant. "
-    "Difference: of the task with the lowest bound, in points or units of the metric, with the "
-    "bounds that decide. KL: nats a token from the baseline."
+    "Each variant answers the same questions as the baseline, which is the first variant. "
+    "Difference: of the task with the lowest bound, in points or units of the metric, or of the "
+    "worst measure of held-out text, with the bounds that decide. KL: nats a token from the "
+    "baseline."
 )
 _TONES: Mapping[VariantOutcome, str] = {
     "BASELINE": "info",
@@ -70,7 +72,7 @@ def _cells(row: ComparedVariant) -> Iterator[TableCell | str]:
         yield row.worst.task
         yield _difference(row.worst)
     elif limit is not None:
-        yield limit.measure
+        yield ", ".join(filter(None, (limit.measure, limit.label)))
         yield TableCell(nats(limit, limit.value), nats_interval(limit))
     else:
         yield from (NOT_AVAILABLE, NOT_AVAILABLE)
@@ -96,6 +98,7 @@ def variant_sections(rows: Sequence[ComparedVariant]) -> Iterator[doc.Section]:
             continue
         content = parts(
             text_table(verdict, verdict.text) if verdict.text else None,
+            position_parts(verdict.text, "variant") if verdict.text else None,
             forests(verdict),
             _task_table(verdict) if verdict.tasks else None,
             warnings(verdict.warnings),

@@ -83,8 +83,9 @@ def reason_of_variants(rows: Sequence[ComparedVariant]) -> str:
         why = f"the baseline of all others, {first.name}: {first.reason}"
         return f"vLLM refuses the first variant, {why}"
     if all(row.outcome == "PASS" for row in others):
-        passed = "the variant passes" if len(others) == 1 else f"all {len(others)} variants pass"
-        return f"{passed}: {_explained(others)}"
+        passed = {1: "the variant passes", 2: "both variants pass"}
+        count = len(others)
+        return f"{passed.get(count, f'all {count} variants pass')}: {_explained(others)}"
     by_outcome = {
         outcome: [row for row in others if row.outcome == outcome]
         for outcome in ("FAIL", "REFUSED", "NO ANSWER", "INCONCLUSIVE")
