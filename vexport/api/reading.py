@@ -10,7 +10,7 @@ from vexport.reports.report import Report
 
 
 def _verdict(baseline_results: Name, results: Name, arguments: VerdictArguments) -> Verdict:
-    """Compare two folders of lm-eval's results, as `vexport verdict` does. Starts no model."""
+    """Compare two models' results, as `vexport verdict` does. Starts no model."""
     from vexport.evaluation.verdict import decide
 
     return decide(

@@ -357,15 +357,17 @@ def _fix(verdict: "Verdict") -> str:
 @setting_options("verdict", {key: EVALUATE_SYNTAXES[key] for key in ("gate", "margin")})
 @format_option(VERDICT_FORMATS)
 def verdict_command(baseline_results: Path, results: Path, answer: Answer) -> None:
-    """Compare two folders of lm-eval results, without starting a model.
+    """Compare the results of two models, without starting a model.
 
-    The results may come from other machines. BASELINE_RESULTS may also be an accepted baseline
-    (`vexport eval --accept`). Documents are paired by the sample files that lm-eval writes with
-    --log_samples.
+    Both are folders or files of lm-eval, lighteval or EvalScope, or JSON lines with task, id and
+    score. BASELINE_RESULTS may also be an accepted baseline (`vexport eval --accept`). Documents
+    are paired by their ids. lm-eval writes the answers with --log_samples.
 
     \b
     Examples:
       vexport verdict results/base results/quantized --margin 0.02
+      vexport verdict results/base results/quantized --margin wikitext=2%
+      vexport verdict base.jsonl quantized.jsonl
       vexport verdict results/base results/quantized --gate gsm8k=exact_match,flexible-extract
     """
     from vexport.api import verdict as api_verdict

@@ -83,7 +83,9 @@ class Accepted:
 
 
 def is_accepted(path: Path) -> bool:
-    """Return True if the file is an accepted baseline, and False for lm-eval's results."""
+    """Return True if the file is an accepted baseline, and False for a harness's results."""
+    if path.suffix in (".jsonl", ".parquet"):
+        return False
     return path.is_file() and _KIND in read_json_object(path)
 
 
@@ -178,16 +180,20 @@ def _accepted_task(results: Results, name: str, gate: TaskPair) -> AcceptedTask:
     if any(sample.seed for sample in samples):
         fix = "accept greedy answers, without --seeds"
         raise InputError(where, got="several answers to a document", need="one", fix=fix)
-    if samples[-1].doc_id - samples[0].doc_id >= len(samples):
+    if _number(samples[-1]) - _number(samples[0]) >= len(samples):
         fix = "evaluate all documents, or the first (--limit)"
         raise InputError(where, got="documents with gaps", need="consecutive ones", fix=fix)
+    if not all(gate.metric in sample.scores for sample in samples):
+        fix = "use --baseline, or choose another metric with --gate"
+        got = f"{gate.metric}, which lm-eval computes from all documents at once"
+        raise InputError(where, got=got, need="one number a document", fix=fix)
     scores = [sample.scores[gate.metric] for sample in samples]
     chunks = [samples[start : start + LINE] for start in range(0, len(samples), LINE)]
     lines = {f"{chunk[0].doc_id}-{chunk[-1].doc_id}": chunk for chunk in chunks}
     return AcceptedTask(
         metric=gate.metric,
         filter=gate.filter,
-        higher_is_better=gate.sign > 0,
+        higher_is_better=results.tasks[name].higher_is_better.get(gate.metric, gate.sign > 0),
         documents=len(samples),
         score=round(math.fsum(scores) / len(scores), 6),
         scores={line: _scores_text(chunk, gate.metric) for line, chunk in lines.items()},
@@ -216,7 +222,13 @@ def _ordered(results: Results, name: str, filter_name: str) -> list[Sample]:
     samples = [
         sample for sample in results.tasks[name].samples.values() if sample.filter == filter_name
     ]
-    return sorted(samples, key=lambda sample: sample.doc_id)
+    return sorted(samples, key=_number)
+
+
+def _number(sample: Sample) -> int:
+    """Return the number of a sample's document. lm-eval's documents always have numbers."""
+    assert isinstance(sample.doc_id, int)
+    return sample.doc_id
 
 
 def _scores_text(chunk: Sequence[Sample], metric: str) -> str:
@@ -294,7 +306,7 @@ def _answers_now(
         fix = "evaluate with the same --limit, or accept it again"
         raise InputError(where, got=got, need=f"the {task.documents} that were accepted", fix=fix)
     for sample in samples:
-        if old[sample.doc_id][1] != _question(sample):
+        if old[_number(sample)][1] != _question(sample):
             since = (
                 ", ".join(causes(accepted.fingerprint, candidate.fingerprint, name))
                 or "nothing known"
@@ -313,11 +325,11 @@ def _accepted_answers(task: AcceptedTask, now: TaskSamples) -> TaskSamples:
 
     Their answers were not kept.
     """
-    samples: dict[tuple[str, int, int], Sample] = {}
+    samples: dict[tuple[str, int | str, int], Sample] = {}
     stored, endings = stored_scores(task), stored_endings(task)
     for key, sample in now.samples.items():
-        score, _ = stored[sample.doc_id]
-        ending = None if endings is None else endings[sample.doc_id]
+        score, _ = stored[_number(sample)]
+        ending = None if endings is None else endings[_number(sample)]
         answer, scores = f"(scored {score:g}; the answer was not kept)", {task.metric: score}
         samples[key] = replace(sample, answer=answer, compared=None, scores=scores, ending=ending)
     better = {task.metric: task.higher_is_better}

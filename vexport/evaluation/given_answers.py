@@ -7,6 +7,7 @@ from pathlib import Path
 
 from vexport.errors import InputError, raise_all
 from vexport.evaluation.accepted import is_accepted, read_accepted
+from vexport.evaluation.harnesses import harness_of
 from vexport.evaluation.results import read_results
 
 
@@ -28,12 +29,20 @@ def read_given(path: Path) -> GivenAnswers:
     """Read lm-eval's results or an accepted baseline.
 
     Raises:
-        InputError: As `read_results` and `read_accepted`.
+        InputError: As `read_results` and `read_accepted`, or if another harness wrote the results.
     """
     if is_accepted(path):
         accepted = read_accepted(path)
         documents = {name: task.documents for name, task in accepted.tasks.items()}
         return GivenAnswers(file=path, documents=documents, originals={}, members=accepted.groups)
+    harness = harness_of(path)
+    if harness != "lm-eval":
+        raise InputError(
+            str(path),
+            got=f"results of {harness}",
+            need="lm-eval's results, to compare with answers that vexport gets by lm-eval",
+            fix="compare results of two models with `vexport verdict`",
+        )
     results = read_results(path)
     counts = {
         name: len({sample.doc_id for sample in task.samples.values()})

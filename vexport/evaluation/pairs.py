@@ -295,6 +295,9 @@ def _compared(
     if any(pair.task == name for pair in able):
         return metrics
     where = f"{baseline.file}: task {name}"
+    if not metrics and (other := _other_metrics(members, baseline, candidate)):
+        fix = "evaluate both with the same metrics"
+        raise InputError(f"{candidate.file}: task {name}", got=other, need="one metric", fix=fix)
     corpus = tuple(
         dict.fromkeys(m for member in members for m in baseline.tasks[member].corpus_metrics)
     )
@@ -310,6 +313,21 @@ def _compared(
     if named and not able:
         got = f"{got}: {named}"
     raise InputError(where, got=got, need="one number a document", fix=fix)
+
+
+def _other_metrics(members: Sequence[str], baseline: Results, candidate: Results) -> str:
+    """Describe the metrics of both runs, or return "" if one of them has none."""
+    old, new = (
+        sorted({name for member in members for name in _metric_names(run.tasks[member])})
+        for run in (baseline, candidate)
+    )
+    if not old or not new or old == new:
+        return ""
+    return f"the metrics {', '.join(new)}, and the baseline's are {', '.join(old)}"
+
+
+def _metric_names(task: TaskSamples) -> set[str]:
+    return {name for sample in task.samples.values() for name in (*sample.scores, *sample.values)}
 
 
 def _require_sacrebleu(metrics: Sequence[str], results: Results, members: Sequence[str]) -> None:
@@ -468,6 +486,8 @@ def _require_equal_documents(left: TaskSamples, right: TaskSamples, changed: str
             filter_name, doc_id, seed = lost[0]
             which = f"answer {seed} to document {doc_id}" if seed else f"document {doc_id}"
             got = f"no {which} (filter {filter_name}), {len(lost)} missing in all"
+            if reason := other.unscored.get((doc_id, seed)):
+                got = f"{which} without a score ({reason}), {len(lost)} missing in all"
             fix = f"evaluate the documents of {first.file}, with the same --limit and --seeds"
             raise InputError(
                 f"{other.file}: task {first.task}", got=got, need="the same documents", fix=fix

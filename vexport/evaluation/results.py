@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from vexport.errors import InputError, clip, require_working_disk
+from vexport.errors import InputError, clip
 from vexport.evaluation.aggregates import NotReadable, numbers_in, softmax
 from vexport.evaluation.fingerprint import (
     mapping_in,
@@ -19,14 +19,14 @@ from vexport.evaluation.fingerprint import (
     recorded_prompting,
     unseparated_thinking,
 )
+from vexport.evaluation.json_lines import json_lines
 from vexport.evaluation.lost import DEFAULT_LENGTH, Ending, ending_of
 from vexport.evaluation.metrics import AGGREGATIONS, Meaning, meaning_of
-from vexport.files import read_json_object, require_no_device
+from vexport.files import read_json_object
 from vexport.inference.added_keys import FINISH_REASON, SEED
 from vexport.inference.fingerprint import read_fingerprint
 from vexport.inference.result_files import STAMP, result_files, run_name
 from vexport.records import Json, Prompting
-from vexport.records.values import json_type
 
 SCORED_TEXTS = ("loglikelihood", "loglikelihood_rolling")
 """Output types of tasks that score the likelihood of one given text."""
@@ -50,7 +50,7 @@ class Sample:
     - `ending` is the ending of a generated answer.
     """
 
-    doc_id: int
+    doc_id: int | str
     filter: str
     hashes: tuple[str, str, str]
     prompt: str
@@ -65,7 +65,7 @@ class Sample:
     ending: Ending | None = None
 
     @property
-    def key(self) -> tuple[str, int, int]:
+    def key(self) -> tuple[str, int | str, int]:
         """Filter, document id and seed of the answer."""
         return self.filter, self.doc_id, self.seed
 
@@ -77,17 +77,19 @@ class TaskSamples:
     If several answers were sampled for a document, they have the seeds 0, 1, and so on. A single
     answer has the seed 0. `higher_is_better`, `aggregations` and `aggregates` (by `metric,filter`)
     describe the metrics of the whole task. `corpus_metrics` are the metrics without a number per
-    document. `metric_list` has the metrics that the task's configuration lists.
+    document. `metric_list` has the metrics that the task's configuration lists. `unscored` has the
+    reasons why answers have no score, by document and seed.
     """
 
     task: str
     file: Path
     higher_is_better: Mapping[str, bool]
-    samples: Mapping[tuple[str, int, int], Sample]
+    samples: Mapping[tuple[str, int | str, int], Sample]
     aggregations: Mapping[str, str] = field(default_factory=dict)
     aggregates: Mapping[str, float] = field(default_factory=dict)
     corpus_metrics: tuple[str, ...] = ()
     metric_list: frozenset[str] = frozenset()
+    unscored: Mapping[tuple[int | str, int], str] = field(default_factory=dict)
 
     def aggregation(self, metric: str) -> str | None:
         """Return the name of a metric's aggregation, None if it is unknown.
@@ -141,9 +143,9 @@ def read_samples(
     Raises:
         InputError: If something is missing or broken. The error names the line.
     """
-    samples: dict[tuple[str, int, int], Sample] = {}
+    samples: dict[tuple[str, int | str, int], Sample] = {}
     metrics: dict[str, None] = {}
-    for where, line in _json_lines(path):
+    for where, line in json_lines(path, "a sample"):
         sample = _read_sample(where, line, output_type, generation)
         metrics.update(dict.fromkeys(map(_text, _values(line["metrics"]))))
         if sample.key in samples:
@@ -163,32 +165,6 @@ def read_samples(
         samples=samples,
         corpus_metrics=tuple(name for name in metrics if name not in numbers),
     )
-
-
-def _json_lines(path: Path) -> Iterator[tuple[str, dict[str, Json]]]:
-    """Yield (file:line, JSON object) for every line."""
-    require_no_device(path)
-    fix = "restore the file or evaluate again"
-    try:
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                where = f"{path}:{number}"
-                try:
-                    value: Json = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    got = f"broken JSON ({error})"
-                    raise InputError(where, got=got, need="a sample", fix=fix) from None
-                if not isinstance(value, dict):
-                    raise InputError(
-                        where, got=f"{json_type(value)} of JSON", need="a sample", fix=fix
-                    )
-                yield where, value
-    except OSError as error:
-        require_working_disk(error, path)
-        got = error.strerror or str(error)
-        raise InputError(
-            str(path), got=got, need="a file that can be read", fix="check it"
-        ) from None
 
 
 def _read_sample(
@@ -393,7 +369,7 @@ LONGEST_NAME = 200
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Results:
-    """One lm-eval run.
+    """One run of lm-eval or of another `harness`.
 
     - `tasks` has the samples of every task.
     - `groups` maps each group that lm-eval aggregates to the tasks in it and below it.
@@ -401,6 +377,7 @@ class Results:
     - `originals` has the number of documents in each task's whole data set, if it was recorded.
     - `fingerprint` has everything that could change a score, by name.
     - `prompting` has the settings of the prompts.
+      It is None for other harnesses.
     - `warning` describes a likely mistake in them.
     """
 
@@ -410,8 +387,9 @@ class Results:
     members: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     originals: Mapping[str, int] = field(default_factory=dict)
     fingerprint: Mapping[str, str]
-    prompting: Prompting
+    prompting: Prompting | None
     warning: str | None = None
+    harness: str = "lm-eval"
 
 
 def read_results(path: Path) -> Results:

@@ -1,4 +1,4 @@
-"""Decide PASS, FAIL or INCONCLUSIVE from two lm-eval runs on the same documents.
+"""Decide PASS, FAIL or INCONCLUSIVE from two runs of a harness on the same documents.
 
 With several tasks, PASS needs every task to pass. A test that rejects only if all its parts reject
 needs no correction (intersection-union test, Berger, Technometrics 24, 1982). So each lower bound
@@ -29,9 +29,10 @@ from vexport.evaluation.compare import (
     own_margin,
 )
 from vexport.evaluation.fingerprint import changes, device_of
+from vexport.evaluation.harnesses import read_any_results
 from vexport.evaluation.margins import with_margins
 from vexport.evaluation.pairs import Choice, TaskPair, gated_tasks, pool
-from vexport.evaluation.results import Results, read_results
+from vexport.evaluation.results import Results
 from vexport.inference.fingerprint import EMULATED, ENDPOINT, MODEL, REVISION
 from vexport.inference.repeated import read_repeated, require_deterministic
 from vexport.records import Comparison, Outcome, Prompting, TaskVerdict, TextLimit, Verdict
@@ -52,7 +53,9 @@ def decide(
     alpha: float,
     gate: Choice = NO_CHOICE,
 ) -> Verdict:
-    """Compare two lm-eval output folders, or one folder with an accepted baseline.
+    """Compare results of two models, or one model's results with an accepted baseline.
+
+    The results are those of lm-eval, lighteval, EvalScope, or plain JSON lines.
 
     - `margin` is the acceptable loss, for all tasks or by task: 0.02 is 2 points of accuracy, and
       `1%` is 1 % of a metric that is not a share. None is the default for both.
@@ -64,7 +67,11 @@ def decide(
         EnvironmentFault: If the engine turned out to be not deterministic.
     """
     if is_accepted(baseline):
-        right = read_results(candidate)
+        right = read_any_results(candidate)
+        if right.harness != "lm-eval":
+            got, fix = f"results of {right.harness}", "give lm-eval's results"
+            need = "lm-eval's results, as in the accepted baseline"
+            raise InputError(str(candidate), got=got, need=need, fix=fix)
         repeated = _asked_again(right, "quantized model", alpha)
         accepted = read_accepted(baseline)
         raise_all([*other_gates(accepted, gate)])
@@ -72,8 +79,12 @@ def decide(
         gates = pair_with(accepted, right)
     else:
         left, right = attempt_all(
-            (str(run), partial(read_results, run)) for run in (baseline, candidate)
+            (str(run), partial(read_any_results, run)) for run in (baseline, candidate)
         )
+        if left.harness != right.harness:
+            got = f"results of {right.harness}, and the baseline's are of {left.harness}"
+            fix = "evaluate both models with the same harness"
+            raise InputError(str(candidate), got=got, need="results of one harness", fix=fix)
         repeated = _asked_again(left, "baseline", alpha)
         repeated += _asked_again(right, "quantized model", alpha)
         where, recorded = ("in the baseline", "in the results"), left.fingerprint
@@ -112,7 +123,7 @@ def _asked_again(run: Results, side: str, alpha: float) -> str:
     Raises:
         EnvironmentFault: If the engine is not deterministic.
     """
-    folder = run.file.parent
+    folder = run.file.parent if run.file.suffix == ".json" else run.file
     repeated = read_repeated(folder)
     if repeated is None:
         return ""

@@ -237,7 +237,7 @@ class Score:
 class Flip:
     """A document whose correctness changed, with both answers."""
 
-    doc_id: int
+    doc_id: int | str
     prompt: str
     target: str
     baseline: str

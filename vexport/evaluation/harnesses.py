@@ -1,0 +1,524 @@
+"""Read results of other harnesses: lighteval, EvalScope, and plain JSON lines.
+
+- lighteval 0.13 writes `details_TASK|SHOTS_DATE.parquet` (EvaluationTracker.save), with the columns
+  `doc`, `metric` and `model_response`.
+- EvalScope 1.14 writes `reviews/MODEL/DATASET_SUBSET.jsonl` (CacheManager). `sample_score` has the
+  score, and `group_id` and `generation_index` are the document and the seed.
+- JSON lines are any `.jsonl` with `task`, `id`, `score`, and optionally `seed`, `answer` and
+  `finish_reason`.
+
+The rows become the same samples as lm-eval's, so the same answers give the same verdict.
+"""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from vexport.errors import InputError, clip
+from vexport.errors.extras import require_extra
+from vexport.evaluation.json_lines import json_lines
+from vexport.evaluation.lost import CUT, Ending, ending_of
+from vexport.evaluation.results import Results, Sample, TaskSamples, read_results
+from vexport.inference.result_files import STAMP, result_files
+from vexport.records import Json
+
+Harness = Literal["lm-eval", "lighteval", "EvalScope", "JSON lines"]
+LOWER_IS_BETTER = frozenset(
+    (
+        "bits_per_byte",
+        "brier_score",
+        "byte_perplexity",
+        "cer",
+        "edit_distance",
+        "perplexity",
+        "ppl",
+        "ter",
+        "wer",
+        "word_perplexity",
+    )
+)
+"""Metrics of other harnesses with lower values being better. The files do not record it."""
+_SUCCESS = "success"
+_DETAILS = "details_"
+# No answer reaches this number of tokens, so only its finish reason shows whether it was cut.
+_NO_LIMIT = 2**31
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """One scored answer of any harness.
+
+    `identity` is the document's id, and `seed` the number of the answer, None if it is unknown.
+    `scores` is empty if the harness could not score the answer; `problem` is then the reason.
+    `text` is None if the answer was not kept or not generated. `options` is the number of options
+    of a multiple-choice document, else 0.
+    """
+
+    where: str
+    identity: str
+    scores: Mapping[str, float]
+    seed: int | None = None
+    prompt: str = ""
+    target: str = ""
+    text: str | None = None
+    extracted: str | None = None
+    finish_reason: str | None = None
+    options: int = 0
+    problem: str = ""
+
+
+@dataclass(slots=True)
+class _Task:
+    """Answers to one task, in the order of the file."""
+
+    file: Path
+    answers: list[Answer] = field(default_factory=list)
+
+
+def read_any_results(path: Path) -> Results:
+    """Read results of lm-eval, lighteval, EvalScope, or plain JSON lines.
+
+    Raises:
+        InputError: If the results are missing, broken, or from several harnesses or models.
+        MissingPackage: If lighteval's details need pyarrow and it is not installed.
+    """
+    harness = harness_of(path)
+    if harness == "lm-eval":
+        return read_results(path)
+    tasks = {name: _samples(name, task, harness) for name, task in _READERS[harness](path).items()}
+    return Results(
+        file=path, tasks=tasks, groups={}, fingerprint={}, prompting=None, harness=harness
+    )
+
+
+def harness_of(path: Path) -> Harness:
+    """Return the harness that wrote a file or a folder of results.
+
+    Paths without any results count as lm-eval's, whose reader has the error.
+
+    Raises:
+        InputError: If a folder has results of several harnesses.
+    """
+    if path.is_file():
+        return _harness_of_file(path)
+    found: list[Harness] = []
+    if any(path.rglob(f"{_DETAILS}*.parquet")):
+        found.append("lighteval")
+    if _review_files(path):
+        found.append("EvalScope")
+    has_samples = any(path.rglob("samples_*.jsonl"))
+    if has_samples or (not found and result_files(path)):
+        found.append("lm-eval")
+    if not found and _plain_files(path):
+        found.append("JSON lines")
+    if len(found) > 1:
+        raise InputError(
+            str(path),
+            got=f"results of {' and '.join(found)}",
+            need="results of one harness",
+            fix="give the folder of one harness",
+        )
+    return found[0] if found else "lm-eval"
+
+
+def _harness_of_file(path: Path) -> Harness:
+    if path.suffix == ".parquet":
+        return "lighteval"
+    if path.suffix != ".jsonl":
+        return "lm-eval"
+    for where, row in json_lines(path, "a scored answer"):
+        if "sample_score" in row:
+            return "EvalScope"
+        if "doc_id" in row and "resps" in row:
+            fix = "give the folder that lm-eval wrote, with results_*.json in it"
+            need = "lm-eval's results"
+            raise InputError(where, got="samples of lm-eval alone", need=need, fix=fix)
+        break
+    return "JSON lines"
+
+
+def _plain_files(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.glob("*.jsonl") if file.is_file())
+
+
+def _review_files(path: Path) -> list[Path]:
+    """Return EvalScope's review files below a folder: the files in folders named `reviews`.
+
+    The folder may also be a folder of `reviews` itself.
+    """
+    files = [file for file in path.rglob("*.jsonl") if file.is_file()]
+    if "reviews" in path.resolve().parts[-2:]:
+        return sorted(files)
+    return sorted(file for file in files if "reviews" in file.relative_to(path).parts)
+
+
+def _require_one_model(path: Path, folders: Sequence[Path]) -> None:
+    """Raise InputError if the files of several models are below a path."""
+    models = sorted({str(folder) for folder in folders})
+    if len(models) > 1:
+        raise InputError(
+            str(path),
+            got=f"results of {len(models)} models or runs ({clip(', '.join(models), 200)})",
+            need="one model's results",
+            fix="give one of these folders",
+        )
+
+
+def _read_plain(path: Path) -> dict[str, _Task]:
+    """Read JSON lines with `task`, `id` and `score`."""
+    tasks: dict[str, _Task] = {}
+    for file in [path] if path.is_file() else _plain_files(path):
+        for where, row in json_lines(file, "a scored answer"):
+            name, answer = _plain_answer(where, row)
+            tasks.setdefault(name, _Task(file)).answers.append(answer)
+    return tasks
+
+
+def _plain_answer(where: str, row: Mapping[str, Json]) -> tuple[str, Answer]:
+    fix = "write one object a line: task, id, score, and optionally seed, answer, finish_reason"
+    if missing := [key for key in ("task", "id", "score") if key not in row]:
+        raise InputError(where, got=f"no {', '.join(missing)}", need="a scored answer", fix=fix)
+    task, seed = row["task"], row.get("seed")
+    if not isinstance(task, str) or not task:
+        raise InputError(where, got=f"task {clip(repr(task), 100)}", need="a name", fix=fix)
+    if seed is not None and (type(seed) is not int or seed < 0):
+        got = f"seed {clip(repr(seed), 100)}"
+        raise InputError(where, got=got, need="a whole number from 0", fix=fix)
+    score = row["score"]
+    scores = _numbers(where, {"score": score})
+    reason = row.get("finish_reason")
+    return task, Answer(
+        where=where,
+        identity=_identity(where, row["id"]),
+        seed=seed,
+        scores=scores,
+        text=_text_or_none(row.get("answer")),
+        finish_reason=reason if isinstance(reason, str) else None,
+        problem="" if scores else "its score is null",
+    )
+
+
+def _identity(where: str, value: Json) -> str:
+    """Return a document's id as text, so that 7 and "7" are the same document."""
+    if isinstance(value, bool) or not isinstance(value, int | str) or value == "":
+        got = f"id {clip(repr(value), 100)}"
+        raise InputError(where, got=got, need="a number or a text", fix="name each document")
+    return str(value)
+
+
+def _text_or_none(value: Json) -> str | None:
+    return value if value is None or isinstance(value, str) else str(value)
+
+
+def _numbers(where: str, values: Mapping[str, Json]) -> dict[str, float]:
+    """Return the values that are numbers. Null and nested values are left out."""
+    numbers: dict[str, float] = {}
+    for name, value in values.items():
+        if isinstance(value, str):
+            got = f"{name} {clip(repr(value), 100)}"
+            raise InputError(where, got=got, need="a number", fix="evaluate again")
+        if isinstance(value, bool | int | float):
+            number = float(value)
+            if not math.isfinite(number):
+                raise InputError(
+                    where, got=f"{name} {number}", need="a finite number", fix="evaluate again"
+                )
+            numbers[name] = number
+    return numbers
+
+
+def _read_reviews(path: Path) -> dict[str, _Task]:
+    """Read EvalScope's reviews. A task is a dataset with its subset."""
+    files = [path] if path.is_file() else _review_files(path)
+    _require_one_model(path, [file.parent for file in files])
+    tasks: dict[str, _Task] = {}
+    for file in files:
+        for where, row in json_lines(file, "a review of EvalScope"):
+            answer = _review(where, row)
+            tasks.setdefault(file.stem, _Task(file)).answers.append(answer)
+    return tasks
+
+
+def _review(where: str, row: Mapping[str, Json]) -> Answer:
+    need, fix = "a review of EvalScope 1.x", "evaluate again with EvalScope"
+    sample = row.get("sample_score")
+    score = sample.get("score") if isinstance(sample, dict) else None
+    values = score.get("value") if isinstance(score, dict) else None
+    if not isinstance(sample, dict) or not isinstance(score, dict) or not isinstance(values, dict):
+        raise InputError(where, got="no sample_score with a score", need=need, fix=fix)
+    ids = (sample.get("group_id"), sample.get("sample_id"), row.get("index"))
+    identity = next((value for value in ids if value is not None), None)
+    seed = sample.get("generation_index")
+    if seed is not None and (type(seed) is not int or seed < 0):
+        got = f"generation_index {clip(repr(seed), 100)}"
+        raise InputError(where, got=got, need="a whole number from 0", fix=fix)
+    status = score.get("status", _SUCCESS)
+    is_scored = status == _SUCCESS
+    scores = _numbers(where, values) if is_scored else {}
+    main = score.get("main_score_name")
+    ordered = sorted(scores, key=lambda name: name != main)
+    return Answer(
+        where=where,
+        identity=_identity(where, identity),
+        seed=seed,
+        scores={name: scores[name] for name in ordered},
+        prompt=_first_message(row.get("messages")),
+        target=", ".join(map(str, target)) if isinstance(target := row.get("target"), list) else "",
+        text=_text_or_none(score.get("prediction")),
+        extracted=_text_or_none(score.get("extracted_prediction")),
+        problem="" if scores else f"its score has the status {status}",
+    )
+
+
+def _first_message(messages: Json) -> str:
+    """Return the text of the messages before the model's answer."""
+    texts = []
+    for message in messages if isinstance(messages, list) else []:
+        if not isinstance(message, dict) or message.get("role") == "assistant":
+            break
+        content = message.get("content")
+        texts.append(content if isinstance(content, str) else str(content))
+    return "\n".join(texts)
+
+
+def _read_details(path: Path) -> dict[str, _Task]:
+    """Read lighteval's details. If a task was evaluated several times, the newest file counts."""
+    require_extra("pyarrow", "reading lighteval's details")
+    files = [path] if path.is_file() else sorted(path.rglob(f"{_DETAILS}*.parquet"))
+    _require_one_model(path, [_model_folder(file) for file in files])
+    newest = {_task_of(file): file for file in sorted(files, key=_date_of)}
+    tasks: dict[str, _Task] = {}
+    for name, file in newest.items():
+        answers = [
+            _detail(f"{file}, row {number}", row) for number, row in enumerate(_rows(file), 1)
+        ]
+        tasks[name] = _Task(file, answers)
+    return tasks
+
+
+def _model_folder(file: Path) -> Path:
+    """Return the folder of the model. lighteval writes each run into a subfolder with its date."""
+    return file.parent.parent if file.parent.name == _date_of(file) else file.parent
+
+
+def _task_of(file: Path) -> str:
+    """Return `gsm8k|5` for `details_gsm8k|5_2026-11-27T10-00-00.123456.parquet`."""
+    stem = file.stem.removeprefix(_DETAILS)
+    return stem.removesuffix(f"_{_date_of(file)}")
+
+
+def _date_of(file: Path) -> str:
+    found = STAMP.search(f"{file.stem}.json")
+    return found[1] if found else ""
+
+
+def _rows(file: Path) -> Iterator[dict[str, Json]]:
+    import pyarrow  # type: ignore[import-untyped]
+    import pyarrow.parquet as parquet  # type: ignore[import-untyped]
+
+    need, fix = "lighteval's details", "restore the file, or evaluate again"
+    try:
+        table = parquet.read_table(file, columns=["doc", "metric", "model_response"])
+        rows = table.to_pylist()
+    except (pyarrow.ArrowException, OSError, KeyError) as error:
+        got = clip(f"{type(error).__name__}: {error}".splitlines()[0], 200)
+        raise InputError(str(file), got=got, need=need, fix=fix) from None
+    if missing := {"doc", "metric", "model_response"} - set(table.column_names):
+        got = f"no column {', '.join(sorted(missing))}"
+        raise InputError(str(file), got=got, need=need, fix=fix)
+    yield from rows
+
+
+def _detail(where: str, row: Mapping[str, Json]) -> Answer:
+    doc, metric, response = row["doc"], row["metric"], row["model_response"]
+    if not isinstance(doc, dict) or not isinstance(metric, dict) or not isinstance(response, dict):
+        raise InputError(
+            where, got="an empty row", need="lighteval's details", fix="evaluate again"
+        )
+    query = str(doc.get("query") or "")
+    listed = doc.get("choices")
+    choices = [str(choice) for choice in listed] if isinstance(listed, list) else []
+    texts, log_likelihoods = response.get("text"), response.get("logprobs")
+    kept = response.get("text_post_processed") or texts
+    is_choice = isinstance(log_likelihoods, list) and bool(log_likelihoods) and len(choices) > 1
+    identity = doc.get("id")
+    return Answer(
+        where=where,
+        identity=str(identity) if identity not in (None, "") else _digest(query, *choices),
+        scores=_numbers(where, metric),
+        prompt=query,
+        target=_gold(choices, doc.get("gold_index")),
+        text=_joined(kept) if not is_choice else None,
+        options=len(choices) if is_choice else 0,
+        problem="" if _numbers(where, metric) else "it has no score that is a number",
+    )
+
+
+def _joined(texts: Json) -> str | None:
+    """Return the generated texts of a document, None if nothing was generated."""
+    if not isinstance(texts, list) or not texts:
+        return None
+    return "\n".join(str(text) for text in texts)
+
+
+def _gold(choices: Sequence[str], index: Json) -> str:
+    indices = index if isinstance(index, list) else [index]
+    known = [at for at in indices if isinstance(at, int) and 0 <= at < len(choices)]
+    return ", ".join(choices[at] for at in known)
+
+
+def _digest(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode("utf-8", "replace")).hexdigest()
+
+
+_READERS: Mapping[Harness, Callable[[Path], dict[str, _Task]]] = {
+    "lighteval": _read_details,
+    "EvalScope": _read_reviews,
+    "JSON lines": _read_plain,
+}
+
+
+def _samples(name: str, task: _Task, harness: Harness) -> TaskSamples:
+    """Return a task's answers as samples, ordered by document and seed.
+
+    Raises:
+        InputError: If an answer is doubled, or no answer has a score.
+    """
+    samples: dict[tuple[str, int | str, int], Sample] = {}
+    unscored: dict[tuple[int | str, int], str] = {}
+    for answer, seed in _with_seeds(task.answers):
+        sample = _sample(answer, seed)
+        if not answer.scores:
+            unscored[sample.doc_id, seed] = answer.problem
+            continue
+        samples[sample.key] = sample
+    if not samples:
+        reason = next(iter(unscored.values()), "it has no rows")
+        raise InputError(
+            f"{task.file}: task {name}",
+            got=f"no answer with a score ({reason})",
+            need="at least one",
+            fix=f"evaluate again with {harness}" if harness != "JSON lines" else "write scores",
+        )
+    _require_regular(task, name, list(samples.values()), unscored)
+    ordered = dict(sorted(samples.items(), key=lambda item: _order(item[1])))
+    metrics = {metric for sample in samples.values() for metric in sample.scores}
+    return TaskSamples(
+        task=name,
+        file=task.file,
+        higher_is_better={metric: metric not in LOWER_IS_BETTER for metric in metrics},
+        samples=ordered,
+        aggregations=dict.fromkeys(metrics, "mean"),
+        unscored=unscored,
+    )
+
+
+def _require_regular(
+    task: _Task,
+    name: str,
+    samples: Sequence[Sample],
+    unscored: Mapping[tuple[int | str, int], str],
+) -> None:
+    """Raise InputError if some documents have fewer scored answers than others."""
+    counts: dict[int | str, int] = {}
+    for sample in samples:
+        counts[sample.doc_id] = counts.get(sample.doc_id, 0) + 1
+    most = max(counts.values())
+    fewer = [document for document, count in counts.items() if count < most]
+    if not fewer:
+        return
+    document = fewer[0]
+    reasons = [reason for (other, _), reason in unscored.items() if other == document]
+    why = f" ({reasons[0]})" if reasons else ""
+    raise InputError(
+        f"{task.file}: task {name}",
+        got=f"{counts[document]} scored answers to document {document}{why}, "
+        f"{len(fewer)} such documents in all",
+        need=f"{most}, as to the other documents",
+        fix="evaluate these documents again",
+    )
+
+
+def _order(sample: Sample) -> tuple[bool, int, str, int]:
+    is_text = isinstance(sample.doc_id, str)
+    number = 0 if isinstance(sample.doc_id, str) else sample.doc_id
+    return is_text, number, str(sample.doc_id), sample.seed
+
+
+def _with_seeds(answers: Sequence[Answer]) -> Iterator[tuple[Answer, int]]:
+    """Yield each answer with its seed.
+
+    Seeds are numbered from 0. Files without seeds have several answers to a document if every
+    document has the same number of answers. Their order gives the seed.
+
+    Raises:
+        InputError: If a document has two answers with the same seed, or more answers than others.
+    """
+    counts: dict[str, int] = {}
+    for answer in answers:
+        if answer.seed is None:
+            counts[answer.identity] = counts.get(answer.identity, 0) + 1
+    is_regular = len(set(counts.values())) <= 1
+    given = sorted({answer.seed for answer in answers if answer.seed is not None})
+    seen: dict[tuple[str, int], str] = {}
+    numbers: dict[str, int] = {}
+    for answer in answers:
+        seed = answer.seed
+        if seed is None:
+            seed = numbers.get(answer.identity, 0) if is_regular else 0
+            numbers[answer.identity] = seed + 1
+        else:
+            seed = given.index(seed)
+        key = answer.identity, seed
+        if key in seen:
+            which = f"document {answer.identity} twice"
+            got = which if answer.seed is None else f"{which} (seed {answer.seed})"
+            raise InputError(
+                answer.where,
+                got=f"{got}, first in {seen[key]}",
+                need="each document once, or once for each seed",
+                fix="remove one of the two rows, or evaluate again",
+            )
+        seen[key] = answer.where
+        yield answer, seed
+
+
+def _sample(answer: Answer, seed: int) -> Sample:
+    identity = answer.identity
+    is_number = identity.isdecimal() and identity.isascii() and str(int(identity)) == identity
+    shown = answer.text if answer.text is not None else "(the answer was not kept)"
+    compared = answer.extracted if answer.extracted is not None else answer.text
+    return Sample(
+        doc_id=int(identity) if is_number else identity,
+        filter="none",
+        hashes=(_digest(identity), _digest(answer.prompt), _digest(answer.target)),
+        prompt=answer.prompt,
+        target=answer.target,
+        answer=shown,
+        compared=compared,
+        scores=answer.scores,
+        options=answer.options,
+        seed=seed,
+        ending=_ending(answer),
+    )
+
+
+def _ending(answer: Answer) -> Ending | None:
+    """Return how a generated answer ended, None if neither its text nor a reason was kept."""
+    reasons = [answer.finish_reason] if answer.finish_reason else []
+    if answer.text is None:
+        if not reasons:
+            return None
+        return Ending(state="cut", is_cut=True) if reasons[0] in CUT else Ending(state="")
+    extracted = answer.extracted if answer.extracted is not None else answer.text
+    return ending_of(
+        prompt=answer.prompt,
+        responses=[answer.text],
+        filtered=[extracted],
+        reasons=reasons,
+        longest=_NO_LIMIT,
+        is_stripped=False,
+    )
