@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
-from vexport.errors import raise_all
+from vexport.errors import InputError, raise_all
 from vexport.errors.extras import attempt_all
 from vexport.evaluation.accepted import is_accepted, other_gates, pair_with, read_accepted
 from vexport.evaluation.compare import (
