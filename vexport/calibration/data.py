@@ -41,7 +41,7 @@ from vexport.records import CalibrationData
 # Characters tokenized for each token that is needed. Text beyond this would be cut off after
 # tokenizing.
 CHARACTERS_PER_TOKEN = 64
-# Reading ends after MOST_BROKEN broken rows, or if the first MOST_MULTIMODAL rows all have images,
+# Reading ends after MAX_BROKEN_ROWS rows, or if the first MAX_MULTIMODAL_ROWS rows all have images,
 # video or sound.
 MAX_BROKEN_ROWS, MAX_MULTIMODAL_ROWS = 10, 10_000
 # The template that transformers uses for conversations with tools if the tokenizer has several.

@@ -195,7 +195,7 @@ def require_judged(reports: Sequence[CheckReport]) -> None:
     for report in reports:
         if report.not_judged:
             first, more = report.not_judged[0].brief, _more(len(report.not_judged))
-            got = f"not judged, which --strict asks for: {first.what}{more}: {first.why}"
+            got = f"not judged, but --strict requires it: {first.what}{more}: {first.why}"
             fix = "load it where vLLM runs (`vexport load`), or leave --strict out"
             raise Inconclusive(report.checkpoint, got=got, need="", fix=fix)
 
@@ -222,7 +222,7 @@ def require_plan(source: str, plan: "Plan") -> None:
     if plan.refusals and is_read():
         number = len(plan.refusals)
         counted = "1 refusal" if number == 1 else f"{number:,} refusals"
-        got = f"vLLM could not run what this plan makes: {counted}, shown above"
+        got = f"vLLM could not run the planned checkpoint: {counted}, shown above"
         raise InputError(source, got=got, need="", fix="")
     require_accepted(plan)
 
@@ -247,7 +247,7 @@ def conclude(outcome: str, name: str, reason: str, *, fix: str = "") -> None:
         raise CheckpointFailed(name, got=f"FAIL{why}", need="", fix=fix)
     if outcome == "INCONCLUSIVE":
         fix = fix or (
-            "the report says what would settle it" if why else "see what would settle it above"
+            "the report shows what would settle the outcome" if why else "see above what settles it"
         )
         raise Inconclusive(name, got=f"INCONCLUSIVE{why}", need="", fix=fix)
 

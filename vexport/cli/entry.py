@@ -211,7 +211,7 @@ def default_map(group: click.Group) -> dict[str, dict[str, object]]:
     for name in tables.keys() - options.keys():
         fix = f"name a command{nearest(clip(name, 100), [*options])}"
         raise InputError(
-            f"{where}: [{clip(name, 100)}]", got="no command of vexport", need="one", fix=fix
+            f"{where}: [{clip(name, 100)}]", got="an unknown table", need="a command", fix=fix
         )
     every = {name: option for each in options.values() for name, option in each.items()}
     _require_known(f"{where}: ", shared, every)
@@ -234,13 +234,11 @@ def _require_known(where: str, settings: Iterable[str], known: Mapping[str, clic
         place = f"{where}{clip(key, 100)}"
         name = key.replace("-", "_")
         if key in known and str(known[key].name) in NEVER or name in NEVER:
-            got = "it may run code, or write or remove files: only a call itself says so"
-            raise InputError(
-                place, got=got, need="", fix="remove it, and give the option in the call"
-            )
+            got = "an option that may run code or change files is only valid on the command line"
+            raise InputError(place, got=got, need="", fix="remove it from the file")
         if key not in known:
             fix = f"correct it{nearest(clip(key, 100), [*known])}"
-            raise InputError(place, got="no option that a file may set", need="one", fix=fix)
+            raise InputError(place, got="an unknown option", need="an option of vexport", fix=fix)
 
 
 def _table() -> tuple[str, Mapping[str, object]]:

@@ -59,7 +59,7 @@ class Mixtures:
 def best_mixtures(groups: Sequence[Sequence[SchemeChoice]]) -> Mixtures:
     """Return all mixtures that no other mixture beats in both bytes and loss.
 
-    If there are more than MOST_MIXTURES, they are thinned.
+    If there are more than MAX_MIXTURES, they are thinned.
     """
     num_bytes, loss = np.zeros(1, np.int64), np.zeros(1, np.float64)
     steps: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int16]]] = []
@@ -95,7 +95,7 @@ def _pareto_front(
 def _thin_out(
     kept: npt.NDArray[np.int64], num_bytes: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    """Return at most MOST_MIXTURES mixtures: the last of each of equal steps in bytes.
+    """Return at most MAX_MIXTURES mixtures: the last of each of equal steps in bytes.
 
     The last mixture of a step has its least loss. The smallest mixture is always kept.
     """
