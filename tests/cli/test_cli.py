@@ -169,7 +169,10 @@ def test_options_from_files(llama: Path, tmp_path: Path, monkeypatch: pytest.Mon
             "[check]\noutput = '../x.json'\n",
             "vexport.toml: check.output: an option that may run code",
         ),
-        ("[check]\noutput-file = 'x.json'\n", "vexport.toml: check.output-file: got an unknown option"),
+        (
+            "[check]\noutput-file = 'x.json'\n",
+            "vexport.toml: check.output-file: got an unknown option",
+        ),
         ("[eval]\noutput-dir = 'x'\naccept = 'y'\n", "only valid on the command line"),
         ("run-dir = '../x'\n", "only valid on the command line"),
         ("[compare]\nserve = ['a=1']\n", "only valid on the command line"),
