@@ -11,6 +11,7 @@ from scipy import special
 from torch.nn import functional
 
 from tests.evaluation.text_sessions import random_text, session
+from tests.reports.sample import WHOLE
 from vexport.errors import EnvironmentFault
 from vexport.evaluation.held_out import LATE, decide_on_text, judge_limit
 from vexport.evaluation.positions import Span, buckets_of, compare_rows, doublings_of
@@ -18,6 +19,8 @@ from vexport.evaluation.verdict import overall_outcome
 from vexport.inference.answers import Served
 from vexport.records import TextVerdict, Verdict
 from vexport.reports import render_verdicts
+from vexport.reports.formatting import next_step
+from vexport.run.comparison import compared_run
 from vexport.scenario import Evaluate
 
 SETTINGS = Evaluate(text="held-out.txt", kl_limit=0.1, nll_limit=0.05, alpha=0.05)
@@ -118,6 +121,9 @@ def test_late_error_fails_and_names_its_bucket(tmp_path: Path) -> None:
     rows = list(compare_rows(old, new))
     assert kl.value == pytest.approx(np.mean([row.kl[255:] for row in rows]))
     assert np.mean([row.kl for row in rows]) < SETTINGS.kl_limit
+    report = replace(WHOLE, outcome="FAIL", verdict=verdict)
+    assert next_step(report)[1].startswith("Compare rope_theta")
+    assert compared_run(report, "").mean_kl == kl.value
     assert text.buckets[2].candidate_nll - text.buckets[2].baseline_nll == pytest.approx(rise.value)
     assert text.buckets[2].changed == pytest.approx(np.mean([row.changed[255:] for row in rows]))
     assert sum(bucket.tokens for bucket in text.buckets) == text.tokens == ROWS * (TOKENS - 1)

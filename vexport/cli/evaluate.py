@@ -346,9 +346,17 @@ def _answer(evaluations: "Evaluations", format_: str, *, is_shown: bool) -> None
 
 
 def _fix(verdict: "Verdict") -> str:
-    """Return advice if a task lost too many answers, or else an empty string."""
-    few = not any(task.too_many_lost for task in verdict.tasks)
-    return "" if few else "see the answers that were cut or are empty above, and evaluate again"
+    """Return advice for a known cause, or else an empty string.
+
+    Known causes are too many lost answers, and a loss in later tokens of held-out text alone.
+    """
+    from vexport.reports.formatting import LATE
+
+    if any(task.too_many_lost for task in verdict.tasks):
+        return "see the answers that were cut or are empty above, and evaluate again"
+    if verdict.text is not None and verdict.text.fails_late:
+        return LATE
+    return ""
 
 
 @command("verdict")
