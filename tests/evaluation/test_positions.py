@@ -159,6 +159,22 @@ def test_large_noise_gives_no_verdict(tmp_path: Path) -> None:
     old, new = pair(tmp_path, again=0.5)
     with pytest.raises(EnvironmentFault, match=r"KL of 0\.\d+ .*VLLM_BATCH_INVARIANT"):
         decide_on_text("t", old, new, SETTINGS)
+    same = replace(new, result=old.result)
+    with pytest.raises(EnvironmentFault, match=r"candidate .*KL of 0\.\d+ "):
+        decide_on_text("t", new, same, SETTINGS)
+
+
+@pytest.mark.parametrize("top", [12, None])
+def test_padded_vocabulary_is_compared_by_a_lower_bound(tmp_path: Path, top: int | None) -> None:
+    """A checkpoint may have more rows of embeddings than its source, which no token uses."""
+    rows, logits, _ = random_text(ROWS, TOKENS, VOCABULARY)
+    padded = functional.pad(logits, (0, 8), value=-20.0)
+    left = session(tmp_path / "a", rows, logits, top=top or VOCABULARY)
+    right = session(tmp_path / "b", rows, padded, top=top or VOCABULARY + 8)
+    for sides in ((left, right), (right, left)):
+        verdict = decide_on_text("t", *sides, SETTINGS)
+        assert verdict.outcome == "PASS"
+        assert text_of(verdict).limits[0].value < 1e-5
 
 
 def test_sessions_of_older_versions_are_read(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ def decide_on_text(data: str, baseline: Served, candidate: Served, settings: Eva
         Inconclusive: If a model drafts nothing.
         CheckpointFailed: If the candidate's tokenizer gives other tokens, or if the candidate's
         log-probabilities are not finite.
-        EnvironmentFault: If the baseline differs too much from itself.
+        EnvironmentFault: If a model differs too much from itself when it reads rows again.
     """
     for row, (first, other) in enumerate(zip(baseline.rows, candidate.rows, strict=False), 1):
         if first != other:
@@ -81,7 +81,8 @@ def decide_on_text(data: str, baseline: Served, candidate: Served, settings: Eva
                 candidate, f"different tokens in row {row} of the text", "the baseline's tokenizer"
             )
     text = _measured(data, baseline, candidate, settings)
-    _require_steady(baseline, text, settings.kl_limit)
+    _require_steady("baseline", baseline, text, settings.kl_limit)
+    _require_steady("candidate", candidate, text, settings.kl_limit)
     outcome, engine = overall_outcome(text.limits), candidate.result.engine
     return Verdict(
         outcome=outcome,
@@ -231,18 +232,26 @@ def _worst(limits: Sequence[TextLimit]) -> TextLimit:
     return max(limits, key=lambda limit: (order.index(limit.outcome), limit.value))
 
 
-def _require_steady(baseline: Served, text: TextVerdict, kl_limit: float) -> None:
-    """Raise EnvironmentFault if the baseline's second reading differs too much from its first."""
-    most = NOISE_SHARE * kl_limit
-    noisy = [bucket for bucket in text.buckets if bucket.noise and bucket.noise.kl > most]
-    if not noisy:
+def _require_steady(role: str, side: Served, text: TextVerdict, kl_limit: float) -> None:
+    """Raise EnvironmentFault if a model's second reading differs too much from its first.
+
+    A model that read no row twice is not judged.
+    """
+    again = [row.kl for row in compare_repeated(side)]
+    if not again:
         return
-    worst = max(noisy, key=lambda bucket: bucket.noise.kl if bucket.noise else 0.0)
-    assert worst.noise is not None
+    noises = {
+        bucket.label: float(joined(again, Span(bucket.start, bucket.end)).mean())
+        for bucket in text.buckets
+    }
+    worst = max(noises, key=noises.__getitem__)
+    most = NOISE_SHARE * kl_limit
+    if noises[worst] <= most:
+        return
     raise EnvironmentFault(
-        f"baseline {baseline.checkpoint}",
-        got=f"log-probabilities that differ by a KL of {worst.noise.kl:.3g} nats a token when the "
-        f"same model reads the same {worst.label} again",
+        f"{role} {side.checkpoint}",
+        got=f"log-probabilities that differ by a KL of {noises[worst]:.3g} nats a token when the "
+        f"same model reads the same {worst} again",
         need=f"at most {most:g}, a quarter of the limit",
         fix="use one kind of GPU; try VLLM_BATCH_INVARIANT=1 or fewer sequences at once "
         "(--max-num-seqs)",

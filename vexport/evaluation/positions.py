@@ -124,7 +124,6 @@ def compare_rows(baseline: Served, candidate: Served) -> Iterator[ComparedRow]:
     the vocabulary is small.
     """
     is_partial = baseline.is_partial or candidate.is_partial
-    measure = least_kl if is_partial else kl_divergence
     with ExitStack() as files:
         old_beginnings = files.enter_context(_opened(baseline.logprobs_file))
         new_beginnings = files.enter_context(_opened(candidate.logprobs_file))
@@ -132,13 +131,16 @@ def compare_rows(baseline: Served, candidate: Served) -> Iterator[ComparedRow]:
         new_scores = files.enter_context(_opened(candidate.text_file))
         for number in range(len(baseline.rows)):
             name = f"prompt.{number}"
-            beginning = measure(old_beginnings.get_tensor(name), new_beginnings.get_tensor(name))
+            first = old_beginnings.get_tensor(name)
+            second = new_beginnings.get_tensor(name)
+            is_exact = not is_partial and first.shape == second.shape
+            beginning = kl_divergence(first, second) if is_exact else least_kl(first, second)
             old = _scored_row(old_scores, "", number)
             new = _scored_row(new_scores, "", number)
             kl, is_whole = _kl_of_likeliest(old, new)
-            exact = 0 if is_partial else len(beginning)
-            joined = torch.cat([beginning, kl[len(beginning) :]])
-            yield _compared(old, new, joined, len(joined) if is_whole else exact)
+            kl = torch.cat([beginning, kl[len(beginning) :]])
+            exact = len(beginning) if is_exact else 0
+            yield _compared(old, new, kl, len(kl) if is_exact and is_whole else exact)
 
 
 def compare_repeated(baseline: Served) -> Iterator[ComparedRow]:
@@ -206,7 +208,8 @@ def _kl_of_likeliest(old: _ScoredRow, new: _ScoredRow) -> tuple[torch.Tensor, bo
     """
     if old.tokens is None or new.tokens is None or old.logprobs is None or new.logprobs is None:
         return torch.zeros(0, dtype=torch.float64), False
-    is_whole = _is_whole(old.tokens) and _is_whole(new.tokens)
+    has_same_width = old.tokens.shape == new.tokens.shape
+    is_whole = has_same_width and _is_whole(old.tokens) and _is_whole(new.tokens)
     measure = kl_divergence if is_whole else least_kl
     parts = []
     for start in range(0, len(old.tokens), _MATCHED):

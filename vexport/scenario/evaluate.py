@@ -20,6 +20,7 @@ from vexport.errors import nearest
 from vexport.records import GENERATION_KEYS, BatchSize, Endpoint, GenKwargs
 from vexport.records.accuracy import DEFAULT_CONCURRENCY, REQUEST_SECONDS
 from vexport.records.margins import DEFAULT_MARGIN, DEFAULT_RELATIVE_MARGIN, parse_margin
+from vexport.records.values import MOST_COUNT, Positive
 from vexport.scenario.declaring import Key, Option
 from vexport.scenario.section import ScenarioSection, located_error
 
@@ -175,11 +176,12 @@ class Evaluate(ScenarioSection):
         ),
     ] = None
     text_rows: Annotated[
-        int, Gt(0), Option("Number of rows of the text to read.", "Tasks", hidden=True)
+        Positive, Option("Number of rows of the text to read.", "Tasks", hidden=True)
     ] = DEFAULT_TEXT_ROWS
     text_tokens: Annotated[
         int,
         Gt(1),
+        Le(MOST_COUNT),
         Option(
             "Number of tokens of each row of the text.",
             "Tasks",
