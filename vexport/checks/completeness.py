@@ -18,6 +18,7 @@ from vexport.checks.vllm.findings import error, warning
 from vexport.checks.vllm.groups import INPUT, OUTPUT, ConfigGroup, StoredLayer
 from vexport.checks.vllm.view import CheckpointView
 from vexport.records import Finding, NotJudged
+from vexport.records.values import plural
 
 NAME = "completeness"
 WEIGHTS = QUANTIZED_PARAMETERS | AUXILIARY_PARAMETERS | {"weight"}
@@ -110,8 +111,8 @@ def _compare_with_layout(view: CheckpointView, layout: ModelLayout) -> Iterator[
         if lost:
             expected = f"experts under names that vLLM loads, such as {min(lost)}"
             got = (
-                f"{len(names)} tensors under other names, which vLLM ignores, so that "
-                f"{len(lost)} tensors are missing"
+                f"{plural(len(names), 'tensor')} under other names, which vLLM ignores, and "
+                f"{plural(len(lost), 'missing tensor')}"
             )
             fix = "export each expert as separate tensors"
             yield error(NAME, min(names), expected=expected, got=got, fix=fix)

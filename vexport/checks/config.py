@@ -64,7 +64,8 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     if not isinstance(method, str) or method.lower().replace("_", "-") != METHOD:
         fix = f"set quant_method to {METHOD}"
         expected = f"{METHOD}, to which the other keys belong"
-        yield _finding(view, "quant_method", expected, repr(method), fix)
+        got = "no such key, or null" if method is None else repr(method)
+        yield _finding(view, "quant_method", expected, got, fix)
         return
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or (not groups and quantized):

@@ -200,7 +200,7 @@ def versions(view: CheckpointView) -> Iterator[Finding]:
                 VERSIONS_NAME,
                 where,
                 expected=expected,
-                got=f"{name}, which refuses them",
+                got=f"{name}, which does not support {refused}",
                 fix=FIX_VERSION,
             )
         elif group.storage is MXFP4 and MXFP4.vllm_scheme(group) not in facts_of(version).schemes:

@@ -19,6 +19,7 @@ from vexport.checks.vllm.groups import ConfigGroup, StoredLayer
 from vexport.checks.vllm.view import CheckpointView
 from vexport.numerics import GLOBAL_SCALE_NUMERATOR
 from vexport.records import Finding, TensorInfo
+from vexport.records.values import plural
 
 # Check name of the findings in this module.
 CHECK = "values"
@@ -152,7 +153,7 @@ def not_finite(view: CheckpointView) -> Iterator[Finding]:
         weights = bool(tensor.shape) and not BOUNDS.search(tensor.name.rpartition(".")[2])
         if bad := _count_not_finite(view, tensor, infinity=weights):
             expected = "finite values" if weights else "numbers"
-            got = f"{bad} values that are NaN{' or infinite' if weights else ''}"
+            got = plural(bad, "NaN or infinite value" if weights else "NaN value")
             yield error(CHECK, tensor.name, expected=expected, got=got, fix=FIX_TENSOR)
 
 

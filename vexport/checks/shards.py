@@ -105,7 +105,7 @@ def _duplicate_finding(
         got = f"{got}; vLLM uses the values in {second.file.name}"
         fix = f"remove {first.file.name}"
         return warning(NAME, first.name, expected=expected, got=got, fix=fix)
-    fix = "remove the wrong copy: vLLM uses the copy that it happens to read last"
+    fix = "remove the wrong copy: vLLM uses the copy that it reads last, which can be either"
     return error(NAME, first.name, expected=expected, got=got, fix=fix)
 
 
