@@ -37,7 +37,7 @@ COMMANDS = (
     "run tasks.yaml",
     "compare gone --schemes FP8_DYNAMIC",
     "compare MODEL --schemes FP8_DYNAMIC --scenario gone.yaml",
-    "compare gone --serve kv_cache_dtype=fp8 --task TASK",
+    "compare gone --serve kv_cache_dtype=fp8 --serve {} --task TASK",
     "load gone gone2",
     "report gone",
     "verdict gone gone",

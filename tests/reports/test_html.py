@@ -231,7 +231,7 @@ def test_levels_and_p_values_are_explained(format: str) -> None:
     text = " ".join(" ".join(Page(render(sample.report("FAIL"), format)).words).split())
     assert "corrected for 2 tasks (Holm)" in text
     assert "addition < 0.001" in text or "< 0.001" in text
-    assert "decide" in text
+    assert "not part of the verdict" in text
     if format != "text":
         assert "one alone stands at 97.5% to 95%, all together at 95%" in text
 
