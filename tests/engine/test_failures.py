@@ -25,6 +25,9 @@ LOG = """\
 (EngineCore pid=9507) ERROR 11-20 22:18:48 [core.py:1512] {cause}
 RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {{}}
 """
+OLD_CPU = "NotImplementedError: FP8 KV cache on CPU requires x86 with AVX-512 or AMX."
+NO_SPARSE = "NotImplementedError: Sparse Attention is not supported on CPU."
+NO_SOFTCAP = "NotImplementedError: CPU_ATTN does not support logits softcap for FP8"
 NO_KERNEL = "ValueError: Failed to find a kernel that can implement the WNA16 layer"
 
 
@@ -38,6 +41,9 @@ NO_KERNEL = "ValueError: Failed to find a kernel that can implement the WNA16 la
         ("RuntimeError: operator torchvision::nms does not exist", "cpu", "mismatched build"),
         (NO_KERNEL, "cpu", "unsupported"),
         (NO_KERNEL, "cuda", "refused"),
+        (OLD_CPU, "cpu", "unsupported"),
+        (NO_SPARSE, "cpu", "unsupported"),
+        (NO_SOFTCAP, "cpu", "unsupported"),
         (f"{NO_EXPERTS} (weight_key=...).", "cpu", "unsupported"),
         (f"{NO_EXPERTS} (weight_key=...).", "cuda", "refused"),
         ("RuntimeError: std::bad_alloc", "cpu", "out of memory"),

@@ -33,11 +33,15 @@ TAIL_LINES = 40
 # Only the end of a long log is read, and only the beginning of a long line.
 _READ_BYTES = 4 << 20
 _LONGEST_LINE = 4000
-# vLLM's messages about missing kernels. The CPU build has fewer kernels and operators than the GPU
-# builds (kernels/linear/__init__.py), and fewer kernels for experts (fused_moe/oracle).
+# vLLM's messages about kernels that a CPU lacks. The CPU build has fewer kernels and operators than
+# the GPU builds (kernels/linear/__init__.py), and fewer kernels for experts (fused_moe/oracle).
+# Others need a newer CPU, such as "FP8 KV cache on CPU requires x86 with AVX-512 or AMX"
+# (v1/attention/backends/cpu_attn.py).
 _NO_CPU_KERNEL = re.compile(
     r"Failed to find a kernel|_C::\w+\(\)|'_C\w*' object has no attribute|not implemented for 'CPU"
     r"|No .*MoE backend supports the deployment configuration"
+    r"|\bon CPU\b.*\brequires?\b|\b(requires?|supported)\b.*\bon CPU\b"
+    r"|\bCPU(_ATTN)?\b[\w ]* (requires|only supports|does not support|doesn't support)\b"
 )
 # torch.compile's messages if there is no C++ compiler: torch/_inductor/exc.py, cpp_builder.py.
 _NO_COMPILER = re.compile(
