@@ -141,7 +141,7 @@ def test_parquet_text_and_folders(tmp_path: Path) -> None:
     both = read(tmp_path, column="body")
     assert both.token_ids == from_lines.token_ids * 2
     assert both.rows == (1, 2, 3, 4)
-    with pytest.raises(InputError, match="no column text, but body, other"):
+    with pytest.raises(InputError, match="no column text; the columns are body, other"):
         read(tmp_path / "b.parquet", column="text")
 
 

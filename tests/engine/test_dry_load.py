@@ -50,7 +50,7 @@ FAULTS: Mapping[str, tuple[list[str], str, str]] = {
     "too many rows": (FAULTY, GATE, "[640, 256]"),
     "too few rows": (REFUSED, V, "exceeds dimension size"),
     "a wrong name": (REFUSED, f"{MLP}.down_projection.weight", "down_projection"),
-    "an expert's weight missing": (FAULTY, ROUTED, "short: expert 2"),
+    "an expert's weight missing": (FAULTY, ROUTED, "incomplete experts: 2"),
     "NVFP4 groups": (["loads", "faulty"], "model.layers.", "shape [256, 21]"),
     "heads": (
         ["loads", "refused"],

@@ -71,7 +71,7 @@ def test_dataset_split_and_column(
     monkeypatch.setattr("datasets.config.HF_ENDPOINT", hub.url)
     options = ("--scheme", "FP8", "--samples", "5", "--quiet")
     for name, code, words in (
-        (f"{CHATS}:train:text", 2, "no column text, but ids, id"),
+        (f"{CHATS}:train:text", 2, "no column text; the columns are ids, id"),
         (f"{CHATS}:valid", 2, "ORG/NAME:SPLIT:COLUMN"),
         (f"{CHATS}:test:ids", 0, ""),
     ):
