@@ -256,4 +256,4 @@ def test_quantized_source_and_other_shape(good: Good, tmp_path: Path) -> None:
     assert "need the unquantized model" in ran.errors[0]
     found = compared(good("W8A8"), save_llama(tmp_path / "small", intermediate_size=256))
     (misfit,) = [finding for finding in found if finding["where"] == DOWN]
-    assert "do not fit a source of [256, 256]" in misfit["got"]
+    assert "do not fit the source's weight" in misfit["got"]
