@@ -127,7 +127,7 @@ def test_truncated_file_is_one_line(case: str, good: Good, llama: Path, tmp_path
     assert process.exitcode == 2, line
     assert line.startswith(f"error: {weights}: ")
     assert "shorter" in line
-    assert "run again" in line
+    assert "run the command again" in line
     assert not out.exists()
 
 

@@ -100,7 +100,7 @@ def test_import_is_light() -> None:
         vexport.api.quantise  # noqa: B018
 
 
-@pytest.mark.parametrize("module", ["planning", "checking", "reading", "repairing"])
+@pytest.mark.parametrize("module", ["planning", "checking", "loading", "reading", "repairing"])
 def test_functions_without_extras_import_none(module: str) -> None:
     extras = {"torch", "numba", "transformers", "compressed_tensors", "safetensors", "datasets"}
     assert not loaded_by(f"import vexport.api.{module}") & extras

@@ -297,7 +297,8 @@ def test_fused_layers_need_one_strategy(llama: Path) -> None:
         layer.quantization_scheme = preset_name_to_scheme(scheme, ["Linear"])
         initialize_observer(layer, "weight")
     with pytest.raises(
-        ValueError, match=r"qkv_proj: got observers with strategies .*q_proj tensor_group.*v_proj none"
+        ValueError,
+        match=r"qkv_proj: got observers with strategies .*q_proj tensor_group.*v_proj none",
     ):
         fuse_weight_observers(model)
 

@@ -30,6 +30,7 @@ NO_PATHS = {
     ),
     *("model", "baseline_model", "chat_template", "gate", "gen_kwargs", "system_instruction"),
     "think_end_token",
+    "margin",
 }
 
 # The part of an accepted baseline that --accept reads before an engine starts.

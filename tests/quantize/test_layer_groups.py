@@ -90,7 +90,7 @@ def test_fixed_rule_splits_no_fused_layer(llama: Path) -> None:
     assert {unit.allowed for unit in units if unit.name.endswith("o_proj")} == {("FP8_DYNAMIC",)}
     assert {unit.allowed for unit in units if "o_proj" not in unit.name} == {("NVFP4", KEEP)}
     rules = (Rule(match="q_proj", scheme="FP8_DYNAMIC"), *AUTO)
-    with pytest.raises(InputError, match=r"qkv_proj.*one scheme for q_proj, k_proj, v_proj"):
+    with pytest.raises(InputError, match=r"qkv_proj.*the same rule for q_proj, k_proj, v_proj"):
         layer_groups(llama, "NVFP4", KEEP, rules=rules)
 
 

@@ -131,7 +131,7 @@ def test_experts_of_llm_compressor_get_shared_scales(tmp_path: Path, with_source
     text = vexport("repair", checkpoint, tmp_path / "again", "--quiet").stdout
     scale = "experts.0.gate_proj.weight_global_scale: 7136"
     (line,) = [line for line in text.splitlines() if scale in line]
-    assert line.endswith("-> 6080")
+    assert "-> 6080" in line
     assert "2 weights moved" in text
 
 

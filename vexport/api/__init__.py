@@ -18,16 +18,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vexport.api.checking import check
-    from vexport.api.engines import (
-        Engine,
-        compare,
-        compare_variants,
-        evaluate,
-        evaluate_all,
-        load,
-        load_all,
-        run,
-    )
+    from vexport.api.engine import Engine
+    from vexport.api.engines import compare, compare_variants, evaluate, evaluate_all, run
+    from vexport.api.loading import load, load_all
     from vexport.api.making import quantize
     from vexport.api.planning import plan, plan_schemes
     from vexport.api.reading import entries, explain, report, verdict
@@ -64,16 +57,9 @@ _MODULES = {
     "vexport.api.repairing": ("repair",),
     "vexport.api.checking": ("check",),
     "vexport.api.reading": ("entries", "explain", "report", "verdict"),
-    "vexport.api.engines": (
-        "Engine",
-        "compare",
-        "compare_variants",
-        "evaluate",
-        "evaluate_all",
-        "load",
-        "load_all",
-        "run",
-    ),
+    "vexport.api.engine": ("Engine",),
+    "vexport.api.loading": ("load", "load_all"),
+    "vexport.api.engines": ("compare", "compare_variants", "evaluate", "evaluate_all", "run"),
     "vexport.scenario": ("Calibration", "Evaluate", "Rule", "Serve"),
 }
 # Functions by command name, if the command is named like a builtin.

@@ -1,0 +1,168 @@
+"""Functions that load checkpoints in vLLM, or from headers alone.
+
+A load from headers needs no packages beyond the ones that `check` needs, so a real load is imported
+when it is used.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+from vexport.api.common import Name, OnProblem
+from vexport.api.engine import Engine
+from vexport.checkpoint.index import require_checkpoint
+from vexport.checkpoint.source import resolve_source
+from vexport.checks import findings_of
+from vexport.engine.arguments import require_layers
+from vexport.engine.dry.load import dry_load_checkpoints
+from vexport.errors import VexportError
+from vexport.errors.extras import attempt, raise_problems
+from vexport.formats.gpus import cards
+from vexport.records import DryLoadReport, EngineMode, LoadReport, OnProgress, silent
+
+
+def load(
+    checkpoint: Name,
+    *,
+    dry: bool = False,
+    tp: Sequence[int] = (1,),
+    sm: Sequence[int] | None = None,
+    gpu: Sequence[str] = (),
+    speculative: str = "",
+    mode: EngineMode = "eager",
+    run_dir: Name | None = None,
+    overwrite: bool = False,
+    engine: Engine | None = None,
+    on_progress: OnProgress = silent,
+) -> LoadReport | DryLoadReport:
+    """Load a checkpoint in vLLM, as `vexport load` does.
+
+    With `dry`, the checkpoint is loaded from headers alone, for the devices in `tp`, `sm` and
+    `gpu`. A real load uses the tensor parallel size of `engine.serve`. Its results are kept only if
+    `run_dir` names a run directory. `gpu` contains GPU names such as "H100". Their memory is
+    compared with the model's needs. With `speculative` (METHOD or METHOD=FOLDER), the drafter is
+    loaded next to the model.
+
+    Raises:
+        ValueError: `dry` is combined with `run_dir`, or devices are given without `dry`.
+    """
+    engine_settings = engine or Engine()
+    if not dry and tuple(tp) != (1,):
+        raise ValueError("load: got tp without dry, need dry=True, or engine.serve")
+    (report_of_load,) = load_all(
+        [checkpoint],
+        dry=dry,
+        tp=tp,
+        sm=sm,
+        gpu=gpu,
+        speculative=speculative,
+        modes=(mode,),
+        engines=(engine_settings,),
+        run_dir=run_dir,
+        overwrite=overwrite,
+        on_progress=on_progress,
+    )
+    return report_of_load
+
+
+def load_all(
+    checkpoints: Sequence[Name],
+    *,
+    dry: bool = False,
+    tp: Sequence[int] = (1,),
+    sm: Sequence[int] | None = None,
+    gpu: Sequence[str] = (),
+    speculative: str = "",
+    modes: Sequence[EngineMode] = ("eager",),
+    engines: Sequence[Engine] = (Engine(),),
+    run_dir: Name | None = None,
+    overwrite: bool = False,
+    on_problem: OnProblem | None = None,
+    on_progress: OnProgress = silent,
+) -> list[LoadReport] | list[DryLoadReport]:
+    """Load several checkpoints, each in every engine and mode, as `vexport load` does.
+
+    Takes the arguments of `load`. If several checkpoints are given and some cannot be read, the
+    others are loaded, `on_problem` is called with each error, and the reports of these checkpoints
+    contain it. Without `on_problem`, the first error is raised at the end.
+
+    Raises:
+        ValueError: `dry` is combined with `run_dir`, or devices are given without `dry`.
+    """
+    if dry and run_dir is not None:
+        raise ValueError("load: got run_dir with dry, need one of them: no engine starts")
+    if not dry and (sm is not None or gpu or speculative):
+        raise ValueError("load: got sm, gpu or speculative without dry, need dry=True")
+    names = tuple(str(checkpoint) for checkpoint in checkpoints)
+    problems = _unreadable(names, on_progress)
+    readable = tuple(name for name in names if name not in problems)
+    reports: list[LoadReport] | list[DryLoadReport]
+    if dry:
+        dry_reports = dry_load_checkpoints(
+            readable,
+            tuple(dict.fromkeys(engine.vllm_python for engine in engines)),
+            tp=tuple(tp),
+            sm=None if sm is None else tuple(sm),
+            gpus=cards(gpu),
+            speculative=speculative,
+            trust_remote_code=engines[0].trust_remote_code,
+            timeout=engines[0].serve.timeout,
+            on_progress=on_progress,
+        )
+        unread = [
+            DryLoadReport(
+                checkpoint=name,
+                ok=False,
+                findings=findings_of(error),
+                vllm="",
+                cells=(),
+                rows=(),
+                blind_spots=(),
+            )
+            for name, error in problems.items()
+        ]
+        reports = [*dry_reports, *unread]
+        reports.sort(key=lambda each: names.index(each.checkpoint))
+    else:
+        options = [engine.options(on_progress) for engine in engines]
+        from vexport.run.loading import load_checkpoints
+
+        load_reports = load_checkpoints(
+            readable,
+            options,
+            modes,
+            run_dir=None if run_dir is None else Path(run_dir),
+            overwrite=overwrite,
+        )
+        unread_loads = [
+            LoadReport(checkpoint=name, ok=False, findings=findings_of(error))
+            for name, error in problems.items()
+        ]
+        reports = [*load_reports, *unread_loads]
+        reports.sort(key=lambda each: names.index(each.checkpoint))
+    for problem in problems.values():
+        if on_problem is None:
+            raise problem
+        on_problem(problem)
+    return reports
+
+
+def _unreadable(names: Sequence[str], on_progress: OnProgress) -> dict[str, VexportError]:
+    """Return the errors of unreadable checkpoints by name.
+
+    Raises the errors if no checkpoint can be read. A single checkpoint is not tried here, because
+    the load itself raises its error.
+    """
+    if len(names) == 1:
+        return {}
+
+    def read(name: str) -> None:
+        root = resolve_source(name, on_progress)
+        require_checkpoint(root)
+        require_layers(root)
+
+    outcomes = {name: attempt(partial(read, name), name) for name in names}
+    problems = {name: outcome for name, outcome in outcomes.items() if outcome is not None}
+    if problems and len(problems) == len(outcomes):
+        raise_problems([*problems.values()])
+    return problems
