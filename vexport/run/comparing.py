@@ -45,8 +45,8 @@ def compare_variants(
     """Serve a checkpoint in each variant, and compare each variant with the first.
 
     `options.serve` has the settings that all variants share. `options.vllm_python` is the first
-    interpreter. Answers and the report are in the run directory `folder`. A second call asks only
-    the variants that are missing.
+    interpreter. Answers and the report are in the run directory `folder`. A second call serves only
+    the variants without answers.
 
     Raises InputError for an unusable checkpoint, task, text or setting, and if `folder` overlaps an
     input. Raises EnvironmentFault if an interpreter has no vLLM, or if the first variant cannot be
@@ -82,7 +82,10 @@ def compare_variants(
 
 
 def _sessions(folder: Path) -> Iterator[Path]:
-    """Yield the finished sessions of an earlier call, for which the tasks were downloaded."""
+    """Yield the session files of an earlier call.
+
+    If there is one, the tasks are already downloaded.
+    """
     for role in (BASELINE, CANDIDATE):
         yield from (folder / role).rglob(SESSION)
 

@@ -1,6 +1,6 @@
-"""Compare several runs, or variants of one checkpoint: the rows, and the outcome of all of them.
+"""Build the rows and the common outcome of several runs, or of one checkpoint's variants.
 
-Of several runs, the smallest run that passes is marked.
+Among runs, the smallest run that passes is marked.
 """
 
 from collections.abc import Sequence
@@ -65,7 +65,10 @@ def outcome_of(runs: Sequence[ComparedRun]) -> Outcome:
 
 
 def outcome_of_variants(rows: Sequence[ComparedVariant]) -> Outcome:
-    """Return FAIL if a variant fails or is refused, and PASS if all others pass."""
+    """Return FAIL if a variant fails or is refused, and PASS if all variants pass.
+
+    Otherwise return INCONCLUSIVE. The baseline is not counted.
+    """
     outcomes = {row.outcome for row in rows} - {"BASELINE"}
     if outcomes & {"FAIL", "REFUSED"}:
         return "FAIL"
@@ -73,10 +76,10 @@ def outcome_of_variants(rows: Sequence[ComparedVariant]) -> Outcome:
 
 
 def reason_of_variants(rows: Sequence[ComparedVariant]) -> str:
-    """Return the reason of the outcome of all variants, without a full stop.
+    """Return the reason for the common outcome of all variants, without a full stop.
 
-    The gravest outcomes are explained. Refusals are only named, because their reasons are messages
-    of vLLM.
+    Only the variants with the gravest outcomes are explained. Refused variants are listed without
+    reasons, because these reasons are messages of vLLM.
     """
     first, *others = rows
     if first.outcome == "REFUSED":
@@ -103,6 +106,6 @@ def _explained(rows: Sequence[ComparedVariant]) -> str:
 
 
 def _listed(texts: Sequence[str], between: str) -> str:
-    """Return the first texts, and the number of the others."""
+    """Join at most MAX_NAMED texts, and add the number of the remaining texts."""
     more = len(texts) - MAX_NAMED
     return between.join(texts[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")

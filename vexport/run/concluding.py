@@ -65,7 +65,7 @@ class Conclusion(NamedTuple):
 
 
 def _has_outcome(run: Run) -> bool:
-    """Return False if there is nothing to compare the answers of a given checkpoint with."""
+    """Return True unless the run evaluates a given checkpoint without a baseline."""
     given = run.given
     return given is None or given.evaluate is None or given.is_compared
 
@@ -88,7 +88,8 @@ def conclude(run: Run) -> Conclusion:
 def _with_variants(conclusion: Conclusion, rows: Sequence[ComparedVariant]) -> Conclusion:
     """Return the conclusion of a run with variants.
 
-    The checkpoint's failure decides first, then the variants. PASS needs both.
+    A failure of the checkpoint decides first, then a failure of the variants. The outcome is PASS
+    only if the checkpoint and all variants pass.
     """
     outcome = outcome_of_variants(rows)
     reason = reason_of_variants(rows)
@@ -131,7 +132,7 @@ def concluded(
 def _wants_cause(run: Run) -> bool:
     """Return True if the run should look for the cause of a loss.
 
-    A scenario's run also looks after a pass, because its report shows the noise floor.
+    A scenario's run also looks if the verdict is PASS, because its report shows the noise floor.
     """
     if proving.sessions_here(run) is None:
         return False
@@ -337,7 +338,8 @@ def source_name(source: str, root: Path) -> str:
 def size_by_kind(source: SourceIndex, written: SourceIndex) -> tuple[KindSize, ...]:
     """Return the bytes of each kind of tensor in the source and in the output.
 
-    The kinds that are largest in the source come first. Together the kinds have all bytes of both.
+    The kinds that are largest in the source come first. Every tensor belongs to a kind, so no bytes
+    of the source or the output are missing.
     """
     before, after = Counter[str](), Counter[str]()
     for index, sizes_by_kind in ((source, before), (written, after)):

@@ -100,8 +100,8 @@ def require_run_folder(root: Path, option: str = RUN_DIR) -> None:
 class RunDirectory:
     """A folder that records its finished stages.
 
-    A finished stage is skipped. If its inputs have changed, it is an error. `option` is the option
-    that sets the folder, for error messages.
+    A finished stage is skipped. If the stage's inputs have changed, InputError is raised. `option`
+    is the option that sets the folder, for error messages.
     """
 
     def __init__(self, root: Path, option: str = RUN_DIR) -> None:
@@ -124,9 +124,10 @@ class RunDirectory:
             self._stages.clear()
 
     def require_same_number(self, checkpoints: int) -> None:
-        """Raise InputError if the folder has results of one checkpoint, and several are given.
+        """Raise InputError if the folder is for several checkpoints and the call has one.
 
-        The same is raised for the reverse. Their answers would replace each other.
+        The same error is raised for the reverse case. Without it, the answers of the two calls
+        would replace each other.
         """
         has_several = any(" (" in stage for stage in self._stages)
         has_one = "serve candidate" in self._stages
@@ -178,7 +179,7 @@ class RunDirectory:
     def finish(self, stage: str, inputs: Digests, seconds: float, made: Path | None = None) -> None:
         """Record that a stage is done.
 
-        Its outputs, and a checkpoint that it `made`, must be in place.
+        The stage's outputs must be in place. `made` is the folder of a checkpoint among them.
         """
         made_digest = folder_digest(made) if made else ""
         self._record({stage: StageRecord(inputs=inputs, seconds=seconds, made=made_digest)})
@@ -220,9 +221,10 @@ class Stage(Generic[T_co]):
 
     `file` contains the result as JSON, or is a checkpoint. It is in the folder of the run, or in
     the folder of a model's answers if `place` is `BASELINE` or `CANDIDATE`. The stage itself writes
-    the files in `writes`. It records files whose names are not known in advance. `digest` returns a
-    digest of each input. A stage is not done again if it was finished from the same inputs. Other
-    inputs are an InputError. A stage without `digest` takes no time and is done at every call.
+    the files in `writes`. It must also call `record` for files with names that are not known in
+    advance. `digest` returns a digest of each input. A stage that was finished from the same inputs
+    is not done again. If the inputs differ, InputError is raised. A stage without `digest` is fast
+    and is done in every call.
 
     The stage is skipped unless `when` returns True. With `makes_checkpoint` it is also skipped in a
     run with a given checkpoint.
@@ -243,7 +245,7 @@ class Stage(Generic[T_co]):
 class Run:
     """A scenario, or given models, in a run directory.
 
-    Several runs of given models share a `directory` and its baseline.
+    Several runs of given models can share a `directory` and the answers of its baseline.
     """
 
     def __init__(
@@ -260,7 +262,7 @@ class Run:
         self.explaining = explaining
         self.directory = directory or RunDirectory(root)
         self._results: dict[str, object] = {}
-        # The names under which the directory records this run's stages, by the name of the stage.
+        # Maps the name of each finished stage to its name in the directory's records.
         self._recorded: dict[str, str] = {}
 
     @property
@@ -331,7 +333,7 @@ class Run:
         return None if model is None else model.variant
 
     def answers(self, role: str) -> Path:
-        """Return the folder or file with the answers of a model that the run has."""
+        """Return the folder or file with a model's answers: given results, or the run's folder."""
         model = self.model(role) if self.given is not None else None
         if model is not None and model.answers is not None:
             return model.answers
@@ -367,7 +369,7 @@ class Run:
 
     @cached_property
     def units(self) -> tuple[LayerGroup, ...]:
-        """Return the groups of layers that can have a scheme different from other layers."""
+        """Return the groups of layers that can be given a scheme independently of other layers."""
         return find_layer_groups(self.index, self.scenario.rules, self.scenario.auto, self.planning)
 
     @cached_property
@@ -382,7 +384,7 @@ class Run:
         return stage.name in self._results
 
     def get(self, stage: Stage[T]) -> T | None:
-        """Return the result of an earlier stage, or None if it was skipped or found nothing."""
+        """Return the result of an earlier stage, or None if it was skipped or returned nothing."""
         assert self.is_reached(stage), f"{stage.name} comes later"
         return cast("T | None", self._results[stage.name])
 
@@ -395,7 +397,7 @@ class Run:
     def keep(self, stage: Stage[T], result: T | None) -> None:
         """Keep a result for later stages, and write it to the stage's file.
 
-        A checkpoint is already in place.
+        A checkpoint is not written here, because the stage has already written it.
         """
         self._results[stage.name] = result
         path = self._path(stage)
@@ -464,8 +466,9 @@ class Run:
 
 
 def data_digest(settings: Calibration) -> str:
-    """Return the SHA-256 of the files of calibration data, or of the name of a data set
-    on the hub.
+    """Return the SHA-256 of the calibration data.
+
+    Local data is digested by its files, and a data set on the hub by its name.
     """
     path = DEFAULT_FILE if settings.data == DEFAULT else settings.path
     if path is None:
@@ -504,7 +507,7 @@ def rounding_of(folder: Path) -> RoundingReport | None:
 
 
 def portable(argument: str) -> str:
-    """Return a word of a command line without the path of the current folder.
+    """Return a word of a command line, with a path below the current folder made relative.
 
     The path in `--option=PATH` is shortened too.
     """
@@ -521,8 +524,8 @@ LOG_FORMAT = "%(asctime)s %(levelname)-7s %(message)s"
 class _LogFile(logging.FileHandler):
     """A log in a file.
 
-    On a full disk the log ends early, without an error: the command itself reports its files that
-    it cannot write.
+    If the disk is full, the log ends early without an error. The command itself reports the other
+    files that it cannot write.
     """
 
     def handleError(self, record: logging.LogRecord) -> None:

@@ -1,5 +1,6 @@
-"""Run `vexport eval`: runs with given checkpoints, in a single run directory with
-a common baseline.
+"""Run `vexport eval`: compare given checkpoints with a common baseline.
+
+Each checkpoint is a run. All runs share one run directory.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -101,11 +102,12 @@ def evaluate_checkpoints(
 
     The checkpoints are compared with `settings.baseline`, or with `against`, an accepted baseline.
     Without either there is no verdict and no report. `on_judged` is called with the verdicts,
-    before the search for the causes of losses, which takes minutes. The answers of the only
-    checkpoint are written to `accept` as an accepted baseline, unless the checkpoint fails.
+    before the search for the causes of losses, which takes minutes. If `accept` is given, the
+    answers of the single checkpoint are written to this file as an accepted baseline, unless the
+    checkpoint fails.
 
-    Raises CheckpointFailed if vLLM refuses the only checkpoint, after its report is written. Raises
-    InputError if vLLM refuses the baseline, or if an output overlaps an input.
+    If vLLM refuses a single checkpoint, its report is written, and CheckpointFailed is raised.
+    Raises InputError if vLLM refuses the baseline, or if an output overlaps an input.
     """
     runs = _judge_checkpoints(
         checkpoints,
@@ -188,10 +190,10 @@ def verdict_in(run: Run) -> Verdict | None:
 
 
 def _accept_answers(run: Run, accept: Path | None) -> str:
-    """Write the candidate's answers to `accept` as an accepted baseline, unless the candidate
-    fails.
+    """Write the candidate's answers to `accept` as an accepted baseline.
 
-    Returns lines for the user about it, or an empty string if no baseline is written.
+    Nothing is written if the candidate fails. Returns lines for the user about the accepted
+    baseline, or an empty string if nothing is written.
     """
     verdict = run.get(judge)
     given = _given_to(run)
@@ -205,7 +207,7 @@ def _accept_answers(run: Run, accept: Path | None) -> str:
     stored = _settings_to_store(run, folder, accept)
     accepted = accept_results(folder, accept, choice, stored)
     lines = [f"accepted: {accept}: {gates_of(accepted)}"]
-    if verdict is None:  # otherwise its warnings name the lost answers of both models
+    if verdict is None:  # a verdict's warnings already name lost answers
         lines += [f"warning: {lost}" for lost in lost_answers(accepted, settings.alpha)]
     return "\n".join(lines)
 
@@ -279,7 +281,7 @@ def _given(
             candidate=models[_candidate_role(part)],
             baseline=models.get(BASELINE),
             against=against,
-            # Digests contain the baseline's files. They must not depend on its name.
+            # Digests cover the baseline's files. They must not depend on the baseline's name.
             evaluate=settings.model_copy(update={"baseline": None}),
             part=part,
             prompted=prompted,
@@ -326,7 +328,7 @@ def _require_usable(
 def _require_comparable(
     names: Mapping[str, str], settings: Evaluate, options: EngineOptions, against: Path | None
 ) -> None:
-    """Raise InputError if given answers cannot be compared with answers to the tasks."""
+    """Raise InputError if given results or the accepted baseline do not fit the tasks."""
     given = [user_path(name) for name in names.values() if is_results(name)]
     if against is not None:
         given.append(against)

@@ -16,14 +16,15 @@ from vexport.scenario import Evaluate, Variant
 class RunModel:
     """A model of a run, and the place of its answers.
 
-    `name` is the model's name in the command or scenario. `role` is its name in progress and
-    errors. `checkpoint` is the folder that vLLM serves on this machine, or None if the model is
-    only on a server. `url` is the address of the server that answers tasks, or None if vLLM on this
-    machine answers them. `tokenizer` is the folder of the tokenizer for that server's prompts. If
-    it is None, the tokenizer is chosen when the first prompt is sent. Its code runs only with
-    `trust_tokenizer`. `served` is the server's description of its model, "" without a server.
-    `answers` are given results of lm-eval. With them the model is not asked. `variant` has the
-    settings and the interpreter of this model's engine, if they differ from the command's.
+    `name` is the model's name in the command or scenario. `role` is the model's name in progress
+    and in errors. `checkpoint` is the folder that vLLM serves on this machine, or None if the model
+    is only on a server. `url` is the address of the server that answers tasks, or None if vLLM on
+    this machine answers them. `tokenizer` is the folder of the tokenizer for that server's prompts.
+    If it is None, the tokenizer is chosen when the first prompt is sent. The tokenizer's code runs
+    only if `trust_tokenizer` is set. `served` is the server's description of its model, or "" if
+    there is no server. `answers` is the path of given lm-eval results. If it is set, the run does
+    not ask the model. `variant` has the settings and the interpreter of this model's engine, if
+    they differ from the command's.
     """
 
     name: str
@@ -54,8 +55,9 @@ class Given:
     Without `evaluate` the candidate is only loaded, in `mode`. `against` is an accepted baseline
     that replaces `baseline`. If a command has several candidates, `part` is the folder of this
     candidate's results: DIR/candidate/PART. `below` is the folder of both models' results in the
-    run directory, if this run is a part of another run. `prompted` has the folder of each model
-    that answers the same questions, by role, the baseline first.
+    run directory, if this run is a part of another run. `prompted` maps the role of each asked
+    model to the folder with the tokenizer and chat template of its prompts. The baseline comes
+    first.
     """
 
     name: str

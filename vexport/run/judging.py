@@ -30,7 +30,7 @@ def verdict_of(
     baseline: Answers,
     candidate: Answers,
 ) -> Verdict:
-    """Compare both models' answers to tasks, or their log-probabilities of the text that decides.
+    """Compare both models' answers to tasks, or their log-probabilities of `settings.text`.
 
     The baseline's results may be an accepted baseline. Raises CheckpointFailed if the models' texts
     cannot be compared.
@@ -60,8 +60,8 @@ def cause_of(
 ) -> Attribution | None:
     """Find the cause of a loss, given the outcome.
 
-    With `is_late`, the first tokens of each row pass, and later tokens fail. Returns None if vLLM
-    refused a model, or if the search took more than `seconds`.
+    `is_late` is True if the first tokens of each row pass and later tokens fail. Returns None if
+    vLLM refused a model, or if the search took more than `seconds`.
     """
     if not baseline.is_scored or not candidate.is_scored:
         return None

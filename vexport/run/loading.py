@@ -55,9 +55,9 @@ def load_checkpoints(
     directories in it.
 
     Raises InputError before the first engine starts if a checkpoint cannot be read, its heads
-    cannot be divided, or a vLLM does not support an argument. Raises EnvironmentFault if an
-    interpreter has no vLLM or there are too few GPUs. If an engine fails later, its report contains
-    the error.
+    cannot be divided, or an interpreter's vLLM does not support an argument. Raises
+    EnvironmentFault if an interpreter has no vLLM or there are too few GPUs. If an engine fails
+    later, its report contains the error.
     """
     serves = [engine.serve for engine in engines]
     for name in names:
@@ -98,9 +98,7 @@ def run_folders(loads: Sequence[Load], run_dir: Path | None) -> list[Path | None
 
 
 def require_servable(root: Path, serves: Sequence[Serve]) -> None:
-    """Raise InputError if a folder is not a checkpoint, or if vLLM cannot serve it
-    with these settings.
-    """
+    """Raise InputError unless a folder is a checkpoint that vLLM can serve with these settings."""
     require_checkpoint(root)
     require_layers(root)
     for serve in serves:
@@ -108,7 +106,10 @@ def require_servable(root: Path, serves: Sequence[Serve]) -> None:
 
 
 def _load(load: Load, run_dir: Path | None, *, overwrite: bool) -> LoadReport:
-    """Load and judge a checkpoint. If the session dies, its log is kept and the report names it."""
+    """Load and judge a checkpoint.
+
+    If the session dies, its log is kept and the report names the log.
+    """
     serve = load.engine.serve.model_copy(update={"enforce_eager": load.mode == "eager"})
     started = replace(load.engine, serve=serve)
     role = f"load {load.root.name}"

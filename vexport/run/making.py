@@ -70,8 +70,8 @@ def _candidate_groups(run: Run) -> tuple[FusionGroup, ...]:
 def plan_candidates(run: Run) -> Plan:
     """Make the plan for calibration: by the rules, or with `auto` for every candidate.
 
-    Raises InputError if parts of the plan are refused for every choice. A refused plan by rules is
-    still written to its file.
+    Raises InputError if parts of the plan are refused whatever schemes are chosen. A plan by rules
+    is written to its file even if it is refused.
     """
     if run.scenario.is_mixed:
         plain = build_plan(run.index, rules_with_schemes((), {}, run.scenario.rules), run.planning)
@@ -98,7 +98,7 @@ def _accepted_plan(run: Run, rules: tuple[Rule, ...]) -> Plan:
 
 
 def _needs_samples(run: Run) -> bool:
-    """Return True if samples have to be run.
+    """Return True if the plan needs a calibration run.
 
     Raises InputError if the plan needs samples and there are none.
     """
@@ -248,6 +248,6 @@ def check(run: Run) -> CheckReport:
     on_layer = partial(run.options.on_progress, "read back (layers)")
     layers = LayerErrors(layers=layer_errors(run.index, written, plan, on_layer=on_layer))
     write_text(run.folder / LAYERS, to_json(layers))
-    # Later stages ask vLLM about names and shapes.
+    # Later stages check names and shapes in vLLM.
     not_judged = tuple(each for each in report.not_judged if each.what != NAMES)
     return replace(report, ok=report.ok and not lost, findings=findings, not_judged=not_judged)

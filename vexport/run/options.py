@@ -12,10 +12,9 @@ EXPLANATION_SECONDS = 300
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Explaining:
-    """Settings of the search for the cause of a loss after the verdict, which takes at most
-    `seconds`.
+    """Settings of the search for the cause of a loss, which follows the verdict.
 
-    If `wanted` is None, the search runs unless the verdict is PASS.
+    The search takes at most `seconds`. If `wanted` is None, it runs unless the verdict is PASS.
     """
 
     wanted: bool | None = None

@@ -50,7 +50,8 @@ from vexport.scenario import Calibration
 from vexport.scenario.serve import EngineArguments
 
 LOG = logging.getLogger(__name__)
-# Settings of the evaluation that do not change a session: settings of warnings and of the verdict.
+# Settings of the evaluation that do not change a model's answers: limits of warnings and of the
+# verdict, and settings of requests to a server.
 _UNREAD = {
     *("kl_limit", "nll_limit", "margin", "alpha", "gate"),
     *("concurrency", "request_timeout", "retry_seconds"),
@@ -205,7 +206,11 @@ def _questions(run: Run, role: str) -> Questions:
 
 
 def _source(run: Run, role: str) -> AnswerSource:
-    """Return the source of a model's answers to all questions except for the fixed prompts."""
+    """Return the source of a model's answers: given results, a server, or vLLM on this machine.
+
+    The fixed prompts are an exception. If the model has a server and a checkpoint, vLLM on this
+    machine answers them (see `_serve`).
+    """
     model = _model(run, role)
     if model.answers is not None:
         return ExistingResults(results=model.answers)
@@ -247,8 +252,8 @@ def _model(run: Run, role: str) -> RunModel:
 def _serve(run: Run, role: str) -> Served:
     """Get a model's answers from vLLM on this machine, from an address, or from both.
 
-    Raises an error, so that nothing is compared, if the baseline gives different answers to
-    repeated questions.
+    Raises an error if the baseline gives different answers to repeated questions. Nothing is
+    compared in this case.
     """
     model = _model(run, role)
     questions = _questions(run, role)
@@ -268,8 +273,9 @@ def _serve(run: Run, role: str) -> Served:
 
 
 def require_served(role: str, result: SessionResult) -> None:
-    """Raise an error if vLLM refused a model: CheckpointFailed for the candidate, InputError
-    for the baseline.
+    """Raise an error if vLLM refused a model.
+
+    It is CheckpointFailed for the candidate, and InputError for the baseline.
     """
     if result.failure is None:
         return
@@ -312,7 +318,7 @@ def serve_candidate(run: Run) -> Served:
         require_served(BASELINE, baseline.result)
     served = _serve(run, CANDIDATE)
     if run.given is None and run.work.evaluate is not None and served.result.failure is None:
-        with suppress(VexportError):  # which `judge` raises, unless the load gate decides
+        with suppress(VexportError):  # `judge` raises it later, unless the load gate decides
             LOG.info(first_line(_verdict(run, served)))
     return served
 
@@ -328,8 +334,9 @@ def _judges_load(run: Run) -> bool:
 
 
 def _load_stage(role: str, session: Stage[Served], name: str, place: str) -> Stage[LoadReport]:
-    """Return the stage that judges a model's session, by comparing it with the baseline's session
-    if there is one.
+    """Return the stage that judges how a model loaded.
+
+    The model's session is compared with the baseline's session if there is one.
     """
 
     def inputs(run: Run) -> Digests:
@@ -413,8 +420,8 @@ def _is_compared(run: Run) -> bool:
 def judge(run: Run) -> Verdict | None:
     """Compare both models' answers, or their log-probabilities of the text.
 
-    If the load gate has failed, the comparison does not decide the outcome. In that case the result
-    is None if the answers cannot be compared.
+    If the load gate has failed, the load decides the outcome, and the verdict is for information.
+    If the answers cannot be compared in this case, the result is None.
     """
     served = run.get(serve_candidate)
     loaded = run.get(load_candidate)
@@ -469,7 +476,7 @@ def _other_warnings(run: Run) -> tuple[str, ...]:
 
 
 def _verdict(run: Run, candidate: Served | None) -> Verdict:
-    """Compare the answers of both models. `candidate` is the candidate's session if it has one."""
+    """Compare the answers of both models. `candidate` is the candidate's session, if any."""
     if run.given is not None and run.given.against is not None:
         baseline = Answers(results=run.given.against)
     else:

@@ -60,10 +60,10 @@ def run_scenario(
 ) -> Report:
     """Do every unfinished stage of a scenario and write the report.
 
-    `baseline_of` is a finished run directory. Its results of the baseline are copied if this run
-    has no such results. Raises InputError for an unusable source, rule, calibration or task, and if
-    `folder` overlaps an input or the scenario's `file`. Raises EnvironmentFault if vLLM is missing
-    or dies. For a failed checkpoint it returns a report with outcome FAIL.
+    `baseline_of` is a finished run directory. The baseline's results are copied from it, unless
+    this run already has them. Raises InputError for an unusable source, rule, calibration or task,
+    and if `folder` overlaps an input or the scenario's `file`. Raises EnvironmentFault if vLLM is
+    missing or dies. If the checkpoint fails, the report has the outcome FAIL.
     """
     require_separate(
         [NamedPath(label="--run-dir", path=folder)], list(scenario_inputs(scenario, file))
@@ -121,9 +121,9 @@ def compare_schemes(
     """Run `base` in each scheme, in a folder named after the scheme. Finished stages are skipped.
 
     `folder` is runs/compare-NAME by default. The runs differ only in their rules, so the baseline
-    is served once and all runs share its results. `note` announces default text. Returns a row for
-    each scheme, also for a scheme that cannot be made, and the errors of engines. If no scheme has
-    a report, the first error is raised.
+    is served once and all runs share its results. `note` receives a message if the default text is
+    used. Returns a row for each scheme, and the errors of engines. If a scheme cannot be made, the
+    error is the reason in its row. If every run ends with an error, the first error is raised.
     """
     rows: list[ComparedRun] = []
     problems: list[VexportError] = []

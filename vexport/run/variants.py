@@ -1,8 +1,8 @@
 """Serve one checkpoint in several variants, and compare each variant with the first.
 
 Each variant is a run with a given checkpoint. All these runs share the run directory and the
-answers of the first variant, which is the baseline. Each variant's answers have a folder, so that a
-second call asks only the variants that are missing.
+answers of the first variant, which is the baseline. Each variant's answers are in a separate
+folder, so a second call serves only the variants without answers.
 """
 
 import logging
@@ -44,7 +44,8 @@ from vexport.scenario import Evaluate, Variant
 LOG = logging.getLogger(__name__)
 # Failures of an engine that mean that vLLM does not accept the setting on this machine.
 _REFUSALS = ("refused", "unsupported")
-# Characters of a folder's name, and the length of the name without its digest.
+# Characters that a folder's name must not contain, the maximum length of the name without its
+# digest, and the digits of the digest.
 _UNUSUAL = re.compile(r"[^A-Za-z0-9._=-]+")
 _LONGEST = 60
 _DIGITS = 8
@@ -54,9 +55,9 @@ VARIANTS = "variants"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VariantResults:
-    """A row for each variant, and the faults of the environment.
+    """Rows of the compared variants, and the errors of the environment.
 
-    If vLLM refuses the first variant, there is only its row.
+    If vLLM refuses the first variant, `rows` contains only the first variant's row.
     """
 
     rows: tuple[ComparedVariant, ...]
@@ -67,8 +68,9 @@ class VariantResults:
 class Comparing:
     """A checkpoint, its variants, and the place of their answers.
 
-    `name` is the checkpoint's name in the command or scenario, and `root` its folder. `below` is a
-    folder in the run directory `directory`, or "" for the run directory itself.
+    `name` is the checkpoint's name in the command or scenario, and `root` its folder. The answers
+    are in the folder `below` of the run directory `directory`, or in the run directory itself if
+    `below` is "".
     """
 
     name: str
@@ -103,7 +105,10 @@ class Comparing:
 
 
 def _with_same_rows(settings: Evaluate, variants: Sequence[Variant]) -> Evaluate:
-    """Return the settings with rows of text that fit into the shortest sequence of all variants."""
+    """Return the settings with rows of text that fit into the smallest `max_model_len`.
+
+    All variants then read the same rows. A row has at least 2 tokens.
+    """
     lengths = [each.serve.max_model_len for each in variants if each.serve.max_model_len]
     if settings.text is None or not lengths:
         return settings
@@ -123,7 +128,8 @@ def folder_names(variants: Sequence[Variant]) -> list[str]:
     """Return a different folder name for each variant.
 
     A name does not depend on the order or number of variants, so a later call with more variants
-    finds the answers. Only equal variants are numbered.
+    finds the answers. If a variant is repeated, the later names end with `-copy2`, `-copy3` and so
+    on.
     """
     names: list[str] = []
     seen = Counter[str]()
@@ -135,7 +141,11 @@ def folder_names(variants: Sequence[Variant]) -> list[str]:
 
 
 def _folder_name(variant: Variant) -> str:
-    """Return a readable name with a digest of everything that the name does not show exactly."""
+    """Return a readable folder name for a variant.
+
+    A digest is appended if the name does not show the setting exactly, or if the variant has
+    another interpreter. The digest covers the exact setting, the interpreter's path, or both.
+    """
     readable = _UNUSUAL.sub("-", variant.setting).strip("-.")[:_LONGEST]
     exact = "" if readable == variant.setting else variant.setting
     if variant.is_other:
@@ -153,7 +163,7 @@ def ask_variants(comparing: Comparing) -> VariantResults:
 
     Raises:
         InputError: an earlier call began with other inputs.
-        EnvironmentFault: the first variant cannot be served, though vLLM does not refuse it.
+        EnvironmentFault: the environment fails for the first variant. A refusal by vLLM is a row.
     """
     runs = comparing.runs()
     for run in runs:
@@ -193,10 +203,10 @@ def _pending(runs: Sequence[Run]) -> set[int]:
 
 
 def _find_problems(variants: Sequence[Variant], pending: set[int]) -> Mapping[int, VexportError]:
-    """Return the first problem of each variant whose arguments vLLM does not accept.
+    """Return the first problem of each pending variant with arguments that vLLM does not accept.
 
-    vLLM is started once for each interpreter. If it does not start, all variants of the interpreter
-    have this problem.
+    vLLM is started once for each interpreter. If vLLM does not start, every pending variant of this
+    interpreter gets the error.
     """
     by_python: dict[Path | None, list[int]] = {}
     for number in sorted(pending):
@@ -214,7 +224,7 @@ def _find_problems(variants: Sequence[Variant], pending: set[int]) -> Mapping[in
 
 
 def _ask_baseline(comparing: Comparing, run: Run, problem: VexportError | None) -> ComparedVariant:
-    """Return the row of the first variant, after it has answered."""
+    """Get the answers of the first variant, and return its row."""
     variant = comparing.variants[0]
     row = partial(_row, run, variant, BASELINE)
     try:
@@ -235,7 +245,10 @@ def _ask_baseline(comparing: Comparing, run: Run, problem: VexportError | None) 
 def _ask(
     run: Run, variant: Variant, problem: VexportError | None
 ) -> tuple[ComparedVariant, EnvironmentFault | None]:
-    """Return the row of a variant, and the fault if the environment failed."""
+    """Compare a variant with the first.
+
+    Return its row, and the error if the environment failed.
+    """
     row = partial(_row, run, variant, CANDIDATE)
     model = run.model(CANDIDATE)
     assert model is not None
@@ -274,7 +287,7 @@ def _require_possible(root: Path, variant: Variant, problem: VexportError | None
 def _row(
     run: Run, variant: Variant, role: str, outcome: VariantOutcome, reason: str
 ) -> ComparedVariant:
-    """Return the row of a variant without numbers."""
+    """Return the row of a variant without its verdict and its measured values."""
     version = installed_text(variant.vllm_python)
     stage = serve_baseline if role == BASELINE else serve_candidate
     served = run.get(stage) if run.is_reached(stage) else None
@@ -304,7 +317,7 @@ def _judged(run: Run, row: Callable[[VariantOutcome, str], ComparedVariant]) -> 
 
 
 def _text_kl(verdict: Verdict) -> float | None:
-    """Return the mean KL of the text that decides, or None if it was not measured."""
+    """Return the mean KL on the held-out text, or None if it was not measured."""
     limits = verdict.text.limits if verdict.text else ()
     return next((limit.value for limit in limits if "KL" in limit.measure), None)
 
