@@ -2,8 +2,8 @@
 
 For each kind of report, one function builds its documents (vexport.reports.document). For each
 form, one module draws documents. Each function here renders one kind of report, and the command
-line offers the forms that this kind has. Several checkpoints are reported in their order, and their
-JSON is a list.
+line offers the forms that this kind has. Reports on several checkpoints keep the order of the
+checkpoints, and their JSON is a list.
 """
 
 import json
@@ -156,7 +156,7 @@ def render_comparison(runs: "Sequence[ComparedRun]", format: str) -> str:
 def render_variants(report: "Report", format: str, *, folder: Path, page: Path) -> str:
     """Return the comparison of a checkpoint's variants.
 
-    JSON has the rows of the table. All other forms are those of the report in the run directory
+    JSON contains the rows of the table. All other forms show the whole report of the run directory
     `folder`. A page links to its files from the folder `page`.
     """
     if format == "json":

@@ -55,7 +55,7 @@ def verdict_document(verdict: Verdict) -> doc.Document:
 
 
 def cause_parts(verdict: Verdict) -> tuple[doc.Part, ...]:
-    """Return the cause of a loss, and the distances between the four log-probabilities."""
+    """Return the cause of a loss, and the mean KL of noise, quantization and engine."""
     attribution = verdict.attribution
     if attribution is None:
         return ()
@@ -111,7 +111,8 @@ def accuracy_section(verdict: Verdict) -> doc.Section:
 def task_table(verdict: Verdict) -> doc.Table:
     """Return a table with a row for each task that has a gate, and with the method below it.
 
-    A page shows result and difference in its chart instead. Text shows the result in its gates.
+    A page has no columns for result and difference, because its chart shows them. Text has no
+    column for the result, because its gates show the result.
     """
     result = doc.Column("Result", omit=("text", "html"))
     difference = doc.Column("Difference", numeric=True, omit=("html",))
@@ -121,7 +122,7 @@ def task_table(verdict: Verdict) -> doc.Table:
 
 
 def _lost_table(verdict: Verdict) -> doc.Section | None:
-    """Return the table of answers that were cut or are empty, or None without such answers."""
+    """Return the table of cut, empty and unparsed answers, or None if there are none."""
     rows = [
         row(
             task_title(task),
@@ -162,10 +163,10 @@ def _task_row(task: TaskVerdict) -> Iterator[TableCell]:
 
 
 def _shown_comparisons(verdict: Verdict) -> Iterator[Comparison]:
-    """Yield the comparison of all documents, then the comparisons beside each task, in order.
+    """Yield the comparison of all documents, then the informational comparisons of each task.
 
-    There are at most _MAX_BESIDE for each task. For a group, its other metrics are kept first, then
-    the tasks with the greatest loss.
+    A task keeps at most _MAX_BESIDE comparisons, in their order. The task's other metrics are kept
+    first. In a group, the tasks with the greatest loss follow.
     """
     if verdict.pooled:
         yield verdict.pooled

@@ -34,7 +34,7 @@ from vexport.reports.report import Report
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 # The version of a vLLM release. Commands contain no other text from a report.
 _VERSION = re.compile(r"\d+(\.\d+){1,3}")
-# A word of a command line, or the value of an option in it, that is an absolute path.
+# An absolute path in a command line, as a word or as the value of an option.
 _ABSOLUTE = re.compile(r"(^|[\s='\"])(/[^\s'\"]*)")
 
 
@@ -62,7 +62,7 @@ def render(report: Report) -> str:
 
 
 def _plan(report: Report) -> Plan:
-    """Return the plan; InputError for a checkpoint that was given."""
+    """Return the plan. Raise InputError for a given checkpoint, because it has no plan."""
     if report.plan is None:
         raise InputError(
             report.name,
@@ -144,9 +144,9 @@ def _accuracy(verdict: Verdict) -> Section:
 
 
 def _made(report: Report) -> Iterator[str]:
-    """Yield the command, facts of quantization and load, and what the load did not show.
+    """Yield the command, facts of quantization and load, and the blind spots of the load.
 
-    The folders of the machine that ran the command are removed from it.
+    Absolute paths in the command are cut to their last part, because cards are public.
     """
     command = _ABSOLUTE.sub(
         lambda match: f"{match[1]}{PurePosixPath(match[2]).name}", report.command

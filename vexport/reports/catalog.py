@@ -97,7 +97,11 @@ def architectures() -> Rows:
 
 
 def _gpus(support: GpuSupport) -> dict[str, str]:
-    """Return the capabilities that load a scheme, and that compute in the stored precision."""
+    """Return two ranges of compute capabilities by the title of their column.
+
+    GPUs in the first range load the scheme. GPUs in the second range compute in the stored
+    precision.
+    """
     return {
         "loads from SM": _span(support.loads_from, support.below),
         "native from SM": _span(support.full_from, support.full_below),
@@ -165,7 +169,7 @@ def contents() -> str:
 
 
 def find_section(name: str) -> ReferenceSection:
-    """Return the section with this name, in any case, with any spaces and punctuation.
+    """Return the section with this name. Case, spaces and punctuation are ignored.
 
     A scheme with arguments (W4A16_G64) has the section of its preset. If the preset has no section,
     the section of another preset in the same format is returned.

@@ -58,10 +58,10 @@ def _not_judged(report: CheckReport, *, every: bool) -> doc.Listing | None:
 def load_documents(
     reports: Sequence[LoadReport | DryLoadReport], *, every: bool = False
 ) -> list[doc.Document]:
-    """Return a document for each load with its engine.
+    """Return a document for each load.
 
-    If there are several vLLMs or modes, a matrix of checkpoints by vLLM and mode comes first. A dry
-    load has a matrix of kinds of layers by capability.
+    If the loads differ in vLLM, tensor parallel size or mode, a table with a column for each
+    combination comes first. A dry load has a table of kinds of layers by compute capability.
     """
     return [
         *_versions(reports),
@@ -78,9 +78,9 @@ def load_documents(
 
 
 def load_suites(reports: Sequence[LoadReport | DryLoadReport]) -> Iterator[tuple[str, list[Gate]]]:
-    """Yield the gates of each checkpoint: one gate for each vLLM and mode that loaded it.
+    """Yield a suite for each checkpoint, with a gate for each of the checkpoint's loads.
 
-    For a dry load, yield the gates for each vLLM: a gate for each cell, and `dry load` for the
+    Each dry load is a suite by itself. It has a gate for each cell, and the gate `dry load` for the
     findings.
     """
     loads: dict[str, list[Gate]] = {}
@@ -95,9 +95,9 @@ def load_suites(reports: Sequence[LoadReport | DryLoadReport]) -> Iterator[tuple
 
 
 def titled(reports: Sequence[T]) -> list[T]:
-    """Return the reports.
+    """Return the reports with checkpoint names that differ between loads.
 
-    If there are several loads, the differences are added to checkpoint names.
+    If loads differ in vLLM, tensor parallel size or mode, these are added to the names in brackets.
     """
     return [
         replace(
@@ -143,10 +143,11 @@ def load_facts(load: LoadReport) -> doc.Facts:
 
 
 def column_names(reports: Sequence[CheckpointReport]) -> list[str]:
-    """Return vLLM, tensor parallel size and mode of each load, as far as the loads differ in them.
+    """Return a name for each load, made from the settings in which the loads differ.
 
-    vLLM is named by its version. If a load has no version, another load with the same interpreter
-    provides it, else the interpreter is the name. Checks have no such differences.
+    The settings are vLLM, tensor parallel size and mode. vLLM is named by its version. If a load
+    has no version, another load with the same interpreter provides the version. If no load provides
+    it, the interpreter is the name. Checks get empty names.
     """
     pythons = ["" if isinstance(report, CheckReport) else report.vllm_python for report in reports]
     versions = {
@@ -183,7 +184,7 @@ def _versions(reports: Sequence[LoadReport | DryLoadReport]) -> list[doc.Documen
 
 
 def _load_answer(report: LoadReport | DryLoadReport) -> str:
-    """Return a cell's text."""
+    """Return the text of a load in the table of checkpoints."""
     if isinstance(report, DryLoadReport):
         loaded = sum(cell.loads for cell in report.cells)
         answer = "loads" if report.ok else "FAILS"
@@ -201,7 +202,7 @@ def _load_answer(report: LoadReport | DryLoadReport) -> str:
 def device_parts(report: DryLoadReport) -> tuple[doc.Part, ...]:
     """Return the tables, memory and blind spots of a dry load.
 
-    Tensor parallel sizes with equal columns (one column for each capability) share a table.
+    Tensor parallel sizes with equal results share a table. It has a column for each capability.
     """
     return parts(
         [_matrix(report, sizes) for sizes in _alike(report)],
@@ -213,7 +214,7 @@ def device_parts(report: DryLoadReport) -> tuple[doc.Part, ...]:
 
 
 def _memory(report: DryLoadReport) -> doc.Section:
-    """Return the weights of a rank, and the rank's KV cache for sequences of the same lengths."""
+    """Return a table of each rank's memory: weights, and the KV cache for sequences by length."""
     lengths = (f"KV of {count(sequence.tokens)} tokens" for sequence in report.memory[0].sequences)
     rows = (
         (
@@ -278,9 +279,9 @@ def _matrix(report: DryLoadReport, sizes: list[int]) -> doc.Section:
 
 
 def _equal_rows(layers: Sequence[MatrixRow], tp: int) -> Iterator[tuple[doc.TableCell | str, ...]]:
-    """Yield the kinds of layers with equal storage and equal cells as one row.
+    """Yield one row for all kinds of layers that have equal storage and equal cells.
 
-    The row has the last part of each name once.
+    The row lists the last part of each name once, and the number of layers.
     """
     alike: dict[doc.Row, list[MatrixRow]] = {}
     for kind in layers:

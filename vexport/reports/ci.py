@@ -37,7 +37,7 @@ Suite = tuple[str, Sequence[Gate]]
 
 
 def junit(suites: Iterable[Suite], seconds: Mapping[str, float] | None = None) -> str:
-    """Return suites by name, with a case for each of their gates.
+    """Return JUnit XML with a test suite for each name, and with a test case for each gate.
 
     `seconds` maps gates to the time they took.
     """
@@ -118,9 +118,9 @@ def _escaped(text: str) -> str:
 
 
 def github_answer(name: str, gates: Sequence[Gate], scenario: Path | None = None) -> str:
-    """Return the last gate, which is the answer, then errors and warnings of the other gates.
+    """Return annotations for the outcome, then for errors and warnings of the other gates.
 
-    All annotations refer to the scenario's file.
+    The last gate is the outcome. All annotations refer to the scenario's file.
     """
     *others, overall = gates
     line, _, sentence = overall.message.partition(": ")
@@ -134,9 +134,10 @@ def github_answer(name: str, gates: Sequence[Gate], scenario: Path | None = None
 def github_checkpoints(
     name: str, reports: Sequence[CheckReport | LoadReport | DryLoadReport]
 ) -> str:
-    """Return every checkpoint's errors and warnings of the gate `name`.
+    """Return annotations for the errors and warnings of the gate `name` on all checkpoints.
 
-    If there are none, return a single notice. Parts that a check did not judge are notices, too.
+    If all gates pass without a finding, the first annotation is a notice with PASS. Parts that a
+    check did not judge are notices, too.
     """
     gates = [(report.checkpoint, checkpoint_gate(name, report)) for report in titled(reports)]
     unjudged = [
@@ -159,7 +160,7 @@ def github_checkpoints(
 
 
 def _of_gate(gate: Gate, checkpoint: str = "") -> Iterator[_Annotation]:
-    """Yield annotations for the gate's findings, without notes.
+    """Yield annotations for the gate's errors and warnings.
 
     If the gate did not pass and no finding is an error, the gate itself is yielded first.
     """
@@ -183,7 +184,10 @@ def _gravest_first(notes: Iterable[_Annotation]) -> list[_Annotation]:
 
 
 def _lines(*annotations: _Annotation) -> str:
-    """Return the first annotations. A plain line of the log has the number of the others."""
+    """Return the first MAX_ANNOTATIONS annotations.
+
+    A plain log line gives the number of the remaining annotations.
+    """
     lines = [str(note) for note in annotations[:MAX_ANNOTATIONS]]
     if left_out := len(annotations) - len(lines):
         lines.append(f"{plural(left_out, 'more annotation')} left out; --format json has them all")
@@ -193,9 +197,9 @@ def _lines(*annotations: _Annotation) -> str:
 def _place(checkpoint: str, finding: Finding) -> tuple[str, int]:
     """Return the file and line of a finding on `checkpoint`.
 
-    The file is the file that the finding names, else the index of the weights, else the weight
-    file, else config.json. The file is "" if the checkpoint is not a folder in the workspace. The
-    checkpoint's name may end in brackets that describe the load.
+    The first of these files that exists is used: the file that the finding names, the index of the
+    weights, the weight file, config.json. The file is "" if the checkpoint is not a folder in the
+    workspace. The checkpoint's name may end in brackets that describe the load.
     """
     with suppress(OSError, ValueError):
         folders = (Path(name) for name in (checkpoint, checkpoint.rpartition(" (")[0]) if name)
@@ -217,7 +221,10 @@ def _in_workspace(file: Path) -> str:
 
 
 def _named(root: Path, name: str) -> Path | None:
-    """Return the checkpoint's file that a place begins with, absolute or relative to the folder."""
+    """Return the file that a finding names, or None if it is not a file of the checkpoint.
+
+    `name` is absolute, or relative to the current folder or to the checkpoint's folder.
+    """
     for path in (Path(name), root / name):
         with suppress(OSError, ValueError):
             if path.is_file() and path.resolve().is_relative_to(root.resolve()):
@@ -226,7 +233,10 @@ def _named(root: Path, name: str) -> Path | None:
 
 
 def _stored(root: Path, where: str) -> Path | None:
-    """Return the index of the weights or their only file if `where` is a tensor or layer."""
+    """Return the index of the weights, or a weight file if there is no index.
+
+    Returns None if `where` is not the name of a tensor or layer.
+    """
     if "." not in where or "/" in where or " " in where.strip():
         return None
     files = (*root.glob("*.safetensors.index.json"), *sorted(root.glob("*.safetensors")))
@@ -234,7 +244,10 @@ def _stored(root: Path, where: str) -> Path | None:
 
 
 def _line(file: Path, key: str) -> int:
-    """Return the line of the last key of the path `key` in a JSON file, else 1."""
+    """Return the number of the line in a JSON file that has the last part of the key `key`.
+
+    Returns 1 if the file is not JSON or has no such line.
+    """
     if file.suffix != ".json" or not key:
         return 1
     quoted = json.dumps(key.split(" ")[0].rpartition(".")[2])

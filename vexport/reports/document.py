@@ -71,7 +71,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Paragraph:
-    """One or more sentences. With the style `code`, a command to type."""
+    """One or more sentences. With the style `code`, it is a command to type."""
 
     text: str
     style: Literal["plain", "muted", "warning", "code"] = "plain"
@@ -94,9 +94,9 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """Parts that are folded, in forms that can fold, unless `open`.
+    """Parts that are folded in forms that can fold, unless `open` is True.
 
-    Plain text has the lines of `brief` instead.
+    Plain text shows the lines of `brief` instead of the parts.
     """
 
     summary: TableCell
@@ -109,8 +109,8 @@ class Details:
 class FindingList:
     """Findings with their gates, the most serious first.
 
-    Findings of one kind are shown together unless `every` is True. `everything` is the place that
-    has all of them.
+    Findings of one kind are shown together unless `every` is True. `everything` names the place of
+    the complete list, such as `--format json`.
     """
 
     findings: tuple[tuple[str, Finding], ...]
@@ -120,7 +120,10 @@ class FindingList:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A prompt with its answers, each a label, a text and a tone. A section filters by `group`."""
+    """A prompt with its answers. Each answer is a label, a text and a tone.
+
+    Readers of a page can filter the exchanges of a section by `group`.
+    """
 
     label: str
     prompt: str
@@ -137,9 +140,9 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forest:
-    """Tasks of one scale against zero and the accepted loss, on an axis from `low` to `high`.
+    """Chart of the tasks of one scale, with lines at zero and at the accepted loss.
 
-    `limit` is the accepted loss as text, without its unit.
+    The axis goes from `low` to `high`. `limit` is the accepted loss as text, without its unit.
     Positions are in per cent of the width, so the SVG can stretch while its text keeps its size.
     """
 
@@ -217,7 +220,10 @@ class Curves:
 
 
 def round_values(low: float, high: float, most: int) -> list[float]:
-    """Return at most `most` + 1 multiples of 1, 2 or 5 times a power of ten, `low` to `high`."""
+    """Return at most `most` + 1 round values from `low` to `high`.
+
+    The values are multiples of 1, 2 or 5 times a power of ten.
+    """
     least = (high - low) / most
     power = 10.0 ** math.floor(math.log10(least))
     steps = [power * times for times in (1, 2, 5, 10)]
@@ -229,7 +235,7 @@ def round_values(low: float, high: float, most: int) -> list[float]:
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """Parts under a title, in the given forms. `lead` introduces them on a page.
+    """Parts under a title, shown only in `forms`. `lead` introduces the parts on a page.
 
     `filters` are the groups of exchanges that a reader of the page can choose: (group, label).
     """
@@ -313,7 +319,7 @@ def table(
     *,
     stack: bool = True,
 ) -> Table:
-    """Return a table. A title that starts with `>` is of a column of numbers."""
+    """Return a table. A title that starts with `>` marks a column of numbers."""
     columns = (
         title
         if isinstance(title, Column)
@@ -354,7 +360,7 @@ def warnings(texts: Iterable[str]) -> list[Paragraph]:
 
 
 def finding_parts(part: FindingList, limit: int) -> tuple[Part, ...]:
-    """Return a table of at most `limit` kinds, and tables of what may follow from them.
+    """Return a table of at most `limit` kinds, and tables of their possible consequences.
 
     A note names the place that has the other findings.
     """

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from vexport.reports.report import Report
 
 _NUMBER = re.compile(r"\d+")
-# Dotted names of three parts and more: modules and tensors. A long word is matched only once, from
-# its beginning.
+# Dotted names of three parts and more: modules and tensors. A match starts only at the beginning of
+# a word, so that long words are scanned once.
 _NAME = re.compile(r"(?<![\w#])[\w#]+(?:\.[\w#]+){2,}")
 _INDEX = re.compile(r"(?<=\.)(?:0|[1-9]\d*)(?=[.\s]|$)")
 _MAX_RUNS = 4
@@ -94,9 +94,9 @@ class Folded:
 
 
 def fold(findings: Sequence[Finding]) -> tuple[Folded, ...]:
-    """Return the kinds of findings in their order.
+    """Fold findings by kind, in their order.
 
-    The last cause gets the possible consequences.
+    Possible consequences are moved below the last finding that may be their cause.
     """
     if not any(map(_is_cause, findings)):
         return kinds(findings)
@@ -214,7 +214,10 @@ def report_gates(report: "Report") -> tuple[Gate, ...]:
 
 
 def variant_gate(row: "ComparedVariant") -> Gate:
-    """Return the gate of a variant. The baseline's gate is skipped unless vLLM refuses it."""
+    """Return the gate of a variant.
+
+    The baseline's gate is SKIPPED unless vLLM refuses the baseline.
+    """
     prefix = "" if row.outcome in ("BASELINE", "PASS", "FAIL") else f"{row.outcome}: "
     return Gate(name=row.name, status=_VARIANT[row.outcome], message=f"{prefix}{row.reason}")
 

@@ -166,7 +166,7 @@ class Sizes:
 
 
 def sizes_of(report: "Report") -> Sizes:
-    """Return the sizes from the plan, or those of a checkpoint that was given."""
+    """Return the sizes from the plan, or the sizes of a given checkpoint."""
     if (plan := report.plan) is not None:
         return Sizes(
             source_bytes=plan.source_bytes,
@@ -189,7 +189,7 @@ def schemes_of(report: "Report") -> str:
 
 
 def subject_of(report: "Report") -> str:
-    """Return what the report is about: schemes and source, or a checkpoint and its baseline."""
+    """Return the report's subject: schemes and source, or a given checkpoint and its baseline."""
     if report.plan is not None:
         return f"{schemes_of(report)} of {report.source_name or report.source}"
     name = report.given.name if report.given else report.name
@@ -209,7 +209,7 @@ def report_sentence(report: "Report") -> str:
 def next_step(report: "Report") -> tuple[str, str]:
     """Return the next command (or "") and a sentence."""
     if report.outcome == "PASS":
-        if report.load is None:  # a server has it, or its answers were given
+        if report.load is None:  # it is on a server, or its answers were given
             return "", ""
         command = f"vllm serve {shlex.quote(report.load.checkpoint)}"
         if report.load.engine is not None and report.load.engine.emulated:
@@ -275,9 +275,10 @@ def served_with(engine: EngineInfo) -> str:
 
 
 def scale_of(task: "TaskVerdict | Comparison") -> Scale:
-    """Return per cent for shares, as in the verdict's reason, else nats or the metric's units.
+    """Return the scale of a task: per cent for shares, else nats or the metric's units.
 
-    Other differences than points have enough decimals for two digits of a relative margin.
+    The verdict's reason uses the same scale. Differences that are not in points have enough
+    decimals for two digits of a relative margin.
     """
     if task.in_shares:
         return Scale(True)
@@ -289,7 +290,7 @@ def scale_of(task: "TaskVerdict | Comparison") -> Scale:
 
 
 def margin_of(task: "TaskVerdict | Comparison", margin: float) -> float:
-    """Return a task's own margin. `margin` is the verdict's, for reports of older versions."""
+    """Return a task's margin, or the verdict's `margin` in reports of older versions."""
     return margin if task.margin is None else task.margin
 
 
@@ -305,7 +306,7 @@ def margin_text(task: "TaskVerdict | Comparison", margin: float) -> str:
 
 
 def direction_note(comparison: "Comparison") -> str:
-    """Return the direction of a metric that is not a share, or with lower being better, else ""."""
+    """Return the direction in which a metric is better, or "" for shares where higher is better."""
     better = "higher is better" if comparison.higher_is_better else "lower is better"
     if comparison.unit is not None and comparison.unit.startswith("nats"):
         kind = "log-likelihood" if comparison.higher_is_better else "negative log-likelihood"
@@ -365,21 +366,28 @@ def _prompting_line(prompting: "Prompting") -> str:
 
 
 def nats(limit: "TextLimit", value: float) -> str:
-    """Return a KL as it is, a rise with its sign, or a fall of the acceptance length as a share."""
+    """Format a value of a text's measure.
+
+    A KL has no sign. A rise of the NLL has a sign. A fall of the acceptance length is a share in
+    per cent, with a sign.
+    """
     if limit.is_share:
         return f"{value:+.1%}"
     return small(value) if limit.measure != "rise of the NLL" else f"{value:+.3g}"
 
 
 def nats_interval(limit: "TextLimit") -> str:
-    """Return the bounds that decide."""
+    """Return the bounds of a measure's interval, which decide its outcome."""
     if limit.low is None or limit.high is None:
         return "no interval: one row"
     return f"{nats(limit, limit.low)} to {nats(limit, limit.high)}"
 
 
 def coverage_lines(experts: Sequence[ExpertCoverage]) -> Iterator[str]:
-    """Yield the tokens that the router sent to the experts, then the experts without any token."""
+    """Yield the numbers of calibration tokens that the routers sent to experts.
+
+    A second line lists experts that received no token.
+    """
     if not experts:
         return
     fewest, most = min(layer.fewest for layer in experts), max(layer.most for layer in experts)

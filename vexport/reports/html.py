@@ -53,7 +53,10 @@ def _environment() -> Environment:
 
 
 def _finalize(value: object) -> object:
-    """Make a printed string visible before it is escaped. Markup was printed once already."""
+    """Make control characters of a string visible before the string is escaped.
+
+    Markup is returned unchanged, because its strings were converted before.
+    """
     return (
         visible(value, keep="\n\t")
         if isinstance(value, str) and not isinstance(value, Markup)

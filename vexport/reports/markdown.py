@@ -58,7 +58,7 @@ def render_all(documents: Sequence[doc.Document]) -> str:
 
 
 def render_parts(parts: Iterable[doc.Part], level: int = 3) -> str:
-    """Return parts below a heading of the level above `level`.
+    """Return the parts. The headings of their sections have the level `level`.
 
     Parts for a page only are left out.
     """

@@ -22,7 +22,7 @@ from vexport.reports.formatting import count, percent, ratio, size
 from vexport.scenario import Evaluate
 from vexport.scenario.evaluate import SUITES, TYPICAL_DISAGREEMENT
 
-# Maximum lines of text. A plan as JSON has everything.
+# Maximum lines for kinds of layers, and for kept layers. JSON has everything.
 MOST_KINDS = 16
 MOST_KEPT = 6
 

@@ -15,7 +15,7 @@ _ROOM = 0.08
 
 
 def position_parts(text: TextVerdict, candidate: str = "quantized") -> tuple[doc.Part, ...]:
-    """Return the buckets and the curves. There is nothing in reports of older versions.
+    """Return the buckets and the curves. Reports of older versions have neither.
 
     `candidate` is the name of the candidate's curves.
     """
@@ -117,7 +117,7 @@ def _marks(text: TextVerdict) -> tuple[int, ...]:
 
 
 def _range(curves: tuple[doc.Curve, ...], others: tuple[float, ...]) -> tuple[float, float]:
-    """Return the ends of the y axis, which has all points and other values."""
+    """Return the ends of a y axis that includes all points and the other values."""
     values = [y for curve in curves for _, y in curve.points] + list(others)
     low = min(values)
     high = max(values)

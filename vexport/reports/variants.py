@@ -33,7 +33,7 @@ _TONES: Mapping[VariantOutcome, str] = {
     "REFUSED": "fail",
     "NO ANSWER": "inconclusive",
 }
-# The gravest outcome of a text's measures is shown.
+# Outcomes of a text's measures, gravest first. The table shows the gravest outcome.
 _GRAVEST = ("FAIL", "INCONCLUSIVE", "PASS")
 
 
@@ -124,7 +124,7 @@ def _task_cells(task: TaskVerdict) -> Iterator[TableCell | str]:
 
 
 def variant_tiles(rows: Sequence[ComparedVariant]) -> Iterator[doc.Tile]:
-    """Yield tiles with the numbers of variants that pass, and that do not."""
+    """Yield tiles with the number of variants that pass, and of variants that vLLM refuses."""
     others = [row for row in rows if row.outcome != "BASELINE"]
     passed = [row for row in others if row.outcome == "PASS"]
     refused = [row for row in others if row.outcome == "REFUSED"]
