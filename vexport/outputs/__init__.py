@@ -1,4 +1,5 @@
-"""Write outputs: apart from inputs, and only over files that vexport itself wrote."""
+"""Write outputs. They must not overlap inputs, and they replace only files that vexport wrote."""
 
-# File in a checkpoint that vexport wrote: how it was made, and the names and digests of its files.
+# The recipe, a file in each checkpoint that vexport wrote. It records how the checkpoint was made,
+# and the names and digests of the checkpoint's files.
 RECIPE = "vexport.json"

@@ -19,7 +19,8 @@ DIGESTS = "digests"
 # config and headers.
 HEADERS = "headers"
 HEADERS_DIGEST = "config_and_headers_sha256"
-# Key of vexport.json that `repair` sets if it changed weights: they differ from the recipe.
+# Key of vexport.json that `repair` sets if it changed weights. The weights then differ from the
+# recipe's result.
 REPAIRED = "repaired"
 XXH3, SHA256 = "xxh3", "sha256"
 # Line of sha256sum. Escaped names (with a line break or a backslash) are not supported.
@@ -28,7 +29,7 @@ _TAGGED = re.compile(r"SHA256 \((?P<name>.+)\) = (?P<hex>[0-9a-fA-F]{64})")
 
 
 def digest_of(file: Path, algorithm: str = XXH3) -> str:
-    """Return the digest of a file: `xxh3:` (64 bits) or `sha256:`, and hexadecimal digits."""
+    """Return a file's digest: `xxh3:` (64 bits) or `sha256:`, followed by hexadecimal digits."""
     with file.open("rb", buffering=0) as stream:
         state = hashlib.file_digest(
             stream, hashlib.sha256 if algorithm == SHA256 else xxhash.xxh3_64
@@ -39,7 +40,7 @@ def digest_of(file: Path, algorithm: str = XXH3) -> str:
 def recorded_digests(folder: Path) -> dict[str, str]:
     """Return the digests in a checkpoint's vexport.json by file name, or an empty dictionary.
 
-    Raises InputError if they are not file names of the folder with digests.
+    Raises InputError unless vexport.json maps names of files in the folder to digests.
     """
     file = folder / RECIPE
     recorded = read_json_object(file).get(DIGESTS, {}) if file.is_file() else {}
@@ -57,7 +58,7 @@ def recorded_digests(folder: Path) -> dict[str, str]:
 
 
 def named_digests(name: str | None, root: Path) -> dict[str, str] | None:
-    """Return the digests of a list, or the recorded digests if `name` is a vexport.json.
+    """Return the digests in the list `name`, or the recorded digests if `name` is a vexport.json.
 
     Returns None if `name` is None. Raises InputError if the checkpoint has no recorded digests.
     """
@@ -92,7 +93,7 @@ def record_digests(folder: Path, digests: Mapping[str, str], *, repaired: bool =
 
 
 def listed_digests(file: Path) -> dict[str, str]:
-    """Return the digests by path in a list of sha256sum, with or without --tag.
+    """Return the digests by path in a list that sha256sum wrote, with or without --tag.
 
     Paths must be relative to the checkpoint. Raises InputError with the line number if a path is
     not, or if a line cannot be parsed. A pipe is refused, because it may have no writer.

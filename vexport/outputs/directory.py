@@ -1,11 +1,13 @@
-"""Folders that appear completely or not at all, prepared in a hidden folder next to them.
+"""Create output folders that appear completely or not at all.
 
-The working folder of `OUT` is `.OUT.partial`, which only its owner can enter. It contains:
+An output folder is prepared in a hidden working folder next to it. The working folder of `OUT` is
+`.OUT.partial`, which only its owner can enter. It contains:
 
 - a record of the inputs that OUT is made from, locked while a process writes
 - `new`, which becomes OUT
 - `aside`, files for later calls until OUT is complete
-- a list of the files in both; `record` of outputs/manifest.py adds a name before the file is made
+- a list of the files in `new` and `aside`, to which `record` (outputs/manifest.py) adds a name
+  before the file is made
 - for a moment `old`, the folder that OUT replaces
 
 If a call dies while it replaces OUT, the next call moves `old` back.
@@ -56,19 +58,19 @@ def failed_folder(path: Path) -> Path:
 
 
 def aside_folder(folder: Path) -> Path:
-    """Return the folder for files that OUT does not get, next to `resumable_directory`'s.
+    """Return the folder for files that later calls need and that are not part of OUT.
 
-    A later call finds these files.
+    It is next to `folder`, which `resumable_directory` yields.
     """
     return folder.parent / ASIDE
 
 
 def keep_as_failed(folder: Path, path: Path, failure: CheckpointFailed) -> CheckpointFailed:
-    """Rename the `folder` of `resumable_directory` to `PATH.failed`, and add this to the failure.
+    """Rename a failed checkpoint to `PATH.failed`, and return the failure with the new path.
 
-    Only a folder that an earlier failed call has left is replaced. If anything else is at this
-    path, even a link or a valid checkpoint, the folder is not kept, and the returned error contains
-    the reason.
+    `folder` is the folder that `resumable_directory` yields. Only a checkpoint that an earlier
+    failed call left as `PATH.failed` is replaced. If anything else has this name, even a link or a
+    valid checkpoint, `folder` is not kept, and the returned error contains the reason.
     """
     failed = failed_folder(path)
     if is_replaceable_failure(failed):
@@ -86,8 +88,8 @@ def keep_as_failed(folder: Path, path: Path, failure: CheckpointFailed) -> Check
 def is_replaceable_failure(failed: Path) -> bool:
     """Return True if a path is free for a failed checkpoint.
 
-    A path is free if nothing is there, or only an empty folder, or only a checkpoint that a failed
-    call signed.
+    The path is free if it does not exist or is an empty folder. It is also free if it contains only
+    a checkpoint that a failed call marked with `FAILED`.
     """
     if not os.path.lexists(failed):
         return True
@@ -232,7 +234,7 @@ def _is_own_record(record: TextIO, work: Path) -> bool:
 
 
 def _lock(record: TextIO, work: Path, path: Path) -> None:
-    """Lock the record. Raise InputError if another process has it or has just removed it."""
+    """Lock the record. Raise InputError if another process has locked it or just removed it."""
     try:
         fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if _is_own_record(record, work):
@@ -274,7 +276,11 @@ def _sync_entry(path: Path) -> None:
 
 
 def _recover(path: Path, work: Path) -> None:
-    """Recover from a call that ended between its last steps: move `old` back, or remove it."""
+    """Finish or undo the replacement of `path` that an earlier call did not complete.
+
+    If `path` is missing, `old` is moved back. If `path` is the new folder, `old` is removed. Raises
+    InputError if another program created `path`.
+    """
     if not (work / OLD).exists():
         return
     if not path.exists():

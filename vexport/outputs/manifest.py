@@ -87,8 +87,8 @@ def is_recorded(file: Path) -> bool:
 def unlisted_entries(root: Path, below: Path, left_out: Iterable[Path] = ()) -> list[str]:
     """Return the entries below a folder that are not in the manifest of `root`, relative to `root`.
 
-    A folder is vexport's if its files are. An empty folder is vexport's only if a recorded file may
-    be created in it. Folders in `left_out` are skipped.
+    A folder counts as listed if its files are listed. An empty folder counts as listed only if a
+    listed file may be created in it. Folders in `left_out` are skipped.
     """
     return [
         file.relative_to(root).as_posix()

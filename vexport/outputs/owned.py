@@ -1,6 +1,6 @@
-"""Files that vexport wrote to a checkpoint (by its recipe) or to a working folder.
+"""Find and remove the files that vexport wrote to a checkpoint or to a working folder.
 
-Both are removed file by file, so that other files stay.
+A checkpoint's recipe lists its files. Files are removed one by one, so that other files stay.
 """
 
 import os
@@ -73,7 +73,9 @@ def remove_checkpoint(folder: Path) -> None:
 
 
 def foreign_entries(work: Path) -> list[Path]:
-    """Return entries of a working folder that vexport did not write, or the folder itself.
+    """Return the entries of a working folder that vexport did not write.
+
+    Returns the folder itself if it is a link, not a folder, or another user's folder.
 
     vexport writes the record first. Without a record, no file in the folder is vexport's.
     """
@@ -111,7 +113,7 @@ def _belongs_to_user(entry: Path) -> bool:
 def remove_unfinished(work: Path) -> None:
     """Remove the files of unfinished work, the record last.
 
-    The folder that it was to replace (`old`) stays.
+    The folder `old`, which the unfinished work was to replace, stays.
     """
     for part in (work / NEW, work / ASIDE):
         remove_recorded(work, part)

@@ -1,4 +1,4 @@
-"""Places of outputs: separate from inputs. `--overwrite` replaces only files that vexport wrote.
+"""Check where outputs are written: apart from inputs, and only over vexport's files.
 
 Folders of results contain a file that marks them as vexport's, and a list of vexport's files.
 """
@@ -87,7 +87,7 @@ def _relation(output: Path, other: Path) -> str:
 def _is_within(inner: Path, outer: Path) -> bool:
     """Return True if `inner` is `outer` or is inside of it.
 
-    A link counts at its place and at its target.
+    A link is compared by its location and by its target.
     """
     steps = {step for path in _real_paths(inner) for step in (path, *path.parents)}
     if any(
@@ -98,7 +98,7 @@ def _is_within(inner: Path, outer: Path) -> bool:
 
 
 def _has_hard_links(file: Path) -> bool:
-    """Return True if a file has several hard links, because another link may be in a folder."""
+    """Return True if a file has several hard links. Another link to it may be in the other path."""
     try:
         return file.is_file() and file.stat().st_nlink > 1
     except OSError:
@@ -121,7 +121,7 @@ def resolved(path: Path) -> Path:
 
 
 def _real_paths(path: Path) -> set[Path]:
-    """Return the path without links and `..`, and the path whose last part may still be a link."""
+    """Return the path without links and `..`, and the same path with its last part unresolved."""
     itself = set() if path.name in ("", "..") else {resolved(path.parent) / path.name}
     return {resolved(path), *itself}
 
@@ -213,7 +213,7 @@ class FolderKind:
         """Raise InputError if the folder is not empty and has no mark.
 
         A folder without the mark is accepted if it has a manifest and only vexport's files, because
-        a killed call may have left it like this.
+        a killed call may have left such a folder.
         """
         if not is_filled_folder(folder) or (folder / self.mark).is_file():
             return
@@ -276,7 +276,7 @@ def locked_folder(folder: Path, option: str) -> Iterator[None]:
     """Create the folder and lock it against other calls inside the block.
 
     The lock ends with the process. Raises InputError if another call holds the lock; `option` is
-    the option that sets the folder. Without locks in the file system, nothing is refused.
+    the option that sets the folder. If the file system has no locks, the folder is not locked.
     """
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
