@@ -72,8 +72,8 @@ class QuantizeArguments(Planning):
 
     `rules` are an alternative to `scheme` and `recipe`. `calibration` may be only the name of the
     data. If it is None and the rules need text, `default_calibration` is used. With `verify`, vLLM
-    loads the checkpoint dry before it is published. `how_to_keep` returns text for errors: the
-    arguments with which the caller would keep the layers of the given patterns.
+    loads the checkpoint dry before it is published. `how_to_keep` receives patterns of layers. It
+    returns text for errors: the arguments with which the caller can keep these layers unquantized.
     """
 
     rules: tuple[Rule, ...] = ()

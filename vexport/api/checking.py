@@ -97,7 +97,8 @@ def check_checkpoints(
         require_list(str(settings.digests))
     found = {name: attempt(partial(_folder, name, settings.on_progress), name) for name in names}
     roots = {name: root for name, root in found.items() if isinstance(root, Path)}
-    # The comparison with the source imports torch, which takes seconds.
+    # The comparison with the source imports torch, which takes seconds. If no checkpoint exists, it
+    # is skipped.
     is_there = any(root.exists() for root in roots.values())
     against = _against(settings) if is_there else None
     problems = _errors(found)

@@ -1,4 +1,4 @@
-"""Functions that ask models in vLLM, which runs in other processes."""
+"""Functions that run models in vLLM, in other processes."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,13 +41,14 @@ def evaluate(
     attribution_seconds: int = EXPLANATION_SECONDS,
     on_progress: OnProgress = silent,
 ) -> Verdict | None:
-    """Compare a checkpoint by lm-eval with `settings.baseline`, or `against` an accepted baseline.
+    """Compare a checkpoint with `settings.baseline` or with the accepted baseline `against`.
 
-    This is `vexport eval`: `folder` becomes a run directory with lm-eval's results, the logs of
-    vLLM and a report, and a second call resumes. The answers are written to `accept` as an accepted
-    baseline, unless the verdict is FAIL. With `accept` alone, nothing is compared and None is
-    returned. If `attribution` is True, or if it is None and the verdict is not PASS, the cause of
-    the loss is searched for, for at most `attribution_seconds` seconds.
+    This is `vexport eval`. `folder` becomes a run directory with lm-eval's results, the logs of
+    vLLM and a report. A second call resumes. The answers are written to `accept` as an accepted
+    baseline, unless the verdict is FAIL. With `accept` and no baseline, nothing is compared and
+    None is returned. If `attribution` is True, the cause of the loss is searched for. If
+    `attribution` is None, the search runs unless the verdict is PASS. It takes at most
+    `attribution_seconds` seconds.
 
     Settings that are not in `settings` come from the accepted baseline. InputError is raised for
     settings that contradict it.
@@ -83,8 +84,8 @@ def evaluate_all(
 ) -> Evaluations:
     """Compare several checkpoints with the same baseline, which is asked once.
 
-    Takes the arguments of `evaluate`. `accept` is possible for a single checkpoint. `on_judged` is
-    called when the verdicts are known, before the search for the causes of losses.
+    Takes the arguments of `evaluate`. `accept` is possible only for a single checkpoint.
+    `on_judged` is called when the verdicts are known, before the search for the causes of losses.
     """
     if (settings.baseline and against) or not (settings.baseline or against or accept):
         raise ValueError(
@@ -196,12 +197,13 @@ def compare_variants(
 ) -> Report:
     """Compare settings and versions of vLLM for one checkpoint, as `vexport compare --serve` does.
 
-    `serve` has the arguments of vLLM of each setting, and `vllm_python` the interpreters besides
-    `engine.vllm_python`. Each setting is tried with each interpreter, the engine's first. The first
-    setting with the first interpreter is the baseline. `engine.serve` has the settings that all
-    variants share. `folder` becomes a run directory, and a second call resumes. The report's
-    `variants` are the rows of the table. `on_problem` is called for each variant for which the
-    environment failed. Without it, the first of these errors is raised.
+    Each item of `serve` is a setting: arguments of vLLM. `vllm_python` contains interpreters
+    besides `engine.vllm_python`. Each setting is tried with each interpreter, beginning with
+    `engine.vllm_python`. The first setting with the first interpreter is the baseline.
+    `engine.serve` has the settings that all variants share. `folder` becomes a run directory, and a
+    second call resumes. The report's `variants` are the rows of the table. `on_problem` is called
+    for each variant for which the environment failed. Without it, the first of these errors is
+    raised.
     """
     given = engine or Engine()
     with problems_at("compare_variants"):

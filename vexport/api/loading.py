@@ -1,7 +1,7 @@
 """Functions that load checkpoints in vLLM, or from headers alone.
 
-A load from headers needs no packages beyond the ones that `check` needs, so a real load is imported
-when it is used.
+A load from headers needs only the packages that `check` needs. Therefore the modules of a real load
+are imported when they are used.
 """
 
 from collections.abc import Sequence
@@ -82,9 +82,9 @@ def load_all(
 ) -> list[LoadReport] | list[DryLoadReport]:
     """Load several checkpoints, each in every engine and mode, as `vexport load` does.
 
-    Takes the arguments of `load`. If several checkpoints are given and some cannot be read, the
-    others are loaded, `on_problem` is called with each error, and the reports of these checkpoints
-    contain it. Without `on_problem`, the first error is raised at the end.
+    Takes the arguments of `load`. If some of several checkpoints cannot be read, the others are
+    loaded. `on_problem` is called with each error, and the report of the unreadable checkpoint
+    contains the error. Without `on_problem`, the first error is raised at the end.
 
     Raises:
         ValueError: `dry` is combined with `run_dir`, or devices are given without `dry`.

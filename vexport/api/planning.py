@@ -27,7 +27,8 @@ def _plan(source: Name, arguments: PlanArguments) -> Plan:
     """Plan from headers alone, as `vexport plan` does. The plan's `refusals` are not raised.
 
     One of `scheme`, `recipe` and `rules` is required. `source` may also be the file of a scenario.
-    The scenario then contains all settings, and `run_dir` the losses for its `scheme: auto`.
+    The scenario then provides all settings. `run_dir` is the run directory with the losses for its
+    `scheme: auto`.
     """
     if is_scenario(str(source)):
         return _plan_of_scenario(Path(source), arguments)

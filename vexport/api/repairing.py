@@ -1,4 +1,4 @@
-"""The function that repairs a checkpoint. It needs neither torch nor numba for config.json."""
+"""The function that repairs a checkpoint. Repairs of config.json need neither torch nor numba."""
 
 from pathlib import Path
 
