@@ -14,7 +14,8 @@ from typing import NoReturn
 
 INTERRUPTED = "Interrupted. Run the same command again to resume"
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
-# Seconds between a signal and the forced end of the process. The command ends its engines in them.
+# Seconds between a signal and the forced end of the process. The command ends its engines during
+# this time.
 PATIENCE_SECONDS = 5.0
 
 

@@ -203,7 +203,7 @@ def require_judged(reports: Sequence[CheckReport]) -> None:
 def require_no(check: str, reports: Sequence[CheckReport | LoadReport | DryLoadReport]) -> None:
     """Raise EnvironmentFault (exit code 4) if a report has a finding of this check.
 
-    The check stands for an exception inside vexport, or for an engine that died.
+    `check` is the name under which an exception inside vexport, or a dead engine, is reported.
     """
     for finding in (finding for report in reports for finding in report.findings):
         if finding.check == check:

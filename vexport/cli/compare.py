@@ -66,7 +66,7 @@ class Interpreters:
 
     @property
     def own(self) -> Path | None:
-        """The interpreter that replaces vexport's own, from the environment. None is vexport's."""
+        """The interpreter that VEXPORT_VLLM_PYTHON names, or None for vexport's interpreter."""
         path = os.environ.get(VLLM_PYTHON)
         return Path(path) if path else None
 
@@ -137,7 +137,7 @@ def _once(pairs: list[tuple[str, "JsonValue"]]) -> dict[str, "JsonValue"]:
 
 
 def _refuse_constant(name: str) -> None:
-    """Raise ValueError for NaN and Infinity, which are no JSON."""
+    """Raise ValueError for NaN and Infinity, which are not valid JSON."""
     raise ValueError(f"{name} is not a number of JSON")
 
 

@@ -49,14 +49,16 @@ VERDICT_FORMATS = (*FORMATS, "html", "markdown")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonOptions:
-    """Options of `eval` for the baseline, and for the file that accepts CHECKPOINT's answers."""
+    """Options of `eval` for the baseline, and for writing an accepted baseline."""
 
     baseline: str | None
     against: Path | None
     accept: Path | None
 
     def consistent(self, options: Mapping[str, Any]) -> "ComparisonOptions":
-        """Return these options, with an accepted baseline moved from `baseline` to `against`.
+        """Return these options, corrected.
+
+        If `baseline` is the file of an accepted baseline, it is moved to `against`.
 
         Raises UsageError if options of `eval` contradict each other.
         """
@@ -288,7 +290,7 @@ def _text(evaluations: "Evaluations") -> str:
 
 
 def _rest_of_text(evaluations: "Evaluations", *, is_shown: bool) -> str:
-    """Return the causes of losses as text, after the verdicts if these are not shown already."""
+    """Return the causes of losses as text, after the verdicts if `is_shown` is False."""
     from vexport.reports import render_cause
 
     verdicts = evaluations.verdicts

@@ -137,9 +137,9 @@ def load(
 
 
 def _require_any(names: Sequence[str]) -> None:
-    """Raise the errors of missing checkpoints if there is no other checkpoint.
+    """Raise the errors of missing checkpoints if all checkpoints are missing.
 
-    The functions that load import torch, which takes seconds.
+    This check comes before the import of torch for the load, which takes seconds.
     """
     from vexport.checkpoint.source import require_source
 

@@ -92,9 +92,10 @@ class SectionedCommand(click.Command):
             raise InputErrors([self._at_option(each) for each in error.problems]) from error
 
     def _at_option(self, problem: InputError) -> InputError:
-        """Return the problem with the option's name, if it is at an argument of the Python API.
+        """Return the problem with the option's name as its place, if an option caused it.
 
-        For example, the place `quantize: smoothing` becomes `--smoothing`.
+        Problems of the Python API have the argument as their place. For example, the place
+        `quantize: smoothing` becomes `--smoothing`.
         """
         place, _, key = problem.where.partition(": ")
         for each in self.params if place == self.name else ():
@@ -328,7 +329,8 @@ class UserPath(click.Path):
 
 
 PATH = UserPath(path_type=Path)
-# Type of an input parameter with the name of another command's output, such as `run_dir` of `plan`.
+# Type of an input parameter that shares its name with an output of another command, such as
+# `run_dir` of `plan`.
 READ_PATH = UserPath(path_type=Path)
 FOLDER = UserPath(path_type=Path, exists=True, file_okay=False)
 POSITIVE = Count(1)

@@ -45,7 +45,10 @@ def folder_advice(command: click.Command, ctx: click.Context, words: Sequence[st
 
 
 def _without_output(words: Sequence[str]) -> tuple[list[str], str | None]:
-    """Return the words without -o or --output and its value, and the value or None."""
+    """Split words into the words without -o or --output, and the value of this option.
+
+    The value is None if the option is not among the words.
+    """
     others: list[str] = []
     value: str | None = None
     remaining = iter(words)

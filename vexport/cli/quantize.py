@@ -130,7 +130,7 @@ def _no_note(text: str) -> None:
 
 
 def _keeping(patterns: Sequence[str]) -> str:
-    """Return the running command line with --ignore for each pattern added, in backticks."""
+    """Return the current command line in backticks, with --ignore added for each pattern."""
     words = [word for pattern in patterns for word in ("--ignore", pattern)]
     return f"`{shlex.join(['vexport', *sys.argv[1:], *words])}`"
 
