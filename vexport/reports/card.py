@@ -30,7 +30,8 @@ from vexport.reports.layers import rounding_lines
 from vexport.reports.markdown import render_parts, safe
 from vexport.reports.report import Report
 
-# A name on the hub, as huggingface_hub.utils.validate_repo_id defines it; local paths are not.
+# A name on the hub, as huggingface_hub.utils.validate_repo_id defines it. Absolute and nested local
+# paths do not match.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 # The version of a vLLM release. Commands contain no other text from a report.
 _VERSION = re.compile(r"\d+(\.\d+){1,3}")

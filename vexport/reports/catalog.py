@@ -80,7 +80,7 @@ def checks() -> Rows:
 
 
 def architectures() -> Rows:
-    """Return the model classes, the code that vLLM runs them with, and their fused layers."""
+    """Return the model classes, the backend that runs each class in vLLM, and the fused layers."""
     from vexport.architectures import architecture_table
 
     return [

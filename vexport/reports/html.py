@@ -55,7 +55,7 @@ def _environment() -> Environment:
 def _finalize(value: object) -> object:
     """Make control characters of a string visible before the string is escaped.
 
-    Markup is returned unchanged, because its strings were converted before.
+    Markup is returned unchanged, because its text was converted before.
     """
     return (
         visible(value, keep="\n\t")

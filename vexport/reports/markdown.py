@@ -108,7 +108,7 @@ def safe(text: str, limit: int = _MAX_TEXT) -> str:
 
 
 def _table(table: doc.Table) -> str:
-    """Return a table. Only cells are escaped, because the header is ours."""
+    """Return a table. Only cells are escaped, because vexport itself writes the header."""
     table = table.shown("markdown")
     lines = [[column.title for column in table.columns], ["---"] * len(table.columns)]
     lines += [[safe(_noted(cell), _MAX_CELL) for cell in row] for row in table.rows]

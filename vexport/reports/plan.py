@@ -206,7 +206,10 @@ def _suite_line(settings: Evaluate, name: str) -> str:
 
 
 def _documents_line(settings: Evaluate, needed: int) -> str:
-    """Return the number of documents with which a model without any loss passes, at power 0.8."""
+    """Return a line with the number of documents that an evaluation needs.
+
+    With `needed` documents, a model without any loss passes with power 0.8.
+    """
     margin = margin_of_shares(settings.margin)
     condition = f"margin {percent(margin)}, alpha {settings.alpha:g}"
     change = percent(TYPICAL_DISAGREEMENT, 0)

@@ -145,7 +145,8 @@ class RunDirectory:
     def is_done(self, stage: str, inputs: Digests) -> bool:
         """Return True if the stage is finished.
 
-        Raises InputError if it was finished from other inputs.
+        Raises InputError if the stage was finished from other inputs, or if files of the checkpoint
+        that it made have changed since.
         """
         record = self._stages.get(stage)
         if record is None:

@@ -101,7 +101,7 @@ def evaluate_checkpoints(
     """Do every unfinished stage of a run for each checkpoint.
 
     The checkpoints are compared with `settings.baseline`, or with `against`, an accepted baseline.
-    Without either there is no verdict and no report. `on_judged` is called with the verdicts,
+    Without a baseline there is no verdict and no report. `on_judged` is called with the verdicts,
     before the search for the causes of losses, which takes minutes. If `accept` is given, the
     answers of the single checkpoint are written to this file as an accepted baseline, unless the
     checkpoint fails.

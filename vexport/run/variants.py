@@ -42,7 +42,7 @@ from vexport.run.proving import (
 from vexport.scenario import Evaluate, Variant
 
 LOG = logging.getLogger(__name__)
-# Failures of an engine that mean that vLLM does not accept the setting on this machine.
+# Kinds of engine failures by which vLLM refuses a setting on this machine.
 _REFUSALS = ("refused", "unsupported")
 # Characters that a folder's name must not contain, the maximum length of the name without its
 # digest, and the digits of the digest.
