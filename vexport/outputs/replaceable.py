@@ -212,8 +212,8 @@ class FolderKind:
     def require_own(self, folder: Path) -> None:
         """Raise InputError if the folder is not empty and has no mark.
 
-        A folder without the mark is accepted if it has a manifest and only vexport's files, because
-        a killed call may have left such a folder.
+        A folder without the mark is accepted if it has a manifest and only vexport's files. A
+        killed call may have left such a folder.
         """
         if not is_filled_folder(folder) or (folder / self.mark).is_file():
             return

@@ -54,10 +54,10 @@ def load_checkpoints(
     `run_dir` is given. A single load uses it as its run directory. Several loads have numbered run
     directories in it.
 
-    Raises InputError before the first engine starts if a checkpoint cannot be read, its heads
-    cannot be divided, or an interpreter's vLLM does not support an argument. Raises
-    EnvironmentFault if an interpreter has no vLLM or there are too few GPUs. If an engine fails
-    later, its report contains the error.
+    Raises InputError if a checkpoint cannot be read, or if its heads cannot be divided. The same is
+    raised if an interpreter's vLLM does not support an argument. No engine is started in these
+    cases. Raises EnvironmentFault if an interpreter has no vLLM or there are too few GPUs. If an
+    engine fails later, its report contains the error.
     """
     serves = [engine.serve for engine in engines]
     for name in names:

@@ -476,7 +476,7 @@ def _other_warnings(run: Run) -> tuple[str, ...]:
 
 
 def _verdict(run: Run, candidate: Served | None) -> Verdict:
-    """Compare the answers of both models. `candidate` is the candidate's session, if any."""
+    """Compare the answers of both models. `candidate` is the candidate's session or None."""
     if run.given is not None and run.given.against is not None:
         baseline = Answers(results=run.given.against)
     else:
