@@ -62,8 +62,9 @@ class QParamsDict(TypedDict):
 class Fused:
     """State that fused observers share.
 
-    `extremes` maps the seat (position) of each observer to the extremes that it has observed.
-    `members` holds weak references to the observers, so that their weights can be freed.
+    `extremes` maps each observer's seat (its position among the fused observers) to the extremes
+    that the observer has seen, or to None before its first observation. `members` holds weak
+    references to the observers, so that unused observers and their weights can be freed.
     """
 
     extremes: dict[int, Range | None]
@@ -78,38 +79,40 @@ class Observer(InternalModule, RegistryMixin):
 
     `base_name` names the observed tensor ("weight", "input", "output", "q", "k" or "v"). `args` are
     the quantization arguments of vexport or of compressed-tensors. Keywords come from
-    `args.observer_kwargs` and `observer_kwargs`; the latter take precedence. Raises ValueError for
-    an unknown name, strategy or keyword. `scale, zero_point = observer(value)` also works.
+    `args.observer_kwargs` and `observer_kwargs`. If both set a keyword, `observer_kwargs` wins.
+    Raises ValueError for an unknown name, strategy or keyword. `scale, zero_point =
+    observer(value)` also works.
 
     A subclass overrides `find_range`, which returns the range of an observation, and `combine`,
     which merges this range with the earlier range. The ranges of weights are not combined: the last
     observation replaces the earlier ones.
 
     A subclass may override `update_statistics_from_observed`, as in llm-compressor. Such a subclass
-    sets `min_vals` and `max_vals` itself. Unless it defines `defaults`, it accepts any keyword and
-    finds the keywords in `self.args.observer_kwargs`. A subclass written for llm-compressor's older
-    documentation overrides `calculate_qparams` or another method that returns scales (see
+    sets `min_vals` and `max_vals` itself. It accepts any keyword unless it defines `defaults`. It
+    reads its keywords from `self.args.observer_kwargs`. A subclass written for llm-compressor's
+    older documentation overrides `calculate_qparams` or another method that returns scales (see
     `vexport.observers.older`). Raises ValueError if a subclass overrides a method that is never
     called.
 
-    `Observer(quantization_args=args)` is the constructor of the older documentation. It makes an
-    observer of a weight that averages if its class does. Its `get_qparams()` returns a scale and a
-    zero point.
+    `Observer(quantization_args=args)` is the call in llm-compressor's older documentation. It
+    creates an observer of a weight. Unless the format is NVFP4, this observer combines observations
+    of a weight as its class combines activations. Its `get_qparams()` returns a scale and a zero
+    point instead of a dictionary.
 
-    If a weight has many scales, they are computed only when quantization parameters are requested,
-    tile by tile. This limits the memory for large weights. NVFP4 scales are relative to the global
-    scale that `fuse` shares. Until the scales are computed, the observer holds a reference to the
-    weight.
+    If a weight has a scale per channel, group or block, the observer only keeps a reference to the
+    weight. It computes the scales tile by tile when quantization parameters are requested, which
+    saves memory for large weights. NVFP4 scales are relative to the global scale that `fuse`
+    shares.
     """
 
-    # Both have shape qparam_shape and are unset until a tensor is observed. Subclasses may set
-    # them, as in llm-compressor.
+    # Observed range, with shape qparam_shape. Both attributes are missing until a tensor is
+    # observed. Subclasses may set them, as in llm-compressor.
     min_vals: torch.Tensor
     max_vals: torch.Tensor
     registry_name: ClassVar[str] = ""
     aliases: ClassVar[tuple[str, ...]] = ()
     defaults: ClassVar[Options] = Options()
-    # How ranks reduce the statistics of activations, or None if every observation is independent.
+    # How ranks reduce the ranges of activations, or None if only the last observation counts.
     reduction: ClassVar[Reduction | None] = None
 
     def __init__(
@@ -124,7 +127,8 @@ class Observer(InternalModule, RegistryMixin):
         preset = vars(self).get("base_name")
         super().__init__()
         name, arguments = self._constructor_arguments(base_name, args, quantization_args)
-        # As in the older documentation: average over observations of a weight, and return pairs.
+        # An older constructor call names no tensor. The observer then combines the observations of
+        # a weight, and `get_qparams` returns a pair (scale, zero point).
         self._is_older = name is None
         self.base_name: str = name or preset or WEIGHT
         layout_of(self.base_name, arguments)  # raises ValueError for an unsupported pair
@@ -163,7 +167,11 @@ class Observer(InternalModule, RegistryMixin):
         args: ObserverArgs | None,
         quantization_args: ObserverArgs | None,
     ) -> tuple[str | None, ObserverArgs]:
-        """Return base name and quantization arguments; the name is None in an older call."""
+        """Return the base name and the quantization arguments.
+
+        The name is None if the call has the form of the older documentation. Raises ValueError if
+        there are no quantization arguments, or several.
+        """
         name = base_name if isinstance(base_name, str) else None
         first = None if isinstance(base_name, str) else base_name
         given = [each for each in (first, args, quantization_args) if each is not None]
@@ -176,10 +184,10 @@ class Observer(InternalModule, RegistryMixin):
         return (WEIGHT if name is None and args is not None else name), given[0]
 
     def _keywords(self) -> dict[str, OptionValue]:
-        """Return the keywords that `configure` reads.
+        """Return the observer keywords for `configure`.
 
-        If the class has a custom constructor, that constructor has already read the unknown
-        keywords, so they are left out.
+        If a class has a custom constructor, that constructor has already read its additional
+        keywords. Keywords that `defaults` does not list are then left out.
         """
         keywords = dict(self.args.observer_kwargs or {})
         if older.is_overridden(type(self), "__init__"):
@@ -337,7 +345,10 @@ class Observer(InternalModule, RegistryMixin):
             self.read(self.defaults, keywords)
 
     def read(self, defaults: OptionsT, keywords: dict[str, OptionValue]) -> OptionsT:
-        """Return `defaults` updated with the keywords; a ValueError names this observer."""
+        """Return `defaults` updated with the keywords.
+
+        Raises ValueError, with this observer's name, if a keyword is invalid.
+        """
         return read_options(defaults, keywords, f"observer {self.registry_name}")
 
     @property
@@ -384,7 +395,11 @@ class Observer(InternalModule, RegistryMixin):
 
     @property
     def _finds_ranges_last(self) -> bool:
-        """True if a subclass overrides the range but inherits the computation of scales."""
+        """True if the class that defines `find_range` is derived from the class that defines
+        `weight_scales`.
+
+        The scales must then be computed from the ranges of `find_range`.
+        """
         order = type(self).__mro__
         find, scale = (
             next(place for place, kind in enumerate(order) if name in vars(kind))
@@ -411,7 +426,9 @@ class Observer(InternalModule, RegistryMixin):
         global_scale: torch.Tensor | None = None,
         should_calculate_gparam: bool = False,
     ) -> "Observer | Pair | torch.Tensor":
-        """Observe a tensor with `forward`. If a subclass's `forward` returns scales, keep them."""
+        """Observe a tensor with `forward`, and keep the scales if a subclass's `forward` returns
+        scales.
+        """
         given = {"g_idx": g_idx, "global_scale": global_scale}
         if "forward" not in self._overrides:
             arguments = (observed, g_idx, global_scale, should_calculate_gparam)
@@ -443,7 +460,7 @@ class Observer(InternalModule, RegistryMixin):
         global_scale: torch.Tensor | None = None,
         should_calculate_gparam: bool = False,
     ) -> "Observer | Pair | torch.Tensor":
-        """Observe a tensor and return the observer; an empty tensor changes nothing.
+        """Observe a tensor and return the observer. Ignore an empty tensor.
 
         `g_idx` (columns,) maps each column to its group. If `global_scale` is given, return the
         scale (relative to `global_scale`) and the zero point. If `should_calculate_gparam` is set,
@@ -459,7 +476,7 @@ class Observer(InternalModule, RegistryMixin):
         return self
 
     def _observe(self, observed: torch.Tensor, g_idx: torch.Tensor | None) -> None:
-        """Record an observation with the methods that the class overrides."""
+        """Observe a tensor, with the older methods if a subclass overrides them."""
         if self._decides_scales or not older.is_even(g_idx, observed, self.args):
             self._observe_for_scales(observed, g_idx)
             return
@@ -571,9 +588,11 @@ class Observer(InternalModule, RegistryMixin):
     def _pair_of(
         self, observed: torch.Tensor, g_idx: torch.Tensor | None, global_scale: torch.Tensor | None
     ) -> Pair:
-        """Return scale and zero point if a subclass's `get_qparams` or `forward` calls this class.
+        """Return scale and zero point when an overridden `get_qparams` or `forward` calls its base
+        class.
 
-        That method decides which scales of a weight are kept, so this method keeps none.
+        The scales of a weight are not kept here: the observer keeps the scales that the overriding
+        method returns.
         """
         if global_scale is None and self.strategy == "tensor_group":
             global_scale = self.get_gparam(observed)
@@ -670,9 +689,9 @@ class Observer(InternalModule, RegistryMixin):
     def extremes(self) -> Range:
         """Return the smallest and the largest observed value: float32 without dimensions.
 
-        They are not finite if an observed value is not finite. If ranges are averaged, or searched
-        during observation, the extremes of these ranges are returned. Raises ValueError if nothing
-        was observed.
+        They are not finite if an observed value is not finite. If the observer averages or searches
+        ranges during observation, the extremes of these ranges are returned instead. Raises
+        ValueError if nothing was observed.
         """
         if self._ends is not None:
             return self._ends
@@ -753,9 +772,9 @@ class Observer(InternalModule, RegistryMixin):
     ) -> QParamsDict | Pair:
         """Return scale, zero point and global scale of the observations.
 
-        Raises ValueError if nothing was observed. If `observed` is given (the older generation's
-        call), observe this tensor and return scale and zero point. An observer made with only
-        `quantization_args` also returns this pair without `observed`.
+        Raises ValueError if nothing was observed. If `observed` is given, as in older code, observe
+        this tensor and return only scale and zero point. An observer that was created with only
+        `quantization_args` always returns this pair.
         """
         if observed is not None:
             if self._overrides & {"forward", "get_qparams"}:
@@ -767,12 +786,15 @@ class Observer(InternalModule, RegistryMixin):
 
     @torch.no_grad()
     def qparams(self) -> QParamsDict:
-        """Return scale, zero point and global scale, for subclasses of both generations."""
+        """Return scale, zero point and global scale.
+
+        Calls `get_qparams` only if a subclass overrides it in its newer form, without `observed`.
+        """
         return self.get_qparams() if self.returns_own_qparams else self._qparams()
 
     @property
     def returns_own_qparams(self) -> bool:
-        """True if a subclass of the newer generation overrides `get_qparams`."""
+        """True if a subclass overrides `get_qparams` in its newer form, without `observed`."""
         return (
             older.is_overridden(type(self), "get_qparams") and "get_qparams" not in self._overrides
         )
@@ -810,9 +832,9 @@ class Observer(InternalModule, RegistryMixin):
     def sync_activation_stats(self) -> list[distributed.Work]:
         """Reduce statistics and token counts over ranks, once, after the last observation.
 
-        Every rank must call this method, even if it observed nothing. The reduction is complete
-        when the method returns, so it returns an empty list of pending works. Without a process
-        group nothing happens.
+        Every rank must call this method, even if the rank observed nothing. The reduction is
+        complete when the method returns, so the list of pending works is empty. Without a process
+        group nothing is reduced.
         """
         if rank_and_size()[1] > 1:
             self.reduce_over_ranks()
@@ -849,7 +871,9 @@ class Observer(InternalModule, RegistryMixin):
             )
 
     def _reduce_declared(self, declared: Mapping[str, object]) -> None:
-        """Reduce the attributes in a subclass's `_act_sync_dict`, each with its operation."""
+        """Reduce each attribute that a subclass lists in `_act_sync_dict`, with the listed
+        operation.
+        """
         own = {**vars(self), **self._buffers}
         for name, operation in declared.items():
             local = own.get(name)
@@ -863,12 +887,12 @@ class Observer(InternalModule, RegistryMixin):
 
     @staticmethod
     def fuse(observers: "Iterable[Observer]") -> None:
-        """Share the scales that a fused parameter stores only once.
+        """Make observers share the scale that vLLM needs to be equal for their fused layers.
 
         Strategy tensor_group shares the global scale of the largest observed value. Strategy tensor
         shares the union of the ranges. Other strategies share nothing. Observers may be fused
-        before or after they observe. Request quantization parameters only after all of them have
-        observed a tensor.
+        before or after they observe. Request quantization parameters only after all fused observers
+        have observed a tensor.
         """
         members = list(observers)
         for strategy in ("tensor_group", "tensor"):
@@ -974,9 +998,9 @@ class Observer(InternalModule, RegistryMixin):
         tensor_id: Hashable = None,
         global_scale: torch.Tensor | None = None,
     ) -> Pair:
-        """Return scale and zero point of a tensor; dimensions in `reduce_dims` have size 1.
+        """Return scale and zero point of a tensor. Dimensions in `reduce_dims` get size 1.
 
-        Observations with the same `tensor_id` are combined as the class combines them.
+        The range is combined with earlier ranges of the same `tensor_id`, by `combine`.
         """
         given = {"reduce_dims": reduce_dims, "tensor_id": tensor_id, "global_scale": global_scale}
         low, high = older.as_pair(

@@ -1,8 +1,9 @@
-"""Base classes of compressed-tensors' observers, without its package, which imports transformers.
+"""Import the base classes of compressed-tensors' observers without its slow import of transformers.
 
 `match_named_modules` of compressed-tensors skips instances of `InternalModule`, so observers must
-use this base class and not a copy. Both files import little. Each is loaded under its real name, so
-that compressed-tensors later finds and uses the same class.
+use this base class and not a copy. Each class is loaded directly from its file, without the rest of
+the package. The module keeps its real name, so that a later import of compressed-tensors finds the
+same class.
 """
 
 import sys

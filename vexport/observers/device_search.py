@@ -1,8 +1,8 @@
 """Searches of `vexport.observers.search` in torch, for weights that are not on the CPU.
 
-They try the same candidates with the same float32 arithmetic as the compiled kernels. Only the
-order of sums differs, and a multiply-add of the kernels rounds once. Nothing waits for the device
-except for the results of a tile.
+They try the same candidates with the same float32 arithmetic as the compiled kernels. There are two
+differences: sums have another order, and the kernels round a multiply-add only once. The host waits
+for the device only to read the results of a tile.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ from vexport.numerics.number_formats import (
 )
 from vexport.numerics.tensors import E2M1, E4M3, TensorFormat, mx_scale, round_to
 
-# Groups are normalized by a power of two so that their largest value is about this, and their
-# scales are about 1: powers of errors then neither overflow nor underflow.
+# Groups are multiplied by a power of two, so that their largest value is about UNIT and their
+# scales are about 1. Powers of errors then neither overflow nor underflow.
 UNIT = 64.0
 LEAST_MAGNITUDE, LARGEST_MAGNITUDE = 2.0**-120, 2.0**120
 SCALE_DTYPES = {BFLOAT16: torch.bfloat16, FLOAT16: torch.float16}
@@ -53,7 +53,7 @@ def search_grid_groups(
 ) -> GroupChoices:
     """Return the best shrink of every row of `groups` (count, size).
 
-    The arguments and the result are those of `search.search_grid_groups`.
+    See `search.search_grid_groups` for the arguments and the result.
     """
     values = groups.to(torch.float32)
     low, high = torch.aminmax(values, dim=1)
@@ -93,7 +93,7 @@ def block_scales(
 ) -> torch.Tensor:
     """Return the best NVFP4 block scales of `groups` (rows, groups, size).
 
-    `largest` and `smallest` are the ends of the candidates in units of a group's largest magnitude.
+    `largest` and `smallest` limit the candidates, as factors of a group's largest magnitude.
     `importance` weights the errors: (columns,), or the importance of a single observation.
     """
     numbers = _e4m3_numbers(groups.device)
@@ -120,7 +120,7 @@ def block_scales(
 
 
 def power_of_two_below(values: torch.Tensor) -> torch.Tensor:
-    """Return the largest powers of two up to positive normal float32 values."""
+    """Round positive normal float32 values down to powers of two."""
     return (values.view(torch.int32) & EXPONENT_MASK).view(torch.float32)
 
 
@@ -173,6 +173,9 @@ def _e4m3_numbers(device: torch.device) -> torch.Tensor:
 def _code_of(
     absmax: torch.Tensor, expand: float, global_scale: torch.Tensor, numbers: torch.Tensor
 ) -> torch.Tensor:
-    """Return the codes of the block scales of ranges, at least the smallest positive code."""
+    """Return the codes of the block scales for ranges up to `absmax * expand`.
+
+    A code is at least the smallest positive code.
+    """
     scale = round_to(absmax * global_scale / E2M1.high * expand, E4M3)
     return torch.searchsorted(numbers, scale).clamp(1, E4M3_CODES - 1)

@@ -79,8 +79,8 @@ _LAYOUTS: Mapping[tuple[str, str], Layout] = {
     ("weight", "tensor_group"): lambda weight, args: _groups(weight, args).unsqueeze(0),
     ("weight", "block"): lambda weight, args: blocks_of(weight, args).flatten(2).unsqueeze(0),
     ("activation", "tensor"): lambda value, _: value.reshape(-1, 1, value.shape[-1]),
-    # As in llm-compressor: a range per position, over the batch. Tokens without a batch dimension
-    # are a batch of one.
+    # As in llm-compressor, each token position has a range over the batch. Tokens without a batch
+    # dimension count as a batch of size 1.
     ("activation", "token"): lambda value, _: value,
     ("activation", "group"): _groups,
     ("activation", "tensor_group"): _groups,
@@ -126,7 +126,7 @@ class Tiles:
 def tiles_of_observations(observations: torch.Tensor) -> Tiles:
     """Return tiles of flattened observations, as views.
 
-    Two dimensions (tokens, hidden) are a single observation for each token.
+    Two dimensions (tokens, hidden) count as a single observation with a group per token.
     """
     if observations.ndim == 2:
         observations = observations.unsqueeze(0)
@@ -156,7 +156,9 @@ def tiles_of(value: torch.Tensor, base_name: str, args: ObserverArgs) -> Tiles:
 
 
 def _block_tiles(weight: torch.Tensor, args: ObserverArgs) -> Iterator[torch.Tensor]:
-    """Yield rows of blocks in the same memory: a new tile for each would fragment the heap."""
+    """Yield tiles of block rows. All tiles reuse the same memory, so that the heap is not
+    fragmented.
+    """
     assert args.block_structure is not None
     height = args.block_structure[0]
     kept = weight.new_empty(0)

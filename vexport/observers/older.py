@@ -1,7 +1,7 @@
-"""Methods of an observer in llm-compressor's older documentation.
+"""Support observers that were written for llm-compressor's older documentation.
 
-In that generation an observer returns scales instead of ranges. A subclass overrides
-`calculate_qparams` (or another method in `SCALES`), which receives parts of a tensor:
+Older observers return scales instead of ranges. A subclass overrides `calculate_qparams` (or
+another method in `SCALES`), which receives parts of a tensor:
 
 - strategy tensor: the whole tensor, `reduce_dims` None
 - channel: the whole weight, `reduce_dims` (1,)
@@ -9,8 +9,8 @@ In that generation an observer returns scales instead of ranges. A subclass over
 - block: a block of the weight, `reduce_dims` (0, 1), `tensor_id` (block row, block column)
 - token, attn_head: the whole tensor, `reduce_dims` all dimensions except tokens or heads
 
-vexport works with ranges. It keeps the scales unchanged and derives the range that yields them. So
-fused layers, statistics over ranks and input scales work with these observers, too.
+vexport keeps the returned scales unchanged. In addition, it computes the range that yields these
+scales. Fused layers, statistics over ranks and input scales use this range.
 """
 
 import inspect
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 OURS = "vexport.observers"
-# Default tensor id of a history, as in llm-compressor.
+# Tensor id of ranges that are observed without a `tensor_id`, as in llm-compressor.
 DEFAULT_ID = "default"
-# Methods that determine scale and zero point, or the range that these are computed from.
+# Methods that return scale and zero point, or the range for computing them.
 SCALES = (
     "calculate_qparams",
     "get_qparams_along_dim",
@@ -105,10 +105,10 @@ def is_older_constructor(kind: type) -> bool:
 
 
 def declared_reductions(kind: type) -> Mapping[str, object] | None:
-    """Return the reductions over ranks that a class declares as in llm-compressor, or None.
+    """Return the reductions that a class declares in `_act_sync_dict`, or None if it declares none.
 
-    `_act_sync_dict` maps names of attributes to operations of torch.distributed. An empty
-    dictionary means that no attribute is reduced.
+    As in llm-compressor, the dictionary maps names of attributes to operations of
+    torch.distributed. If the dictionary is empty, no attribute is reduced.
     """
     if not is_overridden(kind, SYNC):
         return None
@@ -140,7 +140,7 @@ def reduced(values: Sequence[torch.Tensor], operation: object, name: str) -> tor
 
 
 def like(local: object, value: torch.Tensor) -> object:
-    """Return a reduced value in the form of the local value: on its device, or as a number."""
+    """Convert a reduced value to the local value's device, or to its type if it is a number."""
     if isinstance(local, torch.Tensor):
         return value.to(local.device)
     return value if local is None else type(local)(value.item())  # type: ignore[call-arg]
@@ -185,9 +185,9 @@ def _calls(kind: type, name: str) -> bool:
 def called(
     method: Callable[..., object], observed: torch.Tensor, given: Mapping[str, object]
 ) -> object:
-    """Call an older method with the documented arguments that are set and that the method accepts.
+    """Call an older method with the arguments in `given` that are not None and that it accepts.
 
-    Methods written for earlier documents take neither `tensor_id` nor `global_scale`.
+    The oldest methods accept neither `tensor_id` nor `global_scale`.
     """
     known = {
         name: value for name, value in given.items() if value is not None and takes(method, name)
@@ -382,7 +382,7 @@ def in_our_terms(
 
 
 def implied_range(pair: Pair, args: ObserverArgs, global_scale: torch.Tensor | None) -> Range:
-    """Return the range (low, high) that yields this scale and zero point, float32."""
+    """Return the range (low, high), float32, for which `scale_and_zero_point` returns `pair`."""
     smallest, largest = quantized_range(args)
     scale, zero_point = pair[0].to(torch.float32), pair[1].to(torch.float32)
     if global_scale is not None:
@@ -394,7 +394,9 @@ def implied_range(pair: Pair, args: ObserverArgs, global_scale: torch.Tensor | N
 
 
 def range_of_global_scale(global_scale: torch.Tensor) -> Range:
-    """Return the extremes, without dimensions, that yield this global scale."""
+    """Return the extremes for which `global_scale_of` returns this global scale. They have no
+    dimensions.
+    """
     absmax = (E4M3_MAX * E2M1_MAX / global_scale.to(torch.float32)).reshape(())
     return -absmax, absmax
 
@@ -402,9 +404,10 @@ def range_of_global_scale(global_scale: torch.Tensor) -> Range:
 def kept_and_reduced(
     observed: torch.Tensor, reduce_dims: Iterable[int] | None
 ) -> tuple[torch.Tensor, tuple[int, ...]]:
-    """Return a tensor as an observation (1, kept, 1, reduced), and the shape of its range.
+    """Return a tensor reshaped to an observation (1, kept, 1, reduced), and the shape of its range.
 
-    Reduced dimensions have size 1 in that shape. Without `reduce_dims` the shape has no dimensions.
+    Each reduced dimension has size 1 in the shape of the range. Without `reduce_dims`, all
+    dimensions are reduced and the shape is ().
     """
     every = range(observed.ndim)
     reduced = {dim % observed.ndim for dim in reduce_dims} if reduce_dims else set(every)
@@ -420,9 +423,10 @@ def kept_and_reduced(
 
 
 def is_relative_to_global(observer: "Observer", older: frozenset[str]) -> bool:
-    """Return True if the method that determines the scales receives the global scale.
+    """Return True if the scales of an older method are already relative to the global scale.
 
-    Its scales are then relative to the global scale.
+    This is the case if the method receives the global scale. Also returns True for formats other
+    than NVFP4, and if no older method determines the scales.
     """
     if not is_nvfp4(observer.args):
         return True

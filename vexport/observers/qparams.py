@@ -1,4 +1,4 @@
-"""Quantization arguments of observers, and the formulas from ranges to scales in float32.
+"""Read the quantization arguments of observers, and compute float32 scales from ranges.
 
 Observers accept vexport's `QuantArgs` and compressed-tensors' `QuantizationArgs`. Symmetric scales
 are absmax / (range / 2): FP4 /6, FP8 /448, INT4 /7.5, INT8 /127.5 (calculate_qparams in
@@ -171,8 +171,8 @@ def fake_quantize(
 ) -> torch.Tensor:
     """Quantize and dequantize `value`.
 
-    `scale` and `zero_point` broadcast to `value`. All three have the same float dtype. The order of
-    operations is that of _quantize_dequantize in
+    `scale` and `zero_point` broadcast to `value`. All three have the same float dtype. The
+    operations have the same order as in _quantize_dequantize in
     compressed_tensors/quantization/lifecycle/forward_helpers.py.
     """
     if args.symmetric:

@@ -40,7 +40,8 @@ from vexport.records.observer_names import (
 MOST_ROOM = 1.5
 # Strategies with groups of input channels (llm-compressor, observers/imatrix.py).
 STRATEGIES = ("channel", "group", "tensor_group")
-# Sums of importance and the number of tokens, under the names that llm-compressor sets on a module.
+# llm-compressor's names for the attributes of a module with the sums of importance and the number
+# of tokens.
 LEFT_ON_MODULE = ("_imatrix_sum", "_imatrix_count")
 
 
@@ -96,8 +97,8 @@ def lerp(start: torch.Tensor, end: torch.Tensor, weight: float) -> torch.Tensor:
 class MemorylessMSEObserver(Observer):
     """Range with the smallest quantization error for the last tensor [memoryless_mse].
 
-    For NVFP4 weights, the search tries the block scales that can be stored, and the reported range
-    is the range of the values.
+    For NVFP4 weights, the search tries only block scales that can be stored. The reported range is
+    then the minimum and maximum of the values, without a search.
     """
 
     registry_name = "memoryless_mse"
@@ -132,7 +133,10 @@ class MemorylessMSEObserver(Observer):
         return search_of(self._searched, int(self.maxshrink * self.grid))
 
     def importance(self, channels: int) -> torch.Tensor | None:
-        """Return weights of errors that broadcast to observations, or None for equal weights."""
+        """Return the weights of the errors, or None if all errors have equal weights.
+
+        The weights broadcast to observations.
+        """
         return None
 
     def prepare(self, tiles: Tiles) -> None:
@@ -159,9 +163,9 @@ class MemorylessMSEObserver(Observer):
         reduce_dims: tuple[int, ...] | None = None,
         global_scale: torch.Tensor | None = None,
     ) -> Range:
-        """Return a tensor's range with the smallest error; `reduce_dims` dimensions have size 1.
+        """Return a tensor's range with the smallest error. Dimensions in `reduce_dims` get size 1.
 
-        With a global scale of NVFP4, return the range of the best scale that can be stored.
+        For NVFP4 with a global scale, return the range that yields the best block scale.
         """
         flat, shape = kept_and_reduced(observed, reduce_dims)
         tiles = tiles_of_observations(flat)
@@ -185,13 +189,15 @@ class MemorylessMSEObserver(Observer):
 
 @torch.no_grad()
 def fit_global_scale(observers: Sequence[Observer]) -> None:
-    """Choose the global scale of fused NVFP4 weights by the error in some rows of each weight.
+    """Choose the global scale with the smaller error, measured on some rows of fused NVFP4 weights.
 
     The usual global scale, 2688 / absmax, gives the block of the largest value the largest possible
-    scale. If the search may use larger block scales, a smaller global scale makes room for them.
-    This is best for weights with values of about equal size; other weights lose a little.
+    scale. If the search may expand ranges, this block needs an even larger scale, and a smaller
+    global scale makes room for it. A smaller global scale reduces the error if all values are of
+    about equal size. For other weights it increases the error a little. Both global scales are
+    therefore tried.
 
-    Fuse the observers first, and let all of them observe.
+    Call this function after the observers were fused and have all observed their weights.
     """
     members = [observer for observer in observers if isinstance(observer, MemorylessMSEObserver)]
     room = max((member.expand for member in members), default=1.0)
@@ -298,8 +304,7 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
     def attach(self, module: torch.nn.Module) -> None:
         """Collect importance from the inputs of a module with `in_features`; ignore other modules.
 
-        If an observer of an earlier pass left its sums on the module, use these sums and collect
-        nothing.
+        If an earlier observer has stored sums on the module, use these sums and collect nothing.
         """
         self._stop()
         channels = getattr(module, "in_features", None)

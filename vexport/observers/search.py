@@ -1,9 +1,9 @@
 """Search the range of each group with the smallest quantization error.
 
-A search processes tile after tile in float32 on the device of the tensor: with compiled kernels on
-the CPU, with torch elsewhere (`vexport.observers.device_search`). The kernels read bfloat16,
-float16 and float32 values directly; other dtypes are copied first. The error of a group is
-`sum(importance * |dequantized - value| ** norm)` (llm-compressor, observers/mse_quant.py and
+A search processes one tile after another, in float32 and on the tensor's device. It uses compiled
+kernels on the CPU and torch on other devices (`vexport.observers.device_search`). The kernels read
+bfloat16, float16 and float32 values directly; other dtypes are copied first. The error of a group
+is `sum(importance * |dequantized - value| ** norm)` (llm-compressor, observers/mse_quant.py and
 imatrix.py). The range of a group that contains NaN or infinity is not finite.
 """
 
@@ -56,8 +56,9 @@ COUNTING_TASKS = 16
 VECTOR = 16
 STORAGES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 Range = tuple[torch.Tensor, torch.Tensor]
-# llm-compressor computes candidates in bf16: its range may differ by three roundings of 2**-8 each.
-# The candidates extend this much further at both ends, so that they include all of its choices.
+# llm-compressor computes candidates in bf16, so its ranges may differ by three roundings of 2**-8
+# each. The limits of the candidates are extended by this share, so that the candidates include
+# every scale that llm-compressor could choose.
 CANDIDATE_SLACK = 2.0**-6
 # Number of rows used to compare global scales.
 SAMPLED_ROWS = 64
@@ -124,7 +125,9 @@ def distinct_values(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def range_of_values(values: torch.Tensor) -> tuple[float, float]:
-    """Return the smallest and the largest of all values. If a value is NaN, so is a result."""
+    """Return the smallest and the largest of all values. If a value is NaN, at least one result is
+    NaN.
+    """
     bits, storage = stored_bits(values)
     chunks = -(-bits.size // TENSOR_CHUNK)
     lows, highs = np.empty(chunks, dtype=np.float32), np.empty(chunks, dtype=np.float32)
@@ -133,7 +136,7 @@ def range_of_values(values: torch.Tensor) -> tuple[float, float]:
 
 
 def readable(values: torch.Tensor) -> torch.Tensor:
-    """Return CPU values as kernels read them: float32 unless they have 16 bits."""
+    """Return CPU values in a dtype that kernels read: float32, bfloat16 or float16."""
     assert values.device.type == "cpu", "kernels read main memory"
     values = values.detach()
     return values if values.dtype in STORAGES else values.to(torch.float32)
@@ -214,9 +217,9 @@ def search_rows(
 ) -> Iterator[tuple[slice, Range]]:
     """Yield rows of qparam_shape with the best ranges of their groups.
 
-    Patience counts steps over the groups of all tiles, so a single tile cannot stop early. All
-    steps are tried first. If a group then chose a step that patience would have skipped, the search
-    is repeated without the skipped steps. All rows are then yielded a second time.
+    Patience depends on the groups of all tiles, so the search of a single tile cannot stop early.
+    All steps are tried first. If a group then chose a step after the search should have stopped,
+    the search is repeated without the later steps. In this case all rows are yielded a second time.
     """
     form, improved = format_of(args), [False] * len(search.factors)
     for rows, tile in tiles.by_rows():
@@ -295,8 +298,8 @@ def scales_of_rows(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return scale (float32) and zero point (int32), both of shape qparam_shape.
 
-    If `ranges` yields the same rows twice, the later ranges count. The ranges of all groups are
-    never in memory at the same time.
+    If `ranges` yields the same rows twice, the later ranges replace the earlier ranges. Only the
+    ranges of a single tile are in memory at a time.
     """
     scale = torch.empty(tiles.groups, device=tiles.device)
     zero_point = torch.zeros(tiles.groups, dtype=torch.int32, device=tiles.device)
@@ -349,9 +352,10 @@ def block_scales(
 def nvfp4_error(
     tiles: Tiles, global_scale: torch.Tensor, search: Search, importance: torch.Tensor | None
 ) -> float:
-    """Return the error that the best block scales leave with this global scale.
+    """Return the quantization error of an NVFP4 weight with this global scale and its best block
+    scales.
 
-    The error is computed in rows spread over the weight.
+    Only about SAMPLED_ROWS evenly spaced rows are used.
     """
     step = -(-tiles.groups[0] // SAMPLED_ROWS)
     weight, total = None if importance is None else importance[0], 0.0
