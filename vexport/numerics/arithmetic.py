@@ -1,8 +1,8 @@
 """Float32 building blocks of the kernels: widening, rounding, codes in bytes, powers and scales.
 
-Loop bodies are branch-free, so that the compiler vectorizes every loop. Results are deterministic:
-`contract` only lets a multiply-add be a single instruction, and `reassoc` only lets a sum be kept
-in lanes. Neither depends on the number of threads.
+Loop bodies are branch-free, so that the compiler vectorizes every loop. Results are deterministic
+and do not depend on the number of threads. The flag `contract` only allows fused multiply-add
+instructions. The flag `reassoc` only allows a sum to be split into vector lanes.
 """
 
 import numpy as np
@@ -108,7 +108,9 @@ def nearest(value: np.float32) -> np.float32:
 
 @compiled(inline=True)
 def rounder_of(value: np.float32, form: NumberFormat) -> np.int32:
-    """Return the bits of the number that, when added, rounds a value to the step of its binade."""
+    """Return the bits of a rounder: a number that rounds `value` to a format's precision when it is
+    added to `value` and then subtracted.
+    """
     return I32(max(I32(as_bits(value) & form.mask), form.floor) + form.rounder)
 
 
@@ -213,7 +215,10 @@ def spread(group_scales: Floats, width: int, scales: Floats) -> None:
 
 @compiled()
 def largest_magnitude(weight: Bits, storage: int) -> np.float32:
-    """Return the largest absolute value of a stored flat weight; infinity if it is not finite."""
+    """Return the largest absolute value of a stored flat weight.
+
+    Returns infinity if a value is not finite.
+    """
     wide_vectors()
     mask = I32(MAGNITUDE) if storage == FLOAT32 else I32(HALF_MAGNITUDE)
     most = I32(0)
@@ -237,9 +242,9 @@ def widened_magnitude(bits: np.int32, storage: int) -> np.float32:
 def float_code(magnitude: np.float32, form: NumberFormat, mantissa_bits: int) -> np.int32:
     """Return the code, without a sign, of `round_to`'s result in a small float format.
 
-    `magnitude` is at least 0; above `form.high` it saturates. Adding the rounder leaves the number
-    of steps in the last bits of the sum. The codes of successive binades differ by this number of
-    steps.
+    `magnitude` is at least 0. A magnitude above `form.high` saturates. Adding the rounder leaves
+    the number of steps in the last bits of the sum. The codes of successive binades differ by this
+    number of steps.
     """
     magnitude = min(magnitude, form.high)
     rounder = rounder_of(magnitude, form)
@@ -359,7 +364,10 @@ def pack_bits(codes: Bytes, bits: int, packed: Bytes) -> None:
 
 
 def global_scale_of(largest: np.float32) -> Floats:
-    """Return 448 * 6 / largest: float32, shape (1,); 1 if this is not finite, as for zeros."""
+    """Return the global scale 448 * 6 / largest: float32, shape (1,).
+
+    Returns 1 if this is not finite, for example if `largest` is zero.
+    """
     with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
         # Compute the reciprocal first, as torch does when it divides a number by a tensor.
         scale = np.float32(GLOBAL_SCALE_NUMERATOR) * (np.float32(1.0) / np.float32(largest))
@@ -369,7 +377,7 @@ def global_scale_of(largest: np.float32) -> Floats:
 def fp8_scale_of(largest: np.float32) -> Floats:
     """Return largest / 448: float32, shape (1,).
 
-    If this is zero, return the spacing of float32 numbers at 1.
+    If the result would be zero, return 2**-23, the distance from 1 to the next float32 number.
     """
     scale = np.float32(largest) / np.float32(E4M3_MAX)
     return np.array([scale if scale else FLOAT32_EPS], np.float32)

@@ -1,9 +1,9 @@
 """Compile kernels with numba at their first call, and cache them in `cache_folder`.
 
-A digest of all kernels' sources is part of the folder's name, for two reasons. Numba checks only
-the file of a function, so code that calls a function of another file would be outdated when that
-file changes. And numba checks the path and time of the file, so code that was compiled in a
-checkout would be compiled again in an installed package. This module does not import torch.
+A digest of all kernels' sources is part of the folder's name, for two reasons. First, numba checks
+only the file of a kernel. If the kernel calls a function in another file, numba would keep outdated
+code when that other file changes. Second, numba checks the path and time of the file. An installed
+package would therefore compile the kernels of a checkout again. This module does not import torch.
 """
 
 import hashlib
@@ -64,10 +64,10 @@ def _generate_wide_vectors(
 
 
 def _wide_vectors(context: Context) -> tuple[Signature, object]:
-    """Allow 512-bit vectors in the function that calls this; LLVM avoids them on many machines.
+    """Allow 512-bit vectors in the calling function, because LLVM avoids them on many machines.
 
-    It has no effect if the CPU has no such vectors. Every function with a loop needs this call,
-    even if the function is inlined.
+    The call has no effect if the CPU has no 512-bit vectors. Every function with a loop needs this
+    call, even if the function is inlined.
     """
     return types.none(), _generate_wide_vectors
 
@@ -130,7 +130,7 @@ def cache_folder() -> Path | None:
 
 
 class KernelLocator(UserProvidedCacheLocator):  # type: ignore[misc]
-    """Locates kernels of this package in `cache_folder`, with the digest as their source stamp."""
+    """Stores kernels of this package in `cache_folder`. The digest is their source stamp."""
 
     def __init__(self, function: object, file: str) -> None:
         super().__init__(function, file)

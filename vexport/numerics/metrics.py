@@ -14,14 +14,15 @@ if TYPE_CHECKING:
 EXACT_DB = 200.0
 # Number of elements compared at a time.
 COMPARED = 1 << 22
-# Positions in memory as float64 at a time: 19 MB for a vocabulary of 152 k.
+# Number of positions converted to float64 at a time: 19 MB for a vocabulary of 152 k.
 KL_ROWS = 16
 
 
 def sqnr_db(signal: float, error: float) -> float:
     """Return the signal-to-quantization-noise ratio of two powers.
 
-    Returns EXACT_DB without error, and -EXACT_DB without signal or if the error is not finite.
+    Returns EXACT_DB if the error is zero. Returns -EXACT_DB if there is an error but no signal, or
+    if the error is not finite.
     """
     if error == 0 or signal == 0:
         return EXACT_DB if error == 0 else -EXACT_DB
@@ -65,9 +66,9 @@ def quantization_error(exact: "torch.Tensor", other: "torch.Tensor") -> ErrorPow
 def kl_divergence(reference: "torch.Tensor", measured: "torch.Tensor") -> "torch.Tensor":
     """Return KL(reference || measured) of log-probabilities (positions, vocabulary), in nats.
 
-    The result is float64 (positions,). It is infinite at a position with NaN, or with an infinite
-    difference if the reference has a probability above 0 there. Raises ValueError if the shapes
-    differ.
+    The result is float64 (positions,). It is infinite at a position where a term is NaN or
+    infinite. Terms count only if the reference probability is above 0. Raises ValueError if the
+    shapes differ.
     """
     if reference.shape != measured.shape:
         raise ValueError(
@@ -88,8 +89,8 @@ def kl_divergence(reference: "torch.Tensor", measured: "torch.Tensor") -> "torch
 def divergence_of_logits(reference: "torch.Tensor", measured: "torch.Tensor") -> float:
     """Return KL(reference || measured) of logits (..., positions, vocabulary), summed.
 
-    The result is in nats. Log-probabilities are computed in float32 for a few positions at a time;
-    for a long row they would fill gigabytes.
+    The result is in nats. Log-probabilities are computed in float32 for KL_ROWS positions at a
+    time, because those of a long row would take gigabytes of memory.
     """
     total, expected, got = 0.0, reference.flatten(0, -2), measured.flatten(0, -2)
     for start in range(0, len(expected), KL_ROWS):

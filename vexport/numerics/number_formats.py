@@ -1,4 +1,5 @@
-"""Number formats for float32 arithmetic, without numba, which vLLM's CPU build must not load.
+"""Number formats for float32 arithmetic. Imports no numba, because vLLM's CPU build must not load
+it.
 
 `vexport.numerics.arithmetic` rounds to these formats in compiled kernels, and
 `vexport.numerics.tensors` does so in torch.
@@ -16,7 +17,8 @@ I32 = np.int32
 # Storage codes of weights (for `widen`) and of scales. E8M0 scales are powers of two.
 FLOAT32, BFLOAT16, FLOAT16, E8M0 = 0, 1, 2, 3
 EXPONENT_MASK = 0x7F800000
-# ulp(1.5 * 2**23) == 1: adding and subtracting it rounds to an integer, ties to even.
+# The bits of 1.0 plus ROUNDER are the bits of 1.5 * 2**23. Neighbouring float32 numbers differ by 1
+# there, so adding and subtracting this number rounds a value to an integer, ties to even.
 ROUNDER = (23 << 23) | 0x400000
 # Number of bits of float32's mantissa, and the bit pattern of 2**-127, the smallest MX scale.
 FLOAT32_MANTISSA = 23
@@ -28,9 +30,9 @@ class NumberFormat(NamedTuple):
 
     `low` and `high` are the ends of the range. `mask` and `floor` map the exponent of a value to
     the exponent of its step: integers ignore the exponent, and e4m3 and e2m1 have a smallest
-    exponent. `rounder` turns this exponent into a number that rounds the value when it is added.
-    `zero_points` is True if a range is mapped to both ends. `scale_storage` is the dtype in which
-    scales are stored.
+    exponent. `rounder` turns the exponent of the step into the number that is added to round the
+    value. `zero_points` is True if a zero point maps the ends of a range to `low` and `high`.
+    `scale_storage` is the dtype in which scales are stored.
     """
 
     low: np.float32

@@ -1,4 +1,5 @@
-"""torch.distributed under torchrun. A single process makes no distributed calls and needs no torch.
+"""Exchange values between the ranks of torchrun. A single process exchanges nothing and needs no
+torch.
 
 All ranks must call each of these functions, in the same order.
 """
@@ -16,7 +17,8 @@ if TYPE_CHECKING:
     import torch
 
 T = TypeVar("T")
-# Ranks wait for the longest work of other ranks. If a rank dies, torchrun ends the others.
+# Ranks wait this long for each other, because a rank may work for days. If a rank dies, torchrun
+# ends the other ranks.
 PATIENCE = timedelta(days=7)
 
 
@@ -97,7 +99,7 @@ def gather(value: T) -> list[T]:
 
 
 def add_up(sums: dict[str, A]) -> None:
-    """Replace values by their sums over all ranks; a rank may lack some of the names."""
+    """Replace each value by its sum over all ranks. A name may be missing on some ranks."""
     first, *others = gather(dict(sums))
     sums.clear()
     sums.update(first)

@@ -1,7 +1,8 @@
 """Arithmetic of number formats in torch, for tensors on any device.
 
-Results are bit-identical to those of the kernels in `vexport.numerics.arithmetic`. This module does
-not load numba, and torch can compile all of it: vLLM's process rounds activations with it.
+Results are bit-identical to those of the kernels in `vexport.numerics.arithmetic`. vLLM's process
+rounds activations with this module. It therefore imports no numba, and torch.compile supports all
+of its functions.
 """
 
 from typing import NamedTuple
@@ -61,8 +62,8 @@ def round_to(values: torch.Tensor, form: TensorFormat) -> torch.Tensor:
 def mx_scale(largest: torch.Tensor, form: TensorFormat) -> torch.Tensor:
     """Return the power of two that an MX format stores for groups with these largest magnitudes.
 
-    Input and result are float32. Magnitudes that are not finite return infinity, which is stored as
-    E8M0's NaN.
+    Input and result are float32. If a magnitude is not finite, its scale is infinity, which is
+    stored as E8M0's NaN.
     """
     bits = largest.view(torch.int32)
     code = ((bits + MX_ROUND_UP) >> FLOAT32_MANTISSA) - form.exponent

@@ -80,8 +80,8 @@ class Observer(InternalModule, RegistryMixin):
     `base_name` names the observed tensor ("weight", "input", "output", "q", "k" or "v"). `args` are
     the quantization arguments of vexport or of compressed-tensors. Keywords come from
     `args.observer_kwargs` and `observer_kwargs`. If both set a keyword, `observer_kwargs` wins.
-    Raises ValueError for an unknown name, strategy or keyword. `scale, zero_point =
-    observer(value)` also works.
+    Raises ValueError for an unknown name, strategy or keyword. An observer can be unpacked: `scale,
+    zero_point = observer(value)`.
 
     A subclass overrides `find_range`, which returns the range of an observation, and `combine`,
     which merges this range with the earlier range. The ranges of weights are not combined: the last
