@@ -1,8 +1,8 @@
-"""Choose schemes for `scheme: auto`: by the losses that a run measured, otherwise the smallest.
+"""Choose schemes for `scheme: auto` by measured losses, or by size if no losses were measured.
 
 Finding the mixed scheme of least loss within a budget is a knapsack problem with a choice for each
 group. The losses of groups are added up, as if they were independent. They are small, since each is
-measured with a single quantized group. The run's evaluation then judges the mixed scheme.
+measured with a single quantized group. The run later evaluates the mixed scheme as a whole.
 scipy.optimize.milp found mixtures with up to 17 percent more loss than the best, because of its
 tolerances.
 """
@@ -39,14 +39,14 @@ from vexport.records import (
 )
 from vexport.scenario import Auto, Scenario
 
-# The most mixtures kept while groups are added. With fewer mixtures the result is exact. Groups
-# come in few sizes, so that even large models have few different totals.
+# Maximum number of mixtures kept while groups are added. The result is exact if this number is not
+# exceeded. Groups have only a few different sizes, so even large models have few different totals.
 MAX_MIXTURES = 1 << 15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mixtures:
-    """Mixtures that no other mixture beats, in the order of rising bytes and falling losses.
+    """Mixtures that no other mixture beats, by increasing bytes and decreasing loss.
 
     `picks` has an option for each group, shape (mixtures, groups).
     """
@@ -95,9 +95,10 @@ def _pareto_front(
 def _thin_out(
     kept: npt.NDArray[np.int64], num_bytes: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    """Return at most MAX_MIXTURES mixtures: the last of each of equal steps in bytes.
+    """Return at most MAX_MIXTURES mixtures, evenly spread over the range of bytes.
 
-    The last mixture of a step has its least loss. The smallest mixture is always kept.
+    The range of bytes is split into equal steps. The last mixture of each step is kept, because it
+    has the smallest loss. The smallest mixture is always kept.
     """
     if len(kept) <= MAX_MIXTURES:
         return kept
@@ -111,7 +112,7 @@ def _thin_out(
 class Budget:
     """Budget of `auto` for the bytes of a whole output.
 
-    `fixed_bytes` of the output are the same for every choice of schemes.
+    `fixed_bytes` is the part of the output that is the same for every choice of schemes.
     """
 
     auto: Auto
@@ -215,9 +216,9 @@ def plan_scenario(
 ) -> tuple[SourceIndex, Plan]:
     """Return the headers of a scenario's source, and the scenario's plan.
 
-    With `auto` the losses that `vexport run` measured in `run_dir` decide. Without measured losses
-    each group gets its smallest candidate, and a note says so. Raises the InputErrors of
-    `find_layer_groups`, and InputError if no mixture is within the budget.
+    `auto` uses the losses that `vexport run` measured in `run_dir`. Without measured losses, each
+    group gets its smallest candidate, and the plan contains a note about this. Raises the
+    InputErrors of `find_layer_groups`, and InputError if no mixture is within the budget.
     """
     settings, rules, auto = scenario_settings(scenario), scenario.rules, scenario.auto
     if auto is None:
@@ -248,7 +249,7 @@ def plan_scenario(
 def _measured(run_dir: Path, layer_groups: Sequence[LayerGroup]) -> GroupSensitivities | None:
     """Return the losses that a run measured, or None.
 
-    They count only if they are of the same layer groups, schemes and roundings.
+    Losses are used only if they were measured for the same layer groups, schemes and roundings.
     """
     file = run_dir / SENSITIVITY_FILE
     if not file.is_file():

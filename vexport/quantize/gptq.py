@@ -1,9 +1,9 @@
-"""GPTQ: round the columns of a weight one by one. Each column corrects the errors of earlier
-columns.
+"""GPTQ: round the columns of a weight one after another, and correct later columns for the errors.
 
-A refit is GPTQ of a weight that is first corrected for its input in the quantized model. The grid
-has the values that a weight can have: the numbers of its format, in units of each group's scale.
-Everything stays on the device of H. On the CPU compiled kernels round the columns.
+A refit first corrects the weight for the difference between its inputs in the quantized model and
+in the source. It then applies GPTQ. The grid consists of the values that a quantized weight can
+have: the numbers of its format times each group's scale. All tensors stay on the device of H. On
+the CPU compiled kernels round the columns.
 
 Source: Frantar et al. (arXiv 2210.17323). The order of columns and the damping are the same as in
 llm-compressor's GPTQModifier.
@@ -31,8 +31,7 @@ from vexport.quantize.moments import Moments
 
 # Rows rounded at once by one thread.
 TILE_ROWS = 64
-# Columns per block. A single matrix product passes the errors of a block on to all columns that
-# follow.
+# Columns per block. A single matrix product corrects all later columns for the errors of a block.
 BLOCK_COLUMNS = 128
 # Damping is raised tenfold this many times before falling back to rounding to nearest.
 DAMPING_ATTEMPTS = 4
@@ -40,10 +39,11 @@ DAMPING_ATTEMPTS = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Strength:
-    """How strongly to round. GPTQ has `strength` 0.
+    """Strength of a refit. With `strength` 0, a refit is GPTQ.
 
-    `ridge` is added to the diagonal of H, as a share of its mean. With `weighs_tokens` tokens count
-    by the gradient behind them, otherwise all count the same.
+    `ridge` times the mean of H's diagonal is added to the diagonal. If `weighs_tokens` is set, each
+    token is weighted by the gradient of the layer's output. Otherwise all tokens have equal
+    weights.
     """
 
     strength: float
@@ -53,7 +53,8 @@ class Strength:
 
 # llm-compressor's damping.
 GPTQ = Strength(strength=0.0, ridge=0.01)
-# The strength of a refit by input bits: least KL on SmolLM2-135M (docs/results.md).
+# Strength of a refit for each number of input bits. These strengths gave the smallest KL on
+# SmolLM2-135M (docs/results.md).
 REFIT_STRENGTHS = {
     16: Strength(strength=0.5, ridge=0.1, weighs_tokens=True),
     8: Strength(strength=0.5, ridge=0.1, weighs_tokens=True),
@@ -127,8 +128,9 @@ def _per_row(values: torch.Tensor, rows: int, groups: int, high: int) -> torch.T
 class Factor:
     """Upper Cholesky factor of the inverse of a damped H, in the order of rounding.
 
-    `order` (columns,) are the columns by falling diagonal of H. `damping` is the added share of the
-    diagonal's mean. `dead` is the number of columns that were always zero.
+    `order` (columns,) holds the columns, sorted by decreasing diagonal of H. `damping` times the
+    diagonal's mean was added to the diagonal. `dead` is the number of input columns that were
+    always zero.
     """
 
     upper: torch.Tensor
@@ -141,7 +143,7 @@ def factorize(hessian: torch.Tensor, damping: float) -> Factor | None:
     """Return the factor of H (in, in).
 
     Returns None if H is not positive definite even with 1000 times this damping. The diagonal of a
-    dead column becomes 1: nothing depends on it.
+    dead column is set to 1, because no output depends on this column.
     """
     diagonal = hessian.diagonal()
     dead = diagonal == 0
@@ -195,8 +197,8 @@ def round_block(
 
     `weight` is (rows, columns). `factor` (columns, columns) is the upper Cholesky factor of the
     inverse of H. `scales` and `zeros` are (rows, groups), and column c belongs to group
-    `groups[c]`. `errors` (rows, some) has as many columns as are rounded, and receives the errors
-    that the columns behind them correct.
+    `groups[c]`. `errors` (rows, count) determines the number of rounded columns. It receives the
+    errors for which later columns must be corrected.
     """
     last = first + errors.shape[1]
     for row in range(weight.shape[0]):
@@ -214,7 +216,7 @@ def round_block(
 def refit(weight: torch.Tensor, moments: Moments, *, strength: float, ridge: float) -> torch.Tensor:
     """Return the weight (out, in) float32, corrected for the inputs of the quantized model.
 
-    `ridge` is lambda as a share of the mean of H's diagonal. With it H is positive definite.
+    `ridge` times the mean of H's diagonal is added to the diagonal, so that H is positive definite.
     """
     assert moments.drift is not None
     if not moments.hessian.diagonal().any():  # the layer's input is zero for every token
@@ -239,7 +241,7 @@ def round_nearest(weight: torch.Tensor, grid: Grid) -> torch.Tensor:
 def _nearest(
     values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, form: NumberFormat
 ) -> torch.Tensor:
-    """Return the nearest number of a format in units of these scales, as the kernel finds it."""
+    """Round values to the nearest numbers of a format times these scales, as the kernel does."""
     rounded = tensors.round_to(values / scale + zero, TensorFormat.of(form))
     return rounded.sub_(zero).mul_(scale)
 
@@ -256,7 +258,7 @@ def round_columns(weight: torch.Tensor, factor: Factor, grid: Grid) -> torch.Ten
 def round_blocks(values: torch.Tensor, factor: Factor, grid: Grid) -> None:
     """Round the ordered columns in place, by matrix products on any device.
 
-    Nothing waits for the host.
+    The device does not wait for the host.
     """
     groups = factor.order // grid.width
     for first in range(0, values.shape[1], BLOCK_COLUMNS):

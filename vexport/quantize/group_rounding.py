@@ -1,4 +1,4 @@
-"""Weights of fusion groups rounded by the moments of their inputs."""
+"""Round the weights of fusion groups with the moments of their inputs."""
 
 from collections.abc import Mapping, Sequence
 
@@ -31,7 +31,8 @@ from vexport.records.calibration import GroupRounding
 
 # The rounded weights of a group by layer name.
 GroupWeights = Mapping[str, RoundedWeight]
-# Rows of a group used for its reported errors: measuring all would take as long as rounding.
+# Number of a group's rows for the reported errors. Measuring all rows would take as long as
+# rounding.
 MEASURED_ROWS = 64
 
 
@@ -40,8 +41,8 @@ def round_groups(
 ) -> tuple[Stored, Mapping[str, GroupRounding]]:
     """Return the bytes that replace the weights of groups, and how the groups were rounded.
 
-    Every rank must call this. The ranks share the sites in their order, and the groups without a
-    site. Raises InputError if a weight is not finite.
+    Every rank must call this. Each rank rounds a part of the sites, and a part of the groups
+    without a site. Raises InputError if a weight is not finite.
     """
     moments.all_reduce()
     rank, size = rank_and_size()
@@ -65,8 +66,9 @@ def round_sites(
 ) -> tuple[dict[str, GroupWeights], dict[str, GroupRounding]]:
     """Return the rounded weights of the groups of sites, and how each was rounded, by group name.
 
-    A group without observed input has no weights here, because it is rounded to nearest. The second
-    mapping has the reason. Raises InputError if a weight is not finite.
+    A group without observed inputs is rounded to nearest later. Such a group is missing from the
+    first mapping, and the second mapping contains the reason. Raises InputError if a weight is not
+    finite.
     """
     weights = dict[str, GroupWeights]()
     how = dict[str, GroupRounding]()
@@ -142,7 +144,7 @@ def round_group(
 
 
 def _name(group: FusionGroup, strength: Strength) -> str:
-    """Return the name of the rounding: a refit without strength is GPTQ."""
+    """Return the name of a group's rounding. A refit with strength 0 is called GPTQ."""
     return "gptq" if group.rounding == "refit" and not strength.strength else group.rounding
 
 
@@ -174,7 +176,9 @@ def _errors(
     grid: Grid,
     hessian: torch.Tensor,
 ) -> tuple[float, float]:
-    """Return |X~ (Q - W)^T|^2 / |X~ W^T|^2 of rounding to nearest and of the rounded weights.
+    """Return the relative output errors of rounding to nearest and of the rounded weights.
+
+    The error of weights Q is |X~ (Q - W)^T|^2 / |X~ W^T|^2.
 
     The errors are measured on rows that are evenly spread over the group's rows.
     """

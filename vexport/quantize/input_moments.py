@@ -1,4 +1,4 @@
-"""Moments of all inputs of a layer, from the rows of text that reach its modules."""
+"""Collect the moments of all inputs of a layer while rows of text reach its modules."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,8 +19,8 @@ SHARED_TOKENS_PER_COLUMN = 1.0
 class InputMoments:
     """Moments of each site of `inputs` that is rounded by its input. Each rank adds its rows.
 
-    `text` is the number of tokens of all rows. With `plain` all groups are rounded by GPTQ: if
-    nothing in front of them is quantized, a refit has no errors to correct.
+    `text` is the number of tokens of all rows. If `plain` is set, all groups are rounded by GPTQ.
+    Use it if no earlier layer is quantized: a refit then has no errors to correct.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class InputMoments:
     def add(self, quantized: RecordedInputs, source: RecordedInputs) -> None:
         """Add the inputs of a row in the quantized stream and in the source's stream.
 
-        The model must have the source's weights. A row that does not reach a site's module changes
-        nothing there.
+        The model must have the source's weights. A site's moments do not change if the row does not
+        reach the site's module.
         """
         for site in self.sites:
             here = quantized.get(site.module)
@@ -63,11 +63,11 @@ class InputMoments:
             moments.all_reduce()
 
     def of(self, site: Site) -> Moments:
-        """Return the moments of a site, completed. No tokens can be added afterwards."""
+        """Complete and return the moments of a site. No tokens can be added afterwards."""
         return self._moments[site.name].complete()
 
     def strength(self, group: FusionGroup, site: Site, tokens: int) -> Strength:
-        """Return how strongly to round a group at a site that `tokens` tokens have reached.
+        """Return the rounding strength of a group at a site that `tokens` tokens have reached.
 
         The ridge of a refit grows if a site has fewer tokens than columns.
         """
@@ -79,7 +79,7 @@ class InputMoments:
     def _strength(self, group: FusionGroup, site: Site) -> Strength:
         """Return a group's strength.
 
-        It is plain GPTQ if the group's tokens differ between the streams.
+        Returns the strength of GPTQ if the two streams have different tokens at the group's site.
         """
         return strength_of(group) if site.is_aligned and not self._plain else GPTQ
 
@@ -97,8 +97,8 @@ class InputMoments:
     ) -> None:
         """Add the tokens of an expert's down projection, and all tokens with a small weight.
 
-        All tokens together weigh `SHARED_TOKENS_PER_COLUMN` per column. They decide the rounding if
-        few tokens are routed to the expert.
+        All tokens of the text together count as `SHARED_TOKENS_PER_COLUMN` routed tokens per
+        column. They determine the rounding if few tokens are routed to the expert.
         """
         moments = self._moments[site.name]
         first = self._inputs.first_of(site)

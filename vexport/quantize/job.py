@@ -1,8 +1,8 @@
 """Run a quantization: plan, calibrate, and write weights and side files.
 
-The output's recipe, vexport.json, is a scenario that makes the output again, with digests of its
-inputs. Nothing in it depends on time or machine, so that equal calls write equal bytes. Paths are
-relative to the checkpoint's folder.
+The recipe vexport.json is written into the output. It is a scenario that reproduces the output,
+with digests of the inputs. Nothing in it depends on time or machine, so that equal calls write
+equal bytes. Paths are relative to the checkpoint's folder.
 """
 
 import json
@@ -84,10 +84,10 @@ def quantize_source(
 ) -> tuple[Plan, CalibrationRecord | None, RoundingReport | None]:
     """Quantize a checkpoint.
 
-    `accepted` is called when planning has passed and no part of the request can be refused any
-    more. Returns the plan, the calibration record if samples were run, and the report of rounding
-    if weights were rounded by text. Ranks of torchrun calibrate, round and write together, in a
-    folder that all ranks see.
+    `accepted` is called when planning has succeeded and vexport can no longer reject the request.
+    Returns the plan, the calibration record if samples were run, and the report of rounding if
+    weights were rounded by text. The ranks of torchrun share the calibration, rounding and writing.
+    They need a common output folder.
     """
     _require_separate(job, user_path(job.source))
     with process_group():
@@ -112,7 +112,7 @@ def quantize_source(
 def _require_same_on_all_ranks(plan: Plan) -> None:
     """Raise InputError if this rank's plan differs from the first rank's plan.
 
-    Such ranks would deadlock.
+    Ranks with different plans would deadlock.
     """
     rank, size = rank_and_size()
     digest = digest_bytes(repr((plan.groups, plan.attention)).encode()) if size > 1 else ""
@@ -128,11 +128,11 @@ def write_checkpoint(
     """Calibrate, round and write the quantized checkpoint with its recipe.
 
     The checkpoint appears completely or not at all. If a call is interrupted, the next call with
-    the same arguments resumes it. Returns the calibration record if samples were run (`known` if
-    that was done before), and the report of rounding.
+    the same arguments resumes it. Returns the calibration record and the report of rounding. The
+    record is `known` if this is given, and None if no samples were run.
 
-    Raises InputError if a file of the source has changed since `index` was read. Raises the
-    CheckpointFailed that `job.prove` returns, and leaves OUT.failed instead of OUT.
+    Raises InputError if a file of the source has changed since `index` was read. If `job.prove`
+    returns a CheckpointFailed, raises this error and leaves OUT.failed instead of OUT.
     """
     text: PlanText | None = None
     finished: Mapping[str, Array] | None = None
@@ -199,8 +199,8 @@ def finish(
 ) -> None:
     """Write the index of all `shards` and the side files, and config.json last.
 
-    Progress files are removed, because all shards are complete. Raises the error that `job.prove`
-    returns, and leaves OUT.failed instead of OUT.
+    Progress files are removed, because all shards are complete. If `job.prove` returns an error,
+    raises this error and leaves OUT.failed instead of OUT.
     """
     for name in (RECIPE, INDEX_NAME, SMOOTHING, CONFIG):
         record(folder / name)
@@ -228,7 +228,7 @@ def write_config(index: SourceIndex, plan: Plan, folder: Path) -> None:
 def _copy_side_files(index: SourceIndex, folder: Path) -> None:
     """Copy the tokenizer, templates and other side files.
 
-    Skip the files that vexport wrote if it made the source.
+    Skip the recipe and the smoothing file that vexport wrote into the source.
     """
     for file in index.side_files:
         if file.name not in (RECIPE, SMOOTHING):

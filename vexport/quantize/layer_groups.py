@@ -1,10 +1,11 @@
-"""Find layer groups: layers that can have a scheme different from all other layers. Reads only
-headers.
+"""Find layer groups: sets of layers that need the same scheme but can differ from other layers.
+
+This module reads only headers.
 
 vLLM needs the same scheme for the members of a fused layer and for the routed experts of a layer
 (rules in CompressedTensorsConfig.get_scheme_dict and compressed_tensors_moe.py). The planner
-decides, scheme by scheme, which schemes a layer group can have. Shapes, ranks and architectures
-therefore count as in any plan.
+decides, scheme by scheme, which schemes a layer group can have. The same rules for shapes, ranks
+and architectures therefore apply as in any plan.
 """
 
 import re
@@ -39,9 +40,9 @@ class Option:
 class LayerGroup:
     """Linear layers that need the same scheme.
 
-    `allowed` are the schemes that the rules leave to choose from, in the candidates' order. If a
-    rule names the scheme, it is the only one. `options` has the allowed schemes except for `keep`.
-    `refused` has a finding for each scheme that vLLM cannot run.
+    `allowed` contains the schemes that the rules permit, in the candidates' order. If a rule names
+    a scheme, only this scheme is allowed. `options` contains the allowed schemes except for `keep`.
+    `refused` contains a finding for each scheme that vLLM cannot run.
     """
 
     name: str
@@ -134,8 +135,8 @@ def fixed_bytes(index: SourceIndex, layer_groups: Sequence[LayerGroup], plan: Pl
 def probe_plan(plan: Plan, layer_groups: Sequence[LayerGroup]) -> Plan:
     """Return a plan whose calibration serves every option.
 
-    For each layer group it has an option that needs calibration, if any does. All such options need
-    the same statistics.
+    If a layer group has options that need calibration, the plan uses one of these options. All of
+    them need the same statistics.
     """
     chosen = (
         max(layer_group.options, key=lambda option: option.groups[0].scheme.args.calibrated)
@@ -152,7 +153,7 @@ def _with_auto_scheme(rules: Sequence[Rule], scheme: str) -> list[Rule]:
 
 
 def _rule_settings(group: FusionGroup) -> dict[str, object]:
-    """Return the keys of a rule that treats layers as a group is treated, without the scheme."""
+    """Return a group's settings as keys of a rule, without the scheme."""
     keys = ("observer", "observer_kwargs", "input_observer", "input_observer_kwargs", "rounding")
     settings = {key: getattr(group, key) for key in keys}
     if group.strength is None and group.ridge is None:
@@ -173,7 +174,7 @@ def _allowed(
     mixed: Mapping[str, Mapping[str, Groups]],
     candidates: Sequence[str],
 ) -> tuple[str, ...]:
-    """Return the scheme of a rule, or the candidates that fit, or `keep` if none fits.
+    """Return the scheme that a rule names, or the candidates that fit, or `keep` if none fits.
 
     A candidate may fit with a smaller group size if the scenario allows this.
     """

@@ -12,7 +12,8 @@ import torch
 
 from vexport.numerics.ranks import all_reduce
 
-# Columns of H that are added up together, up to its diagonal: half the products of a whole matrix.
+# Number of columns of H per block. Only the blocks up to the diagonal are computed, which saves
+# half of the products.
 BLOCK_COLUMNS = 128
 
 
@@ -22,8 +23,8 @@ class Moments:
 
     X~ (tokens, in) is the input in the quantized stream after the layer's input rounding. X is the
     input of the source's layer for the same tokens. V is the weight of each token, 1 by default.
-    `drift` is None if the source's stream is not followed. Tokens are added to the lower triangle
-    of `hessian`. `complete` makes it symmetric.
+    `drift` is None if the source's stream is not followed. `add` fills only the lower triangle of
+    `hessian`, and `complete` makes the matrix symmetric.
     """
 
     hessian: torch.Tensor
@@ -46,8 +47,8 @@ class Moments:
     ) -> None:
         """Add the same tokens of both streams, (..., in) each.
 
-        `weights` (tokens,) float32 are powers of two. `share` is a factor for all tokens of the
-        call. Tokens that are added with a `share` do not count in `tokens`.
+        `weights` (tokens,) float32 contains powers of two. `share` is a weight for all tokens of
+        the call. Tokens added with a `share` are not counted in `tokens`.
         """
         rows = quantized.reshape(-1, quantized.shape[-1])
         alpha = 1.0 if share is None else share
@@ -68,9 +69,9 @@ class Moments:
     ) -> None:
         """Add the products of the inputs and of their differences from the source.
 
-        On a CPU products of bf16 are added up in float32 and rounded once per row of text. This
-        takes half the time, and the error is small: the drift is small next to H. Other dtypes and
-        devices compute in float32.
+        On a CPU, products of bf16 values are added up in float32 and rounded to bf16 once per row
+        of text. This halves the time. The rounding error is small, because the drift is small
+        compared to H. Other dtypes and devices compute in float32.
         """
         assert self.drift is not None
         if inputs.dtype != torch.bfloat16:
@@ -111,11 +112,12 @@ def _blocks(matrix: torch.Tensor) -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def exact_products(dtype: torch.dtype) -> Iterator[None]:
-    """Run float32 products of 16-bit values on faster units inside the block: bf16 units of a CPU,
-    TF32 units of a GPU.
+    """Use faster units for float32 products of 16-bit values inside the block.
 
-    The product of two such numbers is exact in float32, and sums are float32. Only the order of the
-    sum differs (1e-6 of the result).
+    These units are the bf16 units of a CPU or the TF32 units of a GPU.
+
+    The product of two 16-bit values is exact in float32, and sums are computed in float32. Only the
+    order of the sum differs, which changes the result by about 1e-6.
     """
     cpu: SimpleNamespace = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # in no stub
     gpu = torch.backends.cuda.matmul

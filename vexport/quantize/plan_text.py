@@ -35,10 +35,10 @@ LOG = logging.getLogger(__name__)
 
 
 class PlanText:
-    """Calibration samples of a plan, and the steps in which they go through its model.
+    """Calibration samples of a plan, and the steps that run them through the model.
 
     Raises the errors of `require_calibration` and `calibration_samples`. Raises InputError if the
-    memory is too small for so much text to wait while weights are rounded.
+    samples need too much memory while weights are rounded.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class PlanText:
         return LayerWalk(self._index, trust_remote_code=self._trust, device=self._device)
 
     def show_overall_progress(self) -> None:
-        """Also report the time of all steps of calibration together, if there are several steps."""
+        """Also report the time of all calibration steps together, if there are several."""
         steps = tuple(self._steps())
         if len(steps) > 1:
             self.on_progress = OverallProgress(steps, self.on_progress)
@@ -99,7 +99,9 @@ class PlanText:
             yield Step(name=CALIBRATE, tokens=tokens_of_rank)
 
     def calibrated(self, folder: Path) -> CalibrationRecord:
-        """Return the statistics before rounding, from `folder` if an earlier call left them."""
+        """Return the statistics before rounding. Read them from `folder` if an earlier call stored
+        them.
+        """
         file = folder / "statistics.json"
         if not on_first(file.is_file):
             record = self.calibrate()
@@ -111,9 +113,9 @@ class PlanText:
     def calibrate(self, candidates: Sequence[FusionGroup] = ()) -> CalibrationRecord:
         """Return the statistics of the samples before weights are rounded.
 
-        A plan that rounds by text collects its statistics while rounding. Only smoothing and the
-        weights of tokens are computed here. With `candidates` the statistics of the whole plan are
-        collected, and smoothing also serves the candidates.
+        If the plan rounds weights by text, this method computes only smoothing and token weights.
+        The other statistics are collected while rounding. With `candidates` the statistics of the
+        whole plan are collected, and smoothing also serves the candidates.
         """
         from vexport.calibration import calibrate
 
@@ -163,7 +165,7 @@ class PlanText:
     def _gradient_samples(self) -> "Samples":
         """Return evenly spread samples.
 
-        Their gradients decide smoothing and the weights of tokens.
+        Smoothing and the token weights are computed from the gradients of these samples.
         """
         return self.samples.spread(SMOOTHING_ROWS if self.plan.smoothing else WEIGHING_ROWS)
 

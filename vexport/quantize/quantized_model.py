@@ -1,4 +1,4 @@
-"""Run a model with some quantized layers: stored weights, and rounded inputs."""
+"""Run a model in which some layers use the stored weights and rounded inputs."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -115,7 +115,7 @@ class QuantizedModel:
     def rounded_input(self, group: FusionGroup, value: torch.Tensor) -> torch.Tensor:
         """Return an input (..., in) of a group's layers as their scheme rounds it."""
         rounding = self._input_rounding(group)
-        # compressed-tensors keeps nothing on the module that it is given.
+        # compressed-tensors stores nothing on the module, so any module can be passed.
         return value if rounding is None else rounding.rounded(value, self._model)
 
     @contextmanager
@@ -166,7 +166,7 @@ class QuantizedModel:
         return inputs if rounding is None else rounding.hook(module, inputs)
 
     def _stored(self, weights: Mapping[LinearPlan, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-        """Return the checkpoint's tensors with these weights in them."""
+        """Return the checkpoint's tensors after these weights were inserted."""
         tensors: dict[str, torch.Tensor] = {}
         for member, weight in weights.items():
             name, part = member.weight, member.part

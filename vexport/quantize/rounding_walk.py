@@ -1,4 +1,4 @@
-"""Round the weights of a plan while calibration text walks through the model, in two streams.
+"""Round the weights of a plan while two streams of calibration text run through the model.
 
 The first stream goes through the source's layers, the second through the layers rounded so far. A
 layer is rounded for its input in the quantized stream. The output of the rounded layer, with inputs
@@ -57,9 +57,10 @@ def round_weights(
 ) -> tuple[Stored, RoundingReport]:
     """Return the bytes that replace the weights, by tensor name, and how they were rounded.
 
-    The bytes are read from `folder` when they are needed. All ranks see the folder, and the first
-    rank writes it. The next call resumes after the layers in it. With `all_experts` static scales
-    of experts are computed from all tokens, otherwise from the tokens routed to each.
+    The bytes are read from `folder` when they are needed. All ranks need access to the folder, and
+    the first rank writes it. If the call is interrupted, the next call resumes after the layers in
+    the folder. If `all_experts` is set, static scales of experts are computed from all tokens.
+    Otherwise, each expert's scales are computed from its routed tokens.
 
     Raises CheckpointFailed if a hidden state is not finite or no token reached the input of a
     static scale. Raises InputError for a model that cannot run layer by layer and for a weight that
@@ -98,10 +99,10 @@ def _write_report(file: Path, walk: LayerWalk, plan: Plan, done: RoundedLayers) 
 
 
 class RoundingWatcher:
-    """Follows the source's stream, and rounds each layer when all of its rows are through.
+    """Watches the source's stream, and rounds a layer after all rows of the stream have left it.
 
-    The watcher runs the stream of the quantized model. `tokens` is the number of tokens on all
-    ranks.
+    The watcher itself runs the stream of the quantized model. `tokens` is the number of tokens on
+    all ranks.
     """
 
     def __init__(
@@ -261,8 +262,9 @@ def _is_refit(groups: Sequence[FusionGroup]) -> bool:
 class LayerRounder:
     """Rounds the groups of a layer in the order in which rows reach them.
 
-    Rows wait in front of a module. Its inputs decide static scales, importance and then its
-    weights. The rows go on through the rounded module. `text` is the number of tokens of all rows.
+    Rows wait in front of a module. Static scales, importance and then the rounded weights are
+    computed from the waiting inputs. The rows then continue through the rounded module. `text` is
+    the number of tokens of all rows.
     """
 
     def __init__(

@@ -24,8 +24,9 @@ from vexport.records.observer_names import BY_IMPORTANCE, MIN_MAX, UNWEIGHTED
 def search_scales(
     group: FusionGroup, index: SourceIndex, calibration: CalibrationRecord, reader: Reader
 ) -> Sequence[Scales]:
-    """Return the scales of each member of a group, in order. Members share what vLLM requires to be
-    shared.
+    """Return the scales of each member of a group, in order.
+
+    Members share the scales that vLLM requires to be equal.
 
     Raises InputError if a weight is not finite.
     """
@@ -64,8 +65,8 @@ def observe_weight(
     scheme = group.scheme
     args = scheme.args.weights
     parameters = scheme.format.parameters(scheme.args, (member.out_features, member.in_features))
-    # Searches use scales rounded to their stored dtype. A min-max scale has no such choice, and its
-    # zero point is computed from the scale before rounding, as in compressed-tensors.
+    # Searches use scales rounded to their stored dtype. A min-max scale is not searched. Its zero
+    # point is computed from the scale before rounding, as in compressed-tensors.
     if parameters["weight_scale"].in_model_dtype and group.observer not in MIN_MAX:
         args = replace(args, scale_dtype=str(stored))
     observer = load_observer(group.observer, "weight", args, group.observer_kwargs)

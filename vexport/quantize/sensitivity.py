@@ -1,8 +1,8 @@
 """Measure the loss of each layer group in each possible scheme, with all other layers unquantized.
 
-Trials run next to the model itself: all trials run through a decoder layer before the next layer is
-loaded. A trial begins at the layer whose weights it changes, with the hidden states of the model
-itself. It runs to the output, and its loss is measured there.
+A trial is the model with one layer group in another scheme. All trials and the unchanged model run
+through a decoder layer before the next layer is loaded. A trial starts with the unchanged model's
+hidden states, at the layer that it changes. Its loss is measured at the output of the model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -140,8 +140,8 @@ def _sensitivity(group: LayerGroup, losses: Mapping[str, float]) -> GroupSensiti
 class Trial:
     """A layer group in a scheme, in the model that `walk` fills.
 
-    No layer in front of it is quantized: a refit has no errors to correct and is the same as GPTQ.
-    Raises InputError if the text model has none of its weights. `depth` is the number of the
+    No earlier layer is quantized, so a refit has no errors to correct and equals GPTQ. Raises
+    InputError if the text model has none of the layer group's weights. `depth` is the number of the
     decoder layer that the trial changes, or the number of layers for the output head.
     """
 
@@ -191,7 +191,7 @@ class Trial:
 class StatesInMemory:
     """Hidden states in main memory.
 
-    New states of a row are a new tensor: the old tensor stays valid.
+    New states of a row are stored as a new tensor, so the old tensor stays valid.
     """
 
     def __init__(self, states: States) -> None:
@@ -208,7 +208,7 @@ class StatesInMemory:
 
 
 class TrialWatcher:
-    """Runs each trial next to the model itself, from the layer on that the trial changes."""
+    """Runs each trial in parallel to the unchanged model, from the layer that the trial changes."""
 
     def __init__(self, walk: LayerWalk, trials: Sequence[Trial], stream: StatesInMemory) -> None:
         self._walk = walk
@@ -225,7 +225,9 @@ class TrialWatcher:
         return any(trial.depth == len(self._walk.layers) for trial in self._trials)
 
     def enter(self, layer: Layer) -> None:
-        """Begin the trials that change a layer: record the inputs by which they round it."""
+        """Begin the trials that change a layer, and record the inputs that they need to round the
+        layer.
+        """
         self._here = [trial for trial in self._trials if trial.depth == layer.number]
         self._entered = [self._stream[index] for index in range(len(self._stream))]
         self._noted: list[dict[str, Value]] = []

@@ -68,10 +68,10 @@ def write_shards(
 ) -> None:
     """Write some shards of a quantized checkpoint into `folder`, and record the progress of each.
 
-    `folder` is empty, or an equal call that was interrupted left it. In that case this call
-    resumes. `finished` has the bytes of rounded tensors. `on_progress` receives the bytes of
-    tensors that were passed to the writer. Raises InputError if a scheme needs a calibration and
-    there is none, or if a weight is not finite.
+    `folder` is empty, or it was left by an interrupted call with the same arguments. In the second
+    case this call resumes the work. `finished` has the bytes of rounded tensors. `on_progress`
+    receives the number of bytes passed to the writer. Raises InputError if a scheme needs a
+    calibration and there is none, or if a weight is not finite.
     """
     if calibration is None and (need := calibration_need(plan)):
         raise need.missing()
@@ -119,7 +119,7 @@ def planned_shards(index: SourceIndex, plan: Plan, shard_bytes: int) -> tuple[Sh
 def shards_of_this_rank(shards: Sequence[Shard[Source]]) -> Sequence[Shard[Source]]:
     """Return the files that this rank writes.
 
-    The files are dealt out largest first, each to the rank with the fewest bytes so far.
+    The files are assigned from largest to smallest, each to the rank with the fewest bytes so far.
     """
     rank, size = rank_and_size()
     loads, shards_of_rank = [0] * size, list[Shard[Source]]()
@@ -145,7 +145,7 @@ class Stream:
     def chunks(self, unit: WriteUnit[Source]) -> Iterator[Chunk]:
         """Yield the chunks of a unit in order.
 
-        They are a kept tensor, scales of the KV cache, or the packed weights of a group.
+        A unit is a kept tensor, scales of the KV cache, or the packed weights of a group.
         """
         if isinstance(unit.source, TensorInfo):
             is_in_file = unit.source.name not in self.calibration.smoothing
@@ -196,7 +196,9 @@ class Stream:
         return packed
 
     def known(self, group: FusionGroup) -> Sequence[PackingInputs]:
-        """Return what packing needs before it starts: each member's scales or largest value."""
+        """Return each member's scales or largest value, which must be available before packing
+        starts.
+        """
         if group.members[0].name in self.rounded:
             return [
                 PackingInputs(scales=self.rounded[member.name].scales) for member in group.members
@@ -292,8 +294,8 @@ def input_digest(
 ) -> str:
     """Return a digest of everything that the written bytes depend on.
 
-    Files count by their sizes and times. `known` is the result of an earlier calibration. `text` is
-    a digest of the text that the rest depends on.
+    Files enter the digest with their sizes and times. `known` is the result of an earlier
+    calibration. `text` is a digest of the calibration text and its settings.
     """
     files = [(str(file), *status) for file, status in index.statuses.items()]
     parts = (__version__, files, index.config, plan, known, text, shard_bytes)

@@ -1,7 +1,7 @@
-"""Report the progress of calibration over all of its steps, with the seconds that are left.
+"""Report the progress of all calibration steps together, and the remaining seconds.
 
-Every step reports its layers. Their speed so far shows how long the step takes, and roughly how
-long the steps after it take.
+Every step reports its finished layers. The remaining time of the step follows from the speed so
+far. The time of later steps is estimated from the same speed.
 """
 
 import time
@@ -58,7 +58,7 @@ class OverallProgress:
         self._on_progress(stage, done, total)
 
     def _report(self, stage: str, share: float, now: float) -> None:
-        """Report the overall progress when a `share` of a step, above 0, is done."""
+        """Report the overall progress after a `share` (above 0) of the current step."""
         number = self._names.index(stage)
         elapsed = now - min(self._started.values())
         seconds_of_step = (now - self._started[stage]) / share

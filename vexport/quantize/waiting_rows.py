@@ -1,7 +1,7 @@
 """Let rows of text wait in front of a module until its weights are rounded, and limit their memory.
 
-The forward of each row runs in a greenlet: all in the same thread, and only a single forward at a
-time.
+The forward of each row runs in a greenlet. All greenlets share a thread, so only one forward runs
+at a time.
 """
 
 import os
@@ -36,9 +36,9 @@ class WaitingRows:
 
     @contextmanager
     def stopping(self, inputs: GroupInputs) -> Iterator[None]:
-        """Run the rows to the first module of `inputs` that each reaches.
+        """Run each row until it reaches a module of `inputs`.
 
-        Inside the block rows stop in front of these modules.
+        Inside the block, rows stop in front of these modules.
         """
         with inputs.shown(self._stop):
             for position in range(len(self._rows)):
@@ -74,9 +74,9 @@ class WaitingRows:
 
 
 class RecordedRows:
-    """Rows that run to the last of some inputs and no further, for the output head.
+    """Rows for the output head, which stop after the last of its inputs.
 
-    No input depends on weights that are rounded there, so no row has to wait.
+    The inputs do not depend on the weights that are rounded in the head, so no row has to wait.
     """
 
     def __init__(self, runs: Sequence[Callable[[], object]]) -> None:
@@ -127,9 +127,9 @@ def max_waiting_bytes(device: str = "cpu") -> int:
 def waiting_bytes(groups: Iterable[FusionGroup], tokens: int) -> int:
     """Return the bytes of 16-bit rows that wait in front of the widest input of a layer.
 
-    The rows have `tokens` tokens in all. A row has the widest input, the same input rounded, and
-    about as much as all inputs together. Memory of the same size is lost in gaps. A refit also
-    keeps the widest input of the source's stream.
+    `tokens` is the total number of tokens of the rows. A row has the widest input, the same input
+    rounded, and about as much as all inputs together. Memory of the same size is lost in gaps. A
+    refit also keeps the widest input of the source's stream.
     """
     rounded = [group for group in groups if group.rounding != "nearest"]
     columns = {NUMBER.sub("*", group.name): group.members[0].in_features for group in rounded}

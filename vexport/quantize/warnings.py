@@ -8,8 +8,8 @@ from vexport.plan.shapes import KEPT
 from vexport.records import CalibrationRecord, Finding
 from vexport.records.calibration import RoundingReport
 
-# A checkpoint counts as hardly quantized if less than this share of the weights is quantized, and
-# less than this share of the linear layers.
+# A warning is given if less than this share of the weights and less than this share of the linear
+# layers is quantized.
 MIN_QUANTIZED_SHARE = 0.5
 # Calibration tokens for each column of a weight. Mean KL in nats of SmolLM2-135M with only
 # down_proj rounded (W4A16_G64), on held-out text of the same kind and of another kind:
@@ -19,9 +19,9 @@ MIN_QUANTIZED_SHARE = 0.5
 #   refit, 4 tokens         .0281  .0373
 #   refit, 7 tokens         .0253  .0350
 #   GPTQ, 1 token           .0443  .0584
-# Below 2 tokens the KL is more than a tenth higher than with 7, which is always worth a warning.
-# From 4 to 7 it still falls by 6 percent and more: a reason to use the default amount of text, but
-# not more than that.
+# With fewer than 2 tokens, the KL is more than a tenth higher than with 7 tokens, so a warning is
+# always given. From 4 to 7 tokens the KL still falls by 6 percent or more. This justifies the
+# default amount of text, but not more text.
 TOKENS_PER_COLUMN, MIN_TOKENS_PER_COLUMN = 6, 2
 # The defaults of --samples and --seq-len.
 DEFAULT_TOKENS = 128 * 512
@@ -30,7 +30,7 @@ MAX_NAMED = 4
 
 
 def unsupported_warnings(plan: Plan) -> Iterator[str]:
-    """Warn once per remedy about layers that rules should quantize but that stay unquantized."""
+    """Yield one warning per remedy for layers that stay unquantized although a rule matches."""
     by_remedy: dict[str, list[Finding]] = {}
     for note in plan.notes:
         if note.check == "shape":
@@ -59,7 +59,7 @@ def little_quantized_warnings(plan: Plan, layers: int, parameters: int) -> Itera
 
 
 def fallback_warnings(rounding: RoundingReport | None) -> Iterator[str]:
-    """Name the groups rounded to nearest although a rule requires more, once for each reason."""
+    """Yield a warning for each reason why groups were rounded to nearest against their rules."""
     reasons: dict[str, list[str]] = {}
     for group in rounding.fallbacks if rounding else ():
         reasons.setdefault(group.fallback or "", []).append(group.name)
