@@ -2,7 +2,8 @@
 
 Keys and values are observed at the point where transformers passes them to the attention: keys
 after rotary embedding, before they are repeated for the query heads. Multi-head latent attention
-(DeepSeek) caches other tensors. vLLM reads no scales for it, and plans refuse them.
+(DeepSeek) caches other tensors. vLLM reads no scales for these tensors, and the planner rejects
+such scales.
 
 On CPUs that multiply float32 faster than 16-bit floats, the products of 16-bit layers and of
 attention are computed in float32.
@@ -78,8 +79,8 @@ class Interner:
 class Recorder:
     """Replaces the layers' forwards: records each call and passes the hidden states through.
 
-    For the first batch the first layer really runs. Its output shows the rest of the output tuple,
-    `rest`.
+    In the first batch, the first layer really runs, because its output is needed for `rest`: the
+    elements of the output tuple after the hidden states.
     """
 
     def __init__(self, name: str, layers: torch.nn.ModuleList, hidden: HiddenStates) -> None:
@@ -312,10 +313,10 @@ HEAD_ROWS = 1 << 13
 def float32_head_gradient(head: torch.nn.Module | None, device: str) -> Iterator[None]:
     """Compute the gradient of a 16-bit output head in float32 inside the block, if that is faster.
 
-    The head's output does not change. Its gradient sums a product for each word of the vocabulary.
-    On CPUs without units for 16-bit products, torch reads the weight across its rows for this sum.
-    With 49,152 x 576 bf16 values the gradient took 40 times as long as the output. Like this
-    function, torch accumulates in float32 and rounds the sum once, so only the order of the sum
+    The head's output does not change. The gradient of its input is a sum over the vocabulary. On
+    CPUs without units for 16-bit products, torch reads the weight column by column for this sum.
+    With 49,152 x 576 bf16 values the gradient took 40 times as long as the output. Both torch and
+    this function accumulate in float32 and round the sum once, so only the order of the sum
     differs.
     """
     if not prefers_float32(device) or type(head) is not torch.nn.Linear:

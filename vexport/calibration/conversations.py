@@ -59,8 +59,8 @@ _MEDIA_PART = re.compile(
 )
 # Clients put this line into system prompts. vLLM removes it, because it differs in every request.
 _BILLING_HEADER = "x-anthropic-billing-header"
-# A template is rendered with this value to find out whether it shows the calls, the results and the
-# tools of a row.
+# Value for test renderings, which check whether a template shows the calls, results and tools of a
+# row.
 _PROBE = "vexport_probe"
 TOOLS, CALLS, RESULTS = "tools", "tool_calls", "results of tools"
 
@@ -70,7 +70,7 @@ class MultimodalRowError(ValueError):
 
 
 class RefusedTurnsError(ValueError):
-    """Turns that the chat template does not render. A server would refuse them."""
+    """Turns that the chat template rejects. A server would reject these turns, too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +155,7 @@ def unrendered_parts(
 
 
 def media_of_part(part: Mapping[str, object]) -> str | None:
-    """Return the type or key that gives a content part an image, a video, sound or a file.
+    """Return the type or key that marks a content part as an image, a video, sound or a file.
 
     Returns None for text.
     """
@@ -346,7 +346,7 @@ class _Generation(Extension):
 
 
 class _UnsupportedAssignmentError(ValueError):
-    """A template that assigns to something other than a name. vLLM does not follow this either."""
+    """A template that assigns to something other than a name. vLLM cannot analyze it, either."""
 
 
 @lru_cache(maxsize=32)

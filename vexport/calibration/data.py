@@ -1,4 +1,4 @@
-"""Turn rows of text, conversations or token ids into calibration samples: the model's token ids."""
+"""Convert rows of text, conversations or token ids to calibration samples of token ids."""
 
 import json
 import re
@@ -38,7 +38,7 @@ from vexport.errors import InputError, first_line, raise_all
 from vexport.files import digest_bytes, read_json_object
 from vexport.records import CalibrationData
 
-# Characters tokenized for each token that is needed. Text beyond this would be cut off after
+# Number of characters to tokenize for each token that is needed. Later text would be cut off after
 # tokenizing.
 CHARACTERS_PER_TOKEN = 64
 # Reading ends after MAX_BROKEN_ROWS rows, or if the first MAX_MULTIMODAL_ROWS rows all have images,
@@ -318,9 +318,9 @@ class _Reader:
     def _ids(self, row: Row, most: int, *, begins: bool) -> tuple[Sequence[int], Sequence[int]]:
         """Return a row's token ids, and the start tokens of samples that begin inside the row.
 
-        Only as much text is tokenized as `most` tokens can need. `begins` is True if the row begins
-        a text. Raises ValueError if the row cannot be rendered or tokenized, and MultimodalRowError
-        if it has tokens that stand for an image, a video or sound.
+        Text is tokenized only as far as needed for `most` tokens. `begins` is True if the row
+        begins a text. Raises ValueError if the row cannot be rendered or tokenized, and
+        MultimodalRowError if it has tokens that stand for an image, a video or sound.
         """
         if row.ids is not None:
             if found := self._media_ids_of_rows.intersection(row.ids):
@@ -422,8 +422,8 @@ def _media_ids(config: Mapping[str, object]) -> Iterator[int]:
 def _packed(rows: Iterable[_Tokens], data: CalibrationData) -> Iterator[tuple[int, Sequence[int]]]:
     """Concatenate the rows and cut them into samples of `seq_len` tokens.
 
-    The remaining tokens are the last sample. Every sample starts like a served prompt, with the
-    tokenizer's BOS if it has a BOS.
+    The last sample contains the remaining tokens. Every sample starts like a served prompt: with
+    BOS, if the tokenizer adds BOS.
     """
     pending, number = list[int](), 0
     for row in rows:

@@ -1,10 +1,10 @@
-"""Walk up through a model's layers and back, with the gradients of the model's predictions.
+"""Run text forward through a model's layers, and the gradients of its predictions backward.
 
 The gradients are of the log-probability of tokens that are drawn from the model's predictions.
 Their second moments are the Fisher information: they show how a small error of an input changes the
-KL divergence. Tokens are weighted by them (GuidedQuant, arXiv 2505.07004): most attention is on the
-first token, and its errors change every prediction. The root of the mean square, averaged over
-places in the text, left less KL than the mean (docs/rounding.md).
+KL divergence. Tokens are weighted by these moments (GuidedQuant, arXiv 2505.07004). For example,
+the first token receives most of the attention, so its errors change every prediction. The root of
+the mean square, averaged over places in the text, left less KL than the mean (docs/rounding.md).
 """
 
 import logging
@@ -28,10 +28,11 @@ CHUNK_ELEMENTS = 1 << 22
 
 
 class Gradients:
-    """Runs text up through a model, and the gradients of the model's predictions back down.
+    """Runs text forward through a model, and the gradients of the predictions backward.
 
-    The states in front of every layer are kept on the way up. `watchers` watch the way back, with
-    gradients as torch computes them. A row whose gradient cannot be computed goes back without it.
+    The states in front of every layer are kept during the forward pass. `watchers` watch the
+    backward pass, in which torch computes gradients. If the gradient of a row cannot be computed,
+    the row continues without a gradient.
     """
 
     def __init__(self, walk: LayerWalk, watchers: Sequence[Watcher]) -> None:
@@ -40,7 +41,7 @@ class Gradients:
         # The states of all rows in front of the first layer, of the second layer and so on, and
         # last of the head.
         self._entered = HiddenStates(KEPT_BYTES)
-        # A generator of the CPU draws the same numbers on any device.
+        # A generator on the CPU draws the same numbers for every device.
         self._generator = torch.Generator().manual_seed(0)
         # The gradient of each row behind the present layer.
         self._behind: list[torch.Tensor | None] = []
@@ -101,7 +102,7 @@ class Gradients:
     def _errors(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the gradient of logits (1, tokens, vocabulary).
 
-        It is the probabilities, less 1 for a token that is drawn from them.
+        The gradient is the probabilities, minus 1 for the token that is drawn from them.
         """
         errors = torch.empty_like(logits)
         rows = max(1, CHUNK_ELEMENTS // logits.shape[-1])
@@ -123,10 +124,10 @@ def _gradient(
     forward: Callable[[torch.Tensor], torch.Tensor],
     behind: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor | None:
-    """Return the gradient of `states`, given by `behind` the gradient of the output.
+    """Return the gradient of `states`, computed from the gradient of the output.
 
-    `behind` receives the output. Returns None if the model cannot be differentiated: an operation
-    has no gradient, or the gradient overflows.
+    `behind` receives the output and returns the output's gradient. Returns None if an operation has
+    no gradient, or if the gradient overflows.
     """
     states.requires_grad_()
     try:

@@ -1,4 +1,4 @@
-"""Find the places of fusion groups in a model, and observe their inputs while it runs.
+"""Find the modules of fusion groups in a model, and observe their inputs while the model runs.
 
 A hook sees the input of a linear module. Experts in three-dimensional parameters share a module,
 and the hook sees the input of that module. All tokens of the text enter the experts' gate and up
@@ -39,7 +39,8 @@ class Entered:
 
 
 class Arithmetic:
-    """Computation of a module of experts, expert by expert, with access between its products.
+    """Run a module of experts one expert at a time, so that inputs inside the expert can be
+    observed.
 
     This class is for experts that run by transformers' experts interface (integrations/moe.py).
     """
@@ -168,7 +169,9 @@ RecordedInputs = Mapping[str, Value]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertPosition:
-    """A place in a module of experts: an expert's down projection, or its gate and up."""
+    """A position in a module of experts: an expert's down projection, or its gate and up
+    projections.
+    """
 
     expert: int
     is_down: bool
@@ -253,9 +256,8 @@ class Site:
 
     `expert` is the number of an expert if this is the input of its down projection. It is None for
     a linear module and for the common input of all experts. `is_aligned` is True if both streams
-    have the same tokens in the same order. It is False if a router in front of the module chooses
-    the tokens. Some of the `groups` may be rounded to nearest. These need only static scales or
-    importance.
+    have the same tokens in the same order. It is False if a router chooses the module's tokens.
+    Groups that are rounded to nearest need the input only for static scales or importance.
     """
 
     name: str
@@ -349,7 +351,9 @@ class GroupInputs:
         return arithmetic.between(module, site.expert, tokens)
 
     def only(self, module: str | None) -> "GroupInputs":
-        """Return the inputs of a module's groups, or with None only the groups without an input."""
+        """Return the inputs of a single module's groups. If `module` is None, return only the
+        groups without an input.
+        """
         part = copy(self)
         part.sites = tuple(site for site in self.sites if site.module == module)
         part.unreachable = {} if module else self.unreachable

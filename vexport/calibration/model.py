@@ -23,9 +23,9 @@ def build_on_meta(
     The model has the class that the checkpoint names, or else transformers' class for text. The
     dtype is the config's. Raises InputError if transformers cannot build the model.
 
-    Also sets the number of torch's threads to numba's. Numba does this at its first kernel, and
-    sums depend on the number. Without this, a resumed call would compute different bytes until
-    that kernel.
+    Also sets the number of torch's threads to numba's. Numba does the same when its first kernel
+    runs, and the order of sums depends on the number of threads. Otherwise a resumed call would
+    compute different bytes before the first kernel.
     """
     torch.set_num_threads(numba.get_num_threads())
     try:
@@ -89,7 +89,7 @@ def parameters_on_meta() -> Iterator[None]:
 def decoder_layers(model: transformers.PreTrainedModel) -> tuple[str, torch.nn.ModuleList]:
     """Return the name and the list of the decoder layers.
 
-    Of the lists of modules in the text model, it is the list with most parameters. Raises
+    The decoder layers are the module list with the most parameters in the text model. Raises
     InputError for a model without a list of modules.
     """
     within = set(model.get_decoder().modules())
@@ -111,7 +111,7 @@ def decoder_layers(model: transformers.PreTrainedModel) -> tuple[str, torch.nn.M
 
 
 def tie_head(model: transformers.PreTrainedModel) -> None:
-    """Give an output head without weights the weights of the embeddings."""
+    """Use the weights of the embeddings for an output head without weights."""
     head, embeddings = model.get_output_embeddings(), model.get_input_embeddings()
     if head is not None and head.weight.is_meta:
         head.weight = embeddings.weight

@@ -88,15 +88,15 @@ _PLACEHOLDER = re.compile(
 
 
 class UnknownFormError(ValueError):
-    """A row without any key that is known to hold a text, a conversation or token ids."""
+    """A row without a known key for text, a conversation or token ids."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """Content of a row: exactly one of `ids`, `conversation` and `text`.
 
-    `flat` is the text of a conversation for a model without a chat template. If it is None, such a
-    model cannot be calibrated with the row.
+    `flat` is the text to use for a conversation if the model has no chat template. If `flat` is
+    None, a model without a template cannot use the row.
     """
 
     ids: tuple[int, ...] | None = None
@@ -105,7 +105,7 @@ class Row:
     flat: str | None = None
 
     def texts(self) -> Iterator[str]:
-        """Yield the texts of the row that come from the data and not from a template."""
+        """Yield the row's texts from the data, without text that a template adds."""
         if self.text is not None:
             yield self.text
         if self.conversation is not None:
@@ -149,7 +149,7 @@ def _row_by_usual_keys(raw: Mapping[object, object]) -> Row:
 def _row_by_other_keys(raw: Mapping[object, object]) -> Row:
     """Read a row without any of the usual keys.
 
-    Raises UnknownFormError if the row has no rarer key either.
+    Raises UnknownFormError if the row has no known key at all.
     """
     for question, answer in product(_QUESTIONS, _ANSWERS):
         if question != answer and all(

@@ -1,7 +1,7 @@
 """Scale the channels of a model's inputs without changing its function, to round them better.
 
-Channels of an input can be scaled in the layer that computes the input, and scaled back in the
-weights that read it. The layer must be a norm, or a linear layer followed only by products.
+Channels of an input are scaled in the layer that computes the input. The weights that read the
+input are scaled back. The layer must be a norm, or a linear layer followed only by products.
 SmoothQuant does the same (arXiv 2211.10438).
 
 Channel j is scaled by a_j^s / g_j^(1 - s): a_j is its root mean square, g_j the root mean square of
@@ -32,7 +32,8 @@ from vexport.formats.plan import FusionGroup
 from vexport.numerics.ranks import on_first
 from vexport.records import OnProgress, Smoothing, silent
 
-# The least root mean square of a channel, as a share of the largest: unused channels have this.
+# Minimum root mean square of a channel, as a share of the largest root mean square. It replaces
+# smaller values, for example of unused channels.
 LEAST_MAGNITUDE = 1e-5
 
 
@@ -45,7 +46,7 @@ class _Fold:
 
 
 class Smoother:
-    """Folds the inputs of some groups, layer by layer, by the inputs and their gradients."""
+    """Smooths the inputs of some groups, layer by layer, from the inputs and their gradients."""
 
     def __init__(self, groups: Sequence[FusionGroup], strength: float, weights: Weights) -> None:
         # Exponents by the name of the stored tensor.
@@ -62,8 +63,8 @@ class Smoother:
     def enter(self, layer: Layer) -> None:
         """Add up the squares of a layer's inputs and of their gradients, by channel.
 
-        An input that several modules read counts for each of them. Its gradient counts only for the
-        first.
+        If several modules read an input, the input is added for each module, but its gradient only
+        for the first module.
         """
         self._squares = dict[str, torch.Tensor]()
         self._gradients = dict[str, torch.Tensor]()
@@ -86,7 +87,7 @@ class Smoother:
         _add(self._squares, name, self._last[1])
 
     def leave(self, layer: Layer) -> None:
-        """Fold every pair that can be folded, in order."""
+        """Scale every pair of parameters that can be scaled, in order."""
         self._last = None
         run_again = partial(layer.again, 0)
         expected = run_again()

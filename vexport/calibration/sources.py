@@ -26,12 +26,12 @@ from vexport.records import CalibrationData
 T = TypeVar("T")
 # The size of the shuffle buffer, as in a stream of `datasets`.
 SHUFFLE_BUFFER = 10_000
-# Limits in bytes for a line or paragraph, and for a file that is a JSON list. A device file never
-# ends.
+# Limits in bytes for a line or paragraph, and for a file that is a JSON list. Without limits, a
+# device file would be read forever.
 LONGEST_LINE, LARGEST_LIST = 1 << 26, 1 << 30
 TEXT, PARQUET = (".txt", ".md"), ".parquet"
-# Bytes at the start of a file that show its format, and bytes that are parsed to find a JSON object
-# of several lines.
+# Number of bytes read from the start of a file to detect its format, and maximum number of bytes
+# parsed to detect a JSON object that spans several lines.
 HEADER_BYTES, PARSED_BYTES = 4096, 1 << 26
 # Signatures of other file formats, with their names and what to do about them.
 _SIGNATURES: tuple[tuple[bytes, str, str], ...] = (
@@ -76,7 +76,7 @@ def raw_rows(data: CalibrationData) -> Iterator[RawRow]:
 def shuffled(items: Iterable[T], seed: int) -> Iterator[T]:
     """Yield the items of a stream in a random order that depends only on the seed.
 
-    SHUFFLED items are in memory at a time.
+    At most SHUFFLE_BUFFER items are in memory at a time.
     """
     generator, buffer = random.Random(seed), list[T]()
     for item in items:
@@ -323,9 +323,9 @@ def _rows_of_hub(data: CalibrationData, name: DataName) -> Iterator[RawRow]:
 
 
 def _downloaded(hub: HubName) -> str | None:
-    """Return the folder that `hf download` filled if the hub cannot be reached, otherwise None.
+    """Return None if the hub can be reached, otherwise the folder that `hf download` has filled.
 
-    Raises at once the errors that `datasets` would raise after several attempts.
+    Errors are raised immediately, whereas `datasets` would first retry several times.
     """
     from huggingface_hub import HfApi
 

@@ -1,9 +1,9 @@
 """Collect statistics of layers' inputs, for static scales and searches by importance.
 
-Observers of ranges see two rows instead of an activation: the minimum and maximum of each channel.
-The range of any group of channels follows from these. The reason is speed: torch reduces 16-bit
-floats over tokens several times more slowly than integers of the same size. Over groups of 16
-channels it is fifty times slower.
+For speed, observers of ranges receive only two rows for each activation: the minimum and the
+maximum of each channel. The range of any group of channels follows from these rows. torch reduces
+16-bit floats over tokens several times more slowly than integers of the same size. Reducing 16-bit
+floats over groups of 16 channels is fifty times slower.
 """
 
 import base64
@@ -174,7 +174,7 @@ def input_observers(plan: Plan) -> dict[str, Observer]:
 
 
 def observe_activation(observer: Observer, value: torch.Tensor, rows: torch.Tensor) -> None:
-    """Show an activation to an observer, or its extremes `rows` if these give the same range."""
+    """Pass an activation to an observer, or its extremes `rows` if they give the same range."""
     if type(observer) in RANGE_OBSERVERS and observer.strategy in CHANNEL_STRATEGIES:
         observer(rows)
         observer.tokens += value.numel() // value.shape[-1] - len(rows)

@@ -46,9 +46,9 @@ def first_not_finite(
 ) -> tuple[str, str] | None:
     """Run a forward of `module` and return the first module with a value that is not finite.
 
-    Also returns whether that value is the module's "input" or its "output". First means in the
-    order of execution: an input comes before the output that is computed from it, and a child's
-    output comes before its parent's.
+    Also returns whether that value is the module's "input" or its "output". Modules are compared in
+    the order of execution. An input precedes the output computed from it, and a child's output
+    precedes its parent's output.
     """
     places: list[tuple[str, str]] = []
 
@@ -139,9 +139,10 @@ class LayerWalk:
 
     `text` runs the parts in front of the decoder layers. `forward`, `head` and `backward` run rows
     of hidden states through the layers and call watchers. Layers are loaded one after the other.
-    Rows run one by one: in bf16 a batched product rounds differently, and a moving average takes a
-    step per forward. Layers run on `device`. Hidden states wait in main memory, or on disk beyond a
-    size. Raises InputError for an unusable device and for a model that transformers cannot build.
+    Rows run one by one, because in bf16 a batched product rounds differently, and because a moving
+    average is updated once per forward. Layers run on `device`. Hidden states wait in main memory,
+    or on disk beyond a size. Raises InputError for an unusable device and for a model that
+    transformers cannot build.
     """
 
     def __init__(
@@ -194,7 +195,7 @@ class LayerWalk:
             yield hidden
 
     def expect_steps(self, steps: int) -> None:
-        """Set how often rows will run through a layer or the head, if not once through each layer.
+        """Set the number of progress steps, if rows do not run exactly once through each layer.
 
         Call this inside the block of `text`, before anything runs.
         """
@@ -257,7 +258,8 @@ class LayerWalk:
     def on_device(self, states: torch.Tensor) -> torch.Tensor:
         """Return hidden states on the device.
 
-        Nothing waits for the copy: only the device changes pinned states.
+        The host does not wait for the copy. This is safe because only the device changes pinned
+        states.
         """
         return states.to(self.device, non_blocking=True)
 
@@ -283,7 +285,7 @@ class LayerWalk:
     ) -> CheckpointFailed:
         """Return the error that names the first module with a value that is not finite.
 
-        `run` runs the row at `index` through the layer once more. If no module shows the value, or
+        `run` runs the row at `index` through the layer once more. If no module has such a value, or
         only a module of experts as a whole, the error names the input of the linear layer
         `watched`.
         """

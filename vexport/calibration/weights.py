@@ -1,4 +1,4 @@
-"""Read the weights of a transformers model from a checkpoint when a part of the model runs.
+"""Read weights for a transformers model from a checkpoint, part by part as the model runs.
 
 Names and conversions are the same as when transformers loads the model. It renames tensors
 (`embed_out` is `lm_head` in its GPT-NeoX) and adds the prefix that a bare base model lacks (`h.0`
@@ -276,8 +276,8 @@ class ReadAhead:
 
     The weights go through a buffer of pinned host memory, on a separate CUDA stream. Nothing is
     read ahead for a CPU: its cores are busy, and reading takes a hundredth of their time. Nothing
-    is read ahead for Metal, whose queue belongs to a single thread. Leaving the block waits for the
-    thread.
+    is read ahead for Metal, because only one thread may use its queue. On exit, the block waits for
+    the reading thread.
     """
 
     def __init__(self, weights: Weights, device: str) -> None:
