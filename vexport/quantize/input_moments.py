@@ -79,7 +79,8 @@ class InputMoments:
     def _strength(self, group: FusionGroup, site: Site) -> Strength:
         """Return a group's strength.
 
-        Returns the strength of GPTQ if the two streams have different tokens at the group's site.
+        Returns the strength of GPTQ if `plain` was set, or if the two streams may have different
+        tokens at the group's site.
         """
         return strength_of(group) if site.is_aligned and not self._plain else GPTQ
 
