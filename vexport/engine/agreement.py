@@ -1,4 +1,4 @@
-"""Judge vLLM's log-probabilities against a reference, and its greedy continuations.
+"""Compare vLLM's log-probabilities with a reference, and find degenerate continuations.
 
 A continuation is degenerate if it is empty, ends early or repeats itself, as in a broken export.
 """
@@ -16,22 +16,24 @@ from vexport.bus_errors import install_bus_error_handler
 from vexport.checkpoint.index import find_quantization
 from vexport.records import Canary, Finding
 
-# Limits on the mean KL(reference || vLLM) in nats, by the bits of the quantized activations (16
-# if activations are not quantized). vLLM and the reference round to bfloat16 in different orders,
-# and low-bit rounding turns some of these differences into whole steps. Measured on a random
-# two-layer Llama: 2e-4 without, 2e-3 INT8, 7e-3 FP8, 6e-2 FP4. A deep model amplifies the
-# differences: see `reference.agreement_limit`.
+# Limits on the mean KL(reference || vLLM) in nats, by the bits of the quantized activations (16 if
+# activations are not quantized). vLLM and the reference round to bfloat16 in different orders, and
+# low-bit rounding turns some of these differences into whole quantization steps. KL measured on a
+# random two-layer Llama: 2e-4 without quantized activations, 2e-3 with INT8, 7e-3 with FP8, 6e-2
+# with FP4. A deep model amplifies the differences: see `reference.agreement_limit`.
 KL_LIMITS = {16: 0.003, 8: 0.05, 4: 0.1}
 # A continuation is a loop if it ends with this many repetitions of at most this many words.
 _ROUNDS = 4
 _LONGEST_CYCLE = 6
-# Text with fewer letters has no recognizable script. If the baseline has fewer tokens, no
-# continuation counts as ended early.
+# The script of a text is only determined if the text has at least _MIN_LETTERS letters. A
+# continuation is only compared with the baseline's length if the baseline has at least _MIN_TOKENS
+# tokens.
 _MIN_LETTERS = 20
 _MIN_TOKENS = 8
-# A continuation of this many tokens may end. A broken export ends in its first sentence.
+# A continuation may end after this many tokens. A broken export ends within its first sentence.
 _WHOLE_TOKENS = 48
-# Text also loops if it repeats this many words this often anywhere (as SmolLM2-135M does).
+# Text also loops if a run of _LOOP_WORDS words occurs at least _LOOP_TIMES times anywhere in it.
+# Texts of SmolLM2-135M do this.
 _LOOP_WORDS, _LOOP_TIMES = 8, 3
 _NUMBERS = "non-finite log-probabilities"
 _FIX = (
@@ -86,8 +88,8 @@ def canary_findings(
 
     Without a baseline, every finding is a warning, because the unquantized model may behave in the
     same way. Every finding is also a warning if vLLM's log-probabilities agree with the reference
-    (`agrees`). In this case the quantized weights cause the text, and the evaluation judges the
-    loss. Numbers that are not finite are always an error.
+    (`agrees`). In this case vLLM computes correctly, and the quantized weights cause the text. The
+    evaluation measures this loss of quality. Numbers that are not finite are always an error.
     """
     others = {canary.prompt: canary for canary in baseline or ()}
     degenerate = [
@@ -148,9 +150,10 @@ def _own_fault(canary: Canary) -> str | None:
 
 
 def _ends_early(canary: Canary, baseline: Canary) -> bool:
-    """Return True if the continuation ends early, and before half of the baseline's tokens.
+    """Return True if a continuation ends before half of the baseline's tokens.
 
-    Return False if the baseline is a loop.
+    Return False if the continuation has at least _WHOLE_TOKENS tokens, or if the baseline is a
+    loop.
     """
     whole = baseline.tokens if baseline.ended_after is None else baseline.ended_after
     ended = canary.ended_after

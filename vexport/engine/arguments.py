@@ -44,7 +44,7 @@ def require_arguments(serves: Sequence[Serve], vllm_python: Path | None) -> None
 def find_problems(
     serves: Sequence[Serve], vllm_python: Path | None
 ) -> list[tuple[VexportError, ...]]:
-    """Return the problems that vLLM has with each of several settings, in one process.
+    """Check several settings with vLLM in one process, and return the problems of each setting.
 
     A setting that vLLM does not accept is an InputError. Too few GPUs or a missing Ray are an
     EnvironmentFault.
@@ -56,7 +56,7 @@ def find_problems(
 
 
 def _problems_with(serves: Sequence[Serve], vllm_python: Path | None) -> list[list[InputProblem]]:
-    """Return the problems with each setting. vLLM is not started if there is nothing to check."""
+    """Return the problems of each setting, without starting vLLM if no setting needs a check."""
     checked = [serve for serve in serves if serve.given.keys() - _ALREADY_CHECKED]
     if not checked:
         return [[] for _ in serves]
@@ -78,8 +78,8 @@ def _problems_with(serves: Sequence[Serve], vllm_python: Path | None) -> list[li
 def require_layers(checkpoint: Path) -> None:
     """Raise InputError if config.json has more layers or experts than there can be tensors for.
 
-    vLLM would build them one after the other and not finish. If the checkpoint cannot be read,
-    nothing is raised, and vLLM reports the problem.
+    vLLM would build them one by one and never finish. If the checkpoint cannot be read, nothing is
+    raised, and vLLM reports the problem.
     """
     try:
         index = read_index(checkpoint)

@@ -18,8 +18,8 @@ from vexport.scenario.serve import SERVE_KEYS, EngineArguments
 if TYPE_CHECKING:
     from vllm import LLM
 
-# Precision steps that the CPU build's kernels leave out, measured or read in
-# vLLM's model_executor/kernels/linear.
+# Roundings that a scheme requires and that kernels of the CPU build leave out. Measured, or found
+# in the code of vLLM's model_executor/kernels/linear.
 _KERNEL_BLIND_SPOTS = {
     "CPUFp8BlockScaledMMKernel": "FP8 block activations stay in the model's dtype "
     "(scaled_mm/cpu.py)",
@@ -52,9 +52,9 @@ class DescribeKernels:
     def vexport_kernels(self) -> list[list[str]]:
         """Return five texts for each linear or expert layer.
 
-        The first three are the layer's name, its scheme and its kernel. The fourth has the steps
-        that the kernel leaves out. The fifth has the bits of the kernel's inputs, or is empty if
-        they are unknown.
+        The first three are the layer's name, its scheme and its kernel. The fourth describes the
+        roundings that the kernel leaves out. The fifth has the bits of the kernel's inputs, or is
+        empty if they are unknown.
         """
         model: torch.nn.Module = self.model_runner.get_model()  # type: ignore[attr-defined]
         return [
@@ -67,7 +67,7 @@ class DescribeKernels:
 
 
 def _describe_layer(layer: torch.nn.Module) -> tuple[str, str, str, str]:
-    """Return scheme, kernel, blind spot of the kernel and bits of its inputs for a layer."""
+    """Return a layer's scheme, kernel, the roundings that the kernel skips, and input bits."""
     scheme = getattr(layer, "scheme", None) or layer.quant_method
     chosen, name = kernel_of(scheme)
     bits = activation_bits(scheme, chosen, name)

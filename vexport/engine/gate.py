@@ -1,4 +1,7 @@
-"""Load checkpoints with vLLM's loaders: for `check`, and before `quantize` renames its output."""
+"""Load checkpoints with vLLM's loaders, for `check` and for the output of `quantize`.
+
+`quantize` renames its output only after this load.
+"""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,12 +51,12 @@ NO_VLLM = (
 # loaders find no fault, an error of these checks becomes a warning.
 CHECKED_BY_LOADERS = (completeness.NAME, shapes.NAME, targets.NAME)
 _KINDS = ("missing", "cast", "narrowed")
-# Kinds of faults of the loaders for the same problems as the errors of a check.
+# For each check, the kinds of loader faults that report the same problems.
 _KINDS_OF_CHECKS = {
     completeness.NAME: frozenset({"missing"}),
     shapes.NAME: frozenset({"cast", "narrowed"}),
 }
-# Up to this number of layers, advice names each layer. Beyond it, advice names projections.
+# Largest number of layers that advice lists one by one. For more layers, advice lists projections.
 _MAX_NAMED_LAYERS = 6
 _NUMBERED = re.compile(r"[^.\s]+\.\d+\.\S+")
 
@@ -123,7 +126,7 @@ def _joined(
     require: Require,
     vllm_is_there: bool,
 ) -> CheckReport:
-    """Return the check of a checkpoint with its dry load, or why there is no dry load."""
+    """Add a checkpoint's dry load, or the reason why there is none, to its check report."""
     if isinstance(outcome, VexportError):
         return _not_loaded(report, outcome.got if vllm_is_there else NO_VLLM)
     return with_load(report, outcome, require)
@@ -160,8 +163,8 @@ def with_load(report: CheckReport, load: DryLoadReport, require: Require) -> Che
 def downgrade_errors(findings: Sequence[Finding], load: DryLoadReport) -> Iterator[Finding]:
     """Yield the findings of a check, after vLLM's loaders found all tensors that they need.
 
-    An error about names, targets or shapes becomes a warning. It stays an error if the loaders
-    could not see it, or if they have a fault of the same kind that is not judged.
+    An error about names, targets or shapes becomes a warning. It stays an error in two cases: the
+    loaders cannot detect it, or they have a fault of the same kind that is not judged.
     """
     kinds = {kind for each in load.not_judged for kind in _KINDS if f"({kind})" in each.what}
     repeated = {each.where for each in load.findings if is_stretched(each)}
@@ -180,9 +183,9 @@ def downgrade_errors(findings: Sequence[Finding], load: DryLoadReport) -> Iterat
 def _is_checked_by_loaders(finding: Finding) -> bool:
     """Return True if vLLM's loaders would have found this error.
 
-    For the check `shapes`, this is true of a tensor's shape. Loaders compare it, or they narrow or
-    repeat the tensor, which the copy audit reports. They do not see dtypes of another width, and
-    sizes that vLLM rounds down.
+    In the check `shapes`, the loaders find errors of a tensor's shape. They compare the shape, or
+    they narrow or repeat the tensor, which the copy audit reports. They do not find dtypes of
+    another width, or sizes that vLLM rounds down.
     """
     if finding.check == shapes.NAME:
         return finding.expected.startswith(shapes.SHAPE)
@@ -198,10 +201,10 @@ class LoadVerifier:
     """Proof that a written checkpoint loads, before it becomes the job's `out`.
 
     Its config, names and headers are checked in this process. With `dry`, and if vLLM is installed,
-    a dry load follows. One of the GPUs that run the schemes must load the checkpoint for each rank
-    count of the plan. A GPU that runs the schemes may still refuse the checkpoint, because of its
-    attention or a quantized KV cache. `note` receives everything that could not be judged.
-    `keeping` returns how to keep the layers that match the given patterns.
+    a dry load follows. For each rank count of the plan, the checkpoint must load on at least one
+    GPU that runs the schemes. Other GPUs that run the schemes may refuse its attention or its
+    quantized KV cache. `note` is called with each part that could not be judged. `keeping` returns
+    advice on how to keep the layers that match the given patterns unquantized.
     """
 
     note: Callable[[str], None]
@@ -211,7 +214,8 @@ class LoadVerifier:
     def failure(self, job: "QuantizeJob", folder: Path, plan: Plan) -> CheckpointFailed | None:
         """Return an error if the checkpoint in `folder` must not become `job.out`, else None.
 
-        If something could not be judged, or vLLM refuses the source as well, this becomes a note.
+        If part of the checkpoint could not be judged, or if vLLM also refuses the source, a note is
+        added instead.
         """
         job.on_progress("verify (config and names)", 0, 1)
         found = [each for each in findings_of_headers(folder) if each.severity == "error"]
@@ -294,7 +298,7 @@ def _groups(plan: Plan, errors: Sequence[Finding]) -> Iterator[FusionGroup]:
 
 
 def _last_part(name: str) -> str:
-    """Return a layer's name from its decoder layer's number on: `layers.0.mlp.down_proj`."""
+    """Return a layer's name without the part before `layers.0.mlp.down_proj`."""
     numbered = _NUMBERED.search(name)
     return numbered[0] if numbered else ""
 

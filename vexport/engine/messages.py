@@ -52,7 +52,7 @@ WITHOUT_WEIGHTS: tuple[ControlKind, ...] = ("config alone", "default config")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionRequest:
-    """A request to start one engine, with all work to do in it.
+    """A request to start one engine, with all the work for this engine.
 
     If `enforce_eager` is None, the platform decides: compiled on a GPU, eager on a CPU. `arguments`
     are further arguments of vLLM.
@@ -98,7 +98,7 @@ class SessionRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFailure:
-    """Reason why a session has no full result: its cause, vLLM's last message, the end of the log.
+    """Failure of a session: its kind, vLLM's last message, and the end of the log.
 
     "refused" means that the checkpoint is at fault, "unsupported" that this platform lacks a kernel
     for the checkpoint.
@@ -210,10 +210,10 @@ class DryTry:
         return self.request.folder / f"{self._name}-{self.cell.tp}-{self.cell.sm}-{self.rank}.json"
 
     def loaded(self, signature: str) -> Path:
-        """Return the file through which tries of one checkpoint and rank share a load's result.
+        """Return the cache file for the result of loading a checkpoint as a rank.
 
-        They share it if their models have the same signature, because the load does not depend on
-        the capability.
+        Tries share this file if their models have the same signature, because the load does not
+        depend on the compute capability.
         """
         return self.request.folder / f"{self._name}-{self.cell.tp}-{self.rank}-{signature}.json"
 
@@ -228,7 +228,7 @@ class DryTry:
 class Miscopy:
     """A fault that the copy audit found.
 
-    It is at a parameter of vLLM if the kind is "missing", and at a stored tensor otherwise.
+    The place is a parameter of vLLM if the kind is "missing", and a stored tensor otherwise.
 
     `layer` is the parameter's kind of layer. It is empty for a tensor that is not loaded.
     """
@@ -260,10 +260,10 @@ class CellResult:
     """Result of one checkpoint in one cell.
 
     If the `outcome` is "refused", `reason` is vLLM's reason, and `where` is the stored tensor at
-    which vLLM stopped, if there is one. "unknown" means that the dry load could not imitate vLLM up
-    to the end. `built` is False if vLLM raised before the model was built. `in_class` is True if
-    the code of the model class raised. `control` is the result of an unquantized model in the same
-    cell, if it was tried.
+    which vLLM stopped, if there is one. "unknown" means that the dry load stopped at a step that it
+    cannot imitate. `built` is False if vLLM raised before the model was built. `in_class` is True
+    if the code of the model class raised. `control` is the result of an unquantized model in the
+    same cell, if it was tried.
     """
 
     cell: Cell
@@ -282,8 +282,8 @@ class CellResult:
 class Control:
     """Result of an unquantized model in a cell in which the checkpoint has an error.
 
-    `loads_elsewhere` is True if the unquantized model loads in a plain cell. Then the cell is
-    at fault.
+    `loads_elsewhere` is True if the unquantized model loads in a plain cell. In this case the GPU
+    or the tensor parallel size of the cell causes the error.
     """
 
     kind: ControlKind
@@ -303,7 +303,7 @@ class DryResult:
 
 
 def draft_counts(metrics: Mapping[str, float], ending: str = "") -> DraftCounts:
-    """Return vLLM's counts of drafts from its metrics, 0 if it does not draft.
+    """Return vLLM's counts of drafts from its metrics, or counts of 0 without drafting.
 
     `ending` is appended to the names of the metrics. A server's metrics have such an ending.
     """

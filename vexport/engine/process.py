@@ -1,7 +1,7 @@
 """Run a worker in a process group that ends with this process.
 
-Progress comes through a pipe, and output goes to a log. If a worker fails, the cause is found in
-the log and the exit code, with vLLM's message if there is one.
+The worker reports progress through a pipe, and writes its output to a log. If it fails, the cause
+is derived from the log and the exit code, with vLLM's message if the log contains one.
 """
 
 import json
@@ -35,8 +35,8 @@ _READ_BYTES = 4 << 20
 _LONGEST_LINE = 4000
 # vLLM's messages about kernels that a CPU lacks. The CPU build has fewer kernels and operators than
 # the GPU builds (kernels/linear/__init__.py), and fewer kernels for experts (fused_moe/oracle).
-# Others need a newer CPU, such as "FP8 KV cache on CPU requires x86 with AVX-512 or AMX"
-# (v1/attention/backends/cpu_attn.py).
+# Some messages are about kernels that need a newer CPU, such as "FP8 KV cache on CPU requires x86
+# with AVX-512 or AMX" (v1/attention/backends/cpu_attn.py).
 _NO_CPU_KERNEL = re.compile(
     r"Failed to find a kernel|_C::\w+\(\)|'_C\w*' object has no attribute|not implemented for 'CPU"
     r"|No .*MoE backend supports the deployment configuration"
@@ -86,7 +86,7 @@ _ENVIRONMENT: tuple[tuple[Callable[[str], object], FailureKind], ...] = (
 def started_process_group(
     command: Sequence[str], *, environment: Mapping[str, str], log: Path, timeout: float
 ) -> Iterator[Follow]:
-    """Start a command in a separate process group. The group is always gone when the context ends.
+    """Start a command in a separate process group, which has ended when the context ends.
 
     Its stdout and stderr go to `log`. It can write lines of JSON to the descriptor in
     $VEXPORT_PROGRESS_FD. The yielded function passes them to its `on_progress`. The command's stdin
@@ -192,7 +192,7 @@ def last_exception(log: Path) -> str | None:
 
 
 def one_line(error: BaseException) -> str:
-    """Return an exception as one line. Without a message, the line has the code that raised it."""
+    """Return an exception as one line, with the source code that raised it if it has no message."""
     text = " ".join(str(error).split())
     frames = traceback.extract_tb(error.__traceback__)
     return f"{type(error).__name__}: {text or (frames[-1].line if frames else '')}"
@@ -232,7 +232,7 @@ def failure_from_exit(log: Path, code: int) -> EngineFailure:
 
 
 def _kind(message: str, other: FailureKind) -> FailureKind:
-    """Return the failure of the environment that a message shows, or `other` if it shows none."""
+    """Return the kind of environment failure in a message, or `other` if the message has none."""
     return next((kind for names, kind in _ENVIRONMENT if names(message)), other)
 
 

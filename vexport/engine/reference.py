@@ -48,8 +48,8 @@ Tensors = dict[str, torch.Tensor]
 REFERENCE_FILE = "reference.safetensors"
 """File of the reference, next to vLLM's log-probabilities."""
 _MATRIX, _NOISE = "logprobs", "noise"
-# Half a unit in the last place of bfloat16, and how much larger than its effect vLLM's difference
-# may be.
+# The rounding error of bfloat16: half a unit in the last place. NOISE_FACTOR is the largest allowed
+# ratio of vLLM's difference to the effect of this rounding error.
 BFLOAT16_ROUNDING = 2**-9
 NOISE_FACTOR = 3.0
 FIX_NO_REFERENCE = "measure the accuracy with `vexport eval` instead of comparing with transformers"
@@ -65,7 +65,7 @@ def reference_logprobs(
 ) -> torch.Tensor:
     """Return log-probabilities of the next token after each token of each prompt.
 
-    There are none after a prompt's last token.
+    A prompt's last token is skipped, because no token follows it.
 
     The result is float32 (sum of len(prompt) - 1, vocabulary), with the prompts in their order. The
     model computes in the checkpoint's dtype, but in bfloat16 if that is float32. With `jitter`, the
@@ -100,11 +100,12 @@ def agreement_limit(
 ) -> float:
     """Return the limit on the mean KL(reference || vLLM) for this checkpoint.
 
-    If `mean_kl` exceeds `limit`, the limit depends on the checkpoint's noise. If inputs are
-    rounded, a difference in the last bit of bfloat16 may become a whole step, in every layer. Such
-    a difference in the embeddings of SmolLM2-135M alone causes a mean KL of 0.040 in W8A8, 0.021 in
-    FP8_DYNAMIC and 0.24 in NVFP4. The mean KL between vLLM and the reference is 0.057 in W8A8 and
-    0.033 in FP8_DYNAMIC. The noise is stored in `path`, the file of `cached_reference`.
+    Return `limit` if `mean_kl` does not exceed it. Otherwise the result depends on the checkpoint's
+    noise. If a checkpoint rounds its inputs, a difference in the last bit of bfloat16 can become a
+    whole quantization step in every layer. Such a difference in the embeddings of SmolLM2-135M
+    alone causes a mean KL of 0.040 in W8A8, 0.021 in FP8_DYNAMIC and 0.24 in NVFP4. The mean KL
+    between vLLM and the reference is 0.057 in W8A8 and 0.033 in FP8_DYNAMIC. The noise is stored in
+    `path`, the file of `cached_reference`.
     """
     if mean_kl <= limit or limit <= KL_LIMITS[16]:
         return limit
@@ -134,7 +135,7 @@ def _jitter_embeddings(model: Module, jitter: float) -> None:
 def cached_reference(
     checkpoint: Path, prompts: Sequence[Sequence[int]], path: Path, on_progress: OnProgress = silent
 ) -> torch.Tensor:
-    """Return `reference_logprobs` from the safetensors file `path`.
+    """Return the result of `reference_logprobs`, cached in the safetensors file `path`.
 
     If the file does not exist, the log-probabilities are computed and written to it.
     """
@@ -152,8 +153,8 @@ def cached_reference(
 def reference_canaries(checkpoint: Path, canaries: Sequence[Canary]) -> tuple[Canary, ...]:
     """Return the reference's greedy continuations of the canaries' prompts.
 
-    A continuation has as many tokens as the canary, or fewer if the reference ends it. Raises the
-    errors of `reference_logprobs`.
+    A continuation has the number of tokens of its canary, or fewer if the reference model ends the
+    text. Raises the errors of `reference_logprobs`.
     """
     model = load_dequantized(checkpoint)
     tokenizer = AutoTokenizer.from_pretrained(checkpoint)
@@ -289,7 +290,10 @@ def _dequantize(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceTransform:
-    """A transform of linear layers' inputs or outputs, with its stored matrices by their size."""
+    """A transform of linear layers' inputs or outputs.
+
+    Its stored matrices are listed by size.
+    """
 
     args: TransformArgs
     head_dim: int | None
@@ -325,9 +329,10 @@ class ReferenceTransform:
 def _take_transforms(
     stored: StoredQuantization | None, tensors: Tensors
 ) -> list[ReferenceTransform]:
-    """Return the transforms that layers compute, and remove their matrices from `tensors`.
+    """Return the online transforms of linear layers, and remove their matrices from `tensors`.
 
-    Raises InputError if a transform belongs to attention, because vLLM does not run these.
+    Raises InputError if a transform belongs to attention, because vLLM does not run attention
+    transforms.
     """
     if stored is None or not (raw := stored.values.get("transform_config")):
         return []

@@ -37,15 +37,15 @@ EAGER = {"TORCHDYNAMO_DISABLE": "1"}
 _FIXED_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",
     "VLLM_NO_USAGE_STATS": "1",
-    # W4A16 would run with int8 activations on AMX machines
-    # otherwise: kernels/linear/mixed_precision/cpu.py.
+    # Without this, W4A16 would run with int8 activations on AMX machines:
+    # kernels/linear/mixed_precision/cpu.py.
     "VLLM_CPU_INT4_W4A8": "0",
     SWITCH: "1",
     "NO_COLOR": "1",
     "PYTHONUNBUFFERED": "1",
     "PYTHONFAULTHANDLER": "1",
 }
-# Kernels that emulate missing CPU kernels must not be registered for a fake device.
+# Disables the emulation of missing CPU kernels, which must not be registered for a fake device.
 NO_EMULATION = {SWITCH: "0"}
 # Defaults that the caller's environment overrides. The size of the KV cache is in whole GiB.
 _DEFAULT_ENVIRONMENT = {
@@ -54,8 +54,8 @@ _DEFAULT_ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_LOGGING_LEVEL": "INFO",
 }
-# A socket's path has at most 108 bytes. vLLM needs 42 below the folder of a session, and the
-# folder's name has 25.
+# Longest path of the folder for temporary files, in bytes. A socket's path has at most 108 bytes.
+# The name of a session's folder takes 25 of them, and vLLM's path within this folder takes 42.
 _LONGEST_TEMPORARY = 40
 # Time limit for checking whether an interpreter has vLLM.
 _PROBE_SECONDS = 60.0
@@ -130,7 +130,7 @@ def log_folder(prefix: str) -> Iterator[Path]:
 class Worker(Generic[T]):
     """A process `python -m MODULE REQUEST RESULT` that writes a result of type `kind`.
 
-    `where` is its name in errors. Its output goes to `log`. Its environment is this process's
+    `where` names the worker in errors. Its output goes to `log`. Its environment is this process's
     environment, with the variables in `environment`. `vllm_python` is another interpreter that has
     vLLM, or None for the running interpreter.
     """

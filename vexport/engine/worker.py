@@ -50,10 +50,10 @@ _TEARDOWN_SECONDS = 20
 AskEngine = Callable[
     [EngineArguments, "LLM", SessionRequest, SessionResult, OnProgress], SessionResult
 ]
-"""Function that uses an engine, which was built with these arguments, and returns the result."""
-# Arguments of vLLM with other defaults on a CPU than on a GPU. A CPU runs eager, because compiling
-# takes longer than the few prompts and needs a C++ compiler. The engine reserves memory for
-# `max_num_seqs` prompts at once.
+"""Function that receives an engine and the engine's arguments, and returns the result."""
+# Defaults of vLLM's arguments that differ between a CPU and a GPU. A CPU runs eager, because
+# compiling takes longer than the few prompts and needs a C++ compiler. The engine reserves memory
+# for `max_num_seqs` prompts at once.
 _CPU_DEFAULTS: EngineArguments = {
     "enforce_eager": True,
     "max_num_seqs": 64,
@@ -98,8 +98,8 @@ def exit_on_crash() -> None:
     """Make a crash end the process at once, with Python's stack in the log.
 
     vLLM imports tvm_ffi, which handles SIGSEGV with code that allocates memory
-    (src/ffi/backtrace.cc). If the crash happened during an allocation, the process waited for
-    itself until the timeout.
+    (src/ffi/backtrace.cc). If the crash happens during an allocation, this code waits for the
+    interrupted allocation, until the timeout ends the process.
     """
     faulthandler.disable()
     signal.signal(signal.SIGSEGV, signal.SIG_DFL)
@@ -112,8 +112,8 @@ def exit_with_core(llm: "LLM", engine: ExitStack) -> None:
     If the engine's core ends, this process ends as well.
 
     On a GPU the core is a separate process. vLLM notices when it ends (v1/engine/core_client.py,
-    start_engine_core_monitor), but callers that wait for its answers would wait forever. So this
-    process ends soon after the core.
+    start_engine_core_monitor), but a caller that waits for the core's results never returns. So
+    this process ends soon after the core.
     """
     core, done = llm.llm_engine.engine_core, threading.Event()
 
@@ -179,8 +179,8 @@ def build_engine(arguments: EngineArguments, platform: str) -> "LLM":
 
     if platform == CPU:
         prepare_cpu(arguments)
-    # vLLM collects garbage seven times when it starts. Leaving out the modules saves 1.6 s of
-    # a core.
+    # vLLM runs the garbage collector seven times when it starts. Excluding the imported modules
+    # from it saves 1.6 s of CPU time.
     gc.freeze()
     return LLM(**arguments)
 

@@ -36,10 +36,11 @@ from vexport.engine.cpu_emulation.rounding import (
 from vexport.formats.dequantize import unpack_int32
 from vexport.numerics import E8M0_BIAS, MX_GROUP
 
-# True if a kernel can run a layer. Otherwise False and the kernel's requirement.
+# Result of a kernel's check: (True, None) if the kernel can run a layer, or False and the
+# requirement that the layer does not meet.
 Answer = tuple[bool, str | None]
-# Type of a transform with a Hadamard matrix, whose entries have the same size and either sign.
-# vLLM's kernel computes it exactly, without the stored matrix.
+# Type of a transform with a Hadamard matrix. All entries of this matrix have the same magnitude and
+# differ only in sign. vLLM's kernel computes the transform exactly, without the stored matrix.
 _HADAMARD = "hadamard"
 _ORIGINAL_QUANT = _custom_ops.scaled_fp8_quant
 _ORIGINAL_SCHEME = CompressedTensorsConfig._get_scheme_from_parts
@@ -140,7 +141,7 @@ class EmulationW4A8Fp8Linear(EmulationWNA16Linear):
         return c.act_type == torch.float8_e4m3fn, "requires FP8 activations"
 
     def stored_scale(self, scale: Tensor) -> Tensor:
-        """Return group scales, rounded to e4m3 relative to a scale of the row.
+        """Return group scales, rounded to e4m3 relative to the row's scale.
 
         The e4m3 values use an eighth of their range. Source:
         `convert_bf16_scales_to_fp8` (layers/quantization/utils/quant_utils.py).
@@ -287,7 +288,7 @@ class EmulationMxFp4Linear(Dequantized, linear.MxFp4LinearKernel):  # type: igno
     def process_weights_after_loading(self, layer: QuantizedLayer) -> None:
         """Dequantize the weight.
 
-        The scales are e8m0 exponents with a bias of 127. There is one for 32 values.
+        The scales are e8m0 exponents with a bias of 127, one exponent for each group of 32 values.
         """
         values = nvfp4_emulation_utils.break_fp4_bytes(layer.weight.data, torch.float32)
         scale = torch.exp2(layer.weight_scale.data.to(torch.float32) - E8M0_BIAS)
@@ -312,7 +313,7 @@ def blocks_of(layer: QuantizedLayer, stored: Tensor) -> Tensor:
 def register_kernels() -> None:
     """Register the kernels of this module in vLLM.
 
-    There is a kernel for every scheme that the CPU build refuses or runs without its
+    The kernels cover every scheme that the CPU build refuses, or for which it ignores the
     activation scales.
     """
     if nvfp4_scheme.init_nvfp4_linear_kernel is nvfp4_kernel:
@@ -323,17 +324,18 @@ def register_kernels() -> None:
         module.init_nvfp4_linear_kernel = nvfp4_kernel
     linear.register_linear_kernel(EmulationMxFp4Linear, PlatformEnum.CPU, "mxfp4")
     linear.register_linear_kernel(linear.EmulationMxfp8LinearKernel, PlatformEnum.CPU, "mxfp8")
-    # First, because a later entry, chosen on AMX machines, ignores static input scales, and another
-    # entry is slow.
+    # This kernel is first in the list. Of the later entries, the kernel for AMX machines ignores
+    # static input scales, and another kernel is slow.
     linear._POSSIBLE_FP8_KERNELS[PlatformEnum.CPU].insert(0, EmulationFp8Linear)
     # The CPU build lacks the operator of this function. Fused layers need it to share one
     # weight scale.
     _custom_ops.scaled_fp8_quant = scaled_fp8_quant
     linear._POSSIBLE_WFP8A16_KERNELS[PlatformEnum.CPU].append(EmulationW8A16Fp8Linear)
-    # Last, because vLLM's kernels are used if the machine has AMX.
+    # The emulation is last, so that vLLM's kernels run if the machine has AMX.
     linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU].append(EmulationFp8BlockLinear)
-    # Last, for layers that vLLM's INT4 kernel does not take. It is first on processors without
-    # AVX-512: vLLM chooses its INT4 kernel for them although the build does not contain it.
+    # The emulation is last in the list, for layers that vLLM's INT4 kernel refuses. On processors
+    # without AVX-512 it is first, because vLLM chooses its INT4 kernel there although the build
+    # does not contain that kernel.
     mixed = linear._POSSIBLE_KERNELS[PlatformEnum.CPU]
     mixed.insert(len(mixed) if hasattr(torch.ops._C, "cpu_gemm_wna16") else 0, EmulationWNA16Linear)
     # First, because vLLM's kernel for INT4 with INT8 inputs does not check the inputs' type.
@@ -350,9 +352,9 @@ def scheme_from_parts(
     format: str | None = None,
     layer_name: str | None = None,
 ) -> schemes.CompressedTensorsScheme:
-    """Return vLLM's choice of a scheme, with two schemes that vLLM chooses only on a GPU.
+    """Return the scheme that vLLM chooses, also for two cases that vLLM supports only on a GPU.
 
-    These are W4AFP8, and MXFP4 weights without MXFP4 inputs.
+    The two cases are W4AFP8, and MXFP4 weights without MXFP4 inputs.
     """
     if config._is_fp8_w4a8(weight_quant, input_quant):
         return schemes.CompressedTensorsW4A8Fp8(
@@ -380,9 +382,9 @@ def scaled_fp8_quant(tensor: Tensor, scale: Tensor | None = None) -> tuple[Tenso
 def enable_amx() -> None:
     """Request the AMX tiles for this process from Linux.
 
-    vLLM's attention uses the tiles without requesting them. Then SIGILL kills the process, unless
-    oneDNN requested them before. A model with only unquantized or emulated layers would die at its
-    first short prompt.
+    vLLM's attention uses the tiles without requesting them. SIGILL then kills the process, unless
+    oneDNN has already requested the tiles. Without this function, a model with only unquantized or
+    emulated layers would die at its first short prompt.
     """
     if torch.cpu._is_amx_tile_supported():
         torch.cpu._init_amx()

@@ -1,6 +1,6 @@
 """Record the copies that a model's loaders make.
 
-The record has the tensors that fill each part of a parameter, and their dtypes.
+For each part of a parameter, the record contains the tensors that fill it, and their dtypes.
 
 All tensors are on the meta device, so that a copy has no data and is only recorded. A region is a
 view's offset, shape and strides. Regions of the same storage are assumed to be equal or disjoint,
@@ -29,7 +29,8 @@ _FILLS = (_ATEN.fill_, _ATEN.zero_)
 _DIFFERENCES = (_ATEN.ne, _ATEN.gt, _ATEN.lt)
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _INTEGERS = frozenset({torch.int16, torch.int32, torch.int64})
-# Parameters that vLLM never reads (weight_shape), or unused placeholders of the KV cache.
+# Parameters that may have any dtype: weight_shape, which vLLM never reads, and unused placeholders
+# of the KV cache.
 _ANY_DTYPE = ("weight_shape", "k_zero_point", "v_zero_point", "q_zero_point")
 # Tensors that vLLM drops before it loads: get_checkpoint_weight_mapper in
 # quantization/base_config.py, EAGLE-3's map from the target's vocabulary in models/llama_eagle3.py.
@@ -63,10 +64,11 @@ class _Source:
 
 
 class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Recorder of all copies while a model is loaded. It replaces values that are absent.
+    """Recorder of all copies while a model is loaded. It returns placeholders for values.
 
-    `.item()` returns 1, or True for a comparison. A comparison for a difference returns False. All
-    `ranks` ranks together must read each tensor, and they are assumed to read equal parts.
+    `.item()` returns 1, or True for a comparison. A comparison for a difference returns False. The
+    `ranks` ranks together must read every tensor completely. Each rank is assumed to read an equal
+    part.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -77,11 +79,11 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.begin()
 
     def begin(self) -> None:
-        """Start with a new model: nothing is read or written yet."""
+        """Reset the record for a new model."""
         self._written: dict[int, _Written] = {}
         self._sources: dict[str, _Source] = {}
-        # For each storage, the stored tensors that it contains or was computed from, and a tensor
-        # that keeps the storage alive.
+        # For each storage: the stored tensors that it contains or was computed from, and a tensor
+        # that references the storage so that it is not freed.
         self._origins: dict[int, tuple[tuple[str, ...], torch.Tensor]] = {}
         self._differences = set[int]()  # storages of the results of comparisons
 

@@ -13,8 +13,8 @@ from vexport.formats.arguments import SchemeArgs
 from vexport.formats.schemes import Scheme, named_scheme
 from vexport.records import IN_FULL
 
-# Up to this length, a message is its own cause. The cause of a longer message is its
-# first sentence.
+# A message of at most this many characters is shown in full as the cause. For a longer message, the
+# first sentence is the cause.
 _LONGEST = 240
 # Limit of vLLM's message in characters.
 _MAX_WORDS = 1000

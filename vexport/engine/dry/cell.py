@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 # Limit of a message, with the reasons of each kernel or attention backend. `with_cause` shortens it
 # for reports.
 _MAX_MESSAGE = 4000
-# Errors about a missing device, package, value or memory. They show a limit of the dry load, and
-# not that vLLM refuses the checkpoint.
+# Errors about a missing device, package, value or memory. They show a limit of the dry load. vLLM
+# itself may accept the checkpoint.
 _NOT_FOLLOWED = (NeedsDevice, ImportError, MemoryError)
 _NOT_FOLLOWED_WORDS = re.compile(
     r"meta tensor|meta device|NVIDIA driver|CUDA enabled|re-initialize CUDA|No CUDA GPUs|CUDA "

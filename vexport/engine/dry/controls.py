@@ -79,7 +79,7 @@ def same_refusal(result: CellResult, control: CellResult | Control) -> bool:
 
 
 def _plain(text: str) -> str:
-    """Return a message with the tensor names of the unquantized model.
+    """Return a refusal message in which the tensors have their names in the unquantized model.
 
     Paths and numbers are replaced.
     """
@@ -96,9 +96,9 @@ def _unquantized(name: re.Match[str]) -> str:
 def without_shared_errors(result: CellResult, told: str, *, in_any_cell: bool) -> CellResult:
     """Return the result without the errors that the unquantized model has as well.
 
-    A refusal becomes "unknown". `told` is its reason as shown in reports. If `in_any_cell` is
-    False, a refusal stays if the unquantized model loads in another cell. In this case the
-    requested GPU or number of ranks is the cause.
+    A refusal becomes "unknown", and its reason contains `told`. If `in_any_cell` is False and the
+    unquantized model loads in another cell, the refusal is kept. In this case the requested GPU or
+    number of ranks is the cause.
     """
     control = result.control
     if control is None:
@@ -124,7 +124,7 @@ def _is_shared(fault: Miscopy, shared: set[tuple[str, str]]) -> bool:
 def _key(fault: Miscopy) -> tuple[str, str]:
     """Return kind and place of a fault.
 
-    Numbers stay in the place, because each layer is read separately.
+    The place contains the layer's number, because each layer is loaded separately.
     """
     return fault.kind, _QUANTIZED.sub(_unquantized, fault.where)
 

@@ -161,7 +161,7 @@ _OPTIONAL_PACKAGES = (
 # of the package.
 _TRITON_KERNELS = "vllm.third_party.triton_kernels"
 _WHEEL_MODULES = ("vllm.third_party.deep_gemm", "vllm._deepselect_C", _TRITON_KERNELS)
-# Functions that return True if Humming, DeepGEMM or a part of DeepGEMM can be imported.
+# vLLM's functions that check whether Humming, DeepGEMM or a part of DeepGEMM can be imported.
 _IMPORTABLE = ("has_humming", "has_deep_gemm", "has_deep_gemm_sparse_mqa")
 # Functions of vllm/utils/flashinfer.py that decide which kernel vLLM chooses for layers or experts.
 _FLASHINFER = (
@@ -287,8 +287,8 @@ def stub_operators() -> None:
 
     Sources in csrc/libtorch_stable/quantization of vLLM: w8a8/cutlass/scaled_mm_entry.cu (FP8,
     blocks, groups), fp4/nvfp4_scaled_mm_entry.cu, fp4/mxfp4_experts_quant.cu. vLLM's wrappers are
-    imported before every operator seems to exist, because the wrappers register the operators that
-    they find in torch.
+    imported first, because they register the operators that they find in torch. Afterwards every
+    operator seems to exist.
     """
     import vllm._custom_ops  # noqa: F401
 
@@ -339,7 +339,7 @@ class _TritonConfig:
 
 
 class _AnyAttribute(type):
-    """Type of a class that can be called and subscripted. Each attribute is another such class."""
+    """Metaclass: its classes can be called and subscripted, and each attribute is such a class."""
 
     def __getattr__(cls, name: str) -> "_AnyAttribute":
         if name.startswith("__"):

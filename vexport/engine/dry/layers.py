@@ -17,14 +17,15 @@ from vexport.records import RankMemory, SequenceMemory
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-# Lengths of a sequence in tokens, in addition to the longest length that the model allows.
+# Sequence lengths in tokens to report memory for, in addition to the model's longest length.
 _LENGTHS = (1_024, 8_192, 32_768)
 _SCHEME = re.compile(r"^CompressedTensors|(MoE|Linear)?Method$")
-# Kernels that vLLM chooses from this capability on, although they raise at the first batch, with
-# vLLM's message. csrc/libtorch_stable/quantization/w8a8/cutlass/c3x/scaled_mm_helper.hpp.
+# Kernels that vLLM chooses although they raise at the first batch: the first capability with the
+# error, and vLLM's message.
+# csrc/libtorch_stable/quantization/w8a8/cutlass/c3x/scaled_mm_helper.hpp.
 _RAISING_KERNELS = {"CutlassInt8ScaledMMLinearKernel": (100, "Int8 not supported on SM{}")}
-# Shapes that are not multiples of this run in Triton instead (`cutlass_scaled_mm`
-# in vllm/_custom_ops.py).
+# If a side of the weight is not a multiple of this, the layer runs in Triton instead
+# (`cutlass_scaled_mm` in vllm/_custom_ops.py).
 _CUTLASS_ALIGNMENT = 16
 
 

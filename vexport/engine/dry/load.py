@@ -112,8 +112,8 @@ def judge(
             results, _reasons_with_cause(results, groups, vllm), strict=True
         )
     ]
-    # Take the first cell that loaded for each tensor parallel size: memory does not depend on
-    # the capability.
+    # Memory does not depend on the capability, so the first loaded cell of each tensor parallel
+    # size is used.
     memory = {each.memory.tp: each.memory for each in reversed(results) if each.memory is not None}
     findings = (*_not_loaded(results, require), *_faults(results), *_precisions(results))
     return DryLoadReport(
@@ -263,7 +263,7 @@ def _not_loaded(results: Sequence[CellResult], require: Require) -> Iterator[Fin
 
 
 def _faults(results: Sequence[CellResult]) -> Iterator[Finding]:
-    """Yield a finding for each kind of fault at each place, with the cells that have the fault."""
+    """Yield a finding for each kind of fault in each tensor, with the cells that have the fault."""
     faults: dict[tuple[str, MiscopyKind], tuple[Miscopy, list[Cell]]] = {}
     for result in results:
         for fault in result.faults:
@@ -357,9 +357,9 @@ class DryLoad:
     ) -> list[DryLoadReport | EngineFault]:
         """Return a report or a fault for each checkpoint, after their common process failed.
 
-        Each checkpoint is loaded again in a separate process. So only a checkpoint that makes its
-        process fail has no report. All checkpoints get the same `fault` if vLLM cannot be started
-        at all, or if there is only one checkpoint.
+        Each checkpoint is loaded again in a separate process. A checkpoint gets a fault only if its
+        separate process fails. All checkpoints get the same `fault` if vLLM cannot be started at
+        all, or if there is only one checkpoint.
         """
         if fault.failure.kind in _CHECKPOINT_INDEPENDENT or len(self.checkpoints) == 1:
             return [fault] * len(self.checkpoints)
@@ -472,10 +472,10 @@ def dry_load_checkpoints(
 
 
 def _gpu_rooms(memory: Sequence[RankMemory], cards: Sequence[Card]) -> Iterator[GpuRoom]:
-    """Yield how many sequences fit at once, by card, tensor parallel size and sequence length.
+    """Yield the number of sequences that fit, by card, tensor parallel size and sequence length.
 
-    The number is an upper bound. Activations and CUDA graphs need memory, too. vLLM measures it at
-    its start (1 to 3 GB, more with long prompts).
+    The number is an upper bound, because it ignores the memory of activations and CUDA graphs. vLLM
+    measures this memory when it starts (1 to 3 GB, more with long prompts).
     """
     for card, rank in product(cards, memory):
         free = card.usable_bytes - rank.weight_bytes

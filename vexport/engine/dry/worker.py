@@ -1,7 +1,7 @@
 """`python -m vexport.engine.dry.worker REQUEST.json RESULT.json`: try every cell in a fork.
 
-vLLM is imported once, and each try forks this process. A process can have only one set of groups
-and one capability, because vLLM caches both. A crash ends only the fork. Memory and time of a try
+vLLM is imported once, and each try forks this process. Each process has a single set of groups and
+a single capability, because vLLM caches both. A crash ends only the fork. Memory and time of a try
 are limited, because a checkpoint is not trusted.
 """
 
@@ -134,7 +134,7 @@ def _skip_tries(cells: Sequence[Sequence[DryTry]], reason: str) -> None:
 
 
 def _with_controls(request: DryRequest, results: list[list[CellResult]]) -> list[list[CellResult]]:
-    """Return the results. A result with an error also has the unquantized model's result."""
+    """Add the unquantized model's result to each result with an error."""
     kinds: dict[tuple[int, Cell], ControlKind] = {}
     for number, cells in enumerate(results):
         for result in cells:
@@ -183,7 +183,7 @@ def _with_doubtful_config(
     results: Mapping[tuple[int, Cell], CellResult],
     refused: Mapping[tuple[int, Cell], ControlKind],
 ) -> list[tuple[int, Cell]]:
-    """Return the cells that refuse a config.json alone, if a wrong value in it may be the cause."""
+    """Return the cells that refuse the config without quantization, if a wrong value may be why."""
     alone = [key for key, kind in refused.items() if kind == "config alone"]
     numbers = {number for number, cell in alone if results[number, cell].in_class}
     sound = {number for number in numbers if _is_sound(request, number)}
@@ -195,7 +195,8 @@ def _try_controls(
 ) -> tuple[dict[tuple[int, Cell], ControlKind], dict[tuple[int, Cell], CellResult]]:
     """Make the unquantized models that can be made, and try them.
 
-    Return the cells with such a model, with its kind, and the results of these cells.
+    The first result maps each cell to the kind of its unquantized model. The second result has the
+    load results of these cells.
     """
     written = {
         (number, kind) for number, kind in _numbered(kinds) if _is_written(request, number, kind)
@@ -205,7 +206,7 @@ def _try_controls(
 
 
 def _numbered(kinds: Mapping[tuple[int, Cell], ControlKind]) -> set[tuple[int, ControlKind]]:
-    """Return each checkpoint's number with the kinds of models that it is compared with."""
+    """Return pairs of a checkpoint's number and a kind of model that it is compared with."""
     return {(number, kind) for (number, _), kind in kinds.items()}
 
 
