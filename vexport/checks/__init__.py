@@ -47,10 +47,11 @@ SOURCE_DESCRIPTION = (
 )
 # Families that apply to every quantization method.
 METHOD_INDEPENDENT = ("shards", "digests", "config")
-# Families that read numbers. Checkpoints of other methods are translated to compressed-tensors
-# first.
+# Families that read stored numbers. If another method stores the checkpoint, it is translated to
+# compressed-tensors first.
 VALUE_FAMILIES = ("values", "fusion")
-# Families that only need config.json, names and headers. They also check what vexport writes.
+# Families that only need config.json, names and headers. They also check the checkpoints that
+# vexport writes.
 HEADER_FAMILIES = (
     "shards",
     "model",
@@ -61,7 +62,7 @@ HEADER_FAMILIES = (
     "kv_cache",
     "transforms",
 )
-# Names of parts that the static checks may leave unchecked.
+# Parts of a checkpoint that the static checks may leave unchecked, as named in reports.
 NAMES = "names and shapes of tensors"
 NUMBERS = "quantized weights and their scales"
 
@@ -245,7 +246,7 @@ def findings_of(error: VexportError) -> tuple[Finding, ...]:
 
 
 def parts_not_judged(view: CheckpointView) -> Iterator[NotJudged]:
-    """Yield the parts of a checkpoint that no check covers. PASS only applies to the rest."""
+    """Yield the parts of a checkpoint that no check covers. PASS applies to all other parts."""
     asked, known = view.model.asked_version, view.model.version
     if asked != known or view.quantization.method is not None and known != PINNED:
         rules = short_version(known if view.quantization.method is None else PINNED)

@@ -85,8 +85,8 @@ def tensors_not_judged(view: CheckpointView) -> Iterator[NotJudged]:
 def _missing_draft_layers(view: CheckpointView) -> Iterator[Finding]:
     """Report missing layers for multi-token prediction (MTP) that the config declares.
 
-    Only drafting needs them. The finding is an error if the checkpoint should draft with them, else
-    a warning.
+    Only speculative decoding needs these layers. The finding is an error if the target uses them
+    for speculative decoding, else a warning.
     """
     text = view.model.text
     announced = next((key for key in DRAFTS if isinstance(text.get(key), int) and text[key]), None)

@@ -34,8 +34,8 @@ TRANSFORMS = "vLLM supports the online rotations (transform_config), and their m
 FORMAT_NAMES = frozenset(
     {"dense", "mixed-precision", "naive-quantized", *(each.name for each in FORMATS)}
 )
-# If both sides are static INT8, vLLM runs another scheme (_is_wNa8o8_int). It ignores other
-# quantized outputs.
+# If inputs and outputs are both static INT8, vLLM runs a separate scheme (_is_wNa8o8_int). vLLM
+# ignores all other kinds of quantized outputs.
 ACTIVATION_KEYS = ("input_activations", "output_activations")
 # Activation orders that vLLM no longer supports (compressed_tensors.py,
 # _quantization_scheme_map_from_config).
@@ -98,7 +98,7 @@ def _without_config(view: CheckpointView, *, quantized: bool) -> Iterator[Findin
 def _unquantized_checkpoint(view: CheckpointView, got: str) -> Finding:
     """Return a warning that the checkpoint is not quantized.
 
-    A CI job may check a copy of the source, for example.
+    It is no error: a CI job may check a copy of the source, for example.
     """
     expected = "a quantized checkpoint"
     fix = "check the quantized checkpoint instead, if this is the unquantized model"
@@ -228,7 +228,7 @@ def _finding(view: CheckpointView, key: str, expected: str, got: str, fix: str) 
 
 
 def unsupported_method(view: CheckpointView) -> str | None:
-    """Return the name of the quantization method, or None if vexport checks this method."""
+    """Return the name of a quantization method that vexport does not check, or None."""
     name = method_name(view.quantization.values) if view.quantization.values is not None else None
     return None if name in METHODS else name
 

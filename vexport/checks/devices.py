@@ -1,9 +1,9 @@
 """Check whether a checkpoint runs as stored on the target's GPUs and version of vLLM.
 
-The options `--tp`, `--sm` and `--vllm` select these checks. Shapes per rank follow the same rules
-as in plans. vLLM chooses the kernel of each layer itself, and `load --dry` shows its choice. The
-features of each version come from files that scripts/generate_versions.py creates from the wheels.
-All other checks describe `PINNED`.
+The options `--tp`, `--sm` and `--vllm` select these checks. The shapes of each rank's part are
+checked with the same rules as for plans. vLLM chooses the kernel of each layer itself, and `load
+--dry` shows its choice. The features of each version come from files that
+scripts/generate_versions.py creates from the wheels. All other checks describe `PINNED`.
 """
 
 from collections import Counter
@@ -34,8 +34,8 @@ VERSIONS = "the chosen version of vLLM (--vllm) supports the schemes, bit widths
 FIX_LOAD = "load it in that version: vexport load --dry --vllm-python"
 FIX_SCHEME = "serve it on another GPU, or use another scheme"
 FIX_VERSION = "serve it with another version of vLLM, or use another scheme"
-# The first SM with FP8 caches in Triton's attention; the first SM and the head sizes that
-# FlashInfer supports.
+# The first SM on which Triton's attention supports FP8 caches, the first SM that FlashInfer
+# supports, and FlashInfer's head sizes.
 TRITON_FP8_FROM, FLASHINFER_FROM, FLASHINFER_HEADS = 89, 80, (64, 128, 256, 512)
 SINKS = ".sinks"
 
@@ -131,7 +131,8 @@ def _capabilities(
     layers = (
         f"{with_stars(fused_layers[0].name)} and all of {group.name} ({_layers(len(fused_layers))}"
     )
-    # Least SM of the scheme in the target version of vLLM, or 0 if vexport has no data on it.
+    # The lowest SM that runs the scheme in the target version of vLLM, or 0 if vexport has no data
+    # on this version.
     known = view.model.facts.schemes if view.model.asked_version != PINNED else {}
     least = known.get(group.storage.vllm_scheme(group), 0)
     refusing = [sm for sm in capabilities if support.refuses(sm) or sm < least]
@@ -218,8 +219,8 @@ def _unsupported_zero_points(group: ConfigGroup, facts: VersionFacts) -> str | N
     if group.storage is not PACKED or group.weights.symmetric:
         return None
     if inputs is not None and not inputs.is_float:
-        # The versions with more than two widths also have the parameter for zero points in schemes
-        # with integer inputs.
+        # vLLM versions with more than two widths of asymmetric weights also support zero points in
+        # schemes with integer inputs.
         known = len(facts.asymmetric_widths) > 2
         return None if known else "zero points of packed integers with integer inputs"
     return None if bits in facts.asymmetric_widths else f"zero points of {bits} bits"

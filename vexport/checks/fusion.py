@@ -14,14 +14,14 @@ DESCRIPTION = (
     "fused layers (q/k/v, gate/up) share global and input scales; different per-tensor FP8 "
     "scales cost accuracy"
 )
-# vLLM uses the largest value for all members (process_weights_after_loading of
+# vLLM uses the largest value of all members for each member (process_weights_after_loading of
 # compressed_tensors_w4a4_nvfp4.py).
 WEIGHT_GLOBAL_SCALE, INPUT_GLOBAL_SCALE = "weight_global_scale", "input_global_scale"
-# compressed_tensors_w8a8_fp8.py also uses the largest value, and INT8 uses the last. Fused layers
-# have the same input, so different scales are a fault of some members. The value of most members
-# shows which.
+# compressed_tensors_w8a8_fp8.py also uses the largest value of all members. INT8 uses the last
+# member's value. Fused layers have the same input, so members with another value than most members
+# are wrong.
 INPUT_SCALES = (INPUT_GLOBAL_SCALE, "input_scale")
-# vLLM requantizes to the largest weight scale, with a small loss
+# vLLM requantizes all members with the largest weight scale, which loses little precision
 # (process_fp8_weight_tensor_strategy).
 WEIGHT_SCALE = "weight_scale"
 
@@ -49,9 +49,9 @@ def run(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _only_zero_weights_differ(view: CheckpointView, values: Mapping[str, float]) -> bool:
-    """Return True if only members with all-zero weights have another global scale than vLLM uses.
+    """Return True if all members with another global scale than vLLM's have all-zero weights.
 
-    Routed experts are left out, because vLLM uses the first member's scale for them.
+    Return False for routed experts, because vLLM uses the first member's scale for them.
     """
     if any(moe_layer(module) is not None for module in values):
         return False

@@ -69,9 +69,9 @@ def run(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _undeclared_scheme(view: CheckpointView) -> Iterator[Finding]:
-    """Report calibrated scales in all attention layers although the config has no KV cache scheme.
+    """Report a config without a KV cache scheme if all attention layers have calibrated scales.
 
-    vLLM would keep such a cache in 16 bits.
+    Without the scheme, vLLM keeps the KV cache in 16 bits.
     """
     if view.quantization.values is None:
         return
@@ -173,7 +173,7 @@ def _values(
 
 
 def _outputs_only_zeros(view: CheckpointView, module: str) -> bool:
-    """Return True if all outputs of a layer are zero. Such keys or values can have any scale."""
+    """Return True if all outputs of a layer are zero, so that any scale fits its keys or values."""
     layer = view.layers.by_name.get(module)
     if layer is None or layer.filled("bias") is not None:
         return False

@@ -1,4 +1,4 @@
-"""Check that vLLM has the model's class, and that config.json has all that the class needs."""
+"""Check that vLLM has the model's class, and that config.json has the keys that it needs."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -22,10 +22,10 @@ CLASSIFIER = ("ForSequenceClassification", "ForTokenClassification")
 CLASSIFIER_LAYERS = re.compile(r"(^|\.)(score|classifier|cls|qa_outputs)\.")
 # Base models that vLLM registers with a class that can also generate text (models/registry.py).
 GENERATING_BASES = ("Gemma2Model", "LlamaModel", "MistralModel", "Qwen2Model")
-# Trained models have 1e-8 to 1e-5.
+# Largest plausible epsilon of an RMSNorm. Trained models have 1e-8 to 1e-5.
 LARGEST_EPSILON = 0.01
-# A table for 10,485,760 positions and heads of 128 has 2.5 GiB in bfloat16. This is the largest
-# number of positions of a model in 2026.
+# Limit of a position table. The largest number of positions of a model in 2026 is 10,485,760. With
+# heads of 128, its table has 2.5 GiB in bfloat16.
 MAX_TABLE_BYTES = 8 << 30
 MAX_LABELS = 1_000_000
 
@@ -58,8 +58,8 @@ def run(view: CheckpointView) -> Iterator[Finding]:
 def _overflowing_dtype(view: CheckpointView) -> Iterator[Finding]:
     """Report a config with dtype float16 for a model in bfloat16: large values overflow in float16.
 
-    If other tensors are stored in float16, the producer meant it, and the finding is a warning.
-    AutoRound converts models to float16 for AWQ and GPTQ.
+    If other tensors are stored in float16, the producer chose float16 on purpose, and the finding
+    is a warning. AutoRound converts models to float16 for AWQ and GPTQ.
     """
     config = view.index.config
     dtype = str(config.get("dtype", config.get("torch_dtype"))).removeprefix("torch.")
@@ -230,7 +230,7 @@ def _positions(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _labels(view: CheckpointView) -> Iterator[Finding]:
-    """Report a number of labels for which transformers would use up the memory with names."""
+    """Report a number of labels so large that transformers' label names would fill the memory."""
     count = view.index.config.get("num_labels")
     if isinstance(count, int) and count > MAX_LABELS:
         expected = f"at most {MAX_LABELS:,}, because transformers creates a name for each label"

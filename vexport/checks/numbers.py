@@ -26,7 +26,7 @@ CHECK = "values"
 E4M3_NAN = 0x7F
 # Scales of linear layers. The scales of the KV cache are checked separately.
 LAYER_SCALES = ("weight_scale", "weight_global_scale", "input_scale", "input_global_scale")
-# A layer never has this many equal scales, unless they are exponents.
+# If a layer has at least this many scales, they cannot all be equal, unless they are exponents.
 MANY_SCALES = 16
 E8M0_BIAS = 127
 # Initial value of a scale in producers, and vLLM's default for a KV cache. Calibration never gives
@@ -34,13 +34,13 @@ E8M0_BIAS = 127
 PLACEHOLDER = 1.0
 # Number of values that are read to estimate the median of a scale.
 SAMPLE = 1 << 11
-# Bits that are all set in NaN and infinity, by dtype. e4m3 has no infinity, and its NaN sets all of
-# them. The bits of finite positive numbers are smaller, and have the order of the numbers.
+# Bits that are all set in NaN and infinity, by dtype. e4m3 has no infinity. Finite positive numbers
+# have smaller bits, in the same order as the numbers.
 NON_FINITE_BITS = {"F8_E4M3": E4M3_NAN, "F16": 0x7C00, "BF16": 0x7F80, "F32": 0x7F800000}
 # Names of bounds and masks: input_min of Gemma 4's towers, causal_mask.
 BOUNDS = re.compile(r"(^|_)(min|max|mask|bounds?)$")
-# Elements examined at once, so that they fit into the processor's cache, and elements after which
-# pages are released.
+# CHUNK_ELEMENTS is the number of elements examined at once, which fit into the processor's cache.
+# RELEASE_ELEMENTS is the number of elements after which pages are released.
 CHUNK_ELEMENTS, RELEASE_ELEMENTS = 1 << 18, 1 << 24
 INTEGERS = {
     "U8": (0, 255),
@@ -48,8 +48,8 @@ INTEGERS = {
     "I32": (-(2**31), 2**31 - 1),
     "I64": (-(2**63), 2**63 - 1),
 }
-# An integer of at least this size differs by at most 0.2 % from the value that was rounded to it. A
-# bfloat16 number differs by at most 0.4 %.
+# Rounding a value of at least this size to an integer changes it by at most 0.2 %. Rounding to
+# bfloat16 changes a value by at most 0.4 %.
 LARGE_INTEGER = 256.0
 SIXTEEN_BITS = ("BF16", "F16")
 # All e4m3 values of at least this size are integers, so integer storage keeps them exactly.
@@ -57,8 +57,8 @@ E4M3_INTEGERS_FROM = 8.0
 # Casts between integers of the same size wrap and keep the bits.
 SAME_BITS = ({"I8", "U8"}, {"I32", "U32"})
 E4M3_CODES = bytes(range(256))
-# Tolerance for ranges that are rounded, averaged or enlarged, and for inputs so small that the
-# norm's epsilon matters.
+# Factor by which a static range may differ from a norm's bounds. Producers round, average or
+# enlarge ranges, and the norm's epsilon matters for very small inputs.
 RANGE_TOLERANCE = 1.5
 IN_LAYER = re.compile(
     r"(?P<layer>model\.layers\.\d+\.)(?P<part>\w+)\.(?:experts\.\d+\.)?(?P<projection>\w+)$"
@@ -256,7 +256,7 @@ def rounded(values: np.typing.NDArray[np.float64], dtype: str) -> np.typing.NDAr
 def impossible_input_scale(
     view: CheckpointView, group: ConfigGroup, layer: StoredLayer
 ) -> Iterator[Finding]:
-    """Report a static input scale for inputs that the norm before the layer cannot produce."""
+    """Report a static input scale that does not fit the possible outputs of the preceding norm."""
     scale, bounds = _static_scale(view, group, layer), norm_bounds(view, layer.name)
     if scale is None or bounds is None:
         return
@@ -297,10 +297,10 @@ def norm_bounds(view: CheckpointView, module: str) -> tuple[float, float] | None
     Returns None if the norm cannot be found.
 
     RMSNorm divides by the root mean square of `hidden_size` values. No output is therefore larger
-    than sqrt(hidden_size) times the largest weight of the norm, whatever the prompt. There is a
-    lower bound, too: before the multiplication with the weights, the root mean square of a token's
-    values is 1. The largest output is therefore at least the square root of the harmonic mean of
-    the squared weights.
+    than sqrt(hidden_size) times the largest weight of the norm, whatever the prompt. The lower
+    bound follows from the values before the multiplication with the weights: their root mean square
+    is 1 for each token. The largest output is therefore at least the square root of the harmonic
+    mean of the squared weights.
     """
     match, architecture = IN_LAYER.match(module), view.model.architecture
     after_others = (*architecture.row_parallel, *(architecture.experts or ())[1:2])
@@ -317,7 +317,7 @@ def norm_bounds(view: CheckpointView, module: str) -> tuple[float, float] | None
 def norm_output_bounds(view: CheckpointView, tensor: TensorInfo) -> tuple[float, float]:
     """Return a lower and an upper bound of the largest value that a norm can output.
 
-    The upper bound also holds for the length of the output vector.
+    The upper bound is also an upper bound of the output vector's length.
     """
     offset = 1.0 if view.model.layout is not None and view.model.layout.norms_above_one else 0.0
     weights = np.abs(view.reader.floats(tensor) + offset)
@@ -327,11 +327,11 @@ def norm_output_bounds(view: CheckpointView, tensor: TensorInfo) -> tuple[float,
 
 
 def largest_output(view: CheckpointView, module: str) -> float | None:
-    """Return an upper bound of the outputs of a quantized layer after a norm, with some tolerance.
+    """Return an upper bound of a quantized layer's outputs if a norm precedes the layer.
 
-    Returns None if there is no bound. The bound is the length of the input times the length of a
-    weight row (Cauchy-Schwarz inequality), plus the bias. If a norm follows the layer (`k_norm`),
-    the bound is the largest output of this norm instead.
+    Returns None if there is no bound. The bound includes a tolerance. It is the length of the input
+    times the length of a weight row (Cauchy-Schwarz inequality), plus the bias. If a norm follows
+    the layer (`k_norm`), the bound is the largest output of this norm instead.
     """
     norm = view.index.tensors.get(f"{module.removesuffix('proj')}norm.weight")
     if (

@@ -18,13 +18,13 @@ from vexport.numerics import INT32_BITS
 from vexport.records import FLOATING, Finding, TensorInfo
 
 NAME = "shapes"
-# Start of `expected` in findings on a tensor's shape. Other findings are on its dtype or on whole
-# layers.
+# Findings on a tensor's shape have an `expected` that starts with this text. All other findings are
+# about a dtype or a whole layer.
 SHAPE = "shape "
 FIX_EXPORT = "export the checkpoint again"
 DESCRIPTION = "dtypes and shapes match the config, and the members of fused layers fit together"
 
-# Added to a shape that is too large.
+# Text that is appended to a shape that is too large.
 NARROWED = ", of which vLLM silently ignores the end"
 # Rounding these scales to 16 bits changes all weights or inputs of a layer by the same 0.4 %, far
 # less than FP4 rounding does.
@@ -92,8 +92,8 @@ def _correct_projections(view: CheckpointView) -> frozenset[str]:
     """Return the last names of layers, such as `down_proj`, with at least one layer of the right
     size.
 
-    The right size is the size in the model's config. If all layers of a name are larger, the config
-    is wrong, and vLLM would narrow the layers to it.
+    The right size is the size in the model's config. If all layers with a name are larger than the
+    config's size, the config is wrong, and vLLM would narrow the layers to this size.
     """
     return frozenset(
         name.rpartition(".")[2]
@@ -161,7 +161,7 @@ def _is_narrowed(stored: tuple[int, ...], expected: Shape, cut: int | None) -> b
 
 
 def _rounded_scales(view: CheckpointView) -> Iterator[Finding]:
-    """Report 16-bit scales if most of the same scales are float32: somebody rounded them."""
+    """Report scales that were rounded to 16 bits while most scales of this kind are float32."""
     stored: dict[tuple[str, str], dict[str, list[str]]] = {}
     for kind, tensor in _scales(view):
         if tensor.dtype in FLOATING:
@@ -182,7 +182,7 @@ def _rounded_scales(view: CheckpointView) -> Iterator[Finding]:
 def _scales(view: CheckpointView) -> Iterator[tuple[tuple[str, str], TensorInfo]]:
     """Yield all scales, each with the key of scales that should have the same dtype.
 
-    The key is the config group and the parameter, or it stands for the KV cache.
+    The key contains the config group and the parameter, or identifies the scales of the KV cache.
     """
     for layer in view.layers.by_name.values():
         if layer.group is not None:

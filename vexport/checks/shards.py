@@ -23,8 +23,8 @@ DIGESTS_NAME = "digests"
 DIGESTS_DESCRIPTION = (
     "the digests of the files match the recorded digests (vexport.json, --digests)"
 )
-# Largest size of weights that are read for their digests without an option. The other checks take a
-# second or two.
+# If the weights are larger than this number of bytes, digests are computed only if an option
+# requests it. All other checks take a second or two.
 MAX_BYTES = 8_000_000_000
 
 

@@ -47,7 +47,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _targets_only_attention(view: CheckpointView) -> bool:
-    """Return True if vLLM ignores every config group because all target attention."""
+    """Return True if all config groups target attention, so that vLLM ignores all of them."""
     groups = (view.quantization.values or {}).get("config_groups")
     return (
         isinstance(groups, dict)
@@ -140,8 +140,8 @@ def _table_refusal(view: CheckpointView, fused: FusedLayer) -> str | None:
 def _experts(view: CheckpointView) -> Iterator[Finding]:
     """Report projections of a layer's experts that belong to different config groups.
 
-    vLLM looks up the scheme of the first expert. It refuses layers with different schemes for their
-    projections.
+    vLLM looks up the scheme of the first expert. It refuses an expert layer if its projections have
+    different schemes.
     """
     by_layer: dict[str, dict[str, ConfigGroup | None]] = {}
     for fused in view.model.fused_layers:

@@ -36,27 +36,32 @@ NAME = "values"
 DESCRIPTION = (
     "weights and scales have no NaN or infinity, and scales are positive and of a plausible size"
 )
-# AutoRound uses the lowest code of symmetric integers, which has no positive counterpart. If the
-# largest weight of a group is positive, its scale is negative; this holds for about half of the
-# groups. If fewer scales than this share have one of the signs, the sign is an accident.
+# Smallest share of scales of each sign if the producer intended negative scales. A sign with a
+# smaller share is an accident. AutoRound uses the lowest code of symmetric integers, which has no
+# positive counterpart. A group's scale is negative if its largest weight is positive, which holds
+# for about half of the groups.
 MIN_SIGN_SHARE = 0.02
-# 448*6/absmax is below 1 only if absmax is above 2688. No weight is that large, so a smaller value
-# is a reciprocal. Inputs reach at most 65504, the largest value of float16.
+# Smallest plausible global scale, which is 448*6/absmax. A weight's scale is below 1 only if absmax
+# is above 2688. No weight is that large, so a smaller value is a reciprocal. Inputs reach at most
+# MAX_INPUT, the largest value of float16.
 MIN_WEIGHT_GLOBAL_SCALE = 1.0
 MIN_INPUT_GLOBAL_SCALE = 0.04
 MAX_INPUT = 65504.0
 # Bounds of a layer's typical weight, estimated from its scales. Trained models have 1e-3 to 0.5.
 MIN_TYPICAL, MAX_TYPICAL = 1e-5, 1.25
-# In NVFP4, the largest block of a layer, or of layers that share a global scale, has the scale 448.
-# Searches for a smaller error end somewhat lower. Numbers that are not scales end much lower.
+# Smallest plausible value of a layer's largest block scale in NVFP4. Plain scales reach 448 in the
+# largest block of a layer, or of layers that share a global scale. Scales from a search for a
+# smaller error stay somewhat below 448. Numbers that are not scales stay far below it.
 MIN_LARGEST_BLOCK = E4M3_MAX / 8
 # The smallest plausible value for the largest input of a layer.
 MIN_INPUT = 1e-3
 _E4M3 = to_numpy(bytes(range(256)), "F8_E4M3").astype(np.float64)
-# Rows examined per layer, evenly spread. Models with thousands of layers have fewer rows examined.
+# Rows examined per layer, evenly spread. ROWS_OF_ALL limits the rows of all layers together, so
+# fewer rows are examined in models with thousands of layers.
 MIN_ROWS, MAX_ROWS, ROWS_OF_ALL = 16, 128, 1 << 16
-# If the codes were permuted at random, about a third of the rows and a quarter of the groups of 16
-# would not be full.
+# A row or group is full if it has a code at the end of the range. A layer is reported if its share
+# of full rows or groups is below MAX_FULL and all other layers have at least MIN_FULL. Of randomly
+# permuted codes, about a third of the rows and a quarter of the groups of 16 are not full.
 MAX_FULL, MIN_FULL = 0.85, 0.99
 UNCALIBRATED = "1, the initial value of uncalibrated scales"
 MIN_OTHER_LAYERS = 6
@@ -104,7 +109,7 @@ def _prefetch_scales(view: CheckpointView, fused: FusedLayer) -> None:
 
 
 def _scales_of(layers: Sequence[StoredLayer]) -> Iterator[tuple[StoredLayer, str]]:
-    """Yield every scale as its layer and its parameter name."""
+    """Yield pairs of a layer and the parameter name of one of its scales."""
     for layer in layers:
         yield from ((layer, name) for name in LAYER_SCALES if name in layer.parameters)
 
@@ -180,13 +185,13 @@ def _may_be_negative(
 
 
 def _scales_zeros(view: CheckpointView, layer: StoredLayer, scale: TensorInfo) -> bool:
-    """Return True if each zero in a scale only multiplies zeros."""
+    """Return True if every zero scale belongs to weights that are all zero."""
     empty = empty_parts(view, layer, scale)
     return empty is not None and bool(empty[numbers(view.reader, scale) == 0].all())
 
 
 def _is_inverse_of_zeros(view: CheckpointView, layer: StoredLayer) -> bool:
-    """Return True if a weight is all zeros and its global scale is stored as a reciprocal."""
+    """Return True if a layer's weight is zero and its global scale is stored as a reciprocal."""
     return "weight_global_scale" in view.reciprocals and is_empty(view, layer)
 
 
@@ -198,7 +203,7 @@ def _invalid_scale(tensor: TensorInfo, got: str) -> Finding:
 def _implausible_scales(
     view: CheckpointView, layers: Sequence[StoredLayer], group: ConfigGroup
 ) -> Iterator[Finding]:
-    """Report scales that represent weights of a size that no model has."""
+    """Report scales that imply weights larger or smaller than in any trained model."""
     sizes = {
         layer.name: size
         for layer in layers
@@ -218,7 +223,7 @@ def _implausible_scales(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleSizes:
-    """Number of a layer's scales, their smallest and largest, and the typical weight."""
+    """Number of a layer's scales, the smallest and largest scale, and the typical weight."""
 
     scale: TensorInfo
     count: int
@@ -232,7 +237,7 @@ def _scale_sizes(
 ) -> ScaleSizes | None:
     """Return the sizes of a layer's scales, or None if there are no such scales.
 
-    With `filled_only`, scales with only zero codes are left out.
+    With `filled_only`, a scale is skipped if all its codes are zero.
     """
     scale = layer.filled("weight_scale")
     if scale is None or scale.dtype not in BITS:
@@ -342,10 +347,10 @@ def _implausible_scale(tensor: TensorInfo, got: str) -> Finding:
 def ranges(view: CheckpointView) -> Iterator[Finding]:
     """Report codes that do not fill their ranges, and empty ranges.
 
-    The scale of a row or group is computed from its largest value, which then gets the largest
-    code. If a weight is transposed, or has the scales of another layer, many ranges are not filled.
-    Observers and GPTQ may leave ranges unfilled, too. A layer is therefore only reported if all
-    other layers fill their ranges.
+    A producer computes the scale of a row or group from its largest value, so that this value gets
+    the largest code. If a weight is transposed, or has the scales of another layer, many ranges are
+    not filled. Observers and GPTQ may leave ranges unfilled, too. A layer is therefore only
+    reported if all other layers fill their ranges.
     """
     full: dict[str, float] = {}
     findings = []
@@ -356,7 +361,8 @@ def ranges(view: CheckpointView) -> Iterator[Finding]:
             full[module] = share
         empty = _lost_share(view, group, layer, stored)
         if empty is not None and empty > MAX_LOST:
-            # For weights that are zero, producers store the smallest scale or a placeholder.
+            # If all weights of a scale are zero, producers store the smallest scale or a
+            # placeholder.
             expected = "codes other than zero wherever the scale has a usual size"
             fix = "download or export the checkpoint again: a part of the weight is lost"
             got = f"only zero codes for {empty:.0%} of the scales"
@@ -395,7 +401,7 @@ def _prefetch_rows(view: CheckpointView, fused: FusedLayer) -> None:
 def _lost_share(
     view: CheckpointView, group: ConfigGroup, layer: StoredLayer, stored: dict[str, Rows]
 ) -> float | None:
-    """Return the share of a layer's scales that have a usual size but only zero codes.
+    """Return the share of scales that have a usual size although all their codes are zero.
 
     Returns None if the share cannot be computed for this layout.
     """
@@ -430,7 +436,7 @@ def _lost_share(
 def _zero_codes(group: ConfigGroup, weight: TensorInfo) -> int:
     """Return the byte of zero codes.
 
-    Packed integers store zero as half their range, so a byte 0 is lost data.
+    Packed integers store zero as the middle of their range. A byte 0 therefore means lost data.
     """
     bits = group.weights.num_bits
     if weight.dtype != "I32" or bits not in (4, 8):
@@ -457,7 +463,7 @@ def _full_range_share(
 def _rows(view: CheckpointView, tensor: TensorInfo, stored: dict[str, Rows]) -> Rows:
     """Return some rows of a tensor as bytes, cached in `stored`.
 
-    Tensors with the same number of rows return the same rows.
+    The same rows are returned for all tensors with the same number of rows.
     """
     if tensor.name not in stored:
         stored[tensor.name] = view.reader.some_rows(tensor, _step(view, tensor))

@@ -9,7 +9,7 @@ def error(check: str, where: str, *, expected: str, got: str, fix: str) -> Findi
 
 
 def warning(check: str, where: str, *, expected: str, got: str, fix: str) -> Finding:
-    """Return a finding on an oddity that changes no result or only matters on other devices."""
+    """Return a finding that does not affect results, or only affects other devices."""
     return Finding(
         check=check, severity="warning", where=where, expected=expected, got=got, fix=fix
     )

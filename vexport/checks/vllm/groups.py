@@ -27,7 +27,7 @@ from vexport.records.patterns import REGEX, Patterns, matches
 HEAD_CLASS = "ParallelLMHead"
 EMBEDDING_CLASS = "VocabParallelEmbedding"
 EXPERTS_CLASS = "RoutedExperts"
-# This target also matches routed experts, in this spelling only
+# This target also matches routed experts, but only in exactly this spelling
 # (_add_fused_moe_to_target_scheme_map).
 LINEAR = "Linear"
 EXPERT_NUMBER = re.compile(r"(?<=\.experts\.)\d+(?=\.[^.]+$)")
@@ -98,7 +98,7 @@ def parse_group(name: str, raw: Json, default_format: str) -> ConfigGroup | str:
 def targets_attention(raw: Json) -> bool:
     """Return True if vLLM ignores a group because it targets attention (`from_config`).
 
-    vLLM quantizes attention by the scheme of the KV cache.
+    vLLM uses the KV cache scheme for attention instead.
     """
     targets = raw.get("targets") if isinstance(raw, dict) else None
     return isinstance(targets, list) and len(targets) == 1 and str(targets[0]).endswith("Attention")
@@ -170,7 +170,7 @@ def group_of_class(name: str, targets: Targets) -> ConfigGroup | None:
 
 
 def _class_of(projection: str, members: Sequence[str], architecture: Architecture) -> str:
-    """Return the name of vLLM's class of a layer, as far as the layer's name shows it."""
+    """Derive the name of vLLM's class of a layer from the layer's name."""
     if is_head(projection):
         return HEAD_CLASS
     if moe_layer(members[0]) is not None:
@@ -211,7 +211,7 @@ class OnlineTransform:
 
 
 def online_transforms(quantization: Mapping[str, Json]) -> Iterator[OnlineTransform]:
-    """Yield the online transforms of a quantization config, without unreadable ones."""
+    """Yield the online transforms of a quantization config, and skip invalid entries."""
     config = quantization.get("transform_config")
     groups = config.get("config_groups") if isinstance(config, dict) else None
     for scheme, raw in groups.items() if isinstance(groups, dict) else ():

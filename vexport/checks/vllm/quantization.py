@@ -58,7 +58,7 @@ class Quantization:
 
     @cached_property
     def method(self) -> "QuantMethod | None":
-        """Method other than compressed-tensors, or None if there is none or it is not supported."""
+        """Method, or None for compressed-tensors and for methods that vexport does not support."""
         name = method_name(self.values) if self.values is not None else None
         if self.values is None or name is None or name not in METHODS:
             return None

@@ -43,7 +43,7 @@ class CheckpointView:
     """
 
     # Parameters that the files store as reciprocals. The largest stored value is then the smallest
-    # here.
+    # value of this view.
     reciprocals: Set[str] = frozenset()
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Find weights that are zero, as a whole or in parts. The scales of such parts mean nothing.
+"""Find weights that are zero, as a whole or in parts. Any scale is valid for such parts.
 
 Depth expansion starts with layers of zeros, pruning creates zero rows and zero experts, and padding
 adds both. Producers store different scales for these parts: zero, a dtype's epsilon, one, or an
@@ -23,8 +23,8 @@ Flags = npt.NDArray[np.bool_]
 VALUES_AT_ONCE = 1 << 22
 # The bits of a code without its sign.
 MAGNITUDE = {"F8_E4M3": 0x7F, "F8_E5M2": 0x7F}
-# Layers by last part of their names, each with a pattern for the layers of the same block that
-# compute its input.
+# Maps the last part of a layer's name to a pattern for the layers of the same block that compute
+# its input.
 SOURCES_OF_INPUT = {
     "down_proj": re.compile(r"(gate|up|gate_up)_proj"),
     "w2": re.compile(r"w1|w3|w13"),
@@ -33,7 +33,7 @@ SOURCES_OF_INPUT = {
 
 
 def empty_parts(view: CheckpointView, layer: StoredLayer, scale: TensorInfo) -> Flags | None:
-    """Return for each value of a weight's scale True if all weights that it scales are zero.
+    """Return a flag for each element of a weight's scale: True if all its weights are zero.
 
     The flags have the shape of the scale. Returns None if the layout of the layer's tensors is
     unknown.
@@ -68,7 +68,7 @@ def is_empty(view: CheckpointView, layer: StoredLayer) -> bool:
 
 
 def input_is_zero(view: CheckpointView, layer: StoredLayer) -> bool:
-    """Return True if an all-zero layer computes this layer's input, so that every input is zero."""
+    """Return True if a layer's input is always zero, because an all-zero layer computes it."""
     holder, dot, last_part = layer.name.rpartition(".")
     pattern = SOURCES_OF_INPUT.get(last_part)
     if pattern is None:

@@ -1,4 +1,4 @@
-"""Types for other quantization methods: their config, their storage, and their translation.
+"""Base classes for other quantization methods: config, storage and translation.
 
 The names and layouts of stored tensors are a `Format`, so completeness, shapes and devices are
 checked as for compressed-tensors. Checks of numbers (values, fusion, the comparison with the
@@ -35,10 +35,10 @@ def problem(where: str, expected: str, got: str, fix: str, severity: Severity = 
 class MethodFormat(Format):
     """Storage of a layer by another quantization method, under the method's `name`.
 
-    In the bases of a subclass, this class comes before the compressed-tensors format that the
-    subclass resembles. `MethodFormat` renames the results of that format, and `translated_format`
-    is the format's name. `names` maps compressed-tensors' names of tensors to the method's names.
-    `least_sm` is the smallest compute capability of the method, and overrides the scheme's.
+    A subclass has two bases: this class first, then the most similar compressed-tensors format.
+    `MethodFormat` renames the results of the second base, and `translated_format` is its name.
+    `names` maps compressed-tensors' names of tensors to the method's names. `least_sm` is the
+    smallest compute capability of the method, and overrides the scheme's capability.
     """
 
     names: Mapping[str, str] = {}
@@ -57,7 +57,7 @@ class MethodFormat(Format):
         return False
 
     def vllm_scheme(self, args: Arguments) -> str:
-        """Return "", because vLLM runs no compressed-tensors scheme for it."""
+        """Return "", because vLLM runs this format without a compressed-tensors scheme."""
         return ""
 
     def gpu_support(self, args: Arguments) -> GpuSupport:
@@ -237,7 +237,7 @@ class MethodConfig:
 def is_listed(name: str, listed: Collection[str]) -> bool:
     """Return True if the list contains the whole name.
 
-    For a name with `experts`, an entry with `experts` that contains the name is enough.
+    If the name contains `experts`, it is enough that an entry with `experts` contains the name.
     """
     if EXPERTS in name:
         return any(name in entry for entry in listed if EXPERTS in entry)

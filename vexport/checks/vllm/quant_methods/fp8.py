@@ -22,7 +22,7 @@ from vexport.records import Json
 
 SOURCE = "fp8.py"
 SCHEMES = ("static", "dynamic")
-# The size of the smallest blocks into which vLLM splits the blocks of experts.
+# Smallest block size that vLLM uses if it splits the blocks of experts.
 MIN_BLOCK = 32
 
 

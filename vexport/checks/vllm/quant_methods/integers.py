@@ -211,7 +211,8 @@ class Awq(TransposedIntegers):
 def read(config: MethodConfig) -> QuantMethod:
     """Return the method as vLLM reads it.
 
-    If the config lists no unquantized layers, layers that are stored unquantized stay so.
+    If the config lists no unquantized layers, vLLM leaves layers unquantized if they are stored
+    unquantized.
     """
     values = config.values
     bits, size = config.required("w_bit", "bits"), config.required("q_group_size", "group_size")

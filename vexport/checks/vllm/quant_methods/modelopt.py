@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 METHOD, SOURCE = "modelopt", "modelopt.py"
 NVFP4_ALGOS = ("NVFP4", "W4A16_NVFP4")
 MIXED = "MIXED_PRECISION"
-# Layers with these parts in their names are never quantized, whatever the list contains.
+# Layers with these parts in their names are never quantized, even if the list does not contain
+# them.
 VISION = ("vision_tower", "vision_model", "vit_large_projector")
 # The first vLLM version that reads `exclude_modules` if a config has no `ignore`, as in some
 # exports.
@@ -109,8 +110,8 @@ ALGOS: Mapping[str, tuple[MethodFormat, str]] = {
 def _reciprocal(tensor: TensorInfo, reader: Reader, rows: slice) -> "Array":
     """Return 1/x in float32, or a neighbour of it that vLLM inverts back to x exactly.
 
-    vLLM computes the reciprocal of the result in float32. A neighbour is used if its reciprocal is
-    x and the reciprocal of 1/x is not.
+    vLLM inverts the result in float32. If the float32 value 1/x does not invert to x, a
+    neighbouring float32 value that does is returned instead.
     """
     stored = reader.floats(tensor).reshape(-1).astype(np.float32)
     one = np.float32(1)

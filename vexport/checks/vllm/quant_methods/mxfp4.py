@@ -28,8 +28,8 @@ BYTES = MX_GROUP // 2
 class StackedMxfp4(MethodMxfp4):
     """One projection of all experts: blocks, scales (experts, out, in/32) and bias.
 
-    blocks are (experts, out, in/32, 16). As a layer, the projection has the rows of all experts.
-    `rows` and `columns` are the size of one expert.
+    blocks are (experts, out, in/32, 16). The checks treat the projection as a single layer with the
+    rows of all experts. `rows` and `columns` are the size of one expert.
     """
 
     names = {"weight_packed": "blocks", "weight_scale": "scales"}

@@ -132,7 +132,7 @@ def _has(settings: Settings, expected: Settings) -> bool:
 
 
 def _group(config: MethodConfig, key: str, raw: Json, pack_method: str) -> MethodGroup | None:
-    """Return the group for a layer's settings, or None if no judged storage has them.
+    """Return the group for a layer's settings, or None if vexport does not check their storage.
 
     Source: _get_scheme_cls_from_config.
     """
