@@ -1,4 +1,4 @@
-"""Storage formats: an object per format has everything that depends on the storage.
+"""Storage formats. The object of a format has all properties that depend on the storage.
 
 To add a format, add a file, a line in `FORMATS`, its packing and its presets.
 """

@@ -22,7 +22,8 @@ TORCH_DTYPE = re.compile(
 )
 # Number of bits of unquantized inputs.
 UNQUANTIZED_BITS = 16
-# Arguments that may be null. The others get their default only if they are left out.
+# Arguments that may be null. All other arguments must not be null, and have a default if the config
+# lacks them.
 NULLABLE = frozenset(
     {"group_size", "strategy", "block_structure", "actorder", "scale_dtype", "zp_dtype", "observer"}
 )
@@ -58,7 +59,7 @@ class QuantArgs:
 
     @property
     def group(self) -> int | None:
-        """Number of columns that share a scale; None if a row, a block or the tensor shares it."""
+        """Number of columns that share a scale, or None if a row, block or tensor shares it."""
         return self.group_size if self.group_size and self.group_size > 0 else None
 
     @property
@@ -75,7 +76,7 @@ class QuantArgs:
 
     @property
     def shares_scale(self) -> bool:
-        """True if a scale depends on the range of all layers that vLLM runs as one."""
+        """True if a scale depends on the range of all layers that vLLM fuses."""
         return self.strategy in ("tensor", "tensor_group")
 
     @property
@@ -155,7 +156,7 @@ def _contradictions(args: QuantArgs) -> Iterator[str]:
 
 
 def _contradictions_of_time(args: QuantArgs) -> Iterator[str]:
-    """Yield strategies that must be dynamic but are not, or that must be static."""
+    """Yield strategies that are static but must be dynamic, or dynamic but must be static."""
     if args.strategy == "token" and not args.dynamic:
         yield "strategy token that is not dynamic"
     if args.dynamic and args.strategy not in DYNAMIC:

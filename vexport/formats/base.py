@@ -26,15 +26,16 @@ EXPERT = re.compile(r"\.experts\.\d+\.")
 # How vLLM's CPU build runs a scheme: with a native kernel, or with `vexport.engine.cpu_emulation`.
 Cpu = Literal["native", "emulated"]
 FLOAT_SCALES = frozenset({"F32", "BF16", "F16"})
-# Global scales are float32 by definition: in another dtype they would already be rounded.
+# Global scales must be float32, because any other dtype means that they were rounded.
 GLOBAL_SCALES = frozenset({"F32"})
-# Formats with which vLLM considers quantized inputs (is_activation_quantization_format).
+# vLLM only reads the input quantization of groups in these formats
+# (is_activation_quantization_format).
 WITH_INPUTS = ("naive-quantized", "int-quantized", "float-quantized", "nvfp4-pack-quantized")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """A rank's part of the layers that vLLM runs as one.
+    """A rank's part of the layers that vLLM fuses.
 
     `out_features` has the size of each layer. `experts` is True for layers of routed experts, which
     vLLM keeps in a single tensor, and `head` is True for an output head.
@@ -97,10 +98,10 @@ class GpuSupport:
     """GPUs that run a scheme, by compute capability (90 is 9.0).
 
     `input_bits` maps the first capability of each kernel, in ascending order, to the bits of the
-    inputs that it multiplies; vLLM chooses the kernel without a message. `stored_bits` are the
-    input bits of the checkpoint. `below` is the first capability that no longer runs the scheme, or
-    0 if no GPU runs it. `after_loading` is the reason if vLLM accepts the checkpoint and raises
-    after loading it.
+    kernel's inputs. vLLM chooses the kernel without a message. `stored_bits` are the input bits of
+    the checkpoint. `below` is the first capability that no longer runs the scheme, or 0 if no GPU
+    runs it. `after_loading` is the reason if vLLM accepts the checkpoint and raises after loading
+    it.
     """
 
     input_bits: Mapping[int, int]
@@ -133,7 +134,7 @@ class GpuSupport:
         return sm < self.loads_from or (self.below is not None and sm >= self.below)
 
     def bits(self, sm: int) -> int:
-        """Return the bits of the inputs that are multiplied on a GPU that runs the scheme."""
+        """Return the number of bits of the kernel's inputs on a GPU that runs the scheme."""
         return self.input_bits[max(start for start in self.input_bits if start <= sm)]
 
 
@@ -171,11 +172,13 @@ class Format(Protocol):
         return None
 
     def unwritten(self, args: Arguments) -> str | None:
-        """Describe arguments that vLLM runs and vexport does not write, or return None."""
+        """Describe arguments that vLLM supports but vexport does not write, or return None."""
         return None
 
     def group_sizes(self, args: Arguments) -> Sequence[int | None]:
-        """Return the group sizes that vLLM's kernels run; None stands for a scale per row.
+        """Return the group sizes that vLLM's kernels run.
+
+        A size of None stands for a scale per row.
 
         The result is empty if the format does not offer a choice.
         """
@@ -220,10 +223,10 @@ class Format(Protocol):
         return {}
 
     def largest_codes(self, args: Arguments, codes: "Bytes") -> "tuple[Codes, int] | None":
-        """Return the largest code of each scale in some rows, and the code that it should reach.
+        """Return the largest code of each scale in some rows, and the end of the range.
 
-        `codes` are the bytes of the rows. A scale fits its weights if its largest code reaches this
-        end. Returns None if codes need not reach it.
+        `codes` are the bytes of the rows. A scale fits its weights if its largest code reaches the
+        end of the range. Returns None if correct scales need not reach the end.
         """
         return None
 
@@ -231,13 +234,13 @@ class Format(Protocol):
     def packing(
         self, member: LinearPlan, dtype: str, args: QuantArgs, inputs: "PackingInputs"
     ) -> "Packing":
-        """Return the packing of a weight, which packs a few rows at a time.
+        """Return the packing of a weight. A packing converts a few rows at a time.
 
         `dtype` is the dtype of the weight in the source (safetensors' name).
         """
 
     def dequantize(self, args: Arguments, stored: "Mapping[str, torch.Tensor]") -> "torch.Tensor":
-        """Return the weight (out, in) that compressed-tensors makes of a layer's stored tensors."""
+        """Return the weight (out, in) that compressed-tensors computes from a layer's tensors."""
         from vexport.formats.dequantize import decompress
 
         return decompress(self.name, args, stored)

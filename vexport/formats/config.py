@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 
 
 # The fp8 KV cache has scales for keys and values, per attention layer or per KV head
-# (CompressedTensorsKVCacheMethod in vLLM's compressed_tensors.py). Per head needs FlashAttention 3.
+# (CompressedTensorsKVCacheMethod in vLLM's compressed_tensors.py). Scales per head need
+# FlashAttention 3.
 K_SCALE, V_SCALE = "k_scale", "v_scale"
 # vLLM stores its attention in this attribute of a model's attention module. It also finds the
 # scales `self_attn.k_scale` there (get_cache_scale_mapper, quantization/base_config.py).
@@ -45,7 +46,7 @@ def quantization_config(plan: Plan) -> dict[str, Json]:
     """Return the quantization config of a plan, with a group per scheme and observer.
 
     If there is a single group, it targets the class Linear. Several groups target their layers by
-    name, because vLLM uses the first target that matches and a class matches all layers.
+    name. A class would match all layers, and vLLM uses the first target that matches.
     """
     treated: dict[tuple[str, str], list[FusionGroup]] = {}
     for group in plan.groups:
@@ -93,8 +94,8 @@ def targets_of(
     it, all parts are targets, even parts that have no tensor. If vLLM looks up a layer by another
     name than in the file, this name is also a target.
 
-    A quantized output head is matched by a pattern. vLLM may use a longer name than the checkpoint
-    (`language_model.lm_head`), and it translates only names with a dot.
+    The target of a quantized output head is a pattern. vLLM's name of the head may be longer than
+    the checkpoint's name (`language_model.lm_head`), and vLLM translates only names with a dot.
     """
     names = [name for layer in layers for name in _names(layer, architecture)]
     heads = [name for name in names if is_head(name)]
@@ -122,7 +123,7 @@ def _experts_together(
 ) -> list[str]:
     """Return the names, with a pattern for all experts of a projection.
 
-    vLLM has the same scheme for all experts of a layer.
+    All experts of a layer have the same scheme in vLLM.
     """
     targets: dict[tuple[str, str], Sequence[str]] = {}
     for name in names:

@@ -17,7 +17,8 @@ from vexport.numerics import INT32_BITS
 
 # Elements dequantized at a time.
 CHUNK_ELEMENTS = 1 << 22
-# Rows that contain complete blocks of 128, and complete words of zero points of any width.
+# A run of this many rows contains complete blocks of 128, and complete words of zero points of any
+# width.
 WHOLE_ROWS = 128
 WORD_MASK = (1 << INT32_BITS) - 1
 
@@ -70,7 +71,7 @@ def _ct_scheme(weights: str, inputs: str | None) -> QuantizationScheme:
 
 @contextmanager
 def any_groups() -> Iterator[None]:
-    """Silence compressed-tensors' warning about inputs with other groups than the weights.
+    """Silence compressed-tensors' warning that inputs and weights have different groups.
 
     From 0.20 on, compressed-tensors does not warn if weights and inputs have different bits, as in
     some of its presets.

@@ -63,9 +63,9 @@ class Fp8(Format):
     def refusal(self, args: Arguments) -> str | None:
         """Return why vLLM refuses a group, or None.
 
-        vLLM refuses blocks without quantized inputs. It also refuses static inputs that it would
-        not quantize, if the weights have blocks or the inputs have several scales per layer. For
-        blocks, an assertion fails in process_weights_after_loading of CompressedTensorsW8A16Fp8.
+        vLLM refuses blocks without quantized inputs. vLLM also refuses static inputs that it does
+        not quantize, if the weights have blocks or if a layer has several input scales. For blocks,
+        an assertion fails in process_weights_after_loading of CompressedTensorsW8A16Fp8.
         """
         inputs = args.input_activations
         if inputs is None:
@@ -114,7 +114,9 @@ class Fp8(Format):
         }
 
     def unsupported_shape(self, args: Arguments, partition: Partition) -> str | None:
-        """Return why fusing or ranks would split blocks, or None. Other strategies fit any shape.
+        """Return why fusing or tensor parallelism would split blocks, or None.
+
+        Strategies without blocks fit any shape.
 
         Source: validate_fp8_block_shape and validate_fp8_block_shape_moe in
         vllm/model_executor/layers/quantization/utils/fp8_utils.py. For an output head,
@@ -162,7 +164,7 @@ class Fp8(Format):
         return "emulated" if args.weights.block is None else "native"
 
     def largest_codes(self, args: Arguments, codes: "Bytes") -> "tuple[Codes, int] | None":
-        """Return the largest code of each row and the code of 448, for scales per channel."""
+        """Return each row's largest code, and the code of 448. Only for scales per channel."""
         return ((codes & 0x7F).max(axis=1), 0x7E) if args.weights.strategy == "channel" else None
 
     def static_inputs(self, args: Arguments, largest: "np.float32") -> "Mapping[str, Array]":
@@ -190,12 +192,18 @@ class Fp8(Format):
 
 
 def _leaves_inputs(args: Arguments) -> bool:
-    """Return True if vLLM multiplies inputs in 16 bits, as configured or despite the config."""
+    """Return True if inputs stay in 16 bits.
+
+    Either the config does not quantize them, or vLLM ignores the config.
+    """
     return args.input_activations is None or not _quantizes(args.input_activations)
 
 
 def _quantizes(inputs: QuantArgs) -> bool:
-    """Return True if vLLM quantizes inputs as configured (`_is_fp8_w8a8`), else it runs W8A16."""
+    """Return True if vLLM quantizes inputs as configured (`_is_fp8_w8a8`).
+
+    Otherwise vLLM runs W8A16.
+    """
     return inputs.is_float and (
         inputs.dynamic is not False or (inputs.symmetric and inputs.strategy == "tensor")
     )

@@ -27,7 +27,7 @@ _MIB = 2**20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """A GPU: its memory in bytes and its compute capability, as in 90 for 9.0."""
+    """A GPU: its memory in bytes, and its compute capability (90 for 9.0)."""
 
     name: str
     memory_bytes: int
@@ -39,9 +39,9 @@ class Card:
         return int(self.memory_bytes * UTILIZATION)
 
 
-# Name, memory in MiB, capability. The memory is the total that `nvidia-smi` prints with ECC as
-# delivered. `nvidia-smi` prints none for DGX Spark and Thor, whose memory is shared with the
-# processor: theirs is the total that CUDA reports (121.6 and 122.8 GiB).
+# Name, memory in MiB, capability. The memory is the total that `nvidia-smi` prints with the factory
+# setting of ECC. DGX Spark and Thor share their memory with the processor, so `nvidia-smi` prints
+# no total. For these, the table has the total that CUDA reports (121.6 and 122.8 GiB).
 _TABLE = (
     ("V100", 32_768, 70),
     ("T4", 15_360, 75),
@@ -101,7 +101,8 @@ _ALSO = {
 }
 
 
-# What `nvidia-smi` prints besides the name: the maker, the kind of board and of memory.
+# Words around the name in the output of `nvidia-smi`: the maker, the kind of board, the kind of
+# memory.
 _DECORATION = re.compile(
     r"nvidia|geforce|tesla|jetson|blackwell|hbm\d?e?|sxm\d?|pcie|server|workstation|max-?q|edition"
     r"|[\W_]"
@@ -121,8 +122,8 @@ _BY_FOLDED_NAME: Mapping[str, Card] = {
 def find_card(name: str) -> Card | None:
     """Return the GPU with this name, or None.
 
-    Case, spaces and punctuation don't count, nor do the words that `nvidia-smi` prints besides:
-    "NVIDIA H100 80GB HBM3" is "H100".
+    Case, spaces and punctuation are ignored. Words that `nvidia-smi` prints around the name are
+    ignored, too: "NVIDIA H100 80GB HBM3" is "H100".
     """
     return _BY_FOLDED_NAME.get(_fold(name))
 
@@ -139,14 +140,14 @@ def cards(names: Iterable[str]) -> tuple[Card, ...]:
 
 
 def with_cards(sm: Sequence[int], gpus: Iterable[Card]) -> tuple[int, ...]:
-    """Return compute capabilities together with those of GPUs, each once."""
+    """Return the compute capabilities and the capabilities of the GPUs, without duplicates."""
     return tuple(dict.fromkeys((*sm, *(card.sm for card in gpus))))
 
 
 def parse_capability(text: str) -> int | None:
     """Return the compute capability that `text` names, or None.
 
-    `90`, `9.0`, `sm90` and `sm_90a` name 90, as do the GPUs with that capability: `H100`.
+    `90`, `9.0`, `sm90`, `sm_90a` and the name of a GPU such as `H100` all stand for 90.
     """
     written = re.fullmatch(r"(?:sm[ _-]?)?(\d+)(?:\.(\d))?[af]?", text.lower())
     if written is None:

@@ -3,8 +3,8 @@
 compressed-tensors also rounds the values, except for e2m1 on a CPU: there its code takes ten times
 as long as the arithmetic.
 
-This is not part of `dequantize`, which vLLM's process loads: vLLM's CPU build fails at start if
-numba is imported.
+This module needs numba, so it is separate from `dequantize`, which is imported in vLLM's process.
+vLLM's CPU build fails at its start if numba is imported.
 """
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ Tensors = Mapping[str, torch.Tensor]
 class InputRounding:
     """Rounds the input that the layers of a fusion group share.
 
-    The input is rounded only once while anything else references it.
+    The rounded input is cached as long as another object references the input.
     """
 
     def __init__(self, args: QuantizationArgs, scales: Tensors) -> None:

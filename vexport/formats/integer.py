@@ -41,7 +41,8 @@ OWN_GROUPS: Mapping[int, Sequence[int | None]] = {
     4: (None, 32, 64, 128, 256),
     8: (None, 32, 64, 128),
 }
-# Humming's kernels accept every group size; checkpoints of other widths use these.
+# Group sizes that vexport offers for widths that only Humming runs. Humming's kernels accept every
+# group size.
 HUMMING_GROUPS = (None, 32, 64, 128)
 # CutlassW4A8LinearKernel in vllm/model_executor/kernels/linear/mixed_precision/cutlass.py, and
 # compressed_tensors_moe_w4a8_fp8.py for routed experts.
@@ -53,16 +54,16 @@ class PackedIntegers(Format):
     """Weights of 2 to 8 bits packed into int32 along in_features, with scales in the model's dtype.
 
     W4A8 is also stored like this, because vLLM has no GPU kernel for W4A8 as int-quantized, the
-    format that compressed-tensors would choose. Values cross the borders of words, as vLLM's shapes
-    require. compressed-tensors does the same since 0.18; earlier versions left the odd bits of a
-    word empty.
+    format that compressed-tensors would choose. A value may cross the border of two words, as
+    vLLM's shapes require. compressed-tensors packs in the same way since 0.18. Earlier versions
+    left the remaining bits of a word empty.
     """
 
     name = "pack-quantized"
     weight = "weight_packed"
 
     def matches(self, args: Arguments, stored_as: str) -> bool:
-        """Match weights without quantized inputs, and inputs quantized as vLLM runs them."""
+        """Return True for unquantized inputs, and for inputs that vLLM quantizes as configured."""
         weights, inputs = args.weights, args.input_activations
         if weights.dynamic or weights.strategy not in CHANNEL_OR_GROUP:
             return False
@@ -119,7 +120,10 @@ class PackedIntegers(Format):
         }
 
     def shape(self, args: Arguments, stored: Mapping[str, TensorInfo]) -> tuple[int, int] | None:
-        """Return the shape, from the packed words, and from the groups if last bits are unused."""
+        """Return the shape, derived from the packed words.
+
+        If the last bits of a row are unused, the groups determine the number of columns.
+        """
         codes, scales = super().shape(args, stored), stored.get("weight_scale")
         if codes is None:
             return None
@@ -131,7 +135,7 @@ class PackedIntegers(Format):
         return codes[0], codes[1] * INT32_BITS // bits
 
     def unsupported_shape(self, args: Arguments, partition: Partition) -> str | None:
-        """Return why groups, tiles or zero points cannot be split like this, or None.
+        """Return why groups, tiles or zero points cannot be split over ranks, or None.
 
         in_features must be a multiple of the group size. CUTLASS needs complete tiles, and the zero
         points of each part must fill complete words.
@@ -158,7 +162,7 @@ class PackedIntegers(Format):
         return GpuSupport(input_bits={75: UNQUANTIZED_BITS}, stored_bits=stored)
 
     def cpu(self, args: Arguments) -> Cpu:
-        """Return "native" for INT4 with 16-bit or integer inputs, for which kernels exist."""
+        """Return "native" for INT4 with 16-bit or integer inputs: the CPU build has kernels."""
         of_floats = args.input_activations is not None and args.input_activations.is_float
         return "emulated" if args.weights.num_bits != 4 or of_floats else "native"
 
@@ -308,7 +312,9 @@ class Int4(Int8):
         return partial_group(partition, args.weights.group)
 
     def gpu_support(self, args: Arguments) -> GpuSupport:
-        """Return no GPU, although vLLM chooses Humming's kernel and a dry load succeeds.
+        """Return no GPU.
+
+        vLLM chooses Humming's kernel and a dry load succeeds, but the kernel fails.
 
         After vLLM has loaded the bytes, HummingLinearKernel reads them as words of 8 codes. The
         shape is then twice the expected shape, and humming's validate_tensors raises an error

@@ -30,7 +30,8 @@ from vexport.records import LinearPlan
 if TYPE_CHECKING:
     from vexport.formats.packing.base import Packing, PackingInputs
 
-# Not F8_E8M0, because vLLM's parameter is uint8 and `copy_` would convert the value, not the bits.
+# Scales are stored as U8, because vLLM's parameter is uint8. From F8_E8M0, `copy_` would convert
+# the value instead of copying the bits.
 EXPONENT = "U8"
 
 
@@ -47,7 +48,8 @@ class _Mx(Format):
     def unwritten(self, args: Arguments) -> str | None:
         """Describe inputs that vLLM would not quantize as configured, or return None.
 
-        vLLM ignores the arguments of inputs, so vexport writes only those that vLLM runs unchanged.
+        vLLM ignores the arguments of inputs, so vexport writes only the arguments that vLLM uses
+        anyway.
         """
         inputs = args.input_activations
         if inputs is None or (self.bits == 4 and _is_dynamic_fp8(args)):
@@ -121,7 +123,7 @@ class Mxfp8(_Mx):
         return "CompressedTensorsW8A8Mxfp8"
 
     def gpu_support(self, args: Arguments) -> GpuSupport:
-        """Return Marlin's GPUs (weights only) and GPUs that quantize all inputs (SM 100 on)."""
+        """Return the GPUs that run Marlin (weights only) or quantize all inputs (SM 100 on)."""
         return GpuSupport(input_bits={75: UNQUANTIZED_BITS, 100: 8}, stored_bits=input_bits(args))
 
 

@@ -73,7 +73,7 @@ class Nvfp4(Format):
         return partial_group(partition, NVFP4_GROUP)
 
     def gpu_support(self, args: Arguments) -> GpuSupport:
-        """Return Marlin's GPUs (weights only) and GPUs with FP4 kernels (SM 100 on)."""
+        """Return the GPUs that run Marlin (weights only) or FP4 kernels (from SM 100 on)."""
         stored = input_bits(args)
         return GpuSupport(input_bits={75: UNQUANTIZED_BITS, 100: stored}, stored_bits=stored)
 
@@ -90,7 +90,7 @@ class Nvfp4(Format):
         return reduce(lambda largest, other: largest.clip(min=other), numbers), 6
 
     def static_inputs(self, args: Arguments, largest: "np.float32") -> "Mapping[str, Array]":
-        """Return the global scale; group scales are computed at run time."""
+        """Return the global scale. vLLM computes the group scales of inputs at run time."""
         from vexport.numerics.arithmetic import global_scale_of
 
         return {"input_global_scale": global_scale_of(largest)}

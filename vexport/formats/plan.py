@@ -20,7 +20,7 @@ from vexport.records.observer_names import OptionValue
 
 
 def _read_scheme(value: object) -> Scheme:
-    """Return the scheme with the name in a JSON document; ValueError if the name is unknown."""
+    """Return the scheme with a name from JSON. Raises ValueError if the name is unknown."""
     if isinstance(value, Scheme):
         return value
     if not isinstance(value, str):
@@ -64,7 +64,7 @@ class Treatment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusionGroup:
-    """Linear layers that vLLM runs as one parameter and that therefore share scales per tensor.
+    """Linear layers that vLLM fuses into one parameter, so that they share scales per tensor.
 
     `name` is the fused module's name in vLLM (`model.layers.0.self_attn.qkv_proj`). A group with a
     single member has the member's name. `observer` finds the ranges of the weights.

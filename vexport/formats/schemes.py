@@ -1,8 +1,9 @@
 """Quantization schemes: presets of compressed-tensors, other group sizes, custom schemes.
 
-`INT4_GROUP64_ASYM.A16` has weights of 4 bits in groups of 64 with zero points, and unquantized
-inputs. `FP8_CHANNEL.FP8_TENSOR` has a single static scale for the inputs. A name describes
-everything that is stored, so plans, recipes and reports need only the name.
+The custom scheme `INT4_GROUP64_ASYM.A16` has weights of 4 bits in groups of 64 with zero points,
+and unquantized inputs. `FP8_CHANNEL.FP8_TENSOR` has a single static scale for the inputs. A name
+determines the dtypes and shapes of all stored tensors, so plans, recipes and reports contain only
+the name.
 """
 
 import re
@@ -90,8 +91,8 @@ class Scheme:
         """Return why vLLM could not run these layers as one on this number of ranks, or None.
 
         `split` is the dimension that tensor parallelism splits. If a model has fewer key and value
-        heads than ranks, vLLM repeats these layers. Pass them with the out_features of all ranks
-        together.
+        heads than ranks, vLLM repeats the layers of keys and values. Pass these layers with the
+        total out_features of all ranks.
         """
         if ranks == 1 or split == "none":
             return self.format.unsupported_shape(self.args, partition_of(members, 1, "none"))
@@ -115,7 +116,7 @@ NAMES_IN_OTHER_TOOLS: Mapping[str, str] = {
     **dict.fromkeys(("w8", "int8a16", "8bit"), "W8A16"),
     **dict.fromkeys(("w8a8int8", "int8w8a8", "smoothquant"), "W8A8"),
 }
-# Names of methods, which are no schemes, and what to do instead.
+# Names of methods that users mistake for schemes, each with the remedy.
 METHODS: Mapping[str, str] = {
     **dict.fromkeys(
         ("gptq", "w4a16gptq"), "GPTQ is a rounding: use --scheme W4A16 --rounding gptq"
@@ -186,7 +187,9 @@ def is_scheme(name: str) -> bool:
 
 @cache
 def get_scheme(name: str) -> Scheme:
-    """Return the scheme of a preset, of a preset with other groups, or of spelled-out arguments.
+    """Return the scheme with a name.
+
+    The name is a preset, a preset with another group size, or spells out the arguments.
 
     Raises InputError if the name is unknown (with a list of the presets) or if its arguments are
     invalid.
@@ -209,7 +212,7 @@ def get_scheme(name: str) -> Scheme:
 
 
 def named_scheme(args: SchemeArgs) -> Scheme:
-    """Return the scheme with these arguments, named after a preset if the preset stores the same.
+    """Return the scheme with these arguments, with a preset's name if the stored tensors are equal.
 
     A preset that differs only in its group size is named with this size. Raises InputError if vLLM
     would not run the scheme, or if vexport does not write it.
@@ -321,7 +324,10 @@ def _describe_group_size(group_size: int | None, strategy: Strategy = "channel")
 
 
 def canonical_name(args: SchemeArgs) -> str:
-    """Return the name that spells out the arguments. It is equal for schemes with equal storage."""
+    """Return the name that spells out the arguments.
+
+    Schemes with equal storage have the same name.
+    """
     inputs = args.input_activations
     return f"{_spelled(args.weights)}.{_spelled(inputs) if inputs else UNQUANTIZED}"
 
@@ -374,7 +380,7 @@ def _parsed(where: str, raw: Json) -> QuantArgs:
 
 
 def _complete_args(weights: QuantArgs, inputs: QuantArgs | None) -> SchemeArgs:
-    """Add the dtypes and observers of presets; a scale per row has no group size."""
+    """Add the presets' dtypes and observers, and remove the group size if scales are per row."""
     exponents = weights.is_float and weights.strategy == "group" and weights.group_size == MX_GROUP
     if inputs is not None:
         observer = None if inputs.dynamic is True else STATIC_OBSERVER

@@ -1,4 +1,4 @@
-"""Reasons why vLLM could not run a fused layer in a scheme: sizes, order of rows, ranks."""
+"""Find reasons why vLLM cannot run a fused layer in a scheme: sizes, order of rows, ranks."""
 
 from collections.abc import Sequence
 
@@ -31,7 +31,8 @@ def unsupported_on(
     if ungrouped := _ungrouped(layer, members, scheme, names, ranks):
         return ungrouped
     split = split_of(layer, names)
-    # Each rank needs whole heads of keys and values, so vLLM repeats them if there are too few.
+    # Each rank needs whole heads of keys and values. vLLM repeats heads if there are fewer heads
+    # than ranks.
     parts = [repeated(part, ranks, names.text) for part in parts_of(layer, members, names)]
     if scheme is None:
         return uneven(parts, ranks, split)
@@ -55,7 +56,7 @@ def unsupported_reordering(
 def _reordering_problem(
     reordering: Reordering, member: LinearPlan, spec: TensorSpec, head_size: int
 ) -> str | None:
-    """Return why vLLM would load a tensor of a layer wrongly or not at all, or None.
+    """Return why vLLM would fail to load a tensor or load it incorrectly, or None.
 
     An unknown `head_size` is 0.
 

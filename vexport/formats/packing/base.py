@@ -39,7 +39,7 @@ class RoundedWeight:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackingInputs:
-    """Scales or range of a weight, known before its rows are packed.
+    """Scales or range of a weight, computed before its rows are packed.
 
     `largest` is the largest magnitude in the weight's fusion group, for schemes that share a scale.
     Without `scales`, scales are computed from the rows' ranges during packing.
@@ -73,7 +73,7 @@ def storage_of(rows: Bits, dtype: str) -> int:
 
 
 def kernel_input(view: Array) -> Bits:
-    """Return contiguous, read-only, aligned bits of some rows: kernels accept only this form."""
+    """Return some rows as contiguous, read-only, aligned bits, as the kernels require."""
     values = view.astype(np.float32) if view.dtype == np.float64 else view
     rows = np.require(values, requirements=["C", "A"])
     bits: Bits = rows.view(np.int32) if rows.dtype == np.float32 else rows.view(np.uint16)

@@ -24,7 +24,10 @@ from vexport.records import LinearPlan
 
 @compiled()
 def find_scales(weight: Bits, storage: int, block_cols: int, scales: Floats) -> None:
-    """Write the min-max scale of every `block_cols` columns; infinity if a value is not finite."""
+    """Write the min-max scale of every `block_cols` columns.
+
+    The scale is infinity if a value is not finite.
+    """
     for block in range(scales.size):
         most = F32(0.0)
         for row in range(weight.shape[0]):
@@ -88,7 +91,7 @@ class Fp8Packing:
             self._scales[:] = fp8_scale_of(inputs.largest)
 
     def pack(self, rows: Bits, first: int) -> Array:
-        """Return the codes of some rows; InputError if a weight is not finite."""
+        """Return the codes of some rows. Raises InputError if a weight is not finite."""
         begin, end = first // self._block_rows, -(-(first + rows.shape[0]) // self._block_rows)
         scales = self._scales[begin:end]
         codes = np.empty(rows.shape, np.uint8)

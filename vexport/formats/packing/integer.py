@@ -28,8 +28,8 @@ class Integers(NamedTuple):
     """Integers of `bits` bits that values are quantized to.
 
     `base` is the integer with code zero: the smallest integer, or 0 if codes are two's complement.
-    `symmetric` means without zero points. `scale_storage` is the dtype that scales are rounded to
-    first.
+    `symmetric` is True if there are no zero points. Scales are rounded to the dtype `scale_storage`
+    before values are quantized.
     """
 
     bits: int
@@ -40,7 +40,7 @@ class Integers(NamedTuple):
 
 @compiled()
 def symmetric_scale(group: Bits, storage: int, bits: int) -> np.float32:
-    """Return the min-max scale of a group; infinity if a value is not finite."""
+    """Return the min-max scale of a group, or infinity if a value is not finite."""
     scale = F32(largest_magnitude(group, storage) / F32(F32(2**bits - 1) / F32(2.0)))
     return scale if scale else F32(FLOAT32_EPS)
 
@@ -204,7 +204,7 @@ class PackedIntegerPacking(IntegerPacking):
         return self._stored_scales() if name == "weight_scale" else self._packed_zeros()
 
     def _stored_scales(self) -> Array:
-        """Return the scales in the weight's dtype; they are already rounded to it."""
+        """Return the scales in the weight's dtype. They were already rounded to this dtype."""
         if self._dtype == "BF16":
             return (self._scales.view(np.uint32) >> 16).astype(np.uint16)
         return self._scales.astype(

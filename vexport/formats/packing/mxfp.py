@@ -89,7 +89,7 @@ class MxfpPacking:
             self._scales[:] = exponents(inputs.scales.scale).reshape(shape)
 
     def pack(self, rows: Bits, first: int) -> Array:
-        """Return the codes of some rows; InputError if a weight is not finite."""
+        """Return the codes of some rows. Raises InputError if a weight is not finite."""
         scales = self._scales[first : first + rows.shape[0]].reshape(-1)
         packed = np.empty(rows.size * self._bits // 8, np.uint8)
         storage = storage_of(rows, self._dtype)
