@@ -82,20 +82,20 @@ USUAL: FusedModules = {
 USUAL_PARTS = {"qkv_proj": ("queries", "keys", "values"), "gate_up_proj": ("1", "1")}
 USUAL_EXPERTS = ("gate_proj", "down_proj", "up_proj")
 USUAL_ROW_PARALLEL = ("o_proj", "down_proj", "out_proj")
-# Names of embeddings among the modules that are not in the table of modules: the last part of
-# the name.
+# Last parts of module names that mark embeddings, if a module is not in the table of modules.
 TABLE_NAMES = re.compile(
     r"wte|wpe|(?!.*patch)\w*embed(?:ding)?s?|embed_(?:tokens(?:_per_layer)?|positions|in)"
 )
 
 
-# How vLLM finds the config group of a class's token embeddings: by name or class, or only by class.
+# How vLLM finds the config group of a class's token embeddings. name: by name or by class. class:
+# only by class.
 TableLookup = Literal["name", "class"]
 # Which tensors of a layer are reordered when vLLM's loader reorders the layer's rows. scales by
-# row: the weight, and its scales (a scale for each row or for all rows). every tensor: all tensors,
-# each with a row for each row of the weight. whole heads: all tensors with an output dimension, cut
-# by heads. plain weight: only `weight`, not packed weights and scales. transposed: only `weight`,
-# which is stored as (in, out) and transposed.
+# row: the weight and its scales, if there is a scale for each row or one for all rows. every
+# tensor: all tensors, which must have as many rows as the weight. whole heads: all tensors with an
+# output dimension, cut by heads. plain weight: only `weight`, not packed weights and scales.
+# transposed: only `weight`, which is stored as (in, out) and transposed.
 Reordering = Literal["scales by row", "every tensor", "whole heads", "plain weight", "transposed"]
 
 
@@ -311,7 +311,7 @@ def get_architecture(name: str, version: Version | None = None) -> Architecture:
 def resolve(
     name: str, config: Mapping[str, Json], version: Version | None = None
 ) -> tuple[Architecture, tuple[Finding, ...]]:
-    """Return a model class together with the language model that its config names, and notes on it.
+    """Return a model class joined with the language model that its config names, and notes.
 
     Args:
         name: The class, as config.json names it.
@@ -396,7 +396,10 @@ def _newer(name: str, version: Version) -> tuple[Finding, ...]:
 
 
 def _unknown_modules(name: str, version: Version) -> tuple[Finding, ...]:
-    """Return a warning on a multimodal class if it could not be built to examine its towers."""
+    """Return a warning on a multimodal class whose towers are unknown.
+
+    The towers are unknown if the class could not be built.
+    """
     unknown = module_table(version).unknown
     if name not in unknown or not get_architecture(name, version).language_model:
         return ()

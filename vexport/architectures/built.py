@@ -30,7 +30,7 @@ DRAFTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules"
 
 
 def any_layer(module: str) -> bool:
-    """Return True: by default every module with the tensors of a linear layer is a linear layer."""
+    """Return True, the default for modules that have the tensors of a linear layer."""
     return True
 
 
@@ -122,7 +122,7 @@ class BuiltModel:
     def drafts(self, name: str) -> bool:
         """Return True if a tensor or module is part of a layer that predicts further tokens.
 
-        A layer with the name of a decoder layer drafts only if the config announces it.
+        A layer with the name of a decoder layer is only a draft layer if the config declares it.
         """
         if PREDICTION.search(name) is not None:
             return True

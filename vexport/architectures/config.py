@@ -22,9 +22,10 @@ from vexport.records import Json
 TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
 # Keys with the number of routed experts of a layer.
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-# No size of a tensor is larger.
+# Largest size of a tensor that is accepted.
 LARGEST = 1 << 40
-# Characters of a value in a message. Whole numbers from LONG on are shown in short form.
+# SHOWN is the maximum length of a value in a message. Whole numbers from LONG on are shown in short
+# form.
 SHOWN, LONG, LARGEST_FLOAT = 80, 10**9, 10**300
 QUERIES, KEYS, VALUES = "queries", "keys", "values"
 
@@ -76,7 +77,7 @@ class Unknown(Exception):
 class Items:
     """A word or a list of a config.
 
-    It is not a number, so that expressions cannot multiply by it.
+    The class is not a number type, so that expressions cannot multiply its values.
     """
 
     def __init__(self, values: str | list[Json]) -> None:
@@ -145,7 +146,9 @@ def _compiled(expression: str) -> CodeType:
 def part_sizes(
     layer: str, rows: int, architecture: Architecture, text: Mapping[str, Json]
 ) -> tuple[int, ...]:
-    """Return the out_features of the parts of a merged layer with `rows` out_features.
+    """Return the out_features of each part of a merged layer.
+
+    The merged layer has `rows` out_features.
 
     `layer` is the last part of the layer's name. Return nothing if the sizes are unknown or do not
     add up to `rows`.

@@ -46,9 +46,9 @@ def fuse(names: Iterable[str], architecture: Architecture) -> tuple[FusedLayer, 
     """Group linear layers by the module into which vLLM fuses them.
 
     The fused layers come in the order of their first member. A linear layer could belong to several
-    modules, for example to attention with and without a gate. Then it belongs to the module with
-    most members in `names`. If several modules have the same number, it belongs to the module with
-    fewest missing members.
+    modules, for example to attention with and without a gate. In this case it belongs to the module
+    with most members in `names`. If several modules have the same number, it belongs to the module
+    with fewest missing members.
     """
     siblings: dict[str, list[str]] = {}
     for name in names:
@@ -130,7 +130,7 @@ def _modules(prefix: str, architecture: Architecture) -> Mapping[str, tuple[str,
 def _owners(
     leaves: list[str], modules: Mapping[str, tuple[str, ...]]
 ) -> dict[str, tuple[str, tuple[str, ...]]]:
-    """Return the fused module of each leaf that is fused, and the module's members in `leaves`."""
+    """Map each fused leaf to its fused module and to the module's members in `leaves`."""
     present = set(leaves)
     owners: dict[str, tuple[str, tuple[str, ...]]] = {}
     ranked = sorted(
@@ -149,11 +149,11 @@ def _owners(
 def patterns_below(
     module: str, ending: str, architecture: Architecture, others: Iterable[str]
 ) -> Iterator[str]:
-    """Yield patterns for modules below a module if their names have this ending.
+    """Yield patterns for the modules below `module` whose names have this ending.
 
-    There is a pattern for the name in the file, and a pattern for vLLM's name if it differs. vLLM
-    renames names, but not patterns. Both names agree from the list of layers on. So a pattern
-    starts at the list of layers, or further to the left if it would match any of `others`.
+    The first pattern is for the name in the file. If vLLM's name differs, a second pattern is for
+    vLLM's name. vLLM renames names, but not patterns. Both names agree from the list of layers on,
+    so a pattern starts there. It starts further to the left if it would match any of `others`.
     """
     for name in dict.fromkeys((module, architecture.vllm_name(module))):
         stack = STACK.search(f"{name}.")

@@ -1,6 +1,6 @@
 """Build the `ignore` list of a quantization config.
 
-The list is complete for fused layers and short for experts.
+The list contains every part of a fused layer, and one pattern for all experts of a layer.
 """
 
 import re
@@ -86,7 +86,7 @@ def _quantized_names(layers: Sequence[FusedLayer], kept: Set[str], names: Names)
 
 
 def ignored_head(linears: Iterable[str]) -> tuple[str, ...]:
-    """Return an entry for a head that is tied to the embeddings, if no tensor stores the head.
+    """Return an entry for an output head that is tied to the embeddings and not stored.
 
     Without the entry, transformers would look for the head's scales.
     """

@@ -17,8 +17,8 @@ Shape = tuple[int | None, ...]
 # Keys that count layers or experts. Each layer or expert has at least one tensor, so their number
 # cannot exceed the number of tensors.
 COUNTS = ("num_hidden_layers", "num_experts", "num_local_experts", "n_routed_experts")
-# How many more experts a config may announce than the checkpoint stores. Some layers may have no
-# experts, and some tensors may be missing.
+# Tolerance for a config that declares more experts than the checkpoint stores. Some layers may have
+# no experts, and some tensors may be missing.
 SLACK, MIN_SLACK = 16, 4096
 # Keys that must be in a config. If they are missing, transformers would build a model of its
 # default size.
@@ -104,7 +104,8 @@ class ModelLayout:
         unknown = {split_name(other)[0] for other in self.unknown if other.startswith(inside)}
         if inside.endswith(".experts.") and unknown:
             return False
-        # An unknown tensor of a module with known tensors does not make other modules unknown.
+        # If a module with known tensors also has an unknown tensor, the other modules are still
+        # known.
         return module not in unknown and unknown <= {*self.known, inside.rstrip(".")}
 
 
@@ -206,7 +207,7 @@ def _as_stored(
 def _one_by_one(
     prefix: str, name: str, stacked: Expected, architecture: Architecture, hidden: int
 ) -> dict[str, Expected]:
-    """Return the layers of all experts in one tensor.
+    """Split a tensor of all experts into the layers of single experts.
 
     Return nothing if the names or sizes of the layers are unknown.
     """
@@ -249,7 +250,7 @@ def _names_in_file(
 ) -> Callable[[str], tuple[str, str]]:
     """Return a function that maps a tensor's name to its module and parameter in the file.
 
-    The name in the file may differ if vLLM renames both names to the same name.
+    The name in the file differs from the given name if vLLM renames both to the same name.
     """
     modules = {split_name(name)[0] for name in stored}
     renamed = {architecture.vllm_name(module): module for module in modules}
@@ -264,10 +265,10 @@ def _names_in_file(
 
 
 def impossible_size(config: Mapping[str, Json], tensors: int) -> tuple[str, str] | None:
-    """Return a key with a number that is impossible for this number of tensors, and the number.
+    """Return a key of the config and its number, if the number is too large for `tensors` tensors.
 
-    Return None if all numbers are possible. This limits the work for each layer and expert by the
-    size of the files instead of a number in config.json.
+    Return None if all numbers are possible. With this check, the work for layers and experts
+    depends on the size of the files, and not on a number in config.json.
     """
     text = text_config(config)
     for where in (config, text):

@@ -29,7 +29,8 @@ class LayoutRow:
     their size.
 
     `condition` and `shape` are expressions. `i` is the number of the layer (the first `*`),
-    `layers` the number of layers. An empty expression is unknown, and so is a shape that is None.
+    `layers` the number of layers. If an expression is empty or a shape is None, its value is
+    unknown.
 
     `kind` describes what the tensors become in vLLM. For a weight it is the kind of the module
     (`ModuleKind`). Other kinds are "experts", "norm", "norm above one" (the norm multiplies by its

@@ -19,8 +19,8 @@ from vexport.records import (
     WeightPart,
 )
 
-# decoder: a rule for all linear layers quantizes it. outside: only a rule that names the layer
-# quantizes it (lm_head, vision towers, layers that predict further tokens, routers, gates).
+# decoder: rules for all linear layers apply to the layer. outside: only rules that name the layer
+# apply to it (lm_head, vision towers, layers that predict further tokens, routers, gates).
 # unquantizable: vLLM builds the layer without a quantization config, or as experts in a format of
 # this class only.
 Place = Literal["decoder", "outside", "unquantizable"]
@@ -151,8 +151,8 @@ def _is_transposed(index: Headers, architecture: Architecture, hidden: Json) -> 
 def find_linears(index: Headers, names: Names) -> Iterator[LinearPlan]:
     """Yield the linear layers among the tensors, in file order.
 
-    These are the two-dimensional floating-point weights except embeddings, and the experts in
-    tensors of all experts of a layer.
+    These are the two-dimensional floating-point weights except embeddings, and each expert in a
+    tensor that holds all experts of a layer.
     """
     for tensor in index.tensors.values():
         module, _, last_part = tensor.name.rpartition(".")

@@ -15,7 +15,7 @@ from vexport.records import Json, LinearPlan
 Split = Literal["out", "in", "none"]
 KEY_VALUE = ("k_proj", "v_proj")
 QUERY_KEY_VALUE = ("q_proj", *KEY_VALUE)
-# Up to this number of ranks, possible rank counts are offered in messages.
+# Largest tensor parallel size that messages suggest.
 MAX_RANKS = 16
 
 

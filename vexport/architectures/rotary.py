@@ -16,8 +16,8 @@ BASES = ("rope_theta", "rope_local_base_freq", "rotary_emb_base")
 PARTIAL = ("partial_rotary_factor", "rotary_pct", "rope_pct")
 DESCRIPTIONS = ("rope_parameters", "rope_scaling")
 ORIGINAL = "original_max_position_embeddings"
-# Types of embeddings with a table that is `factor` times as long as the original positions
-# (OF_ORIGINAL) or as all positions (OF_ALL).
+# Types of embeddings with a longer table. It has `factor` rows for each original position
+# (OF_ORIGINAL) or for each position (OF_ALL).
 OF_ORIGINAL = ("yarn", "deepseek_yarn", "deepseek_llama_scaling")
 OF_ALL = ("linear", "ntk", "dynamic")
 # Rows of a table for sections of an image's height and width (MRotaryEmbedding).
@@ -40,7 +40,7 @@ class WrongNumber:
 def wrong_numbers(
     config: Mapping[str, Json], path: str = "", depth: int = 0
 ) -> Iterator[WrongNumber]:
-    """Yield bases that do not give finite angles, and shares of a head that are impossible."""
+    """Yield bases without finite angles, and invalid shares of a head."""
     for key, value in config.items():
         if isinstance(value, dict):
             if depth < DEEPEST:

@@ -42,7 +42,7 @@ QUANTIZED_PARAMETERS = frozenset(
         "blocks",
     }
 )
-# Parameters that never occur without other parameters.
+# Parameters that a layer never has without further parameters.
 AUXILIARY_PARAMETERS = frozenset({"scales", "g_idx"})
 # Parameters of all experts of a layer whose names are joined to the name of their
 # projection (gpt-oss).
@@ -52,7 +52,10 @@ JOINED = re.compile(
 
 
 def quantized_parameters(parameters: Mapping[str, TensorInfo]) -> list[str]:
-    """Return the parameters that only quantized layers have, or a weight with a quantized dtype."""
+    """Return the parameters that show that a layer is quantized.
+
+    Only quantized layers have these parameters, or a weight with a quantized dtype.
+    """
     return sorted(
         parameter
         for parameter, tensor in parameters.items()
