@@ -64,7 +64,7 @@ def _compared(view: CheckpointView, origins: SourceTensors, on_layer: OnLayer) -
                 faulty.append((layer, comparison))
         origins.release()
         on_layer(number + 1, len(quantized))
-    # Computing the digests of all weights takes time, so do it only if there are faults to explain.
+    # Computing the digests of all weights takes time, so it is only done if there are faults.
     is_own = bool(faulty) and is_rounded_by_vexport(view, origins.index)
     for layer, comparison in faulty:
         is_rounding = is_own and comparison.is_same_weight
@@ -126,7 +126,7 @@ def _different_weight(layer: StoredLayer, comparison: WeightComparison) -> Findi
 
 
 def _rounded_far(layer: StoredLayer, comparison: WeightComparison) -> Finding:
-    """Warn of a weight that vexport's rounding moved farther than usual."""
+    """Warn of a weight with a larger change than usual, made by vexport's rounding."""
     got = (
         f"{'; '.join(comparison.faults)} (by vexport's rounding: the files match their "
         f"recorded digests)"
@@ -155,10 +155,11 @@ def _summary(view: CheckpointView, ratios: Mapping[str, float]) -> Iterator[Find
 
 
 def _incomparable(view: CheckpointView, layer: StoredLayer, got: str, fix: str) -> Finding:
-    """Report a layer that cannot be compared: a warning if its class has a known layout.
+    """Report a layer that cannot be compared with the source.
 
-    With a layout, other checks report such layers, and vLLM may narrow or never read the tensors.
-    Without a layout it is an error.
+    If the layout of the class is known, the finding is a warning: other checks report such layers,
+    and vLLM may narrow the tensors or never read them. If the layout is unknown, the finding is an
+    error.
     """
     finding = error if view.model.layout is None else warning
     expected = "a quantized weight to compare with the source's weight"

@@ -43,7 +43,7 @@ def read_parameters(
 
 
 def as_loaded(view: CheckpointView, layer: StoredLayer) -> dict[str, torch.Tensor] | None:
-    """Return the tensors that a layer's weight consists of, as vLLM's parameters hold them.
+    """Return the tensors of a layer's weight after vLLM has copied them to its parameters.
 
     Tensors with another dtype are cast by value. Only the beginning of tensors that are too large
     is used. `weight_shape`, which vLLM does not read, is replaced by the weight's shape. Returns
@@ -92,7 +92,10 @@ def weight_of(group: ConfigGroup, parameters: Mapping[str, torch.Tensor]) -> tor
 
 
 def vllm_storage(group: ConfigGroup) -> Format:
-    """Return the format in which vLLM reads a group; ValueError if vLLM has no scheme for it."""
+    """Return the format in which vLLM reads a group.
+
+    Raises ValueError if vLLM has no scheme for the group.
+    """
     if group.refusal is not None:
         raise ValueError(group.refusal)
     return group.storage

@@ -1,6 +1,6 @@
 """Compare everything that is not quantized with the source: tensors, configs and tokenizer.
 
-Severity follows vLLM: an error if vLLM would refuse to load, or would silently answer differently.
+A difference is an error if vLLM refuses to load, or silently gives different answers.
 """
 
 import json
@@ -171,7 +171,7 @@ def _is_offset_norm(old: Reader, origin: TensorInfo, new: Reader, tensor: Tensor
 def _regrouped(
     view: CheckpointView, origins: SourceTensors, tensor: TensorInfo
 ) -> Iterator[Finding]:
-    """Compare an unquantized weight that the source stores fused with others, or split."""
+    """Compare an unquantized weight that the source stores split, or fused with other weights."""
     layer = view.layers.by_name.get(tensor.name.removesuffix(".weight"))
     pieces = origins.pieces(layer) if layer is not None and tensor.dtype in TORCH_DTYPES else ()
     if not pieces:
@@ -220,8 +220,8 @@ def _different(
 ) -> Iterator[tuple[str, Json, Json]]:
     """Yield keys that are in both configs with different values.
 
-    A key that one config lacks is a default of another version, unless it is in
-    KEYS_WITHOUT_DEFAULT.
+    If only one config has a key, the key is assumed to be a default of another version and is
+    ignored, unless it is in KEYS_WITHOUT_DEFAULT.
     """
     for key in sorted(old.keys() & new.keys() - IGNORED_KEYS):
         before, after = old[key], new[key]

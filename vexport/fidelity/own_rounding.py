@@ -27,7 +27,7 @@ CORRECTING = frozenset(ROUNDINGS) - {"nearest"}
 
 
 def is_rounded_by_vexport(view: CheckpointView, source: SourceIndex) -> bool:
-    """Return True if vexport rounded these weights by inputs, from a source like this one.
+    """Return True if vexport rounded these weights of this source with calibration inputs.
 
     Four conditions must hold. The files have the digests in vexport.json. The recipe has
     calibration text and a rule with `gptq` or `refit`. The source has the recorded config and

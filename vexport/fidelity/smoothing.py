@@ -3,7 +3,8 @@
 AWQ and SmoothQuant multiply the columns of a weight by factors, and divide the preceding norm, or
 the rows of the preceding layer, by the same factors. A norm is not quantized, so its factors can be
 read from it. Between two layers (v and o, up and down), the factors are computed from both weights.
-They must agree, so that no other change of a weight is mistaken for smoothing.
+Both weights must imply the same factors. Otherwise another change of a weight could be mistaken for
+smoothing.
 """
 
 from collections.abc import Iterator, Mapping
@@ -107,7 +108,7 @@ class Factors:
         return None if columns is None and between is None else (weight,)
 
     def accept(self, name: str) -> None:
-        """Record that these factors explain the weight of a layer."""
+        """Record that a layer's weight matches the source with these factors."""
         self.layers.append(name)
         if norm := self._norm_of(name):
             self.norms.add(norm)

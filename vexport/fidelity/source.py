@@ -17,7 +17,7 @@ from vexport.records import FLOATING, LinearPlan, TensorInfo
 
 
 class ComparedSource:
-    """Source that returns weights by the names of their layers, even from stacked experts."""
+    """Source that returns a layer's weight by the layer's name, also from stacked experts."""
 
     def __init__(self, index: SourceIndex, reader: Reader) -> None:
         self.index, self.reader = index, reader

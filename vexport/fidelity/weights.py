@@ -1,8 +1,8 @@
-"""Compare dequantized weights with the source's weights: every part must be equal up to rounding.
+"""Compare dequantized weights with the source's weights. Parts may differ only by rounding.
 
-Rounding with calibration data (GPTQ, refit) moves a weight far from the source's weight where the
-inputs allow it. These changes have no direction. A wrong scale goes along the weight, and wrong
-zero points shift whole parts.
+Rounding with calibration data (GPTQ, refit) can change a weight much if the layer's outputs hardly
+change. These changes are uncorrelated with the weight. In contrast, the error of a wrong scale is
+proportional to the weight, and wrong zero points shift whole parts.
 """
 
 import math
@@ -22,27 +22,29 @@ from vexport.numerics.metrics import sqnr_db
 from vexport.observers import MemorylessMinMaxObserver
 from vexport.observers.qparams import fake_quantize
 
-# With the same scales, GPTQ was 0.6 to 9 dB below plain rounding (SmolLM2-135M in W4A16). A refit
-# of eight bits is further below, because its correction is as large as with four bits. An unrelated
-# weight has 0 dB or less.
+# Limits of a weight's signal-to-noise ratio. With the same scales, the ratio of GPTQ was 0.6 to 9
+# dB below plain rounding (SmolLM2-135M in W4A16). With eight bits, the ratio of a refit is further
+# below plain rounding, because the correction is as large as with four bits. An unrelated weight
+# has 0 dB or less.
 MAX_BELOW_ROUNDING_DB = 10.0
 MIN_DB = 3.0
 # Rounding is unbiased except for clipping and coarse steps, which cost at most about twice the
 # noise power of rounding. A gain error of more than 5 percent beyond that is a wrong scale. A refit
 # shrinks weights if its inputs are noisier: by 10 percent with half of the correction and a fifth
-# of noise. Then the rest of its error is well above rounding.
+# of noise. In this case the error that remains after correcting the gain is well above the rounding
+# error.
 MAX_GAIN_ERROR, MAX_REFIT_GAIN_ERROR = 0.05, 0.12
 REFITTED_DB = 3.0
 # A part (the elements that share a scale) is wrong if three conditions hold: its error has more
 # than a quarter of its power, its error is far above the rounding error of the layer's parts, and
 # its gain is wrong. This is true for a scale that is off by a half, and for values that are
-# unrelated to the weight. The error of GPTQ may be larger than a part, but it does not go along the
-# weight. If most rows have more noise in the same columns, a part may have it, too, unless it has
-# lost three quarters of its power.
+# unrelated to the weight. The error of GPTQ may be larger than the values of a part, but it is
+# uncorrelated with the weight. If most rows have more noise in the same columns, a part may have
+# this noise, too, unless it has lost three quarters of its power.
 WRONG_PART_NOISE = 0.25
 WRONG_PART_FACTOR = 50.0
-# Next to a value that is much larger than the rest of its row, plain rounding already leaves the
-# smaller values of a part far off.
+# If one value of a part is much larger than the rest of its row, even plain rounding changes the
+# smaller values of the part much.
 OWN_ROUNDING_FACTOR = 2.0
 MAX_COARSE_NOISE = 0.75
 WRONG_PART_GAIN = 0.35
@@ -52,10 +54,11 @@ PART_COLUMNS = 128
 MAX_SPREAD_FACTOR = 4.0
 MIN_SPREAD = 0.02
 MIN_PARTS = 16
-# A refit scales single columns equally in all rows (`column_factors`), independently of the parts'
-# scales. A wrong scale changes all columns of its part. So column factors may explain how parts
-# differ, but only if the median of each part's columns is within this limit of the other parts'
-# median. With fewer rows than MIN_ROWS_FOR_FACTORS, column factors would be noise.
+# A refit multiplies a column by the same factor in all rows (`column_factors`), independently of
+# the parts' scales. A wrong scale changes all columns of its part. Column factors can therefore
+# explain different gains of parts. This is only accepted if the median factor of each part's
+# columns is within MAX_PART_FACTOR of the other parts' median. With fewer rows than
+# MIN_ROWS_FOR_FACTORS, column factors would be noise.
 MAX_PART_FACTOR = 0.1
 MIN_ROWS_FOR_FACTORS = 32
 # Rounding keeps most of a weight, even with two bits: 0.7 and more of its size. An unrelated weight
@@ -63,15 +66,17 @@ MIN_ROWS_FOR_FACTORS = 32
 MIN_OWN_GAIN, MAX_OWN_GAIN = 0.5, 1.5
 TINY = torch.finfo(torch.float32).tiny
 # If scales or zero points are at fault, at least this share of the error power comes from the
-# scales of parts, or shifts whole parts. With noise alone, the share is 1 / the number of elements
-# in a part.
+# scales of parts, or shifts whole parts. If the error is only noise, the share is 1 / (number of
+# elements in a part).
 MIN_SCALE_SHARE, MIN_SHIFT_SHARE = 0.2, 0.3
-# Number of directions that the errors of all rows share (`select_deviating_rows`), and the share of
-# an error along them that explains it.
+# DIRECTIONS is the number of directions that the errors of all rows share
+# (`select_deviating_rows`). An error is explained if at least MIN_SHARE of its power is along these
+# directions.
 DIRECTIONS = 8
 MIN_SHARE = 0.12
 # The share of an unrelated error along these directions, times the number of columns, is about
-# chi-square distributed with `DIRECTIONS` degrees of freedom. It does not exceed this by chance.
+# chi-square distributed with `DIRECTIONS` degrees of freedom. By chance it does not exceed
+# MIN_CHI_SQUARE.
 MIN_CHI_SQUARE = 64.0
 # Number of rows that determine the directions. At most 1 of MIN_ROWS_PER_EXPLAINED_ROW rows of a
 # layer may be explained by them.
@@ -89,7 +94,8 @@ class WeightComparison:
     rounded to nearest in the same scheme. `gain` is the ratio of the stored weight to the source's
     weight. `spread` is the standard deviation of the parts' gains, and `plain_spread` is their
     standard deviation with plain rounding. `shift` is the share of the error that shifts whole
-    parts. `wrong_parts` of `parts` parts are far off.
+    parts. `parts` is the number of parts, and `wrong_parts` the number of parts with a wrong scale
+    or unrelated values.
     """
 
     snr_db: float
@@ -109,7 +115,7 @@ class WeightComparison:
 
     @property
     def is_same_weight(self) -> bool:
-        """True if the stored weight is the source's, however far rounding moved parts of it."""
+        """True if this is the source's weight, even if rounding changed parts of it much."""
         return MIN_OWN_GAIN < self.gain < MAX_OWN_GAIN
 
     @property
@@ -204,7 +210,10 @@ class _StoredWeight:
         self._group, self._stored, self._shape = group, stored, shape
 
     def compared(self, pieces: Pieces) -> WeightComparison:
-        """Compare with a source's weight; ValueError if compressed-tensors refuses the tensors."""
+        """Compare with a source's weight.
+
+        Raises ValueError if compressed-tensors refuses the tensors.
+        """
         nearest = _Nearest(self.args, pieces)
         parts = [
             _compare(source, weight, nearest, rows) for rows, source, weight in self._chunks(pieces)
@@ -343,8 +352,8 @@ def _most_noise(signal: torch.Tensor, noise: torch.Tensor, rounding: torch.Tenso
     """Return the largest noise of a plausible part.
 
     It is a multiple of the rounding error in the layer, in its row or in the part, whichever is
-    largest. A part may also have the noise that most rows have in its columns: a search that
-    weights errors by the inputs gives the columns next to a very large column coarse scales.
+    largest. A part may also have the noise that most rows have in its columns. A search that
+    weights errors by the inputs chooses coarse scales for the columns next to a very large column.
     """
     of_row = rounding.mean(dim=1, keepdim=True).clamp_min(float(rounding.mean()))
     usual = torch.maximum(WRONG_PART_FACTOR * of_row, OWN_ROUNDING_FACTOR * rounding)
