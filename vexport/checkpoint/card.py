@@ -16,7 +16,7 @@ _MAX_BYTES, _LONGEST_WORD = 1 << 16, 500
 
 
 def inherited_card(root: Path) -> Mapping[str, str | tuple[str, ...]]:
-    """Return the keys of INHERITED in the folder's README.md, or none without a valid card.
+    """Return the keys of INHERITED in the folder's README.md, or {} if it is no valid card.
 
     If the card has no license, the license of the folder's LICENSE file is added if it is in
     LICENSES.

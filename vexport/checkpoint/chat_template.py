@@ -1,7 +1,7 @@
 """Chat templates of a checkpoint, read without running any code.
 
-Places and their order are those of `from_pretrained` of tokenizers and processors in transformers
-5.19, and of `resolve_chat_template` in vllm/renderers/hf.py (0.32). The processor has priority over
+The places and their order follow `from_pretrained` of tokenizers and processors in transformers
+5.19, and `resolve_chat_template` in vllm/renderers/hf.py (0.32). The processor has priority over
 the tokenizer.
 """
 

@@ -76,7 +76,7 @@ _CODES = np.arange(256, dtype=np.uint16)
 def _e4m3_table() -> npt.NDArray[np.float32]:
     """Return the values of e4m3: seven bits of magnitude and a sign, no infinity.
 
-    NaN is all ones (OCP 8-bit Floating Point, 5).
+    All magnitude bits of NaN are ones (OCP 8-bit Floating Point, 5).
     """
     exponent, fraction = (_CODES >> 3 & 15).astype(np.int32), (_CODES & 7) / 8
     values = np.where(exponent, np.ldexp(1 + fraction, exponent - 7), np.ldexp(fraction, -6))

@@ -29,7 +29,7 @@ TOO_DEEP = "values are nested too deeply"
 EXPORT_FILE = "download or export the file again"
 # Escape of a surrogate, half of a character beyond 16 bits.
 SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-# Endings of files that belong to a checkpoint, unlike pictures.
+# Endings of files that are part of a checkpoint. Pictures, for example, are not.
 CONTENT_SUFFIXES = frozenset(
     {".safetensors", ".json", ".txt", ".model", ".jinja", ".py", ".tiktoken"}
 )
@@ -39,7 +39,8 @@ WEIGHTS_SUFFIX = ".safetensors"
 QUANTIZATION_CONFIG = "quantization_config"
 # Older name in compressed-tensors.
 COMPRESSION_CONFIG = "compression_config"
-# ModelOpt 0.29 and earlier wrote it to a separate file; newer versions write this file, too.
+# ModelOpt 0.29 and earlier wrote the quantization config only to this file. Newer versions also
+# write this file.
 SEPARATE_FILE = "hf_quant_config.json"
 TEXT = "text_config"
 # Files that contain a tokenizer's vocabulary, or code that loads a vocabulary.

@@ -175,7 +175,10 @@ class Reader:
         return low - first, high - first
 
     def _advise(self, file: Path, start: int, end: int, advice: int) -> None:
-        """Give advice on whole pages. Dropped pages of a neighbour are read from the file again."""
+        """Advise the kernel on whole pages.
+
+        If a dropped page also has a neighbouring tensor, it is read from the file again.
+        """
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
         if file in self._maps and end > first:
             self._maps[file].madvise(advice, first, end - first)

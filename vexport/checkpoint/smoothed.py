@@ -1,4 +1,6 @@
-"""Source with smoothed weights: channels are scaled by powers of two, and back in a later tensor.
+"""Source with smoothed weights: channels are scaled by powers of two.
+
+A later tensor is scaled by the inverse factors.
 
 The model's outputs stay bit-identical, because powers of two change no digit. The exponents are
 stored next to the weights that were quantized from the smoothed source, in SMOOTHING.
@@ -26,7 +28,8 @@ MOST = 8
 # Name of a decoder layer, at the start of its tensors' names.
 LAYER = re.compile(r".*?\.\d+\.")
 FIX = "export the checkpoint again"
-# Number of cached tensors. Weights are read in runs, and a tensor may start before the last ends.
+# Number of cached tensors. Weights are read in runs of rows, and the first run of a tensor may be
+# read before the last run of the previous tensor.
 KEPT = 2
 # Maximum number of elements that are scaled at a time.
 RUN_ELEMENTS = 1 << 24
@@ -83,7 +86,7 @@ class SmoothedReader(Reader):
 
 
 def source_reader(checkpoint: Path) -> Reader:
-    """Return a reader of the source of a checkpoint of vexport, smoothed as it was then."""
+    """Return a reader of the source of vexport's checkpoint, with the smoothing of the export."""
     return reader_of(smoothing_of(checkpoint))
 
 
@@ -134,7 +137,7 @@ def reader_of(smoothing: Mapping[str, Smoothing]) -> Reader:
 
 
 def write_smoothing(smoothing: Mapping[str, Smoothing], folder: Path) -> None:
-    """Write the exponents next to the weights. Write no file without exponents."""
+    """Write the exponents next to the weights. Write no file if there are no exponents."""
     if smoothing:
         write_text(folder / SMOOTHING, to_json(_File(tensors=smoothing)))
 

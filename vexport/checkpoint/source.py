@@ -46,7 +46,7 @@ _PARTIAL_CONTENT = 206
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataName:
-    """A parsed name: a `path`, or a repository `hub` with a split, and the column of either."""
+    """A parsed name of data: a `path` or a repository `hub` with a split, and a column."""
 
     kind: Literal["path", "hub", "default"]
     name: str
@@ -56,7 +56,7 @@ class DataName:
 
     @property
     def path(self) -> Path:
-        """File or folder, for a name of that kind."""
+        """File or folder, if the name is a path."""
         is_joined = self.kind == "path" and self.column is not None
         return user_path(self.name.removesuffix(f":{self.column}") if is_joined else self.name)
 
@@ -189,7 +189,7 @@ def require_source(name: str) -> None:
 def _or_missing_folder(name: str) -> Iterator[None]:
     """Raise InputError for a wrong path if the hub cannot be reached.
 
-    A name is taken for a path if its parent folder exists.
+    If the parent folder of the name exists, the name is assumed to be a wrong path.
     """
     try:
         yield
@@ -223,7 +223,7 @@ class _NoRangesError(Exception):
 
 @contextmanager
 def header_files(name: HubName, on_progress: OnProgress) -> Iterator[Path]:
-    """Yield a folder like the model's, but with weight files that have holes for their data.
+    """Yield a copy of the model's folder in which the data of the weights are holes.
 
     Weight files have the right headers and sizes. The folder is deleted after the block. If the
     cache has the weights, or the hub does not support range requests, the model's folder in the

@@ -125,7 +125,7 @@ class Progress:
     def verified(
         self, shard: int, header: bytes, ends: Sequence[int]
     ) -> tuple[int, xxhash.xxh3_64]:
-        """Return how many units of the shard agree with the record, and the digest up to there.
+        """Return the number of units that agree with the record, and the digest of these units.
 
         `shard` is a file descriptor. The record is truncated to these units. `ends` holds the end
         of the header and of each unit.
@@ -249,7 +249,7 @@ def as_bytes(array: Array) -> memoryview:
 
 
 def stored_parts(tensor: TensorInfo) -> Iterator[memoryview]:
-    """Yield the bytes of a stored tensor part by part. All parts use the same memory."""
+    """Yield the bytes of a stored tensor in parts. All parts use the same buffer."""
     buffer = memoryview(bytearray(min(COPY_BYTES, tensor.num_bytes)))
     with tensor.file.open("rb", buffering=0) as source:
         source.seek(tensor.start)
