@@ -112,8 +112,8 @@ def exit_with_core(llm: "LLM", engine: ExitStack) -> None:
     If the engine's core ends, this process ends as well.
 
     On a GPU the core is a separate process. vLLM notices when it ends (v1/engine/core_client.py,
-    start_engine_core_monitor), but a caller that waits for the core's results never returns. So
-    this process ends soon after the core.
+    start_engine_core_monitor). However, a caller that waits for the core's results never returns.
+    So this process ends soon after the core.
     """
     core, done = llm.llm_engine.engine_core, threading.Event()
 

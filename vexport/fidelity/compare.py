@@ -157,9 +157,9 @@ def _summary(view: CheckpointView, ratios: Mapping[str, float]) -> Iterator[Find
 def _incomparable(view: CheckpointView, layer: StoredLayer, got: str, fix: str) -> Finding:
     """Report a layer that cannot be compared with the source.
 
-    If the layout of the class is known, the finding is a warning: other checks report such layers,
-    and vLLM may narrow the tensors or never read them. If the layout is unknown, the finding is an
-    error.
+    If the layout of the class is known, the finding is a warning, because other checks report such
+    layers. vLLM may also narrow the tensors or never read them. If the layout is unknown, the
+    finding is an error.
     """
     finding = error if view.model.layout is None else warning
     expected = "a quantized weight to compare with the source's weight"

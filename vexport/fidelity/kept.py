@@ -220,8 +220,8 @@ def _different(
 ) -> Iterator[tuple[str, Json, Json]]:
     """Yield keys that are in both configs with different values.
 
-    If only one config has a key, the key is assumed to be a default of another version and is
-    ignored, unless it is in KEYS_WITHOUT_DEFAULT.
+    If only one config has a key, the key is assumed to be a default of another version, and is
+    ignored. Keys in KEYS_WITHOUT_DEFAULT are not ignored.
     """
     for key in sorted(old.keys() & new.keys() - IGNORED_KEYS):
         before, after = old[key], new[key]

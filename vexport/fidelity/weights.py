@@ -40,11 +40,11 @@ REFITTED_DB = 3.0
 # its gain is wrong. This is true for a scale that is off by a half, and for values that are
 # unrelated to the weight. The error of GPTQ may be larger than the values of a part, but it is
 # uncorrelated with the weight. If most rows have more noise in the same columns, a part may have
-# this noise, too, unless it has lost three quarters of its power.
+# this noise, too. It is still wrong if it has lost three quarters of its power.
 WRONG_PART_NOISE = 0.25
 WRONG_PART_FACTOR = 50.0
-# If one value of a part is much larger than the rest of its row, even plain rounding changes the
-# smaller values of the part much.
+# One value of a part may be much larger than the rest of its row. Even plain rounding then changes
+# the smaller values of the part much.
 OWN_ROUNDING_FACTOR = 2.0
 MAX_COARSE_NOISE = 0.75
 WRONG_PART_GAIN = 0.35

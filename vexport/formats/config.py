@@ -95,7 +95,7 @@ def targets_of(
     name than in the file, this name is also a target.
 
     The target of a quantized output head is a pattern. vLLM's name of the head may be longer than
-    the checkpoint's name (`language_model.lm_head`), and vLLM translates only names with a dot.
+    the checkpoint's name (`language_model.lm_head`). vLLM translates only names with a dot.
     """
     names = [name for layer in layers for name in _names(layer, architecture)]
     heads = [name for name in names if is_head(name)]

@@ -82,8 +82,8 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Reset the record for a new model."""
         self._written: dict[int, _Written] = {}
         self._sources: dict[str, _Source] = {}
-        # For each storage: the stored tensors that it contains or was computed from, and a tensor
-        # that references the storage so that it is not freed.
+        # Maps each storage to the stored tensors that it contains or was computed from. A tensor in
+        # the value keeps the storage alive.
         self._origins: dict[int, tuple[tuple[str, ...], torch.Tensor]] = {}
         self._differences = set[int]()  # storages of the results of comparisons
 
