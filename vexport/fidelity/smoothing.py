@@ -27,8 +27,8 @@ from vexport.records import Finding, Smoothing
 
 EXPECTED = "exponents that do not change the outputs of any layer"
 FIX = "pass the source that the checkpoint was made from, or export the checkpoint again"
-# Norms before layers, and pairs of layers. The second layer of a pair reads the first layer's
-# outputs element by element.
+# NORMS maps layers to the norms before them. AFTER maps the first layer of a pair to the second
+# layer, which reads the first layer's outputs element by element.
 NORMS: Mapping[str, str] = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "input_layernorm.weight"),
     **dict.fromkeys(("gate_proj", "up_proj"), "post_attention_layernorm.weight"),

@@ -43,7 +43,7 @@ from vexport.records import (
 )
 
 CHECK = "dry-load"
-# Which cells must load: all of them, or at least one for each tensor parallel size.
+# The cells that must load. all: every cell. any: at least one cell for each tensor parallel size.
 Require = Literal["all", "any"]
 LIMITATIONS = (
     "kernels, and how vLLM processes weights after loading, did not run; values were only read "
