@@ -1,7 +1,7 @@
-"""Compute lm-eval's metrics of a whole corpus from numbers of each document.
+"""Compute lm-eval's metrics of a whole corpus from a few numbers for each document.
 
-lm-eval computes these metrics from all documents at once (lm_eval/api/metrics.py, 0.4.13). Each of
-them depends only on sums over the documents:
+lm-eval computes these metrics from all documents at once (lm_eval/api/metrics.py, 0.4.13). Each
+metric depends only on sums of these numbers over the documents:
 
 | metric | numbers of a document |
 |---|---|
@@ -12,7 +12,7 @@ them depends only on sums over the documents:
 | `mcc` | its cell in the confusion matrix |
 | `bleu`, `chrf`, `chrf++`, `ter` | sacrebleu's counts of n-grams or edits |
 
-A bootstrap resamples documents and adds their numbers. It does not tokenize any text again.
+A bootstrap draws documents and adds their numbers. No text is tokenized again.
 """
 
 import math
@@ -35,26 +35,28 @@ if TYPE_CHECKING:
 Marks = NDArray[np.bool_]
 Labels = NDArray[np.int64]
 Measure = Callable[[Scores], Scores]
-"""Function of sums over documents, shape (..., numbers), with the shape (...,)."""
+"""Function from sums over documents, shape (..., numbers), to values of the metric, shape (...,).
+"""
 _NUMBERS = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|inf")
 
 
 class NotReadable(Exception):
-    """Raised if the stored values of a metric are not those of lm-eval's own metric."""
+    """The stored values of a metric do not have the form of lm-eval's metric of that name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Numbers of each document for both models, and the functions that make a metric of them.
+    """Numbers of each document for both models, and the functions that compute a metric from them.
 
     - `baseline` and `candidate` have the shape (documents, numbers).
-    - `measure` returns the quantity whose difference is judged, from sums over documents.
-    - `shown` turns this quantity into lm-eval's aggregate.
+    - `measure` computes a value from sums over documents. The verdict is based on the difference
+      between the two models' values.
+    - `shown` converts a value of `measure` to lm-eval's aggregate.
     - `unit` is the unit of a difference, and `higher_is_better` is its direction.
-    - `other` has the numbers of each document after another answer, for metrics of right and wrong
-      answers. It has the shape (documents, numbers) and belongs to the baseline.
-    - `is_text` is True if the numbers come from generated text.
-    - `scored` returns True for each document with a partly right answer.
+    - `other` has the numbers that each document would have if the baseline's answer to it changed,
+      shape (documents, numbers). It is None unless answers are right or wrong.
+    - `is_text` is True if the metric scores generated text.
+    - `scored` returns 1 for each document with an at least partly right answer, else 0.
     """
 
     baseline: Scores
@@ -71,13 +73,13 @@ class Table:
 def tabulate(
     aggregation: str, metric: str, baseline: Sequence[Json], candidate: Sequence[Json]
 ) -> Table:
-    """Return the table of a metric with one of lm-eval's aggregations.
+    """Return the table of a metric that lm-eval computes with `aggregation`.
 
     `baseline` and `candidate` are the values that lm-eval stored for the same documents.
 
     Raises:
-        NotReadable: If the aggregation is unknown, if the values do not belong to it, or if
-        sacrebleu is missing and the metric needs it.
+        NotReadable: If the aggregation is unknown, if the values do not have its form, or if the
+        metric needs sacrebleu and sacrebleu is not installed.
     """
     make = _TABLES.get(aggregation)
     if make is None:
@@ -99,7 +101,7 @@ def log_likelihood_table(
 ) -> Table:
     """Return the table of a metric with one log-likelihood (or its negative) for each document.
 
-    With `is_perplexity`, the aggregate is exp(-mean), else it is the mean.
+    The aggregate is exp(-mean) with `is_perplexity`, and the mean without it.
     """
     return Table(
         baseline=_with_ones(baseline),
@@ -166,7 +168,7 @@ def _weighted(baseline: Sequence[Json], candidate: Sequence[Json]) -> tuple[Scor
 
 
 def _column(values: Sequence[Json], index: int) -> Scores:
-    """Return one member of each value as finite numbers."""
+    """Return the member `index` of each value (or a value that is no list) as finite numbers."""
     column = []
     for value in values:
         member = value[index] if isinstance(value, list) else value
@@ -187,7 +189,7 @@ def _brier(metric: str, baseline: Sequence[Json], candidate: Sequence[Json]) -> 
 
 
 def _squared_errors(values: Sequence[Json]) -> Scores:
-    """Return each document's sum of squared errors of the options' probabilities."""
+    """Return the sum of the squared errors of the options' probabilities, for each document."""
     errors = []
     for value in values:
         gold, given = _two(value)
@@ -199,7 +201,11 @@ def _squared_errors(values: Sequence[Json]) -> Scores:
 
 
 def numbers_in(value: Json) -> list[float]:
-    """Return a list of numbers, also if lm-eval stored numpy's text of an array (8 digits)."""
+    """Return the numbers of a stored list.
+
+    lm-eval may have stored the list as numpy's text of an array, which has 8 digits for each
+    number.
+    """
     if isinstance(value, str):
         if "..." in value:
             raise NotReadable("numpy left out numbers of a long array")
@@ -268,7 +274,7 @@ def _mcc(metric: str, baseline: Sequence[Json], candidate: Sequence[Json]) -> Ta
     gold_at = np.searchsorted(labels, gold)
     left_at, right_at = (np.searchsorted(labels, side) for side in sides)
     cells = np.eye(many * many)
-    # Another answer: the right label instead of a wrong label, else the next label.
+    # The other answer is the right label if the baseline's label is wrong, else the next label.
     other_at = np.where(left_at == gold_at, (left_at + 1) % many, gold_at)
     diagonal = np.eye(many).ravel()
     return Table(
@@ -369,7 +375,7 @@ def _references_and_answers(values: Sequence[Json]) -> tuple[list[list[str]], li
 def _bleu(metric: str, baseline: Sequence[Json], candidate: Sequence[Json]) -> Table:
     from sacrebleu.metrics.bleu import BLEU
 
-    # Two lengths come first, then the numbers of right n-grams.
+    # Columns 0 and 1 are two lengths. Column 2 is the number of matching unigrams.
     return _text_table(
         BLEU(), baseline, candidate, scored=lambda rows: np.where(rows[:, 2] > 0, 1.0, 0.0)
     )
@@ -388,7 +394,7 @@ def _chrf_table(
 ) -> Table:
     from sacrebleu.metrics.chrf import CHRF
 
-    # Each order of n-grams has the numbers of the answer, of the reference, and of the matches.
+    # Each order of n-grams has three columns: counts in the answer, in the reference, and matches.
     return _text_table(
         CHRF(word_order=word_order),
         baseline,
@@ -400,7 +406,7 @@ def _chrf_table(
 def _ter(metric: str, baseline: Sequence[Json], candidate: Sequence[Json]) -> Table:
     from sacrebleu.metrics.ter import TER
 
-    # Each row has the number of edits and the length of the reference.
+    # Column 0 is the number of edits, column 1 the length of the reference.
     return _text_table(
         TER(),
         baseline,
@@ -422,7 +428,7 @@ _TABLES: Mapping[str, Callable[[str, Sequence[Json], Sequence[Json]], Table]] = 
     "ter": _ter,
 }
 NEEDS_SACREBLEU = frozenset(("bleu", "chrf", "chrf++", "ter"))
-"""Aggregations of translations, which sacrebleu computes. It is installed with lm-eval."""
+"""Aggregations that sacrebleu computes, for translations. lm-eval depends on sacrebleu."""
 
 
 def softmax(values: Iterable[float]) -> list[float]:

@@ -1,9 +1,9 @@
 """Compare two models by a metric of a whole corpus: a paired bootstrap over documents.
 
-Each resample draws documents with replacement, the same documents for both models, and computes
-the metric of both from the sums over these documents. Bounds are BCa's (Efron, JASA 82, 1987). They
-are never closer than Student's bounds with the jackknife's standard error, because a bootstrap of
-few documents is too narrow.
+Each resample draws documents with replacement, the same documents for both models. Both models'
+metrics are computed from the sums over the drawn documents. Bounds come from the BCa bootstrap
+(Efron, JASA 82, 1987), or from Student's distribution with the jackknife's standard error if
+Student's bounds are wider. A bootstrap of few documents alone would be too narrow.
 """
 
 import math
@@ -17,8 +17,8 @@ from vexport.evaluation.aggregates import Measure, NotReadable, Table
 from vexport.evaluation.statistics import RESAMPLES, Clusters, Interval, Scores, tango_interval
 
 LEAST_DOCUMENTS = 8
-"""Minimum number of documents that decide. Fewer documents show too little of other documents."""
-# Number of drawn documents that are held in memory at once.
+"""Minimum number of documents for PASS. Fewer documents say too little about other documents."""
+# Maximum number of drawn documents in memory at once.
 _DRAWN = 4_000_000
 
 
@@ -26,17 +26,18 @@ _DRAWN = 4_000_000
 class Corpus:
     """Both models' values of a metric of a whole corpus, and the values of resampled corpora.
 
-    - `values` are the baseline's and the candidate's measure, `shown` lm-eval's aggregates.
+    - `values` are the measures of the baseline and the candidate. `shown` are lm-eval's aggregates
+      of both.
     - `resampled` has the measures of resampled corpora, shape (2, RESAMPLES).
-    - `jackknife` has the measures without each unit, shape (2, units). A unit is a document with
-      all its answers.
-    - `influence` has the part of each answer in the measures, shape (2, answers). Its mean is the
-      measure.
-    - `changes` has the change of the baseline's measure if only one answer is replaced by the
-      candidate's, shape (answers,).
-    - `scored` is 1 for each answer that is partly right, shape (2, answers).
-    - `change_size` is the size of a typical change of one answer, in units of the measure times the
-      number of answers. It is 0 if unchanged values show that nothing changed.
+    - `jackknife` has the measures after one unit is left out, for each unit, shape (2, units). A
+      unit is a document with all its answers.
+    - `influence` has the contribution of each answer to the measures, shape (2, answers). The mean
+      of the contributions is the measure.
+    - `changes` has the change of the baseline's measure if a single answer is replaced by the
+      candidate's answer, for each answer, shape (answers,).
+    - `scored` is 1 for each answer that is at least partly right, else 0, shape (2, answers).
+    - `change_size` is the typical change of the measure after one answer changes, times the number
+      of answers. It is 0 for metrics with values that always differ if the models differ.
     """
 
     table: Table
@@ -50,13 +51,13 @@ class Corpus:
     change_size: float
 
     def difference_interval(self, alpha: float) -> Interval:
-        """Return bounds of candidate minus baseline, with a positive sign for better."""
+        """Return bounds of candidate minus baseline. Positive is better."""
         sign = 1.0 if self.table.higher_is_better else -1.0
         difference = sign * (self.values[1] - self.values[0])
         resampled = sign * (self.resampled[1] - self.resampled[0])
         jackknife = sign * (self.jackknife[1] - self.jackknife[0])
         low, high = bootstrap_bounds(difference, resampled, jackknife, alpha)
-        # Unchanged answers do not show that no answer changes (see `bootstrap_interval`).
+        # Even if no answer in the sample changed, other answers may (see `bootstrap_interval`).
         quiet = tango_interval(0, 0, len(jackknife), alpha)
         low = min(low, difference + self.change_size * quiet.low)
         high = max(high, difference + self.change_size * quiet.high)
@@ -74,12 +75,12 @@ class Corpus:
 def compare_corpora(table: Table, clusters: Clusters | None = None) -> Corpus:
     """Resample the documents of a table.
 
-    `clusters` numbers the documents if there are several answers to each. All answers to a document
-    are then drawn together.
+    `clusters` has the number of each answer's document if documents have several answers. All
+    answers to a document are then drawn together.
 
     Raises:
-        NotReadable: If the metric has no value without one of the documents, for example because
-        all words are in it.
+        NotReadable: If the metric cannot be computed after one document is left out, for example
+        because this document contains all words.
     """
     left, right = table.baseline, table.candidate
     totals = left.sum(axis=0), right.sum(axis=0)
@@ -124,10 +125,10 @@ def _by_unit(rows: Scores, clusters: Clusters | None) -> Scores:
 
 
 def _influence(measure: Measure, rows: Scores, total: Scores) -> Scores:
-    """Return each document's part in the measure, by the jackknife.
+    """Return each document's contribution to the measure, by the jackknife.
 
-    To first order, the mean and the spread of these parts are the value and the spread of the
-    measure (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 11).
+    The mean of the contributions is the measure. To first order, their spread gives the standard
+    error of the measure (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 11).
     """
     without = measure(total - rows)
     parts: Scores = measure(total) + (len(rows) - 1) * (without.mean() - without)
@@ -137,9 +138,10 @@ def _influence(measure: Measure, rows: Scores, total: Scores) -> Scores:
 def _change_size(table: Table, total: Scores, value: float, influence: Scores) -> float:
     """Return the size of a typical change of one document, times the number of documents.
 
-    Right and wrong answers change to another answer. A changed text is about as good as the text of
-    another document. Log-likelihoods and probabilities differ as soon as the model differs, so
-    equal values show that nothing changed.
+    For metrics of right and wrong answers, the typical change replaces an answer by `table.other`.
+    For generated text, it is the typical distance of a contribution from the mean: a changed text
+    may be as good or bad as the text of another document. For log-likelihoods and probabilities it
+    is 0: they differ if the models differ at all, so equal values show that nothing changed.
     """
     if table.other is not None:
         changed = table.measure(total - table.baseline + table.other)
@@ -170,7 +172,8 @@ def _resample(measure: Measure, units: Sequence[Scores]) -> Scores:
 def bootstrap_bounds(value: float, resampled: Scores, jackknife: Scores, alpha: float) -> Interval:
     """Return one-sided 1 - alpha bounds of a value: the wider of BCa's and Student's.
 
-    `resampled` has the values of resampled corpora, `jackknife` the values without each document.
+    `resampled` has the values of resampled corpora. `jackknife` has the values after each document
+    is left out.
     """
     low, high = _bca(value, resampled, jackknife, alpha)
     reach = _standard_error(jackknife) * float(stats.t.isf(alpha, max(1, len(jackknife) - 1)))

@@ -1,11 +1,13 @@
 """Decide PASS, FAIL or INCONCLUSIVE from log-probabilities of held-out text, if there are no tasks.
 
-The sample consists of rows, because tokens of one row depend on each other. The measures are the
-mean KL to the baseline and the rise of the NLL, both in each bucket of positions, and the fall of
-the acceptance length if there are drafts. PASS needs every measure in every bucket below its limit,
-with an upper bound at 1 - alpha (an intersection-union test, as for tasks). FAIL needs one measure
-in one bucket above its limit, with a lower bound at alpha divided by the number of tests
-(Bonferroni). The baseline's second reading of some rows shows the noise of the engine.
+The statistics count rows, because tokens of one row depend on each other. In each bucket of
+positions, two measures are tested: the mean KL to the baseline, and the rise of the NLL. If there
+are drafts, the fall of the acceptance length is also tested.
+
+The verdict is PASS if every measure's upper bound at 1 - alpha is below its limit in every bucket
+(an intersection-union test, as for tasks). The verdict is FAIL if any measure's lower bound is
+above its limit in any bucket. The level of the lower bounds is alpha divided by the number of tests
+(Bonferroni). The baseline reads some rows twice, which shows the noise of the engine.
 """
 
 import math
@@ -45,7 +47,7 @@ from vexport.records import (
 from vexport.scenario import Evaluate
 
 LEAST_ROWS = 8
-"""Minimum number of rows that decide. An interval of fewer rows shows too little of other rows."""
+"""Minimum number of rows for PASS or FAIL. Fewer rows say too little about other text."""
 METHOD = (
     "log-probabilities of held-out text in vLLM; bounds over rows, the wider of Student's "
     "and BCa bootstrap"
@@ -53,10 +55,11 @@ METHOD = (
 ACCEPTANCE_LIMIT = 0.05
 """Share of the acceptance length that may be lost.
 
-At 5 %, a step yields 5 % fewer tokens. That costs as much decoding speed, and no accuracy.
+At 5 %, a decoding step yields 5 % fewer tokens. Decoding becomes 5 % slower, and accuracy is
+unchanged.
 """
 NOISE_SHARE = 0.25
-"""Share of the KL's limit that the noise of the engine may reach, as for answers to tasks."""
+"""Maximum noise of the engine as a share of the KL's limit, the same as for answers to tasks."""
 LATE = (
     "the first tokens of each row pass, and later tokens fail: compare rope_theta, rope scaling "
     "and sliding window in config.json with the source's, and check the scales of the KV cache"
@@ -67,13 +70,14 @@ _DIGITS = 16
 def decide_on_text(data: str, baseline: Served, candidate: Served, settings: Evaluate) -> Verdict:
     """Compare two models on the rows of `data`.
 
-    If `settings` request drafts, the share of accepted drafts is compared, too.
+    If `settings` request drafts, the acceptance lengths are compared, too.
 
     Raises:
-        Inconclusive: If a model drafts nothing.
-        CheckpointFailed: If the candidate's tokenizer gives other tokens, or if the candidate's
-        log-probabilities are not finite.
-        EnvironmentFault: If a model differs too much from itself when it reads rows again.
+        Inconclusive: If a model produces no draft tokens.
+        CheckpointFailed: If the candidate's tokenizer splits the text into different tokens than
+        the baseline's, or if log-probabilities are not finite.
+        EnvironmentFault: If a model's log-probabilities change too much when the model reads rows
+        again.
     """
     for row, (first, other) in enumerate(zip(baseline.rows, candidate.rows, strict=False), 1):
         if first != other:
@@ -133,7 +137,7 @@ def _measured(data: str, baseline: Served, candidate: Served, settings: Evaluate
 def _judged(
     rows: Sequence[ComparedRow], baseline: Served, candidate: Served, settings: Evaluate
 ) -> tuple[tuple[TextBucket, ...], tuple[TextLimit, ...]]:
-    """Return the judged buckets, and the judged acceptance length if there are drafts."""
+    """Judge each bucket, and the acceptance length if there are drafts, and return the results."""
     spans = buckets_of(max(row.tokens for row in rows))
     measured = {span: list(_bucket_values(rows, span, settings)) for span in spans}
     falls: list[Scores] = []
@@ -158,9 +162,10 @@ def _judged(
 def _bucket_values(
     rows: Sequence[ComparedRow], span: Span, settings: Evaluate
 ) -> Iterator[tuple[TextMeasure, Scores, float]]:
-    """Yield each measure of a bucket with its mean in each row, and its limit.
+    """Yield (measure, means, limit) for each measure of a bucket.
 
-    The KL is left out if it was not measured at these tokens.
+    The array of means has one value for each row. The KL is skipped if it was not measured at these
+    tokens.
     """
     kls = row_means([row.kl for row in rows], span)
     if len(kls):
@@ -198,7 +203,7 @@ def _bucket(
 
 
 def _noise(again: Sequence[ComparedRow], span: Span) -> TextNoise | None:
-    """Return the difference between two readings of the baseline, or None without a second one."""
+    """Return the difference between the baseline's two readings, or None if there is only one."""
     kls = joined([row.kl for row in again], span)
     if not len(kls):
         return None
@@ -212,7 +217,7 @@ def _noise(again: Sequence[ComparedRow], span: Span) -> TextNoise | None:
 
 
 def _curve(rows: Sequence[ComparedRow], again: Sequence[ComparedRow]) -> Iterator[TextPoint]:
-    """Yield the means over all rows between powers of two of the position."""
+    """Yield the means over all rows, for each span between powers of two."""
     for span in doublings_of(max(row.tokens for row in rows)):
         kls = joined([row.kl for row in rows], span)
         noise = joined([row.kl for row in again], span)
@@ -270,20 +275,21 @@ def _warnings(text: TextVerdict) -> Iterator[str]:
 
 
 def acceptance_fall(baseline: Sequence[DraftCounts], candidate: Sequence[DraftCounts]) -> Scores:
-    """Return each prompt's part in the lost share of the acceptance length, shape (prompts,).
+    """Return each prompt's contribution to the fall of the acceptance length, shape (prompts,).
 
-    The share is 1 - candidate / baseline. The lengths are ratios of sums over prompts. To first
-    order, the mean and spread of these parts are the value and spread of that ratio (Cochran,
-    Sampling Techniques, 1977, chapter 6). Both models' parts of a prompt stay together.
+    The fall is 1 - candidate / baseline. Both acceptance lengths are ratios of sums over prompts.
+    The mean of the contributions is the fall. To first order, their spread gives the standard error
+    of the fall (Cochran, Sampling Techniques, 1977, chapter 6). A prompt's contribution combines
+    both models, so the comparison is paired.
     """
     (before, old), (after, new) = _lengths(baseline), _lengths(candidate)
     return 1 - after / before * (1 + (new - after) / after - (old - before) / before)
 
 
 def _lengths(counts: Sequence[DraftCounts]) -> tuple[float, Scores]:
-    """Return the acceptance length over all prompts, and each prompt's part in it.
+    """Return the acceptance length over all prompts, and each prompt's contribution to it.
 
-    The mean of the parts is the acceptance length.
+    The mean of the contributions is the acceptance length.
     """
     drafts = np.array([count.drafts for count in counts], dtype=float)
     accepted = np.array([count.accepted_tokens for count in counts], dtype=float)
@@ -322,8 +328,8 @@ def judge_limit(
 ) -> TextLimit:
     """Judge one measure against its limit. `values` has the shape (rows,).
 
-    `tests` is the number of measures in all buckets, each of which can fail. Fewer than LEAST_ROWS
-    rows are INCONCLUSIVE.
+    `tests` is the total number of tests, by which the level of the lower bound is divided. With
+    fewer than LEAST_ROWS rows, the outcome is INCONCLUSIVE.
     """
     mean = float(values.mean())
     below, above = mean_bounds(values, alpha / tests), mean_bounds(values, alpha)
@@ -357,9 +363,9 @@ def judge_limit(
 def mean_bounds(values: Scores, alpha: float) -> Interval | None:
     """Return one-sided bounds of a mean over rows, or None for a single row.
 
-    `values` has the shape (rows,). The bounds are the wider of Student's and the BCa bootstrap's.
-    Student's upper bound is too close for skewed values such as KLs. The bootstrap is too narrow
-    for few rows.
+    `values` has the shape (rows,). Each bound is the wider of two: Student's bound and the bound of
+    the BCa bootstrap. Student's upper bound is too low for skewed values such as KLs. The
+    bootstrap's bounds are too narrow for few rows.
     """
     if len(values) < 2:
         return None
@@ -372,7 +378,7 @@ def mean_bounds(values: Scores, alpha: float) -> Interval | None:
 
 
 def text_reason(outcome: Outcome, text: TextVerdict) -> str:
-    """Return the reason of the outcome on the text, without a full stop."""
+    """Return the reason for the outcome on the text, without a full stop."""
     if text.rows < LEAST_ROWS:
         return f"the text has {text.rows} rows, and a verdict needs at least {LEAST_ROWS}"
     decisive = [limit for limit in text.limits if limit.outcome == outcome]

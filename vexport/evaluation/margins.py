@@ -1,9 +1,9 @@
 """Apply the acceptable losses to the tasks.
 
-A margin in points applies to metrics that are shares. All other metrics have relative margins: a
-perplexity may rise by 1 %, a BLEU score may fall by 1 %. A difference in nats is the logarithm of a
-ratio of perplexities, so 1 % is log(1.01) nats. For other metrics, 1 % is the hundredth part of the
-baseline's value.
+Metrics that are shares have a margin in points. All other metrics have a relative margin: for
+example, a perplexity may rise by 1 %, or a BLEU score may fall by 1 %. A difference in nats is the
+logarithm of a ratio of perplexities, so a margin of 1 % is log(1.01) nats. For metrics in other
+units, a margin of 1 % is a hundredth of the baseline's value.
 """
 
 import math
@@ -27,8 +27,8 @@ def with_margins(gates: Sequence[TaskPair], setting: MarginSetting) -> tuple[Tas
     """Return the pairs with their margins. Pairs in `also` get the margin of their gate.
 
     Raises:
-        InputError: For all tasks at once: a margin is for an unknown task, a metric that is not a
-        share has a margin in points, or a share has a relative margin.
+        InputError: For all tasks at once. A margin is for an unknown task, a share has a relative
+        margin, or another metric has a margin in points.
     """
     given = margins_by_task(setting)
     names = [gate.task for gate in gates]

@@ -1,11 +1,13 @@
 """Compare two models token by token on rows of a text, and group the tokens by their position.
 
-Errors of the position (a wrong `rope_theta`, wrong scales of the KV cache) grow with the length of
-the context. A mean over all positions, or over the first tokens, hides them. Therefore a row is
-divided into buckets: the tokens 0-64, 64-256, 256-1,024 and so on. A bucket ends at four times the
-end of the bucket before it. Growing buckets are few, so that the correction for looking at several
-buckets stays small. Later buckets have more tokens, and the effect of one more token of context
-falls with the length.
+Some errors grow with the length of the context, for example a wrong `rope_theta` or wrong scales of
+the KV cache. A mean over all positions, or over the first tokens, hides such errors. Therefore the
+tokens of a row are grouped into buckets: tokens 0-64, 64-256, 256-1,024 and so on. Each bucket ends
+at four times the end of the previous bucket.
+
+Buckets that grow have two advantages. A row needs only a few buckets, so the correction for
+multiple tests stays small. Later buckets can be wider, because one more token of context matters
+less if the context is long.
 """
 
 import math
@@ -32,12 +34,12 @@ FIRST_END = KL_TOKENS
 """End of the first bucket: the tokens with log-probabilities of the whole vocabulary."""
 GROWTH = 4
 """Ratio of a bucket's end to the end of the bucket before it."""
-# Positions whose log-probabilities are matched at a time.
+# Number of positions whose log-probabilities are matched in one step.
 _MATCHED = 1024
 
 
 class TensorFile(Protocol):
-    """An open file of safetensors, which reads one tensor at a time."""
+    """An open safetensors file that reads one tensor at a time."""
 
     def keys(self) -> Iterable[str]: ...
 
@@ -52,17 +54,21 @@ class Span(NamedTuple):
 
     @property
     def places(self) -> slice:
-        """Return the places of the tokens in arrays without the first token of a row."""
+        """Return the slice of these tokens in arrays that have no entry for a row's first token."""
         return slice(max(self.start, 1) - 1, max(self.end, 1) - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedRow:
-    """Both models on one row. All arrays have the shape (places,), without the row's first token.
+    """Scores of both models on one row.
 
-    `kl` is KL(baseline || candidate) in nats, exact at the first `exact` places and a lower bound
-    at all other places. It has fewer places if the KL was not measured at the last places.
-    `changed` is 1 if the models have different likeliest tokens, else 0.
+    All arrays have the shape (places,). There is a place for each token except the row's first
+    token.
+
+    `kl` is KL(baseline || candidate) in nats. It is exact at the first `exact` places, and a lower
+    bound at all later places. `kl` is shorter than the other arrays if the KL was not measured at
+    the last places. `changed` is 1 if the likeliest tokens of the two models differ at a place,
+    else 0.
     """
 
     kl: Scores
@@ -73,7 +79,7 @@ class ComparedRow:
 
     @property
     def tokens(self) -> int:
-        """Return the number of tokens of the row, with the first."""
+        """Return the number of tokens of the row, including the first token."""
         return len(self.baseline_nll) + 1
 
 
@@ -90,7 +96,10 @@ def buckets_of(tokens: int) -> tuple[Span, ...]:
 
 
 def doublings_of(tokens: int) -> tuple[Span, ...]:
-    """Return spans that end at powers of two, for a curve over rows of at most `tokens` tokens."""
+    """Return spans that end at powers of two, for a curve over the position of a token.
+
+    The last span ends at `tokens`, the maximum number of tokens of a row.
+    """
     ends = _ends(2, 2, tokens)
     return tuple(map(Span, [1, *ends[:-1]], ends))
 
@@ -111,7 +120,7 @@ def joined(values: Iterable[Scores], span: Span) -> Scores:
 
 
 def row_means(values: Iterable[Scores], span: Span) -> Scores:
-    """Return the mean over the tokens of `span` in each row that has some of them."""
+    """Return the mean over the tokens of `span`, for each row that has such tokens."""
     parts = [row[span.places] for row in values]
     return np.array([part.mean() for part in parts if len(part)])
 
@@ -120,8 +129,8 @@ def compare_rows(baseline: Served, candidate: Served) -> Iterator[ComparedRow]:
     """Yield the comparison of both models on each row.
 
     Only one row's log-probabilities are in memory at a time. The KL is exact at the first tokens of
-    a row if both models gave log-probabilities of the whole vocabulary there, and at all tokens if
-    the vocabulary is small.
+    a row if both models returned log-probabilities of the whole vocabulary for them. If the
+    vocabulary is small, the KL is exact at all tokens.
     """
     is_partial = baseline.is_partial or candidate.is_partial
     with ExitStack() as files:
@@ -146,7 +155,7 @@ def compare_rows(baseline: Served, candidate: Served) -> Iterator[ComparedRow]:
 def compare_repeated(baseline: Served) -> Iterator[ComparedRow]:
     """Yield the comparison of the baseline with itself on each row that it read twice.
 
-    Nothing is yielded if it read no row twice. All KLs are lower bounds.
+    Yield nothing if the baseline read no row twice. All KLs are lower bounds.
     """
     with _opened(baseline.text_file) as scores:
         names = set(scores.keys())
@@ -203,8 +212,9 @@ def _compared(old: _ScoredRow, new: _ScoredRow, kl: torch.Tensor, exact: int) ->
 def _kl_of_likeliest(old: _ScoredRow, new: _ScoredRow) -> tuple[torch.Tensor, bool]:
     """Return the KL at each place of a row, and whether it is over the whole vocabulary.
 
-    If it is not, the KL is a lower bound: all tokens that one of the models did not list count as
-    one token. There are no places if a model listed no tokens.
+    If a model did not list the whole vocabulary, the KL is a lower bound: all tokens that one of
+    the models did not list are merged into one token. If a model listed no tokens at all, the
+    returned tensor is empty.
     """
     if old.tokens is None or new.tokens is None or old.logprobs is None or new.logprobs is None:
         return torch.zeros(0, dtype=torch.float64), False
@@ -231,7 +241,7 @@ def _is_whole(tokens: torch.Tensor) -> bool:
 
 
 def _aligned(tokens: torch.Tensor, others: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
-    """Return `logprobs`, which belong to the tokens `others`, in the order of `tokens`.
+    """Sort `logprobs`, the log-probabilities of the tokens `others`, into the order of `tokens`.
 
     All arguments have the shape (places, width). Tokens that are not among the others have NaN.
     """
