@@ -1,7 +1,7 @@
-"""Settings that an accepted baseline was measured with, as defaults of a later evaluation.
+"""Reuse the settings of an accepted baseline as defaults of a later evaluation.
 
-The file stores the settings that were given to `vexport eval --accept`. Files without them are from
-an older version, or were made from results of lm-eval. For such files the settings are recovered
+The baseline's file stores the settings of `vexport eval --accept`. Files of older versions have no
+settings, nor have files made from results of lm-eval. For such files, the settings are recovered
 from the fingerprint.
 """
 
@@ -35,15 +35,15 @@ MEASURED = (
     *("limit", "num_fewshot", "apply_chat_template", "fewshot_as_multiturn", "system_instruction"),
     *("gen_kwargs", "max_gen_toks", "think_end_token", "enable_thinking", "seed"),
 )
-"""Keys of `Evaluate` that change questions, answers or scores. Tasks have rules of their own."""
+"""Keys of `Evaluate` that change questions, answers or scores. Tasks are handled separately."""
 PATHS = ("tasks", "include_path")
 """Keys of `Evaluate` with paths of files or folders."""
 MAX_MODEL_LEN, DTYPE = "max_model_len", "dtype"
 ENGINE = (MAX_MODEL_LEN, DTYPE)
 """Arguments of vLLM that are stored.
 
-Other arguments belong to the machine, or could make vLLM run code. If they change, the verdict has
-a warning.
+Other arguments are not stored: they depend on the machine, or could make vLLM run code. If such an
+argument changes, the verdict contains a warning.
 """
 _SEEDS = "seeds"
 _DEFAULT_TOKENS = 256
@@ -56,8 +56,8 @@ _PATH_STARTS = ("./", "../", "/")
 class Measured:
     """Settings of an evaluation `against` an accepted baseline.
 
-    `keys` are the keys of `Evaluate`, `serve` has the settings of the engine. `filled` maps each
-    setting that comes from the file to its value.
+    `keys` are the values for `Evaluate`. `serve` are the settings of the engine. `filled` maps each
+    setting that was taken from the file to its value.
     """
 
     keys: Mapping[str, object]
@@ -69,7 +69,7 @@ def settings_to_store(evaluate: Evaluate, serve: Serve, file: Path) -> dict[str,
     """Return the settings that change a score, for the accepted baseline in `file`.
 
     Settings with their default value are left out. Paths below the current folder become relative
-    to the folder of `file`, so that a checkout may be anywhere.
+    to the folder of `file`. They stay valid if the repository is cloned to another place.
     """
     stored = evaluate.model_dump(mode="json", include={*MEASURED}, exclude_defaults=True)
     stored = {**paths_to_store(evaluate, file), **stored}
@@ -91,11 +91,11 @@ def with_accepted_settings(
 ) -> Measured:
     """Return the given settings, completed with the settings of the accepted baseline in `file`.
 
-    `given` has the keys of `Evaluate` that the user gave. Places in errors are `command: key`.
+    `given` are the keys of `Evaluate` that the user set. Errors name a key as `command: key`.
 
     Raises:
-        InputError: For all settings at once: a given setting differs from the accepted setting, or
-            a setting that the file does not store is not given.
+        InputError: For all settings at once. A given setting differs from the accepted setting, or
+            the file has only the digest of a setting and the user did not give it.
     """
     accepted = read_accepted(file)
     named = {key: value for key, value in given.items() if value is not None}
@@ -127,10 +127,10 @@ def with_accepted_settings(
 
 
 def accepted_settings(accepted: Accepted) -> dict[str, JsonValue]:
-    """Return the settings that the accepted baseline was measured with, by key.
+    """Return the settings of the accepted baseline, by key.
 
-    Paths are relative to the folder of its file. If no settings are stored, they are recovered from
-    the fingerprint.
+    Paths are relative to the folder of the baseline's file. If no settings are stored, they are
+    recovered from the fingerprint.
     """
     if accepted.settings is None:
         return recovered_settings(accepted.fingerprint, accepted.names, [*accepted.tasks])
@@ -155,8 +155,9 @@ def recovered_settings(
 ) -> dict[str, JsonValue]:
     """Return the settings that a fingerprint contains, by key of `Evaluate`.
 
-    `names` are the names of the tasks and groups, `tasks` of all tasks. The texts of the chat
-    template and of the system instruction are not in a fingerprint.
+    `names` are the tasks and groups as the user named them. `tasks` are all tasks, including the
+    members of groups. The texts of the chat template and of the system instruction cannot be
+    recovered.
     """
     settings: dict[str, JsonValue] = {"tasks": [*names]}
     with suppress(KeyError, ValueError):
@@ -228,7 +229,7 @@ def _not_stored(
     file: Path,
     command: str,
 ) -> Iterator[InputError]:
-    """Yield an error for each setting that must be given, because the file only has its digest."""
+    """Yield an error if a setting is missing and the file has only its digest."""
     digest = accepted.fingerprint.get(SYSTEM_INSTRUCTION)
     key = "system_instruction"
     if digest is not None and key not in stored and key not in named:
@@ -238,7 +239,7 @@ def _not_stored(
 
 
 def _require_known_tasks(keys: Mapping[str, object], is_named: bool, file: Path) -> None:
-    """Raise InputError if lm-eval does not know a task that the file stores by its name alone."""
+    """Raise InputError if the file stores only the name of a task, and lm-eval has no such task."""
     if is_named:
         return
     tasks, folders = keys["tasks"], keys.get("include_path", [])
@@ -264,9 +265,10 @@ def _is_same(key: str, value: object, stored: Mapping[str, JsonValue], accepted:
 
 
 def _same_documents(value: object, stored: Mapping[str, JsonValue], accepted: Accepted) -> bool:
-    """Return True if a limit selects the documents that were accepted.
+    """Return True if a limit selects the same documents as the accepted limit.
 
-    The size of a task's data is known if the accepted limit was larger, or if there was none.
+    If the accepted limit was larger than a task's number of documents, or if there was no limit,
+    the baseline covers the whole task. Then any larger limit has the same effect.
     """
     if not isinstance(value, int | float) or value != int(value):
         return False
@@ -286,7 +288,8 @@ def _same_examples(value: object, stored: Mapping[str, JsonValue], accepted: Acc
 def _same_template(value: object, stored: Mapping[str, JsonValue], accepted: Accepted) -> bool:
     """Return True if the chat template was applied to the same tasks.
 
-    By default it is not applied to tasks that score plain text. These have no endings.
+    By default, the template is not applied to tasks that score plain text. Such tasks have no
+    `endings`.
     """
     if "apply_chat_template" in stored:
         return False
@@ -369,7 +372,8 @@ def _is_file(task: str) -> bool:
 def _path_to_store(path: str, file: Path) -> str:
     """Return a path relative to the folder of `file` if it is below the current folder.
 
-    It is recognizable as a path: it has the ending of a YAML file, or begins like a path.
+    The result cannot be mistaken for the name of a task: it ends like a YAML file or begins like a
+    path.
     """
     whole = user_path(path).resolve()
     if not whole.is_relative_to(Path.cwd().resolve()):
@@ -380,9 +384,9 @@ def _path_to_store(path: str, file: Path) -> str:
 
 
 def _path_here(stored: str, key: str, file: Path) -> str:
-    """Return a stored path as it is reached from the current folder. Names of tasks stay as is.
+    """Convert a stored path to a path from the current folder. Keep names of tasks.
 
-    Raises InputError if there is nothing at the path.
+    Raises InputError if the path does not exist.
     """
     if key == "tasks" and not stored.endswith(_YAML) and not stored.startswith(_PATH_STARTS):
         return stored

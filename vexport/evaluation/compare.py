@@ -35,8 +35,8 @@ MAX_FLIPS = 50
 def difference_interval(pair: TaskPair, alpha: float) -> Interval:
     """Return one-sided 1 - alpha bounds of the mean gain.
 
-    They are Tango's score interval for 0/1 metrics, else a bootstrap interval. Clusters are taken
-    into account.
+    For 0/1 metrics, the bounds are Tango's score interval. For other metrics, they are a bootstrap
+    interval. Both take clusters into account.
     """
     if pair.corpus is not None:
         return pair.corpus.difference_interval(alpha)
@@ -55,11 +55,13 @@ def compare_task(
 ) -> TaskVerdict:
     """Judge one task.
 
-    The outcome is PASS if the lower bound at `alpha` is above -margin. It is FAIL if the upper
-    bound at `fail_alpha`, which is at most `alpha`, is below -margin. Otherwise it is INCONCLUSIVE.
+    The outcome is PASS if the lower bound at `alpha` is above -margin. The outcome is FAIL if the
+    upper bound at `fail_alpha` is below -margin. Otherwise the outcome is INCONCLUSIVE.
+    `fail_alpha` is at most `alpha`.
 
-    There is no PASS if the baseline is not better than chance, or if a model lost more answers than
-    the margin. `is_templated` is True if a chat template was applied, or None if that is unknown.
+    PASS becomes INCONCLUSIVE if the baseline is not better than chance, or if a model's share of
+    lost answers is above the margin. `is_templated` is True if a chat template was applied, or None
+    if that is unknown.
 
     `margin` applies unless the pair has its own margin.
     """
@@ -138,11 +140,11 @@ def _scored(pair: TaskPair, baseline: Score) -> str:
 def _lost(
     pair: TaskPair, margin: float, alpha: float
 ) -> tuple[tuple[AnswerCounts | None, AnswerCounts | None], str, bool]:
-    """Return both models' answer counts, a text on lost answers, and whether they are too many.
+    """Return both models' answer counts, a text on lost answers, and whether too many were lost.
 
-    They are too many if their share is above the margin, because a lost answer may hide a loss of
-    the metric's whole range. For a metric of the whole corpus, it may hide its part of the
-    baseline's value.
+    A lost answer may hide a loss of the metric's whole range. Therefore too many answers are lost
+    if their share of all answers, times the range, is above the margin. For a metric of the whole
+    corpus, the baseline's value replaces the range.
     """
     scores, sign, cost = (pair.baseline, pair.candidate), pair.sign, pair.span
     if pair.corpus is not None:
@@ -195,12 +197,12 @@ def comparison(pair: TaskPair, *, margin: float, alpha: float) -> Comparison:
 def _uninformative(
     pair: TaskPair, baseline: Score, margin: float, is_templated: bool | None
 ) -> str:
-    """Return the reason why the task shows nothing, with its likely cause, else "".
+    """Return the reason why the task shows nothing, and the likely cause. Return "" if it is fine.
 
-    A task shows nothing if the baseline has no more right answers than chance and the margin give.
-    A metric of the whole corpus shows nothing with few documents, or if a relative margin is
-    nothing because the baseline's value is not above 0. The result is always "" for other metrics
-    that are not 0/1.
+    A task with a 0/1 metric shows nothing if the baseline is not clearly better than chance, or not
+    better than chance by more than the margin. A metric of the whole corpus shows nothing if there
+    are too few documents. It also shows nothing if the baseline's value is not clearly above 0,
+    because a relative margin is then close to 0. All other metrics return "".
     """
     if pair.own_unit is not None:
         return _uninformative_corpus(pair, baseline)
@@ -222,7 +224,7 @@ def _uninformative(
 
 
 def _uninformative_corpus(pair: TaskPair, baseline: Score) -> str:
-    """Return the reason why a metric of the whole corpus shows nothing, else ""."""
+    """Return the reason why a metric of the whole corpus shows nothing. Return "" if it is fine."""
     documents = len(pair.gain) // pair.seeds
     if documents < LEAST_DOCUMENTS:
         return f"it has {plural(documents, 'document')}, and needs at least {LEAST_DOCUMENTS}"
@@ -273,9 +275,9 @@ def _score(pair: TaskPair, scores: Scores, alpha: float) -> Score:
 def _recovery(pair: TaskPair, alpha: float) -> tuple[float, float, float] | tuple[None, None, None]:
     """Return candidate / baseline and its bounds.
 
-    The bounds are Bonett and Price's for 0/1 metrics without clusters. Otherwise they are the
-    bounds of the difference divided by the baseline's mean. All are None if that mean is not
-    positive, if lower is better, or for differences in nats.
+    For 0/1 metrics without clusters, the bounds are Bonett and Price's. For other metrics, a bound
+    is 1 + (bound of the difference) / (baseline's mean). All three are None if the baseline's mean
+    is not positive, if lower is better, or if differences are in nats.
     """
     baseline, candidate = float(pair.baseline.mean()), float(pair.candidate.mean())
     if baseline <= 0 or pair.sign < 0 or pair.unit.startswith("nats"):
@@ -290,9 +292,10 @@ def _recovery(pair: TaskPair, alpha: float) -> tuple[float, float, float] | tupl
 def _needed(
     pair: TaskPair, margin: float, alpha: float, fail_alpha: float
 ) -> tuple[int | None, int | None]:
-    """Return the number of documents that would settle the task.
+    """Return the number of documents, and the number of seeds, that would settle the task.
 
-    The second number is how many answers to each of the present documents would settle it instead.
+    The number of seeds is how many answers to each of the present documents would settle the task
+    without further documents. A number is None if it does not exist or is not computed.
     """
     documents, spread = len(pair.gain), 1.0
     if pair.binary:
@@ -315,11 +318,12 @@ def _needed(
 
 
 def _settling_margin(pair: TaskPair, low: float, needed: int | None, margin: float) -> float | None:
-    """Return the smallest margin that all documents of the task would settle with PASS.
+    """Return the smallest margin at which all documents of the task would give PASS.
 
-    The bound at the present difference shrinks with the root of the number of documents. The
-    margin is rounded up to half a point. Returns None if the task has enough documents for its
-    present margin, or if its scores are not shares.
+    The estimate assumes that the difference stays the same, and that the distance of the bound from
+    the difference shrinks with the square root of the number of documents. The margin is rounded up
+    to half a point. Returns None if the task has enough documents for its present margin, or if its
+    scores are not shares.
     """
     if needed is None or pair.available is None or needed <= pair.available:
         return None
@@ -333,9 +337,9 @@ def _settling_margin(pair: TaskPair, low: float, needed: int | None, margin: flo
 
 
 def _changed_wrong(pair: TaskPair) -> int | None:
-    """Count the documents that both models answer wrong, and differently.
+    """Count the documents to which both models give wrong answers that differ from each other.
 
-    Return None if answers were not kept, or if the metric has no right and wrong answers.
+    Return None if answers were not stored, or if the metric has no right and wrong answers.
     """
     if pair.own_unit is not None or any(old.compared is None for old, _ in pair.documents):
         return None

@@ -2,12 +2,13 @@
 
 - lighteval 0.13 writes `details_TASK|SHOTS_DATE.parquet` (EvaluationTracker.save), with the columns
   `doc`, `metric` and `model_response`.
-- EvalScope 1.14 writes `reviews/MODEL/DATASET_SUBSET.jsonl` (CacheManager). `sample_score` has the
-  score, and `group_id` and `generation_index` are the document and the seed.
-- JSON lines are any `.jsonl` with `task`, `id`, `score`, and optionally `seed`, `answer` and
+- EvalScope 1.14 writes `reviews/MODEL/DATASET_SUBSET.jsonl` (CacheManager). `sample_score` contains
+  the score. `group_id` identifies the document, and `generation_index` is the seed.
+- JSON lines are any `.jsonl` file with `task`, `id`, `score`, and optionally `seed`, `answer` and
   `finish_reason`.
 
-The rows become the same samples as lm-eval's, so the same answers give the same verdict.
+The rows are converted to the samples that results of lm-eval are read into. The same answers lead
+to the same verdict for every harness.
 """
 
 import hashlib
@@ -40,10 +41,10 @@ LOWER_IS_BETTER = frozenset(
         "word_perplexity",
     )
 )
-"""Metrics of other harnesses with lower values being better. The files do not record it."""
+"""Metrics of other harnesses for which lower is better. The harnesses' files do not record it."""
 _SUCCESS = "success"
 _DETAILS = "details_"
-# No answer reaches this number of tokens, so only its finish reason shows whether it was cut.
+# A length limit that no answer reaches. Answers then count as cut only by their finish reason.
 _NO_LIMIT = 2**31
 
 
@@ -51,10 +52,10 @@ _NO_LIMIT = 2**31
 class Answer:
     """One scored answer of any harness.
 
-    `identity` is the document's id, and `seed` the number of the answer, None if it is unknown.
-    `scores` is empty if the harness could not score the answer; `problem` is then the reason.
-    `text` is None if the answer was not kept or not generated. `options` is the number of options
-    of a multiple-choice document, else 0.
+    `identity` is the document's id. `seed` is the number of the answer, or None if it is unknown.
+    If the harness could not score the answer, `scores` is empty and `problem` is the reason. `text`
+    is None if the answer was not stored or not generated. `options` is the number of options of a
+    multiple-choice document, else 0.
     """
 
     where: str
@@ -72,7 +73,7 @@ class Answer:
 
 @dataclass(slots=True)
 class _Task:
-    """Answers to one task, in the order of the file."""
+    """Answers to one task, in the order of the rows in its file."""
 
     file: Path
     answers: list[Answer] = field(default_factory=list)
@@ -97,7 +98,8 @@ def read_any_results(path: Path) -> Results:
 def harness_of(path: Path) -> Harness:
     """Return the harness that wrote a file or a folder of results.
 
-    Paths without any results count as lm-eval's, whose reader has the error.
+    If a path has no results, return "lm-eval". The reader of lm-eval's results then raises the
+    error.
 
     Raises:
         InputError: If a folder has results of several harnesses.
@@ -147,7 +149,7 @@ def _plain_files(folder: Path) -> list[Path]:
 def _review_files(path: Path) -> list[Path]:
     """Return EvalScope's review files below a folder: the files in folders named `reviews`.
 
-    The folder may also be a folder of `reviews` itself.
+    The given folder may also be named `reviews` itself, or be a folder in `reviews`.
     """
     files = [file for file in path.rglob("*.jsonl") if file.is_file()]
     if "reviews" in path.resolve().parts[-2:]:
@@ -156,7 +158,7 @@ def _review_files(path: Path) -> list[Path]:
 
 
 def _require_one_model(path: Path, folders: Sequence[Path]) -> None:
-    """Raise InputError if the files of several models are below a path."""
+    """Raise InputError if a path contains files of several models."""
     models = sorted({str(folder) for folder in folders})
     if len(models) > 1:
         raise InputError(
@@ -214,7 +216,10 @@ def _text_or_none(value: Json) -> str | None:
 
 
 def _numbers(where: str, values: Mapping[str, Json]) -> dict[str, float]:
-    """Return the values that are numbers. Null and nested values are left out."""
+    """Return the values that are numbers. Skip null and nested values.
+
+    Raises InputError for text, and for numbers that are not finite.
+    """
     numbers: dict[str, float] = {}
     for name, value in values.items():
         if isinstance(value, str):
@@ -231,7 +236,7 @@ def _numbers(where: str, values: Mapping[str, Json]) -> dict[str, float]:
 
 
 def _read_reviews(path: Path) -> dict[str, _Task]:
-    """Read EvalScope's reviews. A task is a dataset with its subset."""
+    """Read EvalScope's reviews. Each subset of a dataset becomes a task."""
     files = [path] if path.is_file() else _review_files(path)
     _require_one_model(path, [file.parent for file in files])
     tasks: dict[str, _Task] = {}
@@ -274,7 +279,7 @@ def _review(where: str, row: Mapping[str, Json]) -> Answer:
 
 
 def _first_message(messages: Json) -> str:
-    """Return the text of the messages before the model's answer."""
+    """Join the texts of the messages before the model's answer."""
     texts = []
     for message in messages if isinstance(messages, list) else []:
         if not isinstance(message, dict) or message.get("role") == "assistant":
@@ -285,7 +290,7 @@ def _first_message(messages: Json) -> str:
 
 
 def _read_details(path: Path) -> dict[str, _Task]:
-    """Read lighteval's details. If a task was evaluated several times, the newest file counts."""
+    """Read lighteval's details. If a task was evaluated several times, use its newest file."""
     require_extra("pyarrow", "reading lighteval's details")
     files = [path] if path.is_file() else sorted(path.rglob(f"{_DETAILS}*.parquet"))
     _require_one_model(path, [_model_folder(file) for file in files])
@@ -300,7 +305,7 @@ def _read_details(path: Path) -> dict[str, _Task]:
 
 
 def _model_folder(file: Path) -> Path:
-    """Return the folder of the model. lighteval writes each run into a subfolder with its date."""
+    """Return the model's folder. lighteval writes each run into a subfolder named by the date."""
     return file.parent.parent if file.parent.name == _date_of(file) else file.parent
 
 
@@ -358,7 +363,7 @@ def _detail(where: str, row: Mapping[str, Json]) -> Answer:
 
 
 def _joined(texts: Json) -> str | None:
-    """Return the generated texts of a document, None if nothing was generated."""
+    """Join the generated texts of a document. Return None if nothing was generated."""
     if not isinstance(texts, list) or not texts:
         return None
     return "\n".join(str(text) for text in texts)
@@ -385,7 +390,8 @@ def _samples(name: str, task: _Task, harness: Harness) -> TaskSamples:
     """Return a task's answers as samples, ordered by document and seed.
 
     Raises:
-        InputError: If an answer is doubled, or no answer has a score.
+        InputError: If a document has two answers with the same seed, if documents have different
+        numbers of scored answers, or if no answer has a score.
     """
     samples: dict[tuple[str, int | str, int], Sample] = {}
     unscored: dict[tuple[int | str, int], str] = {}
@@ -451,11 +457,12 @@ def _order(sample: Sample) -> tuple[bool, int, str, int]:
 def _with_seeds(answers: Sequence[Answer]) -> Iterator[tuple[Answer, int]]:
     """Yield each answer with its seed.
 
-    Seeds are numbered from 0. Files without seeds have several answers to a document if every
-    document has the same number of answers. Their order gives the seed.
+    Seeds are renumbered from 0. If the file has no seeds and every document has the same number of
+    answers, the answers to a document are numbered in their order.
 
     Raises:
-        InputError: If a document has two answers with the same seed, or more answers than others.
+        InputError: If a document has two answers with the same seed, or, without seeds, more
+        answers than other documents.
     """
     counts: dict[str, int] = {}
     for answer in answers:
@@ -507,7 +514,7 @@ def _sample(answer: Answer, seed: int) -> Sample:
 
 
 def _ending(answer: Answer) -> Ending | None:
-    """Return how a generated answer ended, None if neither its text nor a reason was kept."""
+    """Return how a generated answer ended, or None if its text and finish reason are unknown."""
     reasons = [answer.finish_reason] if answer.finish_reason else []
     if answer.text is None:
         if not reasons:

@@ -11,7 +11,7 @@ from vexport.records.values import json_type
 
 
 def json_lines(path: Path, need: str) -> Iterator[tuple[str, dict[str, Json]]]:
-    """Yield (file:line, JSON object) for every line. `need` is what a line contains.
+    """Yield (file:line, JSON object) for every line. `need` describes a valid line in errors.
 
     Raises:
         InputError: If the file cannot be read, or a line is not a JSON object.

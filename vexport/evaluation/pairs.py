@@ -1,6 +1,6 @@
 """Pair two models' answers to the same documents, by task, metric and filter.
 
-For each task, or group that is judged as one task, one of the pairs decides.
+One pair decides for each task. A group with an aggregate in lm-eval counts as one task.
 """
 
 import math
@@ -29,19 +29,20 @@ from vexport.records.accuracy import Unit
 PREFERRED_METRICS = ("exact_match", "acc", "pass@1", "pass_at_1")
 """Metrics that decide if a task has them, in this order.
 
-`acc` is preferred to `acc_norm`, because the task itself scores with it. Other tasks use the first
-metric that is 0 or 1 for each document with higher being better, else any metric with one number
-per document, else a metric of the whole corpus. If there are several filters, the first filter of
-the task is used.
+`acc` is preferred to `acc_norm`, because the task itself scores with `acc`.
+
+If a task has none of these metrics, the first metric decides that is 0 or 1 for each document and
+for which higher is better. Otherwise a metric with one number per document decides, or last a
+metric of the whole corpus. If a metric has several filters, the task's first filter is used.
 """
 EVERY_TASK = "*"
 Choice = Mapping[str, str]
 """Task or group (or `*` for every task that has the metric) -> `metric` or `metric,filter`."""
 # Metrics of lm-eval with a value from 0 to 1 for each document.
 SHARES = frozenset(("acc", "acc_norm", "acc_bytes", "exact_match"))
-# Relative difference between a recorded aggregate and the same aggregate computed again.
+# Maximum relative difference between a recorded aggregate and the same aggregate computed here.
 _SAME = 1e-6
-# Number of characters that a message shows of two prompts, from their first difference.
+# Number of characters of each prompt that a message shows, from the first difference on.
 _SHOWN = 40
 
 
@@ -51,22 +52,25 @@ class TaskPair:
 
     - `baseline` and `candidate` have the shape (documents,).
     - `sign` is -1 if lower is better.
-    - `clusters`, of the same shape, numbers the tasks of a group with clustered documents. If
-      `seeds` answers were sampled per document, it numbers the documents.
-    - `also` lists pairs that are only shown: other metrics and filters of the task or group, and
-      the tasks of a group.
-    - `own_unit` is the unit of a metric that is never a share, such as a log-likelihood in nats or
-      a metric of the whole corpus. It is None if the values determine the unit.
-    - `corpus` is the comparison by a metric of the whole corpus, else None. `baseline` and
-      `candidate` then have each answer's part in the metric, in units of `own_unit`.
-    - `changes`, of the same shape, has the changes of single answers, with a positive sign for
-      better. It is None if they are the differences of the scores.
-    - `change_size` is the size of a typical change of one answer. It is None if it is the width of
-      the metric's range.
-    - `undecided` is the reason why the metric cannot decide, else empty.
-    - `available` is the number of documents in the whole task or group, None if unknown.
-    - `margin` is the acceptable loss in the unit of a difference, None if the verdict's margin
-      applies. `relative_margin` is the share of the baseline's value that it was computed from.
+    - `clusters`, of the same shape, has the number of each answer's cluster, or is None without
+      clusters. Clusters are the tasks of a group, or the documents if `seeds` answers were sampled
+      for each document.
+    - `also` lists pairs that are shown but do not decide: other metrics and filters of the task or
+      group, and the tasks of a group.
+    - `own_unit` is the unit of a metric that is never a share, for example a log-likelihood in nats
+      or a metric of the whole corpus. It is None for other metrics. Their unit depends on the
+      values.
+    - `corpus` is the comparison by a metric of the whole corpus, or None for other metrics. With a
+      `corpus`, `baseline` and `candidate` have each answer's contribution to the metric, in units
+      of `own_unit`.
+    - `changes`, of the same shape as the scores, is how much each changed answer alone changes the
+      metric. Positive is better. It is None if the change is the difference of the answer's scores.
+    - `change_size` is the size of a typical change of one answer. If it is None, the width of the
+      metric's range is used instead.
+    - `undecided` is the reason why the metric cannot decide, or empty if it can.
+    - `available` is the number of documents in the whole task or group, or None if unknown.
+    - `margin` is the acceptable loss in the unit of a difference, or None if the verdict's margin
+      applies. If the user gave a share of the baseline's value, `relative_margin` is this share.
     """
 
     task: str
@@ -111,7 +115,7 @@ class TaskPair:
 
     @property
     def chance(self) -> float:
-        """Share of right answers that guessing among the options gives, or 0 without options."""
+        """Expected share of right answers from guessing among the options, or 0 without options."""
         return sum(1 / new.options for _, new in self.documents if new.options) / len(
             self.documents
         )
@@ -123,7 +127,7 @@ class TaskPair:
 
     @property
     def changed(self) -> Scores:
-        """Change of each answer. Positive is better, and 0 is an answer of the same worth."""
+        """Change of each answer. Positive is better, and 0 is an answer with the same score."""
         return self.gain if self.changes is None else self.changes
 
     @property
@@ -158,7 +162,7 @@ class TaskPair:
     def span(self) -> float:
         """Size of the largest change of an answer: the width of the metric's range, at least 1.
 
-        For metrics with an own unit, it is the size of a typical change.
+        If `change_size` is set, it is used instead.
         """
         if self.change_size is not None:
             return self.change_size
@@ -173,7 +177,7 @@ class TaskPair:
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """Metric, filter and sign, which must agree for pairs to be joined."""
+        """Metric, filter and sign. Only pairs with equal keys can be joined."""
         return self.metric, self.filter, self.sign
 
 
@@ -182,11 +186,11 @@ def gated_tasks(baseline: Results, candidate: Results, choice: Choice) -> tuple[
 
     A group with an aggregate in lm-eval counts as one task.
 
-    `choice` names deciding metrics other than PREFERRED_METRICS.
+    `choice` names metrics that decide instead of PREFERRED_METRICS.
 
     Raises:
-        InputError: For all tasks at once: a task is missing in one run, documents differ, a task
-        has no metric with a number per document, or no task has the chosen metric.
+        InputError: For all tasks at once. A task is missing in one run, documents differ, a task
+        has no metric that can decide, or no task has the chosen metric.
     """
     for first, other in ((baseline, candidate), (candidate, baseline)):
         if missing := sorted(set(first.tasks) - set(other.tasks)):
@@ -276,7 +280,7 @@ def _compared(
 ) -> list[TaskPair]:
     """Return the pairs of every metric of a task.
 
-    For a group, return the joined pairs, then its tasks'.
+    For a group, return the pairs of the whole group first, then the pairs of its tasks.
     """
     sides = baseline.fingerprint, candidate.fingerprint
     pairs = [
@@ -316,7 +320,7 @@ def _compared(
 
 
 def _other_metrics(members: Sequence[str], baseline: Results, candidate: Results) -> str:
-    """Describe the metrics of both runs, or return "" if one of them has none."""
+    """Describe the metrics of both runs. Return "" if these are equal or a run has none."""
     old, new = (
         sorted({name for member in members for name in _metric_names(run.tasks[member])})
         for run in (baseline, candidate)
@@ -365,7 +369,7 @@ def pair_metrics(
     """Yield a pair for every (metric, filter) of a task.
 
     Metrics with one number per document come first, in the task's order. Metrics of the whole
-    corpus follow if lm-eval aggregates them in a known way.
+    corpus follow if their aggregation is known.
 
     Raises:
         InputError: If the two runs did not answer the same question. The error names the document
@@ -403,7 +407,7 @@ def join_group(name: str, pairs: Sequence[TaskPair]) -> TaskPair:
 def pool(name: str, pairs: Sequence[TaskPair]) -> TaskPair:
     """Join all documents as if they were one task.
 
-    Clusters are kept; other documents count singly.
+    Clusters are kept. If a pair has no clusters, each of its documents becomes a cluster.
     """
     if all(pair.clusters is None for pair in pairs):
         return _join(name, pairs, None)
@@ -416,9 +420,10 @@ def pool(name: str, pairs: Sequence[TaskPair]) -> TaskPair:
 
 
 def _join(name: str, pairs: Sequence[TaskPair], clusters: Clusters | None) -> TaskPair:
-    """Join pairs. For metrics of a whole corpus, each answer has its part in its task's metric.
+    """Join the documents of several pairs into one pair.
 
-    The mean of these parts is lm-eval's aggregate of a group, weighted by the size of the tasks.
+    For metrics of a whole corpus, the scores are the answers' contributions to the metric of their
+    own task. Their mean is lm-eval's aggregate of a group, weighted by the size of the tasks.
     """
     return replace(
         pairs[0],
@@ -440,13 +445,14 @@ def _join(name: str, pairs: Sequence[TaskPair], clusters: Clusters | None) -> Ta
 
 
 def _with_ids_of(left: TaskSamples, right: TaskSamples) -> TaskSamples:
-    """Give the documents of `right` the ids that the same documents (`doc_hash`) have in `left`.
+    """Replace the document ids of `right` by the ids of the same documents (`doc_hash`) in `left`.
 
-    lm-eval writes wrong ids if it is given `--samples` in another order. Samples are returned
-    unchanged if the ids agree, or if the two runs did not answer the same documents.
+    lm-eval writes wrong ids if the ids in `--samples` are not in ascending order. `right` is
+    returned unchanged if the ids agree, or if the two runs did not answer the same documents.
 
     Raises:
-        InputError: If two documents are equal, so that it is unknown which of them belong together.
+        InputError: If the ids differ and two documents of a run are equal, so that they cannot be
+        paired.
     """
     old, new = _by_content(left), _by_content(right)
     shifted = old.keys() == new.keys() and any(
@@ -514,7 +520,7 @@ def _require_equal_documents(left: TaskSamples, right: TaskSamples, changed: str
 def require_same_direction(
     where: str, metric: str, baseline: bool | None, candidate: bool | None
 ) -> None:
-    """Raise InputError if higher values are better in one of two results and worse in the other."""
+    """Raise InputError if higher is better in one of the two results, and lower in the other."""
     if None not in (baseline, candidate) and baseline != candidate:
         got = f"{metric} with another higher_is_better than in the baseline"
         fix = "evaluate both with the same lm-eval and task files"
@@ -578,7 +584,7 @@ def _pair(
 
 
 def _documents_as_clusters(pairs: Sequence[tuple[Sample, Sample]]) -> Clusters | None:
-    """Number the documents if there are several answers to each, else return None."""
+    """Return the number of each answer's document. Return None if each document has one answer."""
     if not any(sample.seed for sample, _ in pairs):
         return None
     return np.unique([sample.doc_id for sample, _ in pairs], return_inverse=True)[1]
@@ -590,7 +596,8 @@ def _corpus_pair(
     """Return the pair of a metric that lm-eval computes from all documents at once.
 
     Raises:
-        NotReadable: If the aggregation is not lm-eval's, or the stored values do not belong to it.
+        NotReadable: If the aggregation is unknown, if some documents lack the metric, if the stored
+        values do not have the aggregation's form, or if lm-eval recorded another result.
     """
     if not all(metric in old.values and metric in new.values for old, new in pairs):
         raise NotReadable("some documents do not have the metric")
@@ -622,10 +629,10 @@ def _corpus_pair(
 
 
 def _with_corpus(pair: TaskPair, table: Table) -> TaskPair:
-    """Return the pair with a metric of the whole corpus in the place of its scores.
+    """Return the pair with scores that are the answers' contributions to a metric of the corpus.
 
     Raises:
-        NotReadable: If the metric has no value without one of the documents.
+        NotReadable: If the metric cannot be computed after one document is left out.
     """
     corpus = compare_corpora(table, pair.clusters)
     return replace(
@@ -643,8 +650,8 @@ def _with_corpus(pair: TaskPair, table: Table) -> TaskPair:
 def _require_recorded(task: TaskSamples, metric: str, filter_name: str, value: float) -> None:
     """Raise NotReadable if lm-eval recorded another value of the metric.
 
-    This is checked if the task's configuration does not list the metric. A task in Python may then
-    have its own aggregation for a metric with the name of lm-eval's.
+    The check runs only if the task's configuration does not list the metric. Then the task may be
+    Python code with another aggregation for a metric of the same name.
     """
     recorded = task.aggregates.get(f"{metric},{filter_name}")
     if metric in task.metric_list or recorded is None:

@@ -1,16 +1,17 @@
 """Decide PASS, FAIL or INCONCLUSIVE from two runs of a harness on the same documents.
 
-With several tasks, PASS needs every task to pass. A test that rejects only if all its parts reject
-needs no correction (intersection-union test, Berger, Technometrics 24, 1982). So each lower bound
-is at 1 - alpha. A model that loses more than the margin on any task passes with probability alpha
-at most.
+With several tasks, the verdict is PASS if every task passes. Such an intersection-union test needs
+no correction for the number of tasks (Berger, Technometrics 24, 1982). Therefore each lower bound
+is at 1 - alpha. If a model loses more than the margin on any task, the probability of PASS is at
+most alpha.
 
-FAIL needs only one task, so upper bounds are corrected by Holm's steps (Scandinavian Journal of
-Statistics 6, 1979). A task's upper bound is at the level at which Holm last tested the task. Hence
-the task fails exactly if the displayed bound is below -margin.
+The verdict is FAIL if any task fails. Therefore the upper bounds are corrected by Holm's procedure
+(Scandinavian Journal of Statistics 6, 1979). A task's upper bound is at the level of the last step
+in which the procedure tested the task. The task fails exactly if this bound, which reports show, is
+below -margin.
 
-The reason is one short sentence. It compares scores in points; a metric that is not a share has its
-own units and is named. Intervals, levels and p values are in a report's tables.
+The verdict's reason is one short sentence. Differences of shares are in points. Other differences
+have the metric's unit or name. Reports show intervals, levels and p values in tables.
 """
 
 from collections.abc import Iterator, Sequence
@@ -40,7 +41,7 @@ from vexport.records.margins import MarginSetting, margin_of_shares
 from vexport.records.values import about, decimals_of
 
 NO_CHOICE: Choice = MappingProxyType({})
-# Maximum number of unsettled tasks that the reason names. The others are counted.
+# Maximum number of tasks that the reason names. Further tasks are only counted.
 MAX_NAMED = 3
 _MOST_DIGITS = 5
 
@@ -58,13 +59,13 @@ def decide(
     The results are those of lm-eval, lighteval, EvalScope, or plain JSON lines.
 
     - `margin` is the acceptable loss, for all tasks or by task: 0.02 is 2 points of accuracy, and
-      `1%` is 1 % of a metric that is not a share. None is the default for both.
+      `1%` is 1 % of a metric that is not a share. None means the default for both kinds.
     - `alpha` is the probability of a wrong PASS, and of a wrong FAIL, below 0.5.
     - `gate` is the metric that decides for a task (pairs.py).
 
     Raises:
         InputError: If the runs cannot be compared.
-        EnvironmentFault: If the engine turned out to be not deterministic.
+        EnvironmentFault: If repeated answers differ too often, so the engine is not deterministic.
     """
     if is_accepted(baseline):
         right = read_any_results(candidate)
@@ -116,9 +117,9 @@ def _lost_warnings(verdict: Verdict) -> Iterator[str]:
 
 
 def _asked_again(run: Results, side: str, alpha: float) -> str:
-    """Return a text on how many answers changed when the model on one side ran again.
+    """Return a text on how many answers changed when one of the two models ran again.
 
-    It is "" if that was not measured.
+    Return "" if no answers were repeated.
 
     Raises:
         EnvironmentFault: If the engine is not deterministic.
@@ -174,12 +175,12 @@ def _is_templated(task: str, prompting: Prompting | None) -> bool | None:
 
 
 def holm_levels(pairs: Sequence[TaskPair], *, margin: float, alpha: float) -> list[float]:
-    """Return the level at which Holm's procedure last tests each task for a loss beyond its margin.
+    """Return the level of the last test of each task in Holm's procedure.
+
+    Each step tests the remaining tasks for a loss above the margin, at the level alpha / (number of
+    remaining tasks). Tasks that fail are removed. The procedure ends if no task fails in a step.
 
     `margin` applies to the pairs without their own margin.
-
-    Each step tests the open tasks at alpha / (number of open tasks), and closes the tasks that
-    fail.
     """
     levels = [alpha] * len(pairs)
     remaining = list(range(len(pairs)))
@@ -224,9 +225,9 @@ def _interval_name(gate: TaskPair) -> str:
 
 
 def _pooled(gates: Sequence[TaskPair], margin: float, alpha: float) -> Comparison | None:
-    """Compare all documents as if they were one task, if every metric is 0/1.
+    """Compare all documents as if they were one task. Return None unless all metrics are 0/1.
 
-    The result is shown only, because the tasks decide.
+    The result is only shown, because the tasks decide. It is also None for a single task.
     """
     pairs = [gate for gate in gates if gate.binary and gate.sign > 0]
     if len(pairs) < len(gates) or len(pairs) == 1:
@@ -242,10 +243,10 @@ def _pooled(gates: Sequence[TaskPair], margin: float, alpha: float) -> Compariso
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """Formats differences of one metric: in points for a share, else in the metric's units.
+    """Format differences of one metric: in points for a share, else in the metric's units.
 
-    `margin` is in the metric's units, and `relative` is the share of the baseline's value that it
-    was computed from. `relative` is None for a margin in points.
+    `margin` is in the metric's units. If the margin was given as a share of the baseline's value,
+    `relative` is this share. For a margin in points, `relative` is None.
     """
 
     factor: int
@@ -255,7 +256,7 @@ class _Unit:
 
     @property
     def digits(self) -> int:
-        """Number of decimals: two, or more if the margin needs them for two digits."""
+        """Number of decimals: 2, or as many as a relative margin needs."""
         if self.relative is None:
             return 2
         return decimals_of(self.margin)
@@ -263,8 +264,8 @@ class _Unit:
     def number(self, value: float) -> str:
         """Return the value with two decimals, or with one decimal from 10 up.
 
-        It gets more decimals if a relative margin is small, or if it would otherwise read like the
-        margin without being equal to it.
+        More decimals are shown if a relative margin is small, or if the rounded value would equal
+        the margin although the exact value does not.
         """
         scaled, limit = self.factor * value, self.factor * self.margin
         least = 1 if abs(scaled) >= 10 else self.digits
@@ -288,24 +289,24 @@ class _Unit:
 
     @property
     def short_limit(self) -> str:
-        """Accepted loss among several tasks: `2 points`, or `1%` if it is relative."""
+        """Accepted loss in sentences on several tasks: `2 points`, or `1%` if it is relative."""
         return self.limit if self.relative is None else f"{100 * self.relative:.6g}%"
 
     @property
     def suffix(self) -> str:
-        """Unit after numbers that are compared with `short_limit`: none for points."""
+        """Unit after numbers in sentences with `short_limit`. Points have no suffix."""
         return "" if self.relative is None else self.name
 
     @property
     def accepted(self) -> str:
-        """Sentence on the accepted loss: `2 points were accepted`."""
+        """Clause on the accepted loss: `2 points were accepted`."""
         if not self.margin:
             return "no loss was accepted"
         return f"{self.limit} {'were' if self.limit.endswith(' points') else 'was'} accepted"
 
 
 def reason_for(outcome: Outcome, tasks: Sequence[TaskVerdict], *, margin: float) -> str:
-    """Return the reason of the outcome over all tasks, without a full stop."""
+    """Return the reason for the outcome over all tasks, without a full stop."""
     if outcome == "PASS":
         return _passed(tasks, margin)
     return _failed(tasks, margin) if outcome == "FAIL" else _not_settled(tasks, margin)
@@ -334,14 +335,14 @@ def _passed(tasks: Sequence[TaskVerdict], margin: float) -> str:
 def _share_of_margin(task: TaskVerdict, value: float, margin: float) -> float:
     """Return a difference as a share of the task's margin, so that tasks can be compared.
 
-    Without a margin it is the difference itself.
+    If the margin is 0, return the difference itself.
     """
     own = _unit(task, margin).margin
     return value / own if own else value
 
 
 def _more_or_less(word: str, tasks: Sequence[TaskVerdict], margin: float, nothing: str) -> str:
-    """Return `lose less than 2 points or 1%`, or `nothing` without a margin."""
+    """Return `lose less than 2 points or 1%`, or the text `nothing` if all margins are 0."""
     units = [_unit(task, margin) for task in tasks]
     if not any(unit.margin for unit in units):
         return nothing
@@ -407,7 +408,7 @@ def _not_settled(tasks: Sequence[TaskVerdict], margin: float) -> str:
 
 
 def _need(task: TaskVerdict) -> str:
-    """Return what would settle a task, in few words."""
+    """Return a few words on how to settle a task."""
     if task.has_too_few_documents:
         return task.remedy
     needed = task.documents_needed
