@@ -1,13 +1,14 @@
-"""Accepted baselines: a model's right answers in a file that is small enough for git.
+"""Accepted baselines: a model's scores of every document, in a file that is small enough for git.
 
-Changes are readable in a diff. Documents are stored in lines of 100, in the order of their numbers:
+A diff of the file shows which answers changed. Each line has 100 documents, in the order of their
+numbers:
 - `scores` maps the range of documents to their scores, written as `1` and `0` without spaces if the
   metric is 0/1.
 - `questions` maps the range to three characters of each question's digest.
-- `endings` has a letter for each answer, in the lines with answers that were cut, are empty, or
-  have nothing to extract (`LETTERS` in lost.py).
+- `endings` has a letter for each answer (`LETTERS` in lost.py). A line is stored only if one of its
+  answers was cut, is empty, or has nothing to extract.
 
-Later answers are paired document by document, and a changed answer is one digit in a diff.
+Answers of a later evaluation are paired with the stored scores document by document.
 """
 
 import base64
@@ -34,7 +35,7 @@ LINE = 100
 DIGEST = 3
 """Base64 characters (6 bits each) per question.
 
-A changed question is missed once in 262144 times.
+The probability that a changed question has the same digest is 1 in 262144.
 """
 WHOLE = "."
 """Letter of an answer that is neither cut nor empty, and has something to extract."""
@@ -45,9 +46,9 @@ _KIND = "vexport_baseline"
 class AcceptedTask:
     """Scores of one task and digests of its questions, by ranges `first-last` of documents.
 
-    `endings` has a letter for each answer, in the lines with answers that were cut, are empty or
-    have nothing to extract. It is None if the answers were not generated, or if the file is older
-    than this field.
+    `endings` has a letter for each answer, but only for ranges in which an answer was cut, is
+    empty, or has nothing to extract. `endings` is None if the answers were not generated, or if the
+    file is older than this field.
     """
 
     metric: str
@@ -64,9 +65,9 @@ class AcceptedTask:
 class Accepted:
     """One model's scores with the metrics that decide, and the settings that could change them.
 
-    `groups` maps a group that is judged as one task to its tasks. `settings` are the settings that
-    the scores were measured with, by their keys in a scenario (accepted_settings.py). It is None in
-    files that are older than this field.
+    `groups` maps each group that counts as one task to its tasks. `settings` are the settings of
+    the evaluation, by their keys in a scenario (accepted_settings.py). `settings` is None in files
+    that are older than this field.
     """
 
     vexport_baseline: Literal[1] = 1
@@ -130,8 +131,8 @@ def accept_results(
 ) -> Accepted:
     """Write the scores of the deciding metrics from an lm-eval output folder to `path`.
 
-    `settings` are the settings that the results were measured with, if they are known. The file is
-    written completely or not at all.
+    `settings` are the settings of the evaluation, if they are known. The file is written completely
+    or not at all.
     """
     require_writable(path)
     results = read_results(folder)
@@ -153,8 +154,8 @@ def pair_with(accepted: Accepted, candidate: Results) -> tuple[TaskPair, ...]:
     """Pair a run with an accepted baseline, on the accepted metrics and filters.
 
     Raises:
-        InputError: For all tasks at once: a task or document is missing on one side, or questions
-        differ.
+        InputError: For all tasks at once. A task or a document is missing in the run or in the
+        baseline, or a question differs.
     """
     need, where, problems = "the accepted tasks", str(candidate.file), list[InputError]()
     old: dict[str, TaskSamples] = {}
@@ -203,7 +204,7 @@ def _accepted_task(results: Results, name: str, gate: TaskPair) -> AcceptedTask:
 
 
 def _endings_text(lines: Mapping[str, Sequence[Sample]]) -> dict[str, str] | None:
-    """Return the letters of the lines with answers that may not count.
+    """Return the letters of all answers, for each line with an answer that may not count.
 
     Return None if the answers were not generated.
     """
@@ -267,7 +268,7 @@ def stored_scores(task: AcceptedTask) -> dict[int, tuple[float, str]]:
 
 
 def stored_endings(task: AcceptedTask) -> dict[int, Ending] | None:
-    """Return how the answer to each document ended, or None if that was not kept.
+    """Return how the answer to each document ended, or None if the file does not contain it.
 
     Raises:
         ValueError: If a line is damaged.
@@ -323,7 +324,7 @@ def _answers_now(
 def _accepted_answers(task: AcceptedTask, now: TaskSamples) -> TaskSamples:
     """Return samples of the same documents with the accepted scores.
 
-    Their answers were not kept.
+    The samples have no answers, because accepted baselines do not contain answers.
     """
     samples: dict[tuple[str, int | str, int], Sample] = {}
     stored, endings = stored_scores(task), stored_endings(task)

@@ -1,13 +1,16 @@
-"""Find the cause of a loss by scoring the same tokens in four ways that differ in one step each.
+"""Find the cause of a loss: score the same tokens in four ways.
 
 - (1) transformers on the baseline
 - (2) vLLM on the baseline
 - (3) transformers on the candidate's weights, dequantized, with rounded activations
 - (4) vLLM on the candidate
 
-The distance of (3) from (1) is the cost of quantization in exact arithmetic. The distance of (4)
-from (3) comes from vLLM, if it reads or multiplies differently. The distance of (2) from (1) is the
-noise floor of both: two implementations of one model in bfloat16.
+The differences between them separate the causes:
+
+- The distance of (3) from (1) is the cost of quantization in exact arithmetic.
+- The distance of (4) from (3) is large if vLLM loads other values than the file has, or multiplies
+  differently.
+- The distance of (2) from (1) is the noise floor: two implementations of one model in bfloat16.
 """
 
 from collections.abc import Sequence
@@ -30,13 +33,15 @@ from vexport.records import Attribution, Cause, Distance, OnProgress, Outcome, n
 ABOVE_NOISE = 3.0
 """Multiple of the noise floor above which the quantization distance explains a failed task.
 
-It is used if no distance is above its limit. If the quantization distance is smaller, both models
-compute the same, so the cause is in the prompts or in the reading of answers.
+The multiple is used if no distance is above its limit. If the quantization distance is smaller,
+both models compute nearly the same. The cause is then in the prompts or in the extraction of
+answers.
 """
 NOTHING_IN_COMMON = 100.0
-"""Nats that a position with a NaN counts as.
+"""Maximum KL of a position, in nats.
 
-JSON has no infinity, and no sane pair of models comes near this value.
+Larger values are lowered to it, because JSON has no infinity. The KL of two working models is far
+below it.
 """
 _EVIDENCE = 3
 LATE = (
@@ -64,10 +69,11 @@ def attribute(
 ) -> Attribution | None:
     """Find the cause of a loss. Return None if transformers cannot build one of the models.
 
-    `limit` applies to the mean KL of quantization, and `outcome` is the outcome of the tasks. With
-    `is_late`, the tokens that are scored here pass, and later tokens of the text fail. The models
-    are built in this process, unless the session did so before. If vLLM disagrees with transformers
-    on the candidate, the candidate is also loaded dry.
+    `limit` is the limit of quantization's mean KL. `outcome` is the outcome of the tasks. `is_late`
+    is True if the first tokens of the text's rows pass, and later tokens fail. Only the first
+    tokens are scored here. The models are built in this process, unless an earlier step stored
+    their scores. If vLLM disagrees with transformers on the candidate, vLLM's loaders also load the
+    candidate without running it (a dry load).
     """
     of_baseline, of_candidate = named("baseline", on_progress), named("candidate", on_progress)
     harness = tuple(differences(baseline, candidate))
@@ -182,8 +188,8 @@ def _loader_evidence(
 ) -> tuple[str, ...]:
     """Return differences between stored and loaded values.
 
-    They come from the static check and from a dry load with vLLM's loaders. If the dry load cannot
-    run, only the static check is used.
+    The static check and a dry load with vLLM's loaders find these differences. If the dry load
+    cannot run, only the static check is used.
     """
     findings = list(check_checkpoint(str(candidate.checkpoint)).findings)
     with suppress(EnvironmentFault):

@@ -1,8 +1,8 @@
 """Measure the drift of the candidate's log-probabilities from the baseline's, both in vLLM.
 
-Both models score the same tokens. Drift is an early signal: it needs some hundred tokens, while a
-task needs a thousand documents. It only warns and never decides, because a model may drift far and
-still answer right.
+Both models score the same tokens. Drift is an early signal: a few hundred tokens are enough, but a
+task needs a thousand documents. Drift leads to warnings and never to FAIL, because a model may
+drift far and still answer right.
 """
 
 import math
@@ -22,7 +22,7 @@ from vexport.records import Drift, PromptDrift, TokenDrift
 from vexport.scenario import Evaluate
 
 WORST = 3
-"""Number of prompts shown. Each takes a screen in the report."""
+"""Number of prompts in the report. Each prompt fills a screen."""
 _DIGITS = 16
 _ROUNDING = 1e-6
 """Rounding error of a sum of probabilities that were stored as logarithms in float32."""
@@ -31,7 +31,7 @@ _ROUNDING = 1e-6
 def measure_drift(baseline: Served, candidate: Served, settings: Evaluate) -> Drift | None:
     """Return KL and NLL over all positions, and the prompts with the most drift.
 
-    Return None if vLLM refused one of the models, if they got different tokens, or if their
+    Return None if vLLM refused one of the models, if the two models got different tokens, or if
     log-probabilities are not finite.
     """
     if not baseline.is_scored or not candidate.is_scored:
@@ -87,8 +87,8 @@ def _prompt(
 def least_kl(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     """Return a lower bound of the KL at each position, in nats.
 
-    NaN marks tokens without a log-probability on one side. They count as one token together: the KL
-    of sums is not larger (log-sum inequality).
+    NaN marks a token without a log-probability from one of the models. All these tokens are merged
+    into one token. Merging tokens never increases the KL (log-sum inequality).
     """
     width = max(old.shape[-1], new.shape[-1])
     old, new = (

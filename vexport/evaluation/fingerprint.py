@@ -45,10 +45,11 @@ _THINK_ENDS = ("</think>", "[/THINK]", "</seed:think>", "<|channel|>final<|messa
 
 
 def changed_names(old: Fingerprint, new: Fingerprint) -> list[str]:
-    """Return the names with different values on both sides.
+    """Return the names of the settings with different values in the two fingerprints.
 
-    A value that is not recorded counts as lm-eval's default if `_ABSENT` has one. If `gen_kwargs`
-    changed, the generation arguments of single tasks are left out, because they follow from it.
+    A setting that is not recorded has lm-eval's default from `_ABSENT`, if there is a default. If
+    `gen_kwargs` changed, changed generation arguments of single tasks are skipped, because
+    `gen_kwargs` sets them.
     """
     names = [*old, *(name for name in _ABSENT if name in new and name not in old)]
     differ = [
@@ -69,9 +70,9 @@ def changes(old: Fingerprint, new: Fingerprint, *, where: tuple[str, str]) -> tu
 
 
 def causes(old: Fingerprint, new: Fingerprint, task: str) -> list[str]:
-    """Return all differences.
+    """Return all changed settings, except the digest of the model.
 
-    Differences that change the task's prompts come first, with both values.
+    Settings that change the task's prompts come first, with both values.
     """
     names = [name for name in changed_names(old, new) if name != MODEL]
     shaping = (CHAT_TEMPLATE, SYSTEM_INSTRUCTION, MULTITURN, f"{FEWSHOT}{task}")
@@ -166,7 +167,7 @@ def recorded_fingerprint(content: Mapping[str, Json], tasks: Sequence[str]) -> F
 def _arguments(content: Mapping[str, Json]) -> Mapping[str, Json]:
     """Return the model's arguments.
 
-    They are an object, or a text in results of older lm-eval versions.
+    Results contain them as an object, or as a text if lm-eval is older.
     """
     arguments = mapping_in(content, "config").get("model_args")
     if isinstance(arguments, str):

@@ -1,4 +1,4 @@
-"""Check, before a model runs, that given answers can be compared with its answers."""
+"""Check that existing results can be compared with a model's answers, before the model runs."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,8 +15,8 @@ from vexport.evaluation.results import read_results
 class GivenAnswers:
     """Tasks of given results.
 
-    `documents` has the number of documents of each task. `originals` has the size of each task's
-    whole data set if it is recorded. `members` has the tasks of every group.
+    `documents` maps each task to its number of documents. `originals` maps each task to the size of
+    its whole data set, if this is recorded. `members` maps each group to its tasks.
     """
 
     file: Path
@@ -29,7 +29,8 @@ def read_given(path: Path) -> GivenAnswers:
     """Read lm-eval's results or an accepted baseline.
 
     Raises:
-        InputError: As `read_results` and `read_accepted`, or if another harness wrote the results.
+        InputError: If `read_results` or `read_accepted` raises it, or if another harness wrote the
+        results.
     """
     if is_accepted(path):
         accepted = read_accepted(path)
@@ -58,9 +59,9 @@ def require_answers_to(
 ) -> None:
     """Raise InputError if the given answers cannot be compared with answers to the tasks `names`.
 
-    `exact` are the names that are certainly tasks, because they come from YAML files. Other names
-    that the results lack may be tags, which lm-eval replaces by tasks. If there are such names,
-    only the documents of the other tasks are compared.
+    `exact` are the names from YAML files. These names are certainly tasks. Other names that are
+    missing in the results may be tags. lm-eval replaces a tag by its tasks. If a name is missing,
+    only the numbers of documents of the known tasks are compared.
     """
     known = {name: given.members.get(name, (name,)) for name in names}
     missing = [
@@ -86,7 +87,7 @@ def require_answers_to(
 def _other_documents(
     given: GivenAnswers, asked: set[str], limit: float | None
 ) -> Iterator[InputError]:
-    """Yield an error for every task with other documents than the given answers."""
+    """Yield an error for every task that will have a different number of documents."""
     for name in sorted(asked):
         count, original = given.documents[name], given.originals.get(name)
         expected = _expected(original, limit)

@@ -21,7 +21,7 @@ _ADDRESSES = ("http://", "https://")
 def evaluation_inputs(settings: Evaluate, label: str) -> Iterator[NamedPath]:
     """Yield the inputs of an evaluation besides the two models. `label` is the label of the tasks.
 
-    The includes, documents and code of a task are among the paths. Names that are not paths are
+    The inputs include a task's YAML includes, documents and code. Names that are not paths are
     ignored later.
     """
     for task in settings.tasks:

@@ -4,17 +4,17 @@ An answer is lost if it did not score and one of these holds:
 - It was cut. Either the engine or server stopped it at its maximum length (`finish_reason` length),
   or the model never ended its thinking.
 - It is empty.
-- It may have been cut, because no finish reason was recorded, and the task's filter found no answer
-  in it.
+- The task's filter found no answer in it, and it may have been cut, because no finish reason was
+  recorded.
 
-If an answer ended by itself and the filter found nothing, the answer is wrong and not lost. But if
-the filter fails for most of the answers, the filter does not fit the model, and these answers are
-lost, too.
+If an answer ended by itself and the filter found nothing, the answer is wrong, but not lost. There
+is one exception: if the filter finds nothing in most of the answers, it does not fit the model.
+Then these answers are lost, too.
 
 Some cut answers are not lost:
-- The extracted answer is at the beginning of the text, as in tasks that read the first number of a
-  few tokens.
-- Cut answers score about as often as whole answers, so the cut comes after the answer.
+- The extracted answer is at the beginning of the text. For example, a task may read the first
+  number from a few generated tokens. - Cut answers score about as often as whole answers. The cut
+  then usually comes after the answer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,7 +45,7 @@ NOTHING_FOUND = frozenset(("", "[invalid]", "invalid", "[invalidanswer]"))
 DEFAULT_LENGTH = 256
 """lm-eval's maximum of new tokens if neither the task nor the model's arguments set it."""
 _THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
-# If an answer has fewer bytes for each token of the maximum length, it certainly was not cut.
+# An answer with fewer bytes than this number times the maximum number of tokens was not cut.
 _BYTES_PER_TOKEN = 2
 _MOST = 0.5
 # Number of whole answers that are needed as a comparison for cut answers.
@@ -56,9 +56,9 @@ _ENOUGH = 10
 class Ending:
     """How one generated answer ended.
 
-    `is_cut` is True for every cut answer. `state` is "cut" unless the extracted answer is before
-    the cut. `is_whole` is True if the answer certainly ended by itself. `is_thinking` is True if
-    the model did not end its thinking.
+    `is_cut` is True for every cut answer. The `state` of a cut answer is "cut", unless the
+    extracted answer is at the beginning of the text. `is_whole` is True if the answer certainly
+    ended by itself. `is_thinking` is True if the model did not end its thinking.
     """
 
     state: State
@@ -76,10 +76,10 @@ LETTERS = {
     "u": Ending(state="unparsed", is_whole=True),
     "U": Ending(state="unparsed"),
 }
-"""Every ending that `count_answers` distinguishes, by its letter in files.
+"""All endings that `count_answers` distinguishes, by their letters in files.
 
-`a` was cut after the answer, and `t` was cut in its thinking. `U` may have been cut, and `u` ended
-by itself.
+`a` was cut after the extracted answer. `t` was cut while the model was thinking. `U` may have been
+cut. `u` ended by itself.
 """
 
 
@@ -141,7 +141,7 @@ def _is_unfinished(prompt: str, text: str, *, is_stripped: bool) -> bool:
 
 
 def _stands_first(responses: Sequence[str], filtered: Sequence[str]) -> bool:
-    """Return True if the filter took the beginning of a response, and more text follows."""
+    """Return True if the filtered answer is the beginning of a longer response."""
     pairs = zip(responses, filtered, strict=False)
     return any(
         answer.strip()
@@ -220,7 +220,7 @@ def lost_words(baseline: AnswerCounts | None, candidate: AnswerCounts | None) ->
 def _share(side: AnswerCounts | None, kind: str) -> float | None:
     """Return the share of one kind of answers.
 
-    Cut answers that count as answers have the share 0.
+    The share of cut answers is 0 if the cuts come after the answers.
     """
     if side is None:
         return None

@@ -1,8 +1,8 @@
 """Read lm-eval's output folders: results_*.json and the sample files beside them.
 
-The format is that of lm_eval/loggers/evaluation_tracker.py (0.4.13). A folder may contain several
-runs of one model, and the newest run counts. lm-eval's command line writes them into a subfolder
-with the name of the model.
+lm_eval/loggers/evaluation_tracker.py (0.4.13) defines the format. A folder may contain several
+results files of one model. The newest file is read. lm-eval's command line writes results into a
+subfolder with the name of the model.
 """
 
 import json
@@ -39,9 +39,9 @@ class Sample:
     """One document's answer after one filter.
 
     - `hashes` are the hashes of the document, the prompt and the target.
-    - `answer` is the answer for people: the raw response, or the chosen option.
-    - `compared` is the answer for comparisons: the filtered response, or the chosen option. It is
-      None if the answer was not kept.
+    - `answer` is the answer that reports show: the raw response, or the chosen option. - `compared`
+      is the answer that is compared between models: the filtered response, or the chosen option. It
+      is None if the answer was not stored.
     - `scores` has the metrics with one number per document.
     - `values` has the stored values of the other metrics. lm-eval computes these metrics from the
       values of all documents at once.
@@ -94,7 +94,7 @@ class TaskSamples:
     def aggregation(self, metric: str) -> str | None:
         """Return the name of a metric's aggregation, None if it is unknown.
 
-        Functions in Python have their source text as the name.
+        The name of a Python function is its source text.
         """
         return self.aggregations.get(metric, AGGREGATIONS.get(metric))
 
@@ -236,7 +236,8 @@ def _exact_probabilities(
             rounded = numbers_in(value[1])
         except NotReadable:
             rounded = []
-        # For acc_mutual_info, the options follow a second time, without the question.
+        # For acc_mutual_info, lm-eval scores each option again without the question, after all
+        # options.
         options = log_likelihoods[: len(rounded) or None]
         probabilities = softmax(options) if all(map(math.isfinite, options)) else []
         if _are_close(rounded or probabilities, probabilities):
@@ -297,7 +298,8 @@ def _target(arguments: list[list[Json]], target: Json, output_type: str) -> str:
 def _option(arguments: list[list[Json]], index: int) -> str:
     """Return an option's text: its continuation.
 
-    If the options have different prompts and the same continuation, it is the prompt.
+    If all options have the same continuation, the prompts differ, and the prompt is returned
+    instead.
     """
     shared = len(arguments) > 1 and len({_text(value[-1]) for value in arguments if value}) == 1
     request = arguments[index] if index < len(arguments) else []
@@ -378,7 +380,7 @@ class Results:
     - `fingerprint` has everything that could change a score, by name.
     - `prompting` has the settings of the prompts.
       It is None for other harnesses.
-    - `warning` describes a likely mistake in them.
+    - `warning` describes a likely mistake in the settings of the prompts, or is None.
     """
 
     file: Path

@@ -1,8 +1,9 @@
 """Statistics of paired outcomes: pure functions of counts and arrays.
 
-Notation: `wins` of the `documents` went from wrong to right, and `losses` from right to wrong. The
-difference is (wins - losses) / documents. `alpha` is the one-sided error of each end of an
-interval, so an interval (low, high) has the two-sided confidence 1 - 2 * alpha.
+Notation: `wins` is the number of documents that went from wrong to right, and `losses` the number
+that went from right to wrong. The difference is (wins - losses) / documents. Each end of an
+interval has the one-sided error `alpha`, so an interval (low, high) has the two-sided confidence 1
+- 2 * alpha.
 """
 
 import math
@@ -28,7 +29,8 @@ Clusters = NDArray[np.intp]
 MIN_CLUSTERS = 10
 """Minimum number of clusters (the tasks of a group, such as subjects).
 
-Fewer clusters do not show the spread between clusters. Their documents then count singly.
+Fewer clusters do not show the spread between clusters. With fewer clusters, documents are treated
+as independent.
 """
 
 
@@ -43,8 +45,8 @@ def tango_statistic(wins: float, losses: float, documents: float, difference: fl
     """Return Tango's score statistic of H0: the true difference is `difference`.
 
     The statistic is approximately standard normal under H0 (Statistics in Medicine 17, 1998). It
-    scales with sqrt(k) if all counts scale with k, so the counts need not be integers. At -1 and 1,
-    H0 leaves no variance, and the statistic is infinite or 0.
+    scales with sqrt(k) if all counts scale with k, so the counts need not be integers. If
+    `difference` is -1 or 1, the variance under H0 is 0, and the statistic is infinite or 0.
     """
     if documents <= 0 or min(wins, losses) < 0 or wins + losses > documents:
         raise ValueError(f"paired counts: got wins {wins}, losses {losses}, documents {documents}")
@@ -67,8 +69,8 @@ def _null_variance(wins: float, losses: float, documents: float, difference: flo
 def tango_interval(wins: float, losses: float, documents: float, alpha: float) -> Interval:
     """Return Tango's score interval: the differences that the test at `alpha` does not reject.
 
-    With wins = losses = 0, the interval is +-z^2 / (documents + z^2). Wald's interval then has no
-    width.
+    With wins = losses = 0, the interval is +-z^2 / (documents + z^2). Wald's interval would have
+    the width 0.
     """
     z = float(stats.norm.isf(alpha))
     estimate = (wins - losses) / documents
@@ -103,9 +105,9 @@ def mcnemar_p(wins: int, losses: int) -> float:
 def permutation_p(gain: Scores) -> float:
     """Return the p value of a two-sided paired permutation test of a mean gain of 0.
 
-    `gain` has the shape (documents,), and its signs are flipped at random. scipy tests all sign
-    flips if there are at most RESAMPLES. The result is 1 if fewer than two documents changed,
-    because either sign of a single document is as extreme.
+    `gain` has the shape (documents,). The test flips the signs of its values at random. If there
+    are at most RESAMPLES combinations of signs, scipy tests all of them. The result is 1 if fewer
+    than two documents changed, because both signs of a single value are equally extreme.
     """
     changed = gain[gain != 0]
     if len(changed) < 2:
@@ -163,9 +165,9 @@ def bootstrap_interval(
 ) -> Interval:
     """Return bootstrap bounds of the mean of `values`, shape (documents,).
 
-    With clusters, whole clusters are resampled. Resamples contain only values that occurred, so a
-    few documents without a change would give an interval without width. Therefore the bounds are
-    never closer to the mean than Tango's bounds for no change, times `span` (the width of the
+    With clusters, whole clusters are resampled. Resamples contain only values that occurred. If
+    none of a few documents changed, the interval would have the width 0. Therefore the bounds are
+    at least as far from the mean as Tango's bounds for no change, times `span` (the width of the
     metric's range).
     """
     mean = float(values.mean())
@@ -189,9 +191,9 @@ def bootstrap_interval(
 def mean_statistic(values: Scores, against: float, span: float) -> float:
     """Return a test statistic of H0: the mean of `values` is `against`.
 
-    It is the weaker of Student's statistic and Tango's statistic for no change. It plans the number
-    of documents for tasks that `bootstrap_interval` decides, with the same `span`. If `span` is 0,
-    it is Student's statistic.
+    The result is Student's statistic or Tango's statistic for no change, whichever is closer to 0.
+    If `span` is 0, the result is Student's statistic. The statistic is used to plan the number of
+    documents for tasks that `bootstrap_interval` decides, with the same `span`.
     """
     documents, distance = len(values), float(values.mean()) - against
     if span == 0:
@@ -206,12 +208,12 @@ def mean_statistic(values: Scores, against: float, span: float) -> float:
 def documents_for_power(margin: float, disagreement: float, alpha: float) -> int:
     """Return how many documents Tango's test needs to rule out a loss above `margin`.
 
-    With that number it succeeds with probability POWER if the true loss is 0.
+    With this number of documents, the test succeeds with probability POWER if the true loss is 0.
 
     The formula is ((z_alpha * s0 + z_beta * s1) / margin)^2 (Nam, Biometrics 53, 1997). s1^2 is
     `disagreement`, the share of documents that change between right and wrong. s0^2 is the variance
-    if the loss equals the margin. With s1 in both places (Connor, Biometrics 43, 1987), a margin
-    above the disagreement would get far too few documents.
+    if the loss equals the margin. Connor's formula (Biometrics 43, 1987) uses s1 for both. It
+    returns far too few documents if the margin is larger than the disagreement.
     """
     null = _null_variance(disagreement / 2, disagreement / 2, 1, -margin)
     needed = _power_sum(alpha, math.sqrt(disagreement / null)) * math.sqrt(null) / margin
@@ -223,10 +225,11 @@ def documents_to_settle(
 ) -> int | None:
     """Return how many documents would settle an open question with probability POWER.
 
-    The observed rates are assumed to hold. `statistic` is the test statistic at the margin with
-    `documents`; it grows with sqrt(documents). `spread` is the observed spread divided by the
-    spread that the statistic assumes. None is returned if the statistic is 0: the observed
-    difference is then exactly the margin, and no number of documents settles it.
+    The calculation assumes that further documents have the observed rates. `statistic` is the test
+    statistic at the margin with the present `documents`. It grows with sqrt(documents). `spread` is
+    the observed spread divided by the spread that the statistic assumes. Returns None if the
+    statistic is 0: the observed difference is exactly the margin, and no number of documents
+    settles the question.
     """
     if statistic == 0:
         return None
@@ -253,8 +256,8 @@ def seeds_to_settle(documents: int, seeds: int, design: float, needed: float) ->
     """Return how many answers per document settle as much as `needed` documents with `seeds` each.
 
     The calculation uses the design effect 1 + (seeds - 1) * correlation of the answers to one
-    document (Kish, Survey Sampling, 1965). None is returned if no number of answers to these
-    documents is enough.
+    document (Kish, Survey Sampling, 1965). Returns None if no number of answers to these documents
+    is enough.
     """
     correlation = min(1.0, (design - 1) / (seeds - 1))
     worth = needed * seeds / design
@@ -263,7 +266,7 @@ def seeds_to_settle(documents: int, seeds: int, design: float, needed: float) ->
 
 
 class Effective(NamedTuple):
-    """Worth of clustered documents: counts are divided by `design` and tested at `alpha`."""
+    """Corrections for clustered documents: divide counts by `design`, and test them at `alpha`."""
 
     design: float
     alpha: float
@@ -278,9 +281,9 @@ def design_effect(gain: Scores, clusters: Clusters, answers: int = 1) -> float:
     clustered variance is K / (K - 1) * sum over clusters of (sum of residuals)^2 (Liang and Zeger,
     Biometrika 73, 1986).
 
-    If documents are the clusters, with several `answers` to each, few changes do not show that the
-    answers to one document change independently. Therefore one document is added, and all its
-    answers change.
+    If the clusters are documents with several `answers` each, a few changes do not show that the
+    answers to one document change independently. Therefore one document is added to the sums, and
+    all of its answers change.
     """
     residuals = gain - gain.mean()
     added = answers if answers > 1 else 0
@@ -295,9 +298,10 @@ def design_effect(gain: Scores, clusters: Clusters, answers: int = 1) -> float:
 def effective(gain: Scores, clusters: Clusters | None, alpha: float, answers: int = 1) -> Effective:
     """Return the factor that shrinks counts, and the alpha to test them at.
 
-    Counts of clustered documents shrink by the design effect (Rao and Scott, Biometrics 48, 1992);
-    other counts stay. The variance between K clusters is an estimate, too: `alpha` becomes the
-    normal tail at Student's point with K - 1 degrees of freedom.
+    Counts of clustered documents are divided by the design effect (Rao and Scott, Biometrics 48,
+    1992). Counts without clusters are unchanged. The variance between K clusters is only an
+    estimate. Therefore `alpha` is replaced by the normal tail beyond Student's quantile with K - 1
+    degrees of freedom.
     """
     if clusters is None:
         return Effective(1.0, alpha)
