@@ -1,7 +1,7 @@
 """Accepted baselines: a model's scores of every document, in a file that is small enough for git.
 
-A diff of the file shows which answers changed. Each line has 100 documents, in the order of their
-numbers:
+In a diff of the file, a changed answer is one digit. Each line has 100 documents, in the order of
+their numbers:
 - `scores` maps the range of documents to their scores, written as `1` and `0` without spaces if the
   metric is 0/1.
 - `questions` maps the range to three characters of each question's digest.

@@ -40,8 +40,8 @@ answers.
 NOTHING_IN_COMMON = 100.0
 """Maximum KL of a position, in nats.
 
-Larger values are lowered to it, because JSON has no infinity. The KL of two working models is far
-below it.
+A position with NaN has an infinite KL. It is replaced by this value, because JSON has no infinity.
+The KL of two working models is far below it.
 """
 _EVIDENCE = 3
 LATE = (

@@ -13,8 +13,8 @@ Then these answers are lost, too.
 
 Some cut answers are not lost:
 - The extracted answer is at the beginning of the text. For example, a task may read the first
-  number from a few generated tokens. - Cut answers score about as often as whole answers. The cut
-  then usually comes after the answer.
+  number from a few generated tokens.
+- Cut answers score about as often as whole answers. The cut then usually comes after the answer.
 """
 
 from collections.abc import Iterator, Sequence

@@ -39,9 +39,9 @@ class Sample:
     """One document's answer after one filter.
 
     - `hashes` are the hashes of the document, the prompt and the target.
-    - `answer` is the answer that reports show: the raw response, or the chosen option. - `compared`
-      is the answer that is compared between models: the filtered response, or the chosen option. It
-      is None if the answer was not stored.
+    - `answer` is the answer that reports show: the raw response, or the chosen option.
+    - `compared` is the answer that is compared between models: the filtered response, or the chosen
+      option. It is None if the answer was not stored.
     - `scores` has the metrics with one number per document.
     - `values` has the stored values of the other metrics. lm-eval computes these metrics from the
       values of all documents at once.

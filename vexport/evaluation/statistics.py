@@ -2,8 +2,8 @@
 
 Notation: `wins` is the number of documents that went from wrong to right, and `losses` the number
 that went from right to wrong. The difference is (wins - losses) / documents. Each end of an
-interval has the one-sided error `alpha`, so an interval (low, high) has the two-sided confidence 1
-- 2 * alpha.
+interval has the one-sided error `alpha`. The two-sided confidence of an interval (low, high) is
+therefore 1 - 2 * alpha.
 """
 
 import math

@@ -50,7 +50,7 @@ def require_tasks(settings: Evaluate, options: EngineOptions) -> None:
 
 
 def fetch_tasks(settings: Evaluate, options: EngineOptions) -> None:
-    """Download the tasks' documents into the cache. Raises as `fetch_task_data`."""
+    """Download the tasks' documents into the cache. Raises the errors of `fetch_task_data`."""
     if not settings.tasks:
         return
     with _task_request(settings, options) as request:

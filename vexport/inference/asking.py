@@ -1,7 +1,6 @@
 """Get a model's answers from an engine of vLLM, from a server, or from existing results.
 
-The three kinds of sources have one interface, `AnswerSource.ask`. After choosing a source, the
-caller uses it like any other source.
+All three kinds of sources have the same interface, `AnswerSource.ask`.
 """
 
 from abc import ABC, abstractmethod
@@ -48,12 +47,13 @@ from vexport.scenario.serve import EngineArguments
 SERVER_WORKER = "vexport.inference.endpoint.worker"
 # The default context length of an evaluation. Longer prompts are an error and never truncated.
 EVALUATION_LENGTH = 4096
-# Maximum number of tokens that vLLM computes at once if a row of text is longer than this. Some
-# versions hold the logits of all these tokens: 5 GB for a vocabulary of 152 k.
+# If a row of text is longer than this number of tokens, vLLM computes at most this many tokens at
+# once. Some versions hold the logits of all these tokens, 5 GB for a vocabulary of 152 k.
 LONG_ROW = 2048
-# The shortest row of text has two tokens, because the first token is not predicted.
+# Minimum number of tokens in a row of text. The first token is not predicted, so one token is too
+# few.
 _MIN_TEXT_TOKENS = 2
-# Tokens drafted at once, unless an argument of vLLM says otherwise.
+# Number of tokens to draft at once, unless an argument of vLLM sets another number.
 DRAFT_LENGTH = 3
 DEFAULT_LM_EVAL = LmEvalSettings()
 
@@ -95,7 +95,7 @@ class ExistingResults(AnswerSource):
     results: Path
 
     def ask(self, questions: Questions, folder: Path) -> Answers:
-        """Return the results and ignore the questions. The comparison checks the tasks later."""
+        """Return the results and ignore `questions`. The comparison checks the tasks later."""
         return Answers(results=self.results)
 
 
@@ -214,7 +214,7 @@ def arguments_for_text(arguments: EngineArguments, longest: int) -> EngineArgume
 
 
 def _with_drafts(request: SessionRequest, rows: Rows, speculative: str) -> SessionRequest:
-    """Return the request with the beginnings of the rows to continue by drafting."""
+    """Return the request with drafting: the model continues the first tokens of each row."""
     config = speculative_config(speculative, DRAFT_LENGTH)
     needed = shortest_length(request.checkpoint, KL_TOKENS + DRAFT_TOKENS)
     return replace(
@@ -226,9 +226,10 @@ def _with_drafts(request: SessionRequest, rows: Rows, speculative: str) -> Sessi
 
 
 def _identity(started: SessionRequest) -> str:
-    """Return a digest of the model and its engine's start, on which lm-eval's answers depend.
+    """Return a digest of the model and of the engine's arguments.
 
-    It does not depend on the tasks: an answer is found by its prompt and its sampling parameters.
+    Stored answers of lm-eval depend on both. The digest does not depend on the tasks, because a
+    stored answer is found by its prompt and its sampling parameters.
     """
     parts = [to_json(started), folder_digest(started.checkpoint)]
     environment = kernel_environment()

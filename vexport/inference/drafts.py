@@ -9,7 +9,7 @@ from vexport.records import DraftCounts
 def count_drafts(model: Model, prompts: Sequence[TokenIds]) -> tuple[DraftCounts, ...]:
     """Continue the prompts greedily, one at a time, and count the drafts of each.
 
-    Raises as `Model.count_draft`.
+    Raises the errors of `Model.count_draft`.
     """
     counts: list[DraftCounts] = []
     for number, prompt in enumerate(prompts):

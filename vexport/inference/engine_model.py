@@ -23,12 +23,13 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
     from vllm.tokenizers import TokenizerLike
 
-# Size of a batch of questions, as a multiple of the engine's batch. With smaller batches, the
+# Number of questions per batch, as a multiple of the engine's batch size. With smaller batches, the
 # engine is partly idle at the end of each batch. With larger batches, more answers are lost if an
 # evaluation is killed.
 _BATCHES = 4
-# Number of log-probabilities at each place of a text. They give a lower bound of the KL. A
-# vocabulary up to `_SMALL_VOCABULARY` is read whole, so that the KL is exact.
+# Number of likeliest tokens at each place of a text. Their log-probabilities give a lower bound of
+# the KL. If the vocabulary has at most `_SMALL_VOCABULARY` tokens, all of them are read, and the KL
+# is exact.
 _TOP = 128
 _MIN_TOP = 20
 _SMALL_VOCABULARY = 1024
@@ -39,7 +40,7 @@ _VALUES_AT_ONCE = 1 << 20
 
 
 class EngineModel(Model):
-    """An engine of this process."""
+    """A vLLM engine in this process."""
 
     def __init__(
         self,
@@ -131,10 +132,10 @@ class EngineModel(Model):
 
 
 def top_tokens(vocabulary: int, longest: int) -> int:
-    """Return how many of the likeliest tokens are read at each place of rows of a text.
+    """Return the number of likeliest tokens to read at each place of a text's rows.
 
-    `longest` is the number of tokens of the longest row. The result is the whole vocabulary if it
-    is small. Longer rows get fewer tokens, so that the memory for one row is bounded.
+    `longest` is the number of tokens of the longest row. For a small vocabulary, return its size.
+    For long rows, return a smaller number, which bounds the memory for a row.
     """
     fitting = _MAX_VALUES // longest
     if vocabulary <= min(_SMALL_VOCABULARY, fitting):
@@ -164,9 +165,9 @@ def run_canaries(
 ) -> tuple[Canary, ...]:
     """Continue each text of `request.canaries` greedily by `CANARY_TOKENS` tokens.
 
-    A continuation is shorter if the maximum sequence length requires it. The engine ignores the
-    end-of-sequence token. The token's place is recorded, and the tokens after it still show whether
-    log-probabilities stay finite.
+    A continuation is shorter if the maximum sequence length requires it. The engine ignores
+    end-of-sequence tokens, because the tokens after them still show whether log-probabilities stay
+    finite. The position of the first end-of-sequence token is recorded.
     """
     from vllm import SamplingParams
 
@@ -248,8 +249,8 @@ def dense(flat: "FlatLogprobs") -> torch.Tensor:
     """
     rows = []
     for start, end in zip(flat.start_indices[1:], flat.end_indices[1:], strict=True):
-        # Convert through an array, which reads a list about ten times as fast as torch. Each
-        # position contains the whole vocabulary.
+        # Converting through an array reads a list about ten times as fast as torch. Each position
+        # contains the whole vocabulary.
         tokens = torch.frombuffer(array("q", flat.token_ids[start:end]), dtype=torch.int64)
         values = torch.frombuffer(array("f", flat.logprobs[start:end]), dtype=torch.float32)
         row = torch.full((int(tokens.max()) + 1,), float("-inf"))

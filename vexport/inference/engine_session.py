@@ -17,8 +17,9 @@ LOG = logging.getLogger(__name__)
 WORKER = "vexport.inference.engine_worker"
 _QUANTIZING = ("quantization", "quantization_config")
 """Arguments of vLLM that quantize a model while it is loaded."""
-# vLLM's messages if such an argument names layers that are quantized already. Few methods allow it:
-# resolve_quant_method in vllm/model_executor/layers/quantization/base_config.py.
+# Matches vLLM's messages if such an argument applies to layers that are already quantized. Few
+# methods can quantize them again: see resolve_quant_method in
+# vllm/model_executor/layers/quantization/base_config.py.
 _REQUANTIZES = re.compile(
     r"dequantize_weight|dequantization is only supported|re-?quantiz", re.IGNORECASE
 )
@@ -65,7 +66,7 @@ def run_session(
 def _accept(result: SessionResult, request: SessionRequest, where: str, log: Path) -> SessionResult:
     """Return the result. Raise an error if the session failed for a reason outside the checkpoint.
 
-    If vLLM refuses the checkpoint, there is no error here, and the result contains the failure.
+    If vLLM refuses the checkpoint, no error is raised, and the result contains the failure.
     """
     if result.problem is not None:
         raise session_error(result.problem)

@@ -26,8 +26,10 @@ ENDPOINT = "endpoint"
 REVISION = "model's revision on the hub"
 TEMPLATE = "model's chat template"
 EMULATED = "emulated kernels"
-"""Key that depends on the scheme, so that a model and its quantized version have different values.
-The report lists emulated kernels as blind spots.
+"""Key of the emulated kernels.
+
+They depend on the scheme, so a model and its quantized version have different values. The report
+lists emulated kernels as blind spots.
 """
 COMPILATION = "compilation"
 _BESIDE_WEIGHTS = (

@@ -15,9 +15,9 @@ from vexport.records import Json
 class FinishedText(str):
     """A generated text with the engine's reason for ending it, such as `stop` or `length`.
 
-    The reason is empty if it is unknown. lm-eval passes the object from its lists of answers to the
-    samples. lm-eval also converts a task's targets to the answers' type, by calling the type with
-    only the text.
+    The reason is empty if it is unknown. lm-eval copies the object from its lists of answers to the
+    samples. lm-eval also converts a task's targets to the type of the answers. It then calls this
+    class with only a text.
     """
 
     finish_reason: str

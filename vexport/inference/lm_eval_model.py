@@ -34,10 +34,12 @@ Message = dict[str, str]
 class ServedChat:
     """Chat methods that replace those of lm-eval's VLLM (lm_eval/models/vllm_causallms.py, 0.4.13).
 
-    They do what vLLM does. lm-eval differs from vLLM in three ways. It passes
-    `enable_thinking=None` to the template if the setting is not given, and a template that tests
-    whether the variable is defined treats None as false. It ignores the name of a template. It
-    records the tokenizer's template, although vLLM may prefer the template of a processor.
+    These methods do the same as vLLM. lm-eval's methods differ from vLLM in three ways:
+
+    - They pass `enable_thinking=None` to the template if the setting is not given. A template that
+      tests whether the variable is defined then treats None as false.
+    - They ignore the name of a template.
+    - They record the tokenizer's template, although vLLM may use the template of a processor.
     """
 
     tokenizer: "PreTrainedTokenizerBase"
@@ -66,8 +68,8 @@ class ServedChat:
     ) -> str:
         """Render a conversation as text.
 
-        If the template does not support system messages, a task's description is left out, as in
-        lm-eval. In this case a system instruction of the user raises InputError.
+        If the template does not support system messages, a task's description is omitted, as in
+        lm-eval. If the user gave a system instruction, InputError is raised instead.
         """
         try:
             return self._rendered(chat_history, add_generation_prompt)
@@ -154,9 +156,9 @@ def wrap_model(asked: Model, arguments: ModelArguments, settings: LmEvalSettings
     def processed(text: str, stop: list[str] | str | None, think_end_token: str | None) -> str:
         """Process an answer as lm-eval does, and keep its finish reason.
 
-        With a `think_end_token`, lm-eval looks for the stop strings itself after generation. An
-        answer that contains its stop string is whole, even if the engine generated up to the length
-        limit.
+        With a `think_end_token`, lm-eval cuts the text at stop strings after generation. An answer
+        that was cut at a stop string is complete, even if the engine generated up to the length
+        limit. Its finish reason becomes "stop".
         """
         answer: str = process(text, stop, think_end_token)
         if not isinstance(text, FinishedText):
@@ -177,7 +179,8 @@ def _expect(asked: Model, requests: Sequence["Instance"], prompts: int) -> None:
 def _require_room(request: "Instance", prompt: int, new: int, room: int) -> None:
     """Raise InputError if a prompt and the new tokens exceed the longest sequence.
 
-    lm-eval would cut the prompt and only log this. The two models might then get different prompts.
+    lm-eval would truncate the prompt and only log a warning. The two models might then get
+    different prompts.
     """
     if prompt + new > room:
         raise InputError(

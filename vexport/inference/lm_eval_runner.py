@@ -47,7 +47,8 @@ if TYPE_CHECKING:
 _CONSTRUCTOR_KEYS = ("dtype", "trust_remote_code", "max_model_len", "seed")
 _ANSWER_KEYS = ("max_gen_toks", "think_end_token", "enable_thinking")
 """Arguments of lm-eval's vLLM model that the user may set. They are recorded if they are set."""
-# More templates than any suite has. A task has about four.
+# Size of the cache of compiled templates. It exceeds the number of templates in any suite. A task
+# has about four.
 _MAX_TEMPLATES = 4096
 
 
@@ -82,7 +83,7 @@ def ask_tasks(asked: Model, arguments: dict[str, JsonValue], request: SessionReq
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vexport-eval-")))
         stack.enter_context(vllm_version())
         if not any(map(reads_hub, request.tasks)):
-            # Caches of local data files stay out of the home folder.
+            # Do not write caches of local data files into the home folder.
             stack.enter_context(
                 replaced(datasets.config, "HF_DATASETS_CACHE", scratch / "datasets")
             )
@@ -149,7 +150,7 @@ class _Evaluation:
     tracker: "EvaluationTracker"
 
     def load(self) -> "list[Task | Group]":
-        """Load the tasks. With `plain_as_is`, tasks of plain text get no chat template."""
+        """Load the tasks. With `plain_as_is`, tasks that score plain text get no chat template."""
         tasks = load_tasks(self.request, self.manager, self.request.tasks)
         for task in _plain(tasks) if self.request.lm_eval.plain_as_is else ():
             _leave_out_template(task)

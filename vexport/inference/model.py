@@ -44,8 +44,8 @@ class Question:
 class Model(ABC):
     """A model that answers questions, with the methods of `vllm.LLM` that lm-eval's class calls.
 
-    `on_progress` receives the name of the current step and the numbers of answered and all
-    prompts.
+    `on_progress` receives the name of the current step, the number of answered prompts, and the
+    number of all prompts.
     """
 
     llm_engine: object
@@ -138,7 +138,8 @@ class Model(ABC):
     def answers(self, questions: Sequence[Question]) -> Iterator[Json]:
         """Return the answers in order.
 
-        Only questions without a kept answer run, the longest prompt first, as in lm-eval.
+        Only questions without a stored answer are sent to the model. The longest prompts run first,
+        as in lm-eval.
         """
         keys = [self._key(number, question) for number, question in enumerate(questions)]
         by_key = dict(zip(keys, questions, strict=True))
@@ -176,7 +177,7 @@ def _as_mapping(parameters: Parameters) -> Mapping[str, object]:
 
 @contextmanager
 def replaced(owner: object, name: str, value: object) -> Iterator[None]:
-    """Set `owner.name` to `value` inside the block, and restore it afterwards."""
+    """Set an attribute of `owner` inside the block, and restore its value afterwards."""
     original = getattr(owner, name)
     setattr(owner, name, value)
     try:

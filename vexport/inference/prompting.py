@@ -30,9 +30,9 @@ _SHOWN = 60
 def lm_eval_settings(settings: Evaluate, models: Mapping[str, Path]) -> LmEvalSettings:
     """Return lm-eval's settings for `models`: the baseline first, if there is one.
 
-    By default, the chat template is applied if the models have a template, except to tasks that
-    score a continuation of plain text. Raises InputError if a model lacks the requested template,
-    if only some models have a template, or if the models render a conversation differently.
+    By default, the chat template is applied if the models have one, but not to tasks that score
+    plain text. Raises InputError if a model lacks the requested template, if only some models have
+    a template, or if the models render a conversation differently.
     """
     template = _template(settings, {role: chat_templates(root) for role, root in models.items()})
     if template:

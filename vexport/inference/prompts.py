@@ -39,9 +39,10 @@ TEXTS = (
     "agreed that the",
     "#include <stdio.h>\n\nint main(void) {\n    for (int i = 0; i < 10; i++) {\n        printf(",
 )
-# With a larger share of unknown tokens, the tokenizer was not made for English text.
+# Maximum share of unknown tokens. With more, the tokenizer was not made for the texts.
 _MAX_UNKNOWN = 0.2
-# Number of prompts to continue. Generating 200 tokens takes longer than log-probabilities.
+# Number of prompts to continue. It is small because generating 200 tokens takes longer than
+# computing the log-probabilities of a prompt.
 CONTINUED = 6
 _SEED = 20240229
 _TOKENS = 64
@@ -65,8 +66,8 @@ _LENGTHS = (
 class Prompts:
     """Texts for greedy continuation, and token ids for the comparison of log-probabilities.
 
-    If `natural` is False, the texts are random tokens, and their continuations alone are no
-    evidence.
+    If `natural` is False, the texts are random tokens. Their continuations then do not show whether
+    the model works.
     """
 
     natural: bool

@@ -1,7 +1,7 @@
 """Count answers that change if the same model answers the same documents again.
 
 In an evaluation, the baseline answers its first documents twice, in different batches. If many of
-these answers change, a difference between two models is no evidence about the models.
+these answers change, a difference between two models may be noise of the engine.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,10 +17,10 @@ from vexport.outputs.manifest import record
 FILE = "repeat.json"
 """The file next to lm-eval's results that holds the counts."""
 DOCUMENTS = 200
-"""Documents to repeat, over all tasks. Each task repeats at least `LEAST` documents."""
+"""Number of documents to repeat, over all tasks together. Each task repeats at least `LEAST`."""
 LEAST = 20
 TOLERATED = 0.005
-"""Share of answers that may change. Half a point is far below a verdict's margin of 1 or 2."""
+"""Share of answers that may change: half a point, far below usual margins of 1 or 2 points."""
 Row = Mapping[str, object]
 
 

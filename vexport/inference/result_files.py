@@ -18,9 +18,10 @@ def is_results(name: str) -> bool:
 def result_files(path: Path) -> list[Path]:
     """Return lm-eval's result files at a path.
 
-    In a folder, these are all result files at any depth, such as `results_DATE.json`. For
-    NAME.json, the argument of lm-eval's `--output_path`, they are the files `NAME_DATE.json` next
-    to it. If the path is a result file, the file itself is returned.
+    For a folder, return all result files at any depth, such as `results_DATE.json`. For a result
+    file, return the file itself. The path may also be NAME.json, an argument of lm-eval's
+    `--output_path` that does not exist as a file. Then return the files `NAME_DATE.json` next to
+    it.
     """
     if path.is_dir():
         return [file for file in path.rglob("*.json") if _is_result(file)]

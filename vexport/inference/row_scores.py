@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens of one row of a text, as every kind of model returns them."""
+"""Log-probabilities of the tokens of one row of a text. Engines and servers both return them."""
 
 import base64
 import math
@@ -20,8 +20,8 @@ class RowScores:
     """Log-probabilities at all places of a row except the first.
 
     `tokens` are token ids (int32), and `logprobs` are their log-probabilities (float32). Both have
-    the shape (places, width). The first column is the row's own token, and the likeliest tokens
-    follow. A token is in a place only once. Unused entries are `NO_TOKEN` and NaN.
+    the shape (places, width). The first column is the row's own token, and the other columns are
+    the likeliest tokens. No token occurs twice at a place. Unused entries are `NO_TOKEN` and NaN.
     """
 
     tokens: NDArray[np.int32]
@@ -34,7 +34,7 @@ class RowScores:
 
     @property
     def likeliest(self) -> NDArray[np.int64]:
-        """Return the likeliest token at each place. Between equals, the row's own token wins."""
+        """Return the likeliest token at each place. In a tie, prefer the row's own token."""
         known = np.where(np.isnan(self.logprobs), -np.inf, self.logprobs)
         best = known.argmax(axis=1)[:, None]
         return np.take_along_axis(self.tokens, best, axis=1)[:, 0].astype(np.int64)
@@ -52,10 +52,10 @@ class RowScores:
 def scores_of_flat(
     tokens: NDArray[np.int32], logprobs: NDArray[np.float32], places: int
 ) -> RowScores:
-    """Return scores from flat lists with the same number of tokens at each of the `places`.
+    """Return scores from flat lists. Each of the `places` has the same number of tokens.
 
-    Each place begins with the row's own token. vLLM lists this token again if it is among the
-    likeliest; the second entry is dropped.
+    Each place begins with the row's own token. If this token is among the likeliest, vLLM lists it
+    again, and the second entry becomes an unused entry.
     """
     tokens = tokens.reshape(places, -1)
     logprobs = logprobs.reshape(places, -1)
@@ -79,7 +79,7 @@ def scores_of_places(places: Sequence[Place]) -> RowScores:
 
 
 def packed(scores: RowScores) -> Json:
-    """Return scores as JSON: a fifth of the space of lists of numbers."""
+    """Return scores as JSON with base64 text. It has a fifth of the size of lists of numbers."""
     return {
         "places": len(scores.tokens),
         "tokens": base64.b64encode(scores.tokens.tobytes()).decode(),
@@ -94,7 +94,7 @@ def unpacked(content: Json) -> RowScores:
     assert isinstance(places, int)
     tokens = np.frombuffer(base64.b64decode(str(content["tokens"])), dtype=np.int32)
     logprobs = np.frombuffer(base64.b64decode(str(content["logprobs"])), dtype=np.float32)
-    # The copies can be written to, as torch requires.
+    # Arrays from np.frombuffer are read-only. torch requires writable arrays.
     return RowScores(
         tokens=tokens.reshape(places, -1).copy(), logprobs=logprobs.reshape(places, -1).copy()
     )

@@ -55,8 +55,8 @@ if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
 STAGE = "task data"
-# The message of `evaluate` for a metric that is neither on the hub nor cached
-# (evaluate/loading.py).
+# Matches the message of the package `evaluate` for a metric that is neither on the hub nor in the
+# cache (evaluate/loading.py).
 _METRIC = re.compile(r"Module '(?P<name>[\w/.-]+)' doesn't exist on the Hugging Face Hub either")
 _EXTRA = re.compile(r"^(?P<package>[\w.-]+).*extra == ['\"](?P<extra>[\w.-]+)['\"]")
 
@@ -136,7 +136,7 @@ def tasks_as_data() -> Iterator[None]:
 def task_manager(request: SessionRequest) -> "TaskManager":
     """Return lm-eval's index of tasks.
 
-    The 14,000 files in lm-eval are read only if a task is given by name.
+    lm-eval's 14,000 task files are read only if a task is given by name.
     """
     from lm_eval.tasks import TaskManager
 
@@ -240,7 +240,8 @@ def missing(error: Exception, task: str) -> EnvironmentFault | None:
 def _requirement(module: str) -> str:
     """Return the requirement that installs a module.
 
-    This is lm-eval's extra with the module (`'lm-eval[ifeval]'`), or else the module's name.
+    Return lm-eval's extra if an extra installs the module (`'lm-eval[ifeval]'`), else the module's
+    name.
     """
     for line in importlib.metadata.requires("lm_eval") or ():
         named = _EXTRA.match(line)
@@ -277,8 +278,8 @@ def explained_downloads(
             revision = kwargs.get("revision")
             name = HubName(id=dataset, revision=str(revision) if revision else None)
             if is_network_error(error) and (copy := downloaded(name)) is not None:
-                # Offline, `datasets` finds only data that it has read before. It does not find
-                # files from `hf download`.
+                # Without a network, `datasets` finds only data that it has loaded before. It does
+                # not find files from `hf download`.
                 with replaced(self, "DATASET_PATH", copy):
                     original(
                         self, {key: value for key, value in kwargs.items() if key != "revision"}
@@ -314,8 +315,9 @@ def generating_tasks_only() -> Iterator[None]:
 def found_documents(value: object, task: str, folders: Sequence[Path]) -> object:
     """Return the paths of local document files.
 
-    Files are searched for in the current folder, next to the task's YAML file, and last anywhere in
-    the tasks' folders. Raises InputError for a file that is not found, or found more than once.
+    A file is searched for in the current folder, then next to the task's YAML file, and last at any
+    depth in the tasks' folders. Raises InputError for a file that is not found, or found more than
+    once.
     """
     if isinstance(value, dict):
         return {name: found_documents(each, task, folders) for name, each in value.items()}
@@ -335,7 +337,10 @@ def found_documents(value: object, task: str, folders: Sequence[Path]) -> object
 
 
 def _candidates(value: str, task: str, folders: Sequence[Path]) -> list[Path]:
-    """Return the files that a path of documents may mean, if it is not in the current folder."""
+    """Return the files that a path of documents may refer to.
+
+    The path does not exist in the current folder.
+    """
     path = Path(value)
     if path.is_absolute():
         return []
@@ -401,8 +406,9 @@ def _data_problem(
 ) -> Iterator[VexportError]:
     """Yield an error if the documents of a task cannot be downloaded.
 
-    This is for a task that cannot be loaded, so that all its errors are reported at once. The error
-    equals the error of loading the task, if the documents were its cause.
+    This runs for a task that cannot be loaded, so that all errors of the task are reported at once.
+    If the documents are also the reason why the task cannot be loaded, the same error is yielded
+    again. The caller removes duplicates.
     """
     from lm_eval.api.task import ConfigurableTask
     from lm_eval.config.task import TaskConfig

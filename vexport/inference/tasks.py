@@ -24,7 +24,7 @@ from vexport.outputs.manifest import record
 from vexport.outputs.replaceable import resolved
 
 Config = dict[str, object]
-# Tasks, groups and tags that a YAML file defines or lists.
+# Matches the names of tasks, groups and tags that a YAML file defines or lists.
 _INDEXED = re.compile(
     rb"^[ \t-]*(?:task|group|tag)[ \t]*:[ \t]*[\"']?([\w.+-]+)|^[ \t]*-[ \t]*[\"']?([\w.+-]+)", re.M
 )
@@ -32,15 +32,19 @@ TRUST = "add --trust-remote-code if you trust the file"
 REQUIRED_KEYS = ("task", "dataset_path")
 GROUP_KEYS = ("group", "group_alias", "task", "aggregate_metric_list", "metadata", "tag")
 GROUP_SUFFIX = ".group.yaml"
-"""Suffix of a group's file. lm-eval 0.4.13 does not accept a group's file, but only the group's
-folder and name.
+"""Suffix of the file of a resolved group.
+
+lm-eval 0.4.13 does not accept the path of a group's file. It needs the group's folder and name.
 """
 FILE_FORMATS = {"json", "csv", "parquet", "arrow", "text", "xml", "webdataset", "hdf5"}
 """Values of `dataset_path` for documents in `data_files` (datasets/packaged_modules)."""
 MOST_INCLUDES = 50
 """Maximum number of includes of a task's file, directly or through other files."""
 PICKLED = "pandas"
-"""Value of `dataset_path` for files that older versions of datasets unpickle."""
+"""Value of `dataset_path` for pickled files.
+
+Older versions of datasets unpickle them, and unpickling can run code.
+"""
 EVALUATION_SPLITS = ("test_split", "validation_split")
 METRICS = {
     "loglikelihood": ("acc", "perplexity"),
@@ -169,7 +173,7 @@ def _resolve(
 
 
 def _inlined(path: Path, config: Config, trust: bool) -> Config:
-    """Return a group's keys with the keys of its tasks inlined, a form that lm-eval accepts."""
+    """Return a group's keys with the keys of its tasks inlined. lm-eval accepts this form."""
     name = config.get("group")
     if not isinstance(name, str) or Path(name).name != name:
         need = "the group's name, which must be a valid file name"
@@ -304,7 +308,7 @@ def is_foreign_code(metric: str) -> bool:
     """Return True if `evaluate.load` would import a local file, or code from a hub account.
 
     A plain name is a metric of lm-eval or of the hub account of `evaluate`, unless the current
-    folder has a folder with that name. See evaluate/loading.py.
+    folder has a folder with the metric's code. See evaluate/loading.py.
     """
     return "/" in metric or metric.endswith(".py") or Path(metric, f"{metric}.py").is_file()
 
@@ -426,8 +430,9 @@ def _matching(pattern: Path) -> list[Path]:
 def _data_file(folder: Path, name: str) -> Path:
     """Return the path of a file of documents that a YAML file in `folder` names.
 
-    The name is relative to the folder, or to the current folder as in lm-eval. If neither exists,
-    the file may be next to the YAML file. Returns a path in the folder if there is no such file.
+    The name is tried relative to `folder`, then relative to the current folder as in lm-eval, and
+    last as a file name in `folder`. If no such file exists, the path relative to `folder` is
+    returned.
     """
     for path in (folder / name, Path.cwd() / name, folder / Path(name).name):
         if _matching(path):

@@ -23,12 +23,12 @@ MEBIBYTE = 1 << 20
 # Limits in bytes and seconds for the body of an error. Messages show only its beginning.
 _ERROR_BYTES = 64 << 10
 _ERROR_SECONDS = 10.0
-# A server closes an idle connection after some seconds (uvicorn: 5). The client stops using it
-# before that.
+# Number of seconds after which the client no longer uses an idle connection. It must be less than
+# the time after which servers close idle connections (uvicorn: 5 seconds).
 _IDLE_SECONDS = 2.0
-# Maximum share of the time limit for connecting, and the same share again for a TLS handshake. If
-# the time limit itself cancels a handshake, httpcore leaves the connection open
-# (_backends/anyio.py).
+# Maximum share of the time limit for connecting. A TLS handshake may take the same share again. The
+# share is below 1, because httpcore leaves a connection open if the time limit itself cancels a
+# handshake (_backends/anyio.py).
 _CONNECTING = 0.9
 # Value of zlib's `wbits` that detects both the header of gzip and the header of zlib.
 _GZIP_OR_ZLIB = 47
@@ -163,7 +163,7 @@ def _require_size(size: int, most_bytes: int) -> None:
 
 
 def _decoded(content: bytes, encoding: str, most_bytes: int) -> bytes:
-    """Decompress content that the server compressed without a request, up to the size limit."""
+    """Decompress content up to the size limit. A server may compress it without being asked to."""
     if encoding.strip().lower() in ("", "identity"):
         return content
     if encoding.strip().lower() not in ("gzip", "x-gzip", "deflate"):
@@ -217,7 +217,7 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _close(loop: asyncio.AbstractEventLoop, http: httpx.AsyncClient) -> None:
-    """Close the connections and stop the loop's thread. Do not wait for the end of either."""
+    """Close the connections and stop the loop's thread, without waiting until this is done."""
 
     async def end() -> None:
         others = asyncio.all_tasks() - {asyncio.current_task()}

@@ -15,7 +15,8 @@ from vexport.inference.row_scores import RowScores, packed, scores_of_places, un
 from vexport.records import DraftCounts, Json, OnProgress
 from vexport.records.values import MOST_COUNT
 
-# The most log-probabilities per position from vLLM's server, unless started with --max-logprobs.
+# Maximum number of log-probabilities per position from vLLM's server, unless the server was started
+# with --max-logprobs.
 _TOP = 20
 # vLLM's metrics: finished requests, running requests, and drafts (only on a server that drafts).
 ANSWERED = "vllm:request_success_total"
@@ -38,8 +39,9 @@ _MAX_OPEN_TOKENS = 1 << 16
 class EndpointModel(Model):
     """A model behind an address.
 
-    An answer is kept after the server confirmed that it still has the same model, or if the server
-    fails. Token ids from the server must be below the size of the `vocabulary`.
+    Answers are stored after the server has confirmed that it still serves the same model. If the
+    server fails, finished answers are stored without this check. Token ids from the server must be
+    below the size of the `vocabulary`.
     """
 
     def __init__(

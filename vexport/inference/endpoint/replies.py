@@ -51,7 +51,7 @@ TOKEN = "token_id:"
 # A log-probability may be above 0 by rounding.
 _LARGEST_LOGPROB = 0.01
 _MAX_COUNT = 2.0**53
-# Characters that no text in UTF-8 can have: halves of a pair of UTF-16.
+# Matches characters that cannot be encoded as UTF-8: halves of a surrogate pair of UTF-16.
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _STATUS_KEYS = ("code", "status", "status_code", "http_code")
 _RATE_LIMIT = re.compile(r"rate.?limit|too.?many.?requests|resource.?exhausted", re.IGNORECASE)
@@ -73,8 +73,8 @@ _TOO_LONG = re.compile(
 class TemporaryError(Exception):
     """A temporary fault: the next attempt may succeed.
 
-    `wait` is the server's Retry-After in seconds. `is_busy` is True for faults that are not caused
-    by the kind of request: no connection, 429, 503. `kind` is equal for equal faults.
+    `wait` is the server's Retry-After in seconds. `is_busy` is True if the kind of request is not
+    the cause of the fault: no connection, 429, 503. Two equal faults have the same `kind`.
     """
 
     wait = 0.0

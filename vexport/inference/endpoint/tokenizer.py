@@ -41,11 +41,13 @@ def tokenizer_of(
 ) -> ServedTokenizer:
     """Return the tokenizer for a server's prompts.
 
-    The setting `tokenizer` comes first, then the folder `here`. Otherwise it is the server's
-    tokenizer: the folder or hub model with which the server was started. A folder is used only if
-    the server runs on this machine, so that another machine cannot choose local files. A hub model
-    is downloaded only if the server runs on this machine or if `--model` has the same name, so that
-    another machine cannot choose a download. Code of a server's tokenizer never runs.
+    The setting `tokenizer` has priority, then the folder `here`. Otherwise the server's tokenizer
+    is used: the folder or hub model with which the server was started. Code of this tokenizer never
+    runs. Two rules keep a server on another machine from choosing local files or downloads:
+
+    - A folder is used only if the server runs on this machine.
+    - A hub model is downloaded only if the server runs on this machine, or if `--model` has the
+      same name.
 
     Raises InputError if there is no tokenizer, and the errors of `Server` if the server does not
     answer.
