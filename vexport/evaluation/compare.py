@@ -197,12 +197,12 @@ def comparison(pair: TaskPair, *, margin: float, alpha: float) -> Comparison:
 def _uninformative(
     pair: TaskPair, baseline: Score, margin: float, is_templated: bool | None
 ) -> str:
-    """Return the reason why the task shows nothing, and the likely cause. Return "" if it is fine.
+    """Return the reason why the task is uninformative, with its likely cause, else "".
 
-    A task with a 0/1 metric shows nothing if the baseline is not clearly better than chance, or not
-    better than chance by more than the margin. A metric of the whole corpus shows nothing if there
-    are too few documents. It also shows nothing if the baseline's value is not clearly above 0,
-    because a relative margin is then close to 0. All other metrics return "".
+    A task with a 0/1 metric is uninformative if the baseline is not clearly better than chance, or
+    not better than chance by more than the margin. A metric of the whole corpus is uninformative if
+    there are too few documents. It is also uninformative if the baseline's value is not clearly
+    above 0, because a relative margin is then close to 0. All other metrics return "".
     """
     if pair.own_unit is not None:
         return _uninformative_corpus(pair, baseline)
@@ -224,7 +224,7 @@ def _uninformative(
 
 
 def _uninformative_corpus(pair: TaskPair, baseline: Score) -> str:
-    """Return the reason why a metric of the whole corpus shows nothing. Return "" if it is fine."""
+    """Return the reason why a metric of the whole corpus is uninformative, else ""."""
     documents = len(pair.gain) // pair.seeds
     if documents < LEAST_DOCUMENTS:
         return f"it has {plural(documents, 'document')}, and needs at least {LEAST_DOCUMENTS}"

@@ -1,6 +1,6 @@
 """List the input files and folders of an evaluation or a scenario, and find those that are missing.
 
-This imports no torch, so that a wrong path is reported at once.
+This module does not import torch, so a wrong path is reported without delay.
 """
 
 from collections.abc import Iterator, Sequence
@@ -52,7 +52,7 @@ def scenario_inputs(scenario: Scenario, file: Path | None) -> Iterator[NamedPath
 
 
 def require_inputs(models: Sequence[str], settings: Evaluate | None, data: str = "") -> None:
-    """Raise errors for missing models, tasks and texts, for all of them at once.
+    """Raise the errors for all missing models, tasks and texts at once.
 
     `models` are folders, models of the hub, addresses or results of lm-eval. `data` is the name of
     calibration data. The contents of the files are checked later.
@@ -76,7 +76,7 @@ def require_inputs(models: Sequence[str], settings: Evaluate | None, data: str =
 
 
 def require_scenario_inputs(scenario: Scenario) -> None:
-    """Raise errors for missing inputs of a scenario, for all of them at once."""
+    """Raise the errors for all missing inputs of a scenario at once."""
     settings = scenario.evaluate
     models = [scenario.source]
     if settings is not None and settings.baseline is not None:

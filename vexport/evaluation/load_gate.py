@@ -25,7 +25,9 @@ REFERENCE = "transformers with dequantized weights"
 def judge_by_reference(
     served: Served, baseline: Served | None = None, on_progress: OnProgress = silent
 ) -> LoadReport:
-    """Judge a session: refused by vLLM, degenerate, not finite, or unlike the reference model.
+    """Report whether vLLM refused a model, and whether its answers are finite and not degenerate.
+
+    The log-probabilities must also agree with the reference model's log-probabilities.
 
     Builds the reference model if vLLM loaded the checkpoint, unless its log-probabilities are
     stored next to vLLM's. `baseline` is the session of the unquantized model with the same prompts.

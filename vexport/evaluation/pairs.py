@@ -31,9 +31,13 @@ PREFERRED_METRICS = ("exact_match", "acc", "pass@1", "pass_at_1")
 
 `acc` is preferred to `acc_norm`, because the task itself scores with `acc`.
 
-If a task has none of these metrics, the first metric decides that is 0 or 1 for each document and
-for which higher is better. Otherwise a metric with one number per document decides, or last a
-metric of the whole corpus. If a metric has several filters, the task's first filter is used.
+If a task has none of these metrics, its first metric of the first available kind decides:
+
+- metrics that are 0 or 1 for each document, if higher is better
+- other metrics with one number per document
+- metrics of the whole corpus
+
+If a metric has several filters, the task's first filter is used.
 """
 EVERY_TASK = "*"
 Choice = Mapping[str, str]

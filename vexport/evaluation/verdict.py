@@ -256,7 +256,7 @@ class _Unit:
 
     @property
     def digits(self) -> int:
-        """Number of decimals: 2, or as many as a relative margin needs."""
+        """Number of decimals: 2, or more if a relative margin needs them to show two digits."""
         if self.relative is None:
             return 2
         return decimals_of(self.margin)

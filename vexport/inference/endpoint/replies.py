@@ -356,7 +356,7 @@ def _position(token: int, value: Json, others: Json, vocabulary: int) -> Place:
 
 
 def _logprob(value: Json) -> float:
-    """Return a log-probability, which may be minus infinity. Raises TemporaryError for others."""
+    """Return a log-probability, which may be -inf. Raises TemporaryError for other values."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TemporaryError(f"a log-probability that is {json_type(value)}, not a number")
     if not value <= _LARGEST_LOGPROB:

@@ -50,7 +50,7 @@ from vexport.version import __version__
 
 T = TypeVar("T")
 API_KEY = "VEXPORT_API_KEY"
-# Seconds before the second attempt of a request, and the longest wait before a later one.
+# Seconds before the second attempt of a request, and the longest wait before a later attempt.
 _FIRST_WAIT = 0.5
 _LONGEST_WAIT = 20.0
 # Seconds during which the first contact is retried. This is short, because the address may be

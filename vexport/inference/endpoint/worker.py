@@ -1,8 +1,8 @@
 """`python -m vexport.inference.endpoint.worker REQUEST RESULT`: run prompts on a server's model.
 
-lm-eval's class for vLLM makes the prompts, so the token ids are the same as for an engine. lm-eval
-also has classes for APIs. These cut prompts, leave out the first token that a tokenizer adds, and
-end answers by other rules.
+lm-eval's class for vLLM makes the prompts, so the token ids are the same as for an engine.
+lm-eval's classes for APIs are not used: they truncate prompts, omit the first token that a
+tokenizer adds, and end answers by other rules.
 """
 
 import os
