@@ -320,9 +320,9 @@ def _needed(
 def _settling_margin(pair: TaskPair, low: float, needed: int | None, margin: float) -> float | None:
     """Return the smallest margin at which all documents of the task would give PASS.
 
-    The estimate assumes that the difference stays the same, and that the distance of the bound from
-    the difference shrinks with the square root of the number of documents. The margin is rounded up
-    to half a point. Returns None if the task has enough documents for its present margin, or if its
+    The estimate assumes that the difference stays the same. The distance from the difference to the
+    bound then shrinks with the square root of the number of documents. The margin is rounded up to
+    half a point. Returns None if the task has enough documents for its present margin, or if its
     scores are not shares.
     """
     if needed is None or pair.available is None or needed <= pair.available:

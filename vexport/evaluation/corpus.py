@@ -139,9 +139,10 @@ def _change_size(table: Table, total: Scores, value: float, influence: Scores) -
     """Return the size of a typical change of one document, times the number of documents.
 
     For metrics of right and wrong answers, the typical change replaces an answer by `table.other`.
-    For generated text, it is the typical distance of a contribution from the mean: a changed text
-    may be as good or bad as the text of another document. For log-likelihoods and probabilities it
-    is 0: they differ if the models differ at all, so equal values show that nothing changed.
+    For generated text, it is the typical distance of a contribution from the mean. The score of a
+    changed text is assumed to differ about as much as the score of another document's text. For
+    log-likelihoods and probabilities it is 0: they differ if the models differ at all, so equal
+    values show that nothing changed.
     """
     if table.other is not None:
         changed = table.measure(total - table.baseline + table.other)

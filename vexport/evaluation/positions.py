@@ -212,8 +212,8 @@ def _compared(old: _ScoredRow, new: _ScoredRow, kl: torch.Tensor, exact: int) ->
 def _kl_of_likeliest(old: _ScoredRow, new: _ScoredRow) -> tuple[torch.Tensor, bool]:
     """Return the KL at each place of a row, and whether it is over the whole vocabulary.
 
-    If a model did not list the whole vocabulary, the KL is a lower bound: all tokens that one of
-    the models did not list are merged into one token. If a model listed no tokens at all, the
+    If a model did not list the whole vocabulary, the KL is a lower bound. All tokens that one of
+    the models did not list are then merged into one token. If a model listed no tokens at all, the
     returned tensor is empty.
     """
     if old.tokens is None or new.tokens is None or old.logprobs is None or new.logprobs is None:
@@ -243,7 +243,8 @@ def _is_whole(tokens: torch.Tensor) -> bool:
 def _aligned(tokens: torch.Tensor, others: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
     """Sort `logprobs`, the log-probabilities of the tokens `others`, into the order of `tokens`.
 
-    All arguments have the shape (places, width). Tokens that are not among the others have NaN.
+    All arguments have the shape (places, width). The value of a token that is missing in `others`
+    is NaN.
     """
     ordered, order = others.sort(dim=-1)
     at = torch.searchsorted(ordered, tokens).clamp(max=ordered.shape[-1] - 1)

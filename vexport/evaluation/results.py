@@ -399,7 +399,7 @@ def read_results(path: Path) -> Results:
 
     Raises:
         InputError: If something is missing or broken. The error names the file and the line.
-        Samples are required to pair answers; lm-eval writes them with --log_samples.
+        Samples are required, because answers are paired. lm-eval writes samples with --log_samples.
     """
     file = path if path.is_file() else _newest_results(path)
     content = read_json_object(file)

@@ -58,8 +58,9 @@ def decide(
 
     The results are those of lm-eval, lighteval, EvalScope, or plain JSON lines.
 
-    - `margin` is the acceptable loss, for all tasks or by task: 0.02 is 2 points of accuracy, and
-      `1%` is 1 % of a metric that is not a share. None means the default for both kinds.
+    - `margin` is the acceptable loss, for all tasks or by task. 0.02 is 2 points of accuracy. `1%`
+      is 1 % of the baseline's value, for a metric that is not a share. None means the default for
+      both kinds.
     - `alpha` is the probability of a wrong PASS, and of a wrong FAIL, below 0.5.
     - `gate` is the metric that decides for a task (pairs.py).
 

@@ -103,7 +103,7 @@ class ExistingResults(AnswerSource):
 class EngineSource(AnswerSource):
     """A checkpoint that vLLM runs on this machine, in one start of the engine.
 
-    `role` names the model in progress and errors; the baseline has the role `BASELINE`. `arguments`
+    `role` names the model in progress and errors. The baseline has the role `BASELINE`. `arguments`
     are vLLM's arguments for this model.
     """
 

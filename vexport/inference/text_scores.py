@@ -34,10 +34,11 @@ def write_text_scores(
     """Write the cost of each token, the likeliest token, and the log-probabilities of the likeliest
     tokens, at all places of each row except the first.
 
-    `file` becomes a safetensors file. For the first row it has `nll.0` (float32, nats) and
-    `likeliest.0` (int64), both of shape (places,), and `tokens.0` (int32) and `logprobs.0`
-    (float32), both of shape (places, tokens), as in `RowScores`. With `repeats`, the model reads
-    some rows again, in the opposite order, and their tensors have the prefix `again.`.
+    `file` becomes a safetensors file. For the first row, it has `nll.0` (float32, nats) and
+    `likeliest.0` (int64), both of shape (places,). It also has `tokens.0` (int32) and `logprobs.0`
+    (float32), both of shape (places, width), as in `RowScores`. With `repeats`, the model reads
+    some rows again in the opposite order. The tensors of the second reading have the prefix
+    `again.`.
 
     `logprobs_file` is for a model that returns log-probabilities only for the likeliest tokens. It
     receives the log-probabilities at each row's beginning, as a matrix `prompt.0` (positions,
