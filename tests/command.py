@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import logging
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,14 +31,20 @@ class Ran:
 
 
 def vexport(*arguments: object) -> Ran:
-    """Run a command, and return its exit code and output."""
+    """Run a command, and return its exit code and output.
+
+    The command's log handler is removed, because it would print the log of later tests.
+    """
     out, err = io.StringIO(), io.StringIO()
+    logger = logging.getLogger("vexport")
+    handlers = list(logger.handlers)
     with (
         patch.object(sys, "argv", ["vexport", *map(str, arguments)]),
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):
         code = run_command()
+    logger.handlers = handlers
     return Ran(code=code, stdout=out.getvalue(), stderr=err.getvalue())
 
 
