@@ -11,14 +11,21 @@ from pathlib import Path
 from vexport.api.common import Name, OnProblem
 from vexport.api.engine import Engine
 from vexport.checkpoint.index import require_checkpoint
-from vexport.checkpoint.source import resolve_source
+from vexport.checkpoint.source import require_source, resolve_source
 from vexport.checks import findings_of
 from vexport.engine.arguments import require_layers
 from vexport.engine.dry.load import dry_load_checkpoints
 from vexport.errors import VexportError
 from vexport.errors.extras import attempt, raise_problems
 from vexport.formats.gpus import cards
-from vexport.records import DryLoadReport, EngineMode, LoadReport, OnProgress, silent
+from vexport.records import (
+    DryLoadReport,
+    EngineMode,
+    Finding,
+    LoadReport,
+    OnProgress,
+    silent,
+)
 
 
 def load(
@@ -94,57 +101,62 @@ def load_all(
     if not dry and (sm is not None or gpu or speculative):
         raise ValueError("load: got sm, gpu or speculative without dry, need dry=True")
     names = tuple(str(checkpoint) for checkpoint in checkpoints)
+    _require_any(names)
     problems = _unreadable(names, on_progress)
     readable = tuple(name for name in names if name not in problems)
+    unread = {name: findings_of(error) for name, error in problems.items()}
     reports: list[LoadReport] | list[DryLoadReport]
     if dry:
-        dry_reports = dry_load_checkpoints(
-            readable,
-            tuple(dict.fromkeys(engine.vllm_python for engine in engines)),
-            tp=tuple(tp),
-            sm=None if sm is None else tuple(sm),
-            gpus=cards(gpu),
-            speculative=speculative,
-            trust_remote_code=engines[0].trust_remote_code,
-            timeout=engines[0].serve.timeout,
-            on_progress=on_progress,
-        )
-        unread = [
-            DryLoadReport(
-                checkpoint=name,
-                ok=False,
-                findings=findings_of(error),
-                vllm="",
-                cells=(),
-                rows=(),
-                blind_spots=(),
-            )
-            for name, error in problems.items()
+        reports = [
+            *dry_load_checkpoints(
+                readable,
+                tuple(dict.fromkeys(engine.vllm_python for engine in engines)),
+                tp=tuple(tp),
+                sm=None if sm is None else tuple(sm),
+                gpus=cards(gpu),
+                speculative=speculative,
+                trust_remote_code=engines[0].trust_remote_code,
+                timeout=engines[0].serve.timeout,
+                on_progress=on_progress,
+            ),
+            *(_unread_dry(name, findings) for name, findings in unread.items()),
         ]
-        reports = [*dry_reports, *unread]
-        reports.sort(key=lambda each: names.index(each.checkpoint))
     else:
         options = [engine.options(on_progress) for engine in engines]
         from vexport.run.loading import load_checkpoints
 
-        load_reports = load_checkpoints(
-            readable,
-            options,
-            modes,
-            run_dir=None if run_dir is None else Path(run_dir),
-            overwrite=overwrite,
-        )
-        unread_loads = [
-            LoadReport(checkpoint=name, ok=False, findings=findings_of(error))
-            for name, error in problems.items()
+        folder = None if run_dir is None else Path(run_dir)
+        reports = [
+            *load_checkpoints(readable, options, modes, run_dir=folder, overwrite=overwrite),
+            *(
+                LoadReport(checkpoint=name, ok=False, findings=findings)
+                for name, findings in unread.items()
+            ),
         ]
-        reports = [*load_reports, *unread_loads]
-        reports.sort(key=lambda each: names.index(each.checkpoint))
+    reports.sort(key=lambda report: names.index(report.checkpoint))
     for problem in problems.values():
         if on_problem is None:
             raise problem
         on_problem(problem)
     return reports
+
+
+def _unread_dry(name: str, findings: tuple[Finding, ...]) -> DryLoadReport:
+    """Return the report of a checkpoint that cannot be read, and is not loaded."""
+    return DryLoadReport(
+        checkpoint=name, ok=False, findings=findings, vllm="", cells=(), rows=(), blind_spots=()
+    )
+
+
+def _require_any(names: Sequence[str]) -> None:
+    """Raise the errors of missing checkpoints if all checkpoints are missing.
+
+    This check comes before the import of torch for the load, which takes seconds.
+    """
+    outcomes = {name: attempt(partial(require_source, name), name) for name in names}
+    problems = [outcome for outcome in outcomes.values() if outcome is not None]
+    if len(problems) == len(outcomes):
+        raise_problems(problems)
 
 
 def _unreadable(names: Sequence[str], on_progress: OnProgress) -> dict[str, VexportError]:

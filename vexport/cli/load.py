@@ -1,7 +1,6 @@
 """The command `load`: load checkpoints in a real engine, or from headers alone."""
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -21,7 +20,7 @@ from vexport.cli.options import (
     speculative_option,
 )
 from vexport.errors import VexportError
-from vexport.errors.extras import attempt, raise_problems
+from vexport.errors.extras import raise_problems
 from vexport.records import EngineMode
 
 if TYPE_CHECKING:
@@ -103,7 +102,6 @@ def load(
 
     _require_consistent(dry, mode, session)
     _require_run_dir(dry, run_dir, overwrite)
-    _require_any(checkpoints)
     sizes = tp if tp and given("tp") and not dry else (None,)
     engines = [
         api.Engine(
@@ -134,19 +132,6 @@ def load(
         click.echo(f"report: {page}", err=answer.format_ != "text")
     raise_problems(problems)
     require_loaded(reports)
-
-
-def _require_any(names: Sequence[str]) -> None:
-    """Raise the errors of missing checkpoints if all checkpoints are missing.
-
-    This check comes before the import of torch for the load, which takes seconds.
-    """
-    from vexport.checkpoint.source import require_source
-
-    outcomes = {name: attempt(partial(require_source, name), name) for name in names}
-    problems = [outcome for outcome in outcomes.values() if outcome is not None]
-    if len(problems) == len(outcomes):
-        raise_problems(problems)
 
 
 def _require_consistent(dry: bool, mode: Mode, session: Session) -> None:
