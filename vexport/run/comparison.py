@@ -6,7 +6,7 @@ Among runs, the smallest run that passes is marked.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from vexport.records import ComparedRun, ComparedVariant, Outcome, TaskVerdict, Verdict
+from vexport.records import ComparedRun, ComparedVariant, Drift, Outcome, TaskVerdict, Verdict
 from vexport.reports.formatting import schemes_of, sizes_of
 from vexport.reports.report import Report
 
@@ -27,17 +27,17 @@ def compared_run(report: Report, folder: str) -> ComparedRun:
         reason=report.reason,
         num_bytes=num_bytes,
         bits_per_weight=bits,
-        mean_kl=_kl_of(report),
+        mean_kl=shown_kl(report.verdict, report.drift),
         worst=worst_task(report.verdict) if report.verdict else None,
     )
 
 
-def _kl_of(report: Report) -> float | None:
+def shown_kl(verdict: Verdict | None, drift: Drift | None) -> float | None:
     """Return the KL in the worst bucket of held-out text, or else the mean KL of the prompts."""
-    text = report.verdict.text if report.verdict is not None else None
+    text = verdict.text if verdict is not None else None
     if text is not None and text.buckets:
         return text.limits[0].value
-    return report.drift.mean_kl if report.drift else None
+    return drift.mean_kl if drift else None
 
 
 def worst_task(verdict: Verdict) -> TaskVerdict | None:

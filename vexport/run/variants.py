@@ -26,9 +26,9 @@ from vexport.errors import (
 )
 from vexport.files import digest_bytes
 from vexport.inference.options import BASELINE, CANDIDATE, EngineOptions
-from vexport.records import ComparedVariant, VariantOutcome, Verdict
+from vexport.records import ComparedVariant, VariantOutcome
 from vexport.records.values import PROGRESS_DETAIL
-from vexport.run.comparison import worst_task
+from vexport.run.comparison import shown_kl, worst_task
 from vexport.run.directory import Run, RunDirectory, Stage
 from vexport.run.given import Given, RunModel
 from vexport.run.order import COMPARING, PREPARING
@@ -306,20 +306,13 @@ def _row(
 def _judged(run: Run, row: Callable[[VariantOutcome, str], ComparedVariant]) -> ComparedVariant:
     """Return the row of a variant with its verdict."""
     verdict = run.result(judge)
-    drift = run.get(measure_drift)
     tasks = tuple(replace(task, flips=()) for task in verdict.tasks)
     return replace(
         row(verdict.outcome, verdict.reason),
-        mean_kl=_text_kl(verdict) if verdict.text else drift.mean_kl if drift else None,
+        mean_kl=shown_kl(verdict, run.get(measure_drift)),
         worst=worst_task(verdict),
         verdict=replace(verdict, tasks=tasks),
     )
-
-
-def _text_kl(verdict: Verdict) -> float | None:
-    """Return the mean KL on the held-out text, or None if it was not measured."""
-    limits = verdict.text.limits if verdict.text else ()
-    return next((limit.value for limit in limits if "KL" in limit.measure), None)
 
 
 def _is_served(run: Run) -> bool:
