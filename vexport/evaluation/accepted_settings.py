@@ -19,10 +19,15 @@ from vexport.errors import InputError, InputErrors, raise_all, shown
 from vexport.evaluation.accepted import Accepted, other_gates, read_accepted
 from vexport.evaluation.fingerprint import (
     CHAT_TEMPLATE,
+    DEFAULT_LENGTH,
+    DIGITS,
+    ENABLE_THINKING,
     FEWSHOT,
     GEN_KWARGS,
+    MAX_GEN_TOKS,
     MULTITURN,
     SYSTEM_INSTRUCTION,
+    THINK_END_TOKEN,
 )
 from vexport.files import user_path
 from vexport.inference.fingerprint import TEMPLATE, Fingerprint
@@ -46,8 +51,7 @@ Other arguments are not stored: they depend on the machine, or could make vLLM r
 argument changes, the verdict contains a warning.
 """
 _SEEDS = "seeds"
-_DEFAULT_TOKENS = 256
-_DIGITS = 16
+_FIX = "leave it out, or accept the baseline again with this value"
 _YAML = (".yaml", ".yml")
 _PATH_STARTS = ("./", "../", "/")
 
@@ -174,11 +178,11 @@ def recovered_settings(
         if isinstance(generation, dict):
             settings["gen_kwargs"] = generation
     with suppress(KeyError, ValueError):
-        settings["max_gen_toks"] = int(fingerprint["max gen toks"])
-    if "think end token" in fingerprint:
-        settings["think_end_token"] = fingerprint["think end token"]
-    if "enable thinking" in fingerprint:
-        settings["enable_thinking"] = fingerprint["enable thinking"] == "True"
+        settings["max_gen_toks"] = int(fingerprint[MAX_GEN_TOKS])
+    if THINK_END_TOKEN in fingerprint:
+        settings["think_end_token"] = fingerprint[THINK_END_TOKEN]
+    if ENABLE_THINKING in fingerprint:
+        settings["enable_thinking"] = fingerprint[ENABLE_THINKING] == "True"
     return settings
 
 
@@ -195,11 +199,10 @@ def _contradictions(
     command: str,
 ) -> Iterator[InputError]:
     """Yield an error for each given setting that differs from the accepted setting."""
-    fix = "leave it out, or accept the baseline again with this value"
     for key in (key for key in MEASURED if key in named):
         if not _is_same(key, named[key], stored, accepted):
             need = f"{_words(key, stored, accepted)}, as in {file}"
-            yield InputError(f"{command}: {key}", got=_text(named[key]), need=need, fix=fix)
+            yield InputError(f"{command}: {key}", got=_text(named[key]), need=need, fix=_FIX)
     if named.get(_SEEDS, 1) != 1:
         got, need = f"{named[_SEEDS]} answers", f"one greedy answer, as in {file}"
         fix = "leave it out: accepted baselines have greedy answers only"
@@ -217,9 +220,8 @@ def _engine_contradictions(
     for key, value in named.items():
         if key in stored and stored[key] != value:
             option = f"--{key.replace('_', '-')}"
-            fix = "leave it out, or accept the baseline again with this value"
             need = f"{_text(stored[key])}, as in {file}"
-            yield InputError(option, got=_text(value), need=need, fix=fix)
+            yield InputError(option, got=_text(value), need=need, fix=_FIX)
 
 
 def _not_stored(
@@ -303,12 +305,12 @@ def _same_turns(value: object, stored: Mapping[str, JsonValue], accepted: Accept
 
 
 def _same_system_prompt(value: object, stored: Mapping[str, JsonValue], accepted: Accepted) -> bool:
-    digest = hashlib.sha256(str(value).encode()).hexdigest()[:_DIGITS]
+    digest = hashlib.sha256(str(value).encode()).hexdigest()[:DIGITS]
     return accepted.fingerprint.get(SYSTEM_INSTRUCTION) == f"sha {digest}"
 
 
 def _same_tokens(value: object, stored: Mapping[str, JsonValue], accepted: Accepted) -> bool:
-    return stored.get("max_gen_toks", _DEFAULT_TOKENS) == value
+    return stored.get("max_gen_toks", DEFAULT_LENGTH) == value
 
 
 def _same_seed(value: object, stored: Mapping[str, JsonValue], accepted: Accepted) -> bool:
@@ -344,7 +346,7 @@ def _words(key: str, stored: Mapping[str, JsonValue], accepted: Accepted) -> str
     if key == "system_instruction":
         digest = recorded.get(SYSTEM_INSTRUCTION)
         return "none" if digest is None else f"the text with the {digest}"
-    defaults = {"max_gen_toks": str(_DEFAULT_TOKENS), "seed": "0", "gen_kwargs": "the tasks' own"}
+    defaults = {"max_gen_toks": str(DEFAULT_LENGTH), "seed": "0", "gen_kwargs": "the tasks' own"}
     return defaults.get(key, "none")
 
 

@@ -14,19 +14,23 @@ TASK_HASH = "task hash of "
 CHAT_TEMPLATE, SYSTEM_INSTRUCTION = "chat template", "system instruction"
 MULTITURN, FEWSHOT = "few-shot as multiturn", "few-shot examples of "
 GEN_KWARGS = "gen kwargs"
+MAX_GEN_TOKS, THINK_END_TOKEN = "max gen toks", "think end token"
+ENABLE_THINKING = "enable thinking"
+DEFAULT_LENGTH = 256
+"""lm-eval's maximum of new tokens if neither the task nor the model's arguments set it."""
 _ABSENT = {
     CHAT_TEMPLATE: "not applied",
     SYSTEM_INSTRUCTION: "none",
     GEN_KWARGS: "the tasks' own",
-    "max gen toks": "256",
-    "think end token": "none",
-    "enable thinking": "left to the chat template",
+    MAX_GEN_TOKS: str(DEFAULT_LENGTH),
+    THINK_END_TOKEN: "none",
+    ENABLE_THINKING: "left to the chat template",
 }
 """lm-eval's defaults.
 
 They apply if the results or the accepted baseline do not record the setting.
 """
-_DIGITS = 16
+DIGITS = 16
 """Digits of a SHA-256 that vexport shows."""
 _PLAIN = {"lm-eval": "lm_eval_version", "transformers": "transformers_version"}
 _CONFIGURED = ("limit", "random_seed", "numpy_seed", "torch_seed", "fewshot_seed")
@@ -178,7 +182,7 @@ def _arguments(content: Mapping[str, Json]) -> Mapping[str, Json]:
 
 def _sha(content: Mapping[str, Json], key: str) -> str | None:
     value = content.get(key)
-    return value[:_DIGITS] if isinstance(value, str) and value else None
+    return value[:DIGITS] if isinstance(value, str) and value else None
 
 
 def _text(value: Json) -> str:

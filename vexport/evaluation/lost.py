@@ -42,8 +42,6 @@ ENDED = frozenset(
 """Finish reasons of vLLM and other servers. CUT: the answer was cut. ENDED: it ended by itself."""
 NOTHING_FOUND = frozenset(("", "[invalid]", "invalid", "[invalidanswer]"))
 """Results of lm-eval's filters if they find no answer, in lower case."""
-DEFAULT_LENGTH = 256
-"""lm-eval's maximum of new tokens if neither the task nor the model's arguments set it."""
 _THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
 # An answer with fewer bytes than this number times the maximum number of tokens was not cut.
 _BYTES_PER_TOKEN = 2

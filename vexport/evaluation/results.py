@@ -14,13 +14,14 @@ from pathlib import Path
 from vexport.errors import InputError, clip
 from vexport.evaluation.aggregates import NotReadable, numbers_in, softmax
 from vexport.evaluation.fingerprint import (
+    DEFAULT_LENGTH,
     mapping_in,
     recorded_fingerprint,
     recorded_prompting,
     unseparated_thinking,
 )
 from vexport.evaluation.json_lines import json_lines
-from vexport.evaluation.lost import DEFAULT_LENGTH, Ending, ending_of
+from vexport.evaluation.lost import Ending, ending_of
 from vexport.evaluation.metrics import AGGREGATIONS, Meaning, meaning_of
 from vexport.files import read_json_object
 from vexport.inference.added_keys import FINISH_REASON, SEED
