@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from vexport.checkpoint.source import hub_name, require_source, resolve_source
+from vexport.checkpoint.source import resolve_source
 from vexport.engine.session import require_vllm
 from vexport.errors import EnvironmentFault, InputError
 from vexport.errors.extras import attempt_all
@@ -19,7 +19,7 @@ from vexport.reports.report import Report
 from vexport.run.concluding import variants_report, write_report
 from vexport.run.directory import RUN_DIR, RunDirectory, logged_to, require_run_folder
 from vexport.run.given import RunModel
-from vexport.run.loading import require_servable
+from vexport.run.loading import require_available, require_servable
 from vexport.run.proving import SESSION
 from vexport.run.variants import Comparing, ask_variants
 from vexport.scenario import Evaluate, Serve, Variants
@@ -107,14 +107,6 @@ def _require_usable(
     attempt_all(
         [
             ("tasks", partial(require_tasks, settings, options)),
-            (checkpoint, partial(_require_had, checkpoint)),
+            (checkpoint, partial(require_available, checkpoint, [Serve()])),
         ]
     )
-
-
-def _require_had(checkpoint: str) -> None:
-    """Raise an error for a checkpoint that is not available, or that vLLM cannot read."""
-    if hub_name(checkpoint) is None:
-        require_servable(user_path(checkpoint), [Serve()])
-    else:
-        require_source(checkpoint)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from vexport.checkpoint.source import hub_name, require_source, resolve_source
+from vexport.checkpoint.source import resolve_source
 from vexport.engine.arguments import require_arguments
 from vexport.errors import InputError
 from vexport.errors.extras import attempt_all
@@ -44,7 +44,7 @@ from vexport.run.comparison import compared_run, mark_smallest
 from vexport.run.concluding import attribute, report, report_on
 from vexport.run.directory import Run, RunDirectory, logged_to, require_run_folder
 from vexport.run.given import Given, RunModel, candidate_parts, title_of
-from vexport.run.loading import require_servable
+from vexport.run.loading import require_available, require_servable
 from vexport.run.options import EXPLAINING, Explaining
 from vexport.run.proving import SESSION, judge, measure_drift, require_served, serve_candidate
 from vexport.run.stages import JUDGING
@@ -319,7 +319,10 @@ def _require_usable(
     attempt_all(
         [
             ("tasks", partial(require_tasks, settings, options)),
-            *((name, partial(_require_had, name, options)) for name in dict.fromkeys(asked)),
+            *(
+                (name, partial(require_available, name, [options.serve]))
+                for name in dict.fromkeys(asked)
+            ),
         ]
     )
     require_arguments([options.serve], options.vllm_python)
@@ -338,14 +341,6 @@ def _require_comparable(
     tasks = [exact.get(task, task) for task in settings.tasks]
     for path in given:
         require_answers_to(read_given(path), tasks, list(exact.values()), settings.limit)
-
-
-def _require_had(name: str, options: EngineOptions) -> None:
-    """Raise an error for a model that is not available, or for a folder that vLLM cannot serve."""
-    if hub_name(name) is None:
-        require_servable(user_path(name), [options.serve])
-    else:
-        require_source(name)
 
 
 def _named(paths: Mapping[str, Path | None]) -> list[NamedPath]:

@@ -6,11 +6,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from vexport.checkpoint.index import require_checkpoint
-from vexport.checkpoint.source import resolve_source
+from vexport.checkpoint.source import hub_name, require_source, resolve_source
 from vexport.engine.arguments import require_arguments, require_heads, require_layers
 from vexport.engine.session import EngineFault, log_folder, require_vllm
 from vexport.errors import VexportError
 from vexport.errors.extras import unexpected_error
+from vexport.files import user_path
 from vexport.inference.options import EngineOptions
 from vexport.outputs.replaceable import NamedPath, locked_folder, require_separate
 from vexport.records import ENGINE_CHECK, EngineMode, Finding, LoadReport
@@ -103,6 +104,17 @@ def require_servable(root: Path, serves: Sequence[Serve]) -> None:
     require_layers(root)
     for serve in serves:
         require_heads(root, serve.ranks)
+
+
+def require_available(name: str, serves: Sequence[Serve]) -> None:
+    """Raise InputError unless a model exists, and unless vLLM can serve it with these settings.
+
+    Of a model on the hub, only the config is downloaded.
+    """
+    if hub_name(name) is None:
+        require_servable(user_path(name), serves)
+    else:
+        require_source(name)
 
 
 def _load(load: Load, run_dir: Path | None, *, overwrite: bool) -> LoadReport:
