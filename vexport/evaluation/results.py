@@ -95,7 +95,7 @@ class TaskSamples:
     def aggregation(self, metric: str) -> str | None:
         """Return the name of a metric's aggregation, None if it is unknown.
 
-        The name of a Python function is its source text.
+        For a Python function, the name is the source text of the function.
         """
         return self.aggregations.get(metric, AGGREGATIONS.get(metric))
 

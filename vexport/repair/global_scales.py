@@ -37,7 +37,7 @@ from vexport.records import Finding, Repair, TensorInfo, TensorSpec
 from vexport.repair.write import LOSSLESS, Changes, Edit
 
 FAMILY = "global scales"
-OTHER_SCALE = "{:.9g}, which differs from the other fused layers"
+OTHER_SCALE = "{:.9g}, which the fused layers do not share"
 LEAST = {WEIGHT: MIN_WEIGHT_GLOBAL_SCALE, INPUT: MIN_INPUT_GLOBAL_SCALE}
 # Smallest positive e4m3 value. The scale of a block that is not all zero never becomes zero.
 E4M3_SMALLEST = 2.0**-9

@@ -110,11 +110,11 @@ def _conclusion(report: RepairReport) -> str:
         return f"{report.checkpoint}: nothing written; {plural(len(report.refusals), 'error')} left"
     compared = "" if report.source is None else f"; compared with {report.source}"
     if not report.repairs:
-        return f"{report.out}: nothing to repair, a copy{compared}"
+        return f"{report.out}: nothing to repair, wrote a copy{compared}"
     fixes = f"{report.out}: {plural(len(report.repairs), 'fix', 'fixes')}"
     if report.source is None:
         return (
-            f"{fixes}; `vexport check` finds no error, but values were not compared: "
-            f"--source SOURCE does"
+            f"{fixes}; `vexport check` finds no error, but values were not compared "
+            "(--source SOURCE compares them)"
         )
     return f"{fixes}; `vexport check --source` finds no error{compared}"

@@ -400,7 +400,7 @@ class Auto(ScenarioSection):
     )
     @classmethod
     def _name_candidates(cls, values: object) -> object:
-        """Replace each candidate that is written as keys of a rule by its scheme's name."""
+        """Replace each candidate that is given as a rule with the name of its scheme."""
         if not isinstance(values, list):
             return values
         return [
