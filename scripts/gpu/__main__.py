@@ -30,7 +30,8 @@ HERE = Path(__file__).resolve().parent
 PATHS = (HERE.parent.parent, HERE, HERE.parent, HERE.parent / "bench")
 sys.path[:0] = map(str, PATHS)
 
-from rows import FAILED, Row, markdown, run_here  # noqa: E402
+from process import run_here  # noqa: E402
+from rows import FAILED, Row, markdown  # noqa: E402
 
 STAGES = ("device", "vllm", "kernels", "pipeline")
 LIMIT_SECONDS = 600

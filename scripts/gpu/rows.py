@@ -1,9 +1,7 @@
 """Define rows of the table, and the sizes of its measurements."""
 
-import json
-import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from vexport.records.calibration import Rounding
@@ -66,21 +64,6 @@ class Sizes:
         schemes = ("W4A16", "NVFP4A16", "NVFP4", "MXFP4A16", "W8A8", "FP8_DYNAMIC", "FP8_BLOCK")
         ways = (("FP8", "nearest"), ("W4A16", "gptq"), ("W4A16", "refit"), ("NVFP4", "refit"))
         return cls(4096, 2048, 5632, 22, 32000, 32, 512, schemes, ways)
-
-
-def run_here(stage: str, device: str, folder: Path, checkpoints: tuple[Path, ...] = ()) -> None:
-    """Run a stage in this process.
-
-    Write its rows to STAGE.jsonl as they come, and its output to STAGE.log.
-    """
-    with (folder / f"{stage}.log").open("w") as log, (folder / f"{stage}.jsonl").open("w") as lines:
-        for stream in (1, 2):
-            os.dup2(log.fileno(), stream)
-        import stages
-
-        sizes = replace(Sizes.of(device), checkpoints=checkpoints)
-        for row in getattr(stages, stage)(device, sizes, folder):
-            print(json.dumps(asdict(replace(row, stage=stage))), file=lines, flush=True)
 
 
 def markdown(rows: Sequence[Row]) -> str:
