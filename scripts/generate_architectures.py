@@ -1,4 +1,4 @@
-"""Write vexport/architectures/vllm.json: fused, renamed and unquantized layers of vLLM's classes.
+"""Write vexport/architectures/generated/vllm.json: fused, renamed and unquantized layers.
 
 Run in an environment with vLLM: `python scripts/generate_architectures.py [--out TABLE.json]`. No
 vLLM class is instantiated. The script reads class attributes, and searches the source of a class

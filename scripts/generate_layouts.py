@@ -1,4 +1,4 @@
-"""Write vexport/architectures/layouts.json: tensors of each class by its config, and their use.
+"""Write vexport/architectures/generated/layouts.json: tensors of each class, and their use.
 
 Run in an environment with vLLM: `python scripts/generate_layouts.py [--out TABLE.json] [--pinned
 SITE_PACKAGES] [CLASS]...`. Named classes are made again. Other classes are made if the table lacks

@@ -1,4 +1,4 @@
-"""Write vexport/architectures/modules.json: modules of vLLM's classes, and their names in configs.
+"""Write vexport/architectures/generated/modules.json: modules and their names in configs.
 
 Run in an environment with vLLM: `python scripts/generate_modules.py [--out TABLE.json] [CLASS]...`.
 A class is built on the meta device, as `vexport load --dry` builds it, from the default config of

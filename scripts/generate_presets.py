@@ -1,4 +1,4 @@
-"""Write vexport/formats/presets.json: the preset schemes of compressed-tensors.
+"""Write vexport/formats/generated/presets.json: the preset schemes of compressed-tensors.
 
 compressed-tensors is slow to import, so vexport reads its presets from this file.
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES, QuantizationScheme
 
-TARGET = Path(__file__).parent.parent / "vexport" / "formats" / "presets.json"
+TARGET = Path(__file__).parent.parent / "vexport" / "formats" / "generated" / "presets.json"
 SIDES = ("weights", "input_activations")
 MODEL = "W4A16"
 # WNA16_SUPPORTED_TYPES_MAP in vLLM's compressed_tensors_wNa16.py.

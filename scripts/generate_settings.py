@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Write the options of settings and the tables of the scenario reference from the models.
 
-Run it after a change of a field of a model: it writes vexport/cli/settings.json and the tables in
-vexport/docs/scenario.md.
+Run it after a change of a field of a model: it writes vexport/cli/generated/settings.json and the
+tables in vexport/docs/scenario.md.
 """
 
 import json
@@ -30,7 +30,7 @@ from vexport.scenario import (
 from vexport.scenario.declaring import declaration, default_value, options_of
 
 PACKAGE = Path(__file__).parent.parent / "vexport"
-OPTIONS = PACKAGE / "cli" / "settings.json"
+OPTIONS = PACKAGE / "cli" / "generated" / "settings.json"
 REFERENCE = PACKAGE / "docs" / "scenario.md"
 # The models with options, by the name that the commands use.
 SECTIONS: Mapping[str, type[BaseModel]] = {
@@ -57,7 +57,7 @@ HEAD = "| key | default | meaning |\n|---|---|---|\n"
 
 
 def options_text() -> str:
-    """Return the content of vexport/cli/settings.json."""
+    """Return the content of vexport/cli/generated/settings.json."""
     sections = {
         name: [_brief(option) for option in options_of(model)] for name, model in SECTIONS.items()
     }

@@ -1,4 +1,4 @@
-"""Write vexport/architectures/transformers.json: classes of transformers that vLLM does not have.
+"""Write vexport/architectures/generated/transformers.json: classes that vLLM does not have.
 
 Run after scripts/generate_architectures.py with vLLM's transformers: `python
 scripts/generate_transformers.py [--out TABLE.json]`. transformers' code is read as text and not

@@ -1,4 +1,4 @@
-"""Write vexport/architectures/versions/<version>.json: features of a vLLM version, from its wheel.
+"""Write vexport/architectures/generated/versions/VERSION.json: features of a vLLM version.
 
     PYTHONPATH=. .venv/bin/python scripts/generate_versions.py 0.33.0 [0.31.0 ...]
 

@@ -1,4 +1,4 @@
-"""Share code between the generators of tables in vexport/architectures: options and writing."""
+"""Parse the options of the generators of architectures/generated, and write their tables."""
 
 import argparse
 import ast
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-FOLDER = Path(__file__).parent.parent / "vexport" / "architectures"
+FOLDER = Path(__file__).parent.parent / "vexport" / "architectures" / "generated"
 
 
 def arguments(description: str | None, name: str, *, classes: bool = False) -> argparse.Namespace:

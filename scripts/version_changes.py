@@ -3,8 +3,8 @@
     PYTHONPATH=. .venv/bin/python scripts/version_changes.py FOLDER
 
 FOLDER has whole tables, made by the generators in an environment with that version. Entries that
-differ from the tables in `vexport/architectures` are written into
-`vexport/architectures/versions/MAJOR.MINOR/` and printed in words.
+differ from the tables in `vexport/architectures/generated/` are written into its subfolder
+`versions/MAJOR.MINOR/` and printed in words.
 """
 
 import argparse

@@ -72,7 +72,7 @@ def test_presets_equal_compressed_tensors() -> None:
     from compressed_tensors.quantization.quant_scheme import PRESET_SCHEMES, QuantizationScheme
 
     assert presets().compressed_tensors == version("compressed-tensors")
-    raw = json.loads((PACKAGE / "formats" / "presets.json").read_text())["presets"]
+    raw = json.loads((PACKAGE / "formats" / "generated" / "presets.json").read_text())["presets"]
     assert set(presets().presets) == set(raw)
     assert set(PRESET_SCHEMES) - {"UNQUANTIZED"} <= set(raw)
     four_bits = raw["W4A16"]["weights"]
@@ -114,7 +114,9 @@ def test_architectures_equal_vllms() -> None:
 def test_table_of_transformers_is_current(tmp_path: Path) -> None:
     script, table = PACKAGE.parent / "scripts" / "generate_transformers.py", tmp_path / "table.json"
     subprocess.run([sys.executable, script, "--out", table], check=True)
-    written = (PACKAGE / "architectures" / "transformers.json").read_text(encoding="utf-8")
+    written = (PACKAGE / "architectures" / "generated" / "transformers.json").read_text(
+        encoding="utf-8"
+    )
     assert written == table.read_text(encoding="utf-8"), f"run {script}"
     assert json.loads(written)["transformers"] == version("transformers")
 

@@ -1,6 +1,7 @@
-"""Read the generated tables of this package, for each version of vLLM that has tables.
+"""Read the tables in `generated/`, for each version of vLLM that has tables.
 
-The tables of `PINNED` are complete. The tables of another version are in `versions/MAJOR.MINOR/`.
+The tables of `PINNED` are complete. The tables of another version are in
+`generated/versions/MAJOR.MINOR/`.
 They contain only the entries that differ from the tables of `PINNED`.
 """
 
@@ -12,14 +13,14 @@ from importlib.resources import files
 from vexport.records import Json
 from vexport.version import PINNED, Version, short_version
 
-FOLDER = files("vexport.architectures")
-CHANGES = FOLDER.joinpath("versions")
+FOLDER = files("vexport.architectures").joinpath("generated")
+VERSIONS = FOLDER.joinpath("versions")
 
 
 @cache
 def table_versions() -> tuple[Version, ...]:
     """Return the versions of vLLM that have tables, the oldest first."""
-    names = (entry.name for entry in CHANGES.iterdir() if entry.is_dir())
+    names = (entry.name for entry in VERSIONS.iterdir() if entry.is_dir())
     parts = (name.split(".") for name in names if name.replace(".", "").isdecimal())
     return tuple(sorted({PINNED, *((int(major), int(minor)) for major, minor in parts)}))
 
@@ -57,7 +58,7 @@ def _entries(text: str) -> Iterator[tuple[str, str]]:
 
 def _changes(file: str, version: Version) -> str:
     """Return the changes of a table for a version as JSON text, empty if there are none."""
-    place = CHANGES.joinpath(short_version(version), file)
+    place = VERSIONS.joinpath(short_version(version), file)
     return place.read_text(encoding="utf-8") if place.is_file() else ""
 
 

@@ -1,7 +1,7 @@
 """Options made from the settings that the models of `vexport.scenario` declare.
 
-`settings.json` contains the options of each section. `scripts/generate_settings.py` writes the file
-from the models, so that `--help` imports neither the models nor pydantic.
+`generated/settings.json` contains the options of each section. `scripts/generate_settings.py`
+writes the file from the models, so that `--help` imports neither the models nor pydantic.
 """
 
 import json
@@ -26,7 +26,7 @@ from vexport.cli.options import (
 from vexport.records.options import OptionRecord
 from vexport.records.values import MOST_COUNT
 
-FILE = Path(__file__).with_name("settings.json")
+FILE = Path(__file__).parent / "generated" / "settings.json"
 SETTINGS: Mapping[str, Mapping[str, OptionRecord]] = {
     section: {each["key"]: OptionRecord(**each) for each in options}
     for section, options in json.loads(FILE.read_text(encoding="utf-8")).items()

@@ -137,7 +137,9 @@ METHODS: Mapping[str, str] = {
 @cache
 def presets() -> PresetFile:
     """Return the generated presets, in the order of tables."""
-    text = files("vexport.formats").joinpath("presets.json").read_text(encoding="utf-8")
+    text = (
+        files("vexport.formats").joinpath("generated", "presets.json").read_text(encoding="utf-8")
+    )
     return TypeAdapter(PresetFile).validate_json(text)
 
 

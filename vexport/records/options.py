@@ -1,8 +1,8 @@
 """Options of the command line as data.
 
 The models of `vexport.scenario` declare the settings, and mark the settings that are options.
-`scripts/generate_settings.py` writes the options into `vexport/cli/settings.json` as these records,
-so that `--help` needs neither the models nor pydantic.
+`scripts/generate_settings.py` writes the options into `vexport/cli/generated/settings.json` as
+these records, so that `--help` needs neither the models nor pydantic.
 """
 
 from collections.abc import Sequence

@@ -1,16 +1,16 @@
 """Model classes and quantization methods of each vLLM version.
 
-There is a generated file for each version (scripts/generate_versions.py).
+There is a file for each version in `generated/versions/` (scripts/generate_versions.py).
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from importlib.resources import files
 
 from pydantic import TypeAdapter
 
 from vexport.architectures import Architecture, TableLookup
+from vexport.architectures.tables import VERSIONS
 from vexport.version import Version, short_version
 
 
@@ -57,7 +57,7 @@ def with_facts(pinned: Architecture, changed: ClassFacts) -> Architecture:
 @cache
 def known_versions() -> tuple[Version, ...]:
     """Return every version that has a file, oldest first."""
-    names = (entry.name for entry in files(__name__).iterdir() if entry.name.endswith(".json"))
+    names = (entry.name for entry in VERSIONS.iterdir() if entry.name.endswith(".json"))
     return tuple(sorted(_version(name.removesuffix(".json")) for name in names))
 
 
@@ -74,7 +74,7 @@ def nearest_version(version: Version) -> Version:
 @cache
 def facts_of(version: Version) -> VersionFacts:
     """Return the facts of a known version."""
-    text = files(__name__).joinpath(f"{short_version(version)}.json").read_text(encoding="utf-8")
+    text = VERSIONS.joinpath(f"{short_version(version)}.json").read_text(encoding="utf-8")
     return TypeAdapter(VersionFacts).validate_json(text)
 
 
