@@ -24,6 +24,7 @@ from vexport.checks import (
     targets,
     tokenizer,
     values,
+    versions,
 )
 from vexport.checks.completeness import tensors_not_judged
 from vexport.checks.config import has_quantized_outputs, unsupported_method
@@ -98,7 +99,7 @@ CHECKS: Mapping[str, Check] = {
     "transforms": Check(description=config.TRANSFORMS, run=config.transforms),
     "tokenizer": Check(description=tokenizer.DESCRIPTION, run=tokenizer.run),
     "devices": Check(description=devices.DESCRIPTION, run=devices.run),
-    "versions": Check(description=devices.VERSIONS, run=devices.versions),
+    "versions": Check(description=versions.DESCRIPTION, run=versions.run),
 }
 
 

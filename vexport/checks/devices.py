@@ -1,9 +1,8 @@
-"""Check whether a checkpoint runs as stored on the target's GPUs and version of vLLM.
+"""Check whether a checkpoint runs as stored on the target's ranks and GPUs.
 
-The options `--tp`, `--sm` and `--vllm` select these checks. The shapes of each rank's part are
-checked with the same rules as for plans. vLLM chooses the kernel of each layer itself, and `load
---dry` shows its choice. The features of each version come from files that
-scripts/generate_versions.py creates from the wheels. All other checks describe `PINNED`.
+The options `--tp` and `--sm` select these checks. The shapes of each rank's part are checked with
+the same rules as for plans. vLLM chooses the kernel of each layer itself, and `load --dry` shows
+its choice.
 """
 
 from collections import Counter
@@ -13,27 +12,22 @@ from vexport.architectures import with_stars
 from vexport.architectures.config import head_width
 from vexport.architectures.fusion import FusedLayer
 from vexport.architectures.ranks import heads_of
-from vexport.architectures.versions import VersionFacts, facts_of, known_versions
 from vexport.checks.kv_cache import cache_scales
 from vexport.checks.vllm.findings import error, warning
 from vexport.checks.vllm.groups import ConfigGroup
 from vexport.checks.vllm.view import CheckpointView
-from vexport.formats import MXFP4, PACKED
+from vexport.formats import PACKED
 from vexport.formats.arguments import SchemeArgs, input_bits, precision
 from vexport.formats.schemes import Scheme
 from vexport.formats.shapes import unsupported_on
 from vexport.records import Finding
-from vexport.version import PINNED, short_version
+from vexport.version import PINNED
 
 NAME = "devices"
 DESCRIPTION = (
     "heads, groups and blocks divide over the ranks (--tp), and GPUs run schemes as stored (--sm)"
 )
-VERSIONS_NAME = "versions"
-VERSIONS = "the chosen version of vLLM (--vllm) supports the schemes, bit widths and model class"
-FIX_LOAD = "load it in that version: vexport load --dry --vllm-python"
 FIX_SCHEME = "serve it on another GPU, or use another scheme"
-FIX_VERSION = "serve it with another version of vLLM, or use another scheme"
 # The first SM on which Triton's attention supports FP8 caches, the first SM that FlashInfer
 # supports, and FlashInfer's head sizes.
 TRITON_FP8_FROM, FLASHINFER_FROM, FLASHINFER_HEADS = 89, 80, (64, 128, 256, 512)
@@ -164,63 +158,3 @@ def _layers(count: int) -> str:
 
 def _sm_list(capabilities: list[int]) -> str:
     return "/".join(map(str, capabilities))
-
-
-def versions(view: CheckpointView) -> Iterator[Finding]:
-    """Yield findings on differences between the target version of vLLM and the pinned version."""
-    asked, version = view.model.asked_version, view.model.version
-    name, pinned = f"vLLM {short_version(version)}", short_version(PINNED)
-    if asked != version:
-        oldest, *_, newest = map(short_version, known_versions())
-        expected = f"a version of vLLM that vexport has rules for ({oldest} to {newest})"
-        got = f"another version, checked by the rules of vLLM {short_version(version)}"
-        yield warning(
-            VERSIONS_NAME, f"vLLM {short_version(asked)}", expected=expected, got=got, fix=FIX_LOAD
-        )
-    if version == PINNED:
-        return
-    if view.model.class_name in facts_of(version).absent:
-        where = f"{view.config_path}: architectures"
-        got = f"{view.model.class_name}, which {name} does not have"
-        fix = f"serve it with vLLM {pinned}"
-        yield error(VERSIONS_NAME, where, expected=f"a model class of {name}", got=got, fix=fix)
-    if view.quantization.method is not None:
-        expected = f"vLLM {pinned}, the only version with rules for {view.quantization.method.name}"
-        got = f"{name}, checked by the rules of vLLM {pinned}"
-        yield warning(
-            VERSIONS_NAME, view.quantization.place, expected=expected, got=got, fix=FIX_LOAD
-        )
-        return
-    found = [view.lookup.group_of(fused) for fused in view.model.fused_layers]
-    used = {group.name for group in found if group is not None}
-    for group in (group for group in view.quantization.config_groups if group.name in used):
-        where = f"{view.quantization.place}.config_groups.{group.name}"
-        if refused := _unsupported_zero_points(group, facts_of(version)):
-            expected = f"a version of vLLM that supports {refused}"
-            yield error(
-                VERSIONS_NAME,
-                where,
-                expected=expected,
-                got=f"{name}, which does not support {refused}",
-                fix=FIX_VERSION,
-            )
-        elif group.storage is MXFP4 and MXFP4.vllm_scheme(group) not in facts_of(version).schemes:
-            expected = "a version of vLLM that supports MXFP4 weights with FP8 inputs"
-            got = f"{name}, which quantizes the inputs to MXFP4 on GPUs with FP4 kernels"
-            yield warning(VERSIONS_NAME, where, expected=expected, got=got, fix=FIX_VERSION)
-
-
-def _unsupported_zero_points(group: ConfigGroup, facts: VersionFacts) -> str | None:
-    """Return the kind of zero points in a group that a version lacks, or None if there is none.
-
-    Sources: schemes/compressed_tensors_wNa16.py and wNa8.py.
-    """
-    bits, inputs = group.weights.num_bits, group.input_activations
-    if group.storage is not PACKED or group.weights.symmetric:
-        return None
-    if inputs is not None and not inputs.is_float:
-        # vLLM versions with more than two widths of asymmetric weights also support zero points in
-        # schemes with integer inputs.
-        known = len(facts.asymmetric_widths) > 2
-        return None if known else "zero points of packed integers with integer inputs"
-    return None if bits in facts.asymmetric_widths else f"zero points of {bits} bits"
