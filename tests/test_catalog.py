@@ -50,7 +50,7 @@ def test_formats_checks_and_observers_are_listed() -> None:
     listed = set(observers.OBSERVERS.values())
     assert {kind.__module__.rpartition(".")[2] for kind in listed} == files("observers")
     gc.collect()  # removes classes that other tests defined
-    assert set(observers.Observer.named()) == listed
+    assert set(observers.Observer.registered_classes()) == listed
 
 
 def test_observer_names_match_classes() -> None:

@@ -525,7 +525,7 @@ def test_older_constructor(base_name: str) -> None:
 
 
 def load_observer_of(kind: type[Observer], base_name: str, args: QuantArgs) -> Observer:
-    return kind.made(base_name, args, {})
+    return kind.create(base_name, args, {})
 
 
 def test_older_calls() -> None:

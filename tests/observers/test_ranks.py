@@ -10,7 +10,7 @@ from torch import distributed
 from tests.forked import finish, start
 from vexport.formats.arguments import QuantArgs
 from vexport.observers import IMatrixMSEObserver, Observer
-from vexport.observers.older import reduced
+from vexport.observers.older import reduce_values
 
 RANKS = 2
 TENSOR = QuantArgs(num_bits=8, type="float", strategy="tensor")
@@ -161,9 +161,9 @@ def check_declared(rank: int) -> None:
 )
 def test_declared_reductions(operation: object, value: float) -> None:
     ranks = [torch.tensor([number], dtype=torch.bfloat16) for number in (1.0, 4.0)]
-    assert reduced(ranks, operation, "max_vals").tolist() == [value]
+    assert reduce_values(ranks, operation, "max_vals").tolist() == [value]
     with pytest.raises(ValueError, match="_act_sync_dict.*max_vals.*MIN, MAX, SUM or AVG"):
-        reduced(ranks, distributed.ReduceOp.BAND, "max_vals")
+        reduce_values(ranks, distributed.ReduceOp.BAND, "max_vals")
 
 
 def run_rank(rank: int, store: str) -> None:

@@ -73,7 +73,7 @@ def load_observer(
     name: str, base_name: str, args: ObserverArgs, keywords: Mapping[str, OptionValue] | None = None
 ) -> Observer:
     """Return a new observer by name; ValueError, with the known names, if it is unknown."""
-    return Observer.of_name(name).made(base_name, args, keywords or {})
+    return Observer.of_name(name).create(base_name, args, keywords or {})
 
 
 def fuse_weight_observers(model: torch.nn.Module) -> None:

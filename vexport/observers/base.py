@@ -59,12 +59,12 @@ class QParamsDict(TypedDict):
 
 
 @dataclass(slots=True)
-class Fused:
+class FusionState:
     """State that fused observers share.
 
-    `extremes` maps each observer's seat (its position among the fused observers) to the extremes
-    that the observer has seen, or to None before its first observation. `members` holds weak
-    references to the observers, so that unused observers and their weights can be freed.
+    `extremes` maps each observer's index among the fused observers to its observed extremes, or to
+    None before its first observation. `members` holds weak references to the observers, so that
+    unused observers and their weights can be freed.
     """
 
     extremes: dict[int, Range | None]
@@ -123,7 +123,7 @@ class Observer(InternalModule, RegistryMixin):
         quantization_args: ObserverArgs | None = None,
         **observer_kwargs: OptionValue,
     ) -> None:
-        # `made` presets the base name if the class's constructor has no `base_name` parameter.
+        # `create` presets the base name if the class's constructor has no `base_name` parameter.
         preset = vars(self).get("base_name")
         super().__init__()
         name, arguments = self._constructor_arguments(base_name, args, quantization_args)
@@ -134,30 +134,30 @@ class Observer(InternalModule, RegistryMixin):
         layout_of(self.base_name, arguments)  # raises ValueError for an unsupported pair
         older.require_used_overrides(type(self))
         self.args = self.quantization_args = with_keywords(arguments, observer_kwargs)
-        self._overrides = older.older_overrides(type(self))
+        self._overrides = older.overridden_older_methods(type(self))
         # Ranges that `calculate_updated_min_max` has returned, by tensor id.
         self.min_val: dict[Hashable, torch.Tensor] = {}
         self.max_val: dict[Hashable, torch.Tensor] = {}
         self.tokens = 0
-        self._fused: Fused | None = None
-        self._seat = 0
+        self._fused: FusionState | None = None
+        self._fused_index = 0
         self._factor = 1.0
-        self._forget()
+        self._drop_observation()
         self.configure(self._keywords())
 
-    def _forget(self) -> None:
-        """Forget the last observation."""
+    def _drop_observation(self) -> None:
+        """Drop the last observation."""
         self._weight: Tiles | None = None
         # Order that sorts the weight's columns by group, if `g_idx` was given.
         self._order: torch.Tensor | None = None
         # Extremes of an NVFP4 weight, or extremes derived from the global scale of an older method.
-        self._ends: Range | None = None
+        self._extremes: Range | None = None
         self._global_scale: torch.Tensor | None = None
         # Tensor (and its `g_idx`) for an older method that computes scales, and these scales.
-        self._seen: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        self._pending_tensor: tuple[torch.Tensor, torch.Tensor | None] | None = None
         self._pair: Pair | None = None
         # Whether the scales come from the `forward` of a subclass.
-        self._is_by_forward = False
+        self._scales_from_forward = False
         if self._has_range:
             del self.min_vals, self.max_vals
 
@@ -197,7 +197,9 @@ class Observer(InternalModule, RegistryMixin):
         return keywords
 
     @classmethod
-    def made(cls, base_name: str, args: ObserverArgs, keywords: Mapping[str, OptionValue]) -> Self:
+    def create(
+        cls, base_name: str, args: ObserverArgs, keywords: Mapping[str, OptionValue]
+    ) -> Self:
         """Return a new observer, even if its constructor takes only `quantization_args`."""
         if not older.is_older_constructor(cls):
             return cls(base_name, args, **keywords)  # type: ignore[arg-type]
@@ -233,7 +235,7 @@ class Observer(InternalModule, RegistryMixin):
         kind = cls.of_name(name)
         if base_name is None and args is None and not older.is_older_constructor(kind):
             return kind(quantization_args=arguments, **observer_kwargs)  # type: ignore[arg-type]
-        observer = kind.made(base_name or WEIGHT, arguments, observer_kwargs)
+        observer = kind.create(base_name or WEIGHT, arguments, observer_kwargs)
         observer._is_older = base_name is None and args is None
         return observer
 
@@ -275,12 +277,14 @@ class Observer(InternalModule, RegistryMixin):
     @classmethod
     def registered_names(cls) -> list[str]:
         """Return the names of all observers, without aliases."""
-        return list(dict.fromkeys(kind.registry_name for kind in cls.named()))
+        return list(dict.fromkeys(kind.registry_name for kind in cls.registered_classes()))
 
     @classmethod
     def registered_aliases(cls) -> list[str]:
         """Return the aliases of all observers."""
-        return list(dict.fromkeys(alias for kind in cls.named() for alias in kind.aliases))
+        return list(
+            dict.fromkeys(alias for kind in cls.registered_classes() for alias in kind.aliases)
+        )
 
     @classmethod
     def get_value_from_registry(cls, name: str) -> type[Self]:
@@ -309,17 +313,17 @@ class Observer(InternalModule, RegistryMixin):
         """Return all classes by their folded registry names and aliases."""
         return {
             folded(name): kind
-            for kind in cls.named()
+            for kind in cls.registered_classes()
             for name in (kind.registry_name, *kind.aliases)
         }
 
     @classmethod
-    def named(cls) -> "Iterator[type[Self]]":
+    def registered_classes(cls) -> "Iterator[type[Self]]":
         """Yield all subclasses that define `registry_name` themselves."""
         for kind in cls.__subclasses__():
             if "registry_name" in vars(kind):
                 yield kind
-            yield from kind.named()
+            yield from kind.registered_classes()
 
     @classmethod
     def _imported(cls, name: str) -> "type[Self]":
@@ -354,7 +358,7 @@ class Observer(InternalModule, RegistryMixin):
     @property
     def has_statistics(self) -> bool:
         """True if at least one tensor was observed."""
-        return self._weight is not None or self._seen is not None or self._has_range
+        return self._weight is not None or self._pending_tensor is not None or self._has_range
 
     @property
     def _has_range(self) -> bool:
@@ -364,7 +368,7 @@ class Observer(InternalModule, RegistryMixin):
     def __getattr__(self, name: str) -> torch.Tensor | torch.nn.Module:
         """Compute and keep the range of a weight when `min_vals` or `max_vals` is read."""
         if name in ("min_vals", "max_vals") and (
-            self._weight is not None or self._seen is not None
+            self._weight is not None or self._pending_tensor is not None
         ):
             self.min_vals, self.max_vals = self.range()
             return self.min_vals if name == "min_vals" else self.max_vals
@@ -386,12 +390,12 @@ class Observer(InternalModule, RegistryMixin):
     @property
     def _decides_scales(self) -> bool:
         """True if a subclass overrides an older method that returns scales or their range."""
-        return bool(self._overrides & {*older.SCALES})
+        return bool(self._overrides & {*older.SCALE_METHODS})
 
     @property
     def _decides_global_scale(self) -> bool:
         """True if a subclass overrides an older method that determines the global scale."""
-        return bool(self._overrides & {*older.GLOBALS, *older.SCALES})
+        return bool(self._overrides & {*older.GLOBAL_SCALE_METHODS, *older.SCALE_METHODS})
 
     @property
     def _finds_ranges_last(self) -> bool:
@@ -438,7 +442,7 @@ class Observer(InternalModule, RegistryMixin):
             return super().__call__(observed, should_calculate_gparam=True)  # type: ignore[no-any-return]
         if not observed.numel():
             return self
-        return self._observed_by_own_forward(observed, given)
+        return self._observe_with_forward(observed, given)
 
     @overload
     def forward(self, observed: torch.Tensor, g_idx: torch.Tensor | None = None) -> "Observer": ...
@@ -477,28 +481,28 @@ class Observer(InternalModule, RegistryMixin):
 
     def _observe(self, observed: torch.Tensor, g_idx: torch.Tensor | None) -> None:
         """Observe a tensor, with the older methods if a subclass overrides them."""
-        if self._decides_scales or not older.is_even(g_idx, observed, self.args):
+        if self._decides_scales or not older.has_equal_groups(g_idx, observed, self.args):
             self._observe_for_scales(observed, g_idx)
             return
         self._observe_range(observed, g_idx)
         if self.strategy == "tensor_group" and self._decides_global_scale:
-            self._take_global_scale(self.get_gparam(observed))
+            self._store_global_scale(self.get_gparam(observed))
 
     def _observe_range(self, observed: torch.Tensor, g_idx: torch.Tensor | None) -> None:
         """Observe a tensor and derive its scales from its range."""
         if not self._keeps_statistics:
             self._update(self._tiles(observed, g_idx))
             return
-        order = older.order_of(g_idx, observed, self.args)
+        order = older.column_order(g_idx, observed, self.args)
         ordered = observed if order is None else observed.index_select(-1, order)
         self.update_statistics_from_observed(
             flatten_for_calibration(ordered, self.base_name, self.args)
         )
-        self._deposit()
+        self._publish_extremes()
 
     def _tiles(self, observed: torch.Tensor, g_idx: torch.Tensor | None) -> Tiles:
         """Return the tiles of a tensor, with the columns of each group next to each other."""
-        self._order = older.order_of(g_idx, observed, self.args)
+        self._order = older.column_order(g_idx, observed, self.args)
         ordered = observed if self._order is None else observed.index_select(-1, self._order)
         return tiles_of(ordered, self.base_name, self.args)
 
@@ -511,19 +515,19 @@ class Observer(InternalModule, RegistryMixin):
         if self.strategy == "tensor_group":
             global_scale = self.get_gparam(observed)
             self._begin(observed, g_idx)
-            self._take_global_scale(global_scale)
+            self._store_global_scale(global_scale)
         else:
-            pair = self._asked(observed, g_idx, None)
+            pair = self._qparams_from_override(observed, g_idx, None)
             self._begin(observed, g_idx)
-            self._take_pair(pair, observed, g_idx)
+            self._store_scales(pair, observed, g_idx)
 
     def _begin(self, observed: torch.Tensor, g_idx: torch.Tensor | None) -> None:
         """Start a new observation; for a weight, drop the previous observation."""
         if self.base_name == WEIGHT:
-            self._forget()
-            self._seen = observed, g_idx
+            self._drop_observation()
+            self._pending_tensor = observed, g_idx
 
-    def _observed_by_own_forward(
+    def _observe_with_forward(
         self, observed: torch.Tensor, given: Mapping[str, torch.Tensor | None]
     ) -> "Observer | Pair | torch.Tensor":
         """Call the `forward` of a subclass, and keep the scales if it returns any."""
@@ -532,60 +536,62 @@ class Observer(InternalModule, RegistryMixin):
         known = {
             name: value
             for name, value in given.items()
-            if value is not None and older.takes(own, name)
+            if value is not None and older.accepts(own, name)
         }
         answer: Observer | Pair | torch.Tensor | None
         if (
             has_global
             and "global_scale" not in known
-            and older.takes(own, "should_calculate_gparam")
+            and older.accepts(own, "should_calculate_gparam")
         ):
             global_scale, answer = method(observed, should_calculate_gparam=True), self
             if isinstance(global_scale, torch.Tensor):
                 self._begin(observed, g_idx)
-                self._is_by_forward = True
-                self._take_global_scale(global_scale)
+                self._scales_from_forward = True
+                self._store_global_scale(global_scale)
         else:
             answer = method(observed, **known)
         if isinstance(answer, tuple | list):
-            pair = older.as_pair(answer, f"{type(self).__name__}.forward")
+            pair = older.as_scale_pair(answer, f"{type(self).__name__}.forward")
             global_scale = self.get_gparam(observed) if has_global else None
             self._begin(observed, g_idx)
-            self._is_by_forward = True
+            self._scales_from_forward = True
             if global_scale is None:
-                self._take_pair(pair, observed, g_idx)
+                self._store_scales(pair, observed, g_idx)
             else:
-                self._take_global_scale(global_scale)
+                self._store_global_scale(global_scale)
         if self.tokens == tokens:
             self.record_observed_tokens(observed)
         return self if answer is None else answer
 
-    def _asked(
+    def _qparams_from_override(
         self, observed: torch.Tensor, g_idx: torch.Tensor | None, global_scale: torch.Tensor | None
     ) -> Pair:
         """Return scale and zero point of a tensor, computed by the subclass's methods."""
         given = {"g_idx": g_idx, "global_scale": global_scale}
         name = f"observer {type(self).__name__}"
-        if self._is_by_forward:
-            if not older.takes(type(self).forward, "global_scale"):
+        if self._scales_from_forward:
+            if not older.accepts(type(self).forward, "global_scale"):
                 raise ValueError(
                     f"{name}: got forward without global_scale, need it for {self.strategy}"
                 )
-            return older.as_pair(older.called(self.forward, observed, given), f"{name}: forward")
-        if "get_qparams" in self._overrides:
-            return older.as_pair(
-                older.called(self.get_qparams, observed, given), f"{name}: get_qparams"
+            return older.as_scale_pair(
+                older.call_older_method(self.forward, observed, given), f"{name}: forward"
             )
-        return self._documented(observed, g_idx, global_scale)
+        if "get_qparams" in self._overrides:
+            return older.as_scale_pair(
+                older.call_older_method(self.get_qparams, observed, given), f"{name}: get_qparams"
+            )
+        return self._documented_qparams(observed, g_idx, global_scale)
 
-    def _documented(
+    def _documented_qparams(
         self, observed: torch.Tensor, g_idx: torch.Tensor | None, global_scale: torch.Tensor | None
     ) -> Pair:
-        pair = older.documented_scales(self, observed, g_idx, global_scale)
+        pair = older.scales_by_documented_methods(self, observed, g_idx, global_scale)
         self.post_calculate_qparams()
         return pair
 
-    def _pair_of(
+    def _qparams_for_override(
         self, observed: torch.Tensor, g_idx: torch.Tensor | None, global_scale: torch.Tensor | None
     ) -> Pair:
         """Return scale and zero point when an overridden `get_qparams` or `forward` calls its base
@@ -596,9 +602,9 @@ class Observer(InternalModule, RegistryMixin):
         """
         if global_scale is None and self.strategy == "tensor_group":
             global_scale = self.get_gparam(observed)
-        computes = bool(self._overrides & {*older.SCALES} - {"get_qparams"})
-        if computes or not older.is_even(g_idx, observed, self.args):
-            return self._documented(observed, g_idx, global_scale)
+        computes = bool(self._overrides & {*older.SCALE_METHODS} - {"get_qparams"})
+        if computes or not older.has_equal_groups(g_idx, observed, self.args):
+            return self._documented_qparams(observed, g_idx, global_scale)
         if self.base_name != WEIGHT or self._keeps_statistics or self.strategy == "tensor":
             self._observe_range(observed, g_idx)
             return self._scales_of_range(global_scale)
@@ -606,12 +612,12 @@ class Observer(InternalModule, RegistryMixin):
         self.prepare(tiles)
         return self._scales_of_weight(tiles, global_scale)
 
-    def _take_pair(self, pair: Pair, observed: torch.Tensor, g_idx: torch.Tensor | None) -> None:
+    def _store_scales(self, pair: Pair, observed: torch.Tensor, g_idx: torch.Tensor | None) -> None:
         """Keep scales, rounded to the format, and the range that they imply."""
-        self._pair = self._in_our_terms(pair, observed, g_idx, None)
-        self._keep(*older.implied_range(self._pair, self.args, None))
+        self._pair = self._checked_scales(pair, observed, g_idx, None)
+        self._store_range(*older.implied_range(self._pair, self.args, None))
 
-    def _in_our_terms(
+    def _checked_scales(
         self,
         pair: Pair,
         observed: torch.Tensor,
@@ -620,13 +626,13 @@ class Observer(InternalModule, RegistryMixin):
     ) -> Pair:
         if self.strategy in ("group", "tensor_group"):
             assert self.args.group_size is not None
-            groups = len(older.sizes_of(g_idx, observed.shape[-1], self.args.group_size))
+            groups = len(older.group_widths(g_idx, observed.shape[-1], self.args.group_size))
             shape: tuple[int, ...] = (groups,)
             if self.base_name == WEIGHT:
                 shape = observed.shape[0], groups
         else:
             shape = tiles_of(observed.to("meta"), self.base_name, self.args).groups
-        return older.in_our_terms(
+        return older.checked_scales(
             pair,
             shape,
             self.args,
@@ -635,14 +641,14 @@ class Observer(InternalModule, RegistryMixin):
             where=f"observer {type(self).__name__}: {self.base_name}",
         )
 
-    def _take_global_scale(self, global_scale: torch.Tensor) -> None:
+    def _store_global_scale(self, global_scale: torch.Tensor) -> None:
         """Keep the global scale of an older method and the extremes that it implies."""
         self._global_scale = global_scale.detach().to(torch.float32).reshape(1)
-        low, high = self._ends = older.range_of_global_scale(self._global_scale)
+        low, high = self._extremes = older.extremes_of_global_scale(self._global_scale)
         if self.base_name == WEIGHT or self._has_range:
-            self._deposit()
+            self._publish_extremes()
         else:
-            self._keep(low.reshape(1), high.reshape(1))
+            self._store_range(low.reshape(1), high.reshape(1))
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         """Yield scale and zero point, for `scale, zero_point = observer(value)`."""
@@ -679,7 +685,7 @@ class Observer(InternalModule, RegistryMixin):
 
         Raises ValueError if nothing was observed.
         """
-        if self._seen is not None and self.strategy == "tensor_group":
+        if self._pending_tensor is not None and self.strategy == "tensor_group":
             global_scale = self.get_global_scale()
             return older.implied_range(self._scales(global_scale), self.args, global_scale)
         if self._weight is None or self._has_range:
@@ -693,8 +699,8 @@ class Observer(InternalModule, RegistryMixin):
         ranges during observation, the extremes of these ranges are returned instead. Raises
         ValueError if nothing was observed.
         """
-        if self._ends is not None:
-            return self._ends
+        if self._extremes is not None:
+            return self._extremes
         if self._weight is not None:
             return extremes_of(self._weight)
         low, high = self._statistics()
@@ -711,8 +717,8 @@ class Observer(InternalModule, RegistryMixin):
         if is_alone and self._global_scale is not None:
             return self._global_scale * self.factor
         if self._fused is None:
-            return global_scale_of(*(self._ends or self._statistics())) * self.factor
-        return global_scale_of(*self._union(self._fused)) * self.factor
+            return global_scale_of(*(self._extremes or self._statistics())) * self.factor
+        return global_scale_of(*self._fused_extremes(self._fused)) * self.factor
 
     def get_global_scale(self) -> torch.Tensor | None:
         """Return `global_scale()`, under llm-compressor's name.
@@ -778,7 +784,7 @@ class Observer(InternalModule, RegistryMixin):
         """
         if observed is not None:
             if self._overrides & {"forward", "get_qparams"}:
-                return self._pair_of(observed, g_idx, global_scale)
+                return self._qparams_for_override(observed, g_idx, global_scale)
             self._observe(observed, g_idx)
             return self._scales(self.global_scale() if global_scale is None else global_scale)
         qparams = self._qparams()
@@ -815,11 +821,11 @@ class Observer(InternalModule, RegistryMixin):
 
     def reset(self) -> None:
         """Drop all observations, the token count and the fusion with other observers."""
-        self._forget()
+        self._drop_observation()
         self.min_val, self.max_val = {}, {}
         self.tokens, self._factor = 0, 1.0
         if self._fused is not None:
-            self._fused.extremes.pop(self._seat, None)
+            self._fused.extremes.pop(self._fused_index, None)
             self._fused.members = [each for each in self._fused.members if each() is not self]
         self._fused = None
 
@@ -850,7 +856,7 @@ class Observer(InternalModule, RegistryMixin):
         reduction = self.reduction or ("extremes" if self._overrides else None)
         if reduction is None or self.base_name == WEIGHT:
             return
-        self._reduce_ends()
+        self._reduce_extremes()
         local = torch.stack((self.min_vals, self.max_vals)).cpu() if self._has_range else None
         of_ranks = [ends for ends in gather(local) if ends is not None]
         if of_ranks:
@@ -858,14 +864,14 @@ class Observer(InternalModule, RegistryMixin):
             mean = ends.to(torch.float32).mean(0).to(ends.dtype)
             extremes = ends[:, 0].amin(0), ends[:, 1].amax(0)
             self._pair = None
-            self._keep(*(mean if reduction == "average" else extremes))
+            self._store_range(*(mean if reduction == "average" else extremes))
 
-    def _reduce_ends(self) -> None:
+    def _reduce_extremes(self) -> None:
         """Reduce the extremes that the global scale is computed from over all ranks."""
-        every_ends = [ends for ends in gather(self._ends) if ends is not None]
-        if every_ends:
-            lows, highs = zip(*every_ends, strict=True)
-            self._ends, self._global_scale = (
+        rank_extremes = [ends for ends in gather(self._extremes) if ends is not None]
+        if rank_extremes:
+            lows, highs = zip(*rank_extremes, strict=True)
+            self._extremes, self._global_scale = (
                 (torch.stack(lows).amin(), torch.stack(highs).amax()),
                 None,
             )
@@ -877,13 +883,17 @@ class Observer(InternalModule, RegistryMixin):
         own = {**vars(self), **self._buffers}
         for name, operation in declared.items():
             local = own.get(name)
-            values = [value for value in gather(older.on_host(local)) if value is not None]
+            values = [value for value in gather(older.as_cpu_tensor(local)) if value is not None]
             if values:
-                setattr(self, name, older.like(local, older.reduced(values, operation, name)))
+                setattr(
+                    self,
+                    name,
+                    older.convert_like(local, older.reduce_values(values, operation, name)),
+                )
         if {"min_vals", "max_vals"} & declared.keys():
-            self._reduce_ends()
+            self._reduce_extremes()
             self._pair = None
-            self._deposit()
+            self._publish_extremes()
 
     @staticmethod
     def fuse(observers: "Iterable[Observer]") -> None:
@@ -897,12 +907,12 @@ class Observer(InternalModule, RegistryMixin):
         members = list(observers)
         for strategy in ("tensor_group", "tensor"):
             sharing = [observer for observer in members if observer.strategy == strategy]
-            fused = Fused(
+            fused = FusionState(
                 dict.fromkeys(range(len(sharing))), [weakref.ref(each) for each in sharing]
             )
-            for seat, observer in enumerate(sharing):
-                observer._fused, observer._seat = fused, seat
-                observer._deposit()
+            for index, observer in enumerate(sharing):
+                observer._fused, observer._fused_index = fused, index
+                observer._publish_extremes()
 
     def _statistics(self) -> Range:
         if not self._has_range:
@@ -919,10 +929,10 @@ class Observer(InternalModule, RegistryMixin):
         shares_range = (
             self.strategy == "tensor" and self._fused is not None and len(self._fused.extremes) > 1
         )
-        if self._seen is not None and self.strategy == "tensor_group":
-            observed, g_idx = self._seen
-            pair = self._asked(observed, g_idx, global_scale)
-            return self._in_our_terms(pair, observed, g_idx, global_scale)
+        if self._pending_tensor is not None and self.strategy == "tensor_group":
+            observed, g_idx = self._pending_tensor
+            pair = self._qparams_from_override(observed, g_idx, global_scale)
+            return self._checked_scales(pair, observed, g_idx, global_scale)
         if self._pair is not None and not shares_range:
             return self._pair
         scales = self._scales_of_range(global_scale)
@@ -934,7 +944,7 @@ class Observer(InternalModule, RegistryMixin):
             return self._scales_of_weight(self._weight, global_scale)
         low, high = self._statistics()
         if self.strategy == "tensor" and self._fused is not None:
-            low, high = (end.expand(low.shape) for end in self._union(self._fused))
+            low, high = (end.expand(low.shape) for end in self._fused_extremes(self._fused))
         return scale_and_zero_point(low, high, self.args, global_scale)
 
     def _scales_of_weight(self, tiles: Tiles, global_scale: torch.Tensor | None) -> Pair:
@@ -948,34 +958,34 @@ class Observer(InternalModule, RegistryMixin):
         many = self.strategy in ("channel", "group", "block") or is_nvfp4(self.args)
         if averages or not many:
             new = self.find_range(tiles)
-            self._keep(
+            self._store_range(
                 *(self.combine(self._statistics(), new) if averages and self._has_range else new)
             )
             return
         order = self._order
-        self._forget()
+        self._drop_observation()
         self._weight, self._order = tiles, order
         if is_nvfp4(self.args):
-            self._ends = extremes_of(tiles)
-        self._deposit()
+            self._extremes = extremes_of(tiles)
+        self._publish_extremes()
 
-    def _keep(self, low: torch.Tensor, high: torch.Tensor) -> None:
+    def _store_range(self, low: torch.Tensor, high: torch.Tensor) -> None:
         self.min_vals, self.max_vals = low, high
-        self._deposit()
+        self._publish_extremes()
 
-    def _deposit(self) -> None:
+    def _publish_extremes(self) -> None:
         """Record the observed extremes in the shared state, and reset outdated factors."""
         self._factor = 1.0
         if self._fused is None:
             return
         self._fused.factor, self._fused.is_fitted = 1.0, False
-        if self._ends is not None:
-            self._fused.extremes[self._seat] = self._ends
+        if self._extremes is not None:
+            self._fused.extremes[self._fused_index] = self._extremes
         elif self._has_range:
-            self._fused.extremes[self._seat] = self.min_vals.amin(), self.max_vals.amax()
+            self._fused.extremes[self._fused_index] = self.min_vals.amin(), self.max_vals.amax()
 
     @staticmethod
-    def _union(fused: Fused) -> Range:
+    def _fused_extremes(fused: FusionState) -> Range:
         """Return the extremes of all fused observers, without dimensions.
 
         Raises ValueError if one of the observers has not observed anything yet.
@@ -984,7 +994,7 @@ class Observer(InternalModule, RegistryMixin):
         if len(observed) < len(fused.extremes):
             raise ValueError(
                 f"fused observers: got observations of {len(observed)} of {len(fused.extremes)}, "
-                "need all before a shared scale is asked"
+                "need all before a shared scale is requested"
             )
         lows, highs = zip(*observed, strict=True)
         return reduce(torch.minimum, lows), reduce(torch.maximum, highs)
@@ -1003,8 +1013,8 @@ class Observer(InternalModule, RegistryMixin):
         The range is combined with earlier ranges of the same `tensor_id`, by `combine`.
         """
         given = {"reduce_dims": reduce_dims, "tensor_id": tensor_id, "global_scale": global_scale}
-        low, high = older.as_pair(
-            older.called(self.calculate_updated_min_max, observed, given),
+        low, high = older.as_scale_pair(
+            older.call_older_method(self.calculate_updated_min_max, observed, given),
             "calculate_updated_min_max",
         )
         if low.ndim == 0:
@@ -1034,7 +1044,7 @@ class Observer(InternalModule, RegistryMixin):
         global_scale: torch.Tensor | None,
     ) -> Range:
         """Return the range of a single observation."""
-        flat, shape = older.kept_and_reduced(observed, reduce_dims)
+        flat, shape = older.flatten_dimensions(observed, reduce_dims)
         tiles = tiles_of_observations(flat)
         self.prepare(tiles)
         low, high = self.find_range(tiles)
@@ -1042,8 +1052,8 @@ class Observer(InternalModule, RegistryMixin):
 
     def calculate_gparam(self, observed: torch.Tensor) -> torch.Tensor:
         """Return the global scale of a tensor: float32 (1,)."""
-        answer = older.called(self.calculate_updated_min_max, observed, {})
-        return global_scale_of(*older.as_pair(answer, "calculate_updated_min_max"))
+        answer = older.call_older_method(self.calculate_updated_min_max, observed, {})
+        return global_scale_of(*older.as_scale_pair(answer, "calculate_updated_min_max"))
 
     def get_gparam(self, observed: torch.Tensor) -> torch.Tensor:
         """Return the global scale of a tensor; ValueError if the strategy has no global scale."""
@@ -1063,8 +1073,8 @@ class Observer(InternalModule, RegistryMixin):
         kept = {each % observed.ndim for each in dims}
         reduce_dims = tuple(each for each in range(observed.ndim) if each not in kept)
         given = {"reduce_dims": reduce_dims, "tensor_id": tensor_id, "global_scale": global_scale}
-        return older.as_pair(
-            older.called(self.calculate_qparams, observed, given), "calculate_qparams"
+        return older.as_scale_pair(
+            older.call_older_method(self.calculate_qparams, observed, given), "calculate_qparams"
         )
 
     def post_calculate_qparams(self) -> None:  # noqa: B027

@@ -1,7 +1,7 @@
 """Support observers that were written for llm-compressor's older documentation.
 
 Older observers return scales instead of ranges. A subclass overrides `calculate_qparams` (or
-another method in `SCALES`), which receives parts of a tensor:
+another method in `SCALE_METHODS`), which receives parts of a tensor:
 
 - strategy tensor: the whole tensor, `reduce_dims` None
 - channel: the whole weight, `reduce_dims` (1,)
@@ -35,11 +35,11 @@ if TYPE_CHECKING:
     from vexport.observers.base import Observer
 
 Pair = tuple[torch.Tensor, torch.Tensor]
-OURS = "vexport.observers"
+VEXPORT_PACKAGE = "vexport.observers"
 # Tensor id of ranges that are observed without a `tensor_id`, as in llm-compressor.
 DEFAULT_ID = "default"
 # Methods that return scale and zero point, or the range for computing them.
-SCALES = (
+SCALE_METHODS = (
     "calculate_qparams",
     "get_qparams_along_dim",
     "calculate_updated_min_max",
@@ -47,42 +47,46 @@ SCALES = (
     "get_qparams",
 )
 # Methods that determine the global scale.
-GLOBALS = ("calculate_gparam", "get_gparam")
+GLOBAL_SCALE_METHODS = ("calculate_gparam", "get_gparam")
 # Methods of intermediate generations, which vexport never calls, and their replacements.
-REPLACED: Mapping[str, str] = {
+REPLACED_METHODS: Mapping[str, str] = {
     "get_min_max": "update_statistics_from_observed",
     "get_current_min_max": "update_statistics_from_observed",
     "get_global_min_max": "get_global_scale",
     "get_current_global_min_max": "get_global_scale",
 }
-NEWER = "update_statistics_from_observed"
+NEWER_METHOD = "update_statistics_from_observed"
 # Attribute in which llm-compressor's observers declare how ranks reduce their statistics.
-SYNC = "_act_sync_dict"
+SYNC_ATTRIBUTE = "_act_sync_dict"
 
 
 def is_overridden(kind: type, name: str) -> bool:
     """Return True if a class outside vexport defines the method `name` of `kind`."""
     owner = next((each for each in kind.__mro__ if name in vars(each)), None)
-    if owner is None or owner.__module__.startswith(OURS):
+    if owner is None or owner.__module__.startswith(VEXPORT_PACKAGE):
         return False
     return owner.__module__ not in ("torch.nn.modules.module", "builtins")
 
 
-def older_overrides(kind: type) -> frozenset[str]:
+def overridden_older_methods(kind: type) -> frozenset[str]:
     """Return the older methods that a class outside vexport overrides, including `forward`.
 
     An override of `get_qparams` counts as older if it takes the observed tensor.
     """
-    names = {name for name in (*SCALES, *GLOBALS, "forward") if is_overridden(kind, name)}
+    names = {
+        name
+        for name in (*SCALE_METHODS, *GLOBAL_SCALE_METHODS, "forward")
+        if is_overridden(kind, name)
+    }
     newer = {
         name
         for name in names
-        if name == "get_qparams" and not takes(vars_of(kind, name), "observed")
+        if name == "get_qparams" and not accepts(class_function(kind, name), "observed")
     }
     return frozenset(names - newer)
 
 
-def vars_of(kind: type, name: str) -> Callable[..., object]:
+def class_function(kind: type, name: str) -> Callable[..., object]:
     """Return the function that a class has under this name, from the class that defines it."""
     found: Callable[..., object] = next(
         vars(each)[name] for each in kind.__mro__ if name in vars(each)
@@ -90,7 +94,7 @@ def vars_of(kind: type, name: str) -> Callable[..., object]:
     return found
 
 
-def takes(method: Callable[..., object], parameter: str) -> bool:
+def accepts(method: Callable[..., object], parameter: str) -> bool:
     """Return True if a method takes an argument of this name."""
     parameters = inspect.signature(method).parameters
     return parameter in parameters or any(
@@ -110,18 +114,18 @@ def declared_reductions(kind: type) -> Mapping[str, object] | None:
     As in llm-compressor, the dictionary maps names of attributes to operations of
     torch.distributed. If the dictionary is empty, no attribute is reduced.
     """
-    if not is_overridden(kind, SYNC):
+    if not is_overridden(kind, SYNC_ATTRIBUTE):
         return None
-    declared: Mapping[str, object] = getattr(kind, SYNC)
+    declared: Mapping[str, object] = getattr(kind, SYNC_ATTRIBUTE)
     return declared
 
 
-def on_host(value: object) -> torch.Tensor | None:
+def as_cpu_tensor(value: object) -> torch.Tensor | None:
     """Return a statistic as a tensor that ranks can exchange, or None if this rank has no value."""
     return None if value is None else torch.as_tensor(value).cpu()
 
 
-def reduced(values: Sequence[torch.Tensor], operation: object, name: str) -> torch.Tensor:
+def reduce_values(values: Sequence[torch.Tensor], operation: object, name: str) -> torch.Tensor:
     """Reduce the ranks' values of a statistic, in its dtype.
 
     Raises:
@@ -136,10 +140,12 @@ def reduced(values: Sequence[torch.Tensor], operation: object, name: str) -> tor
         return stacked.sum(0).to(stacked.dtype)
     if operation == distributed.ReduceOp.AVG:
         return stacked.to(torch.float64).mean(0).to(stacked.dtype)
-    raise ValueError(f"{SYNC}: got {operation} for {name}, need ReduceOp.MIN, MAX, SUM or AVG")
+    raise ValueError(
+        f"{SYNC_ATTRIBUTE}: got {operation} for {name}, need ReduceOp.MIN, MAX, SUM or AVG"
+    )
 
 
-def like(local: object, value: torch.Tensor) -> object:
+def convert_like(local: object, value: torch.Tensor) -> object:
     """Convert a reduced value to the local value's device, or to its type if it is a number."""
     if isinstance(local, torch.Tensor):
         return value.to(local.device)
@@ -151,16 +157,16 @@ def require_used_overrides(kind: type) -> None:
 
     If the class calls the method itself, the method is a helper, and its override is allowed.
     """
-    older = older_overrides(kind) - {"forward"}
+    older = overridden_older_methods(kind) - {"forward"}
     problems = [
         f"{name}: this method is not called any more; override {new} instead"
-        for name, new in REPLACED.items()
+        for name, new in REPLACED_METHODS.items()
         if is_overridden(kind, name) and not _calls(kind, name)
     ]
-    if is_overridden(kind, NEWER):
+    if is_overridden(kind, NEWER_METHOD):
         problems += [
-            f"{name} and {NEWER}: both decide the scales; keep {NEWER}, or remove it"
-            for name in sorted(older & set(SCALES))
+            f"{name} and {NEWER_METHOD}: both decide the scales; keep {NEWER_METHOD}, or remove it"
+            for name in sorted(older & set(SCALE_METHODS))
             if not _calls(kind, name)
         ]
     if problems:
@@ -172,7 +178,7 @@ def _calls(kind: type, name: str) -> bool:
     methods = (
         method
         for each in kind.__mro__
-        if not each.__module__.startswith((OURS, "torch."))
+        if not each.__module__.startswith((VEXPORT_PACKAGE, "torch."))
         for key, method in vars(each).items()
         if key != name
     )
@@ -182,7 +188,7 @@ def _calls(kind: type, name: str) -> bool:
     return any(name in code.co_names for code in codes if code is not None)
 
 
-def called(
+def call_older_method(
     method: Callable[..., object], observed: torch.Tensor, given: Mapping[str, object]
 ) -> object:
     """Call an older method with the arguments in `given` that are not None and that it accepts.
@@ -190,12 +196,12 @@ def called(
     The oldest methods accept neither `tensor_id` nor `global_scale`.
     """
     known = {
-        name: value for name, value in given.items() if value is not None and takes(method, name)
+        name: value for name, value in given.items() if value is not None and accepts(method, name)
     }
     return method(observed, **known)
 
 
-def as_pair(answer: object, method: str) -> Pair:
+def as_scale_pair(answer: object, method: str) -> Pair:
     """Return the scale and zero point in the result of an older method.
 
     Raises ValueError if the result is not a pair of tensors.
@@ -209,7 +215,7 @@ def as_pair(answer: object, method: str) -> Pair:
     )
 
 
-def is_map(g_idx: torch.Tensor | None, observed: torch.Tensor, args: ObserverArgs) -> bool:
+def is_group_map(g_idx: torch.Tensor | None, observed: torch.Tensor, args: ObserverArgs) -> bool:
     """Return True if `g_idx` assigns columns to groups.
 
     A map that contains -1 is not filled yet and is ignored, as in compressed-tensors. Raises
@@ -229,20 +235,20 @@ def is_map(g_idx: torch.Tensor | None, observed: torch.Tensor, args: ObserverArg
     return True
 
 
-def order_of(
+def column_order(
     g_idx: torch.Tensor | None, observed: torch.Tensor, args: ObserverArgs
 ) -> torch.Tensor | None:
     """Return the order that puts the columns of each group next to each other.
 
     `g_idx` (columns,) holds the group of each column. Returns None if there is no map.
     """
-    if not is_map(g_idx, observed, args):
+    if not is_group_map(g_idx, observed, args):
         return None
     assert g_idx is not None
     return torch.argsort(g_idx.flatten(), stable=True)
 
 
-def sizes_of(g_idx: torch.Tensor | None, columns: int, size: int) -> list[int]:
+def group_widths(g_idx: torch.Tensor | None, columns: int, size: int) -> list[int]:
     """Return the number of columns of each group, in order. The last group may be smaller."""
     if g_idx is None or bool((g_idx == -1).any()):
         return [min(size, columns - start) for start in range(0, columns, size)]
@@ -250,14 +256,16 @@ def sizes_of(g_idx: torch.Tensor | None, columns: int, size: int) -> list[int]:
     return counts
 
 
-def is_even(g_idx: torch.Tensor | None, observed: torch.Tensor, args: ObserverArgs) -> bool:
+def has_equal_groups(
+    g_idx: torch.Tensor | None, observed: torch.Tensor, args: ObserverArgs
+) -> bool:
     """Return True if all groups have `group_size` columns."""
-    if not args.group_size or not is_map(g_idx, observed, args):
+    if not args.group_size or not is_group_map(g_idx, observed, args):
         return True
-    return set(sizes_of(g_idx, observed.shape[-1], args.group_size)) <= {args.group_size}
+    return set(group_widths(g_idx, observed.shape[-1], args.group_size)) <= {args.group_size}
 
 
-def documented_scales(
+def scales_by_documented_methods(
     observer: "Observer",
     observed: torch.Tensor,
     g_idx: torch.Tensor | None,
@@ -270,25 +278,27 @@ def documented_scales(
     """
     strategy, is_weight = observer.strategy, observer.base_name == WEIGHT
     if strategy == "tensor":
-        answer = called(observer.calculate_qparams, observed, {"global_scale": global_scale})
-        scale, zero_point = as_pair(answer, "calculate_qparams")
+        answer = call_older_method(
+            observer.calculate_qparams, observed, {"global_scale": global_scale}
+        )
+        scale, zero_point = as_scale_pair(answer, "calculate_qparams")
         return scale.reshape(1), zero_point.reshape(1)
     if strategy == "channel":
-        return _along(observer, observed, 0, None, None)
+        return _scales_along_dim(observer, observed, 0, None, None)
     if strategy == "block":
-        return _by_blocks(observer, observed)
+        return _scales_by_block(observer, observed)
     if strategy in ("group", "tensor_group"):
         flat = observed if is_weight else observed.reshape(-1, observed.shape[-1])
-        return _by_groups(observer, flat, g_idx, global_scale)
+        return _scales_by_group(observer, flat, g_idx, global_scale)
     if strategy == "attn_head":
-        scale, zero_point = _along(observer, observed, 1, None, None)
+        scale, zero_point = _scales_along_dim(observer, observed, 1, None, None)
         return scale.reshape(-1, 1, 1), zero_point.reshape(-1, 1, 1)
     tokens = observed if observed.ndim > 2 else observed.unsqueeze(0)
-    scale, zero_point = _along(observer, tokens, 1, None, None)
+    scale, zero_point = _scales_along_dim(observer, tokens, 1, None, None)
     return scale.reshape(-1), zero_point.reshape(-1)
 
 
-def _along(
+def _scales_along_dim(
     observer: "Observer",
     observed: torch.Tensor,
     dim: int,
@@ -296,11 +306,11 @@ def _along(
     global_scale: torch.Tensor | None,
 ) -> Pair:
     given = {"dim": dim, "tensor_id": tensor_id, "global_scale": global_scale}
-    answer = called(observer.get_qparams_along_dim, observed, given)
-    return as_pair(answer, "get_qparams_along_dim")
+    answer = call_older_method(observer.get_qparams_along_dim, observed, given)
+    return as_scale_pair(answer, "get_qparams_along_dim")
 
 
-def _by_groups(
+def _scales_by_group(
     observer: "Observer",
     observed: torch.Tensor,
     g_idx: torch.Tensor | None,
@@ -308,17 +318,21 @@ def _by_groups(
 ) -> Pair:
     size = observer.args.group_size
     assert size is not None
-    order = order_of(g_idx, observed, observer.args)
+    order = column_order(g_idx, observed, observer.args)
     ordered = observed if order is None else observed.index_select(-1, order)
     is_weight, pairs, start = observer.base_name == WEIGHT, list[Pair](), 0
-    for number, columns in enumerate(sizes_of(g_idx, observed.shape[-1], size)):
+    for number, columns in enumerate(group_widths(g_idx, observed.shape[-1], size)):
         part = ordered[:, start : start + columns]
         start += columns
         if is_weight:
-            pairs.append(_along(observer, part, 0, number, global_scale))
+            pairs.append(_scales_along_dim(observer, part, 0, number, global_scale))
             continue
         given = {"reduce_dims": (0, 1), "tensor_id": number, "global_scale": global_scale}
-        pairs.append(as_pair(called(observer.calculate_qparams, part, given), "calculate_qparams"))
+        pairs.append(
+            as_scale_pair(
+                call_older_method(observer.calculate_qparams, part, given), "calculate_qparams"
+            )
+        )
     rows = observed.shape[0] if is_weight else 1
     scale, zero_point = (
         torch.cat([each.reshape(-1, 1).expand(rows, 1) for each in parts], dim=1)
@@ -327,15 +341,15 @@ def _by_groups(
     return (scale, zero_point) if is_weight else (scale[0], zero_point[0])
 
 
-def _by_blocks(observer: "Observer", weight: torch.Tensor) -> Pair:
+def _scales_by_block(observer: "Observer", weight: torch.Tensor) -> Pair:
     blocks = blocks_of(weight, observer.args)
     rows, columns = blocks.shape[:2]
     pairs = []
     for row in range(rows):
         for column in range(columns):
             given = {"reduce_dims": (0, 1), "tensor_id": (row, column)}
-            answer = called(observer.calculate_qparams, blocks[row, column], given)
-            pairs.append(as_pair(answer, "calculate_qparams"))
+            answer = call_older_method(observer.calculate_qparams, blocks[row, column], given)
+            pairs.append(as_scale_pair(answer, "calculate_qparams"))
     scale, zero_point = (
         torch.cat([each.reshape(1) for each in parts]).reshape(rows, columns)
         for parts in zip(*pairs, strict=True)
@@ -343,7 +357,7 @@ def _by_blocks(observer: "Observer", weight: torch.Tensor) -> Pair:
     return scale, zero_point
 
 
-def in_our_terms(
+def checked_scales(
     pair: Pair,
     shape: Iterable[int],
     args: ObserverArgs,
@@ -393,7 +407,7 @@ def implied_range(pair: Pair, args: ObserverArgs, global_scale: torch.Tensor | N
     return (smallest - zero_point) * scale, (largest - zero_point) * scale
 
 
-def range_of_global_scale(global_scale: torch.Tensor) -> Range:
+def extremes_of_global_scale(global_scale: torch.Tensor) -> Range:
     """Return the extremes for which `global_scale_of` returns this global scale. They have no
     dimensions.
     """
@@ -401,7 +415,7 @@ def range_of_global_scale(global_scale: torch.Tensor) -> Range:
     return -absmax, absmax
 
 
-def kept_and_reduced(
+def flatten_dimensions(
     observed: torch.Tensor, reduce_dims: Iterable[int] | None
 ) -> tuple[torch.Tensor, tuple[int, ...]]:
     """Return a tensor reshaped to an observation (1, kept, 1, reduced), and the shape of its range.
@@ -432,4 +446,4 @@ def is_relative_to_global(observer: "Observer", older: frozenset[str]) -> bool:
         return True
     methods = ("forward", "get_qparams", "get_qparams_along_dim", "calculate_qparams")
     deciding = next((name for name in methods if name in older), None)
-    return deciding is None or takes(vars_of(type(observer), deciding), "global_scale")
+    return deciding is None or accepts(class_function(type(observer), deciding), "global_scale")

@@ -65,19 +65,19 @@ def with_keywords(args: ArgsT, keywords: Mapping[str, OptionValue]) -> ArgsT:
     return replace(args, observer_kwargs=merged)  # type: ignore[type-var]
 
 
-def plain(value: object) -> str:
+def enum_value(value: object) -> str:
     """Return the text of an enum's value or of a dtype: "tensor_group", "float8_e4m3fn"."""
     return str(getattr(value, "value", value)).removeprefix("torch.")
 
 
 def strategy_of(args: ObserverArgs) -> str:
     """Return the strategy of the scales, by its compressed-tensors name."""
-    return plain(args.strategy)
+    return enum_value(args.strategy)
 
 
 def is_float(args: ObserverArgs) -> bool:
     """Return True for floating-point values (e2m1 or e4m3), False for integers."""
-    return plain(args.type) == "float"
+    return enum_value(args.type) == "float"
 
 
 def is_nvfp4(args: ObserverArgs) -> bool:
@@ -94,7 +94,7 @@ def is_mx(args: ObserverArgs) -> bool:
         args.num_bits in (4, 8)
         and is_float(args)
         and args.group_size == 32
-        and plain(args.scale_dtype) == "uint8"
+        and enum_value(args.scale_dtype) == "uint8"
     )
 
 
@@ -113,7 +113,7 @@ def quantized_range(args: ObserverArgs) -> tuple[float, float]:
 
 def stored_dtype(args: ObserverArgs) -> torch.dtype:
     """Return the dtype of stored scales: `scale_dtype` if it is a 16-bit float, else float32."""
-    return STORED.get(plain(args.scale_dtype), torch.float32)
+    return STORED.get(enum_value(args.scale_dtype), torch.float32)
 
 
 def global_scale_of(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,12 @@ from torch.utils.hooks import RemovableHandle
 from vexport.numerics.ranks import gather
 from vexport.observers.base import Observer, Reduction
 from vexport.observers.flatten import WEIGHT, Tiles, flatten_for_calibration, tiles_of_observations
-from vexport.observers.older import as_pair, called, implied_range, kept_and_reduced
+from vexport.observers.older import (
+    as_scale_pair,
+    call_older_method,
+    flatten_dimensions,
+    implied_range,
+)
 from vexport.observers.qparams import is_nvfp4
 from vexport.observers.search import (
     Range,
@@ -37,12 +42,12 @@ from vexport.records.observer_names import (
 )
 
 # Maximum growth of a range: the largest value of a block then becomes 4 instead of 6.
-MOST_ROOM = 1.5
+MAX_ROOM = 1.5
 # Strategies with groups of input channels (llm-compressor, observers/imatrix.py).
 STRATEGIES = ("channel", "group", "tensor_group")
 # llm-compressor's names for the attributes of a module with the sums of importance and the number
 # of tokens.
-LEFT_ON_MODULE = ("_imatrix_sum", "_imatrix_count")
+MODULE_SUM_NAMES = ("_imatrix_sum", "_imatrix_count")
 
 
 class MemorylessMinMaxObserver(Observer):
@@ -116,7 +121,7 @@ class MemorylessMSEObserver(Observer):
         self._importance: torch.Tensor | None = None
 
     @property
-    def _searched(self) -> SearchOptions:
+    def _search_options(self) -> SearchOptions:
         """Search options with the current attributes."""
         return replace(
             self.options,
@@ -130,7 +135,7 @@ class MemorylessMSEObserver(Observer):
     @property
     def search(self) -> Search:
         """Candidates of the search."""
-        return search_of(self._searched, int(self.maxshrink * self.grid))
+        return search_of(self._search_options, int(self.maxshrink * self.grid))
 
     def importance(self, channels: int) -> torch.Tensor | None:
         """Return the weights of the errors, or None if all errors have equal weights.
@@ -167,7 +172,7 @@ class MemorylessMSEObserver(Observer):
 
         For NVFP4 with a global scale, return the range that yields the best block scale.
         """
-        flat, shape = kept_and_reduced(observed, reduce_dims)
+        flat, shape = flatten_dimensions(observed, reduce_dims)
         tiles = tiles_of_observations(flat)
         self.prepare(tiles)
         if global_scale is not None and is_nvfp4(self.args):
@@ -184,7 +189,9 @@ class MemorylessMSEObserver(Observer):
         global_scale: torch.Tensor | None,
     ) -> Range:
         given = {"reduce_dims": reduce_dims, "global_scale": global_scale}
-        return as_pair(called(self.calculate_mse_min_max, observed, given), "calculate_mse_min_max")
+        return as_scale_pair(
+            call_older_method(self.calculate_mse_min_max, observed, given), "calculate_mse_min_max"
+        )
 
 
 @torch.no_grad()
@@ -213,7 +220,7 @@ def fit_global_scale(observers: Sequence[Observer]) -> None:
             if member._weight is not None and (scale := member.global_scale()) is not None
         )
 
-    best = min((1.0, 1 / min(room, MOST_ROOM)), key=error)
+    best = min((1.0, 1 / min(room, MAX_ROOM)), key=error)
     for member in members:
         member.factor = best
 
@@ -299,7 +306,7 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
     @property
     def search(self) -> Search:
         """Candidates of the search, including the last step."""
-        return search_of(self._searched, max(1, int(self.maxshrink * self.grid)) + 1)
+        return search_of(self._search_options, max(1, int(self.maxshrink * self.grid)) + 1)
 
     def attach(self, module: torch.nn.Module) -> None:
         """Collect importance from the inputs of a module with `in_features`; ignore other modules.
@@ -310,7 +317,7 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
         channels = getattr(module, "in_features", None)
         if not isinstance(channels, int):
             return
-        total, tokens = (getattr(module, name, None) for name in LEFT_ON_MODULE)
+        total, tokens = (getattr(module, name, None) for name in MODULE_SUM_NAMES)
         if isinstance(total, torch.Tensor) and tokens is not None and int(tokens):
             self.gathered = Importance(total.to(torch.float64), int(tokens))
             return
@@ -335,7 +342,7 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
         self._stop()
         if was_gathering and self.gathered is not None and self.gathered.tokens:
             for name, value in zip(
-                LEFT_ON_MODULE,
+                MODULE_SUM_NAMES,
                 (self.gathered.total, torch.tensor(self.gathered.tokens)),
                 strict=True,
             ):

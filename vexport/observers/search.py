@@ -135,7 +135,7 @@ def range_of_values(values: torch.Tensor) -> tuple[float, float]:
     return float(lows.min()), float(highs.max())
 
 
-def readable(values: torch.Tensor) -> torch.Tensor:
+def as_kernel_input(values: torch.Tensor) -> torch.Tensor:
     """Return CPU values in a dtype that kernels read: float32, bfloat16 or float16."""
     assert values.device.type == "cpu", "kernels read main memory"
     values = values.detach()
@@ -144,7 +144,7 @@ def readable(values: torch.Tensor) -> torch.Tensor:
 
 def stored_bits(values: torch.Tensor) -> tuple[Bits, int]:
     """Return the bits of values as integers, without a copy if possible, and a storage code."""
-    values = readable(values)
+    values = as_kernel_input(values)
     as_integers = torch.int32 if values.dtype == torch.float32 else torch.uint16
     return values.contiguous().view(as_integers).numpy(), STORAGES[values.dtype]
 
@@ -153,7 +153,7 @@ def importance_rows(importance: torch.Tensor | None, size: int) -> Floats:
     """Return the importance as float32 (rows, size), or a row of 1 if there is no importance."""
     if importance is None:
         return np.ones((1, size), dtype=np.float32)
-    return readable(importance).to(torch.float32).contiguous().reshape(-1, size).numpy()
+    return as_kernel_input(importance).to(torch.float32).contiguous().reshape(-1, size).numpy()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,7 +179,7 @@ def search_of(options: SearchOptions, steps: int) -> Search:
 
 def range_of(tiles: Tiles) -> Range:
     """Return the minimum and maximum of each group: float32, shape qparam_shape."""
-    return _together(ranges_of_rows(tiles), tiles)
+    return _concatenated(ranges_of_rows(tiles), tiles)
 
 
 def ranges_of_rows(tiles: Tiles) -> Iterator[tuple[slice, Range]]:
@@ -209,7 +209,7 @@ def search_grid(
     Both ends are shrunk together. `importance` broadcasts to a tile. If two candidates are equally
     good, the earlier candidate wins.
     """
-    return _together(search_rows(tiles, args, search, importance), tiles)
+    return _concatenated(search_rows(tiles, args, search, importance), tiles)
 
 
 def search_rows(
@@ -259,7 +259,7 @@ def _search_tile(
             expand=search.expand,
             importance=importance,
         )
-    groups = readable(groups)
+    groups = as_kernel_input(groups)
     if (
         len(groups) == 1
         and importance is None
@@ -283,7 +283,7 @@ def _steps_until_stop(improved: Sequence[bool], patience: int) -> int:
     return len(improved)
 
 
-def _together(ranges: Iterable[tuple[slice, Range]], tiles: Tiles) -> Range:
+def _concatenated(ranges: Iterable[tuple[slice, Range]], tiles: Tiles) -> Range:
     low, high = (torch.empty(tiles.groups, device=tiles.device) for _ in range(2))
     for rows, ends in ranges:
         low[rows], high[rows] = ends

@@ -378,7 +378,7 @@ def _class_problems(
     where = f"rule {rule.match!r}: {key}"
     of_inputs = key == "input_observer"
     try:
-        observer = Observer.of_name(name).made("input" if of_inputs else "weight", args, keywords)
+        observer = Observer.of_name(name).create("input" if of_inputs else "weight", args, keywords)
     except ValueError as error:
         yield InputError(
             where, got=str(error), need="", fix="correct the class, or use vexport's observers"

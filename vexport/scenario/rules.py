@@ -141,7 +141,9 @@ def _known_observer(name: str | None) -> str | None:
         return None
     # Names from `Observer.register`. They exist only if the program has imported observer classes.
     module = sys.modules.get("vexport.observers.base")
-    registered = [kind.registry_name for kind in module.Observer.named()] if module else []
+    registered = (
+        [kind.registry_name for kind in module.Observer.registered_classes()] if module else []
+    )
     known = dict.fromkeys((*OBSERVERS, *registered))
     folded_name = folded(observer_name(name))
     found = next((each for each in known if folded(each) == folded_name), None)
