@@ -190,7 +190,7 @@ def rows_of(sizes: Sizes, behind: int = 0) -> Samples:
     """Return rows of the demo's text, after skipping `behind` rows."""
     data = settings(sizes, "cpu").source(behind + sizes.samples)
     samples = read_samples(data, DEMO / "model", vocab_size=384)
-    return samples.taken(range(behind, len(samples.rows)))
+    return samples.select(range(behind, len(samples.rows)))
 
 
 def kl(out: Path, sizes: Sizes) -> float:

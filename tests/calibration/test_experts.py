@@ -24,7 +24,7 @@ from tests.calibration.models import (
 )
 from tests.mutations.edits import drop, multiply_by, put
 from vexport.calibration import calibrate
-from vexport.calibration.inputs import arithmetic_of
+from vexport.calibration.inputs import expert_runner_of
 from vexport.calibration.walk import LayerWalk
 from vexport.checkpoint.index import SourceIndex
 from vexport.errors import CheckpointFailed, InputError
@@ -241,20 +241,20 @@ def test_experts_without_a_gate(all_tokens: bool) -> None:
     weights = torch.rand(9, 2, generator=generator)
     with torch.no_grad():
         own = module(hidden, chosen, weights)
-        arithmetic = arithmetic_of(module)
-        assert arithmetic is not None
-        entered = arithmetic.enter(module, (hidden, chosen), {"top_k_weights": weights})
-        assert [len(route) for route in entered.routes] == torch.bincount(
+        runner = expert_runner_of(module)
+        assert runner is not None
+        routed = runner.route_tokens(module, (hidden, chosen), {"top_k_weights": weights})
+        assert [len(route) for route in routed.routes] == torch.bincount(
             chosen.flatten(), minlength=4
         ).tolist()
         answers = []
-        for expert, route in enumerate(entered.routes):
-            tokens = entered.tokens if all_tokens else entered.tokens[route]
-            made = arithmetic.between(module, expert, tokens)
+        for expert, route in enumerate(routed.routes):
+            tokens = routed.tokens if all_tokens else routed.tokens[route]
+            made = runner.down_input(module, expert, tokens)
             up = torch.relu(tokens @ module.get_parameter("up_proj")[expert].T).square()
             torch.testing.assert_close(made, up)
-            answers.append(arithmetic.down(module, expert, made[route] if all_tokens else made))
-        torch.testing.assert_close(arithmetic.leave(entered, answers), own)
+            answers.append(runner.down_output(module, expert, made[route] if all_tokens else made))
+        torch.testing.assert_close(runner.combine_outputs(routed, answers), own)
 
 
 def test_experts_with_unknown_arithmetic_are_refused(

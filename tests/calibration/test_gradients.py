@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from tests.calibration.models import configs, samples, save
 from vexport.calibration import gradients
 from vexport.calibration.gradients import Gradients, TokenWeights, token_weights_of
-from vexport.calibration.smoothing import look_back
+from vexport.calibration.smoothing import find_smoothing
 from vexport.calibration.walk import LayerWalk
 from vexport.checkpoint.index import read_index
 
@@ -28,7 +28,7 @@ def errors_of_last_token(self: Gradients, logits: torch.Tensor) -> torch.Tensor:
 
 
 def token_weights(folder: Path) -> TokenWeights:
-    smoothing, found = look_back(
+    smoothing, found = find_smoothing(
         LayerWalk(read_index(folder)), TEXT, smoothed=(), strength=0.0, weighs_tokens=True
     )
     assert not smoothing

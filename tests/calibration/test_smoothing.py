@@ -17,7 +17,7 @@ from tests.calibration.models import configs, expert_configs, plan_for, samples,
 from tests.command import vexport
 from tests.models import quantize, save_llama, write_calibration
 from tests.mutations.edits import multiply_by, put, spoiled
-from vexport.calibration.smoothing import look_back
+from vexport.calibration.smoothing import find_smoothing
 from vexport.calibration.walk import LayerWalk
 from vexport.checkpoint.index import SourceIndex, read_index
 from vexport.checkpoint.reader import Reader
@@ -61,7 +61,7 @@ def logits(folder: Path) -> torch.Tensor:
 
 def smoothing_of(folder: Path) -> tuple[SourceIndex, Mapping[str, Smoothing]]:
     index, planned = plan_for(folder, scheme="W8A8")
-    found, weights = look_back(
+    found, weights = find_smoothing(
         LayerWalk(index), TEXT, smoothed=planned.groups, strength=0.5, weighs_tokens=False
     )
     assert not weights

@@ -52,9 +52,9 @@ def test_watchers_see_all_rows_and_layers(llama: Path) -> None:
     """The states at the end are the model's logits."""
     walk = LayerWalk(read_index(llama))
     watcher = CallRecorder()
-    with walk.text(TEXT) as hidden:
+    with walk.start(TEXT) as hidden:
         walk.forward(hidden, watcher)
-        walk.head(hidden, watcher)
+        walk.run_head(hidden, watcher)
     expected: list[tuple[object, ...]] = []
     for number in range(LAYERS + 1):
         expected += [("enter", number), ("row", 0), ("row", 1), ("leave", number)]
@@ -69,7 +69,7 @@ def test_watchers_see_all_rows_and_layers(llama: Path) -> None:
 def test_unselected_rows_do_not_change(llama: Path) -> None:
     walk = LayerWalk(read_index(llama))
     watcher = CallRecorder()
-    with walk.text(TEXT) as hidden:
+    with walk.start(TEXT) as hidden:
         before = hidden[0].clone()
         walk.forward(hidden, watcher, rows=[1])
         assert torch.equal(hidden[0], before)
@@ -79,7 +79,7 @@ def test_unselected_rows_do_not_change(llama: Path) -> None:
 
 def test_hooks_are_removed_after_interrupt(llama: Path) -> None:
     walk = LayerWalk(read_index(llama))
-    with pytest.raises(KeyboardInterrupt), walk.text(TEXT) as hidden:
+    with pytest.raises(KeyboardInterrupt), walk.start(TEXT) as hidden:
         walk.forward(hidden, CallRecorder(fails_in=1))
     assert not any(module._forward_hooks for module in walk.model.modules())
 

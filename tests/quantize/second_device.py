@@ -146,7 +146,7 @@ def read_ahead(device: str, whole: Path, broken: Path) -> None:
     walk, plain = LayerWalk(read_index(whole), device=device), LayerWalk(read_index(whole))
     expected, made = ParameterRecorder(), ParameterRecorder()
     for layer_walk, watcher in ((plain, expected), (walk, made)):
-        with layer_walk.text(TEXT) as hidden:
+        with layer_walk.start(TEXT) as hidden:
             layer_walk.forward(hidden, watcher)
     equal = [
         all(map(torch.equal, values, others))
@@ -154,7 +154,7 @@ def read_ahead(device: str, whole: Path, broken: Path) -> None:
     ]
     readers = sorted(threads)
     try:
-        with walk.text(TEXT) as hidden:
+        with walk.start(TEXT) as hidden:
             walk.forward(hidden, ParameterRecorder(interrupts=True))
     except KeyboardInterrupt:
         left = [
@@ -163,7 +163,7 @@ def read_ahead(device: str, whole: Path, broken: Path) -> None:
     reached = ParameterRecorder()
     try:
         walk = LayerWalk(read_index(broken), device=device)
-        with walk.text(TEXT) as hidden:
+        with walk.start(TEXT) as hidden:
             walk.forward(hidden, reached)
     except InputError as error:
         message = str(error)

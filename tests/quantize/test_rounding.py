@@ -25,7 +25,7 @@ from vexport.quantize import waiting_rows
 from vexport.quantize.time_left import OVERALL
 from vexport.quantize.waiting_rows import max_waiting_bytes, require_memory, waiting_bytes
 from vexport.records import silent
-from vexport.records.calibration import LOOK_BACK, ROUND
+from vexport.records.calibration import GRADIENTS, ROUND
 from vexport.scenario import Rule
 
 # Refit includes GPTQ's steps, so that not each scheme needs both.
@@ -157,9 +157,9 @@ def test_time_left_covers_all_steps(source: Path, text: Path, tmp_path: Path) ->
     lines = ran.stderr.splitlines()
     parts = (
         f"{OVERALL} ...",
-        f"{LOOK_BACK} ...",
+        f"{GRADIENTS} ...",
         f"{OVERALL} step 1 of 2, ",
-        f"{LOOK_BACK}: done in ",
+        f"{GRADIENTS}: done in ",
         f"{ROUND} ...",
         f"{OVERALL} step 2 of 2, ",
         f"{OVERALL}: done in ",
@@ -218,6 +218,6 @@ def test_walk_without_rows(tmp_path: Path) -> None:
     index = read_index(save(configs()["llama"], tmp_path / "llama"))
     walk = LayerWalk(index)
     watcher = LayerRecorder()
-    with walk.text(Samples(token_ids=(), rows=())) as hidden:
+    with walk.start(Samples(token_ids=(), rows=())) as hidden:
         walk.forward(hidden, watcher)
     assert watcher.seen == [f"model.layers.{number}" for number in range(LAYERS)]

@@ -3,9 +3,9 @@
 import pytest
 
 from vexport.quantize.time_left import COST, OVERALL, OverallProgress, Step
-from vexport.records.calibration import LOOK_BACK, ROUND
+from vexport.records.calibration import GRADIENTS, ROUND
 
-STEPS = (Step(name=LOOK_BACK, tokens=1000), Step(name=ROUND, tokens=4000))
+STEPS = (Step(name=GRADIENTS, tokens=1000), Step(name=ROUND, tokens=4000))
 
 
 class Recorded:
@@ -32,17 +32,17 @@ class Recorded:
 
 def test_seconds_left_follow_the_first_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded = Recorded(monkeypatch)
-    recorded.after(0, LOOK_BACK, 0, 10)
-    recorded.after(5, LOOK_BACK, 1, 10)
-    expected = 50 + 50 * 4 * COST[ROUND] / COST[LOOK_BACK]
+    recorded.after(0, GRADIENTS, 0, 10)
+    recorded.after(5, GRADIENTS, 1, 10)
+    expected = 50 + 50 * 4 * COST[ROUND] / COST[GRADIENTS]
     assert recorded.overall == [(0, 1), (5, pytest.approx(expected, abs=1))]
 
 
 def test_last_step_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first step's seconds per token no longer count."""
     recorded = Recorded(monkeypatch)
-    recorded.after(0, LOOK_BACK, 0, 10)
-    recorded.after(20, LOOK_BACK, 10, 10)
+    recorded.after(0, GRADIENTS, 0, 10)
+    recorded.after(20, GRADIENTS, 10, 10)
     recorded.after(0, ROUND, 0, 5)
     recorded.after(60, ROUND, 1, 5)
     assert recorded.overall[-1] == (80, 20 + 5 * 60)

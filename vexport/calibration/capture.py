@@ -99,11 +99,17 @@ class Recorder:
         """Record a call of a layer, in place of the layer's forward."""
         states, args = (args[0], args[1:]) if args else (kwargs.pop("hidden_states", None), args)
         if not isinstance(states, torch.Tensor):
-            raise self.unusual(number, "a call without hidden states as its first argument")
+            raise self.unsupported_call_error(
+                number, "a call without hidden states as its first argument"
+            )
         if len(self.calls[number]) != len(self._hidden) - (number > 0):
-            raise self.unusual(number, "a layer that is not called once, in the order of the list")
+            raise self.unsupported_call_error(
+                number, "a layer that is not called once, in the order of the list"
+            )
         if number and states is not self._passed:
-            raise self.unusual(number, "an input that is not the output of the previous layer")
+            raise self.unsupported_call_error(
+                number, "an input that is not the output of the previous layer"
+            )
         if number == 0:
             if not len(self._hidden):
                 output = forward(states, *args, **kwargs)
@@ -114,7 +120,7 @@ class Recorder:
         self._passed = states
         return layer_output(states, self.rest)
 
-    def unusual(self, number: int, got: str) -> InputError:
+    def unsupported_call_error(self, number: int, got: str) -> InputError:
         """Return the error for a model that calls a layer in a way calibration cannot repeat."""
         return InputError(
             f"{self._name}.{number}",
@@ -163,7 +169,9 @@ def capture_layer_calls(
             model.base_model(input_ids=ids, use_cache=False)
             for number, calls in enumerate(recorder.calls):
                 if len(calls) != len(hidden):
-                    raise recorder.unusual(number, "a layer that the forward does not call")
+                    raise recorder.unsupported_call_error(
+                        number, "a layer that the forward does not call"
+                    )
     return recorder
 
 

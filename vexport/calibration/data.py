@@ -23,9 +23,9 @@ from vexport.calibration.conversations import (
     unrendered_parts,
 )
 from vexport.calibration.rows import (
-    CORRECT_THE_ROW,
-    KNOWN_FORMS,
-    NAME_THE_COLUMN,
+    FIX_COLUMN,
+    FIX_ROW,
+    SUPPORTED_ROW_FORMS,
     Row,
     UnknownFormError,
     read_row,
@@ -92,7 +92,7 @@ class Samples:
         """Return the number of tokens in all samples."""
         return sum(len(ids) for ids in self.token_ids)
 
-    def taken(self, positions: Iterable[int]) -> "Samples":
+    def select(self, positions: Iterable[int]) -> "Samples":
         """Select the samples at these positions, in the order of `positions`."""
         positions = tuple(positions)
         return replace(
@@ -101,9 +101,9 @@ class Samples:
             rows=tuple(self.rows[position] for position in positions),
         )
 
-    def spread(self, number: int) -> "Samples":
+    def evenly_spaced(self, number: int) -> "Samples":
         """Select at most `number` samples, evenly spaced."""
-        return self.taken(
+        return self.select(
             list(dict.fromkeys(position * len(self.rows) // number for position in range(number)))
         )
 
@@ -249,9 +249,9 @@ class _Reader:
                 if isinstance(error, json.JSONDecodeError):
                     got = f"no JSON object ({error.msg} at character {error.pos})"
                 is_refused = isinstance(error, RefusedTurnsError)
-                need = "turns that the chat template renders" if is_refused else KNOWN_FORMS
+                need = "turns that the chat template renders" if is_refused else SUPPORTED_ROW_FORMS
                 is_unknown = isinstance(error, UnknownFormError)
-                fix = NAME_THE_COLUMN if is_unknown else CORRECT_THE_ROW
+                fix = FIX_COLUMN if is_unknown else FIX_ROW
                 self._broken.setdefault((got, need, fix), []).append(raw.place)
                 if sum(map(len, self._broken.values())) == MAX_BROKEN_ROWS:
                     return
@@ -266,7 +266,9 @@ class _Reader:
     def no_rows_error(self) -> InputError:
         """Return the error for data without any row that calibration can use."""
         if not self._multimodal:
-            return InputError(self._data.name, got="no rows", need=KNOWN_FORMS, fix="add rows")
+            return InputError(
+                self._data.name, got="no rows", need=SUPPORTED_ROW_FORMS, fix="add rows"
+            )
         (place, what), number = self._multimodal[0], len(self._multimodal)
         each = "the only row has" if number == 1 else f"each of the {number:,} rows read has"
         return InputError(
@@ -304,15 +306,15 @@ class _Reader:
         row = read_row(_content(raw), self._data.column)
         if self._data.name == DEFAULT and row.conversation is not None:
             turns = (str(turn["content"]) for turn in row.conversation.messages)
-            row = replace(row, flat="\n\n".join(turns))
+            row = replace(row, plain_text="\n\n".join(turns))
         most = self._data.seq_len * (self._data.samples if self.packs else 1)
-        ids, start = self._ids(row, most, begins=not (self.packs and raw.joins))
+        ids, start = self._ids(row, most, begins=not (self.packs and raw.continues_previous))
         if not ids:
             raise ValueError("a row without tokens")
         if min(ids) < 0 or max(ids) >= self._vocab_size:
             raise ValueError(f"token id {max(ids)} outside the vocabulary of {self._vocab_size}")
         end = self.tokenizer.eos_token_id if self.packs and row.ids is None else None
-        is_ended = end is None or raw.joins or ids[-1] == end
+        is_ended = end is None or raw.continues_previous or ids[-1] == end
         return _Tokens(number=raw.number, ids=ids if is_ended else (*ids, end), start=start)  # type: ignore[arg-type]
 
     def _ids(self, row: Row, most: int, *, begins: bool) -> tuple[Sequence[int], Sequence[int]]:
@@ -339,9 +341,9 @@ class _Reader:
             bos = self.tokenizer.bos_token_id
             return ids, (bos,) if bos is not None and ids[:1] == [bos] else ()
         if conversation is not None:
-            if row.flat is None:
+            if row.plain_text is None:
                 raise ValueError("a conversation, but the model has no chat template")
-            text = row.flat
+            text = row.plain_text
         assert text is not None
         ids, start = (
             self._encode(text[: CHARACTERS_PER_TOKEN * most], add_special_tokens=begins),

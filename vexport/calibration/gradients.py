@@ -15,11 +15,11 @@ import torch
 
 from vexport.calibration.capture import float32_head_gradient
 from vexport.calibration.data import Samples
-from vexport.calibration.inputs import arithmetic_of
+from vexport.calibration.inputs import expert_runner_of
 from vexport.calibration.model import HiddenStates, joined
 from vexport.calibration.walk import Layer, LayerWalk, Watcher
 from vexport.records import OnProgress, silent
-from vexport.records.calibration import LOOK_BACK
+from vexport.records.calibration import GRADIENTS
 
 # Layer inputs are kept for the backward pass: this many bytes in memory, the rest on disk.
 KEPT_BYTES = 2**28
@@ -40,7 +40,7 @@ class Gradients:
         self._watchers = watchers
         # The states of all rows in front of the first layer, of the second layer and so on, and
         # last of the head.
-        self._entered = HiddenStates(KEPT_BYTES)
+        self._layer_inputs = HiddenStates(KEPT_BYTES)
         # A generator on the CPU draws the same numbers for every device.
         self._generator = torch.Generator().manual_seed(0)
         # The gradient of each row behind the present layer.
@@ -52,9 +52,9 @@ class Gradients:
         Raises CheckpointFailed if a state is not finite, and the errors of `LayerWalk.text`.
         """
         walk = self._walk
-        with walk.text(samples, stage=LOOK_BACK, on_progress=on_progress) as hidden:
+        with walk.start(samples, stage=GRADIENTS, on_progress=on_progress) as hidden:
             for index in range(len(hidden)):
-                self._entered.append(hidden[index])
+                self._layer_inputs.append(hidden[index])
             # Up and back through each layer, and the head between them.
             walk.expect_steps(2 * len(walk.layers) + 1)
             walk.forward(hidden, self)
@@ -69,14 +69,14 @@ class Gradients:
 
     def row(self, index: int, hidden: torch.Tensor) -> None:
         """Keep the states behind a layer, which are the states in front of the next layer."""
-        self._entered.append(hidden)
+        self._layer_inputs.append(hidden)
 
     def leave(self, layer: Layer) -> None:
         """Do nothing: a layer on the way up needs no further work."""
 
     def _layer_input(self, number: int, index: int) -> torch.Tensor:
         """Return a copy, on the device, of a row's states in front of a layer or the head."""
-        states = self._entered[number * len(self._walk.ids) + index]
+        states = self._layer_inputs[number * len(self._walk.ids) + index]
         return states.to(self._walk.device, copy=True)
 
     def _layer_gradient(self, layer: Layer, index: int) -> torch.Tensor:
@@ -84,13 +84,13 @@ class Gradients:
 
         The row runs through the layer in any case. Returns the states in front of the layer.
         """
-        states = layer.entered(index)
+        states = layer.input_of(index)
         behind = self._behind[index]
         gradient = None
         if behind is not None:
             gradient = _gradient(states, partial(layer.run, index), lambda output: behind)
         if gradient is None:
-            layer.again(index)
+            layer.run_again(index)
         self._behind[index] = gradient
         return states
 
@@ -194,7 +194,7 @@ class TokenWeigher:
     def enter(self, layer: Layer) -> None:
         """Watch the gradients behind a layer's modules."""
         for name, module in layer.module.named_modules():
-            if isinstance(module, torch.nn.Linear) or arithmetic_of(module) is not None:
+            if isinstance(module, torch.nn.Linear) or expert_runner_of(module) is not None:
                 see = partial(self._hook_output, joined(layer.name, name))
                 layer.watching.callback(module.register_forward_hook(see).remove)
 
@@ -207,7 +207,7 @@ class TokenWeigher:
             self._add(name, squares.cpu())
         self._seen.clear()
 
-    def found(self) -> TokenWeights:
+    def mean_squares(self) -> TokenWeights:
         """Return the mean squares of all gradients."""
         return {
             name: tuple((squares / counts.clamp_min(1)).tolist())

@@ -3,7 +3,7 @@
 A hook sees the input of a linear module. Experts in three-dimensional parameters share a module,
 and the hook sees the input of that module. All tokens of the text enter the experts' gate and up
 projections. The tokens routed to an expert enter its down projection. A new kind of experts needs a
-class like `Arithmetic` and an entry in KINDS.
+class like `ExpertRunner` and an entry in EXPERT_KINDS.
 """
 
 import inspect
@@ -26,51 +26,52 @@ LAYOUT = ("has_gate", "has_bias", "is_transposed", "down_proj")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Entered:
+class RoutedTokens:
     """Input of a module of experts: all tokens (tokens, hidden size) in the order of the text.
 
-    `routes` are the places of the tokens routed to each expert. `shares` (routed, 1) are the
+    `routes` are the places of the tokens routed to each expert. `weights` (routed, 1) are the
     weights of the expert's outputs for these tokens.
     """
 
     tokens: torch.Tensor
     routes: tuple[torch.Tensor, ...]
-    shares: tuple[torch.Tensor, ...]
+    weights: tuple[torch.Tensor, ...]
 
 
-class Arithmetic:
-    """Run a module of experts one expert at a time, so that inputs inside the expert can be
-    observed.
+class ExpertRunner:
+    """Run a module of experts one expert at a time, to observe the inputs inside each expert.
 
-    This class is for experts that run by transformers' experts interface (integrations/moe.py).
+    This class runs experts with transformers' experts interface (integrations/moe.py).
     """
 
-    def serves(self, module: torch.nn.Module) -> bool:
+    def supports(self, module: torch.nn.Module) -> bool:
         """Return True for a module of this kind."""
         return all(hasattr(module, part) for part in LAYOUT)
 
-    def enter(
+    def route_tokens(
         self, module: torch.nn.Module, args: Sequence[object], kwargs: Mapping[str, object]
-    ) -> Entered:
-        """Return the tokens and routes of a call of the module's forward."""
+    ) -> RoutedTokens:
+        """Return the tokens in a call of the module's forward, and their routes to experts."""
         arguments = (
             inspect.signature(type(module).forward).bind(module, *args, **kwargs).arguments.values()
         )
-        _, hidden, chosen, weights = arguments
+        _, hidden, chosen, router_weights = arguments
         assert isinstance(hidden, torch.Tensor)
         assert isinstance(chosen, torch.Tensor)
-        assert isinstance(weights, torch.Tensor)
+        assert isinstance(router_weights, torch.Tensor)
         experts = len(module.get_parameter("down_proj"))
         # The places in (tokens, chosen), sorted by expert. The host waits only for the counts.
         places = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=experts).tolist()
         routes = places // chosen.shape[-1]
-        shares = weights.flatten()[places].unsqueeze(-1)
-        return Entered(
-            tokens=hidden, routes=torch.split(routes, counts), shares=torch.split(shares, counts)
+        weights = router_weights.flatten()[places].unsqueeze(-1)
+        return RoutedTokens(
+            tokens=hidden, routes=torch.split(routes, counts), weights=torch.split(weights, counts)
         )
 
-    def between(self, module: torch.nn.Module, expert: int, tokens: torch.Tensor) -> torch.Tensor:
+    def down_input(
+        self, module: torch.nn.Module, expert: int, tokens: torch.Tensor
+    ) -> torch.Tensor:
         """Return the input (tokens, intermediate size) of an expert's down projection."""
         experts = cast(Experts, module)
         output = self._product(
@@ -78,19 +79,23 @@ class Arithmetic:
         )
         return experts._apply_gate(output) if experts.has_gate else experts.act_fn(output)
 
-    def down(self, module: torch.nn.Module, expert: int, between: torch.Tensor) -> torch.Tensor:
+    def down_output(
+        self, module: torch.nn.Module, expert: int, down_input: torch.Tensor
+    ) -> torch.Tensor:
         """Return the output (tokens, hidden size) of an expert's down projection."""
-        return self._product(cast(Experts, module), "down_proj", expert, between)
+        return self._product(cast(Experts, module), "down_proj", expert, down_input)
 
-    def leave(self, entered: Entered, answers: Sequence[torch.Tensor]) -> torch.Tensor:
+    def combine_outputs(
+        self, routed: RoutedTokens, outputs: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
         """Return the module's output from the outputs (routed, hidden size) of all experts.
 
         The outputs for a token are added up in the order of the experts, in float32.
         """
-        total = torch.zeros_like(entered.tokens, dtype=torch.float32)
-        for route, share, answer in zip(entered.routes, entered.shares, answers, strict=True):
-            total.index_add_(0, route, (answer * share).to(torch.float32))
-        return total.to(entered.tokens.dtype)
+        total = torch.zeros_like(routed.tokens, dtype=torch.float32)
+        for route, weight, output in zip(routed.routes, routed.weights, outputs, strict=True):
+            total.index_add_(0, route, (output * weight).to(torch.float32))
+        return total.to(routed.tokens.dtype)
 
     def _product(
         self, experts: "Experts", parameter: str, expert: int, tokens: torch.Tensor
@@ -114,7 +119,7 @@ class Experts(Protocol):
     def act_fn(self, input: torch.Tensor) -> torch.Tensor: ...
 
 
-class Llama4(Arithmetic):
+class Llama4(ExpertRunner):
     """Llama 4's experts: the router's weight scales an expert's input, not its output.
 
     Source: Llama4TextMoe of transformers. vLLM does the same before it quantizes an expert's input
@@ -124,45 +129,51 @@ class Llama4(Arithmetic):
     experts is scaled by the sum of their weights.
     """
 
-    def serves(self, module: torch.nn.Module) -> bool:
+    def supports(self, module: torch.nn.Module) -> bool:
         return type(module).__name__ == "Llama4TextExperts"
 
-    def enter(
+    def route_tokens(
         self, module: torch.nn.Module, args: Sequence[object], kwargs: Mapping[str, object]
-    ) -> Entered:
+    ) -> RoutedTokens:
         scaled = args[0] if args else kwargs["hidden_states"]
         assert isinstance(scaled, torch.Tensor)
         tokens = scaled.view(len(module.get_parameter("down_proj")), -1, scaled.shape[-1])
         is_routed = (tokens != 0).any(-1)
         routes = torch.split(is_routed.nonzero()[:, 1], is_routed.sum(-1).tolist())
-        shares = tuple(torch.ones_like(tokens[0, route, :1]) for route in routes)
-        return Entered(tokens=tokens.sum(0), routes=routes, shares=shares)
+        weights = tuple(torch.ones_like(tokens[0, route, :1]) for route in routes)
+        return RoutedTokens(tokens=tokens.sum(0), routes=routes, weights=weights)
 
-    def between(self, module: torch.nn.Module, expert: int, tokens: torch.Tensor) -> torch.Tensor:
+    def down_input(
+        self, module: torch.nn.Module, expert: int, tokens: torch.Tensor
+    ) -> torch.Tensor:
         gate, up = (tokens @ module.get_parameter("gate_up_proj")[expert]).chunk(2, dim=-1)
         hidden: torch.Tensor = up * module.get_submodule("act_fn")(gate)
         return hidden
 
-    def down(self, module: torch.nn.Module, expert: int, between: torch.Tensor) -> torch.Tensor:
-        return between @ module.get_parameter("down_proj")[expert]
+    def down_output(
+        self, module: torch.nn.Module, expert: int, down_input: torch.Tensor
+    ) -> torch.Tensor:
+        return down_input @ module.get_parameter("down_proj")[expert]
 
-    def leave(self, entered: Entered, answers: Sequence[torch.Tensor]) -> torch.Tensor:
-        output = entered.tokens.new_zeros(len(answers), *entered.tokens.shape)
-        for expert, (route, answer) in enumerate(zip(entered.routes, answers, strict=True)):
-            output[expert, route] = answer
-        return output.flatten(0, 1)
+    def combine_outputs(
+        self, routed: RoutedTokens, outputs: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        combined = routed.tokens.new_zeros(len(outputs), *routed.tokens.shape)
+        for expert, (route, output) in enumerate(zip(routed.routes, outputs, strict=True)):
+            combined[expert, route] = output
+        return combined.flatten(0, 1)
 
 
-EXPERT_KINDS: Sequence[Arithmetic] = (Arithmetic(), Llama4())
+EXPERT_KINDS: Sequence[ExpertRunner] = (ExpertRunner(), Llama4())
 
 
-def arithmetic_of(module: torch.nn.Module) -> Arithmetic | None:
-    """Return the arithmetic of a module with stacked weights, or None if it is unknown."""
-    return next((kind for kind in EXPERT_KINDS if kind.serves(module)), None)
+def expert_runner_of(module: torch.nn.Module) -> ExpertRunner | None:
+    """Return the runner for a module with stacked weights, or None if its class is unsupported."""
+    return next((kind for kind in EXPERT_KINDS if kind.supports(module)), None)
 
 
 # The input of a module. For experts, the arguments of their forward.
-Value = torch.Tensor | Entered
+Value = torch.Tensor | RoutedTokens
 # Inputs by the module's name in the model.
 RecordedInputs = Mapping[str, Value]
 
@@ -268,20 +279,20 @@ class Site:
     is_aligned: bool = True
 
     @property
-    def rounded(self) -> tuple[FusionGroup, ...]:
+    def rounded_groups(self) -> tuple[FusionGroup, ...]:
         """Return the groups that are rounded by their inputs."""
         return tuple(group for group in self.groups if group.rounding != "nearest")
 
 
 class GroupInputs:
-    """Inputs of groups in a model, and the reason for each group whose input cannot be seen."""
+    """Inputs of groups in a model, and the reason for each group whose input cannot be observed."""
 
     def __init__(self, places: Places, groups: Sequence[FusionGroup]) -> None:
         self._places = places
         # The modules that share an input.
         self._modules: dict[str, list[torch.nn.Module]] = {}
         # The group that takes an expert's tokens, by module and expert.
-        self._firsts: dict[tuple[str, int], FusionGroup] = {}
+        self._gate_up_groups: dict[tuple[str, int], FusionGroup] = {}
         self.unreachable: dict[str, str] = {}
         sharing: dict[tuple[str, int | None, int], list[FusionGroup]] = {}
         for group in groups:
@@ -297,14 +308,17 @@ class GroupInputs:
                 columns=columns,
                 groups=tuple(shared),
                 expert=expert,
-                is_aligned=arithmetic_of(self._modules[module][0]) is not None
+                is_aligned=expert_runner_of(self._modules[module][0]) is not None
                 or moe_layer(shared[0].members[0].name) is None,
             )
             for (module, expert, columns), shared in sharing.items()
         )
 
     def _place(self, group: FusionGroup) -> tuple[str, int | None] | str:
-        """Return the module and expert of a group's input, or the reason why it cannot be seen."""
+        """Return the module and expert of a group's input.
+
+        If the input cannot be observed, return the reason.
+        """
         member = group.members[0]
         name, expert = self._module_of(member), self._places.expert(member)
         linears = [
@@ -316,11 +330,11 @@ class GroupInputs:
         if expert is None:
             return "a weight that no linear module of the model uses"
         module, layer = expert
-        if arithmetic_of(module) is None:
+        if expert_runner_of(module) is None:
             return f"experts of the unsupported class {type(module).__name__}"
         self._modules[name] = [module]
         if not layer.is_down:
-            self._firsts[name, layer.expert] = group
+            self._gate_up_groups[name, layer.expert] = group
         return name, layer.expert if layer.is_down else None
 
     def _module_of(self, member: LinearPlan) -> str:
@@ -332,25 +346,25 @@ class GroupInputs:
         """Return the names of the modules with these inputs, in the model's order."""
         return [name for name in self._places.modules if name in self._modules]
 
-    def names_of(self, site: Site) -> list[str]:
+    def modules_of(self, site: Site) -> list[str]:
         """Return the names of all modules that read a site's input."""
         return sorted(
             {self._module_of(member) for group in site.groups for member in group.members}
         )
 
-    def first_of(self, site: Site) -> FusionGroup | None:
+    def gate_up_group(self, site: Site) -> FusionGroup | None:
         """Return the group that computes the input of an expert's down projection."""
-        return None if site.expert is None else self._firsts.get((site.module, site.expert))
+        return None if site.expert is None else self._gate_up_groups.get((site.module, site.expert))
 
-    def between(self, site: Site, tokens: torch.Tensor) -> torch.Tensor:
+    def down_input(self, site: Site, tokens: torch.Tensor) -> torch.Tensor:
         """Return the input (tokens, intermediate size) of an expert's down projection."""
         (module,) = self._modules[site.module]
-        arithmetic = arithmetic_of(module)
-        assert arithmetic is not None
+        runner = expert_runner_of(module)
+        assert runner is not None
         assert site.expert is not None
-        return arithmetic.between(module, site.expert, tokens)
+        return runner.down_input(module, site.expert, tokens)
 
-    def only(self, module: str | None) -> "GroupInputs":
+    def of_module(self, module: str | None) -> "GroupInputs":
         """Return the inputs of a single module's groups. If `module` is None, return only the
         groups without an input.
         """
@@ -360,35 +374,37 @@ class GroupInputs:
         return part
 
     @contextmanager
-    def shown(self, show: Callable[[str, Value], None], *, once: bool = False) -> Iterator[None]:
-        """Call `show` with the name of each module and its unrounded input inside the block.
+    def hooked(
+        self, observe: Callable[[str, Value], None], *, first_only: bool = False
+    ) -> Iterator[None]:
+        """Call `observe` with the name of each module and its unrounded input inside the block.
 
-        An input that several modules read is shown for each of them. With `once` it is shown only
-        for the first.
+        If several modules read the same input, `observe` is called for each module. With
+        `first_only` it is called only for the first module.
         """
         with ExitStack() as block:
             for name, modules in self._modules.items():
-                for module in modules[:1] if once else modules:
-                    hook = partial(_show, show, name)
+                for module in modules[:1] if first_only else modules:
+                    hook = partial(_call_with_input, observe, name)
                     handle = module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
                     block.callback(handle.remove)
             yield
 
     @contextmanager
-    def noted(self, *, only: bool = False) -> Iterator[dict[str, Value]]:
+    def recorded(self, *, only_inputs: bool = False) -> Iterator[dict[str, Value]]:
         """Record the unrounded inputs of a forward inside the block.
 
-        With `only` the forward ends when all inputs are recorded, because its output is not needed.
+        With `only_inputs` the forward ends as soon as all inputs are recorded.
         """
-        noted: dict[str, Value] = {}
+        recorded: dict[str, Value] = {}
 
-        def note(name: str, value: Value) -> None:
-            noted[name] = value
-            if only and len(noted) == len(self._modules):
+        def record_input(name: str, value: Value) -> None:
+            recorded[name] = value
+            if only_inputs and len(recorded) == len(self._modules):
                 raise _AllInputsRecorded
 
-        with suppress(_AllInputsRecorded), self.shown(note):
-            yield noted
+        with suppress(_AllInputsRecorded), self.hooked(record_input):
+            yield recorded
 
     def values(
         self, site: Site, value: Value, *, all_experts: bool
@@ -398,12 +414,12 @@ class GroupInputs:
         The inputs of experts are all tokens, or the tokens routed to each expert.
         """
         members = [member for group in site.groups for member in group.members]
-        if not isinstance(value, Entered):
+        if not isinstance(value, RoutedTokens):
             yield from ((member.name, value) for member in members)
             return
         tokens = value.tokens
         if site.expert is not None:
-            tokens = self.between(
+            tokens = self.down_input(
                 site, tokens if all_experts else tokens[value.routes[site.expert]]
             )
         for member in members:
@@ -413,13 +429,13 @@ class GroupInputs:
             yield member.name, tokens[value.routes[place[1].expert]] if is_routed else tokens
 
 
-def _show(
-    show: Callable[[str, Value], None],
+def _call_with_input(
+    observe: Callable[[str, Value], None],
     name: str,
     module: torch.nn.Module,
     args: tuple[torch.Tensor, ...],
     kwargs: Mapping[str, object],
 ) -> None:
-    """Call `show` with the module's name and its input. This is a forward pre-hook."""
-    arithmetic = arithmetic_of(module)
-    show(name, args[0] if arithmetic is None else arithmetic.enter(module, args, kwargs))
+    """Call `observe` with the module's name and its input. This is a forward pre-hook."""
+    runner = expert_runner_of(module)
+    observe(name, args[0] if runner is None else runner.route_tokens(module, args, kwargs))

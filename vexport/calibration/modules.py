@@ -70,7 +70,7 @@ def observe(module: Modules, base_name: str, value: torch.Tensor | None = None) 
     module's attribute of that name (its weight). It also receives the map of columns to groups, if
     the module has one (`weight_g_idx` of compressed-tensors).
     """
-    for part in _each(module):
+    for part in _module_list(module):
         if (observer := observer_of(part, base_name)) is not None:
             shown = getattr(part, base_name) if value is None else value
             observer(shown, getattr(part, f"{base_name}_g_idx", None))
@@ -91,7 +91,7 @@ def update_qparams(
     finite.
     """
     base_names = [base_name] if isinstance(base_name, str) else list(base_name)
-    for part in _each(module):
+    for part in _module_list(module):
         for name in base_names:
             if (observer := observer_of(part, name)) is not None:
                 _require_statistics(part, name, observer)
@@ -104,7 +104,7 @@ def calibrate_input_hook(module: torch.nn.Module, args: object) -> None:
 
     This is a forward pre-hook.
     """
-    _show(module, "input", args[0] if isinstance(args, tuple) and args else args)
+    _observe_value(module, "input", args[0] if isinstance(args, tuple) and args else args)
 
 
 def calibrate_output_hook(module: torch.nn.Module, args: object, output: object) -> None:
@@ -113,22 +113,22 @@ def calibrate_output_hook(module: torch.nn.Module, args: object, output: object)
     This is a forward hook. It does not change the output. llm-compressor's hook rounds the output
     by scales that are not known yet.
     """
-    _show(module, "output", output[0] if isinstance(output, tuple) else output)
+    _observe_value(module, "output", output[0] if isinstance(output, tuple) else output)
 
 
 def calibrate_query_hook(module: torch.nn.Module, query_states: torch.Tensor) -> None:
     """Pass query states (batch, heads, tokens, head size) to the attention's `q_observer`."""
-    _show(module, "q", query_states)
+    _observe_value(module, "q", query_states)
 
 
 def calibrate_key_hook(module: torch.nn.Module, key_states: torch.Tensor) -> None:
     """Pass key states (batch, heads, tokens, head size) to the attention's `k_observer`."""
-    _show(module, "k", key_states)
+    _observe_value(module, "k", key_states)
 
 
 def calibrate_value_hook(module: torch.nn.Module, value_states: torch.Tensor) -> None:
     """Pass value states (batch, heads, tokens, head size) to the attention's `v_observer`."""
-    _show(module, "v", value_states)
+    _observe_value(module, "v", value_states)
 
 
 def freeze_module_quantization(module: torch.nn.Module) -> None:
@@ -156,7 +156,9 @@ def get_modules(parents: Modules, base_name: str | None = None) -> list[torch.nn
     Each module is returned once, even if it has several names or parents. The modules are in the
     order of registration, so that ranks that built the same model agree on the order.
     """
-    modules = dict.fromkeys(module for parent in _each(parents) for module in parent.modules())
+    modules = dict.fromkeys(
+        module for parent in _module_list(parents) for module in parent.modules()
+    )
     if base_name is None:
         return [one for one in modules if getattr(one, "quantization_scheme", None) is not None]
     return [one for one in modules if observer_of(one, base_name) is not None]
@@ -198,12 +200,12 @@ def _require_base_name(base_name: str) -> None:
         )
 
 
-def _each(module: Modules) -> Iterator[torch.nn.Module]:
+def _module_list(module: Modules) -> Iterator[torch.nn.Module]:
     # A torch container is both iterable and a module: treat it as a module.
     return iter([module]) if isinstance(module, torch.nn.Module) else iter(module)
 
 
-def _show(module: torch.nn.Module, base_name: str, value: object) -> None:
+def _observe_value(module: torch.nn.Module, base_name: str, value: object) -> None:
     observer = observer_of(module, base_name)
     if observer is None or not isinstance(value, torch.Tensor):
         got = f"no {base_name}_observer" if observer is None else type(value).__name__

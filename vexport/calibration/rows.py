@@ -49,12 +49,12 @@ _CONTEXTS = ("input", "context")
 _SYSTEM = ("system", "system_prompt")
 # Keys under which logs of OpenAI's API store the request.
 _REQUESTS = ("body", "request", "kwargs")
-KNOWN_FORMS = (
+SUPPORTED_ROW_FORMS = (
     "a row with text, messages or conversations (and tools), input_ids, or a pair such as prompt "
     "and completion, instruction and output, query and response, or question and answer"
 )
-NAME_THE_COLUMN = "name the column of the text or conversation (DATA:COLUMN), or correct the row"
-CORRECT_THE_ROW = "correct or remove the row"
+FIX_COLUMN = "name the column of the text or conversation (DATA:COLUMN), or correct the row"
+FIX_ROW = "correct or remove the row"
 # Speakers as ShareGPT, other data sets and other APIs name them, with their roles in OpenAI's API.
 _SPEAKERS = {
     **dict.fromkeys(("human", "user", "prompter"), "user"),
@@ -95,14 +95,14 @@ class UnknownFormError(ValueError):
 class Row:
     """Content of a row: exactly one of `ids`, `conversation` and `text`.
 
-    `flat` is the text to use for a conversation if the model has no chat template. If `flat` is
+    `plain_text` is the text to use for a conversation if the model has no chat template. If `plain_text` is
     None, a model without a template cannot use the row.
     """
 
     ids: tuple[int, ...] | None = None
     conversation: Conversation | None = None
     text: str | None = None
-    flat: str | None = None
+    plain_text: str | None = None
 
     def texts(self) -> Iterator[str]:
         """Yield the row's texts from the data, without text that a template adds."""
@@ -228,7 +228,9 @@ def _row_of_pair(raw: Mapping[object, object], question: str, answer: str) -> Ro
         )
         turns = [*_history(raw), _turn("user", whole), _turn("assistant", answered)]
         separator = "" if question == "prompt" else "\n"
-        return Row(conversation=_conversation(raw, turns), flat=f"{whole}{separator}{answered}")
+        return Row(
+            conversation=_conversation(raw, turns), plain_text=f"{whole}{separator}{answered}"
+        )
     lists = [[each] if isinstance(each, Mapping) else each for each in (asked, answered)]
     if isinstance(asked, str) and not isinstance(lists[1], str):
         lists[0] = [_turn("user", asked)]

@@ -50,7 +50,7 @@ class Smoother:
 
     def __init__(self, groups: Sequence[FusionGroup], strength: float, weights: Weights) -> None:
         # Exponents by the name of the stored tensor.
-        self.found: dict[str, Smoothing] = {}
+        self.smoothing: dict[str, Smoothing] = {}
         self._weights = weights
         self._strength = strength
         self._parameters = {
@@ -71,29 +71,31 @@ class Smoother:
         # The last input, and its squares.
         self._last: tuple[torch.Tensor, torch.Tensor] | None = None
         for name, module in self._smoothed_modules(layer).items():
-            see = partial(self._see, name)
-            layer.watching.callback(module.register_forward_pre_hook(see).remove)
+            add_input = partial(self._add_input, name)
+            layer.watching.callback(module.register_forward_pre_hook(add_input).remove)
 
     def row(self, index: int, hidden: torch.Tensor) -> None:
         """Do nothing: the hooks have already seen the row."""
 
-    def _see(self, name: str, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+    def _add_input(
+        self, name: str, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]
+    ) -> None:
         value = inputs[0]
         if self._last is None or self._last[0] is not value:
             self._last = value, _squared(value.detach())
             if value.requires_grad:
-                see = partial(_add, self._gradients, name)
-                value.register_hook(lambda gradient: see(_squared(gradient)))  # type: ignore[no-untyped-call]
+                add_gradient = partial(_add, self._gradients, name)
+                value.register_hook(lambda gradient: add_gradient(_squared(gradient)))  # type: ignore[no-untyped-call]
         _add(self._squares, name, self._last[1])
 
     def leave(self, layer: Layer) -> None:
         """Scale every pair of parameters that can be scaled, in order."""
         self._last = None
-        run_again = partial(layer.again, 0)
-        expected = run_again()
-        for fold in self._folds(layer, run_again):
+        rerun = partial(layer.run_again, 0)
+        expected = rerun()
+        for fold in self._folds(layer, rerun):
             if any(name.removesuffix(".weight") in self._squares for name in fold.columns):
-                self._try_fold(layer, fold, lambda: torch.equal(run_again(), expected))
+                self._try_fold(layer, fold, lambda: torch.equal(rerun(), expected))
 
     def _smoothed_modules(self, layer: Layer) -> dict[str, torch.nn.Module]:
         """Return the modules whose inputs are smoothed, by their names in the layer."""
@@ -105,13 +107,13 @@ class Smoother:
             and moe_layer(joined(layer.name, name)) is None
         }
 
-    def _folds(self, layer: Layer, run_again: Callable[[], torch.Tensor]) -> Iterator[_Fold]:
+    def _folds(self, layer: Layer, rerun: Callable[[], torch.Tensor]) -> Iterator[_Fold]:
         """Yield the pairs that may be scaled against each other.
 
         Norms come first, then linear layers of the same module.
         """
         wanted = self._smoothed_modules(layer)
-        inputs, outputs = _trace_modules(layer.module, run_again)
+        inputs, outputs = _trace_modules(layer.module, rerun)
         parameters = dict(layer.module.named_parameters())
         behind_norms = set[str]()
         for name, output in outputs.items():
@@ -144,8 +146,12 @@ class Smoother:
             name: self._weights.plain_tensor(joined(layer.name, name)) for name in parameters
         }
         if not all(tensors.values()) or any(
-            name in self.found
-            and (self.found[name].rows if name_in_layer in fold.rows else self.found[name].columns)
+            name in self.smoothing
+            and (
+                self.smoothing[name].rows
+                if name_in_layer in fold.rows
+                else self.smoothing[name].columns
+            )
             for name_in_layer, name in tensors.items()
             if name
         ):
@@ -171,8 +177,8 @@ class Smoother:
         )
         for name_in_layer, stored in tensors.items():
             assert stored is not None
-            known = self.found.get(stored, Smoothing())
-            self.found[stored] = (
+            known = self.smoothing.get(stored, Smoothing())
+            self.smoothing[stored] = (
                 replace(known, rows=down, readers=readers)
                 if name_in_layer in fold.rows
                 else replace(known, columns=up)
@@ -218,14 +224,16 @@ def _trace_modules(
     inputs_of = dict[str, torch.Tensor]()
     outputs = dict[str, torch.Tensor]()
 
-    def see(name: str, module: torch.nn.Module, inputs: tuple[object, ...], output: object) -> None:
+    def record(
+        name: str, module: torch.nn.Module, inputs: tuple[object, ...], output: object
+    ) -> None:
         if inputs and isinstance(inputs[0], torch.Tensor) and isinstance(output, torch.Tensor):
             inputs_of[name], outputs[name] = inputs[0], output
 
     with ExitStack() as block:
         for name, module in layer.named_modules():
             if isinstance(module._parameters.get("weight"), torch.Tensor):
-                block.callback(module.register_forward_hook(partial(see, name)).remove)
+                block.callback(module.register_forward_hook(partial(record, name)).remove)
         run()
     return inputs_of, outputs
 
@@ -260,7 +268,7 @@ def _is_exact(before: torch.Tensor, after: torch.Tensor) -> bool:
     return torch.equal(torch.frexp(before.float()).mantissa, torch.frexp(after.float()).mantissa)
 
 
-def look_back(
+def find_smoothing(
     walk: LayerWalk,
     samples: Samples,
     *,
@@ -284,7 +292,7 @@ def look_back(
         if smoothed:
             watchers.append(smoother)
         Gradients(walk, watchers).run(samples, on_progress)
-        return smoother.found, weigher.found()
+        return smoother.smoothing, weigher.mean_squares()
 
     return on_first(find)
 
@@ -310,7 +318,7 @@ def layers_changed_by(
     ids = tuple(number * vocabulary // CHECKED_TOKENS for number in range(CHECKED_TOKENS))
     samples = Samples(token_ids=(ids,), rows=(1,))
     walk = LayerWalk(index, device=device)
-    with reader_of(smoothing) as reader, walk.text(samples) as hidden:
+    with reader_of(smoothing) as reader, walk.start(samples) as hidden:
         watcher = _SmoothedLayers(walk, smoothing, reader)
         walk.forward(hidden, watcher)
     return [*watcher.changed, *sorted(smoothing.keys() - watcher.applied)]
@@ -331,7 +339,7 @@ class _SmoothedLayers:
 
     def enter(self, layer: Layer) -> None:
         """Keep the layer's input."""
-        self._input = layer.entered(0)
+        self._input = layer.input_of(0)
 
     def row(self, index: int, hidden: torch.Tensor) -> None:
         """Keep the layer's output."""

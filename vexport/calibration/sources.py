@@ -51,13 +51,13 @@ _CONTROLS = bytes(set(range(32)) - set(b"\t\n\v\f\r\x1b"))
 class RawRow:
     """An unparsed row: its place, and its JSON, record or text.
 
-    `joins` is True if the row continues the previous row, as paragraphs of a file do.
+    `continues_previous` is True if the row continues the previous row, as paragraphs of a file do.
     """
 
     place: str
     number: int
     content: bytes | object
-    joins: bool = False
+    continues_previous: bool = False
 
 
 def raw_rows(data: CalibrationData) -> Iterator[RawRow]:
@@ -276,7 +276,12 @@ def _paragraph(path: Path, number: int, lines: list[bytes], *, first: bool) -> R
         text = b"".join(lines).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise encoding_error(f"{path}:{number}", error) from None
-    return RawRow(place=f"{path}:{number}", number=number, content={"text": text}, joins=not first)
+    return RawRow(
+        place=f"{path}:{number}",
+        number=number,
+        content={"text": text},
+        continues_previous=not first,
+    )
 
 
 def _rows_of_parquet(path: Path) -> Iterator[RawRow]:

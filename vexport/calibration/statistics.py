@@ -17,7 +17,7 @@ from vexport.architectures.fusion import moe_layer
 from vexport.calibration.capture import watch_attention
 from vexport.calibration.data import Samples
 from vexport.calibration.gradients import TokenWeights
-from vexport.calibration.inputs import Entered, GroupInputs, Value
+from vexport.calibration.inputs import GroupInputs, RoutedTokens, Value
 from vexport.calibration.walk import Layer, LayerWalk
 from vexport.checkpoint.index import SourceIndex
 from vexport.errors import CheckpointFailed, InputError
@@ -65,7 +65,7 @@ class Statistics:
     routed: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @classmethod
-    def needed_by(cls, plan: Plan, *, all_experts: bool) -> "Statistics":
+    def for_plan(cls, plan: Plan, *, all_experts: bool) -> "Statistics":
         """Return empty statistics for a plan's static input scales and searches by importance."""
         return cls(
             inputs=input_observers(plan),
@@ -78,13 +78,13 @@ class Statistics:
             all_experts=all_experts,
         )
 
-    def wants(self, group: FusionGroup) -> bool:
+    def needs(self, group: FusionGroup) -> bool:
         """Return True if statistics of a group's input are needed."""
         return any(
             member.name in self.inputs or member.name in self.importance for member in group.members
         )
 
-    def only(self, groups: Sequence[FusionGroup]) -> "Statistics":
+    def for_groups(self, groups: Sequence[FusionGroup]) -> "Statistics":
         """Return the statistics of these groups' inputs, without counts of routed tokens."""
         names: Collection[str] = {member.name for group in groups for member in group.members}
         inputs = {name: observer for name, observer in self.inputs.items() if name in names}
@@ -95,16 +95,16 @@ class Statistics:
             all_experts=self.all_experts,
         )
 
-    def take(
-        self, inputs: GroupInputs, module: str, value: Value
-    ) -> list[tuple[str, torch.Tensor]]:
+    def add(self, inputs: GroupInputs, module: str, value: Value) -> list[tuple[str, torch.Tensor]]:
         """Add the inputs of a module in a forward.
 
         Returns the name of the linear layer for each input, and whether the input is finite. This
         does not wait for a GPU.
         """
         sites = [site for site in inputs.sites if site.module == module]
-        if isinstance(value, Entered) and (name := moe_layer(sites[0].groups[0].members[0].name)):
+        if isinstance(value, RoutedTokens) and (
+            name := moe_layer(sites[0].groups[0].members[0].name)
+        ):
             counts = torch.tensor([len(route) for route in value.routes])
             self.routed[name] = self.routed[name] + counts if name in self.routed else counts
         finite = list[tuple[str, torch.Tensor]]()
@@ -217,19 +217,19 @@ def calibrate(
     Raises CheckpointFailed if an activation is not finite or a layer saw no token. Raises
     InputError for a model that cannot run layer by layer.
     """
-    statistics = Statistics.needed_by(plan, all_experts=all_experts)
+    statistics = Statistics.for_plan(plan, all_experts=all_experts)
     cached = dict[str, KeyValueRanges]()
     if statistics.inputs or statistics.importance or plan.kv_cache:
         with process_group():
             rank, size = rank_and_size()
-            rows_of_rank = samples.taken(range(rank, len(samples.rows), size))
-            text = walk.text(rows_of_rank, smoothing, stage=CALIBRATE, on_progress=on_progress)
+            rows_of_rank = samples.select(range(rank, len(samples.rows), size))
+            text = walk.start(rows_of_rank, smoothing, stage=CALIBRATE, on_progress=on_progress)
             with text as hidden:
                 watcher = StatisticsWatcher(walk, plan, statistics, cached)
                 walk.expect_steps(len(walk.layers) + watcher.watches_head)
                 walk.forward(hidden, watcher)
                 if watcher.watches_head:
-                    walk.head(hidden, watcher)
+                    walk.run_head(hidden, watcher)
             statistics.sync()
             add_up(cached)
             if plan.kv_cache:
@@ -262,9 +262,9 @@ class StatisticsWatcher:
         self._statistics = statistics
         self._cached = cached
         self._watches_cache = bool(plan.kv_cache)
-        wanted = [group for group in plan.groups if statistics.wants(group)]
+        wanted = [group for group in plan.groups if statistics.needs(group)]
         self._groups = walk.places.by_layer(wanted)
-        # Names of linear layers that the present row has entered, and whether its states there are
+        # Names of linear layers that the current row has reached, and whether its states there are
         # finite. They are tensors, so that the host does not wait for a GPU.
         self._finite: list[tuple[str, torch.Tensor]] = []
 
@@ -280,9 +280,9 @@ class StatisticsWatcher:
         _require_reachable(inputs)
 
         def take(module: str, value: Value) -> None:
-            self._finite.extend(self._statistics.take(inputs, module, value))
+            self._finite.extend(self._statistics.add(inputs, module, value))
 
-        layer.watching.enter_context(inputs.shown(take, once=True))
+        layer.watching.enter_context(inputs.hooked(take, first_only=True))
         if self._watches_cache and not layer.is_head:
             stored_name = self._walk.weights.stored_name
             attention = watch_attention(layer.module, layer.name, stored_name, self._cached)
@@ -293,8 +293,8 @@ class StatisticsWatcher:
         broken = next((name for name, is_finite in self._finite if not is_finite), None)
         self._finite.clear()
         if broken is not None:
-            run = partial(self._layer.again, index)
-            raise self._walk.not_finite(self._layer, index, run, broken)
+            run = partial(self._layer.run_again, index)
+            raise self._walk.not_finite_error(self._layer, index, run, broken)
 
     def leave(self, layer: Layer) -> None:
         """Do nothing: a layer needs no further work."""

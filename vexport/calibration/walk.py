@@ -82,17 +82,17 @@ class Layer:
     """A decoder layer with its weights, or the model's head, which counts as the last layer.
 
     The head has the number of layers as its `number`, an empty `name` and the whole model as its
-    `module`. It returns logits. `run` runs the module on the hidden states of a row. `entered`
+    `module`. It returns logits. `run` runs the module on the hidden states of a row. `input_of`
     returns a copy of a row's hidden states in front of the layer, on the device. On the way
-    forward, `entered` works for a row until `Watcher.row` for that row returns. Context managers
-    entered in `watching` end when all rows are through, also if the walk fails.
+    forward, `input_of` works for a row until `Watcher.row` for that row returns. Context managers
+    in `watching` end when all rows are through, also if the walk fails.
     """
 
     number: int
     name: str
     module: torch.nn.Module
     run: RunRow
-    entered: Callable[[int], torch.Tensor]
+    input_of: Callable[[int], torch.Tensor]
     watching: ExitStack = field(default_factory=ExitStack)
 
     @property
@@ -100,9 +100,9 @@ class Layer:
         """Return True for the model's head, False for a decoder layer."""
         return not self.name
 
-    def again(self, index: int) -> torch.Tensor:
+    def run_again(self, index: int) -> torch.Tensor:
         """Run a row through the layer again."""
-        return self.run(index, self.entered(index))
+        return self.run(index, self.input_of(index))
 
 
 class Watcher(Protocol):
@@ -137,8 +137,8 @@ class Stream(Protocol):
 class LayerWalk:
     """The model of a checkpoint, built once, for samples of text on their way through its layers.
 
-    `text` runs the parts in front of the decoder layers. `forward`, `head` and `backward` run rows
-    of hidden states through the layers and call watchers. Layers are loaded one after the other.
+    `start` runs the parts in front of the decoder layers. `forward`, `run_head` and `backward` run
+    rows of hidden states through the layers and call watchers. Layers are loaded one after the other.
     Rows run one by one, because in bf16 a batched product rounds differently, and because a moving
     average is updated once per forward. Layers run on `device`. Hidden states wait in main memory,
     or on disk beyond a size. Raises InputError for an unusable device and for a model that
@@ -161,7 +161,7 @@ class LayerWalk:
         tie_head(self.model)
 
     @contextmanager
-    def text(
+    def start(
         self,
         samples: Samples,
         smoothing: Mapping[str, Smoothing] | None = None,
@@ -197,7 +197,7 @@ class LayerWalk:
     def expect_steps(self, steps: int) -> None:
         """Set the number of progress steps, if rows do not run exactly once through each layer.
 
-        Call this inside the block of `text`, before anything runs.
+        Call this inside the block of `start`, before anything runs.
         """
         self._steps = steps
 
@@ -215,45 +215,47 @@ class LayerWalk:
         the states behind the last layer. Raises CheckpointFailed if a hidden state is not finite.
         """
         numbers = range(len(self.layers))
-        for layer in self._loaded(numbers, self._copied(stream)):
+        for layer in self._loaded(numbers, self._current_states(stream)):
             with _watched(layer, watchers):
                 for index in range(len(stream)) if rows is None else rows:
                     output = layer.run(index, self.on_device(stream[index]))
-                    _show_row(watchers, index, output)
+                    _notify(watchers, index, output)
                     if not is_finite(output):
-                        raise self.not_finite(layer, index, partial(layer.again, index))
+                        raise self.not_finite_error(layer, index, partial(layer.run_again, index))
                     stream[index] = output
 
-    def head(self, stream: Stream, *watchers: Watcher, rows: Sequence[int] | None = None) -> None:
+    def run_head(
+        self, stream: Stream, *watchers: Watcher, rows: Sequence[int] | None = None
+    ) -> None:
         """Run rows of a stream, which have left the last layer, through the model's head."""
         layer = Layer(
             number=len(self.layers),
             name="",
             module=self.model,
             run=self.logits,
-            entered=partial(self._copied(stream), len(self.layers)),
+            input_of=partial(self._current_states(stream), len(self.layers)),
         )
         with _watched(layer, watchers):
             for index in range(len(stream)) if rows is None else rows:
-                _show_row(watchers, index, layer.run(index, stream[index]))
+                _notify(watchers, index, layer.run(index, stream[index]))
         self.finish_step()
 
     def backward(
         self,
         back: Callable[[Layer, int], torch.Tensor],
-        entered: LayerInputs,
+        input_of: LayerInputs,
         *watchers: Watcher,
     ) -> None:
         """Call `back` for every row of every layer, last to first.
 
         `back` receives the layer and the row's index, and returns the states in front of the layer.
-        `entered` returns a copy of them on the device.
+        `input_of` returns a copy of them on the device.
         """
         numbers = range(len(self.layers))[::-1]
-        for layer in self._loaded(numbers, entered):
+        for layer in self._loaded(numbers, input_of):
             with _watched(layer, watchers):
                 for index in range(len(self.ids)):
-                    _show_row(watchers, index, back(layer, index))
+                    _notify(watchers, index, back(layer, index))
 
     def on_device(self, states: torch.Tensor) -> torch.Tensor:
         """Return hidden states on the device.
@@ -263,7 +265,7 @@ class LayerWalk:
         """
         return states.to(self.device, non_blocking=True)
 
-    def through(self, layer: Layer, index: int, states: torch.Tensor) -> torch.Tensor:
+    def run_row(self, layer: Layer, index: int, states: torch.Tensor) -> torch.Tensor:
         """Run a row of another stream through a layer.
 
         Raises CheckpointFailed if the output is not finite.
@@ -271,7 +273,7 @@ class LayerWalk:
         run = partial(layer.run, index, self.on_device(states))
         output = run()
         if not is_finite(output):
-            raise self.not_finite(layer, index, run)
+            raise self.not_finite_error(layer, index, run)
         return output
 
     def logits(self, index: int, states: torch.Tensor) -> torch.Tensor:
@@ -280,7 +282,7 @@ class LayerWalk:
             logits: torch.Tensor = self.model(input_ids=self.ids[index], use_cache=False).logits
         return logits
 
-    def not_finite(
+    def not_finite_error(
         self, layer: Layer, index: int, run: Callable[[], object], watched: str | None = None
     ) -> CheckpointFailed:
         """Return the error that names the first module with a value that is not finite.
@@ -302,15 +304,15 @@ class LayerWalk:
             fix="remove the row, or check the weights of this layer and keep it unquantized",
         )
 
-    def _copied(self, stream: Stream) -> LayerInputs:
+    def _current_states(self, stream: Stream) -> LayerInputs:
         """Return a function that copies the present states of a stream, for any layer."""
 
-        def entered(number: int, index: int) -> torch.Tensor:
+        def input_of(number: int, index: int) -> torch.Tensor:
             return stream[index].to(self.device, copy=True)
 
-        return entered
+        return input_of
 
-    def _loaded(self, numbers: Sequence[int], entered: LayerInputs) -> Iterator[Layer]:
+    def _loaded(self, numbers: Sequence[int], input_of: LayerInputs) -> Iterator[Layer]:
         """Yield these layers with their weights, and drop the weights of each layer afterwards."""
         if self._done == 0:
             self._report(0, self._steps)
@@ -328,7 +330,7 @@ class LayerWalk:
                 name=self._name_of(number),
                 module=self.layers[number],
                 run=partial(self._run, number),
-                entered=partial(entered, number),
+                input_of=partial(input_of, number),
             )
             unload(self.layers[number])
             self.finish_step()
@@ -360,6 +362,6 @@ def _watched(layer: Layer, watchers: Sequence[Watcher]) -> Iterator[None]:
         watcher.leave(layer)
 
 
-def _show_row(watchers: Sequence[Watcher], index: int, hidden: torch.Tensor) -> None:
+def _notify(watchers: Sequence[Watcher], index: int, hidden: torch.Tensor) -> None:
     for watcher in watchers:
         watcher.row(index, hidden)

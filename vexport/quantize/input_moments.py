@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from vexport.calibration.gradients import token_weights_of
-from vexport.calibration.inputs import Entered, GroupInputs, RecordedInputs, Site, Value
+from vexport.calibration.inputs import GroupInputs, RecordedInputs, RoutedTokens, Site, Value
 from vexport.formats.plan import FusionGroup
 from vexport.quantize.gptq import GPTQ, Strength, strength_of
 from vexport.quantize.moments import Moments
@@ -30,11 +30,11 @@ class InputMoments:
         self._inputs = inputs
         self._text = text
         self._plain = plain
-        self.sites: Sequence[Site] = [site for site in inputs.sites if site.rounded]
+        self.sites: Sequence[Site] = [site for site in inputs.sites if site.rounded_groups]
         self._moments = {site.name: self._zeros(site) for site in self.sites}
 
     def _zeros(self, site: Site) -> Moments:
-        has_drift = any(self._strength(group, site).strength > 0 for group in site.rounded)
+        has_drift = any(self._strength(group, site).strength > 0 for group in site.rounded_groups)
         return Moments.zeros(site.columns, drift=has_drift, device=self._model.device)
 
     def add(self, quantized: RecordedInputs, source: RecordedInputs) -> None:
@@ -51,7 +51,7 @@ class InputMoments:
             wanted = None if exact is None else _tokens_of(exact)
             tokens = _tokens_of(here)
             weights = self._token_weights(site, tokens)
-            if isinstance(here, Entered) and site.expert is not None:
+            if isinstance(here, RoutedTokens) and site.expert is not None:
                 self._add_down(site, here, wanted, weights)
             else:
                 rounded = self._model.rounded_input(site.groups[0], tokens)
@@ -86,15 +86,19 @@ class InputMoments:
 
     def _token_weights(self, site: Site, tokens: torch.Tensor) -> torch.Tensor | None:
         """Return the weights of a row's tokens, or None if they are unknown or not used."""
-        if not all(self._strength(group, site).weighs_tokens for group in site.rounded):
+        if not all(self._strength(group, site).weighs_tokens for group in site.rounded_groups):
             return None
         number = tokens.numel() // tokens.shape[-1]
         known = self._model.calibration.token_weights
-        token_weights = token_weights_of(known, self._inputs.names_of(site), number)
+        token_weights = token_weights_of(known, self._inputs.modules_of(site), number)
         return None if token_weights is None else token_weights.to(tokens.device)
 
     def _add_down(
-        self, site: Site, here: Entered, exact: torch.Tensor | None, weights: torch.Tensor | None
+        self,
+        site: Site,
+        here: RoutedTokens,
+        exact: torch.Tensor | None,
+        weights: torch.Tensor | None,
     ) -> None:
         """Add the tokens of an expert's down projection, and all tokens with a small weight.
 
@@ -102,13 +106,13 @@ class InputMoments:
         column. They determine the rounding if few tokens are routed to the expert.
         """
         moments = self._moments[site.name]
-        first = self._inputs.first_of(site)
+        first = self._inputs.gate_up_group(site)
         tokens = here.tokens if first is None else self._model.rounded_input(first, here.tokens)
-        between = self._model.rounded_input(site.groups[0], self._inputs.between(site, tokens))
+        between = self._model.rounded_input(site.groups[0], self._inputs.down_input(site, tokens))
         wanted = None
         if moments.drift is not None:
             assert exact is not None
-            wanted = self._inputs.between(site, exact)
+            wanted = self._inputs.down_input(site, exact)
         assert site.expert is not None
         route = here.routes[site.expert]
         moments.add(
@@ -122,4 +126,4 @@ class InputMoments:
 
 def _tokens_of(value: Value) -> torch.Tensor:
     """Return the tokens of an input, also of a module of experts."""
-    return value.tokens if isinstance(value, Entered) else value
+    return value.tokens if isinstance(value, RoutedTokens) else value

@@ -24,7 +24,7 @@ from vexport.plan.rules import (
 from vexport.quantize.samples import calibration_samples, require_calibration
 from vexport.quantize.time_left import OverallProgress, Step
 from vexport.records import CalibrationRecord, OnProgress, Smoothing
-from vexport.records.calibration import CALIBRATE, LOOK_BACK, ROUND, RoundingReport
+from vexport.records.calibration import CALIBRATE, GRADIENTS, ROUND, RoundingReport
 from vexport.scenario import Calibration
 
 if TYPE_CHECKING:
@@ -92,7 +92,7 @@ class PlanText:
         """Yield the steps that calibrating and rounding will take on this rank, in their order."""
         tokens_of_rank = self.samples.tokens // rank_and_size()[1]
         if self._smoothed(()) or self._weighs_tokens:
-            yield Step(name=LOOK_BACK, tokens=self._gradient_samples.tokens)
+            yield Step(name=GRADIENTS, tokens=self._gradient_samples.tokens)
         if needs_rounding(self.plan):
             yield Step(name=ROUND, tokens=tokens_of_rank)
         elif statistics_need(self.plan):
@@ -122,7 +122,7 @@ class PlanText:
         plan = self.plan
         if needs_rounding(plan) and not candidates:
             plan = replace(plan, groups=(), kv_cache=None)
-        smoothing, token_weights = self._look_back(candidates)
+        smoothing, token_weights = self._find_smoothing(candidates)
         return calibrate(
             self.walk,
             plan,
@@ -133,15 +133,15 @@ class PlanText:
             token_weights=token_weights,
         )
 
-    def _look_back(
+    def _find_smoothing(
         self, candidates: Sequence[FusionGroup]
     ) -> tuple[Mapping[str, Smoothing], Mapping[str, tuple[float, ...]]]:
-        from vexport.calibration.smoothing import look_back
+        from vexport.calibration.smoothing import find_smoothing
 
         smoothed = self._smoothed(candidates)
         if not smoothed and not self._weighs_tokens:
             return {}, {}
-        return look_back(
+        return find_smoothing(
             self.walk,
             self._gradient_samples,
             smoothed=smoothed,
@@ -167,7 +167,7 @@ class PlanText:
 
         Smoothing and the token weights are computed from the gradients of these samples.
         """
-        return self.samples.spread(SMOOTHING_ROWS if self.plan.smoothing else WEIGHING_ROWS)
+        return self.samples.evenly_spaced(SMOOTHING_ROWS if self.plan.smoothing else WEIGHING_ROWS)
 
     def round(
         self, calibration: CalibrationRecord, folder: Path

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from vexport.calibration.capture import Forward, replaced_forwards
-from vexport.calibration.inputs import ExpertPosition, arithmetic_of
+from vexport.calibration.inputs import ExpertPosition, expert_runner_of
 from vexport.calibration.walk import LayerWalk
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.tensors import as_tensor, read_tensor
@@ -30,10 +30,10 @@ def rounded_experts(
 ) -> Iterator[None]:
     """Round the inputs of experts by these hooks inside the block.
 
-    Experts with unknown arithmetic stay as they are.
+    Experts with an unsupported class stay as they are.
     """
-    arithmetic = arithmetic_of(module)
-    if arithmetic is None:
+    runner = expert_runner_of(module)
+    if runner is None:
         yield
         return
 
@@ -42,13 +42,13 @@ def rounded_experts(
         return value if hook is None or not len(value) else hook(module, (value,))[0]
 
     def forward(number: int, own: Forward, *args: object, **kwargs: object) -> torch.Tensor:
-        entered = arithmetic.enter(module, args, kwargs)
+        routed = runner.route_tokens(module, args, kwargs)
         answers = []
-        for expert, route in enumerate(entered.routes):
-            tokens = rounded(entered.tokens[route], expert, is_down=False)
-            between = rounded(arithmetic.between(module, expert, tokens), expert, is_down=True)
-            answers.append(arithmetic.down(module, expert, between))
-        return arithmetic.leave(entered, answers)
+        for expert, route in enumerate(routed.routes):
+            tokens = rounded(routed.tokens[route], expert, is_down=False)
+            between = rounded(runner.down_input(module, expert, tokens), expert, is_down=True)
+            answers.append(runner.down_output(module, expert, between))
+        return runner.combine_outputs(routed, answers)
 
     with replaced_forwards([module], forward):
         yield
@@ -139,7 +139,7 @@ class QuantizedModel:
     def rounding_inputs(self, groups: Sequence[FusionGroup]) -> Iterator[None]:
         """Round the inputs of these groups inside the block.
 
-        Experts with unknown arithmetic stay as they are.
+        Experts with an unsupported class stay as they are.
         """
         experts: dict[torch.nn.Module, dict[ExpertPosition, Hook]] = {}
         with ExitStack() as block:

@@ -70,9 +70,9 @@ def round_weights(
     if not on_first(report_file.is_file):
         rank, size = rank_and_size()
         done = RoundedLayers(folder)
-        statistics = Statistics.needed_by(plan, all_experts=all_experts)
-        rows_of_rank = samples.taken(range(rank, len(samples.rows), size))
-        text = walk.text(rows_of_rank, calibration.smoothing, stage=ROUND, on_progress=on_progress)
+        statistics = Statistics.for_plan(plan, all_experts=all_experts)
+        rows_of_rank = samples.select(range(rank, len(samples.rows), size))
+        text = walk.start(rows_of_rank, calibration.smoothing, stage=ROUND, on_progress=on_progress)
         with text as source:
             watcher = RoundingWatcher(
                 walk, plan, calibration, statistics, done, source, samples.tokens
@@ -81,7 +81,7 @@ def round_weights(
             walk.expect_steps(len(walk.layers) + rounds_head)
             walk.forward(source, watcher, rows=watcher.followed)
             if rounds_head:
-                walk.head(source, watcher, rows=watcher.followed_to_head)
+                walk.run_head(source, watcher, rows=watcher.followed_to_head)
         if rank == 0:
             _write_report(report_file, walk, plan, done)
     report = on_first(lambda: from_json(RoundingReport, report_file))
@@ -158,14 +158,14 @@ class RoundingWatcher:
         """Record the inputs of the source's layer, if a refit needs them."""
         self._inputs = self._inputs_of(self._groups[layer.number])
         self._exact = [{} for _ in range(len(self._source))]
-        self._noted: dict[str, Value] = {}
+        self._recorded: dict[str, Value] = {}
         if self._refits:
-            self._noted = layer.watching.enter_context(self._inputs.noted())
+            self._recorded = layer.watching.enter_context(self._inputs.recorded())
 
     def row(self, index: int, hidden: torch.Tensor) -> None:
         """Keep the recorded inputs of a row."""
-        self._exact[index] = dict(self._noted)
-        self._noted.clear()
+        self._exact[index] = dict(self._recorded)
+        self._recorded.clear()
 
     def leave(self, layer: Layer) -> None:
         """Round a layer and run the quantized stream through it."""
@@ -222,7 +222,7 @@ class RoundingWatcher:
         wanted = [
             group
             for group in groups
-            if group.rounding != "nearest" or self._statistics.wants(group)
+            if group.rounding != "nearest" or self._statistics.needs(group)
         ]
         return GroupInputs(self._walk.places, wanted)
 
@@ -232,7 +232,7 @@ class RoundingWatcher:
 
     def _run(self, layer: Layer, index: int) -> None:
         """Run a row of the quantized stream through a layer."""
-        self._quantized[index] = self._walk.through(layer, index, self._quantized[index])
+        self._quantized[index] = self._walk.run_row(layer, index, self._quantized[index])
 
     def _state_error(self) -> float:
         """Return |h~ - h|^2 / |h|^2 behind a layer, over the followed rows.
@@ -297,20 +297,20 @@ class LayerRounder:
         with ExitStack() as block:
             block.enter_context(self._model.rounding_inputs(self._groups))
             others = [group for group in self._groups if group.name not in reached]
-            self._round(others, self._moments(self._inputs.only(None)), block)
-            block.enter_context(rows.stopping(self._inputs))
+            self._round(others, self._moments(self._inputs.of_module(None)), block)
+            block.enter_context(rows.stopped_at(self._inputs))
             left = list(self._inputs.modules)
             while left:
                 waiting = set[str]().union(*gather(rows.names))
                 name = next((name for name in left if name in waiting), left[0])
                 left.remove(name)
                 self._round_module(name, rows, exact, block)
-                rows.let_through(name)
+                rows.release(name)
         fallbacks = {
             name: GroupRounding(name=name, fallback=reason)
             for name, reason in self._inputs.unreachable.items()
         }
-        rounded = [group.name for site in sites for group in site.rounded]
+        rounded = [group.name for site in sites for group in site.rounded_groups]
         how = fallbacks | self._how
         groups = tuple(how[name] for name in (*fallbacks, *rounded))
         return self._stored, replace(self._learnt, groups=groups)
@@ -319,12 +319,12 @@ class LayerRounder:
         self, name: str, rows: Rows, exact: Sequence[dict[str, Value]], block: ExitStack
     ) -> None:
         """Round the groups that read the input of a module, from the rows that wait there."""
-        inputs = self._inputs.only(name)
+        inputs = self._inputs.of_module(name)
         groups = [group for site in inputs.sites for group in site.groups]
         self._observe(inputs, groups, name, rows, len(exact))
         moments = self._moments(inputs)
         for index, row in enumerate(exact):
-            moments.add(rows.noted(index, name), row)
+            moments.add(rows.recorded_input(index, name), row)
             row.pop(name, None)
         self._round(groups, moments, block)
 
@@ -340,10 +340,10 @@ class LayerRounder:
         number: int,
     ) -> None:
         """Compute static scales and importance from the input of a module, over all ranks."""
-        statistics = self._statistics.only(groups)
+        statistics = self._statistics.for_groups(groups)
         for index in range(number):
-            for module, value in rows.noted(index, name).items():
-                statistics.take(inputs, module, value)
+            for module, value in rows.recorded_input(index, name).items():
+                statistics.add(inputs, module, value)
         statistics.sync()
         learnt = self._learnt
         self._learnt = replace(

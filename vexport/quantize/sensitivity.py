@@ -75,7 +75,7 @@ def measure(
         losses = {name: dict(schemes) for name, schemes in known.losses.items()}
     walk = LayerWalk(index, trust_remote_code=trust_remote_code, device=device)
     stage = "measure sensitivity (layers)"
-    with walk.text(samples, calibration.smoothing, stage=stage, on_progress=on_progress) as hidden:
+    with walk.start(samples, calibration.smoothing, stage=stage, on_progress=on_progress) as hidden:
         model = QuantizedModel(walk, calibration)
         trials = _trials(model, walk, layer_groups, losses)
         size = sum(hidden[index].nbytes for index in range(len(hidden)))
@@ -90,7 +90,7 @@ def measure(
             watcher = TrialWatcher(walk, part, stream)
             walk.forward(stream, watcher)
             if watcher.tries_head:
-                walk.head(stream, watcher)
+                walk.run_head(stream, watcher)
             for trial, loss in watcher.losses().items():
                 losses.setdefault(trial.group, {})[trial.option.scheme] = loss
             write_text(file, to_json(TrialLosses(inputs=inputs, losses=losses)))
@@ -168,9 +168,9 @@ class Trial:
         self.inputs = GroupInputs(self.model.places, groups)
         self._moments = InputMoments(self.model, self.inputs, text=tokens, plain=True)
 
-    def add(self, noted: RecordedInputs) -> None:
+    def add(self, inputs: RecordedInputs) -> None:
         """Add the inputs of a row, for the layers that are rounded by text."""
-        self._moments.add(noted, noted)
+        self._moments.add(inputs, inputs)
 
     def weights(self) -> dict[LinearPlan, torch.Tensor]:
         """Return the weights as compressed-tensors dequantizes the bytes that would be stored.
@@ -229,17 +229,17 @@ class TrialWatcher:
         layer.
         """
         self._here = [trial for trial in self._trials if trial.depth == layer.number]
-        self._entered = [self._stream[index] for index in range(len(self._stream))]
-        self._noted: list[dict[str, Value]] = []
+        self._layer_inputs = [self._stream[index] for index in range(len(self._stream))]
+        self._recorded: list[dict[str, Value]] = []
         for trial in self._here:
             trial.begin()
-            self._noted.append(layer.watching.enter_context(trial.inputs.noted()))
+            self._recorded.append(layer.watching.enter_context(trial.inputs.recorded()))
 
     def row(self, index: int, hidden: torch.Tensor) -> None:
         """Add the inputs of a row to the trials that change the layer."""
-        for trial, noted in zip(self._here, self._noted, strict=True):
-            trial.add(noted)
-            noted.clear()
+        for trial, inputs in zip(self._here, self._recorded, strict=True):
+            trial.add(inputs)
+            inputs.clear()
 
     def leave(self, layer: Layer) -> None:
         """Run all trials that have begun through a layer."""
@@ -247,14 +247,14 @@ class TrialWatcher:
             self._heads = {trial: trial.weights() for trial in self._here}
             return
         for trial, states in self._changed.items():
-            self._changed[trial] = self._through(layer, states)
+            self._changed[trial] = self._run_rows(layer, states)
         for trial in self._here:
             with trial.model.applied(trial.option.groups, trial.weights()):
-                self._changed[trial] = self._through(layer, self._entered)
+                self._changed[trial] = self._run_rows(layer, self._layer_inputs)
 
-    def _through(self, layer: Layer, states: States) -> States:
+    def _run_rows(self, layer: Layer, states: States) -> States:
         """Run all rows of a trial through a layer."""
-        return [self._walk.through(layer, index, row).to("cpu") for index, row in enumerate(states)]
+        return [self._walk.run_row(layer, index, row).to("cpu") for index, row in enumerate(states)]
 
     def losses(self) -> dict[Trial, float]:
         """Return the mean KL of each trial over all tokens, after the walk."""

@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vexport.records import PROGRESS_DETAIL, OnProgress
-from vexport.records.calibration import CALIBRATE, LOOK_BACK, ROUND
+from vexport.records.calibration import CALIBRATE, GRADIENTS, ROUND
 
 OVERALL = "calibrate (seconds)"
 # The assumed time of a token in each step, in passes through a layer. Looking back takes a forward,
 # a second forward and a backward. Calibrating takes a forward. Rounding takes a forward of the
 # source and of the quantized model, and the moments of the inputs. The numbers are used only for
 # steps that have not started: a running step is measured.
-COST = {LOOK_BACK: 3.0, CALIBRATE: 1.0, ROUND: 3.0}
+COST = {GRADIENTS: 3.0, CALIBRATE: 1.0, ROUND: 3.0}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

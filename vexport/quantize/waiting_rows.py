@@ -35,12 +35,12 @@ class WaitingRows:
         self._passed: set[str] = set()
 
     @contextmanager
-    def stopping(self, inputs: GroupInputs) -> Iterator[None]:
+    def stopped_at(self, inputs: GroupInputs) -> Iterator[None]:
         """Run each row until it reaches a module of `inputs`.
 
         Inside the block, rows stop in front of these modules.
         """
-        with inputs.shown(self._stop):
+        with inputs.hooked(self._stop):
             for position in range(len(self._rows)):
                 self._resume(position)
             yield
@@ -60,12 +60,12 @@ class WaitingRows:
         """Return the modules that rows wait in front of. Empty when all rows are through."""
         return {stop[0] for stop in self._stops if stop is not None}
 
-    def noted(self, position: int, name: str) -> RecordedInputs:
+    def recorded_input(self, position: int, name: str) -> RecordedInputs:
         """Return the input of this module, if a row waits there."""
         stop = self._stops[position]
         return {name: stop[1]} if stop is not None and stop[0] == name else {}
 
-    def let_through(self, name: str) -> None:
+    def release(self, name: str) -> None:
         """Release the rows that wait in front of a module. Rows that reach it later do not stop."""
         self._passed.add(name)
         for position, stop in enumerate(self._stops):
@@ -84,10 +84,10 @@ class RecordedRows:
         self._seen: list[dict[str, Value]] = []
 
     @contextmanager
-    def stopping(self, inputs: GroupInputs) -> Iterator[None]:
+    def stopped_at(self, inputs: GroupInputs) -> Iterator[None]:
         """Record the inputs of these modules."""
         for run in self._runs:
-            with inputs.noted(only=True) as inputs_of_row:
+            with inputs.recorded(only_inputs=True) as inputs_of_row:
                 run()
             self._seen.append(inputs_of_row)
         yield
@@ -97,12 +97,12 @@ class RecordedRows:
         """Return the modules that rows reach."""
         return set[str]().union(*self._seen)
 
-    def noted(self, position: int, name: str) -> RecordedInputs:
+    def recorded_input(self, position: int, name: str) -> RecordedInputs:
         """Return a row's input of this module, if the row reaches it."""
         inputs_of_row = self._seen[position]
         return {name: inputs_of_row[name]} if name in inputs_of_row else {}
 
-    def let_through(self, name: str) -> None:
+    def release(self, name: str) -> None:
         """Drop the recorded inputs of a module."""
         for inputs_of_row in self._seen:
             inputs_of_row.pop(name, None)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 
 # The steps of calibration, by their names in progress reports.
-LOOK_BACK = "measure gradients (layers)"
+GRADIENTS = "measure gradients (layers)"
 CALIBRATE = "calibrate (layers)"
 ROUND = "round weights (layers)"
 
