@@ -1,15 +1,14 @@
 """The command `compare`: several schemes of one model, or several ways to serve one checkpoint."""
 
-import json
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from vexport.cli.arguments import parse_arguments
 from vexport.cli.base import (
     SERVE_OTHERWISE,
     add_step_summary,
@@ -102,45 +101,6 @@ def _schemes(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(get_scheme(scheme_name(part)).name for part in parts))
 
 
-def _setting(text: str) -> dict[str, "JsonValue"]:
-    """Parse KEY=VALUE, or a JSON object with several keys. A type for click.
-
-    A value is parsed as JSON. A value that is no JSON stays text.
-    """
-    if text.lstrip().startswith("{"):
-        try:
-            setting: dict[str, JsonValue] = json.loads(
-                text, object_pairs_hook=_once, parse_constant=_refuse_constant
-            )
-        except (ValueError, RecursionError) as error:
-            raise click.BadParameter(f"{text!r} is not a JSON object ({error}).") from None
-        return setting
-    name, sign, value = text.partition("=")
-    if not name.strip() or not sign:
-        raise click.BadParameter(
-            f"{text!r} is neither KEY=VALUE like kv_cache_dtype=fp8 nor a JSON object."
-        )
-    parsed: JsonValue = value
-    with suppress(ValueError, RecursionError):
-        parsed = json.loads(value, object_pairs_hook=_once, parse_constant=_refuse_constant)
-    return {name.strip(): parsed}
-
-
-def _once(pairs: list[tuple[str, "JsonValue"]]) -> dict[str, "JsonValue"]:
-    """Return the object of these pairs. Raise ValueError if a key is given twice."""
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"it has the key {twice!r} twice")
-    return content
-
-
-def _refuse_constant(name: str) -> None:
-    """Raise ValueError for NaN and Infinity, which are not valid JSON."""
-    raise ValueError(f"{name} is not a number of JSON")
-
-
 # Settings of servers are left out, because a variant runs on this machine.
 _evaluate_options = stacked(
     *(
@@ -160,7 +120,7 @@ _evaluate_options = stacked(
     "A,B,...",
     heading="Comparison",
 )
-@setting_options("variants", {"serve": Syntax(item=_setting)})
+@setting_options("variants", {"serve": Syntax(item=parse_arguments)})
 @interpreters_option
 @option(
     "--scenario scenario_file",

@@ -1,13 +1,12 @@
 """Options for starting vLLM's engine, and the settings made from these options."""
 
-import json
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from vexport.cli.arguments import merged_arguments, parse_arguments
 from vexport.cli.options import PATH, POSITIVE, Decorator, option, stacked, switch, trust_option
 from vexport.cli.settings import SETTINGS, click_type, setting_option
 
@@ -74,26 +73,15 @@ class Session:
 
 
 def _engine_args(
-    context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
+    context: click.Context,
+    parameter: click.Parameter,
+    values: "tuple[dict[str, JsonValue], ...]",
 ) -> dict[str, "JsonValue"]:
     """Return the arguments of --engine-arg and of hidden options by name.
 
-    Values are parsed as JSON. Values that are no JSON stay text. Raises BadParameter if an argument
-    is given twice with different values.
+    Raises BadParameter if an argument is given twice with different values.
     """
-    arguments: dict[str, JsonValue] = dict(context.meta.get(ENGINE_FLAGS, {}))
-    for value in values:
-        name, sign, text = value.partition("=")
-        key = name.strip().removeprefix("--").replace("-", "_")
-        if not key or not sign:
-            raise click.BadParameter(f"{value!r} does not have the form NAME=VALUE.")
-        parsed: JsonValue = text
-        with suppress(ValueError):
-            parsed = json.loads(text)
-        if arguments.get(key, parsed) != parsed:
-            raise click.BadParameter(f"{key} has two values: {arguments[key]!r} and {parsed!r}.")
-        arguments[key] = parsed
-    return arguments
+    return merged_arguments([context.meta.get(ENGINE_FLAGS, {}), *values])
 
 
 def _keep(context: click.Context, parameter: click.Parameter, value: object) -> None:
@@ -134,8 +122,10 @@ engine_arg_option = stacked(
     _hidden_argument("--dtype", "Data type of unquantized tensors.", click.STRING),
     option(
         "--engine-arg engine_args",
-        "Another argument of vLLM's engine, such as max_num_seqs=64; repeatable.",
-        metavar="NAME=VALUE",
+        "Another argument of vLLM's engine, such as max_num_seqs=64, or several as a JSON object; "
+        "repeatable.",
+        parse_arguments,
+        metavar="KEY=VALUE|'{JSON}'",
         heading="vLLM",
         multiple=True,
         callback=_engine_args,

@@ -4,13 +4,14 @@ The settings themselves are keys of a scenario's `evaluate` section.
 """
 
 import ast
-import json
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import cast
 
 import click
 
+from vexport.cli.arguments import parse_json
 from vexport.cli.options import FOLDER, option
 from vexport.cli.settings import Syntax
 from vexport.records import BatchSize, Scalar
@@ -35,9 +36,10 @@ def _generation(
 def _generation_pairs(text: str) -> Iterator[tuple[str, GenerationValue]]:
     if text.lstrip().startswith("{"):
         try:
-            yield from json.loads(text).items()
+            given = parse_json(text)
         except ValueError as error:
             raise click.BadParameter(f"{text!r} is not a JSON object ({error}).") from None
+        yield from cast("dict[str, GenerationValue]", given).items()
         return
     at = 0
     while at < len(text):
