@@ -29,7 +29,7 @@ from vexport.numerics.number_formats import (
 )
 from vexport.observers import IMatrixMSEObserver, Importance, Observer, load_observer, search
 from vexport.observers import device_search as by_torch
-from vexport.observers.ranges import fit_global_scale
+from vexport.observers.mse import fit_global_scale
 from vexport.observers.search import CANDIDATE_SLACK, Search
 
 FORMATS = {

@@ -20,20 +20,24 @@ from vexport.architectures import (
 from vexport.architectures.fusion import fuse
 from vexport.observers.base import Observer, QParamsDict
 from vexport.observers.flatten import flatten_for_calibration, get_observer_token_count
-from vexport.observers.qparams import ObserverArgs
-from vexport.observers.ranges import (
+from vexport.observers.imatrix import (
     IMatrixMSEObserver,
     Importance,
-    MemorylessMinMaxObserver,
-    MemorylessMSEObserver,
-    MinMaxObserver,
-    MovingAverageMSEObserver,
     NVFP4ExpandedIMatrixObserver,
-    NVFP4ExpandedMSEObserver,
+)
+from vexport.observers.minmax import (
+    MemorylessMinMaxObserver,
+    MinMaxObserver,
     StaticMinMaxObserver,
-    fit_global_scale,
     lerp,
 )
+from vexport.observers.mse import (
+    MemorylessMSEObserver,
+    MovingAverageMSEObserver,
+    NVFP4ExpandedMSEObserver,
+    fit_global_scale,
+)
+from vexport.observers.qparams import ObserverArgs
 from vexport.records import observer_names
 from vexport.records.observer_names import OptionValue
 

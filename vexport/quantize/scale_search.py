@@ -16,7 +16,7 @@ from vexport.formats.packing.base import Scales, not_finite
 from vexport.formats.plan import FusionGroup
 from vexport.numerics.arithmetic import Floats
 from vexport.observers import IMatrixMSEObserver, Importance, Observer, QParamsDict, load_observer
-from vexport.observers.ranges import fit_global_scale
+from vexport.observers.mse import fit_global_scale
 from vexport.records import CalibrationRecord, LinearPlan
 from vexport.records.observer_names import BY_IMPORTANCE, MIN_MAX, UNWEIGHTED
 
