@@ -1,18 +1,17 @@
 """Base class of observers, which collect statistics and compute quantization parameters."""
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import reduce
-from importlib import import_module
-from typing import ClassVar, Literal, Self, TypedDict, TypeVar, overload
+from typing import ClassVar, Literal, Self, TypedDict, overload
 
 import torch
 from torch import distributed
 
 from vexport.numerics.ranks import gather, rank_and_size
 from vexport.observers import older
-from vexport.observers.bases import InternalModule, RegistryMixin
+from vexport.observers.bases import InternalModule
 from vexport.observers.flatten import (
     WEIGHT,
     Tiles,
@@ -31,19 +30,17 @@ from vexport.observers.qparams import (
     strategy_of,
     with_keywords,
 )
+from vexport.observers.registration import RegisteredObserver
 from vexport.observers.search import Range, extremes_of, range_of, ranges_of_rows, scales_of_rows
 from vexport.records.observer_names import (
-    CLASS_SEPARATOR,
     Options,
     OptionsT,
     OptionValue,
-    folded,
     option_problems,
     read_options,
 )
 
 Reduction = Literal["extremes", "average"]
-ObserverT = TypeVar("ObserverT", bound="Observer")
 
 
 class QParamsDict(TypedDict):
@@ -74,7 +71,7 @@ class FusionState:
     is_fitted: bool = False
 
 
-class Observer(InternalModule, RegistryMixin):
+class Observer(InternalModule, RegisteredObserver):
     """Base class of all observers.
 
     `base_name` names the observed tensor ("weight", "input", "output", "q", "k" or "v"). `args` are
@@ -109,8 +106,6 @@ class Observer(InternalModule, RegistryMixin):
     # observed. Subclasses may set them, as in llm-compressor.
     min_vals: torch.Tensor
     max_vals: torch.Tensor
-    registry_name: ClassVar[str] = ""
-    aliases: ClassVar[tuple[str, ...]] = ()
     defaults: ClassVar[Options] = Options()
     # How ranks reduce the ranges of activations, or None if only the last observation counts.
     reduction: ClassVar[Reduction | None] = None
@@ -238,109 +233,6 @@ class Observer(InternalModule, RegistryMixin):
         observer = kind.create(base_name or WEIGHT, arguments, observer_kwargs)
         observer._is_older = base_name is None and args is None
         return observer
-
-    @classmethod
-    def register(
-        cls, name: str | None = None, alias: str | Sequence[str] | None = None
-    ) -> Callable[[type[ObserverT]], type[ObserverT]]:
-        """Return a decorator that registers a class under a name and aliases.
-
-        The default name is the class name. Raises ValueError if another class has the same name or
-        alias, or if the class overrides a method that is never called.
-        """
-
-        def decorate(kind: type[ObserverT]) -> type[ObserverT]:
-            names = (name or kind.__name__, *([alias] if isinstance(alias, str) else alias or ()))
-            known = cls.by_name()
-            older.require_used_overrides(kind)
-            for spelling in names:
-                if known.get(folded(spelling), kind) is not kind:
-                    raise ValueError(
-                        f"observer {spelling!r}: got a second class of that name, need one; "
-                        f"rename it"
-                    )
-            kind.registry_name, kind.aliases = names[0], tuple(names[1:])
-            return kind
-
-        return decorate
-
-    @classmethod
-    def register_value(
-        cls,
-        value: type[ObserverT],
-        name: str | None = None,
-        alias: str | Sequence[str] | None = None,
-    ) -> None:
-        """Register a class under a name and aliases, as `register` does."""
-        cls.register(name, alias)(value)
-
-    @classmethod
-    def registered_names(cls) -> list[str]:
-        """Return the names of all observers, without aliases."""
-        return list(dict.fromkeys(kind.registry_name for kind in cls.registered_classes()))
-
-    @classmethod
-    def registered_aliases(cls) -> list[str]:
-        """Return the aliases of all observers."""
-        return list(
-            dict.fromkeys(alias for kind in cls.registered_classes() for alias in kind.aliases)
-        )
-
-    @classmethod
-    def get_value_from_registry(cls, name: str) -> type[Self]:
-        """Return the class with this name, as `of_name` does."""
-        return cls.of_name(name)
-
-    @classmethod
-    def of_name(cls, name: str) -> type[Self]:
-        """Return the class for a registry name, an alias or package.module:Class.
-
-        Raises ValueError if there is no such class.
-        """
-        if CLASS_SEPARATOR in name:
-            return cls._imported(name)
-        known = cls.by_name()
-        if folded(name) not in known:
-            names = ", ".join(sorted({kind.registry_name for kind in known.values()}))
-            raise ValueError(
-                f"observer {name!r}: got an unknown name, need one of {names}, or "
-                f"package.module:Class"
-            )
-        return known[folded(name)]
-
-    @classmethod
-    def by_name(cls) -> "dict[str, type[Self]]":
-        """Return all classes by their folded registry names and aliases."""
-        return {
-            folded(name): kind
-            for kind in cls.registered_classes()
-            for name in (kind.registry_name, *kind.aliases)
-        }
-
-    @classmethod
-    def registered_classes(cls) -> "Iterator[type[Self]]":
-        """Yield all subclasses that define `registry_name` themselves."""
-        for kind in cls.__subclasses__():
-            if "registry_name" in vars(kind):
-                yield kind
-            yield from kind.registered_classes()
-
-    @classmethod
-    def _imported(cls, name: str) -> "type[Self]":
-        module, _, attribute = name.partition(CLASS_SEPARATOR)
-        try:
-            kind = getattr(import_module(module), attribute)
-        except Exception as error:
-            raise ValueError(
-                f"observer {name!r}: got {type(error).__name__}: {error}, need a class that "
-                f"can be imported; "
-                "install its package, or name its folder in PYTHONPATH"
-            ) from error
-        if not isinstance(kind, type) or not issubclass(kind, cls):
-            raise ValueError(
-                f"observer {name!r}: got {kind!r}, need a subclass of vexport's Observer"
-            )
-        return kind
 
     def configure(self, keywords: dict[str, OptionValue]) -> None:
         """Read the keywords. A subclass with additional keywords overrides this method."""

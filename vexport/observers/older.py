@@ -15,7 +15,7 @@ scales. Fused layers, statistics over ranks and input scales use this range.
 
 import inspect
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import distributed
@@ -30,9 +30,6 @@ from vexport.observers.qparams import (
     strategy_of,
 )
 from vexport.observers.search import Range
-
-if TYPE_CHECKING:
-    from vexport.observers.base import Observer
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 VEXPORT_PACKAGE = "vexport.observers"
@@ -58,6 +55,22 @@ REPLACED_METHODS: Mapping[str, str] = {
 NEWER_METHOD = "update_statistics_from_observed"
 # Attribute in which llm-compressor's observers declare how ranks reduce their statistics.
 SYNC_ATTRIBUTE = "_act_sync_dict"
+
+
+class OlderObserver(Protocol):
+    """Attributes and methods of an observer that the functions of this module use."""
+
+    base_name: str
+    args: ObserverArgs
+
+    @property
+    def strategy(self) -> str: ...
+
+    @property
+    def calculate_qparams(self) -> Callable[..., object]: ...
+
+    @property
+    def get_qparams_along_dim(self) -> Callable[..., object]: ...
 
 
 def is_overridden(kind: type, name: str) -> bool:
@@ -266,7 +279,7 @@ def has_equal_groups(
 
 
 def scales_by_documented_methods(
-    observer: "Observer",
+    observer: OlderObserver,
     observed: torch.Tensor,
     g_idx: torch.Tensor | None,
     global_scale: torch.Tensor | None,
@@ -299,7 +312,7 @@ def scales_by_documented_methods(
 
 
 def _scales_along_dim(
-    observer: "Observer",
+    observer: OlderObserver,
     observed: torch.Tensor,
     dim: int,
     tensor_id: Hashable,
@@ -311,7 +324,7 @@ def _scales_along_dim(
 
 
 def _scales_by_group(
-    observer: "Observer",
+    observer: OlderObserver,
     observed: torch.Tensor,
     g_idx: torch.Tensor | None,
     global_scale: torch.Tensor | None,
@@ -341,7 +354,7 @@ def _scales_by_group(
     return (scale, zero_point) if is_weight else (scale[0], zero_point[0])
 
 
-def _scales_by_block(observer: "Observer", weight: torch.Tensor) -> Pair:
+def _scales_by_block(observer: OlderObserver, weight: torch.Tensor) -> Pair:
     blocks = blocks_of(weight, observer.args)
     rows, columns = blocks.shape[:2]
     pairs = []
@@ -436,7 +449,7 @@ def flatten_dimensions(
     return moved.reshape(1, number, 1, -1), shape
 
 
-def is_relative_to_global(observer: "Observer", older: frozenset[str]) -> bool:
+def is_relative_to_global(observer: OlderObserver, older: frozenset[str]) -> bool:
     """Return True if the scales of an older method are already relative to the global scale.
 
     This is the case if the method receives the global scale. Also returns True for formats other
