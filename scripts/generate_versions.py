@@ -9,6 +9,7 @@ that are the same in `PINNED` are left out.
 """
 
 import ast
+import json
 import re
 import subprocess
 import sys
@@ -148,7 +149,12 @@ def main() -> None:
         entry["absent"] = sorted(pinned.keys() - classes.keys())
         entry["added"] = {name: classes[name] for name in sorted(classes.keys() - pinned.keys())}
         entry["classes"] = changed
-        write_table(FOLDER / "versions" / f"{minor}.json", entry, "schemes", "added", "classes")
+        target = FOLDER / "versions" / f"{minor}.json"
+        if target.is_file():
+            # Methods that were compared by scripts/version_agreement.py.
+            stored = json.loads(target.read_text())
+            entry["agreeing_methods"] = stored.get("agreeing_methods", [])
+        write_table(target, entry, "schemes", "added", "classes")
         print(
             f"{minor}: {len(classes)} classes, {len(changed)} unlike {architecture_table().vllm}'s"
         )

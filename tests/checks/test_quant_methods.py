@@ -284,6 +284,14 @@ def test_other_version_uses_pinned_rules(written: Good) -> None:
     assert "rules of vLLM 0.32" in warning.got
 
 
+@pytest.mark.parametrize("name", ["gptq", "awq", "fp8-block", "modelopt-nvfp4"])
+def test_agreeing_methods_use_newer_rules(written: Good, name: str) -> None:
+    """vLLM 0.33 loads these methods by the same rules as 0.32: nothing is left to verify."""
+    report = check_checkpoint(str(written(name)), Target(vllm=(0, 33)))
+    assert [each for each in report.findings if each.check == "versions"] == []
+    assert report.not_judged == ()
+
+
 # Damaged checkpoints of each method that a load without values refuses.
 REFUSED = [
     (GPT_OSS, "no codes"),

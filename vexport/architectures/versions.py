@@ -9,7 +9,7 @@ from functools import cache
 
 from pydantic import TypeAdapter
 
-from vexport.architectures import Architecture, TableLookup
+from vexport.architectures import Architecture, TableLookup, architecture_table
 from vexport.architectures.tables import VERSIONS
 from vexport.version import Version, short_version
 
@@ -32,7 +32,9 @@ class VersionFacts:
 
     `schemes` are the classes of linear layers with the minimum compute capability of each.
     `asymmetric_widths` are the bits of packed integers with zero points. `absent`, `added` and
-    `classes` are the model classes that differ from `PINNED`.
+    `classes` are the model classes that differ from `PINNED`. `agreeing_methods` are the
+    quantization methods that load by the same rules as in `PINNED`: this version's loaders judge
+    the tests' checkpoints of these methods as `PINNED` does (scripts/version_agreement.py).
     """
 
     vllm: str
@@ -43,6 +45,11 @@ class VersionFacts:
     absent: frozenset[str]
     added: Mapping[str, ClassFacts]
     classes: Mapping[str, ClassFacts]
+    agreeing_methods: tuple[str, ...] = ()
+
+    def has_rules_for(self, method: str) -> bool:
+        """Return True if vexport's rules for a quantization method apply to this version."""
+        return method in self.agreeing_methods or self.vllm == architecture_table().vllm
 
 
 def with_facts(pinned: Architecture, changed: ClassFacts) -> Architecture:

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vexport.architectures.versions import facts_of
 from vexport.checkpoint.index import read_index, require_config
 from vexport.checkpoint.reader import Reader, same_bytes
 from vexport.checks import (
@@ -249,14 +250,16 @@ def findings_of(error: VexportError) -> tuple[Finding, ...]:
 def parts_not_judged(view: CheckpointView) -> Iterator[NotJudged]:
     """Yield the parts of a checkpoint that no check covers. PASS applies to all other parts."""
     asked, known = view.model.asked_version, view.model.version
-    if asked != known or view.quantization.method is not None and known != PINNED:
-        rules = short_version(known if view.quantization.method is None else PINNED)
+    method = view.quantization.method
+    uses_pinned = method is not None and not facts_of(known).has_rules_for(method.name)
+    if asked != known or uses_pinned:
+        rules = short_version(PINNED if uses_pinned else known)
         what = f"changes in vLLM {short_version(asked)}"
         yield NotJudged(what=what, why=f"vexport checks by the rules of vLLM {rules}")
     yield from class_not_judged(view)
-    method = unsupported_method(view)
-    if method is not None:
-        why = f"vexport does not have vLLM's rules for the quantization method {method!r}"
+    unsupported = unsupported_method(view)
+    if unsupported is not None:
+        why = f"vexport does not have vLLM's rules for the quantization method {unsupported!r}"
         yield NotJudged(what=NAMES, why=why)
         yield NotJudged(what=NUMBERS, why=why)
         return

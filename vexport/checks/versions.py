@@ -38,10 +38,12 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         got = f"{view.model.class_name}, which {name} does not have"
         fix = f"serve it with vLLM {pinned}"
         yield error(NAME, where, expected=f"a model class of {name}", got=got, fix=fix)
-    if view.quantization.method is not None:
-        expected = f"vLLM {pinned}, the only version with rules for {view.quantization.method.name}"
-        got = f"{name}, checked by the rules of vLLM {pinned}"
-        yield warning(NAME, view.quantization.place, expected=expected, got=got, fix=FIX_LOAD)
+    method = view.quantization.method
+    if method is not None:
+        if not facts_of(version).has_rules_for(method.name):
+            expected = f"a version of vLLM for which vexport has rules for {method.name}"
+            got = f"{name}, checked by the rules of vLLM {pinned}"
+            yield warning(NAME, view.quantization.place, expected=expected, got=got, fix=FIX_LOAD)
         return
     found = [view.lookup.group_of(fused) for fused in view.model.fused_layers]
     used = {group.name for group in found if group is not None}
