@@ -93,6 +93,7 @@ def test_import_is_light() -> None:
         "entries",
         "evaluate",
         "evaluate_all",
+        "explain_all",
         "load_all",
         "plan_schemes",
     }
@@ -148,7 +149,9 @@ def test_functions_have_arguments_of_commands() -> None:
 
 def test_entries_explain_and_plan(llama: Path) -> None:
     assert {row["observer"] for row in vexport.api.entries("observers")} >= {"minmax", "mse"}
-    assert vexport.api.explain("minmax").startswith("## minmax")
+    section = vexport.api.explain("minmax")
+    assert section.text.startswith("## minmax")
+    assert section in vexport.api.explain_all()
     found = vexport.api.plan(llama, scheme="FP8", observer="mse", input_observer="minmax")
     assert {group.observers for group in found.groups} == {"mse, inputs minmax"}
     assert {row.scheme for row in vexport.api.plan_schemes(llama).schemes} > {"FP8", "W4A16"}

@@ -8,8 +8,9 @@ The functions raise the errors that the command line prints: InputError for wron
 EnvironmentFault if a part of the environment is missing or has died, CheckpointFailed if there is
 no report to return. Engines run in other processes. The command `eval` is the function `evaluate`,
 and `list` is `entries`, because `eval` and `list` are builtins. `evaluate_all` and `load_all` take
-several checkpoints, as the commands do. `plan_schemes` is `plan` without a scheme, and
-`compare_variants` is `compare --serve`. Notes are Python warnings, unless `on_note` receives them.
+several checkpoints, as the commands do. `explain_all` is `explain` without a name, `plan_schemes`
+is `plan` without a scheme, and `compare_variants` is `compare --serve`. Notes are Python warnings,
+unless `on_note` receives them.
 Modules are imported when their functions are used.
 """
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from vexport.api.loading import load, load_all
     from vexport.api.making import quantize
     from vexport.api.planning import plan, plan_schemes
-    from vexport.api.reading import entries, explain, report, verdict
+    from vexport.api.reading import entries, explain, explain_all, report, verdict
     from vexport.api.repairing import repair
     from vexport.scenario import Calibration, Evaluate, Rule, Serve
 
@@ -40,6 +41,7 @@ __all__ = [
     "evaluate",
     "evaluate_all",
     "explain",
+    "explain_all",
     "load",
     "load_all",
     "plan",
@@ -56,7 +58,7 @@ _MODULES = {
     "vexport.api.making": ("quantize",),
     "vexport.api.repairing": ("repair",),
     "vexport.api.checking": ("check",),
-    "vexport.api.reading": ("entries", "explain", "report", "verdict"),
+    "vexport.api.reading": ("entries", "explain", "explain_all", "report", "verdict"),
     "vexport.api.engine": ("Engine",),
     "vexport.api.loading": ("load", "load_all"),
     "vexport.api.engines": ("compare", "compare_variants", "evaluate", "evaluate_all", "run"),

@@ -5,7 +5,7 @@ from pathlib import Path
 from vexport.api.arguments import VerdictArguments, with_keywords
 from vexport.api.common import Name
 from vexport.records import Verdict
-from vexport.reports.catalog import CATALOGS, Rows, find_section
+from vexport.reports.catalog import CATALOGS, ReferenceSection, Rows, all_sections, find_section
 from vexport.reports.report import Report
 
 
@@ -39,9 +39,14 @@ def entries(what: str) -> Rows:
     return CATALOGS[what]()
 
 
-def explain(name: str) -> str:
-    """Return the section of the reference with this heading, in Markdown.
+def explain(name: str) -> ReferenceSection:
+    """Return the section of the reference with this name, as `vexport explain NAME` shows it.
 
-    Raises InputError if there is no such section.
+    Raises InputError if no section has this name.
     """
-    return find_section(name).text
+    return find_section(name)
+
+
+def explain_all() -> tuple[ReferenceSection, ...]:
+    """Return every section of the reference, as `vexport explain` lists them."""
+    return all_sections()

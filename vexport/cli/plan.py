@@ -1,10 +1,8 @@
 """Commands that only show something: `plan`, `list` and `explain`."""
 
-import json
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -290,21 +288,18 @@ def explain_command(name: tuple[str, ...], answer: Answer) -> None:
       vexport explain completeness
       vexport explain margin
     """
-    from vexport.reports.catalog import all_sections, contents, find_section
+    from vexport.api import explain, explain_all
+    from vexport.reports.catalog import render_contents, render_section
 
     if not name:
-        sections = [asdict(section) for section in all_sections()]
-        print_text(
-            contents() if answer.format_ == "text" else json.dumps(sections, indent=2) + "\n"
-        )
+        print_text(render_contents(explain_all(), answer.format_))
         return
-    section = find_section(" ".join(name))
-    if answer.format_ == "json":
-        print_text(json.dumps(asdict(section), indent=2) + "\n")
-    elif sys.stdout.isatty() and answer_file(click.get_current_context()) is None:
+    section = explain(" ".join(name))
+    is_file = answer_file(click.get_current_context()) is not None
+    if answer.format_ == "text" and sys.stdout.isatty() and not is_file:
         from rich.console import Console
         from rich.markdown import Markdown
 
         Console().print(Markdown(section.text))
     else:
-        print_text(section.text + "\n")
+        print_text(render_section(section, answer.format_))

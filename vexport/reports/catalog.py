@@ -3,7 +3,7 @@
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.resources import files
 from io import StringIO
@@ -160,12 +160,23 @@ def all_sections() -> tuple[ReferenceSection, ...]:
     )
 
 
-def contents() -> str:
-    """Return the pages and their sections, one page per line."""
+def render_contents(sections: Sequence[ReferenceSection], format_: str) -> str:
+    """Return the titles of sections as text, one page per line, or the sections as a JSON list."""
+    if format_ == "json":
+        return json.dumps([asdict(section) for section in sections], indent=2) + "\n"
     pages: dict[str, list[str]] = {}
-    for section in all_sections():
-        pages.setdefault(section.page, []).extend([section.title] if section.depth > 1 else [])
+    for section in sections:
+        titles = pages.setdefault(section.page, [])
+        if section.depth > 1:
+            titles.append(section.title)
     return "".join(f"{page}: {'; '.join(titles)}\n" for page, titles in pages.items())
+
+
+def render_section(section: ReferenceSection, format_: str) -> str:
+    """Return a section as Markdown, or as a JSON object."""
+    if format_ == "json":
+        return json.dumps(asdict(section), indent=2) + "\n"
+    return section.text + "\n"
 
 
 def find_section(name: str) -> ReferenceSection:
