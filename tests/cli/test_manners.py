@@ -258,6 +258,7 @@ def test_unsupported_output_name_is_refused(
         ("AWQ", "AWQ is not included: use --scheme W4A16_ASYM --rounding refit"),
         ("auto-round", "quantize with AutoRound and check the result"),
         ("gptq", "use --scheme W4A16 --rounding gptq"),
+        ("SmoothQuant", "use --scheme W8A8 --calibration DATA --smoothing 0.5"),
     ],
 )
 def test_method_as_scheme_names_remedy(name: str, words: str, llama: Path) -> None:

@@ -114,12 +114,16 @@ NAMES_IN_OTHER_TOOLS: Mapping[str, str] = {
     ),
     **dict.fromkeys(("blockfp8", "fp8blockwise", "fp8deepseek"), "FP8_BLOCK"),
     **dict.fromkeys(("w8", "int8a16", "8bit"), "W8A16"),
-    **dict.fromkeys(("w8a8int8", "int8w8a8", "smoothquant"), "W8A8"),
+    **dict.fromkeys(("w8a8int8", "int8w8a8"), "W8A8"),
 }
 # Names of methods that users mistake for schemes, each with the remedy.
 METHODS: Mapping[str, str] = {
     **dict.fromkeys(
         ("gptq", "w4a16gptq"), "GPTQ is a rounding: use --scheme W4A16 --rounding gptq"
+    ),
+    **dict.fromkeys(
+        ("smoothquant", "w8a8smoothquant"),
+        "SmoothQuant is a smoothing: use --scheme W8A8 --calibration DATA --smoothing 0.5",
     ),
     **dict.fromkeys(
         ("autoround", "w4a16autoround"),
