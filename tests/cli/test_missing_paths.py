@@ -1,4 +1,4 @@
-"""A missing path is reported within a second: no command imports torch before."""
+"""A missing path or a file without text is reported within a second, before torch is imported."""
 
 import json
 import subprocess
@@ -44,6 +44,30 @@ COMMANDS = (
     "repair gone out",
     "repair MODEL out --source gone",
 )
+# Files and a folder that contain no text, with a part of the error.
+WITHOUT_TEXT = {
+    "binary.jsonl": "a binary file",
+    "binary.txt": "a binary file",
+    "empty.jsonl": "an empty file",
+    "empty.txt": "an empty file",
+    "numbers.json": "a number instead of a JSON object",
+    "object.json": "the keys a, b",
+    "pretty.json": "a JSON object that spans several lines",
+    "program.jsonl": "no JSON object",
+    "folder": "a folder without data files",
+}
+READING = (
+    "eval MODEL --baseline MODEL --text {}",
+    "compare MODEL --serve {{}} --serve max_num_seqs=1 --text {}",
+    "quantize MODEL out --scheme W4A16 --rounding gptq --calibration {}",
+    "plan MODEL --scheme W4A16 --rounding gptq --calibration {}",
+)
+READING_FIRST = [READING[0].format(name) for name in WITHOUT_TEXT]
+READING_TEXT = [
+    *READING_FIRST,
+    *(each.format("binary.txt") for each in READING[1:]),
+    "run text.yaml",
+]
 # Runs the commands in one process. Each answer has the exit code, the errors, and whether torch is
 # imported by then.
 SCRIPT = """
@@ -67,8 +91,27 @@ def answers(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     (folder / "tasks.yaml").write_text(
         f"name: a\nsource: {llama}\n{RULES}evaluate: {{tasks: [gone.yaml]}}\n"
     )
+    (folder / "text.yaml").write_text(
+        f"name: a\nsource: {llama}\n{RULES}calibration: {{data: binary.txt}}\n"
+    )
+    contents = {
+        "binary.jsonl": bytes(range(256)),
+        "binary.txt": bytes(range(256)),
+        "empty.jsonl": b"",
+        "empty.txt": b"",
+        "numbers.json": b"[1, 2]",
+        "object.json": b'{"a": 1, "b": 2}',
+        "pretty.json": b'{\n "a": 1,\n "b": 2\n}',
+        "program.jsonl": b'import sys\n"a" "b"\nsys.exit(1)\n',
+    }
+    for name, content in contents.items():
+        (folder / name).write_bytes(content)
+    (folder / "folder").mkdir()
     named = {"MODEL": str(llama), "TASK": str(TASK)}
-    words = [[named.get(word, word) for word in command.split()] for command in COMMANDS]
+    words = [
+        [named.get(word, word) for word in command.split()]
+        for command in (*COMMANDS, *READING_TEXT)
+    ]
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, json.dumps(words)],
         cwd=folder,
@@ -77,7 +120,7 @@ def answers(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         text=True,
         check=True,
     )
-    return dict(zip(COMMANDS, json.loads(done.stdout), strict=True))
+    return dict(zip([*COMMANDS, *READING_TEXT], json.loads(done.stdout), strict=True))
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -87,6 +130,18 @@ def test_missing_path(command: str, answers: dict[str, list[object]]) -> None:
     assert isinstance(errors, list)
     assert errors
     assert all("gone" in error for error in errors)
+    assert not has_torch
+
+
+@pytest.mark.parametrize("command", READING_TEXT)
+def test_file_without_text(command: str, answers: dict[str, list[object]]) -> None:
+    code, errors, has_torch = answers[command]
+    (name,) = [name for name in WITHOUT_TEXT if name in command] or ["binary.txt"]
+    assert code == 2
+    assert isinstance(errors, list)
+    (error,) = errors
+    assert name in error
+    assert WITHOUT_TEXT[name] in error
     assert not has_torch
 
 

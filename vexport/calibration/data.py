@@ -33,7 +33,7 @@ from vexport.calibration.rows import (
 from vexport.calibration.sources import RawRow, encoding_error, raw_rows
 from vexport.checkpoint.chat_template import DEFAULT as DEFAULT_TEMPLATE
 from vexport.checkpoint.chat_template import chat_templates
-from vexport.checkpoint.source import DEFAULT, parse_data
+from vexport.checkpoint.source import DEFAULT, parse_data, require_data
 from vexport.errors import InputError, first_line, raise_all
 from vexport.files import digest_bytes, read_json_object
 from vexport.records import CalibrationData
@@ -135,6 +135,41 @@ def read_samples(
     )
 
 
+def require_rows(name: str, column: str | None = None) -> None:
+    """Raise the errors of data that cannot contain text, before anything slow is imported.
+
+    `column` is the column with the text, by default the column in the name. Only the first rows of
+    a file or a folder are read. Raises InputError if the path is missing, if it is not a file with
+    text, and if the first MAX_BROKEN_ROWS rows are all broken. `read_samples` reports all other
+    problems.
+    """
+    require_data(name)
+    parsed = parse_data(name)
+    if parsed.kind != "path":
+        return
+    data = CalibrationData(name=name, samples=MAX_BROKEN_ROWS, seq_len=1)
+    broken = _BrokenRows()
+    number = 0
+    for raw in islice(raw_rows(data), MAX_BROKEN_ROWS):
+        number += 1
+        try:
+            read_row(_content(raw), column or parsed.column)
+        except MultimodalRowError:
+            return
+        except (ValueError, RecursionError) as error:
+            broken.add(raw.place, error)
+        else:
+            return
+    raise_all(broken.errors() if number else [_no_rows_error(name)])
+
+
+def _no_rows_error(name: str) -> InputError:
+    parsed = parse_data(name)
+    is_empty = parsed.kind == "path" and parsed.path.is_file() and not parsed.path.stat().st_size
+    got = "an empty file" if is_empty else "no rows"
+    return InputError(name, got=got, need=SUPPORTED_ROW_FORMS, fix="add rows")
+
+
 def first_texts(data: CalibrationData, most: int) -> list[str]:
     """Return the texts of the first rows that are text, at most `most`. Needs no tokenizer."""
     return [
@@ -165,6 +200,54 @@ class _Tokens:
     start: Sequence[int] = ()
 
 
+class _BrokenRows:
+    """Collects the problems of broken rows, with the places of the rows."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._problems: dict[str, _BrokenKind] = {}
+
+    def add(self, place: str, error: ValueError | RecursionError) -> None:
+        """Add a row that could not be read. Raise InputError if the file is not UTF-8."""
+        if isinstance(error, UnicodeDecodeError):
+            raise encoding_error(place, error) from None
+        got = str(error)
+        need = SUPPORTED_ROW_FORMS
+        fix = FIX_ROW
+        kind = got
+        if isinstance(error, RecursionError):
+            kind = got = "JSON nested too deeply"
+        elif isinstance(error, json.JSONDecodeError):
+            # Rows without JSON are one problem, wherever the parser stops.
+            kind = "no JSON object"
+            got = f"{kind} ({error.msg} at character {error.pos})"
+            fix = f"{FIX_ROW}, or name a file of plain text .txt"
+        elif isinstance(error, RefusedTurnsError):
+            need = "turns that the chat template renders"
+        elif isinstance(error, UnknownFormError):
+            fix = FIX_COLUMN
+        problem = _BrokenKind(got=got, need=need, fix=fix, places=[])
+        self._problems.setdefault(kind, problem).places.append(place)
+        self.number += 1
+
+    def errors(self) -> list[InputError]:
+        """Return an error for each problem, with the first row that has the problem."""
+        return [
+            InputError(_row_places(each.places), got=each.got, need=each.need, fix=each.fix)
+            for each in self._problems.values()
+        ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _BrokenKind:
+    """A problem of rows: the text for the first row that has it, and the places of all rows."""
+
+    got: str
+    need: str
+    fix: str
+    places: list[str]
+
+
 class _Reader:
     """Tokenizes the rows of a data set.
 
@@ -178,7 +261,7 @@ class _Reader:
         self._vocab_size = vocab_size
         self._checkpoint = checkpoint
         self._trust = trust_remote_code
-        self._broken: dict[tuple[str, str, str], list[str]] = {}
+        self._broken = _BrokenRows()
         self._multimodal: list[tuple[str, str]] = []
         self._omitted = Counter[str]()
         self._number = 0
@@ -242,33 +325,19 @@ class _Reader:
                 self._multimodal.append((raw.place, str(error)))
                 if len(self._multimodal) == self._number == MAX_MULTIMODAL_ROWS:
                     return
-            except UnicodeDecodeError as error:
-                raise encoding_error(raw.place, error) from None
             except (ValueError, RecursionError) as error:
-                got = "JSON nested too deeply" if isinstance(error, RecursionError) else str(error)
-                if isinstance(error, json.JSONDecodeError):
-                    got = f"no JSON object ({error.msg} at character {error.pos})"
-                is_refused = isinstance(error, RefusedTurnsError)
-                need = "turns that the chat template renders" if is_refused else SUPPORTED_ROW_FORMS
-                is_unknown = isinstance(error, UnknownFormError)
-                fix = FIX_COLUMN if is_unknown else FIX_ROW
-                self._broken.setdefault((got, need, fix), []).append(raw.place)
-                if sum(map(len, self._broken.values())) == MAX_BROKEN_ROWS:
+                self._broken.add(raw.place, error)
+                if self._broken.number == MAX_BROKEN_ROWS:
                     return
 
     def errors(self) -> list[InputError]:
         """Return the errors of broken rows. Rows with the same problem share an error."""
-        return [
-            InputError(_row_places(places), got=got, need=need, fix=fix)
-            for (got, need, fix), places in self._broken.items()
-        ]
+        return self._broken.errors()
 
     def no_rows_error(self) -> InputError:
         """Return the error for data without any row that calibration can use."""
         if not self._multimodal:
-            return InputError(
-                self._data.name, got="no rows", need=SUPPORTED_ROW_FORMS, fix="add rows"
-            )
+            return _no_rows_error(self._data.name)
         (place, what), number = self._multimodal[0], len(self._multimodal)
         each = "the only row has" if number == 1 else f"each of the {number:,} rows read has"
         return InputError(

@@ -62,11 +62,12 @@ class ComparisonOptions:
 
         Raises UsageError if options of `eval` contradict each other.
         """
-        from vexport.evaluation.accepted import is_accepted
-
-        path, baseline, against = Path(self.baseline or ""), self.baseline, self.against
-        if not against and path.suffix == ".json" and is_accepted(path):
-            baseline, against = None, path
+        path = Path(self.baseline or "")
+        baseline = self.baseline
+        against = self.against
+        if not against and path.suffix == ".json" and _is_accepted(path):
+            baseline = None
+            against = path
         if baseline and against or not (baseline or against or self.accept):
             raise click.UsageError(
                 "Give --baseline SOURCE or --against FILE, or --accept FILE alone."
@@ -92,6 +93,13 @@ class ComparisonOptions:
         if len(options["checkpoints"]) > 1 and self.accept:
             raise click.UsageError("--accept takes the answers of one CHECKPOINT.")
         return replace(self, baseline=baseline, against=against)
+
+
+def _is_accepted(path: Path) -> bool:
+    """Return True if the file is an accepted baseline."""
+    from vexport.evaluation.accepted import is_accepted
+
+    return is_accepted(path)
 
 
 # Rarely needed: only the reference lists them.

@@ -166,14 +166,20 @@ def _plan_scenario(
 
 
 def _note_missing_data(scenario: "Scenario") -> None:
-    """Print a note for each missing text. The plan does not need the text, but a run does."""
-    from vexport.checkpoint.source import require_data
+    """Print a note for each text that is missing or has no rows.
 
-    calibration = scenario.calibration.data if scenario.calibration else None
-    text = scenario.evaluate.text if scenario.evaluate else None
-    for name in filter(None, (calibration, text)):
+    The plan does not need the text, but a run does.
+    """
+    from vexport.calibration.data import require_rows
+
+    texts: list[tuple[str, str | None]] = []
+    if scenario.calibration:
+        texts.append((scenario.calibration.data, scenario.calibration.column))
+    if scenario.evaluate and scenario.evaluate.text:
+        texts.append((scenario.evaluate.text, None))
+    for name, column in texts:
         try:
-            require_data(name)
+            require_rows(name, column)
         except InputError as problem:
             note(f"{problem}; `vexport run` needs it")
 
@@ -184,7 +190,7 @@ def _plan_rules(
     """Print the plan of a model for a scheme or a recipe from the command line."""
     from vexport.api import Calibration
     from vexport.api import plan as api_plan
-    from vexport.checkpoint.source import require_data
+    from vexport.calibration.data import require_rows
     from vexport.plan.rules import calibration_need
 
     require_consistent("plan")
@@ -200,7 +206,7 @@ def _plan_rules(
             on_progress=on_progress,
         )
     if text is not None:
-        require_data(text.data)
+        require_rows(text.data, text.column)
         if calibration_need(plan) is None:
             note("this plan does not need the text")
     out = "-".join((Path(source).resolve().name, *(plan.schemes or ("KV",))))

@@ -7,13 +7,14 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
-from vexport.checkpoint.source import hub_name, parse_data, require_data, require_source
+from vexport.calibration.data import require_rows
+from vexport.checkpoint.source import hub_name, parse_data, require_source
 from vexport.errors.extras import attempt_all
 from vexport.files import user_path
 from vexport.inference.result_files import is_results
 from vexport.inference.tasks import parse_task, task_files
 from vexport.outputs.replaceable import NamedPath
-from vexport.scenario import Evaluate, Scenario
+from vexport.scenario import Calibration, Evaluate, Scenario
 
 _ADDRESSES = ("http://", "https://")
 
@@ -51,19 +52,22 @@ def scenario_inputs(scenario: Scenario, file: Path | None) -> Iterator[NamedPath
             yield NamedPath(label="evaluate.baseline", path=user_path(scenario.evaluate.baseline))
 
 
-def require_inputs(models: Sequence[str], settings: Evaluate | None, data: str = "") -> None:
+def require_inputs(
+    models: Sequence[str], settings: Evaluate | None, calibration: Calibration | None = None
+) -> None:
     """Raise the errors for all missing models, tasks and texts at once.
 
-    `models` are folders, models of the hub, addresses or results of lm-eval. `data` is the name of
-    calibration data. The contents of the files are checked later.
+    `models` are folders, models of the hub, addresses or results of lm-eval. Texts must begin with
+    a row that can be read. All other contents are checked later.
     """
     checks = []
-    if data:
-        checks.append((data, partial(require_data, data)))
+    if calibration is not None:
+        data = calibration.data
+        checks.append((data, partial(require_rows, data, calibration.column)))
     if settings is not None:
         checks += [(task, partial(_require_file, task)) for task in settings.tasks]
         if settings.text:
-            checks.append((settings.text, partial(require_data, settings.text)))
+            checks.append((settings.text, partial(require_rows, settings.text)))
         if settings.tokenizer:
             models = [*models, settings.tokenizer]
     asked = [name for name in dict.fromkeys(models) if not name.startswith(_ADDRESSES)]
@@ -81,7 +85,7 @@ def require_scenario_inputs(scenario: Scenario) -> None:
     models = [scenario.source]
     if settings is not None and settings.baseline is not None:
         models.append(settings.baseline)
-    require_inputs(models, settings, scenario.calibration.data if scenario.calibration else "")
+    require_inputs(models, settings, scenario.calibration)
 
 
 def _require_file(task: str) -> None:

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from vexport.checkpoint.source import require_data
+from vexport.calibration.data import require_rows
 from vexport.engine.messages import SessionRequest
 from vexport.inference.options import EngineOptions
 from vexport.inference.task_data import fetch_task_data
@@ -43,7 +43,7 @@ def add_tasks(
 def require_tasks(settings: Evaluate, options: EngineOptions) -> None:
     """Raise InputError, for all tasks at once, if a task or the text cannot be used."""
     if settings.text is not None:
-        require_data(settings.text)
+        require_rows(settings.text)
     with _task_request(settings, options) as request:
         if settings.enable_thinking:
             require_generating(request.tasks)

@@ -3,8 +3,8 @@
 from typing import TYPE_CHECKING
 
 from vexport.architectures.config import vocab_size
+from vexport.calibration.data import require_rows
 from vexport.checkpoint.index import SourceIndex
-from vexport.checkpoint.source import require_data
 from vexport.errors.extras import require_extra
 from vexport.formats.plan import Plan
 from vexport.plan.rules import calibration_need
@@ -15,12 +15,12 @@ if TYPE_CHECKING:
 
 
 def require_calibration(plan: Plan, settings: Calibration | None) -> None:
-    """Raise InputError if a plan needs samples and has none, or if their file is missing."""
+    """Raise InputError if a plan needs samples and has none, or if their file has no rows."""
     need = calibration_need(plan)
     if need and settings is None:
         raise need.missing()
     if settings is not None:
-        require_data(settings.data)
+        require_rows(settings.data, settings.column)
 
 
 def calibration_samples(

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from vexport.checkpoint.source import require_data, require_source
+from vexport.calibration.data import require_rows
+from vexport.checkpoint.source import require_source
 from vexport.engine.arguments import require_arguments
 from vexport.engine.session import require_vllm
 from vexport.errors import EnvironmentFault, VexportError
@@ -86,7 +87,7 @@ def run_scenario(
 def _require_usable(scenario: Scenario, options: EngineOptions) -> None:
     """Raise errors that would otherwise stop the run hours later, before anything is written."""
     if scenario.calibration:
-        require_data(scenario.calibration.data)
+        require_rows(scenario.calibration.data, scenario.calibration.column)
     require_vllm(options.vllm_python)
     for python in scenario.variants.vllm_python if scenario.variants else ():
         require_vllm(python)
