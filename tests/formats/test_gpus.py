@@ -39,7 +39,7 @@ def test_capability_of_name() -> None:
 
 def test_duplicate_and_unknown_gpus() -> None:
     assert [card.name for card in cards(["H100", "h100 ", "L4"])] == ["H100", "L4"]
-    with pytest.raises(ValueError, match=r"'L41S' is not a known GPU.*L40S"):
+    with pytest.raises(ValueError, match=r"'L41S' is not a known GPU.*--sm 89.*L40S"):
         cards(["L41S"])
 
 

@@ -134,7 +134,10 @@ def cards(names: Iterable[str]) -> tuple[Card, ...]:
     for name in names:
         card = find_card(name)
         if card is None:
-            raise ValueError(f"{name.strip()!r} is not a known GPU. Known: {', '.join(CARDS)}.")
+            raise ValueError(
+                f"{name.strip()!r} is not a known GPU. For another GPU, use its compute capability "
+                f"(--sm 89, or sm=89 in Python). Known: {', '.join(CARDS)}."
+            )
         found[card.name] = card
     return tuple(found.values())
 

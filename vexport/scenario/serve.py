@@ -200,9 +200,8 @@ class Serve(ScenarioSection):
     def _check_compute(cls, values: tuple[str, ...]) -> tuple[str, ...]:
         known = {value: value if value == "cpu" else parse_capability(value) for value in values}
         if None in known.values():
-            raise ValueError(
-                f"cpu or a compute capability: {', '.join(f'sm{sm}' for sm in GENERATIONS)}"
-            )
+            capabilities = ", ".join(f"sm{sm}" for sm in GENERATIONS)
+            raise ValueError(f"cpu, a GPU such as H100, or a compute capability ({capabilities})")
         return tuple(value if value == "cpu" else f"sm{known[value]}" for value in values)
 
     @field_validator("engine_args")
