@@ -87,9 +87,7 @@ def test_baseline_cut_answers_are_counted(copies: Path, tmp_path: Path) -> None:
     cut_answers(copies / "baseline", 80)
     cut_answers(copies / "twin", 120)
     accepted = accept_results(copies / "baseline", file, {})
-    assert lost_answers(accepted, alpha=0.05)[0].startswith(
-        "sums: the quantized model was cut in 20%"
-    )
+    assert lost_answers(accepted, alpha=0.05)[0].startswith("sums: the candidate was cut in 20%")
     endings = read_accepted(file).tasks["sums"].endings
     assert endings == {"0-99": "c" * 80 + "." * 20}
     assert read_accepted(file).tasks["choices"].endings is None

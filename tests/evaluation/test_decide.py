@@ -51,7 +51,7 @@ def test_real_loss_shows_flipped_documents(lm_eval_runs: Path, tmp_path: Path) -
     assert (chosen.target, chosen.baseline, chosen.candidate) == ("5", "5", "none of them")
     assert (
         verdict.reason
-        == "all 3 tasks lose more than 2 points (worst: choices -13.0, at best -9.49)"
+        == "all 3 tasks lose more than 2 points (worst: choices loses 13.0 points, at least 9.49)"
     )
     assert "upper bounds corrected for 3 tasks (Holm)" in verdict.method
     assert compare(lm_eval_runs, "worse", margin=0.25).outcome == "PASS"

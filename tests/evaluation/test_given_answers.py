@@ -5,21 +5,21 @@ from pathlib import Path
 import pytest
 
 from vexport.errors import InputError
-from vexport.evaluation.given_answers import GivenAnswers, require_answers_to
+from vexport.evaluation.given_answers import GivenAnswers, require_comparable_answers
 from vexport.inference.tasks import require_generating
 
 GIVEN = GivenAnswers(
     file=Path("results.json"),
     documents={"sums": 100, "part0": 50, "part1": 50},
-    originals={"sums": 200, "part0": 50, "part1": 50},
+    full_sizes={"sums": 200, "part0": 50, "part1": 50},
     members={"parts": ("part0", "part1")},
 )
 
 
 def test_matching_tasks_are_accepted() -> None:
-    require_answers_to(GIVEN, ["sums", "parts"], [], 100)
-    require_answers_to(GIVEN, ["sums", "part0", "part1"], ["sums"], 100)
-    require_answers_to(GIVEN, ["a_tag"], [], 100)
+    require_comparable_answers(GIVEN, ["sums", "parts"], [], 100)
+    require_comparable_answers(GIVEN, ["sums", "part0", "part1"], ["sums"], 100)
+    require_comparable_answers(GIVEN, ["a_tag"], [], 100)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +37,7 @@ def test_mismatched_tasks_are_refused(
     names: list[str], exact: list[str], limit: float | None, words: str
 ) -> None:
     with pytest.raises(InputError) as caught:
-        require_answers_to(GIVEN, names, exact, limit)
+        require_comparable_answers(GIVEN, names, exact, limit)
     caught.match(f"(?s).*{words}")
 
 

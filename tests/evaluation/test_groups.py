@@ -81,7 +81,7 @@ def test_gate_chooses_metric(runs: Path, choice: dict[str, str]) -> None:
     results = read_results(runs / "baseline")
     (gated,) = gated_tasks(results, results, choice)
     assert gated.label == "acc_norm,none"
-    assert gated.also[0].label == "acc,none"
+    assert gated.informational[0].label == "acc,none"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.evaluation.text_sessions import random_text, session
 from vexport.errors import CheckpointFailed, Inconclusive
 from vexport.evaluation.held_out import (
-    acceptance_fall,
+    acceptance_loss,
     decide_on_text,
     judge_limit,
     mean_bounds,
@@ -121,7 +121,7 @@ def test_acceptance_length_loss_equals_bootstrap() -> None:
     rng = np.random.default_rng(3)
     steps, more = rng.integers(30, 80, 60), rng.integers(0, 9, 60)
     old, new = rng.binomial(3 * steps, 0.5), rng.binomial(3 * (steps + more), 0.45)
-    parts = acceptance_fall(drafts(old, steps), drafts(new, steps + more))
+    parts = acceptance_loss(drafts(old, steps), drafts(new, steps + more))
 
     def fall(chosen: np.ndarray) -> float:
         before = 1 + old[chosen].sum() / steps[chosen].sum()

@@ -13,7 +13,7 @@ from torch.nn import functional
 from tests.evaluation.text_sessions import random_text, session
 from tests.reports.sample import WHOLE
 from vexport.errors import EnvironmentFault
-from vexport.evaluation.held_out import LATE, decide_on_text, judge_limit
+from vexport.evaluation.held_out import LATE_FAILURE_HINT, decide_on_text, judge_limit
 from vexport.evaluation.positions import Span, buckets_of, compare_rows, doublings_of
 from vexport.evaluation.verdict import overall_outcome
 from vexport.inference.answers import Served
@@ -113,7 +113,7 @@ def test_late_error_fails_and_names_its_bucket(tmp_path: Path) -> None:
     verdict = decide_on_text("held-out.txt", old, new, SETTINGS)
     text = text_of(verdict)
     assert [bucket.outcome for bucket in text.buckets] == ["PASS", "PASS", "FAIL"]
-    assert (verdict.outcome, verdict.warnings) == ("FAIL", (LATE,))
+    assert (verdict.outcome, verdict.warnings) == ("FAIL", (LATE_FAILURE_HINT,))
     assert "in tokens 256-400" in verdict.reason
     assert "tokens 0-64 and tokens 64-256 pass" in verdict.reason
     kl, rise = text.limits

@@ -82,7 +82,7 @@ def fake(lm_eval_runs: Path, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     engine = FakeEngine(lm_eval_runs)
     monkeypatch.setattr(EngineSource, "ask", lambda self, *given: engine.ask(self, *given))
     monkeypatch.setattr("vexport.run.variants.find_problems", problems)
-    monkeypatch.setattr("vexport.run.proving.sessions_here", lambda run: None)
+    monkeypatch.setattr("vexport.run.proving.local_sessions", lambda run: None)
     return engine
 
 

@@ -183,11 +183,11 @@ NEVER_SETTLED = task_with("facts", -0.02, -0.03, -0.01)
     [
         (
             [SMALL_LOSS, NO_LOSS, GAIN, GAIN],
-            "all 4 tasks lose less than 2 points (worst: addition -0.43, worst case -0.84)",
+            "all 4 tasks lose less than 2 points (worst: addition loses 0.43 points, at most 0.84)",
         ),
         (
             [NO_LOSS, GAIN],
-            "both tasks lose less than 2 points (worst: facts 0.00, worst case -0.42)",
+            "both tasks lose less than 2 points (worst: facts loses nothing, at most 0.42 points)",
         ),
         ([SMALL_LOSS], "addition loses 0.43 points (at most 0.84), 2 points were accepted"),
         ([NO_LOSS], "facts loses nothing (at most 0.42 points), 2 points were accepted"),
@@ -210,11 +210,11 @@ NEVER_SETTLED = task_with("facts", -0.02, -0.03, -0.01)
         ),
         (
             [LARGE_LOSS, LARGER_LOSS],
-            "both tasks lose more than 2 points (worst: facts -38.6, at best -34.9)",
+            "both tasks lose more than 2 points (worst: facts loses 38.6 points, at least 34.9)",
         ),
         (
             [LARGE_LOSS, LARGER_LOSS, SMALL_LOSS],
-            "2 of 3 tasks lose more than 2 points (worst: facts -38.6, at best -34.9)",
+            "2 of 3 tasks lose more than 2 points (worst: facts loses 38.6 points, at least 34.9)",
         ),
         (
             [UNSETTLED, NO_LOSS],
@@ -245,7 +245,7 @@ NEVER_SETTLED = task_with("facts", -0.02, -0.03, -0.01)
         (
             [SMALL_LOSS, perplexity_with("wikitext", 0.31, 0.2, 0.4)],
             "both tasks lose less than 2 points or 0.02 in word_perplexity "
-            "(worst: addition -0.43, worst case -0.84)",
+            "(worst: addition loses 0.43 points, at most 0.84)",
         ),
     ],
 )
@@ -270,9 +270,9 @@ def test_accepted_loss_in_words(margin: float, tasks: Sequence[TaskVerdict], wor
 
 
 def test_bound_near_margin_has_more_digits() -> None:
-    """ "Less than 2 points, worst case -2.00" would contradict itself."""
+    """ "Less than 2 points, at most 2.00" would contradict itself."""
     close = task_with("addition", -0.0101, -0.019996, 0.0)
-    assert "worst case -1.9996)" in reason_for("PASS", [close, NO_LOSS], margin=0.02)
+    assert "at most 1.9996)" in reason_for("PASS", [close, NO_LOSS], margin=0.02)
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,7 @@ from pydantic import JsonValue
 
 from vexport.errors import InputError, raise_all
 from vexport.evaluation.fingerprint import causes
-from vexport.evaluation.lost import LETTERS, Ending, count_answers, letter_of, lost_words
+from vexport.evaluation.lost import LETTERS, Ending, count_answers, letter_of, lost_answers_text
 from vexport.evaluation.pairs import Choice, TaskPair, gated_tasks
 from vexport.evaluation.results import Results, Sample, TaskSamples, read_results
 from vexport.files import from_json, read_json_object, to_json, write_text
@@ -347,7 +347,7 @@ def lost_answers(accepted: Accepted, alpha: float) -> tuple[str, ...]:
         scores = np.array([score for score, _ in stored_scores(task).values()])
         sign = 1 if task.higher_is_better else -1
         counts = count_answers([*endings.values()], scores, sign=sign, alpha=alpha)
-        if words := lost_words(None, counts):
+        if words := lost_answers_text(None, counts):
             described.append(f"{name}: {words}")
     return tuple(described)
 

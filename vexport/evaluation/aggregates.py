@@ -51,10 +51,10 @@ class Table:
     - `baseline` and `candidate` have the shape (documents, numbers).
     - `measure` computes a value from sums over documents. The verdict is based on the difference
       between the two models' values.
-    - `shown` converts a value of `measure` to lm-eval's aggregate.
+    - `to_aggregate` converts a value of `measure` to lm-eval's aggregate.
     - `unit` is the unit of a difference, and `higher_is_better` is its direction.
-    - `other` has the numbers that each document would have if the baseline's answer to it changed,
-      shape (documents, numbers). It is None unless answers are right or wrong.
+    - `flipped` has the numbers that each document would have if the baseline's answer to it
+      changed, shape (documents, numbers). It is None unless answers are right or wrong.
     - `is_text` is True if the metric scores generated text.
     - `scored` returns 1 for each document with an at least partly right answer, else 0.
     """
@@ -64,8 +64,8 @@ class Table:
     measure: Measure
     unit: Unit
     higher_is_better: bool
-    shown: Callable[[float], float] = field(default=float)
-    other: Scores | None = None
+    to_aggregate: Callable[[float], float] = field(default=float)
+    flipped: Scores | None = None
     is_text: bool = False
     scored: Callable[[Scores], Scores] = field(default=lambda rows: np.ones(len(rows)))
 
@@ -109,7 +109,7 @@ def log_likelihood_table(
         measure=_ratio,
         unit="nats",
         higher_is_better=higher_is_better,
-        shown=_perplexity if is_perplexity else float,
+        to_aggregate=_perplexity if is_perplexity else float,
     )
 
 
@@ -139,7 +139,7 @@ def _weighted_perplexity(metric: str, baseline: Sequence[Json], candidate: Seque
         measure=_ratio,
         unit=units.get(metric, "nats"),
         higher_is_better=True,
-        shown=_perplexity,
+        to_aggregate=_perplexity,
     )
 
 
@@ -240,7 +240,7 @@ def _f1(metric: str, baseline: Sequence[Json], candidate: Sequence[Json]) -> Tab
         measure=_f1_of,
         unit="metric",
         higher_is_better=True,
-        other=_f1_counts(is_positive, sides[0] != 1),
+        flipped=_f1_counts(is_positive, sides[0] != 1),
         scored=lambda rows: 1.0 - rows[:, 1] - rows[:, 2],
     )
 
@@ -283,7 +283,7 @@ def _mcc(metric: str, baseline: Sequence[Json], candidate: Sequence[Json]) -> Ta
         measure=_mcc_of,
         unit="metric",
         higher_is_better=True,
-        other=cells[gold_at * many + other_at],
+        flipped=cells[gold_at * many + other_at],
         scored=lambda rows: rows @ diagonal,
     )
 

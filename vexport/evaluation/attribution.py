@@ -10,7 +10,8 @@ The differences between them separate the causes:
 - The distance of (3) from (1) is the cost of quantization in exact arithmetic.
 - The distance of (4) from (3) is large if vLLM loads other values than the file has, or multiplies
   differently.
-- The distance of (2) from (1) is the noise floor: two implementations of one model in bfloat16.
+- The distance of (2) from (1) is the noise floor: two implementations of the same model in
+  bfloat16.
 """
 
 from collections.abc import Sequence
@@ -30,26 +31,26 @@ from vexport.inference.prompting import differences
 from vexport.numerics.metrics import kl_divergence
 from vexport.records import Attribution, Cause, Distance, OnProgress, Outcome, named, silent
 
-ABOVE_NOISE = 3.0
+NOISE_FACTOR = 3.0
 """Multiple of the noise floor above which the quantization distance explains a failed task.
 
 The multiple is used if no distance is above its limit. If the quantization distance is smaller,
 both models compute nearly the same. The cause is then in the prompts or in the extraction of
 answers.
 """
-NOTHING_IN_COMMON = 100.0
+MAX_POSITION_KL = 100.0
 """Maximum KL of a position, in nats.
 
 A position with NaN has an infinite KL. It is replaced by this value, because JSON has no infinity.
 The KL of two working models is far below it.
 """
-_EVIDENCE = 3
-LATE = (
+_MAX_EVIDENCE = 3
+ONLY_LATE_LOSS = (
     "every distance is within its limit at the first tokens of each row: the loss is at later "
     "tokens, which are not scored in four ways"
 )
 
-NAMES = {
+MODEL_NAMES = {
     1: "transformers, baseline",
     2: "vLLM, baseline",
     3: "transformers, candidate dequantized",
@@ -110,13 +111,13 @@ def attribute(
         "engine": replace(engine, limit=limit_of_engine),
         "total": _distance(scores, 2, 4, limit),
     }
-    is_asked = not harness and _beyond(distances["engine"])
-    evidence = _loader_evidence(candidate, vllm_python, of_candidate) if is_asked else ()
-    cause, reason = _judge(distances, harness, evidence, outcome, is_late=is_late)
+    needs_evidence = not harness and _exceeds_limit(distances["engine"])
+    evidence = _loader_evidence(candidate, vllm_python, of_candidate) if needs_evidence else ()
+    cause, reason = _find_cause(distances, harness, evidence, outcome, is_late=is_late)
     return Attribution(cause=cause, reason=reason, **distances, harness=harness, evidence=evidence)
 
 
-def _judge(
+def _find_cause(
     distances: dict[str, Distance],
     harness: Sequence[str],
     evidence: Sequence[str],
@@ -128,28 +129,28 @@ def _judge(
     noise, quantization, engine = distances["noise"], distances["quantization"], distances["engine"]
     if harness:
         return "harness", f"the models get different prompts: {harness[0]}"
-    if _beyond(engine):
-        words = f"vLLM differs from transformers with the same weights by {_against(engine)}"
+    if _exceeds_limit(engine):
+        words = f"vLLM differs from transformers with the same weights by {_kl_with_limit(engine)}"
         if evidence:
             return (
                 "loader",
                 f"{words}, because it loads other values than the file has: {evidence[0]}",
             )
-        also = "; the baseline differs too" if _beyond(noise) else ""
+        also = "; the baseline differs too" if _exceeds_limit(noise) else ""
         return "kernel", f"{words}, although it loads all values as they are stored{also}"
-    if _beyond(quantization):
+    if _exceeds_limit(quantization):
         return (
             "quantization",
-            f"the exported weights differ from the source's by {_against(quantization)}",
+            f"the exported weights differ from the source's by {_kl_with_limit(quantization)}",
         )
     if outcome != "FAIL":
         return "none", "quantization, engine and noise are all within their limits"
     if is_late:
-        return "none", LATE
-    if quantization.mean_kl > ABOVE_NOISE * noise.mean_kl:
+        return "none", ONLY_LATE_LOSS
+    if quantization.mean_kl > NOISE_FACTOR * noise.mean_kl:
         return "quantization", (
             "the tasks fail, and only the exported weights exceed the noise floor: they differ "
-            f"from the source's by {_against(quantization)}"
+            f"from the source's by {_kl_with_limit(quantization)}"
         )
     return "harness", (
         "the tasks fail, but all four log-probabilities agree: "
@@ -165,21 +166,21 @@ def _reference(side: Served, on_progress: OnProgress) -> torch.Tensor:
 def _distance(
     scores: dict[int, torch.Tensor], reference: int, measured: int, limit: float
 ) -> Distance:
-    kl = kl_divergence(scores[reference], scores[measured]).clamp(max=NOTHING_IN_COMMON)
+    kl = kl_divergence(scores[reference], scores[measured]).clamp(max=MAX_POSITION_KL)
     return Distance(
-        reference=NAMES[reference],
-        measured=NAMES[measured],
+        reference=MODEL_NAMES[reference],
+        measured=MODEL_NAMES[measured],
         mean_kl=float(kl.mean()),
         max_kl=float(kl.max()),
         limit=limit,
     )
 
 
-def _beyond(distance: Distance) -> bool:
+def _exceeds_limit(distance: Distance) -> bool:
     return distance.mean_kl > distance.limit
 
 
-def _against(distance: Distance) -> str:
+def _kl_with_limit(distance: Distance) -> str:
     return f"{distance.mean_kl:.3g} nats a token (limit {distance.limit:g})"
 
 
@@ -202,4 +203,4 @@ def _loader_evidence(
         (dry,) = load.reports(on_progress)
         findings += dry.findings
     errors = [finding for finding in findings if finding.severity == "error"]
-    return tuple(str(finding) for finding in errors[:_EVIDENCE])
+    return tuple(str(finding) for finding in errors[:_MAX_EVIDENCE])

@@ -1,4 +1,4 @@
-"""Compare two models on one task: from scores to a TaskVerdict."""
+"""Compare two models on a task: from scores to a TaskVerdict."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -7,7 +7,7 @@ from itertools import islice
 import numpy as np
 
 from vexport.evaluation.corpus import LEAST_DOCUMENTS
-from vexport.evaluation.lost import Ending, count_answers, lost_words
+from vexport.evaluation.lost import Ending, count_answers, lost_answers_text
 from vexport.evaluation.pairs import TaskPair
 from vexport.evaluation.statistics import (
     Interval,
@@ -41,8 +41,8 @@ def difference_interval(pair: TaskPair, alpha: float) -> Interval:
     if pair.corpus is not None:
         return pair.corpus.difference_interval(alpha)
     if pair.binary:
-        return clustered_tango(pair.gain, pair.clusters, alpha, pair.answers)
-    return bootstrap_interval(pair.gain, alpha, span=pair.span, clusters=pair.clusters)
+        return clustered_tango(pair.gain, pair.clusters, alpha, pair.answers_per_cluster)
+    return bootstrap_interval(pair.gain, alpha, span=pair.range_width, clusters=pair.clusters)
 
 
 def compare_task(
@@ -53,7 +53,7 @@ def compare_task(
     fail_alpha: float,
     is_templated: bool | None = None,
 ) -> TaskVerdict:
-    """Judge one task.
+    """Judge a task.
 
     The outcome is PASS if the lower bound at `alpha` is above -margin. The outcome is FAIL if the
     upper bound at `fail_alpha` is below -margin. Otherwise the outcome is INCONCLUSIVE.
@@ -110,9 +110,9 @@ def compare_task(
         seeds_needed=seeds_needed,
         flips=tuple(islice(_flips(pair), MAX_FLIPS)),
         clusters=None
-        if pair.clusters is None or pair.answers > 1
+        if pair.clusters is None or pair.answers_per_cluster > 1
         else len(np.unique(pair.clusters)),
-        also=tuple(comparison(other, margin=margin, alpha=alpha) for other in pair.also),
+        also=tuple(comparison(other, margin=margin, alpha=alpha) for other in pair.informational),
         unit=pair.unit,
         higher_is_better=pair.sign > 0,
         baseline_answers=counts[0],
@@ -146,7 +146,7 @@ def _lost(
     if their share of all answers, times the range, is above the margin. For a metric of the whole
     corpus, the baseline's value replaces the range.
     """
-    scores, sign, cost = (pair.baseline, pair.candidate), pair.sign, pair.span
+    scores, sign, cost = (pair.baseline, pair.candidate), pair.sign, pair.range_width
     if pair.corpus is not None:
         scores, sign = (pair.corpus.scored[0], pair.corpus.scored[1]), 1
     if pair.own_unit is not None:
@@ -155,14 +155,14 @@ def _lost(
     candidate = _answer_counts([new.ending for _, new in pair.documents], scores[1], sign, alpha)
     shares = [side.lost / side.answers for side in (baseline, candidate) if side is not None]
     too_many = bool(shares) and max(shares) * cost > margin
-    words = lost_words(baseline, candidate)
+    words = lost_answers_text(baseline, candidate)
     return (baseline, candidate), words, too_many and bool(words)
 
 
 def _answer_counts(
     endings: Sequence[Ending | None], scores: Scores, sign: int, alpha: float
 ) -> AnswerCounts | None:
-    """Count one model's generated answers. Return None if some answers are not generated."""
+    """Count a model's generated answers. Return None if some answers are not generated."""
     known = [ending for ending in endings if ending is not None]
     return (
         count_answers(known, scores, sign=sign, alpha=alpha) if len(known) == len(endings) else None
@@ -243,7 +243,7 @@ def _outcome(low: float, high: float, margin: float) -> Outcome:
 
 def _means(pair: TaskPair) -> Scores:
     """Return the mean change of each document."""
-    if pair.clusters is None or pair.answers == 1:
+    if pair.clusters is None or pair.answers_per_cluster == 1:
         return pair.changed
     means: Scores = np.bincount(pair.clusters, weights=pair.changed) / pair.seeds
     return means
@@ -253,14 +253,14 @@ def _score(pair: TaskPair, scores: Scores, alpha: float) -> Score:
     value = float(scores.mean())
     if pair.corpus is not None:
         side = 0 if scores is pair.baseline else 1
-        value = pair.corpus.shown[side]
+        value = pair.corpus.reported[side]
         low, high = pair.corpus.shown_interval(side, alpha)
     elif pair.binary:
-        worth = effective(scores, pair.clusters, alpha, pair.answers)
+        worth = effective(scores, pair.clusters, alpha, pair.answers_per_cluster)
         right, trials = float(scores.sum()) / worth.design, len(scores) / worth.design
         low, high = wilson_interval(right, trials, worth.alpha)
     else:
-        low, high = bootstrap_interval(scores, alpha, span=pair.span, clusters=pair.clusters)
+        low, high = bootstrap_interval(scores, alpha, span=pair.range_width, clusters=pair.clusters)
     return Score(
         task=pair.task,
         metric=pair.metric,
@@ -302,9 +302,9 @@ def _needed(
         statistic = tango_statistic(pair.wins, pair.losses, documents, -margin)
         spread = spread_over_null(pair.wins, pair.losses, documents, margin)
     else:
-        statistic = mean_statistic(pair.gain, -margin, pair.span)
+        statistic = mean_statistic(pair.gain, -margin, pair.range_width)
     worth = effective(
-        pair.gain, pair.clusters, alpha if statistic > 0 else fail_alpha, pair.answers
+        pair.gain, pair.clusters, alpha if statistic > 0 else fail_alpha, pair.answers_per_cluster
     )
     needed = documents_to_settle(
         documents, statistic / worth.design**0.5, worth.alpha, spread=spread
@@ -312,9 +312,11 @@ def _needed(
     if needed is None:
         return None, None
     needed = math.ceil(needed / pair.seeds)
-    if pair.answers == 1:
+    if pair.answers_per_cluster == 1:
         return needed, None
-    return needed, seeds_to_settle(documents // pair.answers, pair.answers, worth.design, needed)
+    return needed, seeds_to_settle(
+        documents // pair.answers_per_cluster, pair.answers_per_cluster, worth.design, needed
+    )
 
 
 def _settling_margin(pair: TaskPair, low: float, needed: int | None, margin: float) -> float | None:

@@ -26,8 +26,8 @@ _DRAWN = 4_000_000
 class Corpus:
     """Both models' values of a metric of a whole corpus, and the values of resampled corpora.
 
-    - `values` are the measures of the baseline and the candidate. `shown` are lm-eval's aggregates
-      of both.
+    - `values` are the measures of the baseline and the candidate. `reported` are lm-eval's
+      aggregates of both.
     - `resampled` has the measures of resampled corpora, shape (2, RESAMPLES).
     - `jackknife` has the measures after one unit is left out, for each unit, shape (2, units). A
       unit is a document with all its answers.
@@ -42,7 +42,7 @@ class Corpus:
 
     table: Table
     values: tuple[float, float]
-    shown: tuple[float, float]
+    reported: tuple[float, float]
     resampled: Scores
     jackknife: Scores
     influence: Scores
@@ -68,7 +68,7 @@ class Corpus:
         ends = bootstrap_bounds(
             self.values[side], self.resampled[side], self.jackknife[side], alpha
         )
-        low, high = sorted(self.table.shown(end) for end in ends)
+        low, high = sorted(self.table.to_aggregate(end) for end in ends)
         return Interval(low, high)
 
 
@@ -105,7 +105,7 @@ def compare_corpora(table: Table, clusters: Clusters | None = None) -> Corpus:
     return Corpus(
         table=table,
         values=values,
-        shown=(table.shown(values[0]), table.shown(values[1])),
+        reported=(table.to_aggregate(values[0]), table.to_aggregate(values[1])),
         resampled=resampled,
         jackknife=jackknife,
         influence=influence,
@@ -138,14 +138,14 @@ def _influence(measure: Measure, rows: Scores, total: Scores) -> Scores:
 def _change_size(table: Table, total: Scores, value: float, influence: Scores) -> float:
     """Return the size of a typical change of one document, times the number of documents.
 
-    For metrics of right and wrong answers, the typical change replaces an answer by `table.other`.
-    For generated text, it is the typical distance of a contribution from the mean. The score of a
-    changed text is assumed to differ about as much as the score of another document's text. For
-    log-likelihoods and probabilities it is 0: they differ if the models differ at all, so equal
-    values show that nothing changed.
+    For metrics of right and wrong answers, the typical change replaces an answer by
+    `table.flipped`. For generated text, it is the typical distance of a contribution from the mean.
+    The score of a changed text is assumed to differ about as much as the score of another
+    document's text. For log-likelihoods and probabilities it is 0: they differ if the models differ
+    at all, so equal values show that nothing changed.
     """
-    if table.other is not None:
-        changed = table.measure(total - table.baseline + table.other)
+    if table.flipped is not None:
+        changed = table.measure(total - table.baseline + table.flipped)
         return float(np.abs(changed - value).mean()) * len(changed)
     return float(np.abs(influence - value).mean()) if table.is_text else 0.0
 

@@ -88,7 +88,7 @@ def least_kl(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
     """Return a lower bound of the KL at each position, in nats.
 
     NaN marks a token without a log-probability from one of the models. All these tokens are merged
-    into one token. Merging tokens never increases the KL (log-sum inequality).
+    into a single token. Merging tokens never increases the KL (log-sum inequality).
     """
     width = max(old.shape[-1], new.shape[-1])
     old, new = (

@@ -15,13 +15,13 @@ from vexport.evaluation.results import read_results
 class GivenAnswers:
     """Tasks of given results.
 
-    `documents` maps each task to its number of documents. `originals` maps each task to the size of
-    its whole data set, if this is recorded. `members` maps each group to its tasks.
+    `documents` maps each task to its number of documents. `full_sizes` maps each task to the size
+    of its whole data set, if this is recorded. `members` maps each group to its tasks.
     """
 
     file: Path
     documents: Mapping[str, int]
-    originals: Mapping[str, int]
+    full_sizes: Mapping[str, int]
     members: Mapping[str, tuple[str, ...]]
 
 
@@ -35,7 +35,7 @@ def read_given(path: Path) -> GivenAnswers:
     if is_accepted(path):
         accepted = read_accepted(path)
         documents = {name: task.documents for name, task in accepted.tasks.items()}
-        return GivenAnswers(file=path, documents=documents, originals={}, members=accepted.groups)
+        return GivenAnswers(file=path, documents=documents, full_sizes={}, members=accepted.groups)
     harness = harness_of(path)
     if harness != "lm-eval":
         raise InputError(
@@ -50,11 +50,11 @@ def read_given(path: Path) -> GivenAnswers:
         for name, task in results.tasks.items()
     }
     return GivenAnswers(
-        file=results.file, documents=counts, originals=results.originals, members=results.members
+        file=results.file, documents=counts, full_sizes=results.full_sizes, members=results.members
     )
 
 
-def require_answers_to(
+def require_comparable_answers(
     given: GivenAnswers, names: Sequence[str], exact: Sequence[str], limit: float | None
 ) -> None:
     """Raise InputError if the given answers cannot be compared with answers to the tasks `names`.
@@ -67,7 +67,9 @@ def require_answers_to(
     missing = [
         name for name, members in known.items() if not set(members) <= given.documents.keys()
     ]
-    asked = {member for name, members in known.items() if name not in missing for member in members}
+    requested = {
+        member for name, members in known.items() if name not in missing for member in members
+    }
     fix = f"ask the tasks of these results: --task {','.join(given.documents)}"
     where, need = str(given.file), "the same tasks on both sides"
     problems = [
@@ -79,17 +81,17 @@ def require_answers_to(
         problems += [
             InputError(where, got=f"also task {name}, which is not asked", need=need, fix=fix)
             for name in given.documents
-            if name not in asked
+            if name not in requested
         ]
-    raise_all([*problems, *_other_documents(given, asked, limit)])
+    raise_all([*problems, *_other_documents(given, requested, limit)])
 
 
 def _other_documents(
-    given: GivenAnswers, asked: set[str], limit: float | None
+    given: GivenAnswers, requested: set[str], limit: float | None
 ) -> Iterator[InputError]:
     """Yield an error for every task that will have a different number of documents."""
-    for name in sorted(asked):
-        count, original = given.documents[name], given.originals.get(name)
+    for name in sorted(requested):
+        count, original = given.documents[name], given.full_sizes.get(name)
         expected = _expected(original, limit)
         is_cut_off = limit is not None and limit >= 1 and int(limit) < count
         if is_cut_off or (expected is not None and expected != count):

@@ -21,7 +21,7 @@ from typing import Literal
 from vexport.errors import InputError, clip
 from vexport.errors.extras import require_extra
 from vexport.evaluation.json_lines import json_lines
-from vexport.evaluation.lost import CUT, Ending, ending_of
+from vexport.evaluation.lost import CUT_REASONS, Ending, ending_of
 from vexport.evaluation.results import Results, Sample, TaskSamples, read_results
 from vexport.inference.result_files import STAMP, result_files
 from vexport.records import Json
@@ -73,7 +73,7 @@ class Answer:
 
 @dataclass(slots=True)
 class _Task:
-    """Answers to one task, in the order of the rows in its file."""
+    """Answers to a task, in the order of the rows in its file."""
 
     file: Path
     answers: list[Answer] = field(default_factory=list)
@@ -120,8 +120,8 @@ def harness_of(path: Path) -> Harness:
         raise InputError(
             str(path),
             got=f"results of {' and '.join(found)}",
-            need="results of one harness",
-            fix="give the folder of one harness",
+            need="results of a single harness",
+            fix="give the folder of a single harness",
         )
     return found[0] if found else "lm-eval"
 
@@ -180,7 +180,7 @@ def _read_plain(path: Path) -> dict[str, _Task]:
 
 
 def _plain_answer(where: str, row: Mapping[str, Json]) -> tuple[str, Answer]:
-    fix = "write one object a line: task, id, score, and optionally seed, answer, finish_reason"
+    fix = "write an object per line: task, id, score, and optionally seed, answer, finish_reason"
     if missing := [key for key in ("task", "id", "score") if key not in row]:
         raise InputError(where, got=f"no {', '.join(missing)}", need="a scored answer", fix=fix)
     task, seed = row["task"], row.get("seed")
@@ -519,7 +519,7 @@ def _ending(answer: Answer) -> Ending | None:
     if answer.text is None:
         if not reasons:
             return None
-        return Ending(state="cut", is_cut=True) if reasons[0] in CUT else Ending(state="")
+        return Ending(state="cut", is_cut=True) if reasons[0] in CUT_REASONS else Ending(state="")
     extracted = answer.extracted if answer.extracted is not None else answer.text
     return ending_of(
         prompt=answer.prompt,

@@ -46,7 +46,7 @@ from vexport.records import (
 )
 from vexport.scenario import Evaluate
 
-LEAST_ROWS = 8
+MIN_ROWS = 8
 """Minimum number of rows for PASS or FAIL. Fewer rows say too little about other text."""
 METHOD = (
     "log-probabilities of held-out text in vLLM; bounds over rows, the wider of Student's "
@@ -60,7 +60,7 @@ unchanged.
 """
 NOISE_SHARE = 0.25
 """Maximum noise of the engine as a share of the KL's limit, the same as for answers to tasks."""
-LATE = (
+LATE_FAILURE_HINT = (
     "the first tokens of each row pass, and later tokens fail: compare rope_theta, rope scaling "
     "and sliding window in config.json with the source's, and check the scales of the KV cache"
 )
@@ -81,10 +81,10 @@ def decide_on_text(data: str, baseline: Served, candidate: Served, settings: Eva
     """
     for row, (first, other) in enumerate(zip(baseline.rows, candidate.rows, strict=False), 1):
         if first != other:
-            raise _failed(
+            raise _failure(
                 candidate, f"different tokens in row {row} of the text", "the baseline's tokenizer"
             )
-    text = _measured(data, baseline, candidate, settings)
+    text = _measure_text(data, baseline, candidate, settings)
     _require_steady("baseline", baseline, text, settings.kl_limit)
     _require_steady("candidate", candidate, text, settings.kl_limit)
     outcome, engine = overall_outcome(text.limits), candidate.result.engine
@@ -101,11 +101,13 @@ def decide_on_text(data: str, baseline: Served, candidate: Served, settings: Eva
     )
 
 
-def _measured(data: str, baseline: Served, candidate: Served, settings: Evaluate) -> TextVerdict:
+def _measure_text(
+    data: str, baseline: Served, candidate: Served, settings: Evaluate
+) -> TextVerdict:
     rows = list(compare_rows(baseline, candidate))
     if not all(np.isfinite([*row.kl, *row.candidate_nll, *row.baseline_nll]).all() for row in rows):
-        raise _failed(candidate, "log-probabilities that are not finite", "numbers")
-    buckets, acceptance = _judged(rows, baseline, candidate, settings)
+        raise _failure(candidate, "log-probabilities that are not finite", "numbers")
+    buckets, acceptance = _judge_buckets(rows, baseline, candidate, settings)
     method = settings.speculative
     drafts = (baseline.result.drafts, candidate.result.drafts)
     old = np.concatenate([row.baseline_nll for row in rows])
@@ -113,7 +115,9 @@ def _measured(data: str, baseline: Served, candidate: Served, settings: Evaluate
     agreement = np.array([1 - row.changed.mean() for row in rows])
     certain = mean_bounds(agreement, settings.alpha)
     worst = [
-        _worst([limit for bucket in buckets for limit in bucket.limits if limit.is_rise == is_rise])
+        _worst_limit(
+            [limit for bucket in buckets for limit in bucket.limits if limit.is_rise == is_rise]
+        )
         for is_rise in (False, True)
     ]
     return TextVerdict(
@@ -134,7 +138,7 @@ def _measured(data: str, baseline: Served, candidate: Served, settings: Evaluate
     )
 
 
-def _judged(
+def _judge_buckets(
     rows: Sequence[ComparedRow], baseline: Served, candidate: Served, settings: Evaluate
 ) -> tuple[tuple[TextBucket, ...], tuple[TextLimit, ...]]:
     """Judge each bucket, and the acceptance length if there are drafts, and return the results."""
@@ -142,7 +146,7 @@ def _judged(
     measured = {span: list(_bucket_values(rows, span, settings)) for span in spans}
     falls: list[Scores] = []
     if settings.speculative:
-        falls.append(acceptance_fall(baseline.result.drafts, candidate.result.drafts))
+        falls.append(acceptance_loss(baseline.result.drafts, candidate.result.drafts))
     tests = sum(map(len, measured.values())) + len(falls)
     again = list(compare_repeated(baseline))
     buckets = []
@@ -164,7 +168,7 @@ def _bucket_values(
 ) -> Iterator[tuple[TextMeasure, Scores, float]]:
     """Yield (measure, means, limit) for each measure of a bucket.
 
-    The array of means has one value for each row. The KL is skipped if it was not measured at these
+    The array of means has a value for each row. The KL is skipped if it was not measured at these
     tokens.
     """
     kls = row_means([row.kl for row in rows], span)
@@ -203,7 +207,7 @@ def _bucket(
 
 
 def _noise(again: Sequence[ComparedRow], span: Span) -> TextNoise | None:
-    """Return the difference between the baseline's two readings, or None if there is only one."""
+    """Return the difference between the baseline's two readings, None without a second reading."""
     kls = joined([row.kl for row in again], span)
     if not len(kls):
         return None
@@ -231,7 +235,7 @@ def _curve(rows: Sequence[ComparedRow], again: Sequence[ComparedRow]) -> Iterato
         )
 
 
-def _worst(limits: Sequence[TextLimit]) -> TextLimit:
+def _worst_limit(limits: Sequence[TextLimit]) -> TextLimit:
     """Return the limit with the worst outcome, and among equal outcomes with the highest value."""
     order: tuple[Outcome, ...] = ("PASS", "INCONCLUSIVE", "FAIL")
     return max(limits, key=lambda limit: (order.index(limit.outcome), limit.value))
@@ -258,7 +262,7 @@ def _require_steady(role: str, side: Served, text: TextVerdict, kl_limit: float)
         got=f"log-probabilities that differ by a KL of {noises[worst]:.3g} nats a token when the "
         f"same model reads the same {worst} again",
         need=f"at most {most:g}, a quarter of the limit",
-        fix="use one kind of GPU; try VLLM_BATCH_INVARIANT=1 or fewer sequences at once "
+        fix="use a single kind of GPU; try VLLM_BATCH_INVARIANT=1 or fewer sequences at once "
         "(--max-num-seqs)",
     )
 
@@ -266,7 +270,7 @@ def _require_steady(role: str, side: Served, text: TextVerdict, kl_limit: float)
 def _warnings(text: TextVerdict) -> Iterator[str]:
     """Yield a hint on the cause if only later tokens fail, and a warning about old results."""
     if text.fails_late:
-        yield LATE
+        yield LATE_FAILURE_HINT
     if text.positions < text.tokens:
         yield (
             f"the KL covers only the first {KL_TOKENS} tokens of each row, because an older "
@@ -274,7 +278,7 @@ def _warnings(text: TextVerdict) -> Iterator[str]:
         )
 
 
-def acceptance_fall(baseline: Sequence[DraftCounts], candidate: Sequence[DraftCounts]) -> Scores:
+def acceptance_loss(baseline: Sequence[DraftCounts], candidate: Sequence[DraftCounts]) -> Scores:
     """Return each prompt's contribution to the fall of the acceptance length, shape (prompts,).
 
     The fall is 1 - candidate / baseline. Both acceptance lengths are ratios of sums over prompts.
@@ -326,7 +330,7 @@ def judge_limit(
     tests: int = 2,
     bucket: tuple[int, int] | None = None,
 ) -> TextLimit:
-    """Judge one measure against its limit. `values` has the shape (rows,).
+    """Judge a measure against its limit. `values` has the shape (rows,).
 
     `tests` is the total number of tests, by which the level of the lower bound is divided. With
     fewer than LEAST_ROWS rows, the outcome is INCONCLUSIVE.
@@ -336,8 +340,8 @@ def judge_limit(
     low, high = below.low if below else None, above.high if above else None
     outcome: Outcome = "INCONCLUSIVE"
     needed = None
-    if low is None or high is None or len(values) < LEAST_ROWS:
-        needed = LEAST_ROWS
+    if low is None or high is None or len(values) < MIN_ROWS:
+        needed = MIN_ROWS
     elif high < limit:
         outcome = "PASS"
     elif low > limit:
@@ -379,10 +383,12 @@ def mean_bounds(values: Scores, alpha: float) -> Interval | None:
 
 def text_reason(outcome: Outcome, text: TextVerdict) -> str:
     """Return the reason for the outcome on the text, without a full stop."""
-    if text.rows < LEAST_ROWS:
-        return f"the text has {text.rows} rows, and a verdict needs at least {LEAST_ROWS}"
+    if text.rows < MIN_ROWS:
+        return f"the text has {text.rows} rows, and a verdict needs at least {MIN_ROWS}"
     decisive = [limit for limit in text.limits if limit.outcome == outcome]
-    shown = (" and " if outcome == "PASS" else "; ").join(_shown(limit, text) for limit in decisive)
+    shown = (" and " if outcome == "PASS" else "; ").join(
+        _limit_text(limit, text) for limit in decisive
+    )
     if len(text.buckets) < 2:
         sentence = f"{shown} over {text.tokens:,} tokens of held-out text"
     elif outcome == "PASS":
@@ -409,7 +415,7 @@ def _other_buckets(text: TextVerdict) -> str:
     return f"; all {len(text.buckets)} buckets fail" if all_fail and len(text.buckets) > 1 else ""
 
 
-def _shown(limit: TextLimit, text: TextVerdict) -> str:
+def _limit_text(limit: TextLimit, text: TextVerdict) -> str:
     assert limit.low is not None
     assert limit.high is not None
     numbers = (limit.value, limit.low, limit.high, limit.limit)
@@ -424,7 +430,7 @@ def _shown(limit: TextLimit, text: TextVerdict) -> str:
     return f"{limit.measure} {value} ({bound}), limit {most}{unit}{place}"
 
 
-def _failed(candidate: Served, got: str, need: str) -> CheckpointFailed:
+def _failure(candidate: Served, got: str, need: str) -> CheckpointFailed:
     where = f"candidate {candidate.checkpoint}"
     return CheckpointFailed(
         where, got=got, need=need, fix="run `vexport check` on it, or export it again"

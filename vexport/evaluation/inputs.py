@@ -70,13 +70,18 @@ def require_inputs(
             checks.append((settings.text, partial(require_rows, settings.text)))
         if settings.tokenizer:
             models = [*models, settings.tokenizer]
-    asked = [name for name in dict.fromkeys(models) if not name.startswith(_ADDRESSES)]
-    asked = [name for name in asked if not is_results(name)]
-    local = [name for name in asked if hub_name(name) is None]
+    checkpoints = [
+        name
+        for name in dict.fromkeys(models)
+        if not name.startswith(_ADDRESSES) and not is_results(name)
+    ]
+    local = [name for name in checkpoints if hub_name(name) is None]
     checks += [(name, partial(require_source, name)) for name in local]
     attempt_all(checks)
     # The hub is asked last: it may be slow or unreachable.
-    attempt_all([(name, partial(require_source, name)) for name in asked if name not in local])
+    attempt_all(
+        [(name, partial(require_source, name)) for name in checkpoints if name not in local]
+    )
 
 
 def require_scenario_inputs(scenario: Scenario) -> None:

@@ -1,4 +1,4 @@
-"""Read files with one JSON object on each line."""
+"""Read files with a JSON object on each line."""
 
 import json
 from collections.abc import Iterator

@@ -8,8 +8,8 @@ An answer is lost if it did not score and one of these holds:
   recorded.
 
 If an answer ended by itself and the filter found nothing, the answer is wrong, but not lost. There
-is one exception: if the filter finds nothing in most of the answers, it does not fit the model.
-Then these answers are lost, too.
+is an exception: if the filter finds nothing in most of the answers, it does not fit the model. Then
+these answers are lost, too.
 
 Some cut answers are not lost:
 - The extracted answer is at the beginning of the text. For example, a task may read the first
@@ -31,28 +31,30 @@ from vexport.records import AnswerCounts
 Marks = NDArray[np.bool_]
 State = Literal["", "cut", "empty", "unparsed"]
 """The problem with an answer, whether or not the answer scored."""
-WARN_FROM = 0.01
-"""Share of one model's answers that must be lost for a warning."""
-CUT = frozenset(
+MIN_WARNED_SHARE = 0.01
+"""Minimum share of a model's answers that must be lost for a warning."""
+CUT_REASONS = frozenset(
     ("length", "max_tokens", "max_length", "model_length", "repetition", "content_filter")
 )
-ENDED = frozenset(
+COMPLETE_REASONS = frozenset(
     ("stop", "eos", "eos_token", "end_turn", "stop_sequence", "stop_str", "matched_stop")
 )
-"""Finish reasons of vLLM and other servers. CUT: the answer was cut. ENDED: it ended by itself."""
-NOTHING_FOUND = frozenset(("", "[invalid]", "invalid", "[invalidanswer]"))
+"""Finish reasons of vLLM and other servers, for cut answers and for answers that ended by
+themselves.
+"""
+NO_ANSWER_TEXTS = frozenset(("", "[invalid]", "invalid", "[invalidanswer]"))
 """Results of lm-eval's filters if they find no answer, in lower case."""
 _THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
 # An answer with fewer bytes than this number times the maximum number of tokens was not cut.
 _BYTES_PER_TOKEN = 2
-_MOST = 0.5
+_MIN_MAJORITY = 0.5
 # Number of whole answers that are needed as a comparison for cut answers.
-_ENOUGH = 10
+_MIN_WHOLE_ANSWERS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How one generated answer ended.
+    """How a generated answer ended.
 
     `is_cut` is True for every cut answer. The `state` of a cut answer is "cut", unless the
     extracted answer is at the beginning of the text. `is_whole` is True if the answer certainly
@@ -103,16 +105,18 @@ def ending_of(
     `reasons` are the finish reasons of the responses, empty if none was recorded. `is_stripped` is
     True if finished thinking was removed from the responses (think_end_token).
     """
-    is_thinking = _most(_is_unfinished(prompt, text, is_stripped=is_stripped) for text in responses)
-    is_cut = is_thinking or _most(reason in CUT for reason in reasons)
+    is_thinking = _is_majority(
+        _is_unfinished(prompt, text, is_stripped=is_stripped) for text in responses
+    )
+    is_cut = is_thinking or _is_majority(reason in CUT_REASONS for reason in reasons)
     short = all(len(text.encode()) < _BYTES_PER_TOKEN * longest for text in responses)
-    ended = bool(reasons) and all(reason in ENDED for reason in reasons)
-    is_known = any(reason in CUT or reason in ENDED for reason in reasons)
+    ended = bool(reasons) and all(reason in COMPLETE_REASONS for reason in reasons)
+    is_known = any(reason in CUT_REASONS or reason in COMPLETE_REASONS for reason in reasons)
     is_whole = not is_cut and (ended or (short and not is_known))
-    is_found = any(text.strip().lower() not in NOTHING_FOUND for text in filtered)
+    is_found = any(text.strip().lower() not in NO_ANSWER_TEXTS for text in filtered)
     is_empty = not any(text.strip() for text in responses)
     state: State = ""
-    if is_cut and not (is_found and not is_thinking and _stands_first(responses, filtered)):
+    if is_cut and not (is_found and not is_thinking and _is_beginning(responses, filtered)):
         state = "cut"
     elif is_empty:
         state = "empty"
@@ -121,9 +125,9 @@ def ending_of(
     return Ending(state=state, is_cut=is_cut, is_whole=is_whole, is_thinking=is_thinking)
 
 
-def _most(values: Iterator[bool]) -> bool:
+def _is_majority(values: Iterator[bool]) -> bool:
     counted = list(values)
-    return sum(counted) > _MOST * len(counted)
+    return sum(counted) > _MIN_MAJORITY * len(counted)
 
 
 def _is_unfinished(prompt: str, text: str, *, is_stripped: bool) -> bool:
@@ -138,7 +142,7 @@ def _is_unfinished(prompt: str, text: str, *, is_stripped: bool) -> bool:
     return False
 
 
-def _stands_first(responses: Sequence[str], filtered: Sequence[str]) -> bool:
+def _is_beginning(responses: Sequence[str], filtered: Sequence[str]) -> bool:
     """Return True if the filtered answer is the beginning of a longer response."""
     pairs = zip(responses, filtered, strict=False)
     return any(
@@ -157,7 +161,7 @@ def _is_literal(responses: Sequence[str], filtered: Sequence[str]) -> bool:
 def count_answers(
     endings: Sequence[Ending], scores: Scores, *, sign: int, alpha: float
 ) -> AnswerCounts:
-    """Count one model's answers that did not score, by how they ended, and the lost answers."""
+    """Count a model's answers that did not score, by how they ended, and the lost answers."""
     is_right = scores > 0 if sign > 0 else scores <= 0
     pairs = zip(endings, is_right, strict=True)
     states = np.array(["" if right else ending.state for ending, right in pairs])
@@ -166,7 +170,7 @@ def count_answers(
         state == "unparsed" and not ending.is_whole
         for state, ending in zip(states, endings, strict=True)
     )
-    lost = empty + (unparsed if unparsed > _MOST * len(endings) else doubtful)
+    lost = empty + (unparsed if unparsed > _MIN_MAJORITY * len(endings) else doubtful)
     is_cut = np.array([ending.is_cut for ending in endings])
     is_thinking = any(ending.is_thinking for ending in endings)
     if is_thinking or not _is_cut_after_answers(is_right[is_cut], is_right[~is_cut], alpha):
@@ -191,32 +195,36 @@ def _is_cut_after_answers(cut: Marks, whole: Marks, alpha: float) -> bool:
     if not cut.any():
         return False
     share = float(cut.mean())
-    if len(whole) < _ENOUGH:
-        return share >= _MOST
+    if len(whole) < _MIN_WHOLE_ANSWERS:
+        return share >= _MIN_MAJORITY
     table = [[int(cut.sum()), int((~cut).sum())], [int(whole.sum()), int((~whole).sum())]]
     is_less = float(stats.fisher_exact(table, alternative="less").pvalue) <= alpha
-    return share >= _MOST * float(whole.mean()) and not is_less
+    return share >= _MIN_MAJORITY * float(whole.mean()) and not is_less
 
 
-def lost_words(baseline: AnswerCounts | None, candidate: AnswerCounts | None) -> str:
+def lost_answers_text(baseline: AnswerCounts | None, candidate: AnswerCounts | None) -> str:
     """Describe lost and unparsed answers, and the remedy. Return "" below 1 % for both models."""
     sides = [side for side in (candidate, baseline) if side is not None]
-    if not any(side.lost + side.unparsed >= WARN_FROM * side.answers for side in sides):
+    if not any(side.lost + side.unparsed >= MIN_WARNED_SHARE * side.answers for side in sides):
         return ""
-    sentences, remedies = list[str](), dict[str, None]()
+    sentences: list[str] = []
+    remedies: list[str] = []
     for kind in ("cut", "empty", "unparsed"):
         shares = [_share(side, kind) for side in (candidate, baseline)]
-        if max(share or 0.0 for share in shares) < WARN_FROM:
+        if max(share or 0.0 for share in shares) < MIN_WARNED_SHARE:
             continue
         new, old = shares
         sentences.append(_SENTENCES[kind](_percent(new), None if old is None else _percent(old)))
         thinks = kind == "cut" and any(side.thinking for side in sides)
-        remedies |= dict.fromkeys([_REMEDIES["thinking" if thinks else kind]])
+        if kind == "empty" and remedies:
+            remedies.append(_EMPTY_AND_CUT_REMEDY)
+        else:
+            remedies.append(_REMEDIES["thinking" if thinks else kind])
     return f"{', and '.join(sentences)}: {'; '.join(remedies)}" if sentences else ""
 
 
 def _share(side: AnswerCounts | None, kind: str) -> float | None:
-    """Return the share of one kind of answers.
+    """Return the share of a kind of answers.
 
     The share of cut answers is 0 if the cuts come after the answers.
     """
@@ -233,29 +241,31 @@ def _percent(share: float | None) -> str:
     return f"{100 * (share or 0.0):.3g}%"
 
 
-def _cut(new: str, old: str | None) -> str:
+def _cut_text(new: str, old: str | None) -> str:
     if new == old:
-        return f"the quantized model and the baseline were both cut in {new} of their answers"
+        return f"the candidate and the baseline were both cut in {new} of their answers"
     rest = "" if old is None else f", the baseline in {old}"
-    return f"the quantized model was cut in {new} of its answers{rest}"
+    return f"the candidate was cut in {new} of its answers{rest}"
 
 
-def _empty(new: str, old: str | None) -> str:
+def _empty_text(new: str, old: str | None) -> str:
     if new == old:
         return f"{new} of the answers of both models are empty"
-    return f"{new} of the quantized model's answers are empty" + (
+    return f"{new} of the candidate's answers are empty" + (
         f", {old} of the baseline's" if old else ""
     )
 
 
-def _unparsed(new: str, old: str | None) -> str:
+def _unparsed_text(new: str, old: str | None) -> str:
     if new == old:
         return f"the task's filter finds no answer in {new} of the answers of both models"
     rest = "" if old is None else f" and {old} of the baseline's"
-    return f"the task's filter finds no answer in {new} of the quantized model's answers{rest}"
+    return f"the task's filter finds no answer in {new} of the candidate's answers{rest}"
 
 
-_SENTENCES = {"cut": _cut, "empty": _empty, "unparsed": _unparsed}
+_SENTENCES = {"cut": _cut_text, "empty": _empty_text, "unparsed": _unparsed_text}
+# Remedy for empty answers after the remedy for cut answers, which already raises max_gen_toks.
+_EMPTY_AND_CUT_REMEDY = "look at the empty answers"
 _REMEDIES = {
     "cut": "raise max_gen_toks",
     "thinking": "raise max_gen_toks until thinking ends, and set think_end_token",

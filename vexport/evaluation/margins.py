@@ -24,7 +24,7 @@ _NATS = ("nats", "nats per word", "nats per byte")
 
 
 def with_margins(gates: Sequence[TaskPair], setting: MarginSetting) -> tuple[TaskPair, ...]:
-    """Return the pairs with their margins. Pairs in `also` get the margin of their gate.
+    """Return the pairs with their margins. Pairs in `informational` get the margin of their gate.
 
     Raises:
         InputError: For all tasks at once. A margin is for an unknown task, a share has a relative
@@ -74,8 +74,8 @@ def _with_margin(gate: TaskPair, given: Margin | None) -> TaskPair:
 
     `given` is the margin for the gate, None for the default.
     """
-    also = tuple(_one_with_margin(pair, given) for pair in gate.also)
-    return replace(_one_with_margin(gate, given), also=also)
+    also = tuple(_one_with_margin(pair, given) for pair in gate.informational)
+    return replace(_one_with_margin(gate, given), informational=also)
 
 
 def _one_with_margin(pair: TaskPair, given: Margin | None) -> TaskPair:

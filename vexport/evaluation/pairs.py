@@ -1,6 +1,6 @@
 """Pair two models' answers to the same documents, by task, metric and filter.
 
-One pair decides for each task. A group with an aggregate in lm-eval counts as one task.
+A pair decides for each task. A group with an aggregate in lm-eval counts as a single task.
 """
 
 import math
@@ -34,7 +34,7 @@ PREFERRED_METRICS = ("exact_match", "acc", "pass@1", "pass_at_1")
 If a task has none of these metrics, its first metric of the first available kind decides:
 
 - metrics that are 0 or 1 for each document, if higher is better
-- other metrics with one number per document
+- other metrics with a number per document
 - metrics of the whole corpus
 
 If a metric has several filters, the task's first filter is used.
@@ -52,15 +52,15 @@ _SHOWN = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TaskPair:
-    """Both models' scores on one task, metric and filter, in the same order of documents.
+    """Both models' scores on a task, metric and filter, in the same order of documents.
 
     - `baseline` and `candidate` have the shape (documents,).
     - `sign` is -1 if lower is better.
     - `clusters`, of the same shape, has the number of each answer's cluster, or is None without
       clusters. Clusters are the tasks of a group, or the documents if `seeds` answers were sampled
       for each document.
-    - `also` lists pairs that are shown but do not decide: other metrics and filters of the task or
-      group, and the tasks of a group.
+    - `informational` lists pairs that are shown but do not decide: other metrics and filters of the
+      task or group, and the tasks of a group.
     - `own_unit` is the unit of a metric that is never a share, for example a log-likelihood in nats
       or a metric of the whole corpus. It is None for other metrics. Their unit depends on the
       values.
@@ -69,7 +69,7 @@ class TaskPair:
       of `own_unit`.
     - `changes`, of the same shape as the scores, is how much each changed answer alone changes the
       metric. Positive is better. It is None if the change is the difference of the answer's scores.
-    - `change_size` is the size of a typical change of one answer. If it is None, the width of the
+    - `change_size` is the size of a typical change of an answer. If it is None, the width of the
       metric's range is used instead.
     - `undecided` is the reason why the metric cannot decide, or empty if it can.
     - `available` is the number of documents in the whole task or group, or None if unknown.
@@ -86,7 +86,7 @@ class TaskPair:
     candidate: Scores
     clusters: Clusters | None = None
     seeds: int = 1
-    also: tuple["TaskPair", ...] = ()
+    informational: tuple["TaskPair", ...] = ()
     own_unit: Unit | None = None
     corpus: Corpus | None = None
     changes: Scores | None = None
@@ -147,12 +147,12 @@ class TaskPair:
     @property
     def baseline_value(self) -> float:
         """Baseline's value of the metric, as lm-eval aggregates it."""
-        return self.corpus.shown[0] if self.corpus else float(self.baseline.mean())
+        return self.corpus.reported[0] if self.corpus else float(self.baseline.mean())
 
     @property
     def candidate_value(self) -> float:
         """Candidate's value of the metric, as lm-eval aggregates it."""
-        return self.corpus.shown[1] if self.corpus else float(self.candidate.mean())
+        return self.corpus.reported[1] if self.corpus else float(self.candidate.mean())
 
     @property
     def difference(self) -> float:
@@ -163,7 +163,7 @@ class TaskPair:
         return self.sign * (candidate - baseline) + 0.0
 
     @property
-    def span(self) -> float:
+    def range_width(self) -> float:
         """Size of the largest change of an answer: the width of the metric's range, at least 1.
 
         If `change_size` is set, it is used instead.
@@ -173,7 +173,7 @@ class TaskPair:
         return max(1.0, float(np.ptp(np.concatenate([self.baseline, self.candidate]))))
 
     @property
-    def answers(self) -> int:
+    def answers_per_cluster(self) -> int:
         """Number of answers per cluster if clusters are documents, else 1."""
         if self.clusters is None:
             return 1
@@ -239,7 +239,7 @@ def gated_tasks(baseline: Results, candidate: Results, choice: Choice) -> tuple[
 
 def _available(members: Sequence[str], results: Results) -> int | None:
     """Return the number of documents in these whole tasks, or None if it was not recorded."""
-    sizes = [results.originals.get(member) for member in members]
+    sizes = [results.full_sizes.get(member) for member in members]
     known = [size for size in sizes if size is not None]
     return sum(known) if len(known) == len(sizes) else None
 
@@ -350,7 +350,7 @@ def _require_sacrebleu(metrics: Sequence[str], results: Results, members: Sequen
 def _gated(name: str, metrics: Sequence[TaskPair], wanted: str | None) -> TaskPair:
     """Return the pair of the chosen metric, else of the preferred metric.
 
-    The other pairs are in `also`.
+    The other pairs are in `informational`.
     """
     options = [pair for pair in metrics if pair.task == name and not pair.undecided]
     chosen = [pair for pair in options if wanted in (pair.metric, pair.label)]
@@ -358,7 +358,7 @@ def _gated(name: str, metrics: Sequence[TaskPair], wanted: str | None) -> TaskPa
     rest = (
         pair for pair in metrics if pair is not gate and (pair.task == name or pair.key == gate.key)
     )
-    return replace(gate, also=tuple(rest))
+    return replace(gate, informational=tuple(rest))
 
 
 def _preference(pair: TaskPair) -> tuple[int, bool, bool, bool]:
@@ -372,8 +372,8 @@ def pair_metrics(
 ) -> Iterator[TaskPair]:
     """Yield a pair for every (metric, filter) of a task.
 
-    Metrics with one number per document come first, in the task's order. Metrics of the whole
-    corpus follow if their aggregation is known.
+    Metrics with a number per document come first, in the task's order. Metrics of the whole corpus
+    follow if their aggregation is known.
 
     Raises:
         InputError: If the two runs did not answer the same question. The error names the document
@@ -400,7 +400,7 @@ def pair_metrics(
 
 
 def join_group(name: str, pairs: Sequence[TaskPair]) -> TaskPair:
-    """Join the documents of a group's tasks as if they were one task.
+    """Join the documents of a group's tasks into a single pair.
 
     Documents are clustered by task if the group has at least MIN_CLUSTERS tasks.
     """
@@ -409,7 +409,7 @@ def join_group(name: str, pairs: Sequence[TaskPair]) -> TaskPair:
 
 
 def pool(name: str, pairs: Sequence[TaskPair]) -> TaskPair:
-    """Join all documents as if they were one task.
+    """Join the documents of all tasks into a single pair.
 
     Clusters are kept. If a pair has no clusters, each of its documents becomes a cluster.
     """
@@ -424,7 +424,7 @@ def pool(name: str, pairs: Sequence[TaskPair]) -> TaskPair:
 
 
 def _join(name: str, pairs: Sequence[TaskPair], clusters: Clusters | None) -> TaskPair:
-    """Join the documents of several pairs into one pair.
+    """Join the documents of several pairs into a single pair.
 
     For metrics of a whole corpus, the scores are the answers' contributions to the metric of their
     own task. Their mean is lm-eval's aggregate of a group, weighted by the size of the tasks.
@@ -444,7 +444,7 @@ def _join(name: str, pairs: Sequence[TaskPair], clusters: Clusters | None) -> Ta
         else max(pair.change_size or 0.0 for pair in pairs),
         clusters=clusters,
         seeds=max(pair.seeds for pair in pairs),
-        also=(),
+        informational=(),
     )
 
 
@@ -588,7 +588,9 @@ def _pair(
 
 
 def _documents_as_clusters(pairs: Sequence[tuple[Sample, Sample]]) -> Clusters | None:
-    """Return the number of each answer's document. Return None if each document has one answer."""
+    """Return the number of each answer's document. Return None if each document has a single
+    answer.
+    """
     if not any(sample.seed for sample, _ in pairs):
         return None
     return np.unique([sample.doc_id for sample, _ in pairs], return_inverse=True)[1]
@@ -636,7 +638,7 @@ def _with_corpus(pair: TaskPair, table: Table) -> TaskPair:
     """Return the pair with scores that are the answers' contributions to a metric of the corpus.
 
     Raises:
-        NotReadable: If the metric cannot be computed after one document is left out.
+        NotReadable: If the metric cannot be computed after a document is left out.
     """
     corpus = compare_corpora(table, pair.clusters)
     return replace(

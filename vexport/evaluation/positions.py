@@ -34,12 +34,12 @@ FIRST_END = KL_TOKENS
 """End of the first bucket: the tokens with log-probabilities of the whole vocabulary."""
 GROWTH = 4
 """Ratio of a bucket's end to the end of the bucket before it."""
-# Number of positions whose log-probabilities are matched in one step.
+# Number of positions whose log-probabilities are matched in a single step.
 _MATCHED = 1024
 
 
 class TensorFile(Protocol):
-    """An open safetensors file that reads one tensor at a time."""
+    """An open safetensors file that reads tensors one at a time."""
 
     def keys(self) -> Iterable[str]: ...
 
@@ -213,8 +213,8 @@ def _kl_of_likeliest(old: _ScoredRow, new: _ScoredRow) -> tuple[torch.Tensor, bo
     """Return the KL at each place of a row, and whether it is over the whole vocabulary.
 
     If a model did not list the whole vocabulary, the KL is a lower bound. All tokens that one of
-    the models did not list are then merged into one token. If a model listed no tokens at all, the
-    returned tensor is empty.
+    the models did not list are then merged into a single token. If a model listed no tokens at all,
+    the returned tensor is empty.
     """
     if old.tokens is None or new.tokens is None or old.logprobs is None or new.logprobs is None:
         return torch.zeros(0, dtype=torch.float64), False

@@ -1,8 +1,8 @@
 """Read lm-eval's output folders: results_*.json and the sample files beside them.
 
 lm_eval/loggers/evaluation_tracker.py (0.4.13) defines the format. A folder may contain several
-results files of one model. The newest file is read. lm-eval's command line writes results into a
-subfolder with the name of the model.
+results files of the same model. The newest file is read. lm-eval's command line writes results into
+a subfolder with the name of the model.
 """
 
 import json
@@ -30,21 +30,21 @@ from vexport.inference.result_files import STAMP, result_files, run_name
 from vexport.records import Json, Prompting
 
 SCORED_TEXTS = ("loglikelihood", "loglikelihood_rolling")
-"""Output types of tasks that score the likelihood of one given text."""
+"""Output types of tasks that score the likelihood of a given text."""
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 HASHES = ("doc_hash", "prompt_hash", "target_hash")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """One document's answer after one filter.
+    """A document's answer after a filter.
 
     - `hashes` are the hashes of the document, the prompt and the target.
     - `answer` is the answer that reports show: the raw response, or the chosen option.
     - `compared` is the answer that is compared between models: the filtered response, or the chosen
       option. It is None if the answer was not stored.
-    - `scores` has the metrics with one number per document.
-    - `values` has the stored values of the other metrics. lm-eval computes these metrics from the
+    - `scores` has the metrics with a number per document.
+    - `values` has the stored values of all further metrics. lm-eval computes these metrics from the
       values of all documents at once.
     - `options` is the number of options in a multiple-choice document, else 0.
     - `log_likelihood` is the logged value of a text that was scored instead of generated.
@@ -139,7 +139,7 @@ def read_samples(
     higher_is_better: Mapping[str, bool],
     generation: Generation = PLAIN_GENERATION,
 ) -> TaskSamples:
-    """Read one samples file.
+    """Read a samples file.
 
     Raises:
         InputError: If something is missing or broken. The error names the line.
@@ -377,10 +377,9 @@ class Results:
     - `tasks` has the samples of every task.
     - `groups` maps each group that lm-eval aggregates to the tasks in it and below it.
     - `members` maps every group to the tasks in it and below it.
-    - `originals` has the number of documents in each task's whole data set, if it was recorded.
+    - `full_sizes` has the number of documents in each task's whole data set, if it was recorded.
     - `fingerprint` has everything that could change a score, by name.
-    - `prompting` has the settings of the prompts.
-      It is None for other harnesses.
+    - `prompting` has the settings of the prompts. It is None for other harnesses.
     - `warning` describes a likely mistake in the settings of the prompts, or is None.
     """
 
@@ -388,7 +387,7 @@ class Results:
     tasks: Mapping[str, TaskSamples]
     groups: Mapping[str, tuple[str, ...]]
     members: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    originals: Mapping[str, int] = field(default_factory=dict)
+    full_sizes: Mapping[str, int] = field(default_factory=dict)
     fingerprint: Mapping[str, str]
     prompting: Prompting | None
     warning: str | None = None
@@ -396,7 +395,7 @@ class Results:
 
 
 def read_results(path: Path) -> Results:
-    """Read one results file, or the newest run in an lm-eval output folder.
+    """Read a results file, or the newest run in an lm-eval output folder.
 
     Raises:
         InputError: If something is missing or broken. The error names the file and the line.
@@ -414,7 +413,7 @@ def read_results(path: Path) -> Results:
         tasks={name: _read_task(file, name, content) for name in names},
         groups=_aggregated_groups(content, frozenset(names)),
         members=_members(content, frozenset(names)),
-        originals=_originals(content),
+        full_sizes=_originals(content),
         fingerprint={**recorded_fingerprint(content, names), **read_fingerprint(file.parent)},
         prompting=recorded_prompting(content, names),
         warning=unseparated_thinking(content),

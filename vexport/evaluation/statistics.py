@@ -255,7 +255,7 @@ def _power_sum(alpha: float, spread: float) -> float:
 def seeds_to_settle(documents: int, seeds: int, design: float, needed: float) -> int | None:
     """Return how many answers per document settle as much as `needed` documents with `seeds` each.
 
-    The calculation uses the design effect 1 + (seeds - 1) * correlation of the answers to one
+    The calculation uses the design effect 1 + (seeds - 1) * correlation of the answers to a
     document (Kish, Survey Sampling, 1965). Returns None if no number of answers to these documents
     is enough.
     """
@@ -282,8 +282,8 @@ def design_effect(gain: Scores, clusters: Clusters, answers: int = 1) -> float:
     Biometrika 73, 1986).
 
     If the clusters are documents with several `answers` each, a few changes do not show that the
-    answers to one document change independently. Therefore one document is added to the sums, and
-    all of its answers change.
+    answers to a document change independently. Therefore a document is added to the sums, and all
+    of its answers change.
     """
     residuals = gain - gain.mean()
     added = answers if answers > 1 else 0

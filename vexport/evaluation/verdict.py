@@ -10,7 +10,7 @@ The verdict is FAIL if any task fails. Therefore the upper bounds are corrected 
 in which the procedure tested the task. The task fails exactly if this bound, which reports show, is
 below -margin.
 
-The verdict's reason is one short sentence. Differences of shares are in points. Other differences
+The verdict's reason is a short sentence. Differences of shares are in points. Other differences
 have the metric's unit or name. Reports show intervals, levels and p values in tables.
 """
 
@@ -54,7 +54,7 @@ def decide(
     alpha: float,
     gate: Choice = NO_CHOICE,
 ) -> Verdict:
-    """Compare results of two models, or one model's results with an accepted baseline.
+    """Compare results of two models, or a model's results with an accepted baseline.
 
     The results are those of lm-eval, lighteval, EvalScope, or plain JSON lines.
 
@@ -74,7 +74,7 @@ def decide(
             got, fix = f"results of {right.harness}", "give lm-eval's results"
             need = "lm-eval's results, as in the accepted baseline"
             raise InputError(str(candidate), got=got, need=need, fix=fix)
-        repeated = _asked_again(right, "quantized model", alpha)
+        repeated = _repeatability_text(right, "candidate", alpha)
         accepted = read_accepted(baseline)
         raise_all([*other_gates(accepted, gate)])
         where, recorded = ("when the baseline was accepted", "now"), accepted.fingerprint
@@ -86,9 +86,9 @@ def decide(
         if left.harness != right.harness:
             got = f"results of {right.harness}, and the baseline's are of {left.harness}"
             fix = "evaluate both models with the same harness"
-            raise InputError(str(candidate), got=got, need="results of one harness", fix=fix)
-        repeated = _asked_again(left, "baseline", alpha)
-        repeated += _asked_again(right, "quantized model", alpha)
+            raise InputError(str(candidate), got=got, need="results of a single harness", fix=fix)
+        repeated = _repeatability_text(left, "baseline", alpha)
+        repeated += _repeatability_text(right, "candidate", alpha)
         where, recorded = ("in the baseline", "in the results"), left.fingerprint
         gates = gated_tasks(left, right, gate)
     # The two models always differ, because they are compared.
@@ -117,7 +117,7 @@ def _lost_warnings(verdict: Verdict) -> Iterator[str]:
             yield f"{task.task}: {task.lost_answers}"
 
 
-def _asked_again(run: Results, side: str, alpha: float) -> str:
+def _repeatability_text(run: Results, side: str, alpha: float) -> str:
     """Return a text on how many answers changed when one of the two models ran again.
 
     Return "" if no answers were repeated.
@@ -226,7 +226,7 @@ def _interval_name(gate: TaskPair) -> str:
 
 
 def _pooled(gates: Sequence[TaskPair], margin: float, alpha: float) -> Comparison | None:
-    """Compare all documents as if they were one task. Return None unless all metrics are 0/1.
+    """Compare the documents of all tasks together. Return None unless all metrics are 0/1.
 
     The result is only shown, because the tasks decide. It is also None for a single task.
     """
@@ -244,7 +244,7 @@ def _pooled(gates: Sequence[TaskPair], margin: float, alpha: float) -> Compariso
 
 @dataclass(frozen=True, slots=True)
 class _Unit:
-    """Format differences of one metric: in points for a share, else in the metric's units.
+    """Format differences of a metric: in points for a share, else in the metric's units.
 
     `margin` is in the metric's units. If the margin was given as a share of the baseline's value,
     `relative` is this share. For a margin in points, `relative` is None.
@@ -294,11 +294,6 @@ class _Unit:
         return self.limit if self.relative is None else f"{100 * self.relative:.6g}%"
 
     @property
-    def suffix(self) -> str:
-        """Unit after numbers in sentences with `short_limit`. Points have no suffix."""
-        return "" if self.relative is None else self.name
-
-    @property
     def accepted(self) -> str:
         """Clause on the accepted loss: `2 points were accepted`."""
         if not self.margin:
@@ -309,8 +304,8 @@ class _Unit:
 def reason_for(outcome: Outcome, tasks: Sequence[TaskVerdict], *, margin: float) -> str:
     """Return the reason for the outcome over all tasks, without a full stop."""
     if outcome == "PASS":
-        return _passed(tasks, margin)
-    return _failed(tasks, margin) if outcome == "FAIL" else _not_settled(tasks, margin)
+        return _pass_reason(tasks, margin)
+    return _fail_reason(tasks, margin) if outcome == "FAIL" else _inconclusive_reason(tasks, margin)
 
 
 def _unit(task: TaskVerdict, margin: float) -> _Unit:
@@ -323,14 +318,14 @@ def _unit(task: TaskVerdict, margin: float) -> _Unit:
     return _Unit(1, name, own, task.relative_margin)
 
 
-def _passed(tasks: Sequence[TaskVerdict], margin: float) -> str:
+def _pass_reason(tasks: Sequence[TaskVerdict], margin: float) -> str:
     worst = min(tasks, key=lambda task: _share_of_margin(task, task.low, margin))
     unit = _unit(worst, margin)
     if len(tasks) == 1:
-        return f"{worst.task} {_moved(worst, unit)}, {unit.accepted}"
-    loss = _more_or_less("less", tasks, margin, "lose nothing")
-    numbers = f"{unit.signed(worst.difference)}{unit.suffix}, worst case {unit.signed(worst.low)}"
-    return f"{_all(tasks)} {loss} (worst: {worst.task} {numbers})"
+        return f"{worst.task} {_change_text(worst, unit)}, {unit.accepted}"
+    loss = _loss_compared_to_margin("less", tasks, margin, "lose nothing")
+    change, bound = _change_and_bound(worst, unit)
+    return f"{_all_tasks(tasks)} {loss} (worst: {worst.task} {change}, {bound})"
 
 
 def _share_of_margin(task: TaskVerdict, value: float, margin: float) -> float:
@@ -342,7 +337,9 @@ def _share_of_margin(task: TaskVerdict, value: float, margin: float) -> float:
     return value / own if own else value
 
 
-def _more_or_less(word: str, tasks: Sequence[TaskVerdict], margin: float, nothing: str) -> str:
+def _loss_compared_to_margin(
+    word: str, tasks: Sequence[TaskVerdict], margin: float, nothing: str
+) -> str:
     """Return `lose less than 2 points or 1%`, or the text `nothing` if all margins are 0."""
     units = [_unit(task, margin) for task in tasks]
     if not any(unit.margin for unit in units):
@@ -351,25 +348,30 @@ def _more_or_less(word: str, tasks: Sequence[TaskVerdict], margin: float, nothin
     return f"lose {word} than {' or '.join(limits)}"
 
 
-def _all(tasks: Sequence[TaskVerdict]) -> str:
+def _all_tasks(tasks: Sequence[TaskVerdict]) -> str:
     return "both tasks" if len(tasks) == 2 else f"all {len(tasks)} tasks"
 
 
-def _failed(tasks: Sequence[TaskVerdict], margin: float) -> str:
+def _fail_reason(tasks: Sequence[TaskVerdict], margin: float) -> str:
     failed = [task for task in tasks if task.outcome == "FAIL"]
     worst = min(failed, key=lambda task: _share_of_margin(task, task.high, margin))
     unit = _unit(worst, margin)
     if len(failed) == 1:
         loss = f"{unit.number(-worst.difference)}{unit.name} (at least {unit.number(-worst.high)})"
         cause = f"; {worst.lost_answers}" if worst.too_many_lost else ""
-        return f"{worst.task} loses {loss}, {unit.accepted}{cause}{_others(tasks, 'FAIL')}"
-    lost = _more_or_less("more", failed, margin, "lose something")
-    numbers = f"{unit.signed(worst.difference)}{unit.suffix}, at best {unit.signed(worst.high)}"
-    which = _all(tasks) if len(failed) == len(tasks) else f"{len(failed)} of {len(tasks)} tasks"
-    return f"{which} {lost} (worst: {worst.task} {numbers})"
+        return (
+            f"{worst.task} loses {loss}, {unit.accepted}{cause}{_other_tasks_text(tasks, 'FAIL')}"
+        )
+    lost = _loss_compared_to_margin("more", failed, margin, "lose something")
+    loss = f"loses {unit.number(-worst.difference)}{unit.name}"
+    bound = f"at least {unit.number(-worst.high)}"
+    which = (
+        _all_tasks(tasks) if len(failed) == len(tasks) else f"{len(failed)} of {len(tasks)} tasks"
+    )
+    return f"{which} {lost} (worst: {worst.task} {loss}, {bound})"
 
 
-def _not_settled(tasks: Sequence[TaskVerdict], margin: float) -> str:
+def _inconclusive_reason(tasks: Sequence[TaskVerdict], margin: float) -> str:
     silent = [task for task in tasks if task.uninformative]
     unsettled = [
         task for task in tasks if task.outcome == "INCONCLUSIVE" and not task.uninformative
@@ -378,15 +380,21 @@ def _not_settled(tasks: Sequence[TaskVerdict], margin: float) -> str:
     if silent:
         verb = "shows" if len(silent) == 1 else "show"
         left = (
-            f"; {_not_settled(unsettled, margin)}" if unsettled else _others(tasks, "INCONCLUSIVE")
+            f"; {_inconclusive_reason(unsettled, margin)}"
+            if unsettled
+            else _other_tasks_text(tasks, "INCONCLUSIVE")
         )
-        names = _first([task.task for task in silent], " and ")
+        names = _first_names([task.task for task in silent], " and ")
         return f"{names} {verb} nothing: {silent[0].uninformative}{left}"
     if lost:
         rest = [task for task in tasks if task not in lost]
         open_ = [task for task in rest if task.outcome == "INCONCLUSIVE"]
-        left = f"; {_not_settled(open_, margin)}" if open_ else _others(tasks, "INCONCLUSIVE")
-        names = _first([task.task for task in lost], " and ")
+        left = (
+            f"; {_inconclusive_reason(open_, margin)}"
+            if open_
+            else _other_tasks_text(tasks, "INCONCLUSIVE")
+        )
+        names = _first_names([task.task for task in lost], " and ")
         verb = "has" if len(lost) == 1 else "have"
         return f"{names} {verb} too many answers that do not count: {lost[0].lost_answers}{left}"
     if len(unsettled) == 1:
@@ -401,14 +409,17 @@ def _not_settled(tasks: Sequence[TaskVerdict], margin: float) -> str:
             seeds = f", or {task.seeds_needed:,} seeds," if task.seeds_needed else ""
             remedy = f"{about(task.documents_needed)}{seeds} would settle it"
         return (
-            f"{task.task} is not settled after {_documents(task)}: {change}, {span}, "
-            f"{unit.accepted}; {remedy}{_others(tasks, 'INCONCLUSIVE')}"
+            f"{task.task} is not settled after {_documents_text(task)}: {change}, {span}, "
+            f"{unit.accepted}; {remedy}{_other_tasks_text(tasks, 'INCONCLUSIVE')}"
         )
-    named = [f"{task.task} (read {_documents(task)}, {_need(task)})" for task in unsettled]
-    return f"{len(unsettled)} of {len(tasks)} tasks are not settled: {_first(named, ', ')}"
+    named = [
+        f"{task.task} (read {_documents_text(task)}, {_needed_documents(task)})"
+        for task in unsettled
+    ]
+    return f"{len(unsettled)} of {len(tasks)} tasks are not settled: {_first_names(named, ', ')}"
 
 
-def _need(task: TaskVerdict) -> str:
+def _needed_documents(task: TaskVerdict) -> str:
     """Return a few words on how to settle a task."""
     if task.has_too_few_documents:
         return task.remedy
@@ -416,33 +427,38 @@ def _need(task: TaskVerdict) -> str:
     return "no number would settle it" if needed is None else f"{about(needed)} needed"
 
 
-def _first(names: Sequence[str], between: str) -> str:
+def _first_names(names: Sequence[str], between: str) -> str:
     more = len(names) - MAX_NAMED
     return between.join(names[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-def _documents(task: TaskVerdict) -> str:
+def _documents_text(task: TaskVerdict) -> str:
     return (
         f"{task.documents:,} document" if task.documents == 1 else f"{task.documents:,} documents"
     )
 
 
-def _moved(task: TaskVerdict, unit: _Unit) -> str:
+def _change_text(task: TaskVerdict, unit: _Unit) -> str:
     """Return `loses 0.43 points (at most 0.84)`, or the corresponding text for a gain."""
-    change = float(unit.number(task.difference))
-    if change < 0:
-        return (
-            f"loses {unit.number(-task.difference)}{unit.name} (at most {unit.number(-task.low)})"
-        )
-    if not change:
-        return f"loses nothing (at most {unit.number(max(0.0, -task.low))}{unit.name})"
-    gain = f"gains {unit.number(task.difference)}{unit.name}"
+    change, bound = _change_and_bound(task, unit)
+    return f"{change} ({bound})"
+
+
+def _change_and_bound(task: TaskVerdict, unit: _Unit) -> tuple[str, str]:
+    """Return `loses 0.43 points` and `at most 0.84`, or the corresponding texts for a gain."""
+    difference = float(unit.number(task.difference))
+    if difference < 0:
+        change = f"loses {unit.number(-task.difference)}{unit.name}"
+        return change, f"at most {unit.number(-task.low)}"
+    if not difference:
+        return "loses nothing", f"at most {unit.number(max(0.0, -task.low))}{unit.name}"
+    change = f"gains {unit.number(task.difference)}{unit.name}"
     if task.low >= 0:
-        return f"{gain} (at least {unit.number(task.low)})"
-    return f"{gain} (at worst it loses {unit.number(-task.low)})"
+        return change, f"at least {unit.number(task.low)}"
+    return change, f"at worst it loses {unit.number(-task.low)}"
 
 
-def _others(tasks: Sequence[TaskVerdict], outcome: Outcome) -> str:
+def _other_tasks_text(tasks: Sequence[TaskVerdict], outcome: Outcome) -> str:
     """Return a sentence on the other tasks if all of them pass, else ""."""
     others = [task for task in tasks if task.outcome != outcome]
     if not others or {task.outcome for task in others} != {"PASS"}:
