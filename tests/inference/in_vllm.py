@@ -13,7 +13,7 @@ from vexport.engine.messages import SessionRequest
 from vexport.engine.worker import CPU, build_engine, model_arguments, run_worker
 from vexport.errors import VexportError
 from vexport.inference.lm_eval_runner import run_tasks
-from vexport.inference.model import replaced
+from vexport.inference.model import override_attribute
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ def answer(requests: Requests) -> Outcomes:
     arguments = model_arguments(requests.requests[0], CPU)
     llm = build_engine(arguments, CPU)
     errors, progress = [], []
-    with replaced(datasets.config, "HF_DATASETS_CACHE", requests.cache):
+    with override_attribute(datasets.config, "HF_DATASETS_CACHE", requests.cache):
         for request in requests.requests:
             steps: list[tuple[str, int, int]] = []
             error = ""

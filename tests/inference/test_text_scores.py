@@ -16,7 +16,7 @@ from vexport.inference.endpoint.server import Server
 from vexport.inference.engine_model import top_tokens
 from vexport.inference.kept_answers import KeptAnswers
 from vexport.inference.model import Question
-from vexport.inference.row_scores import NO_TOKEN, packed, scores_of_flat, unpacked
+from vexport.inference.row_scores import NO_TOKEN, scores_from_json, scores_of_flat, scores_to_json
 from vexport.inference.text_scores import rows_to_repeat, write_text_scores
 from vexport.records import Endpoint, silent
 
@@ -87,7 +87,7 @@ def test_tokens_of_each_place_are_distinct() -> None:
     assert scores.tokens.tolist() == [[3, 7, NO_TOKEN], [5, 1, 2]]
     assert scores.nll.tolist() == [1.0, 9.0]
     assert scores.likeliest.tolist() == [7, 1]
-    again = unpacked(json.loads(json.dumps(packed(scores))))
+    again = scores_from_json(json.loads(json.dumps(scores_to_json(scores))))
     np.testing.assert_array_equal(again.tokens, scores.tokens)
     np.testing.assert_array_equal(again.logprobs, scores.logprobs)
 

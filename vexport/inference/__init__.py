@@ -10,7 +10,7 @@ In the process of the command:
 - `asking.py`: the sources of answers behind one interface, `AnswerSource.ask`: an engine of vLLM
   (`EngineSource`), a server (`EndpointSource`), and existing results (`ExistingResults`).
 - `answers.py`: the answers that a source returns.
-- `prompts.py`, `text_rows.py`, `prompting.py`, `tasks.py`, `asked_tasks.py`: the prompts of a
+- `prompts.py`, `text_rows.py`, `prompting.py`, `tasks.py`, `requested_tasks.py`: the prompts of a
   model: fixed prompts, rows of a text, and tasks of lm-eval with their settings.
 - `task_data.py`: lm-eval's tasks as data, and a worker that downloads their documents.
 - `engine_session.py`: starts the worker that asks an engine.

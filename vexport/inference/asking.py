@@ -23,7 +23,6 @@ from vexport.engine.session import Worker, session_error
 from vexport.errors import InputError
 from vexport.files import digest_bytes, to_json
 from vexport.inference.answers import Answers, Rows, Served
-from vexport.inference.asked_tasks import add_tasks
 from vexport.inference.endpoint.server import Server
 from vexport.inference.endpoint.tokenizer import show_retries
 from vexport.inference.engine_session import run_session
@@ -31,6 +30,7 @@ from vexport.inference.fingerprint import engine_fingerprint, write_fingerprint
 from vexport.inference.options import BASELINE, NO_EVALUATION, EngineOptions
 from vexport.inference.prompts import CONTINUED, Prompts, fixed_prompts, shortest_length
 from vexport.inference.repeated import read_repeated, require_deterministic
+from vexport.inference.requested_tasks import add_tasks
 from vexport.inference.session_folder import (
     ENGINE_LOG,
     LOGPROBS,

@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 
 from vexport.engine.messages import CANARY_TOKENS, DRAFT_TOKENS, SessionRequest, draft_counts
 from vexport.files import atomic_path
-from vexport.inference.kept_answers import KeptAnswers, kept_text
-from vexport.inference.model import Model, Question, TokenIds, replaced
+from vexport.inference.kept_answers import KeptAnswers, answer_to_json
+from vexport.inference.model import Model, Question, TokenIds, override_attribute
 from vexport.inference.row_scores import RowScores, scores_of_flat
 from vexport.records import Canary, DraftCounts, Json, OnProgress
 
@@ -77,13 +77,13 @@ class EngineModel(Model):
 
         prompts = [TokensPrompt(prompt_token_ids=list(each.prompt)) for each in questions]
         parameters: list[SamplingParams] = [each.parameters or scoring for each in questions]
-        with replaced(self._llm.llm_engine, "step", counted):
+        with override_attribute(self._llm.llm_engine, "step", counted):
             outputs = self._llm.generate(prompts, parameters, use_tqdm=False)
         answers: list[Json] = []
         for question, output in zip(questions, outputs, strict=True):
             if question.parameters:
                 text = output.outputs[0]
-                answers.append(kept_text(text.text, text.finish_reason))
+                answers.append(answer_to_json(text.text, text.finish_reason))
             else:
                 score = VLLM._parse_logprobs(list(question.prompt), output, question.context)
                 answers.append(list(score))

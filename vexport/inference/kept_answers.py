@@ -33,12 +33,12 @@ class FinishedText(str):
         return FinishedText, (str(self), self.finish_reason)
 
 
-def kept_text(text: str, finish_reason: str | None) -> Json:
+def answer_to_json(text: str, finish_reason: str | None) -> Json:
     """Return a generated answer in the form that `KeptAnswers` stores."""
     return {"text": text, "finish_reason": finish_reason or ""}
 
 
-def finished_text(answer: Json) -> FinishedText:
+def answer_from_json(answer: Json) -> FinishedText:
     """Read an answer made by `kept_text`. Also accept plain text, which older versions stored."""
     if isinstance(answer, dict):
         return FinishedText(str(answer.get("text", "")), str(answer.get("finish_reason", "")))

@@ -12,7 +12,7 @@ from pydantic import JsonValue
 
 from vexport.errors import InputError
 from vexport.inference.kept_answers import FinishedText
-from vexport.inference.model import Model, replaced
+from vexport.inference.model import Model, override_attribute
 from vexport.records import LmEvalSettings
 from vexport.records.patterns import TEMPLATE_SECONDS, time_limit
 
@@ -101,8 +101,10 @@ class ServedChat:
         return text
 
 
-def wrap_model(asked: Model, arguments: ModelArguments, settings: LmEvalSettings) -> "VLLM":
-    """Return lm-eval's VLLM that runs the model `asked`. `arguments` go to lm-eval's constructor.
+def wrap_model(
+    answering_model: Model, arguments: ModelArguments, settings: LmEvalSettings
+) -> "VLLM":
+    """Return lm-eval's VLLM that runs `answering_model`. `arguments` go to lm-eval's constructor.
 
     Raises InputError if there is no chat template to apply. Later, the returned model raises
     InputError if lm-eval would cut a prompt or leave a system instruction out.
@@ -121,8 +123,8 @@ def wrap_model(asked: Model, arguments: ModelArguments, settings: LmEvalSettings
                     request.args[1], default_max_gen_toks=self.max_gen_toks
                 )
                 _require_room(request, len(tokens), new, self.max_length)
-            _expect(asked, requests, len(requests))
-            with replaced(vllm_causallms, "postprocess_generated_text", processed):
+            _expect(answering_model, requests, len(requests))
+            with override_attribute(vllm_causallms, "postprocess_generated_text", processed):
                 answers: list[str] = super().generate_until(requests, disable_tqdm=True)
             return answers
 
@@ -148,8 +150,10 @@ def wrap_model(asked: Model, arguments: ModelArguments, settings: LmEvalSettings
                     self.requests, requests, strict=True
                 ):
                     _require_room(request, len(context) + len(continuation), 1, self.max_length)
-            _expect(asked, self.requests, len(requests))
-            return asked.score([(context, continuation) for _, context, continuation in requests])
+            _expect(answering_model, self.requests, len(requests))
+            return answering_model.score(
+                [(context, continuation) for _, context, continuation in requests]
+            )
 
     process = vllm_causallms.postprocess_generated_text
 
@@ -165,15 +169,15 @@ def wrap_model(asked: Model, arguments: ModelArguments, settings: LmEvalSettings
             return answer
         return FinishedText(answer, text.finish_reason if text.endswith(answer) else "stop")
 
-    with replaced(vllm_causallms, "LLM", lambda **_: asked):
+    with override_attribute(vllm_causallms, "LLM", lambda **_: answering_model):
         model = BuiltVLLM(batch_size="auto", **arguments)
     model.choose_template(settings)
     return model
 
 
-def _expect(asked: Model, requests: Sequence["Instance"], prompts: int) -> None:
+def _expect(answering_model: Model, requests: Sequence["Instance"], prompts: int) -> None:
     names = dict.fromkeys(str(request.task_name) for request in requests)
-    asked.expect(", ".join(names), prompts)
+    answering_model.expect(", ".join(names), prompts)
 
 
 def _require_room(request: "Instance", prompt: int, new: int, room: int) -> None:

@@ -23,7 +23,7 @@ from vexport.inference.added_keys import FINISH_REASON, SEED, UNTEMPLATED
 from vexport.inference.engine_model import EngineModel
 from vexport.inference.kept_answers import FinishedText, KeptAnswers, open_kept_answers
 from vexport.inference.lm_eval_model import ModelArguments, wrap_model
-from vexport.inference.model import Model, replaced
+from vexport.inference.model import Model, override_attribute
 from vexport.inference.repeated import compare_rows, documents_to_repeat, write_repeated
 from vexport.inference.task_data import (
     explained_downloads,
@@ -62,11 +62,13 @@ def run_tasks(
     if request.identity is not None and request.output is not None:
         kept = open_kept_answers(request.output, f"{request.identity} {engine_words()}")
     size = request.lm_eval.batch_size
-    asked = EngineModel(llm, kept, progress, size if isinstance(size, int) else None)
-    ask_tasks(asked, arguments, request)
+    answering_model = EngineModel(llm, kept, progress, size if isinstance(size, int) else None)
+    ask_tasks(answering_model, arguments, request)
 
 
-def ask_tasks(asked: Model, arguments: dict[str, JsonValue], request: SessionRequest) -> None:
+def ask_tasks(
+    answering_model: Model, arguments: dict[str, JsonValue], request: SessionRequest
+) -> None:
     """Evaluate `request.tasks` and write lm-eval's result and sample files into `request.output`.
 
     `arguments` are for lm-eval's model class. Raises InputError with the task's name if a task
@@ -85,7 +87,7 @@ def ask_tasks(asked: Model, arguments: dict[str, JsonValue], request: SessionReq
         if not any(map(reads_hub, request.tasks)):
             # Do not write caches of local data files into the home folder.
             stack.enter_context(
-                replaced(datasets.config, "HF_DATASETS_CACHE", scratch / "datasets")
+                override_attribute(datasets.config, "HF_DATASETS_CACHE", scratch / "datasets")
             )
         if not request.trust_remote_code:
             stack.enter_context(tasks_as_data())
@@ -94,14 +96,14 @@ def ask_tasks(asked: Model, arguments: dict[str, JsonValue], request: SessionReq
         values = {key: getattr(settings, key) for key in _ANSWER_KEYS}
         given = {key: value for key, value in values.items() if value is not None}
         arguments = {**arguments, **given}
-        model = wrap_model(asked, arguments, settings)
-        _evaluate(model, asked, arguments, request, scratch / "output")
+        model = wrap_model(answering_model, arguments, settings)
+        _evaluate(model, answering_model, arguments, request, scratch / "output")
         _move_files(scratch / "output", request.output)
 
 
 def _evaluate(
     model: "VLLM",
-    asked: Model,
+    answering_model: Model,
     arguments: ModelArguments,
     request: SessionRequest,
     output: Path,
@@ -111,15 +113,15 @@ def _evaluate(
     tracker = EvaluationTracker(output_path=str(output))
     evaluation = _Evaluation(model, arguments, request, task_manager(request), tracker)
     tasks = evaluation.load()
-    if any(task.OUTPUT_TYPE != "generate_until" for task in _each(tasks)):
-        asked.require_scores()
+    if any(task.OUTPUT_TYPE != "generate_until" for task in _all_tasks(tasks)):
+        answering_model.require_scores()
     try:
         results = evaluation.run(tasks, request.limit)
         first = {name: list(rows) for name, rows in results["samples"].items()}
         evaluation.add_seeds(results["samples"])
         if request.repeat:
             assert request.output is not None
-            asked.start_round()
+            answering_model.start_round()
             # Newly loaded tasks start from the same seed, so they have the same few-shot examples.
             limit = documents_to_repeat(len(results["samples"]), request.limit)
             again = evaluation.run(evaluation.load(), limit)
@@ -131,7 +133,9 @@ def _evaluate(
         raise InputError(
             f"tasks {', '.join(request.tasks)}", got=str(error), need=need, fix=fix
         ) from error
-    if request.lm_eval.plain_as_is and (plain := [str(task.task_name) for task in _plain(tasks)]):
+    if request.lm_eval.plain_as_is and (
+        plain := [str(task.task_name) for task in _likelihood_tasks(tasks)]
+    ):
         results["config"][UNTEMPLATED] = plain
     _save(tracker, results, output)
 
@@ -152,8 +156,8 @@ class _Evaluation:
     def load(self) -> "list[Task | Group]":
         """Load the tasks. With `plain_as_is`, tasks that score plain text get no chat template."""
         tasks = load_tasks(self.request, self.manager, self.request.tasks)
-        for task in _plain(tasks) if self.request.lm_eval.plain_as_is else ():
-            _leave_out_template(task)
+        for task in _likelihood_tasks(tasks) if self.request.lm_eval.plain_as_is else ():
+            _disable_chat_template(task)
         return tasks
 
     def run(self, tasks: "list[Task | Group]", limit: float | None, seed: int = 0) -> "EvalResults":
@@ -195,7 +199,7 @@ class _Evaluation:
         for seed in range(1, self.request.lm_eval.seeds):
             tasks = self.load()
             generating = {
-                task.task_name for task in _each(tasks) if task.OUTPUT_TYPE == "generate_until"
+                task.task_name for task in _all_tasks(tasks) if task.OUTPUT_TYPE == "generate_until"
             }
             if generating:
                 further = self.run(tasks, self.request.limit, seed)["samples"]
@@ -216,19 +220,19 @@ def _add_finish_reasons(rows: "list[dict[str, object]]") -> None:
             row[FINISH_REASON] = reasons
 
 
-def _each(loaded: "list[Task | Group]") -> "Iterator[Task]":
+def _all_tasks(loaded: "list[Task | Group]") -> "Iterator[Task]":
     """Yield all tasks, including tasks in groups."""
     for entry in loaded:
         yield from entry.get_all_tasks() if hasattr(entry, "get_all_tasks") else [entry]
 
 
-def _plain(loaded: "list[Task | Group]") -> "Iterator[Task]":
+def _likelihood_tasks(loaded: "list[Task | Group]") -> "Iterator[Task]":
     """Return the tasks that score the likelihood of plain text. Chat templates do not fit them."""
     scored = ("loglikelihood", "loglikelihood_rolling")
-    return (task for task in _each(loaded) if task.OUTPUT_TYPE in scored)
+    return (task for task in _all_tasks(loaded) if task.OUTPUT_TYPE in scored)
 
 
-def _leave_out_template(task: "Task") -> None:
+def _disable_chat_template(task: "Task") -> None:
     build = task.build_all_requests
     plain = {"apply_chat_template": False, "fewshot_as_multiturn": False, "chat_template": None}
     task.build_all_requests = lambda **options: build(**{**options, **plain})
@@ -289,7 +293,7 @@ def vllm_version() -> Iterator[None]:
 
             return str(vllm.__version__)
 
-    with replaced(importlib.metadata, "version", version):
+    with override_attribute(importlib.metadata, "version", version):
         yield
 
 
@@ -307,7 +311,7 @@ def cached_lm_eval_steps() -> Iterator[None]:
     compiled = lru_cache(_MAX_TEMPLATES)(utils.env.from_string)
     installed = cache(collect_env.get_pretty_env_info)
     with (
-        replaced(utils.env, "from_string", compiled),
-        replaced(collect_env, "get_pretty_env_info", installed),
+        override_attribute(utils.env, "from_string", compiled),
+        override_attribute(collect_env, "get_pretty_env_info", installed),
     ):
         yield

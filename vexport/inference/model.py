@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from vexport.inference.kept_answers import KeptAnswers, finished_text
+from vexport.inference.kept_answers import KeptAnswers, answer_from_json
 from vexport.records import DraftCounts, Json, OnProgress
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class Model(ABC):
             Question(prompt=prompt["prompt_token_ids"], parameters=parameters)
             for prompt, parameters in zip(prompts, sampling_params, strict=True)
         ]
-        texts = map(finished_text, self.answers(questions))
+        texts = map(answer_from_json, self.answers(questions))
         return [SimpleNamespace(outputs=[SimpleNamespace(text=text)]) for text in texts]
 
     def score(self, pairs: Sequence[tuple[list[int], list[int]]]) -> list[tuple[float, bool]]:
@@ -176,7 +176,7 @@ def _as_mapping(parameters: Parameters) -> Mapping[str, object]:
 
 
 @contextmanager
-def replaced(owner: object, name: str, value: object) -> Iterator[None]:
+def override_attribute(owner: object, name: str, value: object) -> Iterator[None]:
     """Set an attribute of `owner` inside the block, and restore its value afterwards."""
     original = getattr(owner, name)
     setattr(owner, name, value)

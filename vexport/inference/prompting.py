@@ -24,7 +24,7 @@ CONVERSATION = (
     {"role": "user", "content": "And of Italy?"},
 )
 _NOTES = ("transformers_version", "_from_model_config")
-_SHOWN = 60
+_MAX_SHOWN = 60
 
 
 def lm_eval_settings(settings: Evaluate, models: Mapping[str, Path]) -> LmEvalSettings:
@@ -134,4 +134,4 @@ def _generation(root: Path) -> Mapping[str, Json]:
 
 def _short(value: object) -> str:
     text = repr(value)
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

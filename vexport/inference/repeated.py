@@ -17,9 +17,10 @@ from vexport.outputs.manifest import record
 FILE = "repeat.json"
 """The file next to lm-eval's results that holds the counts."""
 DOCUMENTS = 200
-"""Number of documents to repeat, over all tasks together. Each task repeats at least `LEAST`."""
-LEAST = 20
-TOLERATED = 0.005
+"""Number of documents to repeat, over all tasks together."""
+MIN_DOCUMENTS = 20
+"""Minimum number of documents to repeat for each task."""
+MAX_CHANGED_SHARE = 0.005
 """Share of answers that may change: half a point, far below usual margins of 1 or 2 points."""
 Row = Mapping[str, object]
 
@@ -42,7 +43,7 @@ def documents_to_repeat(tasks: int, limit: float | None) -> int:
 
     `limit` is the maximum number of documents of each task.
     """
-    share = max(LEAST, DOCUMENTS // max(1, tasks))
+    share = max(MIN_DOCUMENTS, DOCUMENTS // max(1, tasks))
     return min(share, int(limit)) if limit is not None and limit >= 1 else share
 
 
@@ -54,14 +55,14 @@ def compare_rows(
     Only scores of 0 and 1 count.
     """
     before, now = _marks(first), _marks(again)
-    asked = before.keys() & now.keys()
+    common = before.keys() & now.keys()
     changed = [
         key
-        for key in asked
+        for key in common
         if any(now[key].get(name) != mark for name, mark in before[key].items())
     ]
     return Repeated(
-        documents=len({key[:2] for key in asked}), changed=len({key[:2] for key in changed})
+        documents=len({key[:2] for key in common}), changed=len({key[:2] for key in changed})
     )
 
 
@@ -90,20 +91,20 @@ def read_repeated(folder: Path) -> Repeated | None:
 
 
 def require_deterministic(folder: Path, repeated: Repeated, alpha: float) -> None:
-    """Raise EnvironmentFault if more than `TOLERATED` of the answers change.
+    """Raise EnvironmentFault if more than `MAX_CHANGED_SHARE` of the answers change.
 
     The decision is an exact binomial test at the level `alpha`.
     """
-    asked = repeated.documents
+    common = repeated.documents
     changed = repeated.changed
-    if not asked or repeated.sampled:
+    if not common or repeated.sampled:
         return
-    if stats.binomtest(changed, asked, TOLERATED, alternative="greater").pvalue > alpha:
+    if stats.binomtest(changed, common, MAX_CHANGED_SHARE, alternative="greater").pvalue > alpha:
         return
     raise EnvironmentFault(
         str(folder),
-        got=f"{changed} of {asked} answers changed when the same model answered again; a verdict "
-        f"needs at most {TOLERATED:.1%}",
+        got=f"{changed} of {common} answers changed when the same model answered again; a verdict "
+        f"needs at most {MAX_CHANGED_SHARE:.1%}",
         need="",
         fix="use greedy decoding (or --seeds for sampled answers) and GPUs of one kind, or try "
         "VLLM_BATCH_INVARIANT=1 or fewer sequences at a time",

@@ -78,7 +78,7 @@ def scores_of_places(places: Sequence[Place]) -> RowScores:
     return RowScores(tokens=tokens, logprobs=logprobs)
 
 
-def packed(scores: RowScores) -> Json:
+def scores_to_json(scores: RowScores) -> Json:
     """Return scores as JSON with base64 text. It has a fifth of the size of lists of numbers."""
     return {
         "places": len(scores.tokens),
@@ -87,8 +87,8 @@ def packed(scores: RowScores) -> Json:
     }
 
 
-def unpacked(content: Json) -> RowScores:
-    """Read scores that `packed` wrote."""
+def scores_from_json(content: Json) -> RowScores:
+    """Read scores that `scores_to_json` wrote."""
     assert isinstance(content, dict)
     places = content["places"]
     assert isinstance(places, int)

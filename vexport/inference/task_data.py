@@ -31,7 +31,7 @@ from vexport.engine.messages import InputProblem, SessionRequest
 from vexport.engine.session import Worker, raise_found_problems
 from vexport.engine.worker import input_problem, progress_reporter, run_worker
 from vexport.errors import EnvironmentFault, InputError, VexportError
-from vexport.inference.model import replaced
+from vexport.inference.model import override_attribute
 from vexport.inference.tasks import (
     FILE_FORMATS,
     GROUP_SUFFIX,
@@ -129,7 +129,10 @@ def tasks_as_data() -> Iterator[None]:
         loader=utils.env.loader, undefined=utils.env.undefined, keep_trailing_newline=True
     )
     sandbox.filters |= utils.env.filters
-    with replaced(utils, "env", sandbox), replaced(_yaml_loader, "_import_func_in_yml", import_own):
+    with (
+        override_attribute(utils, "env", sandbox),
+        override_attribute(_yaml_loader, "_import_func_in_yml", import_own),
+    ):
         yield
 
 
@@ -210,7 +213,7 @@ def _known_metrics(task_name: str, *, trust: bool) -> Iterator[None]:
             raise InputError(f"task {task_name}: metric {metric}", got=got, need="", fix=fix)
         return found
 
-    with replaced(task, "get_metric", get_metric):
+    with override_attribute(task, "get_metric", get_metric):
         yield
 
 
@@ -280,7 +283,7 @@ def explained_downloads(
             if is_network_error(error) and (copy := downloaded(name)) is not None:
                 # Without a network, `datasets` finds only data that it has loaded before. It does
                 # not find files from `hf download`.
-                with replaced(self, "DATASET_PATH", copy):
+                with override_attribute(self, "DATASET_PATH", copy):
                     original(
                         self, {key: value for key, value in kwargs.items() if key != "revision"}
                     )
@@ -289,7 +292,7 @@ def explained_downloads(
                 raise translate_error(error, name, "dataset") from error
             raise
 
-    with replaced(ConfigurableTask, "download", download):
+    with override_attribute(ConfigurableTask, "download", download):
         yield
 
 
@@ -308,7 +311,7 @@ def generating_tasks_only() -> Iterator[None]:
             raise thinking_error(str(self.config.task), str(self.OUTPUT_TYPE))
         original(self, dataset_kwargs)
 
-    with replaced(ConfigurableTask, "download", download):
+    with override_attribute(ConfigurableTask, "download", download):
         yield
 
 

@@ -9,9 +9,14 @@ from types import SimpleNamespace
 from vexport.engine.messages import DRAFT_TOKENS, draft_counts
 from vexport.errors import EnvironmentFault, InputError
 from vexport.inference.endpoint.server import Server, UnreachableError
-from vexport.inference.kept_answers import KeptAnswers, kept_text
+from vexport.inference.kept_answers import KeptAnswers, answer_to_json
 from vexport.inference.model import Model, Question, TokenIds
-from vexport.inference.row_scores import RowScores, packed, scores_of_places, unpacked
+from vexport.inference.row_scores import (
+    RowScores,
+    scores_from_json,
+    scores_of_places,
+    scores_to_json,
+)
 from vexport.records import DraftCounts, Json, OnProgress
 from vexport.records.values import MOST_COUNT
 
@@ -107,8 +112,8 @@ class EndpointModel(Model):
     def _answer(self, question: Question) -> Json:
         """Answer one question, and return the answer in the form of `KeptAnswers`.
 
-        The answer to a row of a text has the form of `packed`. Raises EnvironmentFault if the
-        server does not return the ids of the likeliest tokens.
+        The answer to a row of a text has the form of `scores_to_json`. Raises EnvironmentFault if
+        the server does not return the ids of the likeliest tokens.
         """
         prompt, parameters = question.prompt, question.parameters
         if parameters == TEXT:
@@ -120,10 +125,10 @@ class EndpointModel(Model):
                     need="token ids, as vLLM returns them with return_tokens_as_token_ids",
                     fix="evaluate tasks (--task) instead of --text",
                 )
-            return packed(scores_of_places(places))
+            return scores_to_json(scores_of_places(places))
         if isinstance(parameters, dict):
             continuation = self.server.generate(prompt, parameters)
-            return kept_text(continuation.text, continuation.finish_reason)
+            return answer_to_json(continuation.text, continuation.finish_reason)
         places = self.server.score(prompt, 1)[question.context - 1 :]
         scored = list(zip(prompt[question.context :], places, strict=True))
         is_greedy = all(max(place, key=place.__getitem__) == token for token, place in scored)
@@ -136,7 +141,7 @@ class EndpointModel(Model):
         """
         self.expect("text", len(rows))
         questions = [Question(prompt=row, parameters=TEXT) for row in rows]
-        yield from map(unpacked, self.answers(questions))
+        yield from map(scores_from_json, self.answers(questions))
 
     def count_draft(self, prompt: TokenIds) -> DraftCounts:
         """Continue a prompt and count its drafts from the server's counters.

@@ -59,15 +59,17 @@ _FIRST_CONTACT = 5.0
 # Maximum number of seconds for the first contact, even if the server keeps sending.
 _FIRST_CONTACT_ENDS = 15.0
 # Maximum number of equal failures for a kind of request that the server has never answered.
-_PROBES = 3
+_MAX_EQUAL_FAILURES = 3
 # Seconds between two lines about a server that does not answer.
 _RETRY_LINE_SECONDS = 30.0
 _FIX_RESUME = "check the server, and run the command again to resume: finished answers are kept"
 _FIX_ADDRESS = "check the server and its address (http://HOST:PORT/v1)"
-_CHOOSE_MODEL = "choose a model with --model (--baseline-model for the baseline)"
+_FIX_CHOOSE_MODEL = "choose a model with --model (--baseline-model for the baseline)"
 _SCORES_NEEDED = "completions with echo and logprobs, as vLLM supports them"
-_WITHOUT_SCORES = "remove --text, and tasks that score likelihoods (multiple choice, perplexity)"
-_SHOWN = 300
+_FIX_WITHOUT_SCORES = (
+    "remove --text, and tasks that score likelihoods (multiple choice, perplexity)"
+)
+_MAX_SHOWN = 300
 # Maximum size of an answer in bytes: a fixed part, and a part for each token of generated text or
 # of a prompt with 20 log-probabilities.
 _ANSWER_BYTES = 4 * MEBIBYTE
@@ -77,7 +79,12 @@ _MAX_ANSWER_BYTES = 1024 * MEBIBYTE
 # Minimum length of a key that is masked in generated text. Shorter keys would mask ordinary words.
 _SHORTEST_MASKED_KEY = 8
 
-_NEUTRAL: Mapping[str, Json] = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+_NEUTRAL_SAMPLING: Mapping[str, Json] = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+}
 """Parameters for every request. Without them, vLLM's server would use generation_config.json. An
 engine on this machine does not use it.
 """
@@ -202,7 +209,7 @@ class Server:
     def generate(self, prompt: Sequence[int], parameters: Mapping[str, Json]) -> Continuation:
         """Generate a continuation of a prompt, with `parameters` of the completions API."""
         if self.model.version:
-            wanted = {**_NEUTRAL, **parameters}
+            wanted = {**_NEUTRAL_SAMPLING, **parameters}
         else:
             wanted = {
                 name: value for name, value in parameters.items() if name not in _VLLM_PARAMETERS
@@ -231,7 +238,12 @@ class Server:
             EnvironmentFault: the answer has no log-probabilities, or a token id that is not below
                 the size of the `vocabulary`.
         """
-        asked: dict[str, Json] = {"echo": True, "logprobs": top, "max_tokens": 1, "temperature": 0}
+        scoring: dict[str, Json] = {
+            "echo": True,
+            "logprobs": top,
+            "max_tokens": 1,
+            "temperature": 0,
+        }
         ids: dict[str, Json] = {"return_tokens_as_token_ids": True} if self.model.version else {}
 
         def read(content: Json) -> list[Place]:
@@ -239,13 +251,15 @@ class Server:
 
         most_bytes = _ANSWER_BYTES + _SCORED_TOKEN_BYTES * len(prompt)
         try:
-            return self._complete(SCORE, {"prompt": list(prompt), **asked, **ids}, read, most_bytes)
+            return self._complete(
+                SCORE, {"prompt": list(prompt), **scoring, **ids}, read, most_bytes
+            )
         except NoScoresError:
             raise UnreachableError(
                 self.endpoint.url,
                 got=f"no log-probabilities of the prompt in the answer to {SCORE}",
                 need=_SCORES_NEEDED,
-                fix=_WITHOUT_SCORES,
+                fix=_FIX_WITHOUT_SCORES,
             ) from None
 
     def metrics(self, names: Iterable[str]) -> dict[str, float]:
@@ -261,23 +275,23 @@ class Server:
         try:
             return self._retry(METRICS, attempt, self.endpoint.retry_seconds, None)
         except RefusedError as error:
-            raise self._refused(METRICS, error) from None
+            raise self._refused_request_error(METRICS, error) from None
 
     def masked(self, words: str) -> str:
         """Replace the API key in a server's text by `***`."""
         return words.replace(self._key, "***") if self._key else words
 
-    def _shown(self, words: str) -> str:
+    def _printable(self, words: str) -> str:
         """Return a server's message on one line, without the API key."""
-        return clip(visible(" ".join(self.masked(words).split())), _SHOWN)
+        return clip(visible(" ".join(self.masked(words).split())), _MAX_SHOWN)
 
     def _describe_model(self, model: ServedModel) -> str:
-        return self._shown(
+        return self._printable(
             f"{model.name} ({model.root or 'no root'}, vLLM {model.version or 'unknown'})"
         )
 
     def _complete(
-        self, asked: str, body: dict[str, Json], read: Callable[[Json], T], most_bytes: int
+        self, purpose: str, body: dict[str, Json], read: Callable[[Json], T], most_bytes: int
     ) -> T:
         """Send a request for a completion, and return the result of `read` on the answer."""
         url = f"{self._url}/completions"
@@ -288,16 +302,16 @@ class Server:
             return read(read_json(self._send(url, content, seconds, most_bytes)))
 
         try:
-            return self._retry(asked, attempt, self.endpoint.retry_seconds, None)
+            return self._retry(purpose, attempt, self.endpoint.retry_seconds, None)
         except RefusedError as error:
             self.require_same()
-            raise self._refused_completion(asked, body, error) from None
+            raise self._refused_completion_error(purpose, body, error) from None
 
-    def _refused_completion(
-        self, asked: str, body: Mapping[str, Json], error: RefusedError
+    def _refused_completion_error(
+        self, purpose: str, body: Mapping[str, Json], error: RefusedError
     ) -> InputError:
         """Return the error for a request for a completion that the server refused."""
-        words = self._shown(str(error))
+        words = self._printable(str(error))
         url = self.endpoint.url
         prompt = body["prompt"]
         new = body.get("max_tokens")
@@ -306,7 +320,7 @@ class Server:
             r"model\b.{0,200}\b(does not exist|not found)", words, re.IGNORECASE
         ):
             need = f"a server with the model {self._describe_model(self.model)}"
-            return InputError(url, got=words, need=need, fix=_CHOOSE_MODEL)
+            return InputError(url, got=words, need=need, fix=_FIX_CHOOSE_MODEL)
         if error.status in NO_SUCH_PATH:
             return InputError(
                 url,
@@ -326,12 +340,12 @@ class Server:
                 fix="start the server with a longer context, or lower --max-gen-toks, "
                 "--num-fewshot or (with --text) --text-tokens",
             )
-        if asked == SCORE and 400 <= error.status < 500 and error.status not in NO_KEY:
+        if purpose == SCORE and 400 <= error.status < 500 and error.status not in NO_KEY:
             got = f"no log-probabilities of prompts from the server ({words})"
-            return InputError(url, got=got, need=_SCORES_NEEDED, fix=_WITHOUT_SCORES)
-        return self._refused(asked, error)
+            return InputError(url, got=got, need=_SCORES_NEEDED, fix=_FIX_WITHOUT_SCORES)
+        return self._refused_request_error(purpose, error)
 
-    def _refused(self, asked: str, error: RefusedError) -> InputError:
+    def _refused_request_error(self, purpose: str, error: RefusedError) -> InputError:
         """Return the error for any other request that the server refused."""
         need = "an answer"
         if error.status in NO_KEY:
@@ -341,7 +355,7 @@ class Server:
                 "use the address that the server redirects to (vexport does not follow redirects, "
                 "because the API key would be sent there)"
             )
-        elif asked == GENERATE:
+        elif purpose == GENERATE:
             need = "/completions with prompts as token ids, as vLLM supports it"
             fix = (
                 "change the parameters that the server refuses (--gen-kwargs, the task's "
@@ -349,7 +363,7 @@ class Server:
             )
         else:
             fix = "correct the address (http://HOST:PORT/v1)"
-        got = f"{self._shown(str(error))}, in answer to {asked}"
+        got = f"{self._printable(str(error))}, in answer to {purpose}"
         return InputError(self.endpoint.url, got=got, need=need, fix=fix)
 
     def _described(self, seconds: float, ends: float | None, version: str | None) -> ServedModel:
@@ -364,7 +378,9 @@ class Server:
         if name not in cards:
             got = f"no model {name}" if name else f"{len(cards)} models"
             need = f"one of {', '.join(cards)}"
-            raise InputError(self.endpoint.url, got=got, need=self._shown(need), fix=_CHOOSE_MODEL)
+            raise InputError(
+                self.endpoint.url, got=got, need=self._printable(need), fix=_FIX_CHOOSE_MODEL
+            )
         card = cards[name]
         return ServedModel(
             name=name,
@@ -387,12 +403,12 @@ class Server:
             if self.endpoint.model and error.status >= 400:
                 return {self.endpoint.model: ModelCard(root="", max_model_len=None)}
             if error.status < 400:
-                raise self._refused(MODELS, error) from None
+                raise self._refused_request_error(MODELS, error) from None
             other = "correct the address (http://HOST:PORT/v1)"
             if error.status in NO_KEY:
                 other = f"set {API_KEY}"
-            fix = f"{_CHOOSE_MODEL} and its tokenizer with --tokenizer, or {other}"
-            got = f"no list of models ({self._shown(str(error))})"
+            fix = f"{_FIX_CHOOSE_MODEL} and its tokenizer with --tokenizer, or {other}"
+            got = f"no list of models ({self._printable(str(error))})"
             raise InputError(
                 self.endpoint.url, got=got, need="/models, or the model's name", fix=fix
             ) from None
@@ -422,7 +438,7 @@ class Server:
             return ""
 
     def _retry(
-        self, asked: str, attempt: Callable[[float], T], seconds: float, ends: float | None
+        self, purpose: str, attempt: Callable[[float], T], seconds: float, ends: float | None
     ) -> T:
         """Return the result of the first attempt that succeeds.
 
@@ -442,13 +458,13 @@ class Server:
                     raise TemporaryError("other requests to the server failed")
                 answer = attempt(limit)
             except TemporaryError as error:
-                words = self._shown(str(error))
+                words = self._printable(str(error))
                 now = time.monotonic()
                 if not failures:
                     deadline = min(now + seconds, ends or now + seconds)
                 failures["" if error.is_busy else error.kind] += 1
-                if failures[error.kind] >= _PROBES and asked not in self._answered:
-                    raise self._impossible(asked, words) from None
+                if failures[error.kind] >= _MAX_EQUAL_FAILURES and purpose not in self._answered:
+                    raise self._unsupported_request_error(purpose, words) from None
                 pause = min(max(wait, error.wait), _LONGEST_WAIT)
                 assert deadline is not None
                 if now + pause <= deadline:
@@ -459,15 +475,15 @@ class Server:
                 fix = _FIX_RESUME if ends is None else _FIX_ADDRESS
                 got = f"no answer: {words}"
                 raise UnreachableError(self.endpoint.url, got=got, need="", fix=fix) from None
-            self._answered.add(asked)
+            self._answered.add(purpose)
             return answer
 
-    def _impossible(self, asked: str, words: str) -> UnreachableError:
+    def _unsupported_request_error(self, purpose: str, words: str) -> UnreachableError:
         """Return the error for a kind of request that the server has never answered."""
         fix = "check the server's log"
-        if asked == SCORE:
-            fix += f"; or {_WITHOUT_SCORES}"
-        got = f"no answer to {asked}, {_PROBES} times with the same error: {words}"
+        if purpose == SCORE:
+            fix += f"; or {_FIX_WITHOUT_SCORES}"
+        got = f"no answer to {purpose}, {_MAX_EQUAL_FAILURES} times with the same error: {words}"
         return UnreachableError(self.endpoint.url, got=got, need="", fix=fix)
 
     def _report_retry(self, words: str, left: float) -> None:
@@ -486,7 +502,7 @@ class Server:
         try:
             return self._client.send(url, body, seconds=seconds, most_bytes=most_bytes)
         except CertificateError as error:
-            got = f"a certificate that cannot be verified ({self._shown(str(error))})"
+            got = f"a certificate that cannot be verified ({self._printable(str(error))})"
             fix = "set SSL_CERT_FILE to the file of its certificate authority"
             raise UnreachableError(
                 self.endpoint.url, got=got, need="a trusted certificate", fix=fix

@@ -31,7 +31,7 @@ from vexport.inference.fingerprint import (
 )
 from vexport.inference.kept_answers import open_kept_answers
 from vexport.inference.lm_eval_runner import ask_tasks, vllm_version
-from vexport.inference.model import replaced
+from vexport.inference.model import override_attribute
 from vexport.inference.text_scores import write_text_scores
 from vexport.records import PROGRESS_DETAIL, OnProgress
 from vexport.version import __version__
@@ -102,8 +102,8 @@ def _ask_tasks(model: EndpointModel, request: SessionRequest) -> None:
     with vllm_version():
         from lm_eval.models import vllm_causallms
     with (
-        replaced(vllm_causallms, "SamplingParams", dict),
-        replaced(transformers.AutoConfig, "from_pretrained", _read_config_if_any),
+        override_attribute(vllm_causallms, "SamplingParams", dict),
+        override_attribute(transformers.AutoConfig, "from_pretrained", _read_config_if_any),
     ):
         ask_tasks(model, arguments, request)
     write_fingerprint(request.output, _fingerprint(model.server, request))
