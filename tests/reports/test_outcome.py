@@ -10,14 +10,20 @@ from tests.reports import sample
 from vexport.checkpoint.index import read_index
 from vexport.records import CheckReport
 from vexport.reports import render
-from vexport.run.concluding import NOT_RUN, concluded, size_by_kind, source_name, tensor_kind
+from vexport.run.concluding import (
+    NOT_RUN,
+    conclusion_of_made,
+    size_by_kind,
+    source_name,
+    tensor_kind,
+)
 from vexport.run.directory import portable
 
 GOOD = CheckReport(checkpoint="c", ok=True, findings=(sample.finding(),))
 
 
 def test_verdict_decides_if_stages_passed() -> None:
-    outcome, reason = concluded(GOOD, sample.dry_load(), sample.load(), None)
+    outcome, reason = conclusion_of_made(GOOD, sample.dry_load(), sample.load(), None)
     assert outcome == "PASS"
     assert "accuracy was not evaluated" in reason
     text = render(replace(sample.report(), verdict=None, reason=reason), "text")
@@ -25,7 +31,7 @@ def test_verdict_decides_if_stages_passed() -> None:
         "PASS on CPU, emulated  demo-nvfp4\nCheck and load found no error; accuracy was not"
     )
     judged = sample.verdict("INCONCLUSIVE")
-    assert concluded(GOOD, None, sample.load(), judged) == ("INCONCLUSIVE", judged.reason)
+    assert conclusion_of_made(GOOD, None, sample.load(), judged) == ("INCONCLUSIVE", judged.reason)
 
 
 @pytest.mark.parametrize("stage", ["check", "load"])
@@ -34,7 +40,7 @@ def test_failed_stage_names_first_error(stage: str) -> None:
     check = CheckReport(checkpoint="c", ok=False, findings=errors) if stage == "check" else GOOD
     failed = replace(sample.load(), ok=False, findings=errors)
     loaded = NOT_RUN if stage == "check" else failed
-    outcome, reason = concluded(check, None, loaded, None)
+    outcome, reason = conclusion_of_made(check, None, loaded, None)
     assert outcome == "FAIL"
     assert reason.startswith(f"{stage}: model.layers.2.mlp.down_proj: ")
     assert "1 more error" in reason

@@ -10,7 +10,7 @@ from tests.run.test_stages import options_of
 from vexport.checkpoint.smoothed import SMOOTHING, smoothing_of
 from vexport.outputs import RECIPE
 from vexport.run.directory import Run
-from vexport.run.making import calibrate, choose, measure_sensitivity
+from vexport.run.making import calibrate, choose_auto_schemes, measure_sensitivity
 from vexport.run.stages import STAGES
 from vexport.scenario import read_scenario
 
@@ -79,7 +79,7 @@ def test_sensitivity_measures_smoothed_weights(folder: Path, smoothed: Run) -> N
 
 
 def test_recipe_reproduces_smoothed_checkpoint(folder: Path, smoothed: Run) -> None:
-    chosen = {choice.name: choice.scheme for choice in smoothed.result(choose).choices}
+    chosen = {choice.name: choice.scheme for choice in smoothed.result(choose_auto_schemes).choices}
     assert {"W4A16", "W8A8"} <= set(chosen.values())
     kept, found = smoothing_of(smoothed.checkpoint), smoothed.result(calibrate).smoothing
     assert kept

@@ -28,7 +28,7 @@ from vexport.run.directory import KIND, OLD_EVALUATION_MARK, Run, RunDirectory, 
 from vexport.run.evaluating import evaluate_checkpoints
 from vexport.run.given import Given, RunModel
 from vexport.run.making import check, quantize
-from vexport.run.proving import serve_candidate, settle_questions
+from vexport.run.proving import resolve_prompting, serve_candidate
 from vexport.run.stages import STAGES, run_scenario
 from vexport.scenario import Evaluate, Serve, read_scenario
 
@@ -100,7 +100,7 @@ def test_stage_reads_earlier_results(run: Run) -> None:
     read = Stage("read", CheckReport, lambda run: run.get(check))
     with pytest.raises(AssertionError, match="check comes later"):
         run.do(read)
-    run.do(Stage("check", CheckReport, check.make, when=lambda run: False))
+    run.do(Stage("check", CheckReport, check.compute, when=lambda run: False))
     run.do(read)
     assert run.get(read) is None
     run.do(check)
@@ -151,9 +151,11 @@ def test_session_depends_on_files_of_a_task(file: str, llama: Path, tmp_path: Pa
     make_tasks(tmp_path / "tasks", 3)
     settings = Evaluate(tasks=(str(tmp_path / "tasks" / "near.yaml"),))
     model = RunModel(name="model", role=CANDIDATE, checkpoint=llama)
-    given = Given(name="model", candidate=model, evaluate=settings, prompted={CANDIDATE: llama})
+    given = Given(
+        name="model", candidate=model, evaluate=settings, prompt_folders={CANDIDATE: llama}
+    )
     run = Run(given, tmp_path / "run", options_of(Serve()))
-    run.keep(settle_questions, LmEvalSettings())
+    run.store(resolve_prompting, LmEvalSettings())
     assert serve_candidate.digest is not None
     before = serve_candidate.digest(run)
     changed = tmp_path / "tasks" / file

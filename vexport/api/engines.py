@@ -16,7 +16,7 @@ from vexport.records import (
 from vexport.reports.report import Report
 from vexport.run.comparing import compare_variants as compare_variants_of
 from vexport.run.evaluating import Evaluations, OnJudged, evaluate_checkpoints
-from vexport.run.options import EXPLANATION_SECONDS, Explaining
+from vexport.run.options import EXPLANATION_SECONDS, AttributionSettings
 from vexport.run.stages import compare_schemes, run_scenario
 from vexport.scenario import (
     Evaluate,
@@ -110,7 +110,7 @@ def evaluate_all(
         against=against_path,
         accept=None if accept is None else Path(accept),
         overwrite=overwrite,
-        explaining=Explaining(wanted=attribution, seconds=attribution_seconds),
+        attribution_settings=AttributionSettings(wanted=attribution, seconds=attribution_seconds),
         on_judged=on_judged,
     )
 
@@ -145,7 +145,7 @@ def run(
         options,
         overwrite=overwrite,
         file=Path(scenario),
-        explaining=Explaining(wanted=attribution, seconds=attribution_seconds),
+        attribution_settings=AttributionSettings(wanted=attribution, seconds=attribution_seconds),
     )
 
 

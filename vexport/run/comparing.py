@@ -11,9 +11,9 @@ from vexport.errors import EnvironmentFault, InputError
 from vexport.errors.extras import attempt_all
 from vexport.evaluation.inputs import evaluation_inputs
 from vexport.files import user_path
-from vexport.inference.asked_tasks import fetch_tasks, require_tasks
 from vexport.inference.endpoint.server import is_url
 from vexport.inference.options import BASELINE, CANDIDATE, EngineOptions
+from vexport.inference.requested_tasks import fetch_tasks, require_tasks
 from vexport.outputs.replaceable import NamedPath, locked_folder, require_separate
 from vexport.reports.report import Report
 from vexport.run.concluding import variants_report, write_report
@@ -21,7 +21,7 @@ from vexport.run.directory import RUN_DIR, RunDirectory, logged_to, require_run_
 from vexport.run.given import RunModel
 from vexport.run.loading import require_available, require_servable
 from vexport.run.proving import SESSION
-from vexport.run.variants import Comparing, ask_variants
+from vexport.run.variants import VariantComparison, serve_variants
 from vexport.scenario import Evaluate, Serve, Variants
 
 
@@ -65,7 +65,7 @@ def compare_variants(
     with locked_folder(folder, RUN_DIR):
         directory = RunDirectory(folder)
         directory.begin(overwrite=overwrite)
-        comparing = Comparing(
+        comparing = VariantComparison(
             name=checkpoint,
             root=root,
             variants=matrix,
@@ -74,7 +74,7 @@ def compare_variants(
             directory=directory,
         )
         with logged_to(folder):
-            results = ask_variants(comparing)
+            results = serve_variants(comparing)
             model = RunModel(name=checkpoint, role=CANDIDATE, checkpoint=root)
             report = variants_report(model, results.rows, directory.seconds)
             write_report(report, folder)

@@ -27,12 +27,12 @@ def compared_run(report: Report, folder: str) -> ComparedRun:
         reason=report.reason,
         num_bytes=num_bytes,
         bits_per_weight=bits,
-        mean_kl=shown_kl(report.verdict, report.drift),
+        mean_kl=reported_kl(report.verdict, report.drift),
         worst=worst_task(report.verdict) if report.verdict else None,
     )
 
 
-def shown_kl(verdict: Verdict | None, drift: Drift | None) -> float | None:
+def reported_kl(verdict: Verdict | None, drift: Drift | None) -> float | None:
     """Return the KL in the worst bucket of held-out text, or else the mean KL of the prompts."""
     text = verdict.text if verdict is not None else None
     if text is not None and text.buckets:
@@ -88,24 +88,28 @@ def reason_of_variants(rows: Sequence[ComparedVariant]) -> str:
     if all(row.outcome == "PASS" for row in others):
         passed = {1: "the variant passes", 2: "both variants pass"}
         count = len(others)
-        return f"{passed.get(count, f'all {count} variants pass')}: {_explained(others)}"
+        return (
+            f"{passed.get(count, f'all {count} variants pass')}: {_variants_with_reasons(others)}"
+        )
     by_outcome = {
         outcome: [row for row in others if row.outcome == outcome]
         for outcome in ("FAIL", "REFUSED", "NO ANSWER", "INCONCLUSIVE")
     }
-    decisive = [_explained(by_outcome["FAIL"])]
+    decisive = [_variants_with_reasons(by_outcome["FAIL"])]
     if refused := by_outcome["REFUSED"]:
-        decisive.append(f"vLLM refuses {_listed([row.name for row in refused], ', ')}")
+        decisive.append(f"vLLM refuses {_join_limited([row.name for row in refused], ', ')}")
     decisive = [text for text in decisive if text]
-    return "; ".join(decisive) or _explained(by_outcome["NO ANSWER"] or by_outcome["INCONCLUSIVE"])
+    return "; ".join(decisive) or _variants_with_reasons(
+        by_outcome["NO ANSWER"] or by_outcome["INCONCLUSIVE"]
+    )
 
 
-def _explained(rows: Sequence[ComparedVariant]) -> str:
+def _variants_with_reasons(rows: Sequence[ComparedVariant]) -> str:
     """Return the names of variants with the reasons of their outcomes."""
-    return _listed([f"{row.name}: {row.reason}" for row in rows], "; ")
+    return _join_limited([f"{row.name}: {row.reason}" for row in rows], "; ")
 
 
-def _listed(texts: Sequence[str], between: str) -> str:
+def _join_limited(texts: Sequence[str], between: str) -> str:
     """Join at most MAX_NAMED texts, and add the number of the remaining texts."""
     more = len(texts) - MAX_NAMED
     return between.join(texts[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")

@@ -74,8 +74,8 @@ def _has_outcome(run: Run) -> bool:
 def conclude(run: Run) -> Conclusion:
     """Decide the outcome from all stages."""
     if run.given is not None:
-        return _concluded_given(run.get(proving.judge), run.get(proving.load_candidate))
-    conclusion = concluded(
+        return _conclusion_of_given(run.get(proving.judge), run.get(proving.load_candidate))
+    conclusion = conclusion_of_made(
         run.result(making.check),
         run.get(proving.dry_load),
         run.get(proving.load_candidate) or NOT_RUN,
@@ -100,7 +100,7 @@ def _with_variants(conclusion: Conclusion, rows: Sequence[ComparedVariant]) -> C
     return Conclusion(outcome, f"variants: {reason}")
 
 
-def _concluded_given(verdict: Verdict | None, loaded: LoadReport | None) -> Conclusion:
+def _conclusion_of_given(verdict: Verdict | None, loaded: LoadReport | None) -> Conclusion:
     """Decide by the verdict, or by the load if the command only loads."""
     if verdict is not None:
         return Conclusion(verdict.outcome, verdict.reason)
@@ -110,7 +110,7 @@ def _concluded_given(verdict: Verdict | None, loaded: LoadReport | None) -> Conc
     return Conclusion("PASS", "load found no error; accuracy was not evaluated")
 
 
-def concluded(
+def conclusion_of_made(
     checked: CheckReport, dry: DryLoadReport | None, loaded: LoadReport, verdict: Verdict | None
 ) -> Conclusion:
     """Decide the outcome of a checkpoint that the run made.
@@ -134,18 +134,18 @@ def _wants_cause(run: Run) -> bool:
 
     A scenario's run also looks if the verdict is PASS, because its report shows the noise floor.
     """
-    if proving.sessions_here(run) is None:
+    if proving.local_sessions(run) is None:
         return False
     if run.given is None:
-        return run.explaining.wanted is not False
+        return run.attribution_settings.wanted is not False
     conclusion = run.get(conclude)
-    return conclusion is not None and run.explaining.is_due(conclusion.outcome)
+    return conclusion is not None and run.attribution_settings.is_due(conclusion.outcome)
 
 
 @partial(Stage, "attribute", Attribution, when=_wants_cause)
 def attribute(run: Run) -> Attribution | None:
     """Find the cause of a loss."""
-    sessions = proving.sessions_here(run)
+    sessions = proving.local_sessions(run)
     assert sessions is not None
     outcome = run.result(conclude).outcome
     verdict = run.get(proving.judge)
@@ -155,7 +155,7 @@ def attribute(run: Run) -> Attribution | None:
         run.evaluation,
         outcome,
         run.options,
-        run.explaining.seconds,
+        run.attribution_settings.seconds,
         is_late=text is not None and text.fails_late,
     )
 
@@ -163,7 +163,7 @@ def attribute(run: Run) -> Attribution | None:
 @partial(Stage, "report", Report, writes=(REPORT_FILE, *RENDERED), when=_has_outcome)
 def report(run: Run) -> Report:
     """Write the report of the run in all its forms."""
-    found = report_on(run)
+    found = collect_report(run)
     if run.given is None:
         record(run.folder / MODEL_CARD)
         write_text(run.folder / MODEL_CARD, render(found, "card"))
@@ -178,12 +178,12 @@ def write_report(report: Report, folder: Path) -> None:
         write_text(folder / name, render(report, format_, folder=folder))
 
 
-def report_on(run: Run) -> Report:
+def collect_report(run: Run) -> Report:
     """Collect all results that the run has so far."""
-    return _made_report(run) if run.given is None else _given_report(run, run.given)
+    return _report_on_made(run) if run.given is None else _report_on_given(run, run.given)
 
 
-def _made_report(run: Run) -> Report:
+def _report_on_made(run: Run) -> Report:
     """Collect the results of a run that made its checkpoint."""
     scenario = run.scenario
     root = run.index.root
@@ -222,13 +222,13 @@ def _made_report(run: Run) -> Report:
         drift=run.get(proving.measure_drift),
         attribution=run.get(attribute),
         sensitivity=run.get(making.measure_sensitivity),
-        mixed=run.get(making.choose),
+        mixed=run.get(making.choose_auto_schemes),
         variants=variants.rows if variants else (),
         seconds=run.seconds,
     )
 
 
-def _given_report(run: Run, given: Given) -> Report:
+def _report_on_given(run: Run, given: Given) -> Report:
     """Collect the results of a run with a given checkpoint."""
     conclusion = run.result(conclude)
     baseline = given.against if given.baseline is None else given.baseline.name
@@ -243,7 +243,7 @@ def _given_report(run: Run, given: Given) -> Report:
         outcome=conclusion.outcome,
         reason=conclusion.reason,
         plan=None,
-        given=_described(given),
+        given=_given_checkpoint(given),
         layers=(),
         calibration_rows=0,
         calibration_digest=None,
@@ -284,7 +284,7 @@ def variants_report(
     )
 
 
-def _described(given: Given) -> GivenCheckpoint:
+def _given_checkpoint(given: Given) -> GivenCheckpoint:
     """Describe the checkpoint of a run with given models."""
     return _description(given.candidate, given.baseline)
 

@@ -34,7 +34,7 @@ from vexport.quantize.layer_groups import LayerGroup, find_layer_groups
 from vexport.records.calibration import RoundingReport
 from vexport.reports.report import Report
 from vexport.run.given import Given, RunModel
-from vexport.run.options import EXPLAINING, Explaining
+from vexport.run.options import DEFAULT_ATTRIBUTION, AttributionSettings
 from vexport.scenario import Calibration, Evaluate, Scenario, Variant
 from vexport.scenario.serve import EngineArguments
 from vexport.version import __version__
@@ -139,7 +139,7 @@ class RunDirectory:
                 str(self.root),
                 got=f"the results of {found}, but this call evaluates {given}",
                 need="",
-                fix=f"choose another {self.option}, or {self._how_to_start_again()}",
+                fix=f"choose another {self.option}, or {self._restart_remedy()}",
             )
 
     def is_done(self, stage: str, inputs: Digests) -> bool:
@@ -157,18 +157,18 @@ class RunDirectory:
                 f"{self.root} ({stage})",
                 got=f"the run began with another {' and another '.join(changed)}",
                 need="",
-                fix=f"choose another {self.option}, or {self._how_to_start_again()}",
+                fix=f"choose another {self.option}, or {self._restart_remedy()}",
             )
         if record.made and record.made != folder_digest(self.root / CHECKPOINT):
             raise InputError(
                 str(self.root / CHECKPOINT),
                 got="files have changed since the run wrote them: its results are about others",
                 need="",
-                fix=f"restore them, or {self._how_to_start_again()}",
+                fix=f"restore them, or {self._restart_remedy()}",
             )
         return True
 
-    def _how_to_start_again(self) -> str:
+    def _restart_remedy(self) -> str:
         """Return the remedy for results that cannot be used any more.
 
         --overwrite needs the folder's list of files, which older versions did not write.
@@ -185,7 +185,7 @@ class RunDirectory:
         made_digest = folder_digest(made) if made else ""
         self._record({stage: StageRecord(inputs=inputs, seconds=seconds, made=made_digest)})
 
-    def adopt(self, other: "RunDirectory", stages: Sequence[str], folder: str) -> None:
+    def copy_stages(self, other: "RunDirectory", stages: Sequence[str], folder: str) -> None:
         """Copy the finished `stages` of another run, with their files in `folder`.
 
         Nothing is copied if this run has finished any of these stages. If the inputs differ,
@@ -216,7 +216,7 @@ class RunDirectory:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Stage(Generic[T_co]):
-    """A stage of a run. `make` returns its result, from the results of earlier stages.
+    """A stage of a run. `compute` returns its result, from the results of earlier stages.
 
     `@partial(Stage, name, type)` turns the function below it into a stage.
 
@@ -233,7 +233,7 @@ class Stage(Generic[T_co]):
 
     name: str
     type: type[T_co]
-    make: Callable[["Run"], T_co | None]
+    compute: Callable[["Run"], T_co | None]
     file: str | None = None
     _: KW_ONLY
     digest: Callable[["Run"], Digests] | None = None
@@ -254,13 +254,13 @@ class Run:
         work: Scenario | Given,
         root: Path,
         options: EngineOptions,
-        explaining: Explaining = EXPLAINING,
+        attribution_settings: AttributionSettings = DEFAULT_ATTRIBUTION,
         directory: RunDirectory | None = None,
     ) -> None:
         self.work = work
         self.root = root
         self.options = options
-        self.explaining = explaining
+        self.attribution_settings = attribution_settings
         self.directory = directory or RunDirectory(root)
         self._results: dict[str, object] = {}
         # Maps the name of each finished stage to its name in the directory's records.
@@ -280,15 +280,15 @@ class Run:
     @property
     def folder(self) -> Path:
         """Return the folder of files that belong to this run alone, such as its report."""
-        is_part = self.given is not None and bool(self.given.part)
+        is_part = self.given is not None and bool(self.given.candidate_folder)
         return self.place(CANDIDATE) if is_part else self.root
 
     def place(self, role: str) -> Path:
         """Return the folder for the answers of `BASELINE` or `CANDIDATE`."""
         if self.given is None:
             return self.root / "eval" / role
-        part = self.given.part if role == CANDIDATE else ""
-        return self.root / self.given.below / role / part
+        part = self.given.candidate_folder if role == CANDIDATE else ""
+        return self.root / self.given.results_folder / role / part
 
     def model(self, role: str) -> RunModel | None:
         """Return the model with the role `BASELINE` or `CANDIDATE`, or None if there is no
@@ -306,12 +306,12 @@ class Run:
             url = self.evaluation.endpoint
         return RunModel(name=str(folder), role=role, checkpoint=folder, url=url)
 
-    def asks(self, role: str) -> bool:
-        """Return True if the run asks the model with this role."""
+    def needs_answers(self, role: str) -> bool:
+        """Return True if the run must get answers from the model with this role."""
         if self.given is None:
             return True
         model = self.model(role)
-        return model is not None and model.is_asked
+        return model is not None and model.needs_answers
 
     def engine(self, role: str) -> EngineOptions:
         """Return the options of the engine of the model with this role."""
@@ -395,7 +395,7 @@ class Run:
         assert result is not None, f"{stage.name} has left nothing"
         return result
 
-    def keep(self, stage: Stage[T], result: T | None) -> None:
+    def store(self, stage: Stage[T], result: T | None) -> None:
         """Keep a result for later stages, and write it to the stage's file.
 
         A checkpoint is not written here, because the stage has already written it.
@@ -416,8 +416,8 @@ class Run:
         """Return the stage's name in the directory's records, which several runs may share."""
         if self.given is None:
             return stage.name
-        part = "" if stage.place == BASELINE else self.given.part
-        place = "/".join(filter(None, (self.given.below, part)))
+        part = "" if stage.place == BASELINE else self.given.candidate_folder
+        place = "/".join(filter(None, (self.given.results_folder, part)))
         return f"{stage.name} ({place})" if place else stage.name
 
     def require_same_inputs(self, stage: Stage[object]) -> None:
@@ -458,7 +458,7 @@ class Run:
         if is_checkpoint:
             record(self.checkpoint)
         start = time.monotonic()
-        self.keep(stage, stage.make(self))
+        self.store(stage, stage.compute(self))
         seconds = time.monotonic() - start
         LOG.debug("%s: %.1f s", name, seconds)
         if inputs is not None:

@@ -27,25 +27,25 @@ from vexport.evaluation.accepted_settings import (
     recovered_settings,
     settings_to_store,
 )
-from vexport.evaluation.given_answers import read_given, require_answers_to
+from vexport.evaluation.given_answers import read_given, require_comparable_answers
 from vexport.evaluation.inputs import evaluation_inputs
 from vexport.evaluation.results import read_results
 from vexport.files import user_path
-from vexport.inference.asked_tasks import fetch_tasks, require_tasks
 from vexport.inference.endpoint.server import is_url, require_address
 from vexport.inference.endpoint.tokenizer import tokenizer_of
 from vexport.inference.options import BASELINE, CANDIDATE, EngineOptions
+from vexport.inference.requested_tasks import fetch_tasks, require_tasks
 from vexport.inference.result_files import is_results
 from vexport.inference.tasks import named_in_files
 from vexport.outputs.replaceable import NamedPath, locked_folder, require_separate
 from vexport.records import ComparedRun, Verdict
 from vexport.reports.report import Report
 from vexport.run.comparison import compared_run, mark_smallest
-from vexport.run.concluding import attribute, report, report_on
+from vexport.run.concluding import attribute, collect_report, report
 from vexport.run.directory import Run, RunDirectory, logged_to, require_run_folder
-from vexport.run.given import Given, RunModel, candidate_parts, title_of
+from vexport.run.given import Given, RunModel, candidate_folders, title_of
 from vexport.run.loading import require_available, require_servable
-from vexport.run.options import EXPLAINING, Explaining
+from vexport.run.options import DEFAULT_ATTRIBUTION, AttributionSettings
 from vexport.run.proving import SESSION, judge, measure_drift, require_served, serve_candidate
 from vexport.run.stages import JUDGING
 from vexport.scenario import Evaluate
@@ -73,7 +73,10 @@ class Evaluations:
     @property
     def rows(self) -> tuple[ComparedRun, ...]:
         """Return a row for each checkpoint. The smallest checkpoint that passes is marked."""
-        rows = [compared_run(report_on(run), _given_to(run).candidate.name) for run in self.runs]
+        rows = [
+            compared_run(collect_report(run), _given_models_of(run).candidate.name)
+            for run in self.runs
+        ]
         return mark_smallest(rows)
 
     @property
@@ -95,7 +98,7 @@ def evaluate_checkpoints(
     against: Path | None = None,
     accept: Path | None = None,
     overwrite: bool = False,
-    explaining: Explaining = EXPLAINING,
+    attribution_settings: AttributionSettings = DEFAULT_ATTRIBUTION,
     on_judged: OnJudged | None = None,
 ) -> Evaluations:
     """Do every unfinished stage of a run for each checkpoint.
@@ -117,7 +120,7 @@ def evaluate_checkpoints(
         against=against,
         accept=accept,
         overwrite=overwrite,
-        explaining=explaining,
+        attribution_settings=attribution_settings,
     )
     if on_judged is not None:
         on_judged(Evaluations(runs=runs))
@@ -137,11 +140,11 @@ def _judge_checkpoints(
     against: Path | None,
     accept: Path | None,
     overwrite: bool,
-    explaining: Explaining,
+    attribution_settings: AttributionSettings,
 ) -> tuple[Run, ...]:
     """Do every unfinished stage up to the verdict, and return a run for each checkpoint."""
     names = _names_by_role(checkpoints, settings.baseline)
-    outputs = _named({OUTPUT_DIR: folder, "--accept": accept})
+    outputs = _named_paths({OUTPUT_DIR: folder, "--accept": accept})
     _require_usable(names, settings, folder, options, outputs, against)
     asked = {role: name for role, name in names.items() if not is_results(name)}
     is_answered = all((folder / role / SESSION).is_file() for role in asked)
@@ -149,13 +152,13 @@ def _judge_checkpoints(
         fetch_tasks(settings, options)
     models = {role: _model(role, name, settings, options) for role, name in names.items()}
     folders = {role: models[role].prompt_folder for role in asked}
-    require_separate(outputs, _named(folders))
-    work = list(_given(checkpoints, models, settings, against))
+    require_separate(outputs, _named_paths(folders))
+    work = list(_given_models(checkpoints, models, settings, against))
     with locked_folder(folder, OUTPUT_DIR):
         directory = RunDirectory(folder, OUTPUT_DIR)
         directory.begin(overwrite=overwrite)
         directory.require_same_number(len(checkpoints))
-        runs = tuple(Run(given, folder, options, explaining, directory) for given in work)
+        runs = tuple(Run(given, folder, options, attribution_settings, directory) for given in work)
         with logged_to(folder):
             for run in runs:
                 _judge(run)
@@ -196,7 +199,7 @@ def _accept_answers(run: Run, accept: Path | None) -> str:
     baseline, or an empty string if nothing is written.
     """
     verdict = run.get(judge)
-    given = _given_to(run)
+    given = _given_models_of(run)
     settings = run.evaluation
     if accept is None or (verdict is not None and verdict.outcome == "FAIL"):
         return ""
@@ -217,14 +220,14 @@ def _settings_to_store(run: Run, folder: Path, accept: Path) -> dict[str, JsonVa
 
     Settings of results that were made elsewhere are recovered from the results.
     """
-    if _given_to(run).candidate.is_asked:
+    if _given_models_of(run).candidate.needs_answers:
         return settings_to_store(run.evaluation, run.options.serve, accept)
     results = read_results(folder)
     recovered = recovered_settings(results.fingerprint, run.evaluation.tasks, [*results.tasks])
     return {**recovered, **paths_to_store(run.evaluation, accept)}
 
 
-def _given_to(run: Run) -> Given:
+def _given_models_of(run: Run) -> Given:
     assert run.given is not None
     return run.given
 
@@ -238,13 +241,15 @@ def _names_by_role(checkpoints: Sequence[str], baseline: str | None) -> dict[str
     names = dict[str, str]()
     if baseline is not None:
         names[BASELINE] = baseline
-    for part, checkpoint in zip(candidate_parts(checkpoints), checkpoints, strict=True):
-        names[_candidate_role(part)] = checkpoint
+    for candidate_folder, checkpoint in zip(
+        candidate_folders(checkpoints), checkpoints, strict=True
+    ):
+        names[_candidate_role(candidate_folder)] = checkpoint
     return names
 
 
-def _candidate_role(part: str) -> str:
-    return f"{CANDIDATE}/{part}" if part else CANDIDATE
+def _candidate_role(candidate_folder: str) -> str:
+    return f"{CANDIDATE}/{candidate_folder}" if candidate_folder else CANDIDATE
 
 
 def _model(role: str, name: str, settings: Evaluate, options: EngineOptions) -> RunModel:
@@ -266,7 +271,7 @@ def _model(role: str, name: str, settings: Evaluate, options: EngineOptions) -> 
     return RunModel(name=name, role=role, checkpoint=checkpoint)
 
 
-def _given(
+def _given_models(
     checkpoints: Sequence[str],
     models: Mapping[str, RunModel],
     settings: Evaluate,
@@ -274,17 +279,19 @@ def _given(
 ) -> Iterator[Given]:
     """Yield the given models for the run of each checkpoint."""
     folders = {role: model.prompt_folder for role, model in models.items()}
-    prompted = {role: folder for role, folder in folders.items() if folder is not None}
-    for part, checkpoint in zip(candidate_parts(checkpoints), checkpoints, strict=True):
+    prompt_folders = {role: folder for role, folder in folders.items() if folder is not None}
+    for candidate_folder, checkpoint in zip(
+        candidate_folders(checkpoints), checkpoints, strict=True
+    ):
         yield Given(
             name=title_of(checkpoint),
-            candidate=models[_candidate_role(part)],
+            candidate=models[_candidate_role(candidate_folder)],
             baseline=models.get(BASELINE),
             against=against,
             # Digests cover the baseline's files. They must not depend on the baseline's name.
             evaluate=settings.model_copy(update={"baseline": None}),
-            part=part,
-            prompted=prompted,
+            candidate_folder=candidate_folder,
+            prompt_folders=prompt_folders,
         )
 
 
@@ -300,7 +307,7 @@ def _require_usable(
     for output in outputs:
         if output.label == "--accept":
             require_writable(output.path)
-    files = [*_named({"--against": against}), *evaluation_inputs(settings, "--task")]
+    files = [*_named_paths({"--against": against}), *evaluation_inputs(settings, "--task")]
     for role, name in names.items():
         if is_url(name):
             require_address(name)
@@ -340,8 +347,8 @@ def _require_comparable(
     exact = named_in_files(settings.tasks, trust_remote_code=options.trust_remote_code)
     tasks = [exact.get(task, task) for task in settings.tasks]
     for path in given:
-        require_answers_to(read_given(path), tasks, list(exact.values()), settings.limit)
+        require_comparable_answers(read_given(path), tasks, list(exact.values()), settings.limit)
 
 
-def _named(paths: Mapping[str, Path | None]) -> list[NamedPath]:
+def _named_paths(paths: Mapping[str, Path | None]) -> list[NamedPath]:
     return [NamedPath(label=label, path=path) for label, path in paths.items() if path]

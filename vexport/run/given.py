@@ -23,7 +23,7 @@ class RunModel:
     If it is None, the tokenizer is chosen when the first prompt is sent. The tokenizer's code runs
     only if `trust_tokenizer` is set. `served` is the server's description of its model, or "" if
     there is no server. `answers` is the path of given lm-eval results. If it is set, the run does
-    not ask the model. `variant` has the settings and the interpreter of this model's engine, if
+    not start the model. `variant` has the settings and the interpreter of this model's engine, if
     they differ from the command's.
     """
 
@@ -38,8 +38,8 @@ class RunModel:
     variant: Variant | None = None
 
     @property
-    def is_asked(self) -> bool:
-        """Return True if the run asks the model."""
+    def needs_answers(self) -> bool:
+        """Return True if the run must get answers from the model, because none are given."""
         return self.answers is None
 
     @property
@@ -53,11 +53,11 @@ class Given:
     """Models of a run that makes no checkpoint, and how they are judged.
 
     Without `evaluate` the candidate is only loaded, in `mode`. `against` is an accepted baseline
-    that replaces `baseline`. If a command has several candidates, `part` is the folder of this
-    candidate's results: DIR/candidate/PART. `below` is the folder of both models' results in the
-    run directory, if this run is a part of another run. `prompted` maps the role of each asked
-    model to the folder with the tokenizer and chat template of its prompts. The baseline comes
-    first.
+    that replaces `baseline`. If a command has several candidates, `candidate_folder` is the name of
+    the folder with this candidate's results below DIR/candidate. `results_folder` is the folder of
+    both models' results in the run directory, if this run is a part of another run.
+    `prompt_folders` maps the role of each model without given answers to the folder with the
+    tokenizer and chat template of its prompts. The baseline comes first.
     """
 
     name: str
@@ -66,9 +66,9 @@ class Given:
     against: Path | None = None
     evaluate: Evaluate | None = None
     mode: EngineMode = "eager"
-    part: str = ""
-    below: str = ""
-    prompted: Mapping[str, Path] = field(default_factory=dict)
+    candidate_folder: str = ""
+    results_folder: str = ""
+    prompt_folders: Mapping[str, Path] = field(default_factory=dict)
 
     @property
     def is_compared(self) -> bool:
@@ -76,7 +76,7 @@ class Given:
         return self.baseline is not None or self.against is not None
 
 
-def candidate_parts(names: Sequence[str]) -> tuple[str, ...]:
+def candidate_folders(names: Sequence[str]) -> tuple[str, ...]:
     """Return the folder of each candidate's results below `candidate`.
 
     It is empty for a single candidate.

@@ -68,7 +68,7 @@ def cause_of(
     deadline = time.monotonic() + seconds
     on_progress = named("attribution", options.on_progress)
 
-    def tell(stage: str, done: int, total: int) -> None:
+    def report_progress(stage: str, done: int, total: int) -> None:
         if time.monotonic() > deadline:
             raise _OutOfTime
         on_progress(stage, done, total)
@@ -81,7 +81,7 @@ def cause_of(
             outcome=outcome,
             is_late=is_late,
             vllm_python=options.vllm_python,
-            on_progress=tell,
+            on_progress=report_progress,
         )
     except _OutOfTime:
         LOG.info(

@@ -136,11 +136,11 @@ def _load(load: Load, run_dir: Path | None, *, overwrite: bool) -> LoadReport:
                     run.do(stage)
             report = run.result(load_candidate)
     except EngineFault as fault:
-        report = _died(fault, fault.failure.log_tail)
+        report = _crash_report(fault, fault.failure.log_tail)
     except (VexportError, OSError):
         raise
     except Exception as error:
-        report = _died(unexpected_error(error, f"the load of {load.name}"), "")
+        report = _crash_report(unexpected_error(error, f"the load of {load.name}"), "")
     python = str(load.engine.vllm_python or "")
     return replace(report, checkpoint=load.name, mode=load.mode, tp=serve.ranks, vllm_python=python)
 
@@ -156,6 +156,6 @@ def _folder(run_dir: Path | None) -> Iterator[Path]:
             yield run_dir
 
 
-def _died(fault: VexportError, log_tail: str) -> LoadReport:
+def _crash_report(fault: VexportError, log_tail: str) -> LoadReport:
     finding = Finding.of(fault, check=ENGINE_CHECK, severity="error")
     return LoadReport(checkpoint="", ok=False, findings=(finding,), log_tail=log_tail)

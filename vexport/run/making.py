@@ -29,6 +29,7 @@ from vexport.records import (
     LayerErrors,
     MixedScheme,
 )
+from vexport.records.calibration import NO_CALIBRATION
 from vexport.run.directory import (
     CHECKPOINT,
     LAYERS,
@@ -92,7 +93,7 @@ def _accepted_plan(run: Run, rules: tuple[Rule, ...]) -> Plan:
     """
     plan = build_plan(run.index, rules, run.planning)
     if plan.refusals:
-        run.keep(make_plan, plan)
+        run.store(make_plan, plan)
     require_accepted(plan)
     return plan
 
@@ -155,7 +156,7 @@ def measure_sensitivity(run: Run) -> GroupSensitivities:
     return measure(
         run.index,
         run.units,
-        run.get(calibrate) or CalibrationRecord(rows=(), digest="", tokens=0, ranges={}),
+        run.get(calibrate) or NO_CALIBRATION,
         calibration_samples(run.index, settings, how.samples, trust_remote_code=trust),
         file=run.folder / "sensitivity" / "trials.json",
         on_progress=run.options.on_progress,
@@ -172,7 +173,7 @@ def measure_sensitivity(run: Run) -> GroupSensitivities:
     when=lambda run: run.scenario.is_mixed,
     makes_checkpoint=True,
 )
-def choose(run: Run) -> MixedScheme:
+def choose_auto_schemes(run: Run) -> MixedScheme:
     """Choose the schemes of `auto` within its budget."""
     assert run.scenario.auto is not None
     budget = budget_of(run.index, run.units, run.result(plan_candidates), run.scenario.auto)
@@ -181,7 +182,7 @@ def choose(run: Run) -> MixedScheme:
 
 def _chosen_rules(run: Run) -> tuple[Rule, ...]:
     """Return the scenario's rules. With `auto`, rules for each layer group come before them."""
-    mixed = run.get(choose)
+    mixed = run.get(choose_auto_schemes)
     if mixed is None:
         return run.scenario.rules
     schemes = {unit.name: unit.allowed[0] for unit in run.units}

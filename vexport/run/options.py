@@ -11,7 +11,7 @@ EXPLANATION_SECONDS = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Explaining:
+class AttributionSettings:
     """Settings of the search for the cause of a loss, which follows the verdict.
 
     The search takes at most `seconds`. If `wanted` is None, it runs unless the verdict is PASS.
@@ -25,4 +25,4 @@ class Explaining:
         return outcome != "PASS" if self.wanted is None else self.wanted
 
 
-EXPLAINING = Explaining()
+DEFAULT_ATTRIBUTION = AttributionSettings()

@@ -6,10 +6,10 @@ from vexport.run.directory import Stage
 # Stages before the first engine starts.
 PREPARING: tuple[Stage[object], ...] = (
     making.plan_candidates,
-    proving.settle_questions,
+    proving.resolve_prompting,
     making.calibrate,
     making.measure_sensitivity,
-    making.choose,
+    making.choose_auto_schemes,
     making.make_plan,
     making.quantize,
     making.check,

@@ -24,7 +24,6 @@ from vexport.evaluation.drift import measure_drift as drift_between
 from vexport.evaluation.load_gate import judge_by_reference
 from vexport.files import digest_file, user_path
 from vexport.inference.answers import Answers, Served
-from vexport.inference.asked_tasks import fetch_tasks
 from vexport.inference.asking import (
     DEFAULT_LM_EVAL,
     AnswerSource,
@@ -38,6 +37,7 @@ from vexport.inference.endpoint.tokenizer import tokenizer_of
 from vexport.inference.options import BASELINE, CANDIDATE
 from vexport.inference.prompting import lm_eval_settings
 from vexport.inference.prompts import CONTINUED
+from vexport.inference.requested_tasks import fetch_tasks
 from vexport.inference.session_folder import clear_session, remove_answers
 from vexport.inference.tasks import task_files
 from vexport.records import Drift, DryLoadReport, LmEvalSettings, LoadReport, Verdict, named
@@ -52,19 +52,21 @@ from vexport.scenario.serve import EngineArguments
 LOG = logging.getLogger(__name__)
 # Settings of the evaluation that do not change a model's answers: limits of warnings and of the
 # verdict, and settings of requests to a server.
-_UNREAD = {
+_NOT_DIGESTED_SETTINGS = {
     *("kl_limit", "nll_limit", "margin", "alpha", "gate"),
     *("concurrency", "request_timeout", "retry_seconds"),
 }
 SESSION = "session.json"
-SEEN_TEXT = (
+CALIBRATION_TEXT_WARNING = (
     "the text that decides is the calibration data: give text that the checkpoint was not made with"
 )
-LOAD_DECIDES = "the checkpoint failed at load, which decides: what it answered is for information"
+LOAD_FAILED_WARNING = (
+    "the checkpoint failed at load, which decides: what it answered is for information"
+)
 
 
 @partial(Stage, "questions", LmEvalSettings)
-def settle_questions(run: Run) -> LmEvalSettings:
+def resolve_prompting(run: Run) -> LmEvalSettings:
     """Decide how lm-eval prompts both models.
 
     A checkpoint that the run makes has the source's tokenizer and chat template. The tasks'
@@ -75,7 +77,7 @@ def settle_questions(run: Run) -> LmEvalSettings:
     if not settings.tasks:
         return DEFAULT_LM_EVAL
     if run.given is not None:
-        return lm_eval_settings(settings, run.given.prompted)
+        return lm_eval_settings(settings, run.given.prompt_folders)
     for url in filter(None, (settings.endpoint, settings.baseline_endpoint)):
         require_address(url)
     if not (run.place(CANDIDATE) / SESSION).is_file():
@@ -177,7 +179,7 @@ def _session_inputs(run: Run, *, role: str) -> Digests:
     digests = [digest_file(path) for path in files if path.is_file()]
     if settings.text is not None:
         digests.append(data_digest(Calibration(data=settings.text)))
-    evaluation = settings.model_dump(mode="json", exclude=_UNREAD)
+    evaluation = settings.model_dump(mode="json", exclude=_NOT_DIGESTED_SETTINGS)
     return {
         **_model_inputs(run, role),
         "evaluation": value_digest([evaluation, _templates(run), *digests]),
@@ -188,9 +190,9 @@ def _session_inputs(run: Run, *, role: str) -> Digests:
 
 def _templates(run: Run) -> Mapping[str, str] | None:
     """Return the chat templates of the first model, or None if no chat template is applied."""
-    if not run.result(settle_questions).apply_chat_template:
+    if not run.result(resolve_prompting).apply_chat_template:
         return None
-    folder = run.baseline if run.given is None else next(iter(run.given.prompted.values()))
+    folder = run.baseline if run.given is None else next(iter(run.given.prompt_folders.values()))
     return chat_templates(folder)
 
 
@@ -199,7 +201,7 @@ def _questions(run: Run, role: str) -> Questions:
     is_against = run.given is not None and run.given.against is not None
     return Questions(
         evaluate=run.evaluation,
-        lm_eval=run.result(settle_questions),
+        lm_eval=run.result(resolve_prompting),
         texts=_texts(run),
         repeat=role == BASELINE or is_against,
     )
@@ -294,7 +296,7 @@ def require_served(role: str, result: SessionResult) -> None:
     Served,
     file=SESSION,
     place=BASELINE,
-    when=lambda run: _is_loadable(run) and run.asks(BASELINE),
+    when=lambda run: _is_loadable(run) and run.needs_answers(BASELINE),
     digest=partial(_session_inputs, role=BASELINE),
 )
 def serve_baseline(run: Run) -> Served:
@@ -308,7 +310,7 @@ def serve_baseline(run: Run) -> Served:
     Served,
     file=SESSION,
     place=CANDIDATE,
-    when=lambda run: _is_loadable(run) and run.asks(CANDIDATE),
+    when=lambda run: _is_loadable(run) and run.needs_answers(CANDIDATE),
     digest=partial(_session_inputs, role=CANDIDATE),
 )
 def serve_candidate(run: Run) -> Served:
@@ -389,7 +391,7 @@ def load_of(run: Run, session: Stage[Served]) -> LoadReport | None:
     )
 
 
-def sessions_here(run: Run) -> tuple[Served, Served] | None:
+def local_sessions(run: Run) -> tuple[Served, Served] | None:
     """Return the sessions of both models if both ran in vLLM on this machine, otherwise None."""
     baseline = run.get(serve_baseline)
     candidate = run.get(serve_candidate)
@@ -399,10 +401,10 @@ def sessions_here(run: Run) -> tuple[Served, Served] | None:
     return (baseline, candidate) if is_here else None
 
 
-@partial(Stage, "drift", Drift, when=lambda run: sessions_here(run) is not None)
+@partial(Stage, "drift", Drift, when=lambda run: local_sessions(run) is not None)
 def measure_drift(run: Run) -> Drift | None:
     """Measure the distance between both models' log-probabilities on the same prompts."""
-    sessions = sessions_here(run)
+    sessions = local_sessions(run)
     assert sessions is not None
     return drift_between(*sessions, run.evaluation)
 
@@ -429,7 +431,7 @@ def judge(run: Run) -> Verdict | None:
     if baseline is not None:
         require_served(BASELINE, baseline.result)
     if run.given is not None and served is not None and served.result.failure is not None:
-        return _refused(run, served.result.failure.message)
+        return _refused_verdict(run, served.result.failure.message)
     is_loaded = loaded is None or loaded.ok
     try:
         verdict = _verdict(run, served)
@@ -439,17 +441,17 @@ def judge(run: Run) -> Verdict | None:
         return None
     warnings = [*verdict.warnings, *_other_warnings(run)]
     if not is_loaded:
-        warnings.append(LOAD_DECIDES)
+        warnings.append(LOAD_FAILED_WARNING)
     verdict = replace(verdict, warnings=tuple(warnings))
     if run.given is None:
         return verdict
     name = run.given.candidate.name
-    if run.given.part:
+    if run.given.candidate_folder:
         LOG.info("%s: %s", name, first_line(verdict))
     return replace(verdict, checkpoint=name)
 
 
-def _refused(run: Run, message: str) -> Verdict:
+def _refused_verdict(run: Run, message: str) -> Verdict:
     """Return the verdict on a given checkpoint that vLLM refused."""
     assert run.given is not None
     return Verdict(
@@ -472,7 +474,7 @@ def _other_warnings(run: Run) -> tuple[str, ...]:
         return ()
     calibration = run.scenario.calibration
     is_seen = calibration is not None and calibration.data == run.evaluation.text
-    return (SEEN_TEXT,) if is_seen else ()
+    return (CALIBRATION_TEXT_WARNING,) if is_seen else ()
 
 
 def _verdict(run: Run, candidate: Served | None) -> Verdict:
@@ -486,6 +488,6 @@ def _verdict(run: Run, candidate: Served | None) -> Verdict:
 
 def _answers(run: Run, role: str, served: Served | None) -> Answers:
     """Return a model's answers, from its session in this run or from given results."""
-    if run.asks(role):
+    if run.needs_answers(role):
         return Answers(results=run.place(role), served=served)
     return _source(run, role).ask(_questions(run, role), run.place(role))

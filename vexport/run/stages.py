@@ -11,8 +11,8 @@ from vexport.errors import EnvironmentFault, VexportError
 from vexport.evaluation.inputs import scenario_inputs
 from vexport.files import write_text
 from vexport.formats.schemes import KEEP
-from vexport.inference.asked_tasks import require_tasks
 from vexport.inference.options import BASELINE, EngineOptions
+from vexport.inference.requested_tasks import require_tasks
 from vexport.outputs.manifest import record
 from vexport.outputs.replaceable import NamedPath, locked_folder, require_separate
 from vexport.plan.source import with_default_text
@@ -31,7 +31,7 @@ from vexport.run.directory import (
     portable,
     require_run_folder,
 )
-from vexport.run.options import EXPLAINING, Explaining
+from vexport.run.options import DEFAULT_ATTRIBUTION, AttributionSettings
 from vexport.run.order import ANSWERING
 from vexport.run.variants import compare_variants_of_run
 from vexport.scenario import Scenario
@@ -57,7 +57,7 @@ def run_scenario(
     overwrite: bool,
     file: Path | None = None,
     baseline_of: Path | None = None,
-    explaining: Explaining = EXPLAINING,
+    attribution_settings: AttributionSettings = DEFAULT_ATTRIBUTION,
 ) -> Report:
     """Do every unfinished stage of a scenario and write the report.
 
@@ -72,11 +72,13 @@ def run_scenario(
     _require_usable(scenario, options)
     require_run_folder(folder)
     with locked_folder(folder, "--run-dir"):
-        run = Run(scenario, folder, options, explaining)
+        run = Run(scenario, folder, options, attribution_settings)
         run.directory.begin(overwrite=overwrite)
         with logged_to(folder):
             if baseline_of is not None:
-                run.directory.adopt(RunDirectory(baseline_of), BASELINE_STAGES, f"eval/{BASELINE}")
+                run.directory.copy_stages(
+                    RunDirectory(baseline_of), BASELINE_STAGES, f"eval/{BASELINE}"
+                )
             if file is not None:
                 _keep_scenario(file, folder)
             for stage in STAGES:

@@ -28,7 +28,7 @@ from vexport.files import digest_bytes
 from vexport.inference.options import BASELINE, CANDIDATE, EngineOptions
 from vexport.records import ComparedVariant, VariantOutcome
 from vexport.records.values import PROGRESS_DETAIL
-from vexport.run.comparison import shown_kl, worst_task
+from vexport.run.comparison import reported_kl, worst_task
 from vexport.run.directory import Run, RunDirectory, Stage
 from vexport.run.given import Given, RunModel
 from vexport.run.order import COMPARING, PREPARING
@@ -46,9 +46,9 @@ LOG = logging.getLogger(__name__)
 _REFUSALS = ("refused", "unsupported")
 # Characters that a folder's name must not contain, the maximum length of the name without its
 # digest, and the digits of the digest.
-_UNUSUAL = re.compile(r"[^A-Za-z0-9._=-]+")
-_LONGEST = 60
-_DIGITS = 8
+_UNSAFE_CHARACTERS = re.compile(r"[^A-Za-z0-9._=-]+")
+_MAX_NAME_LENGTH = 60
+_DIGEST_DIGITS = 8
 VARIANTS = "variants"
 """Folder of the variants' answers in the run directory of a scenario."""
 
@@ -65,12 +65,12 @@ class VariantResults:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparing:
+class VariantComparison:
     """A checkpoint, its variants, and the place of their answers.
 
     `name` is the checkpoint's name in the command or scenario, and `root` its folder. The answers
-    are in the folder `below` of the run directory `directory`, or in the run directory itself if
-    `below` is "".
+    are in the folder `results_folder` of the run directory `directory`, or in the run directory
+    itself if `results_folder` is "".
     """
 
     name: str
@@ -79,23 +79,26 @@ class Comparing:
     settings: Evaluate
     options: EngineOptions
     directory: RunDirectory
-    below: str = ""
+    results_folder: str = ""
 
     def runs(self) -> list[Run]:
         """Return a run for each variant except the first."""
         baseline, *others = self.variants
-        parts = folder_names(others)
-        return [self._run(baseline, each, part) for each, part in zip(others, parts, strict=True)]
+        folders = folder_names(others)
+        return [
+            self._run(baseline, each, candidate_folder)
+            for each, candidate_folder in zip(others, folders, strict=True)
+        ]
 
-    def _run(self, baseline: Variant, variant: Variant, part: str) -> Run:
+    def _run(self, baseline: Variant, variant: Variant, candidate_folder: str) -> Run:
         given = Given(
             name=self.name,
             candidate=self._model(variant, variant_name(variant)),
             baseline=self._model(baseline, BASELINE),
             evaluate=_with_same_rows(self.settings, self.variants),
-            part=part,
-            below=self.below,
-            prompted={BASELINE: self.root},
+            candidate_folder=candidate_folder,
+            results_folder=self.results_folder,
+            prompt_folders={BASELINE: self.root},
         )
         return Run(given, self.directory.root, self.options, directory=self.directory)
 
@@ -146,16 +149,16 @@ def _folder_name(variant: Variant) -> str:
     A digest is appended if the name does not show the setting exactly, or if the variant has
     another interpreter. The digest covers the exact setting, the interpreter's path, or both.
     """
-    readable = _UNUSUAL.sub("-", variant.setting).strip("-.")[:_LONGEST]
+    readable = _UNSAFE_CHARACTERS.sub("-", variant.setting).strip("-.")[:_MAX_NAME_LENGTH]
     exact = "" if readable == variant.setting else variant.setting
     if variant.is_other:
-        readable += f"-vllm-{_UNUSUAL.sub('-', installed_text(variant.vllm_python))}"
+        readable += f"-vllm-{_UNSAFE_CHARACTERS.sub('-', installed_text(variant.vllm_python))}"
         exact += f"\n{variant.vllm_python}"
-    digest = f"-{digest_bytes(exact.encode())[:_DIGITS]}" if exact else ""
+    digest = f"-{digest_bytes(exact.encode())[:_DIGEST_DIGITS]}" if exact else ""
     return readable + digest
 
 
-def ask_variants(comparing: Comparing) -> VariantResults:
+def serve_variants(comparing: VariantComparison) -> VariantResults:
     """Serve the checkpoint in every variant, and compare the answers with the first variant's.
 
     Finished variants are not served again. A variant that vLLM refuses, or that fails, does not
@@ -172,7 +175,7 @@ def ask_variants(comparing: Comparing) -> VariantResults:
         run.require_same_inputs(serve_baseline)
         run.require_same_inputs(serve_candidate)
     problems = _find_problems(comparing.variants, _pending(runs))
-    first = _ask_baseline(comparing, runs[0], problems.get(0))
+    first = _serve_first(comparing, runs[0], problems.get(0))
     if first.outcome == "REFUSED":
         return VariantResults(rows=(first,))
     rows = [first]
@@ -181,7 +184,7 @@ def ask_variants(comparing: Comparing) -> VariantResults:
         variant = comparing.variants[number]
         detail = f"variants{PROGRESS_DETAIL}{variant_name(variant)}"
         comparing.options.on_progress(detail, number, len(comparing.variants))
-        row, fault = _ask(run, variant, problems.get(number))
+        row, fault = _compare_with_first(run, variant, problems.get(number))
         rows.append(row)
         if fault is not None:
             faults.append(fault)
@@ -223,7 +226,9 @@ def _find_problems(variants: Sequence[Variant], pending: set[int]) -> Mapping[in
     return found
 
 
-def _ask_baseline(comparing: Comparing, run: Run, problem: VexportError | None) -> ComparedVariant:
+def _serve_first(
+    comparing: VariantComparison, run: Run, problem: VexportError | None
+) -> ComparedVariant:
     """Get the answers of the first variant, and return its row."""
     variant = comparing.variants[0]
     row = partial(_row, run, variant, BASELINE)
@@ -242,7 +247,7 @@ def _ask_baseline(comparing: Comparing, run: Run, problem: VexportError | None) 
     return row("BASELINE", "the other variants are compared with it")
 
 
-def _ask(
+def _compare_with_first(
     run: Run, variant: Variant, problem: VexportError | None
 ) -> tuple[ComparedVariant, EnvironmentFault | None]:
     """Compare a variant with the first.
@@ -274,7 +279,7 @@ def _ask(
         return row("FAIL", str(error)), None
     except InputError as error:
         return row("REFUSED", str(error)), None
-    return _judged(run, row), None
+    return _row_with_verdict(run, row), None
 
 
 def _require_possible(root: Path, variant: Variant, problem: VexportError | None) -> None:
@@ -303,13 +308,15 @@ def _row(
     )
 
 
-def _judged(run: Run, row: Callable[[VariantOutcome, str], ComparedVariant]) -> ComparedVariant:
+def _row_with_verdict(
+    run: Run, row: Callable[[VariantOutcome, str], ComparedVariant]
+) -> ComparedVariant:
     """Return the row of a variant with its verdict."""
     verdict = run.result(judge)
     tasks = tuple(replace(task, flips=()) for task in verdict.tasks)
     return replace(
         row(verdict.outcome, verdict.reason),
-        mean_kl=shown_kl(verdict, run.get(measure_drift)),
+        mean_kl=reported_kl(verdict, run.get(measure_drift)),
         worst=worst_task(verdict),
         verdict=replace(verdict, tasks=tasks),
     )
@@ -332,16 +339,16 @@ def compare_variants_of_run(run: Run) -> VariantResults:
     variants = run.scenario.variants
     assert variants is not None
     without_addresses = {"baseline": None, "endpoint": None, "baseline_endpoint": None}
-    comparing = Comparing(
+    comparing = VariantComparison(
         name=str(run.checkpoint),
         root=run.checkpoint,
         variants=variants.matrix(run.options.serve, run.options.vllm_python),
         settings=run.evaluation.model_copy(update=without_addresses),
         options=run.options,
         directory=run.directory,
-        below=VARIANTS,
+        results_folder=VARIANTS,
     )
-    results = ask_variants(comparing)
+    results = serve_variants(comparing)
     if results.faults:
         raise EnvironmentFaults(results.faults)
     return results
