@@ -410,4 +410,4 @@ def _runs(scheme: str) -> bool:
     major, minor = torch.cuda.get_device_capability()
     found = get_scheme(scheme)
     support = found.format.gpu_support(found.args)
-    return support.loads_from <= 10 * major + minor < (support.below or 1000)
+    return support.loads_from <= 10 * major + minor < (support.loads_below or 1000)

@@ -324,17 +324,17 @@ def resolve(
     """
     version = version or version_with(name)
     outer = get_architecture(name, version)
-    notes = (*_newer(name, version), *_unknown_modules(name, version))
+    notes = (*_newer_note(name, version), *_unknown_modules(name, version))
     if not outer.inner_unknown:
-        return outer, (*notes, *_backed(name, outer, version))
+        return outer, (*notes, *_backend_note(name, outer, version))
     inner_name = next(_text_models(config, architecture_table(version)), None)
     if inner_name is not None:
         inner = get_architecture(inner_name, version)
-        return _joined(outer, inner), (*notes, *_backed(inner_name, inner, version))
+        return _joined(outer, inner), (*notes, *_backend_note(inner_name, inner, version))
     usual = Architecture(
         fused=USUAL, parts=USUAL_PARTS, experts=USUAL_EXPERTS, row_parallel=USUAL_ROW_PARALLEL
     )
-    return _joined(outer, usual), (*notes, _assumed(name))
+    return _joined(outer, usual), (*notes, _assumed_note(name))
 
 
 def _text_models(config: Mapping[str, Json], table: ArchitectureTable) -> Iterator[str]:
@@ -379,7 +379,7 @@ def _joined(outer: Architecture, inner: Architecture) -> Architecture:
     )
 
 
-def _newer(name: str, version: Version) -> tuple[Finding, ...]:
+def _newer_note(name: str, version: Version) -> tuple[Finding, ...]:
     """Return a note on a class that was added in a version of vLLM after `PINNED`."""
     if name in architecture_table().architectures or version == PINNED:
         return ()
@@ -409,14 +409,14 @@ def _unknown_modules(name: str, version: Version) -> tuple[Finding, ...]:
     return (_note("warning", name, expected, got, fix),)
 
 
-def _assumed(name: str) -> Finding:
+def _assumed_note(name: str) -> Finding:
     expected = "a nested config with a text model that vexport knows"
     got = f"no known text model, so the usual fused layers are assumed ({', '.join(USUAL)})"
     fix = "check the groups of the plan, and load the output in vLLM before you use it"
     return _note("warning", name, expected, got, fix)
 
 
-def _backed(name: str, architecture: Architecture, version: Version) -> tuple[Finding, ...]:
+def _backend_note(name: str, architecture: Architecture, version: Version) -> tuple[Finding, ...]:
     """Return a note on a class that vLLM runs with transformers' code."""
     if architecture.backend is None:
         return ()

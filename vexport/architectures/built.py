@@ -41,36 +41,36 @@ class BuiltModel:
 
     Args:
         headers: The config and the tensors of the checkpoint.
-        asked: The version of vLLM that will serve the checkpoint. By default this is `PINNED`, or
-            the first later version that has the model's class.
+        target_version: The version of vLLM that will serve the checkpoint. By default this is
+            `PINNED`, or the first later version that has the model's class.
         is_layer: Returns False for modules with a matrix that are not linear layers.
     """
 
     def __init__(
         self,
         headers: Headers,
-        asked: Version | None = None,
+        target_version: Version | None = None,
         is_layer: Callable[[str], bool] = any_layer,
     ) -> None:
         self._headers = headers
-        self._asked = asked
+        self._target_version = target_version
         self._is_layer = is_layer
 
     @cached_property
-    def asked_version(self) -> Version:
+    def target_version(self) -> Version:
         """Version of vLLM that will serve the checkpoint."""
-        if self._asked is not None:
-            return self._asked
+        if self._target_version is not None:
+            return self._target_version
         names = self._headers.config.get("architectures")
         return version_with(str(names[0])) if isinstance(names, list) and names else PINNED
 
     @property
     def version(self) -> Version:
-        """Version of vLLM with the rules for `asked_version`.
+        """Version of vLLM with the rules for `target_version`.
 
-        This is `asked_version`, or the nearest version with rules.
+        This is `target_version`, or the nearest version with rules.
         """
-        return nearest_version(self.asked_version)
+        return nearest_version(self.target_version)
 
     @cached_property
     def facts(self) -> VersionFacts:

@@ -99,19 +99,21 @@ def extra_lookup_entries(
     layer: FusedLayer, entries: Sequence[str], architecture: Architecture
 ) -> Iterator[str]:
     """Yield an entry for vLLM's lookup name of a module, unless another entry matches that name."""
-    asked = architecture.name_in_lookup(layer.name)
+    lookup_name = architecture.name_in_lookup(layer.name)
     renamed = [architecture.renamed_entry(entry) for entry in entries]
     parts = {architecture.name_in_lookup(member) for member in layer.members}
     are_matched = all(any(matches(entry, part) for entry in renamed) for part in parts)
     if layer.experts or are_matched:
         return
-    if not any(matches(entry, asked) for entry in renamed):
+    if not any(matches(entry, lookup_name) for entry in renamed):
         holder, dot, _ = layer.name.rpartition(".")
-        choices = (f"{holder}{dot}{asked.rpartition('.')[2]}", asked)
+        choices = (f"{holder}{dot}{lookup_name.rpartition('.')[2]}", lookup_name)
         exact = (
-            choice for choice in choices if asked and architecture.renamed_entry(choice) == asked
+            choice
+            for choice in choices
+            if lookup_name and architecture.renamed_entry(choice) == lookup_name
         )
-        yield next(exact, f"re:{re.escape(asked)}$")
+        yield next(exact, f"re:{re.escape(lookup_name)}$")
 
 
 def _modules(prefix: str, architecture: Architecture) -> Mapping[str, tuple[str, ...]]:
@@ -170,8 +172,8 @@ def all_names(modules: Iterable[str], architecture: Architecture) -> tuple[str, 
     Routed experts get the name of the first expert.
     """
     names = dict.fromkeys(map(_of_one_expert, modules))
-    asked = map(architecture.name_in_lookup, names)
-    return tuple(dict.fromkeys((*names, *map(architecture.vllm_name, names), *asked)))
+    lookup_name = map(architecture.name_in_lookup, names)
+    return tuple(dict.fromkeys((*names, *map(architecture.vllm_name, names), *lookup_name)))
 
 
 def _of_one_expert(module: str) -> str:

@@ -128,7 +128,7 @@ def check_checkpoint(
         index = read_index(root)
         with Reader() as reader:
             view = CheckpointView(index, reader, target, digests)
-            vllm = view.model.asked_version
+            vllm = view.model.target_version
             # Several families may report the same unreadable file.
             findings = tuple(dict.fromkeys(findings_on(view, against)))
             not_judged, idle = tuple(parts_not_judged(view)), tuple(shards.without_digests(view))
@@ -249,12 +249,12 @@ def findings_of(error: VexportError) -> tuple[Finding, ...]:
 
 def parts_not_judged(view: CheckpointView) -> Iterator[NotJudged]:
     """Yield the parts of a checkpoint that no check covers. PASS applies to all other parts."""
-    asked, known = view.model.asked_version, view.model.version
+    target, known = view.model.target_version, view.model.version
     method = view.quantization.method
     uses_pinned = method is not None and not facts_of(known).has_rules_for(method.name)
-    if asked != known or uses_pinned:
+    if target != known or uses_pinned:
         rules = short_version(PINNED if uses_pinned else known)
-        what = f"changes in vLLM {short_version(asked)}"
+        what = f"changes in vLLM {short_version(target)}"
         yield NotJudged(what=what, why=f"vexport checks by the rules of vLLM {rules}")
     yield from class_not_judged(view)
     unsupported = unsupported_method(view)

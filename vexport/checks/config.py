@@ -237,7 +237,7 @@ def _unsupported_method_finding(view: CheckpointView, method: str) -> Iterator[F
     """Report that vLLM does not support the checkpoint's quantization method."""
     if method in view.model.facts.methods:
         return
-    vllm = short_version(view.model.asked_version)
+    vllm = short_version(view.model.target_version)
     expected = f"{METHOD}, or another method that vexport checks: {', '.join(METHODS)}"
     got = f"{method!r}, which vLLM {vllm} does not support"
     fix = "quantize the source with a supported method"

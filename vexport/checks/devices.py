@@ -56,8 +56,8 @@ def _cache(view: CheckpointView) -> Iterator[Finding]:
     """
     text = view.model.text
     method = view.quantization.method
-    only_if_asked = method and method.cache_scales
-    if "kv_lora_rank" in text or only_if_asked or next(cache_scales(view), None) is None:
+    needs_request = method and method.cache_scales
+    if "kv_lora_rank" in text or needs_request or next(cache_scales(view), None) is None:
         return
     width = head_width(text)
     sinks = any(name.endswith(SINKS) for name in view.index.tensors)
@@ -127,12 +127,14 @@ def _capabilities(
     )
     # The lowest SM that runs the scheme in the target version of vLLM, or 0 if vexport has no data
     # on this version.
-    known = view.model.facts.schemes if view.model.asked_version != PINNED else {}
+    known = view.model.facts.schemes if view.model.target_version != PINNED else {}
     least = known.get(group.storage.vllm_scheme(group), 0)
     refusing = [sm for sm in capabilities if support.refuses(sm) or sm < least]
     if refusing:
-        until = f"or above, and below {support.below}" if support.below else "or above"
-        needed = "a CPU" if support.below == 0 else f"SM {max(support.loads_from, least)} {until}"
+        until = f"or above, and below {support.loads_below}" if support.loads_below else "or above"
+        needed = (
+            "a CPU" if support.loads_below == 0 else f"SM {max(support.loads_from, least)} {until}"
+        )
         expected = f"{needed} for {precision(group)} ({group.format})"
         finding, got, fix = error, "a GPU on which vLLM refuses the scheme", FIX_SCHEME
         if support.after_loading:

@@ -84,7 +84,9 @@ def _unusable_tensors(
 
     assert isinstance(group, MethodGroup)
     for module in fused.members:
-        for problem in group.stored_as.unusable(group, view.model.modules[module], view.reader):
+        for problem in group.stored_as.unusable_tensors(
+            group, view.model.modules[module], view.reader
+        ):
             yield replace(problem, check=NAME, where=f"{module}.{problem.where}")
 
 

@@ -114,7 +114,7 @@ def _table_refusal(view: CheckpointView, fused: FusedLayer) -> str | None:
     arguments that each model passes to VocabParallelEmbedding.
     """
     name = view.model.class_name
-    version = short_version(view.model.asked_version)
+    version = short_version(view.model.target_version)
     group = view.lookup.group_of(fused)
     if view.model.table_lookup is None:
         return f"{name} builds its embedding without a quantization config (vLLM {version})"

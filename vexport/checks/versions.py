@@ -22,14 +22,14 @@ FIX_VERSION = "serve it with another version of vLLM, or use another scheme"
 
 def run(view: CheckpointView) -> Iterator[Finding]:
     """Yield findings on differences between the target version of vLLM and the pinned version."""
-    asked, version = view.model.asked_version, view.model.version
+    target, version = view.model.target_version, view.model.version
     name, pinned = f"vLLM {short_version(version)}", short_version(PINNED)
-    if asked != version:
+    if target != version:
         oldest, *_, newest = map(short_version, known_versions())
         expected = f"a version of vLLM that vexport has rules for ({oldest} to {newest})"
         got = f"another version, checked by the rules of vLLM {short_version(version)}"
         yield warning(
-            NAME, f"vLLM {short_version(asked)}", expected=expected, got=got, fix=FIX_LOAD
+            NAME, f"vLLM {short_version(target)}", expected=expected, got=got, fix=FIX_LOAD
         )
     if version == PINNED:
         return

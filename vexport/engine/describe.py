@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # Roundings that a scheme requires and that kernels of the CPU build leave out. Measured, or found
 # in the code of vLLM's model_executor/kernels/linear.
-_KERNEL_BLIND_SPOTS = {
+_SKIPPED_ROUNDINGS = {
     "CPUFp8BlockScaledMMKernel": "FP8 block activations stay in the model's dtype "
     "(scaled_mm/cpu.py)",
     # From vLLM 0.33 on.
@@ -30,7 +30,7 @@ _KERNEL_BLIND_SPOTS = {
     "EmulationMxfp8LinearKernel": "MXFP8 activations stay in the model's dtype "
     "(mxfp8/emulation.py)",
 }
-_CPU_BLIND_SPOT = "the rounding order and the shape limits of GPU kernels"
+_UNTESTED_ON_CPU = "the rounding order and the shape limits of GPU kernels"
 NONE = "none"
 # Layer number that separates the decoder's name from the module's name within the layer.
 _LAYER = re.compile(r"\.\d+\.")
@@ -76,10 +76,10 @@ def _describe_layer(layer: torch.nn.Module) -> tuple[str, str, str, str]:
             "dequantized, batch-invariant"  # VLLM_BATCH_INVARIANT from 0.33 on: no kernel of INT4
         )
     kernel = name or type(layer.quant_method).__name__
-    return type(scheme).__name__, kernel, _blind_spot(layer, scheme, kernel), str(bits or "")
+    return type(scheme).__name__, kernel, _skipped_roundings(layer, scheme, kernel), str(bits or "")
 
 
-def _blind_spot(layer: torch.nn.Module, scheme: object, kernel: str) -> str:
+def _skipped_roundings(layer: torch.nn.Module, scheme: object, kernel: str) -> str:
     if type(scheme).__module__.endswith("w8a8_int8") and getattr(
         scheme, "is_static_input_scheme", False
     ):
@@ -87,7 +87,7 @@ def _blind_spot(layer: torch.nn.Module, scheme: object, kernel: str) -> str:
     if getattr(layer, "use_w4a8", False):
         return "weight-only INT4 ran with INT8 activations (mixed_precision/cpu.py)"
     emulated = f"{kernel} replaces the GPU kernel" if "Emulation" in kernel else ""
-    return "; ".join(filter(None, (emulated, _KERNEL_BLIND_SPOTS.get(kernel))))
+    return "; ".join(filter(None, (emulated, _SKIPPED_ROUNDINGS.get(kernel))))
 
 
 def describe(llm: "LLM", given: EngineArguments, *, start_seconds: float) -> EngineInfo:
@@ -126,7 +126,7 @@ def describe(llm: "LLM", given: EngineArguments, *, start_seconds: float) -> Eng
         emulated=any("Emulation" in row[2] for row in rows),
         kernels=tuple(kernels),
         input_bits=min((int(row[4]) for row in rows if row[4]), default=None),
-        blind_spots=(_CPU_BLIND_SPOT + unseen, *spots) if on_cpu else (),
+        blind_spots=(_UNTESTED_ON_CPU + unseen, *spots) if on_cpu else (),
         start_seconds=start_seconds,
     )
 

@@ -99,14 +99,14 @@ class GpuSupport:
 
     `input_bits` maps the first capability of each kernel, in ascending order, to the bits of the
     kernel's inputs. vLLM chooses the kernel without a message. `stored_bits` are the input bits of
-    the checkpoint. `below` is the first capability that no longer runs the scheme, or 0 if no GPU
-    runs it. `after_loading` is the reason if vLLM accepts the checkpoint and raises after loading
-    it.
+    the checkpoint. `loads_below` is the first capability that no longer runs the scheme, or 0 if no
+    GPU runs it. `after_loading` is the reason if vLLM accepts the checkpoint and raises after
+    loading it.
     """
 
     input_bits: Mapping[int, int]
     stored_bits: int
-    below: int | None = None
+    loads_below: int | None = None
     after_loading: str = ""
 
     @property
@@ -126,12 +126,12 @@ class GpuSupport:
         """First capability above `full_from` with other input bits, or without support."""
         ends = (sm for sm in self.input_bits if self.full_from is not None and sm > self.full_from)
         return min(
-            (sm for sm in ends if self.input_bits[sm] != self.stored_bits), default=self.below
+            (sm for sm in ends if self.input_bits[sm] != self.stored_bits), default=self.loads_below
         )
 
     def refuses(self, sm: int) -> bool:
         """Return True if vLLM raises on a GPU of this capability."""
-        return sm < self.loads_from or (self.below is not None and sm >= self.below)
+        return sm < self.loads_from or (self.loads_below is not None and sm >= self.loads_below)
 
     def bits(self, sm: int) -> int:
         """Return the number of bits of the kernel's inputs on a GPU that runs the scheme."""
@@ -171,7 +171,7 @@ class Format(Protocol):
         """Describe quantized inputs that vLLM keeps in 16 bits on every device, or return None."""
         return None
 
-    def unwritten(self, args: Arguments) -> str | None:
+    def unwritable_arguments(self, args: Arguments) -> str | None:
         """Describe arguments that vLLM supports but vexport does not write, or return None."""
         return None
 

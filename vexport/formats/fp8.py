@@ -81,7 +81,7 @@ class Fp8(Format):
         inputs = args.input_activations
         return None if inputs is None or _quantizes(inputs) else described_inputs(args)
 
-    def unwritten(self, args: Arguments) -> str | None:
+    def unwritable_arguments(self, args: Arguments) -> str | None:
         inputs = args.input_activations
         if args.weights.num_bits != 8 or (inputs is not None and inputs.num_bits != 8):
             return "floats with a width other than 8 bits"

@@ -81,7 +81,7 @@ class PackedIntegers(Format):
         bits = args.weights.num_bits
         return None if bits in PACKED_BITS else f"packed integers of {bits} bits"
 
-    def unwritten(self, args: Arguments) -> str | None:
+    def unwritable_arguments(self, args: Arguments) -> str | None:
         """Exclude floats: vLLM ignores the type of weight-only groups and runs them as integers."""
         return "floats in groups, which vLLM reads as integers" if args.weights.is_float else None
 
@@ -157,8 +157,8 @@ class PackedIntegers(Format):
         stored, group = input_bits(args), args.weights.group
         if args.input_activations is not None and args.input_activations.is_float:
             if group != W4AFP8_GROUP:
-                return GpuSupport(input_bits={}, stored_bits=stored, below=0)
-            return GpuSupport(input_bits={90: stored}, stored_bits=stored, below=100)
+                return GpuSupport(input_bits={}, stored_bits=stored, loads_below=0)
+            return GpuSupport(input_bits={90: stored}, stored_bits=stored, loads_below=100)
         return GpuSupport(input_bits={75: UNQUANTIZED_BITS}, stored_bits=stored)
 
     def cpu(self, args: Arguments) -> Cpu:
@@ -214,7 +214,7 @@ class Int8(Format):
             inputs.is_by_token or (inputs.strategy == "tensor" and not inputs.dynamic)
         )
 
-    def unwritten(self, args: Arguments) -> str | None:
+    def unwritable_arguments(self, args: Arguments) -> str | None:
         inputs = args.input_activations
         if args.weights.strategy != "channel":
             return "INT8 weights with a scale per tensor"
@@ -251,7 +251,7 @@ class Int8(Format):
         (scaled_mm_helper.hpp).
         """
         stored = input_bits(args)
-        return GpuSupport(input_bits={75: 8}, stored_bits=stored, below=100)
+        return GpuSupport(input_bits={75: 8}, stored_bits=stored, loads_below=100)
 
     def cpu(self, args: Arguments) -> Cpu:
         return "native"
@@ -322,7 +322,7 @@ class Int4(Int8):
         """
         reason = "codes in bytes, which vLLM's kernel (Humming) reads as packed words and refuses"
         stored = input_bits(args)
-        return GpuSupport(input_bits={}, stored_bits=stored, below=0, after_loading=reason)
+        return GpuSupport(input_bits={}, stored_bits=stored, loads_below=0, after_loading=reason)
 
 
 def _bytes(args: Arguments, shape: tuple[int, int]) -> dict[str, Parameter]:

@@ -45,7 +45,7 @@ class _Mx(Format):
     def matches(self, args: Arguments, stored_as: str) -> bool:
         return _is_mx(args.weights, self.bits)
 
-    def unwritten(self, args: Arguments) -> str | None:
+    def unwritable_arguments(self, args: Arguments) -> str | None:
         """Describe inputs that vLLM would not quantize as configured, or return None.
 
         vLLM ignores the arguments of inputs, so vexport writes only the arguments that vLLM uses

@@ -373,7 +373,7 @@ def format_of(args: SchemeArgs) -> Format | str:
             f"groups of {args.weights.group}, for which vLLM has no kernel (it runs groups of "
             f"{' or '.join(sizes)})"
         )
-    return storage.unwritten(args) or storage
+    return storage.unwritable_arguments(args) or storage
 
 
 def _parsed(where: str, raw: Json) -> QuantArgs:

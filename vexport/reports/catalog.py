@@ -103,7 +103,7 @@ def _gpus(support: GpuSupport) -> dict[str, str]:
     precision.
     """
     return {
-        "loads from SM": _span(support.loads_from, support.below),
+        "loads from SM": _span(support.loads_from, support.loads_below),
         "native from SM": _span(support.full_from, support.full_below),
     }
 

@@ -72,7 +72,7 @@ def load_documents(
                 *([load_facts(load)] if isinstance(load, LoadReport) else device_parts(load)),
                 every=every,
             )
-            for load in titled(reports)
+            for load in with_load_names(reports)
         ),
     ]
 
@@ -94,7 +94,7 @@ def load_suites(reports: Sequence[LoadReport | DryLoadReport]) -> Iterator[tuple
     yield from loads.items()
 
 
-def titled(reports: Sequence[T]) -> list[T]:
+def with_load_names(reports: Sequence[T]) -> list[T]:
     """Return the reports with checkpoint names that differ between loads.
 
     If loads differ in vLLM, tensor parallel size or mode, these are added to the names in brackets.
@@ -167,7 +167,7 @@ def column_names(reports: Sequence[CheckpointReport]) -> list[str]:
 
 
 def _versions(reports: Sequence[LoadReport | DryLoadReport]) -> list[doc.Document]:
-    """Return a table of checkpoints by vLLM and mode, or nothing if there is only one column."""
+    """Return a table of checkpoints by vLLM and mode, or nothing for a single column."""
     named = column_names(reports)
     names = tuple(dict.fromkeys(named))
     if len(names) < 2:
@@ -205,7 +205,7 @@ def device_parts(report: DryLoadReport) -> tuple[doc.Part, ...]:
     Tensor parallel sizes with equal results share a table. It has a column for each capability.
     """
     return parts(
-        [_matrix(report, sizes) for sizes in _alike(report)],
+        [_matrix(report, sizes) for sizes in _equal_sizes(report)],
         _memory(report) if report.memory else None,
         _rooms(report.rooms) if report.rooms else None,
         muted(f"vLLM {report.vllm}, model class and loaders on headers alone"),
@@ -258,7 +258,7 @@ def _free(room: GpuRoom) -> doc.TableCell:
     return doc.TableCell(f"weights do not fit: {size(-room.kv_bytes)} too many", tone="fail")
 
 
-def _alike(report: DryLoadReport) -> list[list[int]]:
+def _equal_sizes(report: DryLoadReport) -> list[list[int]]:
     """Group the tensor parallel sizes that have equal cells."""
     alike: dict[tuple[tuple[str, ...], ...], list[int]] = {}
     for tp in dict.fromkeys(cell.tp for cell in report.cells):

@@ -17,7 +17,7 @@ from vexport.errors import clip, visible
 from vexport.records import CheckReport, DryLoadReport, Finding, LoadReport, Severity
 from vexport.records.gates import Gate, Status, checkpoint_gate
 from vexport.records.values import plural
-from vexport.reports.checkpoints import titled
+from vexport.reports.checkpoints import with_load_names
 from vexport.reports.findings import fold, judged_for, kinds
 
 MAX_ANNOTATIONS = 10
@@ -118,7 +118,7 @@ def _escaped(text: str) -> str:
 
 
 def github_answer(name: str, gates: Sequence[Gate], scenario: Path | None = None) -> str:
-    """Return annotations for the outcome, then for errors and warnings of the other gates.
+    """Return annotations for the outcome, then for errors and warnings of the remaining gates.
 
     The last gate is the outcome. All annotations refer to the scenario's file.
     """
@@ -139,7 +139,9 @@ def github_checkpoints(
     If all gates pass without a finding, the first annotation is a notice with PASS. Parts that a
     check did not judge are notices, too.
     """
-    gates = [(report.checkpoint, checkpoint_gate(name, report)) for report in titled(reports)]
+    gates = [
+        (report.checkpoint, checkpoint_gate(name, report)) for report in with_load_names(reports)
+    ]
     unjudged = [
         _Annotation(
             level="notice",

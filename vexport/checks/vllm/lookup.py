@@ -85,8 +85,8 @@ class GroupLookup:
         if method is not None:
             return [name for name in names if self._group_by_method(method, fused, name) is None]
         architecture = self._model.architecture
-        asked = architecture.name_in_lookup(fused.name)
-        return list(ignored(asked, names, self._quantization.matched_ignore, architecture))
+        lookup_name = architecture.name_in_lookup(fused.name)
+        return list(ignored(lookup_name, names, self._quantization.matched_ignore, architecture))
 
     def _find_group(self, fused: FusedLayer) -> ConfigGroup | None:
         names = self.names(fused)
@@ -101,8 +101,8 @@ class GroupLookup:
             return group_of_class(EMBEDDING_CLASS, targets)
         if is_table and self._model.table_lookup != "name":
             return None
-        asked = architecture.name_in_lookup(fused.name)
-        return group_for(asked, names, targets, architecture, table=is_table)
+        lookup_name = architecture.name_in_lookup(fused.name)
+        return group_for(lookup_name, names, targets, architecture, table=is_table)
 
     def _group_by_method(
         self, method: "QuantMethod", fused: FusedLayer, name: str

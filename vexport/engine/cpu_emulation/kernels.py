@@ -38,7 +38,7 @@ from vexport.numerics import E8M0_BIAS, MX_GROUP
 
 # Result of a kernel's check: (True, None) if the kernel can run a layer, or False and the
 # requirement that the layer does not meet.
-Answer = tuple[bool, str | None]
+KernelSupport = tuple[bool, str | None]
 # Type of a transform with a Hadamard matrix. All entries of this matrix have the same magnitude and
 # differ only in sign. vLLM's kernel computes the transform exactly, without the stored matrix.
 _HADAMARD = "hadamard"
@@ -65,12 +65,12 @@ class Dequantized:
     """
 
     @classmethod
-    def is_supported(cls, compute_capability: int | None = None) -> Answer:
+    def is_supported(cls, compute_capability: int | None = None) -> KernelSupport:
         """Return True: every device can run the kernel."""
         return True, None
 
     @classmethod
-    def can_implement(cls, config: object) -> Answer:
+    def can_implement(cls, config: object) -> KernelSupport:
         """Return True, unless a kernel overrides this."""
         return True, None
 
@@ -99,7 +99,7 @@ class EmulationWNA16Linear(Dequantized, linear.MPLinearKernel):  # type: ignore[
         return -1
 
     @classmethod
-    def can_implement(cls, c: linear.MPLinearLayerConfig) -> Answer:
+    def can_implement(cls, c: linear.MPLinearLayerConfig) -> KernelSupport:
         return c.act_type in (torch.bfloat16, torch.float16), "requires 16-bit activations"
 
     def process_weights_after_loading(self, layer: QuantizedLayer) -> None:
@@ -137,7 +137,7 @@ class EmulationW4A8Fp8Linear(EmulationWNA16Linear):
     """
 
     @classmethod
-    def can_implement(cls, c: linear.MPLinearLayerConfig) -> Answer:
+    def can_implement(cls, c: linear.MPLinearLayerConfig) -> KernelSupport:
         return c.act_type == torch.float8_e4m3fn, "requires FP8 activations"
 
     def stored_scale(self, scale: Tensor) -> Tensor:
@@ -167,7 +167,7 @@ class EmulationFp8Linear(Dequantized, linear.FP8ScaledMMLinearKernel):  # type: 
     """
 
     @classmethod
-    def can_implement(cls, c: linear.FP8ScaledMMLinearLayerConfig) -> Answer:
+    def can_implement(cls, c: linear.FP8ScaledMMLinearLayerConfig) -> KernelSupport:
         activation, weight = c.activation_quant_key.scale, c.weight_quant_key.scale.group_shape
         shape = activation.group_shape
         if not (shape.is_per_tensor() if activation.static else shape.is_per_token()):
@@ -269,7 +269,7 @@ class EmulationMxFp4Linear(Dequantized, linear.MxFp4LinearKernel):  # type: igno
     """
 
     @classmethod
-    def can_implement(cls, config: linear.MxFp4LinearLayerConfig) -> Answer:
+    def can_implement(cls, config: linear.MxFp4LinearLayerConfig) -> KernelSupport:
         known = cls._supports_quant_scheme(None, config.activation_quant_key)
         return known, "requires MXFP4, dynamic FP8 or unquantized activations"
 

@@ -29,7 +29,7 @@ _NO_KERNEL = re.compile(
 _NO_ATTENTION = re.compile(r"No valid attention backend")
 # Parts of that message: the model's requirements on a backend, and each backend's objections to
 # them (v1/attention/selector.py and backend.py). An objection may contain brackets itself.
-_ASKED = re.compile(r"\b(head_size|dtype|kv_cache_dtype|block_size)=([\w.]+)")
+_ATTENTION_SETTINGS = re.compile(r"\b(head_size|dtype|kv_cache_dtype|block_size)=([\w.]+)")
 _OBJECTIONS = re.compile(r"\b([A-Z][A-Z0-9_]+): \[(.*?)\](?=, [A-Z][A-Z0-9_]+: \[|\}|$)")
 _MLA = "use_mla=True"
 # Objections of backends for another kind of attention than the model has.
@@ -98,16 +98,16 @@ def _objection(reason: str) -> str:
         name: each for name, each in backends.items() if not any(map(_OTHER_KIND.fullmatch, each))
     }
     backends = of_kind or backends
-    asked = dict(_ASKED.findall(config))
-    if _MLA in config and "head_size" in asked:
+    settings = dict(_ATTENTION_SETTINGS.findall(config))
+    if _MLA in config and "head_size" in settings:
         # Two keys of config.json add up to the head size of vLLM's MLA backends.
-        asked["head_size"] += " (kv_lora_rank + qk_rope_head_dim)"
+        settings["head_size"] += " (kv_lora_rank + qk_rope_head_dim)"
     fewest = min(map(len, backends.values()))
     nearest = {name: each for name, each in backends.items() if len(each) == fewest}
     common = [each for each in nearest[next(iter(nearest))] if _all_have(backends, each)]
     if common:
-        return f": {_with_values(common, asked)}"
-    words = (f"{name}: {_with_values(each, asked)}" for name, each in nearest.items())
+        return f": {_with_values(common, settings)}"
+    words = (f"{name}: {_with_values(each, settings)}" for name, each in nearest.items())
     return f": {'; '.join(words)}"
 
 
@@ -119,12 +119,12 @@ def _all_have(backends: Mapping[str, Sequence[str]], objection: str) -> bool:
     return all(objection in each for each in backends.values())
 
 
-def _with_values(objections: Sequence[str], asked: Mapping[str, str]) -> str:
+def _with_values(objections: Sequence[str], settings: Mapping[str, str]) -> str:
     """Return objections with the values of the model: `head_size 192 not supported`."""
     words = []
     for objection in objections:
         key, _, rest = objection.partition(" ")
-        words.append(f"{key} {asked[key]} {rest}" if key in asked else objection)
+        words.append(f"{key} {settings[key]} {rest}" if key in settings else objection)
     return ", ".join(words)
 
 

@@ -61,8 +61,8 @@ _CLASS_CODE = re.compile(r"/vllm/(?:model_executor/)?models/(?!registry\.py$)")
 _PYDANTIC = re.compile(r"^\d+ validation errors? for \w+\s+Value error,|\[type=.*\Z", re.DOTALL)
 # Parameters that vLLM registers and never reads. vLLM's weight tracking leaves out
 # `input_scale_ub`, too.
-_NEVER_READ = ("weight_shape", "input_scale_ub")
-_UNREAD_GPTQ = ("qzeros", "_bias")
+_UNUSED_PARAMETERS = ("weight_shape", "input_scale_ub")
+_UNUSED_GPTQ_PARAMETERS = ("qzeros", "_bias")
 # Prefix of the drafter's layers in a report.
 DRAFTER = "drafter."
 # Parameters that MTP layers always take from the target, even if the checkpoint has them:
@@ -253,8 +253,8 @@ def _with_drafter(
             own.append(replace(fault, where=where, layer=DRAFTER + fault.layer))
     if draft.model != config.model_config.model:
         return (*faults, *own)
-    unread = {fault.where for fault in own if fault.kind == "unused"}
-    read = [fault for fault in faults if fault.kind != "unused" or fault.where in unread]
+    unused_parameters = {fault.where for fault in own if fault.kind == "unused"}
+    read = [fault for fault in faults if fault.kind != "unused" or fault.where in unused_parameters]
     return (*read, *(fault for fault in own if fault.kind != "unused"))
 
 
@@ -287,10 +287,12 @@ def _optional(model: torch.nn.Module) -> Iterator[str]:
         weight_only = getattr(method, "use_a16", False)
         # Symmetric GPTQ does not use zero points, and drops the biases of experts that have none.
         is_gptq = type(method).__name__.startswith("AutoGPTQ")
-        unread = (*_NEVER_READ, *_UNREAD_GPTQ) if is_gptq else _NEVER_READ
+        unused_parameters = (
+            (*_UNUSED_PARAMETERS, *_UNUSED_GPTQ_PARAMETERS) if is_gptq else _UNUSED_PARAMETERS
+        )
         for parameter, _ in module.named_parameters(recurse=False):
             unread_scale = weight_only and "input_global_scale" in parameter
-            if scales or unread_scale or parameter.endswith(unread):
+            if scales or unread_scale or parameter.endswith(unused_parameters):
                 yield f"{name}.{parameter}"
 
 

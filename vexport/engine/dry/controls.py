@@ -93,23 +93,25 @@ def _unquantized(name: re.Match[str]) -> str:
     return f"{first}_weight" if first.startswith("w") and first != "weight" else "weight"
 
 
-def without_shared_errors(result: CellResult, told: str, *, in_any_cell: bool) -> CellResult:
+def without_shared_errors(result: CellResult, reason: str, *, in_any_cell: bool) -> CellResult:
     """Return the result without the errors that the unquantized model has as well.
 
-    A refusal becomes "unknown", and its reason contains `told`. If `in_any_cell` is False and the
+    A refusal becomes "unknown", and its reason contains `reason`. If `in_any_cell` is False and the
     unquantized model loads in another cell, the refusal is kept. In this case the requested GPU or
     number of ranks is the cause.
     """
     control = result.control
     if control is None:
-        return replace(result, reason=told)
+        return replace(result, reason=reason)
     if same_refusal(result, control):
         if control.loads_elsewhere and not in_any_cell:
-            return replace(result, reason=told)
-        return replace(result, outcome="unknown", reason=f"{_CONTROL_TEXTS[control.kind]}: {told}")
+            return replace(result, reason=reason)
+        return replace(
+            result, outcome="unknown", reason=f"{_CONTROL_TEXTS[control.kind]}: {reason}"
+        )
     shared = {_key(fault) for fault in control.faults}
     faults = tuple(fault for fault in result.faults if not _is_shared(fault, shared))
-    return replace(result, reason=told, faults=faults)
+    return replace(result, reason=reason, faults=faults)
 
 
 def is_shared_refusal(reason: str) -> bool:

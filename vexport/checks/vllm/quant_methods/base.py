@@ -89,7 +89,7 @@ class MethodFormat(Format):
             if (own := ours.get(name, name)) and name not in self.unread
         }
 
-    def unusable(
+    def unusable_tensors(
         self, args: Arguments, stored: Mapping[str, TensorInfo], reader: Reader
     ) -> Iterator[Finding]:
         """Yield findings on tensors that vLLM ignores by mistake or that other loaders misread."""

@@ -57,7 +57,7 @@ class Gptq(TransposedIntegers):
             return f"group_size {weights.group}; vLLM only supports {sizes}"
         return None
 
-    def unusable(
+    def unusable_tensors(
         self, args: Arguments, stored: Mapping[str, TensorInfo], reader: Reader
     ) -> Iterator[Finding]:
         yield from self._order(args, stored, reader)
