@@ -95,8 +95,8 @@ class UnknownFormError(ValueError):
 class Row:
     """Content of a row: exactly one of `ids`, `conversation` and `text`.
 
-    `plain_text` is the text to use for a conversation if the model has no chat template. If
-    `plain_text` is None, a model without a template cannot use the row.
+    `plain_text` is the text to use for a conversation if the model has no chat template. If it is
+    None, a model without a template cannot use the row.
     """
 
     ids: tuple[int, ...] | None = None

@@ -138,10 +138,10 @@ class LayerWalk:
     """The model of a checkpoint, built once, for samples of text on their way through its layers.
 
     `start` runs the parts in front of the decoder layers. `forward`, `run_head` and `backward` run
-    rows of hidden states through the layers and call watchers. Layers are loaded one after another.
-    Rows run one by one, because in bf16 a batched product rounds differently, and because a moving
-    average is updated once per forward. Layers run on `device`. Hidden states wait in main memory,
-    or on disk beyond a size. Raises InputError for an unusable device and for a model that
+    rows of hidden states through the layers and call watchers. Layers are loaded one after the
+    other. Rows run one by one, because in bf16 a batched product rounds differently, and because a
+    moving average is updated once per forward. Layers run on `device`. Hidden states wait in main
+    memory, or on disk beyond a size. Raises InputError for an unusable device and for a model that
     transformers cannot build.
     """
 

@@ -89,7 +89,7 @@ class InputError(VexportError):
 
 
 class _Multiple(VexportError):
-    """Several problems that are reported together, one per line."""
+    """Several problems that are reported together, each on a line."""
 
     def __init__(self, problems: Sequence[VexportError]) -> None:
         if not problems:
@@ -103,7 +103,7 @@ class _Multiple(VexportError):
 
 
 class InputErrors(_Multiple, InputError):
-    """Several problems of one input (exit 2)."""
+    """Several problems of an input (exit 2)."""
 
     problems: tuple[InputError, ...]
 
@@ -131,7 +131,7 @@ class EnvironmentFaults(_Multiple, EnvironmentFault):
 
 
 class InternalError(VexportError):
-    """A mistake of vexport in one part of the work. The other parts continue (exit 4).
+    """A bug of vexport in a part of the work. The other parts continue (exit 4).
 
     Its traceback is logged for `--debug`.
     """
@@ -190,7 +190,7 @@ def require_working_disk(error: Exception, path: Path) -> None:
 
 
 def raise_all(problems: Sequence[InputError]) -> None:
-    """Raise the problems of one input together. Return if there are none."""
+    """Raise the problems of an input together. Return if there are none."""
     if len(problems) == 1:
         raise problems[0]
     if problems:

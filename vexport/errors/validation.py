@@ -1,7 +1,7 @@
 """Validation errors of pydantic as places and requirements of vexport's messages.
 
 pydantic reports each alternative of a union as an error of its own, with the alternative's name in
-the place: `limit.int` and `limit.float`. Here they become one problem: `limit` needs a number.
+the place: `limit.int` and `limit.float`. Here they become a single problem: `limit` needs a number.
 """
 
 import re
@@ -86,7 +86,7 @@ class ValidationProblem:
 
 
 def validation_problems(error: ValidationError) -> list[ValidationProblem]:
-    """Return one problem for each value that is not valid, in pydantic's order.
+    """Return a problem for each invalid value, in pydantic's order.
 
     Errors that follow from an error deeper in the same value are left out.
     """
@@ -166,7 +166,7 @@ def _problem(detail: ErrorDetails) -> ValidationProblem:
 
 
 def _merged(problems: Sequence[ValidationProblem]) -> list[ValidationProblem]:
-    """Return the problems with one problem for all alternatives of a union."""
+    """Return the problems, with a single problem for all alternatives of a union."""
     by_key: dict[str, list[ValidationProblem]] = {}
     merged: list[ValidationProblem] = []
     for problem in problems:
@@ -188,8 +188,8 @@ def _nearest_alternative(
     """Return the problems of the alternative that the user has probably meant.
 
     This is the first alternative with errors inside the value, or else an alternative that a
-    validator of ours refuses. If all alternatives need other types, return one problem that names
-    all of them.
+    validator of ours refuses. If all alternatives need other types, return a single problem that
+    names all of them.
     """
     for problems in alternatives:
         if all(problem.keys for problem in problems):

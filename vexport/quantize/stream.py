@@ -46,6 +46,7 @@ from vexport.records import (
     observer_names,
     silent,
 )
+from vexport.records.calibration import NO_CALIBRATION
 from vexport.version import __version__
 
 # The bytes of tensors by name.
@@ -80,7 +81,7 @@ def write_shards(
     total = sum(shard.num_bytes for shard in shards)
     threads = len(os.sched_getaffinity(0))
     done = 0
-    record = calibration or CalibrationRecord(rows=(), digest="", tokens=0, ranges={})
+    record = calibration or NO_CALIBRATION
     with (
         reader_of(record.smoothing) as reader,
         ThreadPoolExecutor(threads) as pool,

@@ -9,7 +9,7 @@ from vexport.records.values import Outcome, about
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenDrift:
-    """One token of a prompt, as both models predict it. All values are in nats.
+    """Predictions of a prompt's token by both models. All values are in nats.
 
     `kl` is KL(baseline || candidate) over the whole vocabulary at the position that predicts the
     token. `baseline_nll` and `candidate_nll` are the token's negative log-likelihoods.
@@ -23,8 +23,9 @@ class TokenDrift:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptDrift:
-    """One prompt: its tokens and the means over them in nats. The first token is not predicted, so
-    it is not in the means.
+    """Tokens of a prompt and the means over them in nats.
+
+    The models do not predict the first token, so the means exclude it.
     """
 
     prompt: str
@@ -98,9 +99,9 @@ class Attribution:
     - (4) vLLM on the candidate
 
     `noise` compares (2) with (1), `quantization` (3) with (1), `engine` (4) with (3), and `total`
-    (4) with (2). They are None if the two models read different tokens. `harness` lists the other
-    differences between the two models' prompts. `evidence` lists errors that the static check or
-    vLLM's loaders found in the candidate.
+    (4) with (2). They are None if the two models read different tokens. `harness` lists differences
+    between the two models' prompts. `evidence` lists errors that the static check or vLLM's loaders
+    found in the candidate.
     """
 
     cause: Cause = field(metadata={"alias": "guilty"})
@@ -153,7 +154,7 @@ The list contains the usual fields of SamplingParams.
 class LmEvalSettings:
     """Arguments of lm-eval's `simple_evaluate` and its vLLM model, under lm-eval's names (0.4.13).
 
-    - `num_fewshot` does not change a task that sets 0 itself.
+    - `num_fewshot` has no effect on a task that is defined with 0 examples.
     - `apply_chat_template` is the name of a template, or True for the default template.
     - `plain_as_is` skips the template for tasks that score the log-likelihood of plain text.
     - `fewshot_as_multiturn` has no effect without a template.
@@ -180,7 +181,7 @@ class LmEvalSettings:
 
 DEFAULT_CONCURRENCY = 32
 REQUEST_SECONDS = 300.0
-"""Time limit for one answer of a server, and for repeating a request that failed."""
+"""Time limit for an answer of a server, and for repeating a request that failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -218,7 +219,7 @@ class Prompting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """One model's mean score on one task, with a two-sided 1 - 2*alpha interval.
+    """Mean score of a model on a task, with a two-sided 1 - 2*alpha interval.
 
     The interval is Wilson's if each document is right or wrong. For other metrics it is a bootstrap
     interval in the metric's units.
@@ -249,13 +250,13 @@ Unit = Literal["share", "nats", "nats per word", "nats per byte", "bits per byte
 """The unit of differences of a metric.
 
 It is a share from 0 to 1, nats (log-likelihoods and the logarithms of perplexities), bits per byte,
-or the metric's own unit.
+or the metric's unit.
 """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """A difference of two means that a report shows next to a gate. It does not change the outcome.
+    """Difference between two mean scores, for information. It does not change the outcome.
 
     A positive difference means that the candidate is better. The bounds are one-sided, at 1 -
     alpha. `outcome` compares them with the margin. It is INCONCLUSIVE if no margin applies to the
@@ -301,7 +302,7 @@ def _in_shares(unit: Unit | None, baseline: float, candidate: float) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerCounts:
-    """Numbers of one model's generated answers, counted by how they ended.
+    """Numbers of a model's generated answers, counted by how they ended.
 
     Only answers without a score are in `cut`, `empty` and `unparsed`. A `cut` answer reached the
     maximum length, an `empty` answer has no text, and in an `unparsed` answer the task's filter
@@ -319,7 +320,7 @@ class AnswerCounts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskVerdict:
-    """Comparison on one task, or on a group of tasks that lm-eval aggregates.
+    """Comparison on a task, or on a group of tasks that lm-eval aggregates.
 
     Difference and bounds:
     - `difference` is candidate minus baseline: negative if the candidate is worse.
@@ -337,8 +338,8 @@ class TaskVerdict:
       versions, for which the verdict's margin applies.
 
     Changed answers:
-    - `right_to_wrong` counts the documents that got worse if the metric is not 0/1.
-    - `changed_wrong` counts the documents that both models answer wrong, and differently. It is
+    - `right_to_wrong` counts the documents with a worse score, if the metric is not 0/1.
+    - `changed_wrong` counts the documents to which the models give different wrong answers. It is
       None if the baseline's answers were not kept.
     - `mcnemar_p` is the p value of a permutation test if the metric is not 0/1 or if several
       answers were sampled per document.
@@ -346,14 +347,14 @@ class TaskVerdict:
     If the task does not decide:
     - `documents_needed` is the number of documents that would settle an INCONCLUSIVE outcome. It is
       None if no number would settle it, or if the outcome is already settled.
-    - `seeds` is the number of sampled answers per document. `seeds_needed` sampled answers to the
-      same documents would settle the outcome too.
+    - `seeds` is the number of sampled answers per document. `seeds_needed` is the number of sampled
+      answers per document that would settle the outcome without more documents.
     - `documents_available` is the number of documents in the whole task, None if it was not
       recorded. If that is fewer than needed, `settling_margin` is the smallest margin that the
-      whole task would settle with PASS at the present difference. It is None for other scores than
+      whole task would settle with PASS at the present difference. It is None if the scores are not
       shares.
-    - `uninformative` is the reason why the task shows nothing, else empty: the baseline is no
-      better than chance, so the candidate cannot pass.
+    - `uninformative` is the reason why the task cannot show a loss, such as a baseline that is no
+      better than chance. The candidate then cannot pass. It is empty for informative tasks.
 
     Other fields:
     - `clusters` is the number of tasks in a group with documents clustered by task, else None.
@@ -437,7 +438,7 @@ TextMeasure = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftCounts:
-    """vLLM's counters of speculative decoding (`vllm:spec_decode_num_*`) for one prompt."""
+    """vLLM's counters of speculative decoding (`vllm:spec_decode_num_*`) for a prompt."""
 
     drafts: int
     draft_tokens: int
@@ -471,7 +472,7 @@ def bucket_label(start: int, end: int) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextLimit:
-    """One measure of held-out text and its limit.
+    """A measure of held-out text and its limit.
 
     The values are nats per token; for the acceptance length they are shares. `low` and `high` are
     the bounds that decide, None for a single row. `high` is at 1 - alpha. `low` is at 1 - alpha /
@@ -507,7 +508,7 @@ class TextLimit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextNoise:
-    """Difference between two readings of the same `rows` by the baseline, in one bucket.
+    """Difference between two readings of the same `rows` by the baseline, in a bucket.
 
     `kl` and `nll_rise` are means in nats per token. `changed` is the share of tokens with another
     likeliest token.
@@ -521,7 +522,7 @@ class TextNoise:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextBucket:
-    """Both models on the tokens of each row from number `start` to `end` - 1.
+    """Results of both models on the tokens `start` to `end` - 1 of each row.
 
     The first token of a row has the number 0 and is not predicted. The NLLs are means over `tokens`
     of all rows. `changed` is the share of these tokens at which the models have different likeliest
@@ -576,12 +577,12 @@ class TextVerdict:
 
     The NLLs are means over `tokens`. `top1_agreement` is the share of these tokens at which both
     models have the same likeliest token, with a two-sided 1 - 2*alpha interval over rows. The KL is
-    over `positions`. `limits` has the worst bucket of each measure. `acceptance` is about drafts
-    that continue the rows; it is None without speculative decoding.
+    over `positions`. `limits` has the worst bucket of each measure. `acceptance` has the acceptance
+    lengths of drafts that continue the rows. It is None without speculative decoding.
 
-    `buckets` are the tokens of a row by their position, and `curve` are more and smaller groups for
-    a chart. Both are empty in reports of older versions: there, `limits` is about all tokens of a
-    row, and the KL about its first 64 tokens.
+    `buckets` groups the tokens of a row by position. `curve` has smaller groups, for a chart. Both
+    are empty in reports of older versions. In those reports, `limits` covers all tokens of a row,
+    and the KL covers its first 64 tokens.
     """
 
     data: str
@@ -610,8 +611,8 @@ class TextVerdict:
 class Verdict:
     """Outcome over all tasks, with the sentence that justifies it.
 
-    - `pooled` compares all documents as if they were one task. It is None if there is only one task
-      or if a metric is not 0/1.
+    - `pooled` compares the documents of all tasks together. It is None for a single task, or if a
+      metric is not 0/1.
     - `warnings` describe weaknesses, such as missing samples or a changed environment.
     - `prompting` is None in reports of older versions.
     - `drift` and `attribution` are set by `vexport eval`. A run stores them in its report instead.
@@ -619,7 +620,8 @@ class Verdict:
     - `device` is the device that ran the candidate (`CPU, emulated`) or the server's address. It is
       empty if the results do not contain it.
     - `text` decides if there are no tasks. `margin` is then the limit of the NLL.
-    - `margin` is the acceptable loss of tasks that are scored in shares. Tasks may have their own.
+    - `margin` is the acceptable loss of tasks that are scored in shares. Tasks may have other
+      margins.
     """
 
     schema: Literal["vexport.verdict/1"] = "vexport.verdict/1"

@@ -52,7 +52,7 @@ class Smoothing:
     """Powers of two that multiply a stored tensor, as exponents of its rows and of its columns.
 
     Both are int8 in base64, and empty if all exponents are 0. A tensor with one dimension has rows
-    only. `readers` are the tensors with columns that undo the scaling of these rows.
+    only. The columns of the tensors in `readers` undo the scaling of these rows.
     """
 
     rows: str = ""
@@ -68,7 +68,7 @@ class CalibrationRecord:
     - `data` is the name of the data set.
     - `rows` are the line numbers used, from 1.
     - `digest` is the SHA-256 of their token ids.
-    - `tokens` is their number. An expert may see fewer tokens, because not all are routed to it.
+    - `tokens` is the number of tokens. An expert may receive fewer.
 
     The statistics:
     - `importance` maps a layer to the mean of x^2 of each input channel, as little-endian float32
@@ -76,8 +76,8 @@ class CalibrationRecord:
     - `kv_ranges` is keyed by the attention module's name in the checkpoint
       (`model.layers.0.self_attn`).
     - `routed` maps a module of experts (`model.layers.0.mlp.experts`) to the number of tokens that
-      the router sent to each expert. Tokens that only calibration sent to an expert are not
-      counted.
+      the router sent to each expert. Tokens that reach an expert only because of `all_experts` are
+      not counted.
     - `smoothing` is keyed by the source's tensors. All other statistics except `routed` describe
       the smoothed model.
     - `token_weights` maps a module to the mean square of the gradient at its output, by octave of
@@ -96,12 +96,16 @@ class CalibrationRecord:
     token_weights: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
 
+NO_CALIBRATION = CalibrationRecord(rows=(), digest="", tokens=0, ranges={})
+"""Record of a checkpoint that is written without calibration text."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertCoverage:
     """Fewest, median and most calibration tokens that the router of one layer sent to an expert.
 
-    `none` are the experts without any token. For them, calibration has statistics of other experts'
-    tokens, or none.
+    `none` lists the experts to which the router sent no token. Their statistics come from other
+    experts' tokens, or are missing.
     """
 
     name: str
@@ -113,7 +117,7 @@ class ExpertCoverage:
 
 
 def expert_coverage(calibration: CalibrationRecord) -> tuple[ExpertCoverage, ...]:
-    """Return one summary for each module of experts that text went through."""
+    """Return a summary for each module of experts that processed text."""
     return tuple(
         ExpertCoverage(
             name=name,
@@ -129,12 +133,12 @@ def expert_coverage(calibration: CalibrationRecord) -> tuple[ExpertCoverage, ...
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationData:
-    """A set of calibration text and the way to read it.
+    """Calibration text, and how to read it.
 
     `name` is a file, a folder, `default`, or a data set of the hub:
     ORG/NAME[@REVISION][:SPLIT[:COLUMN]]. `column` is the column with the text or the chat turns.
-    Without it, the usual names are tried. `seed` shuffles the rows. `pack` joins rows into samples
-    of exactly `seq_len` tokens. If `pack` is None, only plain text is packed.
+    Without it, a column with a usual name is used. `seed` shuffles the rows. `pack` joins rows into
+    samples of exactly `seq_len` tokens. If `pack` is None, only plain text is packed.
     """
 
     name: str
@@ -204,8 +208,8 @@ class LayerRounding:
 class RoundingReport:
     """Rounding of a checkpoint's weights with calibration text.
 
-    `layers` are the decoder layers in order. Rounded weights after the last decoder layer form one
-    more entry at the end.
+    `layers` are the decoder layers in order. If weights after the last decoder layer were rounded,
+    the last entry contains them.
     """
 
     layers: tuple[LayerRounding, ...]

@@ -18,9 +18,9 @@ def without_details(text: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One problem that a check found: the place, what is expected, what was found, and the remedy.
+    """A problem that a check found: the place, what is expected, what was found, and the remedy.
 
-    A finding that was made from an error may have an empty `expected` or `fix`, as the error had.
+    `expected` and `fix` may be empty if the finding was made from an error without them.
     """
 
     check: str
@@ -66,7 +66,7 @@ class NotJudged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckReport:
-    """Findings on one checkpoint. `ok` is True if no error was found in the parts that were judged.
+    """Findings on a checkpoint. `ok` is True if no error was found in the parts that were judged.
 
     `vllm`, `tp` and `sm` are the vLLM version, the tensor parallel sizes and the compute
     capabilities that the check assumed. An empty `sm` means any GPU. `vllm` and `tp` are empty in
@@ -94,7 +94,7 @@ class EngineInfo:
     `compilation` is vLLM's name of the compilation mode (NONE in eager mode). `settings` maps the
     engine's arguments, defaults included, to their values as text. `input_bits` is the smallest
     number of bits to which a kernel rounds its layer's input, or None if no kernel reports it.
-    `blind_spots` lists what this platform cannot show.
+    `blind_spots` lists properties that cannot be tested on this platform.
     """
 
     vllm: str
@@ -211,12 +211,12 @@ CellStatus = Literal["loads", "other precision", "faulty", "refused", "not shown
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixCell:
-    """Load of a checkpoint, or of one kind of its layers, on `tp` devices of capability `sm`.
+    """Load of a checkpoint, or of a kind of its layers, on `tp` devices of capability `sm`.
 
     `sm` is 90 for SM 9.0. Some values of `status`:
     - "faulty": it loads, but wrongly
     - "other precision": it loads, but computes in another precision than stored
-    - "not shown": only a real device can show it
+    - "not shown": only a load on a real device can show the result
 
     Only cells with `needed` decide the result. `precision` names the bits of weight and activation
     (W8A16), `kernel` is vLLM's class, and `reason` is vLLM's message if it refuses.
@@ -243,7 +243,7 @@ class MatrixCell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MatrixRow:
-    """One kind of layer (`model.layers.*.mlp.down_proj`): number of layers, scheme and storage."""
+    """Kind of layer (`model.layers.*.mlp.down_proj`): number of layers, scheme and storage."""
 
     name: str
     count: int
@@ -254,7 +254,7 @@ class MatrixRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceMemory:
-    """Bytes of KV cache that one rank reserves for a sequence of `tokens`."""
+    """Bytes of KV cache that a rank reserves for a sequence of `tokens`."""
 
     tokens: int
     kv_bytes: int
@@ -264,8 +264,7 @@ class SequenceMemory:
 class RankMemory:
     """Bytes of weights and KV cache that each of `tp` ranks needs.
 
-    `sequences` has the KV cache for increasing lengths. The last length is the longest that the
-    model allows.
+    `sequences` has the KV cache for increasing lengths. The last length is the model's maximum.
     """
 
     tp: int
@@ -275,7 +274,7 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuRoom:
-    """Memory left beside the weights on each of `tp` GPUs, as sequences of length `tokens`.
+    """Number of sequences of length `tokens` that fit next to the weights on `tp` GPUs.
 
     `kv_bytes` is the part of vLLM's memory that remains for the KV cache. It is negative if the
     weights do not fit. `sequences` is the number of sequences that fit at once, rounded down.
@@ -293,10 +292,10 @@ class DryLoadReport:
     """Load of a checkpoint's headers by vLLM's model class and loaders, for each tp and sm.
 
     `cells` are the columns for the whole checkpoint. Each row in `rows` has the same columns for
-    one kind of layer. There are no rows if no cell was loaded. `memory` has one entry for each tp
-    that was loaded. `rooms` has one entry for each GPU, tp and sequence length. `vllm_python` is
-    the Python interpreter, empty for the interpreter that runs vexport. `not_judged` lists faults
-    that vLLM has with the unquantized model, too.
+    one kind of layer. There are no rows if no cell was loaded. `memory` has an entry for each tp
+    that was loaded. `rooms` has an entry for each GPU, tp and sequence length. `vllm_python` is the
+    Python interpreter, empty for the interpreter that runs vexport. `not_judged` lists faults that
+    vLLM has with the unquantized model, too.
     """
 
     schema: Literal["vexport.dry-load/1"] = "vexport.dry-load/1"
@@ -319,7 +318,7 @@ class WeightChange:
 
     `relative` is |after - before| / |before| in Frobenius norms, and `snr_db` expresses it as a
     signal-to-noise ratio. Both are None if the layer could not be dequantized before the repair.
-    They compare with the stored weight, which may have been wrong. `source_snr_db` is the weight's
+    They are relative to the stored weight, which may be wrong. `source_snr_db` is the weight's
     signal-to-noise ratio against the source, before and after the repair. It is None without a
     source.
     """
@@ -331,11 +330,12 @@ class WeightChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repair:
-    """One repair: the place, the value before, the value now, and the cost.
+    """A repair: the place, the value before, the value now, and the cost.
 
-    `assumption` is an assumption that nothing in the checkpoint confirms. It is None if nothing was
-    assumed or if the values were compared with a source. `layer` is the linear layer with the
-    weight that the repair may move, and `change` is the distance. Both are None for other repairs.
+    `assumption` describes an assumption of the repair that the checkpoint does not confirm. It is
+    None without an assumption, or if the values were compared with a source. `layer` is the linear
+    layer with the weight that the repair may move, and `change` is the distance. Both are None for
+    other repairs.
     """
 
     family: str

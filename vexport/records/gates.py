@@ -27,7 +27,7 @@ NOT_RUN = "not run: an earlier gate failed"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gate:
-    """One condition of the verdict: its status, one sentence, and the findings behind it."""
+    """Condition of the verdict: its status, a sentence, and the findings behind it."""
 
     name: str
     status: Status
@@ -62,7 +62,7 @@ def findings_gate(
 def checkpoint_gate(
     name: str, report: CheckReport | DryLoadReport | LoadReport, *, every: bool = False
 ) -> Gate:
-    """Return the gate of one checkpoint.
+    """Return the gate of a checkpoint.
 
     It fails if the report is not ok, even if the report has no error.
     """
@@ -77,7 +77,7 @@ def load_gate(name: str, report: LoadReport) -> Gate:
 
 
 def cell_gate(cell: MatrixCell) -> Gate:
-    """Return the gate of one cell of a dry load.
+    """Return the gate of a cell of a dry load.
 
     It is skipped if the checkpoint does not load there and does not need to.
     """
@@ -89,8 +89,8 @@ def cell_gate(cell: MatrixCell) -> Gate:
 def check_gates(report: CheckReport, families: Sequence[str]) -> tuple[Gate, ...]:
     """Return a gate for each family of checks, and for each other check with a finding.
 
-    Without `families` there is one gate, `check`. Families and parts of the checkpoint that were
-    not judged get skipped gates.
+    Without `families` there is a single gate, `check`. Families and parts of the checkpoint that
+    were not judged get skipped gates.
     """
     left_out = [each.brief for each in report.not_judged]
     not_judged = [Gate(name=each.what, status="SKIPPED", message=each.why) for each in left_out]

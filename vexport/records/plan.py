@@ -11,7 +11,7 @@ FLOATING = frozenset({"F16", "BF16", "F32", "F64"})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
-    """One tensor of a safetensors file, read from the file's header only.
+    """A tensor of a safetensors file, described by the file's header.
 
     `dtype` is safetensors' name (BF16, F8_E4M3, ...). `start` and `end` are absolute byte offsets
     in `file`.
@@ -57,18 +57,18 @@ class WeightPart:
     stop: int
 
 
-# Storage of the KV cache: one fp8 scale for all keys and one for all values of a layer, or one
+# Storage of the KV cache: an fp8 scale for all keys and one for all values of a layer, or one
 # scale for each KV head.
 KvCache = Literal["fp8", "fp8_per_head"]
 # Action for layers with shapes that vLLM cannot run.
 OnUnsupportedShape = Literal["refuse", "keep", "smaller-group"]
-# Number of columns that share a scale. "channel" is one scale for a whole row.
+# Number of columns that share a scale. "channel" means that a whole row shares a scale.
 GroupSize = int | Literal["channel"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearPlan:
-    """One linear layer to quantize: its name in the output, and the stored tensor with its weight.
+    """A linear layer to quantize: its name in the output, and the stored tensor with its weight.
 
     The weight has the shape (out_features, in_features). It is the whole tensor, or `part` of it.
     """
@@ -84,7 +84,7 @@ class LinearPlan:
 class AttentionLayer:
     """An attention layer that gets scales for the KV cache, by its name in the checkpoint.
 
-    `heads` is the number of KV heads with separate scales. None means one scale for all heads.
+    `heads` is the number of KV heads with separate scales. None means that all heads share a scale.
     """
 
     name: str
@@ -96,7 +96,7 @@ class SchemeOnGpu:
     """How vLLM runs a scheme on a GPU.
 
     `input_bits` is the number of bits of the inputs that the kernel multiplies, or None if vLLM
-    cannot run the scheme there. A scheme is `native` if these are the bits that it stores.
+    cannot run the scheme there. `native` is True if these are the stored bits.
     """
 
     input_bits: int | None
@@ -105,7 +105,7 @@ class SchemeOnGpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchemeOutlook:
-    """One scheme, applied to all linear layers of a model.
+    """Result of applying a scheme to all linear layers of a model.
 
     - `reason` is the reason why the scheme does not fit, empty if it fits.
     - `layers` is the number of linear layers that fit the scheme, and `output_bytes` is the size if
@@ -114,7 +114,7 @@ class SchemeOutlook:
       scheme's group size fits.
     - `least_sm` is the lowest compute capability on which vLLM loads the scheme.
     - `full_sm` is the lowest compute capability on which inputs are multiplied with as many bits as
-      stored. It is None if there is none.
+      stored. It is None if no capability does.
     - `on_gpu` is how a GPU runs the scheme, if the plan is for a GPU.
     """
 
@@ -153,7 +153,7 @@ class Recommendation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuOutlook:
-    """GPU that a table of schemes is for.
+    """GPU for which a table of schemes was made.
 
     `name` is empty and `usable_bytes` is None if only the compute capability `sm` is known.
     `usable_bytes` is the memory that vLLM uses by default, of one GPU.
@@ -167,7 +167,7 @@ class GpuOutlook:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchemeTable:
-    """Every scheme for one model (`vexport plan SOURCE --format json`)."""
+    """Every scheme for a model (`vexport plan SOURCE --format json`)."""
 
     schema: Literal["vexport.plan-schemes/1"] = "vexport.plan-schemes/1"
     source: str

@@ -14,7 +14,7 @@ BudgetKind = Literal["bits", "bytes", "share"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchemeLoss:
-    """Cost of a scheme for one group, with everything else as in the source.
+    """Cost of a scheme for a group, with everything else as in the source.
 
     `num_bytes` is the size of the group's tensors. `loss` is the mean KL(source || quantized) in
     nats per token.
@@ -29,7 +29,8 @@ class SchemeLoss:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSensitivity:
-    """Linear layers that vLLM needs in one scheme: a fused layer, or all routed experts of a layer.
+    """Linear layers that vLLM needs in the same scheme: a fused layer, or all routed experts of a
+    layer.
 
     `name` is as in FusionGroup. For routed experts it is the name of their module
     (`model.layers.0.mlp.experts`). `refused` lists the schemes that vLLM cannot run here, with
@@ -108,7 +109,7 @@ class KindSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenCheckpoint:
-    """A checkpoint that the user gave to a run, so that the run did not make it.
+    """A checkpoint that the user gave to a run, instead of a checkpoint that the run made.
 
     `name` is the folder, hub name or address in the command. `format` is the name of the storage
     format, empty if it is unknown or the checkpoint is not quantized. The sizes are None if the
@@ -144,7 +145,7 @@ class ComparedRun:
     smallest: bool = False
 
 
-# Result of a variant. BASELINE: the first variant, with which the others are compared. REFUSED:
+# Result of a variant. BASELINE: the first variant, the baseline of all comparisons. REFUSED:
 # vLLM does not accept the setting. NO ANSWER: the environment failed (a crash of the engine).
 VariantOutcome = Literal["BASELINE", "PASS", "FAIL", "INCONCLUSIVE", "REFUSED", "NO ANSWER"]
 
@@ -154,11 +155,11 @@ class ComparedVariant:
     """A row of `vexport compare --serve`: a checkpoint in one setting and one version of vLLM.
 
     `setting` has the arguments of vLLM, such as `kv_cache_dtype=fp8`, or `default`. `vllm` is the
-    version of vLLM, and `vllm_python` the interpreter, empty for vexport's own. `folder` has the
-    variant's answers and vLLM's log. `reason` is the reason of the outcome. `mean_kl` is the
-    divergence from the baseline in nats per token, None if it was not measured. `worst` is the task
-    with the lowest bound. `verdict` compares all tasks, or the text, with the baseline. Both have
-    no documents.
+    version of vLLM, and `vllm_python` the interpreter, empty for vexport's interpreter. `folder`
+    has the variant's answers and vLLM's log. `reason` is the reason of the outcome. `mean_kl` is
+    the divergence from the baseline in nats per token, None if it was not measured. `worst` is the
+    task with the lowest bound. `verdict` compares all tasks, or the text, with the baseline. Both
+    have no documents.
     """
 
     schema: Literal["vexport.compare-serve/1"] = "vexport.compare-serve/1"
@@ -182,8 +183,9 @@ class ComparedVariant:
 class Quantized:
     """A written checkpoint: its contents, and the commands to run next.
 
-    `layers` of `of_layers` linear layers are quantized, and `quantized_parameters` of `parameters`.
-    `smoothing` is the smoothing strength, and `smoothed_tensors` is the number of scaled tensors.
+    `layers` is the number of quantized layers among `of_layers` linear layers.
+    `quantized_parameters` is the number of quantized parameters among `parameters`. `smoothing` is
+    the smoothing strength, and `smoothed_tensors` is the number of scaled tensors.
     """
 
     schema: Literal["vexport.quantize/1"] = "vexport.quantize/1"

@@ -1,9 +1,9 @@
 """Reports in every form: text, JSON, HTML, Markdown, JUnit XML and GitHub annotations.
 
-For each kind of report, one function builds its documents (vexport.reports.document). For each
-form, one module draws documents. Each function here renders one kind of report, and the command
-line offers the forms that this kind has. Reports on several checkpoints keep the order of the
-checkpoints, and their JSON is a list.
+For each kind of report, a function builds its documents (vexport.reports.document). For each form,
+a module draws documents. Each function here renders a kind of report, and the command line offers
+the forms that this kind has. Reports on several checkpoints keep the order of the checkpoints, and
+their JSON is a list.
 """
 
 import json
@@ -33,7 +33,7 @@ def _rendered(
     suites: Callable[[], Iterable[tuple[str, Sequence[Gate]]]] | None = None,
     annotations: Callable[[], str] | None = None,
 ) -> str:
-    """Return a report in one form. Raise InputError if the report does not have this form."""
+    """Return a report in the given form. Raise InputError if the report does not have this form."""
     match format:
         case "json":
             return _json(value)
@@ -107,7 +107,7 @@ def render_checks(
     """Return check reports.
 
     `families` are the names of all checks that ran. JUnit shows each of them, even without a
-    finding. Text shows findings of one kind together unless `every` is True.
+    finding. Text groups findings by kind unless `every` is True.
     """
     return _rendered(
         list(reports),
@@ -134,8 +134,7 @@ def render_loads(
 ) -> str:
     """Return the reports of loads or dry loads. JUnit has a case for each cell of a dry load.
 
-    Text shows findings of one kind together, and only the cause of a refusal, unless `every` is
-    True.
+    Text groups findings by kind and shows only the cause of a refusal, unless `every` is True.
     """
     return _rendered(
         list(reports),

@@ -190,10 +190,10 @@ def _comparison_row(comparison: Comparison) -> doc.Row:
 
 
 def forests(verdict: Verdict) -> Iterator[doc.Forest]:
-    """Yield one chart for the tasks scored in shares, and one chart for each other unit.
+    """Yield a chart for the tasks scored in shares, and a chart for each other unit.
 
-    Tasks with different margins are in different charts.
-    The axis has a little room on both sides of all values.
+    Tasks with different margins are in different charts. The axis has a little room on both sides
+    of all values.
     """
     charts: dict[tuple[Scale, float], list[TaskVerdict]] = {}
     for task in verdict.tasks:

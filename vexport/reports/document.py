@@ -1,4 +1,4 @@
-"""Parts of a report: built once for each kind of report, drawn by one renderer for each form.
+"""Parts of a report: built once for each kind of report, drawn by a renderer for each form.
 
 Every text here may come from a checkpoint, a model or a data set, so the renderers escape and clip
 it. Only HTML draws charts.
@@ -63,7 +63,7 @@ class Table:
     stack: bool = True
 
     def shown(self, form: Form) -> "Table":
-        """Return the table with the columns of one form."""
+        """Return the table with the columns of a form."""
         kept = [number for number, column in enumerate(self.columns) if form not in column.omit]
         rows = tuple(tuple(row[number] for number in kept) for row in self.rows)
         return replace(self, columns=tuple(self.columns[number] for number in kept), rows=rows)
@@ -109,8 +109,8 @@ class Details:
 class FindingList:
     """Findings with their gates, the most serious first.
 
-    Findings of one kind are shown together unless `every` is True. `everything` names the place of
-    the complete list, such as `--format json`.
+    Findings are grouped by kind unless `every` is True. `everything` names the place of the
+    complete list, such as `--format json`.
     """
 
     findings: tuple[tuple[str, Finding], ...]
@@ -140,7 +140,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forest:
-    """Chart of the tasks of one scale, with lines at zero and at the accepted loss.
+    """Chart of the tasks with the same scale, with lines at zero and at the accepted loss.
 
     The axis goes from `low` to `high`. `limit` is the accepted loss as text, without its unit.
     Positions are in per cent of the width, so the SVG can stretch while its text keeps its size.
@@ -275,7 +275,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """A report on one thing: the answer, the gates that decided it, and the parts in order.
+    """A report: the outcome, the gates that decided it, and the parts in order.
 
     - `status` is None if there is nothing to decide.
     - `device` is the device that ran the model.
@@ -362,7 +362,7 @@ def warnings(texts: Iterable[str]) -> list[Paragraph]:
 def finding_parts(part: FindingList, limit: int) -> tuple[Part, ...]:
     """Return a table of at most `limit` kinds, and tables of their possible consequences.
 
-    A note names the place that has the other findings.
+    A note names the place of the remaining findings.
     """
     by_gate: dict[str, list[Finding]] = {}
     for gate, finding in part.findings:

@@ -1,8 +1,8 @@
 """Findings and gates for people.
 
-Findings of one kind are shown as one finding. Consequences of a wrong config are shown below their
-cause. The gates of a run keep their order. JSON has every finding; other forms show how many
-findings are folded.
+Findings of the same kind are shown as a single finding. Consequences of a wrong config are shown
+below their cause. The gates of a run keep their order. JSON has every finding; other forms show how
+many findings are folded.
 """
 
 import math
@@ -45,7 +45,7 @@ _NAME = re.compile(r"(?<![\w#])[\w#]+(?:\.[\w#]+){2,}")
 _INDEX = re.compile(r"(?<=\.)(?:0|[1-9]\d*)(?=[.\s]|$)")
 _MAX_RUNS = 4
 _MAX_NAMES = 4
-# Maximum kinds of consequences shown below a cause. The others are counted.
+# Maximum kinds of consequences shown below a cause. Further kinds are counted.
 MAX_FOLLOWING = 20
 # The results of these checks depend on the quantization config.
 _AT_CONFIG = "quantization_config"
@@ -65,7 +65,7 @@ _ONLY_LOADED = "not asked for: the checkpoint was only loaded"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Folded:
-    """All findings of one kind: the first, all places, their number, and their consequences."""
+    """All findings of a kind: the first, all places, their number, and their consequences."""
 
     first: Finding
     places: str
@@ -107,7 +107,7 @@ def fold(findings: Sequence[Finding]) -> tuple[Folded, ...]:
 
 
 def kinds(findings: Iterable[Finding]) -> tuple[Folded, ...]:
-    """Fold findings of one check and severity if their texts differ only in numbers and names."""
+    """Fold findings of a check and severity if their texts differ only in numbers and names."""
     alike: dict[tuple[str, ...], list[Finding]] = {}
     for finding in findings:
         shapes = (
@@ -168,7 +168,7 @@ def _ranges(values: Sequence[int]) -> str:
 
 
 def _braced(names: Sequence[str]) -> str:
-    """Return names as one name, with braces around the parts that differ.
+    """Return names as a single name, with braces around the parts that differ.
 
     At most _MAX_NAMES names are listed.
     """
@@ -259,7 +259,7 @@ def _task_message(task: "TaskVerdict", margin: float) -> str:
 
 
 def _text_message(limit: "TextLimit") -> str:
-    """Return the value and bounds of one measure of the text, and the limit."""
+    """Return the value and bounds of a measure of the text, and the limit."""
     unit, bound = (
         ("", f"{limit.limit:.0%}") if limit.is_share else (" nats per token", f"{limit.limit:g}")
     )

@@ -36,7 +36,7 @@ MAX_NAMED = 4
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """Format of one metric's numbers: per cent and points for shares, else the metric's units.
+    """Format of a metric's numbers: per cent and points for shares, else the metric's units.
 
     `own_unit` is the unit of differences that are not in points, and `digits` their decimals.
     """

@@ -207,7 +207,7 @@ def _drift(drift: Drift, *, by_tasks: bool) -> tuple[doc.Part, ...]:
         ),
     )
     more = muted(
-        f"Largest KL of one token {small(drift.max_kl)}; the likeliest token is the same at "
+        f"Largest KL of a token {small(drift.max_kl)}; the likeliest token is the same at "
         f"{percent(drift.top1_agreement)} of the positions; NLL {small(drift.baseline_nll)} and "
         f"{small(drift.candidate_nll)}."
     )

@@ -26,7 +26,7 @@ _ENTITIES = {
 
 
 def render(document: doc.Document) -> str:
-    """Return one document."""
+    """Return a document as Markdown."""
     status = f"{safe(outcome_line(document.status, document.device))}: " if document.status else ""
     rows = [(gate.name, gate.status, gate.summary) for gate in document.gates]
     blocks = [

@@ -117,7 +117,7 @@ def _marks(text: TextVerdict) -> tuple[int, ...]:
 
 
 def _range(curves: tuple[doc.Curve, ...], others: tuple[float, ...]) -> tuple[float, float]:
-    """Return the ends of a y axis that includes all points and the other values."""
+    """Return the ends of a y axis that includes all points and the additional values."""
     values = [y for curve in curves for _, y in curve.points] + list(others)
     low = min(values)
     high = max(values)

@@ -11,7 +11,7 @@ from vexport.reports.document import facts, parts, row
 from vexport.reports.formatting import count, coverage_lines, decibels, ratio, size
 from vexport.reports.layers import rounding_lines
 
-# Maximum repairs of one kind that are listed. JSON has all.
+# Maximum number of repairs listed for each kind. JSON has all.
 SHOWN = 8
 
 
@@ -62,7 +62,7 @@ def render_repair(report: RepairReport, format_: str) -> str:
 
 
 def _kind(family: str, cost: str, assumption: str | None, repairs: Sequence[Repair]) -> doc.Section:
-    """Return the repairs of one kind, their cost, the largest change, and their assumption."""
+    """Return the repairs of a kind, their cost, the largest change, and their assumption."""
     lines = [
         f"{each.where}: {each.got} -> {each.now}{_change(each.change)}" for each in repairs[:SHOWN]
     ]

@@ -25,7 +25,7 @@ _MAX_TEXT = 1000
 
 
 def render(documents: Sequence[doc.Document]) -> str:
-    """Return the documents one after the other."""
+    """Return the documents in order."""
     width = UNWRAPPED if any(document.wide for document in documents) else WIDTH
     console = Console(
         file=io.StringIO(),
@@ -132,7 +132,7 @@ def _findings(part: doc.FindingList) -> Iterator[RenderableType]:
 
 
 def _kind(kind: Folded) -> Iterator[RenderableType]:
-    """Yield one block for the kind, and below it a line for each kind of possible consequences."""
+    """Yield a block for the kind, and below it a line for each kind of possible consequences."""
     block = _finding(replace(kind.first, where=kind.places))
     more = f"  and {kind.count - 1:,} more like it: see --format json (or `check --all`)"
     yield Group(block, Text(more)) if kind.count > 1 else block

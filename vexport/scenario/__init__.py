@@ -1,4 +1,4 @@
-"""A scenario: one complete run as YAML, validated as a whole before anything starts."""
+"""A scenario: a complete run as YAML, validated as a whole before anything starts."""
 
 from vexport.scenario.evaluate import (
     DEFAULT_ALPHA,

@@ -131,8 +131,8 @@ def _default_text(default: JsonValue) -> str:
 def _without_null(schema: Schema) -> Schema:
     """Return the schema of a value without the alternative null.
 
-    If several types remain, the command line uses the boolean, or else the number. The result is an
-    empty schema if there is neither.
+    If several types remain, the command line uses the boolean, or else the number. Without these
+    types, the result is an empty schema.
     """
     alternatives = schema.get("anyOf")
     if not isinstance(alternatives, list):

@@ -132,7 +132,7 @@ AlphaSetting = Annotated[
 GateSetting = Annotated[
     dict[str, str],
     Option(
-        "Metric of the verdict, for one task or for all tasks.",
+        "Metric of the verdict, for a task or for all tasks.",
         "Verdict",
         metavar="[TASK=]METRIC[,FILTER]",
         unset="`exact_match`, else `acc`",
@@ -213,7 +213,7 @@ class Evaluate(ScenarioSection):
         Option(
             "Apply the chat template.",
             "Prompts",
-            unset="applied if the models have one, except for suite `code`",
+            unset="applied if the models have a template, except for suite `code`",
             more="A name chooses one of several templates.",
         ),
     ] = None
@@ -232,7 +232,7 @@ class Evaluate(ScenarioSection):
     gen_kwargs: Annotated[
         GenKwargs,
         Option(
-            "Generation arguments that override those of the task.",
+            "Generation arguments that override the task's.",
             "Prompts",
             metavar="K=V,...",
         ),
@@ -353,7 +353,7 @@ class Evaluate(ScenarioSection):
         float,
         Gt(0),
         Option(
-            "Maximum number of seconds for one answer of a server.",
+            "Maximum number of seconds for an answer of a server.",
             "Servers",
             metavar="S",
             hidden=True,

@@ -32,7 +32,7 @@ from vexport.scenario.variants import Setting, Variants
 
 
 class Calibration(ScenarioSection):
-    """Calibration text, and how to read it. Running the model on the text yields layer inputs."""
+    """Calibration text, and how to read it. The model runs on the text to record layer inputs."""
 
     data: Annotated[
         str,
@@ -66,7 +66,7 @@ class Calibration(ScenarioSection):
     pack: Annotated[
         bool | None,
         Option(
-            "Concatenate rows into samples of `seq_len` tokens, or use one sample per row.",
+            "Concatenate rows into samples of `seq_len` tokens, or use each row as a sample.",
             "Calibration",
             unset="concatenate rows of plain text only",
         ),
@@ -120,7 +120,7 @@ def default_calibration() -> Calibration:
 
 
 class Sensitivity(ScenarioSection):
-    """Measure each layer group's loss: run calibration rows with only this group quantized."""
+    """Settings of the measurement of each layer group's loss, with only this group quantized."""
 
     samples: Annotated[Positive, Key("Number of calibration rows to measure on.")] = 16
 
@@ -140,7 +140,7 @@ def _check_name(value: str) -> str:
 
 
 class Scenario(ScenarioSection):
-    """One complete run.
+    """A complete run.
 
     With `sensitivity`, the report shows the loss from quantizing each group of layers. A rule with
     scheme `auto` needs the section `auto`, and implies `sensitivity`.

@@ -1,4 +1,4 @@
-"""Settings of a plan without a scenario: one scheme for all linear layers, or a recipe."""
+"""Settings of a plan without a scenario: a scheme for all linear layers, or a recipe."""
 
 from pathlib import Path
 from typing import Annotated
@@ -72,7 +72,7 @@ class Planning(ScenarioSection):
     """Settings of a call of `plan` or `quantize` without a scenario.
 
     `observer`, `input_observer`, `rounding` and `group_size` are only for `scheme`. A recipe
-    contains these settings itself.
+    already contains these settings.
     """
 
     scheme: Annotated[

@@ -47,7 +47,7 @@ _SECTIONS: Mapping[str, type[BaseModel]] = {
 
 @contextmanager
 def problems_at(where: str) -> Iterator[None]:
-    """Convert a ValidationError of pydantic inside the block to InputErrors, one per key."""
+    """Convert a ValidationError of pydantic inside the block to an InputError for each key."""
     try:
         yield
     except ValidationError as error:
@@ -74,7 +74,9 @@ def _located(file: str, problem: ValidationProblem) -> InputError:
 
 
 def _advice(key: str, known: Sequence[str]) -> str:
-    """Return where an unknown key belongs, or the known key with the most similar name."""
+    """Return the section to which an unknown key belongs, or the known key with the most similar
+    name.
+    """
     if key in _OTHER_NAMES:
         return f"write {_OTHER_NAMES[key]}"
     sections = [name for name, model in _SECTIONS.items() if key in model.model_fields]
@@ -140,8 +142,8 @@ def _absolute(scenario: Scenario, folder: Path) -> Scenario:
 def base_scenario(source: str, scheme: str, file: Path | None) -> Scenario:
     """Return the scenario that all schemes share.
 
-    This is the scenario in `file` with the given source. Without a file, it is a scenario that is
-    decided by the text that ships with vexport.
+    This is the scenario in `file` with the given source. Without a file, the scenario evaluates on
+    the text that ships with vexport.
     """
     if file is not None:
         return read_scenario(file).model_copy(update={"source": source})

@@ -59,15 +59,15 @@ IMPORTANCE_STRATEGIES = ("channel", "group", "tensor_group")
 
 
 def parse_group_size(value: object) -> int | None:
-    """Return the number of columns of a group, or None for one scale per row.
+    """Return the number of columns of a group, or None for a scale per row.
 
-    -1 also means one scale per row, as in llm-compressor and AutoRound. Raises ValueError if
-    `value` is not a group size.
+    -1 also means a scale per row, as in llm-compressor and AutoRound. Raises ValueError if `value`
+    is not a group size.
     """
     if isinstance(value, str) and value.lower() == "channel" or value == -1:
         return None
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 1_000_000:
-        raise ValueError("a number of columns such as 64, or channel for one scale per row")
+        raise ValueError("a number of columns such as 64, or channel for a scale per row")
     return value
 
 
@@ -207,7 +207,7 @@ GroupSizeSetting = Annotated[
     GroupSize | None,
     BeforeValidator(known_group_size),
     Option(
-        "Number of columns that share a scale, or `channel` for one scale per row.",
+        "Number of columns that share a scale, or `channel` for a scale per row.",
         "Scheme",
         metavar="N|channel",
         unset="the scheme's group size",
@@ -251,7 +251,7 @@ ROUNDING_OPTION = Option(
 def known_rounding(value: str) -> Rounding:
     """Return the rounding with this name in any spelling.
 
-    Raises ValueError with a list of all roundings if there is none.
+    Raises ValueError with a list of all roundings if there is no such rounding.
     """
     return known_name(value, ROUNDINGS)
 
@@ -379,7 +379,7 @@ class Rule(ScenarioSection):
 
 
 class Auto(ScenarioSection):
-    """Candidates for rules with `scheme: auto`, and one budget for the whole checkpoint."""
+    """Candidates for rules with `scheme: auto`, and the budget for the whole checkpoint."""
 
     candidates: Annotated[
         tuple[str, ...],
@@ -434,7 +434,7 @@ class Auto(ScenarioSection):
 class IgnoredLayers(Rule):
     """A rule for layers that another tool's recipe ignores.
 
-    Recipes are written for many models, so the rule may match no layer of this model.
+    A recipe is written for many models, so the rule may match no layer of this model.
     """
 
     is_from_recipe: ClassVar[bool] = True

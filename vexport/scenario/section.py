@@ -48,12 +48,12 @@ KeyProblem = tuple[tuple[str, ...], JsonValue, str, str]
 
 
 def located_error(key: str, value: JsonValue, need: str, fix: str) -> ValidationError:
-    """Return the error at one key of a model."""
+    """Return the error at a key of a model."""
     return located_errors([((key,), value, need, fix)])
 
 
 def located_errors(problems: list[KeyProblem]) -> ValidationError:
-    """Return several errors of one model. Each place is relative to the model.
+    """Return several errors of a model. Each place is relative to the model.
 
     If a validator raises the result, pydantic puts the model's place in front of the places.
     """

@@ -79,8 +79,8 @@ _MODULE_PATH = "_module_path"
 def importing_arguments(engine_args: Mapping[str, JsonValue]) -> Iterator[str]:
     """Yield the arguments that make vLLM import Python code by a name or path.
 
-    These include module paths of connectors in `kv_transfer_config` and `ec_transfer_config`, and
-    a compilation backend from another package.
+    These include module paths of connectors in `kv_transfer_config` and `ec_transfer_config`, and a
+    compilation backend from another package.
     """
     for given, value in engine_args.items():
         name = given.replace("-", "_")
@@ -102,7 +102,7 @@ class Serve(ScenarioSection):
 
     The checkpoint is loaded dry for each capability in `compute` and each size in
     `dry_tensor_parallel`. Engines run on the devices of this machine. All other keys except
-    `timeout` are arguments of vLLM, and None means vLLM's default. `engine_args` contains all
+    `timeout` are arguments of vLLM, and None means vLLM's default. `engine_args` contains the
     arguments without a key in this section.
     """
 
@@ -244,7 +244,7 @@ class Serve(ScenarioSection):
 
     @property
     def devices(self) -> int:
-        """The number of devices that one engine needs."""
+        """The number of devices that an engine needs."""
         return self.ranks * (self.pipeline_parallel_size or 1)
 
     @property

@@ -1,4 +1,4 @@
-"""Variants of one checkpoint's serving: settings of vLLM, and interpreters with other versions."""
+"""Variants of serving a checkpoint: settings of vLLM, and interpreters with other versions."""
 
 import json
 from collections.abc import Iterator
@@ -24,11 +24,11 @@ _ENGINE_ARGS = "engine_args"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Variant:
-    """One way of serving a checkpoint.
+    """A way of serving a checkpoint.
 
     `setting` is the name of its settings in reports. `serve` has all settings of its engine.
     `vllm_python` is the interpreter that runs vLLM, or None for vexport's interpreter. `is_other`
-    is True if the interpreter is one of several, and not the first.
+    is True for every interpreter except the first.
     """
 
     setting: str
@@ -94,10 +94,10 @@ Setting = Annotated[dict[str, JsonValue], AfterValidator(_checked_setting)]
 
 
 class Variants(ScenarioSection):
-    """Settings and versions of vLLM with which one checkpoint is served and compared.
+    """Settings and versions of vLLM with which a checkpoint is served and compared.
 
-    Each setting is tried with each interpreter, vexport's own first. The first setting with
-    vexport's own interpreter is the baseline of all other variants.
+    Each setting is used with each interpreter, first with vexport's. The first setting with
+    vexport's interpreter is the baseline of all other variants.
     """
 
     serve: Annotated[
@@ -115,7 +115,7 @@ class Variants(ScenarioSection):
         tuple[Path, ...],
         Key(
             "Interpreters with other versions of vLLM; needs `--trust-remote-code`.",
-            unset="only vexport's own",
+            unset="only vexport's interpreter",
         ),
     ] = ()
 
