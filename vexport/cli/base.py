@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -142,6 +143,19 @@ def print_text(text: str) -> None:
             stream.write(whole)
         return
     write_text(file, whole)
+
+
+def text_width() -> int:
+    """Return the width of text output in columns.
+
+    This is the terminal's width within limits, or the default width for files and pipes.
+    """
+    from vexport.reports.text import MAX_WIDTH, MIN_WIDTH, WIDTH
+
+    if answer_file(click.get_current_context()) is not None or not sys.stdout.isatty():
+        return WIDTH
+    columns = shutil.get_terminal_size(fallback=(WIDTH, 24)).columns
+    return min(max(columns, MIN_WIDTH), MAX_WIDTH)
 
 
 def add_step_summary(markdown: str) -> None:

@@ -12,6 +12,7 @@ from vexport.cli.base import (
     require_judged,
     require_no,
     require_ok,
+    text_width,
 )
 from vexport.cli.engine import Interpreter, interpreter_option
 from vexport.cli.options import (
@@ -118,7 +119,11 @@ def check(
         )
         reports = check_checkpoints(checkpoints, settings, problems.append)
     if answer.format_ != "text" or len(problems) < len(reports):
-        print_text(render_checks(reports, answer.format_, (FILES, *CHECKS), every=every))
+        print_text(
+            render_checks(
+                reports, answer.format_, (FILES, *CHECKS), every=every, width=text_width()
+            )
+        )
     if answer.format_ == "github":
         add_step_summary(summarize_checks(reports))
     require_no(INTERNAL, reports)

@@ -18,6 +18,7 @@ from vexport.cli.base import (
     note,
     print_text,
     progress_display,
+    text_width,
 )
 from vexport.cli.engine import VLLM_PYTHON, interpreters_option, session_options
 from vexport.cli.options import (
@@ -285,7 +286,9 @@ def _compare_variants(
         )
     file = answer_file(click.get_current_context())
     page = file.parent if file else Path()
-    print_text(render_variants(report, answer.format_, folder=folder, page=page))
+    print_text(
+        render_variants(report, answer.format_, folder=folder, page=page, width=text_width())
+    )
     if answer.format_ == "github":
         add_step_summary(render_variants(report, "markdown", folder=folder, page=page))
     click.echo(f"report: {folder / 'report.html'}", err=answer.format_ != "text")

@@ -16,6 +16,7 @@ from vexport.cli.base import (
     pause,
     print_text,
     progress_display,
+    text_width,
 )
 from vexport.cli.engine import (
     Interpreter,
@@ -294,7 +295,7 @@ def _text(evaluations: "Evaluations") -> str:
         return ""
     if len(evaluations.runs) > 1:
         return render_comparison(evaluations.rows, "text")
-    return render_verdicts(evaluations.verdicts, "text")
+    return render_verdicts(evaluations.verdicts, "text", width=text_width())
 
 
 def _rest_of_text(evaluations: "Evaluations", *, is_shown: bool) -> str:
@@ -305,11 +306,11 @@ def _rest_of_text(evaluations: "Evaluations", *, is_shown: bool) -> str:
     if len(verdicts) == 1:
         if not is_shown:
             return _text(evaluations)  # it includes the cause
-        cause = render_cause(verdicts[0])
+        cause = render_cause(verdicts[0], width=text_width())
         return f"\n{cause}" if cause else ""
     text = "" if is_shown else _text(evaluations)
     for verdict in verdicts:
-        if cause := render_cause(verdict):
+        if cause := render_cause(verdict, width=text_width()):
             text += f"\n{verdict.checkpoint}\n{cause}"
     return text
 
@@ -392,7 +393,7 @@ def verdict_command(baseline_results: Path, results: Path, answer: Answer) -> No
     from vexport.reports import render_verdicts
 
     verdict = api_verdict(baseline_results, results, **given_settings("verdict"))
-    print_text(render_verdicts([verdict], answer.format_))
+    print_text(render_verdicts([verdict], answer.format_, width=text_width()))
     if answer.format_ == "github":
         add_text_summary(render_verdicts([verdict], "text"))
     conclude(verdict.outcome, str(results), verdict.reason, fix=_fix(verdict))

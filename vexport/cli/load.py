@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Literal
 
 import click
 
-from vexport.cli.base import command, print_text, progress_display, require_loaded
+from vexport.cli.base import command, print_text, progress_display, require_loaded, text_width
 from vexport.cli.engine import Session, engine_arg_option, interpreters_option, session_options
 from vexport.cli.options import (
     PATH,
@@ -127,7 +127,7 @@ def load(
             on_problem=problems.append,
             on_progress=on_progress,
         )
-    print_text(render_loads(reports, answer.format_, every=every))
+    print_text(render_loads(reports, answer.format_, every=every, width=text_width()))
     for page in _pages(run_dir):
         click.echo(f"report: {page}", err=answer.format_ != "text")
     raise_problems(problems)

@@ -19,6 +19,7 @@ from vexport.cli.base import (
     note,
     print_text,
     progress_display,
+    text_width,
 )
 from vexport.cli.engine import Interpreter, attribution_options, interpreter_option, serve_options
 from vexport.cli.options import (
@@ -98,7 +99,7 @@ def run(
             on_note=note,
             on_progress=on_progress,
         )
-    print_text(render(report, answer.format_, scenario=scenario))
+    print_text(render(report, answer.format_, scenario=scenario, width=text_width()))
     if answer.format_ == "github":
         add_step_summary(render(report, "markdown"))
     click.echo(f"report: {folder / 'report.html'}", err=answer.format_ != "text")
@@ -133,8 +134,8 @@ def report(run_dirs: tuple[Path, ...], answer: Answer) -> None:
     if len(reports) == 1:
         (folder, only), file = reports[0], answer_file(click.get_current_context())
         page = file.parent if file else Path()
-        text = _of_report(folder, partial(render, only, answer.format_, folder=folder, page=page))
-        print_text(text)
+        draw = partial(render, only, answer.format_, folder=folder, page=page, width=text_width())
+        print_text(_of_report(folder, draw))
     elif reports:
         compared = [
             _of_report(folder, partial(compared_run, report, str(folder)))

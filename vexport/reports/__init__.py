@@ -32,8 +32,13 @@ def _rendered(
     documents: Callable[[], Sequence[Document]],
     suites: Callable[[], Iterable[tuple[str, Sequence[Gate]]]] | None = None,
     annotations: Callable[[], str] | None = None,
+    *,
+    width: int = text.WIDTH,
 ) -> str:
-    """Return a report in the given form. Raise InputError if the report does not have this form."""
+    """Return a report in the given form. Raise InputError if the report does not have this form.
+
+    `width` is the width of text in columns.
+    """
     match format:
         case "json":
             return _json(value)
@@ -44,7 +49,7 @@ def _rendered(
         case "github" if annotations:
             return annotations()
         case "text":
-            return text.render(documents())
+            return text.render(documents(), width)
         case "markdown":
             return "".join(map(markdown.render, documents()))
         case "html":
@@ -75,11 +80,13 @@ def render(
     scenario: Path | None = None,
     folder: Path | None = None,
     page: Path | None = None,
+    width: int = text.WIDTH,
 ) -> str:
     """Return the report of a run.
 
     `scenario` is the file that GitHub annotations refer to. `folder` is the run directory. A page
-    links to its files from the folder `page`, which is the run directory by default.
+    links to its files from the folder `page`, which is the run directory by default. `width` is the
+    width of text in columns.
     """
     from vexport.reports import card, ci
     from vexport.reports.run import run_document, run_files
@@ -94,6 +101,7 @@ def render(
         format,
         lambda: [run_document(report, files)],
         annotations=lambda: ci.github_answer(report.name, report_gates(report), scenario),
+        width=width,
     )
 
 
@@ -103,6 +111,7 @@ def render_checks(
     families: Sequence[str] = (),
     *,
     every: bool = False,
+    width: int = text.WIDTH,
 ) -> str:
     """Return check reports.
 
@@ -115,6 +124,7 @@ def render_checks(
         lambda: checkpoints.check_documents(reports, every=every),
         lambda: ((report.checkpoint, check_gates(report, families)) for report in reports),
         lambda: _annotations("check", reports),
+        width=width,
     )
 
 
@@ -130,7 +140,11 @@ def summarize_checks(reports: Sequence[CheckReport]) -> str:
 
 
 def render_loads(
-    reports: Sequence[LoadReport | DryLoadReport], format: str, *, every: bool = False
+    reports: Sequence[LoadReport | DryLoadReport],
+    format: str,
+    *,
+    every: bool = False,
+    width: int = text.WIDTH,
 ) -> str:
     """Return the reports of loads or dry loads. JUnit has a case for each cell of a dry load.
 
@@ -142,6 +156,7 @@ def render_loads(
         lambda: checkpoints.load_documents(reports, every=every),
         lambda: checkpoints.load_suites(reports),
         lambda: _annotations("load", reports),
+        width=width,
     )
 
 
@@ -152,7 +167,9 @@ def render_comparison(runs: "Sequence[ComparedRun]", format: str) -> str:
     return _rendered(list(runs), format, lambda: [comparison_document(runs)])
 
 
-def render_variants(report: "Report", format: str, *, folder: Path, page: Path) -> str:
+def render_variants(
+    report: "Report", format: str, *, folder: Path, page: Path, width: int = text.WIDTH
+) -> str:
     """Return the comparison of a checkpoint's variants.
 
     JSON contains the rows of the table. All other forms show the whole report of the run directory
@@ -160,10 +177,10 @@ def render_variants(report: "Report", format: str, *, folder: Path, page: Path) 
     """
     if format == "json":
         return _json(list(report.variants))
-    return render(report, format, folder=folder, page=page)
+    return render(report, format, folder=folder, page=page, width=width)
 
 
-def render_verdicts(verdicts: "Sequence[Verdict]", format: str) -> str:
+def render_verdicts(verdicts: "Sequence[Verdict]", format: str, *, width: int = text.WIDTH) -> str:
     """Return the verdicts on one or several checkpoints.
 
     The JSON of a single verdict is an object.
@@ -182,10 +199,11 @@ def render_verdicts(verdicts: "Sequence[Verdict]", format: str) -> str:
         lambda: "".join(
             ci.github_answer("accuracy", verdict_gates(verdict)) for verdict in verdicts
         ),
+        width=width,
     )
 
 
-def render_cause(verdict: "Verdict") -> str:
+def render_cause(verdict: "Verdict", *, width: int = text.WIDTH) -> str:
     """Return the cause of a loss as text, for a verdict that was shown before.
 
     Return "" if the cause is unknown.
@@ -193,7 +211,7 @@ def render_cause(verdict: "Verdict") -> str:
     from vexport.reports.accuracy import cause_parts
 
     return (
-        text.render([Document(title="cause", parts=cause_parts(verdict))])
+        text.render([Document(title="cause", parts=cause_parts(verdict))], width)
         if verdict.attribution
         else ""
     )

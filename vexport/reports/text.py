@@ -1,4 +1,4 @@
-"""Render plain text for people: the decision, the reasons and the remedies, 100 columns wide."""
+"""Render plain text for people: the decision, the reasons and the remedies."""
 
 import io
 from collections.abc import Iterator, Sequence
@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Literal
 
 from rich import box
+from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table as Grid
@@ -18,15 +19,25 @@ from vexport.reports import document as doc
 from vexport.reports.findings import MAX_FOLLOWING, Folded, fold
 from vexport.reports.formatting import opening, outcome_line
 
+# Width of text that is not printed on a terminal.
 WIDTH = 100
+# Limits of the width of text on a terminal. Longer lines are hard to read.
+MIN_WIDTH = 60
+MAX_WIDTH = 120
 UNWRAPPED = 4096
 MAX_FINDINGS = 20
+# Number of columns between two columns of a table.
+_COLUMN_GAP = 2
 _MAX_TEXT = 1000
 
 
-def render(documents: Sequence[doc.Document]) -> str:
-    """Return the documents in order."""
-    width = UNWRAPPED if any(document.wide for document in documents) else WIDTH
+def render(documents: Sequence[doc.Document], width: int = WIDTH) -> str:
+    """Return the documents in order, wrapped at `width` columns.
+
+    Wide documents are not wrapped.
+    """
+    if any(document.wide for document in documents):
+        width = UNWRAPPED
     console = Console(
         file=io.StringIO(),
         width=width,
@@ -36,7 +47,7 @@ def render(documents: Sequence[doc.Document]) -> str:
     )
     with console.capture() as capture:
         for document in documents:
-            for block in _document(document):
+            for block in _document(document, width):
                 console.print(Padding(block, (0, 0, 1, 0)))
     return "\n".join(line.rstrip() for line in capture.get().splitlines()).rstrip() + "\n"
 
@@ -46,7 +57,7 @@ def harmless(text: str) -> Text:
     return Text(visible(clip(text, _MAX_TEXT)), overflow="fold")
 
 
-def _document(document: doc.Document) -> Iterator[RenderableType]:
+def _document(document: doc.Document, width: int) -> Iterator[RenderableType]:
     if document.status:
         answer = outcome_line(document.status, document.device)
         head = Text.assemble(harmless(answer), "  ", harmless(document.title))
@@ -54,16 +65,16 @@ def _document(document: doc.Document) -> Iterator[RenderableType]:
     if document.gates:
         yield _aligned([(gate.name, gate.status, gate.summary) for gate in document.gates])
     for part in document.parts:
-        yield from _part(part)
+        yield from _part(part, width)
 
 
-def _part(part: doc.Part) -> Iterator[RenderableType]:
+def _part(part: doc.Part, width: int) -> Iterator[RenderableType]:
     """Yield blocks with an empty line below each. Parts for a page only are left out."""
     match part:
         case doc.Section() if "text" in part.forms:
-            yield from _section(part)
+            yield from _section(part, width)
         case doc.Table():
-            yield from _table(part.shown("text"))
+            yield from _table(part.shown("text"), width)
         case doc.Facts() if part.rows:
             yield _aligned([(label, cell.text) for label, cell in part.rows])
         case doc.Paragraph():
@@ -77,33 +88,69 @@ def _part(part: doc.Part) -> Iterator[RenderableType]:
             yield from _findings(part)
 
 
-def _section(section: doc.Section) -> Iterator[RenderableType]:
+def _section(section: doc.Section, width: int) -> Iterator[RenderableType]:
     """Yield the parts below the title.
 
     A section with an anchor gets no title, because its content is clear without it.
     """
-    blocks = [block for part in section.parts for block in _part(part)]
+    blocks = [block for part in section.parts for block in _part(part, width)]
     if blocks and section.title and not section.anchor:
         blocks[0] = Group(harmless(section.title), blocks[0])
     yield from blocks
 
 
-def _table(table: doc.Table) -> Iterator[RenderableType]:
+def _table(table: doc.Table, width: int) -> Iterator[RenderableType]:
+    titles = [harmless(column.title) for column in table.columns]
+    rows = [
+        [
+            harmless(f"{cell.text} ({cell.note})" if column.noted and cell.note else cell.text)
+            for column, cell in zip(table.columns, row, strict=True)
+        ]
+        for row in table.rows
+    ]
+    widths = _column_widths(table.columns, [titles, *rows], width)
     grid = Grid(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for column in table.columns:
+    for column, title, column_width in zip(table.columns, titles, widths, strict=True):
         justify: Literal["left", "right"] = "right" if column.numeric else "left"
         grid.add_column(
-            harmless(column.title), justify=justify, overflow="fold", no_wrap=column.nowrap
+            title,
+            justify=justify,
+            overflow="fold",
+            no_wrap=column.nowrap,
+            width=column_width,
         )
-    for row in table.rows:
-        shown = (
-            f"{cell.text} ({cell.note})" if column.noted and cell.note else cell.text
-            for column, cell in zip(table.columns, row, strict=True)
-        )
-        grid.add_row(*map(harmless, shown))
+    for row in rows:
+        grid.add_row(*row)
     yield grid
     if table.caption:
         yield harmless(table.caption)
+
+
+def _column_widths(
+    columns: Sequence[doc.Column], rows: Sequence[Sequence[Text]], width: int
+) -> Sequence[int | None]:
+    """Return column widths with which a table fits into `width` without breaking a word.
+
+    The widest columns shrink first. Returns None for every column if the table fits anyway, or if
+    it cannot fit without breaking words.
+    """
+    cells = list(zip(*rows, strict=True))
+    widths = [max(text.cell_len for text in column) for column in cells]
+    words = [max(_longest_word(text) for text in column) for column in cells]
+    least = [
+        widths[number] if column.nowrap else words[number] for number, column in enumerate(columns)
+    ]
+    available = width - _COLUMN_GAP * (len(columns) - 1)
+    if sum(widths) <= available or sum(least) > available:
+        return [None] * len(columns)
+    while sum(widths) > available:
+        shrinkable = [number for number in range(len(columns)) if widths[number] > least[number]]
+        widths[max(shrinkable, key=widths.__getitem__)] -= 1
+    return widths
+
+
+def _longest_word(text: Text) -> int:
+    return max((cell_len(word) for word in text.plain.split()), default=0)
 
 
 def _aligned(
