@@ -237,7 +237,7 @@ def with_status(
     [
         (301, "use the address that the server redirects to"),
         (307, "use the address that the server redirects to"),
-        (400, r"HTTP 400: <html>no</html>, in answer to a prompt as token ids.*--gen-kwargs"),
+        (400, r"HTTP 400: <html>no</html>, in response to a prompt as token ids.*--gen-kwargs"),
         (401, f"set {API_KEY}"),
         (404, "behind the gateway"),
         (413, "HTTP 413.*a prompt as token ids"),

@@ -70,7 +70,7 @@ def _overflowing_dtype(view: CheckpointView) -> Iterator[Finding]:
         meant = any(tensor.dtype == "F16" for tensor in view.index.tensors.values())
         where = f"{view.config_path}: dtype"
         expected = "bfloat16, in which the norms are stored"
-        got = f"{dtype}: vLLM would run the model in it, and large values would overflow"
+        got = f"{dtype}: vLLM would run the model in {dtype}, and large values would overflow"
         finding = warning if meant else error
         yield finding(NAME, where, expected=expected, got=got, fix="set dtype to bfloat16")
 

@@ -298,7 +298,7 @@ def _global_scale_size(tensor: TensorInfo, parameter: str, value: float) -> Iter
     least = MIN_WEIGHT_GLOBAL_SCALE if of_weight else MIN_INPUT_GLOBAL_SCALE
     if value < least:
         expected = f"a global scale (448*6/absmax) of at least {least:g}"
-        got = f"{value:g}, which looks like its reciprocal"
+        got = f"{value:g}, which looks like the reciprocal of a global scale"
         fix = "store 1/value, or export the checkpoint again"
         yield error(NAME, tensor.name, expected=expected, got=got, fix=fix)
     elif value == PLACEHOLDER:

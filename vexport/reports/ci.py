@@ -176,9 +176,10 @@ def _of_gate(gate: Gate, checkpoint: str = "") -> Iterator[_Annotation]:
         if kind.first.severity != "info":
             level, title = _OF_SEVERITY[kind.first.severity], f"{gate.name}: {kind.first.check}"
             file, line = _place(checkpoint, kind.first)
-            yield _Annotation(
-                level=level, title=title, message=f"{prefix}{kind.finding}", file=file, line=line
-            )
+            # A place that is a path already contains the checkpoint's folder.
+            is_path = bool(checkpoint) and kind.first.where.startswith(checkpoint)
+            message = str(kind.finding) if is_path else f"{prefix}{kind.finding}"
+            yield _Annotation(level=level, title=title, message=message, file=file, line=line)
 
 
 def _gravest_first(notes: Iterable[_Annotation]) -> list[_Annotation]:

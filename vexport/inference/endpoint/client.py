@@ -1,7 +1,7 @@
 """HTTP requests to a server that is not trusted.
 
 The time limit covers the whole request (name lookup, connection, TLS, headers and body). The size
-limit covers the answer. Redirects are not followed, because the API key would go to another host.
+limit covers the response. Redirects are not followed, because the API key would go to another host.
 """
 
 import asyncio
@@ -116,7 +116,7 @@ async def _exchange(
             finally:
                 await response.aclose()
     except (TimeoutError, httpx.TimeoutException):
-        raise NoReplyError(f"no complete answer within {seconds:g} s") from None
+        raise NoReplyError(f"no complete response within {seconds:g} s") from None
     except (httpx.HTTPError, httpx.StreamError, httpx.InvalidURL, OSError, ValueError) as error:
         cause = _cause(error)
         words = f"{type(cause).__name__}: {cause}"
@@ -159,21 +159,21 @@ async def _read(response: httpx.Response, most_bytes: int) -> Reply:
 
 def _require_size(size: int, most_bytes: int) -> None:
     if size > most_bytes:
-        raise NoReplyError(f"an answer of more than {most_bytes // MEBIBYTE} MiB")
+        raise NoReplyError(f"a response of more than {most_bytes // MEBIBYTE} MiB")
 
 
 def _decoded(content: bytes, encoding: str, most_bytes: int) -> bytes:
-    """Decompress content up to the size limit. A server may compress it without being asked to."""
+    """Decompress content up to the size limit. A server may send compressed content unasked."""
     if encoding.strip().lower() in ("", "identity"):
         return content
     if encoding.strip().lower() not in ("gzip", "x-gzip", "deflate"):
         raise NoReplyError(
-            f"an answer with the content-encoding {encoding}, which was not requested"
+            f"a response with the content-encoding {encoding}, which was not requested"
         )
     try:
         expanded = zlib.decompressobj(_GZIP_OR_ZLIB).decompress(content, most_bytes + 1)
     except zlib.error as error:
-        raise NoReplyError(f"an answer that is not {encoding}: {error}") from None
+        raise NoReplyError(f"a response that is not {encoding}: {error}") from None
     _require_size(len(expanded), most_bytes)
     return expanded
 

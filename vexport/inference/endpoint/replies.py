@@ -1,7 +1,7 @@
-"""Parse the replies of a server: models, answers, log-probabilities and counters.
+"""Parse the responses of a server: models, completions, log-probabilities and counters.
 
 Nothing in a reply is trusted. A reply that does not have the API's form raises TemporaryError,
-because a server that is restarting may answer correctly later.
+because a server that is restarting may respond correctly later.
 """
 
 import json
@@ -94,7 +94,7 @@ class RefusedError(Exception):
 
 
 class NoScoresError(Exception):
-    """An answer without log-probabilities of the prompt."""
+    """A response without log-probabilities of the prompt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +112,7 @@ class ModelCard:
 class Continuation:
     """The generated text after a prompt.
 
-    `finish_reason` is "stop" if the model ended the answer, and "length" if the answer reached the
+    `finish_reason` is "stop" if the model ended the text, and "length" if the text reached the
     limit of tokens. It may also be another word from the server, and it is empty if the server
     gives no reason.
     """
@@ -128,7 +128,7 @@ def read_json(reply: Reply) -> Json:
     if reply.status >= 300 or is_error:
         raise _error(reply, content)
     if content is None:
-        raise TemporaryError(f"an answer that is not complete JSON: {_beginning(reply)}")
+        raise TemporaryError(f"a response that is not complete JSON: {_beginning(reply)}")
     return content
 
 
@@ -153,7 +153,7 @@ def _beginning(reply: Reply) -> str:
 
 
 def _is_error(content: Mapping[str, Json]) -> bool:
-    """Return True if a JSON object reports an error and contains no answer."""
+    """Return True if a JSON object reports an error and contains no completion."""
     has_answer = bool(content.get("choices") or content.get("data"))
     return not has_answer and (bool(content.get("error")) or content.get("object") == "error")
 
@@ -260,17 +260,17 @@ def _is_usable(text: str) -> bool:
 
 
 def choice_of(content: Json) -> dict[str, Json]:
-    """Return the first choice of an answer, with the answer's `usage` added.
+    """Return the first choice of a response, with the response's `usage` added.
 
     Raises TemporaryError if the choice has no text or was aborted.
     """
     choices = content.get("choices") if isinstance(content, dict) else None
     choice = choices[0] if isinstance(choices, list) and choices else None
     if not isinstance(choice, dict) or not isinstance(choice.get("text"), str):
-        raise TemporaryError("an answer without text")
+        raise TemporaryError("a response without text")
     reason = choice.get("finish_reason")
     if isinstance(reason, str) and reason.lower() in _ABORTED:
-        raise TemporaryError(f"an answer that is cut off (finish_reason {reason})")
+        raise TemporaryError(f"a response that is cut off (finish_reason {reason})")
     usage = content.get("usage") if isinstance(content, dict) else None
     return {**choice, "usage": usage}
 

@@ -58,9 +58,9 @@ _LONGEST_WAIT = 20.0
 _FIRST_CONTACT = 5.0
 # Maximum number of seconds for the first contact, even if the server keeps sending.
 _FIRST_CONTACT_ENDS = 15.0
-# Maximum number of equal failures for a kind of request that the server has never answered.
+# Maximum number of equal failures for a kind of request that never succeeded.
 _MAX_EQUAL_FAILURES = 3
-# Seconds between two lines about a server that does not answer.
+# Seconds between two lines about a server that does not respond.
 _RETRY_LINE_SECONDS = 30.0
 _FIX_RESUME = "check the server, and run the command again to resume: finished answers are kept"
 _FIX_ADDRESS = "check the server and its address (http://HOST:PORT/v1)"
@@ -70,7 +70,7 @@ _FIX_WITHOUT_SCORES = (
     "remove --text, and tasks that score likelihoods (multiple choice, perplexity)"
 )
 _MAX_SHOWN = 300
-# Maximum size of an answer in bytes: a fixed part, and a part for each token of generated text or
+# Maximum size of a response in bytes: a fixed part, and a part for each token of generated text or
 # of a prompt with 20 log-probabilities.
 _ANSWER_BYTES = 4 * MEBIBYTE
 _TEXT_TOKEN_BYTES = 256
@@ -98,7 +98,7 @@ SCORE = "a prompt as token ids with echo and logprobs (/completions)"
 
 
 class UnreachableError(EnvironmentFault):
-    """The server did not answer within the limits (exit code 4). Earlier answers are kept."""
+    """The server did not respond within the limits (exit code 4). Earlier answers are kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,7 +235,7 @@ class Server:
 
         Raises:
             InputError: the server refuses the request.
-            EnvironmentFault: the answer has no log-probabilities, or a token id that is not below
+            EnvironmentFault: the response has no log-probabilities, or a token id that is not below
                 the size of the `vocabulary`.
         """
         scoring: dict[str, Json] = {
@@ -257,7 +257,7 @@ class Server:
         except NoScoresError:
             raise UnreachableError(
                 self.endpoint.url,
-                got=f"no log-probabilities of the prompt in the answer to {SCORE}",
+                got=f"no log-probabilities of the prompt in the response to {SCORE}",
                 need=_SCORES_NEEDED,
                 fix=_FIX_WITHOUT_SCORES,
             ) from None
@@ -293,7 +293,7 @@ class Server:
     def _complete(
         self, purpose: str, body: dict[str, Json], read: Callable[[Json], T], most_bytes: int
     ) -> T:
-        """Send a request for a completion, and return the result of `read` on the answer."""
+        """Send a request for a completion, and return the result of `read` on the response."""
         url = f"{self._url}/completions"
         content = json.dumps({"model": self.model.name, **body}).encode()
         most_bytes = min(most_bytes, _MAX_ANSWER_BYTES)
@@ -347,7 +347,7 @@ class Server:
 
     def _refused_request_error(self, purpose: str, error: RefusedError) -> InputError:
         """Return the error for any other request that the server refused."""
-        need = "an answer"
+        need = "a response without an error"
         if error.status in NO_KEY:
             fix = f"set {API_KEY} to a key that the server accepts"
         elif error.status < 400:
@@ -363,7 +363,7 @@ class Server:
             )
         else:
             fix = "correct the address (http://HOST:PORT/v1)"
-        got = f"{self._printable(str(error))}, in answer to {purpose}"
+        got = f"{self._printable(str(error))}, in response to {purpose}"
         return InputError(self.endpoint.url, got=got, need=need, fix=fix)
 
     def _described(self, seconds: float, ends: float | None, version: str | None) -> ServedModel:
@@ -479,7 +479,7 @@ class Server:
             return answer
 
     def _unsupported_request_error(self, purpose: str, words: str) -> UnreachableError:
-        """Return the error for a kind of request that the server has never answered."""
+        """Return the error for a kind of request that never succeeded."""
         fix = "check the server's log"
         if purpose == SCORE:
             fix += f"; or {_FIX_WITHOUT_SCORES}"

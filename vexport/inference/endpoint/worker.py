@@ -141,4 +141,4 @@ if __name__ == "__main__":
     code = run_worker(sys.argv[1:], SessionRequest, _session)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # threads may still wait for a server that does not answer
+    os._exit(code)  # threads may still wait for a server that does not respond
