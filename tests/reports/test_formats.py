@@ -13,6 +13,7 @@ import pytest
 from markdown_it import MarkdownIt
 
 from tests.reports import sample
+from tests.texts import assert_contains
 from vexport.cli.options import FORMATS
 from vexport.cli.scenario import REPORT_FORMATS
 from vexport.files import from_json
@@ -95,11 +96,10 @@ def test_readable_formats_show_numbers(format: str) -> None:
 @pytest.mark.parametrize("format", ["html", "markdown", "text"])
 def test_other_metrics_and_warnings_are_shown(format: str) -> None:
     text = " ".join(render(sample.report("PASS"), format).split()).replace("\\_", "_")
-    assert "not part of the verdict" in text
-    assert "addition (f1, strict)" in text
-    assert "all tasks (exact_match)" in text
-    assert "-0.33" in text
-    assert "vllm was 0.31.0 when the baseline was accepted" in text
+    assert_contains(text, "not part of the verdict")
+    assert_contains(text, "addition (f1, strict)", "all tasks (exact_match)", "-0.33")
+    (warning,) = sample.verdict("PASS").warnings
+    assert warning in text
 
 
 @pytest.mark.parametrize("format", ["html", "markdown", "text", "junit", "github"])
@@ -175,7 +175,7 @@ def test_github_annotations_are_limited() -> None:
     check = CheckReport(checkpoint="a", ok=False, findings=findings)
     lines = render(replace(sample.unloaded(), check=check), "github").splitlines()
     assert [line.startswith("::error title=") for line in lines] == [True] * 10 + [False]
-    assert lines[-1] == "21 more annotations left out; --format json has them all"
+    assert_contains(lines[-1], "21 more", "--format json")
     for line in render(sample.hostile(), "github").splitlines():
         _, command, message = line.split("::", 2)
         assert command.startswith(("error title=", "warning title=", "notice title="))
@@ -192,7 +192,9 @@ def test_markdown_escapes_hostile_text() -> None:
     assert {token.type for token in inline} <= harmless
     assert {token.content for token in inline if token.type == "html_inline"} == {"<sub>", "</sub>"}
     blocks = [token.content.strip() for token in tokens if token.type == "html_block"]
-    assert blocks == ["<details><summary>How to read this, and p values</summary>", "</details>"]
+    opened, closed = blocks
+    assert re.fullmatch(r"<details><summary>[\w, ]+</summary>", opened)
+    assert closed == "</details>"
     assert not [token.type for token in tokens if token.type in ("fence", "code_block")]
     assert [pattern for pattern in ("://", " @team", "www.") if pattern in text] == []
     for table in (block for block in text.split("\n\n") if block.startswith("|")):
@@ -228,14 +230,9 @@ def test_outcome_names_device(format: str) -> None:
 
 @pytest.mark.parametrize("format", ["text", "markdown", "html", "card"])
 def test_engine_settings_are_shown(format: str) -> None:
-    text = (
-        render(sample.report("PASS"), format)
-        .replace("&#34;", '"')
-        .replace("\\", "")
-        .replace("\n", " ")
-    )
-    settings = 'tensor_parallel_size 2, kv_cache_dtype fp8, engine_args {"block_size": 32}'
-    assert settings in " ".join(text.split())
+    text = render(sample.report("PASS"), format).replace("&#34;", '"').replace("\\", "")
+    assert_contains(text, "tensor_parallel_size 2", "kv_cache_dtype fp8")
+    assert_contains(text, 'engine_args {"block_size": 32}')
     assert "distributed_executor_backend" not in text
 
 

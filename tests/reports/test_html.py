@@ -18,6 +18,7 @@ from urllib.parse import unquote
 import pytest
 
 from tests.reports import sample
+from tests.texts import assert_contains
 from vexport.records import KindSize
 from vexport.reports import document, render
 from vexport.reports.accuracy import forests
@@ -112,9 +113,11 @@ def test_page_escapes_hostile_text() -> None:
 def test_page_shows_gaps_and_provenance() -> None:
     """Gaps are stages that did not run, and blind spots of the engine."""
     text = render(sample.unloaded(), "html")
-    assert "Not run: an earlier gate failed." in text
+    assert "Not run: " in text
     assert "not measured" in text
-    assert "Greedy continuations" not in text
+    continuations = "Greedy continuations"
+    assert continuations not in text
+    assert continuations in render(sample.report(), "html")
     report = sample.report()
     words = " ".join(" ".join(Page(render(report, "html")).words).split())
     engine = sample.load_of(report).engine
@@ -233,7 +236,7 @@ def test_levels_and_p_values_are_explained(format: str) -> None:
     assert "addition < 0.001" in text or "< 0.001" in text
     assert "not part of the verdict" in text
     if format != "text":
-        assert "one alone stands at 97.5% to 95%, all together at 95%" in text
+        assert_contains(text, "97.5% to 95%", "together at 95%")
 
 
 def test_page_links_to_existing_files(tmp_path: Path) -> None:
@@ -300,7 +303,8 @@ def test_findings_of_one_kind_are_one_row() -> None:
     text = render(
         replace(base, check=replace(sample.check_of(base), findings=(cause, *many))), "html"
     )
-    assert "120 findings that may follow from config.json: quantization_config</summary>" in text
+    (summary,) = re.findall(r"<summary>([^<]*\bfindings\b[^<]*)</summary>", text)
+    assert_contains(summary, "120 findings", "config.json: quantization_config")
 
 
 def test_document_parts_have_macros() -> None:

@@ -1,0 +1,35 @@
+"""Assertions on the parts of a text that a user needs, such as a number, a path or an option."""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+
+def assert_contains(text: str, *parts: str) -> None:
+    """Check that `text` contains every part, in any order.
+
+    A part matches whole words and numbers only: "2" is not found in "12", "2.5" or "-2", and
+    "--text" not in "--text-tokens". A line break in `text` counts as a space.
+    """
+    __tracebackhide__ = True  # pytest shows the line of the test
+    flat = " ".join(text.split())
+    missing = [part for part in parts if not re.search(_whole(part), flat)]
+    assert not missing, f"{missing} not found in:\n{text}"
+
+
+@contextmanager
+def assert_raises(error: type[Exception], *parts: str) -> Iterator[None]:
+    """Check that the block raises `error` with a message that contains every part."""
+    __tracebackhide__ = True
+    with pytest.raises(error) as caught:
+        yield
+    assert_contains(str(caught.value), *parts)
+
+
+def _whole(part: str) -> str:
+    """Return a pattern for the part between the boundaries of words and numbers."""
+    before = r"(?<![\w-])(?<!\w[.,])" if re.match(r"\w", part) else ""
+    after = r"(?!\w)(?![-.,]\w)" if re.search(r"\w$", part) else ""
+    return before + re.escape(part) + after
