@@ -15,6 +15,7 @@ import pytest
 from tests.command import ALL_COMMANDS, vexport
 from tests.models import Good, write_tokenizer
 from tests.mutations.edits import drop, spoiled
+from tests.texts import assert_contains
 from vexport.cli.entry import MAX_CHARACTERS, run_command
 from vexport.cli.options import HEADINGS
 from vexport.reports.catalog import all_sections, checks, find_section, observers, schemes
@@ -103,7 +104,9 @@ def test_finding_is_printed_once(broken: Path) -> None:
     ran = vexport("check", broken)
     assert ran.code == 1
     (line,) = ran.errors
-    assert line == f"error: {broken}: it fails with 1 error at {DOWN} (completeness), shown above"
+    assert line.startswith(f"error: {broken}: ")
+    assert_contains(line, "1 error", DOWN, "completeness")
+    assert "uninitialized" not in line
     assert "uninitialized" in ran.stdout
     full = vexport("check", broken, "--format", "json")
     assert "uninitialized" in full.errors[0]
@@ -175,11 +178,11 @@ def test_capability_spellings(spelling: str, good: Good) -> None:
 def test_check_names_versions_and_gpus(good: Good, tmp_path: Path) -> None:
     path = spoiled(good("W8A8"), tmp_path / "served", write_tokenizer)
     (path / "chat_template.jinja").write_text("{{ messages }}")
-    assert (
-        vexport("check", path).stdout == f"PASS  {path}\nno findings for vLLM 0.32, TP 1, any GPU\n"
-    )
+    outcome, summary = vexport("check", path).stdout.splitlines()
+    assert outcome == f"PASS  {path}"
+    assert_contains(summary, "no findings", "vLLM 0.32, TP 1, any GPU")
     options = ("--tp", "1,2", "--sm", "80,9.0", "--vllm", "0.30")
-    assert "for vLLM 0.30, TP 1, 2, SM 80, 90\n" in vexport("check", path, *options).stdout
+    assert "vLLM 0.30, TP 1, 2, SM 80, 90\n" in vexport("check", path, *options).stdout
     assert "vLLM 0.32, TP 1, any GPU" in vexport("check", path, "--format", "github").stdout
     (report,) = json.loads(vexport("check", path, *options, "--format", "json").stdout)
     assert (report["vllm"], report["tp"], report["sm"]) == ("0.30", [1, 2], [80, 90])
@@ -253,18 +256,18 @@ def test_unsupported_output_name_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "parts"),
     [
-        ("AWQ", "AWQ is not included: use --scheme W4A16_ASYM --rounding refit"),
-        ("auto-round", "quantize with AutoRound and check the result"),
-        ("gptq", "use --scheme W4A16 --rounding gptq"),
-        ("SmoothQuant", "use --scheme W8A8 --calibration DATA --smoothing 0.5"),
+        ("AWQ", ["AWQ is not included", "--scheme W4A16_ASYM --rounding refit"]),
+        ("auto-round", ["quantize with AutoRound", "check"]),
+        ("gptq", ["--scheme W4A16 --rounding gptq"]),
+        ("SmoothQuant", ["--scheme W8A8 --calibration DATA --smoothing 0.5"]),
     ],
 )
-def test_method_as_scheme_names_remedy(name: str, words: str, llama: Path) -> None:
+def test_method_as_scheme_names_remedy(name: str, parts: list[str], llama: Path) -> None:
     ran = vexport("plan", llama, "--scheme", name)
     assert ran.code == 2
-    assert words in ran.errors[0]
+    assert_contains(ran.errors[0], *parts)
 
 
 def test_list_names_group_sizes() -> None:

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import re
 import runpy
 from pathlib import Path
 
@@ -125,9 +126,9 @@ def test_parsed_values() -> None:
 def test_help_shows_default_and_range() -> None:
     help_of = call("quantize", "--help").stdout
     words = " ".join(help_of.split())
-    assert "Number of samples to use. [default: 128]" in words
+    assert re.search(r"--samples [^\[]*\[default: 128\]", words)
     assert "else 0; 0<=x<=1]" in words
-    assert "Maximum size of a weight file. [default: 5GB]" in words
+    assert re.search(r"--max-shard-size [^\[]*\[default: 5GB\]", words)
     assert "; repeatable." in words
 
 
@@ -167,7 +168,7 @@ def test_errors_name_options() -> None:
     demo = ROOT / "scenarios" / "demo" / "model"
     ran = call("quantize", demo, "out", "--scheme", "FP8", "--observer", "foo")
     assert ran.code == 2
-    assert ran.errors[0].startswith("error: --observer: got 'foo', need one of ")
+    assert ran.errors[0].startswith("error: --observer: got 'foo', need ")
 
 
 @pytest.mark.parametrize("path", [*(ROOT / "scenarios").glob("*.yaml")], ids=lambda path: path.stem)
@@ -180,7 +181,9 @@ def test_schema_has_help_and_bounds() -> None:
     schema = json.loads(SCHEMAS["SCENARIO"].read_text(encoding="utf-8"))
     samples = schema["$defs"]["Calibration"]["properties"]["samples"]
     assert (samples["default"], samples["exclusiveMinimum"]) == (128, 0)
-    assert samples["description"] == "Number of samples to use."
+    declared = declaration(Calibration.model_fields["samples"])
+    assert declared is not None
+    assert samples["description"] == declared.help
     for rule in ({"match": "Linear"}, {"match": "Linear", "scheme": "W4A16", "shceme": 1}):
         with pytest.raises(jsonschema.ValidationError):
             jsonschema.validate({"name": "a", "source": "b", "rules": [rule]}, schema)

@@ -19,12 +19,13 @@ import pytest
 
 from tests.command import ROOT, vexport
 from tests.quantize.test_streaming import write_model
+from vexport import cli
 
 # Seconds: three, and a reserve for a busy machine.
 TIME_LIMIT = 20.0
 MODEL = ROOT / "scenarios" / "demo" / "model"
 CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
-INTERRUPTED = "error: Interrupted. Run the same command again to resume"
+INTERRUPTED = f"error: {cli.INTERRUPTED}"
 
 
 def send_signal_to(

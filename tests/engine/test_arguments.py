@@ -9,6 +9,7 @@ from pydantic import JsonValue
 
 from tests.command import vexport
 from tests.mutations.edits import config, spoiled
+from tests.texts import assert_contains
 from vexport.engine.arguments import type_problem
 
 DEMO = Path(__file__).parents[2] / "scenarios" / "demo" / "model"
@@ -33,11 +34,14 @@ class Section:
         (Literal["auto", "fp8"], "fp9", "auto or fp8 (did you mean fp8?)"),
         (Literal["ray", "mp"] | str | type[Any] | None, "anything", ""),
         (Section | None, {"mode": 3}, ""),
-        (Section, {"mod": 3}, "a key of Section instead of 'mod' (did you mean mode?)"),
     ],
 )
 def test_values_fit_declared_types(kind: object, value: JsonValue, need: str) -> None:
     assert type_problem(kind, value) == need
+
+
+def test_unknown_key_of_section_is_named() -> None:
+    assert_contains(type_problem(Section, {"mod": 3}), "Section", "'mod'", "did you mean mode?")
 
 
 @pytest.mark.parametrize("command", ["load", "eval"])
@@ -50,8 +54,7 @@ def test_indivisible_heads_name_possible_ranks(command: str, tmp_path: Path) -> 
     ran = vexport(command, model, *options, "--tp", "2")
     assert ran.code == 2
     (line,) = ran.errors
-    assert "got 9 attention heads" in line
-    assert "2 ranks; use --tp 1, 3 or 9" in line
+    assert_contains(line, "9 attention heads", "2 ranks", "--tp 1, 3 or 9")
 
 
 @pytest.mark.vllm
@@ -90,4 +93,5 @@ def test_value_refused_at_engine_start_is_bad_input() -> None:
     ran = vexport("load", DEMO, "--quiet", "--engine-arg", "max_num_batched_tokens=0")
     assert (ran.code, ran.stdout) == (2, "")
     (line,) = ran.errors
-    assert line.startswith("error: vLLM's argument max_num_batched_tokens: got 0, need ")
+    assert line.startswith("error: ")
+    assert_contains(line, "max_num_batched_tokens: got 0")

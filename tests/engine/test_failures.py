@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.texts import assert_contains
 from vexport.engine.messages import EngineFailure, FailureKind, SessionRequest
 from vexport.engine.process import explain, failure_from_exit
 from vexport.engine.session import EngineFault, Worker
@@ -75,10 +76,7 @@ def test_assertions_and_signals_are_named(tmp_path: Path) -> None:
     )
     assert (failure.kind, failure.message) == ("refused", "AssertionError: assert scheme == BLOCK")
     assert failure_from_exit(tmp_path / "none", -9).kind == "out of memory"
-    assert (
-        failure_from_exit(tmp_path / "none", -4).message
-        == "the worker ended with signal 4 (SIGILL)"
-    )
+    assert_contains(failure_from_exit(tmp_path / "none", -4).message, "signal 4", "SIGILL")
 
 
 def test_interpreter_without_vllm(tmp_path: Path) -> None:
