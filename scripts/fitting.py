@@ -26,7 +26,7 @@ from samples import (
 
 from vexport.architectures import with_stars
 from vexport.architectures.config import Unknown, evaluate, size
-from vexport.architectures.layouts import ConfigValues
+from vexport.architectures.layout_table import ConfigValues
 
 # Numbers of layers and patterns of layer kinds, for configs that lack a list.
 MANY_SCALES, PATTERNS = 8, ("M-*EM*E-", "*EM-")

@@ -24,7 +24,7 @@ from vexport.records import (
     SchemeTable,
     Verdict,
 )
-from vexport.reports.report import Report
+from vexport.reports.run_record import Report
 from vexport.scenario import Scenario
 
 PACKAGE = Path(__file__).parent.parent / "vexport"

@@ -25,7 +25,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.configuration_utils import ALLOWED_ATTN_LAYER_TYPES, ALLOWED_MLP_LAYER_TYPES
 
 from vexport.architectures import with_stars
-from vexport.architectures.layouts import ClassLayout, ConfigValues
+from vexport.architectures.layout_table import ClassLayout, ConfigValues
 from vexport.engine.dry.fake_platform import PlaceholderValues
 from vexport.records import Json
 

@@ -8,7 +8,7 @@ import pytest
 from tests.command import vexport
 from tests.models import save_llama
 from vexport.architectures import architecture_table, resolve, version_with
-from vexport.architectures.layouts import get_layout
+from vexport.architectures.layout_table import get_layout
 from vexport.architectures.tables import read_lines, read_table, table_versions
 from vexport.engine.installed import installed_version
 from vexport.errors import InputError

@@ -22,7 +22,7 @@ from tests.mutations.edits import (
 )
 from vexport.architectures import architecture_table
 from vexport.architectures.config import vocab_size
-from vexport.architectures.layouts import get_layout, layouts
+from vexport.architectures.layout_table import get_layout, layouts
 from vexport.checkpoint.index import read_index
 from vexport.checkpoint.reader import Reader
 from vexport.checks.completeness import tensors_not_judged

@@ -24,7 +24,7 @@ from vexport.inference.tasks import resolve_tasks
 from vexport.outputs.digests import listed_digests, recorded_digests
 from vexport.outputs.manifest import MANIFEST, recorded
 from vexport.reports import render
-from vexport.reports.report import Report
+from vexport.reports.run_record import Report
 from vexport.scenario import read_scenario
 from vexport.scenario.llmcompressor import read_recipe
 

@@ -10,7 +10,7 @@ from vexport.checks.vllm.groups import ConfigGroup
 from vexport.engine.dry.causes import with_cause
 from vexport.engine.dry.controls import control_kind, same_refusal
 from vexport.engine.dry.load import errors_or_uncertainty, judge
-from vexport.engine.gate import downgrade_errors
+from vexport.engine.loader_check import downgrade_errors
 from vexport.engine.messages import Cell, CellResult, Control, ControlKind, Miscopy
 from vexport.formats.schemes import get_scheme
 from vexport.records import IN_FULL, DryLoadReport, Finding

@@ -8,7 +8,7 @@ from vexport.engine import worker
 from vexport.engine.describe import kernel_environment
 from vexport.engine.worker import prepare_cpu
 from vexport.records import Json
-from vexport.run.proving import serve_digest
+from vexport.run.stages.serving import serve_digest
 
 
 def test_variables_that_choose_kernels() -> None:

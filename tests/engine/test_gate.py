@@ -17,7 +17,7 @@ from tests.command import ROOT, vexport
 from tests.models import Good
 from tests.mutations.edits import QUANTIZATION, WHOLE, config, spoiled
 from vexport.checks import NAMES, NUMBERS
-from vexport.engine.gate import DRY_LOAD, with_load
+from vexport.engine.loader_check import DRY_LOAD, with_load
 from vexport.files import unreadable_kind, write_text
 from vexport.records import CellStatus, CheckReport, DryLoadReport, Finding, MatrixCell, NotJudged
 
@@ -211,7 +211,7 @@ def test_dry_load_memory_is_limited(good: Good, tmp_path: Path) -> None:
 
 def test_check_imports_no_torch(good: Good) -> None:
     code = (
-        "import sys; import vexport.api, vexport.engine.gate; "
+        "import sys; import vexport.api, vexport.engine.loader_check; "
         "vexport.api.check(sys.argv[1], static=True);"
     )
     code += "print([name for name in ('torch', 'transformers', 'vllm') if name in sys.modules])"

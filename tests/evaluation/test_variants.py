@@ -22,7 +22,7 @@ from vexport.inference.asking import EngineSource, Questions
 from vexport.inference.prompts import Prompts
 from vexport.outputs.manifest import record
 from vexport.run.directory import KIND
-from vexport.run.variants import folder_names
+from vexport.run.stages.variants import folder_names
 from vexport.scenario import Serve, Variants, read_scenario
 
 DEMO = ROOT / "scenarios" / "demo"
@@ -81,8 +81,8 @@ def problems(serves: list[Serve], python: Path | None) -> list[tuple[VexportErro
 def fake(lm_eval_runs: Path, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     engine = FakeEngine(lm_eval_runs)
     monkeypatch.setattr(EngineSource, "ask", lambda self, *given: engine.ask(self, *given))
-    monkeypatch.setattr("vexport.run.variants.find_problems", problems)
-    monkeypatch.setattr("vexport.run.proving.local_sessions", lambda run: None)
+    monkeypatch.setattr("vexport.run.stages.variants.find_problems", problems)
+    monkeypatch.setattr("vexport.run.stages.serving.local_sessions", lambda run: None)
     return engine
 
 
@@ -130,7 +130,7 @@ def test_outcomes_and_exit_codes(
 ) -> None:
     if "tensor_parallel_size=3" in settings:  # the heads of the demo model cannot be split
         monkeypatch.setattr(
-            "vexport.run.variants.find_problems", lambda serves, _: [()] * len(serves)
+            "vexport.run.stages.variants.find_problems", lambda serves, _: [()] * len(serves)
         )
     ran = compare(fake, tmp_path / "run", "--format", "json", settings=settings)
     rows = rows_of(ran)
@@ -215,8 +215,8 @@ def test_versions_are_tried_with_each_setting(
     fake: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     versions = {None: "0.32.0", OTHER_PYTHON: "0.31.0"}
-    monkeypatch.setattr("vexport.run.variants.installed_text", versions.__getitem__)
-    monkeypatch.setattr("vexport.run.comparing.require_vllm", lambda python: None)
+    monkeypatch.setattr("vexport.run.stages.variants.installed_text", versions.__getitem__)
+    monkeypatch.setattr("vexport.run.variants_run.require_vllm", lambda python: None)
     monkeypatch.setattr("vexport.engine.session.require_vllm", lambda python=None: None)
     settings = ("load_format=twin", "load_format=worse")
     options = ("--vllm-python", OTHER_PYTHON, "--format", "json")

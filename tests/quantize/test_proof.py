@@ -11,7 +11,7 @@ from tests.command import vexport
 from tests.models import quantize, save_llama
 from tests.mutations.edits import drop, put, spoiled
 from vexport.checkpoint.index import read_index
-from vexport.engine.gate import LoadVerifier
+from vexport.engine.loader_check import LoadVerifier
 from vexport.errors import CheckpointFailed
 from vexport.plan.build import PlanSettings, build_plan
 from vexport.plan.source import scheme_rules

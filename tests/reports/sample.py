@@ -21,7 +21,7 @@ from vexport.records import (
     TokenDrift,
     Verdict,
 )
-from vexport.reports.report import Report
+from vexport.reports.run_record import Report
 
 HOSTILE = (
     "<script>alert(1)</script> ]]> \"'`|*_[x](http://evil.example/a) @team\n::error::x\x1b[31mred"

@@ -16,7 +16,7 @@ from vexport.errors import InputError
 from vexport.files import to_json
 from vexport.records import ComparedRun
 from vexport.reports import render_comparison
-from vexport.reports.report import Report
+from vexport.reports.run_record import Report
 from vexport.run.comparison import compared_run, mark_smallest, outcome_of
 
 

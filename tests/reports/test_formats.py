@@ -29,7 +29,7 @@ from vexport.reports.formatting import (
     size,
     small,
 )
-from vexport.reports.report import Report
+from vexport.reports.run_record import Report
 
 OUTCOMES: tuple[Outcome, ...] = ("PASS", "FAIL", "INCONCLUSIVE")
 SAMPLES: dict[str, Callable[[], Report]] = {

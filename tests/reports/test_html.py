@@ -23,7 +23,7 @@ from vexport.records import KindSize
 from vexport.reports import document, render
 from vexport.reports.accuracy import forests
 from vexport.reports.layers import layer_kind
-from vexport.reports.report import Report
+from vexport.reports.run_record import Report
 
 CHROMIUM = shutil.which("chromium")
 FLAGS = (

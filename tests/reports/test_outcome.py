@@ -10,14 +10,14 @@ from tests.reports import sample
 from vexport.checkpoint.index import read_index
 from vexport.records import CheckReport
 from vexport.reports import render
-from vexport.run.concluding import (
+from vexport.run.directory import portable
+from vexport.run.stages.concluding import (
     NOT_RUN,
     conclusion_of_made,
     size_by_kind,
     source_name,
     tensor_kind,
 )
-from vexport.run.directory import portable
 
 GOOD = CheckReport(checkpoint="c", ok=True, findings=(sample.finding(),))
 

@@ -14,7 +14,7 @@ from tests.texts import assert_contains
 from vexport.files import from_json, to_json
 from vexport.records import ComparedVariant, GivenCheckpoint, Outcome
 from vexport.reports import render, render_variants
-from vexport.reports.report import Report
+from vexport.reports.run_record import Report
 from vexport.run.comparison import outcome_of_variants, reason_of_variants
 
 HERE = Path("runs/variants-model")

@@ -10,8 +10,8 @@ from tests.run.test_stages import options_of
 from vexport.checkpoint.smoothed import SMOOTHING, smoothing_of
 from vexport.outputs import RECIPE
 from vexport.run.directory import Run
-from vexport.run.making import calibrate, choose_auto_schemes, measure_sensitivity
-from vexport.run.stages import STAGES
+from vexport.run.scenario_run import STAGES
+from vexport.run.stages.making import calibrate, choose_auto_schemes, measure_sensitivity
 from vexport.scenario import read_scenario
 
 UNTIL_WRITTEN = ("plan candidates", "calibrate", "sensitivity", "choose", "plan", "quantize")

@@ -25,11 +25,11 @@ from vexport.outputs.manifest import MANIFEST, record
 from vexport.outputs.replaceable import FolderKind, locked_folder
 from vexport.records import CheckReport, LmEvalSettings, silent
 from vexport.run.directory import KIND, OLD_EVALUATION_MARK, Run, RunDirectory, Stage
-from vexport.run.evaluating import evaluate_checkpoints
+from vexport.run.eval_run import evaluate_checkpoints
 from vexport.run.given import Given, RunModel
-from vexport.run.making import check, quantize
-from vexport.run.proving import resolve_prompting, serve_candidate
-from vexport.run.stages import STAGES, run_scenario
+from vexport.run.scenario_run import STAGES, run_scenario
+from vexport.run.stages.making import check, quantize
+from vexport.run.stages.serving import resolve_prompting, serve_candidate
 from vexport.scenario import Evaluate, Serve, read_scenario
 
 SCENARIO = Path(__file__).parents[2] / "scenarios" / "demo-nvfp4.yaml"

@@ -114,7 +114,7 @@ def check_checkpoints(
     if settings.static:
         reports = read()
     else:
-        from vexport.engine.gate import check_with_dry_load
+        from vexport.engine.loader_check import check_with_dry_load
 
         reports = check_with_dry_load(
             roots,

@@ -13,11 +13,11 @@ from vexport.records import (
     Verdict,
     silent,
 )
-from vexport.reports.report import Report
-from vexport.run.comparing import compare_variants as compare_variants_of
-from vexport.run.evaluating import Evaluations, OnJudged, evaluate_checkpoints
+from vexport.reports.run_record import Report
+from vexport.run.eval_run import Evaluations, OnJudged, evaluate_checkpoints
 from vexport.run.options import EXPLANATION_SECONDS, AttributionSettings
-from vexport.run.stages import compare_schemes, run_scenario
+from vexport.run.scenario_run import compare_schemes, run_scenario
+from vexport.run.variants_run import compare_variants as compare_variants_of
 from vexport.scenario import (
     Evaluate,
     Variants,

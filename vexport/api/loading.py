@@ -123,7 +123,7 @@ def load_all(
         ]
     else:
         options = [engine.options(on_progress) for engine in engines]
-        from vexport.run.loading import load_checkpoints
+        from vexport.run.load_run import load_checkpoints
 
         folder = None if run_dir is None else Path(run_dir)
         reports = [

@@ -6,7 +6,7 @@ from pathlib import Path
 from vexport.api.arguments import QuantizeArguments, with_keywords
 from vexport.api.common import Name, is_verifying
 from vexport.checkpoint.source import with_revision
-from vexport.engine.gate import LoadVerifier
+from vexport.engine.loader_check import LoadVerifier
 from vexport.plan.source import rules_and_settings, with_calibration_text
 from vexport.quantize.job import QuantizeJob, quantize_source
 from vexport.quantize.result import quantized_result

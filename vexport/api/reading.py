@@ -6,7 +6,7 @@ from vexport.api.arguments import VerdictArguments, with_keywords
 from vexport.api.common import Name
 from vexport.records import Verdict
 from vexport.reports.catalog import CATALOGS, ReferenceSection, Rows, all_sections, find_section
-from vexport.reports.report import Report
+from vexport.reports.run_record import Report
 
 
 def _verdict(baseline_results: Name, results: Name, arguments: VerdictArguments) -> Verdict:

@@ -8,7 +8,7 @@ from functools import cached_property
 from vexport.architectures import Architecture, with_stars
 from vexport.architectures.config import LARGEST, shown, text_config
 from vexport.architectures.fusion import moe_layer
-from vexport.architectures.layouts import ClassLayout, Expected, expected_tensors, get_layout
+from vexport.architectures.layout_table import ClassLayout, Expected, expected_tensors, get_layout
 from vexport.architectures.stored import joined_name, split_name
 from vexport.records import Json
 from vexport.version import PINNED, Version

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from vexport.architectures import REMOVED, architecture_table, left_out, transformers_models
 from vexport.architectures.config import shown, text_config
 from vexport.architectures.layout import impossible_size, layout_of, missing_sizes, oversized
-from vexport.architectures.layouts import ClassLayout, get_layout
+from vexport.architectures.layout_table import ClassLayout, get_layout
 from vexport.architectures.rotary import table_bytes, wrong_numbers
 from vexport.checks.vllm.findings import error, warning
 from vexport.checks.vllm.view import CheckpointView

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from pydantic import JsonValue
 
     from vexport.api import Engine
-    from vexport.reports.report import Report
+    from vexport.reports.run_record import Report
     from vexport.scenario import Evaluate, Scenario, Serve
 
 # Forms of the table of schemes. The table of variants has all forms.
@@ -197,7 +197,7 @@ def _compare_schemes(
     require_engine((python,))
     from vexport.api import compare as api_compare
     from vexport.run.comparison import outcome_of
-    from vexport.run.stages import compare_folder
+    from vexport.run.scenario_run import compare_folder
 
     written = [NamedPath(label="--run-dir", path=place.run_dir or compare_folder(base))]
     require_apart(click.get_current_context(), list(scenario_inputs(base, scenario_file)), written)

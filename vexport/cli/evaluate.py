@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from pydantic import JsonValue
 
     from vexport.records import Verdict
-    from vexport.run.evaluating import Evaluations
+    from vexport.run.eval_run import Evaluations
     from vexport.scenario import Evaluate
 
 VERDICT_FORMATS = (*FORMATS, "html", "markdown")

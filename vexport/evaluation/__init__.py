@@ -3,5 +3,6 @@
 `vexport.inference` runs the models. This package works with their answers. `results.py` reads
 answers to tasks, `pairs.py` pairs both models' answers, `statistics.py` and `compare.py` compare
 them, and `verdict.py` decides. For a text instead of tasks, `held_out.py` decides. `drift.py` and
-`attribution.py` explain a loss, `load_gate.py` judges a load, and `accepted.py` stores a baseline.
+`attribution.py` explain a loss, `load_judgement.py` judges a load, and `accepted.py` stores a
+baseline.
 """

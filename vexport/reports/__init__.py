@@ -23,7 +23,7 @@ from vexport.reports.findings import report_gates, verdict_gates
 
 if TYPE_CHECKING:
     from vexport.records import ComparedRun, Verdict
-    from vexport.reports.report import Report
+    from vexport.reports.run_record import Report
 
 
 def _rendered(
@@ -89,7 +89,7 @@ def render(
     width of text in columns.
     """
     from vexport.reports import card, ci
-    from vexport.reports.run import run_document, run_files
+    from vexport.reports.run_document import run_document, run_files
 
     if format == "card":
         return card.render(report)
@@ -162,7 +162,7 @@ def render_loads(
 
 def render_comparison(runs: "Sequence[ComparedRun]", format: str) -> str:
     """Return several runs in order, as text, JSON, Markdown or a page."""
-    from vexport.reports.run import comparison_document
+    from vexport.reports.run_document import comparison_document
 
     return _rendered(list(runs), format, lambda: [comparison_document(runs)])
 

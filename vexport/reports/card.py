@@ -28,7 +28,7 @@ from vexport.reports.formatting import (
 )
 from vexport.reports.layers import rounding_lines
 from vexport.reports.markdown import render_parts, safe
-from vexport.reports.report import Report
+from vexport.reports.run_record import Report
 
 # A name on the hub, as huggingface_hub.utils.validate_repo_id defines it. Absolute and nested local
 # paths do not match.

@@ -36,7 +36,7 @@ from vexport.reports.formatting import (
 
 if TYPE_CHECKING:
     from vexport.records import ComparedVariant, TaskVerdict, TextLimit, Verdict
-    from vexport.reports.report import Report
+    from vexport.reports.run_record import Report
 
 _NUMBER = re.compile(r"\d+")
 # Dotted names of three parts and more: modules and tensors. A match starts only at the beginning of

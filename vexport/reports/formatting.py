@@ -13,7 +13,7 @@ from vexport.records.values import decimals_of, plural
 
 if TYPE_CHECKING:
     from vexport.records import Attribution, Comparison, Prompting, TaskVerdict, TextLimit, Verdict
-    from vexport.reports.report import Report
+    from vexport.reports.run_record import Report
 
 NOT_AVAILABLE = "n/a"
 LATE = (

@@ -34,7 +34,7 @@ from vexport.reports.formatting import (
     size,
     small,
 )
-from vexport.reports.report import Report
+from vexport.reports.run_record import Report
 
 MAX_LAYERS = 400
 _WARNS = "An early signal: it warns, it never decides."

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from vexport.records import ComparedRun, ComparedVariant, Drift, Outcome, TaskVerdict, Verdict
 from vexport.reports.formatting import schemes_of, sizes_of
-from vexport.reports.report import Report
+from vexport.reports.run_record import Report
 
 # Maximum number of variants that a reason names. The others are counted.
 MAX_NAMED = 3

@@ -32,7 +32,7 @@ from vexport.plan.build import PlanSettings
 from vexport.plan.source import scenario_settings, source_index
 from vexport.quantize.layer_groups import LayerGroup, find_layer_groups
 from vexport.records.calibration import RoundingReport
-from vexport.reports.report import Report
+from vexport.reports.run_record import Report
 from vexport.run.given import Given, RunModel
 from vexport.run.options import DEFAULT_ATTRIBUTION, AttributionSettings
 from vexport.scenario import Calibration, Evaluate, Scenario, Variant

@@ -30,8 +30,7 @@ from vexport.records import (
 from vexport.records.calibration import expert_coverage
 from vexport.records.gates import checkpoint_gate
 from vexport.reports import render
-from vexport.reports.report import Report
-from vexport.run import making, proving
+from vexport.reports.run_record import Report
 from vexport.run.comparison import outcome_of_variants, reason_of_variants
 from vexport.run.directory import (
     LAYERS,
@@ -43,7 +42,8 @@ from vexport.run.directory import (
 )
 from vexport.run.given import Given, RunModel, title_of
 from vexport.run.judging import cause_of
-from vexport.run.variants import compare_variants_of_run
+from vexport.run.stages import making, serving
+from vexport.run.stages.variants import compare_variants_of_run
 from vexport.version import __version__
 
 NOT_RUN = LoadReport(checkpoint="", ok=False, findings=())
@@ -74,12 +74,12 @@ def _has_outcome(run: Run) -> bool:
 def conclude(run: Run) -> Conclusion:
     """Decide the outcome from all stages."""
     if run.given is not None:
-        return _conclusion_of_given(run.get(proving.judge), run.get(proving.load_candidate))
+        return _conclusion_of_given(run.get(serving.judge), run.get(serving.load_candidate))
     conclusion = conclusion_of_made(
         run.result(making.check),
-        run.get(proving.dry_load),
-        run.get(proving.load_candidate) or NOT_RUN,
-        run.get(proving.judge),
+        run.get(serving.dry_load),
+        run.get(serving.load_candidate) or NOT_RUN,
+        run.get(serving.judge),
     )
     results = run.get(compare_variants_of_run)
     return conclusion if results is None else _with_variants(conclusion, results.rows)
@@ -134,7 +134,7 @@ def _wants_cause(run: Run) -> bool:
 
     A scenario's run also looks if the verdict is PASS, because its report shows the noise floor.
     """
-    if proving.local_sessions(run) is None:
+    if serving.local_sessions(run) is None:
         return False
     if run.given is None:
         return run.attribution_settings.wanted is not False
@@ -145,10 +145,10 @@ def _wants_cause(run: Run) -> bool:
 @partial(Stage, "attribute", Attribution, when=_wants_cause)
 def attribute(run: Run) -> Attribution | None:
     """Find the cause of a loss."""
-    sessions = proving.local_sessions(run)
+    sessions = serving.local_sessions(run)
     assert sessions is not None
     outcome = run.result(conclude).outcome
-    verdict = run.get(proving.judge)
+    verdict = run.get(serving.judge)
     text = verdict.text if verdict is not None else None
     return cause_of(
         *sessions,
@@ -215,11 +215,11 @@ def _report_on_made(run: Run) -> Report:
         experts=expert_coverage(calibration) if calibration else (),
         rounding=rounding,
         check=run.result(making.check),
-        dry_load=run.get(proving.dry_load),
-        baseline_load=run.get(proving.load_baseline) or NOT_RUN,
-        load=run.get(proving.load_candidate) or NOT_RUN,
-        verdict=run.get(proving.judge),
-        drift=run.get(proving.measure_drift),
+        dry_load=run.get(serving.dry_load),
+        baseline_load=run.get(serving.load_baseline) or NOT_RUN,
+        load=run.get(serving.load_candidate) or NOT_RUN,
+        verdict=run.get(serving.judge),
+        drift=run.get(serving.measure_drift),
         attribution=run.get(attribute),
         sensitivity=run.get(making.measure_sensitivity),
         mixed=run.get(making.choose_auto_schemes),
@@ -232,7 +232,7 @@ def _report_on_given(run: Run, given: Given) -> Report:
     """Collect the results of a run with a given checkpoint."""
     conclusion = run.result(conclude)
     baseline = given.against if given.baseline is None else given.baseline.name
-    load = run.get(proving.load_candidate)
+    load = run.get(serving.load_candidate)
     return Report(
         name=given.name,
         vexport=__version__,
@@ -248,10 +248,10 @@ def _report_on_given(run: Run, given: Given) -> Report:
         calibration_rows=0,
         calibration_digest=None,
         check=None,
-        baseline_load=proving.load_of(run, proving.serve_baseline),
-        load=load or proving.load_of(run, proving.serve_candidate),
-        verdict=run.get(proving.judge),
-        drift=run.get(proving.measure_drift),
+        baseline_load=serving.load_of(run, serving.serve_baseline),
+        load=load or serving.load_of(run, serving.serve_candidate),
+        verdict=run.get(serving.judge),
+        drift=run.get(serving.measure_drift),
         attribution=run.get(attribute) if run.is_reached(attribute) else None,
         seconds=run.seconds,
     )

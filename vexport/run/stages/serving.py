@@ -21,7 +21,7 @@ from vexport.engine.messages import SessionResult
 from vexport.errors import CheckpointFailed, InputError, VexportError
 from vexport.evaluation.drift import drift_warnings
 from vexport.evaluation.drift import measure_drift as drift_between
-from vexport.evaluation.load_gate import judge_by_reference
+from vexport.evaluation.load_judgement import judge_by_reference
 from vexport.files import digest_file, user_path
 from vexport.inference.answers import Answers, Served
 from vexport.inference.asking import (
@@ -45,7 +45,7 @@ from vexport.records.margins import margin_of_shares
 from vexport.run.directory import Digests, Run, Stage, data_digest, value_digest
 from vexport.run.given import RunModel
 from vexport.run.judging import first_line, verdict_of
-from vexport.run.making import check, checkpoint_inputs
+from vexport.run.stages.making import check, checkpoint_inputs
 from vexport.scenario import Calibration
 from vexport.scenario.serve import EngineArguments
 

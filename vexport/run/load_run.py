@@ -17,8 +17,8 @@ from vexport.outputs.replaceable import NamedPath, locked_folder, require_separa
 from vexport.records import ENGINE_CHECK, EngineMode, Finding, LoadReport
 from vexport.run.directory import RUN_DIR, Run, logged_to, require_run_folder
 from vexport.run.given import Given, RunModel, title_of
-from vexport.run.proving import load_candidate
-from vexport.run.stages import STAGES
+from vexport.run.scenario_run import STAGES
+from vexport.run.stages.serving import load_candidate
 from vexport.scenario import Serve
 
 # The stages up to the report on the load. Without a run directory the later stages are not needed.

@@ -16,11 +16,8 @@ from vexport.inference.requested_tasks import require_tasks
 from vexport.outputs.manifest import record
 from vexport.outputs.replaceable import NamedPath, locked_folder, require_separate
 from vexport.plan.source import with_default_text
-from vexport.records import (
-    ComparedRun,
-)
-from vexport.reports.report import Report
-from vexport.run import concluding, proving
+from vexport.records import ComparedRun
+from vexport.reports.run_record import Report
 from vexport.run.comparison import compared_run, mark_smallest
 from vexport.run.directory import (
     SCENARIO,
@@ -32,8 +29,9 @@ from vexport.run.directory import (
     require_run_folder,
 )
 from vexport.run.options import DEFAULT_ATTRIBUTION, AttributionSettings
-from vexport.run.order import ANSWERING
-from vexport.run.variants import compare_variants_of_run
+from vexport.run.stages import concluding, serving
+from vexport.run.stages.order import ANSWERING
+from vexport.run.stages.variants import compare_variants_of_run
 from vexport.scenario import Scenario
 
 STAGES: tuple[Stage[object], ...] = (
@@ -46,7 +44,7 @@ STAGES: tuple[Stage[object], ...] = (
 # The stages up to the outcome. The search for its cause comes later.
 JUDGING = STAGES[: STAGES.index(concluding.attribute)]
 # Stages that depend only on the baseline, and not on the candidate.
-BASELINE_STAGES = (proving.serve_baseline.name, proving.load_baseline.name)
+BASELINE_STAGES = (serving.serve_baseline.name, serving.load_baseline.name)
 
 
 def run_scenario(

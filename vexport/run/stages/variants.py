@@ -31,8 +31,8 @@ from vexport.records.values import PROGRESS_DETAIL
 from vexport.run.comparison import reported_kl, worst_task
 from vexport.run.directory import Run, RunDirectory, Stage
 from vexport.run.given import Given, RunModel
-from vexport.run.order import COMPARING, PREPARING
-from vexport.run.proving import (
+from vexport.run.stages.order import COMPARING, PREPARING
+from vexport.run.stages.serving import (
     SESSION,
     judge,
     measure_drift,

@@ -45,7 +45,7 @@ from vexport.reports.layers import (
     signals_section,
     size_section,
 )
-from vexport.reports.report import Report
+from vexport.reports.run_record import Report
 from vexport.reports.variants import variant_sections, variant_tiles, variants_section
 
 _NOT_RUN = "an earlier gate failed"

@@ -1,30 +1,30 @@
 """List the stages of a run up to the verdict, in their order."""
 
-from vexport.run import making, proving
 from vexport.run.directory import Stage
+from vexport.run.stages import making, serving
 
 # Stages before the first engine starts.
 PREPARING: tuple[Stage[object], ...] = (
     making.plan_candidates,
-    proving.resolve_prompting,
+    serving.resolve_prompting,
     making.calibrate,
     making.measure_sensitivity,
     making.choose_auto_schemes,
     making.make_plan,
     making.quantize,
     making.check,
-    proving.dry_load,
+    serving.dry_load,
 )
 # Stages after both models have answered.
 COMPARING: tuple[Stage[object], ...] = (
-    proving.load_baseline,
-    proving.load_candidate,
-    proving.measure_drift,
-    proving.judge,
+    serving.load_baseline,
+    serving.load_candidate,
+    serving.measure_drift,
+    serving.judge,
 )
 ANSWERING: tuple[Stage[object], ...] = (
     *PREPARING,
-    proving.serve_baseline,
-    proving.serve_candidate,
+    serving.serve_baseline,
+    serving.serve_candidate,
     *COMPARING,
 )

@@ -39,15 +39,21 @@ from vexport.inference.result_files import is_results
 from vexport.inference.tasks import named_in_files
 from vexport.outputs.replaceable import NamedPath, locked_folder, require_separate
 from vexport.records import ComparedRun, Verdict
-from vexport.reports.report import Report
+from vexport.reports.run_record import Report
 from vexport.run.comparison import compared_run, mark_smallest
-from vexport.run.concluding import attribute, collect_report, report
 from vexport.run.directory import Run, RunDirectory, logged_to, require_run_folder
 from vexport.run.given import Given, RunModel, candidate_folders, title_of
-from vexport.run.loading import require_available, require_servable
+from vexport.run.load_run import require_available, require_servable
 from vexport.run.options import DEFAULT_ATTRIBUTION, AttributionSettings
-from vexport.run.proving import SESSION, judge, measure_drift, require_served, serve_candidate
-from vexport.run.stages import JUDGING
+from vexport.run.scenario_run import JUDGING
+from vexport.run.stages.concluding import attribute, collect_report, report
+from vexport.run.stages.serving import (
+    SESSION,
+    judge,
+    measure_drift,
+    require_served,
+    serve_candidate,
+)
 from vexport.scenario import Evaluate
 
 OUTPUT_DIR = "--output-dir"

@@ -15,13 +15,13 @@ from vexport.inference.endpoint.server import is_url
 from vexport.inference.options import BASELINE, CANDIDATE, EngineOptions
 from vexport.inference.requested_tasks import fetch_tasks, require_tasks
 from vexport.outputs.replaceable import NamedPath, locked_folder, require_separate
-from vexport.reports.report import Report
-from vexport.run.concluding import variants_report, write_report
+from vexport.reports.run_record import Report
 from vexport.run.directory import RUN_DIR, RunDirectory, logged_to, require_run_folder
 from vexport.run.given import RunModel
-from vexport.run.loading import require_available, require_servable
-from vexport.run.proving import SESSION
-from vexport.run.variants import VariantComparison, serve_variants
+from vexport.run.load_run import require_available, require_servable
+from vexport.run.stages.concluding import variants_report, write_report
+from vexport.run.stages.serving import SESSION
+from vexport.run.stages.variants import VariantComparison, serve_variants
 from vexport.scenario import Evaluate, Serve, Variants
 
 
