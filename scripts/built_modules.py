@@ -259,13 +259,13 @@ def stored_tensors(made: nn.Module, config: PretrainedConfig) -> dict[str, torch
 class Built:
     """Modules of a class, by vLLM's names with a star for each number.
 
-    `asked` has the names that the quantization config receives, for modules whose names differ. For
+    `lookup_names` has the names that the quantization config receives, if these names differ. For
     the parts of a fused module it has the name of the whole. `stored` has the use of each tensor in
     a file. `faults` has the tensors that vLLM would not have loaded correctly.
     """
 
     kinds: dict[str, ModuleKind] = field(default_factory=dict)
-    asked: dict[str, str] = field(default_factory=dict)
+    lookup_names: dict[str, str] = field(default_factory=dict)
     stored: dict[str, str] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
 
@@ -363,7 +363,7 @@ def described(
         if not (in_language_model and STACK.search(name)):
             built.kinds[with_stars(name)] = kind
         if kind in ("linear", "head") and modules[module] in calls:
-            built.asked.update(other_names(name, calls[modules[module]]))
+            built.lookup_names.update(other_names(name, calls[modules[module]]))
     return built
 
 

@@ -152,13 +152,15 @@ def merged(results: list["Built"]) -> Entry | None:
     if not results:
         return None
     kinds: dict[str, str] = {}
-    asked: dict[str, str] = {}
+    lookup_names: dict[str, str] = {}
     for result in results:
         for name, kind in result.kinds.items():
             kinds[name] = kind if kinds.get(name, kind) == kind else ""
-        asked |= result.asked
+        lookup_names |= result.lookup_names
     known = {name: kind for name, kind in kinds.items() if kind in KINDS}
-    return {key: value for key, value in {"kinds": known, "asked": asked}.items() if value}
+    return {
+        key: value for key, value in {"kinds": known, "lookup_names": lookup_names}.items() if value
+    }
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ def test_formats_checks_and_observers_are_listed() -> None:
     assert {type(each).__module__.rpartition(".")[2] for each in formats.FORMATS} == files(
         "formats"
     )
-    assert set(formats.WRITTEN) < set(formats.FORMATS)
+    assert set(formats.WRITTEN_FORMATS) < set(formats.FORMATS)
     assert {check.run.__module__.rpartition(".")[2] for check in checks.CHECKS.values()} == files(
         "checks"
     )

@@ -22,7 +22,7 @@ from tests.mutations.edits import (
 )
 from vexport.architectures import architecture_table
 from vexport.architectures.config import vocab_size
-from vexport.architectures.layout_table import get_layout, layouts
+from vexport.architectures.layout_table import get_layout, layout_entries
 from vexport.checkpoint.index import read_index
 from vexport.checkpoint.reader import Reader
 from vexport.checks.completeness import tensors_not_judged
@@ -34,7 +34,7 @@ NORM = "vision_tower.vision_model.encoder.layers.0.layer_norm1.weight"
 
 def test_layout_experts_equal_class_experts() -> None:
     table = architecture_table()
-    for name in layouts().keys() & table.architectures.keys():
+    for name in layout_entries().keys() & table.architectures.keys():
         entry, experts = get_layout(name), table.architectures[name].experts
         assert entry is not None
         own = {

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.models import save_llama
-from vexport.architectures import architecture_table, left_out
+from vexport.architectures import architecture_table, exclusion_reason
 from vexport.architectures.rotary import table_bytes, wrong_numbers
 from vexport.checks import check_checkpoint
 from vexport.files import to_json
@@ -78,9 +78,9 @@ def test_registered_classes_are_known() -> None:
     dicts = [value for name, value in vars(registry).items() if name.endswith("_MODELS")]
     names = {name for each in dicts if isinstance(each, dict) for name in each}
     known = architecture_table().architectures
-    assert not {name for name in names if name not in known and left_out(name) is None}
-    assert left_out("LlamaForSequenceClassification")
-    assert not left_out("NobodysForCausalLM")
+    assert not {name for name in names if name not in known and exclusion_reason(name) is None}
+    assert exclusion_reason("LlamaForSequenceClassification")
+    assert not exclusion_reason("NobodysForCausalLM")
 
 
 def test_unquantized_checkpoint_is_warning(tmp_path: Path) -> None:

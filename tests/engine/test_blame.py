@@ -13,7 +13,7 @@ from vexport.engine.dry.load import errors_or_uncertainty, judge
 from vexport.engine.loader_check import downgrade_errors
 from vexport.engine.messages import Cell, CellResult, Control, ControlKind, Miscopy
 from vexport.formats.schemes import get_scheme
-from vexport.records import IN_FULL, DryLoadReport, Finding
+from vexport.records import MESSAGE_SEPARATOR, DryLoadReport, Finding
 
 CELL = Cell(tp=1, sm=90)
 REFUSED = CellResult(
@@ -176,7 +176,7 @@ def test_message_begins_with_cause(
 ) -> None:
     """W4A16 has kernels for SM 90, so that the shapes of the layers are the cause."""
     message = with_cause(NO_KERNEL, sm, [group(scheme)], "0.32.0")
-    cause, details = message.split(IN_FULL)
+    cause, details = message.split(MESSAGE_SEPARATOR)
     assert details == NO_KERNEL
     assert_contains(cause, "no kernel", "vLLM 0.32", scheme)
     assert cause.endswith(gpus)
@@ -224,7 +224,7 @@ def test_attention_backends_are_summarized(
     listed = ", ".join(f"{name}: [{', '.join(each)}]" for name, each in backends.items())
     words = "No valid attention backend found for cuda with "
     message = f"ValueError: {words}{CONFIG.format(mla=mla)}. Reasons: {{{listed}}}."
-    shown = with_cause(message, (100,), [], "0.32.0").partition(IN_FULL)[0]
+    shown = with_cause(message, (100,), [], "0.32.0").partition(MESSAGE_SEPARATOR)[0]
     assert_contains(shown, "no attention backend", "vLLM 0.32")
     assert shown.partition(" on SM 100")[2] == cause
 

@@ -19,7 +19,7 @@ from vexport.engine.reference import (
     reference_logprobs,
 )
 from vexport.errors import InputError
-from vexport.inference.prompts import CONTINUED, fixed_prompts, shortest_length
+from vexport.inference.prompts import CONTINUED_PROMPTS, fixed_prompts, shortest_length
 from vexport.numerics.metrics import kl_divergence
 from vexport.records import Canary
 
@@ -154,7 +154,7 @@ def test_prompts_fit_the_tokenizer(tiny_llama: Path) -> None:
     assert given.natural
     assert (given.texts, given.tokens) == (("w5 w6 w7",), ((5, 6, 7),))
     many = fixed_prompts(tiny_llama, texts=[f"w{n} w{n}" for n in range(5, 25)], count=2)
-    assert (len(many.texts), many.tokens) == (CONTINUED, ((5, 5), (6, 6)))
+    assert (len(many.texts), many.tokens) == (CONTINUED_PROMPTS, ((5, 5), (6, 6)))
 
 
 def test_kl_limit_of_unstable_checkpoint(tiny_llama: Path, tmp_path: Path) -> None:

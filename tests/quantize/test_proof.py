@@ -59,7 +59,7 @@ def failure_of(
 ) -> CheckpointFailed | None:
     plan = build_plan(read_index(source), scheme_rules(Planning(scheme="NVFP4A16")))
     job = QuantizeJob(source=str(source), out=folder, rules=(), planning=PlanSettings(ranks=tp))
-    return LoadVerifier(note=print, keeping=" ".join, dry=dry).failure(job, folder, plan)
+    return LoadVerifier(note=print, command_that_keeps=" ".join, dry=dry).failure(job, folder, plan)
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,7 @@ def _quantize(source: Name, out: Name, arguments: QuantizeArguments) -> Quantize
         shard_bytes=arguments.max_shard_size,
         prove=LoadVerifier(
             note=arguments.on_note,
-            keeping=arguments.how_to_keep or keywords_that_keep,
+            command_that_keeps=arguments.how_to_keep or keywords_that_keep,
             dry=arguments.verify and is_verifying(),
         ).failure,
         on_progress=arguments.on_progress,

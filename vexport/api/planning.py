@@ -10,7 +10,7 @@ from vexport.errors import InputError
 from vexport.formats.gpus import CARDS, find_card, parse_capability
 from vexport.formats.plan import Plan
 from vexport.plan.build import PlanSettings
-from vexport.plan.recommend import for_gpu
+from vexport.plan.recommend import table_for_gpu
 from vexport.plan.source import (
     ignored_rules,
     plan_headers,
@@ -90,7 +90,7 @@ def _plan_schemes(source: Name, arguments: SchemesArguments) -> SchemeTable:
     )
     if arguments.gpu is None or sm is None:
         return table
-    return for_gpu(table, sm, find_card(arguments.gpu))
+    return table_for_gpu(table, sm, find_card(arguments.gpu))
 
 
 plan_schemes = with_keywords(SchemesArguments, _plan_schemes)

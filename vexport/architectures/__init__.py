@@ -1,7 +1,7 @@
 """Layers of each model class in vLLM: how they are fused, renamed and split.
 
-The tables are generated for each vLLM version
-(scripts/generate_architectures.py, generate_modules.py).
+The tables are generated for each vLLM version (scripts/generate_architectures.py,
+generate_modules.py).
 """
 
 import re
@@ -34,12 +34,12 @@ class ModuleNames:
 
     The names are those that `Architecture.vllm_name` returns, with stars.
 
-    `asked` maps vLLM's names of modules to other names under which vLLM looks up the modules in its
-    quantization config. It also contains modules of decoder layers.
+    `lookup_names` maps vLLM's names of modules to other names under which vLLM looks up the modules
+    in its quantization config. It also contains modules of decoder layers.
     """
 
     kinds: dict[str, ModuleKind] = field(default_factory=dict)
-    asked: dict[str, str] = field(default_factory=dict)
+    lookup_names: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +154,7 @@ class Architecture:
         inner_unknown: True if the checkpoint's config chooses the class of the language model.
         kinds: Kinds of the modules outside the decoder layers, by vLLM's name with `*` for
             numbers (`modules.json`).
-        asked: Names under which vLLM looks up modules in its quantization config, by vLLM's name
+        lookup_names: Names that vLLM looks up in its quantization config, by vLLM's name
             with `*` for numbers (`modules.json`).
     """
 
@@ -176,7 +176,7 @@ class Architecture:
     language_model: tuple[str, ...] = ()
     inner_unknown: bool = False
     kinds: dict[str, ModuleKind] = field(default_factory=dict)
-    asked: dict[str, str] = field(default_factory=dict)
+    lookup_names: dict[str, str] = field(default_factory=dict)
 
     def vllm_name(self, module: str) -> str:
         """Return vLLM's name of a checkpoint's module.
@@ -188,7 +188,7 @@ class Architecture:
     def name_in_lookup(self, module: str) -> str:
         """Return the name by which vLLM's quantization config looks up a checkpoint's module."""
         name = self.vllm_name(module)
-        pattern = self.asked.get(with_stars(name))
+        pattern = self.lookup_names.get(with_stars(name))
         return name if pattern is None else with_numbers(pattern, name)
 
     def renamed_entry(self, entry: str) -> str:
@@ -221,8 +221,8 @@ class ArchitectureTable:
     """All classes with a language model in a vLLM version, and the text models by model type.
 
     The classes of the Transformers backend were examined with the version `transformers`.
-    `left_out` has the reason for each class of vLLM or transformers that is not among
-    the architectures.
+    `left_out` has the reason for each class of vLLM or transformers that is not among the
+    architectures.
     """
 
     vllm: str
@@ -271,7 +271,7 @@ POOLED = "vLLM runs it to embed, score or classify, not to generate text"
 REMOVED = "vLLM had it until"
 
 
-def left_out(name: str, version: Version = PINNED) -> str | None:
+def exclusion_reason(name: str, version: Version = PINNED) -> str | None:
     """Return why a class of vLLM's registry is not in the table.
 
     Return None if the class is in the table or not in the registry.
@@ -295,14 +295,16 @@ def get_architecture(name: str, version: Version | None = None) -> Architecture:
     table = architecture_table(version)
     if name in table.architectures:
         modules = module_table(version).classes.get(name, ModuleNames())
-        return replace(table.architectures[name], kinds=modules.kinds, asked=modules.asked)
+        return replace(
+            table.architectures[name], kinds=modules.kinds, lookup_names=modules.lookup_names
+        )
     unknown = (
         f"neither a class of vLLM nor a class of transformers {table.transformers} with a tensor "
         f"parallel plan"
     )
     raise InputError(
         f"architecture {name}",
-        got=left_out(name, version) or unknown,
+        got=exclusion_reason(name, version) or unknown,
         need=f"a class with which vLLM {table.vllm} generates text",
         fix="see `vexport list architectures`",
     )
@@ -370,12 +372,12 @@ def _joined(outer: Architecture, inner: Architecture) -> Architecture:
         language_model=outer.language_model,
         kinds={f"{holder}.{name}": kind for holder in holders for name, kind in inner.kinds.items()}
         | outer.kinds,
-        asked={
+        lookup_names={
             f"{holder}.{old}": f"{holder}.{new}"
             for holder in holders
-            for old, new in inner.asked.items()
+            for old, new in inner.lookup_names.items()
         }
-        | outer.asked,
+        | outer.lookup_names,
     )
 
 

@@ -26,7 +26,7 @@ EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
 LARGEST = 1 << 40
 # SHOWN is the maximum length of a value in a message. Whole numbers from LONG on are shown in short
 # form.
-SHOWN, LONG, LARGEST_FLOAT = 80, 10**9, 10**300
+MAX_SHOWN, MIN_SHORTENED, LARGEST_FLOAT = 80, 10**9, 10**300
 QUERIES, KEYS, VALUES = "queries", "keys", "values"
 
 
@@ -58,7 +58,7 @@ def shown(value: Json) -> str:
 
     Large numbers are shown in short form.
     """
-    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= LONG:
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= MIN_SHORTENED:
         # Larger numbers do not fit a float, and Python refuses to print numbers with thousands
         # of digits.
         return (
@@ -67,7 +67,7 @@ def shown(value: Json) -> str:
             else f"a number of {value.bit_length()} bits"
         )
     text = repr(value)
-    return text if len(text) <= SHOWN else f"{text[: SHOWN - 1]}…"
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"
 
 
 class Unknown(Exception):

@@ -228,7 +228,7 @@ def _shape(
 
 
 @cache
-def layouts(version: Version = PINNED) -> Mapping[str, str]:
+def layout_entries(version: Version = PINNED) -> Mapping[str, str]:
     """Return the entry of each class as JSON text."""
     return read_lines("layouts.json", version)
 
@@ -236,7 +236,7 @@ def layouts(version: Version = PINNED) -> Mapping[str, str]:
 @cache
 def get_layout(name: str, version: Version = PINNED) -> ClassLayout | None:
     """Return the layout of a class, or None if its tensors are unknown."""
-    entry = layouts(version).get(name)
+    entry = layout_entries(version).get(name)
     if entry is None:
         return None
     values = json.loads(entry)

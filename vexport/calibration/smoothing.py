@@ -26,7 +26,7 @@ from vexport.calibration.walk import Layer, LayerWalk, Watcher
 from vexport.calibration.weights import Weights
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader
-from vexport.checkpoint.smoothed import MOST, encode, reader_of
+from vexport.checkpoint.smoothed import MAX_EXPONENT, encode, reader_of
 from vexport.checkpoint.tensors import read_tensor
 from vexport.formats.plan import FusionGroup
 from vexport.numerics.ranks import on_first
@@ -193,7 +193,7 @@ class Smoother:
             squares = [parameters[name].to(torch.float32).square().mean(0) for name in fold.columns]
             gradients = torch.stack(squares).amax(0).sqrt()
         scale = self._strength * _log2(inputs) - (1 - self._strength) * _log2(gradients)
-        return (scale - scale.mean()).round().clamp(-MOST, MOST)
+        return (scale - scale.mean()).round().clamp(-MAX_EXPONENT, MAX_EXPONENT)
 
 
 def _squared(values: torch.Tensor) -> torch.Tensor:

@@ -102,7 +102,7 @@ def translate_error(error: BaseException, name: HubName, kind: RepoKind = "model
 
 
 @contextmanager
-def explained(name: HubName) -> Iterator[None]:
+def translated_errors(name: HubName) -> Iterator[None]:
     """Translate the errors of huggingface_hub inside the block, as `translate_error` does."""
     try:
         yield
@@ -185,7 +185,7 @@ def list_files(name: HubName) -> RepoListing:
     """
     from huggingface_hub import HfApi
 
-    with explained(name):
+    with translated_errors(name):
         info = HfApi().model_info(name.id, revision=name.revision, files_metadata=True)
     commit = _fetch_config(name).parent.name
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
@@ -199,7 +199,7 @@ def _fetch_config(name: HubName) -> Path:
     """
     from huggingface_hub import hf_hub_download
 
-    with explained(name):
+    with translated_errors(name):
         return Path(hf_hub_download(name.id, CONFIG, revision=name.revision))
 
 

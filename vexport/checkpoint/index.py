@@ -331,15 +331,17 @@ def statuses_of(files: Iterable[Path]) -> dict[Path, FileStatus]:
 
 
 @contextmanager
-def unchanged(index: SourceIndex) -> Iterator[None]:
+def require_unchanged(index: SourceIndex) -> Iterator[None]:
     """Raise InputError at the end of the block if a file's size or time has changed."""
     yield
     for file, before in index.statuses.items():
         if status_of(file) != before:
-            raise changed(file, "a different size or modification time than at the start")
+            raise changed_file_error(
+                file, "a different size or modification time than at the start"
+            )
 
 
-def changed(file: Path, got: str) -> InputError:
+def changed_file_error(file: Path, got: str) -> InputError:
     """Return the error for a file that has changed since its header was read."""
     need = "a file that does not change while it is read"
     fix = "run the command again while no other process writes to the file; no output was written"

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from vexport.bus_errors import install_bus_error_handler
 from vexport.checkpoint.dtypes import num_bytes, to_numpy
-from vexport.checkpoint.index import changed
+from vexport.checkpoint.index import changed_file_error
 from vexport.records import TensorInfo, WeightPart
 
 # numpy dtypes for views of a weight's elements: 16-bit floats as their bits.
@@ -48,7 +48,7 @@ class Reader:
             return memoryview(b"")
         mapped = self._map(tensor.file)
         if tensor.end > len(mapped):
-            raise changed(
+            raise changed_file_error(
                 tensor.file,
                 f"{len(mapped):,} bytes, but a header that describes at least {tensor.end:,}",
             )
@@ -80,7 +80,7 @@ class Reader:
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
             for number, row in zip(numbers, stored, strict=True):
                 if os.preadv(stream.fileno(), [row.data], tensor.start + number * size) < size:
-                    raise changed(tensor.file, "fewer bytes than its header describes")
+                    raise changed_file_error(tensor.file, "fewer bytes than its header describes")
         return stored
 
     def is_hole(self, tensor: TensorInfo) -> bool:

@@ -24,13 +24,13 @@ from vexport.records import Smoothing, TensorInfo
 
 SMOOTHING = "smoothing.json"
 # Channels are scaled by 2^8 at most.
-MOST = 8
+MAX_EXPONENT = 8
 # Name of a decoder layer, at the start of its tensors' names.
 LAYER = re.compile(r".*?\.\d+\.")
 FIX = "export the checkpoint again"
 # Number of cached tensors. Weights are read in runs of rows, and the first run of a tensor may be
 # read before the last run of the previous tensor.
-KEPT = 2
+MAX_CACHED_TENSORS = 2
 # Maximum number of elements that are scaled at a time.
 RUN_ELEMENTS = 1 << 24
 # dtypes that can be scaled. BF16 is viewed as its bits.
@@ -65,7 +65,7 @@ class SmoothedReader(Reader):
             return super().raw(tensor)
         with self._scaling:
             if tensor.name not in self._last:
-                while len(self._last) >= KEPT:
+                while len(self._last) >= MAX_CACHED_TENSORS:
                     del self._last[next(iter(self._last))]
                 self._last[tensor.name] = _scaled(super().raw(tensor), tensor, exponents)
             return self._last[tensor.name].data.cast("B")
@@ -126,8 +126,10 @@ def _exponents(text: str, where: str) -> Exponents:
     except ValueError:
         got = "text that is not base64"
         raise InputError(where, got=got, need="exponents in base64", fix=FIX) from None
-    if (largest := int(np.abs(exponents.astype(np.int32)).max(initial=0))) > MOST:
-        raise InputError(where, got=f"the exponent {largest}", need=f"at most {MOST}", fix=FIX)
+    if (largest := int(np.abs(exponents.astype(np.int32)).max(initial=0))) > MAX_EXPONENT:
+        raise InputError(
+            where, got=f"the exponent {largest}", need=f"at most {MAX_EXPONENT}", fix=FIX
+        )
     return exponents
 
 

@@ -19,13 +19,13 @@ from vexport.checkpoint.hub import (
     HubName,
     RepoListing,
     download,
-    explained,
     fetch,
     list_files,
     needed_weights,
     pinned_name,
     require_model,
     side_files,
+    translated_errors,
 )
 from vexport.checkpoint.index import MAX_HEADER_BYTES, require_checkpoint, require_config
 from vexport.errors import EnvironmentFault, InputError, InputErrors
@@ -306,7 +306,7 @@ def _range(listing: RepoListing, file: str, start: int, stop: int) -> bytes:
         "Accept-Encoding": "identity",
     }
     with (
-        explained(listing.name),
+        translated_errors(listing.name),
         get_session().stream("GET", url, headers=headers, follow_redirects=True) as got,
     ):
         hf_raise_for_status(got)

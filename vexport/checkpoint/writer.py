@@ -18,7 +18,7 @@ import numpy.typing as npt
 import xxhash
 
 from vexport.checkpoint.dtypes import num_bytes
-from vexport.checkpoint.index import INDEX_NAME, SINGLE_NAME, changed
+from vexport.checkpoint.index import INDEX_NAME, SINGLE_NAME, changed_file_error
 from vexport.errors import require_working_disk
 from vexport.files import write_text
 from vexport.records import Json, TensorInfo, TensorSpec
@@ -261,7 +261,7 @@ def stored_parts(tensor: TensorInfo) -> Iterator[memoryview]:
                 require_working_disk(error, tensor.file)
                 raise
             if not count:
-                raise changed(
+                raise changed_file_error(
                     tensor.file, f"a file that ends at byte {position:,}, in {tensor.name}"
                 )
             yield buffer[:count]

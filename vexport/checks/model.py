@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 
-from vexport.architectures import REMOVED, architecture_table, left_out, transformers_models
+from vexport.architectures import REMOVED, architecture_table, exclusion_reason, transformers_models
 from vexport.architectures.config import shown, text_config
 from vexport.architectures.layout import impossible_size, layout_of, missing_sizes, oversized
 from vexport.architectures.layout_table import ClassLayout, get_layout
@@ -113,7 +113,7 @@ def _unknown_class(view: CheckpointView) -> Iterator[Finding]:
     newer = name in view.model.facts.added
     if name in table.architectures or has_code or newer:
         return
-    reason = left_out(name, view.model.version)
+    reason = exclusion_reason(name, view.model.version)
     if reason is None or reason.startswith(REMOVED):
         vllm = view.model.facts.vllm
         expected = f"a class of vLLM {vllm} or of transformers"
@@ -124,7 +124,9 @@ def _unknown_class(view: CheckpointView) -> Iterator[Finding]:
 def class_not_judged(view: CheckpointView) -> Iterator[NotJudged]:
     """Yield why the class is not checked, if vLLM has it but the table of classes does not."""
     name = view.model.class_name
-    reason = left_out(name, view.model.version) if name not in view.model.facts.added else None
+    reason = (
+        exclusion_reason(name, view.model.version) if name not in view.model.facts.added else None
+    )
     if reason is not None and not reason.startswith(REMOVED):
         yield NotJudged(what=f"the layers of {name} in vLLM", why=reason)
 

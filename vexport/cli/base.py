@@ -73,7 +73,7 @@ def coloured(text: str) -> str:
 
 EXIT_CODES = "Exit codes: see `vexport --help`."
 # Formats for people. With these, stderr need not repeat the output.
-_READ = ("text", "github", "markdown")
+_READABLE_FORMATS = ("text", "github", "markdown")
 
 
 def note(text: str) -> None:
@@ -181,7 +181,7 @@ def is_read() -> bool:
     context = click.get_current_context(silent=True)
     return (
         context is not None
-        and context.params.get("format_") in _READ
+        and context.params.get("format_") in _READABLE_FORMATS
         and answer_file(context) is None
     )
 

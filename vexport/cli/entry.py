@@ -15,7 +15,7 @@ from click.core import ParameterSource
 
 from vexport.cli import INTERRUPTED
 from vexport.cli.base import wants_colour
-from vexport.cli.options import OUTPUTS, WIDEST, OrderedGroup
+from vexport.cli.options import MAX_HELP_WIDTH, OUTPUTS, OrderedGroup
 from vexport.errors import (
     EnvironmentFaults,
     InputError,
@@ -52,7 +52,7 @@ MAX_CHARACTERS = 600
 MAX_LINES = 50
 # Options that a file of defaults must not set: they run foreign code or choose output paths, and
 # the file may be in a folder from somebody else.
-NEVER = frozenset(
+FORBIDDEN_DEFAULTS = frozenset(
     {
         "trust_remote_code",
         "vllm_python",
@@ -92,8 +92,8 @@ def run_command() -> int:
         return result if isinstance(result, int) else 0
     except BaseException as error:
         if (interrupt := _interrupt_before(error)) is not None:
-            return _say([INTERRUPTED], interrupt.args[0] if interrupt.args else 130)
-        return _failed(error)
+            return _print_errors([INTERRUPTED], interrupt.args[0] if interrupt.args else 130)
+        return _print_failure(error)
 
 
 class _Lines(logging.Handler):
@@ -128,7 +128,7 @@ def _interrupt_before(error: BaseException | None) -> KeyboardInterrupt | None:
     return error
 
 
-def _failed(error: BaseException) -> int:
+def _print_failure(error: BaseException) -> int:
     """Print a command's exception on stderr and return its exit code."""
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
         # No arguments: print the help, with the exit code of a usage error. Otherwise
@@ -141,14 +141,14 @@ def _failed(error: BaseException) -> int:
         message = message if message.endswith((".", "?")) else f"{message}."
         if (file := _file_behind(error)) is not None:
             message = f"{file}: {message}"
-        return _say([f"{command}: {message} See `{command} --help`."], error.exit_code)
+        return _print_errors([f"{command}: {message} See `{command} --help`."], error.exit_code)
     if isinstance(error, InputErrors | EnvironmentFaults):
-        return _say([str(problem) for problem in error.problems], error.exit_code)
+        return _print_errors([str(problem) for problem in error.problems], error.exit_code)
     if isinstance(error, BrokenPipeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    problem = _problem(error)
-    return _say([str(problem)], problem.exit_code)
+    problem = _as_vexport_error(error)
+    return _print_errors([str(problem)], problem.exit_code)
 
 
 def _file_behind(error: click.UsageError) -> str | None:
@@ -156,10 +156,10 @@ def _file_behind(error: click.UsageError) -> str | None:
     if not isinstance(error, click.BadParameter) or error.ctx is None or error.param is None:
         return None
     source = error.ctx.get_parameter_source(str(error.param.name))
-    return _table()[0] if source is ParameterSource.DEFAULT_MAP else None
+    return _defaults_table()[0] if source is ParameterSource.DEFAULT_MAP else None
 
 
-def _problem(error: BaseException) -> VexportError:
+def _as_vexport_error(error: BaseException) -> VexportError:
     """Return the exception as a VexportError. Raise it again if it is no Exception."""
     if isinstance(error, VexportError):
         return error
@@ -172,7 +172,7 @@ def _problem(error: BaseException) -> VexportError:
     raise error
 
 
-def _say(messages: Sequence[str], code: int) -> int:
+def _print_errors(messages: Sequence[str], code: int) -> int:
     """Print each message as one line on stderr and return `code`.
 
     Long messages are cut, and control characters are made visible. With --debug the traceback is
@@ -200,7 +200,7 @@ def default_map(group: click.Group) -> dict[str, dict[str, object]]:
     options of every command that has the option. Raises InputError for unknown tables or options,
     and for values of a wrong type.
     """
-    where, table = _table()
+    where, table = _defaults_table()
     if not table:
         return {}
     context = click.Context(group)
@@ -233,7 +233,11 @@ def _require_known(where: str, settings: Iterable[str], known: Mapping[str, clic
     for key in settings:
         place = f"{where}{clip(key, 100)}"
         name = key.replace("-", "_")
-        if key in known and str(known[key].name) in NEVER or name in NEVER:
+        if (
+            key in known
+            and str(known[key].name) in FORBIDDEN_DEFAULTS
+            or name in FORBIDDEN_DEFAULTS
+        ):
             got = "an option that may run code or change files is only valid on the command line"
             raise InputError(place, got=got, need="", fix="remove it from the file")
         if key not in known:
@@ -241,7 +245,7 @@ def _require_known(where: str, settings: Iterable[str], known: Mapping[str, clic
             raise InputError(place, got="an unknown option", need="an option of vexport", fix=fix)
 
 
-def _table() -> tuple[str, Mapping[str, object]]:
+def _defaults_table() -> tuple[str, Mapping[str, object]]:
     """Return the place and the settings in the file of defaults, both empty if there is no file."""
     for name in FILES:
         is_project = name == FILES[-1]
@@ -312,7 +316,7 @@ def _is_plain(value: object) -> bool:
 @click.group(
     cls=OrderedGroup,
     commands_in=COMMANDS,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": WIDEST},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": MAX_HELP_WIDTH},
     epilog=EPILOG,
 )
 @click.version_option(__version__, "-V", "--version", prog_name="vexport")

@@ -231,7 +231,7 @@ def evaluate(
             on_judged=show,
             on_progress=on_progress,
         )
-    _answer(evaluations, answer.format_, is_shown=is_first)
+    _print_answer(evaluations, answer.format_, is_shown=is_first)
 
 
 def _show_verdicts(evaluations: "Evaluations", *, as_text: bool, quiet: bool) -> None:
@@ -298,7 +298,7 @@ def _text(evaluations: "Evaluations") -> str:
     return render_verdicts(evaluations.verdicts, "text", width=text_width())
 
 
-def _rest_of_text(evaluations: "Evaluations", *, is_shown: bool) -> str:
+def _remaining_text(evaluations: "Evaluations", *, is_shown: bool) -> str:
     """Return the causes of losses as text, after the verdicts if `is_shown` is False."""
     from vexport.reports import render_cause
 
@@ -315,7 +315,7 @@ def _rest_of_text(evaluations: "Evaluations", *, is_shown: bool) -> str:
     return text
 
 
-def _in_form(evaluations: "Evaluations", format_: str) -> str:
+def _rendered(evaluations: "Evaluations", format_: str) -> str:
     """Return the whole output in a format other than text.
 
     Returns an empty string if there is no baseline.
@@ -334,13 +334,13 @@ def _in_form(evaluations: "Evaluations", format_: str) -> str:
     return render(evaluations.reports[0], format_, folder=folder, page=page)
 
 
-def _answer(evaluations: "Evaluations", format_: str, *, is_shown: bool) -> None:
+def _print_answer(evaluations: "Evaluations", format_: str, *, is_shown: bool) -> None:
     """Print the rest of the output, and exit by the outcome."""
     verdicts = evaluations.verdicts
     if format_ == "text":
-        text = _rest_of_text(evaluations, is_shown=is_shown)
+        text = _remaining_text(evaluations, is_shown=is_shown)
     else:
-        text = _in_form(evaluations, format_)
+        text = _rendered(evaluations, format_)
     if text:
         print_text(text)
     if format_ == "github" and verdicts:
@@ -353,20 +353,20 @@ def _answer(evaluations: "Evaluations", format_: str, *, is_shown: bool) -> None
     for outcome in ("FAIL", "INCONCLUSIVE"):
         for verdict in verdicts:
             if verdict.outcome == outcome:
-                conclude(outcome, verdict.checkpoint, verdict.reason, fix=_fix(verdict))
+                conclude(outcome, verdict.checkpoint, verdict.reason, fix=_known_fix(verdict))
 
 
-def _fix(verdict: "Verdict") -> str:
+def _known_fix(verdict: "Verdict") -> str:
     """Return advice for a known cause, or else an empty string.
 
     Known causes are too many lost answers, and a loss in later tokens of held-out text alone.
     """
-    from vexport.reports.formatting import LATE
+    from vexport.reports.formatting import LATE_FAILURE_ADVICE
 
     if any(task.too_many_lost for task in verdict.tasks):
         return "see the answers that were cut or are empty above, and evaluate again"
     if verdict.text is not None and verdict.text.fails_late:
-        return LATE
+        return LATE_FAILURE_ADVICE
     return ""
 
 
@@ -396,4 +396,4 @@ def verdict_command(baseline_results: Path, results: Path, answer: Answer) -> No
     print_text(render_verdicts([verdict], answer.format_, width=text_width()))
     if answer.format_ == "github":
         add_text_summary(render_verdicts([verdict], "text"))
-    conclude(verdict.outcome, str(results), verdict.reason, fix=_fix(verdict))
+    conclude(verdict.outcome, str(results), verdict.reason, fix=_known_fix(verdict))

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vexport.formats.gpus import Card
     from vexport.outputs.replaceable import NamedPath
 
-WIDEST = 100
+MAX_HELP_WIDTH = 100
 HEADINGS: Sequence[Heading] = get_args(Heading)
 OTHERS: Heading = "Options"
 OUTPUT: Heading = "Output"
@@ -207,7 +207,7 @@ INPUTS = (
 DATA = ("text", "data")
 DRAFTER = "speculative"
 # Interpreters. They are executed, so they are neither inputs nor outputs.
-RUN = ("vllm_python",)
+INTERPRETER_OPTIONS = ("vllm_python",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -445,7 +445,7 @@ def require_apart(
         elif parameter.name in OUTPUTS and parameter.type is not READ_PATH:
             given = context.params.get(str(parameter.name))
             written += [NamedPath(label=label, path=given)] if given else []
-        elif parameter.name not in RUN:
+        elif parameter.name not in INTERPRETER_OPTIONS:
             read += [NamedPath(label=label, path=path) for path in _paths_read(context, parameter)]
     require_separate(list(dict.fromkeys(written)), read)
 

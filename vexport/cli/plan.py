@@ -34,7 +34,7 @@ Other group sizes: add _G and the number of columns, or _CHANNEL for one scale p
 W4A16_G64 and W4A16_CHANNEL. `--scheme W4A16 --group-size 64` has the same effect.
 """
 # Settings that affect the table of all schemes.
-OF_TABLE = ("revision", "group_size", "ignore", "kv_cache", "tp")
+TABLE_OPTIONS = ("revision", "group_size", "ignore", "kv_cache", "tp")
 
 
 @command(unlisted=("smoothing", "input_observer", "seed", "pack", "all_experts", "device"))
@@ -220,7 +220,7 @@ def _compare_schemes(source: str, answer: Answer, gpu: "Card | int | None", *, e
     from vexport.api import plan_schemes
     from vexport.reports.plan import render_table
 
-    settings = {key: value for key, value in given_settings("plan").items() if key in OF_TABLE}
+    settings = {key: value for key, value in given_settings("plan").items() if key in TABLE_OPTIONS}
     with progress_display(quiet=answer.quiet) as on_progress:
         table = plan_schemes(source, **settings, gpu=_gpu_name(gpu), on_progress=on_progress)
     print_text(render_table(table, answer.format_, every=every))

@@ -115,8 +115,8 @@ def quantize(
             verify=not no_verify,
             overwrite=overwrite,
             trust_remote_code=trust_remote_code,
-            how_to_keep=_keeping,
-            on_note=note if is_first else _no_note,
+            how_to_keep=_command_that_keeps,
+            on_note=note if is_first else _ignore_note,
             on_progress=on_progress,
         )
     if is_first:
@@ -125,11 +125,11 @@ def quantize(
         print_text(render_quantized(quantized, answer.format_))
 
 
-def _no_note(text: str) -> None:
+def _ignore_note(text: str) -> None:
     """Print nothing."""
 
 
-def _keeping(patterns: Sequence[str]) -> str:
+def _command_that_keeps(patterns: Sequence[str]) -> str:
     """Return the current command line in backticks, with --ignore added for each pattern."""
     words = [word for pattern in patterns for word in ("--ignore", pattern)]
     return f"`{shlex.join(['vexport', *sys.argv[1:], *words])}`"

@@ -75,8 +75,8 @@ def check_with_dry_load(
 
     `roots` are the folders by name. The dry load starts before `read`, in a separate process. The
     process has ended when this function returns or raises. If the dry load cannot run, `not_judged`
-    in the reports has the reason. `vllm_python` is the interpreter, or None for the
-    running interpreter.
+    in the reports has the reason. `vllm_python` is the interpreter, or None for the running
+    interpreter.
 
     A fault is not judged if vLLM has the same fault with the unquantized model. This is the model
     in the folder `source`, or, without `source`, a model that transformers makes of the
@@ -203,12 +203,13 @@ class LoadVerifier:
     Its config, names and headers are checked in this process. With `dry`, and if vLLM is installed,
     a dry load follows. For each rank count of the plan, the checkpoint must load on at least one
     GPU that runs the schemes. Other GPUs that run the schemes may refuse its attention or its
-    quantized KV cache. `note` is called with each part that could not be judged. `keeping` returns
-    advice on how to keep the layers that match the given patterns unquantized.
+    quantized KV cache. `note` is called with each part that could not be judged.
+    `command_that_keeps` returns advice on how to keep the layers that match the given patterns
+    unquantized.
     """
 
     note: Callable[[str], None]
-    keeping: Callable[[Sequence[str]], str]
+    command_that_keeps: Callable[[Sequence[str]], str]
     dry: bool = True
 
     def failure(self, job: "QuantizeJob", folder: Path, plan: Plan) -> CheckpointFailed | None:
@@ -246,7 +247,7 @@ class LoadVerifier:
             where.replace(str(folder), str(job.out)),
             got=first.got + (f" ({len(errors) - 1:,} more)" if len(errors) > 1 else ""),
             need=first.expected,
-            fix=f"keep these layers unquantized: {self.keeping(keep)}"
+            fix=f"keep these layers unquantized: {self.command_that_keeps(keep)}"
             if keep
             else "complete the files of SOURCE, or report this as a bug of vexport",
         )

@@ -38,7 +38,7 @@ from vexport.files import atomic_path
 from vexport.formats import nearest_format
 from vexport.formats.base import EXPERT
 from vexport.formats.config import K_SCALE, V_SCALE
-from vexport.formats.dequantize import any_groups, arguments_of
+from vexport.formats.dequantize import arguments_of, ignore_group_warning
 from vexport.formats.input_rounding import InputRounding
 from vexport.numerics.metrics import kl_divergence
 from vexport.outputs.manifest import record
@@ -258,7 +258,7 @@ def _schemes(
         got = f"quant_method {method!r}"
         need = "compressed-tensors, the only method with a reference"
         raise InputError(stored.place, got=got, need=need, fix=FIX_NO_REFERENCE)
-    with any_groups():
+    with ignore_group_warning():
         config = QuantizationConfig.model_validate(stored.values)
     groups, ignore, schemes = config.config_groups.values(), config.ignore or (), {}
     for name, module in linears.items():

@@ -12,12 +12,12 @@ from pathlib import Path
 
 # C0 and C1 controls, DEL, lone surrogates, non-characters, line separators, zero-width and bidi
 # marks. They are illegal in XML, are commands to a terminal, or disguise text.
-_HIDDEN = re.compile(
+_HIDDEN_CHARACTERS = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ud800-\udfff\ufeff\ufffe\uffff]"
 )
 # A longer run without spaces is not a word, and is cut at the limit.
 _LONGEST_WORD = 60
-_NAMED = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
+_ESCAPES = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 
 
 def visible(text: str, keep: str = "") -> str:
@@ -25,7 +25,9 @@ def visible(text: str, keep: str = "") -> str:
 
     Characters in `keep` stay as they are.
     """
-    return _HIDDEN.sub(lambda match: match[0] if match[0] in keep else _spelled(match[0]), text)
+    return _HIDDEN_CHARACTERS.sub(
+        lambda match: match[0] if match[0] in keep else _spelled(match[0]), text
+    )
 
 
 def clip(text: str, limit: int) -> str:
@@ -57,7 +59,7 @@ def shown(value: object, limit: int = 300) -> str:
 
 def _spelled(character: str) -> str:
     code = ord(character)
-    return _NAMED.get(character, f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}")
+    return _ESCAPES.get(character, f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}")
 
 
 def first_line(error: BaseException) -> str:
@@ -158,7 +160,7 @@ _WRONG_PATH = frozenset(
         errno.ENOENT,
     )
 ) | {errno.ENOTDIR, errno.EPERM, errno.EROFS}
-_FULL = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
+_DISK_FULL_CODES = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 
 
 def file_problem(error: OSError) -> VexportError:
@@ -167,7 +169,7 @@ def file_problem(error: OSError) -> VexportError:
     It is bad input (exit 2) or a fault of the machine (exit 4).
     """
     # A failed copy names its source first. If the disk is full, the copy's path is meant.
-    is_full = error.errno in _FULL and error.filename2 is not None
+    is_full = error.errno in _DISK_FULL_CODES and error.filename2 is not None
     where = clip(str((error.filename2 if is_full else error.filename) or "file system"), 200)
     got = error.strerror or str(error)
     if error.errno in _WRONG_PATH:

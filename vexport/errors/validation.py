@@ -43,7 +43,7 @@ _KINDS: Mapping[str, str] = {
     "tuple_type": "a list",
 }
 # Types of errors that a validator of ours, or of vLLM, has raised.
-_RAISED = frozenset({"value_error", "assertion_error", "setting"})
+_RAISED_ERROR_TYPES = frozenset({"value_error", "assertion_error", "setting"})
 # Names of alternatives in places: `int`, `literal['auto']`, `dict[str,any]`, `Refit`.
 _ALTERNATIVE = re.compile(
     r"none|bool|int|float|str|bytes|list|tuple|dict|set|path|[A-Z]\w*|[\w-]+\[.*\]", re.DOTALL
@@ -195,7 +195,7 @@ def _nearest_alternative(
         if all(problem.keys for problem in problems):
             return _merged(problems)
     flat = [problem for problems in alternatives for problem in problems if not problem.keys]
-    raised = [problem for problem in flat if problem.kind in _RAISED]
+    raised = [problem for problem in flat if problem.kind in _RAISED_ERROR_TYPES]
     if raised:
         return raised[:1]
     needs = list(dict.fromkeys(problem.need for problem in flat))

@@ -36,7 +36,7 @@ from vexport.scenario import Evaluate, Serve
 from vexport.scenario.reading import problems_at
 from vexport.scenario.serve import with_options
 
-MEASURED = (
+MEASURED_SETTINGS = (
     *("limit", "num_fewshot", "apply_chat_template", "fewshot_as_multiturn", "system_instruction"),
     *("gen_kwargs", "max_gen_toks", "think_end_token", "enable_thinking", "seed"),
 )
@@ -75,7 +75,7 @@ def settings_to_store(evaluate: Evaluate, serve: Serve, file: Path) -> dict[str,
     Settings with their default value are left out. Paths below the current folder become relative
     to the folder of `file`. They stay valid if the repository is cloned to another place.
     """
-    stored = evaluate.model_dump(mode="json", include={*MEASURED}, exclude_defaults=True)
+    stored = evaluate.model_dump(mode="json", include={*MEASURED_SETTINGS}, exclude_defaults=True)
     stored = {**paths_to_store(evaluate, file), **stored}
     arguments = serve.given
     return stored | {key: arguments[key] for key in ENGINE if arguments.get(key) is not None}
@@ -138,7 +138,7 @@ def accepted_settings(accepted: Accepted) -> dict[str, JsonValue]:
     """
     if accepted.settings is None:
         return recovered_settings(accepted.fingerprint, accepted.names, [*accepted.tasks])
-    known = (*PATHS, *MEASURED, *ENGINE)
+    known = (*PATHS, *MEASURED_SETTINGS, *ENGINE)
     settings = {key: value for key, value in accepted.settings.items() if key in known}
     settings.setdefault("tasks", [*accepted.names])
     return settings
@@ -199,7 +199,7 @@ def _contradictions(
     command: str,
 ) -> Iterator[InputError]:
     """Yield an error for each given setting that differs from the accepted setting."""
-    for key in (key for key in MEASURED if key in named):
+    for key in (key for key in MEASURED_SETTINGS if key in named):
         if not _is_same(key, named[key], stored, accepted):
             need = f"{_words(key, stored, accepted)}, as in {file}"
             yield InputError(f"{command}: {key}", got=_text(named[key]), need=need, fix=_FIX)

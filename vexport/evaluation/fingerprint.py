@@ -18,7 +18,7 @@ MAX_GEN_TOKS, THINK_END_TOKEN = "max gen toks", "think end token"
 ENABLE_THINKING = "enable thinking"
 DEFAULT_LENGTH = 256
 """lm-eval's maximum of new tokens if neither the task nor the model's arguments set it."""
-_ABSENT = {
+_DEFAULTS = {
     CHAT_TEMPLATE: "not applied",
     SYSTEM_INSTRUCTION: "none",
     GEN_KWARGS: "the tasks' own",
@@ -32,10 +32,10 @@ They apply if the results or the accepted baseline do not record the setting.
 """
 DIGITS = 16
 """Digits of a SHA-256 that vexport shows."""
-_PLAIN = {"lm-eval": "lm_eval_version", "transformers": "transformers_version"}
-_CONFIGURED = ("limit", "random_seed", "numpy_seed", "torch_seed", "fewshot_seed")
-_ANSWERS = ("max_gen_toks", "think_end_token", "enable_thinking", "chat_template_args")
-_ENGINE = (
+_VERSION_KEYS = {"lm-eval": "lm_eval_version", "transformers": "transformers_version"}
+_CONFIG_KEYS = ("limit", "random_seed", "numpy_seed", "torch_seed", "fewshot_seed")
+_ANSWER_KEYS = ("max_gen_toks", "think_end_token", "enable_thinking", "chat_template_args")
+_ENGINE_KEYS = (
     "dtype",
     "max_model_len",
     "quantization",
@@ -43,7 +43,7 @@ _ENGINE = (
     "enforce_eager",
     "add_bos_token",
 )
-_OF_TASKS = {"version of ": "versions", FEWSHOT: "n-shot", TASK_HASH: "task_hashes"}
+_TASK_KEYS = {"version of ": "versions", FEWSHOT: "n-shot", TASK_HASH: "task_hashes"}
 # Tokens that end thinking: Qwen3, DeepSeek-R1, GLM and SmolLM3; Magistral; Seed-OSS; gpt-oss.
 _THINK_ENDS = ("</think>", "[/THINK]", "</seed:think>", "<|channel|>final<|message|>")
 
@@ -55,11 +55,11 @@ def changed_names(old: Fingerprint, new: Fingerprint) -> list[str]:
     `gen_kwargs` changed, changed generation arguments of single tasks are skipped, because
     `gen_kwargs` sets them.
     """
-    names = [*old, *(name for name in _ABSENT if name in new and name not in old)]
+    names = [*old, *(name for name in _DEFAULTS if name in new and name not in old)]
     differ = [
         name
         for name in names
-        if name in {*new, *_ABSENT} and _value(old, name) != _value(new, name)
+        if name in {*new, *_DEFAULTS} and _value(old, name) != _value(new, name)
     ]
     follows = f"{GEN_KWARGS} of " if GEN_KWARGS in differ else None
     return [name for name in differ if not (follows and name.startswith(follows))]
@@ -88,7 +88,7 @@ def causes(old: Fingerprint, new: Fingerprint, task: str) -> list[str]:
 
 
 def _value(side: Fingerprint, name: str) -> str:
-    return side.get(name, _ABSENT.get(name, "none"))
+    return side.get(name, _DEFAULTS.get(name, "none"))
 
 
 def device_of(fingerprint: Fingerprint) -> str:
@@ -129,7 +129,7 @@ def recorded_prompting(content: Mapping[str, Json], tasks: Sequence[str]) -> Pro
     """Return the settings of the prompts, as a results file records them."""
     template, arguments = _sha(content, "chat_template_sha"), _arguments(content)
     generation = {
-        name: _text(value) for name in _ANSWERS if (value := arguments.get(name)) is not None
+        name: _text(value) for name in _ANSWER_KEYS if (value := arguments.get(name)) is not None
     }
     if given := mapping_in(content, "config").get("gen_kwargs"):
         generation["gen_kwargs"] = _text(given)
@@ -147,21 +147,21 @@ def recorded_prompting(content: Mapping[str, Json], tasks: Sequence[str]) -> Pro
 def recorded_fingerprint(content: Mapping[str, Json], tasks: Sequence[str]) -> Fingerprint:
     """Return everything in a results file that could change a score, by name."""
     prompting, config = recorded_prompting(content, tasks), mapping_in(content, "config")
-    settings: dict[str, Json] = {name: content.get(key) for name, key in _PLAIN.items()}
+    settings: dict[str, Json] = {name: content.get(key) for name, key in _VERSION_KEYS.items()}
     if prompting.chat_template:
         settings[CHAT_TEMPLATE] = f"sha {prompting.chat_template}"
         settings[MULTITURN] = prompting.fewshot_as_multiturn
     if prompting.system_instruction:
         settings[SYSTEM_INSTRUCTION] = f"sha {prompting.system_instruction}"
     named = {
-        **{name: config.get(name) for name in _CONFIGURED},
-        **{name: _arguments(content).get(name) for name in _ENGINE},
+        **{name: config.get(name) for name in _CONFIG_KEYS},
+        **{name: _arguments(content).get(name) for name in _ENGINE_KEYS},
         **prompting.generation,
     }
     settings |= {name.replace("_", " "): value for name, value in named.items()}
     for task in tasks:
         settings |= {
-            f"{name}{task}": mapping_in(content, key).get(task) for name, key in _OF_TASKS.items()
+            f"{name}{task}": mapping_in(content, key).get(task) for name, key in _TASK_KEYS.items()
         }
         given = mapping_in(mapping_in(content, "configs"), task).get("generation_kwargs")
         settings[f"{GEN_KWARGS} of {task}"] = _text(given) if given else None

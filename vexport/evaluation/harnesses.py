@@ -23,7 +23,7 @@ from vexport.errors.extras import require_extra
 from vexport.evaluation.json_lines import json_lines
 from vexport.evaluation.lost import CUT_REASONS, Ending, ending_of
 from vexport.evaluation.results import Results, Sample, TaskSamples, read_results
-from vexport.inference.result_files import STAMP, result_files
+from vexport.inference.result_files import TIMESTAMP, result_files
 from vexport.records import Json
 
 Harness = Literal["lm-eval", "lighteval", "EvalScope", "JSON lines"]
@@ -45,7 +45,7 @@ LOWER_IS_BETTER = frozenset(
 _SUCCESS = "success"
 _DETAILS = "details_"
 # A length limit that no answer reaches. Answers then count as cut only by their finish reason.
-_NO_LIMIT = 2**31
+_UNLIMITED_LENGTH = 2**31
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,7 +316,7 @@ def _task_of(file: Path) -> str:
 
 
 def _date_of(file: Path) -> str:
-    found = STAMP.search(f"{file.stem}.json")
+    found = TIMESTAMP.search(f"{file.stem}.json")
     return found[1] if found else ""
 
 
@@ -526,6 +526,6 @@ def _ending(answer: Answer) -> Ending | None:
         responses=[answer.text],
         filtered=[extracted],
         reasons=reasons,
-        longest=_NO_LIMIT,
+        longest=_UNLIMITED_LENGTH,
         is_stripped=False,
     )

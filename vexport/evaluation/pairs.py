@@ -45,7 +45,7 @@ Choice = Mapping[str, str]
 # Metrics of lm-eval with a value from 0 to 1 for each document.
 SHARES = frozenset(("acc", "acc_norm", "acc_bytes", "exact_match"))
 # Maximum relative difference between a recorded aggregate and the same aggregate computed here.
-_SAME = 1e-6
+_TOLERANCE = 1e-6
 # Number of characters of each prompt that a message shows, from the first difference on.
 _SHOWN = 40
 
@@ -662,5 +662,5 @@ def _require_recorded(task: TaskSamples, metric: str, filter_name: str, value: f
     recorded = task.aggregates.get(f"{metric},{filter_name}")
     if metric in task.metric_list or recorded is None:
         return
-    if not math.isclose(recorded, value, rel_tol=_SAME, abs_tol=_SAME):
+    if not math.isclose(recorded, value, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE):
         raise NotReadable(f"lm-eval recorded {recorded}, and its documents give {value}")

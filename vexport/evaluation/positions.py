@@ -27,15 +27,15 @@ from vexport.evaluation.drift import least_kl
 from vexport.evaluation.statistics import Scores
 from vexport.inference.answers import Served
 from vexport.inference.row_scores import NO_TOKEN
-from vexport.inference.text_scores import AGAIN, rows_to_repeat
+from vexport.inference.text_scores import REPEATED_PREFIX, rows_to_repeat
 from vexport.numerics.metrics import kl_divergence
 
-FIRST_END = KL_TOKENS
+FIRST_BUCKET_END = KL_TOKENS
 """End of the first bucket: the tokens with log-probabilities of the whole vocabulary."""
-GROWTH = 4
+BUCKET_GROWTH = 4
 """Ratio of a bucket's end to the end of the bucket before it."""
 # Number of positions whose log-probabilities are matched in a single step.
-_MATCHED = 1024
+_POSITIONS_AT_ONCE = 1024
 
 
 class TensorFile(Protocol):
@@ -89,8 +89,8 @@ def buckets_of(tokens: int) -> tuple[Span, ...]:
     The last bucket ends with the row. If it would have fewer tokens than the first bucket, it is
     joined to the bucket before it.
     """
-    ends = _ends(FIRST_END, GROWTH, tokens)
-    if len(ends) > 1 and tokens - ends[-2] < FIRST_END:
+    ends = _ends(FIRST_BUCKET_END, BUCKET_GROWTH, tokens)
+    if len(ends) > 1 and tokens - ends[-2] < FIRST_BUCKET_END:
         del ends[-2]
     return tuple(map(Span, [0, *ends[:-1]], ends))
 
@@ -160,10 +160,10 @@ def compare_repeated(baseline: Served) -> Iterator[ComparedRow]:
     with _opened(baseline.text_file) as scores:
         names = set(scores.keys())
         for number in range(rows_to_repeat(len(baseline.rows))):
-            if f"{AGAIN}nll.{number}" not in names:
+            if f"{REPEATED_PREFIX}nll.{number}" not in names:
                 return
             first = _scored_row(scores, "", number)
-            second = _scored_row(scores, AGAIN, number)
+            second = _scored_row(scores, REPEATED_PREFIX, number)
             kl, _ = _kl_of_likeliest(first, second)
             yield _compared(first, second, kl, 0)
 
@@ -222,8 +222,8 @@ def _kl_of_likeliest(old: _ScoredRow, new: _ScoredRow) -> tuple[torch.Tensor, bo
     is_whole = has_same_width and _is_whole(old.tokens) and _is_whole(new.tokens)
     measure = kl_divergence if is_whole else least_kl
     parts = []
-    for start in range(0, len(old.tokens), _MATCHED):
-        part = slice(start, start + _MATCHED)
+    for start in range(0, len(old.tokens), _POSITIONS_AT_ONCE):
+        part = slice(start, start + _POSITIONS_AT_ONCE)
         other = _aligned(old.tokens[part], new.tokens[part], new.logprobs[part])
         first = old.logprobs[part]
         if is_whole:  # only the second entry of the row's own token is unused

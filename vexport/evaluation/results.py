@@ -26,7 +26,7 @@ from vexport.evaluation.metrics import AGGREGATIONS, Meaning, meaning_of
 from vexport.files import read_json_object
 from vexport.inference.added_keys import FINISH_REASON, SEED
 from vexport.inference.fingerprint import read_fingerprint
-from vexport.inference.result_files import STAMP, result_files, run_name
+from vexport.inference.result_files import TIMESTAMP, result_files, run_name
 from vexport.records import Json, Prompting
 
 SCORED_TEXTS = ("loglikelihood", "loglikelihood_rolling")
@@ -458,7 +458,7 @@ def _read_task(file: Path, task: str, content: Mapping[str, Json]) -> TaskSample
             "a name without folders that is not too long",
         )
         raise InputError(str(file), got=got, need=need, fix="evaluate again with lm-eval")
-    stamp = STAMP.search(file.name)
+    stamp = TIMESTAMP.search(file.name)
     if stamp is None:
         need = "a name that ends in lm-eval's date"
         raise InputError(

@@ -24,16 +24,16 @@ from vexport.files import read_json
 from vexport.records import Finding, Json, Severity, TensorInfo
 
 # Tensors that vLLM computes and does not load (AutoWeightsLoader, load_weights of its models).
-COMPUTED = re.compile(
+COMPUTED_TENSORS = re.compile(
     r".*\b(?:rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|masked_bias|attn\.bias)$"
 )
 # Scales of the KV cache and of queries, which only the quantized checkpoint has.
-ADDED = re.compile(r".*\b[qkv]_scale$|.*\bkv_scale$")
+ADDED_SCALES = re.compile(r".*\b[qkv]_scale$|.*\bkv_scale$")
 FIX_EXPORT = "export the checkpoint again"
 SAME_BYTES = "the same bytes as in the source"
 NORM = re.compile(r".*norm\.weight$")
 TABLE = "model.embed_tokens.weight"
-TIED = ("lm_head.weight", "embed_out.weight")
+TIED_HEADS = ("lm_head.weight", "embed_out.weight")
 # Parts of tokenizers' file format that determine a prompt's token ids. The rest of the file
 # contains settings of the call (truncation, padding) or the version.
 TOKENIZER_PARTS = (
@@ -105,7 +105,11 @@ def tensor_findings(
     """
     for name, tensor in view.index.tensors.items():
         module, _, parameter = name.rpartition(".")
-        if ADDED.match(name) or name in explained or (module in quantized and parameter != "bias"):
+        if (
+            ADDED_SCALES.match(name)
+            or name in explained
+            or (module in quantized and parameter != "bias")
+        ):
             continue
         yield from _kept(view, origins, tensor)
     origins.release()
@@ -115,7 +119,7 @@ def tensor_findings(
 
 def _kept(view: CheckpointView, origins: SourceTensors, tensor: TensorInfo) -> Iterator[Finding]:
     origin = origins.tensor(tensor.name)
-    if origin is None and tensor.name.endswith(TIED) and _is_tied(view):
+    if origin is None and tensor.name.endswith(TIED_HEADS) and _is_tied(view):
         origin = origins.tensor(TABLE)
     if origin is None:
         yield from _regrouped(view, origins, tensor)
@@ -185,7 +189,7 @@ def _regrouped(
 
 
 def _missing_finding(view: CheckpointView, tensor: TensorInfo) -> Iterator[Finding]:
-    if COMPUTED.match(tensor.name) or (_is_tied(view) and tensor.name.endswith(TIED)):
+    if COMPUTED_TENSORS.match(tensor.name) or (_is_tied(view) and tensor.name.endswith(TIED_HEADS)):
         return
     if PREDICTION.search(tensor.name):
         got = "no such tensor: vLLM cannot use this layer for drafting"

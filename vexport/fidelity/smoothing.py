@@ -33,8 +33,8 @@ NORMS: Mapping[str, str] = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "input_layernorm.weight"),
     **dict.fromkeys(("gate_proj", "up_proj"), "post_attention_layernorm.weight"),
 }
-AFTER: Mapping[str, str] = {"v_proj": "o_proj", "up_proj": "down_proj"}
-BEFORE: Mapping[str, str] = {after: before for before, after in AFTER.items()}
+NEXT_LAYER: Mapping[str, str] = {"v_proj": "o_proj", "up_proj": "down_proj"}
+PREVIOUS_LAYER: Mapping[str, str] = {after: before for before, after in NEXT_LAYER.items()}
 # Rounding to 4 bits changes the gain of a row or column of some hundred weights by 1 or 2 %.
 MAX_DISAGREEMENT = 0.1
 
@@ -101,10 +101,16 @@ class Factors:
         columns = self._of_norm(name)
         if columns is not None and columns.shape == weight.shape[1:]:
             weight = weight * columns
-        first = name if projection in AFTER else f"{prefix}.{BEFORE.get(projection, '')}"
-        between = self._between(first) if projection in AFTER or projection in BEFORE else None
+        first = (
+            name if projection in NEXT_LAYER else f"{prefix}.{PREVIOUS_LAYER.get(projection, '')}"
+        )
+        between = (
+            self._between(first)
+            if projection in NEXT_LAYER or projection in PREVIOUS_LAYER
+            else None
+        )
         if between is not None:
-            weight = weight / between[:, None] if projection in AFTER else weight * between
+            weight = weight / between[:, None] if projection in NEXT_LAYER else weight * between
         return None if columns is None and between is None else (weight,)
 
     def accept(self, name: str) -> None:
@@ -138,7 +144,7 @@ class Factors:
     def _between(self, first: str) -> torch.Tensor | None:
         """Return the factors between a layer and the layer after it, if both weights agree."""
         prefix, _, projection = first.rpartition(".")
-        second = f"{prefix}.{AFTER[projection]}"
+        second = f"{prefix}.{NEXT_LAYER[projection]}"
         rows, columns = self._gains(first, 1), self._gains(second, 0)
         if rows is None or columns is None or rows.shape != columns.shape:
             return None

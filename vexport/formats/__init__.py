@@ -18,7 +18,7 @@ PACKED, FP8, INT8, INT4 = PackedIntegers(), Fp8(), Int8(), Int4()
 # compressed_tensors.py, for a device that supports every scheme.
 FORMATS: Sequence[Format] = (NVFP4, MXFP4, MXFP8, PACKED, FP8, INT8, INT4)
 # In the order in which vexport prefers them for a scheme's weights: INT8 before packed integers.
-WRITTEN: Sequence[Format] = (NVFP4, MXFP4, MXFP8, FP8, INT8, PACKED)
+WRITTEN_FORMATS: Sequence[Format] = (NVFP4, MXFP4, MXFP8, FP8, INT8, PACKED)
 
 
 def vllm_format(args: Arguments, stored_as: str) -> Format | str:
@@ -53,6 +53,8 @@ def nearest_format(args: Arguments, stored_as: str) -> Format:
 def written_format(args: Arguments) -> Format | None:
     """Return the format in which vexport stores weights, or None if vLLM would not run them."""
     runs = (
-        each for each in WRITTEN if each.matches(args, each.name) and each.refusal(args) is None
+        each
+        for each in WRITTEN_FORMATS
+        if each.matches(args, each.name) and each.refusal(args) is None
     )
     return None if next(contradictions(args), None) else next(runs, None)

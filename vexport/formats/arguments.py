@@ -28,7 +28,7 @@ NULLABLE = frozenset(
     {"group_size", "strategy", "block_structure", "actorder", "scale_dtype", "zp_dtype", "observer"}
 )
 ORDERINGS = (None, "group", "weight", "dynamic", "static")
-LOWERED = ("type", "strategy", "dynamic", "actorder")
+LOWERCASE_FIELDS = ("type", "strategy", "dynamic", "actorder")
 # More bits than any scheme of vLLM has. The limit keeps values that are computed from them small.
 MAX_BITS = 16
 
@@ -226,7 +226,7 @@ def _inferred(raw: Mapping[str, Json]) -> dict[str, Json]:
 
 def _present(raw: Mapping[str, Json]) -> dict[str, Json]:
     present: dict[str, Json] = {key: value for key, value in raw.items() if value is not None}
-    for key in LOWERED:
+    for key in LOWERCASE_FIELDS:
         value = present.get(key)
         if isinstance(value, str):
             present[key] = value.lower()

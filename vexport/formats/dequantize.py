@@ -61,7 +61,7 @@ def _dumped(args: QuantArgs) -> str:
 
 @cache
 def _ct_scheme(weights: str, inputs: str | None) -> QuantizationScheme:
-    with any_groups():
+    with ignore_group_warning():
         return QuantizationScheme(
             targets=["Linear"],
             weights=QuantizationArgs.model_validate_json(weights),
@@ -70,7 +70,7 @@ def _ct_scheme(weights: str, inputs: str | None) -> QuantizationScheme:
 
 
 @contextmanager
-def any_groups() -> Iterator[None]:
+def ignore_group_warning() -> Iterator[None]:
     """Silence compressed-tensors' warning that inputs and weights have different groups.
 
     From 0.20 on, compressed-tensors does not warn if weights and inputs have different bits, as in

@@ -85,7 +85,7 @@ CARDS: Mapping[str, Card] = {
     name: Card(name=name, memory_bytes=memory * _MIB, sm=sm) for name, memory, sm in _TABLE
 }
 # Other names of the same GPUs.
-_ALSO = {
+_ALIASES = {
     "GB10": "DGX-Spark",
     "Spark": "DGX-Spark",
     "AGX-Thor": "Thor",
@@ -103,19 +103,19 @@ _ALSO = {
 
 # Words around the name in the output of `nvidia-smi`: the maker, the kind of board, the kind of
 # memory.
-_DECORATION = re.compile(
+_IGNORED_WORDS = re.compile(
     r"nvidia|geforce|tesla|jetson|blackwell|hbm\d?e?|sxm\d?|pcie|server|workstation|max-?q|edition"
     r"|[\W_]"
 )
 
 
 def _fold(name: str) -> str:
-    return _DECORATION.sub("", name.casefold())
+    return _IGNORED_WORDS.sub("", name.casefold())
 
 
 _BY_FOLDED_NAME: Mapping[str, Card] = {
     **{_fold(name): card for name, card in CARDS.items()},
-    **{_fold(name): CARDS[card] for name, card in _ALSO.items()},
+    **{_fold(name): CARDS[card] for name, card in _ALIASES.items()},
 }
 
 

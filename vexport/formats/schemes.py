@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 
 from vexport.architectures.ranks import Split, uneven
 from vexport.errors import InputError, nearest
-from vexport.formats import WRITTEN, vllm_format, written_format
+from vexport.formats import WRITTEN_FORMATS, vllm_format, written_format
 from vexport.formats.arguments import (
     GROUPED,
     QuantArgs,
@@ -365,7 +365,7 @@ def format_of(args: SchemeArgs) -> Format | str:
     storage = written_format(args)
     if storage is None:
         reason = next(contradictions(args), None)
-        answers = [vllm_format(args, each.name) for each in reversed(WRITTEN)]
+        answers = [vllm_format(args, each.name) for each in reversed(WRITTEN_FORMATS)]
         return reason or next(answer for answer in answers if isinstance(answer, str))
     if not storage.gpu_support(args).input_bits and storage.cpu(args) != "native":
         sizes = [str(size) for size in storage.group_sizes(args) if size]

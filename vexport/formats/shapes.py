@@ -13,7 +13,7 @@ from vexport.records import LinearPlan, TensorSpec
 WEIGHTS = ("weight", "weight_packed")
 # Tensors of a layer that vLLM splits by whole groups (mamba_v2_sharded_weight_loader in
 # mamba/mamba_mixer2.py).
-CUT_BY_GROUPS = ("weight", "weight_scale", "input_scale")
+GROUPED_TENSORS = ("weight", "weight_scale", "input_scale")
 
 
 def unsupported_on(
@@ -106,7 +106,7 @@ def _ungrouped(
     for spec in scheme.layout(members[0], "BF16") if scheme is not None else ():
         last_part = spec.name.rpartition(".")[2]
         by_row = spec.shape[0] == members[0].out_features
-        if last_part not in CUT_BY_GROUPS or not by_row:
+        if last_part not in GROUPED_TENSORS or not by_row:
             return (
                 f"{last_part} {list(spec.shape)}, which vLLM does not split over {ranks} ranks, "
                 f"because there is only one group"

@@ -28,7 +28,7 @@ from vexport.inference.endpoint.tokenizer import show_retries
 from vexport.inference.engine_session import run_session
 from vexport.inference.fingerprint import engine_fingerprint, write_fingerprint
 from vexport.inference.options import BASELINE, NO_EVALUATION, EngineOptions
-from vexport.inference.prompts import CONTINUED, Prompts, fixed_prompts, shortest_length
+from vexport.inference.prompts import CONTINUED_PROMPTS, Prompts, fixed_prompts, shortest_length
 from vexport.inference.repeated import read_repeated, require_deterministic
 from vexport.inference.requested_tasks import add_tasks
 from vexport.inference.session_folder import (
@@ -122,7 +122,7 @@ class EngineSource(AnswerSource):
         folder.mkdir(parents=True, exist_ok=True)
         settings = questions.evaluate
         prompts = fixed_prompts(
-            self.checkpoint, texts=questions.texts, count=settings.kl_prompts or CONTINUED
+            self.checkpoint, texts=questions.texts, count=settings.kl_prompts or CONTINUED_PROMPTS
         )
         rows = read_rows(
             settings,

@@ -30,8 +30,8 @@ _BATCHES = 4
 # Number of likeliest tokens at each place of a text. Their log-probabilities give a lower bound of
 # the KL. If the vocabulary has at most `_SMALL_VOCABULARY` tokens, all of them are read, and the KL
 # is exact.
-_TOP = 128
-_MIN_TOP = 20
+_MAX_TOP_LOGPROBS = 128
+_MIN_TOP_LOGPROBS = 20
 _SMALL_VOCABULARY = 1024
 # Maximum number of log-probabilities of one row, and of the rows that run at once. vLLM returns
 # them as Python lists with some 100 bytes per number.
@@ -45,11 +45,11 @@ class EngineModel(Model):
     def __init__(
         self,
         llm: "LLM",
-        kept: KeptAnswers,
+        kept_answers: KeptAnswers,
         on_progress: OnProgress,
         batch_size: int | None = None,
     ) -> None:
-        super().__init__(kept, on_progress)
+        super().__init__(kept_answers, on_progress)
         self._llm = llm
         self.llm_engine = llm.llm_engine
         most = int(llm.llm_engine.vllm_config.scheduler_config.max_num_seqs)
@@ -61,7 +61,7 @@ class EngineModel(Model):
         for first in range(0, len(keys), self._batch_size):
             batch = keys[first : first + self._batch_size]
             answers = self._ask_batch([questions[key] for key in batch])
-            self.kept.add(dict(zip(batch, answers, strict=True)))
+            self.kept_answers.add(dict(zip(batch, answers, strict=True)))
 
     def _ask_batch(self, questions: Sequence[Question]) -> list[Json]:
         from lm_eval.models.vllm_causallms import VLLM
@@ -140,7 +140,7 @@ def top_tokens(vocabulary: int, longest: int) -> int:
     fitting = _MAX_VALUES // longest
     if vocabulary <= min(_SMALL_VOCABULARY, fitting):
         return vocabulary
-    return min(vocabulary, max(_MIN_TOP, min(_TOP, fitting)))
+    return min(vocabulary, max(_MIN_TOP_LOGPROBS, min(_MAX_TOP_LOGPROBS, fitting)))
 
 
 def _row_scores(flat: "FlatLogprobs") -> RowScores:

@@ -32,7 +32,7 @@ They depend on the scheme, so a model and its quantized version have different v
 lists emulated kernels as blind spots.
 """
 COMPILATION = "compilation"
-_BESIDE_WEIGHTS = (
+_DIGESTED_FILES = (
     "config.json",
     "generation_config.json",
     "tokenizer.json",
@@ -66,7 +66,7 @@ def model_digest(root: Path) -> str:
     """
     files = [
         *weight_files(root),
-        *(file for name in _BESIDE_WEIGHTS if (file := root / name).is_file()),
+        *(file for name in _DIGESTED_FILES if (file := root / name).is_file()),
     ]
     lines = sorted(f"{file.name} {digest_file(file)}\n" for file in files)
     return hashlib.sha256("".join(lines).encode()).hexdigest()[:16]

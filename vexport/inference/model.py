@@ -50,8 +50,8 @@ class Model(ABC):
 
     llm_engine: object
 
-    def __init__(self, kept: KeptAnswers, on_progress: OnProgress) -> None:
-        self.kept = kept
+    def __init__(self, kept_answers: KeptAnswers, on_progress: OnProgress) -> None:
+        self.kept_answers = kept_answers
         self.on_progress = on_progress
         self._round = 0
         self._stage = ""
@@ -60,7 +60,8 @@ class Model(ABC):
 
     @abstractmethod
     def ask(self, questions: Mapping[str, Question]) -> None:
-        """Answer all questions and store the answers in `self.kept` under the questions' keys.
+        """Answer all questions and store the answers in `self.kept_answers` under the questions'
+        keys.
 
         The answer to a continuation has the form of `kept_text`. The answer to a score is a pair:
         the log-likelihood, and whether each token was the likeliest.
@@ -143,14 +144,14 @@ class Model(ABC):
         """
         keys = [self._key(number, question) for number, question in enumerate(questions)]
         by_key = dict(zip(keys, questions, strict=True))
-        left = [key for key in by_key if key not in self.kept]
+        left = [key for key in by_key if key not in self.kept_answers]
         left.sort(key=lambda key: -len(by_key[key].prompt))
         # For the worker's log.
         print(f"{len(keys) - len(left)} of {len(keys)} answers are kept", flush=True)
         self.count(len(keys) - len(left))
         if left:
             self.ask({key: by_key[key] for key in left})
-        return (self.kept[key] for key in keys)
+        return (self.kept_answers[key] for key in keys)
 
     def _key(self, number: int, question: Question) -> str:
         """Return the key of a question's answer. Equal prompts and parameters have equal keys."""

@@ -16,8 +16,10 @@ from vexport.inference.answers import Served
 from vexport.records import Json, LmEvalSettings
 from vexport.scenario import Evaluate
 
-_COPY = "copy chat_template.jinja from {}"
-_SKIP = "do not apply it (--no-apply-chat-template, or apply_chat_template: false in a scenario)"
+_FIX_COPY_TEMPLATE = "copy chat_template.jinja from {}"
+_FIX_NO_TEMPLATE = (
+    "do not apply it (--no-apply-chat-template, or apply_chat_template: false in a scenario)"
+)
 CONVERSATION = (
     {"role": "user", "content": "What is the capital of France?"},
     {"role": "assistant", "content": "Paris."},
@@ -41,7 +43,7 @@ def lm_eval_settings(settings: Evaluate, models: Mapping[str, Path]) -> LmEvalSe
             is_same = chat_templates(root) == chat_templates(other)
             for difference in () if is_same else other_template(root, other):
                 need = f"the same prompts as the {first}"
-                fix = f"{_COPY.format(f'the {first}')}, or {_SKIP}"
+                fix = f"{_FIX_COPY_TEMPLATE.format(f'the {first}')}, or {_FIX_NO_TEMPLATE}"
                 raise InputError(f"{role} {other}", got=difference, need=need, fix=fix)
     elif settings.fewshot_as_multiturn:
         role, root = next(iter(models.items()))
@@ -73,7 +75,7 @@ def _template(settings: Evaluate, templates: Mapping[str, Mapping[str, str]]) ->
 def _missing_template(role: str, name: str, templates: Mapping[str, str]) -> InputError:
     where = f"{role}: chat template"
     if not templates:
-        fix = f"{_COPY.format('a model that has a template')}, or {_SKIP}"
+        fix = f"{_FIX_COPY_TEMPLATE.format('a model that has a template')}, or {_FIX_NO_TEMPLATE}"
         return InputError(where, got="no template", need="a template to apply", fix=fix)
     named = ", ".join(sorted(templates))
     if name == DEFAULT:

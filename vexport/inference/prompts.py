@@ -43,7 +43,7 @@ TEXTS = (
 _MAX_UNKNOWN = 0.2
 # Number of prompts to continue. It is small because generating 200 tokens takes longer than
 # computing the log-probabilities of a prompt.
-CONTINUED = 6
+CONTINUED_PROMPTS = 6
 _SEED = 20240229
 _TOKENS = 64
 _SEEDED_TOKENS = 48
@@ -76,14 +76,14 @@ class Prompts:
 
 
 def fixed_prompts(
-    checkpoint: Path, *, texts: Sequence[str] = (), count: int = CONTINUED
+    checkpoint: Path, *, texts: Sequence[str] = (), count: int = CONTINUED_PROMPTS
 ) -> Prompts:
     """Return at most `count` prompts of at most 64 tokens, the same for every export of a model.
 
     The prompts are `texts` (such as rows of the calibration data), or built-in texts if `texts` is
-    empty. The first `CONTINUED` prompts are for continuation. If the tokenizer does not support the
-    texts, the prompts are random tokens from a fixed seed. Raises InputError if `checkpoint` has no
-    tokenizer.
+    empty. The first `CONTINUED_PROMPTS` prompts are for continuation. If the tokenizer does not
+    support the texts, the prompts are random tokens from a fixed seed. Raises InputError if
+    `checkpoint` has no tokenizer.
     """
     tokenizer = _tokenizer(checkpoint)
     known = [text for text in (texts or TEXTS) if _supports(tokenizer, text)]
@@ -92,7 +92,7 @@ def fixed_prompts(
     tokens = [tuple(tokenizer(text)["input_ids"][:_TOKENS]) for text in known[:count]]
     return Prompts(
         natural=True,
-        texts=tuple(known[:CONTINUED]),
+        texts=tuple(known[:CONTINUED_PROMPTS]),
         tokens=tuple(ids for ids in tokens if len(ids) > 1),
     )
 
@@ -124,11 +124,11 @@ def _seeded(tokenizer: PreTrainedTokenizerBase, count: int) -> Prompts:
     ordinary = sorted(id_ for id_ in tokenizer.get_vocab().values() if id_ not in special)
     source = random.Random(_SEED)
     start = () if tokenizer.bos_token_id is None else (tokenizer.bos_token_id,)
-    most = max(count, CONTINUED)
+    most = max(count, CONTINUED_PROMPTS)
     tokens = [
         start + tuple(source.choices(ordinary, k=_SEEDED_TOKENS - len(start))) for _ in range(most)
     ]
-    texts = tuple(tokenizer.decode(ids[1:9]) for ids in tokens[:CONTINUED])
+    texts = tuple(tokenizer.decode(ids[1:9]) for ids in tokens[:CONTINUED_PROMPTS])
     return Prompts(natural=False, texts=texts, tokens=tuple(tokens[:count]))
 
 

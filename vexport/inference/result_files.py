@@ -5,7 +5,7 @@ from pathlib import Path
 
 from vexport.files import user_path
 
-STAMP = re.compile(r"(\d{4}-\d{2}-\d{2}T[\d.-]+)\.json$")
+TIMESTAMP = re.compile(r"(\d{4}-\d{2}-\d{2}T[\d.-]+)\.json$")
 """End of a result file's name, with the date from lm-eval."""
 
 
@@ -32,9 +32,9 @@ def result_files(path: Path) -> list[Path]:
 
 
 def _is_result(file: Path) -> bool:
-    return STAMP.search(file.name) is not None and file.is_file()
+    return TIMESTAMP.search(file.name) is not None and file.is_file()
 
 
 def run_name(file: Path) -> str:
     """Return the part of a result file's name before the date: `results`, or the run's name."""
-    return STAMP.sub("", file.name).removesuffix("_")
+    return TIMESTAMP.sub("", file.name).removesuffix("_")

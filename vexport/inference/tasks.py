@@ -25,7 +25,7 @@ from vexport.outputs.replaceable import resolved
 
 Config = dict[str, object]
 # Matches the names of tasks, groups and tags that a YAML file defines or lists.
-_INDEXED = re.compile(
+_INDEXED_NAME = re.compile(
     rb"^[ \t-]*(?:task|group|tag)[ \t]*:[ \t]*[\"']?([\w.+-]+)|^[ \t]*-[ \t]*[\"']?([\w.+-]+)", re.M
 )
 TRUST = "add --trust-remote-code if you trust the file"
@@ -445,7 +445,7 @@ def task_folders(name: str, include_paths: Sequence[Path]) -> list[Path]:
     folders: dict[Path, None] = {}
     for root in include_paths:
         for file in filter(_is_readable, sorted(root.rglob("*.yaml"))):
-            found = _INDEXED.findall(file.read_bytes())
+            found = _INDEXED_NAME.findall(file.read_bytes())
             if name.encode() in {key or other for key, other in found}:
                 folders[file.parent] = None
     return [*folders]
@@ -527,7 +527,9 @@ def require_known(name: str, include_paths: Sequence[Path]) -> None:
     ]
     names: set[str] = set()
     for file in (file for root in roots for file in root.rglob("*.yaml") if _is_readable(file)):
-        names |= {(key or other).decode() for key, other in _INDEXED.findall(file.read_bytes())}
+        names |= {
+            (key or other).decode() for key, other in _INDEXED_NAME.findall(file.read_bytes())
+        }
         if name in names:
             return
     close = difflib.get_close_matches(name, names, n=3)

@@ -11,7 +11,7 @@ from vexport.files import atomic_path
 from vexport.inference.model import Model, TokenIds
 from vexport.inference.row_scores import RowScores
 
-AGAIN = "again."
+REPEATED_PREFIX = "again."
 """Prefix of the tensors of rows that the model read a second time."""
 # One in this many rows is read twice, but at least `_MIN_REPEATED` rows.
 _REPEATED_PART = 4
@@ -55,7 +55,7 @@ def write_text_scores(
         numbers = list(reversed(range(rows_to_repeat(len(rows)))))
         repeated = model.score_rows([rows[number] for number in numbers])
         for number, row in zip(numbers, repeated, strict=True):
-            scores |= _tensors(row, AGAIN, number)
+            scores |= _tensors(row, REPEATED_PREFIX, number)
     _save(scores, file)
     if logprobs_file is not None:
         _save(logprobs, logprobs_file)

@@ -64,7 +64,7 @@ __all__ = [
     "load_observer",
 ]
 # Strategies with scales that fused layers share.
-SHARING = ("tensor_group", "tensor")
+SHARING_STRATEGIES = ("tensor_group", "tensor")
 
 
 OBSERVERS: Mapping[str, type[Observer]] = {
@@ -96,7 +96,7 @@ def fuse_weight_observers(model: torch.nn.Module) -> None:
     for layer in fuse(modules, architecture_of(model)):
         observers = {member: _observer_of(modules[member]) for member in layer.members}
         strategies = {observer and observer.strategy for observer in observers.values()}
-        if not strategies & set(SHARING):
+        if not strategies & set(SHARING_STRATEGIES):
             continue
         if len(strategies) > 1:
             kinds = ", ".join(

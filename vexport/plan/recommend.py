@@ -29,7 +29,7 @@ _CHOICES = (
 )
 
 
-def for_gpu(table: SchemeTable, sm: int, card: Card | None = None) -> SchemeTable:
+def table_for_gpu(table: SchemeTable, sm: int, card: Card | None = None) -> SchemeTable:
     """Return the table for a GPU: native schemes first, with recommendations."""
     schemes = [replace(outlook, on_gpu=_on_gpu(outlook.scheme, sm)) for outlook in table.schemes]
     schemes.sort(key=_rank)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vexport.checkpoint.chat_template import copy_named_templates, named_template_files
-from vexport.checkpoint.index import INDEX_NAME, SourceIndex, headers_digest, unchanged
+from vexport.checkpoint.index import INDEX_NAME, SourceIndex, headers_digest, require_unchanged
 from vexport.checkpoint.smoothed import SMOOTHING, write_smoothing
 from vexport.checkpoint.source import pinned_source
 from vexport.checkpoint.writer import (
@@ -153,7 +153,7 @@ def write_checkpoint(
             overwrite=job.overwrite,
             note=lambda text: job.on_progress(f"quantize {text}", 1, 1),
         )
-        with working as folder, unchanged(index):
+        with working as folder, require_unchanged(index):
             calibration, aside = known, aside_folder(folder)
             if text is not None:
                 if known is None:

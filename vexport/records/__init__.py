@@ -43,7 +43,7 @@ from vexport.records.calibration import (
 )
 from vexport.records.findings import (
     ENGINE_CHECK,
-    IN_FULL,
+    MESSAGE_SEPARATOR,
     Canary,
     CellStatus,
     CheckReport,

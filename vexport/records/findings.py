@@ -8,12 +8,12 @@ from vexport.errors import VexportError
 
 Severity = Literal["error", "warning", "info"]
 # Separates the cause of vLLM's refusal from vLLM's message, which only JSON and --all show.
-IN_FULL = "; vLLM's message: "
+MESSAGE_SEPARATOR = "; vLLM's message: "
 
 
 def without_details(text: str) -> str:
     """Return the cause alone, without vLLM's message if it follows."""
-    return text.partition(IN_FULL)[0]
+    return text.partition(MESSAGE_SEPARATOR)[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +39,9 @@ class Finding:
     @property
     def brief(self) -> Self:
         """This finding without vLLM's message after the cause."""
-        return replace(self, got=without_details(self.got)) if IN_FULL in self.got else self
+        return (
+            replace(self, got=without_details(self.got)) if MESSAGE_SEPARATOR in self.got else self
+        )
 
     def __str__(self) -> str:
         return (
@@ -58,7 +60,9 @@ class NotJudged:
     @property
     def brief(self) -> Self:
         """This entry without vLLM's message after the cause."""
-        return replace(self, why=without_details(self.why)) if IN_FULL in self.why else self
+        return (
+            replace(self, why=without_details(self.why)) if MESSAGE_SEPARATOR in self.why else self
+        )
 
     def __str__(self) -> str:
         return f"{self.what}: {self.why}"

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vexport.checkpoint.index import read_index, require_checkpoint, unchanged
+from vexport.checkpoint.index import read_index, require_checkpoint, require_unchanged
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.smoothed import reader_of, smoothing_of
 from vexport.checks import SourceComparison, findings_of, findings_on
@@ -59,7 +59,7 @@ def repair_checkpoint(
     refuse_existing(out, overwrite=overwrite)
     against = _source_comparison(source, on_progress) if source else None
     with ExitStack() as open_files:
-        read_from = nullcontext() if source is None else unchanged(read_index(source))
+        read_from = nullcontext() if source is None else require_unchanged(read_index(source))
         repairs: tuple[Repair, ...] = ()
         refusals: tuple[Finding, ...] = ()
         try:
@@ -92,7 +92,7 @@ def repair_checkpoint(
             with (
                 new_directory(out, overwrite=overwrite) as folder,
                 read_from,
-                unchanged(view.index),
+                require_unchanged(view.index),
             ):
                 write_repaired(view, folder, on_progress=on_progress)
     return report

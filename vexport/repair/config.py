@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from vexport.fidelity.source import ComparedSource
 
 ARGUMENTS = ("weights", "input_activations", "output_activations")
-KNOWN = frozenset(field.name for field in fields(QuantArgs))
+KNOWN_ARGUMENTS = frozenset(field.name for field in fields(QuantArgs))
 # Tensors of compressed sparse weights in compressed-tensors. Without them no weight is sparse.
 SPARSE_PARAMETERS = ("compressed", "bitmask", "row_offsets", "meta")
 MOST_NAMES = 4
@@ -77,7 +77,7 @@ def _unknown_arguments(
         for side in ARGUMENTS:
             arguments = group.get(side)
             if isinstance(arguments, dict):
-                for key in sorted(arguments.keys() - KNOWN):
+                for key in sorted(arguments.keys() - KNOWN_ARGUMENTS):
                     where = f"{place}.config_groups.{name}.{side}.{key}"
                     repair = _key_repair(where, repr(arguments.pop(key)), "removed")
                     yield repair if is_compared else replace(repair, assumption=KEYS_HAVE_NO_EFFECT)

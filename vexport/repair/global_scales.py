@@ -38,20 +38,22 @@ from vexport.repair.write import LOSSLESS, Changes, Edit
 
 FAMILY = "global scales"
 OTHER_SCALE = "{:.9g}, which the fused layers do not share"
-LEAST = {WEIGHT: MIN_WEIGHT_GLOBAL_SCALE, INPUT: MIN_INPUT_GLOBAL_SCALE}
+MIN_GLOBAL_SCALES = {WEIGHT: MIN_WEIGHT_GLOBAL_SCALE, INPUT: MIN_INPUT_GLOBAL_SCALE}
 # Smallest positive e4m3 value. The scale of a block that is not all zero never becomes zero.
 E4M3_SMALLEST = 2.0**-9
 # Scales that differ by less are the same number after a conversion: float32 has a precision of
 # 6e-8, and the reciprocal of a reciprocal has twice that.
-SAME = 1e-6
+SAME_SCALE_TOLERANCE = 1e-6
 # If a layer's blocks were scaled with its global scale, a block has the largest e4m3 value, or the
 # value below it.
 LARGEST_BLOCK = 416.0
 # A stored weight is the source's weight, up to rounding, under two conditions. Its size differs by
 # at most this share, and at least half of its power lies along the source's weight.
 MAX_GAIN_ERROR, MIN_ALONG = 0.2, 0.5
-RECIPROCAL = "the stored number is the reciprocal of the layer's global scale"
-SEPARATE = "the blocks of each layer were scaled with the global scale stored for this layer"
+ASSUMED_RECIPROCAL = "the stored number is the reciprocal of the layer's global scale"
+ASSUMED_SEPARATE = (
+    "the blocks of each layer were scaled with the global scale stored for this layer"
+)
 ASSUMED_MAJORITY = (
     "the scale of most of these layers is right (a source cannot confirm input scales)"
 )
@@ -75,15 +77,22 @@ def reciprocals(view: CheckpointView, source: ComparedSource | None) -> Changes:
     for layer in view.layers.by_name.values():
         for parameter in (WEIGHT, INPUT):
             value = single_value(view.reader, layer.parameters.get(parameter))
-            if value is None or not torch.finfo(torch.float32).tiny <= value < LEAST[parameter]:
+            if (
+                value is None
+                or not torch.finfo(torch.float32).tiny <= value < MIN_GLOBAL_SCALES[parameter]
+            ):
                 continue
             inverse = _snap_to_members(view, layer, parameter, 1 / value)
             if parameter == INPUT:
-                changes += _inverted(layer, parameter, value, inverse, assumption=RECIPROCAL)
+                changes += _inverted(
+                    layer, parameter, value, inverse, assumption=ASSUMED_RECIPROCAL
+                )
                 continue
             exact = _weight_in_source(origins, layer)
             if exact is None:
-                changes += _inverted(layer, parameter, value, inverse, assumption=RECIPROCAL)
+                changes += _inverted(
+                    layer, parameter, value, inverse, assumption=ASSUMED_RECIPROCAL
+                )
             elif _scale_matching_source(view, layer, (inverse,), exact) is not None:
                 changes += _inverted(layer, parameter, value, inverse, assumption=None)
     return changes
@@ -110,7 +119,7 @@ def _snap_to_members(
     """Return another member's scale if it equals `inverse` up to its last bits, else `inverse`."""
     for name in layer.fused.members:
         other = single_value(view.reader, view.model.modules[name].get(parameter))
-        if other is not None and abs(other / inverse - 1) < SAME:
+        if other is not None and abs(other / inverse - 1) < SAME_SCALE_TOLERANCE:
             return other
     return inverse
 
@@ -132,7 +141,7 @@ def unequal_weights(view: CheckpointView, source: ComparedSource | None) -> Chan
         values = _scales(view, fused, WEIGHT)
         if len(set(values.values())) < 2:
             continue
-        if max(values.values()) / min(values.values()) - 1 < SAME:
+        if max(values.values()) / min(values.values()) - 1 < SAME_SCALE_TOLERANCE:
             changes += _same_number(view, values)
             continue
         exact = {name: _weight_in_source(origins, view.layers.by_name[name]) for name in values}
@@ -399,7 +408,7 @@ def _to_shared(
         now=f"{shared:.9g}, {way.how}",
         cost=way.cost,
         layer=layer.name,
-        assumption=SEPARATE if exact is None else None,
+        assumption=ASSUMED_SEPARATE if exact is None else None,
     )
     specs = {
         parameter: TensorSpec(name=tensor.name, dtype=tensor.dtype, shape=tensor.shape)

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from vexport.reports.run_record import Report
 
 NOT_AVAILABLE = "n/a"
-LATE = (
+LATE_FAILURE_ADVICE = (
     "compare rope_theta, rope scaling and sliding window in config.json with the source's, and "
     "check the scales of the KV cache"
 )
 """Advice if only later tokens of held-out text fail."""
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 # Arguments with default values, which are not worth showing.
-_OFF = {
+_DEFAULT_ARGUMENTS = {
     ("pipeline_parallel_size", "1"),
     ("distributed_executor_backend", "uni"),
     ("distributed_executor_backend", "mp"),
@@ -230,7 +230,7 @@ def next_step(report: "Report") -> tuple[str, str]:
         more = "Evaluate more documents, tasks or text (evaluate.limit, tasks, text_rows)"
         return "", f"{more}, or accept a larger loss."
     if report.verdict and report.verdict.text and report.verdict.text.fails_late:
-        return "", f"{LATE[0].upper()}{LATE[1:]}."
+        return "", f"{LATE_FAILURE_ADVICE[0].upper()}{LATE_FAILURE_ADVICE[1:]}."
     if report.load is None or report.load.ok:
         more = "Keep the layers that lose most, choose a scheme with more bits"
         return "", f"{more}, or leave the choice to `scheme: auto`."
@@ -270,7 +270,9 @@ def engine_line(engine: EngineInfo) -> str:
 def served_with(engine: EngineInfo) -> str:
     """Return the engine's arguments without defaults, as in `tensor_parallel_size 2`."""
     return ", ".join(
-        f"{name} {value}" for name, value in engine.settings.items() if (name, value) not in _OFF
+        f"{name} {value}"
+        for name, value in engine.settings.items()
+        if (name, value) not in _DEFAULT_ARGUMENTS
     )
 
 

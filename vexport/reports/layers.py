@@ -37,8 +37,8 @@ from vexport.reports.formatting import (
 from vexport.reports.run_record import Report
 
 MAX_LAYERS = 400
-_WARNS = "An early signal: it warns, it never decides."
-_FIRST = "The first tokens of each row of the text that decides."
+_DRIFT_NOTE = "An early signal: it warns, it never decides."
+_FIRST_TOKENS_NOTE = "The first tokens of each row of the text that decides."
 
 
 def size_section(report: Report) -> doc.Section | None:
@@ -176,7 +176,7 @@ def signals_section(report: Report) -> doc.Section | None:
         lead = (
             f"Both models in vLLM on the same {count(drift.positions)} tokens of "
             f"{count(drift.prompts)} "
-            f"prompts. {_WARNS if by_tasks else _FIRST}"
+            f"prompts. {_DRIFT_NOTE if by_tasks else _FIRST_TOKENS_NOTE}"
         )
     worst = tuple(_prompt(prompt, drift.kl_limit) for prompt in drift.worst) if drift else ()
     return page_section(

@@ -11,7 +11,7 @@ from vexport.reports.formatting import count, nats, nats_interval, percent, perc
 
 _X_UNIT = "number of the token in its row"
 # Room above the highest and below the lowest point of a chart, as a share of their distance.
-_ROOM = 0.08
+_AXIS_MARGIN = 0.08
 
 
 def position_parts(text: TextVerdict, candidate: str = "quantized") -> tuple[doc.Part, ...]:
@@ -121,5 +121,5 @@ def _range(curves: tuple[doc.Curve, ...], others: tuple[float, ...]) -> tuple[fl
     values = [y for curve in curves for _, y in curve.points] + list(others)
     low = min(values)
     high = max(values)
-    room = _ROOM * (high - low) or 1.0
+    room = _AXIS_MARGIN * (high - low) or 1.0
     return low - room, high + room

@@ -12,7 +12,7 @@ from vexport.reports.formatting import count, coverage_lines, decibels, ratio, s
 from vexport.reports.layers import rounding_lines
 
 # Maximum number of repairs listed for each kind. JSON has all.
-SHOWN = 8
+MAX_SHOWN = 8
 
 
 def render_quantized(answer: Quantized, format_: str) -> str:
@@ -64,10 +64,11 @@ def render_repair(report: RepairReport, format_: str) -> str:
 def _kind(family: str, cost: str, assumption: str | None, repairs: Sequence[Repair]) -> doc.Section:
     """Return the repairs of a kind, their cost, the largest change, and their assumption."""
     lines = [
-        f"{each.where}: {each.got} -> {each.now}{_change(each.change)}" for each in repairs[:SHOWN]
+        f"{each.where}: {each.got} -> {each.now}{_change(each.change)}"
+        for each in repairs[:MAX_SHOWN]
     ]
-    if len(repairs) > SHOWN:
-        lines.append(f"and {len(repairs) - SHOWN} more: see --format json")
+    if len(repairs) > MAX_SHOWN:
+        lines.append(f"and {len(repairs) - MAX_SHOWN} more: see --format json")
     changes = [each.change for each in repairs if each.change is not None]
     moved = [
         each.relative

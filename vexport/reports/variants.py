@@ -34,7 +34,7 @@ _TONES: Mapping[VariantOutcome, str] = {
     "NO ANSWER": "inconclusive",
 }
 # Outcomes of a text's measures, gravest first. The table shows the gravest outcome.
-_GRAVEST = ("FAIL", "INCONCLUSIVE", "PASS")
+_OUTCOMES_BY_SEVERITY = ("FAIL", "INCONCLUSIVE", "PASS")
 
 
 def variants_section(rows: Sequence[ComparedVariant]) -> doc.Section | None:
@@ -87,7 +87,7 @@ def _difference(task: TaskVerdict) -> TableCell:
 def _text_limit(verdict: Verdict | None) -> TextLimit | None:
     """Return the measure of held-out text with the gravest outcome, or None without text."""
     limits = verdict.text.limits if verdict is not None and verdict.text is not None else ()
-    return min(limits, key=lambda limit: _GRAVEST.index(limit.outcome), default=None)
+    return min(limits, key=lambda limit: _OUTCOMES_BY_SEVERITY.index(limit.outcome), default=None)
 
 
 def variant_sections(rows: Sequence[ComparedVariant]) -> Iterator[doc.Section]:

@@ -45,7 +45,7 @@ from vexport.run.directory import Run, RunDirectory, logged_to, require_run_fold
 from vexport.run.given import Given, RunModel, candidate_folders, title_of
 from vexport.run.load_run import require_available, require_servable
 from vexport.run.options import DEFAULT_ATTRIBUTION, AttributionSettings
-from vexport.run.scenario_run import JUDGING
+from vexport.run.scenario_run import VERDICT_STAGES
 from vexport.run.stages.concluding import attribute, collect_report, report
 from vexport.run.stages.serving import (
     SESSION,
@@ -175,7 +175,7 @@ def _judge_checkpoints(
 
 def _judge(run: Run) -> None:
     """Do the stages up to the outcome."""
-    for stage in JUDGING:
+    for stage in VERDICT_STAGES:
         run.do(stage)
 
 

@@ -30,19 +30,19 @@ from vexport.run.directory import (
 )
 from vexport.run.options import DEFAULT_ATTRIBUTION, AttributionSettings
 from vexport.run.stages import concluding, serving
-from vexport.run.stages.order import ANSWERING
+from vexport.run.stages.order import ANSWER_STAGES
 from vexport.run.stages.variants import compare_variants_of_run
 from vexport.scenario import Scenario
 
 STAGES: tuple[Stage[object], ...] = (
-    *ANSWERING,
+    *ANSWER_STAGES,
     compare_variants_of_run,
     concluding.conclude,
     concluding.attribute,
     concluding.report,
 )
 # The stages up to the outcome. The search for its cause comes later.
-JUDGING = STAGES[: STAGES.index(concluding.attribute)]
+VERDICT_STAGES = STAGES[: STAGES.index(concluding.attribute)]
 # Stages that depend only on the baseline, and not on the candidate.
 BASELINE_STAGES = (serving.serve_baseline.name, serving.load_baseline.name)
 

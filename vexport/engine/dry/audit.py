@@ -34,7 +34,7 @@ _INTEGERS = frozenset({torch.int16, torch.int32, torch.int64})
 _ANY_DTYPE = ("weight_shape", "k_zero_point", "v_zero_point", "q_zero_point")
 # Tensors that vLLM drops before it loads: get_checkpoint_weight_mapper in
 # quantization/base_config.py, EAGLE-3's map from the target's vocabulary in models/llama_eagle3.py.
-_DROPPED = (".g_idx", "t2d")
+_DROPPED_SUFFIXES = (".g_idx", "t2d")
 _MAX_NAMES = 4
 
 
@@ -206,7 +206,7 @@ def _source_faults(name: str, source: _Source, layer: str, ranks: int) -> Iterat
     fault, tensor = partial(Miscopy, where=name, layer=layer), source.tensor
     shape = list(tensor.shape)
     read = ranks * sum(source.read.values()) // tensor.element_size()
-    if name.endswith(_DROPPED):
+    if name.endswith(_DROPPED_SUFFIXES):
         return
     if tensor.numel() and not source.read:
         yield fault(kind="unused", got=f"{_short(tensor.dtype)} {shape}", expected="")

@@ -11,7 +11,7 @@ from vexport.errors import InputError
 from vexport.files import read_json_object
 from vexport.formats.arguments import SchemeArgs
 from vexport.formats.schemes import Scheme, named_scheme
-from vexport.records import IN_FULL
+from vexport.records import MESSAGE_SEPARATOR
 
 # A message of at most this many characters is shown in full as the cause. For a longer message, the
 # first sentence is the cause.
@@ -67,16 +67,16 @@ def with_cause(
     if _NO_KERNEL.search(reason):
         return (
             f"no kernel of vLLM {version} runs {_schemes_text(groups, capabilities)} on SM "
-            f"{devices}{IN_FULL}{reason[:_MAX_WORDS]}"
+            f"{devices}{MESSAGE_SEPARATOR}{reason[:_MAX_WORDS]}"
         )
     if _NO_ATTENTION.search(reason):
         cause = f"no attention backend of vLLM {version} runs this model on SM {devices}"
-        return f"{cause}{_objection(reason)}{IN_FULL}{reason[:_MAX_WORDS]}"
+        return f"{cause}{_objection(reason)}{MESSAGE_SEPARATOR}{reason[:_MAX_WORDS]}"
     reason = reason[:_MAX_WORDS]
     first = _FIRST_SENTENCE.match(reason)
     if len(reason) <= _LONGEST or first is None or len(first[0]) == len(reason):
         return reason
-    return f"{first[0].rstrip('.:;')}{IN_FULL}{reason}"
+    return f"{first[0].rstrip('.:;')}{MESSAGE_SEPARATOR}{reason}"
 
 
 def _objection(reason: str) -> str:

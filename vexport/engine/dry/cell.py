@@ -46,8 +46,8 @@ if TYPE_CHECKING:
 _MAX_MESSAGE = 4000
 # Errors about a missing device, package, value or memory. They show a limit of the dry load. vLLM
 # itself may accept the checkpoint.
-_NOT_FOLLOWED = (NeedsDevice, ImportError, MemoryError)
-_NOT_FOLLOWED_WORDS = re.compile(
+_LIMIT_ERRORS = (NeedsDevice, ImportError, MemoryError)
+_LIMIT_MESSAGES = re.compile(
     r"meta tensor|meta device|NVIDIA driver|CUDA enabled|re-initialize CUDA|No CUDA GPUs|CUDA "
     r"is initialised"
     r"|_Uncallable"
@@ -79,7 +79,7 @@ def try_cell(attempt: DryTry) -> CellResult:
         traceback.print_exception(error)
         text = " ".join(_PYDANTIC.sub(" ", str(error)).split())
         reason = (f"{type(error).__name__}: {text}" if text else one_line(error))[:_MAX_MESSAGE]
-        unfollowed = isinstance(error, _NOT_FOLLOWED) or is_limit(text) or is_memory(reason)
+        unfollowed = isinstance(error, _LIMIT_ERRORS) or is_limit(text) or is_memory(reason)
         outcome: Outcome = "unknown" if unfollowed else "refused"
         place = audit.last_source
         return CellResult(
@@ -99,7 +99,7 @@ def is_limit(text: str) -> bool:
     layer as well.
     """
     cause = text.partition(REASONS)[0]
-    return bool(_NOT_FOLLOWED_WORDS.search(text) or _NO_PACKAGE.search(cause))
+    return bool(_LIMIT_MESSAGES.search(text) or _NO_PACKAGE.search(cause))
 
 
 def _is_raised_in_class(error: Exception) -> bool:

@@ -22,19 +22,19 @@ from vexport.records.values import MOST_COUNT
 
 # Maximum number of log-probabilities per position from vLLM's server, unless the server was started
 # with --max-logprobs.
-_TOP = 20
+_TOP_LOGPROBS = 20
 # vLLM's metrics: finished requests, running requests, and drafts (only on a server that drafts).
-ANSWERED = "vllm:request_success_total"
-RUNNING = "vllm:num_requests_running"
+FINISHED_REQUESTS = "vllm:request_success_total"
+RUNNING_REQUESTS = "vllm:num_requests_running"
 DRAFTS = "vllm:spec_decode_num_drafts_total"
 COUNTERS = (
-    ANSWERED,
-    RUNNING,
+    FINISHED_REQUESTS,
+    RUNNING_REQUESTS,
     *(f"vllm:spec_decode_num_{each.name}_total" for each in fields(DraftCounts)),
 )
 # Maximum number of seconds until the server counts a finished request.
 _COUNTED_SECONDS = 10.0
-TEXT: Mapping[str, Json] = {"logprobs": _TOP, "form": "packed"}
+TEXT: Mapping[str, Json] = {"logprobs": _TOP_LOGPROBS, "form": "packed"}
 """Parameters of a question for a row of a text: the log-probabilities at each place."""
 # Maximum number of tokens of rows in open requests. The server's answer to a token takes about 1 KB
 # until it is parsed.
@@ -52,11 +52,11 @@ class EndpointModel(Model):
     def __init__(
         self,
         server: Server,
-        kept: KeptAnswers,
+        kept_answers: KeptAnswers,
         on_progress: OnProgress,
         vocabulary: int = MOST_COUNT,
     ) -> None:
-        super().__init__(kept, on_progress)
+        super().__init__(kept_answers, on_progress)
         self.server = server
         self.vocabulary = vocabulary
         # vLLM chooses a chat template by these attributes and by the tokenizer's folder.
@@ -87,7 +87,7 @@ class EndpointModel(Model):
                     self._keep(fresh)
             self._keep(fresh)
         except UnreachableError:
-            self.kept.add({**fresh, **_finished(futures, self.kept)})
+            self.kept_answers.add({**fresh, **_finished(futures, self.kept_answers)})
             raise
         finally:
             if not all(future.done() for future in futures):
@@ -106,7 +106,7 @@ class EndpointModel(Model):
         """Keep answers if the server still has the same model. Otherwise raise EnvironmentFault."""
         if fresh:
             self.server.require_same()
-            self.kept.add(fresh)
+            self.kept_answers.add(fresh)
             fresh.clear()
 
     def _answer(self, question: Question) -> Json:
@@ -117,7 +117,7 @@ class EndpointModel(Model):
         """
         prompt, parameters = question.prompt, question.parameters
         if parameters == TEXT:
-            places = self.server.score(prompt, _TOP, self.vocabulary)
+            places = self.server.score(prompt, _TOP_LOGPROBS, self.vocabulary)
             if any(token < 0 for place in places for token in place):
                 raise EnvironmentFault(
                     self.server.endpoint.url,
@@ -164,12 +164,12 @@ class EndpointModel(Model):
         return draft_counts(after, "_total") - draft_counts(before, "_total")
 
 
-def _finished(futures: Mapping[Future[Json], str], kept: KeptAnswers) -> dict[str, Json]:
+def _finished(futures: Mapping[Future[Json], str], kept_answers: KeptAnswers) -> dict[str, Json]:
     """Return the finished answers that are not kept yet, by key."""
     return {
         key: future.result()
         for future, key in futures.items()
-        if key not in kept and _has_result(future)
+        if key not in kept_answers and _has_result(future)
     }
 
 
@@ -181,7 +181,10 @@ def _counters_after_answer(server: Server, before: Mapping[str, float]) -> dict[
     """Wait until the server has counted the answer after `before`, and return its counters."""
     deadline = time.monotonic() + _COUNTED_SECONDS
     after = server.metrics(COUNTERS)
-    while after.get(ANSWERED) == before.get(ANSWERED) and time.monotonic() < deadline:
+    while (
+        after.get(FINISHED_REQUESTS) == before.get(FINISHED_REQUESTS)
+        and time.monotonic() < deadline
+    ):
         time.sleep(0.02)
         after = server.metrics(COUNTERS)
     _require_one_answer(server.endpoint.url, before, after)
@@ -194,15 +197,15 @@ def _require_one_answer(url: str, before: Mapping[str, float], after: Mapping[st
     if missing:
         got = f"no counter {missing[0]} at /metrics"
         raise EnvironmentFault(url, got=got, need="vLLM's counters", fix="use a vLLM server")
-    answered = after[ANSWERED] - before[ANSWERED]
-    if answered != 1 or after[RUNNING]:
+    answered = after[FINISHED_REQUESTS] - before[FINISHED_REQUESTS]
+    if answered != 1 or after[RUNNING_REQUESTS]:
         raise EnvironmentFault(
             url,
-            got=f"{answered:g} finished and {after[RUNNING]:g} running requests",
+            got=f"{answered:g} finished and {after[RUNNING_REQUESTS]:g} running requests",
             need="one finished request, and no other client while drafts are counted",
             fix="run the command again while no other client uses the server",
         )
-    fallen = [name for name in COUNTERS if name != RUNNING and after[name] < before[name]]
+    fallen = [name for name in COUNTERS if name != RUNNING_REQUESTS and after[name] < before[name]]
     if fallen:
         name = fallen[0]
         got = f"the counter {name} fell from {before[name]:g} to {after[name]:g}"

@@ -20,13 +20,13 @@ from vexport.records.values import json_type
 TOO_MANY, UNAVAILABLE = 429, 503
 NO_SUCH_PATH = (404, 405, 501)
 NO_KEY = (401, 403)
-_PASSING = (408, 425, TOO_MANY)
+_TEMPORARY_STATUSES = (408, 425, TOO_MANY)
 # Statuses of a server that is busy or starting. The server may still support this kind of request.
 _BUSY = (TOO_MANY, UNAVAILABLE)
 _ABORTED = ("abort", "aborted", "cancelled", "canceled", "error", "timeout")
 # Spellings of `stop` and `length` in other servers: TGI, llama.cpp, Cohere, Gemini and Anthropic
 # behind gateways.
-_STOPPED = (
+_STOP_REASONS = (
     "stop",
     "eos",
     "eos_token",
@@ -171,7 +171,7 @@ def _error(reply: Reply, content: Json) -> TemporaryError | RefusedError:
         words += f", a redirect to {reply.location}"
     elif reply.content.strip():
         words += f": {reply.content.decode(errors='replace')}"
-    if status in _PASSING or (status >= 500 and status not in NO_SUCH_PATH):
+    if status in _TEMPORARY_STATUSES or (status >= 500 and status not in NO_SUCH_PATH):
         passing = TemporaryError(words)
         passing.wait, passing.is_busy = _seconds(reply.retry_after), status in _BUSY
         return passing
@@ -292,7 +292,7 @@ def _reason(choice: Mapping[str, Json], parameters: Mapping[str, Json]) -> str:
     given = choice.get("finish_reason")
     if isinstance(given, str) and given:
         word = given.lower()
-        if word in _STOPPED:
+        if word in _STOP_REASONS:
             return STOP
         return LENGTH if word in _REACHED_LIMIT else _SURROGATE.sub("\ufffd", given)[:100]
     usage, most = choice.get("usage"), parameters.get("max_tokens")

@@ -4,7 +4,7 @@ from vexport.run.directory import Stage
 from vexport.run.stages import making, serving
 
 # Stages before the first engine starts.
-PREPARING: tuple[Stage[object], ...] = (
+PREPARATION_STAGES: tuple[Stage[object], ...] = (
     making.plan_candidates,
     serving.resolve_prompting,
     making.calibrate,
@@ -16,15 +16,15 @@ PREPARING: tuple[Stage[object], ...] = (
     serving.dry_load,
 )
 # Stages after both models have answered.
-COMPARING: tuple[Stage[object], ...] = (
+COMPARISON_STAGES: tuple[Stage[object], ...] = (
     serving.load_baseline,
     serving.load_candidate,
     serving.measure_drift,
     serving.judge,
 )
-ANSWERING: tuple[Stage[object], ...] = (
-    *PREPARING,
+ANSWER_STAGES: tuple[Stage[object], ...] = (
+    *PREPARATION_STAGES,
     serving.serve_baseline,
     serving.serve_candidate,
-    *COMPARING,
+    *COMPARISON_STAGES,
 )

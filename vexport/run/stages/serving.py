@@ -36,7 +36,7 @@ from vexport.inference.endpoint.server import require_address
 from vexport.inference.endpoint.tokenizer import tokenizer_of
 from vexport.inference.options import BASELINE, CANDIDATE
 from vexport.inference.prompting import lm_eval_settings
-from vexport.inference.prompts import CONTINUED
+from vexport.inference.prompts import CONTINUED_PROMPTS
 from vexport.inference.requested_tasks import fetch_tasks
 from vexport.inference.session_folder import clear_session, remove_answers
 from vexport.inference.tasks import task_files
@@ -131,7 +131,7 @@ def _texts(run: Run) -> tuple[str, ...]:
     """
     if run.given is not None:
         return ()
-    settings, most = run.scenario.calibration, max(CONTINUED, run.evaluation.kl_prompts)
+    settings, most = run.scenario.calibration, max(CONTINUED_PROMPTS, run.evaluation.kl_prompts)
     local = settings is not None and (settings.path or settings.data == DEFAULT)
     texts = first_texts(settings.source(), most) if settings and local else []
     return tuple(text[: text.rfind(" ", 0, len(text) // 2 + 1)] for text in texts if " " in text)

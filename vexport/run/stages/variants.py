@@ -31,7 +31,7 @@ from vexport.records.values import PROGRESS_DETAIL
 from vexport.run.comparison import reported_kl, worst_task
 from vexport.run.directory import Run, RunDirectory, Stage
 from vexport.run.given import Given, RunModel
-from vexport.run.stages.order import COMPARING, PREPARING
+from vexport.run.stages.order import COMPARISON_STAGES, PREPARATION_STAGES
 from vexport.run.stages.serving import (
     SESSION,
     judge,
@@ -170,7 +170,7 @@ def serve_variants(comparing: VariantComparison) -> VariantResults:
     """
     runs = comparing.runs()
     for run in runs:
-        for stage in PREPARING:
+        for stage in PREPARATION_STAGES:
             run.do(stage)
         run.require_same_inputs(serve_baseline)
         run.require_same_inputs(serve_candidate)
@@ -265,7 +265,7 @@ def _compare_with_first(
         failure = run.result(serve_candidate).result.failure
         if failure is not None:
             return row("REFUSED", failure.message), None
-        for stage in COMPARING:
+        for stage in COMPARISON_STAGES:
             run.do(stage)
     except EngineFault as fault:
         if fault.failure.kind in _REFUSALS:
