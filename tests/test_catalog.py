@@ -30,7 +30,16 @@ SHARED = {
         "schemes",
         "shapes",
     },
-    "observers": {"base", "bases", "device_search", "flatten", "older", "qparams", "search"},
+    "observers": {
+        "base",
+        "bases",
+        "device_search",
+        "flatten",
+        "older",
+        "qparams",
+        "registration",
+        "search",
+    },
     "checks": {"numbers"},
 }
 
