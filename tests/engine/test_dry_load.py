@@ -242,14 +242,27 @@ def static_result(checkpoint: Path, tp: int, sm: int) -> str:
     with Reader() as reader:
         view = CheckpointView(read_index(checkpoint), reader, Target(tp=(tp,), sm=(sm,)))
         found = list(devices.run(view))
-    severities = {finding.severity for finding in found}
-    return (
-        "refused"
-        if "error" in severities
-        else "other precision"
-        if "warning" in severities
-        else "loads"
-    )
+    if any(finding.severity == "error" for finding in found):
+        return "refused"
+    return "other precision" if found else "loads"
+
+
+def test_check_and_dry_load_report_precision_alike(good: Good) -> None:
+    """The severity, the layers and the remedy are equal. Only the dry load knows the kernel."""
+    for scheme, sm in (("NVFP4", 90), ("FP8_DYNAMIC", 80), ("MXFP4A16", 100)):
+        (report,) = DryLoad(checkpoints=[good(scheme)], sm=(sm,)).reports()
+        with Reader() as reader:
+            view = CheckpointView(read_index(good(scheme)), reader, Target(sm=(sm,)))
+            (static,) = devices.run(view)
+        (dry,) = report.findings
+        assert (static.severity, static.expected, static.fix) == (
+            dry.severity,
+            dry.expected,
+            dry.fix,
+        )
+        assert static.where == f"{dry.where} (sm {sm})"
+        assert "LinearKernel" in dry.got
+        assert dry.got.startswith(static.got)
 
 
 def test_check_and_dry_load_agree(good: Good, calibration: Path, tmp_path: Path) -> None:

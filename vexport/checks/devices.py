@@ -15,6 +15,7 @@ from vexport.architectures.ranks import heads_of
 from vexport.checks.kv_cache import cache_scales
 from vexport.checks.vllm.findings import error, warning
 from vexport.checks.vllm.groups import ConfigGroup
+from vexport.checks.vllm.precision import layer_kinds, other_precision
 from vexport.checks.vllm.view import CheckpointView
 from vexport.formats import PACKED
 from vexport.formats.arguments import SchemeArgs, input_bits, precision
@@ -121,7 +122,6 @@ def _capabilities(
     view: CheckpointView, group: ConfigGroup, fused_layers: list[FusedLayer]
 ) -> Iterator[Finding]:
     support, capabilities = group.storage.gpu_support(group), view.target.sm
-    weights = group.weights.num_bits
     layers = (
         f"{with_stars(fused_layers[0].name)} and all of {group.name} ({_layers(len(fused_layers))}"
     )
@@ -145,13 +145,17 @@ def _capabilities(
         where = f"{layers}, sm {_sm_list(refusing)})"
         yield finding(NAME, where, expected=expected, got=got, fix=fix)
     running = [sm for sm in capabilities if sm not in refusing]
+    kinds = layer_kinds(with_stars(fused.name) for fused in fused_layers)
     for bits in dict.fromkeys(support.bits(sm) for sm in running):
         if bits != input_bits(group):
-            where = f"{layers}, sm {_sm_list([sm for sm in running if support.bits(sm) == bits])})"
-            stored = precision(group)
-            got = f"W{weights}A{bits}: vLLM has no {stored} kernel for this GPU, and falls back"
-            fix = "measure accuracy and speed on this GPU, or serve it on another GPU"
-            yield warning(NAME, where, expected=f"{stored}, as stored", got=got, fix=fix)
+            alike = [sm for sm in running if support.bits(sm) == bits]
+            yield other_precision(
+                NAME,
+                f"{kinds} (sm {_sm_list(alike)})",
+                stored=precision(group),
+                runs=f"W{group.weights.num_bits}A{bits}",
+                capabilities=alike,
+            )
 
 
 def _layers(count: int) -> str:

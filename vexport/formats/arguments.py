@@ -117,6 +117,11 @@ def precision(args: Arguments) -> str:
     return f"W{args.weights.num_bits}A{input_bits(args)}"
 
 
+def bits_of_inputs(precision: str) -> int:
+    """Return the bits of the inputs in a precision: 16 for `W4A16`."""
+    return int(precision.rpartition("A")[2])
+
+
 def described(args: Arguments) -> str:
     """Describe the arguments in words."""
     return f"weights {_described(args.weights)}, inputs {described_inputs(args)}"

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
+from vexport.formats.arguments import bits_of_inputs
 from vexport.records import (
     ENGINE_CHECK,
     CellStatus,
@@ -30,7 +31,7 @@ T = TypeVar("T", bound=CheckpointReport)
 # Tone and text of a cell by its status.
 _STATUS: dict[CellStatus, tuple[str, str]] = {
     "loads": ("pass", "loads"),
-    "other precision": ("warning", "loads"),
+    "other precision": ("info", "loads"),
     "faulty": ("fail", "FAULTY"),
     "refused": ("fail", "REFUSED"),
     "not shown": ("skipped", "not shown"),
@@ -287,18 +288,25 @@ def _equal_rows(layers: Sequence[MatrixRow], tp: int) -> Iterator[tuple[doc.Tabl
     for kind in layers:
         # W8A8 may be integers or floats. vLLM's name of the scheme shows which.
         stored = kind.scheme if kind.scheme.startswith(kind.stored) else kind.stored
-        shown = row(stored, *(_cell(cell) for cell in kind.cells if cell.tp == tp))
+        shown = row(stored, *(_cell(cell, kind) for cell in kind.cells if cell.tp == tp))
         alike.setdefault(shown, []).append(kind)
     for shown, same in alike.items():
         names = dict.fromkeys(kind.name.rpartition(".")[2] for kind in same)
         yield f"{' '.join(names)} ({sum(kind.count for kind in same)})", *shown
 
 
-def _cell(cell: MatrixCell) -> doc.TableCell:
-    """Return a cell's text: precision and kernel of a layer, or the status of the checkpoint."""
+def _cell(cell: MatrixCell, kind: MatrixRow | None = None) -> doc.TableCell:
+    """Return a cell's text: precision and kernel of a layer, or the status of the checkpoint.
+
+    `kind` is the kind of layer, or None for the whole checkpoint. Only a precision with fewer
+    bits of inputs than stored has the colour of a warning, like the finding on it.
+    """
     tone, text = _STATUS[cell.status]
     if cell.precision and cell.status not in ("refused", "not shown"):
         mark = "FAULTY " if cell.status == "faulty" else ""
         kernel = cell.kernel.removesuffix("LinearKernel").removesuffix("ScaledMM")
         text = f"{mark}{cell.precision} {kernel}".strip()
+    if cell.status == "other precision" and kind is not None:
+        is_lower = bits_of_inputs(cell.precision) < bits_of_inputs(kind.stored)
+        tone = "warning" if is_lower else tone
     return doc.TableCell(text, tone=tone)

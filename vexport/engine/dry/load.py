@@ -12,6 +12,7 @@ from typing import Literal
 from vexport.checkpoint.index import require_checkpoint
 from vexport.checkpoint.source import resolve_drafter, resolve_source
 from vexport.checks.vllm.groups import ConfigGroup
+from vexport.checks.vllm.precision import layer_kinds, other_precision
 from vexport.engine.arguments import require_layers
 from vexport.engine.dry.causes import schemes_of, with_cause
 from vexport.engine.dry.controls import is_shared_refusal, not_judged, without_shared_errors
@@ -281,10 +282,7 @@ def _faults(results: Sequence[CellResult]) -> Iterator[Finding]:
 
 
 def _precisions(results: Sequence[CellResult]) -> Iterator[Finding]:
-    """Yield a finding for each kernel that runs in another precision than the stored precision.
-
-    The finding is a warning if the kernel's precision is lower.
-    """
+    """Yield a finding for each kernel that runs in another precision than the stored precision."""
     kernels = defaultdict[tuple[str, str, str], list[tuple[str, Cell]]](list)
     for result in results:
         for kind in result.layers:
@@ -293,19 +291,16 @@ def _precisions(results: Sequence[CellResult]) -> Iterator[Finding]:
                     (kind.name, result.cell)
                 )
     for (stored, runs, kernel), places in kernels.items():
-        names, cells = (list(dict.fromkeys(parts)) for parts in zip(*places, strict=True))
-        yield Finding(
-            check=CHECK,
-            severity="warning" if _activation_bits(runs) < _activation_bits(stored) else "info",
-            where=_in_cells(", ".join(names), cells, results),
-            expected=f"{stored}, as stored",
-            got=f"{runs} in {kernel}",
-            fix="measure accuracy and speed on this GPU, or serve it on another GPU",
+        kinds = layer_kinds(name for name, _ in places)
+        cells = list(dict.fromkeys(cell for _, cell in places))
+        yield other_precision(
+            CHECK,
+            _in_cells(kinds, cells, results),
+            stored=stored,
+            runs=runs,
+            capabilities=[cell.sm for cell in cells],
+            kernel=kernel,
         )
-
-
-def _activation_bits(precision: str) -> int:
-    return int(precision.rpartition("A")[2])
 
 
 def _in_cells(place: str, cells: Sequence[Cell], results: Sequence[CellResult]) -> str:
