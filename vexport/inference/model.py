@@ -23,10 +23,6 @@ _PROGRESS_STEPS = 100
 Parameters = object
 """Sampling parameters: vLLM's SamplingParams, or parameters of a server's API by name."""
 TokenIds = Sequence[int]
-Place = Mapping[int, float]
-"""Log-probabilities at one place of a text, by token id. The text's token comes first, and the
-likeliest tokens follow.
-"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,15 +2,18 @@
 
 import base64
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from vexport.inference.model import Place
 from vexport.records import Json
 
+Place = Mapping[int, float]
+"""Log-probabilities at one place of a text, by token id. The text's token comes first, and the
+likeliest tokens follow.
+"""
 NO_TOKEN = -1
 """Id of an unused entry. Its log-probability is NaN."""
 

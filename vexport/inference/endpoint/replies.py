@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 
 from vexport.inference.endpoint.client import Reply
-from vexport.inference.model import Place
+from vexport.inference.row_scores import Place
 from vexport.records import Json
 from vexport.records.values import json_type
 

@@ -43,7 +43,7 @@ from vexport.inference.endpoint.replies import (
     read_text,
     version_of,
 )
-from vexport.inference.model import Place
+from vexport.inference.row_scores import Place
 from vexport.records import Endpoint, Json
 from vexport.records.values import MOST_COUNT
 from vexport.version import __version__
