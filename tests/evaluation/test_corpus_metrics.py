@@ -64,6 +64,12 @@ def test_values_are_lm_evals(runs: Path, verdict: Verdict) -> None:
             assert number == pytest.approx(side[shown.task][f"{shown.metric},none"], rel=1e-12)
 
 
+def test_values_stay_in_their_range(verdict: Verdict) -> None:
+    kinds = next(task for task in verdict.tasks if task.task == "kinds")
+    assert kinds.metric == "mcc"
+    assert kinds.baseline.high <= 1
+
+
 def test_losses_fail(verdict: Verdict) -> None:
     worse = {(shown.task, shown.metric): shown for shown in comparisons(verdict)}
     for (task, metric), shown in worse.items():

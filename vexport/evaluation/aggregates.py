@@ -184,7 +184,12 @@ def _column(values: Sequence[Json], index: int) -> Scores:
 def _brier(metric: str, baseline: Sequence[Json], candidate: Sequence[Json]) -> Table:
     left, right = (_with_ones(_squared_errors(side)) for side in (baseline, candidate))
     return Table(
-        baseline=left, candidate=right, measure=_ratio, unit="metric", higher_is_better=False
+        baseline=left,
+        candidate=right,
+        measure=_ratio,
+        unit="metric",
+        higher_is_better=False,
+        to_aggregate=_within(0.0, 2.0),
     )
 
 
@@ -227,6 +232,14 @@ def _index(gold: Json, options: int) -> int:
     return int(gold)
 
 
+def _within(least: float, greatest: float) -> Callable[[float], float]:
+    """Return a function that moves a bound of a value into the metric's range.
+
+    Student's bounds may lie outside of the range.
+    """
+    return lambda value: min(max(value, least), greatest)
+
+
 def _f1(metric: str, baseline: Sequence[Json], candidate: Sequence[Json]) -> Table:
     """Return the table of sklearn's `f1_score` for two labels. The positive label is 1."""
     gold, sides = _labels(baseline, candidate)
@@ -240,6 +253,7 @@ def _f1(metric: str, baseline: Sequence[Json], candidate: Sequence[Json]) -> Tab
         measure=_f1_of,
         unit="metric",
         higher_is_better=True,
+        to_aggregate=_within(0.0, 1.0),
         flipped=_f1_counts(is_positive, sides[0] != 1),
         scored=lambda rows: 1.0 - rows[:, 1] - rows[:, 2],
     )
@@ -283,6 +297,7 @@ def _mcc(metric: str, baseline: Sequence[Json], candidate: Sequence[Json]) -> Ta
         measure=_mcc_of,
         unit="metric",
         higher_is_better=True,
+        to_aggregate=_within(-1.0, 1.0),
         flipped=cells[gold_at * many + other_at],
         scored=lambda rows: rows @ diagonal,
     )
@@ -347,6 +362,7 @@ def _text_table(
         measure=measure,
         unit="metric",
         higher_is_better=higher_is_better,
+        to_aggregate=_within(0.0, 100.0 if higher_is_better else math.inf),
         is_text=True,
         scored=scored,
     )
@@ -427,6 +443,8 @@ _TABLES: Mapping[str, Callable[[str, Sequence[Json], Sequence[Json]], Table]] = 
     "chrf++": _chrf_plus,
     "ter": _ter,
 }
+WHOLE_CORPUS_AGGREGATIONS = frozenset(_TABLES)
+"""Aggregations of metrics that are computed from all documents at once."""
 NEEDS_SACREBLEU = frozenset(("bleu", "chrf", "chrf++", "ter"))
 """Aggregations that sacrebleu computes, for translations. lm-eval depends on sacrebleu."""
 

@@ -22,6 +22,7 @@ from vexport.evaluation.statistics import (
     recovery_interval,
     seeds_to_settle,
     spread_over_null,
+    student_interval,
     tango_statistic,
     wilson_interval,
 )
@@ -42,7 +43,19 @@ def difference_interval(pair: TaskPair, alpha: float) -> Interval:
         return pair.corpus.difference_interval(alpha)
     if pair.binary:
         return clustered_tango(pair.gain, pair.clusters, alpha, pair.answers_per_cluster)
-    return bootstrap_interval(pair.gain, alpha, span=pair.range_width, clusters=pair.clusters)
+    return _mean_interval(pair, pair.gain, alpha)
+
+
+def _mean_interval(pair: TaskPair, values: Scores, alpha: float) -> Interval:
+    """Return bounds of the mean of values, shape (answers,), by a bootstrap.
+
+    For metrics of a whole corpus, the bounds are Student's if these are wider, as for one task.
+    """
+    bounds = bootstrap_interval(values, alpha, span=pair.range_width, clusters=pair.clusters)
+    if not pair.is_joined_corpus:
+        return bounds
+    student = student_interval(values, alpha, pair.clusters)
+    return Interval(min(bounds.low, student.low), max(bounds.high, student.high))
 
 
 def compare_task(
@@ -147,8 +160,9 @@ def _lost(
     corpus, the baseline's value replaces the range.
     """
     scores, sign, cost = (pair.baseline, pair.candidate), pair.sign, pair.range_width
-    if pair.corpus is not None:
-        scores, sign = (pair.corpus.scored[0], pair.corpus.scored[1]), 1
+    if pair.scored is not None:
+        scores = (pair.scored[0], pair.scored[1])
+        sign = 1
     if pair.own_unit is not None:
         cost = abs(pair.baseline_value)
     baseline = _answer_counts([old.ending for old, _ in pair.documents], scores[0], sign, alpha)
@@ -260,7 +274,9 @@ def _score(pair: TaskPair, scores: Scores, alpha: float) -> Score:
         right, trials = float(scores.sum()) / worth.design, len(scores) / worth.design
         low, high = wilson_interval(right, trials, worth.alpha)
     else:
-        low, high = bootstrap_interval(scores, alpha, span=pair.range_width, clusters=pair.clusters)
+        ends = _mean_interval(pair, scores, alpha)
+        value = pair.to_aggregate(value)
+        low, high = sorted(pair.to_aggregate(end) for end in ends)
     return Score(
         task=pair.task,
         metric=pair.metric,

@@ -28,7 +28,7 @@ class Corpus:
 
     - `values` are the measures of the baseline and the candidate. `reported` are lm-eval's
       aggregates of both.
-    - `resampled` has the measures of resampled corpora, shape (2, RESAMPLES).
+    - `resampled` has the measures of resampled corpora, shape (2, resamples).
     - `jackknife` has the measures after one unit is left out, for each unit, shape (2, units). A
       unit is a document with all its answers.
     - `influence` has the contribution of each answer to the measures, shape (2, answers). The mean
@@ -72,8 +72,10 @@ class Corpus:
         return Interval(low, high)
 
 
-def compare_corpora(table: Table, clusters: Clusters | None = None) -> Corpus:
-    """Resample the documents of a table.
+def compare_corpora(
+    table: Table, clusters: Clusters | None = None, *, resamples: int = RESAMPLES
+) -> Corpus:
+    """Draw `resamples` resampled corpora from the documents of a table.
 
     `clusters` has the number of each answer's document if documents have several answers. All
     answers to a document are then drawn together.
@@ -97,7 +99,7 @@ def compare_corpora(table: Table, clusters: Clusters | None = None) -> Corpus:
             [table.measure(total - side) for side, total in zip(units, totals, strict=True)]
         )
         changes = table.measure(totals[0] - left + right) - values[0]
-        resampled = _resample(table.measure, units)
+        resampled = _resample(table.measure, units, resamples)
     if not np.isfinite(jackknife).all() or not np.isfinite(values).all():
         raise NotReadable("it has no value without one of the documents")
     is_changed = (left != right).any(axis=1)
@@ -150,8 +152,8 @@ def _change_size(table: Table, total: Scores, value: float, influence: Scores) -
     return float(np.abs(influence - value).mean()) if table.is_text else 0.0
 
 
-def _resample(measure: Measure, units: Sequence[Scores]) -> Scores:
-    """Return the measures of RESAMPLES resampled corpora, shape (2, RESAMPLES).
+def _resample(measure: Measure, units: Sequence[Scores], resamples: int) -> Scores:
+    """Return the measures of resampled corpora, shape (2, resamples).
 
     Both models get the same documents. The draws depend only on the number of documents.
     """
@@ -160,8 +162,8 @@ def _resample(measure: Measure, units: Sequence[Scores]) -> Scores:
     joined = np.concatenate(units, axis=1)
     step = max(1, _DRAWN // count)
     parts = []
-    for start in range(0, RESAMPLES, step):
-        many = min(step, RESAMPLES - start)
+    for start in range(0, resamples, step):
+        many = min(step, resamples - start)
         drawn = generator.integers(0, count, size=(many, count))
         drawn += np.arange(many)[:, np.newaxis] * count
         times = np.bincount(drawn.ravel(), minlength=many * count).reshape(many, count)

@@ -4,7 +4,7 @@ A pair decides for each task. A group with an aggregate in lm-eval counts as a s
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -71,6 +71,10 @@ class TaskPair:
       metric. Positive is better. It is None if the change is the difference of the answer's scores.
     - `change_size` is the size of a typical change of an answer. If it is None, the width of the
       metric's range is used instead.
+    - `scored` is 1 for each answer that is at least partly right, else 0, shape (2, answers). It is
+      None unless the metric is of the whole corpus.
+    - `to_aggregate` converts a mean of `baseline` or `candidate` to the reported value. For a
+      perplexity, the mean is a log-likelihood.
     - `undecided` is the reason why the metric cannot decide, or empty if it can.
     - `available` is the number of documents in the whole task or group, or None if unknown.
     - `margin` is the acceptable loss in the unit of a difference, or None if the verdict's margin
@@ -91,6 +95,8 @@ class TaskPair:
     corpus: Corpus | None = None
     changes: Scores | None = None
     change_size: float | None = None
+    scored: Scores | None = None
+    to_aggregate: Callable[[float], float] = float
     undecided: str = ""
     available: int | None = None
     margin: float | None = None
@@ -147,12 +153,20 @@ class TaskPair:
     @property
     def baseline_value(self) -> float:
         """Baseline's value of the metric, as lm-eval aggregates it."""
-        return self.corpus.reported[0] if self.corpus else float(self.baseline.mean())
+        return (
+            self.corpus.reported[0]
+            if self.corpus
+            else self.to_aggregate(float(self.baseline.mean()))
+        )
 
     @property
     def candidate_value(self) -> float:
         """Candidate's value of the metric, as lm-eval aggregates it."""
-        return self.corpus.reported[1] if self.corpus else float(self.candidate.mean())
+        return (
+            self.corpus.reported[1]
+            if self.corpus
+            else self.to_aggregate(float(self.candidate.mean()))
+        )
 
     @property
     def difference(self) -> float:
@@ -180,9 +194,14 @@ class TaskPair:
         return self.seeds if len(np.unique(self.clusters)) * self.seeds == len(self.gain) else 1
 
     @property
-    def key(self) -> tuple[str, str, int]:
-        """Metric, filter and sign. Only pairs with equal keys can be joined."""
-        return self.metric, self.filter, self.sign
+    def is_joined_corpus(self) -> bool:
+        """True if the pair joins several tasks that each have a metric of the whole corpus."""
+        return self.corpus is None and self.scored is not None
+
+    @property
+    def key(self) -> tuple[str, str, int, Unit | None]:
+        """Metric, filter, sign and own unit. Only pairs with equal keys can be joined."""
+        return self.metric, self.filter, self.sign, self.own_unit
 
 
 def gated_tasks(baseline: Results, candidate: Results, choice: Choice) -> tuple[TaskPair, ...]:
@@ -427,8 +446,11 @@ def _join(name: str, pairs: Sequence[TaskPair], clusters: Clusters | None) -> Ta
     """Join the documents of several pairs into a single pair.
 
     For metrics of a whole corpus, the scores are the answers' contributions to the metric of their
-    own task. Their mean is lm-eval's aggregate of a group, weighted by the size of the tasks.
+    own task. Their mean is the mean of the tasks' values, weighted by the size of the tasks. This
+    is lm-eval's aggregate of a group with `weight_by_size`. Perplexities are an exception: the mean
+    is a log-likelihood, so the group's perplexity is the geometric mean of the tasks' perplexities.
     """
+    scored = [pair.scored for pair in pairs if pair.scored is not None]
     return replace(
         pairs[0],
         task=name,
@@ -442,6 +464,8 @@ def _join(name: str, pairs: Sequence[TaskPair], clusters: Clusters | None) -> Ta
         change_size=None
         if pairs[0].change_size is None
         else max(pair.change_size or 0.0 for pair in pairs),
+        scored=np.concatenate(scored, axis=1) if len(scored) == len(pairs) else None,
+        undecided=next((pair.undecided for pair in pairs if pair.undecided), ""),
         clusters=clusters,
         seeds=max(pair.seeds for pair in pairs),
         informational=(),
@@ -650,6 +674,8 @@ def _with_corpus(pair: TaskPair, table: Table) -> TaskPair:
         corpus=corpus,
         changes=corpus.changes,
         change_size=corpus.change_size,
+        scored=corpus.scored,
+        to_aggregate=table.to_aggregate,
     )
 
 

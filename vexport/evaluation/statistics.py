@@ -188,6 +188,22 @@ def bootstrap_interval(
     return Interval(min(low, least.low), max(high, least.high))
 
 
+def student_interval(values: Scores, alpha: float, clusters: Clusters | None = None) -> Interval:
+    """Return Student's bounds of the mean of `values`, shape (documents,).
+
+    With clusters, the standard error is that of a ratio of the clusters' sums and sizes.
+    """
+    mean = float(values.mean())
+    numbers = np.arange(len(values)) if clusters is None else clusters
+    residuals = np.bincount(numbers, weights=values - mean)
+    many = len(residuals)
+    if many < 2:
+        return Interval(-math.inf, math.inf)
+    error = math.sqrt(many / (many - 1) * float((residuals**2).sum())) / len(values)
+    reach = float(stats.t.isf(alpha, many - 1)) * error
+    return Interval(mean - reach, mean + reach)
+
+
 def mean_statistic(values: Scores, against: float, span: float) -> float:
     """Return a test statistic of H0: the mean of `values` is `against`.
 
