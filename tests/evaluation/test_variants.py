@@ -38,13 +38,18 @@ class FakeEngine:
     def __init__(self, runs: Path) -> None:
         self.runs = runs
         self.requested: list[str] = []
+        self.checked: list[Mapping[str, object]] = []
         self.dies_at = ""
+
+    def problems(self, serves: list[Serve], python: Path | None) -> list[tuple[VexportError, ...]]:
+        """Check settings like vLLM; see `problems`."""
+        self.checked += [serve.given for serve in serves]
+        return problems(serves, python)
 
     def ask(self, source: EngineSource, questions: Questions, folder: Path) -> Answers:
         """Copy the results of a run, or fail like vLLM."""
         name = str(source.arguments.get("load_format", "baseline"))
         self.requested.append(name)
-        folder.mkdir(parents=True, exist_ok=True)
         if name == self.dies_at:
             raise KeyboardInterrupt
         kinds = {"crash": "crashed", "cpu": "unsupported", "refused": "refused"}
@@ -53,6 +58,7 @@ class FakeEngine:
             failure = EngineFailure(kind=kinds[name], message=f"no {name}", log_tail="")  # type: ignore[arg-type]
         if failure is not None and failure.kind != "refused":
             raise EngineFault("vLLM", failure)
+        folder.mkdir(parents=True, exist_ok=True)
         if failure is None:
             for file in (self.runs / name).rglob("*"):
                 copy = folder / file.relative_to(self.runs / name)
@@ -81,7 +87,7 @@ def problems(serves: list[Serve], python: Path | None) -> list[tuple[VexportErro
 def fake(lm_eval_runs: Path, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     engine = FakeEngine(lm_eval_runs)
     monkeypatch.setattr(EngineSource, "ask", lambda self, *given: engine.ask(self, *given))
-    monkeypatch.setattr("vexport.run.stages.variants.find_problems", problems)
+    monkeypatch.setattr("vexport.run.stages.variants.find_problems", engine.problems)
     monkeypatch.setattr("vexport.run.stages.serving.local_sessions", lambda run: None)
     return engine
 
@@ -183,6 +189,51 @@ def test_second_call_runs_missing_variants(fake: FakeEngine, tmp_path: Path) -> 
     assert other.code == 2
     assert "another serve section" in other.errors[0]
     KIND.require_replaceable(folder, overwrite=True)  # the list of files is complete
+
+
+def test_refused_variants_are_not_tried_again(
+    fake: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "run"
+    settings = (
+        "{}",
+        "load_format=cpu",
+        "nonsense=1",
+        "load_format=crash",
+        "tensor_parallel_size=2",
+    )
+    outcomes = ["BASELINE", "REFUSED", "REFUSED", "NO ANSWER", "NO ANSWER"]
+    first = compare(fake, folder, "--format", "json", settings=settings)
+    assert [row["outcome"] for row in rows_of(first)] == outcomes
+    assert fake.requested == ["baseline", "cpu", "crash"]
+    fake.requested.clear()
+    fake.checked.clear()
+    again = compare(fake, folder, "--format", "json", settings=settings)
+    assert (again.code, again.stdout) == (first.code, first.stdout)
+    assert fake.requested == ["crash"], "the environment may be in order now"
+    assert fake.checked == [{"load_format": "crash"}, {"tensor_parallel_size": 2}]
+    KIND.require_replaceable(folder, overwrite=True)  # the list of files is complete
+    fake.requested.clear()
+    monkeypatch.setattr("vexport.run.stages.serving.installed_text", lambda python: "9.9.9")
+    other = compare(fake, folder, "--format", "json", settings=settings)
+    assert other.code == 2, "the answers of the baseline are from another version"
+    anew = compare(fake, folder, "--overwrite", "--format", "json", settings=settings)
+    assert anew.stdout == first.stdout
+    assert fake.requested == ["baseline", "cpu", "crash"]
+
+
+def test_refused_baseline_is_not_tried_again(
+    fake: FakeEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ("load_format=cpu", "load_format=twin")
+    first = compare(fake, tmp_path / "run", settings=settings)
+    again = compare(fake, tmp_path / "run", settings=settings)
+    assert (first.code, first.errors) == (again.code, again.errors)
+    assert first.code == 1
+    assert fake.requested == ["cpu"]
+    monkeypatch.setattr("vexport.run.stages.serving.installed_text", lambda python: "9.9.9")
+    compare(fake, tmp_path / "run", settings=settings)
+    assert fake.requested == ["cpu", "cpu"], "another version of vLLM may accept it"
 
 
 def test_all_formats_show_variants(fake: FakeEngine, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from vexport.run.given import RunModel
 from vexport.run.load_run import require_available, require_servable
 from vexport.run.stages.concluding import variants_report, write_report
 from vexport.run.stages.serving import SESSION
-from vexport.run.stages.variants import VariantComparison, serve_variants
+from vexport.run.stages.variants import REFUSAL, VariantComparison, serve_variants
 from vexport.scenario import Evaluate, Serve, Variants
 
 
@@ -82,12 +82,13 @@ def compare_variants(
 
 
 def _sessions(folder: Path) -> Iterator[Path]:
-    """Yield the session files of an earlier call.
+    """Yield the files of finished and of refused sessions of an earlier call.
 
     If there is one, the tasks are already downloaded.
     """
     for role in (BASELINE, CANDIDATE):
-        yield from (folder / role).rglob(SESSION)
+        for name in (SESSION, REFUSAL):
+            yield from (folder / role).rglob(name)
 
 
 def _require_usable(

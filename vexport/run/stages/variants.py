@@ -2,7 +2,9 @@
 
 Each variant is a run with a given checkpoint. All these runs share the run directory and the
 answers of the first variant, which is the baseline. Each variant's answers are in a separate
-folder, so a second call serves only the variants without answers.
+folder, so a second call serves only the variants without answers. If vLLM refuses a variant, the
+reason is kept in this folder too. A later call with the same version of vLLM does not try the
+variant again. Failures of the environment, such as too little memory, are not kept.
 """
 
 import logging
@@ -24,12 +26,14 @@ from vexport.errors import (
     InputError,
     VexportError,
 )
-from vexport.files import digest_bytes
+from vexport.files import digest_bytes, from_json, to_json, write_text
+from vexport.inference.answers import Served
 from vexport.inference.options import BASELINE, CANDIDATE, EngineOptions
+from vexport.outputs.manifest import is_recorded, record
 from vexport.records import ComparedVariant, VariantOutcome
 from vexport.records.values import PROGRESS_DETAIL
 from vexport.run.comparison import reported_kl, worst_task
-from vexport.run.directory import Run, RunDirectory, Stage
+from vexport.run.directory import Digests, Run, RunDirectory, Stage
 from vexport.run.given import Given, RunModel
 from vexport.run.stages.order import COMPARISON_STAGES, PREPARATION_STAGES
 from vexport.run.stages.serving import (
@@ -51,6 +55,20 @@ _MAX_NAME_LENGTH = 60
 _DIGEST_DIGITS = 8
 VARIANTS = "variants"
 """Folder of the variants' answers in the run directory of a scenario."""
+REFUSAL = "refusal.json"
+"""File with vLLM's reason for refusing a variant, in the folder of the variant's answers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """vLLM's reason for refusing a variant.
+
+    `inputs` has the digest of each input of the session that vLLM refused. They include the
+    variant's settings, the interpreter and the version of vLLM.
+    """
+
+    inputs: Mapping[str, str]
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,8 +192,9 @@ def serve_variants(comparing: VariantComparison) -> VariantResults:
             run.do(stage)
         run.require_same_inputs(serve_baseline)
         run.require_same_inputs(serve_candidate)
-    problems = _find_problems(comparing.variants, _pending(runs))
-    first = _serve_first(comparing, runs[0], problems.get(0))
+    refused = _kept_refusals(runs)
+    problems = _find_problems(comparing.variants, _pending(runs) - refused.keys())
+    first = _serve_first(comparing, runs[0], problems.get(0), refused.get(0))
     if first.outcome == "REFUSED":
         return VariantResults(rows=(first,))
     rows = [first]
@@ -184,7 +203,7 @@ def serve_variants(comparing: VariantComparison) -> VariantResults:
         variant = comparing.variants[number]
         detail = f"variants{PROGRESS_DETAIL}{variant_name(variant)}"
         comparing.options.on_progress(detail, number, len(comparing.variants))
-        row, fault = _compare_with_first(run, variant, problems.get(number))
+        row, fault = _compare_with_first(run, variant, problems.get(number), refused.get(number))
         rows.append(row)
         if fault is not None:
             faults.append(fault)
@@ -203,6 +222,40 @@ def _pending(runs: Sequence[Run]) -> set[int]:
     if not (runs[0].place(BASELINE) / SESSION).is_file():
         pending.add(0)
     return pending
+
+
+def _kept_refusals(runs: Sequence[Run]) -> dict[int, str]:
+    """Return vLLM's reasons for the variants that it refused in an earlier call, by number."""
+    kept = [_kept_refusal(runs[0], BASELINE)]
+    kept += [_kept_refusal(run, CANDIDATE) for run in runs]
+    return {number: reason for number, reason in enumerate(kept) if reason is not None}
+
+
+def _kept_refusal(run: Run, role: str) -> str | None:
+    """Return vLLM's reason if it refused the same session in an earlier call, else None."""
+    file = run.place(role) / REFUSAL
+    if not file.is_file() or not is_recorded(file):
+        return None
+    refusal = from_json(Refusal, file)
+    return refusal.reason if refusal.inputs == _inputs(run, role) else None
+
+
+def _keep_refusal(run: Run, role: str, reason: str) -> None:
+    file = run.place(role) / REFUSAL
+    record(file)
+    write_text(file, to_json(Refusal(inputs=_inputs(run, role), reason=reason)))
+
+
+def _inputs(run: Run, role: str) -> Digests:
+    """Return the digests of the inputs of a model's session."""
+    digest = _session_of(role).digest
+    assert digest is not None
+    return digest(run)
+
+
+def _session_of(role: str) -> Stage[Served]:
+    """Return the stage that gets the answers of the model with this role."""
+    return serve_baseline if role == BASELINE else serve_candidate
 
 
 def _find_problems(variants: Sequence[Variant], pending: set[int]) -> Mapping[int, VexportError]:
@@ -227,50 +280,40 @@ def _find_problems(variants: Sequence[Variant], pending: set[int]) -> Mapping[in
 
 
 def _serve_first(
-    comparing: VariantComparison, run: Run, problem: VexportError | None
+    comparing: VariantComparison, run: Run, problem: VexportError | None, refused: str | None
 ) -> ComparedVariant:
-    """Get the answers of the first variant, and return its row."""
+    """Get the answers of the first variant, and return its row.
+
+    `problem` is a problem with the variant's arguments. `refused` is the reason if vLLM refused the
+    variant in an earlier call.
+    """
     variant = comparing.variants[0]
     row = partial(_row, run, variant, BASELINE)
-    try:
-        _require_possible(comparing.root, variant, problem)
-        run.do(serve_baseline)
-    except EngineFault as fault:
-        if fault.failure.kind not in _REFUSALS:
-            raise
-        return row("REFUSED", fault.failure.message)
-    except InputError as error:
-        return row("REFUSED", str(error))
-    failure = run.result(serve_baseline).result.failure
-    if failure is not None:
-        return row("REFUSED", failure.message)
+    reason = refused or _serve(run, BASELINE, variant, comparing.root, problem)
+    if reason is not None:
+        return row("REFUSED", reason)
     return row("BASELINE", "the other variants are compared with it")
 
 
 def _compare_with_first(
-    run: Run, variant: Variant, problem: VexportError | None
+    run: Run, variant: Variant, problem: VexportError | None, refused: str | None
 ) -> tuple[ComparedVariant, EnvironmentFault | None]:
     """Compare a variant with the first.
 
-    Return its row, and the error if the environment failed.
+    Return its row, and the error if the environment failed. See `_ask_baseline` for `problem` and
+    `refused`.
     """
     row = partial(_row, run, variant, CANDIDATE)
     model = run.model(CANDIDATE)
     assert model is not None
     assert model.checkpoint is not None
     try:
-        _require_possible(model.checkpoint, variant, problem)
         run.do(serve_baseline)
-        run.do(serve_candidate)
-        failure = run.result(serve_candidate).result.failure
-        if failure is not None:
-            return row("REFUSED", failure.message), None
+        reason = refused or _serve(run, CANDIDATE, variant, model.checkpoint, problem)
+        if reason is not None:
+            return row("REFUSED", reason), None
         for stage in COMPARISON_STAGES:
             run.do(stage)
-    except EngineFault as fault:
-        if fault.failure.kind in _REFUSALS:
-            return row("REFUSED", fault.failure.message), None
-        return row("NO ANSWER", str(fault)), fault
     except EnvironmentFault as fault:
         return row("NO ANSWER", str(fault)), fault
     except Inconclusive as error:
@@ -280,6 +323,31 @@ def _compare_with_first(
     except InputError as error:
         return row("REFUSED", str(error)), None
     return _row_with_verdict(run, row), None
+
+
+def _serve(
+    run: Run, role: str, variant: Variant, root: Path, problem: VexportError | None
+) -> str | None:
+    """Get the answers of a variant. Return the reason if vLLM refuses it, and keep the reason.
+
+    Raises EnvironmentFault if the environment fails. Such a failure says nothing about the variant,
+    so a later call tries the variant again.
+    """
+    stage = _session_of(role)
+    try:
+        _require_possible(root, variant, problem)
+        run.do(stage)
+    except EngineFault as fault:
+        if fault.failure.kind not in _REFUSALS:
+            raise
+        reason = fault.failure.message
+    except InputError as error:
+        reason = str(error)
+    else:
+        failure = run.result(stage).result.failure
+        return None if failure is None else failure.message
+    _keep_refusal(run, role, reason)
+    return reason
 
 
 def _require_possible(root: Path, variant: Variant, problem: VexportError | None) -> None:
@@ -294,7 +362,7 @@ def _row(
 ) -> ComparedVariant:
     """Return the row of a variant without its verdict and its measured values."""
     version = installed_text(variant.vllm_python)
-    stage = serve_baseline if role == BASELINE else serve_candidate
+    stage = _session_of(role)
     served = run.get(stage) if run.is_reached(stage) else None
     if served is not None and served.result.vllm:
         version = served.result.vllm
