@@ -5,7 +5,7 @@ from pathlib import Path
 
 from vexport.api.common import Name, OnNote, OnProblem, python_warning
 from vexport.api.engine import Engine
-from vexport.evaluation.accepted_settings import with_accepted_settings
+from vexport.evaluation.accepted_settings import Measured, with_accepted_settings
 from vexport.plan.source import require_trusted_scenario, with_default_text
 from vexport.records import (
     ComparedRun,
@@ -74,7 +74,7 @@ def evaluate_all(
     folder: Name,
     *,
     engine: Engine | None = None,
-    against: Name | None = None,
+    against: Name | Measured | None = None,
     accept: Name | None = None,
     overwrite: bool = False,
     attribution: bool | None = None,
@@ -84,7 +84,9 @@ def evaluate_all(
 ) -> Evaluations:
     """Compare several checkpoints with the same baseline, which is asked once.
 
-    Takes the arguments of `evaluate`. `accept` is possible only for a single checkpoint.
+    Takes the arguments of `evaluate`. `accept` is possible only for a single checkpoint. If the
+    caller has completed `settings` and `engine` from an accepted baseline, `against` is the result
+    of `with_accepted_settings`, and nothing is read again.
     `on_judged` is called when the verdicts are known, before the search for the causes of losses.
     """
     if (settings.baseline and against) or not (settings.baseline or against or accept):
@@ -93,12 +95,15 @@ def evaluate_all(
         )
     if accept is not None and len(checkpoints) != 1:
         raise ValueError(f"evaluate: got accept with {len(checkpoints)} checkpoints, need one")
-    against_path = None if against is None else Path(against)
     engine_settings = engine or Engine()
     serve = engine_settings.serve
-    if against_path is not None:
+    file: Path | None = None
+    if isinstance(against, Measured):
+        file = against.file
+    elif against is not None:
+        file = Path(against)
         given = {key: getattr(settings, key) for key in settings.model_fields_set}
-        measured = with_accepted_settings(given, serve, against_path, command="evaluate")
+        measured = with_accepted_settings(given, serve, file, command="evaluate")
         with problems_at("evaluate"):
             settings = Evaluate.model_validate(measured.keys)
         serve = measured.serve
@@ -107,7 +112,7 @@ def evaluate_all(
         settings,
         Path(folder),
         engine_settings.options(on_progress, serve),
-        against=against_path,
+        against=file,
         accept=None if accept is None else Path(accept),
         overwrite=overwrite,
         attribution_settings=AttributionSettings(wanted=attribution, seconds=attribution_seconds),

@@ -41,6 +41,7 @@ from vexport.cli.settings import given_settings, setting_options
 if TYPE_CHECKING:
     from pydantic import JsonValue
 
+    from vexport.evaluation.accepted_settings import Measured
     from vexport.records import Verdict
     from vexport.run.eval_run import Evaluations
     from vexport.scenario import Evaluate
@@ -189,6 +190,7 @@ def evaluate(
     comparison = comparison.consistent(options)
     keys = _given_keys(comparison.baseline, options["chat_template"])
     serve = session.serve(tp)
+    measured: Measured | None = None
     if comparison.against is not None:
         from vexport.evaluation.accepted_settings import with_accepted_settings
 
@@ -223,7 +225,7 @@ def evaluate(
                 vllm_python=interpreter.vllm_python,
                 trust_remote_code=interpreter.trust_remote_code,
             ),
-            against=comparison.against,
+            against=measured,
             accept=comparison.accept,
             overwrite=overwrite,
             attribution=attribution,

@@ -58,12 +58,13 @@ _PATH_STARTS = ("./", "../", "/")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Settings of an evaluation `against` an accepted baseline.
+    """Settings of an evaluation against the accepted baseline in `file`.
 
     `keys` are the values for `Evaluate`. `serve` are the settings of the engine. `filled` maps each
     setting that was taken from the file to its value.
     """
 
+    file: Path
     keys: Mapping[str, object]
     serve: Serve
     filled: Mapping[str, JsonValue]
@@ -124,6 +125,7 @@ def with_accepted_settings(
         Evaluate.model_validate({"tasks": ("any",), **missing})
     _require_known_tasks({**missing, **named}, "tasks" in named, file)
     return Measured(
+        file=file,
         keys={**missing, **named},
         serve=_with_engine(serve, engine),
         filled={**missing, **engine},
