@@ -7,7 +7,7 @@ units, a margin of 1 % is a hundredth of the baseline's value.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from vexport.errors import InputError, raise_all
@@ -32,40 +32,48 @@ def with_margins(gates: Sequence[TaskPair], setting: MarginSetting) -> tuple[Tas
     """
     given = margins_by_task(setting)
     names = [gate.task for gate in gates]
-    problems = [
-        InputError(
-            "margin",
-            got=f"no task {name}",
-            need=f"one of {', '.join(names)}",
-            fix="name one of these; a group is named as a whole",
-        )
-        for name in given
-        if name not in (*names, EVERY_TASK)
-    ]
+    problems = [*unknown_names("margin", given, names)]
     everywhere = given.get(EVERY_TASK)
     for gate in gates:
         own = given.get(gate.task, everywhere)
-        if own is not None and own.is_relative == (gate.unit == "share"):
-            problems.append(_wrong_kind(gate, own))
+        is_share = gate.unit == "share"
+        if own is not None and own.is_relative == is_share:
+            problems.append(wrong_kind(gate.task, gate.metric, own, is_share=is_share))
     raise_all(problems)
     return tuple(_with_margin(gate, given.get(gate.task) or everywhere) for gate in gates)
 
 
-def _wrong_kind(gate: TaskPair, margin: Margin) -> InputError:
-    where = f"margin of task {gate.task}"
-    if gate.unit == "share":
+def unknown_names(where: str, given: Iterable[str], names: Sequence[str]) -> Iterator[InputError]:
+    """Yield an error for each name in `given` that is not the name of a task.
+
+    `names` are the names of the tasks, and of the groups that count as a task.
+    """
+    for name in given:
+        if name not in (*names, EVERY_TASK):
+            yield InputError(
+                where,
+                got=f"no task {name}",
+                need=f"one of {', '.join(names)}",
+                fix="name one of these; a group is named as a whole",
+            )
+
+
+def wrong_kind(task: str, metric: str, margin: Margin, *, is_share: bool) -> InputError:
+    """Build the error for a share with a relative margin, or another metric with points."""
+    where = f"margin of task {task}"
+    if is_share:
         return InputError(
             where,
-            got=f"{margin} for {gate.metric}, which is a share of right answers",
+            got=f"{margin} for {metric}, which is a share of right answers",
             need="a margin in points",
-            fix=f"use --margin {gate.task}={margin.value:g} for {100 * margin.value:g} points",
+            fix=f"use --margin {task}={margin.value:g} for {100 * margin.value:g} points",
         )
     relative = Margin(DEFAULT_RELATIVE_MARGIN, True)
     return InputError(
         where,
-        got=f"{margin} for {gate.metric}, which is not a share",
+        got=f"{margin} for {metric}, which is not a share",
         need="a relative margin",
-        fix=f"use --margin {gate.task}={relative} (a loss of {relative} of the baseline's value)",
+        fix=f"use --margin {task}={relative} (a loss of {relative} of the baseline's value)",
     )
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from vexport.calibration.data import require_rows
 from vexport.engine.messages import SessionRequest
 from vexport.inference.options import EngineOptions
-from vexport.inference.task_data import fetch_task_data
-from vexport.inference.tasks import require_generating, resolve_tasks
+from vexport.inference.task_data import fetch_task_data, metrics_in_files
+from vexport.inference.tasks import TaskMetrics, require_generating, resolve_tasks
 from vexport.records import LmEvalSettings
 from vexport.scenario import Evaluate
 
@@ -40,21 +40,29 @@ def add_tasks(
     )
 
 
-def require_tasks(settings: Evaluate, options: EngineOptions) -> None:
-    """Raise InputError, for all tasks at once, if a task or the text cannot be used."""
+def require_tasks(settings: Evaluate, options: EngineOptions) -> tuple[TaskMetrics, ...] | None:
+    """Raise InputError, for all tasks at once, if a task or the text cannot be used.
+
+    Returns the metrics of the tasks. Returns None if one of them is given by name, because only
+    lm-eval can look it up.
+    """
     if settings.text is not None:
         require_rows(settings.text)
     with _task_request(settings, options) as request:
         if settings.enable_thinking:
             require_generating(request.tasks)
+        return metrics_in_files(request.tasks)
 
 
-def fetch_tasks(settings: Evaluate, options: EngineOptions) -> None:
-    """Download the tasks' documents into the cache. Raises the errors of `fetch_task_data`."""
+def fetch_tasks(settings: Evaluate, options: EngineOptions) -> tuple[TaskMetrics, ...]:
+    """Download the tasks' documents into the cache, and return the tasks' metrics.
+
+    Raises the errors of `fetch_task_data`.
+    """
     if not settings.tasks:
-        return
+        return ()
     with _task_request(settings, options) as request:
-        fetch_task_data(
+        return fetch_task_data(
             request,
             log=request.checkpoint / "fetch.log",
             timeout=options.serve.timeout,

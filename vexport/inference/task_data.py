@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -39,9 +40,12 @@ from vexport.inference.tasks import (
     METRIC_FIX,
     TRUST,
     NoThinkingError,
+    TaskMetrics,
+    group_metrics,
     has_other_metrics,
     is_foreign_code,
     is_local_dataset,
+    metrics_in_file,
     reads_hub,
     task_folders,
     thinking_error,
@@ -55,10 +59,20 @@ if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
 
 STAGE = "task data"
+UNKNOWN_AGGREGATION = "a Python function"
+"""Name of an aggregation that is not in lm-eval's registry."""
 # Matches the message of the package `evaluate` for a metric that is neither on the hub nor in the
 # cache (evaluate/loading.py).
 _METRIC = re.compile(r"Module '(?P<name>[\w/.-]+)' doesn't exist on the Hugging Face Hub either")
 _EXTRA = re.compile(r"^(?P<package>[\w.-]+).*extra == ['\"](?P<extra>[\w.-]+)['\"]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FetchedTasks:
+    """Metrics of the tasks whose documents were downloaded, and the problems with other tasks."""
+
+    tasks: tuple[TaskMetrics, ...]
+    problems: tuple[InputProblem, ...]
 
 
 def fetch_task_data(
@@ -68,26 +82,40 @@ def fetch_task_data(
     timeout: float,
     vllm_python: Path | None,
     on_progress: OnProgress,
-) -> None:
+) -> tuple[TaskMetrics, ...]:
     """Download the documents of `request.tasks` into the cache of the lm-eval that will read them.
 
-    No worker starts if all data are local files and all metrics are standard metrics of lm-eval.
+    Returns the metrics of the tasks. No worker starts if all data are local files and all metrics
+    are standard metrics of lm-eval.
 
     Raises:
         InputError: a task, its dataset or its metric is wrong.
         EnvironmentFault: the network, a token, the disk or an offline variable prevents a download.
     """
-    if any(reads_hub(task) or has_other_metrics(task) for task in request.tasks):
-        worker = Worker(
-            module="vexport.inference.task_data",
-            request=request,
-            kind=list[InputProblem],
-            where=STAGE,
-            log=log,
-            timeout=timeout,
-            vllm_python=vllm_python,
-        )
-        raise_found_problems(worker.run(on_progress))
+    in_files = metrics_in_files(request.tasks)
+    if in_files is not None and not any(
+        reads_hub(task) or has_other_metrics(task) for task in request.tasks
+    ):
+        return in_files
+    worker = Worker(
+        module="vexport.inference.task_data",
+        request=request,
+        kind=FetchedTasks,
+        where=STAGE,
+        log=log,
+        timeout=timeout,
+        vllm_python=vllm_python,
+    )
+    fetched = worker.run(on_progress)
+    raise_found_problems(fetched.problems)
+    return fetched.tasks
+
+
+def metrics_in_files(specs: Sequence[str]) -> tuple[TaskMetrics, ...] | None:
+    """Return the metrics of resolved tasks, or None if a task is given by name."""
+    if not all(Path(spec).is_file() for spec in specs):
+        return None
+    return tuple(task for spec in specs for task in metrics_in_file(spec))
 
 
 class _Bounded(jinja2.Template):
@@ -356,20 +384,23 @@ def _candidates(value: str, task: str, folders: Sequence[Path]) -> list[Path]:
     return sorted({file for folder in folders for file in folder.rglob(str(path))})
 
 
-def _problems(request: SessionRequest) -> list[InputProblem]:
-    """Return the problems with the tasks' data, without duplicates."""
+def _fetched(request: SessionRequest) -> FetchedTasks:
+    """Download the tasks' data. Return the tasks' metrics, and the problems without duplicates."""
     problems: dict[InputProblem, None] = {}
+    tasks: list[TaskMetrics] = []
     try:
-        problems.update(
-            (input_problem(error), None) for error in _fetch(request, progress_reporter())
-        )
+        for found in _fetch(request, progress_reporter()):
+            if isinstance(found, VexportError):
+                problems[input_problem(found)] = None
+            else:
+                tasks.append(found)
     except VexportError as error:
         problems[input_problem(error)] = None
-    return list(problems)
+    return FetchedTasks(tasks=tuple(tasks), problems=tuple(problems))
 
 
-def _fetch(request: SessionRequest, report: OnProgress) -> Iterator[VexportError]:
-    """Build every task once to download its documents, and yield the errors."""
+def _fetch(request: SessionRequest, report: OnProgress) -> Iterator[VexportError | TaskMetrics]:
+    """Build every task once to download its documents. Yield the errors and the tasks' metrics."""
     if importlib.util.find_spec("lm_eval") is None:
         fix = "install it for this interpreter with `pip install lm-eval`"
         raise EnvironmentFault(sys.executable, got="lm-eval is not installed", need="", fix=fix)
@@ -387,6 +418,7 @@ def _fetch(request: SessionRequest, report: OnProgress) -> Iterator[VexportError
                 loaded = load_tasks(request, manager, [task])
             if thinks:
                 yield from _without_answers(loaded)
+            yield from loaded_metrics(loaded)
         except NoThinkingError as error:
             yield error
         except VexportError as error:
@@ -394,6 +426,34 @@ def _fetch(request: SessionRequest, report: OnProgress) -> Iterator[VexportError
             yield from _data_problem(task, _settings(task, manager), report, folders)
         yield from _nltk_problem(task, before)
     report(STAGE, total, total)
+
+
+def loaded_metrics(loaded: "list[Task | Group]") -> Iterator[TaskMetrics]:
+    """Yield the metrics of loaded tasks, and of the outermost groups that lm-eval aggregates."""
+    for entry in loaded:
+        if not hasattr(entry, "get_all_tasks"):
+            yield _metrics_of_task(entry)
+        elif entry.aggregate_metric_list:
+            yield group_metrics(
+                entry.name, [_metrics_of_task(task) for task in entry.get_all_tasks()]
+            )
+        else:
+            yield from loaded_metrics(list(entry))
+
+
+def _metrics_of_task(task: "Task") -> TaskMetrics:
+    """Return the metrics of a loaded task, by lm-eval's own registry of aggregations."""
+    from lm_eval.api.registry import AGGREGATION_REGISTRY
+    from lm_eval.api.task import ConfigurableTask
+
+    names = {function: name for name, function in AGGREGATION_REGISTRY.items()}
+    metrics = {
+        metric: names.get(function, UNKNOWN_AGGREGATION)
+        for metric, function in task.aggregation().items()
+    }
+    is_own_class = type(task) is not ConfigurableTask
+    has_code = is_own_class or task.config.process_results is not None
+    return TaskMetrics(name=str(task.task_name), metrics=metrics, has_code=has_code)
 
 
 def _without_answers(loaded: "list[Task | Group]") -> Iterator[InputError]:
@@ -452,4 +512,4 @@ def _nltk_problem(task: str, before: Collection[str]) -> Iterator[EnvironmentFau
 
 
 if __name__ == "__main__":
-    sys.exit(run_worker(sys.argv[1:], SessionRequest, _problems))
+    sys.exit(run_worker(sys.argv[1:], SessionRequest, _fetched))

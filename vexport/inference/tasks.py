@@ -9,7 +9,7 @@ import difflib
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -64,8 +64,30 @@ METRICS = {
 
 Tasks that generate text are not listed: they have more metrics.
 """
+DEFAULT_METRICS: Mapping[str, tuple[str, ...]] = {
+    "generate_until": ("exact_match",),
+    "loglikelihood": ("perplexity", "acc"),
+    "loglikelihood_rolling": ("word_perplexity", "byte_perplexity", "bits_per_byte"),
+    "multiple_choice": ("acc", "acc_norm"),
+}
+"""Metrics of tasks without a `metric_list`, by output type (lm_eval/api/registry.py)."""
+DEFAULT_OUTPUT_TYPE = "generate_until"
 METRIC_CODE = "Python code that would run"
 METRIC_FIX = "add --trust-remote-code if you trust the code, or use a metric of lm-eval"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskMetrics:
+    """Metrics of a task before a model answers it, or of a group that lm-eval aggregates.
+
+    `metrics` maps each metric to the name of its aggregation, or to "" if the metric's default
+    aggregation applies. For a group, it has the metrics that all tasks of the group share.
+    `has_code` is True if Python code computes the metrics. Then there may be others.
+    """
+
+    name: str
+    metrics: Mapping[str, str]
+    has_code: bool = False
 
 
 def resolve_tasks(
@@ -280,6 +302,49 @@ def has_other_metrics(spec: str) -> bool:
         if "process_results" not in config and config.get("output_type") not in METRICS
         for metric in _metrics(config)
     )
+
+
+def metrics_in_file(spec: str) -> list[TaskMetrics]:
+    """Return the metrics of a resolved file: of its task, its group, or the tasks of its group.
+
+    A group counts as one task if lm-eval aggregates it.
+    """
+    path = Path(spec)
+    config = parse_task(path, trust=True)
+    tasks = [_metrics_in(each) for each in _resolved(path)]
+    if not isinstance(config.get("task"), list):
+        return tasks
+    group = str(config["group"])
+    if config.get("aggregate_metric_list"):
+        return [group_metrics(group, tasks)]
+    return [replace(task, name=f"{group}::{task.name}") for task in tasks]
+
+
+def group_metrics(group: str, tasks: Sequence[TaskMetrics]) -> TaskMetrics:
+    """Return a group with the metrics that all its tasks share."""
+    first, *others = tasks
+    shared = {
+        metric: aggregation
+        for metric, aggregation in first.metrics.items()
+        if all(task.metrics.get(metric) == aggregation for task in others)
+    }
+    has_code = any(task.has_code for task in tasks)
+    return TaskMetrics(name=group, metrics=shared, has_code=has_code)
+
+
+def _metrics_in(config: Config) -> TaskMetrics:
+    output_type = str(config.get("output_type", DEFAULT_OUTPUT_TYPE))
+    listed = config.get("metric_list")
+    entries = listed if isinstance(listed, list) else []
+    metrics = dict.fromkeys(DEFAULT_METRICS.get(output_type, ()), "")
+    if listed is not None:
+        metrics = {
+            str(entry.get("metric")): str(entry.get("aggregation") or "")
+            for entry in entries
+            if isinstance(entry, dict)
+        }
+    has_code = "process_results" in config or "class" in config
+    return TaskMetrics(name=str(config.get("task")), metrics=metrics, has_code=has_code)
 
 
 def _resolved(path: Path) -> list[Config]:

@@ -30,13 +30,14 @@ from vexport.evaluation.accepted_settings import (
 from vexport.evaluation.given_answers import read_given, require_comparable_answers
 from vexport.evaluation.inputs import evaluation_inputs
 from vexport.evaluation.results import read_results
+from vexport.evaluation.task_settings import require_valid_against, require_valid_settings
 from vexport.files import user_path
 from vexport.inference.endpoint.server import is_url, require_address
 from vexport.inference.endpoint.tokenizer import tokenizer_of
 from vexport.inference.options import BASELINE, CANDIDATE, EngineOptions
 from vexport.inference.requested_tasks import fetch_tasks, require_tasks
 from vexport.inference.result_files import is_results
-from vexport.inference.tasks import named_in_files
+from vexport.inference.tasks import TaskMetrics, named_in_files
 from vexport.outputs.replaceable import NamedPath, locked_folder, require_separate
 from vexport.records import ComparedRun, Verdict
 from vexport.reports.run_record import Report
@@ -155,7 +156,7 @@ def _judge_checkpoints(
     asked = {role: name for role, name in names.items() if not is_results(name)}
     is_answered = all((folder / role / SESSION).is_file() for role in asked)
     if overwrite or not is_answered:
-        fetch_tasks(settings, options)
+        _require_valid_settings(settings, fetch_tasks(settings, options), against)
     models = {role: _model(role, name, settings, options) for role, name in names.items()}
     folders = {role: models[role].prompt_folder for role in asked}
     require_separate(outputs, _named_paths(folders))
@@ -331,7 +332,7 @@ def _require_usable(
     asked = [name for name in names.values() if not is_results(name) and not is_url(name)]
     attempt_all(
         [
-            ("tasks", partial(require_tasks, settings, options)),
+            ("tasks", partial(_require_tasks, settings, options, against)),
             *(
                 (name, partial(require_available, name, [options.serve]))
                 for name in dict.fromkeys(asked)
@@ -339,6 +340,21 @@ def _require_usable(
         ]
     )
     require_arguments([options.serve], options.vllm_python)
+
+
+def _require_tasks(settings: Evaluate, options: EngineOptions, against: Path | None) -> None:
+    """Raise InputError if a task cannot be used, or if a margin or gate does not fit the tasks."""
+    _require_valid_settings(settings, require_tasks(settings, options), against)
+
+
+def _require_valid_settings(
+    settings: Evaluate, tasks: Sequence[TaskMetrics] | None, against: Path | None
+) -> None:
+    """Raise InputError if a margin or gate does not fit the tasks, or the accepted baseline."""
+    if against is None:
+        require_valid_settings(settings, tasks)
+    else:
+        require_valid_against(settings.margin, tasks, read_accepted(against))
 
 
 def _require_comparable(

@@ -9,6 +9,7 @@ from vexport.engine.arguments import require_arguments
 from vexport.engine.session import require_vllm
 from vexport.errors import EnvironmentFault, VexportError
 from vexport.evaluation.inputs import scenario_inputs
+from vexport.evaluation.task_settings import require_valid_settings
 from vexport.files import write_text
 from vexport.formats.schemes import KEEP
 from vexport.inference.options import BASELINE, EngineOptions
@@ -92,7 +93,7 @@ def _require_usable(scenario: Scenario, options: EngineOptions) -> None:
     for python in scenario.variants.vllm_python if scenario.variants else ():
         require_vllm(python)
     if scenario.evaluate is not None:
-        require_tasks(scenario.evaluate, options)
+        require_valid_settings(scenario.evaluate, require_tasks(scenario.evaluate, options))
     require_source(scenario.source)
     require_arguments([options.serve], options.vllm_python)
 

@@ -10,6 +10,7 @@ from vexport.engine.session import require_vllm
 from vexport.errors import EnvironmentFault, InputError
 from vexport.errors.extras import attempt_all
 from vexport.evaluation.inputs import evaluation_inputs
+from vexport.evaluation.task_settings import require_valid_settings
 from vexport.files import user_path
 from vexport.inference.endpoint.server import is_url
 from vexport.inference.options import BASELINE, CANDIDATE, EngineOptions
@@ -61,7 +62,7 @@ def compare_variants(
     require_servable(root, [Serve()])
     require_separate(outputs, [NamedPath(label="CHECKPOINT", path=root)])
     if overwrite or not any(_sessions(folder)):
-        fetch_tasks(settings, options)
+        require_valid_settings(settings, fetch_tasks(settings, options))
     with locked_folder(folder, RUN_DIR):
         directory = RunDirectory(folder)
         directory.begin(overwrite=overwrite)
@@ -107,7 +108,12 @@ def _require_usable(
     require_run_folder(outputs[0].path)
     attempt_all(
         [
-            ("tasks", partial(require_tasks, settings, options)),
+            ("tasks", partial(_require_tasks, settings, options)),
             (checkpoint, partial(require_available, checkpoint, [Serve()])),
         ]
     )
+
+
+def _require_tasks(settings: Evaluate, options: EngineOptions) -> None:
+    """Raise InputError if a task cannot be used, or if a margin or gate does not fit the tasks."""
+    require_valid_settings(settings, require_tasks(settings, options))

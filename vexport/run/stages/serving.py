@@ -23,6 +23,7 @@ from vexport.evaluation.drift import drift_warnings
 from vexport.evaluation.drift import measure_drift as drift_between
 from vexport.evaluation.load_judgement import judge_by_reference
 from vexport.files import digest_file, user_path
+from vexport.evaluation.task_settings import require_valid_settings
 from vexport.inference.answers import Answers, Served
 from vexport.inference.asking import (
     DEFAULT_LM_EVAL,
@@ -71,7 +72,8 @@ def resolve_prompting(run: Run) -> LmEvalSettings:
 
     A checkpoint that the run makes has the source's tokenizer and chat template. The tasks'
     documents are downloaded into the cache first, unless both models have answered them. Raises
-    InputError if the same prompts cannot be used for both models.
+    InputError if the same prompts cannot be used for both models, or if a margin or gate does not
+    fit the tasks' metrics.
     """
     settings = run.evaluation
     if not settings.tasks:
@@ -81,7 +83,7 @@ def resolve_prompting(run: Run) -> LmEvalSettings:
     for url in filter(None, (settings.endpoint, settings.baseline_endpoint)):
         require_address(url)
     if not (run.place(CANDIDATE) / SESSION).is_file():
-        fetch_tasks(settings, run.options)
+        require_valid_settings(settings, fetch_tasks(settings, run.options))
     return lm_eval_settings(settings, {BASELINE: run.baseline, "source": run.index.root})
 
 
