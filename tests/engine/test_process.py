@@ -45,11 +45,11 @@ def tear_down():
     while not (result.is_file() and note.exists() and note.read_text()):
         pass
     ctypes.PyDLL(None).sleep(60)
-def run(request, report, ask, engine):
+def run(request, report, ask, check, engine):
     engine.callback(tear_down)
     return SessionResult(checkpoint=request.checkpoint, platform="cpu", vllm="")
 worker.run, worker._TEARDOWN_SECONDS = run, 2
-worker.main(sys.argv[1:3], None)
+worker.main(sys.argv[1:3], None, None)
 """
 
 

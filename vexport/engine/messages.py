@@ -65,7 +65,9 @@ class SessionRequest:
     `tasks` are lm-eval task names or YAML files. If there are any, `output` is the folder for
     lm-eval's result and sample files, and `lm_eval` has the settings of lm-eval. `limit` is the
     largest number of documents of each task, or a share of them if it is below 1. With `repeat`, a
-    part of the documents or rows is evaluated a second time.
+    part of the documents or rows is evaluated a second time. `accepted` has the digest of each
+    question of an accepted baseline, by task and document. If a question differs, the request ends
+    with a problem before the engine starts.
 
     `identity` names everything that the answers depend on, except the engine. If it is set, the
     answers are stored in `output` after each batch. A later session reuses them if this session is
@@ -90,6 +92,7 @@ class SessionRequest:
     lm_eval: LmEvalSettings = LmEvalSettings()
     limit: int | float | None = None
     repeat: bool = False
+    accepted: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     output: Path | None = None
     identity: str | None = None
     seed: int = 0

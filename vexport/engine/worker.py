@@ -51,6 +51,8 @@ AskEngine = Callable[
     [EngineArguments, "LLM", SessionRequest, SessionResult, OnProgress], SessionResult
 ]
 """Function that receives an engine and the engine's arguments, and returns the result."""
+CheckRequest = Callable[[EngineArguments, SessionRequest], None]
+"""Function that raises a VexportError if the request cannot be run. No engine is started then."""
 # Defaults of vLLM's arguments that differ between a CPU and a GPU. A CPU runs eager, because
 # compiling takes longer than the few prompts and needs a C++ compiler. The engine reserves memory
 # for `max_num_seqs` prompts at once.
@@ -63,15 +65,17 @@ _BINDING = "VLLM_CPU_OMP_THREADS_BIND"
 _NODES = Path("/sys/devices/system/node")
 
 
-def main(arguments: list[str], ask: AskEngine) -> Never:
-    """Read the request, start the engine, call `ask`, write the result, and exit.
+def main(arguments: list[str], ask: AskEngine, check: CheckRequest) -> Never:
+    """Read the request, call `check`, start the engine, call `ask`, write the result, and exit.
 
     The exit code is 0 if there is a result. The result may be a failure.
     """
     request_file, result_file = (Path(argument) for argument in arguments)
     exit_with_parent()
     with ExitStack() as engine:
-        result = run(from_json(SessionRequest, request_file), progress_reporter(), ask, engine)
+        result = run(
+            from_json(SessionRequest, request_file), progress_reporter(), ask, check, engine
+        )
         write_text(result_file, to_json(result))
         # Teardown may crash, or wait for threads and devices forever. In this case the alarm ends
         # the process.
@@ -135,9 +139,13 @@ def exit_with_core(llm: "LLM", engine: ExitStack) -> None:
 
 
 def run(
-    request: SessionRequest, report: OnProgress, ask: AskEngine, engine: ExitStack
+    request: SessionRequest,
+    report: OnProgress,
+    ask: AskEngine,
+    check: CheckRequest,
+    engine: ExitStack,
 ) -> SessionResult:
-    """Start an engine and pass it to `ask`.
+    """Call `check`, start an engine and pass it to `ask`.
 
     An exception is stored in the result and printed to the log.
 
@@ -152,8 +160,11 @@ def run(
     exit_on_crash()
     arguments = model_arguments(request, platform)
     try:
+        check(arguments, request)
         start = time.monotonic()
         llm = build_engine(arguments, platform)
+    except VexportError as error:
+        return replace(result, problem=input_problem(error))
     except Exception as error:
         if (refusal := _refused_argument(error, request.arguments)) is not None:
             return replace(result, problem=input_problem(refusal))

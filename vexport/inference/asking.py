@@ -5,7 +5,7 @@ All three kinds of sources have the same interface, `AnswerSource.ask`.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from vexport.architectures.config import vocab_size
@@ -29,6 +29,7 @@ from vexport.inference.engine_session import run_session
 from vexport.inference.fingerprint import engine_fingerprint, write_fingerprint
 from vexport.inference.options import BASELINE, NO_EVALUATION, EngineOptions
 from vexport.inference.prompts import CONTINUED_PROMPTS, Prompts, fixed_prompts, shortest_length
+from vexport.inference.questions import Expected
 from vexport.inference.repeated import read_repeated, require_deterministic
 from vexport.inference.requested_tasks import add_tasks
 from vexport.inference.session_folder import (
@@ -64,13 +65,15 @@ class Questions:
 
     `evaluate` contains the tasks of lm-eval or the text, and `lm_eval` the settings of the tasks'
     prompts. `texts` are prompts to continue. With `repeat`, the model answers a part of the
-    documents twice.
+    documents twice. `accepted` has the digests of an accepted baseline's questions, which must be
+    the questions of `evaluate`.
     """
 
     evaluate: Evaluate = NO_EVALUATION
     lm_eval: LmEvalSettings = DEFAULT_LM_EVAL
     texts: Sequence[str] = ()
     repeat: bool = False
+    accepted: Expected = field(default_factory=dict)
 
 
 class AnswerSource(ABC):
@@ -165,6 +168,7 @@ class EngineSource(AnswerSource):
             logprobs_file=recorded(folder / LOGPROBS),
             lm_eval=questions.lm_eval,
             repeat=questions.repeat,
+            accepted=questions.accepted,
             identity=_identity(started) if settings.tasks else None,
         )
         request = add_tasks(request, settings, self.options, folder)
@@ -316,6 +320,7 @@ class EndpointSource(AnswerSource):
             lm_eval=questions.lm_eval,
             max_model_len=longest,
             repeat=True,
+            accepted=questions.accepted,
             trust_remote_code=self.options.trust_remote_code,
             trust_tokenizer=self.trust_tokenizer,
             output=folder,

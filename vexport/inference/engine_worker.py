@@ -47,9 +47,19 @@ def ask_engine(
     return result
 
 
+def check_request(arguments: EngineArguments, request: SessionRequest) -> None:
+    """Raise InputError if the questions differ from those of an accepted baseline."""
+    if not request.accepted:
+        return
+    from vexport.inference.lm_eval_runner import constructor_arguments, require_accepted_questions
+    from vexport.inference.silent_model import SilentModel
+
+    require_accepted_questions(SilentModel(arguments), constructor_arguments(arguments), request)
+
+
 def main(arguments: list[str]) -> Never:
     """Read the request, start the engine, run the request, and write the result."""
-    worker.main(arguments, ask_engine)
+    worker.main(arguments, ask_engine, check_request)
 
 
 if __name__ == "__main__":

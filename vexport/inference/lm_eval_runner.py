@@ -17,13 +17,14 @@ import jinja2
 from pydantic import JsonValue
 
 from vexport.engine.messages import SessionRequest
-from vexport.errors import EnvironmentFault, InputError
+from vexport.errors import EnvironmentFault, InputError, VexportError, raise_all
 from vexport.files import atomic_path
 from vexport.inference.added_keys import FINISH_REASON, SEED, UNTEMPLATED
 from vexport.inference.engine_model import EngineModel
 from vexport.inference.kept_answers import FinishedText, KeptAnswers, open_kept_answers
 from vexport.inference.lm_eval_model import ModelArguments, wrap_model
 from vexport.inference.model import Model, override_attribute
+from vexport.inference.questions import changed_questions
 from vexport.inference.repeated import compare_rows, documents_to_repeat, write_repeated
 from vexport.inference.task_data import (
     explained_downloads,
@@ -56,8 +57,7 @@ def run_tasks(
     model_args: ModelArguments, llm: "LLM", request: SessionRequest, progress: OnProgress
 ) -> None:
     """Evaluate `request.tasks` on an engine that was built with `model_args`; see `ask_tasks`."""
-    arguments = {key: model_args[key] for key in _CONSTRUCTOR_KEYS if key in model_args}
-    arguments["pretrained"] = model_args["model"]
+    arguments = constructor_arguments(model_args)
     kept = KeptAnswers(None)
     if request.identity is not None and request.output is not None:
         kept = open_kept_answers(request.output, f"{request.identity} {engine_words()}")
@@ -66,18 +66,32 @@ def run_tasks(
     ask_tasks(answering_model, arguments, request)
 
 
-def ask_tasks(
-    answering_model: Model, arguments: dict[str, JsonValue], request: SessionRequest
-) -> None:
+def constructor_arguments(model_args: ModelArguments) -> dict[str, JsonValue]:
+    """Return the arguments of lm-eval's model class for an engine with the given arguments."""
+    arguments = {key: model_args[key] for key in _CONSTRUCTOR_KEYS if key in model_args}
+    arguments["pretrained"] = model_args["model"]
+    return arguments
+
+
+def ask_tasks(answering_model: Model, arguments: ModelArguments, request: SessionRequest) -> None:
     """Evaluate `request.tasks` and write lm-eval's result and sample files into `request.output`.
 
     `arguments` are for lm-eval's model class. Raises InputError with the task's name if a task
     cannot be loaded or its prompts are too long.
     """
+    assert request.output is not None, "a request with tasks has an output folder"
+    with _prepared(request) as scratch:
+        model, arguments = _wrapped(answering_model, arguments, request)
+        _evaluate(model, answering_model, arguments, request, scratch / "output")
+        _move_files(scratch / "output", request.output)
+
+
+@contextmanager
+def _prepared(request: SessionRequest) -> Iterator[Path]:
+    """Prepare lm-eval for the request's tasks inside the block. Yield a temporary folder."""
     import datasets
     from lm_eval.utils import setup_logging
 
-    assert request.output is not None, "a request with tasks has an output folder"
     setup_logging()  # without it, the log has only the warnings of lm-eval
     with ExitStack() as stack:
         total = len(request.tasks)
@@ -92,13 +106,46 @@ def ask_tasks(
         if not request.trust_remote_code:
             stack.enter_context(tasks_as_data())
         stack.enter_context(cached_lm_eval_steps())
-        settings = request.lm_eval
-        values = {key: getattr(settings, key) for key in _ANSWER_KEYS}
-        given = {key: value for key, value in values.items() if value is not None}
-        arguments = {**arguments, **given}
-        model = wrap_model(answering_model, arguments, settings)
-        _evaluate(model, answering_model, arguments, request, scratch / "output")
-        _move_files(scratch / "output", request.output)
+        yield scratch
+
+
+def _wrapped(
+    answering_model: Model, arguments: ModelArguments, request: SessionRequest
+) -> "tuple[VLLM, ModelArguments]":
+    """Return lm-eval's model that runs `answering_model`, and the arguments of its constructor."""
+    settings = request.lm_eval
+    values = {key: getattr(settings, key) for key in _ANSWER_KEYS}
+    given = {key: value for key, value in values.items() if value is not None}
+    arguments = {**arguments, **given}
+    return wrap_model(answering_model, arguments, settings), arguments
+
+
+def require_accepted_questions(
+    answering_model: Model, arguments: ModelArguments, request: SessionRequest
+) -> None:
+    """Raise InputError if a question differs from the accepted baseline's. No prompt is sent.
+
+    lm-eval makes the questions and gets empty answers. If a task's Python code cannot handle empty
+    answers, nothing is raised, and the questions are compared after the evaluation.
+    """
+    from lm_eval.loggers import EvaluationTracker
+
+    with _prepared(request) as scratch:
+        model, arguments = _wrapped(answering_model, arguments, request)
+        model.generate_until = lambda requests, **_: [""] * len(requests)
+        model.loglikelihood = lambda requests, **_: [(0.0, False)] * len(requests)
+        model.loglikelihood_rolling = lambda requests, **_: [0.0] * len(requests)
+        tracker = EvaluationTracker(output_path=str(scratch / "output"))
+        evaluation = _Evaluation(model, arguments, request, task_manager(request), tracker)
+        tasks = evaluation.load()
+        try:
+            samples = evaluation.run(tasks, request.limit)["samples"]
+        except VexportError:
+            raise
+        except Exception as error:
+            print(f"the questions are compared later: {error!r}", flush=True)
+            return
+    raise_all([*changed_questions(request.accepted, samples)])
 
 
 def _evaluate(

@@ -30,7 +30,11 @@ from vexport.inference.fingerprint import (
     write_fingerprint,
 )
 from vexport.inference.kept_answers import open_kept_answers
-from vexport.inference.lm_eval_runner import ask_tasks, vllm_version
+from vexport.inference.lm_eval_runner import (
+    ask_tasks,
+    require_accepted_questions,
+    vllm_version,
+)
 from vexport.inference.model import override_attribute
 from vexport.inference.text_scores import write_text_scores
 from vexport.records import PROGRESS_DETAIL, OnProgress
@@ -105,6 +109,8 @@ def _ask_tasks(model: EndpointModel, request: SessionRequest) -> None:
         override_attribute(vllm_causallms, "SamplingParams", dict),
         override_attribute(transformers.AutoConfig, "from_pretrained", _read_config_if_any),
     ):
+        if request.accepted:
+            require_accepted_questions(model, arguments, request)
         ask_tasks(model, arguments, request)
     write_fingerprint(request.output, _fingerprint(model.server, request))
 

@@ -19,11 +19,12 @@ from vexport.engine.dry.load import dry_load_checkpoints
 from vexport.engine.installed import installed_text
 from vexport.engine.messages import SessionResult
 from vexport.errors import CheckpointFailed, InputError, VexportError
+from vexport.evaluation.accepted import expected_questions, read_accepted
 from vexport.evaluation.drift import drift_warnings
 from vexport.evaluation.drift import measure_drift as drift_between
 from vexport.evaluation.load_judgement import judge_by_reference
-from vexport.files import digest_file, user_path
 from vexport.evaluation.task_settings import require_valid_settings
+from vexport.files import digest_file, user_path
 from vexport.inference.answers import Answers, Served
 from vexport.inference.asking import (
     DEFAULT_LM_EVAL,
@@ -200,12 +201,13 @@ def _templates(run: Run) -> Mapping[str, str] | None:
 
 def _questions(run: Run, role: str) -> Questions:
     """Return all questions for a model of the run."""
-    is_against = run.given is not None and run.given.against is not None
+    against = run.given.against if run.given is not None else None
     return Questions(
         evaluate=run.evaluation,
         lm_eval=run.result(resolve_prompting),
         texts=_texts(run),
-        repeat=role == BASELINE or is_against,
+        repeat=role == BASELINE or against is not None,
+        accepted={} if against is None else expected_questions(read_accepted(against)),
     )
 
 
