@@ -11,8 +11,6 @@ their numbers:
 Answers of a later evaluation are paired with the stored scores document by document.
 """
 
-import base64
-import hashlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,14 +27,10 @@ from vexport.evaluation.pairs import Choice, TaskPair, gated_tasks
 from vexport.evaluation.results import Results, Sample, TaskSamples, read_results
 from vexport.files import from_json, read_json_object, to_json, write_text
 from vexport.inference.fingerprint import Fingerprint
+from vexport.inference.questions import DIGEST, Expected, question_digest
 
 LINE = 100
 """Number of documents in a line."""
-DIGEST = 3
-"""Base64 characters (6 bits each) per question.
-
-The probability that a changed question has the same digest is 1 in 262144.
-"""
 WHOLE = "."
 """Letter of an answer that is neither cut nor empty, and has something to extract."""
 _KIND = "vexport_baseline"
@@ -240,8 +234,7 @@ def _scores_text(chunk: Sequence[Sample], metric: str) -> str:
 
 def _question(sample: Sample) -> str:
     """Return a digest of a document, its prompt and its target."""
-    text = f"{sample.doc_id} {' '.join(sample.hashes)}"
-    return base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest())[:DIGEST].decode()
+    return question_digest(sample.doc_id, sample.hashes)
 
 
 def stored_scores(task: AcceptedTask) -> dict[int, tuple[float, str]]:
@@ -265,6 +258,14 @@ def stored_scores(task: AcceptedTask) -> dict[int, tuple[float, str]]:
     if len(stored) != task.documents or not stored:
         raise ValueError(f"{len(stored)} documents, not {task.documents}")
     return stored
+
+
+def expected_questions(accepted: Accepted) -> Expected:
+    """Return the digest of each accepted question, by task and document."""
+    return {
+        name: {str(document): digest for document, (_, digest) in stored_scores(task).items()}
+        for name, task in accepted.tasks.items()
+    }
 
 
 def stored_endings(task: AcceptedTask) -> dict[int, Ending] | None:

@@ -22,8 +22,9 @@ from vexport.evaluation.aggregates import (
 from vexport.evaluation.corpus import Corpus, compare_corpora
 from vexport.evaluation.fingerprint import causes
 from vexport.evaluation.metrics import NO_SHARES, WHOLE_CORPUS
-from vexport.evaluation.results import HASHES, Results, Sample, TaskSamples
+from vexport.evaluation.results import Results, Sample, TaskSamples
 from vexport.evaluation.statistics import MIN_CLUSTERS, Clusters, Scores
+from vexport.inference.questions import HASHES
 from vexport.records.accuracy import Unit
 
 PREFERRED_METRICS = ("exact_match", "acc", "pass@1", "pass_at_1")

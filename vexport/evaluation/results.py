@@ -26,13 +26,13 @@ from vexport.evaluation.metrics import AGGREGATIONS, Meaning, meaning_of
 from vexport.files import read_json_object
 from vexport.inference.added_keys import FINISH_REASON, SEED
 from vexport.inference.fingerprint import read_fingerprint
+from vexport.inference.questions import HASHES
 from vexport.inference.result_files import TIMESTAMP, result_files, run_name
 from vexport.records import Json, Prompting
 
 SCORED_TEXTS = ("loglikelihood", "loglikelihood_rolling")
 """Output types of tasks that score the likelihood of a given text."""
 _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
-HASHES = ("doc_hash", "prompt_hash", "target_hash")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
