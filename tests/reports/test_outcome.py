@@ -8,8 +8,8 @@ import pytest
 from tests.models import save_llama
 from tests.reports import sample
 from vexport.checkpoint.index import read_index
-from vexport.records import CheckReport
-from vexport.reports import render
+from vexport.records import CheckReport, Outcome
+from vexport.reports import render, render_verdicts
 from vexport.run.directory import portable
 from vexport.run.stages.concluding import (
     NOT_RUN,
@@ -112,3 +112,16 @@ def test_sizes_by_kind_add_up(tmp_path: Path) -> None:
         == index.num_bytes
     )
     assert {"self_attn", "mlp", "embed_tokens"} <= {size.kind for size in sizes}
+
+
+def test_page_of_verdict_names_the_next_step() -> None:
+    """A verdict outside of a run has a next step, unless it is PASS."""
+    remedies: dict[Outcome, str] = {
+        "FAIL": "scheme with more bits",
+        "INCONCLUSIVE": "Evaluate more documents",
+    }
+    for outcome, remedy in remedies.items():
+        page = render_verdicts([sample.verdict(outcome)], "html")
+        assert "<b>Next</b>" in page
+        assert remedy in page
+    assert "<b>Next</b>" not in render_verdicts([sample.verdict("PASS")], "html")

@@ -28,6 +28,7 @@ from vexport.reports.formatting import (
     method_line,
     nats,
     nats_interval,
+    next_step_of_verdict,
     p_value,
     percent,
     percent_interval,
@@ -49,6 +50,7 @@ def verdict_document(verdict: Verdict) -> doc.Document:
         status=verdict.outcome,
         device=verdict.device,
         sentence=verdict.reason,
+        next_step=next_step_of_verdict(verdict),
         gates=verdict_gates(verdict)[:-1],
         parts=(accuracy_section(verdict), *cause_parts(verdict)),
     )

@@ -8,7 +8,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from vexport.formats.plan import Plan
-from vexport.records import EngineInfo, ExpertCoverage
+from vexport.records import EngineInfo, ExpertCoverage, Outcome, Verdict
 from vexport.records.values import decimals_of, plural
 
 if TYPE_CHECKING:
@@ -218,26 +218,45 @@ def next_step(report: "Report") -> tuple[str, str]:
     if report.is_of_variants:
         more = "Serve it with the settings and versions that pass"
         return "", f"{more}." if report.outcome == "FAIL" else f"{more}, or evaluate more."
-    if report.verdict and any(task.too_many_lost for task in report.verdict.tasks):
-        return "", "Raise max_gen_toks until answers end by themselves, and evaluate again."
-    if report.verdict and any(task.uninformative for task in report.verdict.tasks):
-        return (
-            "",
-            "Ask the models as they were trained (apply_chat_template), or choose tasks they "
-            "can do.",
-        )
-    if report.outcome == "INCONCLUSIVE":
-        more = "Evaluate more documents, tasks or text (evaluate.limit, tasks, text_rows)"
-        return "", f"{more}, or accept a larger loss."
-    if report.verdict and report.verdict.text and report.verdict.text.fails_late:
-        return "", f"{LATE_FAILURE_ADVICE[0].upper()}{LATE_FAILURE_ADVICE[1:]}."
+    if sentence := _remedy(report.outcome, report.verdict):
+        return "", sentence
     if report.load is None or report.load.ok:
-        more = "Keep the layers that lose most, choose a scheme with more bits"
-        return "", f"{more}, or leave the choice to `scheme: auto`."
+        return "", _MORE_BITS
     return (
         "",
         "Fix the findings below; vexport repair CHECKPOINT OUT fixes those that can be fixed.",
     )
+
+
+_MORE_BITS = (
+    "Keep the layers that lose most, choose a scheme with more bits, or leave the choice to "
+    "`scheme: auto`."
+)
+
+
+def next_step_of_verdict(verdict: Verdict) -> tuple[str, str]:
+    """Return "" and a sentence on what to do after a verdict that is not part of a run."""
+    if verdict.outcome == "PASS":
+        return "", ""
+    return "", _remedy(verdict.outcome, verdict) or _MORE_BITS
+
+
+def _remedy(outcome: Outcome, verdict: Verdict | None) -> str:
+    """Return a sentence on what to do about an outcome, or "" if the answers show no remedy."""
+    tasks = verdict.tasks if verdict else ()
+    if any(task.too_many_lost for task in tasks):
+        return "Raise max_gen_toks until answers end by themselves, and evaluate again."
+    if any(task.uninformative for task in tasks):
+        return (
+            "Ask the models as they were trained (apply_chat_template), or choose tasks they "
+            "can do."
+        )
+    if outcome == "INCONCLUSIVE":
+        more = "Evaluate more documents, tasks or text (evaluate.limit, tasks, text_rows)"
+        return f"{more}, or accept a larger loss."
+    if verdict and verdict.text and verdict.text.fails_late:
+        return f"{LATE_FAILURE_ADVICE[0].upper()}{LATE_FAILURE_ADVICE[1:]}."
+    return ""
 
 
 def opening(sentence: str) -> str:
