@@ -117,7 +117,7 @@ def _unknown_class(view: CheckpointView) -> Iterator[Finding]:
     if reason is None or reason.startswith(REMOVED):
         vllm = view.model.facts.vllm
         expected = f"a class of vLLM {vllm} or of transformers"
-        got = f"{name}, which neither has" if reason is None else f"{name}: {reason}"
+        got = f"{name}, an unknown class" if reason is None else f"{name}: {reason}"
         yield _config_finding(view, "architectures", expected, got)
 
 

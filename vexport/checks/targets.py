@@ -191,8 +191,8 @@ def _quantized_without_group(
 ) -> Finding:
     """Return the finding on a layer with quantized tensors that no config group applies to."""
     parameters = ", ".join(stored)
-    expected = "a target that matches this quantized layer"
-    got = f"{parameters}, but no target"
+    expected = "a target for this layer"
+    got = f"quantized tensors ({parameters}), but no target matches"
     fix = f"add the layer to targets, or remove it from {_skip_key(view)}"
     if (reason := view.lookup.unquantized_reason(fused)) is not None:
         expected = f"an unquantized layer: {reason}"
