@@ -1,6 +1,7 @@
 """vLLM's fused layers with parts that are stored in one tensor, missing, or in several schemes."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from tests.architectures.families import save_family
 from tests.command import findings, vexport
 from tests.models import quantize
 from tests.mutations.edits import QUANTIZATION, config, drop_if, spoiled
+from tests.texts import assert_contains
 from vexport.architectures import get_architecture
 from vexport.architectures.config import part_sizes
 from vexport.checkpoint.index import read_index
@@ -42,12 +44,11 @@ def without_experts(folder: Path) -> Path:
 def test_mamba_parts_need_whole_blocks(tmp_path: Path) -> None:
     out = quantize(without_experts(tmp_path / "model"), tmp_path / "out", "FP8_BLOCK")
     assert errors(out) == []
-    assert [error for error in errors(out, "--tp", 2) if "in_proj" in error] == [
-        "backbone.layers.*.mixer.in_proj (1 layer, tp 2): "
-        "out_features 64 is not a multiple of the block size 128 on each of 2 ranks"
-    ]
+    (error,) = [error for error in errors(out, "--tp", 2) if "in_proj" in error]
+    assert_contains(error, "backbone.layers.*.mixer.in_proj", "1 layer", "tp 2")
+    assert_contains(error, "out_features 64", "block size 128", "2 ranks")
     config((), mamba_head_dim=40, ssm_state_size=32)(out)
-    assert errors(out)[0] == f"{IN_PROJ}: out_features 320 is not a multiple of the block size 128"
+    assert_contains(errors(out)[0], f"{IN_PROJ}:", "out_features 320", "block size 128")
 
 
 def test_mamba_groups_on_several_ranks(tmp_path: Path) -> None:
@@ -69,7 +70,7 @@ def test_mamba_groups_on_several_ranks(tmp_path: Path) -> None:
     plan = build_plan(
         uneven, [Rule(match="Linear", scheme="FP8_DYNAMIC")], PlanSettings(ranks=(8,))
     )
-    assert any("4 groups, which cannot be divided over 8 ranks" in one.got for one in plan.refusals)
+    assert any(re.search(r"\b4 groups\b.*\b8 ranks\b", refusal.got) for refusal in plan.refusals)
 
 
 def test_part_sizes_follow_config() -> None:

@@ -11,6 +11,7 @@ from tests.architectures.test_families import plan_of
 from tests.command import vexport
 from tests.models import save_llama
 from tests.mutations.edits import config
+from tests.texts import assert_contains
 from vexport.formats.schemes import all_schemes
 from vexport.plan.build import PlanSettings
 
@@ -44,10 +45,8 @@ def test_refusal_names_tensor_layer_and_remedy(tmp_path: Path) -> None:
     source = save_family("bloom", tmp_path / "model")
     ran = vexport("quantize", source, tmp_path / "out", "--scheme", "W4A16", "--quiet")
     assert ran.code == 2
-    assert (
-        "weight_shape [2] of query_key_value, which vLLM would reorder as 768 rows" in ran.errors[0]
-    )
-    assert "--ignore query_key_value" in ran.errors[0]
+    assert_contains(ran.errors[0], "weight_shape [2]", "query_key_value", "768 rows")
+    assert_contains(ran.errors[0], "--ignore query_key_value")
     kept = ("--scheme", "W4A16", "--on-unsupported-shape", "keep", "--quiet")
     assert vexport("quantize", source, tmp_path / "out", *kept).code == 0
     ignore = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"][
@@ -71,7 +70,7 @@ def test_reordered_plain_weights_are_kept(tmp_path: Path) -> None:
         assert {finding.where for finding in refusals} == {
             f"model.layers.{i}.self_attn.qkv_proj" for i in range(3)
         }
-        assert "only reorders in an unquantized layer" in refusals[0].got
+        assert_contains(refusals[0].got, "reorders", "unquantized layer")
     kept = plan_of(source, "W4A16", PlanSettings(on_unsupported_shape="keep"))
     assert {group.name.rpartition(".")[2] for group in kept.groups} == {
         "o_proj",

@@ -1,5 +1,6 @@
 """`vexport check --tp --sm --vllm`: GPUs, ranks, and other versions of vLLM."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -27,37 +28,22 @@ def errors(found: list[dict[str, str]]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("changes", "preset", "tp", "words"),
+    ("changes", "preset", "tp", "pattern"),
     [
-        (
-            {"intermediate_size": 384},
-            "W4A16",
-            2,
-            "in_features 192 is not a multiple of group size 128",
-        ),
-        (
-            {"intermediate_size": 336},
-            "NVFP4A16",
-            2,
-            "in_features 168 is not a multiple of group size 16",
-        ),
-        (
-            {"intermediate_size": 510},
-            "FP8_DYNAMIC",
-            4,
-            "out_features 510 is not a multiple of 4 ranks",
-        ),
-        ({**SIX_HEADS, "num_key_value_heads": 6}, "FP8_DYNAMIC", 4, "6 attention"),
+        ({"intermediate_size": 384}, "W4A16", 2, "in_features 192 .*group size 128"),
+        ({"intermediate_size": 336}, "NVFP4A16", 2, "in_features 168 .*group size 16"),
+        ({"intermediate_size": 510}, "FP8_DYNAMIC", 4, "out_features 510 .*4 ranks"),
+        ({**SIX_HEADS, "num_key_value_heads": 6}, "FP8_DYNAMIC", 4, "6 attention heads"),
         ({**SIX_HEADS, "num_key_value_heads": 3}, "FP8_DYNAMIC", 2, "3 key and"),
     ],
 )
 def test_indivisible_ranks_are_found(
-    tmp_path: Path, changes: Mapping[str, object], preset: str, tp: int, words: str
+    tmp_path: Path, changes: Mapping[str, object], preset: str, tp: int, pattern: str
 ) -> None:
     checkpoint = quantize(save_llama(tmp_path / "model", **changes), tmp_path / "out", preset)
     found = device_findings(checkpoint, "--tp", f"1,{tp}")
     assert all(f"tp {tp})" in where for where in errors(found))
-    assert words in {finding["got"][: len(words)] for finding in found}
+    assert any(re.match(rf"{pattern}\b", finding["got"]) for finding in found)
     assert errors(device_findings(checkpoint, "--tp", 1)) == []
 
 

@@ -9,6 +9,7 @@ import pytest
 from tests.command import vexport
 from tests.models import Good, problems
 from tests.mutations.edits import QUANTIZATION, WHOLE, Change, config, json_config, spoiled
+from tests.texts import assert_contains
 from vexport.architectures import architecture_table
 from vexport.architectures.versions import facts_of, known_versions
 from vexport.checks import NAMES, NUMBERS, check_checkpoint
@@ -108,7 +109,7 @@ def test_hf_quant_config_is_read(good: Good, tmp_path: Path) -> None:
 def test_wrong_quant_method_is_repaired(good: Good, tmp_path: Path) -> None:
     renamed = config(QUANTIZATION, quant_method="gptq")
     (finding,) = problems(spoiled(good("W8A8"), tmp_path / "renamed", renamed))
-    assert finding.fix == "set quant_method to compressed-tensors"
+    assert_contains(finding.fix, "quant_method", "compressed-tensors")
     ran = vexport("repair", tmp_path / "renamed", tmp_path / "out", "--quiet")
     assert ran.code == 0
     assert problems(tmp_path / "out") == []

@@ -9,6 +9,7 @@ import pytest
 from tests.architectures.families import save_family
 from tests.command import vexport
 from tests.models import save_llama
+from tests.texts import assert_contains
 from vexport.formats.schemes import all_schemes, canonical_name, named_scheme, parse_canonical_name
 from vexport.quantize.auto import plan_scenario
 from vexport.scenario import read_scenario
@@ -36,8 +37,7 @@ def test_presets_are_found_by_arguments() -> None:
 def test_refusal_names_fitting_group_sizes(narrow: Path) -> None:
     refused = vexport("plan", narrow, "--scheme", "W4A16")
     assert refused.code == 2
-    assert "in_features 192 is not a multiple of group size 128" in refused.stdout
-    assert "use --group-size 64 or 32;" in refused.stdout
+    assert_contains(refused.stdout, "in_features 192", "group size 128", "--group-size 64 or 32")
     for size in ("64", "32", "channel"):
         ran = vexport("plan", narrow, "--scheme", "W4A16", "--group-size", size)
         assert ran.code == 0, ran.stderr
@@ -54,7 +54,7 @@ def test_group_size_fits_each_rank(tmp_path: Path) -> None:
     assert "use --group-size 32;" in ran.stdout
     taken = vexport("plan", source, "--scheme", "W4A16", "--tp", "1,2", *SMALLER)
     assert taken.code == 0
-    assert "quantized in groups of 32 (W4A16_G32)" in taken.stdout
+    assert_contains(taken.stdout, "groups of 32", "W4A16_G32")
 
 
 def test_table_names_fitting_group_sizes(narrow: Path) -> None:
@@ -71,7 +71,7 @@ def test_layers_use_largest_fitting_group(narrow: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     ran = vexport("quantize", narrow, out, "--scheme", "W4A16", *SMALLER, "--quiet")
     assert ran.code == 0, ran.stderr
-    assert "quantized in groups of 64 (W4A16_G64)" in ran.stderr
+    assert_contains(ran.stderr, "groups of 64", "W4A16_G64")
     groups = json.loads((out / "config.json").read_text())["quantization_config"][
         "config_groups"
     ].values()

@@ -10,6 +10,7 @@ import pytest
 from tests.architectures.families import save_family
 from tests.command import vexport
 from tests.models import Good, save_llama
+from tests.texts import assert_contains
 from vexport.architectures.fusion import FusedLayer
 from vexport.checkpoint.index import read_index
 from vexport.errors import InputError
@@ -53,7 +54,7 @@ def test_unsupported_shape_names_layer_and_rule(
     assert [refusal.where for refusal in plan.refusals] == [
         f"model.layers.{i}.mlp.down_proj" for i in range(3)
     ]
-    assert plan.refusals[0].got == "in_features 328 is not a multiple of group size 16"
+    assert_contains(plan.refusals[0].got, "in_features 328", "group size 16")
     assert plan_of(model, ("down_proj", "keep"), ("Linear", "NVFP4A16")).refusals == ()
     # In a fused layer, all parts except the last must be whole blocks. An unfused layer may end
     # with an incomplete block.
@@ -61,7 +62,7 @@ def test_unsupported_shape_names_layer_and_rule(
     assert [refusal.where for refusal in refusals] == [
         f"model.layers.{i}.mlp.gate_up_proj" for i in range(3)
     ]
-    assert refusals[0].got == "out_features 328 is not a multiple of the block size 128"
+    assert_contains(refusals[0].got, "out_features 328", "block size 128")
     assert "--ignore gate_proj --ignore up_proj" in refusals[0].fix
     ran = vexport("quantize", model, tmp_path / "out", "--scheme", "W4A16", "--quiet")
     assert ran.code == 2
@@ -88,8 +89,7 @@ def test_patterns_match_names(pattern: str, name: str, expected: bool) -> None:
 def test_quantized_source_is_refused(good: Good) -> None:
     ran = vexport("plan", good("W8A8"), "--scheme", "W8A8")
     assert ran.code == 2
-    assert "already quantized (compressed-tensors)" in ran.errors[0]
-    assert "vexport check" in ran.errors[0]
+    assert_contains(ran.errors[0], "already quantized", "compressed-tensors", "vexport check")
 
 
 @pytest.mark.parametrize(("ranks", "refused"), [((1,), 0), ((1, 2), 6), ((4,), 6)])
@@ -157,7 +157,7 @@ def test_routed_experts_share_scheme(tmp_path: Path) -> None:
     assert [refusal.where for refusal in plan.refusals] == [
         f"model.layers.{i}.block_sparse_moe.experts" for i in range(2)
     ]
-    assert "w1, w3, w2 of all routed experts" in plan.refusals[0].expected
+    assert_contains(plan.refusals[0].expected, "w1, w3, w2", "all routed experts")
     mixed = plan_of(model, ("re:.*experts.*", "FP8_DYNAMIC"), ("Linear", "NVFP4A16"))
     assert mixed.refusals == ()
     assert mixed.schemes == ("FP8_DYNAMIC", "NVFP4A16")
@@ -236,10 +236,7 @@ def test_layers_fused_on_disk_are_planned_by_parts(tmp_path: Path) -> None:
     assert plan_of(model, ("qkv_proj", "FP8_BLOCK")).refusals == ()
     refused = plan_of(model, ("qkv_proj", "FP8_BLOCK"), settings=PlanSettings(ranks=(2,))).refusals
     assert len(refused) == 2
-    assert (
-        "out_features 64 is not a multiple of the block size 128 on each of 2 ranks"
-        in refused[0].got
-    )
+    assert_contains(refused[0].got, "out_features 64", "block size 128", "2 ranks")
     ragged = save_family("phi3", tmp_path / "ragged", intermediate_size=328)
     assert len(plan_of(ragged, ("gate_up_proj", "FP8_BLOCK")).refusals) == 2
 
@@ -258,7 +255,7 @@ def test_layers_fused_on_disk_are_planned_by_parts(tmp_path: Path) -> None:
         (
             ["config.json", "pytorch_model.bin"],
             "",
-            "only pickled weights (pytorch_model.bin)",
+            "pickled weights (pytorch_model.bin)",
             "save_pretrained",
         ),
         (

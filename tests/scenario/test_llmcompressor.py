@@ -4,11 +4,13 @@ Anything that vexport does not support is refused by name, with all errors at on
 """
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from tests.command import vexport
+from tests.texts import assert_contains
 from vexport.errors import InputError
 from vexport.quantize.gptq import GPTQ
 from vexport.scenario.llmcompressor import GPTQ_DAMPING, Recipe, read_recipe
@@ -102,7 +104,7 @@ def test_presets_in_list_of_modifiers(tmp_path: Path, llama: Path) -> None:
     # A recipe's ignore is written for many models. A pattern without a layer is at most a warning.
     ran = vexport("plan", llama, "--recipe", tmp_path / "recipe.yaml")
     assert ran.code == 0, ran.stderr
-    assert "ignore re:visual.*: got no such layer in this model" in ran.stdout
+    assert_contains(ran.stdout, "ignore re:visual.*: got no such layer")
     assert "mlp.gate$" not in ran.stdout
     typed = vexport("plan", llama, "--scheme", "W8A8", "--ignore", "re:visual.*")
     assert (typed.code, "got no matching layer" in typed.stderr) == (2, True)
@@ -118,7 +120,7 @@ def test_one_error_per_config_group(tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(text)
     errors = vexport("plan", tmp_path, "--recipe", tmp_path / "recipe.yaml").errors
     assert len(errors) == 2
-    assert "config_groups.a: got no weights, need the arguments of weights" in errors[0]
+    assert "config_groups.a: got no weights" in errors[0]
     assert "config_groups.b.weights.observer_kwargs: got" in errors[1]
 
 
@@ -136,7 +138,7 @@ def test_saved_recipe_of_llm_compressor(tmp_path: Path) -> None:
     assert read.rules == read_text(tmp_path, GROUPS).rules
     assert read.smoothing == 0.8
     (note,) = read.notes
-    assert "SmoothQuantModifier.mappings is ignored" in note
+    assert re.search(r"SmoothQuantModifier\.mappings\b.*\bignored\b", note)
     assert GPTQ.ridge == GPTQ_DAMPING
     assert read_text(tmp_path, GROUPS.replace("0.05", "0.01")).notes == ()
 
@@ -175,7 +177,7 @@ def test_quantize_follows_a_recipe(tmp_path: Path, llama: Path) -> None:
         (
             "QuantizationModifier",
             "{scheme: FP8, kv_cache_scheme: {num_bits: 8, type: float, observer: minmax}}",
-            "kv_cache_scheme.observer: got 'minmax', need static_minmax",
+            "kv_cache_scheme.observer: got 'minmax'",
         ),
         ("QuantizationModifier", "{scheme: FP8, targets: [Embedding]}", "got the class Embedding"),
         ("QuantizationModifier", "ignore: []", "scheme: got nothing"),
@@ -226,11 +228,10 @@ def test_unsupported_modifier_is_the_only_error(tmp_path: Path) -> None:
     )
     with pytest.raises(InputError) as caught:
         read_recipe(path)
-    assert "AWQModifier" in str(caught.value)
-    assert (
-        "GPTQModifier"
-        not in str(caught.value).partition("need QuantizationModifier or GPTQModifier")[2]
-    )
+    (line,) = str(caught.value).splitlines()
+    place, _, rest = line.partition(": got ")
+    assert place.endswith("AWQModifier")
+    assert_contains(rest, "QuantizationModifier or GPTQModifier")
     path.write_text('recipe = [GPTQModifier(scheme="W8A8", targets="Linear")]\n')
     with pytest.raises(InputError, match="recipe.yaml"):
         read_recipe(path)
@@ -283,7 +284,8 @@ def test_ignore_applies_to_its_modifier(
 def test_unclear_ignore_names_the_remedy(targets: str, own: str, tmp_path: Path) -> None:
     file = tmp_path / "recipe.yaml"
     file.write_text(TWO_MODIFIERS.format(targets=targets, own=own))
-    with pytest.raises(InputError, match=r"give each modifier its targets|correct the pattern"):
+    remedy = "correct the pattern" if targets == "a" else "targets"
+    with pytest.raises(InputError, match=rf"\bignore\b.*{remedy}"):
         read_recipe(file)
 
 
@@ -292,8 +294,7 @@ def test_broken_ignore_is_an_input_error(tmp_path: Path, llama: Path) -> None:
     file.write_text("QuantizationModifier: {scheme: FP8_DYNAMIC, ignore: ['re:[']}\n")
     ran = vexport("plan", llama, "--recipe", file)
     assert ran.code == 2
-    assert "QuantizationModifier.ignore: got 're:['" in ran.errors[0]
-    assert "regular expression" in ran.errors[0]
+    assert_contains(ran.errors[0], "QuantizationModifier.ignore:", "'re:['", "regular expression")
 
 
 def test_recipe_with_only_kv_cache(tmp_path: Path) -> None:

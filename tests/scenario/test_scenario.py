@@ -11,6 +11,7 @@ import pytest
 from tests.command import vexport
 from tests.evaluation.make import exact_power
 from tests.models import save_llama
+from tests.texts import assert_contains
 from vexport.errors import InputError
 from vexport.quantize.auto import plan_scenario
 from vexport.scenario import DEFAULT_ALPHA, Evaluate, Scenario, read_scenario
@@ -89,35 +90,37 @@ def test_errors_name_nearest_key_and_line(
 
 
 @pytest.mark.parametrize(
-    ("text", "fix"),
+    ("text", "parts"),
     [
-        ("evaluate: {tasks: [a], fewshot: 2}", "evaluate.fewshot: got the unknown key 'fewshot'"),
-        ("evaluate: {tasks: [a], fewshot: 2}", "write evaluate.num_fewshot"),
+        (
+            "evaluate: {tasks: [a], fewshot: 2}",
+            ["evaluate.fewshot:", "unknown key 'fewshot'", "write evaluate.num_fewshot"],
+        ),
         (
             "evaluate: {tasks: [a], chat_template: x}",
-            "write evaluate.apply_chat_template (true, false",
+            ["evaluate.chat_template:", "write evaluate.apply_chat_template", "true, false"],
         ),
-        ("evaluate: {tasks: [a], num_fewshots: 2}", "(did you mean num_fewshot?)"),
+        ("evaluate: {tasks: [a], num_fewshots: 2}", ["(did you mean num_fewshot?)"]),
         (
             "evaluate: {tasks: [a], temperature: 0}",
-            "move it to evaluate.gen_kwargs: {temperature: ...}",
+            ["evaluate.temperature:", "move it to evaluate.gen_kwargs", "{temperature: ...}"],
         ),
-        ("evaluate: {tasks: [a], max_model_len: 9}", "move it to serve"),
-        ("num_fewshot: 2", "move it to evaluate"),
-        ("evaluate: {text: a, endpoint: 'http://a/v1'}", "need tasks: an engine"),
-        ("serve: {system_prompt: x}", "write evaluate.system_instruction"),
-        ("evaluate: {suite: quik}", "evaluate.suite"),
-        ("evaluate: {suite: quick, tasks: [gsm8k]}", "evaluate.tasks"),
-        ("evaluate: {margin: 0.02}", "evaluate.tasks"),
+        ("evaluate: {tasks: [a], max_model_len: 9}", ["move it to serve"]),
+        ("num_fewshot: 2", ["move it to evaluate"]),
+        ("evaluate: {text: a, endpoint: 'http://a/v1'}", ["need tasks:"]),
+        ("serve: {system_prompt: x}", ["write evaluate.system_instruction"]),
+        ("evaluate: {suite: quik}", ["evaluate.suite"]),
+        ("evaluate: {suite: quick, tasks: [gsm8k]}", ["evaluate.tasks"]),
+        ("evaluate: {margin: 0.02}", ["evaluate.tasks"]),
         (
             "evaluate: {tasks: [a], gen_kwargs: {temprature: 0}}",
-            "not temprature (did you mean temperature?)",
+            ["not temprature", "(did you mean temperature?)"],
         ),
     ],
 )
-def test_unknown_key_names_remedy(text: str, fix: str, tmp_path: Path) -> None:
+def test_unknown_key_names_remedy(text: str, parts: list[str], tmp_path: Path) -> None:
     (line,) = problems(tmp_path, f"{MINIMAL}{text}\n")
-    assert fix in line
+    assert_contains(line, *parts)
 
 
 def test_evaluate_keys_equal_lm_evals(tmp_path: Path) -> None:
@@ -144,7 +147,7 @@ def test_missing_template_ends_run_early(tmp_path: Path) -> None:
     )
     ran = vexport("run", path, "--run-dir", tmp_path / "run")
     assert ran.code == 2
-    assert "baseline: chat template: got no template, need a template to apply" in ran.stderr
+    assert_contains(ran.stderr, "baseline: chat template: got no template")
     assert not (tmp_path / "run" / "checkpoint").exists()
 
 
@@ -171,28 +174,32 @@ def test_suite_sets_tasks_margin_and_limit(tmp_path: Path) -> None:
     assert evaluated(tmp_path, "suite: code, limit: 0.1").apply_chat_template is False
 
 
-CONDITION = "for power 0.8 at margin 5.0%, alpha 0.05, if 5% of answers change"
+CONDITION = ("power 0.8", "margin 5.0%", "alpha 0.05", "5% of answers")
 
 
 @pytest.mark.parametrize(
-    ("evaluate", "words"),
+    ("evaluate", "parts"),
     [
-        ("suite: quick", "3,000 documents for each model"),
-        ("suite: quick", "arc_easy 1,000, piqa 1,000, winogrande 1,000"),
-        ("suite: quick, margin: 0.05, limit: 200", "600 documents"),
-        ("suite: quick, margin: 0.05, limit: 200", f"about 167 a task {CONDITION}\n"),
-        ("suite: quick, margin: 0.05, limit: 24", f"{CONDITION}; limit 24 asks fewer"),
-        ("suite: code, limit: 0.1", "humaneval 17, mbpp 50"),
-        ("suite: code, limit: 0.1", "vexport run SCENARIO --trust-remote-code"),
+        ("suite: quick", ["3,000 documents", "arc_easy 1,000, piqa 1,000, winogrande 1,000"]),
+        ("suite: quick, margin: 0.05, limit: 200", ["600 documents", "167 a task", *CONDITION]),
+        ("suite: quick, margin: 0.05, limit: 24", [*CONDITION, "limit 24 asks fewer"]),
+        (
+            "suite: code, limit: 0.1",
+            ["humaneval 17, mbpp 50", "vexport run SCENARIO --trust-remote-code"],
+        ),
     ],
 )
-def test_plan_counts_documents(llama: Path, tmp_path: Path, evaluate: str, words: str) -> None:
+def test_plan_counts_documents(
+    llama: Path, tmp_path: Path, evaluate: str, parts: list[str]
+) -> None:
     text = MINIMAL.replace("source: b", f"source: {llama}")
     path = tmp_path / "scenario.yaml"
     path.write_text(f"{text}evaluate: {{{evaluate}}}\n")
     shown = vexport("plan", path)
     assert shown.code == 0, shown.stderr
-    assert words in shown.stdout.replace(str(path), "SCENARIO")
+    assert_contains(shown.stdout.replace(str(path), "SCENARIO"), *parts)
+    if "limit: 200" in evaluate:
+        assert "asks fewer" not in shown.stdout
 
 
 SERVED = "name: n\nsource: {source}\nrules: [{{match: Linear, scheme: NVFP4A16}}]\nserve: {serve}\n"
