@@ -23,6 +23,7 @@ from tests.calibration.models import (
     save,
 )
 from tests.mutations.edits import drop, multiply_by, put
+from tests.texts import assert_raises
 from vexport.calibration import calibrate
 from vexport.calibration.inputs import expert_runner_of
 from vexport.calibration.walk import LayerWalk
@@ -169,9 +170,7 @@ def test_expert_without_tokens_is_named(tmp_path: Path) -> None:
     folder = save(expert_configs()["qwen3_moe"], tmp_path / "model")
     index, plan = plan_with_experts(folder)
     few = samples([1])
-    with pytest.raises(
-        CheckpointFailed, match=r"layers\.0\.mlp\.experts\.\d\.\w+_proj: got 0 tokens"
-    ):
+    with pytest.raises(CheckpointFailed, match=r"\.0\.mlp\.experts\.\d\.\w+_proj: .*\b0 tokens"):
         calibrate(LayerWalk(index), plan, few, all_experts=False)
     found = calibrate(LayerWalk(index), plan, few)
     assert {expert_range.tokens for expert_range in found.ranges.values()} == {1}
@@ -202,20 +201,14 @@ def test_overflowing_expert_is_named(tmp_path: Path, routed: bool) -> None:
             folder
         )
         put("model.layers.1.post_attention_layernorm.weight", multiply_by(100))(folder)
-    with pytest.raises(
-        CheckpointFailed,
-        match=r"block_sparse_moe\.experts\.3\.w2: calibration row .* produces an input that is "
-        r"not finite",
-    ):
+    with assert_raises(CheckpointFailed, f"{block}.experts.3.w2:", "row 1", "input", "not finite"):
         calibrated(plan_with_experts(folder), samples([5]))
 
 
 def test_incomplete_experts_are_named(tmp_path: Path) -> None:
     folder = save(expert_configs()["mixtral"], tmp_path / "model")
     drop("model.layers.1.block_sparse_moe.experts.5.w2.weight")(folder)
-    with pytest.raises(
-        InputError, match=r"experts\.0\.w2\.weight: got tensors that do not fit .*\(shape \(7, "
-    ):
+    with pytest.raises(InputError, match=r"experts\.0\.w2\.weight: .*\(7, "):
         calibrated(plan_with_experts(folder), samples([5]))
 
 

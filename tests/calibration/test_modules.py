@@ -15,6 +15,7 @@ from compressed_tensors.quantization import (
 )
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
+from tests.texts import assert_contains, assert_raises
 from vexport.calibration import (
     calibrate_input_hook,
     calibrate_key_hook,
@@ -168,15 +169,13 @@ def test_missing_tokens_and_unknown_names_are_refused() -> None:
     module = linear(preset_name_to_scheme("FP8", ["Linear"]))
     initialize_observer(module, "input")
     observe(module, "input", torch.empty(0, 64))
-    with pytest.raises(CheckpointFailed, match=r"Linear\(in_features=64.*: input: got 0 tokens"):
+    with pytest.raises(CheckpointFailed, match=r"Linear\(in_features=64,.*: input: .*\b0 tokens"):
         update_qparams(module, "input")
     module.register_forward_pre_hook(calibrate_input_hook)
-    with pytest.raises(ValueError, match="got tuple, need an observer and a tensor for its input"):
+    with assert_raises(ValueError, "got tuple", "observer", "tensor"):
         module(input=torch.ones(1, 64))
     module = linear(preset_name_to_scheme("FP8", ["Linear"]))
-    with pytest.raises(
-        ValueError, match="'weights': got an unknown name, need one of weight, input, output, q"
-    ):
+    with assert_raises(ValueError, "'weights'", "one of weight, input, output, q"):
         initialize_observer(module, "weights")
     with pytest.raises(ValueError, match="no input_observer"):
         calibrate_input_hook(module, (torch.ones(1, 64),))
@@ -222,7 +221,7 @@ def test_offloaded_modules() -> None:
 def test_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(EXAMPLE), run_name="__main__")
     gate, up, down = capsys.readouterr().out.splitlines()
-    assert gate.startswith("gate: 256 tokens, weight scales (128, 4), weight global scale ")
+    assert_contains(gate, "gate: 256 tokens", "weight scales (128, 4)", "weight global scale")
     assert gate.removeprefix("gate") == up.removeprefix("up")
     assert down.startswith("down: 256 tokens")
 
@@ -252,7 +251,7 @@ def test_non_finite_weights_are_refused(
     module.weight.data[3, 5] = bad
     initialize_observer(module, "weight")
     observe(module, "weight")
-    with pytest.raises(CheckpointFailed, match="weight: got values that are not finite"):
+    with assert_raises(CheckpointFailed, "weight:", "not finite"):
         update_qparams(module, "weight")
     assert not hasattr(module, "weight_scale")
 
@@ -296,10 +295,7 @@ def test_fused_layers_need_one_strategy(llama: Path) -> None:
     for layer, scheme in ((attention.q_proj, "NVFP4A16"), (attention.k_proj, "FP8")):
         layer.quantization_scheme = preset_name_to_scheme(scheme, ["Linear"])
         initialize_observer(layer, "weight")
-    with pytest.raises(
-        ValueError,
-        match=r"qkv_proj: got observers with strategies .*q_proj tensor_group.*v_proj none",
-    ):
+    with pytest.raises(ValueError, match=r"qkv_proj: .*q_proj tensor_group.*v_proj none"):
         fuse_weight_observers(model)
 
 

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from tests.calibration.templates import PARTS, PLAIN, TOOLS
 from tests.command import vexport
+from tests.texts import assert_contains, assert_raises
 from vexport.calibration import Samples, read_samples
 from vexport.calibration.conversations import render_conversation
 from vexport.calibration.rows import read_row
@@ -170,9 +171,9 @@ def test_unrendered_tools_are_noted(tmp_path: Path) -> None:
     }
     samples = read(write_rows(tmp_path / "rows.jsonl", *rows, *rows, broken), model)
     calls, tools, arguments = samples.notes
-    assert "the chat template does not render the tool_calls of 3 rows" in calls
-    assert "the chat template does not render the tools of 2 rows" in tools
-    assert "1 row with tool_calls whose arguments are not a JSON object" in arguments
+    assert_contains(calls, "chat template", "tool_calls of 3 rows")
+    assert_contains(tools, "chat template", "tools of 2 rows")
+    assert_contains(arguments, "1 row", "tool_calls", "arguments", "JSON object")
     assert len(samples.rows) == 5
 
 
@@ -242,13 +243,13 @@ MULTIMODAL: Mapping[str, Mapping[str, object]] = {
 @pytest.mark.parametrize("row", MULTIMODAL.values(), ids=MULTIMODAL)
 def test_multimodal_rows_are_left_out(tmp_path: Path, row: object) -> None:
     model = model_with(tmp_path / "model", PARTS)
-    with pytest.raises(InputError, match="each of the 2 rows read has images, video or sound"):
+    with assert_raises(InputError, "2 rows", "images, video or sound"):
         read(write_rows(tmp_path / "rows.jsonl", row, row), model)
     samples = read(write_rows(tmp_path / "mixed.jsonl", row, {"messages": TURNS}, row), model)
     assert samples.rows == (2,)
     (note,) = samples.notes
-    assert "skipped 2 of 3 rows with images, video or sound" in note
-    assert f"{tmp_path / 'mixed.jsonl'}:1" in note
+    assert_contains(note, "skipped 2 of 3 rows", "images, video or sound")
+    assert_contains(note, f"{tmp_path / 'mixed.jsonl'}:1")
 
 
 def test_text_about_images_is_text(tmp_path: Path) -> None:
@@ -411,7 +412,7 @@ def test_column_of_a_file(tmp_path: Path) -> None:
     assert conversation is not None
     assert conversation.messages[1]["role"] == "assistant"
     assert len(read(f"{path}:talk", model).rows) == 1
-    with pytest.raises(InputError, match="no column other; the columns are body, talk"):
+    with assert_raises(InputError, "no column other", "body, talk"):
         read(f"{path}:other")
 
 
@@ -441,7 +442,7 @@ def test_pipes_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("template", ["{{ '%10000000000d' % 1 }}", "{{ 'x' * 20000000000 }}"])
 def test_template_memory_is_limited(tmp_path: Path, template: str) -> None:
     model = model_with(tmp_path / "model", template)
-    with pytest.raises(InputError, match=r"the chat template refuses \(it needs more than 2 GB"):
+    with assert_raises(InputError, "chat template", "more than 2 GB"):
         read(write_rows(tmp_path / "rows.jsonl", {"messages": TURNS}), model)
 
 
@@ -454,5 +455,4 @@ def test_notes_of_the_command(tmp_path: Path) -> None:
     ran = vexport("quantize", model, tmp_path / "out", *words)
     assert ran.code == 0, ran.stderr
     assert "note: " in ran.stderr
-    assert "skipped 1 of 2 rows" in ran.stderr
-    assert "the chat template does not render the tool_calls of 1 row" in ran.stderr
+    assert_contains(ran.stderr, "skipped 1 of 2 rows", "chat template", "tool_calls of 1 row")
