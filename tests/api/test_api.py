@@ -94,6 +94,7 @@ def test_import_is_light() -> None:
         "evaluate",
         "evaluate_all",
         "explain_all",
+        "history",
         "load_all",
         "plan_schemes",
     }
@@ -113,6 +114,7 @@ def test_functions_have_arguments_of_commands() -> None:
     Options for output, its format and the exit code are excluded.
     """
     printed = {"format_", "answer_file", "quiet", "verbose", "debug", "every", "strict"}
+    printed |= {"history"}  # chooses the table of `report`
     renamed = {
         "cards": "gpu",
         "output_dir": "folder",

@@ -9,8 +9,8 @@ EnvironmentFault if a part of the environment is missing or has died, Checkpoint
 no report to return. Engines run in other processes. The command `eval` is the function `evaluate`,
 and `list` is `entries`, because `eval` and `list` are builtins. `evaluate_all` and `load_all` take
 several checkpoints, as the commands do. `explain_all` is `explain` without a name, `plan_schemes`
-is `plan` without a scheme, and `compare_variants` is `compare --serve`. Notes are Python warnings,
-unless `on_note` receives them.
+is `plan` without a scheme, `compare_variants` is `compare --serve`, and `history` is `report` with
+several results. Notes are Python warnings, unless `on_note` receives them.
 Modules are imported when their functions are used.
 """
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vexport.api.loading import load, load_all
     from vexport.api.making import quantize
     from vexport.api.planning import plan, plan_schemes
-    from vexport.api.reading import entries, explain, explain_all, report, verdict
+    from vexport.api.reading import entries, explain, explain_all, history, report, verdict
     from vexport.api.repairing import repair
     from vexport.scenario import Calibration, Evaluate, Rule, Serve
 
@@ -42,6 +42,7 @@ __all__ = [
     "evaluate_all",
     "explain",
     "explain_all",
+    "history",
     "load",
     "load_all",
     "plan",
@@ -58,7 +59,7 @@ _MODULES = {
     "vexport.api.making": ("quantize",),
     "vexport.api.repairing": ("repair",),
     "vexport.api.checking": ("check",),
-    "vexport.api.reading": ("entries", "explain", "explain_all", "report", "verdict"),
+    "vexport.api.reading": ("entries", "explain", "explain_all", "history", "report", "verdict"),
     "vexport.api.engine": ("Engine",),
     "vexport.api.loading": ("load", "load_all"),
     "vexport.api.engines": ("compare", "compare_variants", "evaluate", "evaluate_all", "run"),

@@ -1,10 +1,14 @@
 """Functions that read results and the reference."""
 
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from vexport.api.arguments import VerdictArguments, with_keywords
 from vexport.api.common import Name
-from vexport.records import Verdict
+from vexport.errors import raise_all
+from vexport.errors.extras import attempt_all
+from vexport.records import History, Verdict
 from vexport.reports.catalog import CATALOGS, ReferenceSection, Rows, all_sections, find_section
 from vexport.reports.run_record import Report
 
@@ -30,6 +34,22 @@ def report(run_dir: Name) -> Report:
     from vexport.run.directory import read_report
 
     return read_report(Path(run_dir))
+
+
+def history(results: Sequence[Name]) -> History:
+    """Return the results of one model in time, as `vexport report` shows several runs.
+
+    Each result is a run directory, its report.json, or an accepted baseline. Raises the errors of
+    all results that cannot be read, or that are given twice.
+    """
+    from vexport.run.history import points_in_time, read_result, without_doubles
+    from vexport.run.regressions import history_of
+
+    paths = [Path(result) for result in results]
+    read = attempt_all([(str(path), partial(read_result, path)) for path in paths])
+    found, doubles = without_doubles(read)
+    raise_all(doubles)
+    return history_of(points_in_time(found))
 
 
 def entries(what: str) -> Rows:

@@ -4,7 +4,8 @@ import logging
 import shlex
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -37,6 +38,9 @@ from vexport.errors.extras import attempt, fix, is_installed, raise_problems
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
+
+    from vexport.reports.run_record import Report
+    from vexport.run.history import Result, RunResult
 
 T = TypeVar("T")
 REPORT_FORMATS = (*FORMATS, "html", "markdown", "card")
@@ -108,44 +112,115 @@ def run(
 
 @command()
 @click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True, type=PATH)
+@option(
+    "--history",
+    "Show the results in time, also if they do not look like one model's.",
+    heading="Output",
+    flag=True,
+)
 @format_option(REPORT_FORMATS)
-def report(run_dirs: tuple[Path, ...], answer: Answer) -> None:
+def report(run_dirs: tuple[Path, ...], history: bool, answer: Answer) -> None:
     """Show the report of a run again, or several runs in one table.
 
-    The exit code is the outcome of the run, or of the newest run. A table marks the smallest
-    checkpoint that passes. `--format card` writes a model card for the checkpoint's README.md.
+    Runs of one model are shown in time, with accepted baselines (`eval --accept FILE`) among them:
+    the first run that regressed is marked, with the changes of vLLM and of the checkpoint. For
+    other runs, the smallest checkpoint that passes is marked. The exit code is the outcome of the
+    run, or of the newest run. `--format card` writes a model card for the checkpoint's README.md.
 
     \b
     Examples:
       vexport report runs/nightly
       vexport report runs/nightly --format card -o README.md
-      vexport report runs/monday runs/tuesday -o runs.html
+      vexport report baselines/accepted.json runs/night-* -o history.html
     """
+    if len(run_dirs) == 1 and not history and not run_dirs[0].is_file():
+        # Comparisons import scipy, which takes a second.
+        _show_one(run_dirs[0], answer)
+        return
+    from vexport.run.history import RunResult, is_one_model, read_result, without_doubles
+
+    outcomes = [attempt(partial(read_result, path), str(path)) for path in run_dirs]
+    problems = [outcome for outcome in outcomes if isinstance(outcome, VexportError)]
+    found, doubles = without_doubles(
+        [outcome for outcome in outcomes if not isinstance(outcome, VexportError)]
+    )
+    runs = [result for result in found if isinstance(result, RunResult)]
+    ended = _Ended()
+    if history or len(runs) < len(found):
+        ended = _show_history(found, answer)
+    elif len(runs) == 1:
+        ended = _show_run(runs[0].folder, runs[0].report, answer)
+    elif runs and is_one_model(runs):
+        ended = _show_history(runs, answer)
+    elif runs:
+        ended = _show_comparison(runs, answer)
+    raise_problems([*problems, *doubles])
+    ended.conclude()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Ended:
+    """Outcome that decides the exit code, and its reason. Without an outcome, the code is 0."""
+
+    outcome: str = ""
+    name: str = ""
+    reason: str = ""
+    fix: str = ""
+
+    def conclude(self) -> None:
+        """Exit with the code of the outcome."""
+        conclude(self.outcome, self.name, self.reason, fix=self.fix)
+
+
+def _show_one(folder: Path, answer: Answer) -> None:
+    """Print the report in a run directory, and exit with its code."""
     from vexport.api import report as api_report
-    from vexport.reports import render, render_comparison
+
+    _show_run(folder, api_report(folder), answer).conclude()
+
+
+def _show_run(folder: Path, report: "Report", answer: Answer) -> _Ended:
+    """Print the report of one run."""
+    from vexport.reports import render
+
+    file = answer_file(click.get_current_context())
+    page = file.parent if file else Path()
+    make = partial(render, report, answer.format_, folder=folder, page=page, width=text_width())
+    print_text(_of_report(folder, make))
+    return _ended(report)
+
+
+def _show_comparison(runs: "Sequence[RunResult]", answer: Answer) -> _Ended:
+    """Print a table of runs, oldest first. The newest run decides."""
+    from vexport.reports import render_comparison
     from vexport.run.comparison import compared_run, mark_smallest
 
-    outcomes = [(folder, attempt(partial(api_report, folder), str(folder))) for folder in run_dirs]
-    problems = [outcome for _, outcome in outcomes if isinstance(outcome, VexportError)]
-    reports = [
-        (folder, report) for folder, report in outcomes if not isinstance(report, VexportError)
+    ordered = sorted(runs, key=lambda run: run.report.created)
+    compared = [
+        _of_report(run.folder, partial(compared_run, run.report, run.name)) for run in ordered
     ]
-    reports.sort(key=lambda pair: pair[1].created)
-    if len(reports) == 1:
-        (folder, only), file = reports[0], answer_file(click.get_current_context())
-        page = file.parent if file else Path()
-        draw = partial(render, only, answer.format_, folder=folder, page=page, width=text_width())
-        print_text(_of_report(folder, draw))
-    elif reports:
-        compared = [
-            _of_report(folder, partial(compared_run, report, str(folder)))
-            for folder, report in reports
-        ]
-        print_text(render_comparison(mark_smallest(compared), answer.format_))
-    raise_problems(problems)
-    _, newest = reports[-1]
-    fix = SERVE_OTHERWISE if newest.is_of_variants else ""
-    conclude(newest.outcome, newest.name, newest.reason, fix=fix)
+    print_text(render_comparison(mark_smallest(compared), answer.format_))
+    return _ended(ordered[-1].report)
+
+
+def _ended(report: "Report") -> _Ended:
+    fix = SERVE_OTHERWISE if report.is_of_variants else ""
+    return _Ended(outcome=report.outcome, name=report.name, reason=report.reason, fix=fix)
+
+
+def _show_history(results: "Sequence[Result]", answer: Answer) -> _Ended:
+    """Print the history of one model. The newest run decides."""
+    from vexport.reports import render_history
+    from vexport.run.history import points_in_time
+    from vexport.run.regressions import history_of
+
+    if not results:
+        return _Ended()
+    made = _of_reports(results, lambda: history_of(points_in_time(results)))
+    print_text(_of_reports(results, partial(render_history, made, answer.format_)))
+    fix = "the history names the last result that passed, and what changed since then"
+    reason = made.headline.removesuffix(".")
+    return _Ended(outcome=made.outcome or "", name=made.name, reason=reason, fix=fix)
 
 
 def _of_report(folder: Path, make: Callable[[], T]) -> T:
@@ -155,6 +230,18 @@ def _of_report(folder: Path, make: Callable[[], T]) -> T:
     """
     from vexport.run.directory import REPORT_FILE
 
+    return _made(str(folder / REPORT_FILE), make)
+
+
+def _of_reports(results: "Sequence[Result]", make: Callable[[], T]) -> T:
+    """Return the result of `make`, which renders several results.
+
+    Raises InputError if their values contradict each other.
+    """
+    return _made(", ".join(result.name for result in results), make)
+
+
+def _made(where: str, make: Callable[[], T]) -> T:
     try:
         return make()
     except (
@@ -165,11 +252,11 @@ def _of_report(folder: Path, make: Callable[[], T]) -> T:
         ArithmeticError,
         AssertionError,
     ) as error:
-        logging.getLogger(__name__).debug("%s", folder, exc_info=error)
+        logging.getLogger(__name__).debug("%s", where, exc_info=error)
         got = f"values that do not fit together ({type(error).__name__}: {first_line(error)})"
         fix = "restore the file, or call `vexport run` again"
         need = "a report as vexport wrote it"
-        raise InputError(str(folder / REPORT_FILE), got=got, need=need, fix=fix) from None
+        raise InputError(where, got=got, need=need, fix=fix) from None
 
 
 @command()

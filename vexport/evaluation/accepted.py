@@ -21,13 +21,14 @@ import numpy as np
 from pydantic import JsonValue
 
 from vexport.errors import InputError, raise_all
-from vexport.evaluation.fingerprint import causes
+from vexport.evaluation.fingerprint import DIGITS, causes
 from vexport.evaluation.lost import LETTERS, Ending, count_answers, letter_of, lost_answers_text
 from vexport.evaluation.pairs import Choice, TaskPair, gated_tasks
 from vexport.evaluation.results import Results, Sample, TaskSamples, read_results
-from vexport.files import from_json, read_json_object, to_json, write_text
+from vexport.files import digest_file, from_json, read_json_object, to_json, write_text
 from vexport.inference.fingerprint import Fingerprint
 from vexport.inference.questions import DIGEST, Expected, question_digest
+from vexport.records import AcceptedBaseline
 
 LINE = 100
 """Number of documents in a line."""
@@ -61,10 +62,14 @@ class Accepted:
 
     `groups` maps each group that counts as one task to its tasks. `settings` are the settings of
     the evaluation, by their keys in a scenario (accepted_settings.py). `settings` is None in files
-    that are older than this field.
+    that are older than this field. `accepted` is the time at which the model was accepted, and
+    `checkpoint` is its name. Both are empty in older files, and in files that were made without a
+    call of `vexport eval`.
     """
 
     vexport_baseline: Literal[1] = 1
+    accepted: str = ""
+    checkpoint: str = ""
     settings: Mapping[str, JsonValue] | None = None
     fingerprint: Fingerprint
     groups: Mapping[str, tuple[str, ...]]
@@ -120,13 +125,24 @@ def require_writable(path: Path) -> None:
         )
 
 
+def describe_accepted(path: Path, accepted: Accepted) -> AcceptedBaseline:
+    """Return the record by which verdicts identify the accepted baseline in the file `path`."""
+    return AcceptedBaseline(digest=digest_file(path)[:DIGITS], accepted=accepted.accepted)
+
+
 def accept_results(
-    folder: Path, path: Path, choice: Choice, settings: Mapping[str, JsonValue] | None = None
+    folder: Path,
+    path: Path,
+    choice: Choice,
+    settings: Mapping[str, JsonValue] | None = None,
+    *,
+    checkpoint: str = "",
+    accepted_at: str = "",
 ) -> Accepted:
     """Write the scores of the deciding metrics from an lm-eval output folder to `path`.
 
-    `settings` are the settings of the evaluation, if they are known. The file is written completely
-    or not at all.
+    `settings` are the settings of the evaluation, if they are known. `checkpoint` is the name of
+    the model, and `accepted_at` is the time. The file is written completely or not at all.
     """
     require_writable(path)
     results = read_results(folder)
@@ -138,7 +154,12 @@ def accept_results(
             groups[gate.task] = members
         tasks |= {name: _accepted_task(results, name, gate) for name in members}
     accepted = Accepted(
-        settings=settings, fingerprint=results.fingerprint, groups=groups, tasks=tasks
+        accepted=accepted_at,
+        checkpoint=checkpoint,
+        settings=settings,
+        fingerprint=results.fingerprint,
+        groups=groups,
+        tasks=tasks,
     )
     write_text(path, to_json(accepted))
     return accepted

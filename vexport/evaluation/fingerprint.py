@@ -5,6 +5,7 @@ lm-eval 0.4.13 writes these files in evaluator.py and loggers/evaluation_tracker
 
 import json
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 
 from vexport.inference.added_keys import UNTEMPLATED
 from vexport.inference.fingerprint import COMPILATION, EMULATED, ENDPOINT, MODEL, Fingerprint
@@ -42,6 +43,10 @@ _ENGINE_KEYS = (
     "kv_cache_dtype",
     "enforce_eager",
     "add_bos_token",
+)
+_QUESTIONS = (
+    *(CHAT_TEMPLATE, SYSTEM_INSTRUCTION, MULTITURN, GEN_KWARGS, MAX_GEN_TOKS, THINK_END_TOKEN),
+    *(ENABLE_THINKING, "chat template args", "limit", "fewshot seed"),
 )
 _TASK_KEYS = {"version of ": "versions", FEWSHOT: "n-shot", TASK_HASH: "task_hashes"}
 # Tokens that end thinking: Qwen3, DeepSeek-R1, GLM and SmolLM3; Magistral; Seed-OSS; gpt-oss.
@@ -166,6 +171,36 @@ def recorded_fingerprint(content: Mapping[str, Json], tasks: Sequence[str]) -> F
         given = mapping_in(mapping_in(content, "configs"), task).get("generation_kwargs")
         settings[f"{GEN_KWARGS} of {task}"] = _text(given) if given else None
     return {name: _text(value) for name, value in settings.items() if value is not None}
+
+
+def recorded_time(content: Mapping[str, Json]) -> str:
+    """Return the time at which lm-eval began (`date`, in seconds since 1970), or "" without one."""
+    seconds = content.get("date")
+    if not isinstance(seconds, int | float) or isinstance(seconds, bool):
+        return ""
+    try:
+        return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds")
+    except (OverflowError, ValueError, OSError):
+        return ""
+
+
+def question_settings(fingerprint: Fingerprint, task: str) -> Fingerprint:
+    """Return the settings that shape the questions and the scoring of a task or group.
+
+    The names of a group's tasks are unknown here, so a group has the hashes of all tasks.
+    """
+    is_group = f"{TASK_HASH}{task}" not in fingerprint
+    own = (
+        f"{TASK_HASH}{task}",
+        f"{FEWSHOT}{task}",
+        f"version of {task}",
+        f"{GEN_KWARGS} of {task}",
+    )
+    return {
+        name: value
+        for name, value in fingerprint.items()
+        if name in (*own, *_QUESTIONS) or (is_group and name.startswith(TASK_HASH))
+    }
 
 
 def _arguments(content: Mapping[str, Json]) -> Mapping[str, Json]:

@@ -18,6 +18,7 @@ from vexport.evaluation.fingerprint import (
     mapping_in,
     recorded_fingerprint,
     recorded_prompting,
+    recorded_time,
     unseparated_thinking,
 )
 from vexport.evaluation.json_lines import json_lines
@@ -381,6 +382,7 @@ class Results:
     - `fingerprint` has everything that could change a score, by name.
     - `prompting` has the settings of the prompts. It is None for other harnesses.
     - `warning` describes a likely mistake in the settings of the prompts, or is None.
+    - `measured` is the time at which lm-eval began, or "" if it was not recorded.
     """
 
     file: Path
@@ -392,6 +394,7 @@ class Results:
     prompting: Prompting | None
     warning: str | None = None
     harness: str = "lm-eval"
+    measured: str = ""
 
 
 def read_results(path: Path) -> Results:
@@ -417,6 +420,7 @@ def read_results(path: Path) -> Results:
         fingerprint={**recorded_fingerprint(content, names), **read_fingerprint(file.parent)},
         prompting=recorded_prompting(content, names),
         warning=unseparated_thinking(content),
+        measured=recorded_time(content),
     )
 
 

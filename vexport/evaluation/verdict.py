@@ -22,7 +22,13 @@ from types import MappingProxyType
 
 from vexport.errors import InputError, raise_all
 from vexport.errors.extras import attempt_all
-from vexport.evaluation.accepted import is_accepted, other_gates, pair_with, read_accepted
+from vexport.evaluation.accepted import (
+    describe_accepted,
+    is_accepted,
+    other_gates,
+    pair_with,
+    read_accepted,
+)
 from vexport.evaluation.compare import (
     compare_task,
     comparison,
@@ -79,7 +85,9 @@ def decide(
         raise_all([*other_gates(accepted, gate)])
         where, recorded = ("when the baseline was accepted", "now"), accepted.fingerprint
         gates = pair_with(accepted, right)
+        identity = describe_accepted(baseline, accepted)
     else:
+        identity = None
         left, right = attempt_all(
             (str(run), partial(read_any_results, run)) for run in (baseline, candidate)
         )
@@ -104,6 +112,10 @@ def decide(
         warnings=(*warnings, *((right.warning,) if right.warning else ())),
         prompting=right.prompting,
         device=device_of(right.fingerprint),
+        measured=right.measured,
+        fingerprint=right.fingerprint,
+        baseline_fingerprint=recorded,
+        accepted=identity,
     )
 
 

@@ -145,7 +145,7 @@ class EngineSource(AnswerSource):
             vllm_python=self.options.vllm_python,
             on_progress=named(self.role, self.options.on_progress),
         )
-        if request.tasks and result.engine is not None:
+        if (request.tasks or rows) and result.engine is not None:
             write_fingerprint(folder, engine_fingerprint(self.checkpoint, result.engine))
         _require_deterministic(folder, settings)
         return Answers(results=folder, served=Served(result=result, prompts=prompts, rows=rows))

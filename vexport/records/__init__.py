@@ -6,6 +6,7 @@ No module imported here loads torch, so `vexport --help` and `vexport check` sta
 from vexport.records.accuracy import (
     GENERATION_KEYS,
     AcceptanceLengths,
+    AcceptedBaseline,
     AnswerCounts,
     Attribution,
     BatchSize,
@@ -66,6 +67,7 @@ from vexport.records.findings import (
     device_words,
     without_details,
 )
+from vexport.records.history import HistoryTask, RowEvent, RowHistory, RowKind
 from vexport.records.plan import (
     FLOATING,
     AttentionLayer,
@@ -89,6 +91,7 @@ from vexport.records.report import (
     GivenCheckpoint,
     GroupSensitivities,
     GroupSensitivity,
+    History,
     KindSize,
     LayerError,
     LayerErrors,

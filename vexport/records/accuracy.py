@@ -608,6 +608,18 @@ class TextVerdict:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AcceptedBaseline:
+    """The accepted baseline that a verdict compares with.
+
+    `digest` is the first 16 digits of the SHA-256 of its file. `accepted` is the time at which the
+    baseline was accepted, empty in files of older versions.
+    """
+
+    digest: str
+    accepted: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """Outcome over all tasks, with the sentence that justifies it.
 
@@ -622,6 +634,12 @@ class Verdict:
     - `text` decides if there are no tasks. `margin` is then the limit of the NLL.
     - `margin` is the acceptable loss of tasks that are scored in shares. Tasks may have other
       margins.
+    - `measured` is the time at which the candidate's evaluation began, if its results contain it.
+    - `fingerprint` and `baseline_fingerprint` map everything that could change a score to its value
+      (`vllm`, `model`, `task hash of gsm8k`), as far as it was recorded for each side.
+    - `accepted` describes the accepted baseline, if the candidate was compared with one.
+
+    The last four are empty in reports of older versions.
     """
 
     schema: Literal["vexport.verdict/1"] = "vexport.verdict/1"
@@ -639,6 +657,10 @@ class Verdict:
     drift: Drift | None = None
     attribution: Attribution | None = None
     text: TextVerdict | None = None
+    measured: str = ""
+    fingerprint: Mapping[str, str] = field(default_factory=dict)
+    baseline_fingerprint: Mapping[str, str] = field(default_factory=dict)
+    accepted: AcceptedBaseline | None = None
 
     @property
     def worst_task(self) -> TaskVerdict | None:

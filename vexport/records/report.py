@@ -6,6 +6,7 @@ from typing import Literal
 from vexport.records.accuracy import TaskVerdict, Verdict
 from vexport.records.calibration import ExpertCoverage, Rounding, RoundingReport
 from vexport.records.findings import Finding
+from vexport.records.history import RowHistory
 from vexport.records.values import Outcome
 
 # Unit of a mixed scheme's budget: bits per weight, bytes, or a share of the source's bytes.
@@ -129,7 +130,8 @@ class ComparedRun:
 
     `folder` is the run directory. `outcome` is None if the run has no result; `reason` is then the
     cause. `mean_kl` is in nats per token. `worst` is the task with the lowest bound, without its
-    documents. `smallest` marks the smallest checkpoint that passes.
+    documents. `smallest` marks the smallest checkpoint that passes. `history` is set if the rows
+    are the history of one model. A row of an accepted baseline has no outcome.
     """
 
     schema: Literal["vexport.compare/1"] = "vexport.compare/1"
@@ -143,6 +145,23 @@ class ComparedRun:
     mean_kl: float | None = None
     worst: TaskVerdict | None = None
     smallest: bool = False
+    history: RowHistory | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """Results of one model in time, oldest first. Each row has a `history`.
+
+    `outcome` is the outcome of the newest run, None if there are only accepted baselines.
+    `headline` describes the history. `command` (or "") and `advice` are the next step.
+    """
+
+    rows: tuple[ComparedRun, ...]
+    name: str
+    outcome: Outcome | None
+    headline: str
+    command: str = ""
+    advice: str = ""
 
 
 # Result of a variant. BASELINE: the first variant, the baseline of all comparisons. REFUSED:

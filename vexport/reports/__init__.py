@@ -22,7 +22,7 @@ from vexport.reports.document import Document
 from vexport.reports.findings import report_gates, verdict_gates
 
 if TYPE_CHECKING:
-    from vexport.records import ComparedRun, Verdict
+    from vexport.records import ComparedRun, History, Verdict
     from vexport.reports.run_record import Report
 
 
@@ -165,6 +165,16 @@ def render_comparison(runs: "Sequence[ComparedRun]", format: str) -> str:
     from vexport.reports.run_document import comparison_document
 
     return _rendered(list(runs), format, lambda: [comparison_document(runs)])
+
+
+def render_history(history: "History", format: str) -> str:
+    """Return the history of a model as text, JSON, Markdown or a page.
+
+    JSON contains the rows, as for several runs that are compared.
+    """
+    from vexport.reports.history import history_document
+
+    return _rendered(list(history.rows), format, lambda: [history_document(history)])
 
 
 def render_variants(

@@ -108,9 +108,12 @@ def safe(text: str, limit: int = _MAX_TEXT) -> str:
 
 
 def _table(table: doc.Table) -> str:
-    """Return a table. Only cells are escaped, because vexport itself writes the header."""
+    """Return a table. Names of tasks may be in its header."""
     table = table.shown("markdown")
-    lines = [[column.title for column in table.columns], ["---"] * len(table.columns)]
+    lines = [
+        [safe(column.title, _MAX_CELL) for column in table.columns],
+        ["---"] * len(table.columns),
+    ]
     lines += [[safe(_noted(cell), _MAX_CELL) for cell in row] for row in table.rows]
     rows = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return f"{rows}\n\n{safe(table.caption)}" if table.caption else rows

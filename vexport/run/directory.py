@@ -485,10 +485,18 @@ def value_digest(value: object) -> str:
 
 
 def read_report(folder: Path) -> Report:
-    """Read the report of a finished run. Raises InputError if there is none."""
-    path = folder / REPORT_FILE
+    """Read the report of a finished run, from its directory or from its report.json.
+
+    Raises InputError if there is no report.
+    """
+    path = folder if folder.is_file() else folder / REPORT_FILE
     if not path.is_file():
         fix = "call `vexport run` first"
+        if (folder / CANDIDATE).is_dir():
+            fix = (
+                "finish the run; after `vexport eval --accept FILE` without a baseline, "
+                "give FILE instead"
+            )
         for pattern in ("*", f"{CANDIDATE}/*"):
             if any(folder.glob(f"{pattern}/{REPORT_FILE}")):
                 fix = f"name the runs in it: `vexport report {folder}/{pattern}`"

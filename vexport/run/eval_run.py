@@ -42,12 +42,12 @@ from vexport.outputs.replaceable import NamedPath, locked_folder, require_separa
 from vexport.records import ComparedRun, Verdict
 from vexport.reports.run_record import Report
 from vexport.run.comparison import compared_run, mark_smallest
-from vexport.run.directory import Run, RunDirectory, logged_to, require_run_folder
+from vexport.run.directory import Run, RunDirectory, logged_to, portable, require_run_folder
 from vexport.run.given import Given, RunModel, candidate_folders, title_of
 from vexport.run.load_run import require_available, require_servable
 from vexport.run.options import DEFAULT_ATTRIBUTION, AttributionSettings
 from vexport.run.scenario_run import VERDICT_STAGES
-from vexport.run.stages.concluding import attribute, collect_report, report
+from vexport.run.stages.concluding import attribute, collect_report, now, report
 from vexport.run.stages.serving import (
     SESSION,
     judge,
@@ -215,7 +215,14 @@ def _accept_answers(run: Run, accept: Path | None) -> str:
         choice = choice_of(read_accepted(given.against))
     folder = run.answers(CANDIDATE)
     stored = _settings_to_store(run, folder, accept)
-    accepted = accept_results(folder, accept, choice, stored)
+    accepted = accept_results(
+        folder,
+        accept,
+        choice,
+        stored,
+        checkpoint=portable(given.candidate.name),
+        accepted_at=now(),
+    )
     lines = [f"accepted: {accept}: {gates_of(accepted)}"]
     if verdict is None:  # a verdict's warnings already name lost answers
         lines += [f"warning: {lost}" for lost in lost_answers(accepted, settings.alpha)]

@@ -2,11 +2,13 @@
 
 import logging
 import time
+from dataclasses import replace
 
 from vexport.evaluation.attribution import attribute
 from vexport.evaluation.held_out import decide_on_text
 from vexport.evaluation.verdict import decide
 from vexport.inference.answers import Answers, Served
+from vexport.inference.fingerprint import read_fingerprint
 from vexport.inference.options import EngineOptions
 from vexport.records import Attribution, Outcome, Verdict, named
 from vexport.reports.formatting import outcome_line
@@ -45,7 +47,12 @@ def verdict_of(
         )
     assert baseline.served is not None
     assert candidate.served is not None
-    return decide_on_text(portable(settings.text), baseline.served, candidate.served, settings)
+    verdict = decide_on_text(portable(settings.text), baseline.served, candidate.served, settings)
+    return replace(
+        verdict,
+        fingerprint=read_fingerprint(candidate.results),
+        baseline_fingerprint=read_fingerprint(baseline.results),
+    )
 
 
 def cause_of(

@@ -64,6 +64,8 @@ def _session(request: SessionRequest) -> SessionResult:
             )
         else:
             _ask_tasks(model, request)
+        assert request.output is not None
+        write_fingerprint(request.output, _fingerprint(server, request))
         if request.drafted:
             result = replace(result, drafts=count_drafts(model, request.drafted))
     except VexportError as error:
@@ -94,7 +96,7 @@ def _open_model(server: Server, request: SessionRequest, on_progress: OnProgress
 
 
 def _ask_tasks(model: EndpointModel, request: SessionRequest) -> None:
-    """Run lm-eval's tasks. Write its files and the fingerprint to `request.output`."""
+    """Run lm-eval's tasks. Write its files to `request.output`."""
     assert request.output is not None
     arguments: dict[str, JsonValue] = {
         "pretrained": str(request.checkpoint),
@@ -112,7 +114,6 @@ def _ask_tasks(model: EndpointModel, request: SessionRequest) -> None:
         if request.accepted:
             require_accepted_questions(model, arguments, request)
         ask_tasks(model, arguments, request)
-    write_fingerprint(request.output, _fingerprint(model.server, request))
 
 
 _read_config = transformers.AutoConfig.from_pretrained

@@ -197,7 +197,7 @@ def _report_on_made(run: Run) -> Report:
     return Report(
         name=scenario.name,
         vexport=__version__,
-        created=_now(),
+        created=now(),
         command=_command(),
         source=portable(scenario.source),
         source_name=source_name(scenario.source, root),
@@ -236,7 +236,7 @@ def _report_on_given(run: Run, given: Given) -> Report:
     return Report(
         name=given.name,
         vexport=__version__,
-        created=_now(),
+        created=now(),
         command=_command(),
         source=None,
         baseline=None if baseline is None else portable(str(baseline)),
@@ -264,7 +264,7 @@ def variants_report(
     return Report(
         name=title_of(checkpoint.name),
         vexport=__version__,
-        created=_now(),
+        created=now(),
         command=_command(),
         source=None,
         baseline=rows[0].name,
@@ -311,7 +311,8 @@ def _index_of(model: RunModel | None) -> SourceIndex | None:
     return read_index(model.checkpoint)
 
 
-def _now() -> str:
+def now() -> str:
+    """Return the time in UTC, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 

@@ -1,0 +1,347 @@
+"""The history of one model: order, changes, regressions, and rows that cannot be compared."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from tests.command import Ran, vexport
+from tests.reports import sample
+from vexport.api import history
+from vexport.evaluation.accepted import Accepted, AcceptedTask, describe_accepted
+from vexport.files import to_json
+from vexport.records import (
+    AcceptedBaseline,
+    ComparedRun,
+    ComparedVariant,
+    GivenCheckpoint,
+    LoadReport,
+    Outcome,
+    RowHistory,
+    Verdict,
+)
+from vexport.reports import render_history
+from vexport.reports.run_record import Report
+from vexport.run.history import RunResult, points_in_time
+from vexport.run.regressions import history_of
+
+FIRST = "1111222233334444"
+SECOND = "5555666677778888"
+OLD = AcceptedBaseline(digest="aaaa000011112222", accepted="2026-11-01T00:00:00+00:00")
+
+
+def verdict(
+    outcome: Outcome, *, day: int, vllm: str = "0.31.0", model: str = FIRST, **settings: str
+) -> Verdict:
+    """Return a verdict on `addition` against an accepted baseline."""
+    fingerprint = {"model": model, "vllm": vllm, "dtype": "bfloat16", "limit": "640", **settings}
+    judged = sample.verdict(outcome)
+    return replace(
+        judged,
+        tasks=judged.tasks[1:],
+        measured=f"2026-11-{day:02d}T08:30:00+00:00",
+        fingerprint=fingerprint,
+        accepted=OLD,
+    )
+
+
+def run(judged: Verdict | None, *, day: int = 30, checkpoint: str = "out/qwen3") -> Report:
+    """Return the report of `vexport eval --against baseline.json`."""
+    outcome = judged.outcome if judged is not None else "PASS"
+    return replace(
+        sample.report(outcome),
+        name="qwen3",
+        created=f"2026-11-{day:02d}T09:00:00+00:00",
+        source=None,
+        baseline="baseline.json",
+        plan=None,
+        check=None,
+        load=None,
+        given=GivenCheckpoint(name=checkpoint, format="pack-quantized", num_bytes=2_400_000),
+        verdict=judged,
+    )
+
+
+def write(root: Path, **reports: Report) -> list[Path]:
+    """Write each report to a run directory with its name."""
+    for name, report in reports.items():
+        (root / name).mkdir()
+        (root / name / "report.json").write_text(to_json(report))
+    return [root / name for name in reports]
+
+
+def rows_of(ran: Ran) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads(ran.stdout)
+    return rows
+
+
+def history_in(row: ComparedRun) -> RowHistory:
+    assert row.history is not None
+    return row.history
+
+
+def events(rows: Sequence[ComparedRun]) -> list[str]:
+    return [history_in(row).event for row in rows]
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> list[Path]:
+    """Return four runs. The second fails with another vLLM, and the last has a new checkpoint."""
+    return write(
+        tmp_path,
+        a=run(verdict("PASS", day=5)),
+        b=run(verdict("FAIL", day=12, vllm="0.32.0", dtype="float16")),
+        c=run(verdict("FAIL", day=19, vllm="0.32.0")),
+        d=run(verdict("PASS", day=26, vllm="0.32.0", model=SECOND), checkpoint="out/qwen3-next"),
+    )
+
+
+def test_first_regression_is_marked(folders: list[Path]) -> None:
+    made = history(folders[:3][::-1])
+    assert [Path(row.folder).name for row in made.rows] == ["a", "b", "c"]
+    assert events(made.rows) == ["", "regressed", "still fails"]
+    assert [history_in(row).is_first_regression for row in made.rows] == [False, True, False]
+    assert made.outcome == "FAIL"
+    for part in (
+        "Regressed at 2026-11-12",
+        "fails addition by -10.51 points (-12.68 to -8.53)",
+        "against baseline.json",
+        "(2026-11-05), which passed",
+        "vLLM 0.31.0 -> 0.32.0, checkpoint unchanged",
+        "also changed: dtype",
+        "still fails",
+    ):
+        assert part in made.headline
+
+
+def test_changes_of_vllm_and_checkpoint(folders: list[Path]) -> None:
+    made = history(folders)
+    assert [history_in(row).vllm_before for row in made.rows] == ["", "0.31.0", "", ""]
+    assert [history_in(row).checkpoint_before for row in made.rows] == ["", "", "", FIRST]
+    assert events(made.rows)[-1] == "passes again"
+    assert "Passes again since 2026-11-26" in made.headline
+    assert made.outcome == "PASS"
+
+
+def test_history_without_regression(tmp_path: Path) -> None:
+    folders = write(tmp_path, a=run(verdict("PASS", day=5)), b=run(verdict("INCONCLUSIVE", day=12)))
+    made = history(folders)
+    assert made.headline.startswith("No regression in 2 runs since 2026-11-05.")
+    assert "is INCONCLUSIVE: addition is not settled" in made.headline
+    assert vexport("report", *folders).code == 3
+
+
+def test_first_run_that_fails_against_a_source(tmp_path: Path) -> None:
+    """A model that never passed has not regressed."""
+    failed = [replace(verdict("FAIL", day=day), accepted=None) for day in (5, 12)]
+    made = history(write(tmp_path, a=run(failed[0]), b=run(failed[1])))
+    assert events(made.rows) == ["fails", "still fails"]
+    assert "no earlier run in this history passed" in made.headline
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"accepted": AcceptedBaseline(digest="bbbb")}, "another baseline"),
+        ({"margin": 0.01}, "margin 1 points instead of 2 points"),
+        ({"alpha": 0.01}, "alpha 0.01 instead of 0.05"),
+        ({"fingerprint": {"limit": "100"}}, "other questions: limit changed"),
+    ],
+)
+def test_rows_that_cannot_be_compared(
+    tmp_path: Path, change: dict[str, object], reason: str
+) -> None:
+    """A failed row does not count as a continuation of another comparison."""
+    tightened = replace(verdict("FAIL", day=12), **change)  # type: ignore[arg-type]
+    folders = write(tmp_path, a=run(verdict("FAIL", day=5)), b=run(tightened))
+    made = history(folders)
+    (task,) = history_in(made.rows[1]).tasks
+    assert any(reason in text for text in task.apart), task.apart
+    assert any("cannot be compared with the row before" in note for note in _notes(made.rows[1]))
+    assert events(made.rows) == ["regressed", "regressed"]  # both against what was accepted
+    without = replace(tightened, accepted=None, baseline_fingerprint={"model": "source"})
+    (folders[1] / "report.json").write_text(to_json(run(without)))
+    assert events(history(folders).rows) == ["regressed", "fails"]
+
+
+def _notes(row: ComparedRun) -> tuple[str, ...]:
+    return history_in(row).notes
+
+
+def test_other_tasks_are_not_mixed(tmp_path: Path) -> None:
+    other = verdict("FAIL", day=12)
+    renamed = replace(other, tasks=(replace(other.tasks[0], task="gsm8k"),), accepted=None)
+    made = history(write(tmp_path, a=run(verdict("PASS", day=5)), b=run(renamed)))
+    assert events(made.rows) == ["", "fails"]
+    assert [task.name for task in history_in(made.rows[1]).tasks] == ["gsm8k"]
+
+
+def test_failed_load_regresses(tmp_path: Path) -> None:
+    refused = LoadReport(checkpoint="c", ok=False, findings=(sample.finding("error"),), vllm="0.32")
+    failed = replace(run(None, day=20), load=refused, outcome="FAIL", reason="load: no kernel")
+    made = history(write(tmp_path, a=run(verdict("PASS", day=5)), b=failed))
+    assert events(made.rows) == ["", "regressed"]
+    assert "fails: load: no kernel" in made.headline
+    assert "vLLM 0.31.0 -> 0.32" in made.headline
+
+
+def test_variants_are_rows(tmp_path: Path) -> None:
+    judged = replace(verdict("FAIL", day=5, vllm="0.32.0"), accepted=None)
+    variants = (
+        ComparedVariant(setting="default", vllm="0.31.0", outcome="BASELINE"),
+        ComparedVariant(setting="default", vllm="0.32.0", outcome="FAIL", verdict=judged),
+        ComparedVariant(setting="kv_cache_dtype=fp9", vllm="0.32.0", outcome="REFUSED"),
+    )
+    report = replace(run(None, day=7), variants=variants, outcome="FAIL", reason="gsm8k fails")
+    made = history(write(tmp_path, a=run(verdict("PASS", day=5)), v=report))
+    assert [history_in(row).vllm for row in made.rows] == ["0.31.0", "0.31.0", "0.32.0", "0.32.0"]
+    assert [row.outcome for row in made.rows] == ["PASS", None, "FAIL", "FAIL"]
+    assert made.outcome == "FAIL"
+
+
+def accepted_file(path: Path, *, accepted: str = "2026-11-01T10:00:00+00:00") -> Path:
+    """Write an accepted baseline with four documents of `addition`."""
+    task = AcceptedTask(
+        metric="exact_match",
+        filter="none",
+        higher_is_better=True,
+        documents=4,
+        score=0.75,
+        scores={"0-3": "1011"},
+        questions={"0-3": "AAABBBCCCDDD"},
+    )
+    fingerprint = {"model": FIRST, "vllm": "0.31.0", "limit": "640"}
+    content = Accepted(
+        accepted=accepted,
+        checkpoint="out/qwen3",
+        fingerprint=fingerprint,
+        groups={},
+        tasks={"addition": task},
+    )
+    path.write_text(to_json(content))
+    return path
+
+
+def test_accepted_baseline_comes_first(tmp_path: Path) -> None:
+    file = accepted_file(tmp_path / "accepted.json")
+    identity = describe_accepted(file, Accepted(fingerprint={}, groups={}, tasks={}))
+    failed = replace(verdict("FAIL", day=12, vllm="0.32.0"), accepted=identity)
+    made = history([*write(tmp_path, b=run(failed)), file])
+    assert [history_in(row).kind for row in made.rows] == ["accepted baseline", "run"]
+    assert history_in(made.rows[0]).tasks[0].value == 0.75
+    assert events(made.rows) == ["", "regressed"]
+    assert f"{file} (2026-11-01), which was accepted: vLLM 0.31.0 -> 0.32.0" in made.headline
+
+
+def test_accepted_file_without_time(tmp_path: Path) -> None:
+    file = accepted_file(tmp_path / "accepted.json")
+    content = json.loads(file.read_text())
+    del content["accepted"], content["checkpoint"]
+    file.write_text(json.dumps(content))
+    made = history([*write(tmp_path, a=run(verdict("PASS", day=5))), file])
+    assert history_in(made.rows[0]).time == ""
+    assert "time of its acceptance" in _notes(made.rows[0])[0]
+    alone = vexport("report", file)
+    assert (alone.code, "accepted" in alone.stdout) == (0, True)
+
+
+def test_report_of_an_older_version(tmp_path: Path) -> None:
+    """Fields that were not recorded are unknown, and nothing else is lost."""
+    folders = write(tmp_path, a=run(verdict("PASS", day=5)), b=run(verdict("FAIL", day=12)))
+    for folder in folders:
+        content = json.loads((folder / "report.json").read_text())
+        for name in ("measured", "fingerprint", "baseline_fingerprint", "accepted"):
+            del content["verdict"][name]
+        (folder / "report.json").write_text(json.dumps(content))
+    made = history(folders)
+    assert events(made.rows) == ["", "regressed"]
+    assert "vLLM's version not recorded" in made.headline
+    ran = vexport("report", *folders)
+    assert (ran.code, "digest not recorded" in ran.stdout) == (1, True)
+
+
+def test_different_models_stay_a_comparison(tmp_path: Path) -> None:
+    first = replace(verdict("PASS", day=5), accepted=None)
+    second = replace(verdict("PASS", day=6, model=SECOND), accepted=None)
+    folders = write(tmp_path, a=run(first), b=run(second, checkpoint="out/llama"))
+    assert "is the smallest that passes" in vexport("report", *folders).stdout
+    assert "No regression in 2 runs" in vexport("report", *folders, "--history").stdout
+
+
+def test_bad_results_are_one_error_each(folders: list[Path], tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    (copy / "report.json").write_bytes((folders[0] / "report.json").read_bytes())
+    (tmp_path / "other.json").write_text('{"schema": "vexport.check/1"}')
+    (tmp_path / "newer.json").write_text('{"schema": "vexport.report/9"}')
+    (tmp_path / "broken.json").write_text("{")
+    bad = [tmp_path / name for name in ("gone", "other.json", "newer.json", "broken.json")]
+    ran = vexport("report", *folders, copy, *bad, "--format", "json")
+    assert len(rows_of(ran)) == 4
+    assert ran.code == 2
+    assert len(ran.errors) == 5
+    for part in ("gone", "vexport.check/1", "vexport.report/9", "broken.json:1", "the same as"):
+        assert any(part in error for error in ran.errors), part
+
+
+def test_unreadable_time_is_named(folders: list[Path]) -> None:
+    content = json.loads((folders[0] / "report.json").read_text())
+    content["verdict"]["measured"] = "yesterday"
+    (folders[0] / "report.json").write_text(json.dumps(content))
+    ran = vexport("report", *folders)
+    assert ran.code == 2
+    assert "yesterday" in ran.errors[0]
+    assert "internal" not in ran.stderr
+
+
+def test_json_has_the_keys_of_a_comparison(folders: list[Path]) -> None:
+    ran = vexport("report", *folders, "--format", "json")
+    schema = json.loads(files("vexport.reports").joinpath("compare.schema.json").read_text())
+    rows = rows_of(ran)
+    jsonschema.validate(rows, schema)
+    assert rows[1]["outcome"] == "FAIL"
+    assert rows[1]["history"]["vllm_before"] == "0.31.0"
+    assert vexport("report", *folders, "--format", "junit").code == 2
+
+
+@pytest.mark.parametrize("format_", ["text", "markdown", "html"])
+def test_every_form_shows_the_regression(folders: list[Path], format_: str) -> None:
+    ran = vexport("report", *folders, "--format", format_)
+    for part in ("Regressed at 2026-11-12", "first regression", "0.31.0", "88.9%", SECOND[:8]):
+        assert part in ran.stdout, part
+    if format_ == "html":
+        assert ran.stdout.count('<figure class="curves timeline">') == 1
+        assert 'class="regressed"' in ran.stdout
+
+
+def test_many_tasks_have_tables_of_their_own(tmp_path: Path) -> None:
+    judged = verdict("PASS", day=5)
+    tasks = tuple(replace(judged.tasks[0], task=f"task{number}") for number in range(5))
+    folders = write(
+        tmp_path,
+        a=run(replace(judged, tasks=tasks)),
+        b=run(replace(verdict("PASS", day=6), tasks=tasks)),
+    )
+    ran = vexport("report", *folders, "--format", "markdown")
+    assert all(f"### task{number}" in ran.stdout for number in range(5))
+    assert "| Worst task |" in ran.stdout
+
+
+def test_hostile_values_are_text() -> None:
+    judged = sample.hostile().verdict
+    assert judged is not None
+    report = replace(run(judged, checkpoint=sample.HOSTILE), reason=sample.HOSTILE)
+    results = [
+        RunResult(name=f"{sample.HOSTILE}{number}", folder=Path("run"), report=report)
+        for number in range(2)
+    ]
+    made = history_of(points_in_time(results))
+    for format_ in ("html", "markdown"):
+        page = render_history(made, format_)
+        assert "History of" in page
+        assert "<script>alert" not in page
