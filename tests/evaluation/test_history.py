@@ -7,7 +7,6 @@ from datetime import datetime
 from pathlib import Path
 
 import pytest
-from vexport.run.concluding import now
 
 from tests.command import vexport
 from tests.evaluation.make import results_file
@@ -19,6 +18,7 @@ from vexport.evaluation.verdict import decide
 from vexport.files import to_json
 from vexport.inference.fingerprint import write_fingerprint
 from vexport.records import RowHistory
+from vexport.run.stages.concluding import now
 
 MARGIN = 0.03
 BEFORE = "2020-01-01T00:00:00+00:00"
