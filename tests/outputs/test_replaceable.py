@@ -13,6 +13,7 @@ import pytest
 from tests.command import ROOT, vexport
 from tests.models import Good
 from tests.outputs.test_separate import tree
+from tests.texts import assert_contains, assert_raises
 from vexport.errors import CheckpointFailed, InputError
 from vexport.files import write_text
 from vexport.inference.fingerprint import write_fingerprint
@@ -200,9 +201,7 @@ def test_foreign_files_in_unfinished_work_are_kept(name: str, tmp_path: Path, go
     mine.parent.mkdir(exist_ok=True)
     mine.write_text("mine")
     before = tree(root)
-    with pytest.raises(
-        InputError, match=rf"\.checkpoint\.partial/{name}', which vexport did not write"
-    ):
+    with assert_raises(InputError, f".checkpoint.partial/{name}'", "did not write"):
         RunDirectory(root).begin(overwrite=True)
     with pytest.raises(InputError, match=name):
         interrupt_checkpoint(root / "checkpoint")
@@ -259,7 +258,7 @@ def test_demo_replaces_only_its_files(tmp_path: Path) -> None:
     before = tree(folder)
     ran = vexport("demo", folder, "--overwrite")
     assert ran.code == 2
-    assert "'demo/mine.txt', which vexport did not write" in ran.errors[0]
+    assert_contains(ran.errors[0], "'demo/mine.txt'", "did not write")
     assert tree(folder) == before
 
 
@@ -339,9 +338,7 @@ def test_failed_call_keeps_foreign_files(kind: str, tmp_path: Path, good: Good) 
         failed.mkdir()
         (failed / "thesis.txt").write_text("mine")
     before = tree(tmp_path)
-    error = str(fail_once(tmp_path / "z"))
-    assert "a refusal" in error
-    assert f"the checkpoint is not kept, because {failed}" in error
+    assert_contains(str(fail_once(tmp_path / "z")), "a refusal", "not kept", str(failed))
     assert tree(tmp_path) == before
 
 
@@ -362,7 +359,8 @@ def test_named_templates_are_replaced(tmp_path: Path, llama: Path) -> None:
     for _ in range(2):
         assert vexport(*words).code == 0
     (tmp_path / "out" / "additional_chat_templates" / "mine.jinja").write_text("mine")
-    assert "'additional_chat_templates/mine.jinja', which vexport" in vexport(*words).errors[0]
+    (error,) = vexport(*words).errors
+    assert_contains(error, "'additional_chat_templates/mine.jinja'", "did not write")
 
 
 def test_session_files_are_listed(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.command import vexport
 from tests.models import save_llama
+from tests.texts import assert_contains
 from vexport.checkpoint.index import read_index
 from vexport.errors import InputError
 from vexport.files import to_json
@@ -90,7 +91,7 @@ def test_fixed_rule_splits_no_fused_layer(llama: Path) -> None:
     assert {unit.allowed for unit in units if unit.name.endswith("o_proj")} == {("FP8_DYNAMIC",)}
     assert {unit.allowed for unit in units if "o_proj" not in unit.name} == {("NVFP4", KEEP)}
     rules = (Rule(match="q_proj", scheme="FP8_DYNAMIC"), *AUTO)
-    with pytest.raises(InputError, match=r"qkv_proj.*the same rule for q_proj, k_proj, v_proj"):
+    with pytest.raises(InputError, match=r"qkv_proj.*same rule.* q_proj, k_proj, v_proj"):
         layer_groups(llama, "NVFP4", KEEP, rules=rules)
 
 
@@ -100,7 +101,7 @@ def test_unsupported_scheme_is_no_candidate(tmp_path: Path) -> None:
     units = layer_groups(source, "NVFP4", "FP8_DYNAMIC")
     (down,) = (unit for unit in units if unit.name.endswith("down_proj"))
     assert down.allowed == ("FP8_DYNAMIC",)
-    assert "520 is not a multiple of group size 16" in down.refused[0].got
+    assert_contains(down.refused[0].got, "in_features 520", "group size 16")
     assert smallest_schemes(units)[down.name] == "FP8_DYNAMIC"
     with pytest.raises(InputError, match="no candidate that fits"):
         layer_groups(source, "NVFP4", "NVFP4A16")
@@ -294,7 +295,5 @@ def test_unreachable_budget_is_refused_before_calibration(
     for command in (("plan", scenario), ("run", scenario, "--run-dir", tmp_path / "run")):
         ran = vexport(*command)
         assert ran.code == 2
-        assert (
-            "auto.bits: got 5, need at least 5.660 bits per weight of the whole model" in ran.stderr
-        )
+        assert_contains(ran.stderr, "auto.bits: got 5", "at least 5.660 bits", "whole model")
     assert not (tmp_path / "run" / "calibration").exists()

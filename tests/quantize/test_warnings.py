@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.reports import sample
+from tests.texts import assert_contains
 from vexport.plan.shapes import KEPT
 from vexport.quantize.warnings import (
     DEFAULT_TOKENS,
@@ -32,19 +33,19 @@ def rounded(*groups: GroupRounding) -> RoundingReport:
 
 def test_fallen_back_groups_are_named() -> None:
     rounding = rounded(QKV, FALLEN_BACK)
-    assert [*fallback_warnings(rounding)] == [
-        f"{FALLEN_BACK.name} rounded to nearest: {FALLEN_BACK.fallback}"
-    ]
+    assert FALLEN_BACK.fallback
+    (line,) = fallback_warnings(rounding)
+    assert_contains(line, FALLEN_BACK.name, "nearest", FALLEN_BACK.fallback)
     (finding,) = fallback_findings(rounding)
     assert (finding.check, finding.severity, finding.where) == (
         "rounding",
         "warning",
         FALLEN_BACK.name,
     )
-    assert "H is not positive definite" in finding.got
+    assert FALLEN_BACK.fallback in finding.got
     many = rounded(*(replace(FALLEN_BACK, name=f"down{number}") for number in range(MAX_NAMED + 2)))
     (line,) = fallback_warnings(many)
-    assert "down3 and 2 more rounded to nearest" in line
+    assert_contains(line, "down3 and 2 more", "nearest")
     assert len([*fallback_findings(many)]) == MAX_NAMED + 2
 
 
@@ -56,8 +57,8 @@ def test_kept_layers_and_few_quantized_weights() -> None:
     notes = (note("down", KEPT), note("up", KEPT), note("gate", "stored in groups of 64"))
     plan = replace(sample.plan_of(sample.report()), notes=notes)
     kept, grouped = unsupported_warnings(plan)
-    assert kept.startswith("down and 1 more stay unquantized: 576")
-    assert grouped.startswith("gate stored in groups of 64: 576")
+    assert_contains(kept, "down and 1 more", "unquantized", "576")
+    assert_contains(grouped, "gate", "groups of 64", "576")
     layers = len(plan.kept_linears)
     (few,) = little_quantized_warnings(plan, layers - 1, plan.parameters // 4)
     assert "only 25% of the weights" in few
@@ -80,11 +81,9 @@ def test_too_little_text() -> None:
     rounding = RoundingReport(layers=tuple(layers))
     text = CalibrationRecord(rows=(1,), digest="", tokens=8192, ranges={})
     (line,) = little_text_warnings(text, rounding)
-    assert "8,192 tokens" in line
-    assert "model.layers.*.mlp.down_proj (1,536 columns)" in line
+    assert_contains(line, "8,192 tokens", "model.layers.*.mlp.down_proj", "1,536 columns")
+    assert_contains(line, "--samples", "--seq-len")
     assert "qkv_proj" not in line
-    assert "--samples" in line
-    assert "--seq-len" in line
     assert not [*little_text_warnings(replace(text, tokens=65_536), rounding)]
     assert not [*little_text_warnings(text, RoundingReport(layers=()))]
     assert not [*little_text_warnings(None, None)]

@@ -15,6 +15,7 @@ from tests.command import vexport
 from tests.evaluation.make import make_tasks
 from tests.models import save_llama, write_calibration
 from tests.quantize.test_streaming import write_model
+from tests.texts import assert_contains, assert_raises
 from vexport.checkpoint.index import folder_digest
 from vexport.errors import InputError
 from vexport.files import write_text
@@ -59,7 +60,7 @@ def test_concurrent_call_in_same_folder_is_refused(name: str, tmp_path: Path) ->
     }
     with (
         locked_folder(folder, "--run-dir"),
-        pytest.raises(InputError, match="another process is writing it"),
+        assert_raises(InputError, "another process"),
     ):
         calls[name]()
     assert {entry.name for entry in folder.iterdir()} == {KIND.mark, MANIFEST}
@@ -178,8 +179,7 @@ def test_old_evaluation_folder(tmp_path: Path) -> None:
     for options in ((), ("--overwrite",)):
         ran = vexport(*call, *options, "--quiet")
         assert ran.code == 2
-        assert "results of `vexport eval` of an older version" in ran.errors[0]
-        assert "choose another --output-dir" in ran.errors[0]
+        assert_contains(ran.errors[0], "`vexport eval`", "older version", "another --output-dir")
     assert sorted(folder.rglob("*")) == before
 
 
@@ -192,9 +192,7 @@ def test_answers_survive_unfinished_session(tmp_path: Path) -> None:
         write_text(session / name, "kept\n")
     (session / ".vllm.log.0123abcd").write_text("of a killed call")
     (session / "tasks" / "notes.txt").write_text("mine")
-    with pytest.raises(
-        InputError, match=r"candidate/tasks/notes.txt', which vexport did not write"
-    ):
+    with assert_raises(InputError, "candidate/tasks/notes.txt'", "did not write"):
         clear_session(session, tmp_path)
     assert (session / "vllm.log").exists()
     (session / "tasks" / "notes.txt").unlink()
@@ -227,11 +225,11 @@ def test_changed_checkpoints_are_refused(change: Callable[[Path], object], tmp_p
     (source / "README.md").write_text("Read me.")
     assert RunDirectory(tmp_path / "run").is_done("quantize", inputs)
     change(made)
-    with pytest.raises(InputError, match="files have changed since the run wrote them"):
+    with assert_raises(InputError, str(made), "changed"):
         RunDirectory(tmp_path / "run").is_done("quantize", inputs)
     assert RunDirectory(tmp_path / "run").is_done("calibrate", inputs)
     change(source)
-    with pytest.raises(InputError, match="the run began with another source"):
+    with assert_raises(InputError, "another source"):
         RunDirectory(tmp_path / "run").is_done("calibrate", {"source": folder_digest(source)})
 
 
@@ -243,7 +241,7 @@ def test_compare_with_one_failed_scheme_is_error(tmp_path: Path) -> None:
     )
     ran = vexport("compare", missing, *call, tmp_path / "c")
     assert ran.code == 2
-    assert f"{missing}: got no such folder, need a checkpoint folder" in ran.errors[-1]
+    assert f"{missing}: got no such folder" in ran.errors[-1]
     foreign = tmp_path / "W4A16"
     foreign.mkdir()
     (foreign / "notes.txt").write_text("mine")
