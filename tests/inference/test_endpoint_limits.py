@@ -355,7 +355,7 @@ def test_echoed_key_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
     with replying(with_card(id="sk-of-nobody-else")) as url:
         server = connect(url)
         assert server.model.name == "sk-of-nobody-else"
-        assert server.masked(server.model.name) == "***"
+        assert server.mask_key(server.model.name) == "***"
 
 
 VALUES: list[object] = [

@@ -7,7 +7,7 @@ import yaml
 
 from tests.command import vexport
 from vexport.engine.process import started_process_group
-from vexport.inference.task_data import missing
+from vexport.inference.task_data import missing_requirement
 from vexport.scenario.evaluate import SUITES
 
 SUITE_TASKS = {suite: ",".join(SUITES[suite].tasks) for suite in ("code", "chat")}
@@ -101,11 +101,11 @@ def test_missing_metrics_and_documents_are_named(
 
 
 def test_missing_package_names_extra() -> None:
-    fault = missing(
+    fault = missing_requirement(
         ModuleNotFoundError("No module named 'langdetect'", name="langdetect"), "ifeval"
     )
     assert fault is not None
     assert fault.where == "task ifeval"
     assert "module langdetect" in fault.got
     assert "`pip install 'lm-eval[ifeval]'`" in fault.fix
-    assert missing(ValueError("a broken template"), "mine") is None
+    assert missing_requirement(ValueError("a broken template"), "mine") is None

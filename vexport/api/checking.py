@@ -100,7 +100,7 @@ def check_checkpoints(
     # The comparison with the source imports torch, which takes seconds. If no checkpoint exists, it
     # is skipped.
     is_there = any(root.exists() for root in roots.values())
-    against = _against(settings) if is_there else None
+    against = _source_comparison(settings) if is_there else None
     problems = _errors(found)
 
     def read() -> list[CheckReport]:
@@ -156,7 +156,7 @@ def _outcomes(
     return {name: attempt(partial(outcome, name, root), name) for name, root in roots.items()}
 
 
-def _against(settings: Checking) -> SourceComparison | None:
+def _source_comparison(settings: Checking) -> SourceComparison | None:
     """Return the comparison with the source, or None without a source."""
     if settings.source is None:
         return None

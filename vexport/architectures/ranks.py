@@ -63,7 +63,7 @@ def split_of(layer: FusedLayer, names: Names) -> Split:
     return "none" if projection in architecture.replicated or is_head(projection) else "out"
 
 
-def repeated(member: LinearPlan, ranks: int, text: Mapping[str, Json]) -> LinearPlan:
+def on_all_ranks(member: LinearPlan, ranks: int, text: Mapping[str, Json]) -> LinearPlan:
     """Return a layer with the total size on all ranks.
 
     vLLM repeats keys and values if they have fewer heads than ranks (QKVParallelLinear).

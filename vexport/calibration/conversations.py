@@ -180,14 +180,17 @@ def _served_message(message: Message, *, is_openai: bool) -> Message:
     parts = list(_text_parts(message, is_openai=is_openai))
     if role == "system":
         parts = list(_without_billing_header(parts))
-    served: dict[str, object] = {"role": role, "content": parts if is_openai else _joined(parts)}
+    served: dict[str, object] = {
+        "role": role,
+        "content": parts if is_openai else _join_parts(parts),
+    }
     if role == "assistant":
         served |= _calls_and_reasoning(message)
     elif role == "tool":
         if "tool_call_id" in message:
             served["tool_call_id"] = message["tool_call_id"]
         if all(part["type"] == "text" for part in parts):
-            served["content"] = _joined(parts)
+            served["content"] = _join_parts(parts)
     served |= {key: message[key] for key in ("name", "task") if isinstance(message.get(key), str)}
     if role == "developer":
         served["tools"] = message.get("tools")
@@ -254,7 +257,7 @@ def _text_of_part(part: Message) -> str | None:
     return text
 
 
-def _joined(parts: Sequence[Message]) -> str:
+def _join_parts(parts: Sequence[Message]) -> str:
     return "\n".join(
         str(part["text"] if part["type"] == "text" else part["name"]) for part in parts
     )
@@ -315,7 +318,7 @@ def _with_single_system_message(messages: Sequence[Message]) -> list[Message]:
     texts = []
     for place in places:
         content = messages[place]["content"]
-        text = content if isinstance(content, str) else _joined(content)  # type: ignore[arg-type]
+        text = content if isinstance(content, str) else _join_parts(content)  # type: ignore[arg-type]
         if text:
             texts.append(text)
     others = [message for message in messages if message["role"] != "system"]

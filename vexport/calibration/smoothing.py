@@ -347,12 +347,12 @@ class _SmoothedLayers:
 
     def leave(self, layer: Layer) -> None:
         """Smooth the layer and compare."""
-        smoothed = set(self._smoothed(layer))
+        smoothed = set(self._replace_parameters(layer))
         if smoothed and not torch.equal(layer.run(0, self._input), self._expected):
             self.changed.append(layer.name)
         self.applied |= smoothed
 
-    def _smoothed(self, layer: Layer) -> Iterator[str]:
+    def _replace_parameters(self, layer: Layer) -> Iterator[str]:
         """Replace the layer's parameters by the smoothed tensors, and yield the tensors' names."""
         tensors = self._walk.index.tensors
         for name, parameter in layer.module.named_parameters():

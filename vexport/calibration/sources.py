@@ -107,7 +107,7 @@ def _rows_of_file(path: Path) -> Iterator[RawRow]:
         yield from _rows_of_parquet(path)
         return
     try:
-        with _opened(path) as stream:
+        with _open_file(path) as stream:
             _require_text(path, stream.read(HEADER_BYTES))
             stream.seek(0)
             yield from _paragraphs(path, stream) if suffix in TEXT else _rows_of_json(path, stream)
@@ -121,7 +121,7 @@ def _rows_of_file(path: Path) -> Iterator[RawRow]:
         ) from None
 
 
-def _opened(path: Path) -> BinaryIO:
+def _open_file(path: Path) -> BinaryIO:
     if path.suffix.lower() == ".gz":
         return gzip.open(path, "rb")  # type: ignore[return-value]
     return path.open("rb")
@@ -154,7 +154,7 @@ def _require_json_lines(path: Path, first: bytes) -> None:
     except (ValueError, RecursionError):
         if first.removeprefix(b"\xef\xbb\xbf").strip()[:1] != b"{":
             return
-    with _opened(path) as stream:
+    with _open_file(path) as stream:
         text = stream.read(PARSED_BYTES).decode("utf-8-sig", errors="replace")
     try:
         value, end = json.JSONDecoder().raw_decode(text.lstrip())

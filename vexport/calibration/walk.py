@@ -52,7 +52,7 @@ def first_not_finite(
     """
     places: list[tuple[str, str]] = []
 
-    def look(name: str, side: str, module: torch.nn.Module, *values: object) -> None:
+    def check_outputs(name: str, side: str, module: torch.nn.Module, *values: object) -> None:
         states = values[-1]
         value = next(iter(states), None) if isinstance(states, tuple | list) else states
         if places or not isinstance(value, torch.Tensor) or not value.is_floating_point():
@@ -63,9 +63,9 @@ def first_not_finite(
     with ExitStack() as block:
         for child_name, child in module.named_modules():
             full_name = joined(name, child_name)
-            before = child.register_forward_pre_hook(partial(look, full_name, "input"))
+            before = child.register_forward_pre_hook(partial(check_outputs, full_name, "input"))
             block.callback(before.remove)
-            behind = child.register_forward_hook(partial(look, full_name, "output"))
+            behind = child.register_forward_hook(partial(check_outputs, full_name, "output"))
             block.callback(behind.remove)
         run()
     return places[0] if places else None
@@ -215,7 +215,7 @@ class LayerWalk:
         the states behind the last layer. Raises CheckpointFailed if a hidden state is not finite.
         """
         numbers = range(len(self.layers))
-        for layer in self._loaded(numbers, self._current_states(stream)):
+        for layer in self._layers_with_weights(numbers, self._current_states(stream)):
             with _watched(layer, watchers):
                 for index in range(len(stream)) if rows is None else rows:
                     output = layer.run(index, self.on_device(stream[index]))
@@ -252,7 +252,7 @@ class LayerWalk:
         `input_of` returns a copy of them on the device.
         """
         numbers = range(len(self.layers))[::-1]
-        for layer in self._loaded(numbers, input_of):
+        for layer in self._layers_with_weights(numbers, input_of):
             with _watched(layer, watchers):
                 for index in range(len(self.ids)):
                     _notify(watchers, index, back(layer, index))
@@ -312,7 +312,9 @@ class LayerWalk:
 
         return input_of
 
-    def _loaded(self, numbers: Sequence[int], input_of: LayerInputs) -> Iterator[Layer]:
+    def _layers_with_weights(
+        self, numbers: Sequence[int], input_of: LayerInputs
+    ) -> Iterator[Layer]:
         """Yield these layers with their weights, and drop the weights of each layer afterwards."""
         if self._done == 0:
             self._report(0, self._steps)

@@ -31,7 +31,7 @@ def chat_templates(root: Path) -> Mapping[str, str]:
         return files
     for name in _SETTINGS:
         if (file := root / name).is_file() and (
-            templates := _named(read_json_object(file).get("chat_template"))
+            templates := _templates_by_name(read_json_object(file).get("chat_template"))
         ):
             return templates
     return {}
@@ -78,7 +78,7 @@ def _read(file: Path) -> str:
         raise InputError(str(file), got=str(error), need="a readable template", fix=fix) from None
 
 
-def _named(value: Json) -> dict[str, str]:
+def _templates_by_name(value: Json) -> dict[str, str]:
     """Return templates by name from a single text, a mapping, or a list of objects.
 
     The objects have `name` and `template`.

@@ -163,7 +163,7 @@ def download(name: HubName, on_progress: OnProgress) -> Path:
     try:
         listing = list_files(name)
     except EnvironmentFault as fault:
-        folder = _cached(name, fault)
+        folder = _cached_copy(name, fault)
         on_progress(f"{fault.where}: {fault.got}; using the copy in the cache", 1, 1)
         return folder
     folder = fetch(listing, side_files(listing.sizes))
@@ -175,7 +175,7 @@ def require_model(name: HubName) -> None:
     try:
         _fetch_config(name)
     except EnvironmentFault as fault:
-        _cached(name, fault)
+        _cached_copy(name, fault)
 
 
 def list_files(name: HubName) -> RepoListing:
@@ -263,7 +263,7 @@ def fetch(listing: RepoListing, files: list[str]) -> Path:
     raise AssertionError("the last try returns or raises")
 
 
-def _cached(name: HubName, fault: BaseException) -> Path:
+def _cached_copy(name: HubName, fault: BaseException) -> Path:
     """Return the complete copy in the cache. Raise `fault` if there is none."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError

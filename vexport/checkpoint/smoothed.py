@@ -185,11 +185,11 @@ def _scaled(stored: memoryview, tensor: TensorInfo, smoothing: Smoothing) -> Arr
     out = np.empty_like(values)
     with np.errstate(over="ignore", under="ignore"):
         for part in _parts(height, width):
-            out[part] = _times(values[part], rows[part, None] + columns)
+            out[part] = _multiply_by_powers(values[part], rows[part, None] + columns)
     return out
 
 
-def _times(values: Array, exponents: npt.NDArray[np.int32]) -> Array:
+def _multiply_by_powers(values: Array, exponents: npt.NDArray[np.int32]) -> Array:
     if values.dtype != np.uint16:
         return np.ldexp(values, exponents)
     wide = (values.astype(np.uint32) << 16).view(np.float32)

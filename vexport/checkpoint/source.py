@@ -253,13 +253,13 @@ def header_files(name: HubName, on_progress: OnProgress) -> Iterator[Path]:
             yield root
         except InputErrors as errors:
             raise InputErrors(
-                [_named(error, root, listing.pinned) for error in errors.problems]
+                [_with_model_name(error, root, listing.pinned) for error in errors.problems]
             ) from None
         except InputError as error:
-            raise _named(error, root, listing.pinned) from None
+            raise _with_model_name(error, root, listing.pinned) from None
 
 
-def _named(error: InputError, root: Path, name: str) -> InputError:
+def _with_model_name(error: InputError, root: Path, name: str) -> InputError:
     """Return the error with the model's name in place of the temporary folder."""
     where, got, need, fix = (
         text.replace(str(root), name) for text in (error.where, error.got, error.need, error.fix)

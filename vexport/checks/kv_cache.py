@@ -110,10 +110,12 @@ def _places(view: CheckpointView) -> Iterator[tuple[str, str, TensorInfo | None]
         if is_key_projection(module, names)
     )
     for module in attention:
-        yield from ((module, parameter, _stored(view, module, parameter)) for parameter in SCALES)
+        yield from (
+            (module, parameter, _stored_scale(view, module, parameter)) for parameter in SCALES
+        )
 
 
-def _stored(view: CheckpointView, module: str, parameter: str) -> TensorInfo | None:
+def _stored_scale(view: CheckpointView, module: str, parameter: str) -> TensorInfo | None:
     """Return the scale under any name that vLLM accepts.
 
     Source: get_cache_scale_mapper in quantization/base_config.py.

@@ -156,10 +156,10 @@ def digests(view: CheckpointView) -> Iterator[Finding]:
         )
         yield info(DIGESTS_NAME, where, expected=expected, got=got, fix=f"add --digests {RECIPE}")
         recorded = {}
-    yield from _compared(
+    yield from _compare_digests(
         view, recorded, f"if it was changed on purpose, remove {DIGESTS!r} from {RECIPE}"
     )
-    yield from _compared(
+    yield from _compare_digests(
         view, view.digests or {}, "if the list may be wrong, get it from the checkpoint's publisher"
     )
 
@@ -177,7 +177,7 @@ def without_digests(view: CheckpointView) -> Iterator[NotJudged]:
             )
 
 
-def _compared(
+def _compare_digests(
     view: CheckpointView, digests: Mapping[str, str], alternative: str
 ) -> Iterator[Finding]:
     root = view.index.root

@@ -196,11 +196,11 @@ def require_ok(checkpoint: str, ok: bool, findings: Sequence[Finding]) -> None:
         counted = "1 error" if number == 1 else f"{number:,} errors, the first"
         got = f"it fails with {counted} at {first.where} ({first.check}), shown above"
         raise CheckpointFailed(checkpoint, got=got, need="", fix="")
-    where, fix = f"{checkpoint}: {first.where}", f"{first.fix}{_more(number)}"
+    where, fix = f"{checkpoint}: {first.where}", f"{first.fix}{_number_of_others(number)}"
     raise CheckpointFailed(where, got=first.got, need=first.expected, fix=fix)
 
 
-def _more(number: int) -> str:
+def _number_of_others(number: int) -> str:
     return f" ({number - 1:,} more)" if number > 1 else ""
 
 
@@ -208,7 +208,7 @@ def require_judged(reports: Sequence[CheckReport]) -> None:
     """Raise Inconclusive (exit code 3) for the first report with a part that was not judged."""
     for report in reports:
         if report.not_judged:
-            first, more = report.not_judged[0].brief, _more(len(report.not_judged))
+            first, more = report.not_judged[0].brief, _number_of_others(len(report.not_judged))
             got = f"not judged, but --strict requires it: {first.what}{more}: {first.why}"
             fix = "load it where vLLM runs (`vexport load`), or leave --strict out"
             raise Inconclusive(report.checkpoint, got=got, need="", fix=fix)
@@ -342,7 +342,7 @@ class BarDisplay:
         left = self._begun[name].seconds_left(now, done, total)
         self.bars.update(
             self._tasks[name],
-            description=_whole(stage),
+            description=_full_stage_name(stage),
             completed=min(done, total),
             total=total,
             left=f"{timedelta(seconds=round(left))} left" if left else "",
@@ -381,9 +381,9 @@ class PlainDisplay:
         left = begun.seconds_left(now, done, total)
         progress = f"{done} of {total}" + (f", {left:.0f} s left" if left else "")
         if is_first and is_end:  # an event without a duration
-            line = _whole(stage)
+            line = _full_stage_name(stage)
         elif stage != name and stage not in self._shown:
-            line, is_end = f"{_whole(stage)}, {progress}", False
+            line, is_end = f"{_full_stage_name(stage)}, {progress}", False
         elif is_end:
             line = f"{name}: done in {now - begun.at:.1f} s"
         elif is_first:
@@ -397,6 +397,6 @@ class PlainDisplay:
         print(line, file=sys.stderr, flush=True)
 
 
-def _whole(stage: str) -> str:
+def _full_stage_name(stage: str) -> str:
     """Return a stage's name followed by its detail."""
     return stage.replace(PROGRESS_DETAIL, " ")

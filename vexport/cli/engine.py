@@ -84,7 +84,7 @@ def _engine_args(
     return merged_arguments([context.meta.get(ENGINE_FLAGS, {}), *values])
 
 
-def _keep(context: click.Context, parameter: click.Parameter, value: object) -> None:
+def _store_hidden_value(context: click.Context, parameter: click.Parameter, value: object) -> None:
     """Store the value of a hidden option under its vLLM name, for `_engine_args` to merge."""
     if value is not None:
         context.meta.setdefault(ENGINE_FLAGS, {})[parameter.name] = value
@@ -98,7 +98,7 @@ def _hidden_setting(key: str) -> Decorator:
 
 def _hidden_argument(name: str, text: str, kind: object) -> Decorator:
     """Return a hidden option for an argument of vLLM."""
-    return option(name, text, kind, callback=_keep, kept=False, hidden=True)
+    return option(name, text, kind, callback=_store_hidden_value, kept=False, hidden=True)
 
 
 attribution_options = stacked(

@@ -403,7 +403,9 @@ def _by_suffix(context: click.Context, parameter: click.Parameter, value: str) -
     return wanted
 
 
-def _remember(context: click.Context, parameter: click.Parameter, value: Path | None) -> None:
+def _store_output_file(
+    context: click.Context, parameter: click.Parameter, value: Path | None
+) -> None:
     if value is not None and value.is_dir():
         raise click.BadParameter(f"{value} is a folder; give the name of a file.")
     if value is not None and str(value) != "-":
@@ -500,7 +502,7 @@ def format_option(formats: tuple[str, ...] = FORMATS, names: str = "-o --output"
             PATH,
             "FILE",
             heading="Output",
-            callback=_remember,
+            callback=_store_output_file,
             kept=False,
         ),
     )

@@ -111,7 +111,7 @@ def started_process_group(
         finally:
             os.close(writer)
         try:
-            yield partial(_follow, process, pipe.fileno(), deadline)
+            yield partial(_wait_with_progress, process, pipe.fileno(), deadline)
         finally:
             _end_group(process)
 
@@ -137,7 +137,7 @@ def _signal_until_gone(process: subprocess.Popen[bytes], number: int, seconds: f
             time.sleep(0.05)
 
 
-def _follow(
+def _wait_with_progress(
     process: subprocess.Popen[bytes], pipe: int, deadline: float, on_progress: OnProgress
 ) -> int:
     """Pass progress on until the process has ended. Raises TimeoutError after `deadline`."""

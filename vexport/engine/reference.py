@@ -112,10 +112,10 @@ def agreement_limit(
         return limit
     tensors = load_file(path)
     if _NOISE not in tensors:
-        moved = reference_logprobs(
+        jittered = reference_logprobs(
             checkpoint, prompts, jitter=BFLOAT16_ROUNDING, on_progress=on_progress
         )
-        tensors[_NOISE] = kl_divergence(tensors[_MATRIX], moved).mean()
+        tensors[_NOISE] = kl_divergence(tensors[_MATRIX], jittered).mean()
         with atomic_path(path) as temporary:
             save_file(tensors, temporary)
     return max(limit, NOISE_FACTOR * float(tensors[_NOISE]))
@@ -126,11 +126,11 @@ def _jitter_embeddings(model: Module, jitter: float) -> None:
     embeddings = model.get_input_embeddings()
     generator = torch.Generator().manual_seed(0)
 
-    def moved(_: Module, __: object, output: torch.Tensor) -> torch.Tensor:
+    def jittered(_: Module, __: object, output: torch.Tensor) -> torch.Tensor:
         noise = torch.randn(output.shape, generator=generator)
         return (output * (1 + jitter * noise)).to(output.dtype)
 
-    embeddings.register_forward_hook(moved)
+    embeddings.register_forward_hook(jittered)
 
 
 def cached_reference(
@@ -193,7 +193,7 @@ def load_dequantized(checkpoint: Path) -> Module:
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype)
     logging.disable_progress_bar()
-    tensors = _read(checkpoint)
+    tensors = _read_tensors(checkpoint)
     stored = {key.rpartition(".")[0] for key in tensors}
     linear = Linear(1, 1, device="meta")
     linears = {
@@ -231,7 +231,7 @@ def load_dequantized(checkpoint: Path) -> Module:
     return model.eval()
 
 
-def _read(checkpoint: Path) -> Tensors:
+def _read_tensors(checkpoint: Path) -> Tensors:
     """Return all tensors except the scales of the KV cache.
 
     The KV cache of the reference is not quantized.

@@ -85,7 +85,7 @@ def compare_task(
         _uninformative(pair, baseline, margin, is_templated) if outcome != "FAIL" else ""
     )
     outcome = "INCONCLUSIVE" if uninformative else outcome
-    counts, words, too_many_lost = _lost(pair, margin, alpha)
+    counts, words, too_many_lost = _lost_answers(pair, margin, alpha)
     if too_many_lost and outcome != "FAIL":
         outcome = "INCONCLUSIVE"
         uninformative = f"{_scored(pair, baseline)}; {words}" if uninformative else ""
@@ -150,7 +150,7 @@ def _scored(pair: TaskPair, baseline: Score) -> str:
     return f"the baseline scores {100 * baseline.value:.3g}%"
 
 
-def _lost(
+def _lost_answers(
     pair: TaskPair, margin: float, alpha: float
 ) -> tuple[tuple[AnswerCounts | None, AnswerCounts | None], str, bool]:
     """Return both models' answer counts, a text on lost answers, and whether too many were lost.

@@ -356,13 +356,13 @@ def _detail(where: str, row: Mapping[str, Json]) -> Answer:
         scores=_numbers(where, metric),
         prompt=query,
         target=_gold(choices, doc.get("gold_index")),
-        text=_joined(kept) if not is_choice else None,
+        text=_join_texts(kept) if not is_choice else None,
         options=len(choices) if is_choice else 0,
         problem="" if _numbers(where, metric) else "it has no score that is a number",
     )
 
 
-def _joined(texts: Json) -> str | None:
+def _join_texts(texts: Json) -> str | None:
     """Join the generated texts of a document. Return None if nothing was generated."""
     if not isinstance(texts, list) or not texts:
         return None

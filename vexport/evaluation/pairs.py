@@ -232,7 +232,8 @@ def gated_tasks(baseline: Results, candidate: Results, choice: Choice) -> tuple[
         ]
     )
     compared = [
-        partial(_compared, name, members, baseline, candidate) for name, members in units.items()
+        partial(_metric_pairs, name, members, baseline, candidate)
+        for name, members in units.items()
     ]
     by_name = dict(zip(units, attempt_all(zip(units, compared, strict=True)), strict=True))
     everywhere = choice.get(EVERY_TASK)
@@ -249,7 +250,7 @@ def gated_tasks(baseline: Results, candidate: Results, choice: Choice) -> tuple[
         ):
             raise _no_such_gate(f"gate of task {name}", wanted, options, baseline, units[name])
     gates = {
-        name: _gated(name, metrics, choice.get(name) or everywhere)
+        name: _deciding_pair(name, metrics, choice.get(name) or everywhere)
         for name, metrics in by_name.items()
     }
     return tuple(
@@ -299,7 +300,7 @@ def _units(results: Results) -> Iterator[tuple[str, tuple[str, ...]]]:
     yield from ((name, (name,)) for name in results.tasks if name not in done)
 
 
-def _compared(
+def _metric_pairs(
     name: str, members: Sequence[str], baseline: Results, candidate: Results
 ) -> list[TaskPair]:
     """Return the pairs of every metric of a task.
@@ -367,7 +368,7 @@ def _require_sacrebleu(metrics: Sequence[str], results: Results, members: Sequen
                 require_extra("sacrebleu", f"task {member}: the metric {metric}")
 
 
-def _gated(name: str, metrics: Sequence[TaskPair], wanted: str | None) -> TaskPair:
+def _deciding_pair(name: str, metrics: Sequence[TaskPair], wanted: str | None) -> TaskPair:
     """Return the pair of the chosen metric, else of the preferred metric.
 
     The other pairs are in `informational`.

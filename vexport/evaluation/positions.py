@@ -134,10 +134,10 @@ def compare_rows(baseline: Served, candidate: Served) -> Iterator[ComparedRow]:
     """
     is_partial = baseline.is_partial or candidate.is_partial
     with ExitStack() as files:
-        old_beginnings = files.enter_context(_opened(baseline.logprobs_file))
-        new_beginnings = files.enter_context(_opened(candidate.logprobs_file))
-        old_scores = files.enter_context(_opened(baseline.text_file))
-        new_scores = files.enter_context(_opened(candidate.text_file))
+        old_beginnings = files.enter_context(_open_tensors(baseline.logprobs_file))
+        new_beginnings = files.enter_context(_open_tensors(candidate.logprobs_file))
+        old_scores = files.enter_context(_open_tensors(baseline.text_file))
+        new_scores = files.enter_context(_open_tensors(candidate.text_file))
         for number in range(len(baseline.rows)):
             name = f"prompt.{number}"
             first = old_beginnings.get_tensor(name)
@@ -149,7 +149,7 @@ def compare_rows(baseline: Served, candidate: Served) -> Iterator[ComparedRow]:
             kl, is_whole = _kl_of_likeliest(old, new)
             kl = torch.cat([beginning, kl[len(beginning) :]])
             exact = len(beginning) if is_exact else 0
-            yield _compared(old, new, kl, len(kl) if is_exact and is_whole else exact)
+            yield _compare_row(old, new, kl, len(kl) if is_exact and is_whole else exact)
 
 
 def compare_repeated(baseline: Served) -> Iterator[ComparedRow]:
@@ -157,7 +157,7 @@ def compare_repeated(baseline: Served) -> Iterator[ComparedRow]:
 
     Yield nothing if the baseline read no row twice. All KLs are lower bounds.
     """
-    with _opened(baseline.text_file) as scores:
+    with _open_tensors(baseline.text_file) as scores:
         names = set(scores.keys())
         for number in range(rows_to_repeat(len(baseline.rows))):
             if f"{REPEATED_PREFIX}nll.{number}" not in names:
@@ -165,7 +165,7 @@ def compare_repeated(baseline: Served) -> Iterator[ComparedRow]:
             first = _scored_row(scores, "", number)
             second = _scored_row(scores, REPEATED_PREFIX, number)
             kl, _ = _kl_of_likeliest(first, second)
-            yield _compared(first, second, kl, 0)
+            yield _compare_row(first, second, kl, 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +182,7 @@ class _ScoredRow:
 
 
 @contextmanager
-def _opened(file: Path) -> Iterator[TensorFile]:
+def _open_tensors(file: Path) -> Iterator[TensorFile]:
     install_bus_error_handler()
     with safe_open(file, framework="pt") as opened:
         yield opened
@@ -199,7 +199,7 @@ def _scored_row(scores: TensorFile, prefix: str, number: int) -> _ScoredRow:
     )
 
 
-def _compared(old: _ScoredRow, new: _ScoredRow, kl: torch.Tensor, exact: int) -> ComparedRow:
+def _compare_row(old: _ScoredRow, new: _ScoredRow, kl: torch.Tensor, exact: int) -> ComparedRow:
     return ComparedRow(
         kl=kl.double().numpy(),
         exact=exact,

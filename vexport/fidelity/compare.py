@@ -41,12 +41,14 @@ def source_comparison(root: Path, *, on_layer: OnLayer) -> SourceComparison:
         smoothing, objections = check_smoothing(view.index.root, index)
         yield from objections
         with reader_of(smoothing) as reader:
-            yield from _compared(view, SourceTensors(view, index, reader), on_layer)
+            yield from _compare_layers(view, SourceTensors(view, index, reader), on_layer)
 
     return SourceComparison(root=root, run=compare)
 
 
-def _compared(view: CheckpointView, origins: SourceTensors, on_layer: OnLayer) -> Iterator[Finding]:
+def _compare_layers(
+    view: CheckpointView, origins: SourceTensors, on_layer: OnLayer
+) -> Iterator[Finding]:
     quantized = [layer for layer in view.layers.by_name.values() if layer.is_quantized]
     ratios: dict[str, float] = {}
     smoothing = Factors(view, origins)
@@ -54,7 +56,7 @@ def _compared(view: CheckpointView, origins: SourceTensors, on_layer: OnLayer) -
     for number, layer in enumerate(quantized):
         comparison = _compare(view, origins, layer)
         if isinstance(comparison, WeightComparison) and comparison.is_doubtful:
-            others = (comparison, _smoothed(view, origins, layer, smoothing))
+            others = (comparison, _compare_smoothed(view, origins, layer, smoothing))
             comparison = max(filter(None, others), key=lambda each: (not each.faults, each.snr_db))
         if isinstance(comparison, Finding):
             yield comparison
@@ -93,7 +95,7 @@ def _compare(
     return comparison
 
 
-def _smoothed(
+def _compare_smoothed(
     view: CheckpointView, origins: SourceTensors, layer: StoredLayer, smoothing: Factors
 ) -> WeightComparison | None:
     """Return the comparison with the smoothed source's weight, or None without smoothing."""

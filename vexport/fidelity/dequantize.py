@@ -59,7 +59,7 @@ def as_loaded(view: CheckpointView, layer: StoredLayer) -> dict[str, torch.Tenso
         if parameter == "weight_shape":
             stored[parameter] = torch.tensor(shape)
         elif parameter.startswith("weight"):
-            if tensor is None or not _fills(tensor, form):
+            if tensor is None or not _fills_parameter(tensor, form):
                 return None
             value = read_tensor(view.reader, tensor)
             value = value[tuple(slice(side) for side in form.shape)] if value.ndim else value
@@ -68,7 +68,7 @@ def as_loaded(view: CheckpointView, layer: StoredLayer) -> dict[str, torch.Tenso
     return stored
 
 
-def _fills(tensor: TensorInfo, form: Parameter) -> bool:
+def _fills_parameter(tensor: TensorInfo, form: Parameter) -> bool:
     """Return True if a tensor has a value for each element of a parameter."""
     if tensor.dtype not in TORCH_DTYPES:
         return False

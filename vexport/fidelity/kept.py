@@ -111,18 +111,20 @@ def tensor_findings(
             or (module in quantized and parameter != "bias")
         ):
             continue
-        yield from _kept(view, origins, tensor)
+        yield from _unquantized_findings(view, origins, tensor)
     origins.release()
     for tensor in origins.missing():
         yield from _missing_finding(view, tensor)
 
 
-def _kept(view: CheckpointView, origins: SourceTensors, tensor: TensorInfo) -> Iterator[Finding]:
+def _unquantized_findings(
+    view: CheckpointView, origins: SourceTensors, tensor: TensorInfo
+) -> Iterator[Finding]:
     origin = origins.tensor(tensor.name)
     if origin is None and tensor.name.endswith(TIED_HEADS) and _is_tied(view):
         origin = origins.tensor(TABLE)
     if origin is None:
-        yield from _regrouped(view, origins, tensor)
+        yield from _compare_regrouped(view, origins, tensor)
         return
     if same_bytes(origins.reader, origin, view.reader, tensor):
         return
@@ -172,7 +174,7 @@ def _is_offset_norm(old: Reader, origin: TensorInfo, new: Reader, tensor: Tensor
     return torch.equal((read_tensor(old, origin) + 1) - 1, read_tensor(new, tensor))
 
 
-def _regrouped(
+def _compare_regrouped(
     view: CheckpointView, origins: SourceTensors, tensor: TensorInfo
 ) -> Iterator[Finding]:
     """Compare an unquantized weight that the source stores split, or fused with other weights."""

@@ -105,7 +105,7 @@ class Factors:
             name if projection in NEXT_LAYER else f"{prefix}.{PREVIOUS_LAYER.get(projection, '')}"
         )
         between = (
-            self._between(first)
+            self._factors_between(first)
             if projection in NEXT_LAYER or projection in PREVIOUS_LAYER
             else None
         )
@@ -141,7 +141,7 @@ class Factors:
         return None if not usable or torch.equal(before, after) else factors
 
     @cache  # noqa: B019 - lives as long as a comparison
-    def _between(self, first: str) -> torch.Tensor | None:
+    def _factors_between(self, first: str) -> torch.Tensor | None:
         """Return the factors between a layer and the layer after it, if both weights agree."""
         prefix, _, projection = first.rpartition(".")
         second = f"{prefix}.{NEXT_LAYER[projection]}"

@@ -58,7 +58,7 @@ class SourceTensors(ComparedSource):
         linear = self._linear(layer.name)
         if linear is not None:
             return (self._read(linear),)
-        return self._sliced(layer) or self._joined(layer) or self._stacked(layer)
+        return self._slice_fused(layer) or self._join_parts(layer) or self._stacked_experts(layer)
 
     def tensor(self, name: str) -> TensorInfo | None:
         """Return the source's tensor for an unquantized tensor of the checkpoint."""
@@ -93,7 +93,7 @@ class SourceTensors(ComparedSource):
         assert weight is not None
         return weight
 
-    def _sliced(self, layer: StoredLayer) -> Pieces:
+    def _slice_fused(self, layer: StoredLayer) -> Pieces:
         """Return the rows of a layer that the source stores fused (q/k/v), in vLLM's order."""
         linear = self._linear(layer.fused.name) if len(layer.fused.members) > 1 else None
         rows = [self._rows(name) for name in layer.fused.members]
@@ -110,7 +110,7 @@ class SourceTensors(ComparedSource):
             return weight.shape[0]
         return shape[0] if shape else 0
 
-    def _joined(self, layer: StoredLayer) -> Pieces:
+    def _join_parts(self, layer: StoredLayer) -> Pieces:
         """Return the source's separate parts of a layer that the checkpoint stores fused."""
         prefix, dot, projection = layer.name.rpartition(".")
         parts = [
@@ -119,7 +119,7 @@ class SourceTensors(ComparedSource):
         ]
         return tuple(self._read(part) for part in parts if part) if parts and all(parts) else ()
 
-    def _stacked(self, layer: StoredLayer) -> Pieces:
+    def _stacked_experts(self, layer: StoredLayer) -> Pieces:
         """Return the experts (out, in) of a layer that both sides store stacked (gpt-oss)."""
         tensor = self.index.tensors.get(layer.name)
         if tensor is None or len(tensor.shape) != 3 or tensor.dtype not in FLOATING:

@@ -6,7 +6,7 @@ from vexport.architectures import Reordering
 from vexport.architectures.config import known_size
 from vexport.architectures.fusion import FusedLayer
 from vexport.architectures.linears import Names
-from vexport.architectures.ranks import parts_of, repeated, split_of, uneven
+from vexport.architectures.ranks import on_all_ranks, parts_of, split_of, uneven
 from vexport.formats.schemes import Scheme
 from vexport.records import LinearPlan, TensorSpec
 
@@ -33,7 +33,7 @@ def unsupported_on(
     split = split_of(layer, names)
     # Each rank needs whole heads of keys and values. vLLM repeats heads if there are fewer heads
     # than ranks.
-    parts = [repeated(part, ranks, names.text) for part in parts_of(layer, members, names)]
+    parts = [on_all_ranks(part, ranks, names.text) for part in parts_of(layer, members, names)]
     if scheme is None:
         return uneven(parts, ranks, split)
     return scheme.unsupported_shape(parts, ranks=ranks, split=split)

@@ -295,7 +295,7 @@ class EndpointSource(AnswerSource):
 
         Raises InputError if the server's limit is too short for text.
         """
-        endpoint = settings.asking(self.url, is_baseline=self.is_baseline)
+        endpoint = settings.endpoint_at(self.url, is_baseline=self.is_baseline)
         server = Server(endpoint, show_retries(self.role, self.options))
         # vLLM generates a token after each row of text.
         needed = EVALUATION_LENGTH if settings.text is None else settings.text_tokens + 1
@@ -316,7 +316,7 @@ class EndpointSource(AnswerSource):
         settings = questions.evaluate
         request = SessionRequest(
             checkpoint=self.tokenizer,
-            endpoint=settings.asking(self.url, is_baseline=self.is_baseline),
+            endpoint=settings.endpoint_at(self.url, is_baseline=self.is_baseline),
             lm_eval=questions.lm_eval,
             max_model_len=longest,
             repeat=True,

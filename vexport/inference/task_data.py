@@ -203,7 +203,7 @@ def load_tasks(
         except VexportError:
             raise
         except Exception as error:
-            if (fault := missing(error, task)) is not None:
+            if (fault := missing_requirement(error, task)) is not None:
                 raise fault from error
             need, fix = "a task that lm-eval can load", "correct the task"
             got = f"{type(error).__name__}: {error}"
@@ -245,7 +245,7 @@ def _known_metrics(task_name: str, *, trust: bool) -> Iterator[None]:
         yield
 
 
-def missing(error: Exception, task: str) -> EnvironmentFault | None:
+def missing_requirement(error: Exception, task: str) -> EnvironmentFault | None:
     """Return an error that names the missing package or metric of a task that failed to load.
 
     Returns None if `error` has another cause.

@@ -188,7 +188,7 @@ def _directory(path: Path, *, overwrite: bool) -> Iterator[tuple[Path, TextIO]]:
             refuse_existing(path, overwrite=overwrite)
             yield work, record
             for name in unlisted_entries(work, work / NEW):
-                raise _foreign(work / name, path)
+                raise _foreign_entry_error(work / name, path)
             _list_files(work / NEW)
             _sync(work / NEW)
             refuse_existing(path, overwrite=overwrite)
@@ -223,7 +223,7 @@ def _locked(work: Path, path: Path) -> Iterator[TextIO]:
 def _require_ours(work: Path, path: Path) -> None:
     """Raise InputError if a working folder has links, or files that vexport did not write."""
     for entry in foreign_entries(work):
-        raise _foreign(entry, path)
+        raise _foreign_entry_error(entry, path)
 
 
 def _is_own_record(record: TextIO, work: Path) -> bool:
@@ -245,7 +245,7 @@ def _lock(record: TextIO, work: Path, path: Path) -> None:
     raise InputError(str(path), got="another process is writing it", need="", fix=fix)
 
 
-def _foreign(entry: Path, path: Path) -> InputError:
+def _foreign_entry_error(entry: Path, path: Path) -> InputError:
     work = working_folder(path)
     where = "" if entry == work else f" ({ascii(str(entry.relative_to(work)))})"
     return InputError(

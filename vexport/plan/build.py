@@ -108,7 +108,7 @@ def build_plan(
         if treatment is not None:
             members = [linears[member] for member in layer.members]
             groups.append(FusionGroup.from_layer(layer, members, treatment))
-    groups, fitted, shape_refusals = _fitted(groups, names, settings)
+    groups, fitted, shape_refusals = _fit_groups(groups, names, settings)
     rows = {name: linear.out_features for name, linear in linears.items()}
     attention: tuple[AttentionLayer, ...] = ()
     cache_refusals: Iterable[Finding] = ()
@@ -164,7 +164,7 @@ def require_accepted(plan: Plan) -> None:
     raise InputError(first.where, got=first.got, need=need, fix=first.fix + more)
 
 
-def _fitted(
+def _fit_groups(
     groups: list[FusionGroup], names: Names, settings: PlanSettings
 ) -> tuple[list[FusionGroup], list[Finding], list[Finding]]:
     """Return (groups, notes, refusals) for shapes that do not fit.
@@ -305,7 +305,7 @@ def fitting_sizes(
     return tuple(
         size
         for size in _smaller(groups[0].scheme)
-        if not unsupported(_regrouped(groups, size), names, ranks)
+        if not unsupported(_with_group_size(groups, size), names, ranks)
     )
 
 
@@ -349,7 +349,7 @@ def with_smaller_groups(
         if unsupported_group is None or size is None:
             regrouped_groups.extend(layers)
             continue
-        regrouped_groups.extend(_regrouped(layers, size))
+        regrouped_groups.extend(_with_group_size(layers, size))
         note = kept_note(refusal(unsupported_group, reasons[unsupported_group.name], ""), name)
         notes.append(
             replace(note, fix=f"quantized in groups of {size} ({regrouped_groups[-1].scheme.name})")
@@ -376,5 +376,5 @@ def _smaller(scheme: Scheme) -> tuple[int, ...]:
     return tuple(size for size in group_sizes(scheme) if size < group_size)
 
 
-def _regrouped(groups: Sequence[FusionGroup], size: int) -> list[FusionGroup]:
+def _with_group_size(groups: Sequence[FusionGroup], size: int) -> list[FusionGroup]:
     return [replace(group, scheme=regrouped(group.scheme, size)) for group in groups]

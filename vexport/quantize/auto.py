@@ -235,7 +235,7 @@ def plan_scenario(
         for finding in layer_group.refused
     ]
     budget = budget_of(index, layer_groups, plain, auto)
-    if (measured := _measured(run_dir, layer_groups)) is not None:
+    if (measured := _measured_losses(run_dir, layer_groups)) is not None:
         choices = choose_schemes(measured.groups, layer_groups, budget).choices
         chosen = {choice.name: choice.scheme for choice in choices}
     else:
@@ -246,7 +246,9 @@ def plan_scenario(
     return index, replace(plan, notes=(*plan.notes, *notes))
 
 
-def _measured(run_dir: Path, layer_groups: Sequence[LayerGroup]) -> GroupSensitivities | None:
+def _measured_losses(
+    run_dir: Path, layer_groups: Sequence[LayerGroup]
+) -> GroupSensitivities | None:
     """Return the losses that a run measured, or None.
 
     Losses are used only if they were measured for the same layer groups, schemes and roundings.

@@ -91,7 +91,7 @@ class PlanText:
     def _steps(self) -> Iterator[Step]:
         """Yield the steps that calibrating and rounding will take on this rank, in their order."""
         tokens_of_rank = self.samples.tokens // rank_and_size()[1]
-        if self._smoothed(()) or self._weighs_tokens:
+        if self._smoothed_groups(()) or self._weighs_tokens:
             yield Step(name=GRADIENTS, tokens=self._gradient_samples.tokens)
         if needs_rounding(self.plan):
             yield Step(name=ROUND, tokens=tokens_of_rank)
@@ -138,7 +138,7 @@ class PlanText:
     ) -> tuple[Mapping[str, Smoothing], Mapping[str, tuple[float, ...]]]:
         from vexport.calibration.smoothing import find_smoothing
 
-        smoothed = self._smoothed(candidates)
+        smoothed = self._smoothed_groups(candidates)
         if not smoothed and not self._weighs_tokens:
             return {}, {}
         return find_smoothing(
@@ -150,7 +150,7 @@ class PlanText:
             on_progress=self.on_progress,
         )
 
-    def _smoothed(self, candidates: Sequence[FusionGroup]) -> Sequence[FusionGroup]:
+    def _smoothed_groups(self, candidates: Sequence[FusionGroup]) -> Sequence[FusionGroup]:
         """Return the groups whose inputs are smoothed, from `candidates` or from the whole plan."""
         return smoothed_groups(candidates or self.plan.groups) if self.plan.smoothing else ()
 

@@ -74,7 +74,7 @@ class QuantizedModel:
         """Return the reader of the walk that is running."""
         return self._weights.reader
 
-    def learn(self, layer: LayerRounding) -> None:
+    def record_statistics(self, layer: LayerRounding) -> None:
         """Record the input statistics of a layer, before its scales or importance are needed."""
         self._ranges.update(layer.ranges)
         self._importance.update(layer.importance)
@@ -119,7 +119,7 @@ class QuantizedModel:
         return value if rounding is None else rounding.rounded(value, self._model)
 
     @contextmanager
-    def applied(
+    def apply_groups(
         self, groups: Sequence[FusionGroup], weights: Mapping[LinearPlan, torch.Tensor]
     ) -> Iterator[None]:
         """Inside the block, use these weights in the model and round the inputs of these groups."""
@@ -129,7 +129,7 @@ class QuantizedModel:
     @contextmanager
     def with_weights(self, weights: Mapping[LinearPlan, torch.Tensor]) -> Iterator[None]:
         """Use these weights in the model inside the block."""
-        changed = self._weights.parameters_from(self._stored(weights))
+        changed = self._weights.parameters_from(self._stored_tensors(weights))
         with ExitStack() as block:
             for name, value in changed.items():
                 block.enter_context(_replaced(self._model, name, value))
@@ -165,7 +165,9 @@ class QuantizedModel:
         rounding = self._input_rounding(group)
         return inputs if rounding is None else rounding.hook(module, inputs)
 
-    def _stored(self, weights: Mapping[LinearPlan, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    def _stored_tensors(
+        self, weights: Mapping[LinearPlan, torch.Tensor]
+    ) -> Mapping[str, torch.Tensor]:
         """Return the checkpoint's tensors after these weights were inserted."""
         tensors: dict[str, torch.Tensor] = {}
         for member, weight in weights.items():

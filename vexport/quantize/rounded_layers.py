@@ -38,12 +38,12 @@ class RoundedLayers(Stored):
     def __len__(self) -> int:
         return len(self._files)
 
-    def how(self, number: int) -> LayerRounding | None:
+    def report_of(self, number: int) -> LayerRounding | None:
         """Return the report of a rounded layer, or None if the layer is not finished."""
         report = self._folder / f"layer-{number:04d}.json"
         return from_json(LayerRounding, report) if report.is_file() else None
 
-    def put(self, number: int, stored: Stored, how: LayerRounding) -> None:
+    def store_layer(self, number: int, stored: Stored, how: LayerRounding) -> None:
         """Store a finished layer for all ranks and for later calls."""
         report = self._folder / f"layer-{number:04d}.json"
         record(report)

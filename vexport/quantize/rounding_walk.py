@@ -79,9 +79,9 @@ def round_weights(
             )
             rounds_head = watcher.rounds_head
             walk.expect_steps(len(walk.layers) + rounds_head)
-            walk.forward(source, watcher, rows=watcher.followed)
+            walk.forward(source, watcher, rows=watcher.followed_rows)
             if rounds_head:
-                walk.run_head(source, watcher, rows=watcher.followed_to_head)
+                walk.run_head(source, watcher, rows=watcher.rows_to_head)
         if rank == 0:
             _write_report(report_file, walk, plan, done)
     report = on_first(lambda: from_json(RoundingReport, report_file))
@@ -90,7 +90,7 @@ def round_weights(
 
 def _write_report(file: Path, walk: LayerWalk, plan: Plan, done: RoundedLayers) -> None:
     """Write the report of all layers. Raises InputError if no keys and values were observed."""
-    layers = map(done.how, range(len(walk.layers) + 1))
+    layers = map(done.report_of, range(len(walk.layers) + 1))
     report = RoundingReport(layers=tuple(layer for layer in layers if layer is not None))
     if plan.attention:
         require_observed_cache(walk.index, report.cached)
@@ -131,7 +131,7 @@ class RoundingWatcher:
         self._exact: list[dict[str, Value]] = []
 
     @property
-    def followed(self) -> Sequence[int]:
+    def followed_rows(self) -> Sequence[int]:
         """Return the rows of the source's stream to run: all rows for a refit, otherwise a
         few to compare.
         """
@@ -140,11 +140,11 @@ class RoundingWatcher:
         return [row for row in rows if self._refits or rank + row * size < COMPARED_ROWS]
 
     @property
-    def followed_to_head(self) -> Sequence[int]:
+    def rows_to_head(self) -> Sequence[int]:
         """Return the rows of the source's stream to run through the head: all rows if a
         refit rounds it.
         """
-        return self.followed if _is_refit(self._groups[-1]) else ()
+        return self.followed_rows if _is_refit(self._groups[-1]) else ()
 
     @property
     def rounds_head(self) -> bool:
@@ -180,16 +180,16 @@ class RoundingWatcher:
 
     def _report_of(self, number: int) -> LayerRounding | None:
         """Return how an earlier call rounded a layer, or None. Every rank must call this."""
-        return on_first(lambda: self._done.how(number))
+        return on_first(lambda: self._done.report_of(number))
 
     def _repeat(self, layer: Layer, known: LayerRounding) -> None:
         """Run the quantized stream through a layer that an earlier call has rounded."""
-        self._model.learn(known)
+        self._model.record_statistics(known)
         groups = self._groups[layer.number]
         rounded = dict[LinearPlan, torch.Tensor]()
         for group in groups:
             rounded |= self._model.weights_of(group, self._done)
-        with self._model.applied(groups, rounded):
+        with self._model.apply_groups(groups, rounded):
             for index in range(len(self._quantized)):
                 self._run(layer, index)
 
@@ -203,7 +203,7 @@ class RoundingWatcher:
             stored, learnt = self._rounder(layer).round(rows, self._exact)
         add_up(cached)
         learnt = replace(learnt, state_error=self._state_error(), cached=cached)
-        self._put(layer.number, stored, learnt)
+        self._store_layer(layer.number, stored, learnt)
 
     def _round_head(self, layer: Layer) -> None:
         """Round the groups outside the decoder layers, such as an output head."""
@@ -211,7 +211,7 @@ class RoundingWatcher:
         rows = RecordedRows(runs if self._inputs.sites else [])
         exact = self._exact if self._inputs.sites else []
         stored, learnt = self._rounder(layer).round(rows, exact)
-        self._put(layer.number, stored, learnt)
+        self._store_layer(layer.number, stored, learnt)
 
     def _rounder(self, layer: Layer) -> "LayerRounder":
         groups = self._groups[layer.number]
@@ -240,7 +240,7 @@ class RoundingWatcher:
         Every rank must call this.
         """
         signal = noise = 0.0
-        for index in self.followed:
+        for index in self.followed_rows:
             exact = self._walk.on_device(self._source[index]).to(torch.float32)
             made = self._walk.on_device(self._quantized[index]).to(torch.float32)
             signal += float(exact.square().sum())
@@ -248,10 +248,10 @@ class RoundingWatcher:
         signals, noises = zip(*gather((signal, noise)), strict=True)
         return sum(noises) / sum(signals) if sum(signals) else 0.0
 
-    def _put(self, number: int, stored: Stored, how: LayerRounding) -> None:
+    def _store_layer(self, number: int, stored: Stored, how: LayerRounding) -> None:
         """Store a finished layer, on the first rank."""
         if rank_and_size()[0] == 0:
-            self._done.put(number, stored, how)
+            self._done.store_layer(number, stored, how)
 
 
 def _is_refit(groups: Sequence[FusionGroup]) -> bool:
@@ -352,7 +352,7 @@ class LayerRounder:
             importance={**learnt.importance, **statistics.importances()},
             routed={**learnt.routed, **statistics.routing()},
         )
-        self._model.learn(self._learnt)
+        self._model.record_statistics(self._learnt)
 
     def _round(
         self, groups: Sequence[FusionGroup], moments: InputMoments, block: ExitStack

@@ -249,7 +249,7 @@ class TrialWatcher:
         for trial, states in self._changed.items():
             self._changed[trial] = self._run_rows(layer, states)
         for trial in self._here:
-            with trial.model.applied(trial.option.groups, trial.weights()):
+            with trial.model.apply_groups(trial.option.groups, trial.weights()):
                 self._changed[trial] = self._run_rows(layer, self._layer_inputs)
 
     def _run_rows(self, layer: Layer, states: States) -> States:
@@ -266,7 +266,7 @@ class TrialWatcher:
             for trial, changed in self._changed.items():
                 losses[trial] += divergence_of_logits(logits, logits_of(index, changed[index]))
             for trial, weights in self._heads.items():
-                with trial.model.applied(trial.option.groups, weights):
+                with trial.model.apply_groups(trial.option.groups, weights):
                     losses[trial] += divergence_of_logits(logits, logits_of(index, states))
         tokens = sum(ids.numel() for ids in self._walk.ids)
         return {trial: total / tokens for trial, total in losses.items()}

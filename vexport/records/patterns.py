@@ -139,7 +139,7 @@ class Patterns(tuple[str, ...]):
 
 
 @lru_cache(maxsize=1 << 16)
-def _alone(pattern: str) -> Patterns:
+def _single_pattern(pattern: str) -> Patterns:
     return Patterns((pattern,))
 
 
@@ -149,4 +149,4 @@ def matches(pattern: str, name: str) -> bool:
     Raises:
         InputError: If the pattern takes too long, as in `Patterns.match`.
     """
-    return pattern == name or (pattern.startswith(REGEX) and _alone(pattern).match(name))
+    return pattern == name or (pattern.startswith(REGEX) and _single_pattern(pattern).match(name))

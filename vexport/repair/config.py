@@ -103,12 +103,14 @@ def targets(view: CheckpointView, source: "ComparedSource | None") -> Changes:
     """Make the ignore list and the targets agree with the tensors."""
     if not view.quantization.config_groups:
         return Changes()
-    repaired = _with(view, "ignore", _without_quantized(view))
+    repaired = _with_names(view, "ignore", _without_quantized(view))
     for group in view.quantization.config_groups:
-        repaired = _with(
+        repaired = _with_names(
             repaired, "targets", _targets(repaired, group), "config_groups", group.name
         )
-    repaired = _with(repaired, "ignore", (*repaired.quantization.ignore, *_unquantized(repaired)))
+    repaired = _with_names(
+        repaired, "ignore", (*repaired.quantization.ignore, *_unquantized(repaired))
+    )
     repairs = tuple(_list_repairs(view, repaired))
     return Changes(config=repaired.index.config, repairs=repairs) if repairs else Changes()
 
@@ -200,7 +202,9 @@ def _unquantized(view: CheckpointView) -> Iterator[str]:
     )
 
 
-def _with(view: CheckpointView, key: str, names: Sequence[str], *place: str) -> CheckpointView:
+def _with_names(
+    view: CheckpointView, key: str, names: Sequence[str], *place: str
+) -> CheckpointView:
     """Replace a list of the quantization config: `ignore`, or the targets of a group."""
     config: dict[str, Json] = copy.deepcopy(dict(view.index.config))
     object_at(config, QUANTIZATION_CONFIG, *place)[key] = list(names)

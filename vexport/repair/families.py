@@ -151,7 +151,9 @@ def kv_cache(view: CheckpointView, source: ComparedSource | None) -> Changes:
     for layer in layers:
         near = [name for name in view.index.tensors if name.startswith(f"{layer.name}.")][-1]
         for spec in kv_layout(layer):
-            edits.append(Edit(tensors={K_SCALE: spec}, near=near, make=partial(_ones, spec.shape)))
+            edits.append(
+                Edit(tensors={K_SCALE: spec}, near=near, make=partial(_scales_of_one, spec.shape))
+            )
     cost = (
         "unknown without calibration: keys and values above 448 saturate, and small values lose "
         "bits (vLLM would silently use 1.0, too)"
@@ -177,7 +179,7 @@ def _rows(view: CheckpointView) -> dict[str, int | None]:
     return rows
 
 
-def _ones(shape: tuple[int, ...]) -> Mapping[str, torch.Tensor]:
+def _scales_of_one(shape: tuple[int, ...]) -> Mapping[str, torch.Tensor]:
     return {K_SCALE: torch.ones(shape, dtype=torch.float32)}
 
 

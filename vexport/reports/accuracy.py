@@ -364,7 +364,7 @@ def text_table(verdict: Verdict, text: TextVerdict) -> doc.Table:
     caption = (
         f"{text.data} ({text.digest}): {plural(text.rows, 'row')}, {count(text.tokens)} "
         f"tokens, the KL of "
-        f"{count(text.positions)} of them over {_compared(text)}; "
+        f"{count(text.positions)} of them over {_compared_tokens(text)}; "
         f"NLL {small(text.baseline_nll)} and {small(text.candidate_nll)}; "
         f"the likeliest token is the same at "
         f"{percent(text.top1_agreement)} "
@@ -374,7 +374,7 @@ def text_table(verdict: Verdict, text: TextVerdict) -> doc.Table:
     return table(("Measure", "Result", ">Value", ">Limit"), map(_limit_row, text.limits), caption)
 
 
-def _compared(text: TextVerdict) -> str:
+def _compared_tokens(text: TextVerdict) -> str:
     """Return the tokens over which the KL was computed."""
     limits = [limit for bucket in text.buckets for limit in bucket.limits] or text.limits
     measures = {limit.measure for limit in limits}

@@ -55,7 +55,7 @@ def render(report: Report) -> str:
             "Use", (Paragraph(f"{install}vllm serve PATH_OR_NAME_OF_THIS_CHECKPOINT", "code"),)
         ),
         _accuracy(report.verdict) if report.verdict else None,
-        Section("How it was made", (Listing(row(*_made(report))),)),
+        Section("How it was made", (Listing(row(*_facts(report))),)),
     )
     return (
         f"---\n{_front_matter(report)}\n---\n\n{title}\n\n{answer}\n\n{render_parts(content, 2)}\n"
@@ -144,7 +144,7 @@ def _accuracy(verdict: Verdict) -> Section:
     return Section("Accuracy", (Paragraph(note), task_table(verdict)))
 
 
-def _made(report: Report) -> Iterator[str]:
+def _facts(report: Report) -> Iterator[str]:
     """Yield the command, facts of quantization and load, and the blind spots of the load.
 
     Absolute paths in the command are cut to their last part, because cards are public.

@@ -208,7 +208,7 @@ def device_parts(report: DryLoadReport) -> tuple[doc.Part, ...]:
     return parts(
         [_matrix(report, sizes) for sizes in _equal_sizes(report)],
         _memory(report) if report.memory else None,
-        _rooms(report.rooms) if report.rooms else None,
+        _room_table(report.rooms) if report.rooms else None,
         muted(f"vLLM {report.vllm}, model class and loaders on headers alone"),
         doc.Listing(row(*report.blind_spots), "not verified") if report.blind_spots else None,
     )
@@ -230,7 +230,7 @@ def _memory(report: DryLoadReport) -> doc.Section:
     )
 
 
-def _rooms(rooms: Sequence[GpuRoom]) -> doc.Section:
+def _room_table(rooms: Sequence[GpuRoom]) -> doc.Section:
     """Return the number of sequences of each length that fit on each GPU.
 
     A note below the table names the memory that is not included.
@@ -239,7 +239,7 @@ def _rooms(rooms: Sequence[GpuRoom]) -> doc.Section:
     for room in rooms:
         by_gpu.setdefault(f"{room.tp} x {room.gpu}", []).append(room)
     rows = (
-        row(gpu, _free(fit[0]), *(count(room.sequences) for room in fit))
+        row(gpu, _free_cell(fit[0]), *(count(room.sequences) for room in fit))
         for gpu, fit in by_gpu.items()
     )
     header = (
@@ -253,7 +253,7 @@ def _rooms(rooms: Sequence[GpuRoom]) -> doc.Section:
     return doc.Section("sequences that fit at once", (table(header, rows, caption, stack=False),))
 
 
-def _free(room: GpuRoom) -> doc.TableCell:
+def _free_cell(room: GpuRoom) -> doc.TableCell:
     if room.kv_bytes > 0:
         return doc.TableCell(size(room.kv_bytes))
     return doc.TableCell(f"weights do not fit: {size(-room.kv_bytes)} too many", tone="fail")

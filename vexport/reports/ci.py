@@ -208,7 +208,11 @@ def _place(checkpoint: str, finding: Finding) -> tuple[str, int]:
         folders = (Path(name) for name in (checkpoint, checkpoint.rpartition(" (")[0]) if name)
         if root := next((folder for folder in folders if folder.is_dir()), None):
             name, _, key = finding.where.partition(": ")
-            file = _named(root, name) or _stored(root, finding.where) or root / "config.json"
+            file = (
+                _named_file(root, name)
+                or _weights_file(root, finding.where)
+                or root / "config.json"
+            )
             return _in_workspace(file), _line(file, key)
     return "", 1
 
@@ -223,7 +227,7 @@ def _in_workspace(file: Path) -> str:
     return absolute.relative_to(workspace).as_posix() if absolute.is_relative_to(workspace) else ""
 
 
-def _named(root: Path, name: str) -> Path | None:
+def _named_file(root: Path, name: str) -> Path | None:
     """Return the file that a finding names, or None if it is not a file of the checkpoint.
 
     `name` is absolute, or relative to the current folder or to the checkpoint's folder.
@@ -235,7 +239,7 @@ def _named(root: Path, name: str) -> Path | None:
     return None
 
 
-def _stored(root: Path, where: str) -> Path | None:
+def _weights_file(root: Path, where: str) -> Path | None:
     """Return the index of the weights, or a weight file if there is no index.
 
     Returns None if `where` is not the name of a tensor or layer.

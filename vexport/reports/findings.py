@@ -143,10 +143,12 @@ def folded_places(places: Sequence[str]) -> str:
     for place in dict.fromkeys(places):
         numbers = tuple(int(number) for number in _INDEX.findall(place))
         patterns.setdefault(_INDEX.sub("#", place), []).append(numbers)
-    return _braced([_filled(pattern, numbers) for pattern, numbers in patterns.items()])
+    return _join_with_braces(
+        [_fill_numbers(pattern, numbers) for pattern, numbers in patterns.items()]
+    )
 
 
-def _filled(pattern: str, numbers: Sequence[tuple[int, ...]]) -> str:
+def _fill_numbers(pattern: str, numbers: Sequence[tuple[int, ...]]) -> str:
     """Return the pattern with the ranges of its numbers."""
     slots = [sorted({*values}) for values in zip(*numbers, strict=True)]
     exact = math.prod(map(len, slots)) == len(numbers)
@@ -167,7 +169,7 @@ def _ranges(values: Sequence[int]) -> str:
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
-def _braced(names: Sequence[str]) -> str:
+def _join_with_braces(names: Sequence[str]) -> str:
     """Return names as a single name, with braces around the parts that differ.
 
     At most _MAX_NAMES names are listed.

@@ -36,7 +36,7 @@ def render(document: doc.Document) -> str:
         render_parts(document.parts),
         f"<sub>{safe(document.footer)}</sub>" if document.footer else "",
     ]
-    return _joined(blocks) + "\n"
+    return _join_blocks(blocks) + "\n"
 
 
 def render_all(documents: Sequence[doc.Document]) -> str:
@@ -54,7 +54,7 @@ def render_all(documents: Sequence[doc.Document]) -> str:
             left_out += 1
     if left_out:
         blocks.append(f"{plural(left_out, 'more checkpoint')} with findings: see --format json")
-    return _joined(blocks) + "\n"
+    return _join_blocks(blocks) + "\n"
 
 
 def render_parts(parts: Iterable[doc.Part], level: int = 3) -> str:
@@ -62,7 +62,7 @@ def render_parts(parts: Iterable[doc.Part], level: int = 3) -> str:
 
     Parts for a page only are left out.
     """
-    return _joined([_render(part, level) for part in parts])
+    return _join_blocks([_render(part, level) for part in parts])
 
 
 def _render(part: doc.Part, level: int) -> str:
@@ -78,7 +78,7 @@ def _render(part: doc.Part, level: int) -> str:
             return _table(part)
         case doc.Facts():
             return "\n".join(
-                f"- **{safe(label)}** {safe(_noted(cell))}" for label, cell in part.rows
+                f"- **{safe(label)}** {safe(_cell_with_note(cell))}" for label, cell in part.rows
             )
         case doc.Paragraph():
             if part.style == "code":
@@ -86,10 +86,10 @@ def _render(part: doc.Part, level: int) -> str:
             return f"**Warning** {safe(part.text)}" if part.style == "warning" else safe(part.text)
         case doc.Listing():
             prefix = f"{part.title}: " if part.title else ""
-            return "\n".join(f"- {safe(prefix + _noted(item))}" for item in part.items)
+            return "\n".join(f"- {safe(prefix + _cell_with_note(item))}" for item in part.items)
         case doc.Details():
             content = render_parts(part.parts, level)
-            summary = safe(_noted(part.summary))
+            summary = safe(_cell_with_note(part.summary))
             return f"<details><summary>{summary}</summary>\n\n{content}\n\n</details>"
         case doc.FindingList():
             return render_parts(finding_parts(part, MAX_FINDINGS), level)
@@ -114,14 +114,14 @@ def _table(table: doc.Table) -> str:
         [safe(column.title, _MAX_CELL) for column in table.columns],
         ["---"] * len(table.columns),
     ]
-    lines += [[safe(_noted(cell), _MAX_CELL) for cell in row] for row in table.rows]
+    lines += [[safe(_cell_with_note(cell), _MAX_CELL) for cell in row] for row in table.rows]
     rows = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     return f"{rows}\n\n{safe(table.caption)}" if table.caption else rows
 
 
-def _noted(cell: doc.TableCell) -> str:
+def _cell_with_note(cell: doc.TableCell) -> str:
     return f"{cell.text} ({cell.note})" if cell.note else cell.text
 
 
-def _joined(blocks: Iterable[str]) -> str:
+def _join_blocks(blocks: Iterable[str]) -> str:
     return "\n\n".join(block for block in blocks if block)

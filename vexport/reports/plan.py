@@ -150,7 +150,7 @@ def _schemes_on_gpu(schemes: SchemeTable, gpu: GpuOutlook, *, every: bool) -> It
     if gpu.usable_bytes is not None:
         columns.append(">memory")
         for cells, scheme in zip(rows, shown, strict=True):
-            cells.append(_room(scheme, gpu.usable_bytes))
+            cells.append(_memory_share(scheme, gpu.usable_bytes))
     yield table(columns, rows)
     hidden = len(schemes.schemes) - len(shown)
     others = f" {plural(hidden, 'scheme')} that this GPU or model cannot use: --all."
@@ -177,7 +177,7 @@ def runs_text(on_gpu: SchemeOnGpu) -> str:
     return "weights only" if on_gpu.input_bits >= 16 else f"inputs in {on_gpu.input_bits} bits"
 
 
-def _room(scheme: SchemeOutlook, usable_bytes: int) -> str:
+def _memory_share(scheme: SchemeOutlook, usable_bytes: int) -> str:
     """Return the share of one GPU's memory that the weights take."""
     if scheme.output_bytes > usable_bytes:
         return f"{math.ceil(scheme.output_bytes / usable_bytes)} GPUs"

@@ -29,7 +29,7 @@ def render_quantized(answer: Quantized, format_: str) -> str:
     rows = facts(
         ("size", f"{change} ({of_source}), {answer.bits:.2f} bits per weight"),
         ("calibrated", f"{samples}, sha256 {text_digest}") if answer.calibration_digest else None,
-        ("smoothed", _smoothed(answer)) if answer.smoothing else None,
+        ("smoothed", _smoothing_text(answer)) if answer.smoothing else None,
         *(("experts", line) for line in coverage_lines(answer.experts)),
         *(("rounding", line) for line in rounding_lines(answer.rounding)),
         *(("next", command) for command in answer.next_commands),
@@ -38,7 +38,7 @@ def render_quantized(answer: Quantized, format_: str) -> str:
     return text.render([doc.Document(title=answer.checkpoint, parts=(title, rows), wide=True)])
 
 
-def _smoothed(answer: Quantized) -> str:
+def _smoothing_text(answer: Quantized) -> str:
     """Return the strength of the smoothing, and the number of tensors that it changed."""
     if not answer.smoothed_tensors:
         return "nothing: no channels of this model can be scaled without changing what it computes"

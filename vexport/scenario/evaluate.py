@@ -370,7 +370,7 @@ class Evaluate(ScenarioSection):
         ),
     ] = REQUEST_SECONDS
 
-    def asking(self, url: str, *, is_baseline: bool) -> Endpoint:
+    def endpoint_at(self, url: str, *, is_baseline: bool) -> Endpoint:
         """Return the endpoint at this address, with these settings for requests."""
         return Endpoint(
             url=url,

@@ -195,7 +195,7 @@ def _all_rules(modifiers: Sequence[_Modifier]) -> tuple[Rule, ...]:
         rules = _rules(modifier)
         excluded = ignored_by_some.get(modifier.where, [])
         narrow += [
-            _without(modifier, rule, excluded)
+            _without_excluded(modifier, rule, excluded)
             for rule in rules
             if _match_rank(rule.match) < _CLASS_RANK
         ]
@@ -222,7 +222,7 @@ def _ignored(modifier: _Modifier) -> list[IgnoredLayers]:
     return rules
 
 
-def _without(modifier: _Modifier, rule: Rule, excluded: Sequence[Rule]) -> Rule:
+def _without_excluded(modifier: _Modifier, rule: Rule, excluded: Sequence[Rule]) -> Rule:
     """Return the rule changed so that it does not match layers of the `excluded` rules.
 
     `rule` matches a name or a pattern, not a class.

@@ -52,7 +52,7 @@ def problems_at(where: str) -> Iterator[None]:
         yield
     except ValidationError as error:
         causes = validation_problems(error)
-        problems = [_located(where, problem) for problem in causes[:MOST_PROBLEMS]]
+        problems = [_with_place(where, problem) for problem in causes[:MOST_PROBLEMS]]
         more = len(causes) - MOST_PROBLEMS
         if more > 0:
             got = f"{plural(more, 'more problem')}, not shown here"
@@ -62,7 +62,7 @@ def problems_at(where: str) -> Iterator[None]:
         raise InputErrors(problems) from None
 
 
-def _located(file: str, problem: ValidationProblem) -> InputError:
+def _with_place(file: str, problem: ValidationProblem) -> InputError:
     where = f"{file}: {problem.place}" if problem.place else file
     if problem.kind != UNKNOWN_KEY:
         return problem.at(where)

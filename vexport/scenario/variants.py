@@ -164,11 +164,11 @@ def _problems_at(where: str, setting: EngineArguments) -> Iterator[None]:
     try:
         yield
     except ValidationError as error:
-        problems = [_located(where, setting, problem) for problem in validation_problems(error)]
+        problems = [_with_place(where, setting, problem) for problem in validation_problems(error)]
         raise InputErrors(problems) from None
 
 
-def _located(where: str, setting: EngineArguments, problem: ValidationProblem) -> InputError:
+def _with_place(where: str, setting: EngineArguments, problem: ValidationProblem) -> InputError:
     keys = [key for key in problem.keys if key != _ENGINE_ARGS]
     if not keys:  # a contradiction of several arguments
         need, fix = problem.need, problem.fix

@@ -51,7 +51,7 @@ def empty_parts(view: CheckpointView, layer: StoredLayer, scale: TensorInfo) -> 
     step = max(VALUES_AT_ONCE // max(columns, 1), 1)
     for start in range(0, rows, step):
         numbers = range(start, min(start + step, rows))
-        filled = _filled(view, layer, args, numbers, columns)
+        filled = _nonzero_flags(view, layer, args, numbers, columns)
         if filled is None:
             return None
         of_columns = np.logical_or.reduceat(filled, np.arange(0, columns, wide), axis=1)
@@ -104,7 +104,7 @@ def _part_sizes(
     return (tall, wide) if stored == parts or (*stored, 1) == parts else (0, 0)
 
 
-def _filled(
+def _nonzero_flags(
     view: CheckpointView, layer: StoredLayer, args: QuantArgs, numbers: range, columns: int
 ) -> Flags | None:
     """Return a flag for each value of some rows of a weight: True if it is not zero.

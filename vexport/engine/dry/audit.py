@@ -113,14 +113,14 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         result = func(*args, **(kwargs or {}))
         tensors = list(_tensors(args))
         if func.overloadpacket in _COPIES:
-            self._copied(tensors[0], tensors[-1])
+            self._record_copy(tensors[0], tensors[-1])
         elif func.overloadpacket in _FILLS:
-            self._copied(tensors[0], tensors[1] if len(tensors) > 1 else None)
+            self._record_copy(tensors[0], tensors[1] if len(tensors) > 1 else None)
         elif isinstance(result, torch.Tensor) and tensors:
-            self._computed(func, tensors, result)
+            self._record_computation(func, tensors, result)
         return result
 
-    def _copied(self, target: torch.Tensor, source: torch.Tensor | None) -> None:
+    def _record_copy(self, target: torch.Tensor, source: torch.Tensor | None) -> None:
         """Record that `target` got the values of `source`, or a constant if `source` is None."""
         written = self._written.setdefault(_storage(target), _Written())
         written.regions[_region(target)] = target.numel()
@@ -133,7 +133,7 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if source.numel() < target.numel():
                     self._sources[name].stretched = list(source.shape), list(target.shape)
 
-    def _computed(
+    def _record_computation(
         self, func: torch._ops.OpOverload, inputs: list[torch.Tensor], result: torch.Tensor
     ) -> None:
         """Record that a new storage was computed from the stored tensors behind `inputs`.

@@ -65,7 +65,7 @@ def _layers(model: torch.nn.Module) -> Iterator[LayerKind]:
         kernel, kernel_name = kernel_of(scheme)
         # vLLM's name of the layer; in a drafter it differs from its place in the module tree.
         given = getattr(layer, "prefix", None) or getattr(layer, "layer_name", None)
-        stored = _stored(method, layer, given if isinstance(given, str) else name)
+        stored = _stored_precision(method, layer, given if isinstance(given, str) else name)
         bits = activation_bits(scheme, kernel, kernel_name)
         yield LayerKind(
             name=with_stars(name),
@@ -77,7 +77,7 @@ def _layers(model: torch.nn.Module) -> Iterator[LayerKind]:
         )
 
 
-def _stored(method: object, layer: torch.nn.Module, name: str) -> str:
+def _stored_precision(method: object, layer: torch.nn.Module, name: str) -> str:
     """Return the precision of a layer in the checkpoint's config: bits of weight and activation."""
     if type(method).__name__.startswith("Unquantized"):
         return "W16A16"

@@ -91,7 +91,7 @@ def _results_of(request: DryRequest) -> DryResult:
     limit_memory(MEMORY_BYTES)
     gc.freeze()
     _run(all_tries, report)
-    results = [[_merged(ranks) for ranks in cells] for cells in tries]
+    results = [[_merge_attempts(ranks) for ranks in cells] for cells in tries]
     if request.controlled:
         results = _with_controls(request, results)
     return DryResult(vllm=version, checkpoints=tuple(map(tuple, results)))
@@ -105,7 +105,7 @@ def _ranks(attempt: DryTry) -> list[DryTry]:
     return [replace(attempt, rank=rank) for rank in dict.fromkeys((0, attempt.cell.tp - 1))]
 
 
-def _merged(ranks: Sequence[DryTry]) -> CellResult:
+def _merge_attempts(ranks: Sequence[DryTry]) -> CellResult:
     return merge_ranks([from_json(CellResult, rank.file) for rank in ranks])
 
 
@@ -272,7 +272,7 @@ def _try_control_cells(
         for (number, cell), kind in kinds.items()
     }
     _run([rank for ranks in tries.values() for rank in ranks], lambda stage, done, total: None)
-    return {key: _merged(ranks) for key, ranks in tries.items()}
+    return {key: _merge_attempts(ranks) for key, ranks in tries.items()}
 
 
 def _package_that_raised(error: Exception) -> str:

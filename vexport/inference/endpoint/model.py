@@ -84,8 +84,8 @@ class EndpointModel(Model):
                 fresh[futures[future]] = future.result()
                 self.count(1)
                 if len(fresh) >= at_once:
-                    self._keep(fresh)
-            self._keep(fresh)
+                    self._store_answers(fresh)
+            self._store_answers(fresh)
         except UnreachableError:
             self.kept_answers.add({**fresh, **_finished(futures, self.kept_answers)})
             raise
@@ -102,7 +102,7 @@ class EndpointModel(Model):
             return most
         return max(1, min(most, _MAX_OPEN_TOKENS // max(lengths)))
 
-    def _keep(self, fresh: dict[str, Json]) -> None:
+    def _store_answers(self, fresh: dict[str, Json]) -> None:
         """Keep answers if the server still has the same model. Otherwise raise EnvironmentFault."""
         if fresh:
             self.server.require_same()

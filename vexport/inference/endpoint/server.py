@@ -225,7 +225,7 @@ class Server:
         if len(self._key) < _SHORTEST_MASKED_KEY:
             return answer
         return Continuation(
-            text=self.masked(answer.text), finish_reason=self.masked(answer.finish_reason)
+            text=self.mask_key(answer.text), finish_reason=self.mask_key(answer.finish_reason)
         )
 
     def score(self, prompt: Sequence[int], top: int, vocabulary: int = MOST_COUNT) -> list[Place]:
@@ -277,13 +277,13 @@ class Server:
         except RefusedError as error:
             raise self._refused_request_error(METRICS, error) from None
 
-    def masked(self, words: str) -> str:
+    def mask_key(self, words: str) -> str:
         """Replace the API key in a server's text by `***`."""
         return words.replace(self._key, "***") if self._key else words
 
     def _printable(self, words: str) -> str:
         """Return a server's message on one line, without the API key."""
-        return clip(visible(" ".join(self.masked(words).split())), _MAX_SHOWN)
+        return clip(visible(" ".join(self.mask_key(words).split())), _MAX_SHOWN)
 
     def _describe_model(self, model: ServedModel) -> str:
         return self._printable(

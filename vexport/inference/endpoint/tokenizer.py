@@ -55,7 +55,7 @@ def tokenizer_of(
     if settings.tokenizer is None and here is not None:
         return ServedTokenizer(folder=here, is_trusted=options.trust_remote_code)
     where = f"{role} {url}: tokenizer"
-    endpoint = settings.asking(url, is_baseline=role == BASELINE)
+    endpoint = settings.endpoint_at(url, is_baseline=role == BASELINE)
     server = Server(endpoint, show_retries(role, options))
     if settings.tokenizer is not None:
         folder = _chosen_tokenizer(where, settings.tokenizer)
@@ -75,7 +75,7 @@ def _servers_tokenizer(where: str, server: Server) -> Path:
     """Return the folder of the server's tokenizer. Download it if it is on the hub."""
     url = server.endpoint.url
     name = server.model.root or server.model.name
-    shown = visible(clip(server.masked(name), 200))
+    shown = visible(clip(server.mask_key(name), 200))
     folder = Path(name)
     if folder.is_dir() and _is_local(url):
         if _has_tokenizer(folder):

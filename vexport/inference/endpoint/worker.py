@@ -80,10 +80,10 @@ def _show_retries(on_progress: OnProgress) -> Callable[[str], None]:
 
 def _fingerprint(server: Server, request: SessionRequest) -> Fingerprint:
     return {
-        MODEL: server.masked(f"{server.model.name} ({server.model.root})"),
+        MODEL: server.mask_key(f"{server.model.name} ({server.model.root})"),
         ENDPOINT: server.endpoint.url,
         "vexport": __version__,
-        "vllm": server.masked(server.model.version) or "unknown",
+        "vllm": server.mask_key(server.model.version) or "unknown",
         TEMPLATE: template_of(request.checkpoint),
     }
 
