@@ -36,7 +36,7 @@ _ADDITION = {
     "INCONCLUSIVE": (-0.0141, -0.0252, -0.0047, 11, 2),
 }
 _REASONS = {
-    "PASS": "both tasks lose less than 2 points (worst: addition -0.47, worst case -1.28)",
+    "PASS": "both tasks lose less than 2 points (worst: addition loses 0.47 points, at most 1.28)",
     "FAIL": "addition loses 10.5 points (at least 8.53), 2 points were accepted; the other "
     "task passes",
     "INCONCLUSIVE": "addition is not settled after 640 documents: -1.41 points, between -2.52 "

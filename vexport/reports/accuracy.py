@@ -88,11 +88,10 @@ def accuracy_section(verdict: Verdict) -> doc.Section:
         )
         return doc.Section("Accuracy", content, "accuracy", lead)
     lead = (
-        f"Quantized minus baseline on the same documents. The bar spans the "
-        f"{_level(verdict.alpha)} bounds "
-        "that decide: a task passes when all of it lies right of the dashed line, fails when "
-        "all of it lies "
-        "left, and is inconclusive across it."
+        "Quantized minus baseline on the same documents. The bar shows the interval between the "
+        f"{_level(verdict.alpha)} bounds. A task passes if the whole bar is right of the dashed "
+        "line, fails if the whole bar is left of it, and is inconclusive if the bar crosses the "
+        "line."
     )
     difference = doc.Column("Difference", numeric=True, noted=True)
     titles = ("Metric", ">Documents", ">Baseline", ">Quantized", difference)
@@ -249,8 +248,8 @@ def _reading_lines(verdict: Verdict) -> Iterator[str]:
     )
     yield (
         f"Interval of a difference: from a {level} lower to a {level} upper bound, each "
-        f"one-sided. All of it "
-        "above the accepted loss is PASS, all of it below is FAIL, else INCONCLUSIVE."
+        "one-sided. A task passes if the whole interval is above the accepted loss, fails if the "
+        "whole interval is below it, and is inconclusive otherwise."
     )
     if tasks > 1:
         failed = sum(task.outcome == "FAIL" for task in verdict.tasks)
@@ -258,11 +257,10 @@ def _reading_lines(verdict: Verdict) -> Iterator[str]:
             _level(verdict.alpha / part) for part in (tasks, max(1, tasks - failed))
         )
         yield (
-            f"Several tasks: each of the {tasks} must pass, so lower bounds need no "
-            f"correction. One is "
-            f"enough to fail, so upper bounds are corrected for {tasks} tasks (Holm): one "
-            f"alone stands at "
-            f"{' to '.join(levels)}, all together at {level}."
+            f"Several tasks: each of the {tasks} must pass, so lower bounds need no correction. A "
+            f"single failed task fails the verdict, so upper bounds are corrected for {tasks} "
+            f"tasks (Holm): to {' to '.join(levels)} for a single task, and to {level} for all "
+            "tasks together."
         )
     yield (
         f"Interval of a score, of recovery (quantized / baseline) and of flips: "

@@ -37,7 +37,7 @@ from vexport.reports.formatting import (
 from vexport.reports.run_record import Report
 
 MAX_LAYERS = 400
-_DRIFT_NOTE = "An early signal: it warns, it never decides."
+_DRIFT_NOTE = "This early signal can cause a warning, but it never decides the outcome."
 _FIRST_TOKENS_NOTE = "The first tokens of each row of the text that decides."
 
 
