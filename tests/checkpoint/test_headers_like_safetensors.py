@@ -7,6 +7,7 @@ import pytest
 from safetensors import SafetensorError, safe_open
 
 from tests.command import vexport
+from tests.texts import assert_contains
 from vexport.checkpoint.index import read_header
 from vexport.errors import InputError
 
@@ -99,26 +100,24 @@ def test_duplicate_keys_are_refused(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("header", "cause"),
+    ("header", "parts"),
     [
-        ("field twice", "dtype occurs twice"),
-        ("200 levels", "too deep"),
-        ("20000 levels", "too deep"),
-        ("metadata array", "__metadata__ is an array, not an object of strings"),
-        ("metadata number", "__metadata__ is a number, not an object of strings"),
-        ("metadata of null", "__metadata__: k is null, not a string"),
-        ("metadata of 200 levels", "__metadata__ is an array, not an object of strings"),
-        ("tensor null", "b is null, not an object"),
-        ("field missing", "b: no data_offsets"),
+        ("field twice", ["dtype", "twice"]),
+        ("200 levels", ["nested too deeply"]),
+        ("20000 levels", ["nested too deeply"]),
+        ("metadata array", ["__metadata__ is an array", "object of strings"]),
+        ("metadata number", ["__metadata__ is a number", "object of strings"]),
+        ("metadata of null", ["__metadata__: k is null", "string"]),
+        ("metadata of 200 levels", ["__metadata__ is an array", "object of strings"]),
+        ("tensor null", ["b is null", "object"]),
+        ("field missing", ["b: no data_offsets"]),
     ],
 )
-def test_check_names_file_and_cause(tmp_path: Path, header: str, cause: str) -> None:
+def test_check_names_file_and_cause(tmp_path: Path, header: str, parts: list[str]) -> None:
     file = write(tmp_path, HEADERS[header])
     (tmp_path / "config.json").write_text(
         '{"model_type": "llama", "architectures": ["LlamaForCausalLM"]}'
     )
     ran = vexport("check", tmp_path, "--static")
     assert ran.code == 1
-    shown = " ".join(ran.stdout.split())
-    assert file.name in shown
-    assert cause in shown
+    assert_contains(ran.stdout, file.name, *parts)

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.texts import assert_raises
 from vexport.formats.arguments import QuantArgs
 from vexport.observers import (
     IMatrixMSEObserver,
@@ -369,13 +370,11 @@ def test_unused_overrides_are_refused() -> None:
         def update_statistics_from_observed(self, observed: torch.Tensor) -> None:
             self.min_vals, self.max_vals = self.get_min_max(observed)
 
-    for kind, words in (
-        (Earlier, "get_min_max.*override update_statistics_from_observed instead"),
-        (Both, "calculate_qparams and update_statistics_from_observed: both decide"),
-    ):
-        with pytest.raises(ValueError, match=words):
+    for kind, overridden in ((Earlier, "get_min_max"), (Both, "calculate_qparams")):
+        parts = (overridden, "update_statistics_from_observed")
+        with assert_raises(ValueError, *parts):
             Observer.register("test_refused")(kind)
-        with pytest.raises(ValueError, match=words):
+        with assert_raises(ValueError, *parts):
             kind("weight", CHANNEL)
     Helped("weight", CHANNEL)(normal(4, 8))
 
@@ -429,7 +428,7 @@ def test_overridden_token_count() -> None:
 
 
 def test_class_in_file_is_refused() -> None:
-    with pytest.raises(ValueError, match="need a class that can be imported"):
+    with assert_raises(ValueError, "observers.py:Halved", "imported"):
         Observer.load_from_registry("observers.py:Halved", base_name="weight", args=CHANNEL)
 
 
@@ -446,11 +445,9 @@ def test_wrong_scales_of_an_override_are_refused() -> None:
         def calculate_qparams(self, observed: torch.Tensor, reduce_dims: object = None) -> Pair:  # type: ignore[override]
             return torch.ones(1)  # type: ignore[return-value]
 
-    with pytest.raises(
-        ValueError, match=r"Wrong: weight: got scales of shape \(1,\), need \(4, 1\)"
-    ):
+    with pytest.raises(ValueError, match=r"Wrong: weight: got .*\(1,\).* need .*\(4, 1\)"):
         Wrong("weight", CHANNEL)(normal(4, 8))
-    with pytest.raises(ValueError, match="got Tensor, need a scale and a zero point"):
+    with assert_raises(ValueError, "got Tensor", "a scale and a zero point"):
         Nothing("weight", TENSOR)(normal(4, 8))
 
 
@@ -474,7 +471,7 @@ def test_older_constructors() -> None:
     same = load_observer("mse", "weight", TENSOR, {"maxshrink": 0.5, "patience": 7, "grid": 50.0})
     assert searching.averaging_constant == 0.1
     assert torch.equal(searching(weight)[0], same(weight)[0])
-    with pytest.raises(ValueError, match="got no quantization arguments, or several"):
+    with assert_raises(ValueError, "quantization arguments"):
         MinMaxObserver(CHANNEL, CHANNEL)
 
 
@@ -541,7 +538,7 @@ def test_older_calls() -> None:
     scale_of_half, _ = observer.get_qparams(weight, global_scale=global_scale * 0.5)
     steps = weight.reshape(8, 2, 16).abs().amax(-1) / 6 * global_scale * 0.5
     assert torch.equal(scale_of_half, steps.to(torch.float8_e4m3fn).float())
-    with pytest.raises(ValueError, match="got strategy channel, need tensor_group"):
+    with assert_raises(ValueError, "got strategy channel", "need tensor_group"):
         load_observer("minmax", "weight", CHANNEL).get_gparam(weight)
     for name in ("memoryless_minmax", "minmax"):
         along, zeros = load_observer(name, "weight", CHANNEL).get_qparams_along_dim(weight, 0)

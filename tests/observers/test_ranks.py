@@ -8,6 +8,7 @@ import torch
 from torch import distributed
 
 from tests.forked import finish, start
+from tests.texts import assert_raises
 from vexport.formats.arguments import QuantArgs
 from vexport.observers import IMatrixMSEObserver, Observer
 from vexport.observers.older import reduce_values
@@ -162,7 +163,7 @@ def check_declared(rank: int) -> None:
 def test_declared_reductions(operation: object, value: float) -> None:
     ranks = [torch.tensor([number], dtype=torch.bfloat16) for number in (1.0, 4.0)]
     assert reduce_values(ranks, operation, "max_vals").tolist() == [value]
-    with pytest.raises(ValueError, match="_act_sync_dict.*max_vals.*MIN, MAX, SUM or AVG"):
+    with assert_raises(ValueError, "_act_sync_dict", "max_vals", "ReduceOp.MIN, MAX, SUM or AVG"):
         reduce_values(ranks, distributed.ReduceOp.BAND, "max_vals")
 
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from tests.command import vexport
 from tests.models import write_calibration
+from tests.texts import assert_contains
 from vexport.api import Rule, quantize
 from vexport.records.observer_names import BY_IMPORTANCE, OBSERVERS
 from vexport.scenario import problems_at
@@ -220,11 +221,12 @@ def test_observers_of_older_documents(
         arguments = (command, llama, *output, "--scheme", "FP8")
         ran = vexport(*arguments, "--observer", "older:Ignored")
         assert ran.code == 2
-        assert "override update_statistics_from_observed instead" in ran.stderr
+        assert_contains(ran.stderr, "override update_statistics_from_observed")
         ran = vexport(*arguments, "--input-observer", "older:Own")
         assert ran.code == 2
-        assert "older:Own, which overrides get_qparams()" in ran.stderr
-        assert "update_statistics_from_observed()" in ran.stderr
+        assert_contains(
+            ran.stderr, "older:Own", "get_qparams()", "update_statistics_from_observed()"
+        )
     assert not (tmp_path / "refused").exists()
     ran = vexport("quantize", llama, tmp_path / "own", *options, "--observer", "older:Own")
     assert ran.code == 0, ran.stderr
