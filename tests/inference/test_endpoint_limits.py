@@ -13,6 +13,7 @@ from contextlib import suppress
 import pytest
 
 from tests.inference.replying import Sent, choice, replying, sending_raw, sound, with_card
+from tests.texts import assert_contains, assert_raises
 from vexport.errors import EnvironmentFault, InputError, VexportError
 from vexport.inference.endpoint.server import API_KEY, Server
 from vexport.records import Endpoint, Json
@@ -233,21 +234,22 @@ def with_status(
 
 
 @pytest.mark.parametrize(
-    ("status", "words"),
+    ("status", "parts"),
     [
-        (301, "use the address that the server redirects to"),
-        (307, "use the address that the server redirects to"),
-        (400, r"HTTP 400: <html>no</html>, in response to a prompt as token ids.*--gen-kwargs"),
-        (401, f"set {API_KEY}"),
-        (404, "behind the gateway"),
-        (413, "HTTP 413.*a prompt as token ids"),
-        (422, "HTTP 422.*a prompt as token ids"),
+        (301, ["the address", "redirects"]),
+        (307, ["the address", "redirects"]),
+        (400, ["HTTP 400: <html>no</html>", "prompt as token ids", "--gen-kwargs"]),
+        (401, [f"set {API_KEY}"]),
+        (404, ["behind the gateway"]),
+        (413, ["HTTP 413", "prompt as token ids"]),
+        (422, ["HTTP 422", "prompt as token ids"]),
     ],
 )
-def test_refused_requests_name_remedy(status: int, words: str) -> None:
+def test_refused_requests_name_remedy(status: int, parts: list[str]) -> None:
     reply = with_status(status, Location="http://elsewhere/v1/completions")
-    with replying(reply) as url, pytest.raises(InputError, match=words) as error:
+    with replying(reply) as url, pytest.raises(InputError) as error:
         connect(url, retry=5).generate([3], PARAMETERS)
+    assert_contains(str(error.value), *parts)
     assert "correct the address" not in str(error.value)
 
 
@@ -257,11 +259,9 @@ def test_permanent_failure_is_given_up(status: int) -> None:
     with replying(with_status(status)) as url:
         server = connect(url, retry=300, on_retry=lines.append)
         began = time.monotonic()
-        with pytest.raises(EnvironmentFault, match=f"prompt as token ids .*HTTP {status}: <html>"):
+        with assert_raises(EnvironmentFault, "prompt as token ids", f"HTTP {status}: <html>"):
             server.generate([3], PARAMETERS)
-        with pytest.raises(
-            EnvironmentFault, match=f"echo and logprobs .*HTTP {status}.*remove --text"
-        ):
+        with assert_raises(EnvironmentFault, "echo and logprobs", f"HTTP {status}", "--text"):
             server.score([3, 4], 1)
     assert time.monotonic() - began < 10
     assert len(lines) == 1
@@ -308,7 +308,7 @@ def test_long_prompt_names_limit(words: str) -> None:
     with replying(with_status(400, {"error": {"message": words}})) as url:
         server = connect(url)
         for ask in (lambda: server.generate([3], PARAMETERS), lambda: server.score([3, 4], 1)):
-            with pytest.raises(InputError, match="need at most 12 tokens in total"):
+            with assert_raises(InputError, "at most 12 tokens"):
                 ask()
 
 

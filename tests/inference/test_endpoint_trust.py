@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.inference.replying import Sent, replying, sound, with_card
+from tests.texts import assert_raises
 from vexport.errors import InputError, VexportError
 from vexport.inference.drafts import count_drafts
 from vexport.inference.endpoint.model import EndpointModel
@@ -47,7 +48,7 @@ def test_folder_of_remote_server_is_not_used(
         monkeypatch.setenv(
             "http_proxy", url.removesuffix("/v1")
         )  # a host name that only the proxy can resolve
-        with pytest.raises(InputError, match="nor a folder on this machine.*--tokenizer"):
+        with assert_raises(InputError, str(tmp_path), "on this machine", "--tokenizer"):
             tokenizer_of("candidate", "http://elsewhere.invalid/v1", settings, options)
 
 

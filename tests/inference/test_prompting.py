@@ -8,6 +8,7 @@ import click
 import pytest
 from transformers import AutoTokenizer
 
+from tests.texts import assert_raises
 from vexport.checkpoint.chat_template import chat_templates
 from vexport.cli.prompting import EVALUATE_SYNTAXES
 from vexport.cli.settings import given_settings, setting_options
@@ -77,39 +78,30 @@ def test_template_is_applied_if_models_have_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "settings", "message"),
+    ("old", "new", "settings", "parts"),
     [
-        (
-            {},
-            {},
-            {"apply_chat_template": True},
-            "baseline: chat template: got no template, need a template to apply",
-        ),
-        (
-            {},
-            {},
-            {"fewshot_as_multiturn": True},
-            "got no chat template, need a chat template for fewshot_as_multiturn",
-        ),
-        (CHAT, {}, {}, "candidate: chat template: got no template"),
-        ({}, CHAT, {}, "baseline: chat template: got no template"),
+        ({}, {}, {"apply_chat_template": True}, ["baseline: chat template", "no template"]),
+        ({}, {}, {"fewshot_as_multiturn": True}, ["no chat template", "fewshot_as_multiturn"]),
+        (CHAT, {}, {}, ["candidate: chat template", "no template"]),
+        ({}, CHAT, {}, ["baseline: chat template", "no template"]),
         (
             CHAT,
             {"chat_template.jinja": SPACED},
             {},
-            "new: got chat template: from character ",
+            [
+                "new:",
+                "chat template",
+                "character 36",
+                "' <assistant>Paris. ",
+                "'<assistant>Paris.<",
+            ],
         ),
-        (
-            CHAT,
-            CHAT,
-            {"apply_chat_template": "rag"},
-            "got no template with the name rag, need one of default",
-        ),
+        (CHAT, CHAT, {"apply_chat_template": "rag"}, ["no template", "rag", "one of default"]),
         (
             {**RAG, "additional_chat_templates/tool.jinja": TEMPLATE},
             RAG,
             {},
-            "got several templates without a default: rag, tool",
+            ["templates without a default", "rag, tool"],
         ),
     ],
 )
@@ -117,13 +109,12 @@ def test_models_with_different_prompts_are_refused(
     old: dict[str, str],
     new: dict[str, str],
     settings: dict[str, bool | str],
-    message: str,
+    parts: list[str],
     tmp_path: Path,
 ) -> None:
     models = {"baseline": model(tmp_path / "old", old), "candidate": model(tmp_path / "new", new)}
-    with pytest.raises(InputError) as caught:
+    with assert_raises(InputError, *parts):
         lm_eval_settings(Evaluate(tasks=("a",), **settings), models)
-    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -157,5 +148,5 @@ def test_endless_template_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     chat.enable_thinking = None
     chat.settings = LmEvalSettings()
-    with pytest.raises(InputError, match=r"chat template: got not finished after 0.3 s"):
+    with assert_raises(InputError, "chat template", "not finished", "0.3 s"):
         chat.apply_chat_template([{"role": "user", "content": "hello"}])

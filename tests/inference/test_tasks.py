@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from tests.evaluation.make import SUMS, make_tasks
+from tests.texts import assert_raises
 from vexport.engine.messages import SessionRequest
 from vexport.errors import InputError
 from vexport.inference.task_data import found_documents, load_tasks, tasks_as_data
@@ -95,18 +96,15 @@ def test_include_keeps_relative_paths(tmp_path: Path) -> None:
 
 def test_python_in_task_is_refused(tmp_path: Path) -> None:
     *_, near = make_tasks(tmp_path / "tasks", 3)
-    with pytest.raises(
-        InputError, match=r"near\.yaml:10: got !function score\.near.*--trust-remote-code"
-    ):
+    with assert_raises(InputError, "near.yaml:10:", "!function score.near", "--trust-remote-code"):
         resolve_tasks([near], folder=tmp_path / "run")
 
 
 def test_trusted_function_is_copied_with_module(tmp_path: Path) -> None:
     *_, near = make_tasks(tmp_path / "base", 3)
     resolve_tasks([near], folder=tmp_path / "run", trust_remote_code=True)
-    assert (
-        "process_results: !function 'score.near'" in (tmp_path / "run/near/near.yaml").read_text()
-    )
+    resolved = (tmp_path / "run/near/near.yaml").read_text()
+    assert "process_results: !function 'score.near'" in resolved
     assert (tmp_path / "run/near/score.py").is_file()
     task = write(tmp_path / "other.yaml", "include: base/near.yaml\ntask: other\n")
     resolve_tasks([task], folder=tmp_path / "run", trust_remote_code=True)
@@ -119,13 +117,10 @@ def test_trusted_function_is_copied_with_module(tmp_path: Path) -> None:
         ("task: [", r"t\.yaml:[12]: got .*correct the file"),
         ("task: &a [*a]\n", r"t\.yaml:1: got an alias inside"),
         ("- task", r"t\.yaml: got a list, need a mapping"),
-        (
-            "task: !!python/object/apply:os.getcwd []",
-            r"t\.yaml:1: got could not determine a constructor",
-        ),
+        ("task: !!python/object/apply:os.getcwd []", r"t\.yaml:1: .*os\.getcwd"),
         (SUMS.replace("additions", "missing"), r"t\.yaml: got no file .*missing\.jsonl"),
         (SUMS.replace("task: sums", "task: ../sums"), r"t\.yaml: task: got \.\./sums"),
-        (SUMS.replace("test_split: test\n", ""), "got no key test_split or validation_split"),
+        (SUMS.replace("test_split: test\n", ""), r"no key test_split\b.*\bvalidation_split"),
         ("include: t.yaml\n" + SUMS, "got an include of itself"),
         ("group: all\ntask: [nowhere]\n", r"nowhere\.yaml: got no such file"),
         ("group: all\ntask: []\n", "got no tasks"),
@@ -133,8 +128,7 @@ def test_trusted_function_is_copied_with_module(tmp_path: Path) -> None:
         ("group: all\ntask: [{task: sums}]\n", "got no key dataset_path"),
         (
             SUMS.replace("generate_until", "loglikelihood").replace("exact_match", "acuracy"),
-            r"t\.yaml: metric: got acuracy, need one of acc, perplexity \(loglikelihood\); "
-            r"correct the name",
+            r"t\.yaml: metric: got acuracy\b.*\bacc, perplexity\b.*loglikelihood.*correct",
         ),
     ],
 )
@@ -149,7 +143,7 @@ def test_task_names(tmp_path: Path) -> None:
     pytest.importorskip("lm_eval")
     names = ["arc_easy", "mmlu"]
     assert resolve_tasks(names, folder=tmp_path) == tuple(names)
-    with pytest.raises(InputError, match="task arc_eazy: got an unknown name.*arc_easy"):
+    with assert_raises(InputError, "task arc_eazy:", "unknown", "arc_easy"):
         resolve_tasks(["arc_eazy"], folder=tmp_path)
     make_tasks(tmp_path / "tasks", 3)
     found = resolve_tasks(["sums"], folder=tmp_path / "run", include_paths=[tmp_path / "tasks"])
@@ -184,9 +178,7 @@ def test_metric_with_code_needs_trust(name: str, mark: Path) -> None:
     (mark.parent / "t.yaml").write_text(with_metric(name.format(folder=mark.parent)))
     (mark.parent / "all.yaml").write_text("group: all\ntask: [t]\n")
     for file in ("t.yaml", "all.yaml"):
-        with pytest.raises(
-            InputError, match=r"Python code that would run; add --trust-remote-code"
-        ):
+        with assert_raises(InputError, "Python code", "--trust-remote-code"):
             resolve_tasks([file], folder=mark.parent / "run")
         assert resolve_tasks([file], folder=mark.parent / "run", trust_remote_code=True)
 
@@ -194,9 +186,7 @@ def test_metric_with_code_needs_trust(name: str, mark: Path) -> None:
 def test_pickled_documents_are_refused(mark: Path) -> None:
     (mark.parent / "t.yaml").write_text(SUMS.replace("dataset_path: json", "dataset_path: pandas"))
     for trust in (False, True):
-        with pytest.raises(
-            InputError, match="got pickled documents, need data that cannot run code"
-        ):
+        with assert_raises(InputError, "pickled documents", "cannot run code"):
             resolve_tasks(["t.yaml"], folder=mark.parent / "run", trust_remote_code=trust)
 
 
@@ -227,5 +217,5 @@ def test_python_in_task_folder_needs_trust(through: str, tmp_path: Path) -> None
     (tmp_path / "all.yaml").write_text("group: all\ntask:\n  - near\n")
     (tmp_path / "tagged.yaml").write_text("include: subject.yaml\ntask: other\ntag: tagged\n")
     (task,) = resolve_tasks([through], folder=tmp_path / "run", include_paths=(tmp_path,))
-    with pytest.raises(InputError, match=r"got !function score\.near.*--trust-remote-code"):
+    with assert_raises(InputError, "!function score.near", "--trust-remote-code"):
         load_untrusted(tmp_path, task)

@@ -17,9 +17,9 @@ DEMO = Path(__file__).parents[2] / "scenarios" / "demo"
     ("tokens", "rows", "longest", "length", "notes"),
     [
         (256, 4, None, 256, []),
-        (512, 4, None, 511, ["rows of the text have 511 tokens, not 512"]),
-        (8192, 4, None, 511, ["the maximum sequence length is 512"]),
-        (8192, 2, 4096, 4095, ["rows of the text have 4,095 tokens, not 8,192"]),
+        (512, 4, None, 511, ["511 tokens, not 512"]),
+        (8192, 4, None, 511, ["maximum sequence length is 512"]),
+        (8192, 2, 4096, 4095, ["4,095 tokens, not 8,192"]),
         (500, 10_000, None, 500, ["rows, not 10000"]),
     ],
 )
