@@ -20,6 +20,7 @@ from tests.evaluation.faults import (
     with_unequal_global_scales,
 )
 from tests.models import quantize
+from tests.texts import assert_contains
 from vexport.engine.messages import SessionResult
 from vexport.engine.reference import reference_logprobs
 from vexport.evaluation.attribution import attribute
@@ -132,7 +133,7 @@ def test_deviating_engine_blames_kernel(tmp_path: Path, prompts: Prompts, export
     assert found.quantization
     assert found.engine.mean_kl > found.engine.limit
     assert found.quantization.mean_kl < LIMIT
-    assert "loads all values as they are stored" in found.reason
+    assert_contains(found.reason, "vLLM differs", "transformers", "loads all values")
 
 
 def test_broken_loader_rule_blames_loader(tmp_path: Path, prompts: Prompts, export: Path) -> None:
@@ -172,7 +173,7 @@ def test_different_tokens_blame_harness(tmp_path: Path, prompts: Prompts) -> Non
     found = attribute(session, other, limit=LIMIT, outcome="FAIL", vllm_python=NO_VLLM)
     assert found is not None
     assert (found.cause, found.engine) == ("harness", None)
-    assert "tokenizer: a prompt has the tokens" in found.reason
+    assert_contains(found.reason, "tokenizer", "prompt", "tokens")
 
 
 def test_failure_without_distance_blames_harness(tmp_path: Path, prompts: Prompts) -> None:
@@ -183,11 +184,11 @@ def test_failure_without_distance_blames_harness(tmp_path: Path, prompts: Prompt
     model = DEMO / "model"
     found = attribution_of(tmp_path, prompts, DEMO / "model-x16", by=DEMO / "model-x16")
     assert found.cause == "harness"
-    assert "all four log-probabilities agree" in found.reason
+    assert_contains(found.reason, "log-probabilities agree")
     hard = DEMO / "model-x16"
     late = attribution_of(tmp_path / "late", prompts, hard, by=hard, is_late=True)
     assert late.cause == "none"
-    assert "the loss is at later tokens" in late.reason
+    assert_contains(late.reason, "later tokens")
     baseline = session_of(model, prompts, tmp_path / "nan" / "a", by=model)
     candidate = session_of(model, prompts, tmp_path / "nan" / "b", by=model, noise=float("nan"))
     broken = attribute(baseline, candidate, limit=LIMIT, outcome="FAIL", vllm_python=NO_VLLM)

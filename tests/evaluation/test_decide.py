@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.texts import assert_contains
 from vexport.evaluation.results import read_results
 from vexport.evaluation.statistics import tango_interval
 from vexport.evaluation.verdict import decide
@@ -49,11 +50,10 @@ def test_real_loss_shows_flipped_documents(lm_eval_runs: Path, tmp_path: Path) -
     assert (first.baseline, first.candidate, first.direction) == ("5", "6", "right to wrong")
     chosen = task_of(verdict, "choices").flips[0]
     assert (chosen.target, chosen.baseline, chosen.candidate) == ("5", "5", "none of them")
-    assert (
-        verdict.reason
-        == "all 3 tasks lose more than 2 points (worst: choices loses 13.0 points, at least 9.49)"
+    assert_contains(
+        verdict.reason, "all 3 tasks", "more than 2 points", "choices loses 13.0 points", "9.49"
     )
-    assert "upper bounds corrected for 3 tasks (Holm)" in verdict.method
+    assert_contains(verdict.method, "3 tasks", "Holm")
     assert compare(lm_eval_runs, "worse", margin=0.25).outcome == "PASS"
     file = tmp_path / "verdict.json"
     file.write_text(to_json(verdict))
@@ -67,7 +67,9 @@ def test_inconclusive_gives_needed_documents(lm_eval_runs: Path) -> None:
     assert verdict.outcome == sums.outcome == "INCONCLUSIVE"
     assert sums.documents_needed is not None
     assert sums.documents_needed > 400
-    assert verdict.reason.startswith("2 of 3 tasks are not settled: ")
+    unsettled = [task.task for task in verdict.tasks if task.outcome == "INCONCLUSIVE"]
+    assert len(unsettled) == 2
+    assert_contains(verdict.reason, "2 of 3 tasks", *unsettled)
 
 
 def test_small_task_names_possible_margin(copies: Path, lm_eval_runs: Path) -> None:
@@ -75,8 +77,8 @@ def test_small_task_names_possible_margin(copies: Path, lm_eval_runs: Path) -> N
     sums = task_of(compare(lm_eval_runs, "doubtful"), "sums")
     assert sums.documents_available == sums.documents == 400
     assert sums.settling_margin is not None
-    assert "only 400 documents" in sums.remedy
-    assert f"a margin of {100 * sums.settling_margin:.3g} points" in sums.remedy
+    possible = f"{100 * sums.settling_margin:.3g} points"
+    assert_contains(sums.remedy, "400 documents", "margin", possible)
     settled = compare(lm_eval_runs, "doubtful", margin=sums.settling_margin)
     assert task_of(settled, "sums").outcome == "PASS"
     smaller = compare(lm_eval_runs, "doubtful", margin=sums.settling_margin - 0.01)
@@ -88,7 +90,8 @@ def test_small_task_names_possible_margin(copies: Path, lm_eval_runs: Path) -> N
     verdict = decide(copies / "baseline", lm_eval_runs / "doubtful", margin=0.02, alpha=0.05)
     sums = task_of(verdict, "sums")
     assert sums.documents_needed is not None
-    assert sums.remedy == f"{about(sums.documents_needed)} documents would settle it"
+    assert_contains(sums.remedy, f"{about(sums.documents_needed)} documents")
+    assert "margin" not in sums.remedy
 
 
 def rows_of(scores: Sequence[float], prompt: str = "p") -> list[Mapping[str, object]]:
@@ -126,4 +129,4 @@ def test_method_gives_repeatability(
     folder = read_results(copies / "baseline").file.parent
     write_repeated(folder, Repeated(documents=documents, changed=changed, sampled=sampled))
     verdict = compare(copies, "twin")
-    assert verdict.method.endswith(f", asked again: {changed} of {documents} answers changed")
+    assert_contains(verdict.method, f"{changed} of {documents} answers")

@@ -4,6 +4,7 @@ The files in `harness_files` were written by lighteval's and EvalScope's own cla
 """
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from tests.command import Ran, vexport
 from tests.evaluation.harness_files.answers import DOCUMENTS, SEEDS, score
+from tests.texts import assert_contains
 from vexport.inference.added_keys import SEED
 
 FILES = Path(__file__).parent / "harness_files"
@@ -172,7 +174,7 @@ def test_missing_and_doubled_ids(tmp_path: Path, rows: list[dict[str, Any]]) -> 
     assert "no document 7" in refused(base, missing)
     assert "no document 7" in refused(missing, base)
     doubled = write_lines(tmp_path / "doubled.jsonl", [*rows, rows[3]])
-    assert "doubled.jsonl:21: got document 3 twice" in refused(base, doubled)
+    assert_contains(refused(base, doubled), "doubled.jsonl:21", "document 3 twice")
     other = write_lines(tmp_path / "other.jsonl", [{**row, "task": "more"} for row in rows])
     assert "no task" in refused(base, other)
 
@@ -220,7 +222,7 @@ def test_other_metrics_and_harnesses(tmp_path: Path) -> None:
     shutil.copytree(reviews, other)
     (file,) = other.rglob("*.jsonl")
     file.write_text(file.read_text().replace('"acc"', '"rouge"'))
-    assert "the metrics rouge, and the baseline's are acc" in refused(reviews, other)
+    assert re.search(r"\brouge\b.* baseline's .*\bacc\b", refused(reviews, other))
     lines = write_json_lines(tmp_path / "lines", scores_of("base"))
     message = refused(reviews, lines)
     assert "JSON lines" in message

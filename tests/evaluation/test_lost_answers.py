@@ -1,5 +1,6 @@
 """Answers that were cut, are empty, or contain nothing that the filter finds."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -138,6 +139,6 @@ def test_fail_names_cut_answers() -> None:
     pair = replace(pair, baseline=np.ones(1000))
     verdict = judge([pair], margin=0.02, alpha=0.05)
     assert verdict.outcome == "FAIL"
-    assert "the candidate was cut in 30% of its answers, the baseline in 0%" in verdict.reason
+    assert re.search(r"candidate\b.* cut in 30%.* baseline in 0%", verdict.reason)
     for format_ in ("text", "markdown", "html", "json"):
         assert "300" in render_verdicts([verdict], format_)
