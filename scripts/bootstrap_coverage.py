@@ -179,7 +179,8 @@ def main() -> None:
         table = tabulate(AGGREGATIONS[metric], metric, left, right)
         truth, below, above = coverage(table, given.documents, given.times)
         seconds = time.monotonic() - start
-        print(f"{metric:16} {truth:+9.5f}  low {below:6.1%}  high {above:6.1%}  {seconds:.0f} s")
+        row = f"{metric:16} {truth:+9.5f}  low {below:6.1%}  high {above:6.1%}  {seconds:.0f} s"
+        print(row, flush=True)
 
 
 if __name__ == "__main__":
