@@ -12,6 +12,7 @@ import pytest
 from scipy import stats
 
 from tests.evaluation.make import edit_results, make_group, run_lm_eval
+from tests.texts import assert_contains, assert_raises
 from vexport.errors import InputError
 from vexport.evaluation.pairs import TaskPair, gated_tasks, pool
 from vexport.evaluation.results import read_results
@@ -55,7 +56,7 @@ def test_group_is_clustered_by_subject(runs: Path) -> None:
         SUBJECTS,
     )
     assert (task.outcome, task.right_to_wrong) == ("FAIL", 48)
-    assert "Tango's score interval clustered by task" in verdict.method
+    assert_contains(verdict.method, "Tango's score interval", "clustered by task")
     aggregate = json.loads(read_results(runs / "worse").file.read_text())["groups"]["subjects"][
         "acc,none"
     ]
@@ -85,18 +86,15 @@ def test_gate_chooses_metric(runs: Path, choice: dict[str, str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("choice", "message"),
+    ("choice", "parts"),
     [
-        (
-            {"subjects": "f1"},
-            "gate of task subjects: got f1, which no task has, need one of acc,none, acc_norm,none",
-        ),
-        ({"*": "f1"}, "gate: got f1, which no task has"),
-        ({"subject1": "acc"}, "gate: got no task subject1, need one of subjects"),
+        ({"subjects": "f1"}, ["gate", "subjects", "got f1", "acc,none", "acc_norm,none"]),
+        ({"*": "f1"}, ["gate: got f1"]),
+        ({"subject1": "acc"}, ["gate: got no task subject1", "one of subjects"]),
     ],
 )
-def test_unknown_gate_is_refused(runs: Path, choice: dict[str, str], message: str) -> None:
-    with pytest.raises(InputError, match=message):
+def test_unknown_gate_is_refused(runs: Path, choice: dict[str, str], parts: list[str]) -> None:
+    with assert_raises(InputError, *parts):
         decide(runs / "baseline", runs / "worse", margin=0.02, alpha=0.05, gate=choice)
 
 

@@ -11,6 +11,7 @@ import pytest
 from tests.evaluation.make import make_tasks, samples_file
 from tests.inference.in_vllm import Outcomes, Requests
 from tests.models import save_llama, write_tokenizer
+from tests.texts import assert_contains
 from vexport.engine.messages import SessionRequest
 from vexport.engine.session import Worker
 from vexport.evaluation.results import read_results
@@ -119,7 +120,7 @@ def test_same_engine_gives_same_answers(evaluated: Evaluated) -> None:
     verdict = decide(folder / "first", folder / "second", margin=0.1, alpha=0.05)
     # A model with random weights guesses, so that equal answers may be no evidence for PASS.
     assert all(task.outcome == "PASS" or task.uninformative for task in verdict.tasks)
-    assert verdict.method.endswith("asked again: 0 of 100 answers changed")
+    assert_contains(verdict.method, "0 of 100 answers")
     first, second = (
         sorted(
             line
@@ -139,11 +140,10 @@ def test_long_prompts_and_unsafe_templates_are_refused(
     evaluated: Evaluated,
 ) -> None:
     errors = evaluated[1].errors
-    assert errors[2].startswith(
-        "InputError: task long, document 0: got a prompt of 4 tokens and 300 to generate"
-    )
+    assert errors[2].startswith("InputError: task long, document 0: ")
+    assert_contains(errors[2], "4 tokens", "300")
     assert not (evaluated[0] / "long").exists()
-    assert "access to attribute '__class__' of 'str' object is unsafe" in errors[3]
+    assert_contains(errors[3], "'__class__'", "unsafe")
 
 
 def expected_prompts(folder: Path) -> list[str]:
