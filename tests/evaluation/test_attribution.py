@@ -24,7 +24,7 @@ from tests.texts import assert_contains
 from vexport.engine.messages import SessionResult
 from vexport.engine.reference import reference_logprobs
 from vexport.evaluation.attribution import attribute
-from vexport.inference.answers import Served
+from vexport.inference.answers import ServedSession
 from vexport.inference.prompts import Prompts, fixed_prompts
 from vexport.records import Attribution, Outcome
 
@@ -54,7 +54,7 @@ def computed(checkpoint: Path, tokens: tuple[tuple[int, ...], ...]) -> torch.Ten
 
 def session_of(
     checkpoint: Path, prompts: Prompts, folder: Path, *, by: Path, noise: float = 0.0
-) -> Served:
+) -> ServedSession:
     """Return a session on `checkpoint` with the results of the checkpoint `by`.
 
     Gaussian noise of standard deviation `noise` is added to the logits.
@@ -67,7 +67,7 @@ def session_of(
     save_file(tensors, folder / "logprobs.safetensors")
     file = folder / "logprobs.safetensors"
     result = SessionResult(checkpoint=checkpoint, platform="cpu", logprobs_file=file)
-    return Served(result=result, prompts=prompts)
+    return ServedSession(result=result, prompts=prompts)
 
 
 def attribution_of(

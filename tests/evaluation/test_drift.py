@@ -11,7 +11,7 @@ from torch.nn import functional
 from tests.texts import assert_contains
 from vexport.engine.messages import SessionResult
 from vexport.evaluation.drift import drift_warnings, least_kl, measure_drift
-from vexport.inference.answers import Served
+from vexport.inference.answers import ServedSession
 from vexport.inference.prompts import Prompts, fixed_prompts
 from vexport.numerics.metrics import kl_divergence
 from vexport.scenario import Evaluate
@@ -27,7 +27,7 @@ def prompts() -> Prompts:
     return fixed_prompts(DEMO, texts=TEXTS)
 
 
-def session_with(folder: Path, prompts: Prompts, logits: list[torch.Tensor]) -> Served:
+def session_with(folder: Path, prompts: Prompts, logits: list[torch.Tensor]) -> ServedSession:
     """Return a session whose log-probabilities come from the given logits."""
     folder.mkdir()
     tensors = {
@@ -38,7 +38,7 @@ def session_with(folder: Path, prompts: Prompts, logits: list[torch.Tensor]) -> 
     result = SessionResult(
         checkpoint=DEMO, platform="cpu", logprobs_file=folder / "logprobs.safetensors"
     )
-    return Served(result=result, prompts=prompts)
+    return ServedSession(result=result, prompts=prompts)
 
 
 def random_logits(prompts: Prompts, seed: int = 0) -> list[torch.Tensor]:

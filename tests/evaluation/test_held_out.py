@@ -18,7 +18,7 @@ from vexport.evaluation.held_out import (
     judge_limit,
     mean_bounds,
 )
-from vexport.inference.answers import Served
+from vexport.inference.answers import ServedSession
 from vexport.records import DraftCounts
 from vexport.reports import render_verdicts
 from vexport.scenario import Evaluate
@@ -28,7 +28,7 @@ DRAFTING = SETTINGS.model_copy(update={"speculative": "mtp"})
 VOCABULARY, TOKENS, KL_TOKENS = 50, 40, 10
 
 
-def models(folder: Path, count: int, noise: float) -> tuple[Served, Served]:
+def models(folder: Path, count: int, noise: float) -> tuple[ServedSession, ServedSession]:
     """Return a baseline that predicts its text well, and a candidate with noise on its logits."""
     rows, logits, generator = random_text(count, TOKENS, VOCABULARY)
     other = logits + noise * torch.randn(logits.shape, generator=generator)
@@ -112,7 +112,7 @@ def drafts(accepted: ArrayLike, steps: ArrayLike) -> tuple[DraftCounts, ...]:
     return tuple(DraftCounts(drafts=n, draft_tokens=3 * n, accepted_tokens=k) for n, k in pairs)
 
 
-def drafting(side: Served, counts: tuple[DraftCounts, ...]) -> Served:
+def drafting(side: ServedSession, counts: tuple[DraftCounts, ...]) -> ServedSession:
     return replace(side, result=replace(side.result, drafts=counts))
 
 

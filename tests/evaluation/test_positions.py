@@ -17,7 +17,7 @@ from vexport.errors import EnvironmentFault
 from vexport.evaluation.held_out import LATE_FAILURE_HINT, decide_on_text, judge_limit
 from vexport.evaluation.positions import Span, buckets_of, compare_rows, doublings_of
 from vexport.evaluation.verdict import overall_outcome
-from vexport.inference.answers import Served
+from vexport.inference.answers import ServedSession
 from vexport.records import TextVerdict, Verdict
 from vexport.reports import render_verdicts
 from vexport.reports.formatting import next_step
@@ -35,7 +35,7 @@ def ramp(start: int) -> torch.Tensor:
 
 def pair(
     folder: Path, *, start: int = 200, noise: float = 1.0, again: float = 0.0, top: int | None = 40
-) -> tuple[Served, Served]:
+) -> tuple[ServedSession, ServedSession]:
     """Return a baseline, and a candidate whose logits get worse from the token `start` on."""
     rows, logits, generator = random_text(ROWS, TOKENS, VOCABULARY)
     other = logits + noise * ramp(start) * torch.randn(logits.shape, generator=generator)

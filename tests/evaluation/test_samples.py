@@ -53,7 +53,7 @@ def test_huge_numbers_are_read(copies: Path) -> None:
     tasks = read_results(copies / "twin").tasks
     assert tasks["sums"].samples["none", 0, 0].scores["exact_match"] == math.inf
     chosen = tasks["choices"].samples["none", 0, 0]
-    assert (chosen.target, chosen.compared) == ("9" * 5000, "0")
+    assert (chosen.target, chosen.compared_text) == ("9" * 5000, "0")
 
 
 def test_newest_run_is_read(copies: Path) -> None:

@@ -17,7 +17,7 @@ from vexport.engine.installed import installed_text
 from vexport.engine.messages import EngineFailure, SessionResult
 from vexport.engine.session import EngineFault
 from vexport.errors import EnvironmentFault, InputError, InputErrors, VexportError
-from vexport.inference.answers import Answers, Served
+from vexport.inference.answers import Answers, ServedSession
 from vexport.inference.asking import EngineSource, Questions
 from vexport.inference.prompts import Prompts
 from vexport.outputs.manifest import record
@@ -70,7 +70,7 @@ class FakeEngine:
             checkpoint=source.checkpoint, platform="cpu", vllm="1.2.3", failure=failure
         )
         prompts = Prompts(natural=True, texts=(), tokens=())
-        return Answers(results=folder, served=Served(result=result, prompts=prompts))
+        return Answers(results=folder, served=ServedSession(result=result, prompts=prompts))
 
 
 def problems(serves: list[Serve], python: Path | None) -> list[tuple[VexportError, ...]]:

@@ -28,7 +28,7 @@ SAMPLE = Sample(
     prompt="1 + 1 =",
     target="2",
     answer="2",
-    compared="2",
+    compared_text="2",
     scores={},
 )
 

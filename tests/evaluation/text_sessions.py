@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from torch.nn import functional
 
 from vexport.engine.messages import SERVER, SessionResult
-from vexport.inference.answers import Rows, Served
+from vexport.inference.answers import Rows, ServedSession
 from vexport.inference.prompts import Prompts
 from vexport.inference.text_scores import rows_to_repeat
 
@@ -22,7 +22,7 @@ def session(
     top: int | None = None,
     again: torch.Tensor | None = None,
     is_server: bool = False,
-) -> Served:
+) -> ServedSession:
     """Return a session. `logits` has the shape (rows, tokens - 1, vocabulary).
 
     The files have the whole vocabulary for the `beginning` of each row, and the `top` most likely
@@ -49,7 +49,7 @@ def session(
         logprobs_file=folder / "logprobs.safetensors",
         text_file=folder / "text.safetensors",
     )
-    return Served(result=result, prompts=prompts, rows=rows)
+    return ServedSession(result=result, prompts=prompts, rows=rows)
 
 
 def _scores(

@@ -354,7 +354,9 @@ def _accepted_answers(task: AcceptedTask, now: TaskSamples) -> TaskSamples:
         score, _ = stored[_number(sample)]
         ending = None if endings is None else endings[_number(sample)]
         answer, scores = f"(scored {score:g}; the answer was not kept)", {task.metric: score}
-        samples[key] = replace(sample, answer=answer, compared=None, scores=scores, ending=ending)
+        samples[key] = replace(
+            sample, answer=answer, compared_text=None, scores=scores, ending=ending
+        )
     better = {task.metric: task.higher_is_better}
     return replace(now, higher_is_better=better, samples=samples, aggregates={})
 

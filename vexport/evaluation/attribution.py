@@ -26,7 +26,7 @@ from vexport.engine.agreement import KL_LIMITS, kl_limit, read_logprobs
 from vexport.engine.dry.load import CAPABILITIES, DryLoad
 from vexport.engine.reference import REFERENCE_FILE, agreement_limit, cached_reference
 from vexport.errors import EnvironmentFault, InputError
-from vexport.inference.answers import Served
+from vexport.inference.answers import ServedSession
 from vexport.inference.prompting import differences
 from vexport.numerics.metrics import kl_divergence
 from vexport.records import Attribution, Cause, Distance, OnProgress, Outcome, named, silent
@@ -59,8 +59,8 @@ MODEL_NAMES = {
 
 
 def attribute(
-    baseline: Served,
-    candidate: Served,
+    baseline: ServedSession,
+    candidate: ServedSession,
     *,
     limit: float,
     outcome: Outcome | None,
@@ -158,7 +158,7 @@ def _find_cause(
     )
 
 
-def _reference(side: Served, on_progress: OnProgress) -> torch.Tensor:
+def _reference(side: ServedSession, on_progress: OnProgress) -> torch.Tensor:
     file = side.logprobs_file.with_name(REFERENCE_FILE)
     return cached_reference(side.checkpoint, side.prompts.tokens, file, on_progress)
 
@@ -185,7 +185,7 @@ def _kl_with_limit(distance: Distance) -> str:
 
 
 def _loader_evidence(
-    candidate: Served, vllm_python: Path | None, on_progress: OnProgress
+    candidate: ServedSession, vllm_python: Path | None, on_progress: OnProgress
 ) -> tuple[str, ...]:
     """Return differences between stored and loaded values.
 

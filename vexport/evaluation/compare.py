@@ -359,12 +359,12 @@ def _changed_wrong(pair: TaskPair) -> int | None:
 
     Return None if answers were not stored, or if the metric has no right and wrong answers.
     """
-    if pair.own_unit is not None or any(old.compared is None for old, _ in pair.documents):
+    if pair.own_unit is not None or any(old.compared_text is None for old, _ in pair.documents):
         return None
     right = 1.0 if pair.sign > 0 else 0.0
     wrong = (pair.gain == 0) & (pair.baseline != right)
     both_wrong = (pair.documents[index] for index in np.flatnonzero(wrong))
-    return sum(1 for old, new in both_wrong if old.compared != new.compared)
+    return sum(1 for old, new in both_wrong if old.compared_text != new.compared_text)
 
 
 def _flips(pair: TaskPair) -> Iterator[Flip]:

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from vexport.bus_errors import install_bus_error_handler
 from vexport.files import digest_bytes
-from vexport.inference.answers import Served
+from vexport.inference.answers import ServedSession
 from vexport.numerics.metrics import kl_divergence
 from vexport.records import Drift, PromptDrift, TokenDrift
 from vexport.scenario import Evaluate
@@ -28,7 +28,9 @@ _ROUNDING = 1e-6
 """Rounding error of a sum of probabilities that were stored as logarithms in float32."""
 
 
-def measure_drift(baseline: Served, candidate: Served, settings: Evaluate) -> Drift | None:
+def measure_drift(
+    baseline: ServedSession, candidate: ServedSession, settings: Evaluate
+) -> Drift | None:
     """Return KL and NLL over all positions, and the prompts with the most drift.
 
     Return None if vLLM refused one of the models, if the two models got different tokens, or if
@@ -123,7 +125,7 @@ def drift_warnings(drift: Drift) -> tuple[str, ...]:
 
 
 def _rows(
-    baseline: Served, candidate: Served
+    baseline: ServedSession, candidate: ServedSession
 ) -> Iterator[tuple[Sequence[int], torch.Tensor, torch.Tensor]]:
     """Yield each prompt's tokens and both models' matrices (positions, vocabulary)."""
     install_bus_error_handler()

@@ -505,7 +505,7 @@ def _sample(answer: Answer, seed: int) -> Sample:
         prompt=answer.prompt,
         target=answer.target,
         answer=shown,
-        compared=compared,
+        compared_text=compared,
         scores=answer.scores,
         options=answer.options,
         seed=seed,

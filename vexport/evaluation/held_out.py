@@ -31,7 +31,7 @@ from vexport.evaluation.positions import (
 from vexport.evaluation.statistics import Interval, Scores, bca_interval, documents_to_settle
 from vexport.evaluation.verdict import overall_outcome
 from vexport.files import digest_bytes
-from vexport.inference.answers import Served
+from vexport.inference.answers import ServedSession
 from vexport.records import (
     AcceptanceLengths,
     DraftCounts,
@@ -67,7 +67,9 @@ LATE_FAILURE_HINT = (
 _DIGITS = 16
 
 
-def decide_on_text(data: str, baseline: Served, candidate: Served, settings: Evaluate) -> Verdict:
+def decide_on_text(
+    data: str, baseline: ServedSession, candidate: ServedSession, settings: Evaluate
+) -> Verdict:
     """Compare two models on the rows of `data`.
 
     If `settings` request drafts, the acceptance lengths are compared, too.
@@ -102,7 +104,7 @@ def decide_on_text(data: str, baseline: Served, candidate: Served, settings: Eva
 
 
 def _measure_text(
-    data: str, baseline: Served, candidate: Served, settings: Evaluate
+    data: str, baseline: ServedSession, candidate: ServedSession, settings: Evaluate
 ) -> TextVerdict:
     rows = list(compare_rows(baseline, candidate))
     if not all(np.isfinite([*row.kl, *row.candidate_nll, *row.baseline_nll]).all() for row in rows):
@@ -139,7 +141,10 @@ def _measure_text(
 
 
 def _judge_buckets(
-    rows: Sequence[ComparedRow], baseline: Served, candidate: Served, settings: Evaluate
+    rows: Sequence[ComparedRow],
+    baseline: ServedSession,
+    candidate: ServedSession,
+    settings: Evaluate,
 ) -> tuple[tuple[TextBucket, ...], tuple[TextLimit, ...]]:
     """Judge each bucket, and the acceptance length if there are drafts, and return the results."""
     spans = buckets_of(max(row.tokens for row in rows))
@@ -241,7 +246,7 @@ def _worst_limit(limits: Sequence[TextLimit]) -> TextLimit:
     return max(limits, key=lambda limit: (order.index(limit.outcome), limit.value))
 
 
-def _require_steady(role: str, side: Served, text: TextVerdict, kl_limit: float) -> None:
+def _require_steady(role: str, side: ServedSession, text: TextVerdict, kl_limit: float) -> None:
     """Raise EnvironmentFault if a model's second reading differs too much from its first.
 
     A model that read no row twice is not judged.
@@ -430,7 +435,7 @@ def _limit_text(limit: TextLimit, text: TextVerdict) -> str:
     return f"{limit.measure} {value} ({bound}), limit {most}{unit}{place}"
 
 
-def _failure(candidate: Served, got: str, need: str) -> CheckpointFailed:
+def _failure(candidate: ServedSession, got: str, need: str) -> CheckpointFailed:
     where = f"candidate {candidate.checkpoint}"
     return CheckpointFailed(
         where, got=got, need=need, fix="run `vexport check` on it, or export it again"

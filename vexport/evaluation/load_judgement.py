@@ -15,7 +15,7 @@ from vexport.engine.reference import (
     reference_canaries,
 )
 from vexport.errors import InputError
-from vexport.inference.answers import Served
+from vexport.inference.answers import ServedSession
 from vexport.numerics.metrics import kl_divergence
 from vexport.records import Finding, LoadReport, LogprobAgreement, OnProgress, silent
 
@@ -23,7 +23,7 @@ REFERENCE = "transformers with dequantized weights"
 
 
 def judge_by_reference(
-    served: Served, baseline: Served | None = None, on_progress: OnProgress = silent
+    served: ServedSession, baseline: ServedSession | None = None, on_progress: OnProgress = silent
 ) -> LoadReport:
     """Report whether vLLM refused a model, and whether its answers are finite and not degenerate.
 
@@ -51,7 +51,7 @@ def judge_by_reference(
     )
 
 
-def _refusal(served: Served) -> Finding:
+def _refusal(served: ServedSession) -> Finding:
     assert served.result.failure is not None
     return error(
         "load",
@@ -63,7 +63,9 @@ def _refusal(served: Served) -> Finding:
     )
 
 
-def _judge_canaries(served: Served, baseline: Served | None, *, agrees: bool) -> list[Finding]:
+def _judge_canaries(
+    served: ServedSession, baseline: ServedSession | None, *, agrees: bool
+) -> list[Finding]:
     """Return findings on the continuations, compared with the baseline's.
 
     Without a baseline, bad continuations are compared with those of the reference model.
@@ -87,7 +89,7 @@ def _judge_canaries(served: Served, baseline: Served | None, *, agrees: bool) ->
 
 
 def _compare_with_reference(
-    served: Served, on_progress: OnProgress
+    served: ServedSession, on_progress: OnProgress
 ) -> tuple[LogprobAgreement | None, list[Finding]]:
     """Compare vLLM's log-probabilities with the reference model's."""
     result = served.result

@@ -25,7 +25,7 @@ from vexport.bus_errors import install_bus_error_handler
 from vexport.engine.messages import KL_TOKENS
 from vexport.evaluation.drift import least_kl
 from vexport.evaluation.statistics import Scores
-from vexport.inference.answers import Served
+from vexport.inference.answers import ServedSession
 from vexport.inference.row_scores import NO_TOKEN
 from vexport.inference.text_scores import REPEATED_PREFIX, rows_to_repeat
 from vexport.numerics.metrics import kl_divergence
@@ -125,7 +125,7 @@ def row_means(values: Iterable[Scores], span: Span) -> Scores:
     return np.array([part.mean() for part in parts if len(part)])
 
 
-def compare_rows(baseline: Served, candidate: Served) -> Iterator[ComparedRow]:
+def compare_rows(baseline: ServedSession, candidate: ServedSession) -> Iterator[ComparedRow]:
     """Yield the comparison of both models on each row.
 
     Only one row's log-probabilities are in memory at a time. The KL is exact at the first tokens of
@@ -152,7 +152,7 @@ def compare_rows(baseline: Served, candidate: Served) -> Iterator[ComparedRow]:
             yield _compare_row(old, new, kl, len(kl) if is_exact and is_whole else exact)
 
 
-def compare_repeated(baseline: Served) -> Iterator[ComparedRow]:
+def compare_repeated(baseline: ServedSession) -> Iterator[ComparedRow]:
     """Yield the comparison of the baseline with itself on each row that it read twice.
 
     Yield nothing if the baseline read no row twice. All KLs are lower bounds.

@@ -58,7 +58,7 @@ class Sample:
     prompt: str
     target: str
     answer: str
-    compared: str | None
+    compared_text: str | None
     scores: Mapping[str, float]
     values: Mapping[str, Json] = field(default_factory=dict)
     options: int = 0
@@ -206,7 +206,7 @@ def _read_sample(
         prompt=_text(arguments[0][0]) if arguments and arguments[0] else "",
         target=_target(arguments, line["target"], output_type),
         answer=answer,
-        compared=compared,
+        compared_text=compared,
         scores=scores,
         values=_exact_probabilities(values, line["filtered_resps"], output_type),
         options=len(_values(line["filtered_resps"])) if output_type == "multiple_choice" else 0,

@@ -11,7 +11,7 @@ Rows = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Served:
+class ServedSession:
     """Result of a finished session with a model, with its prompts and its rows of text."""
 
     result: SessionResult
@@ -57,4 +57,4 @@ class Answers:
     """
 
     results: Path
-    served: Served | None = None
+    served: ServedSession | None = None

@@ -22,7 +22,7 @@ from vexport.engine.messages import (
 from vexport.engine.session import Worker, session_error
 from vexport.errors import InputError
 from vexport.files import digest_bytes, to_json
-from vexport.inference.answers import Answers, Rows, Served
+from vexport.inference.answers import Answers, Rows, ServedSession
 from vexport.inference.endpoint.server import Server
 from vexport.inference.endpoint.tokenizer import show_retries
 from vexport.inference.engine_session import run_session
@@ -148,7 +148,9 @@ class EngineSource(AnswerSource):
         if (request.tasks or rows) and result.engine is not None:
             write_fingerprint(folder, engine_fingerprint(self.checkpoint, result.engine))
         _require_deterministic(folder, settings)
-        return Answers(results=folder, served=Served(result=result, prompts=prompts, rows=rows))
+        return Answers(
+            results=folder, served=ServedSession(result=result, prompts=prompts, rows=rows)
+        )
 
     def _vocabulary(self) -> int:
         """Return the number of token ids of the model."""
@@ -288,7 +290,9 @@ class EndpointSource(AnswerSource):
             raise session_error(result.problem)
         _require_deterministic(folder, settings)
         prompts = Prompts(natural=True, texts=(), tokens=truncated_rows(rows))
-        return Answers(results=folder, served=Served(result=result, prompts=prompts, rows=rows))
+        return Answers(
+            results=folder, served=ServedSession(result=result, prompts=prompts, rows=rows)
+        )
 
     def _longest_sequence(self, settings: Evaluate) -> int:
         """Return the maximum number of tokens of a sequence.

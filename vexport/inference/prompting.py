@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from vexport.checkpoint.chat_template import DEFAULT, chat_templates
 from vexport.errors import InputError, raise_all
 from vexport.files import read_json_object
-from vexport.inference.answers import Served
+from vexport.inference.answers import ServedSession
 from vexport.records import Json, LmEvalSettings
 from vexport.scenario import Evaluate
 
@@ -86,7 +86,7 @@ def _missing_template(role: str, name: str, templates: Mapping[str, str]) -> Inp
     return InputError(where, got=got, need=f"one of {named}", fix="choose one of these templates")
 
 
-def differences(baseline: Served, candidate: Served) -> Iterator[str]:
+def differences(baseline: ServedSession, candidate: ServedSession) -> Iterator[str]:
     """Yield a sentence for each difference that changes the candidate's prompts or stop tokens."""
     roots = baseline.checkpoint, candidate.checkpoint
     old, new = baseline.prompts.tokens, candidate.prompts.tokens

@@ -7,7 +7,7 @@ from dataclasses import replace
 from vexport.evaluation.attribution import attribute
 from vexport.evaluation.held_out import decide_on_text
 from vexport.evaluation.verdict import decide
-from vexport.inference.answers import Answers, Served
+from vexport.inference.answers import Answers, ServedSession
 from vexport.inference.fingerprint import read_fingerprint
 from vexport.inference.options import EngineOptions
 from vexport.records import Attribution, Outcome, Verdict, named
@@ -56,8 +56,8 @@ def verdict_of(
 
 
 def cause_of(
-    baseline: Served,
-    candidate: Served,
+    baseline: ServedSession,
+    candidate: ServedSession,
     settings: Evaluate,
     outcome: Outcome,
     options: EngineOptions,

@@ -25,7 +25,7 @@ from vexport.evaluation.drift import measure_drift as drift_between
 from vexport.evaluation.load_judgement import judge_by_reference
 from vexport.evaluation.task_settings import require_valid_settings
 from vexport.files import digest_file, user_path
-from vexport.inference.answers import Answers, Served
+from vexport.inference.answers import Answers, ServedSession
 from vexport.inference.asking import (
     DEFAULT_LM_EVAL,
     AnswerSource,
@@ -255,7 +255,7 @@ def _model(run: Run, role: str) -> RunModel:
     return model
 
 
-def _serve(run: Run, role: str) -> Served:
+def _serve(run: Run, role: str) -> ServedSession:
     """Get a model's answers from vLLM on this machine, from an address, or from both.
 
     Raises an error if the baseline gives different answers to repeated questions. Nothing is
@@ -297,13 +297,13 @@ def require_served(role: str, result: SessionResult) -> None:
 @partial(
     Stage,
     "serve baseline",
-    Served,
+    ServedSession,
     file=SESSION,
     place=BASELINE,
     when=lambda run: _is_loadable(run) and run.needs_answers(BASELINE),
     digest=partial(_session_inputs, role=BASELINE),
 )
-def serve_baseline(run: Run) -> Served:
+def serve_baseline(run: Run) -> ServedSession:
     """Get the answers of the baseline."""
     return _serve(run, BASELINE)
 
@@ -311,13 +311,13 @@ def serve_baseline(run: Run) -> Served:
 @partial(
     Stage,
     "serve candidate",
-    Served,
+    ServedSession,
     file=SESSION,
     place=CANDIDATE,
     when=lambda run: _is_loadable(run) and run.needs_answers(CANDIDATE),
     digest=partial(_session_inputs, role=CANDIDATE),
 )
-def serve_candidate(run: Run) -> Served:
+def serve_candidate(run: Run) -> ServedSession:
     """Get the answers of the checkpoint. Raises InputError if vLLM refused the baseline."""
     baseline = run.get(serve_baseline)
     if baseline is not None:
@@ -339,7 +339,9 @@ def _judges_load(run: Run) -> bool:
     return is_served(run) and (run.given is None or run.given.evaluate is None)
 
 
-def _load_stage(role: str, session: Stage[Served], name: str, place: str) -> Stage[LoadReport]:
+def _load_stage(
+    role: str, session: Stage[ServedSession], name: str, place: str
+) -> Stage[LoadReport]:
     """Return the stage that judges how a model loaded.
 
     The model's session is compared with the baseline's session if there is one.
@@ -372,7 +374,7 @@ load_baseline = _load_stage(BASELINE, serve_baseline, "load baseline", BASELINE)
 load_candidate = _load_stage(CANDIDATE, serve_candidate, "load", "")
 
 
-def load_of(run: Run, session: Stage[Served]) -> LoadReport | None:
+def load_of(run: Run, session: Stage[ServedSession]) -> LoadReport | None:
     """Return a report on how a model's session started, without a judgement.
 
     Returns None if the model was not started on this machine.
@@ -395,7 +397,7 @@ def load_of(run: Run, session: Stage[Served]) -> LoadReport | None:
     )
 
 
-def local_sessions(run: Run) -> tuple[Served, Served] | None:
+def local_sessions(run: Run) -> tuple[ServedSession, ServedSession] | None:
     """Return the sessions of both models if both ran in vLLM on this machine, otherwise None."""
     baseline = run.get(serve_baseline)
     candidate = run.get(serve_candidate)
@@ -481,7 +483,7 @@ def _other_warnings(run: Run) -> tuple[str, ...]:
     return (CALIBRATION_TEXT_WARNING,) if is_seen else ()
 
 
-def _verdict(run: Run, candidate: Served | None) -> Verdict:
+def _verdict(run: Run, candidate: ServedSession | None) -> Verdict:
     """Compare the answers of both models. `candidate` is the candidate's session or None."""
     if run.given is not None and run.given.against is not None:
         baseline = Answers(results=run.given.against)
@@ -490,7 +492,7 @@ def _verdict(run: Run, candidate: Served | None) -> Verdict:
     return verdict_of(run.evaluation, baseline, _answers(run, CANDIDATE, candidate))
 
 
-def _answers(run: Run, role: str, served: Served | None) -> Answers:
+def _answers(run: Run, role: str, served: ServedSession | None) -> Answers:
     """Return a model's answers, from its session in this run or from given results."""
     if run.needs_answers(role):
         return Answers(results=run.place(role), served=served)

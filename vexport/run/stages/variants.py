@@ -27,7 +27,7 @@ from vexport.errors import (
     VexportError,
 )
 from vexport.files import digest_bytes, from_json, to_json, write_text
-from vexport.inference.answers import Served
+from vexport.inference.answers import ServedSession
 from vexport.inference.options import BASELINE, CANDIDATE, EngineOptions
 from vexport.outputs.manifest import is_recorded, record
 from vexport.records import ComparedVariant, VariantOutcome
@@ -253,7 +253,7 @@ def _inputs(run: Run, role: str) -> Digests:
     return digest(run)
 
 
-def _session_of(role: str) -> Stage[Served]:
+def _session_of(role: str) -> Stage[ServedSession]:
     """Return the stage that gets the answers of the model with this role."""
     return serve_baseline if role == BASELINE else serve_candidate
 
