@@ -1,8 +1,8 @@
 """Read the tables in `generated/`, for each version of vLLM that has tables.
 
 The tables of `PINNED` are complete. The tables of another version are in
-`generated/versions/MAJOR.MINOR/`.
-They contain only the entries that differ from the tables of `PINNED`.
+`generated/versions/MAJOR.MINOR/`. They contain only the entries that differ from the tables of
+`PINNED`.
 """
 
 import json
