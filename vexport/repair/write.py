@@ -73,7 +73,7 @@ def object_at(config: dict[str, Json], *keys: str) -> dict[str, Json]:
 
 
 def apply(view: CheckpointView, changes: Changes) -> CheckpointView:
-    """Return the checkpoint with the changes. Only the tensors of one edit are in memory at a time."""
+    """Return the checkpoint with the changes. Memory holds the tensors of one edit at a time."""
     computed, stored = lru_cache(maxsize=1)(lambda make: make()), view.index.tensors
     derived: dict[str, Derived] = {}
     for edit in changes.edits:
