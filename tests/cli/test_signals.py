@@ -126,6 +126,20 @@ def test_signal_at_any_moment(number: signal.Signals, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("call", [("list", "schemes"), ("check", "missing")])
+def test_closed_output_is_no_verdict(call: tuple[str, ...]) -> None:
+    """`vexport ... | head -1` has neither the exit code of PASS nor of FAIL.
+
+    An error keeps its code, even if nobody reads its message.
+    """
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "vexport", *call]
+    ran = subprocess.run(command, stdout=writing, stderr=writing, cwd=ROOT)
+    os.close(writing)
+    assert ran.returncode == (141 if call[0] == "list" else 2)
+
+
 def test_endless_cleanup_is_killed() -> None:
     """If cleaning up takes longer than PATIENCE_SECONDS, the process is ended."""
     code = (

@@ -4,10 +4,11 @@ The file of defaults is `vexport.toml` in the current folder, or [tool.vexport] 
 """
 
 import logging
-import os
+import select
 import sys
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import click
@@ -64,6 +65,8 @@ FORBIDDEN_DEFAULTS = frozenset(
         *OUTPUTS,
     }
 )
+# Exit code if the reader of the output closed it, as shells report a process that SIGPIPE ended.
+CLOSED_OUTPUT = 141
 # The last file is shared with other tools.
 FILES = ("vexport.toml", "pyproject.toml")
 EPILOG = """
@@ -93,6 +96,9 @@ def run_command() -> int:
     except BaseException as error:
         if (interrupt := _interrupt_before(error)) is not None:
             return _print_errors([INTERRUPTED], interrupt.args[0] if interrupt.args else 130)
+        # click turns a broken pipe into SystemExit.
+        if isinstance(error, SystemExit | BrokenPipeError) and _is_output_closed():
+            return CLOSED_OUTPUT
         return _print_failure(error)
 
 
@@ -128,6 +134,17 @@ def _interrupt_before(error: BaseException | None) -> KeyboardInterrupt | None:
     return error
 
 
+def _is_output_closed() -> bool:
+    """Return True if the reader of stdout or stderr has closed it, as `head` does.
+
+    Otherwise the broken pipe belongs to a worker process, and is an error.
+    """
+    watched = select.poll()
+    for number in (1, 2):
+        watched.register(number, 0)  # errors are always reported
+    return any(event & select.POLLERR for _, event in watched.poll(0))
+
+
 def _print_failure(error: BaseException) -> int:
     """Print a command's exception on stderr and return its exit code."""
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
@@ -144,9 +161,6 @@ def _print_failure(error: BaseException) -> int:
         return _print_errors([f"{command}: {message} See `{command} --help`."], error.exit_code)
     if isinstance(error, InputErrors | EnvironmentFaults):
         return _print_errors([str(problem) for problem in error.problems], error.exit_code)
-    if isinstance(error, BrokenPipeError):
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
     problem = _as_vexport_error(error)
     return _print_errors([str(problem)], problem.exit_code)
 
@@ -163,6 +177,8 @@ def _as_vexport_error(error: BaseException) -> VexportError:
     """Return the exception as a VexportError. Raise it again if it is no Exception."""
     if isinstance(error, VexportError):
         return error
+    if isinstance(error, BrokenPipeError):
+        return unexpected_error(error, "vexport")
     if isinstance(error, OSError):
         return file_problem(error)
     if isinstance(error, click.exceptions.Abort) and isinstance(error.__cause__, EOFError):
@@ -178,18 +194,17 @@ def _print_errors(messages: Sequence[str], code: int) -> int:
     Long messages are cut, and control characters are made visible. With --debug the traceback is
     printed first.
     """
-    if "--debug" in sys.argv:
-        traceback.print_exc()
     colour = wants_colour(sys.stderr)
     label = click.style("error:", fg="red", bold=True) if colour else "error:"
-    for message in messages[:MAX_LINES]:
-        click.echo(f"{label} {visible(clip(message, MAX_CHARACTERS))}", err=True, color=colour)
+    lines = [f"{label} {visible(clip(message, MAX_CHARACTERS))}" for message in messages]
     if len(messages) > MAX_LINES:
-        click.echo(
-            f"{label} {len(messages) - MAX_LINES:,} more problems like these",
-            err=True,
-            color=colour,
-        )
+        more = f"{label} {len(messages) - MAX_LINES:,} more problems like these"
+        lines = [*lines[:MAX_LINES], more]
+    with suppress(BrokenPipeError):  # the reader of stderr closed it; the exit code is known
+        if "--debug" in sys.argv:
+            traceback.print_exc()
+        for line in lines:
+            click.echo(line, err=True, color=colour)
     return code
 
 
