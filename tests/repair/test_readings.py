@@ -25,6 +25,7 @@ from tests.mutations.edits import (
     spoiled,
 )
 from vexport.checkpoint.smoothed import SMOOTHING
+from vexport.outputs import RECIPE
 from vexport.records import Json
 
 WEIGHTS = "model.safetensors"
@@ -86,6 +87,21 @@ def test_only_source_decides_between_two_scales(
         assert repair["assumption"] is None
         assert isinstance(change_of_weight, dict)
         assert change_of_weight["source_snr_db"][1] > 15
+    assert vexport("check", out, SOURCE_OPTION, llama, "--static", "--quiet").code == 0
+
+
+def test_source_explains_changed_file(good: Good, llama: Path, tmp_path: Path) -> None:
+    """A checkpoint with digests is repaired if every weight matches the source afterwards."""
+    checkpoint = spoiled(good("NVFP4A16"), tmp_path / "broken", put(Q, multiply_by(4)))
+    recipe = (good("NVFP4A16") / RECIPE).read_bytes()
+    (checkpoint / RECIPE).write_bytes(recipe)
+    assert vexport("repair", checkpoint, tmp_path / "no", "--quiet").code == 1
+    out = tmp_path / "out"
+    warnings = repaired(checkpoint, out, SOURCE_OPTION, llama)["warnings"]
+    severities = [each["severity"] for each in warnings if each["check"] == "digests"]
+    assert severities == ["warning"]
+    assert same_tensors(out, good("NVFP4A16"))
+    assert json.loads((out / RECIPE).read_text())["repaired"] is True
     assert vexport("check", out, SOURCE_OPTION, llama, "--static", "--quiet").code == 0
 
 

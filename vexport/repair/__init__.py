@@ -15,6 +15,7 @@ from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.smoothed import reader_of, smoothing_of
 from vexport.checks import SourceComparison, findings_of, findings_on
 from vexport.checks.config import NAME
+from vexport.checks.shards import DIGESTS_NAME
 from vexport.checks.vllm.findings import error
 from vexport.checks.vllm.quant_methods import METHOD, method_name
 from vexport.checks.vllm.view import CheckpointView
@@ -83,6 +84,8 @@ def repair_checkpoint(
             on_progress("repair (families)", len(families), len(families))
             explained = {refusal.where for refusal in refusals}
             others = [each for each in findings_on(view, against) if each.where not in explained]
+            if against is not None:
+                others = [_with_new_digest(finding) for finding in others]
         except InputError as problem:
             return _report(checkpoint, out, source, repairs, findings_of(problem))
         report = _report(checkpoint, out, source, repairs, [*refusals, *others])
@@ -96,6 +99,21 @@ def repair_checkpoint(
             ):
                 write_repaired(view, folder, on_progress=on_progress)
     return report
+
+
+def _with_new_digest(finding: Finding) -> Finding:
+    """Return a finding on a changed file as a warning. Return other findings unchanged.
+
+    The comparison with the source judges the file's weights, and the repaired checkpoint gets the
+    digests of its own files. The source has no scales of inputs and of the KV cache.
+    """
+    if finding.check != DIGESTS_NAME:
+        return finding
+    fix = (
+        "nothing, if nobody changed scales of inputs or of the KV cache: the source has none; all "
+        "weights were compared with it, and OUT gets new digests"
+    )
+    return replace(finding, severity="warning", fix=fix)
 
 
 def _families() -> Sequence[Family]:

@@ -107,18 +107,20 @@ def write_repaired(view: CheckpointView, folder: Path, *, on_progress: OnProgres
     files: dict[Path, list[TensorInfo]] = {}
     for tensor in index.tensors.values():
         files.setdefault(tensor.file, []).append(tensor)
-    recorded, digests, done = recorded_digests(index.root), dict[str, str](), 0
+    recorded = recorded_digests(index.root)
+    digests: dict[str, str] = {}
+    done = 0
     repaired = False
     for file, tensors in files.items():
         untouched = _is_untouched(view, file, tensors)
         record(folder / file.name)
-        repaired = repaired or not untouched
         if untouched:
             shutil.copyfile(file, folder / file.name)  # never a link: the copy may be changed
         else:
             _write(view, tensors, folder / file.name)
-        known = recorded.get(file.name) if untouched else None
-        digests[file.name] = known or digest_of(folder / file.name)
+        digest = digest_of(folder / file.name)
+        repaired = repaired or recorded.get(file.name, digest) != digest or not untouched
+        digests[file.name] = digest
         done += sum(tensor.num_bytes for tensor in tensors)
         on_progress("write", done, index.num_bytes)
     if (index.root / INDEX_NAME).is_file():
