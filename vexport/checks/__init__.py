@@ -88,7 +88,6 @@ class Check:
 # Check families, in the order of their findings in reports.
 CHECKS: Mapping[str, Check] = {
     "shards": Check(description=shards.DESCRIPTION, run=shards.run),
-    "digests": Check(description=shards.DIGESTS_DESCRIPTION, run=shards.digests),
     "model": Check(description=model.DESCRIPTION, run=model.run),
     "config": Check(description=config.DESCRIPTION, run=config.run),
     "targets": Check(description=targets.DESCRIPTION, run=targets.run),
@@ -101,6 +100,8 @@ CHECKS: Mapping[str, Check] = {
     "tokenizer": Check(description=tokenizer.DESCRIPTION, run=tokenizer.run),
     "devices": Check(description=devices.DESCRIPTION, run=devices.run),
     "versions": Check(description=versions.DESCRIPTION, run=versions.run),
+    # The last family: other families name the fault in a changed file.
+    "digests": Check(description=shards.DIGESTS_DESCRIPTION, run=shards.digests),
 }
 
 

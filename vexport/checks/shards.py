@@ -189,7 +189,7 @@ def _compare_digests(
         actual = dict(zip(names, computed, strict=True))
     for name, digest in digests.items():
         if actual.get(name) != digest:
-            expected = f"digest {digest}"
+            expected = f"digest {digest}, as recorded"
             got = f"digest {actual[name]}" if name in actual else "no such file"
             fix = f"download or export the file again; {alternative}"
             yield error(DIGESTS_NAME, str(root / name), expected=expected, got=got, fix=fix)
