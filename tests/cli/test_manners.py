@@ -242,7 +242,11 @@ def test_unknown_name_suggests_nearest(name: str, nearest: str) -> None:
 
 @pytest.mark.parametrize(
     ("command", "file", "forms"),
-    [("check", "a.html", ".txt, .json, .xml"), ("plan", "a.xml", ".txt, .json")],
+    [
+        ("check", "a.html", ".txt, .json, .xml"),
+        ("check", "a.pdf", ".txt, .json, .xml"),
+        ("plan", "a.xml", ".txt, .json"),
+    ],
 )
 def test_unsupported_output_name_is_refused(
     command: str, file: str, forms: str, llama: Path, tmp_path: Path

@@ -186,8 +186,11 @@ FORMAT_OF_SUFFIX = {
     ".json": "json",
     ".xml": "junit",
     ".html": "html",
+    ".htm": "html",
     ".md": "markdown",
 }
+# Suffixes of formats that no command writes. Other unknown suffixes, as of `mktemp`, get text.
+UNWRITTEN_SUFFIXES = (".csv", ".docx", ".jsonl", ".pdf", ".png", ".svg", ".tsv", ".xlsx", ".yaml")
 # Name of the parameter of --output. It is also the key of its value in a context's `meta`.
 ANSWER_FILE = "answer_file"
 # Parameters that name outputs, unless their type is READ_PATH. All other paths are inputs.
@@ -392,7 +395,8 @@ def _by_suffix(context: click.Context, parameter: click.Parameter, value: str) -
     file = answer_file(context)
     if file is None or context.get_parameter_source("format_") is ParameterSource.COMMANDLINE:
         return value
-    wanted = FORMAT_OF_SUFFIX.get(file.suffix.lower(), value)
+    suffix = file.suffix.lower()
+    wanted = suffix if suffix in UNWRITTEN_SUFFIXES else FORMAT_OF_SUFFIX.get(suffix, value)
     choices = parameter.type.choices if isinstance(parameter.type, click.Choice) else ()
     if wanted not in choices:
         endings = [suffix for suffix, form in FORMAT_OF_SUFFIX.items() if form in choices]
