@@ -362,8 +362,8 @@ class _Reader:
             if self._omitted[part]:
                 rows = _row_count(self._omitted[part])
                 yield (
-                    f"{name}: the chat template does not render the {part} of {rows}; calibration "
-                    "ignores them"
+                    f"{name}: the chat template does not render the {part} of {rows}; the "
+                    f"calibration text is without the {part}"
                 )
         if self._omitted["arguments"]:
             yield (
