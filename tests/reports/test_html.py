@@ -236,7 +236,7 @@ def test_levels_and_p_values_are_explained(format: str) -> None:
     assert "addition < 0.001" in text or "< 0.001" in text
     assert "not part of the verdict" in text
     if format != "text":
-        assert_contains(text, "97.5% to 95%", "together at 95%")
+        assert_contains(text, "97.5% to 95%", "all bounds together", "95%")
 
 
 def test_page_links_to_existing_files(tmp_path: Path) -> None:

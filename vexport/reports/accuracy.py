@@ -259,8 +259,8 @@ def _reading_lines(verdict: Verdict) -> Iterator[str]:
         yield (
             f"Several tasks: each of the {tasks} must pass, so lower bounds need no correction. A "
             f"single failed task fails the verdict, so upper bounds are corrected for {tasks} "
-            f"tasks (Holm): to {' to '.join(levels)} for a single task, and to {level} for all "
-            "tasks together."
+            f"tasks (Holm). A single bound has a confidence of {' to '.join(levels)}, and all "
+            f"bounds together have {level}."
         )
     yield (
         f"Interval of a score, of recovery (quantized / baseline) and of flips: "
