@@ -51,7 +51,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
                 if key in config
                 else "no such key: transformers would use its default"
             )
-            yield _config_finding(view, key, "a size", got)
+            yield _config_finding(view, key, "a whole number above zero", got)
         yield from _sizes(view, entry, text_config(config))
 
 

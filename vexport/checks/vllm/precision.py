@@ -34,7 +34,8 @@ def other_precision(
     kernel, if it is known.
     """
     expected = f"{stored}, as stored"
-    gpus = " and ".join(dict.fromkeys(GENERATIONS.get(sm, f"SM {sm}") for sm in capabilities))
+    *others, last = dict.fromkeys(GENERATIONS.get(sm, f"SM {sm}") for sm in capabilities)
+    gpus = f"{', '.join(others)} and {last}" if others else last
     named = f" ({kernel})" if kernel else ""
     bits = bits_of_inputs(runs)
     if bits < bits_of_inputs(stored):
