@@ -190,7 +190,7 @@ FORMAT_OF_SUFFIX = {
     ".md": "markdown",
 }
 # Suffixes of formats that no command writes. Other unknown suffixes, as of `mktemp`, get text.
-UNWRITTEN_SUFFIXES = (".csv", ".docx", ".jsonl", ".pdf", ".png", ".svg", ".tsv", ".xlsx", ".yaml")
+UNWRITTEN_SUFFIXES = (".csv", ".docx", ".pdf", ".png", ".svg", ".tsv", ".xlsx")
 # Name of the parameter of --output. It is also the key of its value in a context's `meta`.
 ANSWER_FILE = "answer_file"
 # Parameters that name outputs, unless their type is READ_PATH. All other paths are inputs.
