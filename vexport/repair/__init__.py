@@ -110,8 +110,8 @@ def _with_new_digest(finding: Finding) -> Finding:
     if finding.check != DIGESTS_NAME:
         return finding
     fix = (
-        "nothing, if nobody changed scales of inputs or of the KV cache: the source has none; all "
-        "weights were compared with it, and OUT gets new digests"
+        "nothing for the weights, which were compared with the source; calibrate again if someone "
+        "changed scales of inputs or of the KV cache"
     )
     return replace(finding, severity="warning", fix=fix)
 
