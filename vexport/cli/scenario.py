@@ -145,21 +145,21 @@ def report(run_dirs: tuple[Path, ...], history: bool, answer: Answer) -> None:
         [outcome for outcome in outcomes if not isinstance(outcome, VexportError)]
     )
     runs = [result for result in found if isinstance(result, RunResult)]
-    ended = _Ended()
+    conclusion = _Conclusion()
     if history or len(runs) < len(found):
-        ended = _show_history(found, answer)
+        conclusion = _show_history(found, answer)
     elif len(runs) == 1:
-        ended = _show_run(runs[0].folder, runs[0].report, answer)
+        conclusion = _show_run(runs[0].folder, runs[0].report, answer)
     elif runs and is_one_model(runs):
-        ended = _show_history(runs, answer)
+        conclusion = _show_history(runs, answer)
     elif runs:
-        ended = _show_comparison(runs, answer)
+        conclusion = _show_comparison(runs, answer)
     raise_problems([*problems, *doubles])
-    ended.conclude()
+    conclusion.conclude()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Ended:
+class _Conclusion:
     """Outcome that decides the exit code, and its reason. Without an outcome, the code is 0."""
 
     outcome: str = ""
@@ -179,7 +179,7 @@ def _show_one(folder: Path, answer: Answer) -> None:
     _show_run(folder, api_report(folder), answer).conclude()
 
 
-def _show_run(folder: Path, report: "Report", answer: Answer) -> _Ended:
+def _show_run(folder: Path, report: "Report", answer: Answer) -> _Conclusion:
     """Print the report of one run."""
     from vexport.reports import render
 
@@ -187,10 +187,10 @@ def _show_run(folder: Path, report: "Report", answer: Answer) -> _Ended:
     page = file.parent if file else Path()
     make = partial(render, report, answer.format_, folder=folder, page=page, width=text_width())
     print_text(_of_report(folder, make))
-    return _ended(report)
+    return _conclusion_of(report)
 
 
-def _show_comparison(runs: "Sequence[RunResult]", answer: Answer) -> _Ended:
+def _show_comparison(runs: "Sequence[RunResult]", answer: Answer) -> _Conclusion:
     """Print a table of runs, oldest first. The newest run decides."""
     from vexport.reports import render_comparison
     from vexport.run.comparison import compared_run, mark_smallest
@@ -200,27 +200,27 @@ def _show_comparison(runs: "Sequence[RunResult]", answer: Answer) -> _Ended:
         _of_report(run.folder, partial(compared_run, run.report, run.name)) for run in ordered
     ]
     print_text(render_comparison(mark_smallest(compared), answer.format_))
-    return _ended(ordered[-1].report)
+    return _conclusion_of(ordered[-1].report)
 
 
-def _ended(report: "Report") -> _Ended:
+def _conclusion_of(report: "Report") -> _Conclusion:
     fix = SERVE_OTHERWISE if report.is_of_variants else ""
-    return _Ended(outcome=report.outcome, name=report.name, reason=report.reason, fix=fix)
+    return _Conclusion(outcome=report.outcome, name=report.name, reason=report.reason, fix=fix)
 
 
-def _show_history(results: "Sequence[Result]", answer: Answer) -> _Ended:
+def _show_history(results: "Sequence[Result]", answer: Answer) -> _Conclusion:
     """Print the history of one model. The newest run decides."""
     from vexport.reports import render_history
     from vexport.run.history import points_in_time
     from vexport.run.regressions import history_of
 
     if not results:
-        return _Ended()
+        return _Conclusion()
     made = _of_reports(results, lambda: history_of(points_in_time(results)))
     print_text(_of_reports(results, partial(render_history, made, answer.format_)))
     fix = "the history names the last result that passed, and what changed since then"
     reason = made.headline.removesuffix(".")
-    return _Ended(outcome=made.outcome or "", name=made.name, reason=reason, fix=fix)
+    return _Conclusion(outcome=made.outcome or "", name=made.name, reason=reason, fix=fix)
 
 
 def _of_report(folder: Path, make: Callable[[], T]) -> T:
