@@ -44,7 +44,7 @@ from vexport.inference.fingerprint import EMULATED, ENDPOINT, MODEL, REVISION
 from vexport.inference.repeated import read_repeated, require_deterministic
 from vexport.records import Comparison, Outcome, Prompting, TaskVerdict, TextLimit, Verdict
 from vexport.records.margins import MarginSetting, margin_of_shares
-from vexport.records.values import about, decimals_of
+from vexport.records.values import about, decimals_of, join_limited, plural
 
 NO_CHOICE: Choice = MappingProxyType({})
 # Maximum number of tasks that the reason names. Further tasks are only counted.
@@ -396,7 +396,7 @@ def _inconclusive_reason(tasks: Sequence[TaskVerdict], margin: float) -> str:
             if unsettled
             else _other_tasks_text(tasks, "INCONCLUSIVE")
         )
-        names = _first_names([task.task for task in silent], " and ")
+        names = join_limited([task.task for task in silent], " and ", MAX_NAMED)
         return f"{names} {verb} nothing: {silent[0].uninformative}{left}"
     if lost:
         rest = [task for task in tasks if task not in lost]
@@ -406,7 +406,7 @@ def _inconclusive_reason(tasks: Sequence[TaskVerdict], margin: float) -> str:
             if open_
             else _other_tasks_text(tasks, "INCONCLUSIVE")
         )
-        names = _first_names([task.task for task in lost], " and ")
+        names = join_limited([task.task for task in lost], " and ", MAX_NAMED)
         verb = "has" if len(lost) == 1 else "have"
         return f"{names} {verb} too many answers that do not count: {lost[0].lost_answers}{left}"
     if len(unsettled) == 1:
@@ -420,15 +420,17 @@ def _inconclusive_reason(tasks: Sequence[TaskVerdict], margin: float) -> str:
         elif task.documents_needed is not None:
             seeds = f", or {task.seeds_needed:,} seeds," if task.seeds_needed else ""
             remedy = f"{about(task.documents_needed)}{seeds} would settle it"
+        read = plural(task.documents, "document")
         return (
-            f"{task.task} is not settled after {_documents_text(task)}: {change}, {span}, "
+            f"{task.task} is not settled after {read}: {change}, {span}, "
             f"{unit.accepted}; {remedy}{_other_tasks_text(tasks, 'INCONCLUSIVE')}"
         )
     named = [
-        f"{task.task} (read {_documents_text(task)}, {_needed_documents(task)})"
+        f"{task.task} (read {plural(task.documents, 'document')}, {_needed_documents(task)})"
         for task in unsettled
     ]
-    return f"{len(unsettled)} of {len(tasks)} tasks are not settled: {_first_names(named, ', ')}"
+    names = join_limited(named, ", ", MAX_NAMED)
+    return f"{len(unsettled)} of {len(tasks)} tasks are not settled: {names}"
 
 
 def _needed_documents(task: TaskVerdict) -> str:
@@ -437,17 +439,6 @@ def _needed_documents(task: TaskVerdict) -> str:
         return task.remedy
     needed = task.documents_needed
     return "no number would settle it" if needed is None else f"{about(needed)} needed"
-
-
-def _first_names(names: Sequence[str], between: str) -> str:
-    more = len(names) - MAX_NAMED
-    return between.join(names[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
-
-
-def _documents_text(task: TaskVerdict) -> str:
-    return (
-        f"{task.documents:,} document" if task.documents == 1 else f"{task.documents:,} documents"
-    )
 
 
 def _change_text(task: TaskVerdict, unit: _Unit) -> str:

@@ -7,6 +7,7 @@ from vexport.formats.plan import Plan
 from vexport.plan.shapes import KEPT
 from vexport.records import CalibrationRecord, Finding
 from vexport.records.calibration import RoundingReport
+from vexport.records.values import join_limited
 
 # A warning is given if less than this share of the weights and less than this share of the linear
 # layers is quantized.
@@ -64,8 +65,7 @@ def fallback_warnings(rounding: RoundingReport | None) -> Iterator[str]:
     for group in rounding.fallbacks if rounding else ():
         reasons.setdefault(group.fallback or "", []).append(group.name)
     for reason, names in reasons.items():
-        more = f" and {len(names) - MAX_NAMED:,} more" if len(names) > MAX_NAMED else ""
-        yield f"{', '.join(names[:MAX_NAMED])}{more} rounded to nearest: {reason}"
+        yield f"{join_limited(names, ', ', MAX_NAMED)} rounded to nearest: {reason}"
 
 
 def fallback_findings(rounding: RoundingReport | None) -> Iterator[Finding]:

@@ -1,7 +1,7 @@
 """Plain values that several topics share."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Literal
 
 from annotated_types import Gt, Le
@@ -39,6 +39,12 @@ def decimals_of(limit: float) -> int:
     if not 0 < limit < math.inf:
         return 2
     return min(9, max(2, 1 - math.floor(math.log10(limit))))
+
+
+def join_limited(texts: Sequence[str], between: str, most: int) -> str:
+    """Join at most `most` texts, and add the number of the remaining texts: `a, b and 3 more`."""
+    more = len(texts) - most
+    return between.join(texts[:most]) + (f" and {more:,} more" if more > 0 else "")
 
 
 def json_type(value: object) -> str:

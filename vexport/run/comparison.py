@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from vexport.records import ComparedRun, ComparedVariant, Drift, Outcome, TaskVerdict, Verdict
+from vexport.records.values import join_limited
 from vexport.reports.formatting import schemes_of, sizes_of
 from vexport.reports.run_record import Report
 
@@ -97,7 +98,8 @@ def reason_of_variants(rows: Sequence[ComparedVariant]) -> str:
     }
     decisive = [_variants_with_reasons(by_outcome["FAIL"])]
     if refused := by_outcome["REFUSED"]:
-        decisive.append(f"vLLM refuses {_join_limited([row.name for row in refused], ', ')}")
+        names = join_limited([row.name for row in refused], ", ", MAX_NAMED)
+        decisive.append(f"vLLM refuses {names}")
     decisive = [text for text in decisive if text]
     return "; ".join(decisive) or _variants_with_reasons(
         by_outcome["NO ANSWER"] or by_outcome["INCONCLUSIVE"]
@@ -106,10 +108,4 @@ def reason_of_variants(rows: Sequence[ComparedVariant]) -> str:
 
 def _variants_with_reasons(rows: Sequence[ComparedVariant]) -> str:
     """Return the names of variants with the reasons of their outcomes."""
-    return _join_limited([f"{row.name}: {row.reason}" for row in rows], "; ")
-
-
-def _join_limited(texts: Sequence[str], between: str) -> str:
-    """Join at most MAX_NAMED texts, and add the number of the remaining texts."""
-    more = len(texts) - MAX_NAMED
-    return between.join(texts[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
+    return join_limited([f"{row.name}: {row.reason}" for row in rows], "; ", MAX_NAMED)

@@ -19,7 +19,7 @@ from vexport.records import (
     RowHistory,
     Verdict,
 )
-from vexport.records.values import plural
+from vexport.records.values import join_limited, plural
 from vexport.reports.formatting import margin_text, nats, nats_interval, scale_of
 from vexport.run.comparison import mark_smallest
 from vexport.run.history import VLLM, Point, baseline_of
@@ -174,7 +174,7 @@ def _differences(old: Point, before: HistoryTask, new: Point, now: HistoryTask) 
     if old.fingerprint and new.fingerprint:
         questions = (question_settings(each.fingerprint, now.name) for each in (old, new))
         if changed := changed_names(*questions):
-            yield f"other questions: {_listed(changed)} changed"
+            yield f"other questions: {join_limited(changed, ', ', MAX_NAMED)} changed"
     if _is_other_baseline(old, new):
         names = new.baseline, old.baseline
         yield (
@@ -226,7 +226,8 @@ def _row(steps: Sequence[_Step], number: int, first: _Step | None) -> ComparedRu
     notes = list(point.notes)
     for task in step.tasks:
         if task.apart:
-            notes.append(f"{task.name} cannot be compared with the row before: {_all(task.apart)}")
+            reasons = "; ".join(task.apart)
+            notes.append(f"{task.name} cannot be compared with the row before: {reasons}")
     history = RowHistory(
         kind=point.kind,
         time=point.time.isoformat(timespec="seconds") if point.time is not None else "",
@@ -247,10 +248,6 @@ def _row(steps: Sequence[_Step], number: int, first: _Step | None) -> ComparedRu
         notes=tuple(notes),
     )
     return replace(point.row, history=history)
-
-
-def _all(texts: Sequence[str]) -> str:
-    return "; ".join(texts)
 
 
 def _checkpoint_before(before: Point | None, now: Point) -> str:
@@ -326,7 +323,7 @@ def _decisive(runs: Sequence[_Step]) -> _Step | None:
 def _recovery(step: _Step, later: Sequence[_Step]) -> _Step | None:
     """Return the later step in which everything that failed in `step` passes again, or None."""
     failed = [task.name for task in step.tasks if _task_outcome(task) == "FAIL"]
-    waiting = {name for name in failed}
+    waiting = set(failed)
     for other in later:
         passed = {task.name for task in other.tasks if task.event == "passes again"}
         if failed and not (waiting := waiting - passed):
@@ -405,7 +402,7 @@ def _changes(old: Point, new: Point) -> str:
     names = changed_names(old.fingerprint, new.fingerprint) if old.fingerprint else []
     others = [name for name in names if name not in _SHOWN_APART] if new.fingerprint else []
     if others:
-        texts.append(f"also changed: {_listed(others)}")
+        texts.append(f"also changed: {join_limited(others, ', ', MAX_NAMED)}")
     how = "which was accepted" if old.kind == "accepted baseline" else "which passed"
     return f"compared with {_title(old)} ({_day(old)}), {how}: {', '.join(texts)}"
 
@@ -418,19 +415,19 @@ def _vllm_change(old: Point, new: Point) -> str:
     )
 
 
+def _has_same_files(old: Point, new: Point) -> bool:
+    """Return True if two points certainly have the same checkpoint."""
+    return bool(old.digest) and old.digest == new.digest
+
+
 def _checkpoint_change(old: Point, new: Point) -> str:
+    if _has_same_files(old, new):
+        return "checkpoint unchanged"
     if old.digest and new.digest:
-        if old.digest == new.digest:
-            return "checkpoint unchanged"
         return f"checkpoint {old.digest[:_SHORT]} -> {new.digest[:_SHORT]}"
     if old.checkpoint != new.checkpoint and old.checkpoint and new.checkpoint:
         return f"checkpoint {old.checkpoint} -> {new.checkpoint}"
     return "the digest of the checkpoint was not recorded"
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - MAX_NAMED
-    return ", ".join(names[:MAX_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def _title(point: Point) -> str:
@@ -450,9 +447,8 @@ def _advice(steps: Sequence[_Step]) -> tuple[str, str]:
         return "", ""
     if shown.before is None:
         return "", f"Read the report of {shown.point.row.folder}."
-    is_other_vllm = "->" in _vllm_change(shown.before, shown.point)
-    is_same_checkpoint = _checkpoint_change(shown.before, shown.point) == "checkpoint unchanged"
-    if is_other_vllm:
+    is_same_checkpoint = _has_same_files(shown.before, shown.point)
+    if _vllm_before(shown.before, shown.point):
         command = "vexport compare CHECKPOINT --vllm-python OLD/bin/python --task TASK"
         which = "the checkpoint" if is_same_checkpoint else "the earlier checkpoint"
         return command, f"Serve {which} with both versions of vLLM."
