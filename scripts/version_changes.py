@@ -4,12 +4,13 @@
 
 FOLDER has whole tables, made by the generators in an environment with that version. Entries that
 differ from the tables in `vexport/architectures/generated/` are written into its subfolder
-`versions/MAJOR.MINOR/` and printed in words.
+`versions/MAJOR.MINOR/` and printed in words. A condition or a size that the generator left open is
+not a difference: the pinned table's expression stays.
 """
 
 import argparse
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +42,13 @@ def main() -> None:
         pinned, new = (json.loads((place / name).read_text()) for place in (FOLDER, folder))
         changes = {key: new[key] for key in new if new[key] != pinned.get(key)}
         for key in keys:
-            changes[key] = changed_entries(pinned[key], new[key])
+            entries = new[key]
+            if (name, key) == ("layouts.json", "classes"):
+                entries = {
+                    each: without_open_parts(pinned[key].get(each), entry)
+                    for each, entry in entries.items()
+                }
+            changes[key] = changed_entries(pinned[key], entries)
         # Write a line for each entry of the last key. Readers can parse a line without parsing the
         # others.
         write_table(target / name, changes, keys[-1])
@@ -55,6 +62,67 @@ def changed_entries(pinned: Mapping[str, Any], new: Mapping[str, Any]) -> dict[s
         for name in sorted(pinned.keys() | new.keys())
         if pinned.get(name) != new.get(name)
     }
+
+
+def without_open_parts(pinned: Mapping[str, Any] | None, new: Mapping[str, Any]) -> Any:
+    """Return a class's entry with the pinned entry's values for the parts that it leaves open.
+
+    `pinned` and `new` are entries of `layouts.json`; `pinned` is None for a new class. The
+    generator leaves a condition empty if it finds no expression that fits all samples, and some of
+    those conditions were written into the pinned table by hand. Return the pinned entry itself if
+    nothing else differs.
+    """
+    if pinned is None:
+        return new
+    stated = values_by_name(pinned["rows"])
+    merged: dict[str, list[dict[str, Any]]] = {}
+    for name, rows in values_by_name(new["rows"]).items():
+        before = [*stated.get(name, []), *({} for _ in rows)]
+        merged[name] = [filled(values, before[index]) for index, values in enumerate(rows)]
+    defaults = {**pinned.get("defaults", {}), **new.get("defaults", {})}
+    others = {key: value for key, value in new.items() if key not in ("rows", "defaults")}
+    is_same = merged == stated and {**others, "defaults": defaults} == {
+        **{key: value for key, value in pinned.items() if key != "rows"},
+        "defaults": pinned.get("defaults", {}),
+    }
+    if is_same:
+        return pinned
+    names_by_values: dict[str, list[str]] = {}
+    for name, each in merged.items():
+        for values in each:
+            names_by_values.setdefault(json.dumps(values), []).append(name)
+    entry = {
+        **others,
+        "rows": [
+            {"names": names, **json.loads(values)} for values, names in names_by_values.items()
+        ],
+        "defaults": defaults,
+    }
+    return {key: value for key, value in entry.items() if value}
+
+
+def values_by_name(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """Return the values of all rows of each tensor, in order."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        values = {key: value for key, value in row.items() if key != "names"}
+        for name in row["names"]:
+            found.setdefault(name, []).append(values)
+    return found
+
+
+def filled(values: Mapping[str, Any], pinned: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a row, with the pinned row's condition and sizes for the open ones.
+
+    A condition that a row leaves out is `1`, and an empty condition or size is open.
+    """
+    result = dict(values)
+    if result.get("condition") == "":
+        result["condition"] = pinned.get("condition", "")
+    sizes, stated = result.get("shape"), pinned.get("shape")
+    if sizes and stated and len(sizes) == len(stated):
+        result["shape"] = [size or other for size, other in zip(sizes, stated, strict=True)]
+    return result
 
 
 def described(
