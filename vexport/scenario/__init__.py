@@ -1,5 +1,6 @@
 """A scenario: a complete run as YAML, validated as a whole before anything starts."""
 
+from vexport.scenario.calibration import Calibration, Sensitivity, default_calibration
 from vexport.scenario.evaluate import (
     DEFAULT_ALPHA,
     DEFAULT_KL_LIMIT,
@@ -9,9 +10,9 @@ from vexport.scenario.evaluate import (
     DEFAULT_TEXT_TOKENS,
     Evaluate,
 )
-from vexport.scenario.model import Calibration, Scenario, Sensitivity, default_calibration
 from vexport.scenario.planning import Planning
 from vexport.scenario.reading import base_scenario, is_scenario, problems_at, read_scenario
 from vexport.scenario.rules import AUTO, Auto, IgnoredLayers, Rule, parse_group_size
+from vexport.scenario.scenario import Scenario
 from vexport.scenario.serve import Serve
 from vexport.scenario.variants import Variant, Variants

@@ -16,9 +16,10 @@ from vexport.files import read_json_object, user_path
 from vexport.outputs import RECIPE
 from vexport.records import GENERATION_KEYS
 from vexport.records.values import plural
+from vexport.scenario.calibration import Calibration, Sensitivity
 from vexport.scenario.evaluate import Evaluate
-from vexport.scenario.model import Calibration, Scenario, Sensitivity
 from vexport.scenario.rules import Auto, Rule
+from vexport.scenario.scenario import Scenario
 from vexport.scenario.serve import Serve
 from vexport.scenario.variants import Variants
 
