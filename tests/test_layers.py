@@ -191,7 +191,7 @@ def test_check_loads_no_torch() -> None:
     assert not packages & {"plan", "scenario", "quantize", "evaluation", "repair", "run"}
     others = (
         "checkpoint.hub",
-        "outputs.directory",
+        "outputs.resumable",
         "reports.ci",
     )
     assert not loaded & {f"vexport.{name}" for name in others}

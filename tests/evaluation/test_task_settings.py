@@ -13,7 +13,7 @@ from tests.evaluation.make import make_group
 from vexport.engine.messages import SessionRequest
 from vexport.errors import InputError
 from vexport.evaluation.task_settings import require_valid_settings
-from vexport.inference.asking import EngineSource
+from vexport.inference.answer_sources import EngineSource
 from vexport.inference.task_data import load_tasks, loaded_metrics, task_manager, tasks_as_data
 from vexport.inference.tasks import DEFAULT_METRICS, TaskMetrics, metrics_in_file, resolve_tasks
 from vexport.scenario import Evaluate

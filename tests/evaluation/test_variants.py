@@ -17,8 +17,8 @@ from vexport.engine.installed import installed_text
 from vexport.engine.messages import EngineFailure, SessionResult
 from vexport.engine.session import EngineFault
 from vexport.errors import EnvironmentFault, InputError, InputErrors, VexportError
+from vexport.inference.answer_sources import EngineSource, Questions
 from vexport.inference.answers import Answers, ServedSession
-from vexport.inference.asking import EngineSource, Questions
 from vexport.inference.prompts import Prompts
 from vexport.outputs.manifest import record
 from vexport.run.directory import KIND

@@ -11,9 +11,9 @@ from numpy.typing import ArrayLike
 
 from tests.reports import sample
 from tests.texts import assert_contains
-from vexport.evaluation.compare import MAX_FLIPS, compare_task
 from vexport.evaluation.pairs import TaskPair
 from vexport.evaluation.results import Sample
+from vexport.evaluation.task_verdict import MAX_FLIPS, compare_task
 from vexport.evaluation.verdict import holm_levels, overall_outcome, reason_for
 from vexport.evaluation.verdict import judge as judge_tasks
 from vexport.files import to_json

@@ -18,8 +18,8 @@ from vexport.errors import CheckpointFailed, InputError
 from vexport.files import write_text
 from vexport.inference.fingerprint import write_fingerprint
 from vexport.inference.repeated import Repeated, write_repeated
-from vexport.outputs.directory import keep_as_failed, resumable_directory
 from vexport.outputs.manifest import MANIFEST, begin_manifest, record, recorded, unlisted_entries
+from vexport.outputs.resumable import keep_as_failed, resumable_directory
 from vexport.run.directory import RunDirectory
 
 COMMANDS = {

@@ -20,8 +20,8 @@ from tests.models import save_llama
 from tests.texts import assert_contains
 from vexport.checkpoint.index import read_index
 from vexport.checkpoint.writer import header_bytes
-from vexport.outputs.directory import resumable_directory
 from vexport.outputs.manifest import record
+from vexport.outputs.resumable import resumable_directory
 from vexport.records import TensorSpec
 
 

@@ -15,7 +15,7 @@ from tests.reports import sample
 from vexport.cli.scenario import report as command
 from vexport.files import to_json
 from vexport.reports import render
-from vexport.reports.text import MAX_WIDTH, WIDTH
+from vexport.reports.renderers.text import MAX_WIDTH, WIDTH
 from vexport.run.directory import REPORT_FILE
 
 

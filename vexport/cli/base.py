@@ -150,7 +150,7 @@ def text_width() -> int:
 
     This is the terminal's width within limits, or the default width for files and pipes.
     """
-    from vexport.reports.text import MAX_WIDTH, MIN_WIDTH, WIDTH
+    from vexport.reports.renderers.text import MAX_WIDTH, MIN_WIDTH, WIDTH
 
     if answer_file(click.get_current_context()) is not None or not sys.stdout.isatty():
         return WIDTH

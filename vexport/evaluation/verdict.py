@@ -29,17 +29,17 @@ from vexport.evaluation.accepted import (
     pair_with,
     read_accepted,
 )
-from vexport.evaluation.compare import (
-    compare_task,
-    comparison,
-    difference_interval,
-    own_margin,
-)
 from vexport.evaluation.fingerprint import changes, device_of
 from vexport.evaluation.harnesses import read_any_results
 from vexport.evaluation.margins import with_margins
 from vexport.evaluation.pairs import Choice, TaskPair, gated_tasks, pool
 from vexport.evaluation.results import Results
+from vexport.evaluation.task_verdict import (
+    compare_task,
+    comparison,
+    difference_interval,
+    own_margin,
+)
 from vexport.inference.fingerprint import EMULATED, ENDPOINT, MODEL, REVISION
 from vexport.inference.repeated import read_repeated, require_deterministic
 from vexport.records import Comparison, Outcome, Prompting, TaskVerdict, TextLimit, Verdict

@@ -7,8 +7,8 @@ can be compared with a server. `vexport.evaluation` computes results from the an
 
 In the process of the command:
 
-- `asking.py`: the sources of answers behind one interface, `AnswerSource.ask`: an engine of vLLM
-  (`EngineSource`), a server (`EndpointSource`), and existing results (`ExistingResults`).
+- `answer_sources.py`: the sources of answers behind one interface, `AnswerSource.ask`: an engine
+  of vLLM (`EngineSource`), a server (`EndpointSource`), and existing results (`ExistingResults`).
 - `answers.py`: the answers that a source returns.
 - `prompts.py`, `text_rows.py`, `prompting.py`, `tasks.py`, `requested_tasks.py`: the prompts of a
   model: fixed prompts, rows of a text, and tasks of lm-eval with their settings.

@@ -20,7 +20,7 @@ from vexport.outputs.manifest import (
 
 # Key of vexport.json for the names of the written files.
 FILES = "files"
-# Contents of a working folder, in addition to the manifest; see outputs/directory.py.
+# Contents of a working folder, in addition to the manifest; see outputs/resumable.py.
 RECORD, NEW, OLD, ASIDE = ".made-from", "new", "old", "aside"
 
 

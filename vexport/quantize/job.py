@@ -33,15 +33,15 @@ from vexport.numerics.jit import report_compilation
 from vexport.numerics.ranks import gather, on_first, process_group, rank_and_size
 from vexport.outputs import RECIPE
 from vexport.outputs.digests import HEADERS, HEADERS_DIGEST, record_digests
-from vexport.outputs.directory import (
+from vexport.outputs.manifest import record
+from vexport.outputs.replaceable import NamedPath, refuse_existing, require_separate
+from vexport.outputs.resumable import (
     aside_folder,
     failed_folder,
     keep_as_failed,
     resumable_directory,
     working_folder,
 )
-from vexport.outputs.manifest import record
-from vexport.outputs.replaceable import NamedPath, refuse_existing, require_separate
 from vexport.plan.blocks import Source
 from vexport.plan.build import PlanSettings, require_accepted
 from vexport.plan.rules import calibration_need, needs_rounding

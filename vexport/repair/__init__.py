@@ -21,8 +21,8 @@ from vexport.checks.vllm.quant_methods import METHOD, method_name
 from vexport.checks.vllm.view import CheckpointView
 from vexport.errors import InputError
 from vexport.errors.extras import MissingPackage, is_installed, require_extra
-from vexport.outputs.directory import new_directory, working_folder
 from vexport.outputs.replaceable import NamedPath, refuse_existing, require_separate
+from vexport.outputs.resumable import new_directory, working_folder
 from vexport.records import Finding, Repair, RepairReport
 from vexport.repair import config
 from vexport.repair.write import Changes, apply, write_repaired

@@ -17,9 +17,10 @@ from pydantic_core import to_jsonable_python
 from vexport.errors import InputError
 from vexport.records import CheckReport, DryLoadReport, Json, LoadReport
 from vexport.records.gates import Gate, check_gates
-from vexport.reports import checkpoints, markdown, text
+from vexport.reports import checkpoints
 from vexport.reports.document import Document
 from vexport.reports.findings import report_gates, verdict_gates
+from vexport.reports.renderers import markdown, text
 
 if TYPE_CHECKING:
     from vexport.records import ComparedRun, History, Verdict
@@ -43,7 +44,7 @@ def _rendered(
         case "json":
             return _json(value)
         case "junit" if suites:
-            from vexport.reports import ci
+            from vexport.reports.renderers import ci
 
             return ci.junit(suites())
         case "github" if annotations:
@@ -53,7 +54,7 @@ def _rendered(
         case "markdown":
             return "".join(map(markdown.render, documents()))
         case "html":
-            from vexport.reports import html
+            from vexport.reports.renderers import html
 
             return "".join(map(html.render, documents()))
     raise InputError("--format", got=format, need="a form that this answer has", fix="see --help")
@@ -88,7 +89,8 @@ def render(
     links to its files from the folder `page`, which is the run directory by default. `width` is the
     width of text in columns.
     """
-    from vexport.reports import card, ci
+    from vexport.reports import card
+    from vexport.reports.renderers import ci
     from vexport.reports.run_document import run_document, run_files
 
     if format == "card":
@@ -129,7 +131,7 @@ def render_checks(
 
 
 def _annotations(command: str, reports: Sequence[CheckReport | LoadReport | DryLoadReport]) -> str:
-    from vexport.reports.ci import github_checkpoints
+    from vexport.reports.renderers.ci import github_checkpoints
 
     return github_checkpoints(command, reports)
 
@@ -195,8 +197,8 @@ def render_verdicts(verdicts: "Sequence[Verdict]", format: str, *, width: int = 
 
     The JSON of a single verdict is an object.
     """
-    from vexport.reports import ci
     from vexport.reports.accuracy import verdict_document
+    from vexport.reports.renderers import ci
 
     is_one = len(verdicts) == 1
     return _rendered(

@@ -27,7 +27,7 @@ from vexport.reports.formatting import (
     task_title,
 )
 from vexport.reports.layers import rounding_lines
-from vexport.reports.markdown import render_parts, safe
+from vexport.reports.renderers.markdown import render_parts, safe
 from vexport.reports.run_record import Report
 
 # A name on the hub, as huggingface_hub.utils.validate_repo_id defines it. Absolute and nested local

@@ -16,9 +16,9 @@ from vexport.records import Finding, GpuOutlook, SchemeOnGpu, SchemeOutlook, Sch
 from vexport.records.margins import margin_of_shares
 from vexport.records.values import plural
 from vexport.reports import document as doc
-from vexport.reports import text
 from vexport.reports.document import facts, table
 from vexport.reports.formatting import count, percent, ratio, size
+from vexport.reports.renderers import text
 from vexport.scenario import Evaluate
 from vexport.scenario.evaluate import SUITES, TYPICAL_DISAGREEMENT
 

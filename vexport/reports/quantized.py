@@ -6,10 +6,10 @@ from vexport.files import to_json
 from vexport.records import Finding, Quantized, Repair, RepairReport, WeightChange
 from vexport.records.values import plural
 from vexport.reports import document as doc
-from vexport.reports import text
 from vexport.reports.document import facts, parts, row
 from vexport.reports.formatting import count, coverage_lines, decibels, ratio, size
 from vexport.reports.layers import rounding_lines
+from vexport.reports.renderers import text
 
 # Maximum number of repairs listed for each kind. JSON has all.
 MAX_SHOWN = 8

@@ -25,8 +25,7 @@ from vexport.evaluation.drift import measure_drift as drift_between
 from vexport.evaluation.load_judgement import judge_by_reference
 from vexport.evaluation.task_settings import require_valid_settings
 from vexport.files import digest_file, user_path
-from vexport.inference.answers import Answers, ServedSession
-from vexport.inference.asking import (
+from vexport.inference.answer_sources import (
     DEFAULT_LM_EVAL,
     AnswerSource,
     EndpointSource,
@@ -34,6 +33,7 @@ from vexport.inference.asking import (
     ExistingResults,
     Questions,
 )
+from vexport.inference.answers import Answers, ServedSession
 from vexport.inference.endpoint.server import require_address
 from vexport.inference.endpoint.tokenizer import tokenizer_of
 from vexport.inference.options import BASELINE, CANDIDATE

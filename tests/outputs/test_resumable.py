@@ -18,8 +18,8 @@ from tests.outputs.test_separate import tree
 from tests.quantize.test_streaming import digests, write_model
 from vexport.errors import EnvironmentFault, InputError
 from vexport.files import atomic_path
-from vexport.outputs.directory import resumable_directory
 from vexport.outputs.manifest import begin_manifest, record
+from vexport.outputs.resumable import resumable_directory
 
 
 def link_as_record(work: Path, mine: Path) -> None:
