@@ -96,7 +96,8 @@ def test_findings_fit_one_screen(what: str, good: Good, tmp_path: Path) -> None:
         counted += int(words[0].replace(",", "")) if "may follow" in line else 0
     assert counted == len(everything)
     listed = vexport("check", broken, "--all").stdout
-    assert all(finding["where"] in listed.replace("\n", " ") for finding in everything)
+    words = " ".join(listed.split())
+    assert all(finding["where"] in words for finding in everything)
     assert listed.count("\n  got ") == len(everything)
 
 

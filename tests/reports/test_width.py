@@ -14,7 +14,10 @@ import pytest
 from tests.reports import sample
 from vexport.cli.scenario import report as command
 from vexport.files import to_json
+from vexport.records import CheckReport, Finding
 from vexport.reports import render
+from vexport.reports.checkpoints import check_documents
+from vexport.reports.renderers import text
 from vexport.reports.renderers.text import MAX_WIDTH, WIDTH
 from vexport.run.directory import REPORT_FILE
 
@@ -30,6 +33,42 @@ def test_text_fits_width(width: int) -> None:
 @pytest.mark.parametrize(("columns", "width"), [(20, 60), (80, 80), (400, MAX_WIDTH)])
 def test_terminal_sets_width(columns: int, width: int, folder: Path) -> None:
     assert width - 12 < printed_width(folder, columns) <= width
+
+
+LONG = "/home/ci/builds/group/project/checkpoints/qwen3-30b-a3b-instruct-nvfp4/config.json"
+UNBROKEN = (
+    "[4096, 11008]",
+    "8 bits",
+    "vLLM 0.32",
+    "group_size 128",
+    "140 GB",
+    "SM 100",
+    "[dry load]",
+)
+
+
+@pytest.mark.parametrize("width", range(60, 121, 5))
+def test_findings_break_between_words(width: int) -> None:
+    """Long paths stay whole, because users copy them. So do shapes and numbers with units."""
+    got = (
+        "scales of shape [4096, 11008] with weights of 8 bits in vLLM 0.32, group_size 128, 140 GB"
+    )
+    finding = Finding(
+        check="dry load",
+        severity="error",
+        where=f"{LONG}: quantization_config.config_groups.group_0 (tp 2, SM 100)",
+        got=got,
+        expected=f"a file other than {LONG}",
+        fix=f"vexport check {LONG} --sm 90",
+    )
+    report = CheckReport(checkpoint=LONG, ok=False, findings=(finding,))
+    lines = text.render(check_documents([report]), width).splitlines()
+    printed = "\n".join(lines)
+    assert printed.count(LONG) == 4
+    assert all(part in printed for part in UNBROKEN)
+    assert all(LONG in line for line in lines if len(line) > width)
+    labels = [line.split()[0] for line in lines if re.match(r"\w|  \w", line)]
+    assert labels[-4:] == ["error", "got", "need", "do"]
 
 
 def test_pipe_has_default_width(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

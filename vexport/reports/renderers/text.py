@@ -1,6 +1,7 @@
 """Render plain text for people: the decision, the reasons and the remedies."""
 
 import io
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal
@@ -8,7 +9,6 @@ from typing import Literal
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console, Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table as Grid
 from rich.text import Text
 
@@ -29,6 +29,15 @@ MAX_FINDINGS = 20
 # Number of columns between two columns of a table.
 _COLUMN_GAP = 2
 _MAX_TEXT = 1000
+# Parts of a text that stay on one line: shapes (`[128, 1]`), numbers with their units, and names
+# with their numbers (`SM 90`, `group_size 128`).
+_KEPT_TOGETHER = re.compile(
+    r"\[\d[\d, ]*\]"
+    r"|(?<![\w.])\d[\d.,]* (?:B|[kMGTP]B|GiB|dB|bits?|nats|points?|%|s|min|h)(?!\w)"
+    r"|\b(?:SM|TP|sm|tp|vLLM|\w+_\w+) \d"
+)
+# Stands for a space inside such a part until the text is printed.
+_KEPT_SPACE = "\ue000"
 
 
 def render(documents: Sequence[doc.Document], width: int = WIDTH) -> str:
@@ -48,22 +57,50 @@ def render(documents: Sequence[doc.Document], width: int = WIDTH) -> str:
     with console.capture() as capture:
         for document in documents:
             for block in _document(document, width):
-                console.print(Padding(block, (0, 0, 1, 0)))
-    return "\n".join(line.rstrip() for line in capture.get().splitlines()).rstrip() + "\n"
+                console.print(block, crop=False)
+                console.print()
+    printed = capture.get().replace(_KEPT_SPACE, " ")
+    return "\n".join(line.rstrip() for line in printed.splitlines()).rstrip() + "\n"
 
 
 def harmless(text: str) -> Text:
     """Return text from outside without console markup and escape sequences, clipped."""
-    return Text(visible(clip(text, _MAX_TEXT)), overflow="fold")
+    return Text(_printable(text), overflow="fold")
+
+
+def _printable(text: str) -> str:
+    """Return clipped text without escape sequences, in which some spaces are no line breaks."""
+    return _KEPT_TOGETHER.sub(
+        lambda match: match[0].replace(" ", _KEPT_SPACE), visible(clip(text, _MAX_TEXT))
+    )
+
+
+def _wrapped(text: str, width: int, start: str = "") -> Text:
+    """Return a text with `start` in front, in lines of at most `width` columns.
+
+    All lines are indented as far as the first. A word is never broken, because users copy paths and
+    names: a longer word makes its line longer.
+    """
+    lines = [start]
+    is_first = True
+    for word in re.findall(r"\s*\S+", _printable(text)):
+        if not is_first and cell_len(lines[-1] + word) > width:
+            lines.append(" " * cell_len(start))
+            word = word.lstrip()
+        lines[-1] += word
+        is_first = False
+    return Text("\n".join(lines), no_wrap=True, overflow="ignore")
 
 
 def _document(document: doc.Document, width: int) -> Iterator[RenderableType]:
     if document.status:
         answer = outcome_line(document.status, document.device)
-        head = Text.assemble(harmless(answer), "  ", harmless(document.title))
-        yield Text.assemble(head, "\n", harmless(opening(document.sentence)))
+        yield Group(
+            _wrapped(f"{answer}  {document.title}", width),
+            _wrapped(opening(document.sentence), width),
+        )
     if document.gates:
-        yield _aligned([(gate.name, gate.status, gate.summary) for gate in document.gates])
+        yield _aligned([(gate.name, gate.status, gate.summary) for gate in document.gates], width)
     for part in document.parts:
         yield from _part(part, width)
 
@@ -76,16 +113,18 @@ def _part(part: doc.Part, width: int) -> Iterator[RenderableType]:
         case doc.Table():
             yield from _table(part.shown("text"), width)
         case doc.Facts() if part.rows:
-            yield _aligned([(label, cell.text) for label, cell in part.rows])
+            yield _aligned([(label, cell.text) for label, cell in part.rows], width)
         case doc.Paragraph():
-            yield harmless(f"warning  {part.text}" if part.style == "warning" else part.text)
+            start = "warning  " if part.style == "warning" else ""
+            yield _wrapped(part.text, width, start)
         case doc.Listing():
-            prefix = f"{part.title}: " if part.title else "  "
-            yield Group(*(harmless(prefix + item.text) for item in part.items))
+            title = f"{part.title}: " if part.title else ""
+            start = "" if title else "  "
+            yield Group(*(_wrapped(title + item.text, width, start) for item in part.items))
         case doc.Details() if part.brief:
-            yield Group(*map(harmless, part.brief))
+            yield Group(*(_wrapped(line, width) for line in part.brief))
         case doc.FindingList():
-            yield from _findings(part)
+            yield from _findings(part, width)
 
 
 def _section(section: doc.Section, width: int) -> Iterator[RenderableType]:
@@ -123,7 +162,7 @@ def _table(table: doc.Table, width: int) -> Iterator[RenderableType]:
         grid.add_row(*row)
     yield grid
     if table.caption:
-        yield harmless(table.caption)
+        yield _wrapped(table.caption, width)
 
 
 def _column_widths(
@@ -154,53 +193,62 @@ def _longest_word(text: Text) -> int:
 
 
 def _aligned(
-    rows: Sequence[tuple[str, ...]], padding: tuple[int, int, int, int] = (0, 2, 0, 0)
-) -> Grid:
-    grid = Grid(box=None, show_header=False, padding=padding)
+    rows: Sequence[tuple[str, ...]], width: int, indent: int = 0, gap: int = _COLUMN_GAP
+) -> RenderableType:
+    """Return rows with aligned columns. The last column is wrapped below its first line."""
+    columns = list(zip(*([_printable(cell) for cell in row[:-1]] for row in rows), strict=True))
+    widths = [max(map(cell_len, column)) for column in columns]
+    lines = []
     for row in rows:
-        grid.add_row(*map(harmless, row))
-    return grid
+        cells = [
+            cell + " " * (column_width - cell_len(cell) + gap)
+            for cell, column_width in zip(map(_printable, row[:-1]), widths, strict=True)
+        ]
+        lines.append(_wrapped(row[-1], width, " " * indent + "".join(cells)))
+    return Group(*lines)
 
 
-def _findings(part: doc.FindingList) -> Iterator[RenderableType]:
+def _findings(part: doc.FindingList, width: int) -> Iterator[RenderableType]:
     """Yield a block for each kind of finding, or for each finding if `every` is True.
 
     A block has the place, what was found, what is needed, and the remedy.
     """
     findings = [finding for _, finding in part.findings]
     if part.every:
-        yield from map(_finding, findings)
+        for finding in findings:
+            yield _finding(finding, width)
         return
     folded = fold(findings)
     for kind in folded[:MAX_FINDINGS]:
-        yield from _kind(kind)
+        yield from _kind(kind, width)
     if more := sum(kind.count + kind.following for kind in folded[MAX_FINDINGS:]):
         yield Text(f"{plural(more, 'more finding')}: see --format json")
 
 
-def _kind(kind: Folded) -> Iterator[RenderableType]:
+def _kind(kind: Folded, width: int) -> Iterator[RenderableType]:
     """Yield a block for the kind, and below it a line for each kind of possible consequences."""
-    block = _finding(replace(kind.first, where=kind.places))
+    block = _finding(replace(kind.first, where=kind.places), width)
     more = f"  and {kind.count - 1:,} more like it: see --format json (or `check --all`)"
     yield Group(block, Text(more)) if kind.count > 1 else block
     if not kind.follow:
         return
-    grid = Grid(box=None, show_header=False, padding=(0, 1, 0, 2))
-    grid.add_column(justify="right")
+    rows = []
     for other in kind.follow[:MAX_FOLLOWING]:
         need = f", need {other.first.expected}" if other.first.expected else ""
-        what = f"{other.places}: {other.first.got}{need}  [{other.first.check}]"
-        grid.add_row(f"{other.count:,}", harmless(what))
+        what = f"{other.places}: got {other.first.got}{need}  [{other.first.check}]"
+        rows.append((f"{other.count:,}", what))
     if kind.not_shown:
-        grid.add_row(f"{kind.not_shown:,}", "of other kinds: see --format json (or `check --all`)")
+        rows.append((f"{kind.not_shown:,}", "of other kinds: see --format json (or `check --all`)"))
+    longest = max(len(count) for count, _ in rows)
+    rows = [(count.rjust(longest), what) for count, what in rows]
     note = (
         f"{plural(kind.following, 'more finding')} may follow from it; correct it and check again"
     )
-    yield Group(Text(note), grid)
+    yield Group(_wrapped(note, width), _aligned(rows, width, indent=2))
 
 
-def _finding(finding: Finding) -> RenderableType:
-    check = harmless(f"[{finding.check}]")
-    head = Text.assemble(finding.severity, "  ", harmless(finding.where), "  ", check)
+def _finding(finding: Finding, width: int) -> RenderableType:
+    check = f"[{finding.check}]".replace(" ", _KEPT_SPACE)
+    head = _wrapped(f"{finding.where}  {check}", width, f"{finding.severity}  ")
     rows = [("got", finding.got), ("need", finding.expected), ("do", finding.fix)]
-    return Group(head, _aligned([row for row in rows if row[1]], (0, 1, 0, 2)))
+    return Group(head, _aligned([row for row in rows if row[1]], width, indent=2))
