@@ -5,6 +5,7 @@ import re
 import shutil
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from vexport.records import (
     OnProgress,
     silent,
 )
+from vexport.records.values import join_limited
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -269,30 +271,36 @@ def conclude(outcome: str, name: str, reason: str, *, fix: str = "") -> None:
 LINE_EVERY_SECONDS = 15.0
 
 
+# Maximum number of names in the first line of progress.
+MOST_NAMES = 3
+
+
 @contextmanager
-def progress_display(*, quiet: bool) -> Iterator[OnProgress]:
+def progress_display(*, quiet: bool, reads: Sequence[str] = ()) -> Iterator[OnProgress]:
     """Yield a progress callback. It shows bars on a terminal, and occasional lines elsewhere.
 
+    With `reads`, the names of models, a first stage for reading them is shown at once, and ends
+    before the next stage. Import slow libraries inside the block, so that this stage covers them.
     If `quiet`, the callback shows nothing, and downloads from the hub show no bars either.
     """
     if quiet:
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
         yield silent
         return
-    if not sys.stderr.isatty():
-        # Do not use rich's detection: CI sets FORCE_COLOR for colour, and rich would show bars.
-        yield PlainDisplay()
-        return
-    display = BarDisplay()
+    # Do not use rich's detection: CI sets FORCE_COLOR for colour, and rich would show bars.
+    display = BarDisplay() if sys.stderr.isatty() else PlainDisplay()
+    if reads:
+        display.begin(f"read {join_limited(reads, ', ', MOST_NAMES)}")
     try:
         yield display
+        display.end_first_stage()
     finally:
         display.pause()
 
 
 def pause(on_progress: OnProgress) -> None:
     """Take the bars of a progress display off the terminal, so that a command can print output."""
-    if isinstance(on_progress, BarDisplay):
+    if isinstance(on_progress, Display):
         on_progress.pause()
 
 
@@ -312,10 +320,42 @@ class _Begun:
         return (now - self.at) / new * (total - done) if new > 0 else None
 
 
-class BarDisplay:
+class Display(ABC):
+    """Progress callback that shows the progress to a person."""
+
+    def __init__(self) -> None:
+        self._first_stage: str | None = None
+
+    def __call__(self, stage: str, done: int, total: int) -> None:
+        """Show the progress of a stage. The first stage, which `begin` started, ends before."""
+        self.end_first_stage()
+        self._show(stage, done, total)
+
+    def begin(self, stage: str) -> None:
+        """Show a stage that lasts until another stage is reported."""
+        self._show(stage, 0, 1)
+        self._first_stage = stage
+
+    def end_first_stage(self) -> None:
+        """End the stage of `begin`, unless it has ended."""
+        if self._first_stage is not None:
+            self._show(self._first_stage, 1, 1)
+            self._first_stage = None
+
+    @abstractmethod
+    def _show(self, stage: str, done: int, total: int) -> None:
+        """Show the progress of a stage."""
+
+    @abstractmethod
+    def pause(self) -> None:
+        """Make room for other output."""
+
+
+class BarDisplay(Display):
     """Progress display with one bar per stage, its elapsed time and its remaining time."""
 
     def __init__(self) -> None:
+        super().__init__()
         from rich import progress
         from rich.console import Console
 
@@ -331,7 +371,7 @@ class BarDisplay:
         self._tasks: dict[str, TaskID] = {}
         self._begun: dict[str, _Begun] = {}
 
-    def __call__(self, stage: str, done: int, total: int) -> None:
+    def _show(self, stage: str, done: int, total: int) -> None:
         """Update the stage's bar and its detail."""
         name, now = stage.partition(PROGRESS_DETAIL)[0], time.monotonic()
         total = max(total, 1)
@@ -358,7 +398,7 @@ class BarDisplay:
         self._begun.clear()
 
 
-class PlainDisplay:
+class PlainDisplay(Display):
     """Progress display without a terminal.
 
     Prints a line when a stage starts and when it ends. In between, prints the progress and the
@@ -367,11 +407,12 @@ class PlainDisplay:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._begun: dict[str, _Begun] = {}
         self._printed: dict[str, float] = {}
         self._shown: set[str] = set()
 
-    def __call__(self, stage: str, done: int, total: int) -> None:
+    def _show(self, stage: str, done: int, total: int) -> None:
         """Print the progress of the stage, if it is due."""
         now, name = time.monotonic(), stage.partition(PROGRESS_DETAIL)[0]
         is_first, is_end = name not in self._begun, done >= total
@@ -395,6 +436,9 @@ class PlainDisplay:
         self._printed[name] = now
         self._shown |= {name, stage} if is_end else {stage} - {name}
         print(line, file=sys.stderr, flush=True)
+
+    def pause(self) -> None:
+        """Do nothing, because printed lines leave room for other output."""
 
 
 def _full_stage_name(stage: str) -> str:

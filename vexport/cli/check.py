@@ -104,7 +104,9 @@ def check(
     from vexport.reports import render_checks, summarize_checks
 
     problems: list[VexportError] = []
-    with progress_display(quiet=answer.quiet) as on_progress:
+    # Comparing with a source imports torch, which takes seconds.
+    reads = [] if source is None else [*checkpoints, source]
+    with progress_display(quiet=answer.quiet, reads=reads) as on_progress:
         settings = Checking(
             tp=tp or (),
             sm=with_cards(sm or (), cards or ()),

@@ -192,17 +192,18 @@ def _compare_schemes(
     _require_no_options_of_variants(schemes, interpreters, answer)
     base = base_scenario(source, schemes[0], scenario_file)
     python = interpreters.others[0] if interpreters.others else interpreters.own
-    # The functions that start engines import torch, which takes seconds.
-    require_scenario_inputs(base)
-    require_engine((python,))
-    from vexport.api import compare as api_compare
-    from vexport.run.comparison import outcome_of
-    from vexport.run.scenario_run import compare_folder
-
-    written = [NamedPath(label="--run-dir", path=place.run_dir or compare_folder(base))]
-    require_apart(click.get_current_context(), list(scenario_inputs(base, scenario_file)), written)
     faults: list[VexportError] = []
-    with progress_display(quiet=answer.quiet) as on_progress:
+    with progress_display(quiet=answer.quiet, reads=[source]) as on_progress:
+        # The functions that start engines import torch, which takes seconds.
+        require_scenario_inputs(base)
+        require_engine((python,))
+        from vexport.api import compare as api_compare
+        from vexport.run.comparison import outcome_of
+        from vexport.run.scenario_run import compare_folder
+
+        written = [NamedPath(label="--run-dir", path=place.run_dir or compare_folder(base))]
+        inputs = list(scenario_inputs(base, scenario_file))
+        require_apart(click.get_current_context(), inputs, written)
         runs = api_compare(
             source,
             schemes,
@@ -266,13 +267,13 @@ def _compare_variants(
     inputs = list(evaluation_inputs(settings, "--task"))
     written = [NamedPath(label="--run-dir", path=folder)]
     require_apart(click.get_current_context(), inputs, written)
-    # The functions that start engines import torch, which takes seconds.
-    require_inputs([checkpoint], settings)
-    require_engine((interpreters.own, *others))
-    from vexport.api import compare_variants
-
     faults: list[VexportError] = []
-    with progress_display(quiet=answer.quiet) as on_progress:
+    with progress_display(quiet=answer.quiet, reads=[checkpoint]) as on_progress:
+        # The functions that start engines import torch, which takes seconds.
+        require_inputs([checkpoint], settings)
+        require_engine((interpreters.own, *others))
+        from vexport.api import compare_variants
+
         report = compare_variants(
             checkpoint,
             settings,

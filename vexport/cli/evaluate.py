@@ -202,15 +202,15 @@ def evaluate(
     folder = output_dir or Path("runs") / f"eval-{_name(checkpoints)}"
     written = [NamedPath(label="--output-dir", path=folder)]
     require_apart(click.get_current_context(), list(evaluation_inputs(settings, "--task")), written)
-    # The functions that start engines import torch, which takes seconds.
-    require_inputs([*filter(None, (comparison.baseline, *checkpoints))], settings)
-    require_engine((interpreter.vllm_python,))
-    from vexport import api
-
+    models = [*filter(None, (comparison.baseline, *checkpoints))]
     # Print the verdict before the search for its cause, which takes minutes. Files and machine
     # formats get the whole output at the end.
     is_first = answer.format_ == "text" and answer_file(click.get_current_context()) is None
-    with progress_display(quiet=answer.quiet) as on_progress:
+    with progress_display(quiet=answer.quiet, reads=models) as on_progress:
+        # The functions that start engines import torch, which takes seconds.
+        require_inputs(models, settings)
+        require_engine((interpreter.vllm_python,))
+        from vexport import api
 
         def show(judged: "Evaluations") -> None:
             pause(on_progress)

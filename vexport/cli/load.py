@@ -112,7 +112,7 @@ def load(
     ]
     modes: Sequence[EngineMode] = ("eager", "default") if mode == "both" else (mode,)
     problems: list[VexportError] = []
-    with progress_display(quiet=answer.quiet) as on_progress:
+    with progress_display(quiet=answer.quiet, reads=checkpoints) as on_progress:
         reports = api.load_all(
             checkpoints,
             dry=dry,

@@ -96,16 +96,16 @@ def quantize(
       vexport quantize MODEL OUT --scheme W4A16 --group-size 64 --ignore re:.*layers[.]0[.].*
     """
     require_extra("numba", "quantizing")
-    from vexport.api import Calibration
-    from vexport.api import quantize as api_quantize
-    from vexport.checkpoint.source import DEFAULT
-    from vexport.reports.quantized import render_quantized
-
     require_consistent("quantize")
     # Under torchrun, only the first rank prints.
     is_first = os.environ.get("RANK", "0") == "0"
     text = given_settings("calibration")
-    with progress_display(quiet=answer.quiet or not is_first) as on_progress:
+    with progress_display(quiet=answer.quiet or not is_first, reads=[source]) as on_progress:
+        from vexport.api import Calibration
+        from vexport.api import quantize as api_quantize
+        from vexport.checkpoint.source import DEFAULT
+        from vexport.reports.quantized import render_quantized
+
         quantized = api_quantize(
             source,
             out,
@@ -164,10 +164,10 @@ def repair(
       vexport repair OUT REPAIRED
       vexport repair OUT REPAIRED --source MODEL
     """
-    from vexport.api import repair as api_repair
-    from vexport.reports.quantized import render_repair
+    with progress_display(quiet=answer.quiet, reads=[str(checkpoint)]) as on_progress:
+        from vexport.api import repair as api_repair
+        from vexport.reports.quantized import render_repair
 
-    with progress_display(quiet=answer.quiet) as on_progress:
         report = api_repair(
             checkpoint, out, source=source, overwrite=overwrite, on_progress=on_progress
         )

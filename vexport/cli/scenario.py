@@ -85,12 +85,12 @@ def run(
     folder = run_dir or parsed.run_dir
     written = [NamedPath(label="--run-dir", path=folder)]
     require_apart(click.get_current_context(), list(scenario_inputs(parsed, scenario)), written)
-    # The functions that start engines import torch, which takes seconds.
-    require_scenario_inputs(parsed)
-    require_engine((interpreter.vllm_python,))
-    from vexport.api import run as api_run
+    with progress_display(quiet=answer.quiet, reads=[parsed.source]) as on_progress:
+        # The functions that start engines import torch, which takes seconds.
+        require_scenario_inputs(parsed)
+        require_engine((interpreter.vllm_python,))
+        from vexport.api import run as api_run
 
-    with progress_display(quiet=answer.quiet) as on_progress:
         report = api_run(
             scenario,
             run_dir=folder,
