@@ -96,8 +96,8 @@ def test_findings_fit_one_screen(what: str, good: Good, tmp_path: Path) -> None:
         counted += int(words[0].replace(",", "")) if "may follow" in line else 0
     assert counted == len(everything)
     listed = vexport("check", broken, "--all").stdout
-    words = " ".join(listed.split())
-    assert all(finding["where"] in words for finding in everything)
+    text = " ".join(listed.split())
+    assert all(finding["where"] in text for finding in everything)
     assert listed.count("\n  got ") == len(everything)
 
 
