@@ -118,7 +118,7 @@ def test_first_contact_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server, "_FIRST_CONTACT_ENDS", 1.0)
     with sending_raw(FLOODS["slow body"]) as (url, _):
         began = time.monotonic()
-        with pytest.raises(EnvironmentFault, match="no answer"):
+        with pytest.raises(EnvironmentFault, match="no response"):
             Server(Endpoint(url=url, request_timeout=300, retry_seconds=300))
         assert time.monotonic() - began < 8
 

@@ -112,7 +112,7 @@ def test_given_settings_are_stored(tmp_path: Path) -> None:
         ("--think-end-token X", "--think-end-token: got X", "need </think>"),
         ("--no-enable-thinking", "--enable-thinking: got false", "need true"),
         ("--fewshot-as-multiturn", "--fewshot-as-multiturn: got true", "need false"),
-        ("--seeds 4", "--seeds: got 4 answers", "need one greedy answer"),
+        ("--seeds 4", "--seeds: got 4 responses", "need one greedy response"),
         ("--gate acc", "--gate: got sums=acc", "need sums=exact_match,none"),
         ("--max-model-len 128", "--max-model-len: got 128", "need 64"),
         ("--dtype bfloat16", "--dtype: got bfloat16", "need float16"),

@@ -129,4 +129,4 @@ def test_method_gives_repeatability(
     folder = read_results(copies / "baseline").file.parent
     write_repeated(folder, Repeated(documents=documents, changed=changed, sampled=sampled))
     verdict = compare(copies, "twin")
-    assert_contains(verdict.method, f"{changed} of {documents} answers")
+    assert_contains(verdict.method, f"{changed} of {documents} responses")

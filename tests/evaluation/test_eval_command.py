@@ -75,4 +75,4 @@ def test_non_deterministic_engine_exits_with_4(copies: Path) -> None:
     repeated.write_text('{"documents": 200, "changed": 9}')
     done = vexport("verdict", copies / "baseline", copies / "twin")
     assert done.code == 4
-    assert_contains(done.stderr, "9 of 200 answers")
+    assert_contains(done.stderr, "9 of 200 responses")

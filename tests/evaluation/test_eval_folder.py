@@ -58,7 +58,7 @@ def test_second_call_in_other_formats(lm_eval_runs: Path, tmp_path: Path) -> Non
     assert "Answers that flipped" in html
     assert evaluate(lm_eval_runs, tmp_path, "--format", "markdown", names=("twin",)).code == 0
     other = evaluate(lm_eval_runs, tmp_path, "--margin", "0", "--quiet", names=("twin",))
-    assert other.code == 3, "the margin changes the outcome without new answers"
+    assert other.code == 3, "the margin changes the outcome without new responses"
 
 
 def test_reports_of_several_checkpoints(lm_eval_runs: Path, tmp_path: Path) -> None:

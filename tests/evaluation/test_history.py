@@ -83,7 +83,7 @@ def test_answers_that_do_not_fit_have_a_reason(
     assert any("also task near" in note for note in row.notes)
     shutil.rmtree(run / "eval")
     row = history_rows(file, run)[1]
-    assert any("no answers to tasks" in note for note in row.notes)
+    assert any("no responses to tasks" in note for note in row.notes)
 
 
 def test_verdict_records_its_circumstances(lm_eval_runs: Path, tmp_path: Path) -> None:

@@ -180,5 +180,5 @@ def test_unknown_aggregation_cannot_decide(runs: tuple[Path, Path]) -> None:
         for line in lines:
             line |= {"metrics": ["score", "acc"], "score": 2 * line["score"]}
         file.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    with assert_raises(InputError, "got score", "no mean"):
+    with assert_raises(InputError, "got score", "not the mean"):
         _decide(runs, "score")

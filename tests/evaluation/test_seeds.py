@@ -109,7 +109,7 @@ def test_verdict_of_sampled_answers(lm_eval_runs: Path, tmp_path: Path) -> None:
     assert accuracy_tiles(replace(verdict, tasks=tasks))[1].unit == "of 800"
     ran = vexport("verdict", lm_eval_runs / "baseline", candidate)
     assert ran.code == 2
-    assert "no answer 1 to document 0" in ran.stderr
+    assert "no response 1 to document 0" in ran.stderr
 
 
 def test_seeds_need_a_temperature(tmp_path: Path) -> None:

@@ -216,7 +216,7 @@ def test_refused_variants_are_not_tried_again(
     fake.requested.clear()
     monkeypatch.setattr("vexport.run.stages.serving.installed_text", lambda python: "9.9.9")
     other = compare(fake, folder, "--format", "json", settings=settings)
-    assert other.code == 2, "the answers of the baseline are from another version"
+    assert other.code == 2, "the responses of the baseline are from another version"
     anew = compare(fake, folder, "--overwrite", "--format", "json", settings=settings)
     assert anew.stdout == first.stdout
     assert fake.requested == ["baseline", "cpu", "crash"]

@@ -103,6 +103,6 @@ def test_silent_handshake_ends_in_time() -> None:
 
     with sending_raw(silence) as (url, _):
         began = time.monotonic()
-        with pytest.raises(EnvironmentFault, match="no answer"):
+        with pytest.raises(EnvironmentFault, match="no response"):
             connect(url.replace("http:", "https:"), timeout=0.5)
         assert time.monotonic() - began < 8

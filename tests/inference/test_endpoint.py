@@ -57,7 +57,7 @@ def test_temporary_faults_are_retried(fault: Fault, server: AddingServer, tmp_pa
 def test_answers_survive_failing_server(server: AddingServer, tmp_path: Path) -> None:
     """After the failure, only the missing answers are requested."""
     server.after = 50
-    with assert_raises(EnvironmentFault, "HTTP 500", "answers are kept"):
+    with assert_raises(EnvironmentFault, "HTTP 500", "responses are kept"):
         answers_of(endpoint(server, retry=1), tmp_path / "kept")
     assert len((tmp_path / "kept").read_text().splitlines()) == 50
     server.after = None
@@ -73,7 +73,7 @@ def test_answers_survive_failing_server(server: AddingServer, tmp_path: Path) ->
 
 def test_answers_survive_dead_server(server: AddingServer, tmp_path: Path) -> None:
     server.dies_after = 21
-    with assert_raises(EnvironmentFault, "no answer", "answers are kept"):
+    with assert_raises(EnvironmentFault, "no response", "responses are kept"):
         answers_of(endpoint(server, retry=0.5), tmp_path / "kept")
     assert len((tmp_path / "kept").read_text().splitlines()) == len(server.answered) == 21
     server.dies_after = None

@@ -67,7 +67,7 @@ FLOODS: dict[str, Callable[[], Iterator[bytes]]] = {
 def test_floods_end_in_time(flood: str) -> None:
     with sending_raw(FLOODS[flood]) as (url, sent):
         began = time.monotonic()
-        with pytest.raises(EnvironmentFault, match="no answer"):
+        with pytest.raises(EnvironmentFault, match="no response"):
             Server(Endpoint(url=url, request_timeout=0.4, retry_seconds=0))
         assert time.monotonic() - began < 8
         assert sent[0] < 64 * MEBIBYTE or flood == "endless continue"
@@ -176,7 +176,10 @@ WRONG_SCORES = {
 
 @pytest.mark.parametrize("fields", WRONG_SCORES.values(), ids=WRONG_SCORES)
 def test_wrong_log_probabilities_are_server_faults(fields: dict[str, object]) -> None:
-    with replying(with_choice(**fields)) as url, pytest.raises(EnvironmentFault, match="no answer"):
+    with (
+        replying(with_choice(**fields)) as url,
+        pytest.raises(EnvironmentFault, match="no response"),
+    ):
         connect(url).score([3, 2, 4], 1, vocabulary=100)
 
 
@@ -220,7 +223,7 @@ def test_invalid_content_is_server_fault(content: bytes) -> None:
     def reply(path: str, body: dict[str, object]) -> Sent:
         return Sent(content=content) if body else sound(path, body)
 
-    with replying(reply) as url, pytest.raises(EnvironmentFault, match="no answer"):
+    with replying(reply) as url, pytest.raises(EnvironmentFault, match="no response"):
         connect(url).generate([3], PARAMETERS)
 
 
@@ -333,7 +336,7 @@ def test_invalid_max_model_len_is_unknown(longest: object) -> None:
 def test_model_needs_name(name: object) -> None:
     with (
         replying(with_card(id=name)) as url,
-        pytest.raises(EnvironmentFault, match="no answer: a list"),
+        pytest.raises(EnvironmentFault, match="no response: a list"),
     ):
         connect(url)
 

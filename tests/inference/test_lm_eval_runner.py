@@ -120,7 +120,7 @@ def test_same_engine_gives_same_answers(evaluated: Evaluated) -> None:
     verdict = decide(folder / "first", folder / "second", margin=0.1, alpha=0.05)
     # A model with random weights guesses, so that equal answers may be no evidence for PASS.
     assert all(task.outcome == "PASS" or task.uninformative for task in verdict.tasks)
-    assert_contains(verdict.method, "0 of 100 answers")
+    assert_contains(verdict.method, "0 of 100 responses")
     first, second = (
         sorted(
             line

@@ -62,7 +62,7 @@ def test_text_and_drafts_decide_without_tasks(tmp_path: Path) -> None:
     assert not list(folder.rglob("results_*.json"))
     for name in ("report.html", "report.md", "model-card.md", "junit.xml"):
         assert "KL to the baseline" in (folder / name).read_text()
-    assert "never decides" not in (folder / "report.html").read_text()
+    assert "does not change the outcome" not in (folder / "report.html").read_text()
     again = vexport("run", scenario(tmp_path, kl_limit=1e-6), "--run-dir", folder, "--quiet")
     assert again.code == 1, "the limit changes the outcome without a new session"
     assert "KL to the baseline" in again.stdout

@@ -99,7 +99,7 @@ def test_demo_passes_and_resumes(tmp_path: Path) -> None:
     ran = run(scenario, folder)
     assert ran.code == 0, ran.stderr
     log = (folder / "eval" / "baseline" / "vllm.log").read_text()
-    assert f"{held} of {2 * LIMIT} answers are kept" in log
+    assert f"{held} of {2 * LIMIT} responses are kept" in log
     assert not list(folder.glob("eval/*/answers-*"))
     assert ran.stdout.startswith("PASS on CPU, emulated  demo-nvfp4\n")
     assert_contains(ran.stdout, "All 4 tasks", "2 points")
@@ -172,7 +172,7 @@ def test_answers_after_failed_load_decide_nothing(hard_scenario: Path, tmp_path:
     assert {task["documents"] for task in report_of(folder)["verdict"]["tasks"]} == {LIMIT}
     assert "evaluate" not in (folder / "report.md").read_text()
     for name in ("report.md", "report.html"):
-        assert "what it answered is for information" in (folder / name).read_text()
+        assert "its responses are for information" in (folder / name).read_text()
 
 
 @pytest.fixture(scope="module")

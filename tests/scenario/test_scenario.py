@@ -174,7 +174,7 @@ def test_suite_sets_tasks_margin_and_limit(tmp_path: Path) -> None:
     assert evaluated(tmp_path, "suite: code, limit: 0.1").apply_chat_template is False
 
 
-CONDITION = ("power 0.8", "margin 5.0%", "alpha 0.05", "5% of answers")
+CONDITION = ("power 0.8", "margin 5.0%", "alpha 0.05", "5% of responses")
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ CONDITION = ("power 0.8", "margin 5.0%", "alpha 0.05", "5% of answers")
     [
         ("suite: quick", ["3,000 documents", "arc_easy 1,000, piqa 1,000, winogrande 1,000"]),
         ("suite: quick, margin: 0.05, limit: 200", ["600 documents", "167 a task", *CONDITION]),
-        ("suite: quick, margin: 0.05, limit: 24", [*CONDITION, "limit 24 asks fewer"]),
+        ("suite: quick, margin: 0.05, limit: 24", [*CONDITION, "limit 24 uses fewer"]),
         (
             "suite: code, limit: 0.1",
             ["humaneval 17, mbpp 50", "vexport run SCENARIO --trust-remote-code"],
@@ -199,7 +199,7 @@ def test_plan_counts_documents(
     assert shown.code == 0, shown.stderr
     assert_contains(shown.stdout.replace(str(path), "SCENARIO"), *parts)
     if "limit: 200" in evaluate:
-        assert "asks fewer" not in shown.stdout
+        assert "uses fewer" not in shown.stdout
 
 
 SERVED = "name: n\nsource: {source}\nrules: [{{match: Linear, scheme: NVFP4A16}}]\nserve: {serve}\n"

@@ -44,7 +44,7 @@ def evaluate(
     """Compare a checkpoint with `settings.baseline` or with the accepted baseline `against`.
 
     This is `vexport eval`. `folder` becomes a run directory with lm-eval's results, the logs of
-    vLLM and a report. A second call resumes. The answers are written to `accept` as an accepted
+    vLLM and a report. A second call resumes. The responses are written to `accept` as an accepted
     baseline, unless the verdict is FAIL. With `accept` and no baseline, nothing is compared and
     None is returned. If `attribution` is True, the cause of the loss is searched for. If
     `attribution` is None, the search runs unless the verdict is PASS. It takes at most
@@ -82,7 +82,7 @@ def evaluate_all(
     on_judged: OnJudged | None = None,
     on_progress: OnProgress = silent,
 ) -> Evaluations:
-    """Compare several checkpoints with the same baseline, which is asked once.
+    """Compare several checkpoints with the same baseline, which runs once.
 
     Takes the arguments of `evaluate`. `accept` is possible only for a single checkpoint. If the
     caller has completed `settings` and `engine` from an accepted baseline, `against` is the result

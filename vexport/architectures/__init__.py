@@ -405,15 +405,15 @@ def _unknown_modules(name: str, version: Version) -> tuple[Finding, ...]:
     unknown = module_table(version).unknown
     if name not in unknown or not get_architecture(name, version).language_model:
         return ()
-    expected = "a class with known modules outside the language model"
+    expected = "a class with a table of the modules outside the language model"
     got = "a class whose other embeddings and layers are only recognized by their names"
     fix = "load the output with `vexport load --dry` before you use it"
     return (_note("warning", name, expected, got, fix),)
 
 
 def _assumed_note(name: str) -> Finding:
-    expected = "a nested config with a text model that vexport knows"
-    got = f"no known text model, so the usual fused layers are assumed ({', '.join(USUAL)})"
+    expected = "a nested config with a supported text model"
+    got = f"no supported text model, so the usual fused layers are assumed ({', '.join(USUAL)})"
     fix = "check the groups of the plan, and load the output in vLLM before you use it"
     return _note("warning", name, expected, got, fix)
 

@@ -218,7 +218,7 @@ def with_revision(name: str, revision: str | None) -> str:
 
 
 class _NoRangesError(Exception):
-    """Raised if the server answers with whole files."""
+    """Raised if the server returns whole files instead of the requested range."""
 
 
 @contextmanager

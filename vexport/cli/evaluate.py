@@ -93,7 +93,7 @@ class ComparisonOptions:
                 "--chat-template names a template, --no-apply-chat-template applies none."
             )
         if len(options["checkpoints"]) > 1 and self.accept:
-            raise click.UsageError("--accept takes the answers of one CHECKPOINT.")
+            raise click.UsageError("--accept takes the responses of a single CHECKPOINT.")
         return replace(self, baseline=baseline, against=against)
 
 
@@ -122,7 +122,7 @@ def _is_accepted(path: Path) -> bool:
 )
 @option(
     "--accept",
-    "Write CHECKPOINT's answers to FILE as an accepted baseline, unless it fails.",
+    "Write CHECKPOINT's responses to FILE as an accepted baseline, unless it fails.",
     PATH,
     "FILE",
     heading="Comparison",
@@ -361,12 +361,12 @@ def _print_answer(evaluations: "Evaluations", format_: str, *, is_shown: bool) -
 def _known_fix(verdict: "Verdict") -> str:
     """Return advice for a known cause, or else an empty string.
 
-    Known causes are too many lost answers, and a loss in later tokens of held-out text alone.
+    The causes are too many lost responses, or a loss only in later tokens of held-out text.
     """
     from vexport.reports.formatting import LATE_FAILURE_ADVICE
 
     if any(task.too_many_lost for task in verdict.tasks):
-        return "see the answers that were cut or are empty above, and evaluate again"
+        return "see the cut and empty responses above, and evaluate again"
     if verdict.text is not None and verdict.text.fails_late:
         return LATE_FAILURE_ADVICE
     return ""
@@ -382,7 +382,7 @@ def verdict_command(baseline_results: Path, results: Path, answer: Answer) -> No
 
     Both are folders or files of lm-eval, lighteval or EvalScope, or JSON lines with task, id and
     score. BASELINE_RESULTS may also be an accepted baseline (`vexport eval --accept`). Documents
-    are paired by their ids. lm-eval writes the answers with --log_samples.
+    are paired by their ids. lm-eval writes the responses with --log_samples.
 
     \b
     Examples:

@@ -81,7 +81,7 @@ def load(
     """Load each CHECKPOINT in vLLM and compare its output with a reference.
 
     The reference is the model in transformers, with the weights dequantized by compressed-tensors.
-    vLLM also answers test prompts (canaries) with 200 tokens each. Values that are not finite,
+    vLLM also generates 200 tokens for each test prompt (canary). Values that are not finite,
     repetition, early ends and text in another script are findings. One engine is started for each
     --tp, on as many devices.
 

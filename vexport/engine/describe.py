@@ -167,7 +167,7 @@ def _processor() -> str:
 
 
 def kernel_environment(environment: Mapping[str, str] = os.environ) -> str:
-    """Return the variables in the environment that affect answers: `VLLM_BATCH_INVARIANT=1`.
+    """Return the variables in the environment that affect responses: `VLLM_BATCH_INVARIANT=1`.
 
     Return "none" if no such variable is set.
     """

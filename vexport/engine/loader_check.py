@@ -263,7 +263,7 @@ def _dry_loaded(job: "QuantizeJob", folder: Path, plan: Plan) -> DryLoadReport |
     supports = [scheme.format.gpu_support(scheme.args) for scheme in plan.used_schemes]
     sm = tuple(sm for sm in CAPABILITIES if not any(each.refuses(sm) for each in supports))
     if not sm:
-        return "not loaded, because no GPU that a dry load knows runs these schemes"
+        return "not loaded, because these schemes run on none of the GPUs that a dry load supports"
     source = attempt(partial(resolve_source, job.source), "")
     load = DryLoad(
         checkpoints=[folder],

@@ -69,9 +69,9 @@ class SessionRequest:
     question of an accepted baseline, by task and document. If a question differs, the request ends
     with a problem before the engine starts.
 
-    `identity` names everything that the answers depend on, except the engine. If it is set, the
-    answers are stored in `output` after each batch. A later session reuses them if this session is
-    killed. With an `endpoint`, `checkpoint` is the folder of its tokenizer, and no engine is
+    `identity` names everything that the responses depend on, except the engine. If it is set, the
+    responses are stored in `output` after each batch. A later session reuses them if this session
+    is killed. With an `endpoint`, `checkpoint` is the folder of its tokenizer, and no engine is
     started. The code of that tokenizer runs only with `trust_tokenizer`.
     """
 
@@ -140,7 +140,7 @@ class ArgumentsRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionResult:
-    """Answers of a session. If `failure` is set, these are the answers up to the failure."""
+    """Responses of a session. If `failure` is set, these are the responses before the failure."""
 
     checkpoint: Path
     platform: str

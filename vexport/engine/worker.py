@@ -208,7 +208,7 @@ def model_arguments(request: SessionRequest, platform: str) -> EngineArguments:
         "trust_remote_code": request.trust_remote_code,
         "seed": request.seed,
         "disable_log_stats": not request.drafted,
-        # Answers must not depend on earlier prompts. With prefix caching, 20 of 64 answers
+        # Responses must not depend on earlier prompts. With prefix caching, 20 of 64 responses
         # changed (docs/evaluation.md).
         "enable_prefix_caching": False,
         "worker_extension_cls": "vexport.engine.describe.DescribeKernels",

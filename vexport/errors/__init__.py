@@ -33,7 +33,7 @@ def visible(text: str, keep: str = "") -> str:
 def clip(text: str, limit: int) -> str:
     """Return at most `limit` characters of `text`, and whole words if it has spaces.
 
-    The middle is removed, because questions and answers are at the end.
+    The middle is removed. For example, the last question is at the end of a prompt.
     """
     if len(text) <= limit:
         return text

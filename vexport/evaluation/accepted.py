@@ -1,14 +1,14 @@
 """Accepted baselines: a model's scores of every document, in a file that is small enough for git.
 
-In a diff of the file, a changed answer is one digit. Each line has 100 documents, in the order of
+In a diff of the file, a changed score is one digit. Each line has 100 documents, in the order of
 their numbers:
 - `scores` maps the range of documents to their scores, written as `1` and `0` without spaces if the
   metric is 0/1.
 - `questions` maps the range to three characters of each question's digest.
-- `endings` has a letter for each answer (`LETTERS` in lost.py). A line is stored only if one of its
-  answers was cut, is empty, or has nothing to extract.
+- `endings` has a letter for each response (`LETTERS` in lost.py). A line is stored only if one of
+  its responses was cut, is empty, or contains no answer.
 
-Answers of a later evaluation are paired with the stored scores document by document.
+Responses of a later evaluation are paired with the stored scores document by document.
 """
 
 import math
@@ -33,7 +33,7 @@ from vexport.records import AcceptedBaseline
 LINE = 100
 """Number of documents in a line."""
 WHOLE = "."
-"""Letter of an answer that is neither cut nor empty, and has something to extract."""
+"""Letter of a response that was not cut, is not empty, and contains an answer."""
 _KIND = "vexport_baseline"
 
 
@@ -41,8 +41,8 @@ _KIND = "vexport_baseline"
 class AcceptedTask:
     """Scores of one task and digests of its questions, by ranges `first-last` of documents.
 
-    `endings` has a letter for each answer, but only for ranges in which an answer was cut, is
-    empty, or has nothing to extract. `endings` is None if the answers were not generated, or if the
+    `endings` has a letter for each response, but only for ranges in which a response was cut, is
+    empty, or contains no answer. `endings` is None if the responses were not generated, or if the
     file is older than this field.
     """
 
@@ -93,7 +93,7 @@ def read_accepted(path: Path) -> Accepted:
     """Read an accepted baseline.
 
     Raises:
-        InputError: If the file is something else or is damaged.
+        InputError: If the file has another kind or is damaged.
     """
     if not is_accepted(path):
         got = "something else" if path.exists() else "no such file"
@@ -169,8 +169,8 @@ def pair_with(accepted: Accepted, candidate: Results) -> tuple[TaskPair, ...]:
     """Pair a run with an accepted baseline, on the accepted metrics and filters.
 
     Raises:
-        InputError: For all tasks at once. A task or a document is missing in the run or in the
-        baseline, or a question differs.
+        InputError: If a task or a document is missing in the run or in the baseline, or if a
+        question differs. The error names all tasks with such a problem.
     """
     need, where, problems = "the accepted tasks", str(candidate.file), list[InputError]()
     old: dict[str, TaskSamples] = {}
@@ -194,11 +194,13 @@ def pair_with(accepted: Accepted, candidate: Results) -> tuple[TaskPair, ...]:
 def _accepted_task(results: Results, name: str, gate: TaskPair) -> AcceptedTask:
     samples, where = _ordered(results, name, gate.filter), f"{results.file}: task {name}"
     if any(sample.seed for sample in samples):
-        fix = "accept greedy answers, without --seeds"
-        raise InputError(where, got="several answers to a document", need="one", fix=fix)
+        fix = "accept greedy responses, without --seeds"
+        raise InputError(where, got="several responses to a document", need="one", fix=fix)
     if _number(samples[-1]) - _number(samples[0]) >= len(samples):
         fix = "evaluate all documents, or the first (--limit)"
-        raise InputError(where, got="documents with gaps", need="consecutive ones", fix=fix)
+        raise InputError(
+            where, got="gaps in the document numbers", need="consecutive documents", fix=fix
+        )
     if not all(gate.metric in sample.scores for sample in samples):
         fix = "use --baseline, or choose another metric with --gate"
         got = f"{gate.metric}, which lm-eval computes from all documents at once"
@@ -219,9 +221,9 @@ def _accepted_task(results: Results, name: str, gate: TaskPair) -> AcceptedTask:
 
 
 def _endings_text(lines: Mapping[str, Sequence[Sample]]) -> dict[str, str] | None:
-    """Return the letters of all answers, for each line with an answer that may not count.
+    """Return the letters of all responses, for each line with a response that may not count.
 
-    Return None if the answers were not generated.
+    Return None if the responses were not generated.
     """
     endings = {line: [sample.ending for sample in chunk] for line, chunk in lines.items()}
     letters = {
@@ -290,7 +292,7 @@ def expected_questions(accepted: Accepted) -> Expected:
 
 
 def stored_endings(task: AcceptedTask) -> dict[int, Ending] | None:
-    """Return how the answer to each document ended, or None if the file does not contain it.
+    """Return how the response to each document ended, or None if the file does not contain it.
 
     Raises:
         ValueError: If a line is damaged.
@@ -339,21 +341,21 @@ def _answers_now(
                 f"accepted: {since})"
             )
             fix = "evaluate as before, or accept it again"
-            raise InputError(where, got=got, need="the questions that were accepted", fix=fix)
+            raise InputError(where, got=got, need="the accepted questions", fix=fix)
     return replace(candidate.tasks[name], samples={sample.key: sample for sample in samples})
 
 
 def _accepted_answers(task: AcceptedTask, now: TaskSamples) -> TaskSamples:
     """Return samples of the same documents with the accepted scores.
 
-    The samples have no answers, because accepted baselines do not contain answers.
+    The samples have scores but no texts, because accepted baselines do not contain responses.
     """
     samples: dict[tuple[str, int | str, int], Sample] = {}
     stored, endings = stored_scores(task), stored_endings(task)
     for key, sample in now.samples.items():
         score, _ = stored[_number(sample)]
         ending = None if endings is None else endings[_number(sample)]
-        answer, scores = f"(scored {score:g}; the answer was not kept)", {task.metric: score}
+        answer, scores = f"(scored {score:g}; the response was not kept)", {task.metric: score}
         samples[key] = replace(
             sample, answer=answer, compared_text=None, scores=scores, ending=ending
         )
@@ -362,7 +364,7 @@ def _accepted_answers(task: AcceptedTask, now: TaskSamples) -> TaskSamples:
 
 
 def lost_answers(accepted: Accepted, alpha: float) -> tuple[str, ...]:
-    """Describe the accepted answers that do not count, for each task with at least 1 % of them."""
+    """Describe the lost responses of each task with at least 1 % of them."""
     described = []
     for name, task in accepted.tasks.items():
         endings = stored_endings(task)

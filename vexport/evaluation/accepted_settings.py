@@ -40,7 +40,7 @@ MEASURED_SETTINGS = (
     *("limit", "num_fewshot", "apply_chat_template", "fewshot_as_multiturn", "system_instruction"),
     *("gen_kwargs", "max_gen_toks", "think_end_token", "enable_thinking", "seed"),
 )
-"""Keys of `Evaluate` that change questions, answers or scores. Tasks are handled separately."""
+"""Keys of `Evaluate` that change questions, responses or scores. Tasks are handled separately."""
 PATHS = ("tasks", "include_path")
 """Keys of `Evaluate` with paths of files or folders."""
 MAX_MODEL_LEN, DTYPE = "max_model_len", "dtype"
@@ -99,8 +99,8 @@ def with_accepted_settings(
     `given` are the keys of `Evaluate` that the user set. Errors name a key as `command: key`.
 
     Raises:
-        InputError: For all settings at once. A given setting differs from the accepted setting, or
-            the file has only the digest of a setting and the user did not give it.
+        InputError: If a given setting differs from the accepted setting, or if the file has only
+            the digest of a setting and the user did not give it. The error lists all such settings.
     """
     accepted = read_accepted(file)
     named = {key: value for key, value in given.items() if value is not None}
@@ -206,8 +206,9 @@ def _contradictions(
             need = f"{_words(key, stored, accepted)}, as in {file}"
             yield InputError(f"{command}: {key}", got=_text(named[key]), need=need, fix=_FIX)
     if named.get(_SEEDS, 1) != 1:
-        got, need = f"{named[_SEEDS]} answers", f"one greedy answer, as in {file}"
-        fix = "leave it out: accepted baselines have greedy answers only"
+        got = f"{named[_SEEDS]} responses to each document"
+        need = f"one greedy response, as in {file}"
+        fix = "leave it out: accepted baselines have greedy responses only"
         yield InputError(f"{command}: {_SEEDS}", got=got, need=need, fix=fix)
     gate = named.get("gate")
     for problem in other_gates(accepted, gate) if isinstance(gate, Mapping) else ():
@@ -255,7 +256,7 @@ def _require_known_tasks(keys: Mapping[str, object], is_named: bool, file: Path)
             require_known(task, [Path(str(folder)) for folder in folders])
         except InputError:
             fix = "give its YAML file with --task, or its folder with --include-path"
-            got, need = "only its name, which is no task of lm-eval", "the task's YAML file"
+            got, need = "only its name, and lm-eval has no such task", "the task's YAML file"
             problems.append(InputError(f"{file}: task {task}", got=got, need=need, fix=fix))
     raise_all(problems)
 
@@ -376,8 +377,7 @@ def _is_file(task: str) -> bool:
 def _path_to_store(path: str, file: Path) -> str:
     """Return a path relative to the folder of `file` if it is below the current folder.
 
-    The result cannot be mistaken for the name of a task: it ends like a YAML file or begins like a
-    path.
+    The result differs from every name of a task: it ends like a YAML file or begins like a path.
     """
     whole = user_path(path).resolve()
     if not whole.is_relative_to(Path.cwd().resolve()):

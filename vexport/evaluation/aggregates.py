@@ -41,7 +41,7 @@ _NUMBERS = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|inf")
 
 
 class NotReadable(Exception):
-    """The stored values of a metric do not have the form of lm-eval's metric of that name."""
+    """A metric has stored values in another form than lm-eval's metric of the same name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,10 +53,10 @@ class Table:
       between the two models' values.
     - `to_aggregate` converts a value of `measure` to lm-eval's aggregate.
     - `unit` is the unit of a difference, and `higher_is_better` is its direction.
-    - `flipped` has the numbers that each document would have if the baseline's answer to it
-      changed, shape (documents, numbers). It is None unless answers are right or wrong.
+    - `flipped` has the numbers of each document after a change of the baseline's response to it,
+      shape (documents, numbers). It is None unless responses are correct or wrong.
     - `is_text` is True if the metric scores generated text.
-    - `scored` returns 1 for each document with an at least partly right answer, else 0.
+    - `scored` returns 1 for each document with an at least partly correct response, else 0.
     """
 
     baseline: Scores
@@ -168,7 +168,7 @@ def _weighted(baseline: Sequence[Json], candidate: Sequence[Json]) -> tuple[Scor
 
 
 def _column(values: Sequence[Json], index: int) -> Scores:
-    """Return the member `index` of each value (or a value that is no list) as finite numbers."""
+    """Return finite numbers: the member `index` of each list, and other values unchanged."""
     column = []
     for value in values:
         member = value[index] if isinstance(value, list) else value
@@ -208,8 +208,7 @@ def _squared_errors(values: Sequence[Json]) -> Scores:
 def numbers_in(value: Json) -> list[float]:
     """Return the numbers of a stored list.
 
-    lm-eval may have stored the list as numpy's text of an array, which has 8 digits for each
-    number.
+    lm-eval may have stored the list as the text of a numpy array, with 8 digits per number.
     """
     if isinstance(value, str):
         if "..." in value:
@@ -245,7 +244,7 @@ def _f1(metric: str, baseline: Sequence[Json], candidate: Sequence[Json]) -> Tab
     gold, sides = _labels(baseline, candidate)
     known = set(np.unique([gold, *sides]).tolist())
     if len(known | {1}) > 2:
-        raise NotReadable(f"F1 needs two labels, and these are {sorted(known)}")
+        raise NotReadable(f"F1 needs two labels, got {sorted(known)}")
     is_positive = gold == 1
     return Table(
         baseline=_f1_counts(is_positive, sides[0] == 1),
@@ -288,7 +287,8 @@ def _mcc(metric: str, baseline: Sequence[Json], candidate: Sequence[Json]) -> Ta
     gold_at = np.searchsorted(labels, gold)
     left_at, right_at = (np.searchsorted(labels, side) for side in sides)
     cells = np.eye(many * many)
-    # The other answer is the right label if the baseline's label is wrong, else the next label.
+    # The changed response is the correct label if the baseline's label is wrong, else the next
+    # label.
     other_at = np.where(left_at == gold_at, (left_at + 1) % many, gold_at)
     diagonal = np.eye(many).ravel()
     return Table(
@@ -321,13 +321,13 @@ def _mcc_of(sums: Scores) -> Scores:
 def _labels(
     baseline: Sequence[Json], candidate: Sequence[Json]
 ) -> tuple[Labels, tuple[Labels, Labels]]:
-    """Return the right labels, and the labels that both models chose."""
+    """Return the correct labels, and the labels that both models chose."""
     left, right = ([_two(value) for value in side] for side in (baseline, candidate))
     for old, new in zip(left, right, strict=True):
         if not all(isinstance(label, int) for label in (*old, *new)):
             raise NotReadable(f"{[*old, *new]!r} are not numbers of labels")
         if old[0] != new[0]:
-            raise NotReadable("the right labels differ between the two models")
+            raise NotReadable("the correct labels differ between the two models")
     gold = np.array([old[0] for old in left], dtype=np.int64)
     chosen = tuple(np.array([pair[1] for pair in side], dtype=np.int64) for side in (left, right))
     return gold, (chosen[0], chosen[1])
@@ -369,7 +369,7 @@ def _text_table(
 
 
 def _references_and_answers(values: Sequence[Json]) -> tuple[list[list[str]], list[str]]:
-    """Return references and answers as lm-eval's `_sacreformat` passes them to sacrebleu.
+    """Return references and responses as lm-eval's `_sacreformat` passes them to sacrebleu.
 
     References are lists of one reference per document. If the documents have different numbers of
     references, lm-eval uses the smallest number.
@@ -381,7 +381,7 @@ def _references_and_answers(values: Sequence[Json]) -> tuple[list[list[str]], li
         listed = given if isinstance(given, list) else [given]
         text = answer[0] if isinstance(answer, list) and len(answer) == 1 else answer
         if not listed or not all(isinstance(each, str) for each in (*listed, text)):
-            raise NotReadable(f"{value!r} is not a reference and an answer")
+            raise NotReadable(f"{value!r} is not a reference and a response")
         references.append([str(each) for each in listed])
         answers.append(str(text))
     fewest = min(map(len, references))
@@ -410,7 +410,8 @@ def _chrf_table(
 ) -> Table:
     from sacrebleu.metrics.chrf import CHRF
 
-    # Each order of n-grams has three columns: counts in the answer, in the reference, and matches.
+    # Each order of n-grams has three columns: counts in the response, in the reference, and
+    # matches.
     return _text_table(
         CHRF(word_order=word_order),
         baseline,

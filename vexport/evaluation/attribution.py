@@ -5,7 +5,7 @@
 - (3) transformers on the candidate's weights, dequantized, with rounded activations
 - (4) vLLM on the candidate
 
-The differences between them separate the causes:
+The distances between these separate the causes:
 
 - The distance of (3) from (1) is the cost of quantization in exact arithmetic.
 - The distance of (4) from (3) is large if vLLM loads other values than the file has, or multiplies
@@ -34,9 +34,9 @@ from vexport.records import Attribution, Cause, Distance, OnProgress, Outcome, n
 NOISE_FACTOR = 3.0
 """Multiple of the noise floor above which the quantization distance explains a failed task.
 
-The multiple is used if no distance is above its limit. If the quantization distance is smaller,
-both models compute nearly the same. The cause is then in the prompts or in the extraction of
-answers.
+This applies if no distance is above its limit. If the quantization distance is smaller than the
+multiple, both models compute nearly the same. Then the cause is in the prompts, or in the
+extraction of answers from the responses.
 """
 MAX_POSITION_KL = 100.0
 """Maximum KL of a position, in nats.
@@ -125,7 +125,7 @@ def _find_cause(
     *,
     is_late: bool,
 ) -> tuple[Cause, str]:
-    """Return the first step from the prompt to the answer that explains the loss."""
+    """Return the first step from the prompt to the response that explains the loss."""
     noise, quantization, engine = distances["noise"], distances["quantization"], distances["engine"]
     if harness:
         return "harness", f"the models get different prompts: {harness[0]}"
@@ -153,8 +153,8 @@ def _find_cause(
             f"from the source's by {_kl_with_limit(quantization)}"
         )
     return "harness", (
-        "the tasks fail, but all four log-probabilities agree: "
-        "compare the prompts of both models, and how lm-eval extracts their answers"
+        "the tasks fail, but all four log-probabilities agree: compare the prompts of both models, "
+        "and how lm-eval extracts the answers from their responses"
     )
 
 

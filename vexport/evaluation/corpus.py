@@ -17,7 +17,7 @@ from vexport.evaluation.aggregates import Measure, NotReadable, Table
 from vexport.evaluation.statistics import RESAMPLES, Clusters, Interval, Scores, tango_interval
 
 LEAST_DOCUMENTS = 8
-"""Minimum number of documents for PASS. Fewer documents say too little about other documents."""
+"""Minimum number of documents for PASS. Fewer documents do not represent other documents."""
 # Maximum number of drawn documents in memory at once.
 _DRAWN = 4_000_000
 
@@ -29,15 +29,15 @@ class Corpus:
     - `values` are the measures of the baseline and the candidate. `reported` are lm-eval's
       aggregates of both.
     - `resampled` has the measures of resampled corpora, shape (2, resamples).
-    - `jackknife` has the measures after one unit is left out, for each unit, shape (2, units). A
-      unit is a document with all its answers.
-    - `influence` has the contribution of each answer to the measures, shape (2, answers). The mean
-      of the contributions is the measure.
-    - `changes` has the change of the baseline's measure if a single answer is replaced by the
-      candidate's answer, for each answer, shape (answers,).
-    - `scored` is 1 for each answer that is at least partly right, else 0, shape (2, answers).
-    - `change_size` is the typical change of the measure after one answer changes, times the number
-      of answers. It is 0 for metrics with values that always differ if the models differ.
+    - `jackknife` has the measures without one unit, for each unit, shape (2, units). A unit is a
+      document with all its responses.
+    - `influence` has the contribution of each response to the measures, shape (2, responses). The
+      mean of the contributions is the measure.
+    - `changes` has, for each response, the change of the baseline's measure if only this response
+      is replaced by the candidate's, shape (responses,).
+    - `scored` is 1 for each response that is at least partly correct, else 0, shape (2, responses).
+    - `change_size` is the typical change of the measure after one response changes, times the
+      number of responses. It is 0 for metrics that differ whenever the models differ.
     """
 
     table: Table
@@ -57,7 +57,8 @@ class Corpus:
         resampled = sign * (self.resampled[1] - self.resampled[0])
         jackknife = sign * (self.jackknife[1] - self.jackknife[0])
         low, high = bootstrap_bounds(difference, resampled, jackknife, alpha)
-        # Even if no answer in the sample changed, other answers may (see `bootstrap_interval`).
+        # Even if no response in the sample changed, responses to other documents may change (see
+        # `bootstrap_interval`).
         quiet = tango_interval(0, 0, len(jackknife), alpha)
         low = min(low, difference + self.change_size * quiet.low)
         high = max(high, difference + self.change_size * quiet.high)
@@ -77,8 +78,8 @@ def compare_corpora(
 ) -> Corpus:
     """Draw `resamples` resampled corpora from the documents of a table.
 
-    `clusters` has the number of each answer's document if documents have several answers. All
-    answers to a document are then drawn together.
+    `clusters` has the number of each response's document if documents have several responses. All
+    responses to a document are then drawn together.
 
     Raises:
         NotReadable: If the metric cannot be computed after one document is left out, for example
@@ -140,7 +141,7 @@ def _influence(measure: Measure, rows: Scores, total: Scores) -> Scores:
 def _change_size(table: Table, total: Scores, value: float, influence: Scores) -> float:
     """Return the size of a typical change of one document, times the number of documents.
 
-    For metrics of right and wrong answers, the typical change replaces an answer by
+    For metrics of correct and wrong responses, the typical change replaces a response by
     `table.flipped`. For generated text, it is the typical distance of a contribution from the mean.
     The score of a changed text is assumed to differ about as much as the score of another
     document's text. For log-likelihoods and probabilities it is 0: they differ if the models differ

@@ -1,8 +1,8 @@
 """Measure the drift of the candidate's log-probabilities from the baseline's, both in vLLM.
 
-Both models score the same tokens. Drift is an early signal: a few hundred tokens are enough, but a
+Both models score the same tokens. Drift is an early signal: it needs a few hundred tokens, but a
 task needs a thousand documents. Drift leads to warnings and never to FAIL, because a model may
-drift far and still answer right.
+drift far and still solve the task.
 """
 
 import math

@@ -112,7 +112,7 @@ def device_of(fingerprint: Fingerprint) -> str:
 
 
 def unseparated_thinking(content: Mapping[str, Json]) -> str | None:
-    """Return a warning if the chat template allows thinking that is not removed from answers."""
+    """Return a warning if the chat template allows thinking that is not removed from responses."""
     template, arguments = content.get("chat_template"), _arguments(content)
     configs = mapping_in(content, "configs")
     generates = any(
@@ -123,9 +123,8 @@ def unseparated_thinking(content: Mapping[str, Json]) -> str | None:
         return None
     token = next((token for token in _THINK_ENDS if token in template), None)
     return token and (
-        f"the chat template has {token}: if the model thinks, its thinking is scored as part "
-        f"of the "
-        f"answer; set --think-end-token '{token}' and enough --max-gen-toks, or "
+        f"the chat template has {token}: if the model thinks, its thinking is scored as part of "
+        f"the response; set --think-end-token '{token}' and enough --max-gen-toks, or "
         f"--no-enable-thinking"
     )
 

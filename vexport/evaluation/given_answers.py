@@ -1,4 +1,4 @@
-"""Check that existing results can be compared with a model's answers, before the model runs."""
+"""Check, before a model runs, that existing results can be compared with its results."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from vexport.evaluation.results import read_results
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenAnswers:
-    """Tasks of given results.
+    """Tasks in the given results.
 
     `documents` maps each task to its number of documents. `full_sizes` maps each task to the size
     of its whole data set, if this is recorded. `members` maps each group to its tasks.
@@ -29,8 +29,7 @@ def read_given(path: Path) -> GivenAnswers:
     """Read lm-eval's results or an accepted baseline.
 
     Raises:
-        InputError: If `read_results` or `read_accepted` raises it, or if another harness wrote the
-        results.
+        InputError: If the results are missing or broken, or if another harness wrote them.
     """
     if is_accepted(path):
         accepted = read_accepted(path)
@@ -41,7 +40,7 @@ def read_given(path: Path) -> GivenAnswers:
         raise InputError(
             str(path),
             got=f"results of {harness}",
-            need="lm-eval's results, to compare with answers that vexport gets by lm-eval",
+            need="lm-eval's results, because vexport also evaluates with lm-eval",
             fix="compare results of two models with `vexport verdict`",
         )
     results = read_results(path)
@@ -57,7 +56,7 @@ def read_given(path: Path) -> GivenAnswers:
 def require_comparable_answers(
     given: GivenAnswers, names: Sequence[str], exact: Sequence[str], limit: float | None
 ) -> None:
-    """Raise InputError if the given answers cannot be compared with answers to the tasks `names`.
+    """Raise InputError if the given results cannot be compared with results of the tasks `names`.
 
     `exact` are the names from YAML files. These names are certainly tasks. Other names that are
     missing in the results may be tags. lm-eval replaces a tag by its tasks. If a name is missing,
@@ -70,7 +69,7 @@ def require_comparable_answers(
     requested = {
         member for name, members in known.items() if name not in missing for member in members
     }
-    fix = f"ask the tasks of these results: --task {','.join(given.documents)}"
+    fix = f"evaluate the tasks of these results: --task {','.join(given.documents)}"
     where, need = str(given.file), "the same tasks on both sides"
     problems = [
         InputError(where, got=f"no task {name}", need=need, fix=fix)
@@ -79,7 +78,7 @@ def require_comparable_answers(
     ]
     if not missing:
         problems += [
-            InputError(where, got=f"also task {name}, which is not asked", need=need, fix=fix)
+            InputError(where, got=f"also task {name}, which is not evaluated", need=need, fix=fix)
             for name in given.documents
             if name not in requested
         ]

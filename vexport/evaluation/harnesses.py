@@ -7,8 +7,8 @@
 - JSON lines are any `.jsonl` file with `task`, `id`, `score`, and optionally `seed`, `answer` and
   `finish_reason`.
 
-The rows are converted to the samples that results of lm-eval are read into. The same answers lead
-to the same verdict for every harness.
+The rows become `Sample` records, as for lm-eval's results. Therefore the same responses lead to the
+same verdict for every harness.
 """
 
 import hashlib
@@ -44,18 +44,18 @@ LOWER_IS_BETTER = frozenset(
 """Metrics of other harnesses for which lower is better. The harnesses' files do not record it."""
 _SUCCESS = "success"
 _DETAILS = "details_"
-# A length limit that no answer reaches. Answers then count as cut only by their finish reason.
+# A length limit that no response reaches. Only the finish reason then shows that one was cut.
 _UNLIMITED_LENGTH = 2**31
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """One scored answer of any harness.
+    """One scored response of any harness.
 
-    `identity` is the document's id. `seed` is the number of the answer, or None if it is unknown.
-    If the harness could not score the answer, `scores` is empty and `problem` is the reason. `text`
-    is None if the answer was not stored or not generated. `options` is the number of options of a
-    multiple-choice document, else 0.
+    `identity` is the document's id. `seed` is the number of the response, or None if it is unknown.
+    If the harness could not score the response, `scores` is empty and `problem` is the reason.
+    `text` is None if the response was not stored or not generated. `options` is the number of
+    options of a multiple-choice document, else 0.
     """
 
     where: str
@@ -73,7 +73,7 @@ class Answer:
 
 @dataclass(slots=True)
 class _Task:
-    """Answers to a task, in the order of the rows in its file."""
+    """Responses to a task, in the order of the rows in its file."""
 
     file: Path
     answers: list[Answer] = field(default_factory=list)
@@ -98,8 +98,8 @@ def read_any_results(path: Path) -> Results:
 def harness_of(path: Path) -> Harness:
     """Return the harness that wrote a file or a folder of results.
 
-    If a path has no results, return "lm-eval". The reader of lm-eval's results then raises the
-    error.
+    Return "lm-eval" for a path without results. The reader of lm-eval's results then raises an
+    error with the path.
 
     Raises:
         InputError: If a folder has results of several harnesses.
@@ -131,7 +131,7 @@ def _harness_of_file(path: Path) -> Harness:
         return "lighteval"
     if path.suffix != ".jsonl":
         return "lm-eval"
-    for where, row in json_lines(path, "a scored answer"):
+    for where, row in json_lines(path, "a scored document"):
         if "sample_score" in row:
             return "EvalScope"
         if "doc_id" in row and "resps" in row:
@@ -173,7 +173,7 @@ def _read_plain(path: Path) -> dict[str, _Task]:
     """Read JSON lines with `task`, `id` and `score`."""
     tasks: dict[str, _Task] = {}
     for file in [path] if path.is_file() else _plain_files(path):
-        for where, row in json_lines(file, "a scored answer"):
+        for where, row in json_lines(file, "a scored document"):
             name, answer = _plain_answer(where, row)
             tasks.setdefault(name, _Task(file)).answers.append(answer)
     return tasks
@@ -182,7 +182,7 @@ def _read_plain(path: Path) -> dict[str, _Task]:
 def _plain_answer(where: str, row: Mapping[str, Json]) -> tuple[str, Answer]:
     fix = "write an object per line: task, id, score, and optionally seed, answer, finish_reason"
     if missing := [key for key in ("task", "id", "score") if key not in row]:
-        raise InputError(where, got=f"no {', '.join(missing)}", need="a scored answer", fix=fix)
+        raise InputError(where, got=f"no {', '.join(missing)}", need="a scored document", fix=fix)
     task, seed = row["task"], row.get("seed")
     if not isinstance(task, str) or not task:
         raise InputError(where, got=f"task {clip(repr(task), 100)}", need="a name", fix=fix)
@@ -279,7 +279,7 @@ def _review(where: str, row: Mapping[str, Json]) -> Answer:
 
 
 def _first_message(messages: Json) -> str:
-    """Join the texts of the messages before the model's answer."""
+    """Join the texts of the messages before the model's response."""
     texts = []
     for message in messages if isinstance(messages, list) else []:
         if not isinstance(message, dict) or message.get("role") == "assistant":
@@ -387,11 +387,11 @@ _READERS: Mapping[Harness, Callable[[Path], dict[str, _Task]]] = {
 
 
 def _samples(name: str, task: _Task, harness: Harness) -> TaskSamples:
-    """Return a task's answers as samples, ordered by document and seed.
+    """Return a task's responses as samples, ordered by document and seed.
 
     Raises:
-        InputError: If a document has two answers with the same seed, if documents have different
-        numbers of scored answers, or if no answer has a score.
+        InputError: If a document has two responses with the same seed, if documents have different
+        numbers of scored responses, or if no response has a score.
     """
     samples: dict[tuple[str, int | str, int], Sample] = {}
     unscored: dict[tuple[int | str, int], str] = {}
@@ -405,7 +405,7 @@ def _samples(name: str, task: _Task, harness: Harness) -> TaskSamples:
         reason = next(iter(unscored.values()), "it has no rows")
         raise InputError(
             f"{task.file}: task {name}",
-            got=f"no answer with a score ({reason})",
+            got=f"no response with a score ({reason})",
             need="at least one",
             fix=f"evaluate again with {harness}" if harness != "JSON lines" else "write scores",
         )
@@ -428,7 +428,7 @@ def _require_regular(
     samples: Sequence[Sample],
     unscored: Mapping[tuple[int | str, int], str],
 ) -> None:
-    """Raise InputError if some documents have fewer scored answers than others."""
+    """Raise InputError if some documents have fewer scored responses than others."""
     counts: dict[int | str, int] = {}
     for sample in samples:
         counts[sample.doc_id] = counts.get(sample.doc_id, 0) + 1
@@ -441,7 +441,7 @@ def _require_regular(
     why = f" ({reasons[0]})" if reasons else ""
     raise InputError(
         f"{task.file}: task {name}",
-        got=f"{counts[document]} scored answers to document {document}{why}, "
+        got=f"{counts[document]} scored responses to document {document}{why}, "
         f"{len(fewer)} such documents in all",
         need=f"{most}, as to the other documents",
         fix="evaluate these documents again",
@@ -455,14 +455,14 @@ def _order(sample: Sample) -> tuple[bool, int, str, int]:
 
 
 def _with_seeds(answers: Sequence[Answer]) -> Iterator[tuple[Answer, int]]:
-    """Yield each answer with its seed.
+    """Yield each response with its seed.
 
-    Seeds are renumbered from 0. If the file has no seeds and every document has the same number of
-    answers, the answers to a document are numbered in their order.
+    Seeds are renumbered from 0. If the file has no seeds, the responses to a document are numbered
+    in their order. This needs the same number of responses for every document.
 
     Raises:
-        InputError: If a document has two answers with the same seed, or, without seeds, more
-        answers than other documents.
+        InputError: If a document has two responses with the same seed, or if the file has no seeds
+        and documents have different numbers of responses.
     """
     counts: dict[str, int] = {}
     for answer in answers:
@@ -496,7 +496,7 @@ def _with_seeds(answers: Sequence[Answer]) -> Iterator[tuple[Answer, int]]:
 def _sample(answer: Answer, seed: int) -> Sample:
     identity = answer.identity
     is_number = identity.isdecimal() and identity.isascii() and str(int(identity)) == identity
-    shown = answer.text if answer.text is not None else "(the answer was not kept)"
+    shown = answer.text if answer.text is not None else "(the response was not kept)"
     compared = answer.extracted if answer.extracted is not None else answer.text
     return Sample(
         doc_id=int(identity) if is_number else identity,
@@ -514,7 +514,7 @@ def _sample(answer: Answer, seed: int) -> Sample:
 
 
 def _ending(answer: Answer) -> Ending | None:
-    """Return how a generated answer ended, or None if its text and finish reason are unknown."""
+    """Return how a response ended, or None if its text and finish reason are unknown."""
     reasons = [answer.finish_reason] if answer.finish_reason else []
     if answer.text is None:
         if not reasons:

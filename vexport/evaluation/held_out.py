@@ -47,7 +47,7 @@ from vexport.records import (
 from vexport.scenario import Evaluate
 
 MIN_ROWS = 8
-"""Minimum number of rows for PASS or FAIL. Fewer rows say too little about other text."""
+"""Minimum number of rows for PASS or FAIL. Fewer rows do not represent other text."""
 METHOD = (
     "log-probabilities of held-out text in vLLM; bounds over rows, the wider of Student's "
     "and BCa bootstrap"
@@ -59,7 +59,7 @@ At 5 %, a decoding step yields 5 % fewer tokens. Decoding becomes 5 % slower, an
 unchanged.
 """
 NOISE_SHARE = 0.25
-"""Maximum noise of the engine as a share of the KL's limit, the same as for answers to tasks."""
+"""Maximum noise of the engine, as a share of the KL's limit. For tasks it is 0.5 of 2 points."""
 LATE_FAILURE_HINT = (
     "the first tokens of each row pass, and later tokens fail: compare rope_theta, rope scaling "
     "and sliding window in config.json with the source's, and check the scales of the KV cache"
@@ -146,7 +146,7 @@ def _judge_buckets(
     candidate: ServedSession,
     settings: Evaluate,
 ) -> tuple[tuple[TextBucket, ...], tuple[TextLimit, ...]]:
-    """Judge each bucket, and the acceptance length if there are drafts, and return the results."""
+    """Return each bucket with its outcomes, and the outcome of the acceptance length if drafted."""
     spans = buckets_of(max(row.tokens for row in rows))
     measured = {span: list(_bucket_values(rows, span, settings)) for span in spans}
     falls: list[Scores] = []
@@ -337,8 +337,8 @@ def judge_limit(
 ) -> TextLimit:
     """Judge a measure against its limit. `values` has the shape (rows,).
 
-    `tests` is the total number of tests, by which the level of the lower bound is divided. With
-    fewer than LEAST_ROWS rows, the outcome is INCONCLUSIVE.
+    The level of the lower bound is `alpha` divided by the number of all `tests`. With fewer than
+    MIN_ROWS rows, the outcome is INCONCLUSIVE.
     """
     mean = float(values.mean())
     below, above = mean_bounds(values, alpha / tests), mean_bounds(values, alpha)

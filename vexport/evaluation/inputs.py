@@ -78,7 +78,7 @@ def require_inputs(
     local = [name for name in checkpoints if hub_name(name) is None]
     checks += [(name, partial(require_source, name)) for name in local]
     attempt_all(checks)
-    # The hub is asked last: it may be slow or unreachable.
+    # Models of the hub are checked last: the hub may be slow or unreachable.
     attempt_all(
         [(name, partial(require_source, name)) for name in checkpoints if name not in local]
     )

@@ -1,4 +1,4 @@
-"""Judge the answers of a loaded model by a reference model: the gate after `vexport load`.
+"""Judge the responses of a loaded model by a reference model: the gate after `vexport load`.
 
 The reference is transformers with dequantized weights (`vexport/engine/reference.py`). It is built
 in this process, which takes the memory of the dequantized model.
@@ -25,7 +25,7 @@ REFERENCE = "transformers with dequantized weights"
 def judge_by_reference(
     served: ServedSession, baseline: ServedSession | None = None, on_progress: OnProgress = silent
 ) -> LoadReport:
-    """Report whether vLLM refused a model, and whether its answers are finite and not degenerate.
+    """Report whether vLLM refused a model, and whether its responses are finite and not degenerate.
 
     The log-probabilities must also agree with the reference model's log-probabilities.
 
@@ -75,7 +75,7 @@ def _judge_canaries(
         return canary_findings(canaries, baseline.result.canaries, agrees=agrees)
     findings = canary_findings(canaries)
     if not served.prompts.natural:
-        # In text that means nothing to the model, only numbers that are not finite are a fault.
+        # If the prompts are random tokens, only numbers that are not finite are a fault.
         return [finding for finding in findings if finding.severity == "error"]
     if not findings:
         return []

@@ -1,20 +1,21 @@
-"""Find generated answers that do not count: cut before their end, empty, or unparsable.
+"""Find responses that do not count: cut before their end, empty, or without an answer.
 
-An answer is lost if it did not score and one of these holds:
+A response is the text that the model generates for a document. The answer is the part that the
+task's filter extracts from it. A response is lost if its score is 0 and one of these is true:
 - It was cut. Either the engine or server stopped it at its maximum length (`finish_reason` length),
   or the model never ended its thinking.
 - It is empty.
-- The task's filter found no answer in it, and it may have been cut, because no finish reason was
-  recorded.
+- The filter found no answer in it, and it may have been cut, because no finish reason was recorded.
 
-If an answer ended by itself and the filter found nothing, the answer is wrong, but not lost. There
-is an exception: if the filter finds nothing in most of the answers, it does not fit the model. Then
-these answers are lost, too.
+If a response is complete and the filter finds no answer, the response is wrong, but not lost. There
+is an exception: if the filter finds no answer in most responses, it does not fit the model. Then
+these responses are lost, too.
 
-Some cut answers are not lost:
-- The extracted answer is at the beginning of the text. For example, a task may read the first
-  number from a few generated tokens.
-- Cut answers score about as often as whole answers. The cut then usually comes after the answer.
+Some cut responses are not lost:
+- The answer is at the beginning of the response. For example, a task may read the first number from
+  a few generated tokens.
+- Cut responses score about as often as complete responses. Then the cut usually comes after the
+  answer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,35 +31,33 @@ from vexport.records import AnswerCounts
 
 Marks = NDArray[np.bool_]
 State = Literal["", "cut", "empty", "unparsed"]
-"""The problem with an answer, whether or not the answer scored."""
+"""The problem with a response, whatever its score."""
 MIN_WARNED_SHARE = 0.01
-"""Minimum share of a model's answers that must be lost for a warning."""
+"""Minimum share of lost responses for a warning."""
 CUT_REASONS = frozenset(
     ("length", "max_tokens", "max_length", "model_length", "repetition", "content_filter")
 )
 COMPLETE_REASONS = frozenset(
     ("stop", "eos", "eos_token", "end_turn", "stop_sequence", "stop_str", "matched_stop")
 )
-"""Finish reasons of vLLM and other servers, for cut answers and for answers that ended by
-themselves.
-"""
+"""Finish reasons of vLLM and other servers, for cut responses and for complete responses."""
 NO_ANSWER_TEXTS = frozenset(("", "[invalid]", "invalid", "[invalidanswer]"))
 """Results of lm-eval's filters if they find no answer, in lower case."""
 _THINKING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<seed:think>", "</seed:think>"))
-# An answer with fewer bytes than this number times the maximum number of tokens was not cut.
+# A response with fewer bytes than this number times the maximum number of tokens was not cut.
 _BYTES_PER_TOKEN = 2
 _MIN_MAJORITY = 0.5
-# Number of whole answers that are needed as a comparison for cut answers.
-_MIN_WHOLE_ANSWERS = 10
+# Minimum number of complete responses for a comparison with cut responses.
+_MIN_WHOLE_RESPONSES = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """How a generated answer ended.
+    """How a response ended.
 
-    `is_cut` is True for every cut answer. The `state` of a cut answer is "cut", unless the
-    extracted answer is at the beginning of the text. `is_whole` is True if the answer certainly
-    ended by itself. `is_thinking` is True if the model did not end its thinking.
+    `is_cut` is True for every cut response. The `state` of a cut response is "cut", unless the
+    answer is at the beginning of the response. `is_whole` is True if the response is certainly
+    complete. `is_thinking` is True if the model did not end its thinking.
     """
 
     state: State
@@ -78,8 +77,10 @@ LETTERS = {
 }
 """All endings that `count_answers` distinguishes, by their letters in files.
 
-`a` was cut after the extracted answer. `t` was cut while the model was thinking. `U` may have been
-cut. `u` ended by itself.
+- `a`: cut after the answer
+- `t`: cut while the model was thinking
+- `u`: complete, without an answer
+- `U`: without an answer, and perhaps cut
 """
 
 
@@ -100,10 +101,12 @@ def ending_of(
     longest: int,
     is_stripped: bool,
 ) -> Ending:
-    """Determine how an answer ended, from its raw `responses` (several if sampled repeatedly).
+    """Return how the response to a document ended.
 
-    `reasons` are the finish reasons of the responses, empty if none was recorded. `is_stripped` is
-    True if finished thinking was removed from the responses (think_end_token).
+    `responses` are the raw texts, more than one if the task samples repeatedly, and `filtered` the
+    answers in them. `reasons` are the finish reasons, empty if none was recorded. `longest` is the
+    maximum number of tokens. `is_stripped` is True if finished thinking was removed from the
+    responses (think_end_token).
     """
     is_thinking = _is_majority(
         _is_unfinished(prompt, text, is_stripped=is_stripped) for text in responses
@@ -143,7 +146,7 @@ def _is_unfinished(prompt: str, text: str, *, is_stripped: bool) -> bool:
 
 
 def _is_beginning(responses: Sequence[str], filtered: Sequence[str]) -> bool:
-    """Return True if the filtered answer is the beginning of a longer response."""
+    """Return True if a response begins with the extracted answer, and continues after it."""
     pairs = zip(responses, filtered, strict=False)
     return any(
         answer.strip()
@@ -154,14 +157,14 @@ def _is_beginning(responses: Sequence[str], filtered: Sequence[str]) -> bool:
 
 
 def _is_literal(responses: Sequence[str], filtered: Sequence[str]) -> bool:
-    """Return True if a text such as `invalid` comes from the model itself and not from a filter."""
+    """Return True if a text such as `invalid` was generated by the model and not by a filter."""
     return any(text.strip() and text.strip() in filtered for text in responses)
 
 
 def count_answers(
     endings: Sequence[Ending], scores: Scores, *, sign: int, alpha: float
 ) -> AnswerCounts:
-    """Count a model's answers that did not score, by how they ended, and the lost answers."""
+    """Count a model's responses with a score of 0 by how they ended, and its lost responses."""
     is_right = scores > 0 if sign > 0 else scores <= 0
     pairs = zip(endings, is_right, strict=True)
     states = np.array(["" if right else ending.state for ending, right in pairs])
@@ -186,16 +189,16 @@ def count_answers(
 
 
 def _is_cut_after_answers(cut: Marks, whole: Marks, alpha: float) -> bool:
-    """Return True if cut answers are right about as often as whole answers.
+    """Return True if cut responses are correct about as often as complete responses.
 
-    They must be right at least half as often, and not significantly less often (Fisher's exact
-    test). If there are too few whole answers to compare with, at least half of the cut answers must
-    be right.
+    They must be correct at least half as often, and not significantly less often (Fisher's exact
+    test). If there are too few complete responses for a comparison, at least half of the cut
+    responses must be correct.
     """
     if not cut.any():
         return False
     share = float(cut.mean())
-    if len(whole) < _MIN_WHOLE_ANSWERS:
+    if len(whole) < _MIN_WHOLE_RESPONSES:
         return share >= _MIN_MAJORITY
     table = [[int(cut.sum()), int((~cut).sum())], [int(whole.sum()), int((~whole).sum())]]
     is_less = float(stats.fisher_exact(table, alternative="less").pvalue) <= alpha
@@ -203,7 +206,7 @@ def _is_cut_after_answers(cut: Marks, whole: Marks, alpha: float) -> bool:
 
 
 def lost_answers_text(baseline: AnswerCounts | None, candidate: AnswerCounts | None) -> str:
-    """Describe lost and unparsed answers, and the remedy. Return "" below 1 % for both models."""
+    """Describe lost and unparsed responses, and the remedy. Return "" below 1 % for both models."""
     sides = [side for side in (candidate, baseline) if side is not None]
     if not any(side.lost + side.unparsed >= MIN_WARNED_SHARE * side.answers for side in sides):
         return ""
@@ -224,9 +227,9 @@ def lost_answers_text(baseline: AnswerCounts | None, candidate: AnswerCounts | N
 
 
 def _share(side: AnswerCounts | None, kind: str) -> float | None:
-    """Return the share of a kind of answers.
+    """Return the share of a model's responses that are `cut`, `empty` or `unparsed`.
 
-    The share of cut answers is 0 if the cuts come after the answers.
+    The share of cut responses is 0 if they count because the cuts come after the answers.
     """
     if side is None:
         return None
@@ -243,33 +246,33 @@ def _percent(share: float | None) -> str:
 
 def _cut_text(new: str, old: str | None) -> str:
     if new == old:
-        return f"the candidate and the baseline were both cut in {new} of their answers"
+        return f"the candidate and the baseline were both cut in {new} of their responses"
     rest = "" if old is None else f", the baseline in {old}"
-    return f"the candidate was cut in {new} of its answers{rest}"
+    return f"the candidate was cut in {new} of its responses{rest}"
 
 
 def _empty_text(new: str, old: str | None) -> str:
     if new == old:
-        return f"{new} of the answers of both models are empty"
-    return f"{new} of the candidate's answers are empty" + (
+        return f"{new} of the responses of both models are empty"
+    return f"{new} of the candidate's responses are empty" + (
         f", {old} of the baseline's" if old else ""
     )
 
 
 def _unparsed_text(new: str, old: str | None) -> str:
     if new == old:
-        return f"the task's filter finds no answer in {new} of the answers of both models"
+        return f"the task's filter finds no answer in {new} of the responses of both models"
     rest = "" if old is None else f" and {old} of the baseline's"
-    return f"the task's filter finds no answer in {new} of the candidate's answers{rest}"
+    return f"the task's filter finds no answer in {new} of the candidate's responses{rest}"
 
 
 _SENTENCES = {"cut": _cut_text, "empty": _empty_text, "unparsed": _unparsed_text}
-# Remedy for empty answers after the remedy for cut answers, which already raises max_gen_toks.
-_EMPTY_AND_CUT_REMEDY = "look at the empty answers"
+# Remedy for empty responses if responses were also cut. The remedy for these raises max_gen_toks.
+_EMPTY_AND_CUT_REMEDY = "look at the empty responses"
 _REMEDIES = {
     "cut": "raise max_gen_toks",
     "thinking": "raise max_gen_toks until thinking ends, and set think_end_token",
-    "empty": "raise max_gen_toks if the model thinks first, and look at the answers",
+    "empty": "raise max_gen_toks if the model thinks first, and look at the responses",
     "unparsed": "choose another filter (--gate TASK=METRIC,FILTER), or show the format in "
     "few-shot examples",
 }

@@ -27,8 +27,8 @@ def with_margins(gates: Sequence[TaskPair], setting: MarginSetting) -> tuple[Tas
     """Return the pairs with their margins. Pairs in `informational` get the margin of their gate.
 
     Raises:
-        InputError: For all tasks at once. A margin is for an unknown task, a share has a relative
-        margin, or another metric has a margin in points.
+        InputError: If a margin is for an unknown task, if a share has a relative margin, or if
+        another metric has a margin in points. The error lists all such margins.
     """
     given = margins_by_task(setting)
     names = [gate.task for gate in gates]
@@ -64,7 +64,7 @@ def wrong_kind(task: str, metric: str, margin: Margin, *, is_share: bool) -> Inp
     if is_share:
         return InputError(
             where,
-            got=f"{margin} for {metric}, which is a share of right answers",
+            got=f"{margin} for {metric}, which is a share of correct responses",
             need="a margin in points",
             fix=f"use --margin {task}={margin.value:g} for {100 * margin.value:g} points",
         )
@@ -78,7 +78,7 @@ def wrong_kind(task: str, metric: str, margin: Margin, *, is_share: bool) -> Inp
 
 
 def _with_margin(gate: TaskPair, given: Margin | None) -> TaskPair:
-    """Return a gate and the pairs beside it with their margins.
+    """Return a gate and its informational pairs with their margins.
 
     `given` is the margin for the gate, None for the default.
     """

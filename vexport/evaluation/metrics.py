@@ -1,4 +1,4 @@
-"""Derive what a metric's values mean for single documents, from the metric's aggregation.
+"""Find the direction and unit of a metric's values, from the metric's aggregation.
 
 lm-eval's `higher_is_better` describes the aggregate (lm_eval/api/metrics.py, 0.4.13). For a mean it
 also describes the documents' values. `perplexity` is exp(-mean) of log-likelihoods: a lower
@@ -47,7 +47,7 @@ NO_SHARES = frozenset(
         "word_perplexity",
     )
 )
-"""Metrics that are not a share of right answers, even if all values are between 0 and 1."""
+"""Metrics that are not a share of correct responses, even if all values are between 0 and 1."""
 _EQUAL = 1e-6
 # exp(-x) is infinite below this log-likelihood.
 _LOWEST = -700.0
@@ -75,7 +75,7 @@ def meaning_of(
     log_likelihoods: Sequence[float | None],
     aggregate: float | None,
 ) -> Meaning:
-    """Derive the meaning of the documents' `values` from the metric's `aggregation`.
+    """Return the direction and unit of the documents' `values`, from the metric's `aggregation`.
 
     `higher_is_better` and `aggregate` are lm-eval's records for the whole task. `aggregate` is None
     if it is unknown. `log_likelihoods` are the logged responses of the same documents, None for
@@ -91,9 +91,7 @@ def meaning_of(
     return Meaning(higher_is_better=higher_is_better, undecided=_NO_MEAN)
 
 
-_NO_MEAN = (
-    "it is no mean of its documents' values, so that these values do not show which model is better"
-)
+_NO_MEAN = "it is not the mean of its documents' values, so these do not show which model is better"
 WHOLE_CORPUS = (
     "it is computed from all documents at once, by an aggregation that vexport does not have"
 )

@@ -1,6 +1,6 @@
-"""Pair two models' answers to the same documents, by task, metric and filter.
+"""Pair two models' responses to the same documents, by task, metric and filter.
 
-A pair decides for each task. A group with an aggregate in lm-eval counts as a single task.
+The outcome of a task depends on one pair. A group with an aggregate in lm-eval counts as one task.
 """
 
 import math
@@ -57,23 +57,23 @@ class TaskPair:
 
     - `baseline` and `candidate` have the shape (documents,).
     - `sign` is -1 if lower is better.
-    - `clusters`, of the same shape, has the number of each answer's cluster, or is None without
-      clusters. Clusters are the tasks of a group, or the documents if `seeds` answers were sampled
-      for each document.
-    - `informational` lists pairs that are shown but do not decide: other metrics and filters of the
-      task or group, and the tasks of a group.
+    - `clusters`, of the same shape, has the number of each response's cluster, or is None without
+      clusters. Clusters are the tasks of a group, or the documents if `seeds` responses were
+      sampled for each document.
+    - `informational` lists the pairs that reports show but that do not decide: the other metrics
+      and filters of the task or group, and the tasks of a group.
     - `own_unit` is the unit of a metric that is never a share, for example a log-likelihood in nats
-      or a metric of the whole corpus. It is None for other metrics. Their unit depends on the
-      values.
+      or a metric of the whole corpus. It is None for other metrics, because their unit depends on
+      the values.
     - `corpus` is the comparison by a metric of the whole corpus, or None for other metrics. With a
-      `corpus`, `baseline` and `candidate` have each answer's contribution to the metric, in units
+      `corpus`, `baseline` and `candidate` have each response's contribution to the metric, in units
       of `own_unit`.
-    - `changes`, of the same shape as the scores, is how much each changed answer alone changes the
-      metric. Positive is better. It is None if the change is the difference of the answer's scores.
-    - `change_size` is the size of a typical change of an answer. If it is None, the width of the
+    - `changes`, of the same shape as the scores, is the change of the metric if only this response
+      changes. Positive is better. It is None if this is the difference of the response's scores.
+    - `change_size` is the size of a typical change of a response. If it is None, the width of the
       metric's range is used instead.
-    - `scored` is 1 for each answer that is at least partly right, else 0, shape (2, answers). It is
-      None unless the metric is of the whole corpus.
+    - `scored` is 1 for each response that is at least partly correct, else 0, shape (2, responses).
+      It is None unless the metric is of the whole corpus.
     - `to_aggregate` converts a mean of `baseline` or `candidate` to the reported value. For a
       perplexity, the mean is a log-likelihood.
     - `undecided` is the reason why the metric cannot decide, or empty if it can.
@@ -126,7 +126,7 @@ class TaskPair:
 
     @property
     def chance(self) -> float:
-        """Expected share of right answers from guessing among the options, or 0 without options."""
+        """Share of correct responses expected from guessing an option, or 0 without options."""
         return sum(1 / new.options for _, new in self.documents if new.options) / len(
             self.documents
         )
@@ -138,17 +138,17 @@ class TaskPair:
 
     @property
     def changed(self) -> Scores:
-        """Change of each answer. Positive is better, and 0 is an answer with the same score."""
+        """Change of each response: positive if it got better, 0 if its score is the same."""
         return self.gain if self.changes is None else self.changes
 
     @property
     def wins(self) -> int:
-        """Number of answers that got better."""
+        """Number of responses that got better."""
         return int((self.changed > 0).sum())
 
     @property
     def losses(self) -> int:
-        """Number of answers that got worse."""
+        """Number of responses that got worse."""
         return int((self.changed < 0).sum())
 
     @property
@@ -179,7 +179,7 @@ class TaskPair:
 
     @property
     def range_width(self) -> float:
-        """Size of the largest change of an answer: the width of the metric's range, at least 1.
+        """Size of the largest change of a response: the width of the metric's range, at least 1.
 
         If `change_size` is set, it is used instead.
         """
@@ -189,7 +189,7 @@ class TaskPair:
 
     @property
     def answers_per_cluster(self) -> int:
-        """Number of answers per cluster if clusters are documents, else 1."""
+        """Number of responses per cluster if clusters are documents, else 1."""
         if self.clusters is None:
             return 1
         return self.seeds if len(np.unique(self.clusters)) * self.seeds == len(self.gain) else 1
@@ -333,7 +333,9 @@ def _metric_pairs(
     fix = "give a task with a metric of lm-eval, such as acc or exact_match, and log its samples"
     if corpus == ("bypass",):
         fix = "evaluate without --predict_only"
-        raise InputError(where, got="answers without scores", need="one number a document", fix=fix)
+        raise InputError(
+            where, got="responses without scores", need="one number a document", fix=fix
+        )
     for member in members:
         _require_sacrebleu(baseline.tasks[member].corpus_metrics, baseline, [member])
     got = "no metric that all its tasks share" if able else "metrics of the whole corpus only"
@@ -397,8 +399,8 @@ def pair_metrics(
     follow if their aggregation is known.
 
     Raises:
-        InputError: If the two runs did not answer the same question. The error names the document
-        and the settings that `changed`.
+        InputError: If the prompts of the two runs differ. The error names the document and the
+        settings that `changed`.
     """
     right = _with_ids_of(left, right)
     _require_equal_documents(left, right, ", ".join(changed) or "nothing known")
@@ -447,10 +449,11 @@ def pool(name: str, pairs: Sequence[TaskPair]) -> TaskPair:
 def _join(name: str, pairs: Sequence[TaskPair], clusters: Clusters | None) -> TaskPair:
     """Join the documents of several pairs into a single pair.
 
-    For metrics of a whole corpus, the scores are the answers' contributions to the metric of their
-    own task. Their mean is the mean of the tasks' values, weighted by the size of the tasks. This
-    is lm-eval's aggregate of a group with `weight_by_size`. Perplexities are an exception: the mean
-    is a log-likelihood, so the group's perplexity is the geometric mean of the tasks' perplexities.
+    For metrics of a whole corpus, the scores are the responses' contributions to the metric of
+    their own task. Their mean is the mean of the tasks' values, weighted by the size of the tasks.
+    This is lm-eval's aggregate of a group with `weight_by_size`. Perplexities are an exception: the
+    mean is a log-likelihood, so the group's perplexity is the geometric mean of the tasks'
+    perplexities.
     """
     scored = [pair.scored for pair in pairs if pair.scored is not None]
     return replace(
@@ -478,7 +481,7 @@ def _with_ids_of(left: TaskSamples, right: TaskSamples) -> TaskSamples:
     """Replace the document ids of `right` by the ids of the same documents (`doc_hash`) in `left`.
 
     lm-eval writes wrong ids if the ids in `--samples` are not in ascending order. `right` is
-    returned unchanged if the ids agree, or if the two runs did not answer the same documents.
+    returned unchanged if the ids agree, or if the two runs have different documents.
 
     Raises:
         InputError: If the ids differ and two documents of a run are equal, so that they cannot be
@@ -520,7 +523,7 @@ def _require_equal_documents(left: TaskSamples, right: TaskSamples, changed: str
         lost = [key for key in first.samples if key not in other.samples]
         if lost:
             filter_name, doc_id, seed = lost[0]
-            which = f"answer {seed} to document {doc_id}" if seed else f"document {doc_id}"
+            which = f"response {seed} to document {doc_id}" if seed else f"document {doc_id}"
             got = f"no {which} (filter {filter_name}), {len(lost)} missing in all"
             if reason := other.unscored.get((doc_id, seed)):
                 got = f"{which} without a score ({reason}), {len(lost)} missing in all"
@@ -586,7 +589,9 @@ def _pair(
             index = int(documents.argmax())
             where = f"{task.file}: task {task.task}, document {pairs[index][0].doc_id}"
             got = f"{metric} of {left[index]} (baseline) and {right[index]} (candidate)"
-            raise InputError(where, got=got, need=need, fix="look at both answers, evaluate again")
+            raise InputError(
+                where, got=got, need=need, fix="look at both responses, evaluate again"
+            )
     meaning, other_meaning = (each.meaning(metric, pairs[0][0].filter) for each in (task, other))
     pair = TaskPair(
         task=task.task,
@@ -614,8 +619,9 @@ def _pair(
 
 
 def _documents_as_clusters(pairs: Sequence[tuple[Sample, Sample]]) -> Clusters | None:
-    """Return the number of each answer's document. Return None if each document has a single
-    answer.
+    """Return the document's number for each response.
+
+    Return None if each document has a single response.
     """
     if not any(sample.seed for sample, _ in pairs):
         return None
@@ -661,7 +667,7 @@ def _corpus_pair(
 
 
 def _with_corpus(pair: TaskPair, table: Table) -> TaskPair:
-    """Return the pair with scores that are the answers' contributions to a metric of the corpus.
+    """Return the pair with scores that are the responses' contributions to a metric of the corpus.
 
     Raises:
         NotReadable: If the metric cannot be computed after a document is left out.

@@ -241,10 +241,9 @@ def _is_whole(tokens: torch.Tensor) -> bool:
 
 
 def _aligned(tokens: torch.Tensor, others: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
-    """Sort `logprobs`, the log-probabilities of the tokens `others`, into the order of `tokens`.
+    """Return the log-probabilities of `tokens`, from the `logprobs` of the tokens `others`.
 
-    All arguments have the shape (places, width). The value of a token that is missing in `others`
-    is NaN.
+    All arguments have the shape (places, width). Tokens that are missing in `others` have NaN.
     """
     ordered, order = others.sort(dim=-1)
     at = torch.searchsorted(ordered, tokens).clamp(max=ordered.shape[-1] - 1)

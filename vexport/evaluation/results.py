@@ -38,18 +38,18 @@ _LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_toke
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
-    """A document's answer after a filter.
+    """The response to a document, after a filter.
 
     - `hashes` are the hashes of the document, the prompt and the target.
-    - `answer` is the answer that reports show: the raw response, or the chosen option.
-    - `compared` is the answer that is compared between models: the filtered response, or the chosen
-      option. It is None if the answer was not stored.
+    - `answer` is the text in reports: the raw response, or the chosen option.
+    - `compared_text` is compared between models: the filtered response, or the chosen option. It is
+      None if the response was not stored.
     - `scores` has the metrics with a number per document.
     - `values` has the stored values of all further metrics. lm-eval computes these metrics from the
       values of all documents at once.
     - `options` is the number of options in a multiple-choice document, else 0.
     - `log_likelihood` is the logged value of a text that was scored instead of generated.
-    - `ending` is the ending of a generated answer.
+    - `ending` is the ending of a generated response.
     """
 
     doc_id: int | str
@@ -68,7 +68,7 @@ class Sample:
 
     @property
     def key(self) -> tuple[str, int | str, int]:
-        """Filter, document id and seed of the answer."""
+        """Filter, document id and seed of the response."""
         return self.filter, self.doc_id, self.seed
 
 
@@ -76,11 +76,11 @@ class Sample:
 class TaskSamples:
     """All samples of a task, keyed by (filter, doc_id, seed), in the file's order.
 
-    If several answers were sampled for a document, they have the seeds 0, 1, and so on. A single
-    answer has the seed 0. `higher_is_better`, `aggregations` and `aggregates` (by `metric,filter`)
-    describe the metrics of the whole task. `corpus_metrics` are the metrics without a number per
-    document. `metric_list` has the metrics that the task's configuration lists. `unscored` has the
-    reasons why answers have no score, by document and seed.
+    If several responses were sampled for a document, they have the seeds 0, 1, and so on. A single
+    response has the seed 0. `higher_is_better`, `aggregations` and `aggregates` (by
+    `metric,filter`) describe the metrics of the whole task. `corpus_metrics` are the metrics
+    without a number per document. `metric_list` has the metrics in the task's configuration.
+    `unscored` has the reasons why responses have no score, by document and seed.
     """
 
     task: str
@@ -101,10 +101,7 @@ class TaskSamples:
         return self.aggregations.get(metric, AGGREGATIONS.get(metric))
 
     def meaning(self, metric: str, filter_name: str) -> Meaning:
-        """Derive what a metric's values mean for single documents.
-
-        All documents must have the metric.
-        """
+        """Return the direction and unit of a metric that all documents have."""
         samples = [
             each for each in self.samples.values() if each.filter == filter_name and not each.seed
         ]
@@ -119,10 +116,10 @@ class TaskSamples:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """Arguments of the model that shape the answers to a task.
+    """Arguments of the model that shape the responses to a task.
 
     `longest` is the maximum number of new tokens if the task does not set it. `is_stripped` is True
-    if finished thinking is removed from answers.
+    if finished thinking is removed from responses.
     """
 
     longest: int = DEFAULT_LENGTH
@@ -221,10 +218,10 @@ def _read_sample(
 def _exact_probabilities(
     values: Mapping[str, Json], filtered: Json, output_type: str
 ) -> dict[str, Json]:
-    """Replace numpy's text of the options' probabilities by the probabilities themselves.
+    """Replace the options' probabilities that lm-eval stored as text by exact probabilities.
 
-    lm-eval stores the values of `brier_score` as text with 8 digits. The log-likelihoods of the
-    options are stored with all digits. Other values are returned unchanged.
+    The text has 8 digits (for `brier_score`), but the log-likelihoods of the options have all
+    digits. Other values are returned unchanged.
     """
     if output_type != "multiple_choice":
         return dict(values)
@@ -257,7 +254,7 @@ def _are_close(numbers: Sequence[float], others: Sequence[float]) -> bool:
 def _ending(
     line: Mapping[str, Json], arguments: list[list[Json]], generation: Generation
 ) -> Ending:
-    """Determine how a generated answer ended."""
+    """Determine how a generated response ended."""
     request = arguments[0] if arguments else []
     given = request[1] if len(request) > 1 and isinstance(request[1], dict) else {}
     lengths = [value for name in _LENGTHS if isinstance(value := given.get(name), int)]
@@ -286,7 +283,7 @@ def _log_likelihood(filtered: Json) -> float | None:
 
 
 def _target(arguments: list[list[Json]], target: Json, output_type: str) -> str:
-    """Return the right answer. For multiple choice, return the text of the right option."""
+    """Return the correct answer. For multiple choice, return the text of the correct option."""
     text = _text(target)
     if (
         output_type == "multiple_choice"
@@ -311,7 +308,7 @@ def _option(arguments: list[list[Json]], index: int) -> str:
 def _answers(
     arguments: list[list[Json]], resps: Json, filtered: Json, output_type: str
 ) -> tuple[str, str]:
-    """Return the answer to show and the answer to compare."""
+    """Return the text for reports, and the text to compare between models."""
     responses = [_values(value) for value in _values(filtered)]
     if output_type == "multiple_choice":
         chosen = max(range(len(responses)), key=lambda index: _number(responses[index]), default=0)
@@ -402,7 +399,8 @@ def read_results(path: Path) -> Results:
 
     Raises:
         InputError: If something is missing or broken. The error names the file and the line.
-        Samples are required, because answers are paired. lm-eval writes samples with --log_samples.
+        Samples are required, because responses are paired. lm-eval writes samples with
+        --log_samples.
     """
     file = path if path.is_file() else _newest_results(path)
     content = read_json_object(file)
@@ -471,7 +469,7 @@ def _read_task(file: Path, task: str, content: Mapping[str, Json]) -> TaskSample
     path = file.with_name(f"samples_{task}_{stamp[1]}.jsonl")
     if not path.exists() and not path.is_symlink():
         where, fix = f"{file}: task {task}", "evaluate again with --log_samples"
-        raise InputError(where, got="no samples", need="them, to pair documents", fix=fix)
+        raise InputError(where, got="no samples", need="samples, to pair documents", fix=fix)
     config = mapping_in(mapping_in(content, "configs"), task)
     output_type = str(config.get("output_type", ""))
     better = mapping_in(mapping_in(content, "higher_is_better"), task)

@@ -67,7 +67,7 @@ def _null_variance(wins: float, losses: float, documents: float, difference: flo
 
 
 def tango_interval(wins: float, losses: float, documents: float, alpha: float) -> Interval:
-    """Return Tango's score interval: the differences that the test at `alpha` does not reject.
+    """Return Tango's score interval: all differences that Tango's test at `alpha` does not reject.
 
     With wins = losses = 0, the interval is +-z^2 / (documents + z^2). Wald's interval would have
     the width 0.
@@ -125,10 +125,11 @@ def permutation_p(gain: Scores) -> float:
 
 
 def recovery_interval(both: int, wins: int, losses: int, alpha: float) -> Interval:
-    """Return the interval of candidate / baseline accuracy. The baseline must have a right answer.
+    """Return the interval of candidate / baseline accuracy, if the baseline solved a document.
 
-    Bonett and Price's hybrid of two Wilson intervals for a ratio of paired proportions (Statistics
-    in Medicine 25, 2006). `both` is the number of documents that both models answer right.
+    The interval is Bonett and Price's hybrid of two Wilson intervals, for a ratio of paired
+    proportions (Statistics in Medicine 25, 2006). `both` is the number of documents with a correct
+    response of both models.
     """
     candidate, baseline, total = both + wins, both + losses, both + wins + losses
     spread = math.sqrt((wins + losses + 2) / ((candidate + 1) * (baseline + 1)))
@@ -191,7 +192,7 @@ def bootstrap_interval(
 def student_interval(values: Scores, alpha: float, clusters: Clusters | None = None) -> Interval:
     """Return Student's bounds of the mean of `values`, shape (documents,).
 
-    With clusters, the standard error is that of a ratio of the clusters' sums and sizes.
+    With clusters, the mean is treated as the ratio of the clusters' sums and sizes.
     """
     mean = float(values.mean())
     numbers = np.arange(len(values)) if clusters is None else clusters
@@ -269,11 +270,13 @@ def _power_sum(alpha: float, spread: float) -> float:
 
 
 def seeds_to_settle(documents: int, seeds: int, design: float, needed: float) -> int | None:
-    """Return how many answers per document settle as much as `needed` documents with `seeds` each.
+    """Return the number of responses per document that replaces `needed` documents.
 
-    The calculation uses the design effect 1 + (seeds - 1) * correlation of the answers to a
-    document (Kish, Survey Sampling, 1965). Returns None if no number of answers to these documents
-    is enough.
+    `needed` is the number of documents, with `seeds` responses each, that would settle the task.
+
+    The calculation uses the design effect 1 + (seeds - 1) * correlation of the responses to a
+    document (Kish, Survey Sampling, 1965). Returns None if no number of responses to these
+    documents is enough.
     """
     correlation = min(1.0, (design - 1) / (seeds - 1))
     worth = needed * seeds / design
@@ -297,9 +300,9 @@ def design_effect(gain: Scores, clusters: Clusters, answers: int = 1) -> float:
     clustered variance is K / (K - 1) * sum over clusters of (sum of residuals)^2 (Liang and Zeger,
     Biometrika 73, 1986).
 
-    If the clusters are documents with several `answers` each, a few changes do not show that the
-    answers to a document change independently. Therefore a document is added to the sums, and all
-    of its answers change.
+    `answers` is the number of responses per document if the clusters are documents. A few changes
+    do not show that the responses to a document change independently. Therefore the sums include
+    one more document, with a change of all of its responses.
     """
     residuals = gain - gain.mean()
     added = answers if answers > 1 else 0
@@ -312,7 +315,7 @@ def design_effect(gain: Scores, clusters: Clusters, answers: int = 1) -> float:
 
 
 def effective(gain: Scores, clusters: Clusters | None, alpha: float, answers: int = 1) -> Effective:
-    """Return the factor that shrinks counts, and the alpha to test them at.
+    """Return the divisor for counts of documents, and the level at which to test the counts.
 
     Counts of clustered documents are divided by the design effect (Rao and Scott, Biometrics 48,
     1992). Counts without clusters are unchanged. The variance between K clusters is only an

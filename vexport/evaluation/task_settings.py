@@ -1,7 +1,7 @@
-"""Check margins and gates against the tasks' metrics, before a model answers.
+"""Check margins and gates against the tasks' metrics, before a model runs.
 
-Only certain mistakes are found here. The metric that decides, and whether it is a share, may depend
-on the answers. `decide` checks all of this again.
+Only mistakes that are certain before the run are found here. The responses may show which metric
+decides and whether it is a share. Therefore `decide` checks everything again.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -76,7 +76,7 @@ def _lost_metrics(tasks: Sequence[TaskMetrics], accepted: Accepted) -> Iterator[
 
 
 def _is_accepted_share(accepted: Accepted, name: str, metric: str) -> bool | None:
-    """Return whether an accepted metric is a share, or None if the answers have to show it."""
+    """Return whether an accepted metric is a share, or None if only the responses show it."""
     if metric in SHARES:
         return True
     members = accepted.groups.get(name, (name,))
@@ -128,7 +128,7 @@ def _wrong_kinds(
 
 
 def _possible_gates(task: TaskMetrics, gates: Mapping[str, str]) -> list[str]:
-    """Return the metrics of which one will decide. The first is the most likely."""
+    """Return the metrics that may decide, the most likely metric first."""
     if task.name in gates:
         return [_metric_of(gates[task.name])]
     everywhere = _metric_of(gates.get(EVERY_TASK, ""))
@@ -144,7 +144,7 @@ def _metric_of(gate: str) -> str:
 
 
 def _is_share(metric: str, aggregation: str) -> bool | None:
-    """Return whether a metric is a share of right answers, or None if the values show it."""
+    """Return whether a metric is a share of correct responses. None: only the values show it."""
     name = aggregation or AGGREGATIONS.get(metric, "")
     if name in _NOT_SHARES or metric in NO_SHARES:
         return False

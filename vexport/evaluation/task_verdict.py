@@ -47,9 +47,9 @@ def difference_interval(pair: TaskPair, alpha: float) -> Interval:
 
 
 def _mean_interval(pair: TaskPair, values: Scores, alpha: float) -> Interval:
-    """Return bounds of the mean of values, shape (answers,), by a bootstrap.
+    """Return bounds of the mean of values, shape (responses,), by a bootstrap.
 
-    For metrics of a whole corpus, the bounds are Student's if these are wider, as for one task.
+    For metrics of a whole corpus, each bound is the wider of the bootstrap's and Student's.
     """
     bounds = bootstrap_interval(values, alpha, span=pair.range_width, clusters=pair.clusters)
     if not pair.is_joined_corpus:
@@ -73,8 +73,8 @@ def compare_task(
     `fail_alpha` is at most `alpha`.
 
     PASS becomes INCONCLUSIVE if the baseline is not better than chance, or if a model's share of
-    lost answers is above the margin. `is_templated` is True if a chat template was applied, or None
-    if that is unknown.
+    lost responses is above the margin. `is_templated` is True if a chat template was applied, or
+    None if that is unknown.
 
     `margin` applies unless the pair has its own margin.
     """
@@ -153,11 +153,11 @@ def _scored(pair: TaskPair, baseline: Score) -> str:
 def _lost_answers(
     pair: TaskPair, margin: float, alpha: float
 ) -> tuple[tuple[AnswerCounts | None, AnswerCounts | None], str, bool]:
-    """Return both models' answer counts, a text on lost answers, and whether too many were lost.
+    """Return both models' counts, a text on lost responses, and whether too many are lost.
 
-    A lost answer may hide a loss of the metric's whole range. Therefore too many answers are lost
-    if their share of all answers, times the range, is above the margin. For a metric of the whole
-    corpus, the baseline's value replaces the range.
+    A lost response may hide a loss of the metric's whole range. Therefore too many responses are
+    lost if their share of all responses, times the range, is above the margin. For a metric of the
+    whole corpus, the baseline's value replaces the range.
     """
     scores, sign, cost = (pair.baseline, pair.candidate), pair.sign, pair.range_width
     if pair.scored is not None:
@@ -176,7 +176,7 @@ def _lost_answers(
 def _answer_counts(
     endings: Sequence[Ending | None], scores: Scores, sign: int, alpha: float
 ) -> AnswerCounts | None:
-    """Count a model's generated answers. Return None if some answers are not generated."""
+    """Count a model's responses by how they ended. Return None if some are not generated text."""
     known = [ending for ending in endings if ending is not None]
     return (
         count_answers(known, scores, sign=sign, alpha=alpha) if len(known) == len(endings) else None
@@ -184,7 +184,7 @@ def _answer_counts(
 
 
 def comparison(pair: TaskPair, *, margin: float, alpha: float) -> Comparison:
-    """Return a difference with its bounds, to be shown only.
+    """Return a difference with its bounds, for information.
 
     `margin` applies unless the pair has its own margin.
     """
@@ -308,10 +308,10 @@ def _recovery(pair: TaskPair, alpha: float) -> tuple[float, float, float] | tupl
 def _needed(
     pair: TaskPair, margin: float, alpha: float, fail_alpha: float
 ) -> tuple[int | None, int | None]:
-    """Return the number of documents, and the number of seeds, that would settle the task.
+    """Return two numbers, each of which would settle the task: of documents, or of seeds.
 
-    The number of seeds is how many answers to each of the present documents would settle the task
-    without further documents. A number is None if it does not exist or is not computed.
+    The number of seeds is the number of responses to each of the present documents. A number is
+    None if it does not exist or is not computed.
     """
     documents, spread = len(pair.gain), 1.0
     if pair.binary:
@@ -355,9 +355,10 @@ def _settling_margin(pair: TaskPair, low: float, needed: int | None, margin: flo
 
 
 def _changed_wrong(pair: TaskPair) -> int | None:
-    """Count the documents to which both models give wrong answers that differ from each other.
+    """Count the documents with two different wrong responses.
 
-    Return None if answers were not stored, or if the metric has no right and wrong answers.
+    Return None if responses were not stored, or if the metric does not score responses as correct
+    or wrong.
     """
     if pair.own_unit is not None or any(old.compared_text is None for old, _ in pair.documents):
         return None

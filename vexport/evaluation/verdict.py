@@ -72,7 +72,7 @@ def decide(
 
     Raises:
         InputError: If the runs cannot be compared.
-        EnvironmentFault: If repeated answers differ too often, so the engine is not deterministic.
+        EnvironmentFault: If the engine is not deterministic: repeated responses differ too often.
     """
     if is_accepted(baseline):
         right = read_any_results(candidate)
@@ -120,9 +120,9 @@ def decide(
 
 
 def _lost_warnings(verdict: Verdict) -> Iterator[str]:
-    """Yield a warning for every task with lost answers.
+    """Yield a warning for every task with lost responses.
 
-    Lost answers that the verdict's reason already describes are skipped.
+    Lost responses that the verdict's reason already describes are skipped.
     """
     for task in verdict.tasks:
         if task.lost_answers and task.lost_answers not in verdict.reason:
@@ -130,9 +130,9 @@ def _lost_warnings(verdict: Verdict) -> Iterator[str]:
 
 
 def _repeatability_text(run: Results, side: str, alpha: float) -> str:
-    """Return a text on how many answers changed when one of the two models ran again.
+    """Describe how many responses of one model changed when it ran again.
 
-    Return "" if no answers were repeated.
+    Return "" if no documents were repeated.
 
     Raises:
         EnvironmentFault: If the engine is not deterministic.
@@ -142,7 +142,7 @@ def _repeatability_text(run: Results, side: str, alpha: float) -> str:
     if repeated is None:
         return ""
     require_deterministic(folder, repeated, alpha)
-    return f"; {side}, asked again: {repeated.changed} of {repeated.documents} answers changed"
+    return f"; {side}, run again: {repeated.changed} of {repeated.documents} responses changed"
 
 
 def judge(
@@ -408,7 +408,7 @@ def _inconclusive_reason(tasks: Sequence[TaskVerdict], margin: float) -> str:
         )
         names = join_limited([task.task for task in lost], " and ", MAX_NAMED)
         verb = "has" if len(lost) == 1 else "have"
-        return f"{names} {verb} too many answers that do not count: {lost[0].lost_answers}{left}"
+        return f"{names} {verb} too many responses that do not count: {lost[0].lost_answers}{left}"
     if len(unsettled) == 1:
         (task,) = unsettled
         unit = _unit(task, margin)

@@ -1,6 +1,6 @@
 """Compare everything that is not quantized with the source: tensors, configs and tokenizer.
 
-A difference is an error if vLLM refuses to load, or silently gives different answers.
+A difference is an error if vLLM refuses to load, or silently gives different responses.
 """
 
 import json
@@ -52,7 +52,7 @@ VOCABULARIES = (
     "tekken.json",
     "spiece.model",
 )
-# Keys of tokenizer_config.json that change token ids or the end of an answer.
+# Keys of tokenizer_config.json that change token ids or the end of a response.
 TOKENIZER_KEYS = ("bos_token", "eos_token", "add_bos_token", "add_eos_token", "add_prefix_space")
 # Keys that vLLM reads from generation_config.json by default: ModelConfig.get_diff_sampling_param
 # (vllm/config/model.py) and SamplingParams.update_from_generation_config (vllm/sampling_params.py).
@@ -87,7 +87,7 @@ IGNORED_KEYS = frozenset(
         "use_cache",
     }
 )
-# Keys that change a model's answers and are unset by default.
+# Keys that change a model's responses and are unset by default.
 KEYS_WITHOUT_DEFAULT = ("logit_scale", "partial_rotary_factor", "rope_scaling", "sliding_window")
 PREPROCESSORS = (
     "preprocessor_config.json",

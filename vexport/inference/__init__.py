@@ -1,15 +1,15 @@
 """Run a model: the input is prompts, the output is text and log-probabilities.
 
 In vLLM's terms, an engine in a process of vexport is "offline inference", and a server is "online
-serving". This package does both and returns the same types of answers for both. Therefore an engine
-can be compared with a server. `vexport.evaluation` computes results from the answers, and
+serving". This package supports both, and returns the same types for both. Therefore an engine can
+be compared with a server. `vexport.evaluation` computes results from the responses, and
 `vexport.engine` contains the process that runs vLLM.
 
 In the process of the command:
 
-- `answer_sources.py`: the sources of answers behind one interface, `AnswerSource.ask`: an engine
+- `answer_sources.py`: the sources of responses behind one interface, `AnswerSource.ask`: an engine
   of vLLM (`EngineSource`), a server (`EndpointSource`), and existing results (`ExistingResults`).
-- `answers.py`: the answers that a source returns.
+- `answers.py`: the types of responses that a source returns.
 - `prompts.py`, `text_rows.py`, `prompting.py`, `tasks.py`, `requested_tasks.py`: the prompts of a
   model: fixed prompts, rows of a text, and tasks of lm-eval with their settings.
 - `task_data.py`: lm-eval's tasks as data, and a worker that downloads their documents.
@@ -24,7 +24,7 @@ In worker processes, which import vLLM and lm-eval:
   engine, `endpoint/model.py` for a server.
 - `lm_eval_runner.py` runs lm-eval's tasks on a `Model`, through lm-eval's class for vLLM
   (`lm_eval_model.py`). `text_scores.py` and `drafts.py` run text and drafts on a `Model`.
-- `kept_answers.py`: answers on disk, so that a killed session resumes with the unanswered prompts.
+- `kept_answers.py`: responses on disk, so that a killed session resumes with the remaining prompts.
 - `engine_worker.py` and `endpoint/worker.py`: the programs of the worker processes.
 
 `endpoint/` contains the client of a server: HTTP (`client.py`), the parser of replies

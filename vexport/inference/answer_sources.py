@@ -1,4 +1,4 @@
-"""Get a model's answers from an engine of vLLM, from a server, or from existing results.
+"""Get a model's responses from an engine of vLLM, from a server, or from existing results.
 
 All three kinds of sources have the same interface, `AnswerSource.ask`.
 """
@@ -64,9 +64,9 @@ class Questions:
     """All prompts for a model in addition to the fixed prompts.
 
     `evaluate` contains the tasks of lm-eval or the text, and `lm_eval` the settings of the tasks'
-    prompts. `texts` are prompts to continue. With `repeat`, the model answers a part of the
-    documents twice. `accepted` has the digests of an accepted baseline's questions, which must be
-    the questions of `evaluate`.
+    prompts. `texts` are prompts to continue. With `repeat`, the model runs twice on a part of the
+    documents. `accepted` has the digests of an accepted baseline's questions, which must be the
+    questions of `evaluate`.
     """
 
     evaluate: Evaluate = NO_EVALUATION
@@ -77,16 +77,16 @@ class Questions:
 
 
 class AnswerSource(ABC):
-    """A model that can answer prompts, or existing results of a model."""
+    """A source of responses: a model that runs, or existing results of a model."""
 
     @abstractmethod
     def ask(self, questions: Questions, folder: Path) -> Answers:
-        """Return the answers of the model. Their files, and the log, go to `folder`.
+        """Return the responses of the model. Write their files and the log to `folder`.
 
-        If vLLM refuses a checkpoint, the answers contain the failure.
+        If vLLM refuses a checkpoint, the returned session has the failure.
 
         Raises:
-            EnvironmentFault: the engine or the server fails for good, or repeated answers differ.
+            EnvironmentFault: the engine or the server fails for good, or repeated responses differ.
             InputError: a task cannot be used.
         """
 
@@ -234,8 +234,8 @@ def _with_drafts(request: SessionRequest, rows: Rows, speculative: str) -> Sessi
 def _identity(started: SessionRequest) -> str:
     """Return a digest of the model and of the engine's arguments.
 
-    Stored answers of lm-eval depend on both. The digest does not depend on the tasks, because a
-    stored answer is found by its prompt and its sampling parameters.
+    Stored responses of lm-eval depend on both. The digest does not depend on the tasks, because the
+    key of a stored response is its prompt with its sampling parameters.
     """
     parts = [to_json(started), folder_digest(started.checkpoint)]
     environment = kernel_environment()
@@ -249,8 +249,8 @@ class EndpointSource(AnswerSource):
     """A model that a server serves at an address.
 
     `tokenizer` is the folder of the tokenizer for the prompts. The tokenizer's code runs only with
-    `trust_tokenizer`. A part of the documents is always answered twice, because the model at an
-    address may change.
+    `trust_tokenizer`. A part of the documents always runs twice, because the model at an address
+    may change.
     """
 
     role: str
@@ -265,7 +265,7 @@ class EndpointSource(AnswerSource):
         return self.role == BASELINE
 
     def ask(self, questions: Questions, folder: Path) -> Answers:
-        """Send the tasks or the text to the server, and return its answers."""
+        """Send the tasks or the text to the server, and return its responses."""
         folder.mkdir(parents=True, exist_ok=True)
         settings = questions.evaluate
         longest = self._longest_sequence(settings)
@@ -341,7 +341,7 @@ class EndpointSource(AnswerSource):
 
 
 def _require_deterministic(folder: Path, settings: Evaluate) -> None:
-    """Raise EnvironmentFault if too many of the repeated answers changed."""
+    """Raise EnvironmentFault if too many of the repeated responses changed."""
     repeated = read_repeated(folder)
     if repeated is not None:
         require_deterministic(folder, repeated, settings.alpha)

@@ -1,4 +1,4 @@
-"""Types of a model's answers. Every kind of source returns them, and evaluations read them."""
+"""Types of a model's responses, the same for every kind of source."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,9 +51,10 @@ class ServedSession:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answers:
-    """All answers of a model: lm-eval's result files, and the session if the model ran.
+    """All responses of a model: lm-eval's result files, and the session if the model ran.
 
-    `results` is a folder or file with the answers to tasks. `served` is None for existing results.
+    `results` is a folder or file with the responses to tasks. `served` is None for existing
+    results.
     """
 
     results: Path

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm.tokenizers import TokenizerLike
 
 # Number of questions per batch, as a multiple of the engine's batch size. With smaller batches, the
-# engine is partly idle at the end of each batch. With larger batches, more answers are lost if an
+# engine is partly idle at the end of each batch. With larger batches, more responses are lost if an
 # evaluation is killed.
 _BATCHES = 4
 # Number of likeliest tokens at each place of a text. Their log-probabilities give a lower bound of
@@ -56,7 +56,7 @@ class EngineModel(Model):
         self._batch_size = batch_size or _BATCHES * most
 
     def ask(self, questions: Mapping[str, Question]) -> None:
-        """Answer questions in batches, and store the answers after each batch."""
+        """Run questions in batches, and store the responses after each batch."""
         keys = list(questions)
         for first in range(0, len(keys), self._batch_size):
             batch = keys[first : first + self._batch_size]
@@ -165,9 +165,9 @@ def run_canaries(
 ) -> tuple[Canary, ...]:
     """Continue each text of `request.canaries` greedily by `CANARY_TOKENS` tokens.
 
-    A continuation is shorter if the maximum sequence length requires it. The engine ignores
-    end-of-sequence tokens, because the tokens after them still show whether log-probabilities stay
-    finite. The position of the first end-of-sequence token is recorded.
+    The maximum sequence length may shorten a continuation. The engine ignores end-of-sequence
+    tokens, because later tokens also show whether log-probabilities stay finite. The position of
+    the first end-of-sequence token is recorded.
     """
     from vllm import SamplingParams
 

@@ -64,9 +64,9 @@ def run_session(
 
 
 def _accept(result: SessionResult, request: SessionRequest, where: str, log: Path) -> SessionResult:
-    """Return the result. Raise an error if the session failed for a reason outside the checkpoint.
+    """Return the result, also if vLLM refused the checkpoint: the result then has the failure.
 
-    If vLLM refuses the checkpoint, no error is raised, and the result contains the failure.
+    Raise an error if the session failed for any other reason.
     """
     if result.problem is not None:
         raise session_error(result.problem)

@@ -23,7 +23,7 @@ def ask_engine(
     result: SessionResult,
     on_progress: OnProgress,
 ) -> SessionResult:
-    """Run the request on an engine built with `arguments`. Return `result` with the answers."""
+    """Run the request on an engine built with `arguments`. Return `result` with the responses."""
     from vexport.inference.drafts import count_drafts
     from vexport.inference.engine_model import EngineModel, run_canaries, write_logprobs
     from vexport.inference.kept_answers import KeptAnswers

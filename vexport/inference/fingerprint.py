@@ -1,6 +1,6 @@
-"""Fingerprint of an evaluated model: circumstances that may change its answers.
+"""Fingerprint of an evaluated model: circumstances that may change its responses.
 
-The file is next to lm-eval's results, and contains circumstances that lm-eval does not record.
+The file is next to lm-eval's results, which do not contain these circumstances.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""Store answers while a model runs, so that a second call runs only the unanswered prompts."""
+"""Store responses while a model runs, so that a second call runs only the missing prompts."""
 
 import hashlib
 import json
@@ -15,9 +15,9 @@ from vexport.records import Json
 class FinishedText(str):
     """A generated text with the engine's reason for ending it, such as `stop` or `length`.
 
-    The reason is empty if it is unknown. lm-eval copies the object from its lists of answers to the
-    samples. lm-eval also converts a task's targets to the type of the answers. It then calls this
-    class with only a text.
+    The reason is empty if it is unknown. lm-eval copies the objects from its list of responses to
+    the samples. It also converts a task's targets to the type of the responses, which calls this
+    class with a text only.
     """
 
     finish_reason: str
@@ -29,26 +29,26 @@ class FinishedText(str):
         return finished
 
     def __reduce__(self) -> tuple[type["FinishedText"], tuple[str, str]]:
-        """Return the constructor and its arguments for copies, because lm-eval copies answers."""
+        """Return the constructor and its arguments, so that copies keep the reason."""
         return FinishedText, (str(self), self.finish_reason)
 
 
 def answer_to_json(text: str, finish_reason: str | None) -> Json:
-    """Return a generated answer in the form that `KeptAnswers` stores."""
+    """Return a generated response in the form that `KeptAnswers` stores."""
     return {"text": text, "finish_reason": finish_reason or ""}
 
 
 def answer_from_json(answer: Json) -> FinishedText:
-    """Read an answer made by `kept_text`. Also accept plain text, which older versions stored."""
+    """Read a response from `answer_to_json`, or plain text from older versions."""
     if isinstance(answer, dict):
         return FinishedText(str(answer.get("text", "")), str(answer.get("finish_reason", "")))
     return FinishedText(str(answer), "")
 
 
 class KeptAnswers(dict[str, Json]):
-    """Answers by key, in memory and in a file with one line per added answer.
+    """Responses by key, in memory and in a file with a line for each added response.
 
-    Without a file, the answers are only in memory. If a killed process left an incomplete last
+    Without a file, the responses are only in memory. If a killed process left an incomplete last
     line, the line is removed.
     """
 
@@ -66,7 +66,7 @@ class KeptAnswers(dict[str, Json]):
                 self.update(json.loads(line))
 
     def add(self, answers: Mapping[str, Json]) -> None:
-        """Store answers."""
+        """Store responses."""
         self.update(answers)
         if self._file is None:
             return
@@ -77,10 +77,10 @@ class KeptAnswers(dict[str, Json]):
 
 
 def open_kept_answers(output: Path, identity: str) -> KeptAnswers:
-    """Open the stored answers of one model in the folder `output`.
+    """Open the stored responses of one model in the folder `output`.
 
-    `identity` describes the model and everything that affects its answers, such as versions.
-    Stored answers with another identity are removed from the folder.
+    `identity` describes the model and everything that affects its responses, such as versions.
+    Stored responses with another identity are removed from the folder.
     """
     digest = hashlib.sha256(identity.encode()).hexdigest()
     file = output / f"{ANSWERS}{digest[:16]}.jsonl"

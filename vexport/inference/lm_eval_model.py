@@ -1,6 +1,6 @@
 """Wrap a `Model` in lm-eval's model class for vLLM. Only worker processes import this module.
 
-lm-eval's constructor normally builds an engine. Here it receives a `Model` instead. Everything else
+lm-eval's constructor normally builds an engine. Here it receives a `Model` instead. The rest
 (tokenization, stop sequences, chat templates, scoring) is lm-eval's code.
 """
 
@@ -158,11 +158,11 @@ def wrap_model(
     process = vllm_causallms.postprocess_generated_text
 
     def processed(text: str, stop: list[str] | str | None, think_end_token: str | None) -> str:
-        """Process an answer as lm-eval does, and keep its finish reason.
+        """Process a response as lm-eval does, and keep its finish reason.
 
-        With a `think_end_token`, lm-eval cuts the text at stop strings after generation. An answer
-        that was cut at a stop string is complete, even if the engine generated up to the length
-        limit. Its finish reason becomes "stop".
+        With a `think_end_token`, lm-eval removes the text after a stop string only after
+        generation. A response with a stop string is therefore complete, even if the engine reached
+        the length limit. Its finish reason becomes "stop".
         """
         answer: str = process(text, stop, think_end_token)
         if not isinstance(text, FinishedText):

@@ -125,8 +125,8 @@ def require_accepted_questions(
 ) -> None:
     """Raise InputError if a question differs from the accepted baseline's. No prompt is sent.
 
-    lm-eval makes the questions and gets empty answers. If a task's Python code cannot handle empty
-    answers, nothing is raised, and the questions are compared after the evaluation.
+    lm-eval makes the prompts, and the model returns empty responses. If a task's Python code cannot
+    handle empty responses, nothing is raised, and the questions are compared after the evaluation.
     """
     from lm_eval.loggers import EvaluationTracker
 
@@ -239,7 +239,7 @@ class _Evaluation:
         return results
 
     def add_seeds(self, samples: "dict[str, list[dict[str, object]]]") -> None:
-        """Add answers with further seeds to the samples of tasks that generate text.
+        """Add responses with further seeds to the samples of tasks that generate text.
 
         lm-eval's aggregated scores use the first seed only.
         """
@@ -255,7 +255,7 @@ class _Evaluation:
 
 
 def _add_finish_reasons(rows: "list[dict[str, object]]") -> None:
-    """Store the finish reason of every generated answer in its sample, nested like `resps`."""
+    """Store the finish reason of every generated response in its sample, nested like `resps`."""
     for row in rows:
         requests = row["resps"]
         assert isinstance(requests, list)
@@ -313,7 +313,7 @@ def _move_files(source: Path, target: Path) -> None:
 
 
 def engine_words() -> str:
-    """Return the device and the versions of the packages that compute the answers."""
+    """Return the device, and the versions of the packages that affect responses."""
     import vllm
     from vllm.platforms import current_platform
 

@@ -29,7 +29,7 @@ TokenIds = Sequence[int]
 class Question:
     """A prompt to continue with `parameters`.
 
-    Without `parameters`, the answer is the log-probability of the tokens from `context` on.
+    Without `parameters`, the model scores the tokens from `context` on instead of generating text.
     """
 
     prompt: TokenIds
@@ -38,9 +38,9 @@ class Question:
 
 
 class Model(ABC):
-    """A model that answers questions, with the methods of `vllm.LLM` that lm-eval's class calls.
+    """A model that runs prompts, with the methods of `vllm.LLM` that lm-eval's class calls.
 
-    `on_progress` receives the name of the current step, the number of answered prompts, and the
+    `on_progress` receives the name of the current step, the number of finished prompts, and the
     number of all prompts.
     """
 
@@ -56,11 +56,10 @@ class Model(ABC):
 
     @abstractmethod
     def ask(self, questions: Mapping[str, Question]) -> None:
-        """Answer all questions and store the answers in `self.kept_answers` under the questions'
-        keys.
+        """Run all questions, and store the responses in `self.kept_answers` by the questions' keys.
 
-        The answer to a continuation has the form of `kept_text`. The answer to a score is a pair:
-        the log-likelihood, and whether each token was the likeliest.
+        A generated response has the form of `answer_to_json`. The response to a question without
+        `parameters` is a pair: the log-likelihood, and whether each token was the likeliest.
         """
 
     @abstractmethod
@@ -86,7 +85,7 @@ class Model(ABC):
         self.on_progress(stage, 0, prompts)
 
     def count(self, finished: int) -> None:
-        """Add `finished` to the number of answered prompts. Report progress at each percent."""
+        """Add `finished` to the number of finished prompts. Report progress at each percent."""
         before = self._done
         self._done = min(self._total, before + finished)
         percent_before = before * _PROGRESS_STEPS // self._total
@@ -95,7 +94,7 @@ class Model(ABC):
             self.on_progress(self._stage, self._done, self._total)
 
     def start_round(self) -> None:
-        """Start a new round: answers from earlier rounds are not reused."""
+        """Start a new round: responses from earlier rounds are not reused."""
         self._round += 1
 
     def generate(
@@ -133,26 +132,26 @@ class Model(ABC):
         return scores
 
     def answers(self, questions: Sequence[Question]) -> Iterator[Json]:
-        """Return the answers in order.
+        """Return the responses in order.
 
-        Only questions without a stored answer are sent to the model. The longest prompts run first,
-        as in lm-eval.
+        Only questions without a stored response are sent to the model. The longest prompts run
+        first, as in lm-eval.
         """
         keys = [self._key(number, question) for number, question in enumerate(questions)]
         by_key = dict(zip(keys, questions, strict=True))
         left = [key for key in by_key if key not in self.kept_answers]
         left.sort(key=lambda key: -len(by_key[key].prompt))
         # For the worker's log.
-        print(f"{len(keys) - len(left)} of {len(keys)} answers are kept", flush=True)
+        print(f"{len(keys) - len(left)} of {len(keys)} responses are kept", flush=True)
         self.count(len(keys) - len(left))
         if left:
             self.ask({key: by_key[key] for key in left})
         return (self.kept_answers[key] for key in keys)
 
     def _key(self, number: int, question: Question) -> str:
-        """Return the key of a question's answer. Equal prompts and parameters have equal keys."""
+        """Return the key of a question's response. Equal prompts and parameters have equal keys."""
         given = _as_mapping(question.parameters)
-        # With sampling, equal prompts have different answers.
+        # With sampling, equal prompts have different responses.
         sampled = number if given.get("temperature") else None
         parts = (
             self._round,

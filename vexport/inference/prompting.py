@@ -1,6 +1,7 @@
-"""Decide lm-eval's settings for the prompts of both models, before an engine starts.
+"""Choose lm-eval's settings for the prompts of both models, before an engine starts.
 
-Also find differences between the models' prompts: tokens, chat templates, stop conditions.
+This module also finds differences between the models' prompts: tokens, chat templates, stop
+conditions.
 """
 
 from collections.abc import Iterator, Mapping

@@ -33,7 +33,7 @@ def changed_questions(
 ) -> Iterator[InputError]:
     """Yield an error for each task with other questions than expected.
 
-    `samples` are lm-eval's samples by task. Tasks that are not expected are skipped.
+    `samples` are lm-eval's samples by task. Tasks without expected digests are skipped.
     """
     for task, digests in expected.items():
         rows = samples.get(task)
@@ -59,7 +59,7 @@ def changed_questions(
             yield InputError(
                 f"{where}, document {changed[0]}",
                 got=f"another question than in the accepted baseline ({_share(changed, digests)})",
-                need="the questions that were accepted",
+                need="the accepted questions",
                 fix="restore the task's files and the chat template, or accept the baseline again",
             )
 

@@ -1,7 +1,7 @@
-"""Count answers that change if the same model answers the same documents again.
+"""Count responses that change if the same model runs again on the same documents.
 
-In an evaluation, the baseline answers its first documents twice, in different batches. If many of
-these answers change, a difference between two models may be noise of the engine.
+In an evaluation, the baseline runs twice on its first documents, in different batches. If many of
+these responses change, a difference between two models may be noise of the engine.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,7 +21,7 @@ DOCUMENTS = 200
 MIN_DOCUMENTS = 20
 """Minimum number of documents to repeat for each task."""
 MAX_CHANGED_SHARE = 0.005
-"""Share of answers that may change: half a point, far below usual margins of 1 or 2 points."""
+"""Share of responses that may change: half a point, far below usual margins of 1 or 2 points."""
 Row = Mapping[str, object]
 
 
@@ -29,8 +29,8 @@ Row = Mapping[str, object]
 class Repeated:
     """Number of repeated documents, and of documents with a changed score (wrong to right or back).
 
-    Answers that are `sampled` with several seeds may change, because the confidence interval
-    includes their spread.
+    `sampled` is True if the documents have several seeds. Then responses may change, because the
+    confidence interval includes this spread.
     """
 
     documents: int
@@ -80,7 +80,7 @@ def _marks(rows: Mapping[str, Sequence[Row]]) -> dict[tuple[object, ...], dict[s
 
 
 def write_repeated(folder: Path, repeated: Repeated) -> None:
-    """Write the counts of repeated answers next to lm-eval's results."""
+    """Write the counts of repeated responses next to lm-eval's results."""
     record(folder / FILE)
     write_text(folder / FILE, to_json(repeated))
 
@@ -91,7 +91,7 @@ def read_repeated(folder: Path) -> Repeated | None:
 
 
 def require_deterministic(folder: Path, repeated: Repeated, alpha: float) -> None:
-    """Raise EnvironmentFault if more than `MAX_CHANGED_SHARE` of the answers change.
+    """Raise EnvironmentFault if more than `MAX_CHANGED_SHARE` of the responses change.
 
     The decision is an exact binomial test at the level `alpha`.
     """
@@ -103,9 +103,9 @@ def require_deterministic(folder: Path, repeated: Repeated, alpha: float) -> Non
         return
     raise EnvironmentFault(
         str(folder),
-        got=f"{changed} of {common} answers changed when the same model answered again; a verdict "
+        got=f"{changed} of {common} responses changed when the same model ran again; a verdict "
         f"needs at most {MAX_CHANGED_SHARE:.1%}",
         need="",
-        fix="use greedy decoding (or --seeds for sampled answers) and GPUs of one kind, or try "
+        fix="use greedy decoding (or --seeds for sampled responses) and GPUs of one kind, or try "
         "VLLM_BATCH_INVARIANT=1 or fewer sequences at a time",
     )

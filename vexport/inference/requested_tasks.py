@@ -41,10 +41,10 @@ def add_tasks(
 
 
 def require_tasks(settings: Evaluate, options: EngineOptions) -> tuple[TaskMetrics, ...] | None:
-    """Raise InputError, for all tasks at once, if a task or the text cannot be used.
+    """Return the metrics of the tasks, or None if a task is given by name.
 
-    Returns the metrics of the tasks. Returns None if one of them is given by name, because only
-    lm-eval can look it up.
+    Only lm-eval can look up a name. Raises InputError, for all tasks at once, if a task or the text
+    cannot be used.
     """
     if settings.text is not None:
         require_rows(settings.text)

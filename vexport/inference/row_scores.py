@@ -82,7 +82,7 @@ def scores_of_places(places: Sequence[Place]) -> RowScores:
 
 
 def scores_to_json(scores: RowScores) -> Json:
-    """Return scores as JSON with base64 text. It has a fifth of the size of lists of numbers."""
+    """Return scores as JSON with base64 text, a fifth of the size of lists of numbers."""
     return {
         "places": len(scores.tokens),
         "tokens": base64.b64encode(scores.tokens.tobytes()).decode(),

@@ -1,4 +1,4 @@
-"""Files of a session with a model, in the folder with the model's answers."""
+"""Files of a session with a model, in the folder with the model's responses."""
 
 from pathlib import Path
 
@@ -20,13 +20,13 @@ SERVER_LOG = "lm-eval.log"
 
 
 def recorded(file: Path) -> Path:
-    """Add a file that another process will write to the manifest, and return its path."""
+    """Add a file to the manifest before another process writes it, and return its path."""
     record(file)
     return file
 
 
 def clear_session(folder: Path, root: Path) -> None:
-    """Remove the files of an unfinished session, except the kept answers.
+    """Remove the files of an unfinished session, except the kept responses.
 
     `root` is the folder with the manifest. Raises InputError, before anything is removed, if `root`
     has no manifest or if `folder` has files that vexport did not write.
@@ -39,7 +39,7 @@ def clear_session(folder: Path, root: Path) -> None:
 
 
 def remove_answers(folder: Path) -> None:
-    """Remove the kept answers, once lm-eval's results are complete."""
+    """Remove the kept responses, once lm-eval's results are complete."""
     for file in folder.glob(f"{ANSWERS}*"):
         if is_recorded(file):
             file.unlink()

@@ -11,7 +11,7 @@ from vexport.scenario.serve import EngineArguments
 
 
 class SilentModel(Model):
-    """A model that answers nothing. It has the config that vLLM makes from an engine's arguments.
+    """A model with empty responses. It has the config that vLLM makes from an engine's arguments.
 
     vLLM chooses the chat template by this config.
     """

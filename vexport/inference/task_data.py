@@ -494,7 +494,7 @@ def _nltk_problem(task: str, before: Collection[str]) -> Iterator[EnvironmentFau
 
     `before` are the names of the modules imported before the task. Only newer modules are examined.
     Without a network, NLTK's download fails silently, and the task would fail after the model has
-    answered all prompts.
+    run all prompts.
     """
     new = [module for name, module in [*sys.modules.items()] if name not in before]
     # hasattr would import lazy modules.

@@ -78,11 +78,11 @@ METRIC_FIX = "add --trust-remote-code if you trust the code, or use a metric of 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskMetrics:
-    """Metrics of a task before a model answers it, or of a group that lm-eval aggregates.
+    """Metrics of a task before a model runs on it, or of a group that lm-eval aggregates.
 
     `metrics` maps each metric to the name of its aggregation, or to "" if the metric's default
     aggregation applies. For a group, it has the metrics that all tasks of the group share.
-    `has_code` is True if Python code computes the metrics. Then there may be others.
+    `has_code` is True if Python code computes the metrics. Then the task may have further metrics.
     """
 
     name: str
@@ -102,9 +102,9 @@ def resolve_tasks(
     Files are written to `folder`/<task>/<task>.yaml.
 
     Raises:
-        InputError: for all tasks at once. A file is missing or broken, lacks a key or its data, or
-            has a `!function` tag without `trust_remote_code`. A name is not a task of lm-eval, or
-            is given twice.
+        InputError: a file is missing or broken, lacks a key or its data, or has a `!function` tag
+            without `trust_remote_code`; or a name is not a task of lm-eval, or is given twice. The
+            error lists the problems of all tasks.
     """
     resolved = attempt_all(
         (task, partial(_resolve, task, folder, include_paths, trust_remote_code)) for task in tasks
@@ -162,7 +162,7 @@ def thinking_error(task: str, output_type: str) -> NoThinkingError:
     return NoThinkingError(
         f"task {task}",
         got=f"enable_thinking with the output type {output_type}",
-        need="a task that generates answers, because a model does not think to score given texts",
+        need="a task that generates text, because a model does not think to score given texts",
         fix="remove enable_thinking (--enable-thinking), or evaluate this task in a separate call",
     )
 

@@ -31,8 +31,10 @@ def write_text_scores(
     *,
     repeats: bool = False,
 ) -> None:
-    """Write the cost of each token, the likeliest token, and the log-probabilities of the likeliest
-    tokens, at all places of each row except the first.
+    """Write a model's scores at all places of each row except the first.
+
+    The scores of a place are the token's negative log-likelihood, the likeliest token, and the
+    log-probabilities of the likeliest tokens.
 
     `file` becomes a safetensors file. For the first row, it has `nll.0` (float32, nats) and
     `likeliest.0` (int64), both of shape (places,). It also has `tokens.0` (int32) and `logprobs.0`

@@ -13,7 +13,8 @@ from vexport.quantize.warnings import (
 from vexport.records import CalibrationRecord, Quantized
 from vexport.records.calibration import RoundingReport, expert_coverage
 
-# NVIDIA's driver makes this device. torch, which could be asked too, takes seconds to import.
+# NVIDIA's driver makes this device. Checking it is faster than importing torch, which takes
+# seconds.
 NVIDIA_DEVICE = Path("/dev/nvidiactl")
 
 
@@ -61,7 +62,8 @@ def _serve_command(checkpoint: str, plan: Plan) -> str:
     """Return the command that serves a checkpoint.
 
     vLLM's CPU build cannot run some schemes, which vexport emulates inside its commands. If such a
-    checkpoint is made on a machine without a GPU, a comment says that serving needs a GPU.
+    checkpoint is made on a machine without a GPU, a comment after the command states that serving
+    needs a GPU.
     """
     command = f"vllm serve {shlex.quote(checkpoint)}"
     is_emulated = any(scheme.format.cpu(scheme.args) == "emulated" for scheme in plan.used_schemes)

@@ -160,10 +160,10 @@ class LmEvalSettings:
     - `fewshot_as_multiturn` has no effect without a template.
     - `gen_kwargs` override the keys of tasks that generate text, key by key.
     - `max_gen_toks` is the maximum number of new tokens if the task does not set it.
-    - `think_end_token`: an answer begins after the last `think_end_token`.
+    - `think_end_token` ends the thinking. The scored text begins after the last of these tokens.
     - `enable_thinking` is passed to the template.
     - `batch_size` is the number of requests that vLLM gets at once.
-    - `seeds` is the number of sampled answers per document in tasks that generate text.
+    - `seeds` is the number of sampled responses per document in tasks that generate text.
     """
 
     num_fewshot: int | None = None
@@ -181,7 +181,7 @@ class LmEvalSettings:
 
 DEFAULT_CONCURRENCY = 32
 REQUEST_SECONDS = 300.0
-"""Time limit for an answer of a server, and for repeating a request that failed."""
+"""Time limit for a response of a server, and for retries of a failed request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -206,7 +206,7 @@ class Prompting:
 
     `chat_template` and `system_instruction` are the first 16 digits of a SHA-256, or None if they
     were not used. `generation` contains `gen_kwargs` and the model's arguments that change an
-    answer. `untemplated` lists the tasks without the chat template.
+    response. `untemplated` lists the tasks without the chat template.
     """
 
     chat_template: str | None
@@ -236,7 +236,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flip:
-    """A document whose correctness changed, with both answers."""
+    """A document that only one of the models solved, with the responses of both."""
 
     doc_id: int | str
     prompt: str
@@ -302,12 +302,12 @@ def _in_shares(unit: Unit | None, baseline: float, candidate: float) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerCounts:
-    """Numbers of a model's generated answers, counted by how they ended.
+    """Numbers of a model's generated responses, counted by how they ended.
 
-    Only answers without a score are in `cut`, `empty` and `unparsed`. A `cut` answer reached the
-    maximum length, an `empty` answer has no text, and in an `unparsed` answer the task's filter
-    found nothing. `lost` is the number of these that do not count as answers. `thinking` counts
-    answers, right or wrong, that never ended their thinking.
+    Only responses without a score are in `cut`, `empty` and `unparsed`. A `cut` response reached
+    the maximum length, an `empty` response has no text, and in an `unparsed` response the task's
+    filter found nothing. `lost` is the number of these that do not count. `thinking` counts all
+    responses that never ended their thinking, whatever their score.
     """
 
     answers: int
@@ -337,18 +337,18 @@ class TaskVerdict:
       `relative_margin` is its share of the baseline's value. `margin` is None in reports of older
       versions, for which the verdict's margin applies.
 
-    Changed answers:
+    Changed responses:
     - `right_to_wrong` counts the documents with a worse score, if the metric is not 0/1.
-    - `changed_wrong` counts the documents to which the models give different wrong answers. It is
-      None if the baseline's answers were not kept.
+    - `changed_wrong` counts the documents with two different wrong responses. It is None if the
+      baseline's responses were not kept.
     - `mcnemar_p` is the p value of a permutation test if the metric is not 0/1 or if several
-      answers were sampled per document.
+      responses were sampled per document.
 
     If the task does not decide:
     - `documents_needed` is the number of documents that would settle an INCONCLUSIVE outcome. It is
       None if no number would settle it, or if the outcome is already settled.
-    - `seeds` is the number of sampled answers per document. `seeds_needed` is the number of sampled
-      answers per document that would settle the outcome without more documents.
+    - `seeds` is the number of sampled responses per document. `seeds_needed` is the number of
+      sampled responses per document that would settle the outcome without more documents.
     - `documents_available` is the number of documents in the whole task, None if it was not
       recorded. If that is fewer than needed, `settling_margin` is the smallest margin that the
       whole task would settle with PASS at the present difference. It is None if the scores are not
@@ -359,9 +359,9 @@ class TaskVerdict:
     Other fields:
     - `clusters` is the number of tasks in a group with documents clustered by task, else None.
     - `also` lists the task's other metrics and filters, and the tasks of a group.
-    - `baseline_answers` and `candidate_answers` count generated answers. They are None if nothing
+    - `baseline_answers` and `candidate_answers` count generated responses. They are None if nothing
       was generated or kept.
-    - `lost_answers` describes lost answers if they reach 1 % for either model. `too_many_lost` is
+    - `lost_answers` describes lost responses if they reach 1 % for either model. `too_many_lost` is
       True if they exceed the margin: then the outcome is never PASS.
     """
 
@@ -417,7 +417,7 @@ class TaskVerdict:
 
     @property
     def remedy(self) -> str:
-        """Remedy for an INCONCLUSIVE outcome, or "" if none is known."""
+        """Remedy for an INCONCLUSIVE outcome, or "" without a remedy."""
         if self.documents_needed is None:
             return ""
         if not self.has_too_few_documents:

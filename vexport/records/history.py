@@ -48,7 +48,7 @@ class RowHistory:
     - `device` is the device that ran the model, or the server's address.
     - `baseline` is the name of the model or file that the row was compared with. `baseline_digest`
       is the digest of this model's files, or of the accepted baseline.
-    - `judged_against` is the accepted baseline with which the answers were compared for this
+    - `judged_against` is the accepted baseline with which the responses were compared for this
       history. It is empty if the row has the verdict that the run stored.
     - `loads` is False if the checkpoint failed to load or failed its check, and None if unknown.
     - `is_first_regression` marks the first row that regressed.

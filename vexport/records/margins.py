@@ -1,4 +1,4 @@
-"""Acceptable losses: in points for shares of right answers, relative for all other metrics."""
+"""Acceptable losses: points for shares of correct responses, relative for all other metrics."""
 
 import math
 import re

@@ -175,7 +175,7 @@ class ComparedVariant:
 
     `setting` has the arguments of vLLM, such as `kv_cache_dtype=fp8`, or `default`. `vllm` is the
     version of vLLM, and `vllm_python` the interpreter, empty for vexport's interpreter. `folder`
-    has the variant's answers and vLLM's log. `reason` is the reason of the outcome. `mean_kl` is
+    has the variant's responses and vLLM's log. `reason` is the reason of the outcome. `mean_kl` is
     the divergence from the baseline in nats per token, None if it was not measured. `worst` is the
     task with the lowest bound. `verdict` compares all tasks, or the text, with the baseline. Both
     have no documents.

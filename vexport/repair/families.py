@@ -64,7 +64,7 @@ def arguments(view: CheckpointView, source: ComparedSource | None) -> Changes:
 def _is_candidate(view: CheckpointView, reading: ConfigGroup, layer: StoredLayer) -> bool:
     """Return True if a layer's tensors fit these arguments and give the stored shape.
 
-    Without a stored shape, twice the bits and half the columns cannot be told apart.
+    Without a stored shape, twice the bits and half the columns look the same.
     """
     if not fits(reading, layer.parameters):
         return False

@@ -1,9 +1,9 @@
-"""Reports in every form: text, JSON, HTML, Markdown, JUnit XML and GitHub annotations.
+"""Reports in every format: text, JSON, HTML, Markdown, JUnit XML and GitHub annotations.
 
-For each kind of report, a function builds its documents (vexport.reports.document). For each form,
-a module draws documents. Each function here renders a kind of report, and the command line offers
-the forms that this kind has. Reports on several checkpoints keep the order of the checkpoints, and
-their JSON is a list.
+Each kind of report has a function that builds its documents (vexport.reports.document), and each
+format has a module that renders documents. Each function here renders one kind of report. The
+command line offers the formats that this kind supports. Reports on several checkpoints keep the
+order of the checkpoints, and their JSON is a list.
 """
 
 import json
@@ -36,7 +36,7 @@ def _rendered(
     *,
     width: int = text.WIDTH,
 ) -> str:
-    """Return a report in the given form. Raise InputError if the report does not have this form.
+    """Return a report in the given format. Raise InputError if the report does not support it.
 
     `width` is the width of text in columns.
     """
@@ -57,7 +57,7 @@ def _rendered(
             from vexport.reports.renderers import html
 
             return "".join(map(html.render, documents()))
-    raise InputError("--format", got=format, need="a form that this answer has", fix="see --help")
+    raise InputError("--format", got=format, need="a format that this result has", fix="see --help")
 
 
 def _json(value: object) -> str:

@@ -78,8 +78,8 @@ def accuracy_section(verdict: Verdict) -> doc.Section:
     """Return the section with the tasks, the comparisons next to their gates, and the warnings."""
     if verdict.text is not None:
         lead = (
-            "Both models read the same held-out text in vLLM; its log-probabilities decide, "
-            "not tasks."
+            "Both models read the same held-out text in vLLM. The log-probabilities decide, and "
+            "there are no tasks."
         )
         content = parts(
             text_table(verdict, verdict.text),
@@ -112,8 +112,8 @@ def accuracy_section(verdict: Verdict) -> doc.Section:
 def task_table(verdict: Verdict) -> doc.Table:
     """Return a table with a row for each task that has a gate, and with the method below it.
 
-    A page has no columns for result and difference, because its chart shows them. Text has no
-    column for the result, because its gates show the result.
+    The page leaves out result and difference, because its chart shows them. Plain text leaves out
+    the result, because its gates show it.
     """
     result = doc.Column("Result", omit=("text", "html"))
     difference = doc.Column("Difference", numeric=True, omit=("html",))
@@ -123,7 +123,7 @@ def task_table(verdict: Verdict) -> doc.Table:
 
 
 def _lost_table(verdict: Verdict) -> doc.Section | None:
-    """Return the table of cut, empty and unparsed answers, or None if there are none."""
+    """Return the table of cut, empty and unparsed responses, or None if there are none."""
     rows = [
         row(
             task_title(task),
@@ -144,15 +144,18 @@ def _lost_table(verdict: Verdict) -> doc.Section | None:
     if not rows:
         return None
     titles = ("Task", "Model", ">Generated", ">Cut", ">Empty", ">Nothing found", ">Do not count")
-    caption = "answers that did not score, by how they ended; nothing found: by the task's filter"
-    return doc.Section("Answers that were cut or are empty", (table(titles, rows, caption),))
+    caption = (
+        "responses with a score of 0, by how they ended; nothing found: the task's filter found "
+        "no answer"
+    )
+    return doc.Section("Responses that were cut or are empty", (table(titles, rows, caption),))
 
 
 def _task_row(task: TaskVerdict) -> Iterator[TableCell]:
     scale = scale_of(task)
     yield TableCell(task_title(task), task.remedy)
     yield badge(task.outcome)
-    yield TableCell(count(task.documents), f"{task.seeds} answers each" if task.seeds > 1 else "")
+    yield TableCell(count(task.documents), f"{task.seeds} responses each" if task.seeds > 1 else "")
     for score in (task.baseline, task.candidate):
         yield TableCell(scale.value(score.value), scale.interval(score.low, score.high))
     yield TableCell(
@@ -166,8 +169,8 @@ def _task_row(task: TaskVerdict) -> Iterator[TableCell]:
 def _shown_comparisons(verdict: Verdict) -> Iterator[Comparison]:
     """Yield the comparison of all documents, then the informational comparisons of each task.
 
-    A task keeps at most _MAX_BESIDE comparisons, in their order. The task's other metrics are kept
-    first. In a group, the tasks with the greatest loss follow.
+    At most _MAX_BESIDE comparisons are kept for each task, in their order. The task's other metrics
+    have priority. For a group, the tasks with the greatest loss are next.
     """
     if verdict.pooled:
         yield verdict.pooled
@@ -269,7 +272,7 @@ def _reading_lines(verdict: Verdict) -> Iterator[str]:
     )
     if tasks:
         yield (
-            "p (McNemar; a permutation test if answers are not right or wrong): whether the two "
+            "p (McNemar, or a permutation test for scores other than 0 and 1): whether the two "
             "models differ at all. It is not part of the verdict: a small p next to PASS is a real "
             "loss that is smaller than the margin."
         )
@@ -322,7 +325,7 @@ def answers_section(verdict: Verdict | None) -> doc.Section | None:
     tasks = [task for task in verdict.tasks if task.flips] if verdict else []
     if not tasks:
         return None
-    lead = "The same document, answered by both models."
+    lead = "Responses of both models to the same document."
     filters = (("all", "all"), ("lost", "right to wrong"), ("gained", "wrong to right"))
     section = page_section("Answers that flipped", "answers", lead, map(_flips, tasks))
     return replace(section, filters=filters)

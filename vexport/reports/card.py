@@ -30,8 +30,8 @@ from vexport.reports.layers import rounding_lines
 from vexport.reports.renderers.markdown import render_parts, safe
 from vexport.reports.run_record import Report
 
-# A name on the hub, as huggingface_hub.utils.validate_repo_id defines it. Absolute and nested local
-# paths do not match.
+# Matches a name on the hub (see huggingface_hub.utils.validate_repo_id), but no absolute or nested
+# local path.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 # The version of a vLLM release. Commands contain no other text from a report.
 _VERSION = re.compile(r"\d+(\.\d+){1,3}")
@@ -68,7 +68,7 @@ def _plan(report: Report) -> Plan:
         raise InputError(
             report.name,
             got="a report on a checkpoint that was given",
-            need="a run that made its checkpoint, for a model card",
+            need="a run that made its checkpoint, as a model card requires",
             fix="choose another --format, or report on a run of `vexport run`",
         )
     return report.plan

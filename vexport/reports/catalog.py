@@ -97,7 +97,7 @@ def architectures() -> Rows:
 
 
 def _gpus(support: GpuSupport) -> dict[str, str]:
-    """Return two ranges of compute capabilities by the title of their column.
+    """Return two ranges of compute capabilities, with the titles of their columns.
 
     GPUs in the first range load the scheme. GPUs in the second range compute in the stored
     precision.
@@ -182,8 +182,8 @@ def render_section(section: ReferenceSection, format_: str) -> str:
 def find_section(name: str) -> ReferenceSection:
     """Return the section with this name. Case, spaces and punctuation are ignored.
 
-    A scheme with arguments (W4A16_G64) has the section of its preset. If the preset has no section,
-    the section of another preset in the same format is returned.
+    For a scheme with arguments (W4A16_G64), return the section of its preset, or of another preset
+    in the same format.
 
     Raises:
         InputError: If no section has this name.

@@ -146,9 +146,9 @@ def load_facts(load: LoadReport) -> doc.Facts:
 def column_names(reports: Sequence[CheckpointReport]) -> list[str]:
     """Return a name for each load, made from the settings in which the loads differ.
 
-    The settings are vLLM, tensor parallel size and mode. vLLM is named by its version. If a load
-    has no version, another load with the same interpreter provides the version. If no load provides
-    it, the interpreter is the name. Checks get empty names.
+    The settings are vLLM, tensor parallel size and mode. vLLM is named by its version. The version
+    may come from another load with the same interpreter. If it is unknown, the interpreter is the
+    name. Checks get empty names.
     """
     pythons = ["" if isinstance(report, CheckReport) else report.vllm_python for report in reports]
     versions = {
@@ -248,7 +248,8 @@ def _room_table(rooms: Sequence[GpuRoom]) -> doc.Section:
         *dict.fromkeys(f"of {count(room.tokens)} tokens" for room in rooms),
     )
     caption = (
-        "At most: activations and CUDA graphs take their part, which vLLM measures at its start."
+        "Upper limits: activations and CUDA graphs need memory too, which vLLM measures at its "
+        "start."
     )
     return doc.Section("sequences that fit at once", (table(header, rows, caption, stack=False),))
 
@@ -286,7 +287,7 @@ def _equal_rows(layers: Sequence[MatrixRow], tp: int) -> Iterator[tuple[doc.Tabl
     """
     alike: dict[doc.Row, list[MatrixRow]] = {}
     for kind in layers:
-        # W8A8 may be integers or floats. vLLM's name of the scheme shows which.
+        # W8A8 may be integers or floats. Only vLLM's name of the scheme differs.
         stored = kind.scheme if kind.scheme.startswith(kind.stored) else kind.stored
         shown = row(stored, *(_cell(cell, kind) for cell in kind.cells if cell.tp == tp))
         alike.setdefault(shown, []).append(kind)
@@ -298,8 +299,9 @@ def _equal_rows(layers: Sequence[MatrixRow], tp: int) -> Iterator[tuple[doc.Tabl
 def _cell(cell: MatrixCell, kind: MatrixRow | None = None) -> doc.TableCell:
     """Return a cell's text: precision and kernel of a layer, or the status of the checkpoint.
 
-    `kind` is the kind of layer, or None for the whole checkpoint. Only a precision with fewer
-    bits of inputs than stored has the colour of a warning, like the finding on it.
+    `kind` is the kind of layer, or None for the whole checkpoint. The cell has the colour of a
+    warning if the kernel uses fewer bits for inputs than the checkpoint stores. A finding reports
+    the same.
     """
     tone, text = _STATUS[cell.status]
     if cell.precision and cell.status not in ("refused", "not shown"):

@@ -1,7 +1,7 @@
-"""Parts of a report: built once for each kind of report, drawn by a renderer for each form.
+"""Parts of a report, which a renderer for each format (text, HTML, Markdown) renders.
 
-Every text here may come from a checkpoint, a model or a data set, so the renderers escape and clip
-it. Only HTML draws charts.
+Texts may come from a checkpoint, a model or a data set, so the renderers escape and clip them. Only
+HTML has charts.
 """
 
 import math
@@ -81,7 +81,7 @@ class Paragraph:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """A bulleted list. With a `title`, it is set off from the text around it."""
+    """A bulleted list. A list with a `title` is separated from the surrounding text."""
 
     items: Row
     title: str = ""
@@ -96,7 +96,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """Parts that are folded in forms that can fold, unless `open` is True.
+    """Parts that HTML and Markdown show folded, unless `open` is True.
 
     Plain text shows the lines of `brief` instead of the parts.
     """
@@ -122,7 +122,7 @@ class FindingList:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """A prompt with its answers. Each answer is a label, a text and a tone.
+    """A prompt with its responses. Each response is a label, a text and a tone.
 
     Readers of a page can filter the exchanges of a section by `group`.
     """
@@ -226,8 +226,8 @@ class TimedPoint:
     """A point of a `Timeline`: its label below the axis, its value and its interval.
 
     `tone` is the CSS class of its outcome. `text` is shown beside the point, and `note` when the
-    mouse is over it. A point that is `marked` has a line over the whole height. A point without a
-    value only has its place on the axis.
+    mouse is over it. A `marked` point has a vertical line. A point without a value appears only on
+    the axis.
     """
 
     label: str
@@ -245,8 +245,8 @@ class Timeline:
     """Chart of one task over time. All points have the same distance from each other.
 
     `level` is the baseline's value, and `limit` is the worst value that is accepted. Both are None
-    if the points have different ones. With `shares`, the axis is in per cent or points. Positions
-    are in per cent, as in `Forest`.
+    if they differ between points. With `shares`, the axis is in per cent or points. Positions are
+    in per cent, as in `Forest`.
     """
 
     title: str
@@ -337,7 +337,7 @@ class Tile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Document:
-    """A report: the outcome, the gates that decided it, and the parts in order.
+    """A report: the outcome, the gates behind it, and the parts in order.
 
     - `status` is None if there is nothing to decide.
     - `device` is the device that ran the model.

@@ -1,8 +1,7 @@
 """Findings and gates for people.
 
-Findings of the same kind are shown as a single finding. Consequences of a wrong config are shown
-below their cause. The gates of a run keep their order. JSON has every finding; other forms show how
-many findings are folded.
+Findings of the same kind appear as a single finding, with their number. Consequences of a wrong
+config appear below their cause. The gates of a run keep their order. JSON has every finding.
 """
 
 import math
@@ -59,8 +58,8 @@ _VARIANT: Mapping[VariantOutcome, Status] = {
     "REFUSED": "FAIL",
     "NO ANSWER": "INCONCLUSIVE",
 }
-_NOT_ASKED = "not asked for: the scenario has no `evaluate`"
-_ONLY_LOADED = "not asked for: the checkpoint was only loaded"
+_NOT_ASKED = "not requested: the scenario has no `evaluate`"
+_ONLY_LOADED = "not requested: the checkpoint was only loaded"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,8 +135,8 @@ def _follows(finding: Finding) -> bool:
 def folded_places(places: Sequence[str]) -> str:
     """Return `model.layers.0-29.{mlp.down_proj, mlp.up_proj}.weight`.
 
-    Numbers become ranges, and other differing parts are in braces. A number is `*` if its range
-    would include other places.
+    Numbers become ranges, and other parts that differ are listed in braces. A range that would
+    include other places becomes `*`.
     """
     patterns: dict[str, list[tuple[int, ...]]] = {}
     for place in dict.fromkeys(places):
@@ -190,7 +189,7 @@ def _join_with_braces(names: Sequence[str]) -> str:
 
 
 def report_gates(report: "Report") -> tuple[Gate, ...]:
-    """Return the gates of a run: plan, check, dry load, both loads, every task, and the answer.
+    """Return the gates of a run: plan, check, dry load, both loads, every task, and the conclusion.
 
     A stage that the run did not reach is SKIPPED. A given checkpoint has neither plan nor check.
     """
@@ -225,7 +224,7 @@ def variant_gate(row: "ComparedVariant") -> Gate:
 
 
 def verdict_gates(verdict: "Verdict") -> tuple[Gate, ...]:
-    """Return the gates of every task, or of every measure of the text, and the answer."""
+    """Return the gates of every task, or of every measure of the text, and the conclusion."""
     message = f"{outcome_line(verdict.outcome, verdict.device)}: {verdict.reason}"
     return (
         *_accuracy_gates(verdict),
@@ -249,9 +248,9 @@ def _task_message(task: "TaskVerdict", margin: float) -> str:
     if task.uninformative:
         return f"shows nothing: {task.uninformative}"
     if task.too_many_lost and task.outcome == "INCONCLUSIVE":
-        return f"too many answers that do not count: {task.lost_answers}"
+        return f"too many responses that do not count: {task.lost_answers}"
     scale, more = scale_of(task), f"; {task.lost_answers}" if task.too_many_lost else ""
-    answers = f", {task.seeds} answers each" if task.seeds > 1 else ""
+    answers = f", {task.seeds} responses each" if task.seeds > 1 else ""
     if task.outcome == "INCONCLUSIVE" and task.remedy:
         more = f"; {task.remedy}"
     return (

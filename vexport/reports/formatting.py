@@ -1,4 +1,4 @@
-"""Format numbers and sentences for people, in one place so that all forms agree."""
+"""Format numbers and sentences in the same way for all formats of a report."""
 
 import math
 import shlex
@@ -22,7 +22,7 @@ LATE_FAILURE_ADVICE = (
 )
 """Advice if only later tokens of held-out text fail."""
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
-# Arguments with default values, which are not worth showing.
+# Default values of arguments. Reports leave them out.
 _DEFAULT_ARGUMENTS = {
     ("pipeline_parallel_size", "1"),
     ("distributed_executor_backend", "uni"),
@@ -209,7 +209,7 @@ def report_sentence(report: "Report") -> str:
 def next_step(report: "Report") -> tuple[str, str]:
     """Return the next command (or "") and a sentence."""
     if report.outcome == "PASS":
-        if report.load is None:  # it is on a server, or its answers were given
+        if report.load is None:  # it is on a server, or its responses were given
             return "", ""
         command = f"vllm serve {shlex.quote(report.load.checkpoint)}"
         if report.load.engine is not None and report.load.engine.emulated:
@@ -242,14 +242,14 @@ def next_step_of_verdict(verdict: Verdict) -> tuple[str, str]:
 
 
 def _remedy(outcome: Outcome, verdict: Verdict | None) -> str:
-    """Return a sentence on what to do about an outcome, or "" if the answers show no remedy."""
+    """Return a sentence on what to do about an outcome, or "" if the responses show no remedy."""
     tasks = verdict.tasks if verdict else ()
     if any(task.too_many_lost for task in tasks):
-        return "Raise max_gen_toks until answers end by themselves, and evaluate again."
+        return "Raise max_gen_toks until responses end by themselves, and evaluate again."
     if any(task.uninformative for task in tasks):
         return (
-            "Ask the models as they were trained (apply_chat_template), or choose tasks they "
-            "can do."
+            "Use the prompt format that the models were trained with (apply_chat_template), or "
+            "choose easier tasks."
         )
     if outcome == "INCONCLUSIVE":
         more = "Evaluate more documents, tasks or text (evaluate.limit, tasks, text_rows)"
@@ -337,7 +337,7 @@ def direction_note(comparison: "Comparison") -> str:
 
 
 def attribution_line(attribution: "Attribution") -> str:
-    """Return the cause of a loss, and the reason."""
+    """Return the cause of a loss with its reason."""
     cause = "none found" if attribution.cause == "none" else f"the {attribution.cause}"
     return f"{cause}: {attribution.reason}"
 

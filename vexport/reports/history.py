@@ -398,7 +398,7 @@ def _timed(
 
 
 def _start(verdict: TaskVerdict, *, is_score: bool) -> float:
-    """Return the value that differences are added to: the baseline's score, or 0."""
+    """Return the origin of differences in a chart: the baseline's score, or 0."""
     return verdict.baseline.value if is_score else 0.0
 
 
@@ -416,7 +416,7 @@ def _limit(task: HistoryTask, *, is_score: bool) -> float | None:
 
 
 def _one(values: Sequence[float | None]) -> float | None:
-    """Return the value that all have, or None if they differ."""
+    """Return the value if all values are equal, else None."""
     if not values or None in values:
         return None
     first = values[0]

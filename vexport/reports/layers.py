@@ -37,8 +37,8 @@ from vexport.reports.formatting import (
 from vexport.reports.run_record import Report
 
 MAX_LAYERS = 400
-_DRIFT_NOTE = "This early signal can cause a warning, but it never decides the outcome."
-_FIRST_TOKENS_NOTE = "The first tokens of each row of the text that decides."
+_DRIFT_NOTE = "This early signal can cause a warning, but it does not change the outcome."
+_FIRST_TOKENS_NOTE = "The tokens are the first tokens of each row of the held-out text."
 
 
 def size_section(report: Report) -> doc.Section | None:
@@ -266,7 +266,7 @@ def _prompt(prompt: PromptDrift, limit: float) -> doc.Details:
 
 
 def _heat(kl: float, limit: float) -> int:
-    """Return the shade of a token, from 0 (up to the limit) to 3.
+    """Return the shade of a token, from 0 (KL within the limit) to 3.
 
     Each power of ten above the limit adds 1. A KL that is not finite has the darkest shade, because
     the model gave no probability there.

@@ -1,4 +1,4 @@
-"""Render a plan for people: layers by scheme, predicted size, and layers that vLLM would refuse."""
+"""Render a plan: layers by scheme, predicted size, and layers that vLLM would refuse."""
 
 import math
 import shlex
@@ -213,9 +213,9 @@ def _documents_line(settings: Evaluate, needed: int) -> str:
     margin = margin_of_shares(settings.margin)
     condition = f"margin {percent(margin)}, alpha {settings.alpha:g}"
     change = percent(TYPICAL_DISAGREEMENT, 0)
-    fewer = f"; limit {settings.limit:g} asks fewer" if 1 <= (settings.limit or 0) < needed else ""
+    fewer = f"; limit {settings.limit:g} uses fewer" if 1 <= (settings.limit or 0) < needed else ""
     return (
-        f"about {count(needed)} a task for power 0.8 at {condition}, if {change} of answers "
+        f"about {count(needed)} a task for power 0.8 at {condition}, if {change} of responses "
         f"change{fewer}"
     )
 

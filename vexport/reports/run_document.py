@@ -57,7 +57,7 @@ _FILES = (
     ("report.md", "the summary in Markdown"),
     ("junit.xml", "test cases for CI"),
     ("model-card.md", "README.md for the checkpoint"),
-    ("plan.json", "what was to be done to every tensor"),
+    ("plan.json", "planned treatment of every tensor"),
     ("check.json", "findings of the check"),
     ("dry-load.json", "loads on other devices"),
     ("load.json", "the load in vLLM"),
@@ -82,7 +82,7 @@ _LEGEND = (
 
 
 def run_document(report: Report, files: Sequence[TableCell] = ()) -> doc.Document:
-    """Return everything that a run found. A page links to `files`."""
+    """Return the document of a run. A page links to `files`."""
     created = report.created[:16].replace("T", " ")
     total = duration(sum(report.seconds.values()))
     linked = "In the run directory. The links are relative to this page: move them together."
@@ -154,7 +154,7 @@ def _summary(report: Report, total: str) -> doc.Facts:
 
 
 def _size_tile(report: Report) -> doc.Tile | None:
-    """Return the tile with the checkpoint's size, or None if a model's files are not here."""
+    """Return the tile with the checkpoint's size, or None without the files of both models."""
     sizes = sizes_of(report)
     before, after, parameters = sizes.source_bytes, sizes.output_bytes, sizes.parameters
     if before is None or after is None or parameters is None:
@@ -202,7 +202,7 @@ def _engine(load: LoadReport, engine: EngineInfo, baseline: LoadReport | None) -
     """Return the facts of a load that every form has, then the facts for a page only."""
     processes = "several processes" if engine.multiprocess else "one process"
     emulated = "emulated: the numbers are the format's, the speed is not" if engine.emulated else ""
-    of_baseline = "did not load: the cause is the source or this engine"
+    of_baseline = "did not load, because of the source or this engine"
     if baseline is not None and baseline.ok:
         of_baseline = "loads as well"
     return facts(

@@ -26,7 +26,7 @@ from vexport.records.calibration import RoundingReport
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Everything that a run found. All other forms of the report are made from it.
+    """Results of a run, from which all formats of the report are made.
 
     `source_name` is the source's id on the hub if it is known, else its folder. `source_revision`
     is the commit on the hub that was read.

@@ -20,7 +20,7 @@ from vexport.reports.formatting import (
 from vexport.reports.positions import position_parts
 
 _LEGEND = (
-    "Each variant answers the same questions as the baseline, which is the first variant. "
+    "Each variant runs on the same documents as the baseline, which is the first variant. "
     "Difference: of the task with the lowest bound, in points or units of the metric, or of the "
     "worst measure of held-out text, with the bounds that decide. KL: nats a token from the "
     "baseline."
@@ -103,7 +103,7 @@ def variant_sections(rows: Sequence[ComparedVariant]) -> Iterator[doc.Section]:
             _task_table(verdict) if verdict.tasks else None,
             warnings(verdict.warnings),
         )
-        lead = f"{row.outcome}: {row.reason}. Answers: {row.folder}"
+        lead = f"{row.outcome}: {row.reason}. Responses: {row.folder}"
         yield doc.Section(row.name, content, f"variant-{number}", lead, doc.PAGE)
 
 

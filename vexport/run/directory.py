@@ -126,7 +126,7 @@ class RunDirectory:
     def require_same_number(self, checkpoints: int) -> None:
         """Raise InputError if the folder is for several checkpoints and the call has one.
 
-        The same error is raised for the reverse case. Without it, the answers of the two calls
+        The same error is raised for the reverse case. Without it, the responses of the two calls
         would replace each other.
         """
         has_several = any(" (" in stage for stage in self._stages)
@@ -162,7 +162,7 @@ class RunDirectory:
         if record.made and record.made != folder_digest(self.root / CHECKPOINT):
             raise InputError(
                 str(self.root / CHECKPOINT),
-                got="files have changed since the run wrote them: its results are about others",
+                got="files that have changed since the run wrote them, so its results are outdated",
                 need="",
                 fix=f"restore them, or {self._restart_remedy()}",
             )
@@ -180,7 +180,7 @@ class RunDirectory:
     def finish(self, stage: str, inputs: Digests, seconds: float, made: Path | None = None) -> None:
         """Record that a stage is done.
 
-        The stage's outputs must be in place. `made` is the folder of a checkpoint among them.
+        The stage's outputs must exist. `made` is the folder of the checkpoint, if they include one.
         """
         made_digest = folder_digest(made) if made else ""
         self._record({stage: StageRecord(inputs=inputs, seconds=seconds, made=made_digest)})
@@ -221,11 +221,11 @@ class Stage(Generic[T_co]):
     `@partial(Stage, name, type)` turns the function below it into a stage.
 
     `file` contains the result as JSON, or is a checkpoint. It is in the folder of the run, or in
-    the folder of a model's answers if `place` is `BASELINE` or `CANDIDATE`. The stage itself writes
-    the files in `writes`. It must also call `record` for files with names that are not known in
-    advance. `digest` returns a digest of each input. A stage that was finished from the same inputs
-    is not done again. If the inputs differ, InputError is raised. A stage without `digest` is fast
-    and is done in every call.
+    the folder of a model's responses if `place` is `BASELINE` or `CANDIDATE`. The stage itself
+    writes the files in `writes`. It must also call `record` for files with names that are not known
+    in advance. `digest` returns a digest of each input. A finished stage with the same inputs is
+    not done again. If the inputs differ, InputError is raised. A stage without `digest` is fast and
+    is done in every call.
 
     The stage is skipped unless `when` returns True. With `makes_checkpoint` it is also skipped in a
     run with a given checkpoint.
@@ -246,7 +246,7 @@ class Stage(Generic[T_co]):
 class Run:
     """A scenario, or given models, in a run directory.
 
-    Several runs of given models can share a `directory` and the answers of its baseline.
+    Several runs of given models can share a `directory` and the responses of its baseline.
     """
 
     def __init__(
@@ -284,7 +284,7 @@ class Run:
         return self.place(CANDIDATE) if is_part else self.root
 
     def place(self, role: str) -> Path:
-        """Return the folder for the answers of `BASELINE` or `CANDIDATE`."""
+        """Return the folder for the responses of `BASELINE` or `CANDIDATE`."""
         if self.given is None:
             return self.root / "eval" / role
         part = self.given.candidate_folder if role == CANDIDATE else ""
@@ -307,7 +307,7 @@ class Run:
         return RunModel(name=str(folder), role=role, checkpoint=folder, url=url)
 
     def needs_answers(self, role: str) -> bool:
-        """Return True if the run must get answers from the model with this role."""
+        """Return True if the run must get responses from the model with this role."""
         if self.given is None:
             return True
         model = self.model(role)
@@ -334,7 +334,7 @@ class Run:
         return None if model is None else model.variant
 
     def answers(self, role: str) -> Path:
-        """Return the folder or file with a model's answers: given results, or the run's folder."""
+        """Return the path of a model's responses: the given results, or a folder of the run."""
         model = self.model(role) if self.given is not None else None
         if model is not None and model.answers is not None:
             return model.answers

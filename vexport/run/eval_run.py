@@ -113,7 +113,7 @@ def evaluate_checkpoints(
     The checkpoints are compared with `settings.baseline`, or with `against`, an accepted baseline.
     Without a baseline there is no verdict and no report. `on_judged` is called with the verdicts,
     before the search for the causes of losses, which takes minutes. If `accept` is given, the
-    answers of the single checkpoint are written to this file as an accepted baseline, unless the
+    responses of the single checkpoint are written to this file as an accepted baseline, unless the
     checkpoint fails.
 
     If vLLM refuses a single checkpoint, its report is written, and CheckpointFailed is raised.
@@ -200,7 +200,7 @@ def verdict_in(run: Run) -> Verdict | None:
 
 
 def _accept_answers(run: Run, accept: Path | None) -> str:
-    """Write the candidate's answers to `accept` as an accepted baseline.
+    """Write the candidate's responses to `accept` as an accepted baseline.
 
     Nothing is written if the candidate fails. Returns lines for the user about the accepted
     baseline, or an empty string if nothing is written.
@@ -224,13 +224,13 @@ def _accept_answers(run: Run, accept: Path | None) -> str:
         accepted_at=now(),
     )
     lines = [f"accepted: {accept}: {gates_of(accepted)}"]
-    if verdict is None:  # a verdict's warnings already name lost answers
+    if verdict is None:  # a verdict's warnings already name lost responses
         lines += [f"warning: {lost}" for lost in lost_answers(accepted, settings.alpha)]
     return "\n".join(lines)
 
 
 def _settings_to_store(run: Run, folder: Path, accept: Path) -> dict[str, JsonValue]:
-    """Return the settings that the candidate's answers in `folder` were measured with.
+    """Return the settings that the candidate's responses in `folder` were measured with.
 
     Settings of results that were made elsewhere are recovered from the results.
     """
@@ -249,7 +249,7 @@ def _given_models_of(run: Run) -> Given:
 def _names_by_role(checkpoints: Sequence[str], baseline: str | None) -> dict[str, str]:
     """Return the models' names by role, the baseline first.
 
-    A role is also the folder of the model's answers: `baseline`, and `candidate` or, for several
+    A role is also the folder of the model's responses: `baseline`, and `candidate` or, for several
     checkpoints, `candidate/1-NAME`.
     """
     names = dict[str, str]()

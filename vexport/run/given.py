@@ -1,4 +1,4 @@
-"""Describe models that a command gives to a run: a checkpoint, an address, or answers of lm-eval.
+"""Describe models that a command gives to a run: a checkpoint, an address, or results of lm-eval.
 
 `vexport eval` and `vexport load` are runs with such a given checkpoint. A scenario makes its
 checkpoint instead. `vexport report` imports this module, without torch.
@@ -14,13 +14,13 @@ from vexport.scenario import Evaluate, Variant
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunModel:
-    """A model of a run, and the place of its answers.
+    """A model of a run, and the place of its responses.
 
     `name` is the model's name in the command or scenario. `role` is the model's name in progress
     and in errors. `checkpoint` is the folder that vLLM serves on this machine, or None if the model
-    is only on a server. `url` is the address of the server that answers tasks, or None if vLLM on
-    this machine answers them. `tokenizer` is the folder of the tokenizer for that server's prompts.
-    If it is None, the tokenizer is chosen when the first prompt is sent. The tokenizer's code runs
+    is only on a server. `url` is the address of the server that runs the tasks, or None if vLLM on
+    this machine runs them. `tokenizer` is the folder of the tokenizer for that server's prompts. If
+    it is None, the tokenizer is chosen when the first prompt is sent. The tokenizer's code runs
     only if `trust_tokenizer` is set. `served` is the server's description of its model, or "" if
     there is no server. `answers` is the path of given lm-eval results. If it is set, the run does
     not start the model. `variant` has the settings and the interpreter of this model's engine, if
@@ -39,7 +39,7 @@ class RunModel:
 
     @property
     def needs_answers(self) -> bool:
-        """Return True if the run must get answers from the model, because none are given."""
+        """Return True if the run must get responses from the model, because none are given."""
         return self.answers is None
 
     @property
@@ -56,7 +56,7 @@ class Given:
     that replaces `baseline`. If a command has several candidates, `candidate_folder` is the name of
     the folder with this candidate's results below DIR/candidate. `results_folder` is the folder of
     both models' results in the run directory, if this run is a part of another run.
-    `prompt_folders` maps the role of each model without given answers to the folder with the
+    `prompt_folders` maps the role of each model without given responses to the folder with the
     tokenizer and chat template of its prompts. The baseline comes first.
     """
 

@@ -1,8 +1,8 @@
-"""Read runs and accepted baselines of one model, and put them in the order of time.
+"""Read runs and accepted baselines of one model, and sort them by time.
 
 A run keeps the verdict that it stored. There is one exception: if an accepted baseline is given and
-the run was compared with another model, the run's answers are compared with the accepted baseline.
-The judge is the judge of `vexport verdict`, with the run's margins.
+the run was compared with another model, the run's responses are compared with the accepted
+baseline. The comparison is that of `vexport verdict`, with the run's margins.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -120,7 +120,7 @@ class Point:
 def read_result(path: Path) -> Result:
     """Read a run directory, its report.json, or an accepted baseline.
 
-    Raises InputError if the path is something else.
+    Raises InputError for any other path.
     """
     if not path.is_file():
         return RunResult(name=str(path), folder=path, report=read_report(path))
@@ -249,7 +249,7 @@ def _accepted_point(result: AcceptedResult) -> Point:
 
 
 def baseline_of(verdict: Verdict, name: str) -> Point | None:
-    """Return the point of a verdict's accepted baseline, as far as the verdict describes it.
+    """Return the point of a verdict's accepted baseline, from the verdict alone.
 
     Return None without an accepted baseline, or if nothing was recorded.
     """
@@ -369,10 +369,10 @@ def _tasks(verdict: Verdict) -> Iterator[HistoryTask]:
 
 
 def _against_accepted(point: Point, accepted: Sequence[Point]) -> Point:
-    """Compare the answers of a point with the newest accepted baseline before it.
+    """Compare the responses of a point with the newest accepted baseline before it.
 
     A verdict against an accepted baseline is kept, because the run chose this baseline. If the
-    answers cannot be compared, a note has the reason.
+    responses cannot be compared, a note has the reason.
     """
     if point.has_accepted_baseline:
         return point
@@ -387,7 +387,7 @@ def _against_accepted(point: Point, accepted: Sequence[Point]) -> Point:
     newest = earlier[-1].accepted
     assert newest is not None
     if point.answers is None:
-        why = f"not compared with {newest.name}: no answers to tasks in {point.row.folder}"
+        why = f"not compared with {newest.name}: no responses to tasks in {point.row.folder}"
         return replace(point, notes=(*point.notes, why)) if point.loads is not False else point
     try:
         verdict = decide(
@@ -405,8 +405,8 @@ def _against_accepted(point: Point, accepted: Sequence[Point]) -> Point:
 def _is_baseline_of(accepted: Point, verdict: Verdict) -> bool:
     """Return True if a verdict without the accepted baseline's digest used this baseline.
 
-    Reports of older versions have no digest. They have the baseline's scores, and no answers of the
-    baseline.
+    Reports of older versions have no digest. They have the baseline's scores, and no responses of
+    the baseline.
     """
     scores = {task.name: task for task in accepted.tasks}
     return bool(verdict.tasks) and all(
@@ -430,7 +430,7 @@ def _judged_again(point: Point, verdict: Verdict, accepted: AcceptedResult) -> P
     """
     is_decisive = point.loads is not False
     own = point.row
-    notes = [f"answers compared with {accepted.name}"]
+    notes = [f"responses compared with {accepted.name}"]
     if own.outcome is not None and (own.outcome != verdict.outcome or not is_decisive):
         notes.append(f"the run itself: {own.outcome} against {point.baseline}: {own.reason}")
     row = own
@@ -472,7 +472,7 @@ def _margins(verdict: Verdict | None) -> MarginSetting:
 def _fingerprint_of(run: RunResult) -> Fingerprint:
     """Return the fingerprint of the run's model.
 
-    Reports of older versions have no fingerprint, but the folder of the answers may have one.
+    Reports of older versions have no fingerprint, but the folder of the responses may have one.
     """
     verdict = run.report.verdict
     if verdict is not None and verdict.fingerprint:
@@ -484,19 +484,19 @@ def _fingerprint_of(run: RunResult) -> Fingerprint:
 
 
 def _answer_folders(run: RunResult) -> Iterator[Path]:
-    """Yield the folders that may contain the answers of the run's model."""
+    """Yield the folders that may contain the responses of the run's model."""
     yield run.folder / "eval" / CANDIDATE
     yield run.folder / CANDIDATE
-    # One of several checkpoints has its report beside its answers.
+    # With several checkpoints, each has its report next to its responses.
     yield run.folder
 
 
 def _answers_of(run: RunResult) -> Path | None:
-    """Return the path of the answers to tasks, or None if they are not on this machine."""
+    """Return the path of the responses to tasks, or None if they are not on this machine."""
     given = run.report.given
     for folder in _answer_folders(run):
         found = result_files(folder)
-        if folder == run.folder:  # its other folders have the answers of other models
+        if folder == run.folder:  # its other folders have the responses of other models
             found = [file for file in found if file.parent == folder]
         if found:
             return folder

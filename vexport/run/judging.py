@@ -1,4 +1,4 @@
-"""Judge two models by their answers, and search for the cause of a loss."""
+"""Judge two models by their responses, and search for the cause of a loss."""
 
 import logging
 import time
@@ -32,7 +32,7 @@ def verdict_of(
     baseline: Answers,
     candidate: Answers,
 ) -> Verdict:
-    """Compare both models' answers to tasks, or their log-probabilities of `settings.text`.
+    """Compare both models' responses to tasks, or their log-probabilities of `settings.text`.
 
     The baseline's results may be an accepted baseline. Raises CheckpointFailed if the models' texts
     cannot be compared.

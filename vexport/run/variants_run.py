@@ -46,8 +46,8 @@ def compare_variants(
     """Serve a checkpoint in each variant, and compare each variant with the first.
 
     `options.serve` has the settings that all variants share. `options.vllm_python` is the first
-    interpreter. Answers and the report are in the run directory `folder`. A second call serves only
-    the variants without answers.
+    interpreter. Responses and the report are in the run directory `folder`. A second call serves
+    only the variants without responses.
 
     Raises InputError for an unusable checkpoint, task, text or setting, and if `folder` overlaps an
     input. Raises EnvironmentFault if an interpreter has no vLLM, or if the first variant cannot be

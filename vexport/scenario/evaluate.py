@@ -45,8 +45,8 @@ class Suite:
     """Tasks of lm-eval with their numbers of documents and the settings that suit them.
 
     `margin` is the accepted loss, and `limit` the maximum number of documents per task.
-    `apply_chat_template` is False for completion tasks. For example, humaneval ends an answer at
-    the first `def`, and an answer in a chat begins with `def`.
+    `apply_chat_template` is False for completion tasks. For example, humaneval ends a response at
+    the first `def`, and a response in a chat begins with `def`.
     """
 
     about: str
@@ -56,13 +56,13 @@ class Suite:
     apply_chat_template: bool | None = None
 
 
-# Share of answers that planning assumes to change from right to wrong or back.
+# Share of responses that planning assumes to change from right to wrong or back.
 TYPICAL_DISAGREEMENT = 0.05
 
 # With these margins and numbers of documents, each task shows "no loss" with a power of 0.8. The
 # numbers of documents are the sizes of the tasks' splits. `limit` takes the first documents of a
 # split. Tests compare every task's number with the exact power of the statistical test, at alpha
-# 0.05 and with 5 % of the answers changed.
+# 0.05 and with 5 % of the responses changed.
 SUITES: Mapping[str, Suite] = {
     "quick": Suite(
         about="multiple choice, no generation",
@@ -286,7 +286,7 @@ class Evaluate(ScenarioSection):
         Gt(0),
         Le(64),
         Option(
-            "Number of sampled answers per document, for tasks that generate text.",
+            "Number of sampled responses per document, for tasks that generate text.",
             "Prompts",
             metavar="N",
             more="Needs `gen_kwargs: {temperature: 0.6}`.",
@@ -353,7 +353,7 @@ class Evaluate(ScenarioSection):
         float,
         Gt(0),
         Option(
-            "Maximum number of seconds for an answer of a server.",
+            "Maximum number of seconds for a response of a server.",
             "Servers",
             metavar="S",
             hidden=True,
@@ -459,7 +459,7 @@ class Evaluate(ScenarioSection):
             (
                 "seeds",
                 self.seeds > 1 and is_greedy,
-                "temperature in gen_kwargs: greedy answers are all equal",
+                "temperature in gen_kwargs: greedy responses are all equal",
                 missing,
             ),
             ("enable_thinking", no_end_token, "think_end_token", missing),

@@ -175,7 +175,7 @@ def _load(attempt: DryTry, audit: Audit) -> CellResult:
 
 
 def _open_tokenizer(checkpoint: Path, config: "VllmConfig") -> None:
-    """Open the files that a server opens before it answers.
+    """Open the files that a server opens before the first request.
 
     If the checkpoint has no tokenizer, a server uses the tokenizer of another checkpoint, so
     nothing is checked.

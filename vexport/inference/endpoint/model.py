@@ -36,17 +36,17 @@ COUNTERS = (
 _COUNTED_SECONDS = 10.0
 TEXT: Mapping[str, Json] = {"logprobs": _TOP_LOGPROBS, "form": "packed"}
 """Parameters of a question for a row of a text: the log-probabilities at each place."""
-# Maximum number of tokens of rows in open requests. The server's answer to a token takes about 1 KB
-# until it is parsed.
+# Maximum number of tokens of rows in open requests. The response takes about 1 KB per token until
+# it is parsed.
 _MAX_OPEN_TOKENS = 1 << 16
 
 
 class EndpointModel(Model):
     """A model behind an address.
 
-    Answers are stored after the server has confirmed that it still serves the same model. If the
-    server fails, finished answers are stored without this check. Token ids from the server must be
-    below the size of the `vocabulary`.
+    Responses are stored after the server has confirmed that it still serves the same model. If the
+    server fails, finished responses are stored without this check. Token ids from the server must
+    be below the size of the `vocabulary`.
     """
 
     def __init__(
@@ -71,9 +71,9 @@ class EndpointModel(Model):
         self.server.score([1, 2], 1)
 
     def ask(self, questions: Mapping[str, Question]) -> None:
-        """Answer questions, as many at a time as the endpoint's `concurrency` allows.
+        """Send questions to the server, as many at a time as the endpoint's `concurrency` allows.
 
-        Raises EnvironmentFault if the server fails permanently. All answers so far are kept.
+        Raises EnvironmentFault if the server fails permanently. All responses so far are kept.
         """
         at_once = self.at_once(questions.values())
         pool = ThreadPoolExecutor(at_once)
@@ -103,16 +103,16 @@ class EndpointModel(Model):
         return max(1, min(most, _MAX_OPEN_TOKENS // max(lengths)))
 
     def _store_answers(self, fresh: dict[str, Json]) -> None:
-        """Keep answers if the server still has the same model. Otherwise raise EnvironmentFault."""
+        """Store responses. Raise EnvironmentFault if the server has another model now."""
         if fresh:
             self.server.require_same()
             self.kept_answers.add(fresh)
             fresh.clear()
 
     def _answer(self, question: Question) -> Json:
-        """Answer one question, and return the answer in the form of `KeptAnswers`.
+        """Send one question to the server, and return the response in the form of `KeptAnswers`.
 
-        The answer to a row of a text has the form of `scores_to_json`. Raises EnvironmentFault if
+        The response to a row of a text has the form of `scores_to_json`. Raises EnvironmentFault if
         the server does not return the ids of the likeliest tokens.
         """
         prompt, parameters = question.prompt, question.parameters
@@ -165,7 +165,7 @@ class EndpointModel(Model):
 
 
 def _finished(futures: Mapping[Future[Json], str], kept_answers: KeptAnswers) -> dict[str, Json]:
-    """Return the finished answers that are not kept yet, by key."""
+    """Return the finished responses that are not kept yet, by key."""
     return {
         key: future.result()
         for future, key in futures.items()
@@ -178,7 +178,7 @@ def _has_result(future: Future[Json]) -> bool:
 
 
 def _counters_after_answer(server: Server, before: Mapping[str, float]) -> dict[str, float]:
-    """Wait until the server has counted the answer after `before`, and return its counters."""
+    """Wait until the counters include the response after `before`, and return them."""
     deadline = time.monotonic() + _COUNTED_SECONDS
     after = server.metrics(COUNTERS)
     while (
@@ -192,7 +192,7 @@ def _counters_after_answer(server: Server, before: Mapping[str, float]) -> dict[
 
 
 def _require_one_answer(url: str, before: Mapping[str, float], after: Mapping[str, float]) -> None:
-    """Raise EnvironmentFault unless the counters show exactly one answer, and no other client."""
+    """Raise EnvironmentFault unless the counters show one response, and no other client."""
     missing = [name for name in COUNTERS if name not in before or name not in after]
     if missing:
         got = f"no counter {missing[0]} at /metrics"

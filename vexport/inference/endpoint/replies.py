@@ -82,7 +82,7 @@ class TemporaryError(Exception):
 
     @property
     def kind(self) -> str:
-        """The HTTP status, or the message without its numbers."""
+        """Return the HTTP status, or the message without its numbers."""
         words = str(self)
         return words[:8] if words.startswith("HTTP ") else re.sub(r"\d+", "0", words)
 
@@ -321,8 +321,7 @@ def positions_of(choice: Mapping[str, Json], prompt: Sequence[int], vocabulary: 
 
     Raises:
         NoScoresError: the server returns no log-probabilities.
-        TemporaryError: the values are no log-probabilities, or a token id is not below the size of
-            the vocabulary.
+        TemporaryError: a value is not a log-probability, or a token id is outside the vocabulary.
     """
     logprobs = choice.get("logprobs")
     given = logprobs if isinstance(logprobs, dict) else {}

@@ -1,7 +1,7 @@
 """Client of a server with the OpenAI API, for descriptions of models and prompts of token ids.
 
 If a request fails for a temporary reason (refused connection, 429, 5xx, timeout, incomplete
-answer), it is sent again, within limits of time and attempts.
+response), it is sent again, within limits of time and attempts.
 """
 
 import json
@@ -62,7 +62,7 @@ _FIRST_CONTACT_ENDS = 15.0
 _MAX_EQUAL_FAILURES = 3
 # Seconds between two lines about a server that does not respond.
 _RETRY_LINE_SECONDS = 30.0
-_FIX_RESUME = "check the server, and run the command again to resume: finished answers are kept"
+_FIX_RESUME = "check the server, and run the command again to resume: finished responses are kept"
 _FIX_ADDRESS = "check the server and its address (http://HOST:PORT/v1)"
 _FIX_CHOOSE_MODEL = "choose a model with --model (--baseline-model for the baseline)"
 _SCORES_NEEDED = "completions with echo and logprobs, as vLLM supports them"
@@ -98,7 +98,7 @@ SCORE = "a prompt as token ids with echo and logprobs (/completions)"
 
 
 class UnreachableError(EnvironmentFault):
-    """The server did not respond within the limits (exit code 4). Earlier answers are kept."""
+    """The server did not respond within the limits (exit code 4). Earlier responses are kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,7 +183,7 @@ class Server:
         self._on_retry = on_retry
         self._last_report = -_RETRY_LINE_SECONDS
         self._first_wait = first_wait
-        # Kinds of requests that the server has answered.
+        # Kinds of requests with an earlier response.
         self._answered: set[str] = set()
         ends = time.monotonic() + _FIRST_CONTACT_ENDS
         self.model = self._described(
@@ -235,8 +235,8 @@ class Server:
 
         Raises:
             InputError: the server refuses the request.
-            EnvironmentFault: the response has no log-probabilities, or a token id that is not below
-                the size of the `vocabulary`.
+            EnvironmentFault: the response has no log-probabilities, or a token id outside the
+                `vocabulary`.
         """
         scoring: dict[str, Json] = {
             "echo": True,
@@ -443,8 +443,8 @@ class Server:
         """Return the result of the first attempt that succeeds.
 
         `attempt` receives its time limit. Attempts begin and end within `seconds` after the first
-        failure, and before the moment `ends`. If the server has never answered this kind of
-        request, the third equal failure is final.
+        failure, and before the moment `ends`. If this kind of request has never succeeded, the
+        third equal failure is final.
         """
         failures: Counter[str] = Counter()
         wait = self._first_wait
@@ -473,7 +473,7 @@ class Server:
                         wait *= 2
                         continue
                 fix = _FIX_RESUME if ends is None else _FIX_ADDRESS
-                got = f"no answer: {words}"
+                got = f"no response: {words}"
                 raise UnreachableError(self.endpoint.url, got=got, need="", fix=fix) from None
             self._answered.add(purpose)
             return answer
@@ -483,7 +483,7 @@ class Server:
         fix = "check the server's log"
         if purpose == SCORE:
             fix += f"; or {_FIX_WITHOUT_SCORES}"
-        got = f"no answer to {purpose}, {_MAX_EQUAL_FAILURES} times with the same error: {words}"
+        got = f"no response to {purpose}, {_MAX_EQUAL_FAILURES} times with the same error: {words}"
         return UnreachableError(self.endpoint.url, got=got, need="", fix=fix)
 
     def _report_retry(self, words: str, left: float) -> None:
@@ -491,7 +491,7 @@ class Server:
         if now - self._last_report >= _RETRY_LINE_SECONDS:
             self._last_report = now
             self._on_retry(
-                f"no answer ({clip(words, 120)}), retrying for {left:.0f} s (--retry-seconds)"
+                f"no response ({clip(words, 120)}), retrying for {left:.0f} s (--retry-seconds)"
             )
 
     def _send(self, url: str, body: bytes | None, seconds: float, most_bytes: int) -> Reply:

@@ -50,7 +50,7 @@ def tokenizer_of(
       same name.
 
     Raises InputError if there is no tokenizer, and the errors of `Server` if the server does not
-    answer.
+    respond.
     """
     if settings.tokenizer is None and here is not None:
         return ServedTokenizer(folder=here, is_trusted=options.trust_remote_code)

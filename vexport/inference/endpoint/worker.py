@@ -2,7 +2,7 @@
 
 lm-eval's class for vLLM makes the prompts, so the token ids are the same as for an engine.
 lm-eval's classes for APIs are not used: they truncate prompts, omit the first token that a
-tokenizer adds, and end answers by other rules.
+tokenizer adds, and end responses by other rules.
 """
 
 import os
@@ -89,7 +89,7 @@ def _fingerprint(server: Server, request: SessionRequest) -> Fingerprint:
 
 
 def _open_model(server: Server, request: SessionRequest, on_progress: OnProgress) -> EndpointModel:
-    """Return the server's model, with the stored answers of earlier calls in `request.output`."""
+    """Return the server's model, with the stored responses of earlier calls in `request.output`."""
     assert request.output is not None
     kept = open_kept_answers(request.output, to_json(_fingerprint(server, request)))
     return EndpointModel(server, kept, on_progress, _largest_vocabulary(request))

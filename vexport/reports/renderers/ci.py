@@ -1,7 +1,7 @@
 """Write JUnit XML with a test case for each gate, and workflow commands of GitHub Actions.
 
-The commands list errors first, because GitHub shows ten annotations per step. Their escapes are
-those of actions/toolkit (packages/core/src/command.ts).
+The commands list errors first, because GitHub shows only ten annotations per step. Text is escaped
+as in actions/toolkit (packages/core/src/command.ts).
 """
 
 import json
@@ -136,8 +136,8 @@ def github_checkpoints(
 ) -> str:
     """Return annotations for the errors and warnings of the gate `name` on all checkpoints.
 
-    If all gates pass without a finding, the first annotation is a notice with PASS. Parts that a
-    check did not judge are notices, too.
+    If all gates pass without a finding, the first annotation is a notice with PASS. There is also a
+    notice for each part that a check did not judge.
     """
     gates = [
         (report.checkpoint, checkpoint_gate(name, report)) for report in with_load_names(reports)
@@ -200,9 +200,9 @@ def _lines(*annotations: _Annotation) -> str:
 def _place(checkpoint: str, finding: Finding) -> tuple[str, int]:
     """Return the file and line of a finding on `checkpoint`.
 
-    The first of these files that exists is used: the file that the finding names, the index of the
-    weights, the weight file, config.json. The file is "" if the checkpoint is not a folder in the
-    workspace. The checkpoint's name may end in brackets that describe the load.
+    The file is the first existing file of: the file in the finding, the index of the weights, the
+    weight file, config.json. The file is "" if the checkpoint is not a folder in the workspace. The
+    checkpoint's name may end in brackets that describe the load.
     """
     with suppress(OSError, ValueError):
         folders = (Path(name) for name in (checkpoint, checkpoint.rpartition(" (")[0]) if name)
@@ -228,7 +228,7 @@ def _in_workspace(file: Path) -> str:
 
 
 def _named_file(root: Path, name: str) -> Path | None:
-    """Return the file that a finding names, or None if it is not a file of the checkpoint.
+    """Return the file in a finding, or None if the checkpoint has no such file.
 
     `name` is absolute, or relative to the current folder or to the checkpoint's folder.
     """

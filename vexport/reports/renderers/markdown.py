@@ -9,7 +9,7 @@ from vexport.reports import document as doc
 from vexport.reports.document import finding_parts, table
 from vexport.reports.formatting import opening, outcome_line
 
-# GitHub refuses a step's summary above 1 MiB. Other commands in the same step need space, too.
+# GitHub refuses a step's summary above 1 MiB. This leaves space for other commands of the step.
 SUMMARY_BYTES = 1 << 19
 MAX_FINDINGS = 20
 _MAX_CELL = 600
@@ -99,7 +99,7 @@ def _render(part: doc.Part, level: int) -> str:
 def safe(text: str, limit: int = _MAX_TEXT) -> str:
     """Return `text` escaped for Markdown: no markup, HTML, link, mention or table cell.
 
-    The limit is for texts from outside. No sentence of a report is that long.
+    Longer texts are cut. Only texts from outside, such as prompts, are that long.
     """
     escaped = _PUNCTUATION.sub(r"\\\1", visible(clip(text, limit)))
     for plain, entity in _ENTITIES.items():

@@ -151,7 +151,7 @@ def measure_sensitivity(run: Run) -> GroupSensitivities:
     See `vexport.quantize.sensitivity`.
     """
     settings, how = run.scenario.calibration, run.scenario.sensitivity or Sensitivity()
-    assert settings is not None, "a scenario whose losses are asked for has a calibration"
+    assert settings is not None, "a scenario that measures losses has a calibration"
     trust = run.options.trust_remote_code
     return measure(
         run.index,

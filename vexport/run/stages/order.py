@@ -15,7 +15,7 @@ PREPARATION_STAGES: tuple[Stage[object], ...] = (
     making.check,
     serving.dry_load,
 )
-# Stages after both models have answered.
+# Stages after both models have run.
 COMPARISON_STAGES: tuple[Stage[object], ...] = (
     serving.load_baseline,
     serving.load_candidate,

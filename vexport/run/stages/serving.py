@@ -1,4 +1,4 @@
-"""Run the stages in vLLM: load the checkpoint dry, serve both models, and compare their answers.
+"""Run the stages in vLLM: load the checkpoint dry, serve both models, and compare their responses.
 
 Earlier stages made the checkpoint, or the user gave it to the run.
 """
@@ -52,7 +52,7 @@ from vexport.scenario import Calibration
 from vexport.scenario.serve import EngineArguments
 
 LOG = logging.getLogger(__name__)
-# Settings of the evaluation that do not change a model's answers: limits of warnings and of the
+# Settings of the evaluation that do not change a model's responses: limits of warnings and of the
 # verdict, and settings of requests to a server.
 _NOT_DIGESTED_SETTINGS = {
     *("kl_limit", "nll_limit", "margin", "alpha", "gate"),
@@ -63,16 +63,16 @@ CALIBRATION_TEXT_WARNING = (
     "the text that decides is the calibration data: give text that the checkpoint was not made with"
 )
 LOAD_FAILED_WARNING = (
-    "the checkpoint failed at load, which decides: what it answered is for information"
+    "the checkpoint failed at load, which decides the outcome: its responses are for information"
 )
 
 
 @partial(Stage, "questions", LmEvalSettings)
 def resolve_prompting(run: Run) -> LmEvalSettings:
-    """Decide how lm-eval prompts both models.
+    """Choose the settings of lm-eval's prompts for both models.
 
     A checkpoint that the run makes has the source's tokenizer and chat template. The tasks'
-    documents are downloaded into the cache first, unless both models have answered them. Raises
+    documents are downloaded into the cache first, unless both models have finished them. Raises
     InputError if the same prompts cannot be used for both models, or if a margin or gate does not
     fit the tasks' metrics.
     """
@@ -165,7 +165,7 @@ def _model_inputs(run: Run, role: str) -> Digests:
     if model.url is not None:
         digests[f"address of the {name}"] = value_digest([model.url, str(model.tokenizer)])
         digests[f"model at the address of the {name}"] = value_digest(model.served)
-    if role == CANDIDATE:  # some documents are asked again if there is no session of the baseline
+    if role == CANDIDATE:  # some documents run twice if there is no session of the baseline
         digests["kind of baseline"] = value_digest("accepted" if run.given.against else "model")
     return digests
 
@@ -212,10 +212,10 @@ def _questions(run: Run, role: str) -> Questions:
 
 
 def _source(run: Run, role: str) -> AnswerSource:
-    """Return the source of a model's answers: given results, a server, or vLLM on this machine.
+    """Return the source of a model's responses: given results, a server, or vLLM on this machine.
 
-    The fixed prompts are an exception. If the model has a server and a checkpoint, vLLM on this
-    machine answers them (see `_serve`).
+    The fixed prompts are an exception. If the model has a server and a checkpoint, they run in vLLM
+    on this machine (see `_serve`).
     """
     model = _model(run, role)
     if model.answers is not None:
@@ -238,7 +238,7 @@ def _source(run: Run, role: str) -> AnswerSource:
 
 
 def _engine(run: Run, role: str) -> EngineSource:
-    """Return vLLM on this machine as the source of a model's answers."""
+    """Return vLLM on this machine as the source of a model's responses."""
     model = _model(run, role)
     assert model.checkpoint is not None
     return EngineSource(
@@ -256,10 +256,10 @@ def _model(run: Run, role: str) -> RunModel:
 
 
 def _serve(run: Run, role: str) -> ServedSession:
-    """Get a model's answers from vLLM on this machine, from an address, or from both.
+    """Get a model's responses from vLLM on this machine, from an address, or from both.
 
-    Raises an error if the baseline gives different answers to repeated questions. Nothing is
-    compared in this case.
+    Raises an error if the baseline's responses to repeated documents differ. Then nothing is
+    compared.
     """
     model = _model(run, role)
     questions = _questions(run, role)
@@ -304,7 +304,7 @@ def require_served(role: str, result: SessionResult) -> None:
     digest=partial(_session_inputs, role=BASELINE),
 )
 def serve_baseline(run: Run) -> ServedSession:
-    """Get the answers of the baseline."""
+    """Get the responses of the baseline."""
     return _serve(run, BASELINE)
 
 
@@ -318,7 +318,7 @@ def serve_baseline(run: Run) -> ServedSession:
     digest=partial(_session_inputs, role=CANDIDATE),
 )
 def serve_candidate(run: Run) -> ServedSession:
-    """Get the answers of the checkpoint. Raises InputError if vLLM refused the baseline."""
+    """Get the responses of the checkpoint. Raises InputError if vLLM refused the baseline."""
     baseline = run.get(serve_baseline)
     if baseline is not None:
         require_served(BASELINE, baseline.result)
@@ -335,7 +335,7 @@ def is_served(run: Run) -> bool:
 
 
 def _judges_load(run: Run) -> bool:
-    """Return True if the load is judged. `vexport eval` judges only the answers."""
+    """Return True if the load is judged. `vexport eval` judges only the responses."""
     return is_served(run) and (run.given is None or run.given.evaluate is None)
 
 
@@ -416,7 +416,7 @@ def measure_drift(run: Run) -> Drift | None:
 
 
 def _is_compared(run: Run) -> bool:
-    """Return True if the run has both models' answers and compares them."""
+    """Return True if the run has both models' responses and compares them."""
     if run.given is None:
         served = run.get(serve_candidate)
         has_answers = served is not None and served.result.failure is None
@@ -426,10 +426,10 @@ def _is_compared(run: Run) -> bool:
 
 @partial(Stage, "judge", Verdict, when=_is_compared)
 def judge(run: Run) -> Verdict | None:
-    """Compare both models' answers, or their log-probabilities of the text.
+    """Compare both models' responses, or their log-probabilities of the text.
 
     If the load gate has failed, the load decides the outcome, and the verdict is for information.
-    If the answers cannot be compared in this case, the result is None.
+    If the responses cannot be compared in this case, the result is None.
     """
     served = run.get(serve_candidate)
     loaded = run.get(load_candidate)
@@ -484,7 +484,7 @@ def _other_warnings(run: Run) -> tuple[str, ...]:
 
 
 def _verdict(run: Run, candidate: ServedSession | None) -> Verdict:
-    """Compare the answers of both models. `candidate` is the candidate's session or None."""
+    """Compare the responses of both models. `candidate` is the candidate's session or None."""
     if run.given is not None and run.given.against is not None:
         baseline = Answers(results=run.given.against)
     else:
@@ -493,7 +493,7 @@ def _verdict(run: Run, candidate: ServedSession | None) -> Verdict:
 
 
 def _answers(run: Run, role: str, served: ServedSession | None) -> Answers:
-    """Return a model's answers, from its session in this run or from given results."""
+    """Return a model's responses, from its session in this run or from given results."""
     if run.needs_answers(role):
         return Answers(results=run.place(role), served=served)
     return _source(run, role).ask(_questions(run, role), run.place(role))

@@ -1,8 +1,8 @@
 """Serve one checkpoint in several variants, and compare each variant with the first.
 
 Each variant is a run with a given checkpoint. All these runs share the run directory and the
-answers of the first variant, which is the baseline. Each variant's answers are in a separate
-folder, so a second call serves only the variants without answers. If vLLM refuses a variant, the
+responses of the first variant, which is the baseline. Each variant's responses are in a separate
+folder, so a second call serves only the variants without responses. If vLLM refuses a variant, the
 reason is kept in this folder too. A later call with the same version of vLLM does not try the
 variant again. Failures of the environment, such as too little memory, are not kept.
 """
@@ -54,9 +54,9 @@ _UNSAFE_CHARACTERS = re.compile(r"[^A-Za-z0-9._=-]+")
 _MAX_NAME_LENGTH = 60
 _DIGEST_DIGITS = 8
 VARIANTS = "variants"
-"""Folder of the variants' answers in the run directory of a scenario."""
+"""Folder of the variants' responses in the run directory of a scenario."""
 REFUSAL = "refusal.json"
-"""File with vLLM's reason for refusing a variant, in the folder of the variant's answers."""
+"""File with vLLM's reason for refusing a variant, in the folder of the variant's responses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,9 +84,9 @@ class VariantResults:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VariantComparison:
-    """A checkpoint, its variants, and the place of their answers.
+    """A checkpoint, its variants, and the place of their responses.
 
-    `name` is the checkpoint's name in the command or scenario, and `root` its folder. The answers
+    `name` is the checkpoint's name in the command or scenario, and `root` its folder. The responses
     are in the folder `results_folder` of the run directory `directory`, or in the run directory
     itself if `results_folder` is "".
     """
@@ -149,8 +149,8 @@ def folder_names(variants: Sequence[Variant]) -> list[str]:
     """Return a different folder name for each variant.
 
     A name does not depend on the order or number of variants, so a later call with more variants
-    finds the answers. If a variant is repeated, the later names end with `-copy2`, `-copy3` and so
-    on.
+    finds the responses. If a variant is repeated, the later names end with `-copy2`, `-copy3` and
+    so on.
     """
     names: list[str] = []
     seen = Counter[str]()
@@ -177,7 +177,7 @@ def _folder_name(variant: Variant) -> str:
 
 
 def serve_variants(comparing: VariantComparison) -> VariantResults:
-    """Serve the checkpoint in every variant, and compare the answers with the first variant's.
+    """Serve the checkpoint in every variant, and compare the responses with the first variant's.
 
     Finished variants are not served again. A variant that vLLM refuses, or that fails, does not
     stop the others.
@@ -254,7 +254,7 @@ def _inputs(run: Run, role: str) -> Digests:
 
 
 def _session_of(role: str) -> Stage[ServedSession]:
-    """Return the stage that gets the answers of the model with this role."""
+    """Return the stage that gets the responses of the model with this role."""
     return serve_baseline if role == BASELINE else serve_candidate
 
 
@@ -282,7 +282,7 @@ def _find_problems(variants: Sequence[Variant], pending: set[int]) -> Mapping[in
 def _serve_first(
     comparing: VariantComparison, run: Run, problem: VexportError | None, refused: str | None
 ) -> ComparedVariant:
-    """Get the answers of the first variant, and return its row.
+    """Get the responses of the first variant, and return its row.
 
     `problem` is a problem with the variant's arguments. `refused` is the reason if vLLM refused the
     variant in an earlier call.
@@ -300,7 +300,7 @@ def _compare_with_first(
 ) -> tuple[ComparedVariant, EnvironmentFault | None]:
     """Compare a variant with the first.
 
-    Return its row, and the error if the environment failed. See `_ask_baseline` for `problem` and
+    Return its row, and the error if the environment failed. See `_serve_first` for `problem` and
     `refused`.
     """
     row = partial(_row, run, variant, CANDIDATE)
@@ -328,10 +328,9 @@ def _compare_with_first(
 def _serve(
     run: Run, role: str, variant: Variant, root: Path, problem: VexportError | None
 ) -> str | None:
-    """Get the answers of a variant. Return the reason if vLLM refuses it, and keep the reason.
+    """Get the responses of a variant. Return the reason if vLLM refuses it, and keep the reason.
 
-    Raises EnvironmentFault if the environment fails. Such a failure says nothing about the variant,
-    so a later call tries the variant again.
+    Raises EnvironmentFault if the environment fails. Then a later call tries the variant again.
     """
     stage = _session_of(role)
     try:
