@@ -13,14 +13,17 @@ class Recorded:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seconds = 100.0
+        self.compiling = 0.0
         self.overall = list[tuple[int, int]]()
         self.others = list[tuple[str, int, int]]()
+        self.words = ""
         monkeypatch.setattr("vexport.quantize.time_left.time.monotonic", lambda: self.seconds)
-        self.progress = OverallProgress(STEPS, self._take)
+        self.progress = OverallProgress(STEPS, self._take, lambda: self.compiling)
 
     def _take(self, stage: str, done: int, total: int) -> None:
         if stage.startswith(OVERALL):
             self.overall.append((done, total))
+            self.words = stage.removeprefix(OVERALL)
         else:
             self.others.append((stage, done, total))
 
@@ -58,4 +61,16 @@ def test_finished_steps_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     recorded.after(10, ROUND, 1, 5)
     assert recorded.overall == [(0, 1), (10, 50)]
     assert ("quantize (bytes)", 3, 7) in recorded.others
-    assert (ROUND, 1, 5) in recorded.others
+    assert recorded.words.endswith("rounding layer 2 of 5")
+    assert len(recorded.others) == 1
+
+
+def test_work_done_once_is_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiling does not count, nor does the first layer when another is done."""
+    recorded = Recorded(monkeypatch)
+    recorded.after(0, ROUND, 0, 11)
+    recorded.compiling = 300
+    recorded.after(320, ROUND, 1, 11)
+    assert recorded.overall[-1] == (320, 320 + 10 * 20)
+    recorded.after(10, ROUND, 2, 11)
+    assert recorded.overall[-1] == (330, 330 + 9 * 10)

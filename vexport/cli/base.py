@@ -27,7 +27,7 @@ from vexport.records import (
     OnProgress,
     silent,
 )
-from vexport.records.values import join_limited
+from vexport.records.values import COMPILATION, PROGRESS_STEP, SECONDS, join_limited
 
 if TYPE_CHECKING:
     from rich.progress import Progress, TaskID
@@ -304,20 +304,35 @@ def pause(on_progress: OnProgress) -> None:
         on_progress.pause()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Begun:
-    """Time of a stage's first report, and the number of steps done at that time."""
+@dataclass(slots=True, kw_only=True)
+class _Pace:
+    """Speed of a stage: its begin, and the end of its first step, with the steps done by then.
 
-    at: float
-    done: int
+    `paused` is the number of seconds in which kernels were compiled, which happens only once.
+    """
+
+    begun: float
+    done_at_begin: int
+    first_end: float | None = None
+    done_at_first_end: int = 0
+    paused: float = 0.0
 
     def seconds_left(self, now: float, done: int, total: int) -> float | None:
         """Return the estimated seconds until the end, or None before the first step.
 
-        The estimate uses the mean speed of the whole stage, because layers differ in duration.
+        The estimate uses the mean speed of the whole stage, because layers differ in duration. The
+        first step counts only while it is the only step: it includes work that is done only once.
         """
-        new = done - self.done
-        return (now - self.at) / new * (total - done) if new > 0 else None
+        working = now - self.paused
+        if done <= self.done_at_begin:
+            return None
+        if self.first_end is None:
+            self.first_end = working
+            self.done_at_first_end = done
+        if done > self.done_at_first_end:
+            new = done - self.done_at_first_end
+            return (working - self.first_end) / new * (total - done)
+        return (working - self.begun) / (done - self.done_at_begin) * (total - done)
 
 
 class Display(ABC):
@@ -325,11 +340,31 @@ class Display(ABC):
 
     def __init__(self) -> None:
         self._first_stage: str | None = None
+        self._paces: dict[str, _Pace] = {}
+        self._compiles_since: float | None = None
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         """Show the progress of a stage. The first stage, which `begin` started, ends before."""
         self.end_first_stage()
+        if stage.endswith(COMPILATION):
+            self._note_compilation(is_end=done >= total)
         self._show(stage, done, total)
+
+    def _note_compilation(self, *, is_end: bool) -> None:
+        """Exclude the time of a compilation, when it has ended, from the speed of all stages."""
+        now = time.monotonic()
+        if not is_end:
+            self._compiles_since = now
+        elif self._compiles_since is not None:
+            for pace in self._paces.values():
+                pace.paused += now - self._compiles_since
+            self._compiles_since = None
+
+    def _left(self, name: str, now: float, done: int, total: int) -> float | None:
+        """Return the estimated seconds until the end of a stage, or None if they are unknown."""
+        if name.endswith(SECONDS):
+            return total - done if done else None
+        return self._paces[name].seconds_left(now, done, total)
 
     def begin(self, stage: str) -> None:
         """Show a stage that lasts until another stage is reported."""
@@ -363,29 +398,31 @@ class BarDisplay(Display):
             progress.SpinnerColumn(finished_text="✓"),
             progress.TextColumn("{task.description}", markup=False),
             progress.BarColumn(bar_width=24),
-            progress.MofNCompleteColumn(),
+            progress.TextColumn("{task.fields[done]}"),
             progress.TimeElapsedColumn(),
             progress.TextColumn("{task.fields[left]}"),
             console=Console(stderr=True),
         )
         self._tasks: dict[str, TaskID] = {}
-        self._begun: dict[str, _Begun] = {}
 
     def _show(self, stage: str, done: int, total: int) -> None:
         """Update the stage's bar and its detail."""
-        name, now = stage.partition(PROGRESS_DETAIL)[0], time.monotonic()
+        name = _stage_name(stage)
+        now = time.monotonic()
         total = max(total, 1)
         self.bars.start()
         if name not in self._tasks:
-            self._tasks[name] = self.bars.add_task("", total=total, left="")
-            self._begun[name] = _Begun(at=now, done=done)
-        left = self._begun[name].seconds_left(now, done, total)
+            self._tasks[name] = self.bars.add_task("", total=total, left="", done="")
+            self._paces[name] = _Pace(begun=now, done_at_begin=done)
+        seconds = self._left(name, now, done, total)
+        left = f"{timedelta(seconds=round(seconds))} left" if seconds else ""
         self.bars.update(
             self._tasks[name],
-            description=_full_stage_name(stage),
+            description=_title(stage),
             completed=min(done, total),
             total=total,
-            left=f"{timedelta(seconds=round(left))} left" if left else "",
+            done=_share(name, done, total) if name.endswith(SECONDS) else f"{done}/{total}",
+            left=", ".join(filter(None, (left, _step(stage)))) if done < total else "",
         )
 
     def pause(self) -> None:
@@ -395,7 +432,7 @@ class BarDisplay(Display):
         for task in self._tasks.values():
             self.bars.remove_task(task)
         self._tasks.clear()
-        self._begun.clear()
+        self._paces.clear()
 
 
 class PlainDisplay(Display):
@@ -408,39 +445,64 @@ class PlainDisplay(Display):
 
     def __init__(self) -> None:
         super().__init__()
-        self._begun: dict[str, _Begun] = {}
         self._printed: dict[str, float] = {}
         self._shown: set[str] = set()
 
     def _show(self, stage: str, done: int, total: int) -> None:
         """Print the progress of the stage, if it is due."""
-        now, name = time.monotonic(), stage.partition(PROGRESS_DETAIL)[0]
-        is_first, is_end = name not in self._begun, done >= total
-        begun = self._begun.setdefault(name, _Begun(at=now, done=done))
+        now = time.monotonic()
+        name = _stage_name(stage)
+        is_first = name not in self._paces
+        is_end = done >= total
+        pace = self._paces.setdefault(name, _Pace(begun=now, done_at_begin=done))
         if name in self._shown:  # it has ended
             return
-        left = begun.seconds_left(now, done, total)
-        progress = f"{done} of {total}" + (f", {left:.0f} s left" if left else "")
+        seconds = self._left(name, now, done, total)
+        left = f"{seconds:.0f} s left" if seconds else ""
+        progress = ", ".join(filter(None, (_share(name, done, total), left, _step(stage))))
+        detail = stage if PROGRESS_DETAIL in stage else ""
+        title = _title(stage)
         if is_first and is_end:  # an event without a duration
-            line = _full_stage_name(stage)
-        elif stage != name and stage not in self._shown:
-            line, is_end = f"{_full_stage_name(stage)}, {progress}", False
+            line = title
+        elif detail and detail not in self._shown:
+            line = f"{title}, {progress}"
+            is_end = False
         elif is_end:
-            line = f"{name}: done in {now - begun.at:.1f} s"
+            line = f"{_title(name)}: done in {now - pace.begun:.1f} s"
         elif is_first:
-            line = f"{name} ..."
+            line = f"{_title(name)} ..."
         elif now - self._printed[name] >= LINE_EVERY_SECONDS:
-            line = f"{name}: {progress}"
+            line = f"{_title(name)}: {progress}"
         else:
             return
         self._printed[name] = now
-        self._shown |= {name, stage} if is_end else {stage} - {name}
+        if is_end:
+            self._shown.add(name)
+        if detail:
+            self._shown.add(detail)
         print(line, file=sys.stderr, flush=True)
 
     def pause(self) -> None:
         """Do nothing, because printed lines leave room for other output."""
 
 
-def _full_stage_name(stage: str) -> str:
-    """Return a stage's name followed by its detail."""
-    return stage.replace(PROGRESS_DETAIL, " ")
+def _stage_name(stage: str) -> str:
+    """Return a stage's name without its detail and its current step."""
+    return stage.partition(PROGRESS_STEP)[0].partition(PROGRESS_DETAIL)[0]
+
+
+def _title(stage: str) -> str:
+    """Return a stage's name as people read it, followed by its detail."""
+    named, _, _ = stage.partition(PROGRESS_STEP)
+    return named.replace(PROGRESS_DETAIL, " ").removesuffix(SECONDS)
+
+
+def _step(stage: str) -> str:
+    """Return the current step of a stage in words, or empty text if it has no step."""
+    _, _, step = stage.partition(PROGRESS_STEP)
+    return f"now {step}" if step else ""
+
+
+def _share(name: str, done: int, total: int) -> str:
+    """Return the progress of a stage: a share for seconds, or else the number of its parts."""
+    return f"{done / total:.0%}" if name.endswith(SECONDS) else f"{done} of {total}"

@@ -8,6 +8,7 @@ package would therefore compile the kernels of a checkout again. This module doe
 
 import hashlib
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,13 +24,13 @@ from numba.core.typing import Context, Signature
 from numba.extending import intrinsic
 
 from vexport.records import OnProgress
+from vexport.records.values import COMPILATION
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
 # Allowed float optimizations: fused multiply-add, and sums kept in vector lanes.
 MULTIPLY_ADD = frozenset({"contract"})
 LANES = frozenset({"contract", "reassoc"})
-STAGE = "compile kernels (only once)"
 
 
 def compiled(
@@ -183,29 +184,44 @@ class Compilation(event.Listener):  # type: ignore[misc]
     def __init__(self, on_progress: OnProgress) -> None:
         self._on_progress = on_progress
         self._begun = self._ended = False
+        self._seconds = 0.0
+        # Numba compiles the kernels that a kernel calls within its own compilation. A lock of numba
+        # keeps other threads from compiling at the same time.
+        self._depth = 0
+        self._started = 0.0
+
+    def seconds(self) -> float:
+        """Return the seconds that all compilations have taken until now."""
+        return self._seconds
 
     def on_start(self, event: event.Event) -> None:
         """Report the start of the stage. Numba calls this in the thread that compiles."""
+        if self._depth == 0:
+            self._started = time.monotonic()
+        self._depth += 1
         if not self._begun:
             self._begun = True
-            self._on_progress(STAGE, 0, 1)
+            self._on_progress(COMPILATION, 0, 1)
 
     def on_end(self, event: event.Event) -> None:
-        """Do nothing, because other kernels may follow."""
+        """Add the seconds of a compilation. The stage does not end: other kernels may follow."""
+        self._depth -= 1
+        if self._depth == 0:
+            self._seconds += time.monotonic() - self._started
 
     def on_progress(self, stage: str, done: int, total: int) -> None:
         """Report the progress of another stage, which ends the compilation."""
         if self._begun and not self._ended:
             self._ended = True
-            self._on_progress(STAGE, 1, 1)
+            self._on_progress(COMPILATION, 1, 1)
         self._on_progress(stage, done, total)
 
 
 @contextmanager
-def report_compilation(on_progress: OnProgress) -> Iterator[OnProgress]:
+def report_compilation(on_progress: OnProgress) -> Iterator[Compilation]:
     """Report the compilation of kernels as progress inside the block.
 
-    The callback that is yielded receives all other progress.
+    The `on_progress` of the object that is yielded receives all other progress.
     """
     with event.install_listener("numba:compile", Compilation(on_progress)) as compilation:
-        yield compilation.on_progress
+        yield compilation

@@ -138,11 +138,15 @@ def write_checkpoint(
     finished: Mapping[str, Array] | None = None
     rounding: RoundingReport | None = None
     shards = planned_shards(index, plan, job.shard_bytes)
-    with report_compilation(job.on_progress) as on_progress:
+    with report_compilation(job.on_progress) as compilation:
         if calibration_need(plan) and (known is None or needs_rounding(plan)):
             trust = job.trust_remote_code
             text = PlanText(
-                index, plan, job.calibration, on_progress=on_progress, trust_remote_code=trust
+                index,
+                plan,
+                job.calibration,
+                on_progress=compilation.on_progress,
+                trust_remote_code=trust,
             )
         inputs = input_digest(
             index, plan, known, text.digest if text else "", shard_bytes=job.shard_bytes
@@ -157,7 +161,7 @@ def write_checkpoint(
             calibration, aside = known, aside_folder(folder)
             if text is not None:
                 if known is None:
-                    text.show_overall_progress()
+                    text.show_overall_progress(compilation.seconds)
                 calibration = known or text.calibrated(aside)
                 if needs_rounding(plan):
                     finished, rounding = text.round(calibration, aside)
@@ -172,7 +176,7 @@ def write_checkpoint(
                 folder,
                 shards_of_this_rank(shards),
                 finished=finished,
-                on_progress=on_progress,
+                on_progress=compilation.on_progress,
             )
             gather(None)  # all files are written
             if rank_and_size()[0] == 0:

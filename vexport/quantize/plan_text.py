@@ -1,7 +1,7 @@
 """Run the calibration text of a plan: measure gradients, collect statistics, and round weights."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -82,11 +82,14 @@ class PlanText:
 
         return LayerWalk(self._index, trust_remote_code=self._trust, device=self._device)
 
-    def show_overall_progress(self) -> None:
-        """Also report the time of all calibration steps together, if there are several."""
+    def show_overall_progress(self, compiling_seconds: Callable[[], float]) -> None:
+        """Report the time of all calibration steps together, if there are several.
+
+        `compiling_seconds` returns the seconds that the compilation of kernels has taken.
+        """
         steps = tuple(self._steps())
         if len(steps) > 1:
-            self.on_progress = OverallProgress(steps, self.on_progress)
+            self.on_progress = OverallProgress(steps, self.on_progress, compiling_seconds)
 
     def _steps(self) -> Iterator[Step]:
         """Yield the steps that calibrating and rounding will take on this rank, in their order."""
