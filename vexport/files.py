@@ -166,7 +166,10 @@ def read_json(path: Path) -> Json:
     except json.JSONDecodeError as error:
         place = f"{path}:{error.lineno}"
         raise InputError(
-            place, got=error.msg, need="valid JSON", fix="correct or restore the file"
+            place,
+            got=f"broken JSON ({error.msg})",
+            need="valid JSON",
+            fix="correct or restore the file",
         ) from None
     except (ValueError, RecursionError) as error:
         got = f"broken JSON ({error})"

@@ -1,6 +1,7 @@
 """Good checkpoints have no findings. Faults of each kind are found at their place."""
 
 import json
+import math
 from pathlib import Path
 from shutil import copytree
 
@@ -10,7 +11,18 @@ import torch
 from tests.architectures.families import save_family
 from tests.command import findings, vexport
 from tests.models import Good, errors, problems, quantize, save_qwen3
-from tests.mutations.edits import INPUTS, Change, config, drop, put, spoiled
+from tests.mutations.edits import (
+    GROUP,
+    INPUTS,
+    Change,
+    config,
+    drop,
+    fill_with,
+    put,
+    rename_all,
+    set_first,
+    spoiled,
+)
 from tests.texts import assert_contains
 from vexport.records import Json
 
@@ -126,6 +138,34 @@ def test_unsupported_inputs_are_warning(
     ]
     assert finding["severity"] == "warning"
     assert_contains(finding["got"], "16 bits", inputs)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "change", "got"),
+    [
+        ("NVFP4", put(f"{DOWN}.weight_scale", fill_with(1.0)), "scales that all equal 1"),
+        (
+            "FP8_BLOCK",
+            config((*GROUP, "weights"), actorder="group"),
+            "actorder group with strategy block",
+        ),
+        ("FP8", put(f"{DOWN}.weight_scale", fill_with(0.0)), "1 zero value of 1"),
+        ("W4A16", put(f"{DOWN}.weight_scale", set_first(math.inf)), "1 infinite value of"),
+    ],
+)
+def test_fault_is_found_once(
+    good: Good, tmp_path: Path, scheme: str, change: Change, got: str
+) -> None:
+    (finding,) = errors(spoiled(good(scheme), tmp_path / "broken", change))
+    assert got in finding.got
+
+
+def test_misnamed_expert_is_found_once(tmp_path: Path) -> None:
+    """Its tensors are named by the error, and not by warnings as well."""
+    checkpoint = quantize(save_family("qwen3-moe", tmp_path / "model"), tmp_path / "out", "W4A16")
+    rename_all(lambda name: name.replace("experts.0.down_proj", "experts.0.dn_proj"))(checkpoint)
+    found = [each for each in problems(checkpoint) if "dn_proj" in each.where]
+    assert [each.severity for each in found] == ["error"] * len({each.where for each in found})
 
 
 def test_routed_experts_need_supported_inputs(tmp_path: Path) -> None:

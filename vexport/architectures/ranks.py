@@ -112,6 +112,11 @@ class Heads:
         *first, last = fitting
         return f"{', '.join(first)} or {last}" if first else last
 
+    @property
+    def possible_gpus(self) -> str:
+        """Numbers of GPUs that the heads allow, as text: `1 GPU`, or `1, 3 or 9 GPUs`."""
+        return f"{self.possible_ranks} {'GPU' if self.possible_ranks == '1' else 'GPUs'}"
+
 
 def heads_of(linears: Iterable[str], names: Names) -> Heads:
     """Return a model's heads from the names of its linear layers and its text config."""

@@ -93,7 +93,8 @@ def _missing_draft_layers(view: CheckpointView) -> Iterator[Finding]:
     if announced is None or any(map(view.model.drafts, view.index.tensors)):
         return
     finding = error if "mtp" in view.target.speculative else warning
-    expected = f"the tensors of {text[announced]} layers for multi-token prediction (MTP)"
+    layers = plural(int(text[announced]), "layer")
+    expected = f"the tensors of {layers} for multi-token prediction (MTP)"
     got = "no such tensor: vLLM generates text without these layers, but cannot draft with mtp"
     fix = "copy the layers from the source, or serve the model without MTP drafts"
     yield finding(NAME, f"{view.config_path}: {announced}", expected=expected, got=got, fix=fix)
@@ -117,6 +118,7 @@ def _compare_with_layout(view: CheckpointView, layout: ModelLayout) -> Iterator[
             fix = "export each expert as separate tensors"
             yield error(NAME, min(names), expected=expected, got=got, fix=fix)
             missing = {name: where for name, where in missing.items() if name not in lost}
+            unexpected = [name for name in unexpected if name not in names]
     for name in unexpected:
         yield _unexpected_finding(view, layout, name)
     yield from _missing_findings(view, layout, missing)
@@ -259,7 +261,9 @@ def _parameters(view: CheckpointView, group: ConfigGroup, layer: StoredLayer) ->
                 "no such tensor: vLLM does not read it",
             )
         else:
-            yield _missing_finding(where, f"this tensor of the format {group.format}")
+            yield _missing_finding(
+                where, f"this tensor, which is part of the format {group.format}"
+            )
     announced = names | {"bias"} | group.storage.unread
     for parameter in sorted(parameters.keys() - announced) if shape is not None else ():
         where = joined_name(module, parameter)
@@ -274,8 +278,8 @@ def _fused_parts(view: CheckpointView, fused: FusedLayer) -> Iterator[Finding]:
         return
     for module in part_names(fused.name, view.model.architecture):
         if module not in fused.members:
-            count = len(fused.members)
-            expected = f"this part of {fused.projection}, which vLLM fuses with {count} other parts"
+            others = plural(len(fused.members), "other part")
+            expected = f"this part of {fused.projection}, which vLLM fuses with {others}"
             fix = "export the checkpoint again"
             yield error(NAME, module, expected=expected, got="no such layer", fix=fix)
 

@@ -163,12 +163,13 @@ def _groups(view: CheckpointView) -> Iterator[Finding]:
     routed = {name for name, fused in users if fused.experts is not None}
     for group in view.quantization.config_groups:
         key = f"config_groups.{group.name}"
-        if group.weights.actorder in UNSUPPORTED_ACTORDER:
-            got = f"actorder {group.weights.actorder}"
+        refusal = group.refusal if group.name in used else next(contradictions(group), None)
+        ordering = f"actorder {group.weights.actorder}"
+        is_reported = refusal is not None and ordering in refusal
+        if group.weights.actorder in UNSUPPORTED_ACTORDER and not is_reported:
             expected = "no activation ordering, or actorder weight"
             fix = "quantize again with one of these orderings"
-            yield _finding(view, key, expected, got, fix)
-        refusal = group.refusal if group.name in used else next(contradictions(group), None)
+            yield _finding(view, key, expected, ordering, fix)
         if refusal is None and group.name in routed and not group.storage.runs_experts(group):
             refusal = f"a combination that vLLM does not run for routed experts: {described(group)}"
             refusal += f", format {group.format}"
@@ -261,7 +262,10 @@ def transforms(view: CheckpointView) -> Iterator[Finding]:
             yield from _fused(view, transform, fused)
     for ranks in (ranks for ranks in view.target.tp if ranks > 1 and view.quantization.transforms):
         expected = "no online transforms, because vLLM only computes them on a single rank"
-        got = ", ".join(sorted({transform.submodule for transform in view.quantization.transforms}))
+        names = sorted({transform.submodule for transform in view.quantization.transforms})
+        got = (
+            f"the transforms {', '.join(names)}" if len(names) > 1 else f"the transform {names[0]}"
+        )
         fix = "serve it on one GPU, or merge the rotations into the weights"
         yield error(TRANSFORMS_NAME, f"{where} (tp {ranks})", expected=expected, got=got, fix=fix)
 
@@ -285,15 +289,16 @@ def _fused(
         return
     if moe_layer(rotated[0]) is not None:
         expected = "no online transform of routed experts, because vLLM does not compute it"
-        yield _transform_finding(fused.name, expected, transform.submodule)
+        yield _transform_finding(fused.name, expected, f"the transform {transform.submodule}")
     elif transform.location == INPUT and len(rotated) < len(fused.members):
         expected = "the same input transform for all layers that vLLM fuses"
         yield _transform_finding(
-            fused.name, expected, f"{transform.submodule} for {', '.join(rotated)} only"
+            fused.name, expected, f"{transform.submodule} only for {' and '.join(rotated)}"
         )
     if any("bias" in view.model.modules[member] for member in rotated):
         expected = "no bias in layers with an online transform (vLLM asserts this)"
-        yield _transform_finding(fused.name, expected, transform.submodule)
+        got = f"a bias, and the transform {transform.submodule}"
+        yield _transform_finding(fused.name, expected, got)
 
 
 def _transform_finding(where: str, expected: str, got: str) -> Finding:

@@ -22,6 +22,7 @@ from vexport.formats.arguments import SchemeArgs, input_bits, precision
 from vexport.formats.schemes import Scheme
 from vexport.formats.shapes import unsupported_on
 from vexport.records import Finding
+from vexport.records.values import plural
 from vexport.version import PINNED
 
 NAME = "devices"
@@ -79,7 +80,7 @@ def _heads(view: CheckpointView, ranks: int) -> Iterator[Finding]:
     heads = heads_of(view.layers.by_name, view.model.names)
     if got := heads.uneven(ranks):
         expected = f"attention heads that can be divided over {ranks} ranks"
-        fix = f"serve it on {heads.possible_ranks} GPUs"
+        fix = f"serve it on {heads.possible_gpus}"
         yield error(NAME, f"{view.config_path} (tp {ranks})", expected=expected, got=got, fix=fix)
 
 
@@ -159,7 +160,7 @@ def _capabilities(
 
 
 def _layers(count: int) -> str:
-    return f"{count} layer{'s' if count > 1 else ''}"
+    return plural(count, "layer")
 
 
 def _sm_list(capabilities: list[int]) -> str:

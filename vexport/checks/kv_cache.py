@@ -13,6 +13,7 @@ from vexport.checks.vllm.zeros import is_empty
 from vexport.formats.base import FLOAT_SCALES
 from vexport.numerics import E4M3_MAX
 from vexport.records import Finding, Json, TensorInfo
+from vexport.records.values import plural
 
 NAME = "kv_cache"
 DESCRIPTION = (
@@ -140,11 +141,13 @@ def _count(view: CheckpointView, tensor: TensorInfo, *, per_head: bool) -> Itera
     heads = view.model.text.get("num_key_value_heads") if per_head else None
     if not per_head and tensor.num_elements != 1:
         yield _scale_finding(
-            tensor, "one scale for all heads (strategy tensor)", f"{tensor.num_elements} values"
+            tensor,
+            "one scale for all heads (strategy tensor)",
+            plural(tensor.num_elements, "value"),
         )
     if isinstance(heads, int) and heads > 0 and tensor.num_elements % heads:
         expected = f"a scale for each of {heads} KV heads (strategy attn_head)"
-        yield _scale_finding(tensor, expected, f"{tensor.num_elements} values")
+        yield _scale_finding(tensor, expected, plural(tensor.num_elements, "value"))
 
 
 def _values(
@@ -156,7 +159,7 @@ def _values(
     if tensor.dtype not in FLOAT_SCALES:
         yield _scale_finding(tensor, f"dtype {' or '.join(sorted(FLOAT_SCALES))}", tensor.dtype)
     if bad:
-        got = f"{bad} of {values.size} values that are NaN, infinite or not above zero"
+        got = f"{plural(bad, 'NaN, infinite, zero or negative value')} of {values.size:,}"
         yield _scale_finding(tensor, "finite scales above zero", got)
     makes = f"{module}.{parameter[0]}_proj"
     if bad or not values.size or _outputs_only_zeros(view, makes):

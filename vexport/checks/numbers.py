@@ -137,8 +137,14 @@ def codes_out_of_range(
     bad = int(np.count_nonzero((codes >= half) | (codes < -half)))
     if bad:
         expected = f"codes of {group.weights.num_bits} bits, from {-half} to {half - 1}"
-        got = f"{bad} of {codes.size} codes need more bits"
-        yield error(CHECK, weight.name, expected=expected, got=got, fix="correct num_bits")
+        got = f"{plural(bad, 'code')} of more bits ({codes.size:,} in all)"
+        yield error(
+            CHECK,
+            weight.name,
+            expected=expected,
+            got=got,
+            fix="correct num_bits in the config group",
+        )
 
 
 def not_finite(view: CheckpointView) -> Iterator[Finding]:

@@ -176,7 +176,7 @@ def _rounded_scales(view: CheckpointView) -> Iterator[Finding]:
                 expected = f"dtype F32, like {parameter} of {whole[0].rpartition('.')[0]}"
                 got = (
                     f"{dtype}, which is less precise; the outputs change, but not more than by "
-                    f"rounding weights"
+                    f"rounding the weights"
                 )
                 yield warning(NAME, name, expected=expected, got=got, fix=FIX_EXPORT)
 
@@ -270,7 +270,7 @@ def _compare_widths(
         if size and size > 0 and width % size:
             expected = f"in_features that are a multiple of group_size {size}"
             fix = "quantize the layer with another group size, or keep it unquantized"
-            yield error(NAME, module, expected=expected, got=str(width), fix=fix)
+            yield error(NAME, module, expected=expected, got=f"in_features {width}", fix=fix)
 
 
 def _whole_blocks(view: CheckpointView, group: ConfigGroup, fused: FusedLayer) -> Iterator[Finding]:

@@ -87,7 +87,7 @@ def _stacked_experts(view: CheckpointView) -> Iterator[Finding]:
             first = f"{name.removesuffix(ending[0])}{ending[1].rpartition('.')[0]}.0.down_proj"
             group = view.lookup.group_of(FusedLayer(name=first, members=(first,)))
             if group is not None:
-                yield _unquantized(name, group, "experts layer", "add the experts to ignore")
+                yield _unquantized(name, group, "layer of experts", "add the experts to ignore")
 
 
 def _unquantized(module: str, group: ConfigGroup, kind: str, fix: str) -> Finding:
@@ -161,11 +161,11 @@ def _experts(view: CheckpointView) -> Iterator[Finding]:
             )
     for layer, groups in by_layer.items():
         names = {
-            projection: group.name if group else "none" for projection, group in groups.items()
+            projection: group.name if group else "no group" for projection, group in groups.items()
         }
         if len(set(names.values())) > 1:
             expected = "one config group for all projections of the experts"
-            got = ", ".join(f"{projection} {name}" for projection, name in names.items())
+            got = ", ".join(f"{projection} in {name}" for projection, name in names.items())
             fix = "quantize all projections of the experts alike, or none"
             if ABSENT_UP in groups:
                 fix += (

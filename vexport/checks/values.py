@@ -31,6 +31,7 @@ from vexport.checks.vllm.zeros import empty_parts, input_is_zero, is_empty
 from vexport.formats import NVFP4
 from vexport.numerics import E2M1_MAX, E4M3_MAX, E8M0_NAN, GLOBAL_SCALE_NUMERATOR
 from vexport.records import Finding, TensorInfo
+from vexport.records.values import plural
 
 NAME = "values"
 DESCRIPTION = (
@@ -122,7 +123,9 @@ def _scale(
         codes = np.frombuffer(view.reader.raw(tensor), dtype=np.uint8)
         bad = int(np.count_nonzero(codes == E8M0_NAN))
         if bad:
-            yield _invalid_scale(tensor, f"{bad} of {codes.size} values that are NaN (e8m0 255)")
+            yield _invalid_scale(
+                tensor, f"{plural(bad, 'NaN value')} (255 in e8m0) of {codes.size:,}"
+            )
         return
     if parameter == "weight_scale" and positive_range(view.reader, tensor):
         return
@@ -142,9 +145,9 @@ def _scale(
         and _is_inverse_of_zeros(view, layer)
     ):
         wrong["infinite"] = 0
-    problems = [f"{count} {kind}" for kind, count in wrong.items() if count]
+    problems = [plural(count, f"{kind} value") for kind, count in wrong.items() if count]
     if problems:
-        yield _invalid_scale(tensor, f"{' and '.join(problems)} of {values.size} values")
+        yield _invalid_scale(tensor, f"{' and '.join(problems)} of {values.size:,}")
         return
     if parameter == "input_scale" and values.min() < 0:
         got = "a negative scale, which does no harm because its sign cancels"
@@ -262,34 +265,37 @@ def _scale_sizes(
 
 
 def _wrong_sizes(group: ConfigGroup, sizes: Sequence[ScaleSizes]) -> Iterator[Finding]:
-    """Yield findings on the scales of layers that vLLM fuses."""
-    largest: list[tuple[TensorInfo, float]] = []
+    """Yield findings on the scales of layers that vLLM fuses, at most one for each scale."""
+    found: dict[str, Finding] = {}
     for each in sizes:
-        largest.append((each.scale, each.most))
-        if (
-            each.count >= MANY_SCALES
-            and each.least == each.most
-            and not group.storage.exponent_scales
-        ):
-            yield _implausible_scale(
-                each.scale, f"{each.count} scales that all equal {each.least:g}"
-            )
+        name = each.scale.name
+        are_equal = each.count >= MANY_SCALES and each.least == each.most
+        if are_equal and not group.storage.exponent_scales:
+            got = f"{each.count:,} scales that all equal {each.least:g}"
+            found[name] = _implausible_scale(each.scale, got)
         elif not MIN_TYPICAL <= each.typical <= MAX_TYPICAL:
-            yield _implausible_scale(each.scale, f"scales of weights around {each.typical:.3g}")
-    if group.storage is not NVFP4 or not largest:
-        return
-    of_all = max(most for _, most in largest)
+            got = f"scales of weights around {each.typical:.3g}"
+            found[name] = _implausible_scale(each.scale, got)
+    if group.storage is NVFP4 and sizes:
+        for finding in _small_block_scales(sizes):
+            found.setdefault(finding.where, finding)
+    yield from found.values()
+
+
+def _small_block_scales(sizes: Sequence[ScaleSizes]) -> Iterator[Finding]:
+    """Yield findings on NVFP4 scales that are too small: the largest block has about 448."""
+    of_all = max(each.most for each in sizes)
     if of_all < MIN_LARGEST_BLOCK:
-        yield _implausible_scale(
-            largest[0][0], f"no scale above {of_all:g}, but the largest block has about 448"
-        )
+        got = f"no scale above {of_all:g}, but the largest block has about 448"
+        yield _implausible_scale(sizes[0].scale, got)
         return
-    for scale, most in largest:
-        if most < 1:
+    for each in sizes:
+        if each.most < 1:
             got = (
-                f"no scale above {most:g}, but up to {of_all:g} in a layer that vLLM fuses with it"
+                f"no scale above {each.most:g}, but up to {of_all:g} in a layer that vLLM fuses "
+                f"with it"
             )
-            yield _implausible_scale(scale, got)
+            yield _implausible_scale(each.scale, got)
 
 
 def _global_scale_size(tensor: TensorInfo, parameter: str, value: float) -> Iterator[Finding]:

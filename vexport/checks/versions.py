@@ -16,7 +16,7 @@ from vexport.version import PINNED, short_version
 
 NAME = "versions"
 DESCRIPTION = "the chosen version of vLLM (--vllm) supports the schemes, bit widths and model class"
-FIX_LOAD = "load it in that version: vexport load --dry --vllm-python"
+FIX_LOAD = "load it in that version: vexport load CHECKPOINT --dry --vllm-python PATH"
 FIX_VERSION = "serve it with another version of vLLM, or use another scheme"
 
 

@@ -40,7 +40,7 @@ _FIX = (
     "compare the checkpoint with its source (`vexport check --source`), or quantize with a "
     "finer scheme"
 )
-_FIX_QUANTIZED = "nothing to do if the evaluation passes: vLLM agrees with the reference"
+_FIX_QUANTIZED = "ignore this if the evaluation passes: vLLM agrees with the reference"
 
 
 def kl_limit(checkpoint: Path, cache: str = "auto", input_bits: int | None = None) -> float:

@@ -174,7 +174,7 @@ def downgrade_errors(findings: Sequence[Finding], load: DryLoadReport) -> Iterat
         )
         if finding.severity == "error" and _is_checked_by_loaders(finding) and not doubtful:
             got = f"{finding.got}; but vLLM's loaders find no problem"
-            fix = "nothing to do, or compare with the source to be sure (--source)"
+            fix = "ignore this, or compare with the source to be sure (--source)"
             yield replace(finding, severity="warning", got=got, fix=fix)
         else:
             yield finding

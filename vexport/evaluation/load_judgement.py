@@ -102,7 +102,7 @@ def _compare_with_reference(
     not_numbers = int(torch.isnan(measured).any(dim=-1).sum())
     if not_numbers:
         expected = "finite log-probabilities"
-        got = f"NaN at {not_numbers} of {len(measured)} positions"
+        got = f"NaN at {not_numbers:,} of {len(measured):,} positions"
         fix = "look for scales that are zero, infinite or missing with `vexport check`"
         return None, [error("logprobs", where, expected=expected, got=got, fix=fix)]
     kept = result.logprobs_file.with_name(REFERENCE_FILE)
@@ -129,7 +129,7 @@ def _compare_with_reference(
     )
     if mean_kl <= limit:
         return agreement, []
-    expected = f"mean KL to {REFERENCE} at most {limit:g}"
-    got = f"{mean_kl:.4g} over {len(kl)} positions"
-    fix = "vLLM computes with other values than the checkpoint stores: run `vexport check`"
+    expected = f"a mean KL of at most {limit:g} to {REFERENCE}"
+    got = f"a mean KL of {mean_kl:.4g} over {len(kl):,} positions"
+    fix = "run `vexport check`: vLLM computes with other values than the checkpoint stores"
     return agreement, [error("logprobs", where, expected=expected, got=got, fix=fix)]

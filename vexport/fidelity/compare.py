@@ -19,6 +19,7 @@ from vexport.fidelity.weights import WeightComparison, compare_weight
 from vexport.formats.arguments import SchemeArgs, precision
 from vexport.formats.schemes import named_scheme
 from vexport.records import Finding
+from vexport.records.values import plural
 
 OnLayer = Callable[[int, int], None]
 
@@ -108,9 +109,11 @@ def _compare_smoothed(
 
 def _factors(smoothing: Factors) -> Iterator[Finding]:
     if smoothing.layers:
-        where = f"{smoothing.layers[0]} and {len(smoothing.layers) - 1} more layers"
+        where = smoothing.layers[0]
+        if len(smoothing.layers) > 1:
+            where += f" and {plural(len(smoothing.layers) - 1, 'more layer')}"
         got = "the weight with factors on its inputs or outputs, which a norm or layer compensates"
-        fix = "nothing to do (AWQ and SmoothQuant do this): the factors were removed to compare"
+        fix = "ignore this: AWQ and SmoothQuant store such factors, and the comparison removed them"
         yield info(SOURCE, where, expected="the source's weight", got=got, fix=fix)
 
 

@@ -329,7 +329,7 @@ def _object(path: Path) -> Mapping[str, Json]:
 
 
 def _intended_change(where: str, expected: str, got: str) -> Finding:
-    return _finding("warning", where, expected, got, "nothing to do if this is intended")
+    return _finding("warning", where, expected, got, "ignore this if the change is intended")
 
 
 def _finding(

@@ -24,6 +24,7 @@ from vexport.errors import CheckpointFailed, InputError
 from vexport.fidelity.dequantize import dequantized
 from vexport.fidelity.source import Pieces, SourceTensors
 from vexport.records import Finding, Smoothing
+from vexport.records.values import plural
 
 EXPECTED = "exponents that do not change the outputs of any layer"
 FIX = "pass the source that the checkpoint was made from, or export the checkpoint again"
@@ -57,7 +58,7 @@ def check_smoothing(
     if misfits:
         tensor = source.tensors.get(misfits[0])
         size = f", which is {tensor.dtype} {list(tensor.shape)}" if tensor else ", which is missing"
-        others = f" (and {len(misfits) - 1:,} more tensors)" if len(misfits) > 1 else ""
+        others = f" (and {plural(len(misfits) - 1, 'more tensor')})" if len(misfits) > 1 else ""
         got = f"exponents that do not fit the source's tensor{size}"
         return {}, (
             error(SOURCE, f"{file}: {misfits[0]}{others}", expected=EXPECTED, got=got, fix=FIX),
@@ -75,7 +76,7 @@ def _objections(
         changed = layers_changed_by(source, smoothing, default_device())
     except (InputError, CheckpointFailed) as problem:
         got = f"unverified exponents, because the source cannot run: {problem}"
-        fix = "nothing to do if you trust the checkpoint's producer"
+        fix = "ignore this if you trust the checkpoint's producer"
         yield warning(SOURCE, str(file), expected=EXPECTED, got=got, fix=fix)
         return
     for name in changed:

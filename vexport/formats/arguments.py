@@ -149,23 +149,28 @@ def contradictions(args: Arguments) -> Iterator[str]:
 def _contradictions(args: QuantArgs) -> Iterator[str]:
     size, strategy = args.group_size, args.strategy
     if strategy in GROUPED and (size is None or size <= 0):
-        yield f"strategy {strategy} with group_size {size}"
+        yield f"strategy {strategy} {_with_value('group_size', size)}"
     if size is not None and (size < -1 or size > 0 and strategy not in GROUPED):
         yield f"group_size {size} with strategy {strategy}"
     if (strategy == "block") != (args.block_structure is not None):
-        yield f"strategy {strategy} with block_structure {args.block_structure}"
+        yield f"strategy {strategy} {_with_value('block_structure', args.block_structure)}"
     if args.actorder in ("group", "dynamic") and strategy not in GROUPED:
         yield f"actorder {args.actorder} with strategy {strategy}"
     yield from _contradictions_of_time(args)
     yield from _unknown_dtypes(args)
 
 
+def _with_value(key: str, value: object) -> str:
+    """Return `with group_size 0`, or `without group_size` if there is no value."""
+    return f"without {key}" if value is None else f"with {key} {value}"
+
+
 def _contradictions_of_time(args: QuantArgs) -> Iterator[str]:
     """Yield strategies that are static but must be dynamic, or dynamic but must be static."""
     if args.strategy == "token" and not args.dynamic:
-        yield "strategy token that is not dynamic"
+        yield "a strategy token that is not dynamic"
     if args.dynamic and args.strategy not in DYNAMIC:
-        yield f"strategy {args.strategy} that is dynamic"
+        yield f"a strategy {args.strategy} that is dynamic"
     if args.dynamic == "local" and args.strategy != "tensor_group":
         yield f"dynamic local with strategy {args.strategy}"
 

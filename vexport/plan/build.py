@@ -277,7 +277,7 @@ def _opaque_experts(tensors: Sequence[str]) -> Iterator[Finding]:
             where=tensors[0] if len(tensors) == 1 else f"{tensors[0]} and {len(tensors) - 1} more",
             expected="a separate weight for each expert, under the name that vLLM loads",
             got="experts with another layout",
-            fix="nothing to do: these experts stay unquantized",
+            fix="ignore this: these experts stay unquantized",
         )
 
 

@@ -84,7 +84,7 @@ def refused_ranks(
     heads = heads_of(linears, names)
     for count in several:
         if uneven := heads.uneven(count):
-            fix = f"serve it on {heads.possible_ranks} GPUs (--tp)"
+            fix = f"serve it on {heads.possible_gpus} (--tp)"
             yield _refusal(
                 f"config.json (tp {count})",
                 f"attention heads that {count} ranks can share",

@@ -69,8 +69,8 @@ class Quantization:
 
     @property
     def format(self) -> str:
-        """Global storage format."""
-        return str((self.values or {}).get("format"))
+        """Global storage format, or "null" without one."""
+        return str((self.values or {}).get("format") or "null")
 
     @cached_property
     def config_groups(self) -> tuple[ConfigGroup, ...]:
