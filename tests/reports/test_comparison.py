@@ -72,6 +72,14 @@ def test_refused_scheme_shows_reason() -> None:
         assert "576 is no multiple" in " ".join(text.split())
 
 
+def test_runs_without_tasks_have_no_task_columns() -> None:
+    """Runs that were judged by held-out text alone."""
+    of_text = [replace(row, worst=None) for row in rows()]
+    text = render_comparison(of_text, "text")
+    assert not re.search("worst task|change", text, re.IGNORECASE)
+    assert "worst task" in render_comparison([of_text[0], *rows()[1:]], "text")
+
+
 def test_json_schema_and_single_run_formats() -> None:
     schema = json.loads(files("vexport.reports").joinpath("compare.schema.json").read_text())
     found = json.loads(render_comparison(rows(), "json"))

@@ -15,7 +15,7 @@ from tests.reports import sample
 from vexport.cli.scenario import report as command
 from vexport.files import to_json
 from vexport.records import CheckReport, Finding
-from vexport.reports import render
+from vexport.reports import catalog, render
 from vexport.reports.checkpoints import check_documents
 from vexport.reports.renderers import text
 from vexport.reports.renderers.text import MAX_WIDTH, WIDTH
@@ -69,6 +69,17 @@ def test_findings_break_between_words(width: int) -> None:
     assert all(LONG in line for line in lines if len(line) > width)
     labels = [line.split()[0] for line in lines if re.match(r"\w|  \w", line)]
     assert labels[-4:] == ["error", "got", "need", "do"]
+
+
+def test_wide_table_becomes_list() -> None:
+    """Names are not cut off. At the width of a pipe, the same table fits."""
+    schemes = catalog.schemes()
+    formats = {row["format"] for row in schemes}
+    for width in (80, 100, 120):
+        shown = catalog.render_catalog(schemes, "text", width)
+        assert max(map(len, shown.splitlines())) <= width
+        assert formats <= set(shown.split())
+        assert ("\n  format " in shown) == (width < 120)
 
 
 def test_pipe_has_default_width(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -147,15 +147,15 @@ def print_text(text: str) -> None:
     write_text(file, whole)
 
 
-def text_width() -> int:
+def text_width(default: int | None = None) -> int:
     """Return the width of text output in columns.
 
-    This is the terminal's width within limits, or the default width for files and pipes.
+    This is the terminal's width within limits. For files and pipes, it is `default`, or WIDTH.
     """
     from vexport.reports.renderers.text import MAX_WIDTH, MIN_WIDTH, WIDTH
 
     if answer_file(click.get_current_context()) is not None or not sys.stdout.isatty():
-        return WIDTH
+        return default or WIDTH
     columns = shutil.get_terminal_size(fallback=(WIDTH, 24)).columns
     return min(max(columns, MIN_WIDTH), MAX_WIDTH)
 

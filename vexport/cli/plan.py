@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING
 
 import click
 
-from vexport.cli.base import command, note, print_text, progress_display, require_plan
+from vexport.cli.base import (
+    command,
+    note,
+    print_text,
+    progress_display,
+    require_plan,
+    text_width,
+)
 from vexport.cli.options import (
     READ_PATH,
     Answer,
@@ -29,10 +36,10 @@ if TYPE_CHECKING:
     from vexport.formats.plan import Plan
     from vexport.scenario import Scenario
 
-OTHER_GROUP_SIZES = """
-Other group sizes: add _G and the number of columns, or _CHANNEL for one scale per row, as in
-W4A16_G64 and W4A16_CHANNEL. `--scheme W4A16 --group-size 64` has the same effect.
-"""
+OTHER_GROUP_SIZES = (
+    "Other group sizes: add _G and the number of columns, or _CHANNEL for one scale per row, as in "
+    "W4A16_G64 and W4A16_CHANNEL. `--scheme W4A16 --group-size 64` has the same effect."
+)
 # Settings that affect the table of all schemes.
 TABLE_OPTIONS = ("revision", "group_size", "ignore", "kv_cache", "tp")
 
@@ -271,11 +278,12 @@ def list_command(what: str, answer: Answer) -> None:
     """
     from vexport.api import entries
     from vexport.reports.catalog import render_catalog
+    from vexport.reports.text import MAX_WIDTH
 
-    shown = render_catalog(entries(what), answer.format_)
-    if what == "schemes" and answer.format_ == "text":
-        shown += OTHER_GROUP_SIZES
-    print_text(shown)
+    caption = OTHER_GROUP_SIZES if what == "schemes" else ""
+    # In a file or pipe, each scheme stays on a line.
+    width = text_width(MAX_WIDTH)
+    print_text(render_catalog(entries(what), answer.format_, width, caption))
 
 
 @command("explain")

@@ -46,7 +46,7 @@ _MAX_BESIDE = 8
 def verdict_document(verdict: Verdict) -> doc.Document:
     """Return the document of a verdict that is not part of a run."""
     return doc.Document(
-        title="accuracy",
+        title="Accuracy",
         status=verdict.outcome,
         device=verdict.device,
         sentence=verdict.reason,

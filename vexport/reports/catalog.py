@@ -6,10 +6,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.resources import files
-from io import StringIO
-
-from rich.console import Console
-from rich.table import Table
 
 from vexport.errors import InputError
 from vexport.formats.arguments import QuantArgs
@@ -17,22 +13,18 @@ from vexport.formats.base import GpuSupport
 from vexport.formats.schemes import all_schemes, get_scheme, is_scheme, scheme_hint, scheme_name
 from vexport.records.calibration import SUMMARIES
 from vexport.records.observer_names import OBSERVERS
+from vexport.reports import document as doc
+from vexport.reports.text import WIDTH, render
 
 Rows = Sequence[Mapping[str, str]]
-WIDTH = 130
 
 
-def render_catalog(rows: Rows, format_: str) -> str:
-    """Return a table as text or as a JSON list of objects."""
+def render_catalog(rows: Rows, format_: str, width: int = WIDTH, caption: str = "") -> str:
+    """Return a table with a caption as text of `width` columns, or as a JSON list of objects."""
     if format_ == "json":
         return json.dumps(list(rows), indent=2) + "\n"
-    table = Table(*rows[0], box=None, pad_edge=False, header_style="bold")
-    for row in rows:
-        table.add_row(*row.values())
-    console = Console(width=WIDTH, file=StringIO())
-    with console.capture() as capture:
-        console.print(table, markup=False)
-    return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
+    table = doc.table(tuple(rows[0]), (row.values() for row in rows), caption)
+    return render([doc.Document(title="", parts=(table,))], width)
 
 
 def schemes() -> Rows:

@@ -74,10 +74,10 @@ _FILES = (
     ("candidate", "lm-eval's results and samples of the checkpoint"),
     ("../../baseline", "lm-eval's results and samples of the baseline"),
 )
+_TEXT_LEGEND = "KL: nats per token from the baseline. *: the smallest that passes."
 _LEGEND = (
-    "KL: nats a token from the baseline. Worst task: the one with the lowest bound, its change "
-    "in points or "
-    "units of the metric. *: the smallest that passes."
+    f"{_TEXT_LEGEND} Worst task: the task with the lowest bound; its change is in points or in "
+    f"units of the metric."
 )
 
 
@@ -319,15 +319,17 @@ def comparison_document(runs: Sequence[ComparedRun]) -> doc.Document:
     best = next((run for run in runs if run.smallest), None)
     answer = f"{best.folder} is the smallest that passes" if best else "none passes"
     whys = [(run.folder, run.reason) for run in runs if run.outcome != "PASS"]
-    change, result = (
-        doc.Column("change", numeric=True, noted=True),
-        doc.Column("result", nowrap=True),
-    )
-    titles = ("run", "scheme", ">size", ">bits", ">KL", "worst task", change, result)
+    # Runs that were judged by held-out text alone have no tasks.
+    with_tasks = any(run.worst is not None for run in runs)
+    change = doc.Column("change", numeric=True, noted=True)
+    result = doc.Column("result", nowrap=True)
+    of_tasks = ("worst task", change) if with_tasks else ()
+    titles = ("run", "scheme", ">size", ">bits", ">KL", *of_tasks, result)
+    rows = (_compared_cells(run, with_tasks=with_tasks) for run in runs)
     content = parts(
         doc.Paragraph(answer),
-        table(titles, map(_compared_cells, runs)),
-        muted(_LEGEND),
+        table(titles, rows),
+        muted(_LEGEND if with_tasks else _TEXT_LEGEND),
         facts(*whys) if whys else None,
     )
     return doc.Document(
@@ -335,7 +337,7 @@ def comparison_document(runs: Sequence[ComparedRun]) -> doc.Document:
     )
 
 
-def _compared_cells(run: ComparedRun) -> Iterator[TableCell | str]:
+def _compared_cells(run: ComparedRun, *, with_tasks: bool) -> Iterator[TableCell | str]:
     yield f"{run.folder} *" if run.smallest else run.folder
     yield run.schemes or NOT_AVAILABLE
     yield size(run.num_bytes) if run.num_bytes else NOT_AVAILABLE
@@ -345,6 +347,6 @@ def _compared_cells(run: ComparedRun) -> Iterator[TableCell | str]:
         scale = scale_of(worst)
         yield worst.task
         yield TableCell(scale.change(worst.difference), scale.changes(worst.low, worst.high))
-    else:
+    elif with_tasks:
         yield from (NOT_AVAILABLE, NOT_AVAILABLE)
     yield doc.badge(run.outcome) if run.outcome else "not made"

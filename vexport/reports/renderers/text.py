@@ -32,7 +32,7 @@ _MAX_TEXT = 1000
 # Parts of a text that stay on one line: shapes (`[128, 1]`), numbers with their units, and names
 # with their numbers (`SM 90`, `group_size 128`).
 _KEPT_TOGETHER = re.compile(
-    r"\[\d[\d, ]*\]"
+    r"\[\d[\d, ]*\]|\b\d+ x \d+\b"
     r"|(?<![\w.])\d[\d.,]* (?:B|[kMGTP]B|GiB|dB|bits?|nats|points?|%|s|min|h)(?!\w)"
     r"|\b(?:SM|TP|sm|tp|vLLM|\w+_\w+) \d"
 )
@@ -148,8 +148,30 @@ def _table(table: doc.Table, width: int) -> Iterator[RenderableType]:
         for row in table.rows
     ]
     widths = _column_widths(table.columns, [titles, *rows], width)
+    if widths is None:
+        for row in rows:
+            yield _stacked([title.plain for title in titles], [cell.plain for cell in row], width)
+    else:
+        yield _grid(table.columns, titles, rows, widths)
+    if table.caption:
+        yield _wrapped(table.caption, width)
+
+
+def _stacked(titles: Sequence[str], cells: Sequence[str], width: int) -> RenderableType:
+    """Return a row of a table that is too wide as a list of its cells, below the first cell."""
+    pairs = zip(titles[1:], cells[1:], strict=True)
+    values = [(title, cell) for title, cell in pairs if cell]
+    return Group(_wrapped(cells[0], width), _aligned(values, width, indent=2))
+
+
+def _grid(
+    columns: Sequence[doc.Column],
+    titles: Sequence[Text],
+    rows: Sequence[Sequence[Text]],
+    widths: Sequence[int],
+) -> Grid:
     grid = Grid(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
-    for column, title, column_width in zip(table.columns, titles, widths, strict=True):
+    for column, title, column_width in zip(columns, titles, widths, strict=True):
         justify: Literal["left", "right"] = "right" if column.numeric else "left"
         grid.add_column(
             title,
@@ -160,18 +182,15 @@ def _table(table: doc.Table, width: int) -> Iterator[RenderableType]:
         )
     for row in rows:
         grid.add_row(*row)
-    yield grid
-    if table.caption:
-        yield _wrapped(table.caption, width)
+    return grid
 
 
 def _column_widths(
     columns: Sequence[doc.Column], rows: Sequence[Sequence[Text]], width: int
-) -> Sequence[int | None]:
+) -> Sequence[int] | None:
     """Return column widths with which a table fits into `width` without breaking a word.
 
-    The widest columns shrink first. Returns None for every column if the table fits anyway, or if
-    it cannot fit without breaking words.
+    The widest columns shrink first. Returns None if the table cannot fit without breaking words.
     """
     cells = list(zip(*rows, strict=True))
     widths = [max(text.cell_len for text in column) for column in cells]
@@ -180,8 +199,8 @@ def _column_widths(
         widths[number] if column.nowrap else words[number] for number, column in enumerate(columns)
     ]
     available = width - _COLUMN_GAP * (len(columns) - 1)
-    if sum(widths) <= available or sum(least) > available:
-        return [None] * len(columns)
+    if sum(least) > available:
+        return None
     while sum(widths) > available:
         shrinkable = [number for number in range(len(columns)) if widths[number] > least[number]]
         widths[max(shrinkable, key=widths.__getitem__)] -= 1
