@@ -205,8 +205,8 @@ class Prompting:
     """Prompts behind the results of a verdict, as lm-eval recorded them.
 
     `chat_template` and `system_instruction` are the first 16 digits of a SHA-256, or None if they
-    were not used. `generation` contains `gen_kwargs` and the model's arguments that change an
-    response. `untemplated` lists the tasks without the chat template.
+    were not used. `generation` contains `gen_kwargs` and the model's arguments that change
+    responses. `untemplated` lists the tasks without the chat template.
     """
 
     chat_template: str | None
@@ -236,7 +236,7 @@ class Score:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Flip:
-    """A document that only one of the models solved, with the responses of both."""
+    """A document that only one of the two models solved, with the responses of both."""
 
     doc_id: int | str
     prompt: str
@@ -302,9 +302,9 @@ def _in_shares(unit: Unit | None, baseline: float, candidate: float) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnswerCounts:
-    """Numbers of a model's generated responses, counted by how they ended.
+    """Numbers of a model's responses, counted by how they ended.
 
-    Only responses without a score are in `cut`, `empty` and `unparsed`. A `cut` response reached
+    Only responses with a score of 0 are in `cut`, `empty` and `unparsed`. A `cut` response reached
     the maximum length, an `empty` response has no text, and in an `unparsed` response the task's
     filter found nothing. `lost` is the number of these that do not count. `thinking` counts all
     responses that never ended their thinking, whatever their score.
@@ -324,8 +324,8 @@ class TaskVerdict:
 
     Difference and bounds:
     - `difference` is candidate minus baseline: negative if the candidate is worse.
-    - `low` and `high` are one-sided bounds, and they decide. `low` is at 1 - alpha. `high` is at 1
-      - alpha too, or at the level of Holm's step if there are several tasks.
+    - `low` and `high` are the one-sided bounds that decide, both at 1 - alpha. If there are several
+      tasks, `high` is at the level of Holm's step instead.
     - `recovery` is candidate / baseline. It is None if lower scores are better or if the baseline's
       mean is not positive.
     - `unit` is the unit of the difference, and `higher_is_better` describes the scores of single
@@ -344,23 +344,23 @@ class TaskVerdict:
     - `mcnemar_p` is the p value of a permutation test if the metric is not 0/1 or if several
       responses were sampled per document.
 
-    If the task does not decide:
+    Documents and seeds:
     - `documents_needed` is the number of documents that would settle an INCONCLUSIVE outcome. It is
       None if no number would settle it, or if the outcome is already settled.
     - `seeds` is the number of sampled responses per document. `seeds_needed` is the number of
       sampled responses per document that would settle the outcome without more documents.
-    - `documents_available` is the number of documents in the whole task, None if it was not
-      recorded. If that is fewer than needed, `settling_margin` is the smallest margin that the
-      whole task would settle with PASS at the present difference. It is None if the scores are not
-      shares.
+    - `documents_available` is the number of documents in the whole task, or None if it was not
+      recorded. If it is smaller than `documents_needed`, `settling_margin` is the smallest margin
+      that the whole task would settle with PASS at the present difference. It is None if the scores
+      are not shares.
     - `uninformative` is the reason why the task cannot show a loss, such as a baseline that is no
       better than chance. The candidate then cannot pass. It is empty for informative tasks.
 
     Other fields:
     - `clusters` is the number of tasks in a group with documents clustered by task, else None.
     - `also` lists the task's other metrics and filters, and the tasks of a group.
-    - `baseline_answers` and `candidate_answers` count generated responses. They are None if nothing
-      was generated or kept.
+    - `baseline_answers` and `candidate_answers` count responses by how they ended. They are None if
+      nothing was generated or kept.
     - `lost_answers` describes lost responses if they reach 1 % for either model. `too_many_lost` is
       True if they exceed the margin: then the outcome is never PASS.
     """
@@ -636,7 +636,7 @@ class Verdict:
       margins.
     - `measured` is the time at which the candidate's evaluation began, if its results contain it.
     - `fingerprint` and `baseline_fingerprint` map everything that could change a score to its value
-      (`vllm`, `model`, `task hash of gsm8k`), as far as it was recorded for each side.
+      (`vllm`, `model`, `task hash of gsm8k`). Values that were not recorded are missing.
     - `accepted` describes the accepted baseline, if the candidate was compared with one.
 
     The last four are empty in reports of older versions.

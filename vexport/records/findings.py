@@ -118,7 +118,7 @@ class EngineInfo:
 
     @property
     def device(self) -> str:
-        """Text for the device, to be read after "on" (see `device_words`)."""
+        """Return the device in words, such as `CPU, emulated` (see `device_words`)."""
         compiled = self.compilation
         return device_words(
             self.platform, self.processor, emulated=self.emulated, compilation=compiled
@@ -217,7 +217,7 @@ CellStatus = Literal["loads", "other precision", "faulty", "refused", "not shown
 class MatrixCell:
     """Load of a checkpoint, or of a kind of its layers, on `tp` devices of capability `sm`.
 
-    `sm` is 90 for SM 9.0. Some values of `status`:
+    `sm` is 90 for SM 9.0. Values of `status` include:
     - "faulty": it loads, but wrongly
     - "other precision": it loads, but computes in another precision than stored
     - "not shown": only a load on a real device can show the result
@@ -295,11 +295,11 @@ class GpuRoom:
 class DryLoadReport:
     """Load of a checkpoint's headers by vLLM's model class and loaders, for each tp and sm.
 
-    `cells` are the columns for the whole checkpoint. Each row in `rows` has the same columns for
-    one kind of layer. There are no rows if no cell was loaded. `memory` has an entry for each tp
-    that was loaded. `rooms` has an entry for each GPU, tp and sequence length. `vllm_python` is the
-    Python interpreter, empty for the interpreter that runs vexport. `not_judged` lists faults that
-    vLLM has with the unquantized model, too.
+    `cells` has a cell of the whole checkpoint for each tp and sm. Each of the `rows` has the same
+    cells for one kind of layer. There are no rows if no cell was loaded. `memory` has an entry for
+    each tp that was loaded. `rooms` has an entry for each GPU, tp and sequence length.
+    `vllm_python` is the Python interpreter, empty for the interpreter that runs vexport.
+    `not_judged` lists faults that also occur with the unquantized model.
     """
 
     schema: Literal["vexport.dry-load/1"] = "vexport.dry-load/1"

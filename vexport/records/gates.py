@@ -1,4 +1,4 @@
-"""Gates: the conditions of a verdict, and whether each of them holds.
+"""Gates: the conditions of a verdict, with their statuses.
 
 CI shows gates as test cases, reports show them as a checklist, and the first gate that fails
 decides the outcome of a run.
@@ -79,7 +79,7 @@ def load_gate(name: str, report: LoadReport) -> Gate:
 def cell_gate(cell: MatrixCell) -> Gate:
     """Return the gate of a cell of a dry load.
 
-    It is skipped if the checkpoint does not load there and does not need to.
+    It is skipped if the checkpoint does not load in a cell that is not required.
     """
     status: Status = "PASS" if cell.loads else "FAIL" if cell.fails else "SKIPPED"
     message = ": ".join(filter(None, (cell.status, without_details(cell.reason))))

@@ -52,7 +52,7 @@ class RowHistory:
       history. It is empty if the row has the verdict that the run stored.
     - `loads` is False if the checkpoint failed to load or failed its check, and None if unknown.
     - `is_first_regression` marks the first row that regressed.
-    - `notes` describe everything that the row's numbers do not show.
+    - `notes` are sentences below the table, for example why rows cannot be compared.
     """
 
     kind: RowKind
