@@ -241,6 +241,22 @@ def test_unknown_name_suggests_nearest(name: str, nearest: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("arguments", "nearest"),
+    [
+        (("quantise", "MODEL"), "quantize"),
+        (("Check", "MODEL"), "check"),
+        (("plan", "MODEL", "--gpu", "L40X"), "L40"),
+        (("load", "MODEL", "--dry", "--gpu", "H100-NVX"), "H100-NVL"),
+    ],
+)
+def test_mistyped_word_suggests_nearest(arguments: tuple[str, ...], nearest: str) -> None:
+    ran = vexport(*arguments)
+    assert (ran.code, ran.stdout) == (2, "")
+    (line,) = ran.errors
+    assert f"Did you mean {nearest}" in line
+
+
+@pytest.mark.parametrize(
     ("command", "file", "forms"),
     [
         ("check", "a.html", ".txt, .json, .xml"),

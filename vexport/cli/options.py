@@ -14,7 +14,7 @@ import click
 from click.core import ParameterSource
 
 from vexport.cli.positional import folder_advice
-from vexport.errors import InputError, InputErrors
+from vexport.errors import InputError, InputErrors, clip, did_you_mean
 from vexport.records.options import Heading
 from vexport.records.values import MOST_COUNT
 from vexport.version import short_version
@@ -150,6 +150,18 @@ class OrderedGroup(click.Group):
         """Import the command with this name."""
         module, _, function = self.places.get(cmd_name, "").partition(":")
         return getattr(import_module(f"vexport.cli.{module}"), function) if module else None
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command that the first argument names, and the other arguments.
+
+        Raises UsageError, with the nearest name, if there is no such command.
+        """
+        name = args[0]
+        if name not in self.places and not name.startswith("-"):
+            ctx.fail(f"No such command {clip(repr(name), 100)}.{did_you_mean(name, self.places)}")
+        return super().resolve_command(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names in the order of work."""
@@ -364,15 +376,15 @@ def capabilities(text: str) -> tuple[int, ...]:
 
     A type for click.
     """
-    from vexport.formats.gpus import GENERATIONS, parse_capability
+    from vexport.formats.gpus import CARDS, GENERATIONS, parse_capability
 
     parsed = {part: parse_capability(part) for part in map(str.strip, text.split(","))}
     for part, number in parsed.items():
         if number is None:
             known = ", ".join(map(str, GENERATIONS))
             raise click.BadParameter(
-                f"{part!r} is not a known compute capability; write 90, 9.0 or a GPU such as "
-                f"H100. Known: {known}."
+                f"{part!r} is not a known compute capability.{did_you_mean(part, CARDS)} Write "
+                f"90, 9.0 or a GPU such as H100. Known: {known}."
             )
     return tuple(dict.fromkeys(filter(None, parsed.values())))
 

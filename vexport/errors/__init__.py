@@ -7,7 +7,7 @@ import difflib
 import errno
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 # C0 and C1 controls, DEL, lone surrogates, non-characters, line separators, zero-width and bidi
@@ -199,8 +199,21 @@ def raise_all(problems: Sequence[InputError]) -> None:
         raise InputErrors(problems)
 
 
-def nearest(word: str, known: Sequence[str]) -> str:
+def nearest(word: str, known: Iterable[str]) -> str:
     """Return ` (did you mean X?)` for the known word nearest to `word`, else ""."""
+    names = nearest_names(word, known, most=1)
+    return f" (did you mean {names[0]}?)" if names else ""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """Return the sentence ` Did you mean X, Y or Z?` for the nearest known words, else ""."""
+    *others, last = nearest_names(word, known, most=3) or [""]
+    listed = f"{', '.join(others)} or {last}" if others else last
+    return f" Did you mean {listed}?" if last else ""
+
+
+def nearest_names(word: str, known: Iterable[str], *, most: int) -> list[str]:
+    """Return at most `most` known words that are similar to `word`, the nearest first."""
     lowered = {name.lower(): name for name in known}
-    matches = difflib.get_close_matches(word.lower(), lowered, n=1)
-    return f" (did you mean {lowered[matches[0]]}?)" if matches else ""
+    matches = difflib.get_close_matches(word.lower(), lowered, n=most)
+    return [lowered[match] for match in matches]

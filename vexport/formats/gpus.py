@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from vexport.errors import did_you_mean
+
 # Compute capabilities, from NVIDIA's list (developer.nvidia.com/cuda-gpus), and the capabilities
 # that vLLM 0.32 names.
 GENERATIONS: Mapping[int, str] = {
@@ -134,9 +136,11 @@ def cards(names: Iterable[str]) -> tuple[Card, ...]:
     for name in names:
         card = find_card(name)
         if card is None:
+            written = name.strip()
             raise ValueError(
-                f"{name.strip()!r} is not a known GPU. For another GPU, use its compute capability "
-                f"(--sm 89, or sm=89 in Python). Known: {', '.join(CARDS)}."
+                f"{written!r} is not a known GPU.{did_you_mean(written, CARDS)} For another GPU, "
+                f"use its compute capability (--sm 89, or sm=89 in Python). "
+                f"Known: {', '.join(CARDS)}."
             )
         found[card.name] = card
     return tuple(found.values())
