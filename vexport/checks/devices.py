@@ -105,9 +105,7 @@ def _shapes(view: CheckpointView, ranks: int) -> Iterator[Finding]:
     for (kind, reason), count in counts.items():
         where = f"{kind} ({_layers(count)}, tp {ranks})"
         fix = "serve it on another number of GPUs, or use another scheme for these layers"
-        yield error(
-            NAME, where, expected="weights that can be divided over the ranks", got=reason, fix=fix
-        )
+        yield error(NAME, where, expected="", got=reason, fix=fix)
 
 
 def _by_group(view: CheckpointView) -> list[tuple[ConfigGroup, list[FusedLayer]]]:

@@ -125,7 +125,7 @@ class Fp8(Format):
         if args.weights.block is None:
             return None
         if partition.head:
-            return "an output head, for which vLLM cannot load block scales"
+            return "vLLM cannot load block scales for an output head"
         block_rows, block_columns = args.weights.block
         if partition.split == "in" and partition.in_features % block_columns:
             return (

@@ -1,4 +1,7 @@
-"""Find reasons why vLLM cannot run a fused layer in a scheme: sizes, order of rows, ranks."""
+"""Find reasons why vLLM cannot run a fused layer in a scheme: sizes, order of rows, ranks.
+
+Each reason is a sentence without a final period.
+"""
 
 from collections.abc import Sequence
 
@@ -49,7 +52,7 @@ def unsupported_reordering(
         reordering = names.architecture.reordered.get(last_part)
         for spec in scheme.layout(member, "BF16") if reordering else ():
             if reordering and (reason := _reordering_problem(reordering, member, spec, width)):
-                return f"{spec.name.rpartition('.')[2]} {list(spec.shape)} of {last_part}, {reason}"
+                return reason
     return None
 
 
@@ -67,22 +70,24 @@ def _reordering_problem(
     falcon.py (whole heads) cuts each tensor that has an output dimension: all except shapes and
     scales of whole tensors.
     """
-    last_part, rows = spec.name.rpartition(".")[2], spec.shape[0]
+    last_part = spec.name.rpartition(".")[2]
+    rows = spec.shape[0]
+    tensor = f"{last_part} {list(spec.shape)} of {member.name.rpartition('.')[2]}"
     by_row = rows == member.out_features
     if reordering == "scales by row":
         follows = last_part in (*WEIGHTS, "weight_scale") and by_row
         moves = spec.shape == (1,) or last_part == "weight_shape" or follows
-        return None if moves else "which vLLM does not reorder together with the weight's rows"
+        return None if moves else f"vLLM does not reorder {tensor} together with the weight's rows"
     if reordering == "every tensor":
-        reason = f"which vLLM would reorder as {member.out_features} rows, like every tensor"
+        reason = f"vLLM would reorder {tensor} as {member.out_features} rows, like every tensor"
         return None if by_row else reason
     if reordering == "whole heads":
         whole = member.out_features % rows == 0 and head_size % (member.out_features // rows) == 0
         moves = len(spec.shape) == 1 or whole and head_size > 0
-        return None if moves else f"which vLLM cannot reorder by heads of {head_size}"
+        return None if moves else f"vLLM cannot reorder {tensor} by heads of {head_size}"
     if reordering == "plain weight":
-        return "which vLLM only reorders in an unquantized layer"
-    reason = "which vLLM transposes when it loads it; use a scheme that stores weight_packed"
+        return f"vLLM reorders {tensor} only in an unquantized layer"
+    reason = f"vLLM transposes {tensor} at loading; use a scheme that stores weight_packed"
     return reason if last_part == "weight" else None
 
 
@@ -102,13 +107,13 @@ def _ungrouped(
     if not count or count % ranks == 0:
         return None
     if count > 1:
-        return f"{count} groups, which cannot be divided over {ranks} ranks"
+        return f"{count} groups cannot be divided over {ranks} ranks"
     for spec in scheme.layout(members[0], "BF16") if scheme is not None else ():
         last_part = spec.name.rpartition(".")[2]
         by_row = spec.shape[0] == members[0].out_features
         if last_part not in GROUPED_TENSORS or not by_row:
             return (
-                f"{last_part} {list(spec.shape)}, which vLLM does not split over {ranks} ranks, "
-                f"because there is only one group"
+                f"vLLM does not split {last_part} {list(spec.shape)} over {ranks} ranks, because "
+                f"there is only one group"
             )
     return None

@@ -59,10 +59,9 @@ def _unsupported(group: FusionGroup, names: Names, ranks: Sequence[int]) -> str 
 
 
 def refusal(group: FusionGroup, reason: str, fix: str) -> Finding:
-    """Return a refusal that names the layers, the sizes and the rule."""
+    """Return a refusal that names the layers, the sizes and the rule. `reason` is a sentence."""
     where = group.name if len(group.members) > 1 else group.members[0].name
-    expected = f"a shape that {group.scheme.name} can store and vLLM can run"
-    return _refusal(where, expected, reason, fix, check=SHAPE)
+    return _refusal(where, "", reason, fix, check=SHAPE)
 
 
 def kept_note(finding: Finding, name: str) -> Finding:
@@ -96,12 +95,7 @@ def refused_ranks(
             if quantized.isdisjoint(layer.members) and names.place(layer.members[0]) == "decoder":
                 members = [linears[member] for member in layer.members]
                 if reason := unsupported_on(layer, members, None, names, count):
-                    yield _refusal(
-                        layer.name,
-                        f"a layer that can be split between {count} ranks",
-                        reason,
-                        RANKS_ADVICE,
-                    )
+                    yield _refusal(layer.name, "", reason, RANKS_ADVICE)
 
 
 def cannot_be_split(group: FusionGroup, names: Names, ranks: Sequence[int]) -> bool:
