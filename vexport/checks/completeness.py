@@ -89,11 +89,12 @@ def _missing_draft_layers(view: CheckpointView) -> Iterator[Finding]:
     for speculative decoding, else a warning.
     """
     text = view.model.text
-    announced = next((key for key in DRAFTS if isinstance(text.get(key), int) and text[key]), None)
-    if announced is None or any(map(view.model.drafts, view.index.tensors)):
+    counts = {key: value for key in DRAFTS if isinstance(value := text.get(key), int) and value}
+    if not counts or any(map(view.model.drafts, view.index.tensors)):
         return
+    announced, count = next(iter(counts.items()))
     finding = error if "mtp" in view.target.speculative else warning
-    layers = plural(int(text[announced]), "layer")
+    layers = plural(count, "layer")
     expected = f"the tensors of {layers} for multi-token prediction (MTP)"
     got = "no such tensor: vLLM generates text without these layers, but cannot draft with mtp"
     fix = "copy the layers from the source, or serve the model without MTP drafts"

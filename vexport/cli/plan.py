@@ -278,7 +278,7 @@ def list_command(what: str, answer: Answer) -> None:
     """
     from vexport.api import entries
     from vexport.reports.catalog import render_catalog
-    from vexport.reports.text import MAX_WIDTH
+    from vexport.reports.renderers.text import MAX_WIDTH
 
     caption = OTHER_GROUP_SIZES if what == "schemes" else ""
     # In a file or pipe, each scheme stays on a line.

@@ -14,7 +14,7 @@ from vexport.formats.schemes import all_schemes, get_scheme, is_scheme, scheme_h
 from vexport.records.calibration import SUMMARIES
 from vexport.records.observer_names import OBSERVERS
 from vexport.reports import document as doc
-from vexport.reports.text import WIDTH, render
+from vexport.reports.renderers.text import WIDTH, render
 
 Rows = Sequence[Mapping[str, str]]
 
