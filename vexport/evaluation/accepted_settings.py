@@ -99,8 +99,8 @@ def with_accepted_settings(
     `given` are the keys of `Evaluate` that the user set. Errors name a key as `command: key`.
 
     Raises:
-        InputError: If a given setting differs from the accepted setting, or if the file has only
-            the digest of a setting and the user did not give it. The error lists all such settings.
+        InputError: If a given setting differs from the accepted setting, or if a setting is missing
+            and the file has only its digest. The error lists all such settings.
     """
     accepted = read_accepted(file)
     named = {key: value for key, value in given.items() if value is not None}

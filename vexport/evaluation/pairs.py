@@ -634,8 +634,8 @@ def _corpus_pair(
     """Return the pair of a metric that lm-eval computes from all documents at once.
 
     Raises:
-        NotReadable: If the aggregation is unknown, if some documents lack the metric, if the stored
-        values do not have the aggregation's form, or if lm-eval recorded another result.
+        NotReadable: If the aggregation is unknown, or some documents lack the metric. Also if the
+        stored values do not fit the aggregation, or lm-eval recorded another result.
     """
     if not all(metric in old.values and metric in new.values for old, new in pairs):
         raise NotReadable("some documents do not have the metric")

@@ -103,7 +103,7 @@ def resolve_tasks(
 
     Raises:
         InputError: a file is missing or broken, lacks a key or its data, or has a `!function` tag
-            without `trust_remote_code`; or a name is not a task of lm-eval, or is given twice. The
+            without `trust_remote_code`. A name is not a task of lm-eval, or is given twice. The
             error lists the problems of all tasks.
     """
     resolved = attempt_all(
