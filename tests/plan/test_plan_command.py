@@ -240,3 +240,21 @@ def test_next_command_names_needed_gpu(llama: Path, tmp_path: Path) -> None:
     ran = vexport("quantize", llama, tmp_path / "a", "--scheme", "NVFP4A16", "--quiet")
     needs = "" if NVIDIA_DEVICE.exists() else "  # on a machine with a GPU"
     assert f"vllm serve {tmp_path / 'a'}{needs}\n" in ran.stdout
+
+
+def test_both_recommendations_are_next(llama: Path) -> None:
+    ran = vexport("plan", llama, "--gpu", "H100")
+    calls = [line.split()[-1] for line in ran.stdout.splitlines() if line.startswith("next ")]
+    assert calls == ["FP8_DYNAMIC", "W4A16"]
+
+
+def test_need_of_text_has_one_wording(llama: Path) -> None:
+    rows = vexport("plan", llama, "--gpu", "H100").stdout.splitlines()
+    listed = vexport("list", "schemes").stdout.splitlines()
+    for scheme, use in (("W4A16", "helps"), ("FP8_DYNAMIC", "not needed"), ("FP8", "needed")):
+        of_scheme = [row for row in rows if row.startswith(f"{scheme} ")]
+        of_scheme += [row for row in listed if row.startswith(f"{scheme} ")]
+        assert len(of_scheme) == 2
+        assert all(f"  {use}  " in row for row in of_scheme), of_scheme
+        plan = vexport("plan", llama, "--scheme", scheme).stdout
+        assert f"calibration  {use}" in plan

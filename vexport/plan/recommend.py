@@ -21,7 +21,7 @@ class _Choice:
 # comes before W8A8, because vLLM has INT8 kernels only below SM 100. Accuracy and size are measured
 # in vexport/docs/results.md.
 _CHOICES = (
-    _Choice(bits=8, scheme="FP8_DYNAMIC", reason="FP8 tensor cores, and no calibration text"),
+    _Choice(bits=8, scheme="FP8_DYNAMIC", reason="FP8 tensor cores"),
     _Choice(bits=8, scheme="W8A8", reason="INT8 tensor cores; this GPU has none for FP8"),
     _Choice(bits=8, scheme="W8A16", reason="weights only: inputs stay in 16 bits"),
     _Choice(bits=4, scheme="NVFP4", reason="FP4 tensor cores"),

@@ -1,14 +1,14 @@
 """Rules of a plan: which rule applies to a linear layer, and what calibration the plan needs."""
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from vexport.architectures.linears import Place
 from vexport.errors import InputError, raise_all
 from vexport.formats.plan import FusionGroup, Plan, Treatment
-from vexport.formats.schemes import KEEP, get_scheme
+from vexport.formats.schemes import KEEP, Scheme, get_scheme
 from vexport.records import Finding, Smoothing
 from vexport.records.calibration import Rounding
 from vexport.records.observer_names import BY_IMPORTANCE, EXPANDED, IMPORTANCE, MIN_MAX
@@ -255,6 +255,17 @@ def calibration_need(plan: Plan) -> CalibrationNeed | None:
     return CalibrationNeed(
         where=f"rounding {rounded}", samples="samples to measure the inputs of each layer"
     )
+
+
+def text_use(schemes: Iterable[Scheme], *, needed: bool) -> str:
+    """Return how calibration text matters for these schemes: `needed`, `helps` or `not needed`.
+
+    If it is not `needed`, it still helps to round weights to fewer than 8 bits.
+    """
+    if needed:
+        return "needed"
+    few_bits = any(scheme.args.weights.num_bits < 8 for scheme in schemes)
+    return "helps" if few_bits else "not needed"
 
 
 def statistics_need(plan: Plan) -> CalibrationNeed | None:

@@ -11,6 +11,7 @@ from vexport.errors import InputError
 from vexport.formats.arguments import QuantArgs
 from vexport.formats.base import GpuSupport
 from vexport.formats.schemes import all_schemes, get_scheme, is_scheme, scheme_hint, scheme_name
+from vexport.plan.rules import text_use
 from vexport.records.calibration import SUMMARIES
 from vexport.records.observer_names import OBSERVERS
 from vexport.reports import document as doc
@@ -34,7 +35,7 @@ def schemes() -> Rows:
             "scheme": scheme.name,
             "weights": _args(scheme.args.weights),
             "inputs": _args(scheme.args.input_activations),
-            "calibration": "needed" if scheme.args.calibrated else "none",
+            "calibration": text_use([scheme], needed=scheme.args.calibrated),
             "format": scheme.format.name,
             **_gpus(scheme.format.gpu_support(scheme.args)),
             "vLLM on CPU": scheme.format.cpu(scheme.args),

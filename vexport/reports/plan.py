@@ -11,7 +11,7 @@ from vexport.formats.gpus import generation
 from vexport.formats.plan import FusionGroup, Plan
 from vexport.formats.schemes import Scheme, get_scheme
 from vexport.plan.recommend import schemes_on
-from vexport.plan.rules import calibration_need
+from vexport.plan.rules import calibration_need, text_use
 from vexport.records import Finding, GpuOutlook, SchemeOnGpu, SchemeOutlook, SchemeTable
 from vexport.records.margins import margin_of_shares
 from vexport.records.values import plural
@@ -56,7 +56,7 @@ def render_plan(
         ("KV cache", f"{plan.kv_cache} in {attention}") if plan.kv_cache else None,
         ("runs", _runs_on(plan, sm)) if sm is not None else None,
         ("size", f"{size(plan.source_bytes)} -> {size(plan.output_bytes)} ({share}); {bits}"),
-        ("calibration", "needed" if calibration_need(plan) else "not needed"),
+        ("calibration", text_use(plan.used_schemes, needed=calibration_need(plan) is not None)),
         ("smoothing", f"inputs, with strength {plan.smoothing:g}") if plan.smoothing else None,
         *(("note", note) for note in _findings(plan.notes)),
         *(("refused", refusal) for refusal in _findings(plan.refusals)),
@@ -91,15 +91,16 @@ def render_table(schemes: SchemeTable, format_: str, *, every: bool = True) -> s
     content = (
         doc.Paragraph(title),
         *(_schemes_on_gpu(schemes, schemes.gpu, every=every) if schemes.gpu else _all(schemes)),
-        doc.Paragraph(f"next: {_next_plan(schemes)}"),
+        facts(*(("next", call) for call in _next_plans(schemes))),
     )
     return text.render([doc.Document(title=schemes.source, parts=content, wide=True)])
 
 
-def _next_plan(schemes: SchemeTable) -> str:
+def _next_plans(schemes: SchemeTable) -> Iterator[str]:
+    """Yield the command that plans each recommended scheme."""
     recommended = schemes.gpu.recommended if schemes.gpu else ()
-    name = recommended[0].scheme if recommended else "SCHEME"
-    return f"vexport plan {shlex.quote(schemes.source)} --scheme {name}"
+    for name in [each.scheme for each in recommended] or ["SCHEME"]:
+        yield f"vexport plan {shlex.quote(schemes.source)} --scheme {name}"
 
 
 def _all(schemes: SchemeTable) -> Iterator[doc.Part]:
@@ -109,16 +110,16 @@ def _all(schemes: SchemeTable) -> Iterator[doc.Part]:
             scheme.scheme,
             size(scheme.output_bytes),
             f"{scheme.bits:.2f}",
-            "needed" if scheme.needs_calibration else "no",
+            _text_use(scheme),
             scheme.generation,
             "no GPU" if scheme.full_sm is None else generation(scheme.full_sm),
             _fit(scheme, schemes),
         )
         for scheme in schemes.schemes
     )
-    yield table(("scheme", ">size", ">bits", "data", "loads from", "native from", "fits"), rows)
+    yield table(("scheme", ">size", ">bits", "text", "loads from", "native from", "fits"), rows)
     yield doc.Paragraph(
-        "bits: over all weights; data: calibration text; native from: the oldest GPU whose kernels "
+        "bits: over all weights; text: calibration text; native from: the oldest GPU whose kernels "
         "multiply inputs in the stored precision; if a scheme does not fit, the size is that with "
         "--on-unsupported-shape keep. Schemes for one GPU: --gpu NAME."
     )
@@ -129,9 +130,16 @@ def _schemes_on_gpu(schemes: SchemeTable, gpu: GpuOutlook, *, every: bool) -> It
     where = generation(gpu.sm)
     if gpu.usable_bytes is not None:
         where = f"{gpu.name}, {where}, {size(gpu.usable_bytes)} for vLLM"
+    text_of = {each.scheme: _text_use(each) for each in schemes.schemes}
     yield facts(
         ("GPU", where),
-        *((f"for {each.bits} bits", f"{each.scheme}: {each.reason}") for each in gpu.recommended),
+        *(
+            (
+                f"for {each.bits} bits",
+                f"{each.scheme}: {each.reason}; calibration text {text_of[each.scheme]}",
+            )
+            for each in gpu.recommended
+        ),
         None if gpu.recommended else ("recommended", "no scheme fits and runs natively"),
     )
     shown = [each for each in schemes.schemes if every or (each.fits and each.runs_on_gpu)]
@@ -162,10 +170,8 @@ def _schemes_on_gpu(schemes: SchemeTable, gpu: GpuOutlook, *, every: bool) -> It
 
 
 def _text_use(scheme: SchemeOutlook) -> str:
-    """Return whether a scheme needs calibration text."""
-    if scheme.needs_calibration:
-        return "needed"
-    return "helps" if get_scheme(scheme.scheme).args.weights.num_bits < 8 else "no"
+    """Return how calibration text matters for a scheme."""
+    return text_use([get_scheme(scheme.scheme)], needed=scheme.needs_calibration)
 
 
 def runs_text(on_gpu: SchemeOnGpu) -> str:
