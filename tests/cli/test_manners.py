@@ -290,5 +290,11 @@ def test_method_as_scheme_names_remedy(name: str, parts: list[str], llama: Path)
     assert_contains(ran.errors[0], *parts)
 
 
+def test_unknown_scheme_is_short(llama: Path) -> None:
+    (line,) = vexport("plan", llama, "--scheme", "W4A17").errors
+    assert_contains(line, "'W4A17'", "did you mean W4A16?", "vexport list schemes")
+    assert "MXFP8" not in line
+
+
 def test_list_names_group_sizes() -> None:
     assert "W4A16_G64 and W4A16_CHANNEL" in vexport("list", "schemes").stdout

@@ -207,9 +207,14 @@ def nearest(word: str, known: Iterable[str]) -> str:
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return the sentence ` Did you mean X, Y or Z?` for the nearest known words, else ""."""
-    *others, last = nearest_names(word, known, most=3) or [""]
-    listed = f"{', '.join(others)} or {last}" if others else last
-    return f" Did you mean {listed}?" if last else ""
+    names = nearest_names(word, known, most=3)
+    return f" Did you mean {_alternatives(names)}?" if names else ""
+
+
+def _alternatives(names: Sequence[str]) -> str:
+    """Return `X`, `X or Y`, or `X, Y or Z`."""
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last
 
 
 def nearest_names(word: str, known: Iterable[str], *, most: int) -> list[str]:

@@ -197,7 +197,7 @@ def get_scheme(name: str) -> Scheme:
 
     The name is a preset, a preset with another group size, or spells out the arguments.
 
-    Raises InputError if the name is unknown (with a list of the presets) or if its arguments are
+    Raises InputError if the name is unknown (with the nearest preset) or if its arguments are
     invalid.
     """
     known = presets().presets
@@ -211,8 +211,8 @@ def get_scheme(name: str) -> Scheme:
         return named_scheme(args)
     raise InputError(
         f"scheme {name!r}",
-        got=f"an unknown name{scheme_hint(name, list(known))}",
-        need=f"one of {', '.join(known)}",
+        got=f"unknown name{scheme_hint(name, list(known))}",
+        need="",
         fix="see `vexport list schemes`",
     )
 
