@@ -276,3 +276,16 @@ def test_engine_arguments_without_engine() -> None:
     mode = vexport("load", DEMO, "--engine-arg", "enforce_eager=true")
     assert mode.code == 2
     assert "use --mode" in mode.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("README.md", "# Title: a\n\nText: b: c\n"), ("config.json", '{"dtype": "bfloat16"}')],
+)
+def test_other_file_is_no_scenario(name: str, text: str, tmp_path: Path) -> None:
+    file = tmp_path / name
+    file.write_text(text)
+    ran = vexport("run", file)
+    (line,) = ran.errors
+    assert ran.code == 2
+    assert_contains(line, name, "not a scenario", "source and rules", "vexport demo")

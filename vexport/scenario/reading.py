@@ -46,6 +46,10 @@ _SECTIONS: Mapping[str, type[BaseModel]] = {
 }
 
 
+# Keys that a file needs to count as a scenario if it is not named like YAML.
+_REQUIRED = ("source", "rules")
+
+
 @contextmanager
 def problems_at(where: str) -> Iterator[None]:
     """Convert a ValidationError of pydantic inside the block to an InputError for each key."""
@@ -99,11 +103,37 @@ def read_scenario(path: Path) -> Scenario:
     Paths in the file are relative to the file's folder. Raises InputErrors with all problems, each
     with the path of its key.
     """
-    is_recipe = path.name == RECIPE
-    content = read_json_object(path).get("scenario") if is_recipe else load_yaml(path, "a scenario")
+    if path.name == RECIPE:
+        content = read_json_object(path).get("scenario")
+    else:
+        content = _yaml_of_scenario(path)
     with problems_at(str(path)):
         scenario = Scenario.model_validate(content)
     return _absolute(scenario, path.parent)
+
+
+def _yaml_of_scenario(path: Path) -> object:
+    """Return the content of a scenario's YAML file.
+
+    Raises InputError if the file cannot be read. If the path is a folder, or a file such as
+    README.md or config.json, the error says that it is no scenario.
+    """
+    is_named_yaml = path.suffix in (".yaml", ".yml")
+    try:
+        content = load_yaml(path, "a scenario")
+    except InputError:
+        if is_named_yaml or not path.exists():
+            raise
+        content = None
+    is_scenario_like = isinstance(content, dict) and not content.keys().isdisjoint(_REQUIRED)
+    if not is_named_yaml and not is_scenario_like:
+        raise InputError(
+            str(path),
+            got="not a scenario (a YAML file with source and rules)",
+            need="",
+            fix="give a scenario such as demo-nvfp4.yaml, which `vexport demo` writes",
+        ) from None
+    return content
 
 
 def _absolute(scenario: Scenario, folder: Path) -> Scenario:
