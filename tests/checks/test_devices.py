@@ -43,7 +43,9 @@ def test_indivisible_ranks_are_found(
     checkpoint = quantize(save_llama(tmp_path / "model", **changes), tmp_path / "out", preset)
     found = device_findings(checkpoint, "--tp", f"1,{tp}")
     assert all(f"tp {tp})" in where for where in errors(found))
-    assert any(re.match(rf"{pattern}\b", finding["got"]) for finding in found)
+    matching = [finding for finding in found if re.match(rf"{pattern}\b", finding["got"])]
+    assert matching
+    assert all("GPUs" in finding["fix"] for finding in matching)
     assert errors(device_findings(checkpoint, "--tp", 1)) == []
 
 

@@ -18,6 +18,7 @@ from vexport.fidelity.source import SourceTensors
 from vexport.fidelity.weights import WeightComparison, compare_weight
 from vexport.formats.arguments import SchemeArgs, precision
 from vexport.formats.schemes import named_scheme
+from vexport.numerics.metrics import decibels
 from vexport.records import Finding
 from vexport.records.values import plural
 
@@ -153,8 +154,8 @@ def _summary(view: CheckpointView, ratios: Mapping[str, float]) -> Iterator[Find
         names.sort(key=ratios.__getitem__)
         least, median, most = (ratios[names[position]] for position in (0, len(names) // 2, -1))
         got = (
-            f"signal-to-noise {least:.1f} to {most:.1f} dB, median {median:.1f}, lowest in "
-            f"{names[0]}"
+            f"signal-to-noise {decibels(least)} to {decibels(most, ' dB')}, "
+            f"median {decibels(median)}, lowest in {names[0]}"
         )
         yield info(SOURCE, f"{kind} ({len(names)} in {stored})", expected="", got=got, fix="")
 

@@ -18,7 +18,7 @@ from vexport.fidelity.dequantize import as_loaded, weight_of
 from vexport.fidelity.source import Pieces
 from vexport.formats.arguments import QuantArgs
 from vexport.formats.dequantize import row_chunks, rows_of
-from vexport.numerics.metrics import sqnr_db
+from vexport.numerics.metrics import EXACT_DB, sqnr_db
 from vexport.observers import MemorylessMinMaxObserver
 from vexport.observers.qparams import fake_quantize
 
@@ -138,7 +138,12 @@ class WeightComparison:
         allowed += 2 * 10 ** (-self.rounding_db / 10)
         faults = []
         if below > MAX_BELOW_ROUNDING_DB and self.snr_db < MIN_DB:
-            faults.append(f"an SQNR of {self.snr_db:.1f} dB")
+            is_number = self.snr_db > -EXACT_DB
+            faults.append(
+                f"an SQNR of {self.snr_db:.1f} dB"
+                if is_number
+                else "values that are NaN or infinite, or not zero as in the source"
+            )
         if abs(self.gain - 1) > allowed:
             faults.append(f"values that are {self.gain:.3g} times as large")
         if self.has_uneven_scales:

@@ -29,6 +29,16 @@ def sqnr_db(signal: float, error: float) -> float:
     return round(10 * math.log10(signal / error), 3) if math.isfinite(error) else -EXACT_DB
 
 
+def decibels(ratio: float, unit: str = "") -> str:
+    """Return a ratio in dB with one decimal and `unit`, `exact` without any error, or `n/a`.
+
+    The ratio is `n/a` if the error is not finite, or if there is an error but no signal.
+    """
+    if ratio >= EXACT_DB:
+        return "exact"
+    return f"{ratio:.1f}{unit}" if ratio > -EXACT_DB else "n/a"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorPower:
     """Power of the first tensor and power of the difference, over all elements."""

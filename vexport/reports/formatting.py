@@ -113,13 +113,6 @@ def count(value: int | None) -> str:
     return NOT_AVAILABLE if value is None else f"{value:,}"
 
 
-def decibels(value: float) -> str:
-    """Return a signal-to-noise ratio in dB with one decimal, or `exact` without any noise."""
-    return (
-        "exact" if value == math.inf else f"{value:.1f}" if math.isfinite(value) else NOT_AVAILABLE
-    )
-
-
 def small(value: float) -> str:
     """Return a divergence with three significant digits: `0.00123`, `1.2e-07`."""
     return f"{value:.3g}"

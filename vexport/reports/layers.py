@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from statistics import median
 
+from vexport.numerics.metrics import decibels
 from vexport.quantize.warnings import fallback_warnings
 from vexport.records import (
     Attribution,
@@ -27,7 +28,6 @@ from vexport.reports.formatting import (
     attribution_line,
     bits_per_weight,
     count,
-    decibels,
     percent,
     ratio,
     schemes_in_use,

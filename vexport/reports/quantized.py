@@ -3,11 +3,12 @@
 from collections.abc import Sequence
 
 from vexport.files import to_json
+from vexport.numerics.metrics import decibels
 from vexport.records import Finding, Quantized, Repair, RepairReport, WeightChange
 from vexport.records.values import plural
 from vexport.reports import document as doc
 from vexport.reports.document import facts, parts, row
-from vexport.reports.formatting import count, coverage_lines, decibels, ratio, size
+from vexport.reports.formatting import count, coverage_lines, ratio, size
 from vexport.reports.layers import rounding_lines
 from vexport.reports.renderers import text
 
@@ -98,10 +99,10 @@ def _change(change: WeightChange | None) -> str:
         return ""
     if change.source_snr_db is not None:
         before, after = change.source_snr_db
-        old = "unreadable" if before is None else f"{decibels(before)} dB"
-        return f" (against the source {old} -> {decibels(after)} dB)"
+        old = "unreadable" if before is None else decibels(before, " dB")
+        return f" (against the source {old} -> {decibels(after, ' dB')})"
     if change.relative is not None and change.snr_db is not None:
-        distance = f"{change.relative:.2%}, {decibels(change.snr_db)} dB"
+        distance = f"{change.relative:.2%}, {decibels(change.snr_db, ' dB')}"
         return f" (moved from the stored weight by {distance})"
     return " (not comparable)"
 
