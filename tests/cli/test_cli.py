@@ -19,7 +19,7 @@ from tests.texts import assert_contains
         ("quantize MISSING OUT --scheme FP8", ["MISSING", "no such folder"]),
         ("check EMPTY", ["EMPTY", "no config.json"]),
         ("plan EMPTY --scheme FP8", ["EMPTY", "no config.json"]),
-        ("quantize LLAMA OUT --scheme NVFP5", ["NVFP5", "NVFP4A16"]),
+        ("quantize LLAMA OUT --scheme NVFP5", ["NVFP5", "did you mean NVFP4"]),
         ("quantize LLAMA OUT --scheme FP8_DYNAMIC --observer mimax", ["mimax", "minmax"]),
         ("quantize LLAMA OUT --scheme FP8 --calibration BROKEN", ["BROKEN:2", "JSON"]),
         ("quantize LLAMA OUT --scheme FP8 --calibration MISSING", ["MISSING"]),

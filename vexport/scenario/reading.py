@@ -103,10 +103,8 @@ def read_scenario(path: Path) -> Scenario:
     Paths in the file are relative to the file's folder. Raises InputErrors with all problems, each
     with the path of its key.
     """
-    if path.name == RECIPE:
-        content = read_json_object(path).get("scenario")
-    else:
-        content = _yaml_of_scenario(path)
+    is_recipe = path.name == RECIPE
+    content = read_json_object(path).get("scenario") if is_recipe else _yaml_of_scenario(path)
     with problems_at(str(path)):
         scenario = Scenario.model_validate(content)
     return _absolute(scenario, path.parent)
