@@ -1,13 +1,14 @@
 """Output of `plan` and `quantize`, and the recipe in a checkpoint."""
 
 import json
+import re
 from importlib.resources import files
 from pathlib import Path
 
 import jsonschema
 import pytest
 
-from tests.command import vexport
+from tests.command import ROOT, vexport
 from tests.texts import assert_contains
 from vexport.checkpoint.index import read_index
 from vexport.formats.schemes import scheme_names
@@ -258,3 +259,16 @@ def test_need_of_text_has_one_wording(llama: Path) -> None:
         assert all(f"  {use}  " in row for row in of_scheme), of_scheme
         plan = vexport("plan", llama, "--scheme", scheme).stdout
         assert f"calibration  {use}" in plan
+
+
+@pytest.mark.parametrize("document", ["README.md", "vexport/docs/schemes.md"])
+@pytest.mark.parametrize("gpu", ["A100", "L40S", "H100", "B200"])
+def test_documents_recommend_as_plan(document: str, gpu: str, llama: Path) -> None:
+    ran = vexport("plan", llama, "--gpu", gpu, "--format", "json")
+    found = json.loads(ran.stdout)["gpu"]
+    rows = (ROOT / document).read_text(encoding="utf-8").splitlines()
+    (row,) = (row for row in rows if re.match(rf"\| .*SM {found['sm']}\b.*\| `", row))
+    cells = row.split("|")[2:4]
+    for cell, choice in zip(cells, found["recommended"], strict=True):
+        assert cell.strip().startswith(f"`{choice['scheme']}`")
+        assert cell.count("`") == 2
