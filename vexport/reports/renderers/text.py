@@ -269,5 +269,7 @@ def _kind(kind: Folded, width: int) -> Iterator[RenderableType]:
 def _finding(finding: Finding, width: int) -> RenderableType:
     check = f"[{finding.check}]".replace(" ", _KEPT_SPACE)
     head = _wrapped(f"{finding.where}  {check}", width, f"{finding.severity}  ")
-    rows = [("got", finding.got), ("need", finding.expected), ("do", finding.fix)]
+    # Without a need, the first row is a sentence of its own and gets no label.
+    label = "got" if finding.expected else ""
+    rows = [(label, finding.got), ("need", finding.expected), ("do", finding.fix)]
     return Group(head, _aligned([row for row in rows if row[1]], width, indent=2))
