@@ -2,6 +2,7 @@
 
 import pytest
 
+from vexport.cli.base import progress_display
 from vexport.quantize.time_left import COST, OVERALL, OverallProgress, Step
 from vexport.records.calibration import GRADIENTS, ROUND
 
@@ -74,3 +75,16 @@ def test_work_done_once_is_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert recorded.overall[-1] == (320, 320 + 10 * 20)
     recorded.after(10, ROUND, 2, 11)
     assert recorded.overall[-1] == (330, 330 + 9 * 10)
+
+
+def test_steps_of_no_time_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All layers of a tiny model take less than half a second."""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: False)
+    with progress_display(quiet=False) as show:
+        progress = OverallProgress(STEPS, show)
+        for step in STEPS:
+            progress(step.name, 0, 1)
+            progress(step.name, 1, 1)
+    assert "calibrate: done in 0.0 s" in capsys.readouterr().err

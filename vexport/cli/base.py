@@ -301,6 +301,7 @@ def progress_display(*, quiet: bool, reads: Sequence[str] = ()) -> Iterator[OnPr
 def pause(on_progress: OnProgress) -> None:
     """Take the bars of a progress display off the terminal, so that a command can print output."""
     if isinstance(on_progress, Display):
+        on_progress.end_first_stage()
         on_progress.pause()
 
 
@@ -505,4 +506,4 @@ def _step(stage: str) -> str:
 
 def _share(name: str, done: int, total: int) -> str:
     """Return the progress of a stage: a share for seconds, or else the number of its parts."""
-    return f"{done / total:.0%}" if name.endswith(SECONDS) else f"{done} of {total}"
+    return f"{done / max(total, 1):.0%}" if name.endswith(SECONDS) else f"{done} of {total}"

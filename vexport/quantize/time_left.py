@@ -95,7 +95,8 @@ class OverallProgress:
             for name in self._names[number + 1 :]
         )
         is_end = point.done == total and number == len(self._names) - 1
-        done = round(elapsed)
+        # At least a second, because a share of zero seconds is not defined.
+        done = max(1, round(elapsed))
         expected = max(done + 1, round(elapsed + left_of_step + left_after_step))
         layer = min(point.done + 1, total)
         words = f"{WORDS[stage]} {layer:,} of {total:,}"
