@@ -4,6 +4,8 @@ import json
 import os
 import pty
 import re
+import subprocess
+import sys
 from collections import Counter
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -299,3 +301,12 @@ def test_unknown_scheme_is_short(llama: Path) -> None:
 def test_list_names_group_sizes() -> None:
     words = " ".join(vexport("list", "schemes").stdout.split())
     assert "W4A16_G64 and W4A16_CHANNEL" in words
+
+
+def test_completion_after_unknown_command_has_no_error() -> None:
+    words = {"COMP_WORDS": "vexport foo ", "COMP_CWORD": "2", "_VEXPORT_COMPLETE": "bash_complete"}
+    code = "import sys; from vexport.cli import main; sys.argv = ['vexport']; main()"
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **words}, capture_output=True, text=True
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")

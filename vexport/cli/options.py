@@ -159,7 +159,8 @@ class OrderedGroup(click.Group):
         Raises UsageError, with the nearest name, if there is no such command.
         """
         name = args[0]
-        if name not in self.places and not name.startswith("-"):
+        is_mistake = name not in self.places and not name.startswith("-")
+        if is_mistake and not ctx.resilient_parsing:  # which shells use for completion
             ctx.fail(f"No such command {clip(repr(name), 100)}.{did_you_mean(name, self.places)}")
         return super().resolve_command(ctx, args)
 
