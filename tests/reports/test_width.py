@@ -16,6 +16,7 @@ from vexport.cli.scenario import report as command
 from vexport.files import to_json
 from vexport.records import CheckReport, Finding
 from vexport.reports import catalog, render
+from vexport.reports import document as doc
 from vexport.reports.checkpoints import check_documents
 from vexport.reports.renderers import text
 from vexport.reports.renderers.text import MAX_WIDTH, WIDTH
@@ -118,3 +119,12 @@ def printed_width(folder: Path, columns: int) -> int:
         output += chunk
     os.waitpid(pid, 0)
     return max(len(line) for line in output.decode().splitlines())
+
+
+def test_paragraph_keeps_words_whole() -> None:
+    path = "/home/" + "a" * 100
+    parts = (doc.Paragraph(f"see {path}"), doc.Paragraph("many words " * 20, style="warning"))
+    lines = text.render([doc.Document(title="t", parts=parts)], 60).splitlines()
+    assert path in lines
+    indents = [line.startswith(" " * len("warning  ")) for line in lines if "words" in line]
+    assert indents == [False, *[True] * (len(indents) - 1)]

@@ -32,9 +32,9 @@ _MAX_TEXT = 1000
 # Parts of a text that stay on one line: shapes (`[128, 1]`), numbers with their units, and names
 # with their numbers (`SM 90`, `group_size 128`).
 _KEPT_TOGETHER = re.compile(
-    r"\[\d[\d, ]*\]|\b\d+ x \d+\b"
+    r"\[\d[\d, ]{0,28}\]|\b\d+ x \d+\b"
     r"|(?<![\w.])\d[\d.,]* (?:B|[kMGTP]B|GiB|dB|bits?|nats|points?|%|s|min|h)(?!\w)"
-    r"|\b(?:SM|TP|sm|tp|vLLM|\w+_\w+) \d"
+    r"|\b(?:SM|TP|sm|tp|vLLM|[^\W_]+(?:_[^\W_]+)+) \d"
 )
 # Stands for a space inside such a part until the text is printed.
 _KEPT_SPACE = "\ue000"
@@ -57,7 +57,8 @@ def render(documents: Sequence[doc.Document], width: int = WIDTH) -> str:
     with console.capture() as capture:
         for document in documents:
             for block in _document(document, width):
-                console.print(block, crop=False)
+                # Outside a group, rich breaks long words of a text in spite of its settings.
+                console.print(Group(block), crop=False)
                 console.print()
     printed = capture.get().replace(_KEPT_SPACE, " ")
     return "\n".join(line.rstrip() for line in printed.splitlines()).rstrip() + "\n"
@@ -70,20 +71,20 @@ def harmless(text: str) -> Text:
 
 def _printable(text: str) -> str:
     """Return clipped text without escape sequences, in which some spaces are no line breaks."""
-    return _KEPT_TOGETHER.sub(
-        lambda match: match[0].replace(" ", _KEPT_SPACE), visible(clip(text, _MAX_TEXT))
-    )
+    clipped = visible(clip(text, _MAX_TEXT)).replace(_KEPT_SPACE, "\N{REPLACEMENT CHARACTER}")
+    return _KEPT_TOGETHER.sub(lambda match: match[0].replace(" ", _KEPT_SPACE), clipped)
 
 
-def _wrapped(text: str, width: int, start: str = "") -> Text:
-    """Return a text with `start` in front, in lines of at most `width` columns.
+def _wrapped(text: str, width: int, start: str = "", end: str = "") -> Text:
+    """Return a text between `start` and `end`, in lines of at most `width` columns.
 
     All lines are indented as far as the first. A word is never broken, because users copy paths and
-    names: a longer word makes its line longer.
+    names: a longer word makes its line longer. `end` is not broken either.
     """
+    printed = _printable(text) + end.replace(" ", _KEPT_SPACE)
     lines = [start]
     is_first = True
-    for word in re.findall(r"\s*\S+", _printable(text)):
+    for word in re.findall(r"\s*\S+", printed):
         if not is_first and cell_len(lines[-1] + word) > width:
             lines.append(" " * cell_len(start))
             word = word.lstrip()
@@ -139,18 +140,19 @@ def _section(section: doc.Section, width: int) -> Iterator[RenderableType]:
 
 
 def _table(table: doc.Table, width: int) -> Iterator[RenderableType]:
-    titles = [harmless(column.title) for column in table.columns]
-    rows = [
+    texts = [
         [
-            harmless(f"{cell.text} ({cell.note})" if column.noted and cell.note else cell.text)
+            f"{cell.text} ({cell.note})" if column.noted and cell.note else cell.text
             for column, cell in zip(table.columns, row, strict=True)
         ]
         for row in table.rows
     ]
+    titles = [harmless(column.title) for column in table.columns]
+    rows = [[harmless(text) for text in row] for row in texts]
     widths = _column_widths(table.columns, [titles, *rows], width)
     if widths is None:
-        for row in rows:
-            yield _stacked([title.plain for title in titles], [cell.plain for cell in row], width)
+        for row in texts:
+            yield _stacked([column.title for column in table.columns], row, width)
     else:
         yield _grid(table.columns, titles, rows, widths)
     if table.caption:
@@ -253,8 +255,10 @@ def _kind(kind: Folded, width: int) -> Iterator[RenderableType]:
         return
     rows = []
     for other in kind.follow[:MAX_FOLLOWING]:
-        need = f", need {other.first.expected}" if other.first.expected else ""
-        what = f"{other.places}: got {other.first.got}{need}  [{other.first.check}]"
+        first = other.first
+        # Without a need, what was found is a sentence of its own.
+        found = f"got {first.got}, need {first.expected}" if first.expected else first.got
+        what = f"{other.places}: {found}  [{first.check}]"
         rows.append((f"{other.count:,}", what))
     if kind.not_shown:
         rows.append((f"{kind.not_shown:,}", "of other kinds: see --format json (or `check --all`)"))
@@ -267,8 +271,7 @@ def _kind(kind: Folded, width: int) -> Iterator[RenderableType]:
 
 
 def _finding(finding: Finding, width: int) -> RenderableType:
-    check = f"[{finding.check}]".replace(" ", _KEPT_SPACE)
-    head = _wrapped(f"{finding.where}  {check}", width, f"{finding.severity}  ")
+    head = _wrapped(f"{finding.where}  ", width, f"{finding.severity}  ", f"[{finding.check}]")
     # Without a need, the first row is a sentence of its own and gets no label.
     label = "got" if finding.expected else ""
     rows = [(label, finding.got), ("need", finding.expected), ("do", finding.fix)]
