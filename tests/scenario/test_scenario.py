@@ -280,7 +280,10 @@ def test_engine_arguments_without_engine() -> None:
 
 @pytest.mark.parametrize(
     ("name", "text"),
-    [("README.md", "# Title: a\n\nText: b: c\n"), ("config.json", '{"dtype": "bfloat16"}')],
+    [
+        ("README.md", "# Title: a\n\nA text: with keys: and values\n"),
+        ("config.json", '{"dtype": "bfloat16"}'),
+    ],
 )
 def test_other_file_is_no_scenario(name: str, text: str, tmp_path: Path) -> None:
     file = tmp_path / name

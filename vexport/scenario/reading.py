@@ -48,6 +48,8 @@ _SECTIONS: Mapping[str, type[BaseModel]] = {
 
 # Keys that a file needs to count as a scenario if it is not named like YAML.
 _REQUIRED = ("source", "rules")
+# Scenarios are shorter. A file of another kind may be large.
+_MOST_CHARACTERS = 100_000
 
 
 @contextmanager
@@ -116,11 +118,11 @@ def _yaml_of_scenario(path: Path) -> object:
     Raises InputError if the file cannot be read. If the path is a folder, or a file such as
     README.md or config.json, the error says that it is no scenario.
     """
-    is_named_yaml = path.suffix in (".yaml", ".yml")
+    is_named_yaml = path.suffix.lower() in (".yaml", ".yml")
     try:
         content = load_yaml(path, "a scenario")
     except InputError:
-        if is_named_yaml or not path.exists():
+        if is_named_yaml or not path.exists() or _looks_like_scenario(path):
             raise
         content = None
     is_scenario_like = isinstance(content, dict) and not content.keys().isdisjoint(_REQUIRED)
@@ -132,6 +134,19 @@ def _yaml_of_scenario(path: Path) -> object:
             fix="give a scenario such as demo-nvfp4.yaml, which `vexport demo` writes",
         ) from None
     return content
+
+
+def _looks_like_scenario(path: Path) -> bool:
+    """Return True if an unreadable file begins with a key of YAML, or cannot be opened."""
+    if not path.is_file():
+        return False
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            text = file.read(_MOST_CHARACTERS)
+    except OSError:
+        return True
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
+    return bool(lines) and re.match(r"\w+\s*:", lines[0]) is not None
 
 
 def _absolute(scenario: Scenario, folder: Path) -> Scenario:
