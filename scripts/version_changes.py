@@ -74,11 +74,21 @@ def without_open_parts(pinned: Mapping[str, Any] | None, new: Mapping[str, Any])
     """
     if pinned is None:
         return new
-    stated = values_by_name(pinned["rows"])
+    stated, found = values_by_name(pinned["rows"]), values_by_name(new["rows"])
     merged: dict[str, list[dict[str, Any]]] = {}
-    for name, rows in values_by_name(new["rows"]).items():
-        before = [*stated.get(name, []), *({} for _ in rows)]
-        merged[name] = [filled(values, before[index]) for index, values in enumerate(rows)]
+    rows: list[dict[str, Any]] = []
+    for row in new["rows"]:
+        names_by_values: dict[str, list[str]] = {}
+        for name in row["names"]:
+            values = {key: value for key, value in row.items() if key != "names"}
+            before = stated.get(name, [])
+            number = len(merged.setdefault(name, []))
+            # Rows of a tensor are paired by their order, which is only safe for as many rows.
+            if len(before) == len(found[name]):
+                values = filled(values, before[number])
+            merged[name].append(values)
+            names_by_values.setdefault(json.dumps(values), []).append(name)
+        rows += [{"names": names, **json.loads(text)} for text, names in names_by_values.items()]
     defaults = {**pinned.get("defaults", {}), **new.get("defaults", {})}
     others = {key: value for key, value in new.items() if key not in ("rows", "defaults")}
     is_same = merged == stated and {**others, "defaults": defaults} == {
@@ -87,17 +97,7 @@ def without_open_parts(pinned: Mapping[str, Any] | None, new: Mapping[str, Any])
     }
     if is_same:
         return pinned
-    names_by_values: dict[str, list[str]] = {}
-    for name, each in merged.items():
-        for values in each:
-            names_by_values.setdefault(json.dumps(values), []).append(name)
-    entry = {
-        **others,
-        "rows": [
-            {"names": names, **json.loads(values)} for values, names in names_by_values.items()
-        ],
-        "defaults": defaults,
-    }
+    entry = {**others, "rows": rows, "defaults": defaults}
     return {key: value for key, value in entry.items() if value}
 
 
