@@ -1,7 +1,8 @@
 """Find responses that do not count: cut before their end, empty, or without an answer.
 
 A response is the text that the model generates for a document. The answer is the part that the
-task's filter extracts from it. A response is lost if its score is 0 and one of these is true:
+task's filter extracts from it. A response is lost if it is not correct (its score is 0, or
+above 0 for a metric whose lower values are better) and one of these is true:
 - It was cut. Either the engine or server stopped it at its maximum length (`finish_reason` length),
   or the model never ended its thinking.
 - It is empty.
@@ -164,7 +165,10 @@ def _is_literal(responses: Sequence[str], filtered: Sequence[str]) -> bool:
 def count_answers(
     endings: Sequence[Ending], scores: Scores, *, sign: int, alpha: float
 ) -> AnswerCounts:
-    """Count a model's responses with a score of 0 by how they ended, and its lost responses."""
+    """Count a model's incorrect responses by how they ended, and its lost responses.
+
+    `sign` is 1 if higher scores are better, else -1.
+    """
     is_right = scores > 0 if sign > 0 else scores <= 0
     pairs = zip(endings, is_right, strict=True)
     states = np.array(["" if right else ending.state for ending, right in pairs])

@@ -304,7 +304,7 @@ def _in_shares(unit: Unit | None, baseline: float, candidate: float) -> bool:
 class AnswerCounts:
     """Numbers of a model's responses, counted by how they ended.
 
-    Only responses with a score of 0 are in `cut`, `empty` and `unparsed`. A `cut` response reached
+    Only incorrect responses are in `cut`, `empty` and `unparsed`. A `cut` response reached
     the maximum length, an `empty` response has no text, and in an `unparsed` response the task's
     filter found nothing. `lost` is the number of these that do not count. `thinking` counts all
     responses that never ended their thinking, whatever their score.

@@ -145,8 +145,7 @@ def _lost_table(verdict: Verdict) -> doc.Section | None:
         return None
     titles = ("Task", "Model", ">Generated", ">Cut", ">Empty", ">Nothing found", ">Do not count")
     caption = (
-        "responses with a score of 0, by how they ended; nothing found: the task's filter found "
-        "no answer"
+        "incorrect responses, by how they ended; nothing found: the task's filter found no answer"
     )
     return doc.Section("Responses that were cut or are empty", (table(titles, rows, caption),))
 
