@@ -192,7 +192,7 @@ def test_check_loads_no_torch() -> None:
     others = (
         "checkpoint.hub",
         "outputs.resumable",
-        "reports.ci",
+        "reports.renderers.ci",
     )
     assert not loaded & {f"vexport.{name}" for name in others}
 

@@ -225,7 +225,7 @@ def _unfitting_errors(plans: Iterable[Plan], fitting: Collection[str]) -> list[I
     return [
         InputError(
             name,
-            got=f"no candidate that fits ({note.got})",
+            got=f"no candidate fits: {note.got}",
             need=note.expected,
             fix="add keep to the candidates, or use on_unsupported_shape: keep",
         )
