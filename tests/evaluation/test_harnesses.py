@@ -142,8 +142,6 @@ def test_seeds_that_would_decide(tmp_path: Path) -> None:
         write_json_lines(tmp_path / "base", base), write_json_lines(tmp_path / "new", new)
     )
     assert ran.code == 3
-    assert ran.errors == []
-    assert "INCONCLUSIVE" in ran.stderr
     assert json.loads(ran.stdout)["tasks"][0]["documents_needed"] > 30
     assert "seeds" in json.loads(ran.stdout)["reason"]
 

@@ -162,7 +162,7 @@ def _print_failure(error: BaseException) -> int:
     if isinstance(error, InputErrors | EnvironmentFaults):
         return _print_errors([str(problem) for problem in error.problems], error.exit_code)
     problem = _as_vexport_error(error)
-    return _print_errors([str(problem)], problem.exit_code, problem.label)
+    return _print_errors([str(problem)], problem.exit_code)
 
 
 def _file_behind(error: click.UsageError) -> str | None:
@@ -188,15 +188,14 @@ def _as_vexport_error(error: BaseException) -> VexportError:
     raise error
 
 
-def _print_errors(messages: Sequence[str], code: int, word: str = "error") -> int:
-    """Print each message as one line on stderr, behind a word and a colon, and return `code`.
+def _print_errors(messages: Sequence[str], code: int) -> int:
+    """Print each message as one line on stderr and return `code`.
 
     Long messages are cut, and control characters are made visible. With --debug the traceback is
     printed first.
     """
     colour = wants_colour(sys.stderr)
-    shade = "red" if word == "error" else "yellow"
-    label = click.style(f"{word}:", fg=shade, bold=True) if colour else f"{word}:"
+    label = click.style("error:", fg="red", bold=True) if colour else "error:"
     lines = [f"{label} {visible(clip(message, MAX_CHARACTERS))}" for message in messages]
     if len(messages) > MAX_LINES:
         more = f"{label} {len(messages) - MAX_LINES:,} more problems like these"

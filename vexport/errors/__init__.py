@@ -79,8 +79,6 @@ class VexportError(Exception):
     """
 
     exit_code = 2
-    # Word in front of the printed line.
-    label = "error"
 
     def __init__(self, where: str, *, got: str, need: str, fix: str) -> None:
         self.where, self.got, self.need, self.fix = where, got, need, fix
@@ -122,7 +120,6 @@ class Inconclusive(VexportError):
     """Evidence that does not settle the question (exit 3)."""
 
     exit_code = 3
-    label = "note"
 
 
 class EnvironmentFault(VexportError):
