@@ -81,7 +81,7 @@ def _wrapped(text: str, width: int, start: str = "", end: str = "") -> Text:
     All lines are indented as far as the first. A word is never broken, because users copy paths and
     names: a longer word makes its line longer. `end` is not broken either.
     """
-    printed = _printable(text) + end.replace(" ", _KEPT_SPACE)
+    printed = _printable(text) + _printable(end).replace(" ", _KEPT_SPACE)
     lines = [start]
     is_first = True
     for word in re.findall(r"\s*\S+", printed):
