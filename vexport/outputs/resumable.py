@@ -151,7 +151,7 @@ def resumable_directory(
         continued = before == input_digest
         if before:
             note(
-                "resumes where it was interrupted"
+                "resumes after the last layer or step that the interrupted call finished"
                 if continued
                 else "starts again: its inputs have changed"
             )

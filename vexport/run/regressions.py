@@ -455,6 +455,7 @@ def _advice(steps: Sequence[_Step]) -> tuple[str, str]:
     if not is_same_checkpoint:
         return (
             "",
-            f"The checkpoint changed: the report of {shown.point.row.folder} looks for the cause.",
+            f"The checkpoint changed: the report of {shown.point.row.folder} has the cause, unless "
+            "its baseline is an accepted file, which has no weights to compare with.",
         )
     return "", "Neither vLLM nor the checkpoint changed: compare the settings of both runs."
