@@ -103,22 +103,30 @@ class ExistingResults(AnswerSource):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSource(AnswerSource):
-    """A checkpoint that vLLM runs on this machine, in one start of the engine.
+class RunningModel(AnswerSource):
+    """A model that runs and returns responses.
 
-    `role` names the model in progress and errors. The baseline has the role `BASELINE`. `arguments`
-    are vLLM's arguments for this model.
+    `role` names the model in progress and errors. The baseline has the role `BASELINE`.
     """
 
     role: str
-    checkpoint: Path
     options: EngineOptions
-    arguments: EngineArguments
 
     @property
     def is_baseline(self) -> bool:
         """Return True if other models are compared with this model."""
         return self.role == BASELINE
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSource(RunningModel):
+    """A checkpoint that vLLM runs on this machine, in one start of the engine.
+
+    `arguments` are vLLM's arguments for this model.
+    """
+
+    checkpoint: Path
+    arguments: EngineArguments
 
     def ask(self, questions: Questions, folder: Path) -> Answers:
         """Start vLLM, and run the fixed prompts and the tasks or the text."""
@@ -245,7 +253,7 @@ def _identity(started: SessionRequest) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EndpointSource(AnswerSource):
+class EndpointSource(RunningModel):
     """A model that a server serves at an address.
 
     `tokenizer` is the folder of the tokenizer for the prompts. The tokenizer's code runs only with
@@ -253,16 +261,9 @@ class EndpointSource(AnswerSource):
     may change.
     """
 
-    role: str
     url: str
     tokenizer: Path
-    options: EngineOptions
     trust_tokenizer: bool = False
-
-    @property
-    def is_baseline(self) -> bool:
-        """Return True if other models are compared with this model."""
-        return self.role == BASELINE
 
     def ask(self, questions: Questions, folder: Path) -> Answers:
         """Send the tasks or the text to the server, and return its responses."""
