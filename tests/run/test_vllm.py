@@ -89,8 +89,12 @@ def kill_while_answering(scenario: Path, folder: Path) -> int:
             assert process.poll() is None, "the run ended before it was killed"
             time.sleep(0.1)
         process.kill()
-    time.sleep(1)  # until the run's engine has ended
-    return answers_in(folder / "eval" / "baseline")
+    # The engine ends after the run. Until then, it may store more answers.
+    count = -1
+    while count != answers_in(folder / "eval" / "baseline"):
+        count = answers_in(folder / "eval" / "baseline")
+        time.sleep(2)
+    return count
 
 
 def test_demo_passes_and_resumes(tmp_path: Path) -> None:
@@ -99,7 +103,9 @@ def test_demo_passes_and_resumes(tmp_path: Path) -> None:
     ran = run(scenario, folder)
     assert ran.code == 0, ran.stderr
     log = (folder / "eval" / "baseline" / "vllm.log").read_text()
-    assert f"{held} of {2 * LIMIT} responses are kept" in log
+    # vLLM generates text for two tasks first. A slow kill also stores scores of the other two.
+    generated = min(held, 2 * LIMIT)
+    assert f"{generated} of {2 * LIMIT} responses are kept" in log
     assert not list(folder.glob("eval/*/answers-*"))
     assert ran.stdout.startswith("PASS on CPU, emulated  demo-nvfp4\n")
     assert_contains(ran.stdout, "All 4 tasks", "2 points")
