@@ -8,7 +8,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -27,6 +26,7 @@ from vexport.records import (
     OnProgress,
     silent,
 )
+from vexport.records.pace import Pace
 from vexport.records.values import COMPILATION, PROGRESS_STEP, SECONDS, join_limited
 
 if TYPE_CHECKING:
@@ -305,61 +305,30 @@ def pause(on_progress: OnProgress) -> None:
         on_progress.pause()
 
 
-@dataclass(slots=True, kw_only=True)
-class _Pace:
-    """Speed of a stage: its begin, and the end of its first step, with the steps done by then.
-
-    `paused` is the number of seconds in which kernels were compiled, which happens only once.
-    """
-
-    begun: float
-    done_at_begin: int
-    first_end: float | None = None
-    done_at_first_end: int = 0
-    paused: float = 0.0
-
-    def seconds_left(self, now: float, done: int, total: int) -> float | None:
-        """Return the estimated seconds until the end, or None before the first step.
-
-        The estimate uses the mean speed of the whole stage, because layers differ in duration. The
-        first step counts only while it is the only step: it includes work that is done only once.
-        """
-        working = now - self.paused
-        if done <= self.done_at_begin:
-            return None
-        if self.first_end is None:
-            self.first_end = working
-            self.done_at_first_end = done
-        if done > self.done_at_first_end:
-            new = done - self.done_at_first_end
-            return (working - self.first_end) / new * (total - done)
-        return (working - self.begun) / (done - self.done_at_begin) * (total - done)
-
-
 class Display(ABC):
     """Progress callback that shows the progress to a person."""
 
     def __init__(self) -> None:
         self._first_stage: str | None = None
-        self._paces: dict[str, _Pace] = {}
-        self._compiles_since: float | None = None
+        self._paces: dict[str, Pace] = {}
+        self._compiling_seconds = 0.0
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         """Show the progress of a stage. The first stage, which `begin` started, ends before."""
         self.end_first_stage()
-        if stage.endswith(COMPILATION):
-            self._note_compilation(is_end=done >= total)
+        if stage.endswith(COMPILATION) and done:
+            self._exclude_compilation(done)
         self._show(stage, done, total)
 
-    def _note_compilation(self, *, is_end: bool) -> None:
-        """Exclude the time of a compilation, when it has ended, from the speed of all stages."""
+    def _exclude_compilation(self, seconds: float) -> None:
+        """Exclude compilations from the speed of running stages. `seconds` is the sum of all.
+
+        A stage that began during a compilation excludes only the time after its begin.
+        """
         now = time.monotonic()
-        if not is_end:
-            self._compiles_since = now
-        elif self._compiles_since is not None:
-            for pace in self._paces.values():
-                pace.paused += now - self._compiles_since
-            self._compiles_since = None
+        for pace in self._paces.values():
+            pace.pause(min(seconds - self._compiling_seconds, now - pace.begun))
+        self._compiling_seconds = seconds
 
     def _left(self, name: str, now: float, done: int, total: int) -> float | None:
         """Return the estimated seconds until the end of a stage, or None if they are unknown."""
@@ -414,15 +383,16 @@ class BarDisplay(Display):
         self.bars.start()
         if name not in self._tasks:
             self._tasks[name] = self.bars.add_task("", total=total, left="", done="")
-            self._paces[name] = _Pace(begun=now, done_at_begin=done)
+            self._paces[name] = Pace(begun=now, done_at_begin=done)
+        share = self._paces[name].share(done, total)
         seconds = self._left(name, now, done, total)
         left = f"{timedelta(seconds=round(seconds))} left" if seconds else ""
         self.bars.update(
             self._tasks[name],
             description=_title(stage),
-            completed=min(done, total),
+            completed=share * total,
             total=total,
-            done=_share(name, done, total) if name.endswith(SECONDS) else f"{done}/{total}",
+            done=f"{share:.0%}" if name.endswith(SECONDS) else _parts(name, done, total),
             left=", ".join(filter(None, (left, _step(stage)))) if done < total else "",
         )
 
@@ -455,12 +425,14 @@ class PlainDisplay(Display):
         name = _stage_name(stage)
         is_first = name not in self._paces
         is_end = done >= total
-        pace = self._paces.setdefault(name, _Pace(begun=now, done_at_begin=done))
+        pace = self._paces.setdefault(name, Pace(begun=now, done_at_begin=done))
         if name in self._shown:  # it has ended
             return
         seconds = self._left(name, now, done, total)
         left = f"{seconds:.0f} s left" if seconds else ""
-        progress = ", ".join(filter(None, (_share(name, done, total), left, _step(stage))))
+        share = pace.share(done, total)
+        shown = f"{share:.0%}" if name.endswith(SECONDS) else f"{done} of {total}"
+        progress = ", ".join(filter(None, (shown, left, _step(stage))))
         detail = stage if PROGRESS_DETAIL in stage else ""
         title = _title(stage)
         if is_first and is_end:  # an event without a duration
@@ -504,6 +476,6 @@ def _step(stage: str) -> str:
     return f"now {step}" if step else ""
 
 
-def _share(name: str, done: int, total: int) -> str:
-    """Return the progress of a stage: a share for seconds, or else the number of its parts."""
-    return f"{done / max(total, 1):.0%}" if name.endswith(SECONDS) else f"{done} of {total}"
+def _parts(name: str, done: int, total: int) -> str:
+    """Return the finished parts of a stage and their number. A compilation has no parts."""
+    return "" if name.endswith(COMPILATION) else f"{done}/{total}"

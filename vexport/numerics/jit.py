@@ -183,8 +183,8 @@ class Compilation(event.Listener):  # type: ignore[misc]
 
     def __init__(self, on_progress: OnProgress) -> None:
         self._on_progress = on_progress
-        self._begun = self._ended = False
-        self._seconds = 0.0
+        self._begun = False
+        self._seconds = self._reported = 0.0
         # Numba compiles the kernels that a kernel calls within its own compilation. A lock of numba
         # keeps other threads from compiling at the same time.
         self._depth = 0
@@ -204,16 +204,20 @@ class Compilation(event.Listener):  # type: ignore[misc]
             self._on_progress(COMPILATION, 0, 1)
 
     def on_end(self, event: event.Event) -> None:
-        """Add the seconds of a compilation. The stage does not end: other kernels may follow."""
+        """Add the seconds of a compilation, which `on_progress` reports later."""
         self._depth -= 1
         if self._depth == 0:
             self._seconds += time.monotonic() - self._started
 
     def on_progress(self, stage: str, done: int, total: int) -> None:
-        """Report the progress of another stage, which ends the compilation."""
-        if self._begun and not self._ended:
-            self._ended = True
-            self._on_progress(COMPILATION, 1, 1)
+        """Report the progress of another stage, and before it the seconds of new compilations.
+
+        The stage of the compilation ends at the first of these reports.
+        """
+        if self._seconds > self._reported:
+            self._reported = self._seconds
+            seconds = max(1, round(self._seconds))
+            self._on_progress(COMPILATION, seconds, seconds)
         self._on_progress(stage, done, total)
 
 

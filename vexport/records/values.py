@@ -18,7 +18,8 @@ PROGRESS_STEP = ": step "
 # End of the name of a stage that reports elapsed seconds and expected seconds. Displays show a
 # share and the time left.
 SECONDS = " (seconds)"
-# Name of the stage in which kernels are compiled. The time left of other stages excludes it.
+# Name of the stage in which kernels are compiled. Reports after the first have the seconds of all
+# compilations until then, both as done and as total. The time left of other stages excludes them.
 COMPILATION = "compile kernels (only once)"
 
 
