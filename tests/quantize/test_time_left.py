@@ -3,10 +3,10 @@
 import pytest
 
 from vexport.cli.base import progress_display
-from vexport.quantize.time_left import COST, OVERALL, OverallProgress, Step
+from vexport.quantize.time_left import OVERALL, OverallProgress, Step
 from vexport.records.calibration import GRADIENTS, ROUND
 
-STEPS = (Step(name=GRADIENTS, tokens=1000), Step(name=ROUND, tokens=4000))
+STEPS = (Step(name=GRADIENTS, work=1000), Step(name=ROUND, work=4000))
 
 
 class Recorded:
@@ -35,11 +35,37 @@ class Recorded:
 
 
 def test_seconds_left_follow_the_first_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four passes go forward. The head and four passes back each take as long as three of them."""
     recorded = Recorded(monkeypatch)
-    recorded.after(0, GRADIENTS, 0, 10)
-    recorded.after(5, GRADIENTS, 1, 10)
-    expected = 50 + 50 * 4 * COST[ROUND] / COST[GRADIENTS]
-    assert recorded.overall == [(0, 1), (5, pytest.approx(expected, abs=1))]
+    recorded.after(0, GRADIENTS, 0, 9)
+    recorded.after(5, GRADIENTS, 1, 9)
+    gradients = 5 * (4 + 3 * 5)
+    assert recorded.overall == [(0, 1), (5, gradients + 4 * gradients)]
+
+
+def test_share_never_decreases(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes back and layers take longer than expected."""
+    recorded = Recorded(monkeypatch)
+    recorded.after(0, GRADIENTS, 0, 9)
+    for done in range(1, 10):
+        recorded.after(1 if done <= 4 else 20, GRADIENTS, done, 9)
+    recorded.after(0, ROUND, 0, 8)
+    for done in range(1, 9):
+        recorded.after(50 * done, ROUND, done, 8)
+    shares = [done / total for done, total in recorded.overall]
+    rounding = 0.005  # seconds are whole numbers
+    assert all(now >= before - rounding for before, now in zip(shares, shares[1:], strict=False))
+    assert shares[-1] == 1
+    assert max(shares[:-1]) < 1
+
+
+def test_more_time_left_is_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded = Recorded(monkeypatch)
+    recorded.after(0, ROUND, 0, 4)
+    recorded.after(10, ROUND, 1, 4)
+    recorded.after(100, ROUND, 2, 4)
+    before, after = (total - done for done, total in recorded.overall[1:])
+    assert (before, after) == (30, 200)
 
 
 def test_last_step_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
 from vexport.checkpoint.index import SourceIndex
 from vexport.errors.extras import require_extra
@@ -14,6 +14,7 @@ from vexport.formats.packing.base import Array
 from vexport.formats.plan import FusionGroup, Plan
 from vexport.numerics.ranks import on_first, rank_and_size
 from vexport.outputs.manifest import record as record_file
+from vexport.plan.duration import calibration_work, cpu_duration_line
 from vexport.plan.rules import (
     SMOOTHING_ROWS,
     WEIGHING_ROWS,
@@ -32,6 +33,13 @@ if TYPE_CHECKING:
     from vexport.calibration.walk import LayerWalk
 
 LOG = logging.getLogger(__name__)
+
+
+class _Size(TypedDict):
+    """Size of calibration samples, as keywords of the functions that estimate a duration."""
+
+    samples: int
+    seq_len: int
 
 
 class PlanText:
@@ -91,15 +99,29 @@ class PlanText:
         if len(steps) > 1:
             self.on_progress = OverallProgress(steps, self.on_progress, compiling_seconds)
 
+    def note_duration(self) -> None:
+        """Print a note with the expected time, if calibrating on the CPU will take long."""
+        if rank_and_size() == (0, 1) and self._device.startswith("cpu"):
+            line = cpu_duration_line(self.plan, **self._size)
+            if line is not None:
+                LOG.info("note: %s", line)
+
+    @property
+    def _size(self) -> _Size:
+        """Return the number of samples, and their mean number of tokens."""
+        samples = len(self.samples.rows)
+        return {"samples": samples, "seq_len": -(-self.samples.tokens // samples)}
+
     def _steps(self) -> Iterator[Step]:
         """Yield the steps that calibrating and rounding will take on this rank, in their order."""
-        tokens_of_rank = self.samples.tokens // rank_and_size()[1]
+        work = calibration_work(self.plan, **self._size)
+        ranks = rank_and_size()[1]
         if self._smoothed_groups(()) or self._weighs_tokens:
-            yield Step(name=GRADIENTS, tokens=self._gradient_samples.tokens)
+            yield Step(name=GRADIENTS, work=work[GRADIENTS])
         if needs_rounding(self.plan):
-            yield Step(name=ROUND, tokens=tokens_of_rank)
+            yield Step(name=ROUND, work=work[ROUND] / ranks)
         elif statistics_need(self.plan):
-            yield Step(name=CALIBRATE, tokens=tokens_of_rank)
+            yield Step(name=CALIBRATE, work=work[CALIBRATE] / ranks)
 
     def calibrated(self, folder: Path) -> CalibrationRecord:
         """Return the statistics before rounding. Read them from `folder` if an earlier call stored

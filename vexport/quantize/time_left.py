@@ -1,8 +1,8 @@
 """Report the progress of all calibration steps together, and the remaining seconds.
 
 Every step reports its finished layers. The remaining time of the step follows from the speed so
-far. The time of later steps is estimated from the same speed. Work that happens only once, such as
-the compilation of kernels, does not count as speed.
+far. The time of later steps follows from the same speed and the expected work of the steps. Work
+that happens only once, such as the compilation of kernels, does not count as speed.
 """
 
 import time
@@ -11,14 +11,12 @@ from dataclasses import dataclass
 
 from vexport.records import OnProgress
 from vexport.records.calibration import CALIBRATE, GRADIENTS, ROUND
+from vexport.records.pace import Pace
 from vexport.records.values import PROGRESS_STEP, SECONDS
 
 OVERALL = f"calibrate{SECONDS}"
-# The assumed time of a token in each step, in passes through a layer. Looking back takes a forward,
-# a second forward and a backward. Calibrating takes a forward. Rounding takes a forward of the
-# source and of the quantized model, and the moments of the inputs. The numbers are used only for
-# steps that have not started: a running step is measured.
-COST = {GRADIENTS: 3.0, CALIBRATE: 1.0, ROUND: 3.0}
+# A pass through a layer towards the input takes a forward and a backward. The head takes both, too.
+BACKWARD = 3.0
 # What each step does at the moment. Gradients take several passes through a layer.
 WORDS: Mapping[str, str] = {
     GRADIENTS: "measuring gradients, pass",
@@ -29,23 +27,29 @@ WORDS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
-    """A step of calibration: the name of its progress, and the number of tokens that it runs."""
+    """A step of calibration: the name of its progress, and its expected work.
+
+    The unit of `work` is the same for all steps. It matters only for steps that have not begun: a
+    running step is measured.
+    """
 
     name: str
-    tokens: int
+    work: float
 
-    @property
-    def work(self) -> float:
-        """Return the expected time of the step, in a unit that all steps share."""
-        return self.tokens * COST[self.name]
+    def share(self, done: int, total: int) -> float:
+        """Return the share of the work after `done` of `total` passes through layers.
+
+        The first half of the passes for gradients goes forward, and the second half backward.
+        """
+        if self.name != GRADIENTS:
+            return done / total
+        forward = total // 2
+        return _passes(done, forward) / _passes(total, forward)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Point:
-    """Number of layers that a step has done at a time, without the time for compilations."""
-
-    at: float
-    done: int
+def _passes(done: int, forward: int) -> float:
+    """Return the time of the first passes, in forward passes."""
+    return min(done, forward) + BACKWARD * max(done - forward, 0)
 
 
 class OverallProgress:
@@ -53,7 +57,7 @@ class OverallProgress:
 
     The steps run in the given order. Steps that an earlier call has finished are not reported. They
     are left out when a later step starts. `compiling_seconds` returns the seconds that the
-    compilation of kernels has taken.
+    compilation of kernels has taken. The share of the seconds that are done never decreases.
     """
 
     def __init__(
@@ -66,10 +70,8 @@ class OverallProgress:
         self._names = list(self._steps)
         self._on_progress = on_progress
         self._compiling_seconds = compiling_seconds
-        self._begun: float | None = None
-        # The points at which each step began, and finished its first layer.
-        self._started = dict[str, _Point]()
-        self._after_first = dict[str, _Point]()
+        self._whole: Pace | None = None
+        self._paces = dict[str, Pace]()
 
     def __call__(self, stage: str, done: int, total: int) -> None:
         """Report a step of calibration as part of all steps. Other stages are passed on."""
@@ -77,36 +79,42 @@ class OverallProgress:
             self._on_progress(stage, done, total)
             return
         now = time.monotonic()
-        point = _Point(at=now - self._compiling_seconds(), done=done)
-        self._started.setdefault(stage, point)
-        if self._begun is None:
-            self._begun = now
+        working = now - self._compiling_seconds()
+        share = self._steps[stage].share(done, total)
+        self._paces.setdefault(stage, Pace(begun=working, done_at_begin=share))
+        if self._whole is None:
+            self._whole = Pace(begun=now)
             self._on_progress(OVERALL, 0, 1)
         if done:
-            self._report(stage, point, total, now - self._begun)
+            elapsed = now - self._whole.begun
+            left = self._seconds_left(stage, working, share)
+            is_end = done == total and stage == self._names[-1]
+            layer = min(done + 1, total)
+            words = f"{WORDS[stage]} {layer:,} of {total:,}"
+            seconds = self._seconds(self._whole, elapsed, left, is_end=is_end)
+            self._on_progress(f"{OVERALL}{PROGRESS_STEP}{words}", *seconds)
 
-    def _report(self, stage: str, point: _Point, total: int, elapsed: float) -> None:
-        """Report the overall progress after at least one layer of the current step."""
-        number = self._names.index(stage)
-        seconds_per_layer = self._seconds_per_layer(stage, point)
-        left_of_step = seconds_per_layer * (total - point.done)
-        left_after_step = sum(
-            seconds_per_layer * total * self._steps[name].work / self._steps[stage].work
-            for name in self._names[number + 1 :]
-        )
-        is_end = point.done == total and number == len(self._names) - 1
-        # At least a second, because a share of zero seconds is not defined.
-        done = max(1, round(elapsed))
-        expected = max(done + 1, round(elapsed + left_of_step + left_after_step))
-        layer = min(point.done + 1, total)
-        words = f"{WORDS[stage]} {layer:,} of {total:,}"
-        self._on_progress(f"{OVERALL}{PROGRESS_STEP}{words}", done, done if is_end else expected)
+    def _seconds_left(self, stage: str, working: float, share: float) -> float:
+        """Return the expected seconds until the end of the last step."""
+        of_step = self._paces[stage].seconds_per_unit(working, share) or 0.0
+        work = self._steps[stage].work
+        later = self._names[self._names.index(stage) + 1 :]
+        of_later = sum(of_step * self._steps[name].work / work for name in later)
+        return of_step * (1 - share) + of_later
 
-    def _seconds_per_layer(self, stage: str, point: _Point) -> float:
-        """Return the mean seconds of a layer, without the first layer if another is done.
+    def _seconds(
+        self, whole: Pace, elapsed: float, left: float, *, is_end: bool
+    ) -> tuple[int, int]:
+        """Return the finished and the expected seconds, in a ratio that never decreases.
 
-        The first layer includes work that is done only once, such as loading compiled kernels.
+        If more time is left than expected before, the finished seconds grow instead. Both are at
+        least 1, because a share of zero seconds is not defined.
         """
-        first = self._after_first.setdefault(stage, point)
-        begun = self._started[stage] if first.done == point.done else first
-        return (point.at - begun.at) / max(point.done - begun.done, 1)
+        if is_end:
+            done = max(1, round(elapsed))
+            return done, done
+        left = max(left, 1.0)
+        share = whole.share(elapsed, elapsed + left)
+        total = max(elapsed + left, left / (1 - share))
+        done = max(1, round(share * total))
+        return done, max(done + 1, round(total))

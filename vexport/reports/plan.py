@@ -19,7 +19,7 @@ from vexport.reports import document as doc
 from vexport.reports.document import facts, table
 from vexport.reports.formatting import count, percent, ratio, size
 from vexport.reports.renderers import text
-from vexport.scenario import Evaluate
+from vexport.scenario import Calibration, Evaluate
 from vexport.scenario.evaluate import SUITES, TYPICAL_DISAGREEMENT
 
 # Maximum lines for kinds of layers, and for kept layers. JSON has everything.
@@ -35,11 +35,14 @@ def render_plan(
     documents: int | None = None,
     *,
     sm: int | None = None,
+    calibration: Calibration | None = None,
+    duration: str | None = None,
 ) -> str:
     """Return the plan as text or JSON (plan.schema.json), with a final newline.
 
     The text includes the number of `documents` that a scenario's evaluation needs, and the next
     command `then`. With `sm`, it also shows how GPUs of that compute capability run the schemes.
+    `calibration` is the text, if the user named it. `duration` is a line about long calibrations.
     """
     if format_ == "json":
         return to_json(plan)
@@ -56,7 +59,8 @@ def render_plan(
         ("KV cache", f"{plan.kv_cache} in {attention}") if plan.kv_cache else None,
         ("runs", _runs_on(plan, sm)) if sm is not None else None,
         ("size", f"{size(plan.source_bytes)} -> {size(plan.output_bytes)} ({share}); {bits}"),
-        ("calibration", text_use(plan.used_schemes, needed=calibration_need(plan) is not None)),
+        ("calibration", _calibration_line(plan, calibration)),
+        ("time", duration) if duration else None,
         ("smoothing", f"inputs, with strength {plan.smoothing:g}") if plan.smoothing else None,
         *(("note", note) for note in _findings(plan.notes)),
         *(("refused", refusal) for refusal in _findings(plan.refusals)),
@@ -68,6 +72,15 @@ def render_plan(
         f"{plan.source}: {plan.architecture}, {count(plan.parameters)} parameters"
     )
     return text.render([doc.Document(title=plan.source, parts=(title, rows), wide=True)])
+
+
+def _calibration_line(plan: Plan, calibration: Calibration | None) -> str:
+    """Return the size of the calibration text, or if there is none, whether the plan needs text."""
+    needed = calibration_need(plan) is not None
+    if calibration is None or not needed:
+        return text_use(plan.used_schemes, needed=needed)
+    size_of_text = f"{count(calibration.samples)} samples of {count(calibration.seq_len)} tokens"
+    return f"{calibration.data}, at most {size_of_text}"
 
 
 def _runs_on(plan: Plan, sm: int) -> str:

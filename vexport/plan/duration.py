@@ -1,0 +1,126 @@
+"""Estimate how long the calibration of a plan takes on the CPU, before it begins.
+
+The estimate is the number of operations of all steps, divided by the measured speed of this
+machine's CPUs (`vexport/numerics/speed.py`).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from vexport.formats.plan import FusionGroup, Plan
+from vexport.plan.rules import FEW_BITS, SMOOTHING_ROWS, WEIGHING_ROWS, needs_rounding
+from vexport.records.calibration import CALIBRATE, GRADIENTS, ROUND
+
+# Operations for a weight that a search for scales and the rounding by columns take, besides the
+# products with the moments of the inputs. They are counted in the float32 products that one core
+# does in the same time. Measured on a Xeon with AVX-512 (one thread, 86 GFLOPS, 6 layers of
+# SmolLM2-135M in W4A16_G64 with 256 tokens): 0.7 s for the 3.5 million weights of a layer. With
+# this number, 2,048 tokens should take 1.28 s for a layer, and took 1.24 s.
+ROUNDING_PER_WEIGHT = 14_000
+# Text for a first try, and the size from which a remedy is worth a line.
+TRIAL_SAMPLES, TRIAL_SEQ_LEN = 16, 256
+LONG_SECONDS = 600.0
+# The speed of this machine is measured only if a machine of this speed would take long.
+SLOW_FLOPS = 2e9
+
+
+def calibration_work(plan: Plan, *, samples: int, seq_len: int) -> Mapping[str, float]:
+    """Return the floating-point operations of each step of calibration, by the step's name.
+
+    The steps are those that the plan may need, in their order.
+    """
+    tokens = samples * seq_len
+    weights = sum(_weights(group) for group in plan.groups)
+    # Embeddings and the output head. They count once, because most small models share them.
+    head = max(plan.parameters - weights, 0)
+    rows = min(samples, SMOOTHING_ROWS if plan.smoothing else WEIGHING_ROWS)
+    # A forward, and later the same forward with a backward, which takes as long.
+    gradients = rows * seq_len * (3 * 2 * weights + 2 * 2 * head)
+    forward = 2 * weights * tokens
+    if not needs_rounding(plan):
+        return {GRADIENTS: gradients, CALIBRATE: forward}
+    rounded = [group for group in plan.groups if group.rounding != "nearest"]
+    streams = 2 if any(group.rounding == "refit" for group in rounded) else 1
+    # Half of the symmetric moments, and the products of both streams in a refit.
+    moments = sum(
+        _columns(group) ** 2 * (3 if group.rounding == "refit" else 1) for group in rounded
+    )
+    rounding = sum(
+        _weights(group) * (ROUNDING_PER_WEIGHT + 2 * streams * _columns(group)) for group in rounded
+    )
+    return {GRADIENTS: gradients, ROUND: streams * forward + moments * tokens + rounding}
+
+
+def calibration_steps(plan: Plan) -> Sequence[str]:
+    """Return the names of the steps that a plan takes, in their order."""
+    refits = any(group.rounding == "refit" for group in plan.groups)
+    gradients = (GRADIENTS,) if plan.smoothing or refits else ()
+    return (*gradients, ROUND if needs_rounding(plan) else CALIBRATE)
+
+
+def calibration_seconds(plan: Plan, *, samples: int, seq_len: int, flops: float) -> float:
+    """Return the expected seconds of all steps, with `flops` operations in a second."""
+    work = calibration_work(plan, samples=samples, seq_len=seq_len)
+    return sum(work[name] for name in calibration_steps(plan)) / flops
+
+
+def with_text(plan: Plan) -> Plan:
+    """Return the plan with refitted weights, as if calibration text was given for few bits."""
+    groups = tuple(
+        replace(group, rounding="refit")
+        if group.rounding == "nearest" and group.scheme.args.weights.num_bits < FEW_BITS
+        else group
+        for group in plan.groups
+    )
+    return replace(plan, groups=groups)
+
+
+def duration_line(plan: Plan, *, samples: int, seq_len: int, flops: float) -> str | None:
+    """Return how long calibration takes on the CPU and how to shorten it, or None if it is short.
+
+    `flops` is the speed of the CPU.
+    """
+    seconds = calibration_seconds(plan, samples=samples, seq_len=seq_len, flops=flops)
+    if seconds < LONG_SECONDS:
+        return None
+    line = f"calibration will take {about_minutes(seconds)} on this CPU"
+    trial = calibration_seconds(
+        plan,
+        samples=min(samples, TRIAL_SAMPLES),
+        seq_len=min(seq_len, TRIAL_SEQ_LEN),
+        flops=flops,
+    )
+    if trial > seconds / 2:
+        return line
+    return (
+        f"{line}; for a first try, `--samples {TRIAL_SAMPLES} --seq-len {TRIAL_SEQ_LEN}` takes "
+        f"{about_minutes(trial)}"
+    )
+
+
+def cpu_duration_line(plan: Plan, *, samples: int, seq_len: int) -> str | None:
+    """Return `duration_line` with the measured speed of this machine's CPU."""
+    slowest = calibration_seconds(plan, samples=samples, seq_len=seq_len, flops=SLOW_FLOPS)
+    if slowest < LONG_SECONDS:
+        return None
+    from vexport.numerics.speed import cpu_flops
+
+    return duration_line(plan, samples=samples, seq_len=seq_len, flops=cpu_flops())
+
+
+def about_minutes(seconds: float) -> str:
+    """Return a rounded time in words: `about 40 minutes` or `about 3 hours`."""
+    minutes = max(1, math.ceil(seconds / 60))
+    if minutes >= 120:
+        return f"about {round(minutes / 60):,} hours"
+    rounded = round(minutes, -1) if minutes >= 20 else minutes
+    return f"about {rounded} minute{'s' if rounded > 1 else ''}"
+
+
+def _weights(group: FusionGroup) -> int:
+    return sum(member.out_features * member.in_features for member in group.members)
+
+
+def _columns(group: FusionGroup) -> int:
+    return group.members[0].in_features
