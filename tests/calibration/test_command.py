@@ -9,7 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.calibration.models import expert_configs, samples, save
-from tests.command import vexport
+from tests.command import ROOT, vexport
 from tests.texts import assert_contains, assert_raises
 from vexport.calibration import Samples, read_samples
 from vexport.calibration.sources import shuffled
@@ -124,8 +124,20 @@ def test_prompt_and_completion_are_joined(tmp_path: Path) -> None:
     pair = write_rows(tmp_path / "pair.jsonl", {"prompt": "one plus ", "completion": "two"})
     text = write_rows(tmp_path / "text.jsonl", {"text": "one plus two"})
     assert read(pair).token_ids == read(text).token_ids
-    with pytest.raises(InputError, match="the model has no chat template"):
-        read(write_rows(tmp_path / "turns.jsonl", {"messages": TURNS}))
+
+
+def test_missing_chat_template_is_no_fault_of_a_row(tmp_path: Path) -> None:
+    """`plan` and `quantize` print the same error."""
+    model = ROOT / "scenarios" / "demo" / "model"
+    turns = write_rows(tmp_path / "turns.jsonl", {"messages": TURNS}, {"messages": TURNS})
+    options = ("--scheme", "W4A16", "--group-size", 64, "--calibration", turns)
+    planned = vexport("plan", model, *options, "--quiet")
+    made = vexport("quantize", model, tmp_path / "out", *options, "--quiet")
+    assert (planned.code, made.code) == (2, 2)
+    assert planned.stderr == made.stderr
+    assert_contains(made.stderr, f"error: {model}:", "without a chat template", "FILE:COLUMN")
+    assert "row 1" not in made.stderr
+    assert len(made.stderr.splitlines()) == 1
 
 
 def test_parquet_text_and_folders(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from vexport.calibration.rows import (
 )
 from vexport.calibration.sources import RawRow, encoding_error, raw_rows
 from vexport.checkpoint.chat_template import DEFAULT as DEFAULT_TEMPLATE
+from vexport.checkpoint.chat_template import FILE as TEMPLATE_FILE
 from vexport.checkpoint.chat_template import chat_templates
 from vexport.checkpoint.source import DEFAULT, parse_data, require_data
 from vexport.errors import InputError, first_line, raise_all
@@ -161,6 +162,50 @@ def require_rows(name: str, column: str | None = None) -> None:
         else:
             return
     raise_all(broken.errors() if number else [_no_rows_error(name)])
+
+
+def has_conversations(name: str, column: str | None = None) -> bool:
+    """Return True if text has conversations that only a model with a chat template can use.
+
+    `name` and `column` are as in `require_rows`. Only the first rows of a file or a folder are
+    read.
+    """
+    parsed = parse_data(name)
+    if parsed.kind != "path":
+        return False
+    data = CalibrationData(name=name, samples=MAX_BROKEN_ROWS, seq_len=1)
+    for raw in islice(raw_rows(data), MAX_BROKEN_ROWS):
+        try:
+            row = read_row(_content(raw), column or parsed.column)
+        except (ValueError, RecursionError):  # `read_samples` reports these rows
+            continue
+        if _needs_chat_template(row):
+            return True
+    return False
+
+
+def require_chat_template(root: Path, text: str, *, name: str) -> None:
+    """Raise InputError if the model in `root` has no chat template for the conversations of `text`.
+
+    `name` is the model as the user wrote it.
+    """
+    if not chat_templates(root):
+        raise _no_chat_template_error(name, text)
+
+
+def _needs_chat_template(row: Row) -> bool:
+    """Return True if a model without a chat template cannot use the row."""
+    return row.conversation is not None and row.plain_text is None
+
+
+def _no_chat_template_error(model: str, text: str) -> InputError:
+    """Return the error for conversations in `text` and a model without a chat template."""
+    return InputError(
+        model,
+        got=f"a model without a chat template, but {text} has conversations",
+        need="a chat template that renders conversations",
+        fix=f"add {TEMPLATE_FILE} to the model, or use rows of text (FILE:COLUMN names a column)",
+    )
 
 
 def _no_rows_error(name: str) -> InputError:
@@ -390,7 +435,8 @@ class _Reader:
         """Return a row's token ids, and the start tokens of samples that begin inside the row.
 
         Text is tokenized only as far as needed for `most` tokens. `begins` is True if the row
-        begins a text. Raises ValueError if the row cannot be rendered or tokenized, and
+        begins a text. Raises InputError if the row needs a chat template and the model has none.
+        Raises ValueError if the row cannot be rendered or tokenized, and
         MultimodalRowError if it has tokens that stand for an image, a video or sound.
         """
         if row.ids is not None:
@@ -409,9 +455,9 @@ class _Reader:
             ids = self._encode(text[: CHARACTERS_PER_TOKEN * most], add_special_tokens=False)
             bos = self.tokenizer.bos_token_id
             return ids, (bos,) if bos is not None and ids[:1] == [bos] else ()
+        if _needs_chat_template(row):
+            raise _no_chat_template_error(str(self._checkpoint), self._data.name)
         if conversation is not None:
-            if row.plain_text is None:
-                raise ValueError("a conversation, but the model has no chat template")
             text = row.plain_text
         assert text is not None
         ids, start = (

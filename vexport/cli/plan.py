@@ -30,11 +30,12 @@ from vexport.cli.options import (
 from vexport.cli.quantize import SYNTAXES, require_consistent
 from vexport.cli.settings import given_settings, option_names, option_words, setting_options
 from vexport.errors import InputError
+from vexport.records import OnProgress
 
 if TYPE_CHECKING:
     from vexport.formats.gpus import Card
     from vexport.formats.plan import Plan
-    from vexport.scenario import Scenario
+    from vexport.scenario import Calibration, Scenario
 
 OTHER_GROUP_SIZES = (
     "Other group sizes: add _G and the number of columns, or _CHANNEL for one scale per row, as in "
@@ -212,14 +213,55 @@ def _plan_rules(
             on_note=note,
             on_progress=on_progress,
         )
-    if text is not None:
-        require_rows(text.data, text.column)
-        if calibration_need(plan) is None:
-            note("this plan does not need the text")
+        if text is not None:
+            require_rows(text.data, text.column)
+            _require_chat_template(source, text, on_progress, trusted=trust_remote_code)
+    if text is not None and calibration_need(plan) is None:
+        note("this plan does not need the text")
     out = "-".join((Path(source).resolve().name, *(plan.schemes or ("KV",))))
     trust = ("--trust-remote-code",) if trust_remote_code else ()
     words = ("vexport", "quantize", source, out, *option_words("plan", "calibration"), *trust)
-    _print(source, plan, shlex.join(words), answer, gpu=gpu)
+    _print(source, plan, shlex.join(words), answer, gpu=gpu, text=text)
+
+
+def _require_chat_template(
+    source: str, text: "Calibration", on_progress: OnProgress, *, trusted: bool
+) -> None:
+    """Raise InputError if the text has conversations and the model has no chat template.
+
+    Trusted code of a tokenizer can set a template, so that its files do not show whether it exists.
+    """
+    from vexport.calibration.data import has_conversations, require_chat_template
+    from vexport.checkpoint.source import source_headers, with_revision
+
+    if trusted or not has_conversations(text.data, text.column):
+        return
+    revision = click.get_current_context().params.get("revision")
+    with source_headers(with_revision(source, revision), on_progress) as root:
+        require_chat_template(root, text.data, name=source)
+
+
+def _duration(plan: "Plan", text: "Calibration | None") -> str | None:
+    """Return a line about the time of calibration, if it will take long on this machine's CPU.
+
+    If the user named no text, but text helps, the line is about the default amount of text.
+    """
+    from vexport.plan.duration import cpu_duration_line, with_text
+    from vexport.plan.rules import calibration_need
+    from vexport.plan.source import default_calibration
+    from vexport.quantize.result import NVIDIA_DEVICE
+
+    settings = text or default_calibration()
+    device = settings.device or ("cuda" if NVIDIA_DEVICE.exists() else "cpu")
+    if not device.startswith("cpu"):
+        return None
+    is_needed = calibration_need(plan) is not None
+    if is_needed or text is not None:
+        if not is_needed:
+            return None
+        return cpu_duration_line(plan, samples=settings.samples, seq_len=settings.seq_len)
+    line = cpu_duration_line(with_text(plan), samples=settings.samples, seq_len=settings.seq_len)
+    return f"with --calibration DATA, {line}" if line else None
 
 
 def _compare_schemes(source: str, answer: Answer, gpu: "Card | int | None", *, every: bool) -> None:
@@ -246,6 +288,7 @@ def _print(
     answer: Answer,
     scenario: "Scenario | None" = None,
     gpu: "Card | int | None" = None,
+    text: "Calibration | None" = None,
 ) -> None:
     """Print a plan and the next command. Exit with code 2 if the plan has refusals."""
     from vexport.records.margins import margin_of_shares
@@ -259,7 +302,20 @@ def _print(
 
         needed = documents_for_power(margin, TYPICAL_DISAGREEMENT, evaluate.alpha)
     sm = gpu if gpu is None or isinstance(gpu, int) else gpu.sm
-    print_text(render_plan(plan, answer.format_, then, evaluate, needed, sm=sm))
+    text = text or (scenario.calibration if scenario else None)
+    duration = None if answer.format_ == "json" or plan.refusals else _duration(plan, text)
+    print_text(
+        render_plan(
+            plan,
+            answer.format_,
+            then,
+            evaluate,
+            needed,
+            sm=sm,
+            calibration=text,
+            duration=duration,
+        )
+    )
     require_plan(source, plan)
 
 
