@@ -95,7 +95,8 @@ def run_command() -> int:
         return result if isinstance(result, int) else 0
     except BaseException as error:
         if (interrupt := _interrupt_before(error)) is not None:
-            return _print_errors([INTERRUPTED], interrupt.args[0] if interrupt.args else 130)
+            line = "; ".join((INTERRUPTED, *getattr(interrupt, "__notes__", ())))
+            return _print_errors([line], interrupt.args[0] if interrupt.args else 130)
         # click turns a broken pipe into SystemExit.
         if isinstance(error, SystemExit | BrokenPipeError) and _is_output_closed():
             return CLOSED_OUTPUT
