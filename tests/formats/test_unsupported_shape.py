@@ -74,7 +74,7 @@ def head(rows: int) -> tuple[LinearPlan, ...]:
         ("FP8_BLOCK", head(1000), ["output head", "block scales"]),
         ("W4A16_ASYM", head(1001), ["out_features 1001", "zero points of 4 bits"]),
         ("W4AFP8", expert(384, 384, columns=512), ["out_features 384", "multiple of 256"]),
-        ("W4A8", expert(384, 384, columns=512), ["routed experts", "no GPU"]),
+        ("W4A8", expert(384, 384, columns=512), ["no GPU kernel", "routed experts"]),
     ],
 )
 def test_unsupported_shapes_name_sizes(
@@ -111,3 +111,18 @@ def test_shapes_on_several_ranks() -> None:
     rows = scheme.unsupported_shape(members, ranks=5, split="out")
     assert rows is not None
     assert_contains(rows, "out_features 64", "5 ranks")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "members"),
+    [
+        ("W4A8", expert(384, 384, columns=512)),
+        ("FP8_BLOCK", head(1000)),
+        ("NVFP4", layers(64, columns=40)),
+    ],
+)
+def test_reasons_of_every_rank_name_no_ranks(scheme: str, members: tuple[LinearPlan, ...]) -> None:
+    """A layer that does not run on one rank has the same reason on several ranks."""
+    on_one = get_scheme(scheme).unsupported_shape(members)
+    assert on_one is not None
+    assert get_scheme(scheme).unsupported_shape(members, ranks=2, split="out") == on_one

@@ -47,7 +47,7 @@ HUMMING_GROUPS = (None, 32, 64, 128)
 # CutlassW4A8LinearKernel in vllm/model_executor/kernels/linear/mixed_precision/cutlass.py, and
 # compressed_tensors_moe_w4a8_fp8.py for routed experts.
 W4AFP8_TILE, W4AFP8_EXPERT_TILE, W4AFP8_GROUP = 128, 256, 128
-NO_EXPERTS = "vLLM runs routed experts on no GPU in this scheme"
+NO_EXPERTS = "vLLM has no GPU kernel for routed experts in this scheme"
 
 
 class PackedIntegers(Format):

@@ -94,13 +94,16 @@ class Scheme:
         heads than ranks, vLLM repeats the layers of keys and values. Pass these layers with the
         total out_features of all ranks.
         """
+        on_one_rank = self.format.unsupported_shape(self.args, partition_of(members, 1, "none"))
         if ranks == 1 or split == "none":
-            return self.format.unsupported_shape(self.args, partition_of(members, 1, "none"))
+            return on_one_rank
         refused = uneven(members, ranks, split)
         if refused:
             return refused
         reason = self.format.unsupported_shape(self.args, partition_of(members, ranks, split))
-        return reason and f"{reason} on each of {ranks} ranks"
+        if reason is None or reason == on_one_rank:
+            return reason
+        return f"{reason} on each of {ranks} ranks"
 
 
 # Names in other tools (case and separators removed), and vexport's name.
