@@ -46,6 +46,7 @@ def test_indivisible_ranks_are_found(
     matching = [finding for finding in found if re.match(rf"{pattern}\b", finding["got"])]
     assert matching
     assert all("GPUs" in finding["fix"] for finding in matching)
+    assert all("rank" in finding["expected"] for finding in matching)
     assert errors(device_findings(checkpoint, "--tp", 1)) == []
 
 

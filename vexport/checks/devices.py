@@ -104,8 +104,9 @@ def _shapes(view: CheckpointView, ranks: int) -> Iterator[Finding]:
             counts[with_stars(fused.name), reason] += 1
     for (kind, reason), count in counts.items():
         where = f"{kind} ({_layers(count)}, tp {ranks})"
+        expected = f"a layer that vLLM can run on {plural(ranks, 'rank')}"
         fix = "serve it on another number of GPUs, or use another scheme for these layers"
-        yield error(NAME, where, expected="", got=reason, fix=fix)
+        yield error(NAME, where, expected=expected, got=reason, fix=fix)
 
 
 def _by_group(view: CheckpointView) -> list[tuple[ConfigGroup, list[FusedLayer]]]:

@@ -280,5 +280,6 @@ def _whole_blocks(view: CheckpointView, group: ConfigGroup, fused: FusedLayer) -
         return
     parts = parts_of(fused, members, view.model.names)
     if reason := group.storage.unsupported_shape(group, partition_of(parts, 1, "none")):
+        expected = "a layer that vLLM can run with block scales"
         fix = "quantize the layer per channel, or keep it unquantized"
-        yield error(NAME, fused.name, expected="", got=reason, fix=fix)
+        yield error(NAME, fused.name, expected=expected, got=reason, fix=fix)
