@@ -8,11 +8,12 @@ from pathlib import Path
 import jsonschema
 import pytest
 
+from tests.architectures.test_families import plan_of
 from tests.command import ROOT, vexport
 from tests.texts import assert_contains
 from vexport.checkpoint.index import read_index
 from vexport.formats.schemes import scheme_names
-from vexport.quantize.result import NVIDIA_DEVICE
+from vexport.quantize.result import NVIDIA_DEVICE, is_emulated
 from vexport.scenario import read_scenario
 from vexport.scenario.shipped import PACKAGE, demo_files
 
@@ -236,11 +237,38 @@ def test_plan_for_one_gpu(llama: Path) -> None:
     assert "on SM 90 (Hopper): NVFP4 weights only" in ran.stdout
 
 
-def test_next_command_names_needed_gpu(llama: Path, tmp_path: Path) -> None:
-    """vLLM's CPU build cannot run NVFP4A16."""
-    ran = vexport("quantize", llama, tmp_path / "a", "--scheme", "NVFP4A16", "--quiet")
-    needs = "" if NVIDIA_DEVICE.exists() else "  # on a machine with a GPU"
+@pytest.mark.parametrize(
+    ("scheme", "instructions"),
+    [("NVFP4A16", None), ("W4A16", "avx512f"), ("FP8_BLOCK", "amx_tile")],
+)
+def test_next_command_names_needed_gpu(
+    llama: Path, tmp_path: Path, scheme: str, instructions: str | None
+) -> None:
+    """vLLM's CPU build runs INT4 and block scales only on CPUs with some instructions."""
+    ran = vexport("quantize", llama, tmp_path / "a", "--scheme", scheme, "--quiet")
+    runs_on_cpu = instructions in Path("/proc/cpuinfo").read_text().split()
+    runs = NVIDIA_DEVICE.exists() or runs_on_cpu
+    needs = "" if runs else "  # on a machine with a GPU"
     assert f"vllm serve {tmp_path / 'a'}{needs}\n" in ran.stdout
+
+
+@pytest.mark.parametrize(
+    ("scheme", "flags", "emulated"),
+    [
+        ("W4A16", {"avx2"}, True),
+        ("W4A16", {"avx2", "avx512f"}, False),
+        ("W4A8", {"avx2"}, True),
+        ("W8A16", {"avx512f", "amx_tile"}, True),
+        ("W8A8", {"avx2"}, False),
+        ("FP8_BLOCK", {"avx512f"}, True),
+        ("FP8_BLOCK", {"avx512f", "amx_tile"}, False),
+    ],
+)
+def test_emulation_depends_on_instructions(
+    llama: Path, scheme: str, flags: set[str], emulated: bool
+) -> None:
+    plan = plan_of(llama, scheme)
+    assert all(is_emulated(group, flags) == emulated for group in plan.groups)
 
 
 def test_both_recommendations_are_next(llama: Path) -> None:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 EXPERT = re.compile(r"\.experts\.\d+\.")
 # How vLLM's CPU build runs a scheme: with a native kernel, or with `vexport.engine.cpu_emulation`.
 Cpu = Literal["native", "emulated"]
+# Flags of /proc/cpuinfo for the instructions of vLLM's CPU kernels.
+AMX, AVX512 = "amx_tile", "avx512f"
 FLOAT_SCALES = frozenset({"F32", "BF16", "F16"})
 # Global scales must be float32, because any other dtype means that they were rounded.
 GLOBAL_SCALES = frozenset({"F32"})
@@ -217,6 +219,14 @@ class Format(Protocol):
     def cpu(self, args: Arguments) -> Cpu:
         """Return whether vLLM's CPU build runs the format natively or emulated."""
         return "emulated"
+
+    def cpu_instructions(self, args: Arguments, *, experts: bool) -> str:
+        """Return the CPU's instructions that a native kernel needs, as a flag of /proc/cpuinfo.
+
+        On a CPU without these instructions, the format is emulated too. Returns "" if the kernel
+        runs on every CPU. `experts` is True for routed experts.
+        """
+        return ""
 
     def static_inputs(self, args: Arguments, largest: "np.float32") -> "Mapping[str, Array]":
         """Return static scales for inputs up to `largest`, by the tensor's name within a layer."""

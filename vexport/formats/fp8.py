@@ -15,6 +15,7 @@ from vexport.formats.arguments import (
     input_bits,
 )
 from vexport.formats.base import (
+    AMX,
     WITH_INPUTS,
     Cpu,
     Format,
@@ -162,6 +163,10 @@ class Fp8(Format):
         vexport.engine.cpu_emulation.kernels replaces these kernels.
         """
         return "emulated" if args.weights.block is None else "native"
+
+    def cpu_instructions(self, args: Arguments, *, experts: bool) -> str:
+        """Return AMX (CPUFp8BlockScaledMMKernel in vLLM's kernels/linear/scaled_mm/cpu.py)."""
+        return AMX
 
     def largest_codes(self, args: Arguments, codes: "Bytes") -> "tuple[Codes, int] | None":
         """Return each row's largest code, and the code of 448. Only for scales per channel."""

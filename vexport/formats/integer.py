@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 from vexport.formats.arguments import UNQUANTIZED_BITS, Arguments, QuantArgs, input_bits
 from vexport.formats.base import (
+    AMX,
+    AVX512,
     WITH_INPUTS,
     Cpu,
     Format,
@@ -165,6 +167,13 @@ class PackedIntegers(Format):
         """Return "native" for INT4 with 16-bit or integer inputs: the CPU build has kernels."""
         of_floats = args.input_activations is not None and args.input_activations.is_float
         return "emulated" if args.weights.num_bits != 4 or of_floats else "native"
+
+    def cpu_instructions(self, args: Arguments, *, experts: bool) -> str:
+        """Return AVX-512, or AMX for routed experts.
+
+        The operator cpu_gemm_wna16 is missing in the AVX2 variant of vLLM's CPU build.
+        """
+        return AMX if experts else AVX512
 
     def packing(
         self, member: LinearPlan, dtype: str, args: QuantArgs, inputs: "PackingInputs"

@@ -1,9 +1,12 @@
 """Build the result of `quantize`: how much was quantized, warnings, and the next commands."""
 
+import re
 import shlex
+from collections.abc import Set
 from pathlib import Path
 
-from vexport.formats.plan import Plan
+from vexport.architectures.fusion import moe_layer
+from vexport.formats.plan import FusionGroup, Plan
 from vexport.quantize.warnings import (
     fallback_warnings,
     little_quantized_warnings,
@@ -16,6 +19,7 @@ from vexport.records.calibration import RoundingReport, expert_coverage
 # NVIDIA's driver makes this device. Checking it is faster than importing torch, which takes
 # seconds.
 NVIDIA_DEVICE = Path("/dev/nvidiactl")
+CPU_INFO = Path("/proc/cpuinfo")
 
 
 def quantized_result(
@@ -61,12 +65,31 @@ def quantized_result(
 def _serve_command(checkpoint: str, plan: Plan) -> str:
     """Return the command that serves a checkpoint.
 
-    vLLM's CPU build cannot run some schemes, which vexport emulates inside its commands. If such a
-    checkpoint is made on a machine without a GPU, a comment after the command states that serving
-    needs a GPU.
+    vLLM's CPU build cannot run some schemes, or needs instructions that this CPU may lack. vexport
+    emulates them inside its commands only. If such a checkpoint is made on a machine without a GPU,
+    a comment after the command states that serving needs a GPU.
     """
     command = f"vllm serve {shlex.quote(checkpoint)}"
-    is_emulated = any(scheme.format.cpu(scheme.args) == "emulated" for scheme in plan.used_schemes)
-    if is_emulated and not NVIDIA_DEVICE.exists():
+    if NVIDIA_DEVICE.exists():
+        return command
+    flags = _cpu_flags()
+    if any(is_emulated(group, flags) for group in plan.groups):
         return f"{command}  # on a machine with a GPU"
     return command
+
+
+def is_emulated(group: FusionGroup, cpu_flags: Set[str]) -> bool:
+    """Return True if vLLM has no kernel for a group on a CPU with these flags."""
+    storage, args = group.scheme.format, group.scheme.args
+    if storage.cpu(args) == "emulated":
+        return True
+    experts = moe_layer(group.members[0].name) is not None
+    needed = storage.cpu_instructions(args, experts=experts)
+    return bool(needed) and needed not in cpu_flags
+
+
+def _cpu_flags() -> Set[str]:
+    """Return the flags in /proc/cpuinfo, such as `avx512f`. Processors without flags have none."""
+    text = CPU_INFO.read_text(encoding="utf-8") if CPU_INFO.is_file() else ""
+    flags = re.search(r"^flags\s*: (.*)$", text, re.MULTILINE)
+    return set(flags[1].split()) if flags else set()
