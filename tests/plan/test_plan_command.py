@@ -234,7 +234,7 @@ def test_plan_for_one_gpu(llama: Path) -> None:
     assert "one name to --gpu" in ran.errors[0]
     ran = vexport("plan", llama, "--scheme", "NVFP4", "--gpu", "H100")
     assert ran.code == 0
-    assert "on SM 90 (Hopper): NVFP4 weights only" in ran.stdout
+    assert "on SM 90 (Hopper): NVFP4 inputs in 16 bits" in ran.stdout
 
 
 @pytest.mark.parametrize(
@@ -269,6 +269,15 @@ def test_emulation_depends_on_instructions(
 ) -> None:
     plan = plan_of(llama, scheme)
     assert all(is_emulated(group, flags) == emulated for group in plan.groups)
+
+
+def test_recommendation_and_table_agree(llama: Path) -> None:
+    """A recommended scheme runs natively, also if it stores no inputs."""
+    printed = vexport("plan", llama, "--gpu", "H100").stdout
+    assert re.search(r"^for 4 bits +W4A16: native, with 16-bit inputs", printed, re.MULTILINE)
+    assert re.search(r"^W4A16 .* native  ", printed, re.MULTILINE)
+    assert re.search(r"^NVFP4 .* inputs in 16 bits  ", printed, re.MULTILINE)
+    assert "such as 16 bits for W4A16" in " ".join(printed.split())
 
 
 def test_both_recommendations_are_next(llama: Path) -> None:

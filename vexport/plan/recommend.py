@@ -23,9 +23,13 @@ class _Choice:
 _CHOICES = (
     _Choice(bits=8, scheme="FP8_DYNAMIC", reason="FP8 tensor cores"),
     _Choice(bits=8, scheme="W8A8", reason="INT8 tensor cores; this GPU has none for FP8"),
-    _Choice(bits=8, scheme="W8A16", reason="weights only: inputs stay in 16 bits"),
+    _Choice(bits=8, scheme="W8A16", reason="native, with 16-bit inputs"),
     _Choice(bits=4, scheme="NVFP4", reason="FP4 tensor cores"),
-    _Choice(bits=4, scheme="W4A16", reason="weights only: this GPU has no FP4 tensor cores"),
+    _Choice(
+        bits=4,
+        scheme="W4A16",
+        reason="native, with 16-bit inputs; this GPU has no FP4 tensor cores",
+    ),
 )
 
 

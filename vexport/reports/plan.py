@@ -177,8 +177,9 @@ def _schemes_on_gpu(schemes: SchemeTable, gpu: GpuOutlook, *, every: bool) -> It
     others = f" {plural(hidden, 'scheme')} that this GPU or model cannot use: --all."
     yield doc.Paragraph(
         "bits: over all weights; text: calibration text, which makes rounding to few bits more "
-        "accurate; native: the kernels multiply inputs in the stored precision; memory: share of "
-        f"one GPU's memory that the weights take.{others if hidden else ''}"
+        "accurate; native: the kernels multiply inputs in the scheme's precision, such as 16 bits "
+        "for W4A16; inputs in 16 bits: in this precision instead; memory: share of one GPU's "
+        f"memory that the weights take.{others if hidden else ''}"
     )
 
 
@@ -193,7 +194,7 @@ def runs_text(on_gpu: SchemeOnGpu) -> str:
         return "not in vLLM"
     if on_gpu.native:
         return "native"
-    return "weights only" if on_gpu.input_bits >= 16 else f"inputs in {on_gpu.input_bits} bits"
+    return f"inputs in {on_gpu.input_bits} bits"
 
 
 def _memory_share(scheme: SchemeOutlook, usable_bytes: int) -> str:
