@@ -17,7 +17,7 @@ from tests.texts import assert_contains
 from vexport.cli.options import FORMATS
 from vexport.cli.scenario import REPORT_FORMATS
 from vexport.files import from_json
-from vexport.records import CheckReport, Outcome
+from vexport.records import CheckReport, GivenCheckpoint, Outcome
 from vexport.reports import render, render_checks, render_loads, render_verdicts
 from vexport.reports.formatting import (
     bits_per_weight,
@@ -278,3 +278,12 @@ def test_committed_schemas_are_current(name: str) -> None:
         record = schema["$defs"][record["$ref"].split("/")[-1]]
     fields = record["properties"]
     assert fields["schema"]["const"] == f"vexport.{name.removesuffix('.schema.json')}/1"
+
+
+def test_given_checkpoint_has_scheme_and_format() -> None:
+    given = GivenCheckpoint(name="model", schemes=("W4A16_G64",), format="pack-quantized")
+    made = replace(sample.report(), plan=None, given=given)
+    text = render(made, "text")
+    assert re.search(r"^schemes +W4A16_G64$", text, re.MULTILINE)
+    assert re.search(r"^format +pack-quantized$", text, re.MULTILINE)
+    assert_contains(render(made, "html").replace("<wbr>", ""), "W4A16_G64", "pack-quantized")

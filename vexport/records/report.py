@@ -112,12 +112,14 @@ class KindSize:
 class GivenCheckpoint:
     """A checkpoint that the user gave to a run, instead of a checkpoint that the run made.
 
-    `name` is the folder, hub name or address in the command. `format` is the name of the storage
-    format, empty if it is unknown or the checkpoint is not quantized. The sizes are None if the
-    files are not on this machine. `source_bytes` and `parameters` are the baseline's.
+    `name` is the folder, hub name or address in the command. `schemes` are the names of the schemes
+    of a compressed-tensors checkpoint. `format` is the name of the storage format, empty if it is
+    unknown or the checkpoint is not quantized. The sizes are None if the files are not on this
+    machine. `source_bytes` and `parameters` are the baseline's.
     """
 
     name: str
+    schemes: tuple[str, ...] = ()
     format: str = ""
     num_bytes: int | None = None
     source_bytes: int | None = None

@@ -175,10 +175,10 @@ def sizes_of(report: "Report") -> Sizes:
 
 
 def schemes_of(report: "Report") -> str:
-    """Return the schemes in use, or the format of a checkpoint that was given."""
+    """Return the names of the schemes in use, or "" if they are unknown."""
     if report.plan is not None:
         return schemes_in_use(report.plan)
-    return report.given.format if report.given else ""
+    return ", ".join(report.given.schemes) if report.given else ""
 
 
 def subject_of(report: "Report") -> str:

@@ -139,10 +139,11 @@ def _tiles(report: Report) -> tuple[doc.Tile, ...]:
 
 
 def _summary(report: Report, total: str) -> doc.Facts:
-    """Return a line for each important fact: size, schemes, experts, engine, drift, cause, time."""
+    """Return a line for each important fact, such as size, schemes, format, engine and time."""
     return facts(
         ("size", size_change(report.plan)) if report.plan else None,
         ("schemes", schemes) if (schemes := schemes_of(report)) else None,
+        ("format", report.given.format) if report.given and report.given.format else None,
         ("auto", mixed_line(report.mixed)) if report.mixed else None,
         *(("experts", line) for line in coverage_lines(report.experts)),
         *(("rounding", line) for line in rounding_lines(report.rounding)),

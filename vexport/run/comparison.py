@@ -23,7 +23,7 @@ def compared_run(report: Report, folder: str) -> ComparedRun:
     return ComparedRun(
         name=report.name,
         folder=folder,
-        schemes=schemes_of(report),
+        schemes=schemes_of(report) or (report.given.format if report.given else ""),
         outcome=report.outcome,
         reason=report.reason,
         num_bytes=num_bytes,

@@ -1,16 +1,11 @@
 """Put the cause of a refusal in front of vLLM's message."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 
-from vexport.checkpoint.index import find_quantization
-from vexport.checks.vllm.groups import ConfigGroup, parse_group
+from vexport.checks.vllm.groups import ConfigGroup
+from vexport.checks.vllm.stored_schemes import schemes_of_groups
 from vexport.engine.messages import REASONS
-from vexport.errors import InputError
-from vexport.files import read_json_object
-from vexport.formats.arguments import SchemeArgs
-from vexport.formats.schemes import Scheme, named_scheme
 from vexport.records import MESSAGE_SEPARATOR
 
 # A message of at most this many characters is shown in full as the cause. For a longer message, the
@@ -35,22 +30,6 @@ _MLA = "use_mla=True"
 # Objections of backends for another kind of attention than the model has.
 _OTHER_KIND = re.compile(r"(?:non-)?(?:MLA|sparse) not supported")
 _FIRST_SENTENCE = re.compile(r"^.{20,}?(?:[.:;](?= )|$)")
-
-
-def schemes_of(checkpoint: Path) -> tuple[ConfigGroup, ...]:
-    """Return the config groups of a compressed-tensors checkpoint, or none for another method."""
-    try:
-        stored = find_quantization(checkpoint, read_json_object(checkpoint / "config.json"))
-    except InputError:
-        return ()
-    groups = stored.values.get("config_groups") if stored is not None else None
-    default = str(stored.values.get("format", "")) if stored is not None else ""
-    parsed = (
-        (parse_group(name, raw, default) for name, raw in groups.items())
-        if isinstance(groups, dict)
-        else ()
-    )
-    return tuple(group for group in parsed if isinstance(group, ConfigGroup))
 
 
 def with_cause(
@@ -133,7 +112,7 @@ def _schemes_text(groups: Sequence[ConfigGroup], capabilities: Sequence[int]) ->
 
     If each scheme has a kernel, the shapes of the layers are the cause.
     """
-    schemes = list(_schemes(groups))
+    schemes = list(schemes_of_groups(groups))
     refused = [
         each.name
         for each in schemes
@@ -143,13 +122,3 @@ def _schemes_text(groups: Sequence[ConfigGroup], capabilities: Sequence[int]) ->
         return ", ".join(dict.fromkeys(refused))
     names = ", ".join(dict.fromkeys(each.name for each in schemes))
     return f"{names} layers of these shapes" if names else "this quantization"
-
-
-def _schemes(groups: Sequence[ConfigGroup]) -> Iterator[Scheme]:
-    for group in groups:
-        try:
-            yield named_scheme(
-                SchemeArgs(weights=group.weights, input_activations=group.input_activations)
-            )
-        except (InputError, ValueError):  # vexport does not write this scheme
-            continue

@@ -13,8 +13,9 @@ from vexport.checkpoint.index import require_checkpoint
 from vexport.checkpoint.source import resolve_drafter, resolve_source
 from vexport.checks.vllm.groups import ConfigGroup
 from vexport.checks.vllm.precision import layer_kinds, other_precision
+from vexport.checks.vllm.stored_schemes import config_groups_of
 from vexport.engine.arguments import require_layers
-from vexport.engine.dry.causes import schemes_of, with_cause
+from vexport.engine.dry.causes import with_cause
 from vexport.engine.dry.controls import is_shared_refusal, not_judged, without_shared_errors
 from vexport.engine.messages import (
     REASONS,
@@ -399,7 +400,7 @@ class DryLoad:
                 result.vllm,
                 cells,
                 self.require,
-                groups=schemes_of(checkpoint),
+                groups=config_groups_of(checkpoint),
                 requested=self.requested,
             )
             for checkpoint, cells in zip(self.checkpoints, result.checkpoints, strict=True)

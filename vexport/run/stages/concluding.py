@@ -13,6 +13,7 @@ from typing import NamedTuple
 from vexport.checkpoint.card import inherited_card
 from vexport.checkpoint.hub import HubName, pinned_name
 from vexport.checkpoint.index import SourceIndex, find_quantization, read_index
+from vexport.checks.vllm.stored_schemes import stored_schemes
 from vexport.files import from_json, user_path, write_text
 from vexport.outputs.manifest import record
 from vexport.records import (
@@ -297,6 +298,7 @@ def _description(checkpoint: RunModel, source: RunModel | None) -> GivenCheckpoi
     values = quantization.values if quantization else {}
     return GivenCheckpoint(
         name=portable(checkpoint.name),
+        schemes=stored_schemes(index.root) if index else (),
         format=str(values.get("format") or values.get("quant_method") or ""),
         num_bytes=index.num_bytes if index else None,
         source_bytes=baseline.num_bytes if baseline else None,

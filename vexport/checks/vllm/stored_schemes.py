@@ -1,0 +1,54 @@
+"""Names of the schemes in which a compressed-tensors checkpoint is stored."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from vexport.checkpoint.index import find_quantization
+from vexport.checks.vllm.groups import ConfigGroup, parse_group
+from vexport.errors import InputError
+from vexport.files import read_json_object
+from vexport.formats.arguments import SchemeArgs, precision
+from vexport.formats.schemes import Scheme, named_scheme
+
+
+def config_groups_of(checkpoint: Path) -> tuple[ConfigGroup, ...]:
+    """Return the config groups of a compressed-tensors checkpoint, or none for another method."""
+    try:
+        stored = find_quantization(checkpoint, read_json_object(checkpoint / "config.json"))
+    except InputError:
+        return ()
+    groups = stored.values.get("config_groups") if stored is not None else None
+    default = str(stored.values.get("format", "")) if stored is not None else ""
+    parsed = (
+        (parse_group(name, raw, default) for name, raw in groups.items())
+        if isinstance(groups, dict)
+        else ()
+    )
+    return tuple(group for group in parsed if isinstance(group, ConfigGroup))
+
+
+def schemes_of_groups(groups: Sequence[ConfigGroup]) -> Iterator[Scheme]:
+    """Yield the schemes of config groups, without the groups that vexport does not write."""
+    for group in groups:
+        if (scheme := _scheme_of(group)) is not None:
+            yield scheme
+
+
+def stored_schemes(checkpoint: Path) -> tuple[str, ...]:
+    """Return the names of a checkpoint's schemes, each once.
+
+    A scheme that vexport does not write is named by its bits, such as W4A16.
+    """
+    names: dict[str, None] = {}
+    for group in config_groups_of(checkpoint):
+        scheme = _scheme_of(group)
+        names[scheme.name if scheme is not None else precision(group)] = None
+    return tuple(names)
+
+
+def _scheme_of(group: ConfigGroup) -> Scheme | None:
+    args = SchemeArgs(weights=group.weights, input_activations=group.input_activations)
+    try:
+        return named_scheme(args)
+    except (InputError, ValueError):
+        return None
