@@ -284,6 +284,8 @@ def _provenance(report: Report, total: str) -> doc.Section:
         ("Source", mono(report.source)) if report.source is not None else None,
         ("Baseline", mono(report.baseline)) if report.baseline is not None else None,
         ("Checkpoint", mono(_checkpoint(report))),
+        ("Schemes", schemes) if report.given and (schemes := schemes_of(report)) else None,
+        ("Format", report.given.format) if report.given and report.given.format else None,
         ("Architecture", report.plan.architecture) if report.plan else None,
         ("Calibration", TableCell(rows, digest)) if report.plan else None,
         *(("Experts", line) for line in coverage_lines(report.experts)),
