@@ -230,11 +230,11 @@ def default_map(group: click.Group) -> dict[str, dict[str, object]]:
             f"{where}: [{clip(name, 100)}]", got="an unknown table", need="a command", fix=fix
         )
     every = {name: option for each in options.values() for name, option in each.items()}
-    _require_known(f"{where}: ", shared, every)
+    _require_known(f"{where}: ", shared, every, options)
     defaults: dict[str, dict[str, object]] = {}
     for name, known in options.items():
         own = tables.get(name, {})
-        _require_known(f"{where}: {name}.", own, known)
+        _require_known(f"{where}: {name}.", own, known, options)
         places = dict.fromkeys(shared, f"{where}: ") | dict.fromkeys(own, f"{where}: {name}.")
         settings = {key: value for key, value in (shared | own).items() if key in known}
         defaults[name] = {
@@ -244,8 +244,16 @@ def default_map(group: click.Group) -> dict[str, dict[str, object]]:
     return defaults
 
 
-def _require_known(where: str, settings: Iterable[str], known: Mapping[str, click.Option]) -> None:
-    """Raise InputError for a setting that is no option, or that a file must not set."""
+def _require_known(
+    where: str,
+    settings: Iterable[str],
+    known: Mapping[str, click.Option],
+    commands: Mapping[str, Mapping[str, click.Option]],
+) -> None:
+    """Raise InputError for a setting that is no option, or that a file must not set.
+
+    `known` are the options at this place, and `commands` the options of each command.
+    """
     for key in settings:
         place = f"{where}{clip(key, 100)}"
         name = key.replace("-", "_")
@@ -258,6 +266,8 @@ def _require_known(where: str, settings: Iterable[str], known: Mapping[str, clic
             raise InputError(place, got=got, need="", fix="remove it from the file")
         if key not in known:
             fix = f"correct it{nearest(clip(key, 100), [*known])}"
+            if others := sorted(name for name, options in commands.items() if key in options):
+                fix = f"move it to {' or '.join(f'[{name}]' for name in others)}"
             raise InputError(place, got="an unknown option", need="an option of vexport", fix=fix)
 
 
