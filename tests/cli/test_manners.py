@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -17,9 +18,11 @@ import pytest
 from tests.command import ALL_COMMANDS, vexport
 from tests.models import Good, write_tokenizer
 from tests.mutations.edits import drop, spoiled
+from tests.reports import sample
 from tests.texts import assert_contains
 from vexport.cli.entry import MAX_CHARACTERS, run_command
 from vexport.cli.options import HEADINGS
+from vexport.files import to_json
 from vexport.reports.catalog import all_sections, checks, find_section, observers, schemes
 
 DOWN = "model.layers.2.mlp.down_proj.weight_scale"
@@ -310,3 +313,19 @@ def test_completion_after_unknown_command_has_no_error() -> None:
         [sys.executable, "-c", code], env={**os.environ, **words}, capture_output=True, text=True
     )
     assert (ran.returncode, ran.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("rows", "has", "lacks"),
+    [(0, "--calibration", "no such word"), (128, "more bits", "--calibration")],
+)
+def test_failed_report_proposes_calibration_first(
+    tmp_path: Path, rows: int, has: str, lacks: str
+) -> None:
+    failed = replace(sample.report("FAIL"), calibration_rows=rows)
+    (tmp_path / "report.json").write_text(to_json(failed))
+    ran = vexport("report", tmp_path)
+    assert ran.code == 1
+    assert_contains(ran.errors[0], has, "vexport explain sensitivity")
+    assert lacks not in ran.errors[0]
+    assert vexport("explain", "sensitivity").code == 0

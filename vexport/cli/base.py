@@ -251,6 +251,18 @@ def require_loaded(reports: Sequence[LoadReport | DryLoadReport]) -> None:
     require_no(ENGINE_CHECK, reports)
 
 
+_CALIBRATE = "quantize with calibration text (`--calibration`, or `calibration` in a scenario)"
+_KEEP_LAYERS = (
+    "choose a scheme with more bits, or keep the layers that cost most in 16 bit (measure them: "
+    "`vexport explain sensitivity`)"
+)
+# Advice for a checkpoint that loses too much accuracy, if it was calibrated, and if it was not, or
+# if this is unknown.
+LOSES_CALIBRATED = f"see the report; {_KEEP_LAYERS}"
+LOSES_UNCALIBRATED = f"see the report; {_CALIBRATE}; else {_KEEP_LAYERS}"
+LOSES = f"see the report; if no text was used, {_CALIBRATE}; else {_KEEP_LAYERS}"
+# Advice for a checkpoint that fails before its accuracy is judged.
+FINDINGS = "see the findings in the report"
 # Advice for a checkpoint that fails in some of its variants.
 SERVE_OTHERWISE = "see the table; serve it with a setting and a version that pass"
 
@@ -259,8 +271,7 @@ def conclude(outcome: str, name: str, reason: str, *, fix: str = "") -> None:
     """Exit with code 1 for FAIL, with code 3 for INCONCLUSIVE. `fix` replaces the usual advice."""
     why = "" if is_read() else f": {reason}"
     if outcome == "FAIL":
-        fix = fix or "see the report; keep the worst layers or choose a scheme with more bits"
-        raise CheckpointFailed(name, got=f"FAIL{why}", need="", fix=fix)
+        raise CheckpointFailed(name, got=f"FAIL{why}", need="", fix=fix or LOSES)
     if outcome == "INCONCLUSIVE":
         fix = fix or (
             "the report shows what would settle the outcome" if why else "see above what settles it"

@@ -13,6 +13,10 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 
 from vexport.cli.base import (
+    FINDINGS,
+    LOSES,
+    LOSES_CALIBRATED,
+    LOSES_UNCALIBRATED,
     SERVE_OTHERWISE,
     add_step_summary,
     command,
@@ -107,11 +111,11 @@ def run(
     if answer.format_ == "github":
         add_step_summary(render(report, "markdown"))
     click.echo(f"report: {folder / 'report.html'}", err=answer.format_ != "text")
-    conclude(report.outcome, report.name, report.reason)
+    conclude(report.outcome, report.name, report.reason, fix=_fix(report))
 
 
 @command()
-@click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, required=True, type=PATH)
+@click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, type=PATH)
 @option(
     "--history",
     "Show the results in time, also if they do not look like one model's.",
@@ -204,8 +208,22 @@ def _show_comparison(runs: "Sequence[RunResult]", answer: Answer) -> _Conclusion
 
 
 def _conclusion_of(report: "Report") -> _Conclusion:
-    fix = SERVE_OTHERWISE if report.is_of_variants else ""
-    return _Conclusion(outcome=report.outcome, name=report.name, reason=report.reason, fix=fix)
+    return _Conclusion(
+        outcome=report.outcome, name=report.name, reason=report.reason, fix=_fix(report)
+    )
+
+
+def _fix(report: "Report") -> str:
+    """Return advice on the outcome of a run, or "" for the usual advice."""
+    if report.is_of_variants:
+        return SERVE_OTHERWISE
+    if report.outcome != "FAIL":
+        return ""
+    if report.verdict is None or report.verdict.outcome != "FAIL":
+        return FINDINGS
+    if report.plan is None:
+        return LOSES
+    return LOSES_CALIBRATED if report.calibration_rows else LOSES_UNCALIBRATED
 
 
 def _show_history(results: "Sequence[Result]", answer: Answer) -> _Conclusion:
