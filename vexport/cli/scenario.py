@@ -137,6 +137,11 @@ def report(run_dirs: tuple[Path, ...], history: bool, answer: Answer) -> None:
       vexport report runs/nightly --format card -o README.md
       vexport report baselines/accepted.json runs/night-* -o history.html
     """
+    if not run_dirs:
+        raise click.UsageError(
+            "Missing argument 'RUN_DIR...': give the folder of a finished run, such as runs/NAME. "
+            "`vexport run` and `vexport eval` write it."
+        )
     if len(run_dirs) == 1 and not history and not run_dirs[0].is_file():
         # Comparisons import scipy, which takes a second.
         _show_one(run_dirs[0], answer)
