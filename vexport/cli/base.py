@@ -145,6 +145,8 @@ def print_text(text: str) -> None:
             stream.write(whole)
         return
     write_text(file, whole)
+    if not context.params.get("quiet"):
+        click.echo(f"written: {file}", err=True)
 
 
 def text_width(default: int | None = None) -> int:
