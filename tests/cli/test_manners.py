@@ -118,6 +118,22 @@ def test_finding_is_printed_once(broken: Path) -> None:
     assert json.loads(full.stdout)[0]["findings"][0]["where"] == DOWN
 
 
+def test_several_failures_are_counted(broken: Path, good: Good, tmp_path: Path) -> None:
+    other = spoiled(good("W8A8"), tmp_path / "other", drop(DOWN))
+    names = (broken, good("W8A8"), other)
+    ran = vexport("check", *names, "--static", "-o", tmp_path / "check.xml")
+    assert ran.code == 1
+    assert_contains(ran.errors[-1], "2 of 3 checkpoints", str(broken), str(other))
+    assert str(good("W8A8")) not in ran.errors[-1]
+
+
+def test_output_file_is_named(llama: Path, tmp_path: Path) -> None:
+    file = tmp_path / "checks.json"
+    ran = vexport("list", "checks", "-o", file)
+    assert (ran.stdout, ran.stderr) == ("", f"written: {file}\n")
+    assert vexport("list", "checks", "-o", file, "--quiet").stderr == ""
+
+
 def test_output_format_follows_file_name(broken: Path, tmp_path: Path) -> None:
     ran = vexport("check", broken, "-o", tmp_path / "new" / "check.json")
     assert (ran.code, ran.stdout) == (1, "")

@@ -204,6 +204,21 @@ def require_ok(checkpoint: str, ok: bool, findings: Sequence[Finding]) -> None:
     raise CheckpointFailed(where, got=first.got, need=first.expected, fix=fix)
 
 
+def require_all_ok(reports: Sequence[CheckReport]) -> None:
+    """Raise CheckpointFailed (exit code 1) if a checkpoint fails.
+
+    The error of a single failure is that of `require_ok`. Several failures are counted and named.
+    """
+    failing = [report for report in reports if not report.ok]
+    if len(failing) > 1:
+        number = f"{len(failing):,} of {len(reports):,} checkpoints"
+        names = join_limited([report.checkpoint for report in failing], ", ", MOST_NAMES)
+        fix = "" if is_read() else "see their findings in the output"
+        raise CheckpointFailed(number, got=f"they fail: {names}", need="", fix=fix)
+    for report in failing:
+        require_ok(report.checkpoint, report.ok, report.findings)
+
+
 def _number_of_others(number: int) -> str:
     return f" ({number - 1:,} more)" if number > 1 else ""
 

@@ -9,9 +9,9 @@ from vexport.cli.base import (
     command,
     print_text,
     progress_display,
+    require_all_ok,
     require_judged,
     require_no,
-    require_ok,
     text_width,
 )
 from vexport.cli.engine import Interpreter, interpreter_option
@@ -130,7 +130,6 @@ def check(
         add_step_summary(summarize_checks(reports))
     require_no(INTERNAL, reports)
     raise_problems(problems)
-    for report in reports:
-        require_ok(report.checkpoint, report.ok, report.findings)
+    require_all_ok(reports)
     if strict:
         require_judged(reports)
