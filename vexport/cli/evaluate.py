@@ -173,6 +173,8 @@ def evaluate(
     The output folder contains lm-eval's results in `baseline` and `candidate`, and a report
     (report.html). A second call resumes.
 
+    A scenario has more settings than these options: see `vexport explain keys of evaluate`.
+
     \b
     Examples:
       vexport eval OUT --baseline MODEL --task gsm8k --margin 0.02
