@@ -23,6 +23,7 @@ from pydantic import JsonValue
 from vexport.errors import InputError, raise_all
 from vexport.evaluation.fingerprint import DIGITS, causes
 from vexport.evaluation.lost import LETTERS, Ending, count_answers, letter_of, lost_answers_text
+from vexport.evaluation.metrics import NO_SHARES
 from vexport.evaluation.pairs import Choice, TaskPair, gated_tasks
 from vexport.evaluation.results import Results, Sample, TaskSamples, read_results
 from vexport.files import digest_file, from_json, read_json_object, to_json, write_text
@@ -402,8 +403,15 @@ def choice_of(accepted: Accepted) -> Choice:
 
 
 def gates_of(accepted: Accepted) -> str:
-    """Return the accepted tasks as text: `addition (exact_match,none), 1382 documents, 0.9964`."""
+    """Return the accepted scores: `addition (exact_match,none) 99.6% of 1,382 documents`."""
     return "; ".join(
-        f"{name} ({task.metric},{task.filter}), {task.documents} documents, {task.score:g}"
+        f"{name} ({task.metric},{task.filter}) {_score_text(task)} of {task.documents:,} documents"
         for name, task in accepted.tasks.items()
     )
+
+
+def _score_text(task: AcceptedTask) -> str:
+    """Return the mean score: in per cent if the metric is a share, else as a number."""
+    scores = [score for score, _ in stored_scores(task).values()]
+    is_share = task.metric not in NO_SHARES and all(0 <= score <= 1 for score in scores)
+    return f"{task.score:.1%}" if is_share else f"{task.score:.4g}"

@@ -3,6 +3,7 @@
 Each checkpoint is a run. All runs share one run directory.
 """
 
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -226,6 +227,10 @@ def _accept_answers(run: Run, accept: Path | None) -> str:
     lines = [f"accepted: {accept}: {gates_of(accepted)}"]
     if verdict is None:  # a verdict's warnings already name lost responses
         lines += [f"warning: {lost}" for lost in lost_answers(accepted, settings.alpha)]
+    against = shlex.quote(portable(str(accept)))
+    lines.append(
+        f"next  vexport eval CHECKPOINT --against {against}  # to compare a later checkpoint"
+    )
     return "\n".join(lines)
 
 
