@@ -299,7 +299,7 @@ def test_unsupported_output_name_is_refused(
 @pytest.mark.parametrize(
     ("name", "parts"),
     [
-        ("AWQ", ["AWQ is not included", "--scheme W4A16_ASYM --rounding refit"]),
+        ("AWQ", ["vexport has no AWQ", "--scheme W4A16_ASYM --rounding refit"]),
         ("auto-round", ["quantize with AutoRound", "check"]),
         ("gptq", ["--scheme W4A16 --rounding gptq"]),
         ("SmoothQuant", ["--scheme W8A8 --calibration DATA --smoothing 0.5"]),

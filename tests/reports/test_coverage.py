@@ -77,7 +77,7 @@ def test_rounding_lines_show_strength_and_gain() -> None:
     weighed = RoundingReport(
         layers=(LayerRounding(groups=(replace(QKV, weighs_tokens=True),), state_error=0),)
     )
-    assert_contains([*rounding_lines(weighed)][1], "strength 0.25", "ridge 0.1", "tokens weighed")
+    assert_contains([*rounding_lines(weighed)][1], "strength 0.25", "ridge 0.1", "tokens weighted")
     assert_contains(gain, "median", "error", "1.00%", "4.00% with nearest")
     assert not [*rounding_lines(None)]
 

@@ -225,7 +225,10 @@ def _method(gates: Sequence[TaskPair], alpha: float) -> str:
     method = f"paired difference, {intervals}, one-sided {100 * (1 - alpha):.4g}% bounds"
     if len(gates) == 1:
         return method
-    return f"{method}; every task must pass, upper bounds corrected for {len(gates)} tasks (Holm)"
+    return (
+        f"{method}; all {len(gates)} tasks must pass; a single task can fail the verdict, so upper "
+        f"bounds are corrected for {len(gates)} tasks (Holm)"
+    )
 
 
 def _interval_name(gate: TaskPair) -> str:
@@ -425,20 +428,20 @@ def _inconclusive_reason(tasks: Sequence[TaskVerdict], margin: float) -> str:
             f"{task.task} is not settled after {read}: {change}, {span}, "
             f"{unit.accepted}; {remedy}{_other_tasks_text(tasks, 'INCONCLUSIVE')}"
         )
-    named = [
-        f"{task.task} (read {plural(task.documents, 'document')}, {_needed_documents(task)})"
-        for task in unsettled
-    ]
+    named = [f"{task.task} ({_needed_documents(task)})" for task in unsettled]
     names = join_limited(named, ", ", MAX_NAMED)
     return f"{len(unsettled)} of {len(tasks)} tasks are not settled: {names}"
 
 
 def _needed_documents(task: TaskVerdict) -> str:
-    """Return a few words on how to settle a task."""
+    """Return how many documents of a task were read, and how many would settle it."""
     if task.has_too_few_documents:
         return task.remedy
+    read = f"read {plural(task.documents, 'document')}"
     needed = task.documents_needed
-    return "no number would settle it" if needed is None else f"{about(needed)} needed"
+    if needed is None:
+        return f"{read}, no number would settle it"
+    return f"{read}, {about(needed)} needed"
 
 
 def _change_text(task: TaskVerdict, unit: _Unit) -> str:

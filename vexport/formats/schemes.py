@@ -130,13 +130,13 @@ METHODS: Mapping[str, str] = {
     ),
     **dict.fromkeys(
         ("autoround", "w4a16autoround"),
-        "AutoRound is not included: use --scheme W4A16 --rounding refit, or quantize with "
-        "AutoRound and check the result with vexport",
+        "vexport has no AutoRound: use --scheme W4A16 --rounding refit instead, or quantize with "
+        "AutoRound and check its checkpoint with `vexport check`",
     ),
     **dict.fromkeys(
         ("awq", "w4a16awq"),
-        "AWQ is not included: use --scheme W4A16_ASYM --rounding refit, or quantize with another "
-        "tool and check the result with vexport",
+        "vexport has no AWQ: use --scheme W4A16_ASYM --rounding refit instead, or run AWQ in "
+        "another tool and check its checkpoint with `vexport check`",
     ),
 }
 

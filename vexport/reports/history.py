@@ -40,6 +40,7 @@ def history_document(history: History) -> doc.Document:
     rows = history.rows
     names = _task_names(rows)
     has_columns = len(names) <= MAX_TASK_COLUMNS
+    has_runs = any(_history(row).kind == "run" for row in rows)
     has_one_baseline = bool(_common_baseline(rows))
     remarks = [
         (_row_title(row), "; ".join(texts))
@@ -65,7 +66,7 @@ def history_document(history: History) -> doc.Document:
             doc.Section("Results in time", content, "history", lead),
             None if has_columns else tables,
             doc.page_section("Scores in time", "scores", _CHART_LEAD, charts) if charts else None,
-            doc.Section("How to read this", (muted(_READING),)),
+            doc.Section("How to read this", (muted(_READING),)) if has_runs else None,
         ),
         wide=True,
     )

@@ -306,11 +306,13 @@ def rounding_lines(rounding: RoundingReport | None) -> Iterator[str]:
         yield ", ".join(f"{kind} of {plural(number, 'group')}" for kind, number in kinds.items())
     done = [group for group in rounding.groups if group.rounding != "nearest"]
     strengths = dict[float, str]()
-    for (strength, ridge, weighed), _ in Counter(
+    for (strength, ridge, is_weighted), _ in Counter(
         (group.strength, group.damping, group.weighs_tokens) for group in done if group.strength
     ).most_common():
-        weights = ", tokens weighed" if weighed else ""
-        strengths.setdefault(strength, f"refit strength {strength:g}, ridge {ridge:g}{weights}")
+        weights = ", tokens weighted by their gradients" if is_weighted else ""
+        strengths.setdefault(
+            strength, f"refit with strength {strength:g} and ridge {ridge:g}{weights}"
+        )
     if strengths:
         yield "; ".join(strengths.values())
     if done:

@@ -492,10 +492,10 @@ def read_report(folder: Path) -> Report:
     path = folder if folder.is_file() else folder / REPORT_FILE
     if not path.is_file():
         fix = "call `vexport run` first"
-        if (folder / CANDIDATE).is_dir():
+        if (folder / MARK).is_file():
             fix = (
-                "finish the run; after `vexport eval --accept FILE` without a baseline, "
-                "give FILE instead"
+                "call the same command again to finish it; a call of `vexport eval` with --accept "
+                "FILE alone compares nothing and writes no report: use `vexport report FILE`"
             )
         for pattern in ("*", f"{CANDIDATE}/*"):
             if any(folder.glob(f"{pattern}/{REPORT_FILE}")):

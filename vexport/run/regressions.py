@@ -5,6 +5,7 @@ can be compared if the metric, the documents, the prompts, the baseline, the mar
 the same. An accepted baseline counts as a result that passed.
 """
 
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -292,7 +293,11 @@ def _headline(steps: Sequence[_Step]) -> str:
     """Return the history in one or two sentences."""
     runs = [step for step in steps if step.point.kind == "run"]
     if not runs:
-        return f"{plural(len(steps), 'accepted baseline')} and no run: nothing is compared."
+        file = shlex.quote(steps[-1].point.row.folder)
+        return (
+            f"{plural(len(steps), 'accepted baseline')}, and no run to compare. To compare a "
+            f"checkpoint with it: `vexport eval CHECKPOINT --against {file}`"
+        )
     shown = _decisive(runs)
     if shown is None:
         return _without_regression(steps, runs)
@@ -403,13 +408,13 @@ def _changes(old: Point, new: Point) -> str:
     others = [name for name in names if name not in _SHOWN_APART] if new.fingerprint else []
     if others:
         texts.append(f"also changed: {join_limited(others, ', ', MAX_NAMED)}")
-    how = "which was accepted" if old.kind == "accepted baseline" else "which passed"
-    return f"compared with {_title(old)} ({_day(old)}), {how}: {', '.join(texts)}"
+    how = "accepted" if old.kind == "accepted baseline" else "passed"
+    return f"since {_title(old)} ({how} on {_day(old)}): {', '.join(texts)}"
 
 
 def _vllm_change(old: Point, new: Point) -> str:
     if not old.vllm or not new.vllm:
-        return "vLLM's version not recorded"
+        return "the version of vLLM is not recorded"
     return (
         f"vLLM {old.vllm} -> {new.vllm}" if old.vllm != new.vllm else f"vLLM {new.vllm} unchanged"
     )
@@ -427,7 +432,7 @@ def _checkpoint_change(old: Point, new: Point) -> str:
         return f"checkpoint {old.digest[:_SHORT]} -> {new.digest[:_SHORT]}"
     if old.checkpoint != new.checkpoint and old.checkpoint and new.checkpoint:
         return f"checkpoint {old.checkpoint} -> {new.checkpoint}"
-    return "the digest of the checkpoint was not recorded"
+    return "the checkpoint's digest is not recorded"
 
 
 def _title(point: Point) -> str:
