@@ -5,6 +5,7 @@ Contradicting options are refused.
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -264,15 +265,31 @@ def test_accepted_results_are_compared_without_options(
         "eval", "baseline", *tasks, trust, "--accept", file, "--output-dir", tmp_path / "first"
     )
     assert made.code == 0, made.stderr
+    assert_contains(made.stdout, "sums (exact_match,none) 98.8%", "of 400 documents")
+    assert f"next  vexport eval CHECKPOINT --against {file}" in made.stdout
     stored = read_accepted(file).settings
     assert stored is not None
     assert stored["num_fewshot"] == 0
     ran = vexport("eval", "worse", "--against", file, trust, "--output-dir", tmp_path / "second")
     assert ran.code == 1, ran.stderr
     assert ran.stdout.startswith("FAIL")
+    # The results do not contain the checkpoint's path, so the command has a placeholder.
+    remedy = "vexport eval CHECKPOINT --baseline SOURCE"
+    assert_contains(ran.stdout, "cause", "an accepted baseline has no weights", remedy)
+    assert_contains(ran.stdout, "Candidate")
+    page = (tmp_path / "second" / "report.html").read_text()
+    assert_contains(
+        page, "an accepted baseline has no weights", f"<code>{remedy} --task TASK</code>"
+    )
+    assert re.search(r"accepted 20\d\d-\d\d-\d\d \d\d:\d\d UTC, sha256", page)
     assert "note: settings from" in ran.stderr
     report = json.loads((tmp_path / "second" / "report.json").read_text())
     assert report["verdict"]["warnings"] == []
+    alone = vexport("report", tmp_path / "first")
+    assert_contains(alone.errors[0], "vexport eval", "--accept FILE", "vexport report FILE")
+    shown = vexport("report", file)
+    assert_contains(shown.stdout, f"vexport eval CHECKPOINT --against {file}")
+    assert "Regressed" not in shown.stdout
     limited = ("--against", file, trust, "--limit", 100, "--output-dir", tmp_path / "third")
     refused = vexport("eval", "worse", *limited)
     assert refused.code == 2

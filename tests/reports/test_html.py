@@ -19,7 +19,7 @@ import pytest
 
 from tests.reports import sample
 from tests.texts import assert_contains
-from vexport.records import KindSize
+from vexport.records import CandidateKind, KindSize
 from vexport.reports import document, render
 from vexport.reports.accuracy import forests
 from vexport.reports.layers import layer_kind
@@ -313,3 +313,36 @@ def test_document_parts_have_macros() -> None:
     )
     names = {kind.__name__.lower() for kind in get_args(document.Part)} - {"findinglist"}
     assert names <= set(re.findall(r"\{% macro (\w+)\(", macros))
+
+
+def test_backticks_become_code_except_in_responses() -> None:
+    made = replace(sample.report("FAIL"), reason="use `scheme: auto` <b>")
+    page = render(made, "html")
+    assert "<code>scheme: auto</code> &lt;b&gt;" in page
+    assert made.verdict is not None
+    (flip, *_) = made.verdict.tasks[1].flips
+    tasks = [
+        replace(task, flips=(replace(flip, candidate="`code`"),)) for task in made.verdict.tasks
+    ]
+    quoted = replace(made, verdict=replace(made.verdict, tasks=tuple(tasks)))
+    assert "<pre>`code`</pre>" in render(quoted, "html")
+
+
+@pytest.mark.parametrize("kind", ["unquantized", "server", "candidate"])
+def test_columns_name_the_candidate(kind: CandidateKind) -> None:
+    made = sample.report("FAIL")
+    assert made.verdict is not None
+    verdict = replace(made.verdict, candidate=kind)
+    for format_ in ("html", "text", "markdown"):
+        words = Page(render(replace(made, verdict=verdict), format_)).words
+        assert_contains(" ".join(words), "Documents", kind.capitalize(), "Recovery")
+        assert "Baseline Quantized" not in " ".join(words)
+
+
+def test_greedy_continuations_without_baseline() -> None:
+    """Without a baseline that ran, there is no box for it."""
+    assert sample.load().canaries
+    made = replace(sample.report(), baseline_load=None)
+    labels = [words for words in Page(render(made, "html")).words if "ended by" in words]
+    assert labels
+    assert not any(label.startswith("baseline") for label in labels)

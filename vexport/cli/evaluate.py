@@ -361,16 +361,19 @@ def _print_answer(evaluations: "Evaluations", format_: str, *, is_shown: bool) -
 
 
 def _known_fix(verdict: "Verdict") -> str:
-    """Return advice for a known cause, or else an empty string.
+    """Return advice for a known cause, or how to find a cause that vexport could not search for.
 
-    The causes are too many lost responses, or a loss only in later tokens of held-out text.
+    The known causes are too many lost responses, or a loss only in later tokens of held-out text.
+    Returns "" for any other verdict.
     """
-    from vexport.reports.formatting import LATE_FAILURE_ADVICE
+    from vexport.reports.formatting import LATE_FAILURE_ADVICE, unsearched_cause
 
     if any(task.too_many_lost for task in verdict.tasks):
         return "see the cut and empty responses above, and evaluate again"
     if verdict.text is not None and verdict.text.fails_late:
         return LATE_FAILURE_ADVICE
+    if verdict.outcome == "FAIL" and unsearched_cause(verdict):
+        return "see above how to find the cause"
     return ""
 
 

@@ -10,6 +10,7 @@ from vexport.records.accuracy import (
     AnswerCounts,
     Attribution,
     BatchSize,
+    CandidateKind,
     Cause,
     Comparison,
     Distance,

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from vexport.records.values import Outcome, about
+from vexport.records.values import Outcome, about, plural
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -422,7 +422,8 @@ class TaskVerdict:
             return ""
         if not self.has_too_few_documents:
             return f"{about(self.documents_needed)} documents would settle it"
-        remedy = f"the task has only {self.documents_available:,} documents: add tasks"
+        available = plural(self.documents_available or 0, "document")
+        remedy = f"even all {available} of the task would not settle it: add tasks"
         if self.settling_margin is None:
             return remedy
         return f"{remedy}, or use a margin of {100 * self.settling_margin:.3g} points"
@@ -619,6 +620,10 @@ class AcceptedBaseline:
     accepted: str = ""
 
 
+CandidateKind = Literal["quantized", "unquantized", "server", "candidate"]
+"""Kind of the model that a verdict judges. It is `candidate` if only its results are known."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """Outcome over all tasks, with the sentence that justifies it.
@@ -638,8 +643,9 @@ class Verdict:
     - `fingerprint` and `baseline_fingerprint` map everything that could change a score to its value
       (`vllm`, `model`, `task hash of gsm8k`). Values that were not recorded are missing.
     - `accepted` describes the accepted baseline, if the candidate was compared with one.
+    - `candidate` is the kind of model that was compared with the baseline.
 
-    The last four are empty in reports of older versions.
+    Reports of older versions have the default values of the last five.
     """
 
     schema: Literal["vexport.verdict/1"] = "vexport.verdict/1"
@@ -661,6 +667,7 @@ class Verdict:
     fingerprint: Mapping[str, str] = field(default_factory=dict)
     baseline_fingerprint: Mapping[str, str] = field(default_factory=dict)
     accepted: AcceptedBaseline | None = None
+    candidate: CandidateKind = "candidate"
 
     @property
     def worst_task(self) -> TaskVerdict | None:

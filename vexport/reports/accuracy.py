@@ -3,7 +3,15 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-from vexport.records import Comparison, Flip, TaskVerdict, TextLimit, TextVerdict, Verdict
+from vexport.records import (
+    CandidateKind,
+    Comparison,
+    Flip,
+    TaskVerdict,
+    TextLimit,
+    TextVerdict,
+    Verdict,
+)
 from vexport.records.values import plural
 from vexport.reports import document as doc
 from vexport.reports.document import (
@@ -35,6 +43,7 @@ from vexport.reports.formatting import (
     scale_of,
     small,
     task_title,
+    unsearched_cause,
 )
 from vexport.reports.positions import position_parts
 
@@ -60,7 +69,8 @@ def cause_parts(verdict: Verdict) -> tuple[doc.Part, ...]:
     """Return the cause of a loss, and the mean KL of noise, quantization and engine."""
     attribution = verdict.attribution
     if attribution is None:
-        return ()
+        unsearched = unsearched_cause(verdict)
+        return (doc.facts(("cause", unsearched)),) if unsearched else ()
     distances = (
         ("noise", attribution.noise),
         ("quantization", attribution.quantization),
@@ -83,18 +93,19 @@ def accuracy_section(verdict: Verdict) -> doc.Section:
         )
         content = parts(
             text_table(verdict, verdict.text),
-            position_parts(verdict.text),
+            position_parts(verdict.text, verdict.candidate),
             warnings(verdict.warnings),
         )
         return doc.Section("Accuracy", content, "accuracy", lead)
+    candidate = verdict.candidate.capitalize()
     lead = (
-        "Quantized minus baseline on the same documents. The bar shows the interval between the "
+        f"{candidate} minus baseline on the same documents. The bar shows the interval between the "
         f"{_level(verdict.alpha)} bounds. A task passes if the whole bar is right of the dashed "
         "line, fails if the whole bar is left of it, and is inconclusive if the bar crosses the "
         "line."
     )
     difference = doc.Column("Difference", numeric=True, noted=True)
-    titles = ("Metric", ">Documents", ">Baseline", ">Quantized", difference)
+    titles = ("Metric", ">Documents", ">Baseline", f">{candidate}", difference)
     others = table(titles, map(_comparison_row, _shown_comparisons(verdict)))
     content = parts(
         forests(verdict),
@@ -117,7 +128,7 @@ def task_table(verdict: Verdict) -> doc.Table:
     """
     result = doc.Column("Result", omit=("text", "html"))
     difference = doc.Column("Difference", numeric=True, omit=("html",))
-    scores = (">Documents", ">Baseline", ">Quantized")
+    scores = (">Documents", ">Baseline", f">{verdict.candidate.capitalize()}")
     titles = ("Task", result, *scores, difference, ">Recovery", ">Lost / gained")
     return table(titles, map(_task_row, verdict.tasks), method_line(verdict))
 
@@ -137,7 +148,7 @@ def _lost_table(verdict: Verdict) -> doc.Section | None:
         for task in verdict.tasks
         for model, side in (
             ("baseline", task.baseline_answers),
-            ("quantized", task.candidate_answers),
+            (verdict.candidate, task.candidate_answers),
         )
         if side is not None and side.cut + side.empty + side.unparsed
     ]
@@ -246,7 +257,8 @@ def _reading_lines(verdict: Verdict) -> Iterator[str]:
     level, tasks = _level(verdict.alpha), len(verdict.tasks)
     loss = accepted_loss(verdict)
     yield (
-        f"Difference: quantized minus baseline on the same documents. A loss of {loss} is accepted."
+        f"Difference: {verdict.candidate} minus baseline on the same documents. A loss of {loss} "
+        "is accepted."
     )
     yield (
         f"Interval of a difference: from a {level} lower to a {level} upper bound, each "
@@ -265,7 +277,7 @@ def _reading_lines(verdict: Verdict) -> Iterator[str]:
             f"bounds together have {level}."
         )
     yield (
-        f"Interval of a score, of recovery (quantized / baseline) and of flips: "
+        f"Interval of a score, of recovery ({verdict.candidate} / baseline) and of flips: "
         f"{_level(2 * verdict.alpha)}, "
         "two-sided."
     )
@@ -321,32 +333,38 @@ def accuracy_tiles(verdict: Verdict | None) -> tuple[doc.Tile, doc.Tile]:
 
 def answers_section(verdict: Verdict | None) -> doc.Section | None:
     """Return the flipped answers by task, or None if none are recorded."""
-    tasks = [task for task in verdict.tasks if task.flips] if verdict else []
+    if verdict is None:
+        return None
+    tasks = [task for task in verdict.tasks if task.flips]
     if not tasks:
         return None
     lead = "Responses of both models to the same document."
     filters = (("all", "all"), ("lost", "right to wrong"), ("gained", "wrong to right"))
-    section = page_section("Answers that flipped", "answers", lead, map(_flips, tasks))
+    section = page_section(
+        "Answers that flipped", "answers", lead, [_flips(task, verdict.candidate) for task in tasks]
+    )
     return replace(section, filters=filters)
 
 
-def _flips(task: TaskVerdict) -> doc.Details:
+def _flips(task: TaskVerdict, candidate: CandidateKind) -> doc.Details:
     """Return the flipped answers of a task, losses first."""
     ordered = sorted(task.flips, key=lambda flip: flip.direction != "right to wrong")[:MAX_FLIPS]
     total = task.right_to_wrong + task.wrong_to_right
     rest = f"{count(len(ordered))} of {count(total)} shown; samples_*.jsonl of both models has all"
     counts = f"{count(task.right_to_wrong)} lost, {count(task.wrong_to_right)} gained"
-    content = parts(map(_flip, ordered), muted(rest) if total > len(ordered) else None)
+    content = parts(
+        [_flip(flip, candidate) for flip in ordered], muted(rest) if total > len(ordered) else None
+    )
     return doc.Details(TableCell(f"{task_title(task)}: {counts}"), content, open=True)
 
 
-def _flip(flip: Flip) -> doc.Exchange:
+def _flip(flip: Flip, candidate: CandidateKind) -> doc.Exchange:
     before, _, after = flip.direction.split()
     tones = {"right": "pass", "wrong": "fail"}
     answers = (
         ("target", flip.target, ""),
         (f"baseline, {before}", flip.baseline, tones[before]),
-        (f"quantized, {after}", flip.candidate, tones[after]),
+        (f"{candidate}, {after}", flip.candidate, tones[after]),
     )
     group = "lost" if before == "right" else "gained"
     return doc.Exchange(f"document {flip.doc_id}, {flip.direction}", flip.prompt, answers, group)

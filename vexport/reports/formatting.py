@@ -214,7 +214,7 @@ def next_step(report: "Report") -> tuple[str, str]:
     if sentence := _remedy(report.outcome, report.verdict):
         return "", sentence
     if report.load is None or report.load.ok:
-        return "", _MORE_BITS
+        return _next_after_failure(None if report.attribution else report.verdict)
     return (
         "",
         "Fix the findings below; vexport repair CHECKPOINT OUT fixes those that can be fixed.",
@@ -231,7 +231,18 @@ def next_step_of_verdict(verdict: Verdict) -> tuple[str, str]:
     """Return "" and a sentence on what to do after a verdict that is not part of a run."""
     if verdict.outcome == "PASS":
         return "", ""
-    return "", _remedy(verdict.outcome, verdict) or _MORE_BITS
+    if sentence := _remedy(verdict.outcome, verdict):
+        return "", sentence
+    return _next_after_failure(verdict)
+
+
+def _next_after_failure(verdict: Verdict | None) -> tuple[str, str]:
+    """Return how to find the cause of a loss, if it is unknown, else how to keep more accuracy."""
+    obstacle = _obstacle_to_cause(verdict)
+    if not obstacle:
+        return "", _MORE_BITS
+    assert verdict is not None
+    return _cause_command(verdict), f"Find the cause, which is unknown because {obstacle}."
 
 
 def _remedy(outcome: Outcome, verdict: Verdict | None) -> str:
@@ -333,6 +344,36 @@ def attribution_line(attribution: "Attribution") -> str:
     """Return the cause of a loss with its reason."""
     cause = "none found" if attribution.cause == "none" else f"the {attribution.cause}"
     return f"{cause}: {attribution.reason}"
+
+
+def unsearched_cause(verdict: "Verdict | None") -> str:
+    """Return why the cause of a loss was not searched for, with the command that searches for it.
+
+    Return "" if the verdict is PASS, or if the weights of both models may be on this machine.
+    """
+    obstacle = _obstacle_to_cause(verdict)
+    if not obstacle:
+        return ""
+    assert verdict is not None
+    return f"not searched, because {obstacle}; to find it, run `{_cause_command(verdict)}`"
+
+
+def _obstacle_to_cause(verdict: "Verdict | None") -> str:
+    """Return why vexport cannot search for the cause of a loss, or "" if it can."""
+    if verdict is None or verdict.outcome == "PASS" or verdict.attribution is not None:
+        return ""
+    if verdict.accepted is not None:
+        return "an accepted baseline has no weights to compare with"
+    if verdict.candidate == "server":
+        return "vexport cannot read the weights of a model on a server"
+    return ""
+
+
+def _cause_command(verdict: "Verdict") -> str:
+    """Return the command that compares the candidate with its source and searches for the cause."""
+    has_weights = verdict.candidate in ("quantized", "unquantized")
+    checkpoint = shlex.quote(verdict.checkpoint) if has_weights and verdict.checkpoint else ""
+    return f"vexport eval {checkpoint or 'CHECKPOINT'} --baseline SOURCE --task TASK"
 
 
 def task_title(task: "TaskVerdict | Comparison") -> str:

@@ -20,7 +20,6 @@ from vexport.reports.formatting import (
     NOT_AVAILABLE,
     attribution_line,
     bits_per_weight,
-    count,
     coverage_lines,
     duration,
     next_step,
@@ -34,6 +33,7 @@ from vexport.reports.formatting import (
     sizes_of,
     small,
     subject_of,
+    unsearched_cause,
 )
 from vexport.reports.layers import (
     drift_line,
@@ -100,6 +100,7 @@ def run_document(report: Report, files: Sequence[TableCell] = ()) -> doc.Documen
             variants_section(report.variants) if report.is_of_variants else None,
             doc.Section("", (_summary(report, total),), forms=("text", "markdown")),
             accuracy_section(report.verdict) if report.verdict else None,
+            _unsearched_cause_section(report),
             None if report.is_of_variants else variants_section(report.variants),
             variant_sections(report.variants),
             signals_section(report),
@@ -149,9 +150,16 @@ def _summary(report: Report, total: str) -> doc.Facts:
         *(("rounding", line) for line in rounding_lines(report.rounding)),
         *(load_facts(report.load).rows if report.load else ()),
         ("drift", drift_line(report.drift)) if report.drift else None,
-        ("cause", attribution_line(report.attribution)) if report.attribution else None,
+        ("cause", cause) if (cause := _cause(report)) else None,
         ("time", total),
     )
+
+
+def _cause(report: Report) -> str:
+    """Return the cause of a loss, or why it was not searched for. Return "" if neither applies."""
+    if report.attribution is not None:
+        return attribution_line(report.attribution)
+    return unsearched_cause(report.verdict)
 
 
 def _size_tile(report: Report) -> doc.Tile | None:
@@ -163,6 +171,16 @@ def _size_tile(report: Report) -> doc.Tile | None:
     was, bits = (bits_per_weight(each, parameters) for each in (before, after))
     note = f"{ratio(after, before)} of {size(before)}; {bits} bits per weight, was {was}"
     return doc.Tile("Size", size(after), "", note)
+
+
+def _unsearched_cause_section(report: Report) -> doc.Section | None:
+    """Return a page's section on a cause that was not searched for. Other forms have a fact."""
+    cause = unsearched_cause(report.verdict) if report.attribution is None else ""
+    if not cause:
+        return None
+    return page_section(
+        "Cause of the loss", "cause", "", doc.Paragraph(f"{cause[0].upper()}{cause[1:]}.")
+    )
 
 
 def _load_tile(report: Report) -> doc.Tile | None:
@@ -196,7 +214,15 @@ def _load_section(report: Report) -> doc.Section | None:
     elif load.findings:
         lead = "The engine did not start with this checkpoint; see the findings."
     engine = _engine(load, load.engine, report.baseline_load) if load.engine else None
-    return page_section("Load in vLLM", "load", lead, engine, _canaries(report.baseline_load, load))
+    canaries = _canaries(report.baseline_load, load, _candidate_kind(report))
+    return page_section("Load in vLLM", "load", lead, engine, canaries)
+
+
+def _candidate_kind(report: Report) -> str:
+    """Return what the loaded model is: `quantized`, `unquantized` or `checkpoint`."""
+    if report.verdict is not None and report.verdict.candidate in ("quantized", "unquantized"):
+        return report.verdict.candidate
+    return "quantized" if schemes_of(report) else "checkpoint"
 
 
 def _engine(load: LoadReport, engine: EngineInfo, baseline: LoadReport | None) -> doc.Facts:
@@ -219,38 +245,48 @@ def _engine(load: LoadReport, engine: EngineInfo, baseline: LoadReport | None) -
     )
 
 
-def _canaries(baseline: LoadReport | None, candidate: LoadReport) -> doc.Section | None:
-    """Return the greedy continuations of both models. Prompts without any text are only counted."""
+def _canaries(baseline: LoadReport | None, candidate: LoadReport, kind: str) -> doc.Section | None:
+    """Return the greedy continuations of the models. Prompts without any text are only counted.
+
+    Without a baseline that ran, only the candidate's continuations are shown, under its `kind`.
+    """
     if not candidate.canaries:
         return None
-    first = {canary.prompt: canary for canary in baseline.canaries} if baseline else {}
-    second = {canary.prompt: canary for canary in candidate.canaries}
-    pairs = {prompt: (first.get(prompt), second.get(prompt)) for prompt in {**first, **second}}
-    shown = [
-        doc.Exchange("prompt", prompt, (_answer("baseline", before), _answer("quantized", after)))
-        for prompt, (before, after) in pairs.items()
-        if any(canary and (canary.text.strip() or canary.non_finite) for canary in (before, after))
-    ]
-    silent = len(pairs) - len(shown)
-    both = "at which both models" if shown else "both models"
+    models = [(kind, {canary.prompt: canary for canary in candidate.canaries})]
+    if baseline is not None and baseline.canaries:
+        models.insert(0, ("baseline", {canary.prompt: canary for canary in baseline.canaries}))
+    prompts = dict.fromkeys(prompt for _, by_prompt in models for prompt in by_prompt)
+    shown: list[doc.Exchange] = []
+    for prompt in prompts:
+        canaries = [(name, by_prompt.get(prompt)) for name, by_prompt in models]
+        if any(canary and (canary.text.strip() or canary.non_finite) for _, canary in canaries):
+            answers = tuple(_answer(name, canary) for name, canary in canaries)
+            shown.append(doc.Exchange("prompt", prompt, answers))
+    silent = len(prompts) - len(shown)
+    who = "both models" if len(models) > 1 else "the model"
+    after = f"at which {who}" if shown else who
     note = (
-        f"{'Not shown:' if shown else 'At'} {plural(silent, 'prompt')} {both} ended the "
+        f"{'Not shown:' if shown else 'At'} {plural(silent, 'prompt')} {after} ended the "
         f"text at once."
     )
     return doc.Section("Greedy continuations", parts(shown, muted(note) if silent else None))
 
 
 def _answer(label: str, canary: Canary | None) -> tuple[str, str, str]:
+    """Return a model's name with the end of its continuation, and the text of the continuation."""
     if canary is None:
         return label, "none", ""
-    end = f"ended by {canary.finish_reason}"
+    return f"{label}: {_ending(canary)}", canary.text or "nothing before the end", ""
+
+
+def _ending(canary: Canary) -> str:
+    """Return how a continuation ended. Tokens after the model's end of text are not shown."""
     if canary.ended_after is not None:
-        end = f"the model ended it after {count(canary.ended_after)}"
-    return (
-        f"{label}, {count(canary.tokens)} tokens, {end}",
-        canary.text or "nothing before the end",
-        "",
-    )
+        return f"ended by the model after {plural(canary.ended_after, 'token')}"
+    tokens = plural(canary.tokens, "token")
+    if canary.finish_reason == "length":
+        return f"stopped at the limit of {tokens}"
+    return f"{tokens}, ended by {canary.finish_reason}"
 
 
 def _devices(report: Report) -> doc.Section | None:
@@ -282,7 +318,7 @@ def _provenance(report: Report, total: str) -> doc.Section:
     stages = "".join(f"{stage} {duration(taken)}, " for stage, taken in report.seconds.items())
     sources = facts(
         ("Source", mono(report.source)) if report.source is not None else None,
-        ("Baseline", mono(report.baseline)) if report.baseline is not None else None,
+        ("Baseline", _baseline_cell(report)) if report.baseline is not None else None,
         ("Checkpoint", mono(_checkpoint(report))),
         ("Schemes", schemes) if report.given and (schemes := schemes_of(report)) else None,
         ("Format", report.given.format) if report.given and report.given.format else None,
@@ -294,6 +330,16 @@ def _provenance(report: Report, total: str) -> doc.Section:
     )
     reproduce = doc.Section("Reproduce", (doc.Paragraph(report.command, "code"),))
     return page_section("Provenance", "provenance", "", sources, reproduce)
+
+
+def _baseline_cell(report: Report) -> TableCell:
+    """Return the name of the baseline, with the time and digest of an accepted baseline."""
+    accepted = report.verdict.accepted if report.verdict is not None else None
+    if accepted is None:
+        return mono(str(report.baseline))
+    time = accepted.accepted[:16].replace("T", " ")
+    parts_ = [f"accepted {time} UTC" if time else "accepted", f"sha256 {accepted.digest}"]
+    return TableCell(str(report.baseline), ", ".join(parts_), mono=True)
 
 
 def _checkpoint(report: Report) -> str:

@@ -1,7 +1,9 @@
 """One self-contained HTML page: no script, no network, light and dark, from 400 px up."""
 
+import re
+
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
+from markupsafe import Markup, escape
 
 from vexport.errors import clip, visible
 from vexport.reports.document import Document, FindingList, Part, Section, Table, finding_parts
@@ -9,6 +11,7 @@ from vexport.reports.formatting import opening, task_title
 
 MAX_FINDINGS = 200
 MAX_TEXT = 2000
+_CODE = re.compile(r"`([^`\n]+)`")
 
 
 def render(document: Document) -> str:
@@ -47,9 +50,21 @@ def _environment() -> Environment:
         return Markup(getattr(macros, type(part).__name__.lower())(part))
 
     environment.globals.update(
-        draw=draw, clip=lambda text, limit=MAX_TEXT: clip(text, limit), task_title=task_title
+        draw=draw,
+        clip=lambda text, limit=MAX_TEXT: clip(text, limit),
+        prose=_with_code,
+        task_title=task_title,
     )
     return environment
+
+
+def _with_code(text: str, limit: int = MAX_TEXT) -> Markup:
+    """Return a clipped sentence of a report, escaped, with `code` in backticks as <code>.
+
+    Prompts, responses and names keep their backticks: the templates show them with `clip`.
+    """
+    escaped = str(escape(visible(clip(text, limit), keep="\n\t")))
+    return Markup(_CODE.sub(r"<code>\1</code>", escaped))
 
 
 def _finalize(value: object) -> object:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from vexport.calibration.data import first_texts
 from vexport.checkpoint.chat_template import chat_templates
-from vexport.checkpoint.index import folder_digest
+from vexport.checkpoint.index import find_quantization, folder_digest, read_index
 from vexport.checkpoint.source import DEFAULT
 from vexport.engine.describe import NONE, kernel_environment
 from vexport.engine.dry.load import dry_load_checkpoints
@@ -42,7 +42,15 @@ from vexport.inference.prompts import CONTINUED_PROMPTS
 from vexport.inference.requested_tasks import fetch_tasks
 from vexport.inference.session_folder import clear_session, remove_answers
 from vexport.inference.tasks import task_files
-from vexport.records import Drift, DryLoadReport, LmEvalSettings, LoadReport, Verdict, named
+from vexport.records import (
+    CandidateKind,
+    Drift,
+    DryLoadReport,
+    LmEvalSettings,
+    LoadReport,
+    Verdict,
+    named,
+)
 from vexport.records.margins import margin_of_shares
 from vexport.run.directory import Digests, Run, Stage, data_digest, value_digest
 from vexport.run.given import RunModel
@@ -448,7 +456,7 @@ def judge(run: Run) -> Verdict | None:
     warnings = [*verdict.warnings, *_other_warnings(run)]
     if not is_loaded:
         warnings.append(LOAD_FAILED_WARNING)
-    verdict = replace(verdict, warnings=tuple(warnings))
+    verdict = replace(verdict, warnings=tuple(warnings), candidate=_candidate_kind(run))
     if run.given is None:
         return verdict
     name = run.given.candidate.name
@@ -481,6 +489,18 @@ def _other_warnings(run: Run) -> tuple[str, ...]:
     calibration = run.scenario.calibration
     is_seen = calibration is not None and calibration.data == run.evaluation.text
     return (CALIBRATION_TEXT_WARNING,) if is_seen else ()
+
+
+def _candidate_kind(run: Run) -> CandidateKind:
+    """Return what the candidate is, for the names of columns in reports."""
+    model = _model(run, CANDIDATE)
+    if model.answers is not None:
+        return "candidate"
+    if model.url is not None:
+        return "server"
+    assert model.checkpoint is not None
+    index = read_index(model.checkpoint)
+    return "quantized" if find_quantization(index.root, index.config) else "unquantized"
 
 
 def _verdict(run: Run, candidate: ServedSession | None) -> Verdict:
