@@ -161,6 +161,6 @@ def test_python_examples_import_and_run(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "MODEL").symlink_to(llama)
     write_calibration(tmp_path / "TEXT.jsonl")
-    for block in blocks("observers", "python"):
+    for block in (*blocks("observers", "python"), *blocks("api", "python")):
         shutil.rmtree("OUT", ignore_errors=True)
         exec(block.replace('data="TEXT"', 'data="TEXT.jsonl"'), {"__name__": "example"})
