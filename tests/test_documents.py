@@ -1,9 +1,12 @@
 """The README and the pages match the commands, schemes, scenarios, observers and files."""
 
 import ast
+import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 from collections.abc import Mapping
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
@@ -145,6 +148,34 @@ def test_scenarios_pages_and_observers() -> None:
     assert linked == set(PAGES) - {"README", "CONTRIBUTING"}
     names = re.findall(r"^\| `(\w+)` \|(?:[^|]*\|){3}$", PAGES["observers"], flags=re.MULTILINE)
     assert names == list(OBSERVERS)
+
+
+@pytest.mark.slow
+def test_first_block_of_readme_runs_as_written(tmp_path: Path) -> None:
+    """The shown commands print the shown lines, up to a line with three dots."""
+    (tmp_path / "scenarios").symlink_to(ROOT / "scenarios")
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for name, command in (("python", ""), ("vexport", "-m vexport")):
+        (tools / name).write_text(f'#!/bin/sh\nexec {sys.executable} {command} "$@"\n')
+        (tools / name).chmod(0o755)
+    (block, *_) = blocks("README", "console")
+    environment = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    for step in block.removeprefix("$ ").split("\n$ "):
+        script, end, shown = step.partition("\nEND")
+        if not end:
+            script, _, shown = step.partition("\n")
+        ran = subprocess.run(
+            ["bash", "-c", script + end],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        expected = shown.partition("\n...")[0].strip()
+        assert ran.stdout.strip().startswith(expected), ran.stdout + ran.stderr
+        assert bool(ran.returncode) == expected.startswith("FAIL"), ran.stderr
 
 
 @pytest.mark.slow
