@@ -177,9 +177,9 @@ def _schemes_on_gpu(schemes: SchemeTable, gpu: GpuOutlook, *, every: bool) -> It
     others = f" {plural(hidden, 'scheme')} that this GPU or model cannot use: --all."
     yield doc.Paragraph(
         "bits: over all weights; text: calibration text, which makes rounding to few bits more "
-        "accurate; native: the kernels multiply inputs in the scheme's precision, such as 16 bits "
-        "for W4A16; inputs in 16 bits: in this precision instead; memory: share of one GPU's "
-        f"memory that the weights take.{others if hidden else ''}"
+        "accurate; native: the GPU multiplies inputs with the scheme's number of bits (16 for "
+        "W4A16); inputs in 16 bits: it multiplies them with 16 bits instead; memory: share of one "
+        f"GPU's memory that the weights take.{others if hidden else ''}"
     )
 
 
