@@ -46,10 +46,10 @@ _FIX_QUANTIZED = "ignore this if the evaluation passes: vLLM agrees with the ref
 def kl_limit(checkpoint: Path, cache: str = "auto", input_bits: int | None = None) -> float:
     """Return the limit on the mean KL for a checkpoint.
 
-    It depends on the smallest number of bits of activations, keys and values. `cache` is vLLM's
-    kv_cache_dtype. It may store keys and values in FP8 even if the checkpoint's config does not.
-    `input_bits` is the number of bits to which vLLM's kernels round inputs
-    (`EngineInfo.input_bits`). It may also be smaller than in the checkpoint's config.
+    The limit depends on the smallest number of bits of activations, keys and values. `cache` is
+    vLLM's kv_cache_dtype: vLLM may store keys and values in FP8 although the checkpoint's config
+    does not request it. `input_bits` is the number of bits to which vLLM's kernels round inputs
+    (`EngineInfo.input_bits`). vLLM may use fewer bits than the checkpoint's config requests.
     """
     config = json.loads((checkpoint / "config.json").read_text(encoding="utf-8"))
     stored = find_quantization(checkpoint, config)

@@ -156,7 +156,7 @@ def _devices(request: ArgumentSet) -> Iterator[VexportError]:
         sizes = ("tensor_parallel_size", "pipeline_parallel_size")
         named = [f"{name} {request.arguments[name]}" for name in sizes if name in request.arguments]
         yield EnvironmentFault(
-            f"vLLM's argument {' and '.join(named) or 'the engine'}",
+            f"vLLM's argument {' and '.join(named)}" if named else "vLLM's engine",
             got=f"{devices} GPU{'s' * (devices != 1)}",
             need=f"{request.devices} GPUs",
             fix="use a machine with more GPUs, a smaller --tp, or Ray over several hosts",
@@ -164,10 +164,10 @@ def _devices(request: ArgumentSet) -> Iterator[VexportError]:
 
 
 def type_problem(kind: object, value: JsonValue) -> str:
-    """Return the type that an argument's value must have, or "" if the value fits.
+    """Return the type that an argument's value must have, or "" if the value has this type.
 
-    Also return "" if only vLLM can check the value. In a section (`compilation_config`), only the
-    keys are checked. vLLM checks its values.
+    Also return "" if only vLLM can check the value. If the argument is an object, such as
+    `compilation_config`, only the names of its keys are checked. vLLM checks the keys' values.
     """
     parts = (kind, *get_args(kind))
     sections = [part for part in parts if dataclasses.is_dataclass(part) and isinstance(part, type)]

@@ -1,4 +1,4 @@
-"""Describe a loaded engine: versions, settings, and the kernel that each layer runs in."""
+"""Describe a loaded engine: versions, settings, and the kernel that runs each layer."""
 
 import json
 import os
@@ -39,7 +39,8 @@ _KERNEL_VARIABLES = re.compile(
     r"HUMMING|INT4|KERNELS?|MARLIN|MLA|MOE|MXFP[48]|NVFP4|PRECISION|QUANT|QUANTIZATION|REDUCE|SAMPLER|SKINNY|"
     r"TRITON)(_\w+)?"
 )
-# Variables that match _KERNEL_VARIABLES but are left out: paths, sizes, and vexport's variable.
+# Variables that match _KERNEL_VARIABLES but do not affect responses: paths, sizes, and the variable
+# that vexport always sets to the same value.
 _UNRELATED = re.compile(r"_(CACHE|DIR|SIZE|THREADS)(_|$)|^VLLM_CPU_INT4_W4A8$")
 
 
@@ -72,9 +73,8 @@ def _describe_layer(layer: torch.nn.Module) -> tuple[str, str, str, str]:
     chosen, name = kernel_of(scheme)
     bits = activation_bits(scheme, chosen, name)
     if not name and getattr(scheme, "use_batch_invariant", False):
-        name = (
-            "dequantized, batch-invariant"  # VLLM_BATCH_INVARIANT from 0.33 on: no kernel of INT4
-        )
+        # With VLLM_BATCH_INVARIANT, vLLM 0.33 dequantizes INT4 weights instead of calling a kernel.
+        name = "dequantized, batch-invariant"
     kernel = name or type(layer.quant_method).__name__
     return type(scheme).__name__, kernel, _skipped_roundings(layer, scheme, kernel), str(bits or "")
 
@@ -93,7 +93,7 @@ def _skipped_roundings(layer: torch.nn.Module, scheme: object, kernel: str) -> s
 def describe(llm: "LLM", given: EngineArguments, *, start_seconds: float) -> EngineInfo:
     """Return the EngineInfo of a loaded engine that was started with the arguments `given`.
 
-    It calls the engine's workers, wherever they run.
+    The kernels are read in the engine's worker processes, which may run on other hosts.
     """
     from vllm import __version__ as vllm_version
     from vllm.platforms import current_platform
@@ -132,11 +132,11 @@ def describe(llm: "LLM", given: EngineArguments, *, start_seconds: float) -> Eng
 
 
 def _settings(llm: "LLM", given: EngineArguments) -> dict[str, str]:
-    """Return the engine's arguments, including vLLM's defaults.
+    """Return the engine's settings as text, including vLLM's defaults.
 
-    They are values as text, by name in EngineArgs.
-
-    `kv_cache_dtype` is the given value, because vLLM's resolved value depends on the checkpoint.
+    The keys are names in EngineArgs, except `engine_args`, which has all other given arguments as
+    JSON, and `environment`. `kv_cache_dtype` is the given value, because vLLM's resolved value
+    depends on the checkpoint.
     """
     config = llm.llm_engine.vllm_config
     others = {name: value for name, value in given.items() if name not in SERVE_KEYS}

@@ -25,7 +25,7 @@ def installed_version(vllm_python: Path | None = None) -> Version:
 
 
 def installed_text(vllm_python: Path | None = None) -> str:
-    """Return the whole version of vLLM in an environment, or "" if it is not installed."""
+    """Return the full version of vLLM, such as `0.32.1+cpu`, or "" if vLLM is not installed."""
     return next(iter(_texts(vllm_python)), "")
 
 

@@ -71,16 +71,17 @@ def check_with_dry_load(
     on_progress: OnProgress,
     source: Path | None = None,
 ) -> list[CheckReport]:
-    """Return the reports of `read`, each with the findings of a dry load.
+    """Run the static checks and a dry load at the same time, and return the joined reports.
 
-    `roots` are the folders by name. The dry load starts before `read`, in a separate process. The
-    process has ended when this function returns or raises. If the dry load cannot run, `not_judged`
-    in the reports has the reason. `vllm_python` is the interpreter, or None for the running
-    interpreter.
+    `read` runs the static checks and returns a report for each checkpoint. `roots` maps the name
+    of each checkpoint to its folder. The dry load starts before `read` is called, in a separate
+    process. The process has ended when this function returns or raises. If the dry load cannot
+    run, `not_judged` in the reports has the reason. `vllm_python` is the interpreter, or None for
+    the running interpreter.
 
     A fault is not judged if vLLM has the same fault with the unquantized model. This is the model
-    in the folder `source`, or, without `source`, a model that transformers makes of the
-    checkpoint's class (see `dry/controls.py`).
+    in the folder `source`. Without `source`, transformers builds a model of the checkpoint's class
+    (see `dry/controls.py`).
     """
     loadable = {name: root for name, root in roots.items() if _is_loadable(root)}
     require: Require = "all" if target.sm else "any"
@@ -145,7 +146,7 @@ def with_load(report: CheckReport, load: DryLoadReport, require: Require) -> Che
     """Join a check with the dry load of the same checkpoint.
 
     A tensor that the loaders refuse or copy incorrectly is an error. If the loaders find no fault,
-    their judgment of names and shapes replaces the judgment of the check.
+    errors of the check about names, targets and shapes become warnings (see `downgrade_errors`).
     """
     version = report.vllm
     if not f"{load.vllm}.".startswith(f"{version}."):
@@ -161,10 +162,11 @@ def with_load(report: CheckReport, load: DryLoadReport, require: Require) -> Che
 
 
 def downgrade_errors(findings: Sequence[Finding], load: DryLoadReport) -> Iterator[Finding]:
-    """Yield the findings of a check, after vLLM's loaders found all tensors that they need.
+    """Yield the findings of a check, given that vLLM's loaders found no fault.
 
-    An error about names, targets or shapes becomes a warning. It stays an error in two cases: the
-    loaders cannot detect it, or they have a fault of the same kind that is not judged.
+    An error about names, targets or shapes becomes a warning. It stays an error in three cases: the
+    loaders cannot detect such an error, they fill a parameter by repeating this tensor's values, or
+    a loader fault of the same kind was excluded because the unquantized model has it too.
     """
     kinds = {kind for each in load.not_judged for kind in _KINDS if f"({kind})" in each.what}
     repeated = {each.where for each in load.findings if is_stretched(each)}
@@ -198,7 +200,7 @@ def _not_loaded(report: CheckReport, reason: str) -> CheckReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadVerifier:
-    """Proof that a written checkpoint loads, before it becomes the job's `out`.
+    """Checks that a written checkpoint loads, before it is renamed to the job's `out`.
 
     Its config, names and headers are checked in this process. With `dry`, and if vLLM is installed,
     a dry load follows. For each rank count of the plan, the checkpoint must load on at least one
@@ -254,12 +256,16 @@ class LoadVerifier:
 
 
 def _dry_loaded(job: "QuantizeJob", folder: Path, plan: Plan) -> DryLoadReport | str:
-    """Load the checkpoint dry and compare it with its source.
+    """Run the dry load of a written checkpoint, and return the report.
 
-    Return the report, or the reason why the dry load is not possible.
+    Faults that vLLM also has with the source are not judged. If the dry load is not possible,
+    return the reason.
     """
     if not is_installed("vllm"):
-        return "not loaded, because vLLM is not installed; run `vexport load --dry` where it is"
+        return (
+            "not loaded, because vLLM is not installed; run `vexport load --dry` in an "
+            "environment with vLLM"
+        )
     supports = [scheme.format.gpu_support(scheme.args) for scheme in plan.used_schemes]
     sm = tuple(sm for sm in CAPABILITIES if not any(each.refuses(sm) for each in supports))
     if not sm:
@@ -282,7 +288,10 @@ def _dry_loaded(job: "QuantizeJob", folder: Path, plan: Plan) -> DryLoadReport |
 
 
 def _groups(plan: Plan, errors: Sequence[Finding]) -> Iterator[FusionGroup]:
-    """Yield the layers of the plan that findings name, by their names in the files or in vLLM."""
+    """Yield the fusion groups of the plan that the findings are about.
+
+    A finding contains the layer's name in the files or its name in vLLM.
+    """
     named = {_last_part(word) for each in errors for word in re.findall(r"[\w.]+", each.where)} - {
         ""
     }
@@ -299,15 +308,19 @@ def _groups(plan: Plan, errors: Sequence[Finding]) -> Iterator[FusionGroup]:
 
 
 def _last_part(name: str) -> str:
-    """Return a layer's name without the part before `layers.0.mlp.down_proj`."""
+    """Return the part of a layer's name from its first numbered module on.
+
+    For `model.layers.0.mlp.down_proj` it is `layers.0.mlp.down_proj`. The part before it can differ
+    between the files and vLLM. Return "" if the name has no number.
+    """
     numbered = _NUMBERED.search(name)
     return numbered[0] if numbered else ""
 
 
 def _patterns(groups: Sequence[FusionGroup]) -> Iterator[str]:
-    """Yield patterns of --ignore that keep whole layers.
+    """Yield patterns for --ignore that keep these fusion groups unquantized.
 
-    They match all layers that are fused, and all experts of a layer.
+    If a group contains an expert, a pattern matches all experts of the layer.
     """
     names = [member.name for group in groups for member in group.members]
     experts = dict.fromkeys(layer for name in names if (layer := moe_layer(name)))

@@ -212,11 +212,11 @@ class DryTry:
         """File for the CellResult."""
         return self.request.folder / f"{self._name}-{self.cell.tp}-{self.cell.sm}-{self.rank}.json"
 
-    def loaded(self, signature: str) -> Path:
-        """Return the cache file for the result of loading a checkpoint as a rank.
+    def shared_result_file(self, signature: str) -> Path:
+        """Return the file for the result of loading a checkpoint as a rank.
 
-        Tries share this file if their models have the same signature, because the load does not
-        depend on the compute capability.
+        Tries for different compute capabilities share this file if their models have the same
+        signature. The weights are then loaded only once.
         """
         return self.request.folder / f"{self._name}-{self.cell.tp}-{self.rank}-{signature}.json"
 
@@ -231,9 +231,9 @@ class DryTry:
 class Miscopy:
     """A fault that the copy audit found.
 
-    The place is a parameter of vLLM if the kind is "missing", and a stored tensor otherwise.
-
-    `layer` is the parameter's kind of layer. It is empty for a tensor that is not loaded.
+    `where` is a parameter of vLLM if the kind is "missing", and a stored tensor otherwise. `layer`
+    is the name of the parameter's layer with `*` for indices. It is empty for a tensor that is not
+    loaded.
     """
 
     kind: MiscopyKind
@@ -247,7 +247,7 @@ class Miscopy:
 class LayerKind:
     """All layers with the same name (indices as *), stored precision, running precision and kernel.
 
-    Precisions look like W4A16, followed by the type's name if it matters. `kernel` is vLLM's class.
+    Precisions look like W4A16, and are empty if unknown. `kernel` is the name of vLLM's class.
     """
 
     name: str

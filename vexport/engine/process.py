@@ -55,8 +55,8 @@ _WRAPPER = re.compile(
 )
 # The operating system's out-of-memory killer ends a process with SIGKILL.
 _KILLED_CORE = re.compile(r"Failed core proc\(s\): .*: -9\b")
-# vLLM's message if its core ends, with the exit code if vLLM has one. A core that refuses a
-# checkpoint writes the reason to the log.
+# vLLM's message if its core process ends, with the exit code if it is known. A core that refuses a
+# checkpoint writes an exception to the log. Without this exception, the core has crashed.
 _SILENT_CORE = re.compile(r"Failed core proc\(s\): ")
 _PREFIX = re.compile(
     r"^(?:\([^)]*pid=\d+\)\s*|(?:ERROR|WARNING|INFO|CRITICAL) \S+ \S+ \[[^\]]*\]\s*)+"
@@ -70,7 +70,7 @@ _CRASH_MESSAGE = re.compile(
 )
 # Signals that are rarely caused by a mistake in the code.
 _SIGNAL_HINTS: Mapping[int, str] = {
-    signal.SIGBUS: ": /dev/shm is full, or a file was cut while it was read"
+    signal.SIGBUS: ": /dev/shm is full, or a file was truncated while it was read"
 }
 _MARKS = re.compile(r"^\s*[~^]+$")
 _ENVIRONMENT: tuple[tuple[Callable[[str], object], FailureKind], ...] = (
@@ -232,8 +232,8 @@ def failure_from_exit(log: Path, code: int) -> EngineFailure:
 
 
 def _kind(message: str, other: FailureKind) -> FailureKind:
-    """Return the kind of environment failure in a message, or `other` if the message has none."""
-    return next((kind for names, kind in _ENVIRONMENT if names(message)), other)
+    """Return the environment failure that a message describes, or `other` if there is none."""
+    return next((kind for is_about, kind in _ENVIRONMENT if is_about(message)), other)
 
 
 def _lines(log: Path) -> list[str]:

@@ -1,9 +1,8 @@
 """Compute a checkpoint's expected log-probabilities with transformers.
 
-compressed-tensors dequantizes the weights. The reference does not use vLLM or vexport's quantizer.
-The scheme of each layer decides how activations are rounded, with compressed-tensors' code and in
-float32. Activations of routed experts are not rounded, because transformers runs all experts of a
-layer in one module.
+The reference uses neither vLLM nor vexport's quantizer: compressed-tensors dequantizes the weights,
+and rounds the inputs of each layer as the layer's scheme requires, in float32. Inputs of routed
+experts are not rounded, because transformers runs all experts of a layer in one module.
 """
 
 import json
@@ -248,8 +247,8 @@ def _schemes(
 ) -> dict[str, QuantizationScheme]:
     """Return the scheme of each quantized linear layer: the first group that matches, as in vLLM.
 
-    A layer without a scale is not quantized. vLLM does the same for an output head that no
-    target names.
+    A layer without a stored scale is not quantized, even if a target matches it, such as the
+    output head with the target `Linear`. vLLM does not quantize it either.
     """
     if stored is None:
         return {}
@@ -273,7 +272,7 @@ def _schemes(
 def _dequantize(
     name: str, scheme: QuantizationScheme, tensors: Tensors, dtype: torch.dtype
 ) -> Tensors:
-    """Replace a layer's stored tensors by its weight. Return the tensors for its input."""
+    """Replace a layer's stored tensors by its weight. Return the stored scales of its input."""
     prefix = f"{name}."
     names = [name for name in tensors if name.startswith(prefix)]
     state = {name.removeprefix(prefix): tensors.pop(name) for name in names}
@@ -293,7 +292,7 @@ def _dequantize(
 class ReferenceTransform:
     """A transform of linear layers' inputs or outputs.
 
-    Its stored matrices are listed by size.
+    `matrices` maps the size of each stored matrix (size, size) to the matrix.
     """
 
     args: TransformArgs

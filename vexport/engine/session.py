@@ -101,7 +101,7 @@ _EVENTS: Mapping[FailureKind, tuple[str, str]] = {
 class EngineFault(EnvironmentFault):
     """vLLM is missing, crashed, ran out of memory or space, or took too long.
 
-    `failure` has the end of its log.
+    `failure` contains the end of vLLM's log. `log` is the path of the whole log.
     """
 
     def __init__(self, where: str, failure: EngineFailure, log: Path | None = None) -> None:

@@ -298,9 +298,9 @@ def prepare_cpu(arguments: EngineArguments) -> None:
 
     The engine's core runs in this process, and a single rank as well. If VLLM_CPU_OMP_THREADS_BIND
     names cores for a single rank, the core gets a separate process. Every further process imports
-    vLLM, which takes 10 s. By default the core's process uses only one thread
-    (utils/torch_utils.py, set_torch_threads_for_runtime). OMP_NUM_THREADS overrides this, because a
-    core in this process does the computation.
+    vLLM, which takes 10 s. vLLM limits a core's process to one thread unless OMP_NUM_THREADS is set
+    (utils/torch_utils.py, set_torch_threads_for_runtime). It is set here, because a core in this
+    process also does the computation.
     """
     if arguments.get("enforce_eager"):
         # vLLM compiles parts of its sampler even in eager mode. This takes 4 s at the first prompt,

@@ -141,9 +141,9 @@ class EmulationW4A8Fp8Linear(EmulationWNA16Linear):
         return c.act_type == torch.float8_e4m3fn, "requires FP8 activations"
 
     def stored_scale(self, scale: Tensor) -> Tensor:
-        """Return group scales, rounded to e4m3 relative to the row's scale.
+        """Return the group scales, rounded to e4m3 relative to a scale of the row.
 
-        The e4m3 values use an eighth of their range. Source:
+        Like vLLM, divide the e4m3 values by 8 and multiply the row's scale by 8. Source:
         `convert_bf16_scales_to_fp8` (layers/quantization/utils/quant_utils.py).
         """
         row = fp8_token_scale(scale)

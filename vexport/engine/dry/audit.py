@@ -25,7 +25,8 @@ Region: TypeAlias = tuple[int, Layout]
 _ATEN = torch.ops.aten
 _COPIES = (_ATEN.copy_, _ATEN.index_put_, _ATEN.index_copy_)
 _FILLS = (_ATEN.fill_, _ATEN.zero_)
-# Comparisons in loaders between values that must agree (input scales of an expert's w1 and w3).
+# Comparisons with which loaders check that two values are equal, such as the input scales of an
+# expert's w1 and w3. The audit has no values, so it treats them as equal.
 _DIFFERENCES = (_ATEN.ne, _ATEN.gt, _ATEN.lt)
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _INTEGERS = frozenset({torch.int16, torch.int32, torch.int64})
@@ -64,10 +65,11 @@ class _Source:
 
 
 class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Recorder of all copies while a model is loaded. It returns placeholders for values.
+    """Recorder of all copies while a model is loaded on the meta device.
 
-    `.item()` returns 1, or True for a comparison. A comparison for a difference returns False. The
-    `ranks` ranks together must read every tensor completely. Each rank is assumed to read an equal
+    `.item()` returns a placeholder: False for a comparison that looks for a difference (`ne`, `gt`,
+    `lt`), True for any other comparison, and 1 for a number. The model is loaded as one of `ranks`
+    ranks. Together they must read every tensor completely. Each rank is assumed to read an equal
     part.
     """
 
@@ -96,7 +98,7 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
     def record_source(self, name: str, tensor: torch.Tensor) -> None:
-        """Record that the loaders get a stored tensor."""
+        """Record that the loaders read the stored tensor `name`."""
         self.last_source = name
         self._sources[name] = _Source(tensor=tensor)
         self._origins[_storage(tensor)] = (name,), tensor
@@ -136,9 +138,9 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _record_computation(
         self, func: torch._ops.OpOverload, inputs: list[torch.Tensor], result: torch.Tensor
     ) -> None:
-        """Record that a new storage was computed from the stored tensors behind `inputs`.
+        """Record that `result` was computed from the same stored tensors as `inputs`.
 
-        A view of an input is not a new storage.
+        A view of an input has the input's storage, so nothing is recorded for it.
         """
         if any(_storage(tensor) == _storage(result) for tensor in inputs):
             return
@@ -151,9 +153,9 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._sources[name].casts[inputs[0].dtype, result.dtype] = None
 
     def _read(self, tensor: torch.Tensor) -> tuple[str, ...]:
-        """Return the stored tensors behind `tensor`.
+        """Return the names of the stored tensors that `tensor` was computed from.
 
-        If it is a view of a stored tensor, its region is recorded as read.
+        If `tensor` is a view of a stored tensor, its region is recorded as read.
         """
         names, _ = self._origins.get(_storage(tensor), ((), tensor))
         for name in names:
@@ -170,7 +172,7 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return 1
 
     def faults(self, model: torch.nn.Module, *, optional: frozenset[str]) -> Iterator[Miscopy]:
-        """Yield the silent faults of a load.
+        """Yield the faults of a load for which vLLM raises no error.
 
         Parameters named in `optional` need no stored tensor.
         """
@@ -274,7 +276,7 @@ def _tensors(values: tuple[object, ...]) -> Iterator[torch.Tensor]:
 class HeaderFile:
     """Replacement of vLLM's `safe_open` with tensors on the meta device.
 
-    The file is still checked.
+    safetensors still validates the file's header.
     """
 
     def __init__(

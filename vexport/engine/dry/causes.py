@@ -11,8 +11,8 @@ from vexport.records import MESSAGE_SEPARATOR
 # A message of at most this many characters is shown in full as the cause. For a longer message, the
 # first sentence is the cause.
 _LONGEST = 240
-# Limit of vLLM's message in characters.
-_MAX_WORDS = 1000
+# Maximum number of characters of vLLM's message.
+_MAX_CHARACTERS = 1000
 # vLLM's messages if no kernel takes a layer: kernels/linear/__init__.py, compressed_tensors.py, and
 # fused_moe/oracle. A reason for each kernel follows.
 _NO_KERNEL = re.compile(
@@ -46,12 +46,12 @@ def with_cause(
     if _NO_KERNEL.search(reason):
         return (
             f"no kernel of vLLM {version} runs {_schemes_text(groups, capabilities)} on SM "
-            f"{devices}{MESSAGE_SEPARATOR}{reason[:_MAX_WORDS]}"
+            f"{devices}{MESSAGE_SEPARATOR}{reason[:_MAX_CHARACTERS]}"
         )
     if _NO_ATTENTION.search(reason):
         cause = f"no attention backend of vLLM {version} runs this model on SM {devices}"
-        return f"{cause}{_objection(reason)}{MESSAGE_SEPARATOR}{reason[:_MAX_WORDS]}"
-    reason = reason[:_MAX_WORDS]
+        return f"{cause}{_objection(reason)}{MESSAGE_SEPARATOR}{reason[:_MAX_CHARACTERS]}"
+    reason = reason[:_MAX_CHARACTERS]
     first = _FIRST_SENTENCE.match(reason)
     if len(reason) <= _LONGEST or first is None or len(first[0]) == len(reason):
         return reason
@@ -108,9 +108,10 @@ def _with_values(objections: Sequence[str], settings: Mapping[str, str]) -> str:
 
 
 def _schemes_text(groups: Sequence[ConfigGroup], capabilities: Sequence[int]) -> str:
-    """Return the schemes that have no kernel.
+    """Return the names of the schemes that have no kernel on any of these capabilities.
 
-    If each scheme has a kernel, the shapes of the layers are the cause.
+    If every scheme has a kernel, the layers' shapes must be the cause. Then the text is "... layers
+    of these shapes" with the names of all schemes.
     """
     schemes = list(schemes_of_groups(groups))
     refused = [

@@ -65,7 +65,7 @@ _UNUSED_PARAMETERS = ("weight_shape", "input_scale_ub")
 _UNUSED_GPTQ_PARAMETERS = ("qzeros", "_bias")
 # Prefix of the drafter's layers in a report.
 DRAFTER = "drafter."
-# Parameters that MTP layers always take from the target, even if the checkpoint has them:
+# Parameters that a drafter may take from the target instead of the checkpoint:
 # `_maybe_share_embeddings` and `_maybe_share_lm_head` in vllm/v1/spec_decode/llm_base_proposer.py.
 _SHARED = re.compile(r"(?:^|\.)(?P<shared>embed_tokens|lm_head|shared_head\.head)\.")
 
@@ -79,8 +79,8 @@ def try_cell(attempt: DryTry) -> CellResult:
         traceback.print_exception(error)
         text = " ".join(_PYDANTIC.sub(" ", str(error)).split())
         reason = (f"{type(error).__name__}: {text}" if text else one_line(error))[:_MAX_MESSAGE]
-        unfollowed = isinstance(error, _LIMIT_ERRORS) or is_limit(text) or is_memory(reason)
-        outcome: Outcome = "unknown" if unfollowed else "refused"
+        hit_limit = isinstance(error, _LIMIT_ERRORS) or is_limit(text) or is_memory(reason)
+        outcome: Outcome = "unknown" if hit_limit else "refused"
         place = audit.last_source
         return CellResult(
             cell=attempt.cell,
@@ -143,7 +143,7 @@ def _load(attempt: DryTry, audit: Audit) -> CellResult:
             set_default_torch_dtype(config.model_config.dtype),
         ):
             models = {"": initialize_model(config)}
-            layers = layer_kinds(models[""])  # before a drafter replaces these names
+            layers = layer_kinds(models[""])  # a drafter changes names in the quant config
             if (drafter := build_drafter(config)) is not None:
                 models[DRAFTER] = drafter
                 layers += tuple(
@@ -153,18 +153,19 @@ def _load(attempt: DryTry, audit: Audit) -> CellResult:
         if attempt.control in WITHOUT_WEIGHTS:
             return CellResult(cell=cell, outcome="loaded")
         memory = rank_memory([*models.values()], config, cell.tp)
-        known = attempt.loaded(_signature(models))
-        with known.with_suffix(".lock").open("w") as lock:
-            # One cell loads first. The same cell on other capabilities waits for its result.
+        shared_file = attempt.shared_result_file(_signature(models))
+        with shared_file.with_suffix(".lock").open("w") as lock:
+            # The first try loads the weights. Tries with the same signature wait for its result.
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not known.is_file():
+            if not shared_file.is_file():
                 if attempt.rank == 0:
                     _open_tokenizer(attempt.checkpoint, config)
                 faults = _load_weights(models[""], config, config.model_config, audit)
                 if drafter is not None:
                     faults = _with_drafter(faults, drafter, config, audit)
-                write_text(known, to_json(CellResult(cell=cell, outcome="loaded", faults=faults)))
-    result = replace(from_json(CellResult, known), cell=cell, layers=layers, memory=memory)
+                loaded = CellResult(cell=cell, outcome="loaded", faults=faults)
+                write_text(shared_file, to_json(loaded))
+    result = replace(from_json(CellResult, shared_file), cell=cell, layers=layers, memory=memory)
     for prefix, model in models.items():
         if (raising := raising_layer(model, cell.sm)) is not None:
             where, reason = raising
@@ -315,7 +316,8 @@ def build_drafter(config: "VllmConfig") -> torch.nn.Module | None:
 def shared_parameters(drafter: torch.nn.Module) -> Iterator[str]:
     """Yield the parameters that a loaded drafter takes from its target.
 
-    It takes them if the checkpoint does not have them for the drafter.
+    A drafter keeps its embeddings or output head if its loader has set `has_own_embed_tokens` or
+    `has_own_lm_head`. `shared_head.head` of MTP layers is always taken from the target.
     """
     own = {
         "embed_tokens": getattr(drafter, "has_own_embed_tokens", False),

@@ -6,14 +6,14 @@ models that need no weights:
 
 - If vLLM refused to build the model, the checkpoint's config.json is tried without its
   quantization. If vLLM refuses this model as well, a wrong value in config.json may be the cause.
-  Two facts together exclude this: vLLM's class raised the error, and transformers builds a model of
-  the same config.json with the shapes of the stored tensors. Otherwise the class is tried in the
-  default configuration of transformers. vLLM refuses this model in the same way if the class or the
-  environment is the cause. It does not if a value in config.json is wrong.
+  Two facts together exclude this: vLLM's class raised the error, and the model that transformers
+  builds from the same config.json has the shapes of the stored tensors. Otherwise the class is
+  tried in the default configuration of transformers. If vLLM refuses this model in the same way,
+  the class or the environment is the cause. If vLLM accepts it, a value in config.json is wrong.
 - If vLLM built the model and then refused or misread a tensor, the model that transformers builds
-  of the same config.json is tried. It has all tensors under the names that transformers saves. It
-  fails in the same way if vLLM's class cannot read any checkpoint of this config. It does not fail
-  if the checkpoint has a wrong name or lacks a tensor.
+  from the same config.json is tried. It has all tensors under the names that transformers saves. If
+  it fails in the same way, vLLM's class cannot read any checkpoint of this config. If it loads, the
+  checkpoint has a wrong name or lacks a tensor.
 """
 
 import re
@@ -93,18 +93,18 @@ def _unquantized(name: re.Match[str]) -> str:
     return f"{first}_weight" if first.startswith("w") and first != "weight" else "weight"
 
 
-def without_shared_errors(result: CellResult, reason: str, *, in_any_cell: bool) -> CellResult:
+def without_shared_errors(result: CellResult, reason: str, *, requested: bool) -> CellResult:
     """Return the result without the errors that the unquantized model has as well.
 
-    A refusal becomes "unknown", and its reason contains `reason`. If `in_any_cell` is False and the
-    unquantized model loads in another cell, the refusal is kept. In this case the requested GPU or
-    number of ranks is the cause.
+    `reason` is vLLM's reason with its cause. A refusal becomes "unknown". It stays a refusal if the
+    user `requested` the cell and the unquantized model loads in another cell: then the requested
+    GPU or number of ranks is the cause.
     """
     control = result.control
     if control is None:
         return replace(result, reason=reason)
     if same_refusal(result, control):
-        if control.loads_elsewhere and not in_any_cell:
+        if control.loads_elsewhere and requested:
             return replace(result, reason=reason)
         return replace(
             result, outcome="unknown", reason=f"{_CONTROL_TEXTS[control.kind]}: {reason}"

@@ -118,11 +118,9 @@ def set_capability(sm: int) -> None:
 
 
 def join_group(tp: int, rank: int) -> None:
-    """Set up vLLM's groups for one process.
+    """Set up vLLM's process groups with this process as rank `rank` of `tp` tensor parallel ranks.
 
-    The tensor parallel group appears as `rank` of `tp`.
-
-    Nothing may communicate, because there are no other ranks.
+    The other ranks do not exist, so nothing may communicate.
     """
     from vllm.distributed import parallel_state
 
@@ -396,7 +394,10 @@ class _Absent(ModuleType):
 
 
 class _AbsentPackages(MetaPathFinder, Loader):
-    """Finder of the optional packages. It comes after the finders of installed packages."""
+    """Import hook that returns stand-ins for optional packages that are not installed.
+
+    It comes last in `sys.meta_path`, after the finders of installed packages.
+    """
 
     def find_spec(
         self, fullname: str, path: object = None, target: object = None

@@ -96,10 +96,11 @@ def _stored_precision(method: object, layer: torch.nn.Module, name: str) -> str:
 def rank_memory(
     models: Sequence[torch.nn.Module], config: "VllmConfig", tp: int
 ) -> RankMemory | None:
-    """Return the bytes of a rank's parameters before `load_weights`, and of its KV cache.
+    """Return the bytes of a rank's parameters and buffers, and of its KV cache.
 
-    The bytes of the KV cache are given for sequences of several lengths. Return None if this vLLM
-    computes them in another way. The load itself does not depend on them.
+    The bytes of the KV cache are given for one sequence of several lengths. Call this before the
+    weights are loaded, because vLLM may replace parameters then. Return None if vLLM's functions
+    for the KV cache raise, as they may in another version.
     """
     longest = config.model_config.max_model_len
     try:
@@ -122,8 +123,9 @@ def _sequences(config: "VllmConfig", longest: int) -> tuple[SequenceMemory, ...]
 
     Source: vllm/v1/core/kv_cache_utils.py.
 
-    These are whole blocks. They include the window of a sliding attention with the tokens scheduled
-    with it, and the states of linear layers.
+    vLLM reserves whole blocks. Layers with sliding-window attention need blocks for the window and
+    for the tokens of a scheduler step. Layers with linear attention (such as Mamba) need a state of
+    fixed size.
     """
     from vllm.config import get_layers_from_vllm_config
     from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase

@@ -109,7 +109,7 @@ def judge(
     """
     left_out = not_judged(results)
     results = [
-        without_shared_errors(result, reason_with_cause, in_any_cell=not requested)
+        without_shared_errors(result, reason_with_cause, requested=requested)
         for result, reason_with_cause in zip(
             results, _reasons_with_cause(results, groups, vllm), strict=True
         )
@@ -159,10 +159,10 @@ def _kind_of_refusal(result: CellResult) -> tuple[Outcome, str, str]:
 
 
 def errors_or_uncertainty(report: DryLoadReport, require: Require = "any") -> list[Finding] | str:
-    """Return the errors that make a checkpoint fail, or why they are uncertain.
+    """Return the errors that make a checkpoint fail, or the reason why they are uncertain.
 
-    With `require` "any", these are the errors that a tensor parallel size has on all GPUs. With
-    "all", they are the errors that it has on any GPU.
+    With `require` "any", an error counts only if the checkpoint fails on all GPUs at a tensor
+    parallel size. With "all", an error on a single GPU counts.
     """
     needed = [cell for cell in report.cells if cell.needed and cell.reason]
     doubts = {_place(cell, require): cell.reason for cell in needed if cell.status == "not shown"}
@@ -183,6 +183,11 @@ def errors_or_uncertainty(report: DryLoadReport, require: Require = "any") -> li
 
 
 def _place(cell: MatrixCell, require: Require) -> tuple[int, int]:
+    """Return a key. Of the cells with the same key, at least one must load.
+
+    With `require` "all", each cell has a different key. With "any", cells of the same tensor
+    parallel size have the same key.
+    """
     return cell.tp, cell.sm if require == "all" else 0
 
 
@@ -431,10 +436,10 @@ def dry_load_checkpoints(
     """Return a report for each checkpoint and interpreter, in that order.
 
     In `pythons`, None stands for the running interpreter. Without `sm`, the capabilities of `gpus`
-    are tried. Without `sm` and `gpus`, the capabilities of common GPUs are tried, and one of them
-    must load for each `tp`. If there are `gpus`, the reports contain the number of sequences that
-    fit on each of them. Raises the errors of `DryLoad`, and InputError if a checkpoint cannot
-    be read.
+    are tried. Without `sm` and `gpus`, the capabilities of common GPUs are tried, and for each `tp`
+    the checkpoint must load on one of them. If there are `gpus`, the reports contain the number of
+    sequences that fit on each GPU. Raises the errors of `DryLoad`, and InputError if a checkpoint
+    cannot be read.
     """
     roots = [resolve_source(name, on_progress) for name in names]
     for root in roots:

@@ -1,4 +1,4 @@
-"""Write the unquantized model that transformers makes of a checkpoint's class, without weights."""
+"""Write the unquantized model that transformers builds for a checkpoint, without weights."""
 
 import json
 import struct
@@ -24,15 +24,16 @@ from vexport.records import Json
 # Dtypes that store one value of a weight in each element, so that the tensor has the
 # weight's shape.
 _UNPACKED_DTYPES = ("F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E5M2", "I8")
-# Number of decoder layers of the default model: enough for all kinds of layers in a row.
+# Number of decoder layers of the default model. Models that alternate kinds of layers, such as full
+# and sliding-window attention, have each kind at least once in this number of layers.
 _LAYERS = 4
 
 
 def write_control(kind: ControlKind, checkpoint: Path, folder: Path) -> bool:
-    """Write the unquantized model that transformers makes of a checkpoint's class into `folder`.
+    """Write the unquantized model that transformers builds for a checkpoint to `folder`.
 
-    Return False if transformers cannot make it, for example because the class has custom code.
-    Weights are not written. The file has holes instead, which use no disk space.
+    Return False if transformers cannot build it, for example because the class has custom code. The
+    weights file is sparse: it has a header, and holes instead of values, which use no disk space.
     """
     try:
         stored = read_json_object(checkpoint / "config.json")
@@ -80,7 +81,10 @@ def is_sound(checkpoint: Path, folder: Path) -> bool:
 
 
 def _has_types(read: Mapping[str, Json], stored: Mapping[str, Json]) -> bool:
-    """Return True if transformers reads the model types of a config and of the configs in it."""
+    """Return True if the config `read` by transformers has the model types of the stored config.
+
+    Nested configs, such as `text_config`, are compared too. A config without a model type passes.
+    """
     pairs = ((read.get(key), value) for key, value in stored.items() if isinstance(value, dict))
     inner = (_has_types(ours, theirs) for ours, theirs in pairs if isinstance(ours, dict))
     return stored.get("model_type") in (None, read.get("model_type")) and all(inner)

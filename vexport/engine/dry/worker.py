@@ -183,7 +183,10 @@ def _with_doubtful_config(
     results: Mapping[tuple[int, Cell], CellResult],
     refused: Mapping[tuple[int, Cell], ControlKind],
 ) -> list[tuple[int, Cell]]:
-    """Return the cells that refuse the config without quantization, if a wrong value may be why."""
+    """Return the cells in which a wrong value in config.json may be the cause of the refusal.
+
+    These cells also refuse the config without its quantization.
+    """
     alone = [key for key, kind in refused.items() if kind == "config alone"]
     numbers = {number for number, cell in alone if results[number, cell].in_class}
     sound = {number for number in numbers if _is_sound(request, number)}
@@ -199,7 +202,7 @@ def _try_controls(
     load results of these cells.
     """
     written = {
-        (number, kind) for number, kind in _numbered(kinds) if _is_written(request, number, kind)
+        (number, kind) for number, kind in _numbered(kinds) if _write_control(request, number, kind)
     }
     made = {key: kind for key, kind in kinds.items() if (key[0], kind) in written}
     return made, _try_control_cells(request, made)
@@ -210,10 +213,10 @@ def _numbered(kinds: Mapping[tuple[int, Cell], ControlKind]) -> set[tuple[int, C
     return {(number, kind) for (number, _), kind in kinds.items()}
 
 
-def _is_written(request: DryRequest, number: int, kind: ControlKind) -> bool:
-    """Return True if there is a model to compare a checkpoint with.
+def _write_control(request: DryRequest, number: int, kind: ControlKind) -> bool:
+    """Write the unquantized model for a checkpoint in a fork, and return True if there is one.
 
-    transformers makes the model in a fork, unless it is the source.
+    The source already exists.
     """
     if kind == "source":
         return True
@@ -382,7 +385,7 @@ def _run(tries: Sequence[DryTry], report: OnProgress) -> None:
         connection.wait([child.sentinel for child in running])
         for ended in [child for child in running if not child.is_alive()]:
             attempt = running.pop(ended)
-            _require_file(attempt, ended.exitcode or 0)
+            _write_missing_result(attempt, ended.exitcode or 0)
             if (reason := from_json(CellResult, attempt.file).reason) in _limit_reasons(attempt):
                 same = [each for each in waiting if each.checkpoint == attempt.checkpoint]
                 _skip_tries([same], reason)
@@ -407,7 +410,7 @@ def _try(attempt: DryTry) -> None:
     write_text(attempt.file, to_json(result))
 
 
-def _require_file(attempt: DryTry, code: int) -> None:
+def _write_missing_result(attempt: DryTry, code: int) -> None:
     """Write a result for a child that died without writing its own result.
 
     The outcome is "refused", or "unknown" if the system or the time limit killed the child.
