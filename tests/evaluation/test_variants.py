@@ -336,7 +336,7 @@ def test_matrix_order_and_names() -> None:
         }
     )
     matrix = variants.matrix(Serve(max_num_seqs=4), None)
-    assert [(each.setting, each.is_other) for each in matrix] == [
+    assert [(each.setting, each.has_other_vllm) for each in matrix] == [
         ("kv_cache_dtype=auto", False),
         ("kv_cache_dtype=auto", True),
         ('engine_args={"block_size": 32}', False),

@@ -15,7 +15,7 @@ from vexport.records import (
 )
 from vexport.reports.run_record import Report
 from vexport.run.eval_run import Evaluations, OnJudged, evaluate_checkpoints
-from vexport.run.options import EXPLANATION_SECONDS, AttributionSettings
+from vexport.run.options import ATTRIBUTION_SECONDS, AttributionSettings
 from vexport.run.scenario_run import compare_schemes, run_scenario
 from vexport.run.variants_run import compare_variants as compare_variants_of
 from vexport.scenario import (
@@ -38,7 +38,7 @@ def evaluate(
     accept: Name | None = None,
     overwrite: bool = False,
     attribution: bool | None = None,
-    attribution_seconds: int = EXPLANATION_SECONDS,
+    attribution_seconds: int = ATTRIBUTION_SECONDS,
     on_progress: OnProgress = silent,
 ) -> Verdict | None:
     """Compare a checkpoint with `settings.baseline` or with the accepted baseline `against`.
@@ -78,7 +78,7 @@ def evaluate_all(
     accept: Name | None = None,
     overwrite: bool = False,
     attribution: bool | None = None,
-    attribution_seconds: int = EXPLANATION_SECONDS,
+    attribution_seconds: int = ATTRIBUTION_SECONDS,
     on_judged: OnJudged | None = None,
     on_progress: OnProgress = silent,
 ) -> Evaluations:
@@ -129,7 +129,7 @@ def run(
     engine_args: EngineArguments | None = None,
     engine: Engine | None = None,
     attribution: bool | None = None,
-    attribution_seconds: int = EXPLANATION_SECONDS,
+    attribution_seconds: int = ATTRIBUTION_SECONDS,
     on_note: OnNote = python_warning,
     on_progress: OnProgress = silent,
 ) -> Report:

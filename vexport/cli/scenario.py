@@ -146,11 +146,11 @@ def report(run_dirs: tuple[Path, ...], history: bool, answer: Answer) -> None:
         # Comparisons import scipy, which takes a second.
         _show_one(run_dirs[0], answer)
         return
-    from vexport.run.history import RunResult, is_one_model, read_result, without_doubles
+    from vexport.run.history import RunResult, is_one_model, read_result, without_repetitions
 
     outcomes = [attempt(partial(read_result, path), str(path)) for path in run_dirs]
     problems = [outcome for outcome in outcomes if isinstance(outcome, VexportError)]
-    found, doubles = without_doubles(
+    found, doubles = without_repetitions(
         [outcome for outcome in outcomes if not isinstance(outcome, VexportError)]
     )
     runs = [result for result in found if isinstance(result, RunResult)]

@@ -1,6 +1,6 @@
-"""Build the rows and the common outcome of several runs, or of one checkpoint's variants.
+"""Build the rows of a comparison, and its outcome: of several runs, or of a checkpoint's variants.
 
-Among runs, the smallest run that passes is marked.
+Among runs, the run with the smallest checkpoint that passes is marked.
 """
 
 from collections.abc import Sequence
@@ -42,15 +42,15 @@ def reported_kl(verdict: Verdict | None, drift: Drift | None) -> float | None:
 
 
 def worst_task(verdict: Verdict) -> TaskVerdict | None:
-    """Return the task with the lowest bound, without its documents."""
+    """Return the task with the lowest lower bound of the change, without its documents."""
     worst = verdict.worst_task
     return replace(worst, flips=(), also=()) if worst else None
 
 
 def mark_smallest(runs: Sequence[ComparedRun]) -> tuple[ComparedRun, ...]:
-    """Mark the smallest run that passes.
+    """Mark the run with the smallest checkpoint that passes.
 
-    Of runs with equal size, mark the run nearest to the baseline.
+    Of checkpoints with equal size, the checkpoint with the lowest mean KL is marked.
     """
     passed = [run for run in runs if run.outcome == "PASS"]
     best = min(passed, key=lambda run: (run.num_bytes, run.mean_kl or 0.0), default=None)

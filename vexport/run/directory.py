@@ -124,10 +124,10 @@ class RunDirectory:
             self._stages.clear()
 
     def require_same_number(self, checkpoints: int) -> None:
-        """Raise InputError if the folder is for several checkpoints and the call has one.
+        """Raise InputError if the call evaluates one checkpoint and the folder is for several.
 
-        The same error is raised for the reverse case. Without it, the responses of the two calls
-        would replace each other.
+        The reverse case raises the same error. Otherwise the two calls would overwrite each other's
+        responses.
         """
         has_several = any(" (" in stage for stage in self._stages)
         has_one = "serve candidate" in self._stages
@@ -436,8 +436,8 @@ class Run:
 
         Raises InputError if it was finished from other inputs.
         """
-        is_for_others = stage.makes_checkpoint and self.given is not None
-        if is_for_others or not stage.when(self):
+        needs_scenario = stage.makes_checkpoint and self.given is not None
+        if needs_scenario or not stage.when(self):
             self._results[stage.name] = None
             return
         inputs = stage.digest(self) if stage.digest else None

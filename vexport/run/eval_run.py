@@ -335,7 +335,8 @@ def _require_usable(
         files.append(NamedPath(label=label, path=user_path(name)))
     if settings.text is not None and any(is_results(name) for name in names.values()):
         got, need = "lm-eval's results", "a checkpoint or an address: both models read the text"
-        raise InputError("--text", got=got, need=need, fix="give one, or --task")
+        fix = "give a checkpoint or an address instead of the results, or use --task"
+        raise InputError("--text", got=got, need=need, fix=fix)
     require_separate(outputs, files)
     _require_comparable(names, settings, options, against)
     require_run_folder(folder, OUTPUT_DIR)

@@ -81,11 +81,11 @@ Result = RunResult | AcceptedResult
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point:
-    """A result in time, before it is compared with earlier results.
+    """A run, a variant or an accepted baseline in a history, before regressions are looked for.
 
-    `time` is None if it was not recorded. `baseline` is the name of the model or file that decided
-    the verdict, and `baseline_digest` identifies its content. `answers` is the path of the model's
-    results, if they exist. The other fields are those of `RowHistory`.
+    `time` is None if it was not recorded. `baseline` is the name of the model or file that the
+    verdict compares with, and `baseline_digest` is the digest of its content. `answers` is the path
+    of the model's results, if they exist. The other fields are those of `RowHistory`.
     """
 
     row: ComparedRun
@@ -135,7 +135,7 @@ def read_result(path: Path) -> Result:
     return RunResult(name=str(path), folder=path.parent, report=from_json(Report, path))
 
 
-def without_doubles(results: Sequence[Result]) -> tuple[list[Result], list[InputError]]:
+def without_repetitions(results: Sequence[Result]) -> tuple[list[Result], list[InputError]]:
     """Return the results without repetitions, and an error for each repetition.
 
     A copy of a run directory or of an accepted baseline is a repetition, too.
@@ -249,9 +249,9 @@ def _accepted_point(result: AcceptedResult) -> Point:
 
 
 def baseline_of(verdict: Verdict, name: str) -> Point | None:
-    """Return the point of a verdict's accepted baseline, from the verdict alone.
+    """Return the point of a verdict's accepted baseline, if its file was not given.
 
-    Return None without an accepted baseline, or if nothing was recorded.
+    Return None if the verdict has no accepted baseline, or does not contain its fingerprint.
     """
     accepted = verdict.accepted
     recorded = verdict.baseline_fingerprint
@@ -403,10 +403,10 @@ def _against_accepted(point: Point, accepted: Sequence[Point]) -> Point:
 
 
 def _is_baseline_of(accepted: Point, verdict: Verdict) -> bool:
-    """Return True if a verdict without the accepted baseline's digest used this baseline.
+    """Return True if a verdict in an older version's report compares with this accepted baseline.
 
-    Reports of older versions have no digest. They have the baseline's scores, and no responses of
-    the baseline.
+    These reports do not contain the baseline's digest. The baseline is recognized by its scores,
+    and by the missing number of changed responses.
     """
     scores = {task.name: task for task in accepted.tasks}
     return bool(verdict.tasks) and all(
@@ -424,9 +424,9 @@ def _has_score(accepted: HistoryTask | None, task: TaskVerdict) -> bool:
 
 
 def _judged_again(point: Point, verdict: Verdict, accepted: AcceptedResult) -> Point:
-    """Return the point with a verdict against an accepted baseline instead of its own verdict.
+    """Replace the verdict of a point by a verdict against an accepted baseline.
 
-    A failed load still decides the outcome.
+    If the checkpoint did not load, the outcome stays FAIL.
     """
     is_decisive = point.loads is not False
     own = point.row

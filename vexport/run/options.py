@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from vexport.records import Outcome
 
-EXPLANATION_SECONDS = 300
+ATTRIBUTION_SECONDS = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +18,7 @@ class AttributionSettings:
     """
 
     wanted: bool | None = None
-    seconds: float = EXPLANATION_SECONDS
+    seconds: float = ATTRIBUTION_SECONDS
 
     def is_due(self, outcome: Outcome) -> bool:
         """Return True if the run should look for the cause of this outcome."""

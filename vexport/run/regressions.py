@@ -28,8 +28,9 @@ from vexport.run.history import VLLM, Point, baseline_of
 # Maximum number of tasks or settings that a sentence names. Others are counted.
 MAX_NAMED = 3
 _GRAVEST: tuple[RowEvent, ...] = ("regressed", "fails", "still fails", "passes again")
-# Settings with a part of their own in sentences, and settings that change with every checkpoint.
-_SHOWN_APART = (MODEL, VLLM, "emulated kernels", "model's chat template")
+# Settings that are not listed under "also changed": model and vLLM are described before, and the
+# others change with every checkpoint.
+_NOT_LISTED = (MODEL, VLLM, "emulated kernels", "model's chat template")
 _SHORT = 8
 
 
@@ -67,7 +68,7 @@ def _step(point: Point, earlier: Sequence[Point]) -> _Step:
     compared: list[Point | None] = []
     for task in point.tasks:
         event, before = _task_event(point, task, earlier)
-        tasks.append(replace(task, event=event, apart=tuple(_apart(point, task, earlier))))
+        tasks.append(replace(task, event=event, apart=tuple(_obstacles(point, task, earlier))))
         compared.append(before)
     load_event, loaded_before = _load_event(point, earlier)
     events = [load_event, *(task.event for task in tasks)]
@@ -119,7 +120,11 @@ def _load_event(point: Point, earlier: Sequence[Point]) -> tuple[RowEvent, Point
 
 
 def _other_event(earlier: Sequence[Point]) -> tuple[RowEvent, Point | None]:
-    """Return the event of a run that fails for another reason, such as its variants."""
+    """Return the event of a run that fails although its load and its tasks do not.
+
+    For example, a variant of the checkpoint fails. The run is compared with the latest earlier run
+    that passed or failed.
+    """
     settled = [other for other in earlier if other.row.outcome in ("PASS", "FAIL")]
     if not settled:
         return "fails", None
@@ -154,8 +159,8 @@ def _accepted_before(point: Point, earlier: Sequence[Point]) -> Point | None:
     return found[-1] if found else baseline_of(point.verdict, point.baseline)
 
 
-def _apart(point: Point, task: HistoryTask, earlier: Sequence[Point]) -> Iterator[str]:
-    """Yield the reasons why a task cannot be compared with the latest earlier point that has it."""
+def _obstacles(point: Point, task: HistoryTask, earlier: Sequence[Point]) -> Iterator[str]:
+    """Yield the reasons why a task cannot be compared with its latest earlier result."""
     if task.verdict is None and task.limit is None:
         return
     for other in reversed(earlier):
@@ -314,8 +319,9 @@ def _headline(steps: Sequence[_Step]) -> str:
 def _decisive(runs: Sequence[_Step]) -> _Step | None:
     """Return the run that the headline describes, or None if no run failed.
 
-    It is the first regression that still stands. If all regressions are over, it is the first
-    regression, and without any regression the first run that fails.
+    It is the first regression after which the failed tasks have not passed again. If they have
+    passed again after every regression, it is the first regression. Without regressions, failures
+    without an earlier PASS are treated in the same way.
     """
     for event in ("regressed", "fails"):
         found = [step for step in runs if step.event == event]
@@ -368,7 +374,7 @@ def _aftermath(shown: _Step, later: Sequence[_Step]) -> str:
 
 
 def _failure(step: _Step) -> str:
-    """Return what failed: `fails gsm8k by -6.10 points (-8.00 to -4.20) against BASELINE`."""
+    """Describe the failure: `fails gsm8k by -6.10 points (-8.00 to -4.20) against BASELINE`."""
     point = step.point
     failed = [task for task in step.tasks if task.event == step.event]
     if point.loads is False or not failed:
@@ -381,7 +387,10 @@ def _failure(step: _Step) -> str:
 
 
 def _loss(task: HistoryTask) -> float:
-    """Return the change as a share of the margin, to compare tasks in different units."""
+    """Return the change as a share of the margin, to compare tasks in different units.
+
+    A larger loss is a smaller number. The change is the end of its interval that is nearer to zero.
+    """
     if task.verdict is not None:
         return task.verdict.high / (task.verdict.margin or 1.0)
     assert task.limit is not None
@@ -405,7 +414,7 @@ def _changes(old: Point, new: Point) -> str:
     """Return what changed between two points: vLLM, the checkpoint, and other settings."""
     texts = [_vllm_change(old, new), _checkpoint_change(old, new)]
     names = changed_names(old.fingerprint, new.fingerprint) if old.fingerprint else []
-    others = [name for name in names if name not in _SHOWN_APART] if new.fingerprint else []
+    others = [name for name in names if name not in _NOT_LISTED] if new.fingerprint else []
     if others:
         texts.append(f"also changed: {join_limited(others, ', ', MAX_NAMED)}")
     how = "accepted" if old.kind == "accepted baseline" else "passed"

@@ -86,7 +86,7 @@ def run_scenario(
 
 
 def _require_usable(scenario: Scenario, options: EngineOptions) -> None:
-    """Raise errors that would otherwise stop the run hours later, before anything is written."""
+    """Raise errors for unusable inputs now, which would otherwise stop the run hours later."""
     if scenario.calibration:
         require_rows(scenario.calibration.data, scenario.calibration.column)
     require_vllm(options.vllm_python)

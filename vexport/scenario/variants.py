@@ -27,14 +27,14 @@ class Variant:
     """A way of serving a checkpoint.
 
     `setting` is the name of its settings in reports. `serve` has all settings of its engine.
-    `vllm_python` is the interpreter that runs vLLM, or None for vexport's interpreter. `is_other`
-    is True for every interpreter except the first.
+    `vllm_python` is the interpreter that runs vLLM, or None for vexport's interpreter.
+    `has_other_vllm` is True for every interpreter except the first.
     """
 
     setting: str
     serve: Serve
     vllm_python: Path | None = None
-    is_other: bool = False
+    has_other_vllm: bool = False
 
 
 def setting_text(setting: EngineArguments) -> str:
@@ -142,7 +142,7 @@ class Variants(ScenarioSection):
                 setting=setting_text(setting),
                 serve=_served(base, setting),
                 vllm_python=python,
-                is_other=number > 0,
+                has_other_vllm=number > 0,
             )
             for setting in self.settings
             for number, python in enumerate(pythons)

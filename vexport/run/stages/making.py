@@ -71,8 +71,8 @@ def _candidate_groups(run: Run) -> tuple[FusionGroup, ...]:
 def plan_candidates(run: Run) -> Plan:
     """Make the plan for calibration: by the rules, or with `auto` for every candidate.
 
-    Raises InputError if parts of the plan are refused whatever schemes are chosen. A plan by rules
-    is written to its file even if it is refused.
+    Raises InputError if the rules' plan is refused, or if no choice of candidates fits the budget.
+    A refused plan of rules is still written to its file.
     """
     if run.scenario.is_mixed:
         plain = build_plan(run.index, rules_with_schemes((), {}, run.scenario.rules), run.planning)

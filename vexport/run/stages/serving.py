@@ -68,7 +68,7 @@ _NOT_DIGESTED_SETTINGS = {
 }
 SESSION = "session.json"
 CALIBRATION_TEXT_WARNING = (
-    "the text that decides is the calibration data: give text that the checkpoint was not made with"
+    "evaluate.text is also the calibration data: give a text that was not used for calibration"
 )
 LOAD_FAILED_WARNING = (
     "the checkpoint failed at load, which decides the outcome: its responses are for information"
@@ -480,7 +480,7 @@ def _refused_verdict(run: Run, message: str) -> Verdict:
 
 
 def _other_warnings(run: Run) -> tuple[str, ...]:
-    """Return further warnings that belong to the verdict."""
+    """Return warnings about the drift or the text, which are added to the verdict."""
     if run.evaluation.text is None:
         drift = run.get(measure_drift)
         return drift_warnings(drift) if drift else ()

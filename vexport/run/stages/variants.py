@@ -139,7 +139,7 @@ def _with_same_rows(settings: Evaluate, variants: Sequence[Variant]) -> Evaluate
 
 def variant_name(variant: Variant) -> str:
     """Return the name of a variant in messages: its setting, and its version of vLLM."""
-    if not variant.is_other:
+    if not variant.has_other_vllm:
         return variant.setting
     version = installed_text(variant.vllm_python)
     return f"{variant.setting} with vLLM {version or variant.vllm_python}"
@@ -169,7 +169,7 @@ def _folder_name(variant: Variant) -> str:
     """
     readable = _UNSAFE_CHARACTERS.sub("-", variant.setting).strip("-.")[:_MAX_NAME_LENGTH]
     exact = "" if readable == variant.setting else variant.setting
-    if variant.is_other:
+    if variant.has_other_vllm:
         readable += f"-vllm-{_UNSAFE_CHARACTERS.sub('-', installed_text(variant.vllm_python))}"
         exact += f"\n{variant.vllm_python}"
     digest = f"-{digest_bytes(exact.encode())[:_DIGEST_DIGITS]}" if exact else ""
@@ -368,7 +368,7 @@ def _row(
     return ComparedVariant(
         setting=variant.setting,
         vllm=version,
-        vllm_python=str(variant.vllm_python) if variant.is_other else "",
+        vllm_python=str(variant.vllm_python) if variant.has_other_vllm else "",
         folder=str(run.place(role)),
         outcome=outcome,
         reason=reason,
@@ -389,15 +389,15 @@ def _row_with_verdict(
     )
 
 
-def _is_served(run: Run) -> bool:
-    """Return True if the scenario has variants, and vLLM loads the checkpoint without a fault."""
+def _can_serve_variants(run: Run) -> bool:
+    """Return True if the scenario has variants, and vLLM did not refuse the checkpoint."""
     if run.given is not None or run.scenario.variants is None:
         return False
     served = run.get(serve_candidate)
     return served is not None and served.result.failure is None
 
 
-@partial(Stage, "variants", VariantResults, when=_is_served)
+@partial(Stage, "variants", VariantResults, when=_can_serve_variants)
 def compare_variants_of_run(run: Run) -> VariantResults:
     """Compare the variants of the checkpoint that the run made.
 
