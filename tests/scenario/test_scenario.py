@@ -107,7 +107,7 @@ def test_errors_name_nearest_key_and_line(
         ),
         ("evaluate: {tasks: [a], max_model_len: 9}", ["move it to serve"]),
         ("num_fewshot: 2", ["move it to evaluate"]),
-        ("evaluate: {text: a, endpoint: 'http://a/v1'}", ["need tasks:"]),
+        ("evaluate: {text: a, endpoint: 'http://a/v1'}", ["need tasks"]),
         ("serve: {system_prompt: x}", ["write evaluate.system_instruction"]),
         ("evaluate: {suite: quik}", ["evaluate.suite"]),
         ("evaluate: {suite: quick, tasks: [gsm8k]}", ["evaluate.tasks"]),

@@ -1,4 +1,4 @@
-"""A scenario: a complete run as YAML, validated as a whole before anything starts."""
+"""Read and validate scenarios. A scenario describes a complete run in a YAML file."""
 
 from vexport.scenario.calibration import Calibration, Sensitivity, default_calibration
 from vexport.scenario.evaluate import (

@@ -102,6 +102,6 @@ def default_calibration() -> Calibration:
 
 
 class Sensitivity(ScenarioSection):
-    """Settings of the measurement of each layer group's loss, with only this group quantized."""
+    """Settings for measuring the loss from quantizing a single layer group."""
 
     samples: Annotated[Positive, Key("Number of calibration rows to measure on.")] = 16

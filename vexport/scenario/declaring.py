@@ -53,10 +53,11 @@ class Option(Key):
     """Help text of a key that is also an option of the command line.
 
     `heading` is the heading under which help lists the option. By default the option has the key's
-    name. `names` replaces it with other names, separated by spaces. If the last of them has no
-    dashes, it names the parameter of the command's function. Otherwise the key names the parameter.
-    `metavar` is the option's value in help. `default` is the default in command line syntax, if
-    Python's syntax differs. Help does not list a `hidden` option.
+    name. `names` replaces it with other names, separated by spaces: `--tp --tensor-parallel-size
+    tp`. A last name without dashes is the parameter of the command's function. Without such a name,
+    the parameter has the key's name. `metavar` is the option's value in help. `default` is the
+    default in command line syntax, if Python's syntax differs. Help does not list a `hidden`
+    option.
     """
 
     heading: Heading
@@ -131,8 +132,8 @@ def _default_text(default: JsonValue) -> str:
 def _without_null(schema: Schema) -> Schema:
     """Return the schema of a value without the alternative null.
 
-    If several types remain, the command line uses the boolean, or else the number. Without these
-    types, the result is an empty schema.
+    If several types remain, the option has the type boolean or else number. Without these
+    types, return an empty schema, which has the type `other`.
     """
     alternatives = schema.get("anyOf")
     if not isinstance(alternatives, list):

@@ -56,7 +56,8 @@ class Suite:
     apply_chat_template: bool | None = None
 
 
-# Share of responses that planning assumes to change from right to wrong or back.
+# Assumed share of responses that change from right to wrong or from wrong to right. `vexport plan`
+# computes the necessary number of documents from it.
 TYPICAL_DISAGREEMENT = 0.05
 
 # With these margins and numbers of documents, each task shows "no loss" with a power of 0.8. The
@@ -96,8 +97,8 @@ DEFAULT_ALPHA = 0.05
 DEFAULT_KL_LIMIT = 0.1
 DEFAULT_NLL_LIMIT = 0.05
 DEFAULT_KL_PROMPTS = 16
-# Rows of held-out text for a verdict. Rows are the unit, because the tokens of a row depend on each
-# other.
+# Number of rows of held-out text for a verdict. The statistics treat rows as independent samples.
+# Tokens are not independent, because the tokens of a row depend on each other.
 DEFAULT_TEXT_ROWS = 32
 DEFAULT_TEXT_TOKENS = 512
 
@@ -438,7 +439,7 @@ class Evaluate(ScenarioSection):
         )
         no_end_token = bool(self.enable_thinking) and self.think_end_token is None
         both, missing = "remove one of them", "add it, or remove this setting"
-        no_server = "tasks: an engine on this machine scores text"
+        no_server = "tasks, because only vLLM on this machine scores text, and no server"
         for key, is_wrong, need, fix in (
             ("tasks", bool(self.tasks) and has_text, "either tasks (or a suite) or text", both),
             ("tasks", not self.tasks and not has_text, "tasks, a suite or text", "add one of them"),

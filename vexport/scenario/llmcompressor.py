@@ -206,7 +206,8 @@ def _all_rules(modifiers: Sequence[_Modifier]) -> tuple[Rule, ...]:
         last, _ = broad[-1]
         got = "a list that differs from an earlier modifier's, and both modifiers target Linear"
         need = "targets that assign each layer to one modifier"
-        last.refuse("ignore", got, need, "give each modifier its targets (names or re:...)")
+        fix = "list the layers of each modifier in its targets (names or re:...)"
+        last.refuse("ignore", got, need, fix)
     return (*by_all, *narrow, *(rule for _, rules in broad for rule in rules))
 
 
@@ -236,9 +237,8 @@ def _without_excluded(modifier: _Modifier, rule: Rule, excluded: Sequence[Rule])
     except ValueError:
         got = f"{shown(rule.match)} and an ignore list that only some modifiers have"
         need = "patterns that can be combined"
-        modifier.refuse(
-            "targets", got, need, "give each modifier its targets, and all the same ignore list"
-        )
+        fix = "list the layers of each modifier in its targets, and use one ignore list for all"
+        modifier.refuse("targets", got, need, fix)
         return rule
 
 
@@ -294,7 +294,7 @@ def _rule(keys: Keys, input_observer: JsonValue) -> Rule:
 
 
 def _place(modifier: _Modifier, where: str, keys: Sequence[str]) -> str:
-    """Return the recipe's key that is the source of a rule's key, for an error's place."""
+    """Return the key of the recipe that an error names, for an error in a key of a rule."""
     first = keys[0] if keys else ""
     rest = "".join(f".{key}" for key in keys[1:])
     if first.endswith("observer_kwargs"):

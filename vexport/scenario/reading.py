@@ -25,7 +25,7 @@ from vexport.scenario.variants import Variants
 
 # Maximum number of problems shown for a file.
 MOST_PROBLEMS = 50
-# Names of settings in other front ends of lm-eval or in vLLM, and the settings of scenarios.
+# Maps names of settings in vLLM or in other tools that use lm-eval to keys of a scenario.
 _OTHER_NAMES = {
     "fewshot": "evaluate.num_fewshot",
     "n_shot": "evaluate.num_fewshot",
@@ -46,7 +46,7 @@ _SECTIONS: Mapping[str, type[BaseModel]] = {
 }
 
 
-# Keys that a file needs to count as a scenario if it is not named like YAML.
+# A file without the ending of YAML counts as a scenario if it has one of these keys.
 _REQUIRED = ("source", "rules")
 # Scenarios are shorter. A file of another kind may be large.
 _MOST_CHARACTERS = 100_000
@@ -137,7 +137,10 @@ def _yaml_of_scenario(path: Path) -> object:
 
 
 def _looks_like_scenario(path: Path) -> bool:
-    """Return True if an unreadable file begins with a key of YAML, or cannot be opened."""
+    """Return True if a file with invalid YAML begins with a key, or if it cannot be opened.
+
+    Its error is then about the YAML or the file, and not about the wrong kind of file.
+    """
     if not path.is_file():
         return False
     try:
@@ -184,10 +187,10 @@ def _absolute(scenario: Scenario, folder: Path) -> Scenario:
 
 
 def base_scenario(source: str, scheme: str, file: Path | None) -> Scenario:
-    """Return the scenario that all schemes share.
+    """Return the scenario of a comparison of schemes, before each run sets its scheme.
 
-    This is the scenario in `file` with the given source. Without a file, the scenario evaluates on
-    the text that ships with vexport.
+    It is the scenario in `file` with the given source. Without a file, the scenario quantizes all
+    linear layers in `scheme`, and evaluates on the text that ships with vexport.
     """
     if file is not None:
         return read_scenario(file).model_copy(update={"source": source})

@@ -54,7 +54,8 @@ AUTO = "auto"
 SIZE, WEIGHTS, INPUTS = SCHEME_KEYS = ("group_size", "weights", "input_activations")
 # An observer class of another package.
 _CLASS_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
-# Strategies of weights that observers by importance support: a scale belongs to columns of one row.
+# Strategies of weights that observers by importance support. Each scale belongs to columns of a
+# single row.
 IMPORTANCE_STRATEGIES = ("channel", "group", "tensor_group")
 
 
@@ -72,10 +73,10 @@ def parse_group_size(value: object) -> int | None:
 
 
 def with_named_scheme(content: Mapping[str, JsonValue]) -> Mapping[str, JsonValue]:
-    """Return the keys of a rule or candidate, with its group size or arguments as a scheme's name.
+    """Replace `group_size`, `weights` and `input_activations` of a rule by the name of a scheme.
 
-    Observers in the arguments become the rule's observers. Raises pydantic's ValidationError at the
-    wrong key.
+    `content` has the keys of a rule or candidate. Observers in `weights` or `input_activations`
+    become the rule's observers. Raises pydantic's ValidationError at the wrong key.
     """
     size, weights, inputs = (content.get(key) for key in SCHEME_KEYS)
     others = {key: value for key, value in content.items() if key not in SCHEME_KEYS}

@@ -121,7 +121,9 @@ class Scenario(ScenarioSection):
     @model_validator(mode="after")
     def _check_variants_are_evaluated(self) -> Self:
         if self.variants is not None and self.evaluate is None:
-            raise ValueError("`evaluate`, whose tasks or text compare the variants")
+            raise ValueError(
+                "the section evaluate, because variants are compared on its tasks or text"
+            )
         if self.variants is not None:
             self.variants.matrix(self.serve, None)
         return self

@@ -44,7 +44,7 @@ def known_name(value: str, known: Sequence[str]) -> str:
 
 
 KeyProblem = tuple[tuple[str, ...], JsonValue, str, str]
-"""Keys to the place, value, text of `need`, text of `fix`."""
+"""A problem for `located_errors`: keys that lead to the value, value, `need` and `fix`."""
 
 
 def located_error(key: str, value: JsonValue, need: str, fix: str) -> ValidationError:

@@ -301,7 +301,7 @@ def with_options(
 
 
 def _option_error(problem: ValidationProblem, options: EngineArguments) -> InputError:
-    """Return the problem with the name of the option that sets the value."""
+    """Return the error of a validation problem. Its place is the option that sets the value."""
     section, *rest = problem.keys or ("",)
     name = rest[0] if rest else section
     if section in options:
