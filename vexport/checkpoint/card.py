@@ -43,7 +43,7 @@ def _source_fields(card: str) -> Mapping[str, str | tuple[str, ...]]:
 
 
 def _plain(node: yaml.Node) -> str | tuple[str, ...]:
-    """Return a word or several words, or nothing for any other node."""
+    """Return the text of a scalar, or the texts of a list. Return "" or () for other nodes."""
     if isinstance(node, yaml.SequenceNode):
         words = tuple(_word(entry) for entry in node.value)
         return words if all(words) else ()

@@ -25,13 +25,13 @@ _NAME = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[\w.-]+)(?:@(?P<revision>[\w.][\w
 _SNAPSHOT = re.compile(r"models--(?P<id>.+)/snapshots/(?P<commit>[0-9a-f]{40})$")
 RepoKind = Literal["model", "dataset"]
 # Classes of huggingface_hub and datasets: the name or revision is wrong, or access is denied.
-_INPUT = {
+_INPUT_ERRORS = {
     "RepositoryNotFoundError",
     "RevisionNotFoundError",
     "GatedRepoError",
     "RemoteEntryNotFoundError",
 }
-_INPUT |= {"HFValidationError", "DatasetNotFoundError"}
+_INPUT_ERRORS |= {"HFValidationError", "DatasetNotFoundError"}
 # Exceptions of httpx, Python and huggingface_hub: no connection, or offline mode.
 _UNREACHABLE = {
     "TransportError",
@@ -94,7 +94,7 @@ def translate_error(error: BaseException, name: HubName, kind: RepoKind = "model
     """
     words = " ".join(f"{type(error).__name__}: {error}".split())
     got = f"it cannot be fetched from the hub: {words}"
-    if _is_any(error, _INPUT):
+    if _is_any(error, _INPUT_ERRORS):
         fix = "check the name, and set HF_TOKEN if the repository is private"
         return InputError(f"{kind} {name}", got=got, need="", fix=fix)
     fix = "check the network, HF_TOKEN and HF_HOME, or download it first with `hf download`"
@@ -117,7 +117,7 @@ def is_network_error(error: BaseException) -> bool:
 
 def is_hub_error(error: BaseException) -> bool:
     """Return True if an error comes from the hub or the network, and not from a file's content."""
-    return _is_any(error, _INPUT | _UNREACHABLE | {"HfHubHTTPError"})
+    return _is_any(error, _INPUT_ERRORS | _UNREACHABLE | {"HfHubHTTPError"})
 
 
 def downloaded(name: HubName) -> str | None:
@@ -193,9 +193,10 @@ def list_files(name: HubName) -> RepoListing:
 
 
 def _fetch_config(name: HubName) -> Path:
-    """Return the config in the cache, in the folder of its commit.
+    """Download the config to the cache if necessary, and return its path below the commit's folder.
 
-    huggingface_hub also stores the commit of a branch or tag in its cache.
+    huggingface_hub also stores the commit of a branch or tag, so that `_cached_copy` can find it
+    without the network.
     """
     from huggingface_hub import hf_hub_download
 
@@ -204,7 +205,7 @@ def _fetch_config(name: HubName) -> Path:
 
 
 def needed_weights(listing: RepoListing, folder: Path) -> list[str]:
-    """Return the weight files that are read.
+    """Return the names of the weight files to download.
 
     They are the files of the index in `folder`, or the single file, or all safetensors files at the
     top level. The result includes files that the index names and the repository lacks. Raises

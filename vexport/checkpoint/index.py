@@ -37,7 +37,7 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 WEIGHTS_SUFFIX = ".safetensors"
 QUANTIZATION_CONFIG = "quantization_config"
-# Older name in compressed-tensors.
+# Older name of the key, from compressed-tensors.
 COMPRESSION_CONFIG = "compression_config"
 # ModelOpt 0.29 and earlier wrote the quantization config only to this file. Newer versions also
 # write this file.
@@ -62,7 +62,8 @@ FIX_PICKLE = (
     "AutoModelForCausalLM as M; "
     "M.from_pretrained('{root}').save_pretrained('{root}-safetensors')\""
 )
-# Other kinds of folders, by the files in them, with the remedy. The first match wins.
+# Folders that are not checkpoints: patterns of files in them, the kind of folder, and the remedy.
+# The first match wins.
 OTHER_FOLDERS: Mapping[tuple[str, ...], tuple[str, str]] = {
     ("adapter_config.json",): (
         "a LoRA adapter of {base}",
@@ -125,8 +126,8 @@ def read_header(file: Path) -> dict[str, TensorInfo]:
 def _parsed(data: bytes) -> dict[str, Any]:
     """Parse a header as strictly as safetensors does (serde_json). Python's parser accepts more.
 
-    Raises ValueError for anything that safetensors refuses, and for duplicate names and keys: the
-    format forbids them, but safetensors uses the last of two tensors.
+    Raises ValueError for anything that safetensors refuses, and for duplicate names and keys. The
+    format forbids duplicates, but safetensors accepts them and uses the last one.
     """
     header = json.loads(
         data.decode("utf-8"),
@@ -253,7 +254,7 @@ class SourceIndex:
     licence). `repeated` are tensors that a later file replaces by a tensor of the same name.
 
     `statuses` are the statuses of weights, config and tokenizer files before they were read.
-    Indexes are compared without them.
+    Comparisons of two indexes ignore them.
     """
 
     root: Path

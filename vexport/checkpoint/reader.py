@@ -55,10 +55,10 @@ class Reader:
         return memoryview(mapped)[tensor.start : tensor.end]
 
     def is_in_place(self, tensor: TensorInfo) -> bool:
-        """Return True if the bytes of a tensor are in a local file, at the place in its header.
+        """Return True if the tensor's file contains its bytes at the offsets of `tensor`.
 
-        Methods of this class then read them directly from the file. A subclass whose `raw` returns
-        other bytes must override this method.
+        Methods of this class then read the bytes directly from the file. A subclass whose `raw`
+        returns other bytes than the file must override this method.
         """
         return True
 
@@ -84,9 +84,9 @@ class Reader:
         return stored
 
     def is_hole(self, tensor: TensorInfo) -> bool:
-        """Return True if a tensor is in a hole of its file.
+        """Return True if all bytes of a tensor are in a hole of its sparse file.
 
-        Its bytes are then zero and need not be read.
+        The bytes are then zero and need not be read.
         """
         if not self.is_in_place(tensor):
             return False
@@ -184,18 +184,18 @@ class Reader:
             self._maps[file].madvise(advice, first, end - first)
 
 
-def same_bytes(old: Reader, tensor_old: TensorInfo, new: Reader, other: TensorInfo) -> bool:
+def same_bytes(old_reader: Reader, old: TensorInfo, new_reader: Reader, new: TensorInfo) -> bool:
     """Return True if two tensors are equal in dtype, shape and bytes. They are read in parts."""
-    same = (tensor_old.dtype, tensor_old.shape) == (other.dtype, other.shape)
+    same = (old.dtype, old.shape) == (new.dtype, new.shape)
     left, right = (
         np.frombuffer(reader.raw(tensor), np.uint8)
-        for reader, tensor in ((old, tensor_old), (new, other))
+        for reader, tensor in ((old_reader, old), (new_reader, new))
     )
     for start in range(0, left.size if same else 0, RUN_BYTES):
         part = slice(start, start + RUN_BYTES)
         same = same and np.array_equal(left[part], right[part])
-        old.release_view(tensor_old, left[part])
-        new.release_view(other, right[part])
+        old_reader.release_view(old, left[part])
+        new_reader.release_view(new, right[part])
     return same
 
 

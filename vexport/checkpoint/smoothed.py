@@ -1,9 +1,8 @@
-"""Source with smoothed weights: channels are scaled by powers of two.
+"""Read the tensors of a source with smoothed channels.
 
-A later tensor is scaled by the inverse factors.
-
-The model's outputs stay bit-identical, because powers of two change no digit. The exponents are
-stored next to the weights that were quantized from the smoothed source, in SMOOTHING.
+Smoothing multiplies the rows of a tensor by powers of two, and the columns of a later tensor in the
+same layer by the inverse powers. The model's outputs stay bit-identical, because powers of two
+change no digit. The quantized checkpoint contains the exponents in `smoothing.json`.
 """
 
 import base64
@@ -47,7 +46,7 @@ class _File:
 
 
 class SmoothedReader(Reader):
-    """A reader that returns the tensors of a source smoothed."""
+    """A reader of a source that applies the smoothing to each tensor that it returns."""
 
     def __init__(self, smoothing: Mapping[str, Smoothing]) -> None:
         super().__init__()
@@ -58,7 +57,7 @@ class SmoothedReader(Reader):
     def raw(self, tensor: TensorInfo) -> memoryview:
         """Return the bytes of a tensor.
 
-        A smoothed tensor is a copy; the last KEPT copies are kept.
+        A smoothed tensor is a copy. The last MAX_CACHED_TENSORS copies are cached.
         """
         exponents = self._smoothing.get(tensor.name)
         if exponents is None:
@@ -94,8 +93,8 @@ def smoothing_of(checkpoint: Path) -> Mapping[str, Smoothing]:
     """Return the smoothing of a checkpoint's source.
 
     Raises:
-        InputError: If its exponents cannot be read, or if exponents are not undone in the same
-        layer.
+        InputError: If the exponents cannot be read, or if no other tensor of the same layer has the
+        inverse exponents.
     """
     path = checkpoint / SMOOTHING
     if not os.path.lexists(path):
@@ -117,9 +116,9 @@ def smoothing_of(checkpoint: Path) -> Mapping[str, Smoothing]:
 
 
 def _exponents(text: str, where: str) -> Exponents:
-    """Decode exponents, and check that the search could have produced them.
+    """Decode exponents. Raise InputError if one exceeds MAX_EXPONENT.
 
-    Larger exponents could turn any weight into infinity or zero.
+    vexport writes no larger exponents. They could turn any weight into infinity or zero.
     """
     try:
         exponents = decode(text)
@@ -166,9 +165,9 @@ def fits(tensor: TensorInfo, smoothing: Smoothing) -> bool:
 
 
 def _scaled(stored: memoryview, tensor: TensorInfo, smoothing: Smoothing) -> Array:
-    """Return values times 2^(row's exponent + column's exponent), in the tensor's dtype.
+    """Return values times 2^(row's exponent + column's exponent), with the shape (rows, columns).
 
-    The result has the shape (rows, columns).
+    The result has the tensor's dtype. BF16 is returned as its bits (uint16).
     """
     if not fits(tensor, smoothing):
         raise InputError(

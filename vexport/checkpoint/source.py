@@ -46,7 +46,11 @@ _PARTIAL_CONTENT = 206
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataName:
-    """A parsed name of data: a `path` or a repository `hub` with a split, and a column."""
+    """A parsed name of calibration data: a local path, a dataset on the hub, or `default`.
+
+    `name` is the whole name. `hub` and `split` are for a dataset on the hub. `column` is for a path
+    or a dataset.
+    """
 
     kind: Literal["path", "hub", "default"]
     name: str
@@ -57,8 +61,10 @@ class DataName:
     @property
     def path(self) -> Path:
         """File or folder, if the name is a path."""
-        is_joined = self.kind == "path" and self.column is not None
-        return user_path(self.name.removesuffix(f":{self.column}") if is_joined else self.name)
+        ends_with_column = self.kind == "path" and self.column is not None
+        return user_path(
+            self.name.removesuffix(f":{self.column}") if ends_with_column else self.name
+        )
 
 
 def parse_data(name: str) -> DataName:
@@ -84,9 +90,9 @@ def parse_data(name: str) -> DataName:
 
 
 def require_data(name: str) -> None:
-    """Raise InputError if the data do not exist, even if no step will read them.
+    """Raise InputError if local data do not exist or contain no data files.
 
-    The hub is not contacted.
+    Nothing is read, and the hub is not contacted.
     """
     parsed = parse_data(name)
     if parsed.kind != "path":
@@ -328,9 +334,9 @@ def _identification() -> dict[str, str]:
 
 
 def resolve_drafter(speculative: str, on_progress: OnProgress) -> str:
-    """Return `METHOD`, or `METHOD=FOLDER` with the absolute folder of a draft model.
+    """Return `METHOD`, or `METHOD=FOLDER` with the absolute path of a draft model's folder.
 
-    The draft model may be given like any source.
+    `speculative` is METHOD or METHOD=MODEL. MODEL is a folder or a model on the hub.
     """
     method, _, name = speculative.partition("=")
     if not name:

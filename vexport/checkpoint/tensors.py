@@ -59,5 +59,5 @@ def raw_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def as_tensor(data: npt.NDArray[np.generic], spec: TensorSpec) -> torch.Tensor:
-    """Return a tensor with this dtype and shape that shares the memory of its bytes."""
+    """Return the bytes `data` as a tensor with the dtype and shape of `spec`, without a copy."""
     return torch.from_numpy(data).view(TORCH_DTYPES[spec.dtype]).reshape(spec.shape)

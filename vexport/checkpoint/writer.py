@@ -173,11 +173,12 @@ def _update(digest: xxhash.xxh3_64, shard: int, start: int, stop: int) -> bool:
 
 
 class ShardWriter:
-    """Appends the chunks of a shard in a separate thread, at most `ahead` chunks behind the caller.
+    """Appends the chunks of a shard in a separate thread, while the caller computes more chunks.
 
-    `done` units of an earlier, interrupted writer are kept: the units that agree with its record
-    (see `Progress`). At the end, the record contains the digest of the whole shard. An error in the
-    thread, or in a chunk, is raised by a later `write` or at the end.
+    `done` is the number of units that an interrupted writer has left in the file and that agree
+    with its record (see `Progress`). They are not written again. At the end, the record contains
+    the digest of the whole shard. An error in the thread, or in a chunk, is raised by a later
+    `write` or at the end.
     """
 
     def __init__(self, folder: Path, shard: Shard[object], *, ahead: int) -> None:
@@ -193,7 +194,7 @@ class ShardWriter:
             self._file.write(header)
         if self._file.seek(0, os.SEEK_END) > self._ends[self.done]:
             self._file.truncate(self._ends[self.done])
-        self._handed_over = self._file.seek(self._ends[self.done])
+        self._write_back_end = self._file.seek(self._ends[self.done])
         self._ahead, self._is_broken = ahead, False
         self._thread, self._appending = ThreadPoolExecutor(1), deque[Future[None]]()
 
@@ -211,7 +212,7 @@ class ShardWriter:
             assert length == self._ends[-1], f"{length} bytes, not {self._ends[-1]}"
 
     def write(self, chunk: Chunk) -> None:
-        """Pass the next chunk to the thread. Wait while the thread is `ahead` chunks behind."""
+        """Pass the next chunk to the thread. Wait while more than `ahead` chunks are unfinished."""
         if len(self._appending) > self._ahead:
             self._appending.popleft().result()
         self._appending.append(self._thread.submit(self._append, chunk))
@@ -225,10 +226,12 @@ class ShardWriter:
             self._digest.update(data)
             self._write(data)
         position = self._file.tell()
-        if (size := position - self._handed_over) >= WRITE_BACK_BYTES:
+        if (size := position - self._write_back_end) >= WRITE_BACK_BYTES:
             # Linux starts the write-back of these bytes without waiting for it (mm/fadvise.c).
-            os.posix_fadvise(self._file.fileno(), self._handed_over, size, os.POSIX_FADV_DONTNEED)
-            self._handed_over = position
+            os.posix_fadvise(
+                self._file.fileno(), self._write_back_end, size, os.POSIX_FADV_DONTNEED
+            )
+            self._write_back_end = position
         while self._next < len(self._ends) - 1 and position >= self._ends[self._next + 1]:
             self._progress.add(self._digest.hexdigest())
             self._next += 1
