@@ -1,4 +1,4 @@
-"""Read and write digests of files: of weights in vexport.json, and in lists from sha256sum."""
+"""Compute digests of files, keep them in vexport.json, and read the lists that sha256sum writes."""
 
 import hashlib
 import json

@@ -111,9 +111,9 @@ def _belongs_to_user(entry: Path) -> bool:
 
 
 def remove_unfinished(work: Path) -> None:
-    """Remove the files of unfinished work, the record last.
+    """Remove the files of a working folder whose output was not finished, the record last.
 
-    The folder `old`, which the unfinished work was to replace, stays.
+    If `old` exists, it stays with the record, because it is the only copy of the earlier output.
     """
     for part in (work / NEW, work / ASIDE):
         remove_recorded(work, part)

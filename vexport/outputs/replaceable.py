@@ -62,7 +62,7 @@ def require_separate(outputs: Sequence[NamedPath], inputs: Sequence[NamedPath]) 
     ):
         if _is_within(target.path, output.path):
             relation = _relation(output.path, target.path) or "a folder that contains"
-            raise _overlap(output, f"{relation} the file behind", target)
+            raise _overlap(output, f"{relation} the target of", target)
 
 
 def _overlap(output: NamedPath, relation: str, other: NamedPath) -> InputError:
@@ -138,14 +138,14 @@ def _linked_files(folder: NamedPath) -> Iterator[NamedPath]:
     if folder.path.is_dir():
         for entry in sorted(folder.path.iterdir()):
             if entry.is_symlink():
-                yield NamedPath(label=f"{folder.label}'s", path=entry)
+                yield NamedPath(label=f"a link in {folder.label},", path=entry)
 
 
 def refuse_existing(path: Path, *, overwrite: bool) -> None:
-    """Raise InputError if writing a checkpoint to `path` would replace something that must stay.
+    """Raise InputError unless a checkpoint may be written to `path`.
 
-    A missing path and an empty folder are free. With `overwrite`, a checkpoint that vexport wrote
-    is also free, unless its folder contains other files.
+    The path may be missing or an empty folder. With `overwrite`, it may also be a checkpoint that
+    vexport wrote, if the folder contains no other files.
     """
     if not is_filled_folder(path):
         return
@@ -198,10 +198,10 @@ def overwrite_error(path: Path) -> InputError:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FolderKind:
-    """Kind of folder: its name, the file that marks it, and the text of this file.
+    """Kind of folder that vexport writes: its name, the file that marks it, and that file's text.
 
     The folder's manifest lists vexport's files in it. `checkpoint` is the name of a checkpoint in
-    the folder; the checkpoint's recipe lists its files.
+    the folder. The checkpoint's files are not in the manifest, but in its recipe.
     """
 
     name: str
@@ -232,9 +232,8 @@ class FolderKind:
         if not overwrite:
             raise overwrite_error(folder)
         require_no_others(folder, unlisted_entries(folder, folder, self._separate_parts(folder)))
-        for unfinished in (
-            apart for apart in self._separate_parts(folder) if apart == self._unfinished(folder)
-        ):
+        unfinished = self._unfinished(folder)
+        if unfinished in self._separate_parts(folder):
             foreign = foreign_entries(unfinished)
             require_no_others(folder, [entry.relative_to(folder).as_posix() for entry in foreign])
         if self.checkpoint is not None and is_folder(folder / self.checkpoint):

@@ -5,10 +5,10 @@ An output folder is prepared in a hidden working folder next to it. The working 
 
 - a record of the inputs that OUT is made from, locked while a process writes
 - `new`, which becomes OUT
-- `aside`, files for later calls until OUT is complete
+- `aside`, files that a resumed call needs and that are not part of OUT
 - a list of the files in `new` and `aside`, to which `record` (outputs/manifest.py) adds a name
   before the file is made
-- for a moment `old`, the folder that OUT replaces
+- `old`, an earlier OUT, only while it is replaced
 
 If a call dies while it replaces OUT, the next call moves `old` back.
 """
@@ -227,6 +227,10 @@ def _require_ours(work: Path, path: Path) -> None:
 
 
 def _is_own_record(record: TextIO, work: Path) -> bool:
+    """Return True if the open record is still the record file in the working folder.
+
+    Another process may have removed or replaced the file.
+    """
     try:
         return os.path.samestat(os.fstat(record.fileno()), (work / RECORD).stat())
     except FileNotFoundError:
