@@ -1,7 +1,8 @@
 """End the process with a one-line error if a mapped file can no longer be read.
 
-The system sends SIGBUS to a thread that reads a mapped page that its file has lost: another program
-truncated the file, or the disk failed. The values are gone, so the thread cannot continue.
+The system sends SIGBUS to a thread that reads a mapped page of which the file has no data any more,
+because another program truncated the file or the disk failed. The thread cannot continue without
+these values.
 
 A handler of Python's module `signal` would not run. It waits for the end of the instruction, which
 fails again and again. The handler here is called through ctypes at once, in the thread that failed.

@@ -94,7 +94,7 @@ class BoundedLoader(Composer, _Parser, SafeConstructor, Resolver):
         self._deepest = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Compose a node and everything below it, and count both."""
+        """Compose a node and all nodes below it, and count their values, characters and levels."""
         event = self.peek_event()
         assert event is not None, "a node begins with an event"
         mark: yaml.Mark = event.start_mark  # type: ignore[assignment]  # libyaml's has the same attributes

@@ -1,4 +1,4 @@
-"""Files that are written completely or not at all, digests, and JSON of our types."""
+"""Write files completely or not at all, compute digests, and read and write JSON."""
 
 import errno
 import hashlib
@@ -121,9 +121,9 @@ def _is_lfs_pointer(file: Path) -> bool:
 
 
 def unreadable_kind(path: Path) -> str | None:
-    """Return what a path is if it is not a readable file.
+    """Describe a path that is not a readable file, such as `a folder` or `a named pipe (FIFO)`.
 
-    Return None for a readable file, or if nothing is there.
+    Return None for a readable file, or if the path does not exist.
     """
     try:
         mode = path.stat().st_mode
@@ -191,12 +191,12 @@ def read_json_object(path: Path) -> dict[str, Json]:
 
 
 def to_json(value: object) -> str:
-    """Return one of our frozen types as indented JSON with a final newline."""
+    """Return a dataclass, or any value with a type known to pydantic, as indented JSON."""
     return TypeAdapter(type(value)).dump_json(value, indent=2, by_alias=True).decode() + "\n"
 
 
 def from_json(kind: type[T], path: Path) -> T:
-    """Read one of our frozen types.
+    """Read a value of the type `kind`, such as a dataclass, from a JSON file.
 
     Raises:
         InputError: If the file does not fit. The error names the first wrong field.

@@ -1,4 +1,4 @@
-"""The version of vexport, and the version of vLLM that its tables are for. Imports nothing."""
+"""The version of vexport, and the version of vLLM that vexport's tables describe."""
 
 __version__ = "0.1.0"
 
