@@ -30,12 +30,12 @@ _LONGEST_CYCLE = 6
 # tokens.
 _MIN_LETTERS = 20
 _MIN_TOKENS = 8
-# A continuation may end after this many tokens. A broken export ends within its first sentence.
-_WHOLE_TOKENS = 48
+# An end after this many tokens is never early. A broken export ends within its first sentence.
+_LATE_END_TOKENS = 48
 # Text also loops if a run of _LOOP_WORDS words occurs at least _LOOP_TIMES times anywhere in it.
 # Texts of SmolLM2-135M do this.
 _LOOP_WORDS, _LOOP_TIMES = 8, 3
-_NUMBERS = "non-finite log-probabilities"
+_NON_FINITE = "non-finite log-probabilities"
 _FIX = (
     "compare the checkpoint with its source (`vexport check --source`), or quantize with a "
     "finer scheme"
@@ -98,16 +98,16 @@ def canary_findings(
         if (fault := symptom(canary, others.get(canary.prompt))) is not None
     ]
     broken = baseline is not None and not agrees and 2 * len(degenerate) >= len(canaries)
-    quantized = agrees and baseline is not None
+    weights_cause_it = agrees and baseline is not None
     return [
         Finding(
             check="canary",
-            severity="error" if broken or fault == _NUMBERS else "warning",
+            severity="error" if broken or fault == _NON_FINITE else "warning",
             where=f"greedy continuation {number} of {canary.prompt[:40]!r}",
             expected="finite numbers, and text in the prompt's language without repetition",
             got=f"{fault} in {canary.tokens} tokens ({canary.finish_reason}): "
             f"{canary.text[-80:]!r}",
-            fix=_FIX_QUANTIZED if quantized and fault != _NUMBERS else _FIX,
+            fix=_FIX_QUANTIZED if weights_cause_it and fault != _NON_FINITE else _FIX,
         )
         for number, canary, fault in degenerate
     ]
@@ -119,7 +119,7 @@ def symptom(canary: Canary, baseline: Canary | None = None) -> str | None:
     Return None if it has no fault, or if the baseline's continuation is no better.
     """
     if canary.non_finite:
-        return _NUMBERS
+        return _NON_FINITE
     if (own_fault := _own_fault(canary)) is not None:
         return (
             own_fault
@@ -152,12 +152,12 @@ def _own_fault(canary: Canary) -> str | None:
 def _ends_early(canary: Canary, baseline: Canary) -> bool:
     """Return True if a continuation ends before half of the baseline's tokens.
 
-    Return False if the continuation has at least _WHOLE_TOKENS tokens, or if the baseline is a
+    Return False if the continuation has at least _LATE_END_TOKENS tokens, or if the baseline is a
     loop.
     """
     whole = baseline.tokens if baseline.ended_after is None else baseline.ended_after
     ended = canary.ended_after
-    if ended is None or ended >= _WHOLE_TOKENS or _loops(baseline):
+    if ended is None or ended >= _LATE_END_TOKENS or _loops(baseline):
         return False
     return whole >= _MIN_TOKENS and 2 * ended < whole
 

@@ -109,7 +109,7 @@ def describe(llm: "LLM", given: EngineArguments, *, start_seconds: float) -> Eng
         for name, scheme, kernel, *_ in rows
     )
     config = llm.llm_engine.vllm_config
-    unseen = (
+    untested_ranks = (
         ", and collectives" if config.parallel_config.world_size > 1 else ", and tensor parallelism"
     )
     mode = config.compilation_config.mode
@@ -126,7 +126,7 @@ def describe(llm: "LLM", given: EngineArguments, *, start_seconds: float) -> Eng
         emulated=any("Emulation" in row[2] for row in rows),
         kernels=tuple(kernels),
         input_bits=min((int(row[4]) for row in rows if row[4]), default=None),
-        blind_spots=(_UNTESTED_ON_CPU + unseen, *spots) if on_cpu else (),
+        blind_spots=(_UNTESTED_ON_CPU + untested_ranks, *spots) if on_cpu else (),
         start_seconds=start_seconds,
     )
 

@@ -229,9 +229,9 @@ class LoadVerifier:
             judged = _dry_loaded(job, folder, plan)
             outcome = judged if isinstance(judged, str) else errors_or_uncertainty(judged)
             if isinstance(outcome, str):
-                doubt = without_details(outcome)
-                excuse = f"warning: {job.out} may not load in vLLM: {doubt}"
-                not_judged.append(excuse if is_shared_refusal(doubt) else doubt)
+                reason = without_details(outcome)
+                warning = f"warning: {job.out} may not load in vLLM: {reason}"
+                not_judged.append(warning if is_shared_refusal(reason) else reason)
             elif isinstance(judged, DryLoadReport):
                 faults = [str(each.brief) for each in judged.not_judged]
                 not_judged += [

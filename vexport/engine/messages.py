@@ -209,7 +209,7 @@ class DryTry:
 
     @property
     def file(self) -> Path:
-        """File for the CellResult."""
+        """Path of the file with the CellResult of this try."""
         return self.request.folder / f"{self._name}-{self.cell.tp}-{self.cell.sm}-{self.rank}.json"
 
     def shared_result_file(self, signature: str) -> Path:

@@ -185,7 +185,7 @@ def run(
 
 
 def build_engine(arguments: EngineArguments, platform: str) -> "LLM":
-    """Return vLLM's engine."""
+    """Start vLLM's engine with these arguments. Prepare the environment first if it is a CPU."""
     from vllm import LLM
 
     if platform == CPU:

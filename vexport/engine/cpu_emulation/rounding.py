@@ -39,9 +39,10 @@ def fake_mxfp4(activations: torch.Tensor) -> torch.Tensor:
 
 
 def fp8_token_scale(activations: torch.Tensor) -> torch.Tensor:
-    """Return dynamic FP8 scales, one per token: float32 (tokens, 1), absmax / 448, never zero.
+    """Return dynamic FP8 scales, one per token: absmax / 448, never zero.
 
-    The lower bound is vLLM's (layers/quantization/input_quant_fp8.py).
+    `activations` are (..., features), and the scales are float32 (..., 1). vLLM has the same lower
+    bound (layers/quantization/input_quant_fp8.py).
     """
     largest = activations.abs().amax(dim=-1, keepdim=True).to(torch.float32)
     return (largest / E4M3_MAX).clamp_(min=1.0 / (E4M3_MAX * 512.0))

@@ -55,7 +55,7 @@ def control_kind(result: CellResult, *, has_source: bool) -> ControlKind | None:
 
 
 def control_of(result: CellResult, kind: ControlKind, *, loads_elsewhere: bool) -> Control:
-    """Return the unquantized model's result in a cell."""
+    """Convert the result of an unquantized model to a `Control`."""
     return Control(
         kind=kind,
         outcome=result.outcome,

@@ -97,11 +97,11 @@ def _transformers_class(stored: Mapping[str, Json]) -> type[transformers.PreTrai
 
 
 def _default_config(stored: Mapping[str, Json]) -> dict[str, Json]:
-    make = _config_class(stored)
+    config_class = _config_class(stored)
     try:
-        config = make(num_hidden_layers=_LAYERS)
+        config = config_class(num_hidden_layers=_LAYERS)
     except Exception:  # a config with lists that need one entry for each layer
-        config = make()
+        config = config_class()
     text = json.loads(config.to_json_string(use_diff=False))
     dtype = stored.get("dtype", stored.get("torch_dtype", "bfloat16"))
     return {**text, "architectures": stored["architectures"], "dtype": dtype}
@@ -131,11 +131,11 @@ def _without_quantization(config: Mapping[str, Json]) -> dict[str, Json]:
 
 def _saved_tensors(folder: Path, stored: Mapping[str, Json]) -> Mapping[str, torch.Tensor]:
     """Return the tensors that transformers saves for the model of a config, on the meta device."""
-    kind = _transformers_class(stored)
-    assert kind is not None, "transformers lacks this class"
+    model_class = _transformers_class(stored)
+    assert model_class is not None, "transformers lacks this class"
     config = _config_class(stored).from_pretrained(folder)
     with torch.device("meta"):
-        model = kind._from_config(config)
+        model = model_class._from_config(config)
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in tied}
     saved: Mapping[str, torch.Tensor] = revert_weight_conversion(model, tensors)

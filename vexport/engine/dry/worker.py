@@ -157,7 +157,9 @@ def _with_controls(request: DryRequest, results: list[list[CellResult]]) -> list
             key: kind for key, kind in defaults.items() if same_refusal(by_cell[key], controls[key])
         }
     plain = {
-        (number, cell): kind for number, kind in _numbered(refused) for cell in request.plain_cells
+        (number, cell): kind
+        for number, kind in _distinct_models(refused)
+        for cell in request.plain_cells
     }
     loading = {
         key[0]
@@ -187,10 +189,10 @@ def _with_doubtful_config(
 
     These cells also refuse the config without its quantization.
     """
-    alone = [key for key, kind in refused.items() if kind == "config alone"]
-    numbers = {number for number, cell in alone if results[number, cell].in_class}
+    refusing = [key for key, kind in refused.items() if kind == "config alone"]
+    numbers = {number for number, cell in refusing if results[number, cell].in_class}
     sound = {number for number in numbers if _is_sound(request, number)}
-    return [key for key in alone if key[0] not in sound or not results[key].in_class]
+    return [key for key in refusing if key[0] not in sound or not results[key].in_class]
 
 
 def _try_controls(
@@ -202,14 +204,18 @@ def _try_controls(
     load results of these cells.
     """
     written = {
-        (number, kind) for number, kind in _numbered(kinds) if _write_control(request, number, kind)
+        (number, kind)
+        for number, kind in _distinct_models(kinds)
+        if _write_control(request, number, kind)
     }
     made = {key: kind for key, kind in kinds.items() if (key[0], kind) in written}
     return made, _try_control_cells(request, made)
 
 
-def _numbered(kinds: Mapping[tuple[int, Cell], ControlKind]) -> set[tuple[int, ControlKind]]:
-    """Return pairs of a checkpoint's number and a kind of model that it is compared with."""
+def _distinct_models(
+    kinds: Mapping[tuple[int, Cell], ControlKind],
+) -> set[tuple[int, ControlKind]]:
+    """Return the unquantized models to try, each once: a checkpoint's number and a kind."""
     return {(number, kind) for (number, _), kind in kinds.items()}
 
 
