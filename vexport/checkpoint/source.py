@@ -231,9 +231,9 @@ class _NoRangesError(Exception):
 def header_files(name: HubName, on_progress: OnProgress) -> Iterator[Path]:
     """Yield a copy of the model's folder in which the data of the weights are holes.
 
-    Weight files have the right headers and sizes. The folder is deleted after the block. If the
-    cache has the weights, or the hub does not support range requests, the model's folder in the
-    cache is yielded instead. Raises the errors of `download`.
+    Weight files have the right headers and sizes. The folder is deleted after the block. The folder
+    in the cache is yielded instead if it has the weights, if the hub does not support range
+    requests, or if the hub cannot be reached. Raises the errors of `download`.
     """
     try:
         listing = list_files(name)

@@ -246,24 +246,27 @@ class FolderKind:
         """
         folder.mkdir(parents=True, exist_ok=True)
         if has_manifest(folder):
-            for apart in self._separate_parts(folder):
-                if apart == self._unfinished(folder):
-                    remove_checkpoint(apart / OLD)
-                    remove_unfinished(apart)
-                elif apart.is_dir():  # the mark stays
-                    remove_checkpoint(apart)
+            for part in self._separate_parts(folder):
+                if part == self._unfinished(folder):
+                    remove_checkpoint(part / OLD)
+                    remove_unfinished(part)
+                elif part.is_dir():  # the mark stays
+                    remove_checkpoint(part)
             remove_recorded(folder, folder, [folder / self.mark])
         begin_manifest(folder)
         write_text(folder / self.mark, self.text)
 
     def _separate_parts(self, folder: Path) -> list[Path]:
-        """Return the mark and the checkpoint's folders. The manifest does not list their files."""
+        """Return the mark, the checkpoint's folder, and the folder in which it is prepared.
+
+        The manifest does not list the files in them.
+        """
         mark = folder / self.mark
-        apart = [] if mark.is_symlink() else [mark]
+        parts = [] if mark.is_symlink() else [mark]
         if self.checkpoint is not None and self.checkpoint in recorded(folder):
             both = (folder / self.checkpoint, self._unfinished(folder))
-            apart += [path for path in both if is_folder(path)]
-        return apart
+            parts += [path for path in both if is_folder(path)]
+        return parts
 
     def _unfinished(self, folder: Path) -> Path:
         """Return the folder in which the checkpoint is prepared."""
