@@ -178,7 +178,7 @@ def test_answers_after_failed_load_decide_nothing(hard_scenario: Path, tmp_path:
     assert {task["documents"] for task in report_of(folder)["verdict"]["tasks"]} == {LIMIT}
     assert "evaluate" not in (folder / "report.md").read_text()
     for name in ("report.md", "report.html"):
-        assert "its responses are for information" in (folder / name).read_text()
+        assert "shown only for information" in (folder / name).read_text()
 
 
 @pytest.fixture(scope="module")

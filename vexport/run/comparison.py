@@ -34,7 +34,7 @@ def compared_run(report: Report, folder: str) -> ComparedRun:
 
 
 def reported_kl(verdict: Verdict | None, drift: Drift | None) -> float | None:
-    """Return the KL in the worst bucket of held-out text, or else the mean KL of the prompts."""
+    """Return the KL in the worst bucket of held-out text, or without text the prompts' mean KL."""
     text = verdict.text if verdict is not None else None
     if text is not None and text.buckets:
         return text.limits[0].value

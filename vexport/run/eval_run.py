@@ -154,12 +154,12 @@ def _judge_checkpoints(
     names = _names_by_role(checkpoints, settings.baseline)
     outputs = _named_paths({OUTPUT_DIR: folder, "--accept": accept})
     _require_usable(names, settings, folder, options, outputs, against)
-    asked = {role: name for role, name in names.items() if not is_results(name)}
-    is_answered = all((folder / role / SESSION).is_file() for role in asked)
-    if overwrite or not is_answered:
+    served = {role: name for role, name in names.items() if not is_results(name)}
+    is_finished = all((folder / role / SESSION).is_file() for role in served)
+    if overwrite or not is_finished:
         _require_valid_settings(settings, fetch_tasks(settings, options), against)
     models = {role: _model(role, name, settings, options) for role, name in names.items()}
-    folders = {role: models[role].prompt_folder for role in asked}
+    folders = {role: models[role].prompt_folder for role in served}
     require_separate(outputs, _named_paths(folders))
     work = list(_given_models(checkpoints, models, settings, against))
     with locked_folder(folder, OUTPUT_DIR):
@@ -342,13 +342,13 @@ def _require_usable(
     require_run_folder(folder, OUTPUT_DIR)
     if against is not None:
         read_accepted(against)
-    asked = [name for name in names.values() if not is_results(name) and not is_url(name)]
+    checkpoints = [name for name in names.values() if not is_results(name) and not is_url(name)]
     attempt_all(
         [
             ("tasks", partial(_require_tasks, settings, options, against)),
             *(
                 (name, partial(require_available, name, [options.serve]))
-                for name in dict.fromkeys(asked)
+                for name in dict.fromkeys(checkpoints)
             ),
         ]
     )

@@ -71,7 +71,7 @@ CALIBRATION_TEXT_WARNING = (
     "evaluate.text is also the calibration data: give a text that was not used for calibration"
 )
 LOAD_FAILED_WARNING = (
-    "the checkpoint failed at load, which decides the outcome: its responses are for information"
+    "the load check failed, which decides the outcome; the responses are shown only for information"
 )
 
 
@@ -138,7 +138,8 @@ def _is_loadable(run: Run) -> bool:
 def _texts(run: Run) -> tuple[str, ...]:
     """Return the first halves of calibration texts, for the model to continue.
 
-    A run with a given checkpoint has no calibration text.
+    Only local text and the default text are used. A run with a given checkpoint has no calibration
+    text.
     """
     if run.given is not None:
         return ()
