@@ -118,7 +118,7 @@ def read_accepted(path: Path) -> Accepted:
 
 
 def require_writable(path: Path) -> None:
-    """Raise InputError if an accepted baseline must not replace `path`."""
+    """Raise InputError if `path` must not be replaced: it exists and is no accepted baseline."""
     if path.exists() and (path.is_dir() or not is_accepted(path)):
         fix = "name another file, or remove it first"
         raise InputError(
@@ -142,8 +142,9 @@ def accept_results(
 ) -> Accepted:
     """Write the scores of the deciding metrics from an lm-eval output folder to `path`.
 
-    `settings` are the settings of the evaluation, if they are known. `checkpoint` is the name of
-    the model, and `accepted_at` is the time. The file is written completely or not at all.
+    `choice` names the deciding metrics, as in `gated_tasks`. `settings` are the settings of the
+    evaluation, if they are known. `checkpoint` is the name of the model, and `accepted_at` is the
+    time. The file is written completely or not at all.
     """
     require_writable(path)
     results = read_results(folder)
@@ -322,7 +323,8 @@ def _answers_now(
     """Return a task's samples after the accepted filter.
 
     Raises:
-        InputError: If the accepted questions were different.
+        InputError: If the run has other documents than the baseline, lacks the accepted metric, or
+        has different questions.
     """
     samples = _ordered(candidate, name, task.filter)
     where, old = f"{candidate.file}: task {name}", stored_scores(task)
@@ -365,7 +367,7 @@ def _accepted_answers(task: AcceptedTask, now: TaskSamples) -> TaskSamples:
 
 
 def lost_answers(accepted: Accepted, alpha: float) -> tuple[str, ...]:
-    """Describe the lost responses of each task with at least 1 % of them."""
+    """Describe lost and unparsed responses, for each task in which they reach 1 %."""
     described = []
     for name, task in accepted.tasks.items():
         endings = stored_endings(task)

@@ -1,8 +1,8 @@
 """Reuse the settings of an accepted baseline as defaults of a later evaluation.
 
-The baseline's file stores the settings of `vexport eval --accept`. Files of older versions have no
-settings, nor have files made from results of lm-eval. For such files, the settings are recovered
-from the fingerprint.
+The baseline's file stores the settings of `vexport eval --accept`. Two kinds of files have no
+settings: files of older versions, and files that were made from results of lm-eval. For such files,
+the settings are recovered from the fingerprint.
 """
 
 import hashlib
@@ -58,7 +58,7 @@ _PATH_STARTS = ("./", "../", "/")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """Settings of an evaluation against the accepted baseline in `file`.
+    """Settings of an evaluation, completed from the accepted baseline in `file`.
 
     `keys` are the values for `Evaluate`. `serve` are the settings of the engine. `filled` maps each
     setting that was taken from the file to its value.
@@ -99,8 +99,10 @@ def with_accepted_settings(
     `given` are the keys of `Evaluate` that the user set. Errors name a key as `command: key`.
 
     Raises:
-        InputError: If a given setting differs from the accepted setting, or if a setting is missing
-            and the file has only its digest. The error lists all such settings.
+        InputError: If a given setting differs from the accepted setting, or if the accepted system
+            instruction is not given and the file has only its digest. The error lists all such
+            settings. Also if a stored path does not exist, or if lm-eval does not have a stored
+            task.
     """
     accepted = read_accepted(file)
     named = {key: value for key, value in given.items() if value is not None}
@@ -234,7 +236,10 @@ def _not_stored(
     file: Path,
     command: str,
 ) -> Iterator[InputError]:
-    """Yield an error if a setting is missing and the file has only its digest."""
+    """Yield an error if the accepted system instruction is not given and only its digest is stored.
+
+    All other settings can be taken from the file.
+    """
     digest = accepted.fingerprint.get(SYSTEM_INSTRUCTION)
     key = "system_instruction"
     if digest is not None and key not in stored and key not in named:

@@ -41,7 +41,7 @@ _NUMBERS = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|inf")
 
 
 class NotReadable(Exception):
-    """A metric has stored values in another form than lm-eval's metric of the same name."""
+    """vexport cannot compute a metric from the values that lm-eval stored."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,8 +53,9 @@ class Table:
       between the two models' values.
     - `to_aggregate` converts a value of `measure` to lm-eval's aggregate.
     - `unit` is the unit of a difference, and `higher_is_better` is its direction.
-    - `flipped` has the numbers of each document after a change of the baseline's response to it,
-      shape (documents, numbers). It is None unless responses are correct or wrong.
+    - `flipped` has the numbers that each document would have if the baseline's response changed
+      from correct to wrong or back, shape (documents, numbers). It is None if the metric does not
+      score responses as correct or wrong.
     - `is_text` is True if the metric scores generated text.
     - `scored` returns 1 for each document with an at least partly correct response, else 0.
     """
@@ -78,8 +79,8 @@ def tabulate(
     `baseline` and `candidate` are the values that lm-eval stored for the same documents.
 
     Raises:
-        NotReadable: If the aggregation is unknown, if the values do not have its form, or if the
-        metric needs sacrebleu and sacrebleu is not installed.
+        NotReadable: If the aggregation is unknown, if the stored values do not fit the aggregation,
+        or if the metric needs sacrebleu and sacrebleu is not installed.
     """
     make = _TABLES.get(aggregation)
     if make is None:
@@ -168,7 +169,10 @@ def _weighted(baseline: Sequence[Json], candidate: Sequence[Json]) -> tuple[Scor
 
 
 def _column(values: Sequence[Json], index: int) -> Scores:
-    """Return finite numbers: the member `index` of each list, and other values unchanged."""
+    """Return a number for each value: the value itself, or its element `index` if it is a list.
+
+    Raises NotReadable if a number is missing or not finite.
+    """
     column = []
     for value in values:
         member = value[index] if isinstance(value, list) else value
@@ -189,7 +193,7 @@ def _brier(metric: str, baseline: Sequence[Json], candidate: Sequence[Json]) -> 
         measure=_ratio,
         unit="metric",
         higher_is_better=False,
-        to_aggregate=_within(0.0, 2.0),
+        to_aggregate=_clip_to(0.0, 2.0),
     )
 
 
@@ -231,10 +235,10 @@ def _index(gold: Json, options: int) -> int:
     return int(gold)
 
 
-def _within(least: float, greatest: float) -> Callable[[float], float]:
-    """Return a function that moves a bound of a value into the metric's range.
+def _clip_to(least: float, greatest: float) -> Callable[[float], float]:
+    """Return a function that clips a number to the metric's range.
 
-    Student's bounds may lie outside of the range.
+    Bounds from Student's distribution may lie outside this range.
     """
     return lambda value: min(max(value, least), greatest)
 
@@ -252,7 +256,7 @@ def _f1(metric: str, baseline: Sequence[Json], candidate: Sequence[Json]) -> Tab
         measure=_f1_of,
         unit="metric",
         higher_is_better=True,
-        to_aggregate=_within(0.0, 1.0),
+        to_aggregate=_clip_to(0.0, 1.0),
         flipped=_f1_counts(is_positive, sides[0] != 1),
         scored=lambda rows: 1.0 - rows[:, 1] - rows[:, 2],
     )
@@ -297,7 +301,7 @@ def _mcc(metric: str, baseline: Sequence[Json], candidate: Sequence[Json]) -> Ta
         measure=_mcc_of,
         unit="metric",
         higher_is_better=True,
-        to_aggregate=_within(-1.0, 1.0),
+        to_aggregate=_clip_to(-1.0, 1.0),
         flipped=cells[gold_at * many + other_at],
         scored=lambda rows: rows @ diagonal,
     )
@@ -362,7 +366,7 @@ def _text_table(
         measure=measure,
         unit="metric",
         higher_is_better=higher_is_better,
-        to_aggregate=_within(0.0, 100.0 if higher_is_better else math.inf),
+        to_aggregate=_clip_to(0.0, 100.0 if higher_is_better else math.inf),
         is_text=True,
         scored=scored,
     )

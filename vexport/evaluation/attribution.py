@@ -5,7 +5,7 @@
 - (3) transformers on the candidate's weights, dequantized, with rounded activations
 - (4) vLLM on the candidate
 
-The distances between these separate the causes:
+The distances between these four results show the cause:
 
 - The distance of (3) from (1) is the cost of quantization in exact arithmetic.
 - The distance of (4) from (3) is large if vLLM loads other values than the file has, or multiplies
@@ -72,9 +72,9 @@ def attribute(
 
     `limit` is the limit of quantization's mean KL. `outcome` is the outcome of the tasks. `is_late`
     is True if the first tokens of the text's rows pass, and later tokens fail. Only the first
-    tokens are scored here. The models are built in this process, unless an earlier step stored
-    their scores. If vLLM disagrees with transformers on the candidate, vLLM's loaders also load the
-    candidate without running it (a dry load).
+    tokens are scored here. The two models of transformers are built in this process, unless an
+    earlier step stored their scores. If vLLM disagrees with transformers on the candidate, vLLM's
+    loaders also load the candidate without running it (a dry load).
     """
     of_baseline, of_candidate = named("baseline", on_progress), named("candidate", on_progress)
     harness = tuple(differences(baseline, candidate))
@@ -125,7 +125,11 @@ def _find_cause(
     *,
     is_late: bool,
 ) -> tuple[Cause, str]:
-    """Return the first step from the prompt to the response that explains the loss."""
+    """Return the cause of the loss, and a sentence that explains it.
+
+    Differences between the prompts are examined first, then vLLM's loaders and kernels, and
+    quantization last.
+    """
     noise, quantization, engine = distances["noise"], distances["quantization"], distances["engine"]
     if harness:
         return "harness", f"the models get different prompts: {harness[0]}"

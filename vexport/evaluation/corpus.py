@@ -37,7 +37,7 @@ class Corpus:
       is replaced by the candidate's, shape (responses,).
     - `scored` is 1 for each response that is at least partly correct, else 0, shape (2, responses).
     - `change_size` is the typical change of the measure after one response changes, times the
-      number of responses. It is 0 for metrics that differ whenever the models differ.
+      number of responses. It is 0 for log-likelihoods and probabilities (see `_change_size`).
     """
 
     table: Table

@@ -56,9 +56,10 @@ _THINK_ENDS = ("</think>", "[/THINK]", "</seed:think>", "<|channel|>final<|messa
 def changed_names(old: Fingerprint, new: Fingerprint) -> list[str]:
     """Return the names of the settings with different values in the two fingerprints.
 
-    A setting that is not recorded has lm-eval's default from `_ABSENT`, if there is a default. If
-    `gen_kwargs` changed, changed generation arguments of single tasks are skipped, because
-    `gen_kwargs` sets them.
+    If a fingerprint lacks a setting, lm-eval's default from `_DEFAULTS` is compared instead.
+    Settings without a default are compared only if both fingerprints contain them. If `gen_kwargs`
+    changed, changed generation arguments of single tasks are skipped, because `gen_kwargs` sets
+    them.
     """
     names = [*old, *(name for name in _DEFAULTS if name in new and name not in old)]
     differ = [
@@ -186,7 +187,8 @@ def recorded_time(content: Mapping[str, Json]) -> str:
 def question_settings(fingerprint: Fingerprint, task: str) -> Fingerprint:
     """Return the settings that shape the questions and the scoring of a task or group.
 
-    The names of a group's tasks are unknown here, so a group has the hashes of all tasks.
+    A fingerprint does not record which tasks belong to a group. Therefore the result for a group
+    contains the hashes of all tasks.
     """
     is_group = f"{TASK_HASH}{task}" not in fingerprint
     own = (
@@ -203,9 +205,9 @@ def question_settings(fingerprint: Fingerprint, task: str) -> Fingerprint:
 
 
 def _arguments(content: Mapping[str, Json]) -> Mapping[str, Json]:
-    """Return the model's arguments.
+    """Return the model's arguments by name.
 
-    Results contain them as an object, or as a text if lm-eval is older.
+    Older versions of lm-eval stored them as a string, `name=value,name=value`.
     """
     arguments = mapping_in(content, "config").get("model_args")
     if isinstance(arguments, str):

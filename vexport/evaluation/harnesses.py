@@ -44,7 +44,8 @@ LOWER_IS_BETTER = frozenset(
 """Metrics of other harnesses for which lower is better. The harnesses' files do not record it."""
 _SUCCESS = "success"
 _DETAILS = "details_"
-# A length limit that no response reaches. Only the finish reason then shows that one was cut.
+# A length limit that no response reaches. With it, only the finish reason shows that a response was
+# cut.
 _UNLIMITED_LENGTH = 2**31
 
 

@@ -59,7 +59,11 @@ At 5 %, a decoding step yields 5 % fewer tokens. Decoding becomes 5 % slower, an
 unchanged.
 """
 NOISE_SHARE = 0.25
-"""Maximum noise of the engine, as a share of the KL's limit. For tasks it is 0.5 of 2 points."""
+"""Maximum noise of the engine, as a share of the KL's limit.
+
+The noise limit for tasks is the same share of the default margin: 0.5 of 2 points
+(`MAX_CHANGED_SHARE` in repeated.py).
+"""
 LATE_FAILURE_HINT = (
     "the first tokens of each row pass, and later tokens fail: compare rope_theta, rope scaling "
     "and sliding window in config.json with the source's, and check the scales of the KV cache"
@@ -115,7 +119,7 @@ def _measure_text(
     old = np.concatenate([row.baseline_nll for row in rows])
     new = np.concatenate([row.candidate_nll for row in rows])
     agreement = np.array([1 - row.changed.mean() for row in rows])
-    certain = mean_bounds(agreement, settings.alpha)
+    interval = mean_bounds(agreement, settings.alpha)
     worst = [
         _worst_limit(
             [limit for bucket in buckets for limit in bucket.limits if limit.is_rise == is_rise]
@@ -131,8 +135,8 @@ def _measure_text(
         baseline_nll=float(old.mean()),
         candidate_nll=float(new.mean()),
         top1_agreement=float(agreement.mean()),
-        top1_low=max(0.0, certain.low) if certain else None,
-        top1_high=min(1.0, certain.high) if certain else None,
+        top1_low=max(0.0, interval.low) if interval else None,
+        top1_high=min(1.0, interval.high) if interval else None,
         limits=(*worst, *acceptance),
         acceptance=_acceptance(method, *drafts) if method else None,
         buckets=buckets,
@@ -146,7 +150,10 @@ def _judge_buckets(
     candidate: ServedSession,
     settings: Evaluate,
 ) -> tuple[tuple[TextBucket, ...], tuple[TextLimit, ...]]:
-    """Return each bucket with its outcomes, and the outcome of the acceptance length if drafted."""
+    """Judge each bucket, and the acceptance length if the settings request drafts.
+
+    Without drafts, the second tuple is empty.
+    """
     spans = buckets_of(max(row.tokens for row in rows))
     measured = {span: list(_bucket_values(rows, span, settings)) for span in spans}
     falls: list[Scores] = []
@@ -195,7 +202,7 @@ def _bucket(
     alpha: float,
 ) -> TextBucket:
     changed = row_means([row.changed for row in rows], span)
-    certain = mean_bounds(changed, alpha)
+    interval = mean_bounds(changed, alpha)
     old = joined([row.baseline_nll for row in rows], span)
     return TextBucket(
         start=span.start,
@@ -204,8 +211,8 @@ def _bucket(
         baseline_nll=float(old.mean()),
         candidate_nll=float(joined([row.candidate_nll for row in rows], span).mean()),
         changed=float(changed.mean()),
-        changed_low=max(0.0, certain.low) if certain else None,
-        changed_high=min(1.0, certain.high) if certain else None,
+        changed_low=max(0.0, interval.low) if interval else None,
+        changed_high=min(1.0, interval.high) if interval else None,
         limits=limits,
         noise=_noise(again, span),
     )
@@ -249,7 +256,7 @@ def _worst_limit(limits: Sequence[TextLimit]) -> TextLimit:
 def _require_steady(role: str, side: ServedSession, text: TextVerdict, kl_limit: float) -> None:
     """Raise EnvironmentFault if a model's second reading differs too much from its first.
 
-    A model that read no row twice is not judged.
+    Nothing is raised if the model read no row twice.
     """
     again = [row.kl for row in compare_repeated(side)]
     if not again:

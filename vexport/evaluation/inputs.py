@@ -22,8 +22,8 @@ _ADDRESSES = ("http://", "https://")
 def evaluation_inputs(settings: Evaluate, label: str) -> Iterator[NamedPath]:
     """Yield the inputs of an evaluation besides the two models. `label` is the label of the tasks.
 
-    The inputs include a task's YAML includes, documents and code. Names that are not paths are
-    ignored later.
+    The inputs include a task's YAML includes, documents and code. The name of a hub model becomes a
+    path that does not exist.
     """
     for task in settings.tasks:
         for file in task_files(user_path(task)):

@@ -25,9 +25,10 @@ REFERENCE = "transformers with dequantized weights"
 def judge_by_reference(
     served: ServedSession, baseline: ServedSession | None = None, on_progress: OnProgress = silent
 ) -> LoadReport:
-    """Report whether vLLM refused a model, and whether its responses are finite and not degenerate.
+    """Report whether vLLM refused a model, and whether its outputs are plausible.
 
-    The log-probabilities must also agree with the reference model's log-probabilities.
+    Continuations must not be degenerate. Log-probabilities must be finite, and must agree with the
+    reference model's log-probabilities.
 
     Builds the reference model if vLLM loaded the checkpoint, unless its log-probabilities are
     stored next to vLLM's. `baseline` is the session of the unquantized model with the same prompts.

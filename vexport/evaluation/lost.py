@@ -120,7 +120,7 @@ def ending_of(
     is_found = any(text.strip().lower() not in NO_ANSWER_TEXTS for text in filtered)
     is_empty = not any(text.strip() for text in responses)
     state: State = ""
-    if is_cut and not (is_found and not is_thinking and _is_beginning(responses, filtered)):
+    if is_cut and not (is_found and not is_thinking and _begins_with_answer(responses, filtered)):
         state = "cut"
     elif is_empty:
         state = "empty"
@@ -146,7 +146,7 @@ def _is_unfinished(prompt: str, text: str, *, is_stripped: bool) -> bool:
     return False
 
 
-def _is_beginning(responses: Sequence[str], filtered: Sequence[str]) -> bool:
+def _begins_with_answer(responses: Sequence[str], filtered: Sequence[str]) -> bool:
     """Return True if a response begins with the extracted answer, and continues after it."""
     pairs = zip(responses, filtered, strict=False)
     return any(
@@ -233,7 +233,8 @@ def lost_answers_text(baseline: AnswerCounts | None, candidate: AnswerCounts | N
 def _share(side: AnswerCounts | None, kind: str) -> float | None:
     """Return the share of a model's responses that are `cut`, `empty` or `unparsed`.
 
-    The share of cut responses is 0 if they count because the cuts come after the answers.
+    The share of cut responses is 0 if none of them is lost, because their answers come before the
+    cut.
     """
     if side is None:
         return None
@@ -271,7 +272,8 @@ def _unparsed_text(new: str, old: str | None) -> str:
 
 
 _SENTENCES = {"cut": _cut_text, "empty": _empty_text, "unparsed": _unparsed_text}
-# Remedy for empty responses if responses were also cut. The remedy for these raises max_gen_toks.
+# Remedy for empty responses if other responses were cut. The remedy for cut responses already
+# says to raise max_gen_toks.
 _EMPTY_AND_CUT_REMEDY = "look at the empty responses"
 _REMEDIES = {
     "cut": "raise max_gen_toks",

@@ -1,4 +1,4 @@
-"""Apply the acceptable losses to the tasks.
+"""Attach the margin, the acceptable loss, to the pair of each task.
 
 Metrics that are shares have a margin in points. All other metrics have a relative margin: for
 example, a perplexity may rise by 1 %, or a BLEU score may fall by 1 %. A difference in nats is the
@@ -24,7 +24,7 @@ _NATS = ("nats", "nats per word", "nats per byte")
 
 
 def with_margins(gates: Sequence[TaskPair], setting: MarginSetting) -> tuple[TaskPair, ...]:
-    """Return the pairs with their margins. Pairs in `informational` get the margin of their gate.
+    """Return the deciding pairs with their margins. Their `informational` pairs get the same.
 
     Raises:
         InputError: If a margin is for an unknown task, if a share has a relative margin, or if

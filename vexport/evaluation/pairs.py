@@ -68,8 +68,9 @@ class TaskPair:
     - `corpus` is the comparison by a metric of the whole corpus, or None for other metrics. With a
       `corpus`, `baseline` and `candidate` have each response's contribution to the metric, in units
       of `own_unit`.
-    - `changes`, of the same shape as the scores, is the change of the metric if only this response
-      changes. Positive is better. It is None if this is the difference of the response's scores.
+    - `changes` has, for each response, the change of the metric if only this response changes from
+      the baseline's to the candidate's. Positive is better. It is None if the change is simply the
+      difference of the response's two scores.
     - `change_size` is the size of a typical change of a response. If it is None, the width of the
       metric's range is used instead.
     - `scored` is 1 for each response that is at least partly correct, else 0, shape (2, responses).
@@ -213,8 +214,9 @@ def gated_tasks(baseline: Results, candidate: Results, choice: Choice) -> tuple[
     `choice` names metrics that decide instead of PREFERRED_METRICS.
 
     Raises:
-        InputError: For all tasks at once. A task is missing in one run, documents differ, a task
-        has no metric that can decide, or no task has the chosen metric.
+        InputError: If a task is missing in one run, if the runs have different documents, if a task
+        has no metric that can decide, or if no task has the chosen metric. The error lists the
+        problems of all tasks.
     """
     for first, other in ((baseline, candidate), (candidate, baseline)):
         if missing := sorted(set(first.tasks) - set(other.tasks)):
@@ -222,7 +224,7 @@ def gated_tasks(baseline: Results, candidate: Results, choice: Choice) -> tuple[
             raise InputError(
                 str(other.file), got=got, need="the same tasks", fix="evaluate the same tasks"
             )
-    units = dict(_units(baseline))
+    units = dict(_tasks_and_groups(baseline))
     fix = "name one of these; a group is named as a whole"
     raise_all(
         [
@@ -287,7 +289,7 @@ def _no_such_gate(
     )
 
 
-def _units(results: Results) -> Iterator[tuple[str, tuple[str, ...]]]:
+def _tasks_and_groups(results: Results) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield (name, tasks) for lm-eval's groups, then for the tasks outside of groups.
 
     If two groups share a task, only the first group is used.

@@ -152,14 +152,15 @@ def compare_rows(baseline: ServedSession, candidate: ServedSession) -> Iterator[
             yield _compare_row(old, new, kl, len(kl) if is_exact and is_whole else exact)
 
 
-def compare_repeated(baseline: ServedSession) -> Iterator[ComparedRow]:
-    """Yield the comparison of the baseline with itself on each row that it read twice.
+def compare_repeated(session: ServedSession) -> Iterator[ComparedRow]:
+    """Yield the comparison of a model's two readings, for each row that the model read twice.
 
-    Yield nothing if the baseline read no row twice. All KLs are lower bounds.
+    The first reading takes the place of the baseline. Yield nothing if the model read no row twice.
+    All KLs are lower bounds.
     """
-    with _open_tensors(baseline.text_file) as scores:
+    with _open_tensors(session.text_file) as scores:
         names = set(scores.keys())
-        for number in range(rows_to_repeat(len(baseline.rows))):
+        for number in range(rows_to_repeat(len(session.rows))):
             if f"{REPEATED_PREFIX}nll.{number}" not in names:
                 return
             first = _scored_row(scores, "", number)
@@ -226,7 +227,7 @@ def _kl_of_likeliest(old: _ScoredRow, new: _ScoredRow) -> tuple[torch.Tensor, bo
         part = slice(start, start + _POSITIONS_AT_ONCE)
         other = _aligned(old.tokens[part], new.tokens[part], new.logprobs[part])
         first = old.logprobs[part]
-        if is_whole:  # only the second entry of the row's own token is unused
+        if is_whole:  # NO_TOKEN marks only the second entry of the row's own token
             is_unused = old.tokens[part] == NO_TOKEN
             first = first.masked_fill(is_unused, -math.inf)
             other = other.masked_fill(is_unused, -math.inf)

@@ -235,8 +235,8 @@ def _exact_probabilities(
             rounded = numbers_in(value[1])
         except NotReadable:
             rounded = []
-        # For acc_mutual_info, lm-eval scores each option again without the question, after all
-        # options.
+        # For acc_mutual_info, lm-eval also scores each option without the question. These extra
+        # values follow the values of all options, and are dropped here.
         options = log_likelihoods[: len(rounded) or None]
         probabilities = softmax(options) if all(map(math.isfinite, options)) else []
         if _are_close(rounded or probabilities, probabilities):
@@ -363,8 +363,8 @@ def _text(value: Json) -> str:
     ).decode()  # JSON may contain half a surrogate pair; UTF-8 cannot
 
 
-# Maximum length of a task's name. With lm-eval's prefix and date, a file name has at most 255
-# bytes.
+# Maximum length of a task's name in bytes. lm-eval adds a prefix and a date to make a file name,
+# and a file name has at most 255 bytes.
 LONGEST_NAME = 200
 
 

@@ -125,11 +125,11 @@ def permutation_p(gain: Scores) -> float:
 
 
 def recovery_interval(both: int, wins: int, losses: int, alpha: float) -> Interval:
-    """Return the interval of candidate / baseline accuracy, if the baseline solved a document.
+    """Return the interval of candidate / baseline accuracy.
 
-    The interval is Bonett and Price's hybrid of two Wilson intervals, for a ratio of paired
-    proportions (Statistics in Medicine 25, 2006). `both` is the number of documents with a correct
-    response of both models.
+    The baseline must have at least one correct response (`both` + `losses` > 0). The interval is
+    Bonett and Price's hybrid of two Wilson intervals, for a ratio of paired proportions (Statistics
+    in Medicine 25, 2006). `both` is the number of documents with a correct response of both models.
     """
     candidate, baseline, total = both + wins, both + losses, both + wins + losses
     spread = math.sqrt((wins + losses + 2) / ((candidate + 1) * (baseline + 1)))
@@ -270,9 +270,10 @@ def _power_sum(alpha: float, spread: float) -> float:
 
 
 def seeds_to_settle(documents: int, seeds: int, design: float, needed: float) -> int | None:
-    """Return the number of responses per document that replaces `needed` documents.
+    """Return the number of responses per document that would settle the task.
 
-    `needed` is the number of documents, with `seeds` responses each, that would settle the task.
+    The number of documents stays at `documents`. `needed` is the number of documents that would
+    settle the task with `seeds` responses each.
 
     The calculation uses the design effect 1 + (seeds - 1) * correlation of the responses to a
     document (Kish, Survey Sampling, 1965). Returns None if no number of responses to these
@@ -285,7 +286,10 @@ def seeds_to_settle(documents: int, seeds: int, design: float, needed: float) ->
 
 
 class Effective(NamedTuple):
-    """Corrections for clustered documents: divide counts by `design`, and test them at `alpha`."""
+    """Corrections for clustered documents.
+
+    Counts of documents are divided by `design`. Tests of the divided counts have the level `alpha`.
+    """
 
     design: float
     alpha: float

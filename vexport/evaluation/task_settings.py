@@ -20,9 +20,10 @@ _NOT_SHARES = WHOLE_CORPUS_AGGREGATIONS | LOG_LIKELIHOODS
 
 
 def require_valid_settings(settings: Evaluate, tasks: Sequence[TaskMetrics] | None) -> None:
-    """Raise InputError, for all tasks at once, if a margin or gate certainly does not fit.
+    """Raise InputError if a margin or gate certainly does not fit its task, or names no task.
 
-    `tasks` are all tasks of the evaluation, or None if their metrics are not known yet.
+    The error lists the problems of all tasks. `tasks` are all tasks of the evaluation, or None if
+    their metrics are not known yet.
     """
     if not tasks:
         return
@@ -44,14 +45,18 @@ def require_valid_settings(settings: Evaluate, tasks: Sequence[TaskMetrics] | No
 def require_valid_against(
     margin: MarginSetting, tasks: Sequence[TaskMetrics] | None, accepted: Accepted
 ) -> None:
-    """Raise InputError, for all tasks at once, if something does not fit an accepted baseline.
+    """Raise InputError if a margin or a task does not fit the accepted baseline.
 
-    A margin may have the wrong kind, or a task may no longer have the accepted metric. `tasks` are
-    all tasks of the evaluation, or None if their metrics are not known yet.
+    A margin may be relative although the accepted metric needs points, or the reverse. A task may
+    no longer have the accepted metric. The error lists the problems of all tasks. `tasks` are all
+    tasks of the evaluation, or None if their metrics are not known yet.
     """
     margins = margins_by_task(margin)
     gates = choice_of(accepted)
-    problems = [*unknown_names("margin", margins, [*gates]), *_lost_metrics(tasks or (), accepted)]
+    problems = [
+        *unknown_names("margin", margins, [*gates]),
+        *_missing_metrics(tasks or (), accepted),
+    ]
     everywhere = margins.get(EVERY_TASK)
     for name, gate in gates.items():
         own = margins.get(name, everywhere)
@@ -62,7 +67,7 @@ def require_valid_against(
     raise_all(problems)
 
 
-def _lost_metrics(tasks: Sequence[TaskMetrics], accepted: Accepted) -> Iterator[InputError]:
+def _missing_metrics(tasks: Sequence[TaskMetrics], accepted: Accepted) -> Iterator[InputError]:
     """Yield an error for each task that certainly lacks the accepted metric."""
     for task in tasks:
         old = accepted.tasks.get(task.name)
@@ -120,7 +125,10 @@ def _certainly_lacks(task: TaskMetrics, gate: str) -> bool:
 def _wrong_kinds(
     task: TaskMetrics, margin: Margin, gates: Mapping[str, str]
 ) -> Iterator[InputError]:
-    """Yield an error if the metric that will decide needs the other kind of margin."""
+    """Yield an error if the margin is relative and the deciding metric needs points, or reversely.
+
+    Nothing is yielded if several metrics may decide and they need different kinds of margins.
+    """
     metrics = _possible_gates(task, gates)
     kinds = {_is_share(metric, task.metrics.get(metric, "")) for metric in metrics}
     if len(kinds) == 1 and margin.is_relative in kinds:
@@ -144,7 +152,10 @@ def _metric_of(gate: str) -> str:
 
 
 def _is_share(metric: str, aggregation: str) -> bool | None:
-    """Return whether a metric is a share of correct responses. None: only the values show it."""
+    """Return True if a metric is a share of correct responses, and False if it is not.
+
+    Return None if this can only be decided from the metric's values.
+    """
     name = aggregation or AGGREGATIONS.get(metric, "")
     if name in _NOT_SHARES or metric in NO_SHARES:
         return False

@@ -214,7 +214,7 @@ def _uninformative(
     """Return the reason why the task is uninformative, with its likely cause, else "".
 
     A task with a 0/1 metric is uninformative if the baseline is not clearly better than chance, or
-    not better than chance by more than the margin. A metric of the whole corpus is uninformative if
+    not better than chance by at least the margin. A metric of the whole corpus is uninformative if
     there are too few documents. It is also uninformative if the baseline's value is not clearly
     above 0, because a relative margin is then close to 0. All other metrics return "".
     """
@@ -308,10 +308,11 @@ def _recovery(pair: TaskPair, alpha: float) -> tuple[float, float, float] | tupl
 def _needed(
     pair: TaskPair, margin: float, alpha: float, fail_alpha: float
 ) -> tuple[int | None, int | None]:
-    """Return two numbers, each of which would settle the task: of documents, or of seeds.
+    """Return how many documents would settle the task, and how many seeds would settle it instead.
 
-    The number of seeds is the number of responses to each of the present documents. A number is
-    None if it does not exist or is not computed.
+    With more seeds, each of the present documents gets more responses. The first number is None if
+    no number of documents would settle the task. The second number is also None if each document
+    has a single response, or if no number of seeds would settle the task.
     """
     documents, spread = len(pair.gain), 1.0
     if pair.binary:

@@ -99,7 +99,8 @@ def decide(
         repeated += _repeatability_text(right, "candidate", alpha)
         where, recorded = ("in the baseline", "in the results"), left.fingerprint
         gates = gated_tasks(left, right, gate)
-    # The two models always differ, because they are compared.
+    # These settings describe the model itself. They differ in every comparison, so they lead to no
+    # warning.
     models = (MODEL, ENDPOINT, REVISION, EMULATED)
     circumstances = {name: value for name, value in recorded.items() if name not in models}
     gates = with_margins(gates, margin)
@@ -387,20 +388,20 @@ def _fail_reason(tasks: Sequence[TaskVerdict], margin: float) -> str:
 
 
 def _inconclusive_reason(tasks: Sequence[TaskVerdict], margin: float) -> str:
-    silent = [task for task in tasks if task.uninformative]
+    uninformative = [task for task in tasks if task.uninformative]
     unsettled = [
         task for task in tasks if task.outcome == "INCONCLUSIVE" and not task.uninformative
     ]
     lost = [task for task in unsettled if task.too_many_lost]
-    if silent:
-        verb = "shows" if len(silent) == 1 else "show"
+    if uninformative:
+        verb = "shows" if len(uninformative) == 1 else "show"
         left = (
             f"; {_inconclusive_reason(unsettled, margin)}"
             if unsettled
             else _other_tasks_text(tasks, "INCONCLUSIVE")
         )
-        names = join_limited([task.task for task in silent], " and ", MAX_NAMED)
-        return f"{names} {verb} nothing: {silent[0].uninformative}{left}"
+        names = join_limited([task.task for task in uninformative], " and ", MAX_NAMED)
+        return f"{names} {verb} nothing: {uninformative[0].uninformative}{left}"
     if lost:
         rest = [task for task in tasks if task not in lost]
         open_ = [task for task in rest if task.outcome == "INCONCLUSIVE"]
