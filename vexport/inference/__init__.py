@@ -13,7 +13,7 @@ In the process of the command:
 - `prompts.py`, `text_rows.py`, `prompting.py`, `tasks.py`, `requested_tasks.py`: the prompts of a
   model: fixed prompts, rows of a text, and tasks of lm-eval with their settings.
 - `task_data.py`: lm-eval's tasks as data, and a worker that downloads their documents.
-- `engine_session.py`: starts the worker that asks an engine.
+- `engine_session.py`: starts the worker process that runs an engine.
 - `result_files.py`: finds results that the user gives instead of a model.
 - `session_folder.py`, `fingerprint.py`, `repeated.py`, `added_keys.py`: the files of a session.
 - `options.py`: options for starting engines.

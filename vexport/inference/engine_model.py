@@ -33,8 +33,8 @@ _BATCHES = 4
 _MAX_TOP_LOGPROBS = 128
 _MIN_TOP_LOGPROBS = 20
 _SMALL_VOCABULARY = 1024
-# Maximum number of log-probabilities of one row, and of the rows that run at once. vLLM returns
-# them as Python lists with some 100 bytes per number.
+# Maximum numbers of log-probabilities: of one row, and of all rows that run at once. vLLM returns
+# Python lists, which need about 100 bytes per number.
 _MAX_VALUES = 1 << 22
 _VALUES_AT_ONCE = 1 << 20
 

@@ -64,9 +64,10 @@ def run_session(
 
 
 def _accept(result: SessionResult, request: SessionRequest, where: str, log: Path) -> SessionResult:
-    """Return the result, also if vLLM refused the checkpoint: the result then has the failure.
+    """Return the result of a session that succeeded, or in which vLLM refused the checkpoint.
 
-    Raise an error if the session failed for any other reason.
+    After a refusal, the result contains the failure. Raise an error if the session failed for any
+    other reason.
     """
     if result.problem is not None:
         raise session_error(result.problem)

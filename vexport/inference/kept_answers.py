@@ -15,9 +15,9 @@ from vexport.records import Json
 class FinishedText(str):
     """A generated text with the engine's reason for ending it, such as `stop` or `length`.
 
-    The reason is empty if it is unknown. lm-eval copies the objects from its list of responses to
-    the samples. It also converts a task's targets to the type of the responses, which calls this
-    class with a text only.
+    The reason is empty if it is unknown. The reason reaches lm-eval's samples, because lm-eval
+    copies these objects. `finish_reason` is optional in the constructor, because lm-eval also calls
+    the class with a task's target as the only argument.
     """
 
     finish_reason: str

@@ -83,7 +83,7 @@ def ask_tasks(answering_model: Model, arguments: ModelArguments, request: Sessio
     with _prepared(request) as scratch:
         model, arguments = _wrapped(answering_model, arguments, request)
         _evaluate(model, answering_model, arguments, request, scratch / "output")
-        _move_files(scratch / "output", request.output)
+        _copy_files(scratch / "output", request.output)
 
 
 @contextmanager
@@ -125,8 +125,9 @@ def require_accepted_questions(
 ) -> None:
     """Raise InputError if a question differs from the accepted baseline's. No prompt is sent.
 
-    lm-eval makes the prompts, and the model returns empty responses. If a task's Python code cannot
-    handle empty responses, nothing is raised, and the questions are compared after the evaluation.
+    lm-eval makes the prompts and gets an empty response to each of them. If a task's Python code
+    fails on empty responses, this function returns without a comparison. The questions are then
+    compared after the evaluation.
     """
     from lm_eval.loggers import EvaluationTracker
 
@@ -300,7 +301,7 @@ def _save(tracker: "EvaluationTracker", results: "EvalResults", output: Path) ->
         raise EnvironmentFault(str(output), got=got, need="", fix=fix)
 
 
-def _move_files(source: Path, target: Path) -> None:
+def _copy_files(source: Path, target: Path) -> None:
     """Copy lm-eval's files from its output folder to `target`.
 
     The results file is copied last. If it exists, all other files exist.

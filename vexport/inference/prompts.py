@@ -78,12 +78,14 @@ class Prompts:
 def fixed_prompts(
     checkpoint: Path, *, texts: Sequence[str] = (), count: int = CONTINUED_PROMPTS
 ) -> Prompts:
-    """Return at most `count` prompts of at most 64 tokens, the same for every export of a model.
+    """Return prompts that are the same in every call with the same tokenizer and arguments.
 
     The prompts are `texts` (such as rows of the calibration data), or built-in texts if `texts` is
-    empty. The first `CONTINUED_PROMPTS` prompts are for continuation. If the tokenizer does not
-    support the texts, the prompts are random tokens from a fixed seed. Raises InputError if
-    `checkpoint` has no tokenizer.
+    empty. The first `CONTINUED_PROMPTS` texts are for continuation. For log-probabilities, the
+    first `count` texts are cut to 64 tokens. If the tokenizer does not support the texts, the
+    prompts are random tokens from a fixed seed.
+
+    Raises InputError if `checkpoint` has no tokenizer.
     """
     tokenizer = _tokenizer(checkpoint)
     known = [text for text in (texts or TEXTS) if _supports(tokenizer, text)]

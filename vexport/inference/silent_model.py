@@ -11,9 +11,10 @@ from vexport.scenario.serve import EngineArguments
 
 
 class SilentModel(Model):
-    """A model with empty responses. It has the config that vLLM makes from an engine's arguments.
+    """A model that cannot run prompts, for building prompts without an engine.
 
-    vLLM chooses the chat template by this config.
+    It has the config that vLLM makes from an engine's arguments, because vLLM chooses the chat
+    template by this config.
     """
 
     def __init__(self, arguments: EngineArguments) -> None:

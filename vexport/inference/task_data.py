@@ -417,7 +417,7 @@ def _fetch(request: SessionRequest, report: OnProgress) -> Iterator[VexportError
             with explained_downloads(report, number, total, folders), generating, sandbox:
                 loaded = load_tasks(request, manager, [task])
             if thinks:
-                yield from _without_answers(loaded)
+                yield from _tasks_without_thinking(loaded)
             yield from loaded_metrics(loaded)
         except NoThinkingError as error:
             yield error
@@ -456,8 +456,8 @@ def _metrics_of_task(task: "Task") -> TaskMetrics:
     return TaskMetrics(name=str(task.task_name), metrics=metrics, has_code=has_code)
 
 
-def _without_answers(loaded: "list[Task | Group]") -> Iterator[InputError]:
-    """Yield an error for every task that scores given texts, because it generates no thinking."""
+def _tasks_without_thinking(loaded: "list[Task | Group]") -> Iterator[InputError]:
+    """Yield an error for every task that scores given texts: `enable_thinking` does not fit it."""
     for entry in loaded:
         for task in entry.get_all_tasks() if hasattr(entry, "get_all_tasks") else [entry]:
             if task.OUTPUT_TYPE != "generate_until":

@@ -78,7 +78,7 @@ METRIC_FIX = "add --trust-remote-code if you trust the code, or use a metric of 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskMetrics:
-    """Metrics of a task before a model runs on it, or of a group that lm-eval aggregates.
+    """Metrics that are known before a model runs, of a task or of a group that lm-eval aggregates.
 
     `metrics` maps each metric to the name of its aggregation, or to "" if the metric's default
     aggregation applies. For a group, it has the metrics that all tasks of the group share.

@@ -98,7 +98,10 @@ SCORE = "a prompt as token ids with echo and logprobs (/completions)"
 
 
 class UnreachableError(EnvironmentFault):
-    """The server did not respond within the limits (exit code 4). Earlier responses are kept."""
+    """The server gave no usable response, and another attempt would not help (exit code 4).
+
+    For example, all retries failed, or the certificate is not trusted. Earlier responses are kept.
+    """
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
