@@ -219,10 +219,11 @@ class Prompting:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """Mean score of a model on a task, with a two-sided 1 - 2*alpha interval.
+    """Value of a metric for a model on a task, with a two-sided 1 - 2*alpha interval.
 
-    The interval is Wilson's if each document is right or wrong. For other metrics it is a bootstrap
-    interval in the metric's units.
+    The value is the mean over the documents, or lm-eval's aggregate for other metrics. The interval
+    is Wilson's if each document is right or wrong. For other metrics it is a bootstrap interval in
+    the metric's units.
     """
 
     task: str
@@ -259,9 +260,9 @@ class Comparison:
     """Difference between two mean scores, for information. It does not change the outcome.
 
     A positive difference means that the candidate is better. The bounds are one-sided, at 1 -
-    alpha. `outcome` compares them with the margin. It is INCONCLUSIVE if no margin applies to the
-    metric. `higher_is_better` describes the values of single documents. `unit` is None in reports
-    of older versions.
+    alpha. `outcome` compares them with the margin. It is always INCONCLUSIVE if the metric cannot
+    decide a verdict. `higher_is_better` describes the values of single documents. `unit` is None in
+    reports of older versions.
 
     `baseline` and `candidate` are lm-eval's aggregates. For perplexities, the difference is in
     nats: the logarithm of the ratio of both perplexities, with a negative sign if the perplexity
@@ -340,7 +341,8 @@ class TaskVerdict:
     Changed responses:
     - `right_to_wrong` counts the documents with a worse score, if the metric is not 0/1.
     - `changed_wrong` counts the documents with two different wrong responses. It is None if the
-      baseline's responses were not kept.
+      baseline's responses were not kept, or if the metric does not score responses as correct or
+      wrong.
     - `mcnemar_p` is the p value of a permutation test if the metric is not 0/1 or if several
       responses were sampled per document.
 

@@ -52,7 +52,8 @@ class Smoothing:
     """Powers of two that multiply a stored tensor, as exponents of its rows and of its columns.
 
     Both are int8 in base64, and empty if all exponents are 0. A tensor with one dimension has rows
-    only. The columns of the tensors in `readers` undo the scaling of these rows.
+    only. `readers` are the tensors that multiply this tensor's output. The exponents of their
+    columns are the negative exponents of this tensor's rows.
     """
 
     rows: str = ""

@@ -46,8 +46,8 @@ def findings_gate(
     """Return a gate that fails if a finding is an error or if `ok` is False.
 
     The message is the first error, or the number of findings if there is no error. The gate's
-    findings are sorted by severity. For a refusal they contain the cause only; with `every` they
-    contain vLLM's message, too.
+    findings are sorted by severity. If vLLM refuses the checkpoint, a finding has the cause and
+    vLLM's message. The message is removed unless `every` is True.
     """
     shown = findings if every else [finding.brief for finding in findings]
     ordered = tuple(sorted(shown, key=lambda finding: SEVERITIES.index(finding.severity)))

@@ -8,7 +8,7 @@ from vexport.records.accuracy import TaskVerdict, TextLimit
 # Change of a task, or of a whole row, compared with earlier rows.
 # - regressed: it fails, and the latest earlier row that can be compared passed
 # - fails: it fails, and no earlier row that can be compared passed
-# - still fails: it fails, as the latest earlier row that can be compared
+# - still fails: it fails, and the latest earlier row that can be compared failed, too
 # - passes again: it passes, and the latest earlier row that can be compared failed
 RowEvent = Literal["", "regressed", "fails", "still fails", "passes again"]
 RowKind = Literal["run", "accepted baseline"]
@@ -19,9 +19,10 @@ class HistoryTask:
     """One task of a row, or one measure of held-out text.
 
     `value` is the model's score. `verdict` has the change against the baseline, without documents.
-    For a measure of text, `limit` has the change and `value` is None. An accepted baseline has
-    neither. `event` compares the task with earlier rows. `apart` lists the reasons why the task
-    cannot be compared with the row before: other documents, another baseline or another margin.
+    For a measure of text, `limit` has the change and `value` is None. In the row of an accepted
+    baseline, `verdict` and `limit` are None. `event` compares the task with earlier rows. `apart`
+    lists the reasons why the task cannot be compared with the row before: other documents, another
+    baseline or another margin.
     """
 
     name: str

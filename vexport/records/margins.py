@@ -19,7 +19,11 @@ _RELATIVE = re.compile(r"\s*(\d+\.?\d*|\.\d+)\s*%\s*")
 
 @dataclass(frozen=True, slots=True)
 class Margin:
-    """An acceptable loss: a number of the metric's units, or a share of the baseline's value."""
+    """An acceptable loss.
+
+    `value` is a share of the baseline's value if `is_relative`. Otherwise it is a difference of two
+    shares of correct responses, for example 0.02 for 2 points.
+    """
 
     value: float
     is_relative: bool = False

@@ -34,10 +34,11 @@ class AverageOptions(Options):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchOptions(Options):
-    """Search for a range, from `expand` times the min-max range down to `1 - maxshrink` of that.
+    """Search for a range by shrinking it step by step.
 
-    The step is `1 / grid`. The error is the sum of `|error| ** norm`. The search ends after
-    `patience` steps that improved no group; 0 turns that off.
+    The first range is the min-max range times `expand`. No range is smaller than `1 - maxshrink`
+    times the first range. The step is `1 / grid`. The error is the sum of `|error| ** norm`. The
+    search ends after `patience` steps that improved no group; 0 turns that off.
     """
 
     maxshrink: float = 0.20

@@ -15,7 +15,7 @@ BudgetKind = Literal["bits", "bytes", "share"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchemeLoss:
-    """Cost of a scheme for a group, with everything else as in the source.
+    """Cost of quantizing a single group with a scheme. All other layers stay as in the source.
 
     `num_bytes` is the size of the group's tensors. `loss` is the mean KL(source || quantized) in
     nats per token.
@@ -34,8 +34,8 @@ class GroupSensitivity:
     layer.
 
     `name` is as in FusionGroup. For routed experts it is the name of their module
-    (`model.layers.0.mlp.experts`). `refused` lists the schemes that vLLM cannot run here, with
-    reasons.
+    (`model.layers.0.mlp.experts`). `refused` lists the schemes that vLLM cannot run for this group,
+    with reasons.
     """
 
     name: str
@@ -85,7 +85,10 @@ class MixedScheme:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerError:
-    """Weight error of a linear layer: stored weight to source, as a signal-to-noise ratio in dB."""
+    """Weight error of a linear layer.
+
+    `snr_db` is the signal-to-noise ratio of the stored weight against the source's weight, in dB.
+    """
 
     name: str
     scheme: str
