@@ -58,6 +58,9 @@ def check(
     `source`, the weights are compared with the source too. If vLLM is installed, its own loaders
     also load the checkpoint dry, unless `static` or VEXPORT_NO_VERIFY is set. `vllm` is the version
     of vLLM to check against. Its default is the version in `vllm_python`, or in this environment.
+
+    Raises an error if the checkpoint or another input cannot be read. Faults of the checkpoint are
+    findings of the report.
     """
     problems: list[VexportError] = []
     settings = Checking(

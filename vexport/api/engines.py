@@ -44,11 +44,11 @@ def evaluate(
     """Compare a checkpoint with `settings.baseline` or with the accepted baseline `against`.
 
     This is `vexport eval`. `folder` becomes a run directory with lm-eval's results, the logs of
-    vLLM and a report. A second call resumes. The responses are written to `accept` as an accepted
-    baseline, unless the verdict is FAIL. With `accept` and no baseline, nothing is compared and
-    None is returned. If `attribution` is True, the cause of the loss is searched for. If
-    `attribution` is None, the search runs unless the verdict is PASS. It takes at most
-    `attribution_seconds` seconds.
+    vLLM and a report. A second call resumes. The checkpoint's scores are written to the file
+    `accept` as an accepted baseline, unless the verdict is FAIL. With `accept` and no baseline,
+    nothing is compared and None is returned. If `attribution` is True, the cause of the loss is
+    searched for. If `attribution` is None, the search runs unless the verdict is PASS. It takes at
+    most `attribution_seconds` seconds.
 
     Settings that are not in `settings` come from the accepted baseline. InputError is raised for
     settings that contradict it.
@@ -87,6 +87,7 @@ def evaluate_all(
     Takes the arguments of `evaluate`. `accept` is possible only for a single checkpoint. If the
     caller has completed `settings` and `engine` from an accepted baseline, `against` is the result
     of `with_accepted_settings`, and nothing is read again.
+
     `on_judged` is called when the verdicts are known, before the search for the causes of losses.
     """
     if (settings.baseline and against) or not (settings.baseline or against or accept):
