@@ -25,9 +25,9 @@ def test_answers_are_readable(lm_eval_runs: Path) -> None:
     results = read_results(lm_eval_runs / "baseline")
     assert set(results.tasks) == {"sums", "choices", "near"}
     generated, chosen = (results.tasks[name].samples["none", 25, 0] for name in ("sums", "choices"))
-    assert (generated.prompt, generated.target, generated.answer) == ("5 + 1 =", "6", "6")
-    assert (chosen.prompt, chosen.target, chosen.answer) == ("5 + 1 =", "6", "6")
-    assert results.tasks["choices"].samples["none", 0, 0].answer == "none of them"
+    assert (generated.prompt, generated.target, generated.shown_text) == ("5 + 1 =", "6", "6")
+    assert (chosen.prompt, chosen.target, chosen.shown_text) == ("5 + 1 =", "6", "6")
+    assert results.tasks["choices"].samples["none", 0, 0].shown_text == "none of them"
     # Exact match comes before acc.
     metrics = {p.task: p.metric for p in gates(results, results)}
     assert metrics == {"sums": "exact_match", "choices": "acc", "near": "nearness"}

@@ -27,7 +27,7 @@ SAMPLE = Sample(
     hashes=("",) * 3,
     prompt="1 + 1 =",
     target="2",
-    answer="2",
+    shown_text="2",
     compared_text="2",
     scores={},
 )

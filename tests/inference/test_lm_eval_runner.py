@@ -207,8 +207,8 @@ def test_sampled_answers_follow_seeds(evaluated: Evaluated) -> None:
     folder, _ = evaluated
     first, again = (read_results(folder / name).tasks for name in ("sampled", "sampled again"))
     assert {name: len(task.samples) for name, task in first.items()} == {"sums": 90, "choices": 30}
-    answers = {key: sample.answer for key, sample in first["sums"].samples.items()}
-    assert answers == {key: sample.answer for key, sample in again["sums"].samples.items()}
+    answers = {key: sample.shown_text for key, sample in first["sums"].samples.items()}
+    assert answers == {key: sample.shown_text for key, sample in again["sums"].samples.items()}
     assert len({answers["none", 3, seed] for seed in range(3)}) > 1
     repeated = read_repeated(folder / "sampled")
     assert repeated is not None

@@ -358,9 +358,12 @@ def _accepted_answers(task: AcceptedTask, now: TaskSamples) -> TaskSamples:
     for key, sample in now.samples.items():
         score, _ = stored[_number(sample)]
         ending = None if endings is None else endings[_number(sample)]
-        answer, scores = f"(scored {score:g}; the response was not kept)", {task.metric: score}
         samples[key] = replace(
-            sample, answer=answer, compared_text=None, scores=scores, ending=ending
+            sample,
+            shown_text=f"(scored {score:g}; the response was not kept)",
+            compared_text=None,
+            scores={task.metric: score},
+            ending=ending,
         )
     better = {task.metric: task.higher_is_better}
     return replace(now, higher_is_better=better, samples=samples, aggregates={})

@@ -505,7 +505,7 @@ def _sample(answer: Answer, seed: int) -> Sample:
         hashes=(_digest(identity), _digest(answer.prompt), _digest(answer.target)),
         prompt=answer.prompt,
         target=answer.target,
-        answer=shown,
+        shown_text=shown,
         compared_text=compared,
         scores=answer.scores,
         options=answer.options,

@@ -54,7 +54,7 @@ _LOWEST = -700.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Meaning:
+class MetricKind:
     """Direction and unit of a metric's values for single documents.
 
     `in_nats` is True for log-likelihoods, and `is_perplexity` if the aggregate is exp(-mean) of
@@ -67,14 +67,14 @@ class Meaning:
     undecided: str = ""
 
 
-def meaning_of(
+def kind_of_metric(
     aggregation: str | None,
     *,
     higher_is_better: bool,
     values: Sequence[float],
     log_likelihoods: Sequence[float | None],
     aggregate: float | None,
-) -> Meaning:
+) -> MetricKind:
     """Return the direction and unit of the documents' `values`, from the metric's `aggregation`.
 
     `higher_is_better` and `aggregate` are lm-eval's records for the whole task. `aggregate` is None
@@ -83,12 +83,12 @@ def meaning_of(
     """
     if aggregation in LOG_LIKELIHOODS or _are_equal(values, log_likelihoods):
         is_perplexity = aggregation == "perplexity" or _is_perplexity(values, aggregate)
-        return Meaning(higher_is_better=True, in_nats=True, is_perplexity=is_perplexity)
+        return MetricKind(higher_is_better=True, in_nats=True, is_perplexity=is_perplexity)
     if _are_equal([-value for value in values], log_likelihoods):
-        return Meaning(higher_is_better=False, in_nats=True)
+        return MetricKind(higher_is_better=False, in_nats=True)
     if aggregation in MEANS or aggregate is None or _is_mean(values, aggregate):
-        return Meaning(higher_is_better=higher_is_better)
-    return Meaning(higher_is_better=higher_is_better, undecided=_NO_MEAN)
+        return MetricKind(higher_is_better=higher_is_better)
+    return MetricKind(higher_is_better=higher_is_better, undecided=_NO_MEAN)
 
 
 _NO_MEAN = "it is not the mean of its documents' values, so these do not show which model is better"

@@ -594,22 +594,22 @@ def _pair(
             raise InputError(
                 where, got=got, need=need, fix="look at both responses, evaluate again"
             )
-    meaning, other_meaning = (each.meaning(metric, pairs[0][0].filter) for each in (task, other))
+    kind, other_kind = (each.metric_kind(metric, pairs[0][0].filter) for each in (task, other))
     pair = TaskPair(
         task=task.task,
         metric=metric,
         filter=pairs[0][0].filter,
-        sign=1 if meaning.higher_is_better else -1,
+        sign=1 if kind.higher_is_better else -1,
         documents=pairs,
         baseline=left,
         candidate=right,
         clusters=_documents_as_clusters(pairs),
         seeds=1 + max(sample.seed for sample, _ in pairs),
-        undecided=meaning.undecided or other_meaning.undecided,
+        undecided=kind.undecided or other_kind.undecided,
     )
-    if not meaning.in_nats and not other_meaning.in_nats:
+    if not kind.in_nats and not other_kind.in_nats:
         return pair
-    in_nats = meaning if meaning.in_nats else other_meaning
+    in_nats = kind if kind.in_nats else other_kind
     table = log_likelihood_table(
         left, right, higher_is_better=in_nats.higher_is_better, is_perplexity=in_nats.is_perplexity
     )

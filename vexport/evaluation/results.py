@@ -23,7 +23,7 @@ from vexport.evaluation.fingerprint import (
 )
 from vexport.evaluation.json_lines import json_lines
 from vexport.evaluation.lost import Ending, ending_of
-from vexport.evaluation.metrics import AGGREGATIONS, Meaning, meaning_of
+from vexport.evaluation.metrics import AGGREGATIONS, MetricKind, kind_of_metric
 from vexport.files import read_json_object
 from vexport.inference.added_keys import FINISH_REASON, SEED
 from vexport.inference.fingerprint import read_fingerprint
@@ -41,7 +41,7 @@ class Sample:
     """The response to a document, after a filter.
 
     - `hashes` are the hashes of the document, the prompt and the target.
-    - `answer` is the text in reports: the raw response, or the chosen option.
+    - `shown_text` is the text in reports: the raw response, or the chosen option.
     - `compared_text` is compared between models: the filtered response, or the chosen option. It is
       None if the response was not stored.
     - `scores` has the metrics with a number per document.
@@ -57,7 +57,7 @@ class Sample:
     hashes: tuple[str, str, str]
     prompt: str
     target: str
-    answer: str
+    shown_text: str
     compared_text: str | None
     scores: Mapping[str, float]
     values: Mapping[str, Json] = field(default_factory=dict)
@@ -100,12 +100,12 @@ class TaskSamples:
         """
         return self.aggregations.get(metric, AGGREGATIONS.get(metric))
 
-    def meaning(self, metric: str, filter_name: str) -> Meaning:
+    def metric_kind(self, metric: str, filter_name: str) -> MetricKind:
         """Return the direction and unit of a metric that all documents have."""
         samples = [
             each for each in self.samples.values() if each.filter == filter_name and not each.seed
         ]
-        return meaning_of(
+        return kind_of_metric(
             self.aggregation(metric),
             higher_is_better=self.higher_is_better.get(metric, True),
             values=[sample.scores[metric] for sample in samples],
@@ -189,7 +189,9 @@ def _read_sample(
         got = f"doc_id {doc_id!r}, {SEED} {seed!r}, metrics {metrics!r}"
         raise InputError(where, got=got, need="integers and a list", fix="evaluate again")
     arguments = [_values(request) for request in _values(line["arguments"])]
-    answer, compared = _answers(arguments, line["resps"], line["filtered_resps"], output_type)
+    shown_text, compared = _shown_and_compared(
+        arguments, line["resps"], line["filtered_resps"], output_type
+    )
     recorded = {_text(name): line.get(str(name)) for name in metrics}
     scores = {
         name: _score(value) for name, value in recorded.items() if isinstance(value, int | float)
@@ -202,7 +204,7 @@ def _read_sample(
         hashes=(doc_hash, prompt_hash, target_hash),
         prompt=_text(arguments[0][0]) if arguments and arguments[0] else "",
         target=_target(arguments, line["target"], output_type),
-        answer=answer,
+        shown_text=shown_text,
         compared_text=compared,
         scores=scores,
         values=_exact_probabilities(values, line["filtered_resps"], output_type),
@@ -305,7 +307,7 @@ def _option(arguments: list[list[Json]], index: int) -> str:
     return _text(request[0 if shared else -1]).strip() if request else str(index)
 
 
-def _answers(
+def _shown_and_compared(
     arguments: list[list[Json]], resps: Json, filtered: Json, output_type: str
 ) -> tuple[str, str]:
     """Return the text for reports, and the text to compare between models."""
@@ -315,12 +317,12 @@ def _answers(
         return _option(arguments, chosen), str(chosen)
     if output_type == "loglikelihood":
         greedy = "True" in [str(value) for response in responses for value in response]
-        answer = (
+        likeliest = (
             "the target is the likeliest continuation"
             if greedy
             else "another continuation is likelier"
         )
-        return answer, answer
+        return likeliest, likeliest
     return _text(_first(resps)), _text(filtered)
 
 

@@ -383,7 +383,7 @@ def _flips(pair: TaskPair) -> Iterator[Flip]:
                 doc_id=old.doc_id,
                 prompt=old.prompt,
                 target=old.target,
-                baseline=old.answer,
-                candidate=new.answer,
+                baseline=old.shown_text,
+                candidate=new.shown_text,
                 direction="right to wrong" if gain < 0 else "wrong to right",
             )
