@@ -26,7 +26,7 @@ CONVERSATION = (
     {"role": "assistant", "content": "Paris."},
     {"role": "user", "content": "And of Italy?"},
 )
-_NOTES = ("transformers_version", "_from_model_config")
+_IGNORED_KEYS = ("transformers_version", "_from_model_config")
 _MAX_SHOWN = 60
 
 
@@ -99,7 +99,7 @@ def differences(baseline: ServedSession, candidate: ServedSession) -> Iterator[s
         yield f"tokenizer: it supports {len(new)} prompts, the baseline's tokenizer {len(old)}"
     yield from other_template(*roots)
     settings, others = map(_generation, roots)
-    for name in sorted({*settings, *others}.difference(_NOTES)):
+    for name in sorted({*settings, *others}.difference(_IGNORED_KEYS)):
         if settings.get(name) != others.get(name):
             values = f"{others.get(name)!r}, but {settings.get(name)!r} in the baseline"
             yield f"generation_config.json: {name} is {values}"

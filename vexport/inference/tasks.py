@@ -262,13 +262,13 @@ def _require_complete(path: Path, config: Config, trust: bool) -> None:
         )
     problems += [
         InputError(f"{path}: metric {metric}", got=METRIC_CODE, need="", fix=METRIC_FIX)
-        for metric in _metrics(config)
+        for metric in _listed_metrics(config)
         if not trust and is_foreign_code(metric)
     ]
     raise_all(problems or [*_unknown_metrics(path, config)])
 
 
-def _metrics(config: Config) -> Iterator[str]:
+def _listed_metrics(config: Config) -> Iterator[str]:
     listed = config.get("metric_list")
     for entry in listed if isinstance(listed, list) else ():
         if isinstance(entry, dict) and isinstance(metric := entry.get("metric"), str):
@@ -279,7 +279,7 @@ def _unknown_metrics(path: Path, config: Config) -> Iterator[InputError]:
     """Yield an error for each metric that lm-eval would silently skip."""
     output_type = str(config.get("output_type"))
     known = METRICS.get(output_type, ())
-    for metric in _metrics(config) if known and "process_results" not in config else ():
+    for metric in _listed_metrics(config) if known and "process_results" not in config else ():
         if metric not in known:
             need = f"one of {', '.join(known)} ({output_type})"
             fix = f"correct the name{nearest(metric, known)}"
@@ -300,7 +300,7 @@ def has_other_metrics(spec: str) -> bool:
         metric != "exact_match"
         for config in _resolved(Path(spec))
         if "process_results" not in config and config.get("output_type") not in METRICS
-        for metric in _metrics(config)
+        for metric in _listed_metrics(config)
     )
 
 
@@ -311,7 +311,7 @@ def metrics_in_file(spec: str) -> list[TaskMetrics]:
     """
     path = Path(spec)
     config = parse_task(path, trust=True)
-    tasks = [_metrics_in(each) for each in _resolved(path)]
+    tasks = [_task_metrics(each) for each in _resolved(path)]
     if not isinstance(config.get("task"), list):
         return tasks
     group = str(config["group"])
@@ -332,7 +332,7 @@ def group_metrics(group: str, tasks: Sequence[TaskMetrics]) -> TaskMetrics:
     return TaskMetrics(name=group, metrics=shared, has_code=has_code)
 
 
-def _metrics_in(config: Config) -> TaskMetrics:
+def _task_metrics(config: Config) -> TaskMetrics:
     output_type = str(config.get("output_type", DEFAULT_OUTPUT_TYPE))
     listed = config.get("metric_list")
     entries = listed if isinstance(listed, list) else []

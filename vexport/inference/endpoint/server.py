@@ -189,7 +189,7 @@ class Server:
         # Kinds of requests with an earlier response.
         self._answered: set[str] = set()
         ends = time.monotonic() + _FIRST_CONTACT_ENDS
-        self.model = self._described(
+        self.model = self._read_served_model(
             min(_FIRST_CONTACT, endpoint.retry_seconds), ends, version=None
         )
 
@@ -200,7 +200,9 @@ class Server:
     def require_same(self) -> None:
         """Raise EnvironmentFault if the server has another model than at the first contact."""
         try:
-            now = self._described(self.endpoint.retry_seconds, None, version=self.model.version)
+            now = self._read_served_model(
+                self.endpoint.retry_seconds, None, version=self.model.version
+            )
             words = "" if now == self.model else self._describe_model(now)
         except InputError as error:
             words = error.got
@@ -369,7 +371,9 @@ class Server:
         got = f"{self._printable(str(error))}, in response to {purpose}"
         return InputError(self.endpoint.url, got=got, need=need, fix=fix)
 
-    def _described(self, seconds: float, ends: float | None, version: str | None) -> ServedModel:
+    def _read_served_model(
+        self, seconds: float, ends: float | None, version: str | None
+    ) -> ServedModel:
         """Return the server's description of the chosen model.
 
         `version` is the version from the first contact, or None at the first contact. The version
