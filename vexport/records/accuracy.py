@@ -202,7 +202,7 @@ class Endpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompting:
-    """Prompts behind the results of a verdict, as lm-eval recorded them.
+    """Settings of the prompts behind a verdict, as lm-eval recorded them.
 
     `chat_template` and `system_instruction` are the first 16 digits of a SHA-256, or None if they
     were not used. `generation` contains `gen_kwargs` and the model's arguments that change
@@ -257,7 +257,7 @@ or the metric's unit.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Difference between two mean scores, for information. It does not change the outcome.
+    """Difference of a metric between both models, for information. It does not change the outcome.
 
     A positive difference means that the candidate is better. The bounds are one-sided, at 1 -
     alpha. `outcome` compares them with the margin. It is always INCONCLUSIVE if the metric cannot
@@ -307,8 +307,9 @@ class AnswerCounts:
 
     Only incorrect responses are in `cut`, `empty` and `unparsed`. A `cut` response reached
     the maximum length, an `empty` response has no text, and in an `unparsed` response the task's
-    filter found nothing. `lost` is the number of these that do not count. `thinking` counts all
-    responses that never ended their thinking, whatever their score.
+    filter found nothing. `lost` is the number of these responses that say nothing about the model's
+    ability, for example because they were cut before the answer. `thinking` counts all responses
+    that never ended their thinking, whatever their score.
     """
 
     answers: int

@@ -73,7 +73,7 @@ class CalibrationRecord:
 
     The statistics:
     - `importance` maps a layer to the mean of x^2 of each input channel, as little-endian float32
-      in base64. It has the layers with weights that are searched by importance.
+      in base64. Only layers with an observer that searches by importance have an entry.
     - `kv_ranges` is keyed by the attention module's name in the checkpoint
       (`model.layers.0.self_attn`).
     - `routed` maps a module of experts (`model.layers.0.mlp.experts`) to the number of tokens that
