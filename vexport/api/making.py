@@ -39,7 +39,7 @@ def _quantize(source: Name, out: Name, arguments: QuantizeArguments) -> Quantize
         rules, settings, text, arguments.default_calibration, notes.append
     )
 
-    def accepted() -> None:
+    def show_notes() -> None:
         for note in notes:
             arguments.on_note(note)
 
@@ -62,7 +62,7 @@ def _quantize(source: Name, out: Name, arguments: QuantizeArguments) -> Quantize
         ).failure,
         on_progress=arguments.on_progress,
     )
-    return quantized_result(str(out), *quantize_source(job, accepted))
+    return quantized_result(str(out), *quantize_source(job, show_notes))
 
 
 quantize = with_keywords(QuantizeArguments, _quantize)
