@@ -61,11 +61,11 @@ class AcceptedTask:
 class Accepted:
     """One model's scores with the metrics that decide, and the settings that could change them.
 
-    `groups` maps each group that counts as one task to its tasks. `settings` are the settings of
-    the evaluation, by their keys in a scenario (accepted_settings.py). `settings` is None in files
-    that are older than this field. `accepted` is the time at which the model was accepted, and
-    `checkpoint` is its name. Both are empty in older files, and in files that were made without a
-    call of `vexport eval`.
+    `groups` maps each group that is judged as a single task to the tasks in it. `settings` are the
+    settings of the evaluation, by their keys in a scenario (accepted_settings.py). `settings` is
+    None in files that are older than this field. `accepted` is the time at which the model was
+    accepted, and `checkpoint` is its name. Both are empty in older files, and in files that were
+    made without a call of `vexport eval`.
     """
 
     vexport_baseline: Literal[1] = 1

@@ -13,7 +13,7 @@ from vexport.evaluation.results import read_results
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenAnswers:
-    """Tasks of existing results, which the user gave instead of a model, with their documents.
+    """Numbers of documents in results that the user gave instead of a model.
 
     `documents` maps each task to its number of documents. `full_sizes` maps each task to the size
     of its whole data set, if this is recorded. `members` maps each group to its tasks.

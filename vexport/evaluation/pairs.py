@@ -189,7 +189,7 @@ class TaskPair:
         return max(1.0, float(np.ptp(np.concatenate([self.baseline, self.candidate]))))
 
     @property
-    def answers_per_cluster(self) -> int:
+    def responses_per_cluster(self) -> int:
         """Number of responses per cluster if clusters are documents, else 1."""
         if self.clusters is None:
             return 1

@@ -285,7 +285,7 @@ def seeds_to_settle(documents: int, seeds: int, design: float, needed: float) ->
     return max(1, math.ceil(worth * (1 - correlation) / left)) if left > 0 else None
 
 
-class Effective(NamedTuple):
+class ClusterCorrection(NamedTuple):
     """Corrections for clustered documents.
 
     Counts of documents are divided by `design`. Tests of the divided counts have the level `alpha`.
@@ -295,7 +295,7 @@ class Effective(NamedTuple):
     alpha: float
 
 
-def design_effect(gain: Scores, clusters: Clusters, answers: int = 1) -> float:
+def design_effect(gain: Scores, clusters: Clusters, responses: int = 1) -> float:
     """Return the clustered variance of the mean of `gain`, divided by its plain variance.
 
     The result is at least 1.
@@ -304,21 +304,23 @@ def design_effect(gain: Scores, clusters: Clusters, answers: int = 1) -> float:
     clustered variance is K / (K - 1) * sum over clusters of (sum of residuals)^2 (Liang and Zeger,
     Biometrika 73, 1986).
 
-    `answers` is the number of responses per document if the clusters are documents. A few changes
+    `responses` is the number of responses per document if the clusters are documents. A few changes
     do not show that the responses to a document change independently. Therefore the sums include
     one more document, with a change of all of its responses.
     """
     residuals = gain - gain.mean()
-    added = answers if answers > 1 else 0
+    added = responses if responses > 1 else 0
     plain = float((residuals**2).sum()) + added
     many = len(np.unique(clusters))
     if plain == 0 or many < 2:
-        return float(answers)
+        return float(responses)
     sums = np.bincount(clusters, weights=residuals)
     return max(1.0, many / (many - 1) * (float((sums**2).sum()) + added**2) / plain)
 
 
-def effective(gain: Scores, clusters: Clusters | None, alpha: float, answers: int = 1) -> Effective:
+def cluster_correction(
+    gain: Scores, clusters: Clusters | None, alpha: float, responses: int = 1
+) -> ClusterCorrection:
     """Return the divisor for counts of documents, and the level at which to test the counts.
 
     Counts of clustered documents are divided by the design effect (Rao and Scott, Biometrics 48,
@@ -327,16 +329,16 @@ def effective(gain: Scores, clusters: Clusters | None, alpha: float, answers: in
     degrees of freedom.
     """
     if clusters is None:
-        return Effective(1.0, alpha)
+        return ClusterCorrection(1.0, alpha)
     freedom = max(1, len(np.unique(clusters)) - 1)
     tail = float(stats.norm.sf(stats.t.isf(alpha, freedom)))
-    return Effective(design_effect(gain, clusters, answers), tail)
+    return ClusterCorrection(design_effect(gain, clusters, responses), tail)
 
 
 def clustered_tango(
-    gain: Scores, clusters: Clusters | None, alpha: float, answers: int = 1
+    gain: Scores, clusters: Clusters | None, alpha: float, responses: int = 1
 ) -> Interval:
-    """Return Tango's score interval of gains of -1, 0 and 1, with the counts of `effective`."""
-    worth = effective(gain, clusters, alpha, answers)
-    wins, losses = (float((sign * gain > 0).sum()) / worth.design for sign in (1, -1))
-    return tango_interval(wins, losses, len(gain) / worth.design, worth.alpha)
+    """Return Tango's score interval of gains of -1, 0 and 1, corrected for clusters."""
+    correction = cluster_correction(gain, clusters, alpha, responses)
+    wins, losses = (float((sign * gain > 0).sum()) / correction.design for sign in (1, -1))
+    return tango_interval(wins, losses, len(gain) / correction.design, correction.alpha)

@@ -13,9 +13,9 @@ from vexport.evaluation.statistics import (
     Interval,
     Scores,
     bootstrap_interval,
+    cluster_correction,
     clustered_tango,
     documents_to_settle,
-    effective,
     mcnemar_p,
     mean_statistic,
     permutation_p,
@@ -42,7 +42,7 @@ def difference_interval(pair: TaskPair, alpha: float) -> Interval:
     if pair.corpus is not None:
         return pair.corpus.difference_interval(alpha)
     if pair.binary:
-        return clustered_tango(pair.gain, pair.clusters, alpha, pair.answers_per_cluster)
+        return clustered_tango(pair.gain, pair.clusters, alpha, pair.responses_per_cluster)
     return _mean_interval(pair, pair.gain, alpha)
 
 
@@ -123,7 +123,7 @@ def compare_task(
         seeds_needed=seeds_needed,
         flips=tuple(islice(_flips(pair), MAX_FLIPS)),
         clusters=None
-        if pair.clusters is None or pair.answers_per_cluster > 1
+        if pair.clusters is None or pair.responses_per_cluster > 1
         else len(np.unique(pair.clusters)),
         also=tuple(comparison(other, margin=margin, alpha=alpha) for other in pair.informational),
         unit=pair.unit,
@@ -257,7 +257,7 @@ def _outcome(low: float, high: float, margin: float) -> Outcome:
 
 def _means(pair: TaskPair) -> Scores:
     """Return the mean change of each document."""
-    if pair.clusters is None or pair.answers_per_cluster == 1:
+    if pair.clusters is None or pair.responses_per_cluster == 1:
         return pair.changed
     means: Scores = np.bincount(pair.clusters, weights=pair.changed) / pair.seeds
     return means
@@ -270,9 +270,9 @@ def _score(pair: TaskPair, scores: Scores, alpha: float) -> Score:
         value = pair.corpus.reported[side]
         low, high = pair.corpus.shown_interval(side, alpha)
     elif pair.binary:
-        worth = effective(scores, pair.clusters, alpha, pair.answers_per_cluster)
-        right, trials = float(scores.sum()) / worth.design, len(scores) / worth.design
-        low, high = wilson_interval(right, trials, worth.alpha)
+        correction = cluster_correction(scores, pair.clusters, alpha, pair.responses_per_cluster)
+        right, trials = float(scores.sum()) / correction.design, len(scores) / correction.design
+        low, high = wilson_interval(right, trials, correction.alpha)
     else:
         ends = _mean_interval(pair, scores, alpha)
         value = pair.to_aggregate(value)
@@ -320,19 +320,22 @@ def _needed(
         spread = spread_over_null(pair.wins, pair.losses, documents, margin)
     else:
         statistic = mean_statistic(pair.gain, -margin, pair.range_width)
-    worth = effective(
-        pair.gain, pair.clusters, alpha if statistic > 0 else fail_alpha, pair.answers_per_cluster
+    correction = cluster_correction(
+        pair.gain, pair.clusters, alpha if statistic > 0 else fail_alpha, pair.responses_per_cluster
     )
     needed = documents_to_settle(
-        documents, statistic / worth.design**0.5, worth.alpha, spread=spread
+        documents, statistic / correction.design**0.5, correction.alpha, spread=spread
     )
     if needed is None:
         return None, None
     needed = math.ceil(needed / pair.seeds)
-    if pair.answers_per_cluster == 1:
+    if pair.responses_per_cluster == 1:
         return needed, None
     return needed, seeds_to_settle(
-        documents // pair.answers_per_cluster, pair.answers_per_cluster, worth.design, needed
+        documents // pair.responses_per_cluster,
+        pair.responses_per_cluster,
+        correction.design,
+        needed,
     )
 
 

@@ -254,7 +254,7 @@ def _pooled(gates: Sequence[TaskPair], margin: float, alpha: float) -> Compariso
     return (
         pooled
         if len(shared) == 1
-        else replace(pooled, metric="share of right answers", filter="none")
+        else replace(pooled, metric="share of correct responses", filter="none")
     )
 
 
