@@ -270,7 +270,7 @@ def _available(members: Sequence[str], results: Results) -> int | None:
 def _no_such_gate(
     where: str, wanted: str, pairs: Sequence[TaskPair], results: Results, members: Sequence[str]
 ) -> InputError:
-    """Build the error for a chosen metric that no task has, or that cannot decide.
+    """Build the error for a chosen metric that the tasks do not have, or that cannot decide.
 
     Raises:
         MissingPackage: If the metric needs sacrebleu and it is not installed.
@@ -282,7 +282,10 @@ def _no_such_gate(
     _require_sacrebleu([metric], results, members)
     if any(metric in results.tasks[member].corpus_metrics for member in members):
         unable.append(WHOLE_CORPUS)
-    why = f"which cannot decide: {unable[0]}" if unable else "which no task has"
+    tasks = {pair.task for pair in pairs}
+    why = "which the task does not have" if len(tasks) == 1 else "which no task has"
+    if unable:
+        why = f"which cannot decide: {unable[0]}"
     labels = dict.fromkeys(pair.label for pair in pairs if not pair.undecided)
     return InputError(
         where, got=f"{wanted}, {why}", need=f"one of {', '.join(labels)}", fix="name one of these"

@@ -105,9 +105,10 @@ def _unknown_gates(gates: Mapping[str, str], tasks: Sequence[TaskMetrics]) -> It
 
 def _no_metric(where: str, gate: str, tasks: Sequence[TaskMetrics]) -> InputError:
     metrics = dict.fromkeys(metric for task in tasks for metric in task.metrics)
+    why = "which the task does not have" if len(tasks) == 1 else "which no task has"
     return InputError(
         where,
-        got=f"{gate}, which no task has",
+        got=f"{gate}, {why}",
         need=f"one of {', '.join(metrics)}",
         fix="name one of these",
     )
