@@ -45,7 +45,7 @@ def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--margin", "last_word=0.02"), "got 0.02 for perplexity"),
         (("--margin", "page=1%"), "margin: got no task page"),
         (("--gate", "page=bleu"), "gate: got no task page"),
-        (("--gate", "pages=bleu"), "gate of task pages: got bleu"),
+        (("--gate", "pages=bleu"), "gate of task pages: got bleu, which the task does not have"),
         (("--gate", "exact_match"), "gate: got exact_match"),
     ],
 )
