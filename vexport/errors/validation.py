@@ -16,7 +16,7 @@ from vexport.errors import InputError, clip, nearest, shown
 MOST_CHARACTERS = 300
 MISSING = "missing"
 UNKNOWN_KEY = "extra_forbidden"
-# What a value of the wrong type should be, by pydantic's type of error.
+# Maps pydantic's error types to descriptions of a valid value.
 _KINDS: Mapping[str, str] = {
     "bool_parsing": "true or false",
     "bool_type": "true or false",
@@ -42,7 +42,7 @@ _KINDS: Mapping[str, str] = {
     "string_unicode": "text in Unicode",
     "tuple_type": "a list",
 }
-# Types of errors that a validator of ours, or of vLLM, has raised.
+# pydantic's error types for exceptions that were raised in a validator of vexport or vLLM.
 _RAISED_ERROR_TYPES = frozenset({"value_error", "assertion_error", "setting"})
 # Names of alternatives in places: `int`, `literal['auto']`, `dict[str,any]`, `Refit`.
 _ALTERNATIVE = re.compile(
@@ -79,7 +79,7 @@ class ValidationProblem:
         return shown(value, MOST_CHARACTERS)
 
     def at(self, where: str, fix: str = "") -> InputError:
-        """Return the error of bad input at a place. `fix` replaces the usual remedy."""
+        """Return the problem as an InputError at `where`. `fix` replaces the default remedy."""
         if self.kind == MISSING:
             return InputError(where, got="the key is missing", need="", fix=fix or "add it")
         return InputError(where, got=self.found, need=self.need, fix=fix or self.fix)
@@ -88,11 +88,11 @@ class ValidationProblem:
 def validation_problems(error: ValidationError) -> list[ValidationProblem]:
     """Return a problem for each invalid value, in pydantic's order.
 
-    Errors that follow from an error deeper in the same value are left out.
+    If a key inside a value is wrong, errors on the value itself are left out.
     """
     details = error.errors()
-    followed = {detail["loc"][:end] for detail in details for end in range(len(detail["loc"]))}
-    problems = [_problem(detail) for detail in details if detail["loc"] not in followed]
+    outer = {detail["loc"][:end] for detail in details for end in range(len(detail["loc"]))}
+    problems = [_problem(detail) for detail in details if detail["loc"] not in outer]
     return _merged(problems)
 
 
@@ -149,7 +149,7 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _message(text: str) -> str:
-    """Return another message of pydantic, or the text of a ValueError, without its beginning."""
+    """Return a message of pydantic without its generic prefix, such as `Value error, `."""
     for beginning in ("Value error, ", "Assertion failed, ", "Input should be "):
         text = text.removeprefix(beginning)
     return text
@@ -187,9 +187,9 @@ def _nearest_alternative(
 ) -> list[ValidationProblem]:
     """Return the problems of the alternative that the user has probably meant.
 
-    This is the first alternative with errors inside the value, or else an alternative that a
-    validator of ours refuses. If all alternatives need other types, return a single problem that
-    names all of them.
+    This is the first alternative with errors only at keys inside the value, because its type fits.
+    If there is none, it is the first alternative that a validator of vexport or vLLM refuses.
+    Otherwise the value has a wrong type, and a single problem names all valid types.
     """
     for problems in alternatives:
         if all(problem.keys for problem in problems):
