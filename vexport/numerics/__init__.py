@@ -1,6 +1,6 @@
-"""Arithmetic on tensors and over ranks. This file has the constants of number formats and imports
-nothing.
+"""Arithmetic on tensors and over ranks.
 
+This file has the constants of number formats and imports nothing.
 Formats: OCP Microscaling Formats (MX) 1.0, section 5. Scales: calculate_qparams and generate_gparam
 in compressed_tensors/quantization/utils/helpers.py.
 """

@@ -36,11 +36,14 @@ Bits = npt.NDArray[np.int32] | npt.NDArray[np.uint16]
 Floats = npt.NDArray[np.float32]
 Bytes = npt.NDArray[np.uint8]
 
-# Values widened to float32 at a time: together with their codes they fit in the first-level cache.
+# Number of values that are widened to float32 at a time. With their codes, they fit into the
+# first-level cache.
 SPAN = 4096
-# Masks that drop the sign of a float32 or 16-bit float. The result is ordered by magnitude.
+# Masks that remove the sign bit of a float32 or of a 16-bit float. The remaining bits, read as
+# integers, have the same order as the magnitudes.
 MAGNITUDE = 0x7FFFFFFF
 HALF_MAGNITUDE = 0x7FFF
+# Bits of infinity in float16.
 HALF_INFINITY = 0x7C00
 
 
@@ -79,7 +82,10 @@ def widen(target: Floats, source: Bits, storage: int) -> None:
 
 @compiled(inline=True)
 def ordered(bits: np.int32) -> np.int32:
-    """Map float32 bits to an integer of the same order, and back; NaN is beyond both ends."""
+    """Map float32 bits to integers with the same order as the numbers, or map them back.
+
+    NaNs become the largest and the smallest integers.
+    """
     return I32(bits ^ (I32(bits >> I32(31)) & I32(0x7FFFFFFF)))
 
 
@@ -108,8 +114,10 @@ def nearest(value: np.float32) -> np.float32:
 
 @compiled(inline=True)
 def rounder_of(value: np.float32, form: NumberFormat) -> np.int32:
-    """Return the bits of a rounder: a number that rounds `value` to a format's precision when it is
-    added to `value` and then subtracted.
+    """Return the bits of the rounder of a value.
+
+    Adding the rounder to the value and subtracting it again rounds the value to the format's
+    precision.
     """
     return I32(max(I32(as_bits(value) & form.mask), form.floor) + form.rounder)
 
@@ -147,7 +155,7 @@ def as_stored(scale: np.float32, storage: int) -> np.float32:
         half = I32(I32(0x7FFF) + I32(I32(bits >> I32(16)) & I32(1)))
         return as_float(I32(I32(bits + half) & I32(-65536)))
     if storage == FLOAT16:
-        # Ten bits of mantissa, in a binade of at least 2**-14.
+        # float16 has 10 bits of mantissa, and its smallest exponent is -14 (113 - 127).
         rounder = as_float(I32(max(I32(bits & I32(EXPONENT_MASK)), I32(113 << 23)) + I32(13 << 23)))
         rounded = F32(F32(scale + rounder) - rounder)
         return rounded if rounded < F32(65520.0) else F32(np.inf)
@@ -158,8 +166,9 @@ def as_stored(scale: np.float32, storage: int) -> np.float32:
 def power_6_5(x: np.float32) -> np.float32:
     """Return x**1.2, so |d|**2.4 for x = d * d, for 0 <= x < 2**40; relative error below 6e-7.
 
-    y ~ x**-0.2, computed from the exponent bits, is within 3.5 %. Then x**1.2 = (x * y**3) * (x *
-    y) * (x * y**5)**-0.8, and the last factor is a minimax polynomial about 1.
+    First, y approximates x**-0.2 with an error of at most 3.5 %, computed from the bits of x. Then
+    x**1.2 = (x * y**3) * (x * y) * (x * y**5)**-0.8. The last factor is close to 1 and computed
+    with a minimax polynomial.
     """
     y = as_float(I32(F32(as_bits(x)) * F32(-0.2) + F32(1277905000.0)))
     y2 = F32(y * y)
@@ -240,11 +249,11 @@ def widened_magnitude(bits: np.int32, storage: int) -> np.float32:
 
 @compiled(inline=True)
 def float_code(magnitude: np.float32, form: NumberFormat, mantissa_bits: int) -> np.int32:
-    """Return the code, without a sign, of `round_to`'s result in a small float format.
+    """Round a magnitude to a small float format and return its code without the sign bit.
 
-    `magnitude` is at least 0. A magnitude above `form.high` saturates. Adding the rounder leaves
-    the number of steps in the last bits of the sum. The codes of successive binades differ by this
-    number of steps.
+    `magnitude` is at least 0. A magnitude above `form.high` saturates. The code is a sum of two
+    numbers: the value in steps of its binade, which are the last bits after the rounder is added,
+    and 2**mantissa_bits times the number of the binade, counted from the smallest normal binade.
     """
     magnitude = min(magnitude, form.high)
     rounder = rounder_of(magnitude, form)
@@ -257,11 +266,11 @@ def float_code(magnitude: np.float32, form: NumberFormat, mantissa_bits: int) ->
 def mx_code(largest: np.float32, form: NumberFormat) -> np.int32:
     """Return the scale that an MX format stores for a group: an exponent with a bias of 127.
 
-    `largest` is the group's largest magnitude. It is rounded to a power of two as if it had a
-    single bit of mantissa (1.75 rounds up), and divided by the largest power of two of the format.
-    The code is 255 if the magnitude is not finite. `vexport.numerics.tensors.mx_scale` is the same
-    function in torch. Source: generate_mx_scales and round_to_power_2 in
-    compressed_tensors/quantization/utils/mxfp_utils.py.
+    `largest` is the group's largest magnitude. The scale is a power of two that is not above it,
+    divided by the largest power of two of the format. From 1.75 times a power of two on, the next
+    larger power is used. The code is 255 if the magnitude is not finite.
+    `vexport.numerics.tensors.mx_scale` is the same function in torch. Source: generate_mx_scales
+    and round_to_power_2 in compressed_tensors/quantization/utils/mxfp_utils.py.
     """
     bits = as_bits(largest)
     lowered = I32(I32(as_bits(form.high) >> I32(FLOAT32_MANTISSA)) - I32(E8M0_BIAS))

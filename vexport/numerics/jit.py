@@ -28,7 +28,8 @@ from vexport.records.values import COMPILATION
 
 Function = TypeVar("Function", bound=Callable[..., object])
 
-# Allowed float optimizations: fused multiply-add, and sums kept in vector lanes.
+# Float optimizations that a kernel may allow: fused multiply-add, and sums that are split into the
+# lanes of a vector.
 MULTIPLY_ADD = frozenset({"contract"})
 LANES = frozenset({"contract", "reassoc"})
 
@@ -131,12 +132,15 @@ def cache_folder() -> Path | None:
 
 
 class KernelLocator(UserProvidedCacheLocator):  # type: ignore[misc]
-    """Stores kernels of this package in `cache_folder`. The digest is their source stamp."""
+    """Stores kernels of this package in `cache_folder`.
+
+    numba recompiles a kernel if its source stamp changes. The stamp is the digest of all sources.
+    """
 
     def __init__(self, function: object, file: str) -> None:
         super().__init__(function, file)
-        room = Path(file).resolve().parent.relative_to(PACKAGE)
-        self._cache_path = str(Path(numba.config.CACHE_DIR) / "-".join(room.parts))
+        subpackage = Path(file).resolve().parent.relative_to(PACKAGE)
+        self._cache_path = str(Path(numba.config.CACHE_DIR) / "-".join(subpackage.parts))
 
     def get_source_stamp(self) -> str:
         return Path(self._cache_path).parent.name
@@ -191,7 +195,7 @@ class Compilation(event.Listener):  # type: ignore[misc]
         self._started = 0.0
 
     def seconds(self) -> float:
-        """Return the seconds that all compilations have taken until now."""
+        """Return the total time of all compilations so far, in seconds."""
         return self._seconds
 
     def on_start(self, event: event.Event) -> None:
@@ -225,7 +229,7 @@ class Compilation(event.Listener):  # type: ignore[misc]
 def report_compilation(on_progress: OnProgress) -> Iterator[Compilation]:
     """Report the compilation of kernels as progress inside the block.
 
-    The `on_progress` of the object that is yielded receives all other progress.
+    Code in the block must report its other progress to the `on_progress` of the yielded object.
     """
     with event.install_listener("numba:compile", Compilation(on_progress)) as compilation:
         yield compilation

@@ -47,7 +47,7 @@ class ErrorPower:
     error: float = 0.0
 
     def __add__(self, other: "ErrorPower") -> "ErrorPower":
-        """Return the error of both parts together."""
+        """Return the powers of two parts of the same tensor together."""
         return ErrorPower(signal=self.signal + other.signal, error=self.error + other.error)
 
     @property
@@ -57,7 +57,10 @@ class ErrorPower:
 
     @property
     def relative(self) -> float:
-        """|second - first| / |first| in Frobenius norms."""
+        """Frobenius norm of the difference, divided by the norm of the first tensor.
+
+        If the first tensor is zero, this is the norm of the difference.
+        """
         return math.sqrt(self.error / self.signal) if self.signal else math.sqrt(self.error)
 
 
@@ -100,7 +103,7 @@ def divergence_of_logits(reference: "torch.Tensor", measured: "torch.Tensor") ->
     """Return KL(reference || measured) of logits (..., positions, vocabulary), summed.
 
     The result is in nats. Log-probabilities are computed in float32 for KL_ROWS positions at a
-    time, because those of a long row would take gigabytes of memory.
+    time, because log-probabilities of all positions could take gigabytes of memory.
     """
     total, expected, got = 0.0, reference.flatten(0, -2), measured.flatten(0, -2)
     for start in range(0, len(expected), KL_ROWS):

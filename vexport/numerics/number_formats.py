@@ -1,6 +1,6 @@
-"""Number formats for float32 arithmetic. Imports no numba, because vLLM's CPU build must not load
-it.
+"""Number formats for float32 arithmetic.
 
+The module does not import numba, because vLLM's CPU build must not load it.
 `vexport.numerics.arithmetic` rounds to these formats in compiled kernels, and
 `vexport.numerics.tensors` does so in torch.
 """
@@ -14,7 +14,8 @@ from vexport.numerics import E2M1_MAX, E4M3_MAX
 F32 = np.float32
 I32 = np.int32
 
-# Storage codes of weights (for `widen`) and of scales. E8M0 scales are powers of two.
+# Storage codes: numbers that stand for the dtype of weights or scales in compiled kernels. E8M0
+# scales are powers of two.
 FLOAT32, BFLOAT16, FLOAT16, E8M0 = 0, 1, 2, 3
 EXPONENT_MASK = 0x7F800000
 # The bits of 1.0 plus ROUNDER are the bits of 1.5 * 2**23. Neighbouring float32 numbers differ by 1
@@ -28,11 +29,12 @@ LEAST_POWER = 1 << 22
 class NumberFormat(NamedTuple):
     """Number format that values are rounded to, after division by the scale.
 
-    `low` and `high` are the ends of the range. `mask` and `floor` map the exponent of a value to
-    the exponent of its step: integers ignore the exponent, and e4m3 and e2m1 have a smallest
-    exponent. `rounder` turns the exponent of the step into the number that is added to round the
-    value. `zero_points` is True if a zero point maps the ends of a range to `low` and `high`.
-    `scale_storage` is the dtype in which scales are stored.
+    `low` and `high` are the ends of the range. To round a value, a number is added to it and
+    subtracted again. The bits of this number are `max(bits & mask, floor) + rounder`, where `bits`
+    are the value's float32 bits. `mask` selects the exponent, or nothing for integers, because
+    their steps are equal everywhere. `floor` is the smallest exponent with its own step size.
+    `rounder` depends on the number of mantissa bits. `zero_points` is True if a zero point maps the
+    ends of a range to `low` and `high`. `scale_storage` is the storage code of the scales' dtype.
     """
 
     low: np.float32

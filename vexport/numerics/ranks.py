@@ -1,6 +1,6 @@
-"""Exchange values between the ranks of torchrun. A single process exchanges nothing and needs no
-torch.
+"""Exchange values between the ranks of torchrun.
 
+A single process exchanges nothing and needs no torch.
 All ranks must call each of these functions, in the same order.
 """
 
@@ -83,9 +83,9 @@ def broadcast(value: T, source: int = 0) -> T:
         return value
     from torch import distributed
 
-    box = [value]
-    distributed.broadcast_object_list(box, src=source)
-    return box[0]
+    values = [value]
+    distributed.broadcast_object_list(values, src=source)
+    return values[0]
 
 
 def on_first(make: Callable[[], T]) -> T:

@@ -60,10 +60,10 @@ def round_to(values: torch.Tensor, form: TensorFormat) -> torch.Tensor:
 
 
 def mx_scale(largest: torch.Tensor, form: TensorFormat) -> torch.Tensor:
-    """Return the power of two that an MX format stores for groups with these largest magnitudes.
+    """Return the scale of each group in an MX format, given the group's largest magnitude.
 
-    Input and result are float32. If a magnitude is not finite, its scale is infinity, which is
-    stored as E8M0's NaN.
+    The scales are powers of two. Input and result are float32. If a magnitude is not finite, its
+    scale is infinity, which is stored as E8M0's NaN.
     """
     bits = largest.view(torch.int32)
     code = ((bits + MX_ROUND_UP) >> FLOAT32_MANTISSA) - form.exponent
