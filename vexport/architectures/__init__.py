@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -30,12 +30,11 @@ STACK = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleNames:
-    """Kinds of the modules of a class, by vLLM's name with `*` for each number.
+    """Kinds and lookup names of the modules of a class.
 
-    The names are those that `Architecture.vllm_name` returns, with stars.
-
-    `lookup_names` maps vLLM's names of modules to other names under which vLLM looks up the modules
-    in its quantization config. It also contains modules of decoder layers.
+    All names are vLLM's names (see `Architecture.vllm_name`) with `*` for each number. `kinds` has
+    the modules outside the decoder layers. `lookup_names` has the modules, also in decoder layers,
+    that vLLM looks up in its quantization config under another name.
     """
 
     kinds: dict[str, ModuleKind] = field(default_factory=dict)
@@ -44,7 +43,10 @@ class ModuleNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleTable:
-    """Modules by class for a version of vLLM. `unknown` are classes that could not be built."""
+    """Modules by class for a version of vLLM.
+
+    `unknown` are the classes that scripts/generate_modules.py could not build.
+    """
 
     vllm: str
     unknown: frozenset[str]
@@ -68,6 +70,17 @@ def with_numbers(pattern: str, name: str) -> str:
     return re.sub(r"(?<![^.])\*(?![^.])", lambda _: next(numbers, "*"), pattern)
 
 
+class ExpertNames(NamedTuple):
+    """Names of an expert's projections.
+
+    If an expert has no gate, `gate` is the name of its up projection, and `up` is None.
+    """
+
+    gate: str
+    down: str
+    up: str | None
+
+
 # Names of fused modules, with the names of the layers that vLLM fuses into each, in vLLM's order.
 FusedModules = Mapping[str, tuple[str, ...]]
 
@@ -79,8 +92,10 @@ USUAL: FusedModules = {
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
     "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
 }
+# Sizes of the parts of these layers, as expressions (see `config.part_sizes`). Equal expressions
+# stand for parts of equal size.
 USUAL_PARTS = {"qkv_proj": ("queries", "keys", "values"), "gate_up_proj": ("1", "1")}
-USUAL_EXPERTS = ("gate_proj", "down_proj", "up_proj")
+USUAL_EXPERTS = ExpertNames("gate_proj", "down_proj", "up_proj")
 USUAL_ROW_PARALLEL = ("o_proj", "down_proj", "out_proj")
 # Last parts of module names that mark embeddings, if a module is not in the table of modules.
 TABLE_NAMES = re.compile(
@@ -88,14 +103,15 @@ TABLE_NAMES = re.compile(
 )
 
 
-# How vLLM finds the config group of a class's token embeddings. name: by name or by class. class:
-# only by class.
+# How vLLM finds the config group of the token embeddings. "name": a target matches their name or
+# their class. "class": only a target that matches their class.
 TableLookup = Literal["name", "class"]
-# Which tensors of a layer are reordered when vLLM's loader reorders the layer's rows. scales by
-# row: the weight and its scales, if there is a scale for each row or one for all rows. every
-# tensor: all tensors, which must have as many rows as the weight. whole heads: all tensors with an
-# output dimension, cut by heads. plain weight: only `weight`, not packed weights and scales.
-# transposed: only `weight`, which is stored as (in, out) and transposed.
+# Tensors that vLLM's loader reorders if it reorders the rows of a layer:
+# - scales by row: the weight and its scales. A scale for the whole tensor is left as it is.
+# - every tensor: all tensors of the layer. Each must have as many rows as the weight.
+# - whole heads: all tensors with a dimension for the outputs, in blocks of heads.
+# - plain weight: only `weight`, but neither packed weights nor scales.
+# - transposed: only `weight`. It is stored as (in, out), and vLLM transposes it.
 Reordering = Literal["scales by row", "every tensor", "whole heads", "plain weight", "transposed"]
 
 
@@ -129,12 +145,11 @@ class Architecture:
         backend: "transformers" for a class that vLLM runs with transformers' code. vLLM replaces
             and fuses the layers that it recognizes in this code.
         fused: The fused modules, with the layers that each contains.
-        resolved: Fused modules that vLLM's quantization config takes apart into their members. It
-            looks up all other fused modules by their fused name.
-        experts: The names of an expert's gate, down and up projections. The name of the up
-            projection is None if an expert has no gate.
-        stacked_experts: Further endings of tensors that hold all experts, with vLLM's endings
-            for them.
+        resolved: Fused modules whose members vLLM looks up in the quantization config. All other
+            fused modules are looked up by the fused name.
+        experts: The names of an expert's projections, or None if they are unknown.
+        stacked_experts: Endings of tensors that hold all experts, with the endings in vLLM's names.
+            They are used in addition to `linears.STACKED_EXPERTS`.
         transposed_experts: True if these tensors are (experts, in, out).
         reordered: Layers whose rows vLLM reorders when it loads them.
         parts: The sizes of the parts of merged layers, also if a checkpoint stores the merged layer
@@ -161,7 +176,7 @@ class Architecture:
     backend: Literal["transformers"] | None = None
     fused: FusedModules = field(default_factory=dict)
     resolved: tuple[str, ...] = ()
-    experts: tuple[str, str, str | None] | None = None
+    experts: ExpertNames | None = None
     stacked_experts: Mapping[str, str] = field(default_factory=dict)
     transposed_experts: bool = False
     reordered: Mapping[str, Reordering] = field(default_factory=dict)
@@ -313,12 +328,14 @@ def get_architecture(name: str, version: Version | None = None) -> Architecture:
 def resolve(
     name: str, config: Mapping[str, Json], version: Version | None = None
 ) -> tuple[Architecture, tuple[Finding, ...]]:
-    """Return a model class joined with the language model that its config names, and notes.
+    """Return the architecture of a model class, and findings on what vexport had to assume.
+
+    For a multimodal class, the architecture includes its language model.
 
     Args:
         name: The class, as config.json names it.
-        config: The whole config.json. A multimodal class may take any text model. The nested config
-            names it.
+        config: The whole config.json. Some multimodal classes accept any text model, and a nested
+            config names the text model.
         version: The vLLM version of the tables (default: see `version_with`).
 
     Raises:
@@ -398,9 +415,9 @@ def _newer_note(name: str, version: Version) -> tuple[Finding, ...]:
 
 
 def _unknown_modules(name: str, version: Version) -> tuple[Finding, ...]:
-    """Return a warning on a multimodal class whose towers are unknown.
+    """Return a warning on a multimodal class with unknown modules outside the language model.
 
-    The towers are unknown if the class could not be built.
+    They are unknown if scripts/generate_modules.py could not build the class.
     """
     unknown = module_table(version).unknown
     if name not in unknown or not get_architecture(name, version).language_model:
@@ -439,7 +456,7 @@ def _note(severity: Severity, name: str, expected: str, got: str, fix: str) -> F
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransformersTable:
-    """Model classes in a version of transformers, by folder of the package."""
+    """Model classes in a version of transformers, by the folder with their code (a model type)."""
 
     transformers: str
     models: Mapping[str, tuple[str, ...]]
@@ -454,7 +471,8 @@ def transformers_table(version: Version = PINNED) -> TransformersTable:
 def transformers_models(kind: str, version: Version = PINNED) -> tuple[str, ...] | None:
     """Return the classes of a model type, or None if transformers does not have the type.
 
-    The text model of a multimodal type has no separate folder.
+    The type of a text model in a multimodal model (`_text`) has no folder. In this case the classes
+    of the multimodal type are returned.
     """
     models = transformers_table(version).models
     return models.get(kind, models.get(kind.removesuffix("_text")))

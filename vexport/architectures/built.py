@@ -24,13 +24,13 @@ from vexport.architectures.versions import VersionFacts, facts_of, nearest_versi
 from vexport.records import Json, TensorInfo
 from vexport.version import PINNED, Version
 
-# Keys of a config with the number of layers that draft (hf_config_override
-# in vllm/config/speculative.py).
+# Config keys with the number of draft layers, which predict further tokens for speculative decoding
+# (hf_config_override in vllm/config/speculative.py).
 DRAFTS = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules")
 
 
 def any_layer(module: str) -> bool:
-    """Return True, the default for modules that have the tensors of a linear layer."""
+    """Return True: by default, all modules with a linear layer's tensors are linear layers."""
     return True
 
 
@@ -105,7 +105,7 @@ class BuiltModel:
 
     @cached_property
     def table_lookup(self) -> TableLookup | None:
-        """How vLLM finds the config group of the token embeddings: by name for unknown classes."""
+        """How vLLM finds the config group of the token embeddings; "name" for unknown classes."""
         known = self.class_name in architecture_table(self.version).architectures
         return self.architecture.embedding if known else "name"
 
@@ -119,7 +119,7 @@ class BuiltModel:
         """Facts that are needed to interpret the tensors' names."""
         return names_of(self._headers, self.architecture)
 
-    def drafts(self, name: str) -> bool:
+    def is_draft(self, name: str) -> bool:
         """Return True if a tensor or module is part of a layer that predicts further tokens.
 
         A layer with the name of a decoder layer is only a draft layer if the config declares it.
@@ -128,10 +128,10 @@ class BuiltModel:
             return True
         layer = self.names.draft_layer(name)
         counts = map(self.text.get, DRAFTS)
-        announced = next((count for count in counts if isinstance(count, int) and count), 0)
-        if layer is None or announced <= 0:
+        declared = next((count for count in counts if isinstance(count, int) and count), 0)
+        if layer is None or declared <= 0:
             return False
-        return int(layer.rpartition(".")[2]) < (self.names.layers or 0) + announced
+        return int(layer.rpartition(".")[2]) < (self.names.layers or 0) + declared
 
     @cached_property
     def modules(self) -> Mapping[str, Mapping[str, TensorInfo]]:
@@ -157,7 +157,10 @@ class BuiltModel:
         return None if layout is None else replace(layout, linears=self._as_stored(layout.linears))
 
     def _as_stored(self, linears: Mapping[str, Shape]) -> dict[str, Shape]:
-        """Replace the parts of layers that the checkpoint stores fused. vLLM loads both forms."""
+        """Replace the parts of a fused layer by the fused layer if the checkpoint stores it fused.
+
+        vLLM loads both forms.
+        """
         merged = dict(linears)
         for fused in self.fused_layers:
             parts = part_names(fused.name, self.architecture)
@@ -170,4 +173,6 @@ class BuiltModel:
     def has_module(self, module: str) -> bool:
         """Return True if vLLM has, or may have, a module with that name."""
         layout = self.layout
-        return layout is None or module in layout.modules or not layout.covers(f"{module}.")
+        if layout is None or module in layout.modules:
+            return True
+        return not layout.is_complete_around(f"{module}.")

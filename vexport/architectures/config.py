@@ -1,9 +1,10 @@
-"""Sizes from a model's config.json: its language part, and expressions of the generated tables.
+"""Compute sizes from a model's config.json with the expressions of the generated tables.
 
 Expressions are Python. They contain keys of config.json (`text_config.hidden_size`), whole numbers
 and words. `i` is the number of a layer, `layers` the number of layers. Expressions for the parts of
 merged layers (scripts/model_classes.py) may also use `queries`, `keys` and `values` of attention.
-Only expressions in this package are evaluated. They can read nothing except the values of a config.
+Only expressions in this package's tables are evaluated. They only have access to the values of a
+config.
 """
 
 from collections import defaultdict
@@ -22,11 +23,14 @@ from vexport.records import Json
 TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
 # Keys with the number of routed experts of a layer.
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-# Largest size of a tensor that is accepted.
+# Largest number in a config that is accepted as a side of a tensor.
 LARGEST = 1 << 40
-# SHOWN is the maximum length of a value in a message. Whole numbers from LONG on are shown in short
-# form.
-MAX_SHOWN, MIN_SHORTENED, LARGEST_FLOAT = 80, 10**9, 10**300
+# Maximum length of a value in a message.
+MAX_SHOWN = 80
+# Whole numbers from MIN_SHORTENED on are shown in short form, and from LARGEST_FLOAT on as their
+# number of bits.
+MIN_SHORTENED, LARGEST_FLOAT = 10**9, 10**300
+# Words in expressions for the parts of merged layers: the out_features of the projections.
 QUERIES, KEYS, VALUES = "queries", "keys", "values"
 
 
@@ -75,9 +79,10 @@ class Unknown(Exception):
 
 
 class Items:
-    """A word or a list of a config.
+    """String or list from a config, for use in expressions.
 
-    The class is not a number type, so that expressions cannot multiply its values.
+    Unlike str and list, it does not support multiplication, so an expression cannot create a huge
+    value from it.
     """
 
     def __init__(self, values: str | list[Json]) -> None:
@@ -148,10 +153,8 @@ def part_sizes(
 ) -> tuple[int, ...]:
     """Return the out_features of each part of a merged layer.
 
-    The merged layer has `rows` out_features.
-
-    `layer` is the last part of the layer's name. Return nothing if the sizes are unknown or do not
-    add up to `rows`.
+    `layer` is the last part of the layer's name, and `rows` are the out_features of the merged
+    layer. Returns () if the sizes are unknown or do not add up to `rows`.
     """
     expressions = architecture.parts.get(layer, ())
     if len({*expressions}) == 1 and rows % len(expressions) == 0:
@@ -163,7 +166,7 @@ def part_sizes(
 
 
 def query_rows(text: Mapping[str, Json]) -> int:
-    """Return the number of heads times their width, or 0 if it is unknown."""
+    """Return the out_features of the query projection (heads times head width), or 0 if unknown."""
     return head_width(text) * known_size("num_attention_heads", text)
 
 
@@ -173,7 +176,10 @@ def head_width(text: Mapping[str, Json]) -> int:
 
 
 def known_size(expression: str, values: Mapping[str, Json]) -> int:
-    """Return the value of an expression, or 0 if it cannot be computed."""
+    """Return the value of an expression, or 0 if it cannot be computed.
+
+    Keys that are missing, or that are no usable sizes, count as 0.
+    """
     sizes = {
         key: value
         for key, value in values.items()

@@ -1,4 +1,4 @@
-"""Find fused layers by their names: linear layers that vLLM runs as one parameter."""
+"""Find the linear layers that vLLM fuses into one parameter, by their names."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -38,7 +38,7 @@ class FusedLayer:
 
     @property
     def is_stored_fused(self) -> bool:
-        """Return True if the checkpoint stores the layer under the name of vLLM's module."""
+        """True if the checkpoint stores the layer under the name of vLLM's module."""
         return self.name in self.members
 
 
@@ -81,8 +81,8 @@ def moe_layer(name: str) -> str | None:
 def lookup_names(layer: FusedLayer, architecture: Architecture) -> tuple[str, ...]:
     """Return the names by which vLLM's quantization config looks up a fused layer.
 
-    If the config takes the module apart, these are the names of all its parts. They include parts
-    that the checkpoint does not have (values that are the same as the keys).
+    If vLLM looks up the members of the module, these are the names of all its parts. They include
+    parts that the checkpoint does not have, for example `v_proj` if the values are the keys.
     """
     if len(layer.members) == 1 or layer.projection not in architecture.resolved:
         return layer.members
@@ -98,7 +98,10 @@ def part_names(name: str, architecture: Architecture) -> tuple[str, ...]:
 def extra_lookup_entries(
     layer: FusedLayer, entries: Sequence[str], architecture: Architecture
 ) -> Iterator[str]:
-    """Yield an entry for vLLM's lookup name of a module, unless another entry matches that name."""
+    """Yield one more entry of targets or `ignore` if `entries` do not match a module in vLLM.
+
+    vLLM may look up a module by another name than it has in the file.
+    """
     lookup_name = architecture.name_in_lookup(layer.name)
     renamed = [architecture.renamed_entry(entry) for entry in entries]
     parts = {architecture.name_in_lookup(member) for member in layer.members}
@@ -154,8 +157,9 @@ def patterns_below(
     """Yield patterns for the modules below `module` whose names have this ending.
 
     The first pattern is for the name in the file. If vLLM's name differs, a second pattern is for
-    vLLM's name. vLLM renames names, but not patterns. Both names agree from the list of layers on,
-    so a pattern starts there. It starts further to the left if it would match any of `others`.
+    vLLM's name, because vLLM does not rename patterns. A pattern contains the name from the list of
+    layers on (`layers.0...`), which is usually the same in both names. If it would then match any
+    of `others`, it contains more of the name.
     """
     for name in dict.fromkeys((module, architecture.vllm_name(module))):
         stack = STACK.search(f"{name}.")
@@ -171,12 +175,13 @@ def all_names(modules: Iterable[str], architecture: Architecture) -> tuple[str, 
 
     Routed experts get the name of the first expert.
     """
-    names = dict.fromkeys(map(_of_one_expert, modules))
+    names = dict.fromkeys(map(_of_first_expert, modules))
     lookup_name = map(architecture.name_in_lookup, names)
     return tuple(dict.fromkeys((*names, *map(architecture.vllm_name, names), *lookup_name)))
 
 
-def _of_one_expert(module: str) -> str:
+def _of_first_expert(module: str) -> str:
+    """Return the name of the same projection in the layer's first expert, or `module` itself."""
     experts = moe_layer(module)
     return f"{experts}.0.{module.rpartition('.')[2]}" if experts else module
 

@@ -31,46 +31,47 @@ def ignored(
     `layers` are all fused layers, `kept` the linear layers that stay unquantized, and `opaque` the
     tensors of experts that are copied unchanged.
 
-    - Names are the names in the checkpoint. vLLM renames entries as it renames tensors
-      (apply_vllm_mapper in compressed_tensors.py). Patterns are matched with vLLM's names. So a
-      pattern starts where both names agree. It starts further to the left if it would match a
-      quantized layer of another stack (`mtp.layers.0`).
+    - Names are the names in the checkpoint, because vLLM renames entries as it renames tensors
+      (apply_vllm_mapper in compressed_tensors.py). vLLM does not rename patterns, but compares them
+      with its own names. A pattern therefore only contains the end of the name, which is the same
+      in both (see `patterns_below`).
     - One pattern covers the routed experts of a layer, because vLLM looks up the first
       expert's projections.
-    - Modules outside the decoder layers have a pattern that also matches longer
-      names. The inner model may rename them, and the quantization config does not see
-      this (Gemma3nModel.hf_to_vllm_mapper).
-    - If vLLM's quantization config takes a fused module apart, the list has all its parts. This
-      includes parts without a tensor (values that are the same as the keys). If the config does not
-      take the module apart, the list also has the module's name.
-    - A layer that predicts further tokens is kept by one pattern for each of its names. Another
-      class runs it, and may fuse and name its modules differently (Glm4MoeMTP, Step3p5MTP).
+    - Modules outside the decoder layers get a pattern that also matches longer names, because the
+      inner model may rename them without renaming the entries of the quantization config
+      (Gemma3nModel.hf_to_vllm_mapper).
+    - If vLLM looks up the members of a fused module, the list has all its parts, also parts
+      without a tensor (for example `v_proj` if the values are the keys). If vLLM looks up the fused
+      module, the list also has the module's name.
+    - A layer that predicts further tokens gets a single pattern for all its modules, for each of
+      its names. Another vLLM class runs the layer, and may fuse and name its modules differently
+      (Glm4MoeMTP, Step3p5MTP).
     - If vLLM looks up a module by a different name than the file has, the list also has this name.
     """
     linears = [member for layer in layers for member in layer.members]
     stacks = {_before_layers(member) for member in linears if names.in_decoder(member)}
     quantized = _quantized_names(layers, kept, names)
-    partly = {names.draft_layer(name) for name in quantized}
+    partly_quantized = {names.draft_layer(name) for name in quantized}
     patterns: dict[str, None] = {}
     for layer in layers:
         if not kept >= {*layer.members}:
             continue
-        outside = _outside(layer.name, stacks)
+        outside = _outside_pattern(layer.name, stacks)
         draft = names.draft_layer(layer.name)
-        if draft is not None and draft not in partly:
-            copied = tuple(
+        if draft is not None and draft not in partly_quantized:
+            entries = tuple(
                 pattern
                 for name in names.drafter_names(draft)
                 for pattern in patterns_below(name, r"\..*", names.architecture, quantized)
             )
         elif outside is not None and not matches_any(outside, quantized):
-            copied = (f"re:{outside}",)
+            entries = (f"re:{outside}",)
         else:
-            copied = tuple(_patterns(layer, names, quantized))
-        patterns.update(dict.fromkeys(copied))
-        patterns.update(dict.fromkeys(extra_lookup_entries(layer, copied, names.architecture)))
+            entries = tuple(_entries(layer, names, quantized))
+        patterns.update(dict.fromkeys(entries))
+        patterns.update(dict.fromkeys(extra_lookup_entries(layer, entries, names.architecture)))
     for tensor in opaque:
-        patterns.update(dict.fromkeys(_unknown(tensor, names, quantized)))
+        patterns.update(dict.fromkeys(_experts_around(tensor, names, quantized)))
     return tuple(patterns)
 
 
@@ -93,7 +94,7 @@ def ignored_head(linears: Iterable[str]) -> tuple[str, ...]:
     return () if any(map(is_head, linears)) else (f"re:.*{HEADS[0]}",)
 
 
-def _patterns(layer: FusedLayer, names: Names, quantized: Sequence[str]) -> Iterator[str]:
+def _entries(layer: FusedLayer, names: Names, quantized: Sequence[str]) -> Iterator[str]:
     """Yield entries for a layer that is kept: its names, or one pattern for all routed experts."""
     if layer.experts is not None:
         yield from patterns_below(layer.experts, r"\..*", names.architecture, quantized)
@@ -109,7 +110,7 @@ def _before_layers(module: str) -> str:
     return module[: stack.start() + 1] if stack else ""
 
 
-def _outside(module: str, stacks: Set[str]) -> str | None:
+def _outside_pattern(module: str, stacks: Set[str]) -> str | None:
     """Return a pattern for a module outside the decoder layers, or None for other modules."""
     if STACK.search(module):
         return None
@@ -117,7 +118,7 @@ def _outside(module: str, stacks: Set[str]) -> str | None:
     return next((rf".*\.{re.escape(module[len(before) :])}$" for before in holders), None)
 
 
-def _unknown(tensor: str, names: Names, quantized: Sequence[str]) -> Iterator[str]:
+def _experts_around(tensor: str, names: Names, quantized: Sequence[str]) -> Iterator[str]:
     """Return patterns for the routed experts of the layer around a tensor."""
     stack = STACK.search(tensor)
     layer = tensor[: stack.end() - 1] if stack else ""

@@ -95,8 +95,11 @@ class ModelLayout:
         around = (".".join(parts[:end]) for end in range(len(parts) - 1, 0, -1))
         return next((prefix for prefix in around if prefix in self.places), "")
 
-    def covers(self, name: str) -> bool:
-        """Return True if a tensor that the layout lacks is certainly not part of the model."""
+    def is_complete_around(self, name: str) -> bool:
+        """Return True if the layout lists all tensors of the modules around `name`.
+
+        A tensor with this name that the layout does not list is then not part of the model.
+        """
         inside = f"{self.place(name)}.".lstrip(".")
         module = split_name(with_stars(name))[0]
         if self.translated and "*" not in inside:
@@ -104,8 +107,7 @@ class ModelLayout:
         unknown = {split_name(other)[0] for other in self.unknown if other.startswith(inside)}
         if inside.endswith(".experts.") and unknown:
             return False
-        # If a module with known tensors also has an unknown tensor, the other modules are still
-        # known.
+        # An uncertain tensor in a module with known tensors does not make other modules uncertain.
         return module not in unknown and unknown <= {*self.known, inside.rstrip(".")}
 
 
@@ -133,16 +135,16 @@ def layout_of(
     expected = {joined_name(*names(name)): each for name, each in found.items()}
     translated = not expected.keys() <= found.keys()
     hidden = _int(text_config(config), "hidden_size")
-    expected, otherwise = _as_stored(expected, stored, architecture, hidden)
+    expected, unknown_experts = _as_stored(expected, stored, architecture, hidden)
     joined = {split_name(name)[0] for name in stored if not name.endswith("bias")}
     linears: dict[str, Shape] = {}
     tables: dict[str, Shape] = {}
     parameters: dict[str, Shape] = {}
     for name, each in expected.items():
         module, parameter = split_name(name)
-        if each.kind == "dropped" or _experts(name, each) in otherwise:
+        if each.kind == "dropped" or _experts(name, each) in unknown_experts:
             continue
-        if name in joined:  # all experts, quantized
+        if name in joined:  # the file stores it as a quantized tensor of all experts
             linears[name] = (None, None)
         elif (
             parameter == "weight"
@@ -163,7 +165,9 @@ def layout_of(
             split_name(name)[0] for name, each in expected.items() if each.kind in PLAIN_KINDS
         ),
         optional=frozenset(name for name, each in expected.items() if each.optional),
-        unknown=frozenset(map(with_stars, (*unsure, *(f"{prefix}.*" for prefix in otherwise)))),
+        unknown=frozenset(
+            map(with_stars, (*unsure, *(f"{prefix}.*" for prefix in unknown_experts)))
+        ),
         drops=entry.drops,
         norm_before_mlp=next(
             (norm for norm in before_mlp if plain and f"{norm}.weight" in norms), ""
@@ -189,27 +193,29 @@ def _as_stored(
         for name in stored
         if STACKED.fullmatch(name) or _is_single(name)
     }
-    found, otherwise = dict(expected), set[str]()
+    found, unknown_experts = dict(expected), set[str]()
     for prefix, names in known.items():
         single = singles.get(prefix, any(singles.values()))
         if not prefix or single == _is_single(names[0]) or prefix not in singles and not single:
             continue
-        apart = [_one_by_one(prefix, name, expected[name], architecture, hidden) for name in names]
-        if not single or not all(apart):
-            otherwise.add(prefix)
+        split = [
+            _split_experts(prefix, name, expected[name], architecture, hidden) for name in names
+        ]
+        if not single or not all(split):
+            unknown_experts.add(prefix)
             continue
-        for name, layers in zip(names, apart, strict=True):
+        for name, layers in zip(names, split, strict=True):
             del found[name]
             found |= layers
-    return found, otherwise
+    return found, unknown_experts
 
 
-def _one_by_one(
+def _split_experts(
     prefix: str, name: str, stacked: Expected, architecture: Architecture, hidden: int
 ) -> dict[str, Expected]:
     """Split a tensor of all experts into the layers of single experts.
 
-    Return nothing if the names or sizes of the layers are unknown.
+    Returns {} if the names or sizes of the layers are unknown.
     """
     if architecture.experts is None or stacked.shape is None or len(stacked.shape) != 3:
         return {}
@@ -248,9 +254,10 @@ def _experts(name: str, each: Expected | None = None) -> str:
 def _names_in_file(
     stored: Iterable[str], architecture: Architecture
 ) -> Callable[[str], tuple[str, str]]:
-    """Return a function that maps a tensor's name to its module and parameter in the file.
+    """Return a function that finds a tensor in the file by its name in transformers.
 
-    The name in the file differs from the given name if vLLM renames both to the same name.
+    The function returns the names of the module and the parameter in the file. If the file has no
+    such module, but a module with the same name in vLLM, that module is returned.
     """
     modules = {split_name(name)[0] for name in stored}
     renamed = {architecture.vllm_name(module): module for module in modules}
@@ -267,8 +274,8 @@ def _names_in_file(
 def impossible_size(config: Mapping[str, Json], tensors: int) -> tuple[str, str] | None:
     """Return a key of the config and its number, if the number is too large for `tensors` tensors.
 
-    Return None if all numbers are possible. With this check, the work for layers and experts
-    depends on the size of the files, and not on a number in config.json.
+    Return None if all numbers are possible. The check limits the time and memory of functions that
+    compute something for each layer and expert: a wrong number in config.json cannot exhaust them.
     """
     text = text_config(config)
     for where in (config, text):
@@ -300,6 +307,7 @@ def missing_sizes(entry: ClassLayout, config: Mapping[str, Json]) -> list[str]:
     absent = [key for key in SIZES if _int(config, key) < 1]
     if not absent:
         return []
+    # A key is needed if tensors become uncertain without it and without its default value.
     given = {key: value for key, value in config.items() if key not in absent}
     kept = {key: value for key, value in entry.defaults.items() if key not in absent}
     unsure = expected_tensors(replace(entry, defaults=kept), given, 1 << 20)[1]

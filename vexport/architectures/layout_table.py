@@ -25,12 +25,12 @@ PER_LAYER = "per_layer_config"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutRow:
-    """Tensors of the same kind and shape: their names with `*` for numbers, their layers and
-    their size.
+    """Tensors of the same kind and shape.
 
-    `condition` and `shape` are expressions. `i` is the number of the layer (the first `*`),
-    `layers` the number of layers. If an expression is empty or a shape is None, its value is
-    unknown.
+    `names` are their names with `*` for numbers. `condition` is an expression that is true for the
+    layers with these tensors, and `shape` has an expression for each side. In expressions, `i` is
+    the number of the layer (the first `*`), and `layers` the number of layers. If an expression is
+    empty or a shape is None, its value is unknown.
 
     `kind` describes what the tensors become in vLLM. For a weight it is the kind of the module
     (`ModuleKind`). Other kinds are "experts", "norm", "norm above one" (the norm multiplies by its
@@ -44,7 +44,7 @@ class LayoutRow:
 
     @property
     def holds_head(self) -> bool:
-        """Return True if the tensors may be stored although the head is tied to the embeddings."""
+        """True if the tensors may be stored although the head is tied to the embeddings."""
         return self.kind == "head" or any(name.endswith("lm_head.weight") for name in self.names)
 
 
@@ -53,13 +53,14 @@ class ClassLayout:
     """Tensors of a class.
 
     Attributes:
-        types: The model type of the config (key "") and of the configs in it. For other model types
-            the tensors are unknown.
+        types: The model types of the config (key "") and of its nested configs (their paths). For
+            other model types, the tensors are unknown.
         counts: The number of layers or experts at each `*`, by the name up to the `*`.
         defaults: The value of a key that a config lacks.
         nulls: The value of a key that is null.
-        lists: The value of a key that is null or absent and needs a list: its length under "", and
-            a condition for each word.
+        lists: Rules for keys that need a list of words, such as `layer_types`, but are null or
+            absent. The rule under "" is the length of the list. The other rules map each word to
+            the condition for its use at position `i`.
         aliases: Other names of a key.
         drops: Modules (with stars, "" for the model) in which vLLM ignores unknown names.
         rows: The tensors.
@@ -86,8 +87,8 @@ class ClassLayout:
     def matches_config(self, config: Mapping[str, Json]) -> bool:
         """Return True if the tensors are known for this config.
 
-        The model types of the configs in it must match, and no config may have values of
-        single layers.
+        The model types of nested configs must match `types`. The tensors are unknown if a config
+        sets values for single layers (PER_LAYER).
         """
         for path, kind in self.types.items():
             part: Json = {**config}
@@ -146,10 +147,11 @@ class ConfigValues(Mapping[str, object]):
             return wrapped(value)
         if path in self._layout.lists:
             return wrapped(self._listed(path))
-        stands_for = self._layout.nulls if key in self._config else self._layout.defaults
-        return evaluate(stands_for[path], self._outer) if path in stands_for else None
+        fallbacks = self._layout.nulls if key in self._config else self._layout.defaults
+        return evaluate(fallbacks[path], self._outer) if path in fallbacks else None
 
     def _listed(self, path: str) -> Json:
+        """Return the list for a key in `lists`. Raises Unknown if no rule fits a position."""
         rules = self._layout.lists[path]
         layers = size(rules[""], self._outer)
         words: list[str | None] = []
@@ -222,7 +224,8 @@ def _shape(
     if row.shape is None:
         return None
     sides = tuple(size(side, values, i=i, layers=layers) if side else None for side in row.shape)
-    if 0 in sides:  # the key replaces another key, or is not used
+    # A config sets a size to 0 if another key replaces it, or if the model does not use it.
+    if 0 in sides:
         raise Unknown(row.names[0])
     return sides
 

@@ -25,9 +25,9 @@ from vexport.records import (
 # this class only.
 Place = Literal["decoder", "outside", "unquantizable"]
 
-# Layers that predict further tokens. transformers drops them, vLLM uses them for speculative
-# decoding. The drafters of ErnieMTP and MiMoMTP number them as decoder layers after the last
-# decoder layer.
+# Names of layers that predict further tokens. transformers drops these layers, and vLLM uses them
+# for speculative decoding. vLLM's classes ErnieMTP and MiMoMTP rename RENUMBERED layers: their
+# numbers continue after the last decoder layer.
 RENUMBERED = re.compile(r"(?:^|\.)(?:mtp_block|mtp_layers)\.(\d+)\.")
 PREDICTION = re.compile(r"(?:^|\.)(?:mtp|nextn|mtp_\w+)\b")
 SENSITIVE_LAYERS = re.compile(
@@ -170,9 +170,9 @@ def find_linears(index: Headers, names: Names) -> Iterator[LinearPlan]:
 
 def _linear(tensor: TensorInfo, module: str, names: Names) -> LinearPlan:
     """Return the layer of a two-dimensional weight, which some classes store as (in, out)."""
-    turned = names.architecture.reordered.get(module.rpartition(".")[2]) == "transposed"
-    rows, columns = tensor.shape[::-1] if turned else tensor.shape
-    part = WeightPart(expert=0, transposed=True, start=0, stop=rows) if turned else None
+    transposed = names.architecture.reordered.get(module.rpartition(".")[2]) == "transposed"
+    rows, columns = tensor.shape[::-1] if transposed else tensor.shape
+    part = WeightPart(expert=0, transposed=True, start=0, stop=rows) if transposed else None
     return LinearPlan(
         name=module, weight=tensor.name, out_features=rows, in_features=columns, part=part
     )
@@ -182,15 +182,18 @@ def is_unknown_experts(tensor: TensorInfo, names: Names) -> bool:
     """Return True if a tensor has experts in an unknown format. Such tensors are copied."""
     if names.architecture.experts is None or tensor.dtype not in FLOATING or "conv" in tensor.name:
         return False
-    together = len(tensor.shape) == 2 and UNNUMBERED.search(tensor.name)
-    if len(tensor.shape) != 3 and not together:
+    is_merged_matrix = len(tensor.shape) == 2 and UNNUMBERED.search(tensor.name)
+    if len(tensor.shape) != 3 and not is_merged_matrix:
         return False
-    understood = names.experts_known and stacked_ending(tensor.name, names.architecture) is not None
-    return names.in_decoder(tensor.name.removesuffix(".weight")) and not understood
+    is_known = names.experts_known and stacked_ending(tensor.name, names.architecture) is not None
+    return names.in_decoder(tensor.name.removesuffix(".weight")) and not is_known
 
 
 def stacked_ending(name: str, architecture: Architecture) -> tuple[str, str] | None:
-    """Return the ending of the name of a tensor of all experts, on disk and in vLLM, or None."""
+    """Return the ending of a stacked tensor's name in the file, and vLLM's ending for it.
+
+    A stacked tensor holds all experts of a layer. Returns None for other tensors.
+    """
     endings = {**STACKED_EXPERTS, **architecture.stacked_experts}
     return next(((old, new) for old, new in endings.items() if name.endswith(old)), None)
 
@@ -229,7 +232,7 @@ def _stacked_experts(tensor: TensorInfo, names: Names) -> Iterator[LinearPlan]:
 def attention_layers(
     rows: Mapping[str, int | None], names: Names, *, per_head: bool
 ) -> tuple[AttentionLayer, ...]:
-    """Return the decoder's attention layers, which may get scales of the KV cache.
+    """Return the attention layers of the decoder, for which KV cache scales can be stored.
 
     `rows` has the out_features of each linear layer, or None if they are unknown. With `per_head`,
     each KV head has a separate scale.
@@ -251,10 +254,10 @@ def is_key_projection(linear: str, names: Names) -> bool:
 
 
 def kv_heads(linear: str, out_features: int | None, text: Mapping[str, Json]) -> int:
-    """Return the number of KV heads of the attention layer with this linear layer.
+    """Return the number of KV heads of the attention layer that contains a key projection.
 
-    The number comes from the rows of the keys if these are known and stored separately, and
-    otherwise from the config.
+    It is the out_features of `k_proj` divided by the width of a head. If the keys are not stored
+    separately, or if one of the sizes is unknown, it is the number in the config, or 1.
     """
     width = head_width(text) if linear.endswith(KEYS) else 0
     if width and out_features and out_features % width == 0:

@@ -1,4 +1,4 @@
-"""Parts of a fused layer in vLLM, and the share of each tensor parallel rank."""
+"""Split fused layers into parts, and check how tensor parallelism splits them over ranks."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -33,6 +33,7 @@ def parts_of(layer: FusedLayer, members: Sequence[LinearPlan], names: Names) -> 
     projection = layer.projection
     rows = sum(member.out_features for member in members)
     sizes = part_sizes(projection, rows, architecture, names.text)
+    # Check whether each stored weight consists of complete parts.
     if _ends(member.out_features for member in members) <= _ends(sizes):
         is_attention = QUERIES in architecture.parts[projection]
         parts = QUERY_KEY_VALUE if is_attention else (projection,) * len(sizes)
@@ -53,20 +54,21 @@ def _ends(sizes: Iterable[int]) -> set[int]:
 
 
 def split_of(layer: FusedLayer, names: Names) -> Split:
-    """Return the dimension of a fused layer that tensor parallelism cuts in vLLM."""
+    """Return the dimension along which vLLM's tensor parallelism splits a fused layer."""
     architecture = names.architecture
     projection = layer.projection
     if layer.experts and architecture.experts is not None:
-        return "in" if projection == architecture.experts[1] else "out"
+        return "in" if projection == architecture.experts.down else "out"
     if projection in architecture.row_parallel:
         return "in"
     return "none" if projection in architecture.replicated or is_head(projection) else "out"
 
 
 def on_all_ranks(member: LinearPlan, ranks: int, text: Mapping[str, Json]) -> LinearPlan:
-    """Return a layer with the total size on all ranks.
+    """Return a layer with the total out_features of all ranks.
 
-    vLLM repeats keys and values if they have fewer heads than ranks (QKVParallelLinear).
+    If a model has fewer KV heads than ranks, vLLM copies the heads of keys and values to several
+    ranks (QKVParallelLinear). All other layers are returned unchanged.
     """
     heads = text.get("num_key_value_heads")
     if member.name.endswith(KEY_VALUE) and isinstance(heads, int) and 0 < heads < ranks:

@@ -13,14 +13,17 @@ from vexport.records import Json
 
 # Endings of the keys of a base: rope_theta (also local_rope_theta), and older names.
 BASES = ("rope_theta", "rope_local_base_freq", "rotary_emb_base")
+# Keys with the share of a head that is rotated.
 PARTIAL = ("partial_rotary_factor", "rotary_pct", "rope_pct")
+# Keys with the parameters of the position embeddings. rope_scaling is the older name.
 DESCRIPTIONS = ("rope_parameters", "rope_scaling")
 ORIGINAL = "original_max_position_embeddings"
-# Types of embeddings with a longer table. It has `factor` rows for each original position
-# (OF_ORIGINAL) or for each position (OF_ALL).
+# Values of rope_type with a table that is `factor` times as long as the number of original
+# positions (OF_ORIGINAL) or the number of all positions (OF_ALL).
 OF_ORIGINAL = ("yarn", "deepseek_yarn", "deepseek_llama_scaling")
 OF_ALL = ("linear", "ntk", "dynamic")
-# Rows of a table for sections of an image's height and width (MRotaryEmbedding).
+# Number of rows for each position if the config has sections for an image's height and width
+# (mrope_section, MRotaryEmbedding).
 SECTIONS = 4
 # Limit of positions, so that numbers computed from them stay small.
 LARGEST = 1 << 62
@@ -30,7 +33,7 @@ DEEPEST = 6
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WrongNumber:
-    """A key of a rotary embedding with a wrong value, and the number that it needs."""
+    """Config key with a value that rotary embeddings cannot use, and the valid values."""
 
     key: str
     need: str
@@ -40,7 +43,7 @@ class WrongNumber:
 def wrong_numbers(
     config: Mapping[str, Json], path: str = "", depth: int = 0
 ) -> Iterator[WrongNumber]:
-    """Yield bases without finite angles, and invalid shares of a head."""
+    """Yield RoPE bases that are not finite and above zero, and rotated shares outside (0, 1]."""
     for key, value in config.items():
         if isinstance(value, dict):
             if depth < DEEPEST:
@@ -79,7 +82,10 @@ def table_bytes(text: Mapping[str, Json]) -> int:
 
 
 def _descriptions(text: Mapping[str, Json]) -> Iterator[Mapping[str, Json]]:
-    """Yield the descriptions of the positions. In newer configs each kind of layer may have one."""
+    """Yield an empty description, and each description of the position embeddings in the config.
+
+    In newer configs, each kind of layer may have a description.
+    """
     yield {}
     for key in DESCRIPTIONS:
         found = text.get(key)
@@ -89,7 +95,7 @@ def _descriptions(text: Mapping[str, Json]) -> Iterator[Mapping[str, Json]]:
 
 
 def _rows(rope: Mapping[str, Json], positions: int) -> int:
-    """Return the number of rows of a table for a description of the positions."""
+    """Return the number of rows of the table that vLLM builds for a description."""
     kind = rope.get("rope_type", rope.get("type"))
     original = _whole(rope.get(ORIGINAL)) or positions
     if "mrope_section" in rope:

@@ -42,10 +42,10 @@ QUANTIZED_PARAMETERS = frozenset(
         "blocks",
     }
 )
-# Parameters that a layer never has without further parameters.
+# Other parameters of quantized layers. A module with only these parameters is no linear layer.
 AUXILIARY_PARAMETERS = frozenset({"scales", "g_idx"})
-# Parameters of all experts of a layer whose names are joined to the name of their
-# projection (gpt-oss).
+# Names of gpt-oss's stacked experts. The parameter follows the projection after an underscore
+# instead of a dot: `experts.down_proj_blocks`.
 JOINED = re.compile(
     r"(?P<module>.*\.experts\.(?:gate_up|down)_proj)_(?P<parameter>blocks|scales|bias)"
 )
@@ -90,7 +90,7 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def joined_name(module: str, parameter: str) -> str:
-    """Return the name of a module's tensor."""
+    """Return the name of a module's tensor, with an underscore for gpt-oss's experts (JOINED)."""
     joined = f"{module}_{parameter}"
     return joined if JOINED.fullmatch(joined) else f"{module}.{parameter}"
 

@@ -90,7 +90,7 @@ def _missing_draft_layers(view: CheckpointView) -> Iterator[Finding]:
     """
     text = view.model.text
     counts = {key: value for key in DRAFTS if isinstance(value := text.get(key), int) and value}
-    if not counts or any(map(view.model.drafts, view.index.tensors)):
+    if not counts or any(map(view.model.is_draft, view.index.tensors)):
         return
     announced, count = next(iter(counts.items()))
     finding = error if "mtp" in view.target.speculative else warning
@@ -187,8 +187,8 @@ def _unexpected_tensors(view: CheckpointView, layout: ModelLayout) -> Iterator[s
         weight = parameter in WEIGHTS and module in layout.modules or UNREAD.search(name)
         matrix = module.endswith((INPUT, OUTPUT)) and view.quantization.is_transform(module)
         read = weight or matrix and module.rpartition(".")[0] in layout.modules
-        is_known = read or view.model.drafts(name) or name.endswith(own_scales)
-        if not is_known and layout.covers(name):
+        is_known = read or view.model.is_draft(name) or name.endswith(own_scales)
+        if not is_known and layout.is_complete_around(name):
             yield name
 
 

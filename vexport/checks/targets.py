@@ -24,7 +24,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         return
     for fused in view.model.fused_layers:
         if (
-            view.model.drafts(fused.name)
+            view.model.is_draft(fused.name)
             and not view.layers.is_quantized(fused)
             and "mtp" not in view.target.speculative
         ):
@@ -83,7 +83,7 @@ def _stacked_experts(view: CheckpointView) -> Iterator[Finding]:
     """
     for name, tensor in view.index.tensors.items() if view.quantization.method is None else ():
         ending = stacked_ending(name, view.model.architecture) if len(tensor.shape) == 3 else None
-        if ending and tensor.dtype in FLOATING and not view.model.drafts(name):
+        if ending and tensor.dtype in FLOATING and not view.model.is_draft(name):
             first = f"{name.removesuffix(ending[0])}{ending[1].rpartition('.')[0]}.0.down_proj"
             group = view.lookup.group_of(FusedLayer(name=first, members=(first,)))
             if group is not None:
