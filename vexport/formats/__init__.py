@@ -14,10 +14,10 @@ from vexport.formats.nvfp4 import Nvfp4
 
 NVFP4, MXFP4, MXFP8 = Nvfp4(), Mxfp4(), Mxfp8()
 PACKED, FP8, INT8, INT4 = PackedIntegers(), Fp8(), Int8(), Int4()
-# In the order in which vLLM tries their schemes: `_get_scheme_from_parts` in its
-# compressed_tensors.py, for a device that supports every scheme.
+# All formats, in the order in which vLLM tries their schemes on a device that supports all of them
+# (`_get_scheme_from_parts` in compressed_tensors.py).
 FORMATS: Sequence[Format] = (NVFP4, MXFP4, MXFP8, PACKED, FP8, INT8, INT4)
-# In the order in which vexport prefers them for a scheme's weights: INT8 before packed integers.
+# Formats that vexport writes, the preferred format first. INT8 comes before packed integers.
 WRITTEN_FORMATS: Sequence[Format] = (NVFP4, MXFP4, MXFP8, FP8, INT8, PACKED)
 
 
@@ -45,8 +45,8 @@ def nearest_format(args: Arguments, stored_as: str) -> Format:
         return storage
     weights = args.weights
     if weights.is_float:
-        four = NVFP4 if weights.strategy == "tensor_group" else MXFP4
-        return FP8 if weights.num_bits == 8 else four
+        four_bits = NVFP4 if weights.strategy == "tensor_group" else MXFP4
+        return FP8 if weights.num_bits == 8 else four_bits
     return PACKED if "pack" in stored_as else INT8
 
 

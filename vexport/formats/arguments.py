@@ -29,7 +29,8 @@ NULLABLE = frozenset(
 )
 ORDERINGS = (None, "group", "weight", "dynamic", "static")
 LOWERCASE_FIELDS = ("type", "strategy", "dynamic", "actorder")
-# More bits than any scheme of vLLM has. The limit keeps values that are computed from them small.
+# Largest accepted number of bits. No vLLM scheme has so many. The limit keeps numbers small that
+# are computed from the bits.
 MAX_BITS = 16
 
 
@@ -103,7 +104,7 @@ class SchemeArgs:
 
     @property
     def calibrated(self) -> bool:
-        """True if static statistics of the inputs are needed."""
+        """True if the inputs have a static scale or global scale, which calibration computes."""
         return self.input_activations is not None and self.input_activations.dynamic is not True
 
 
@@ -156,7 +157,7 @@ def _contradictions(args: QuantArgs) -> Iterator[str]:
         yield f"strategy {strategy} {_with_value('block_structure', args.block_structure)}"
     if args.actorder in ("group", "dynamic") and strategy not in GROUPED:
         yield f"actorder {args.actorder} with strategy {strategy}"
-    yield from _contradictions_of_time(args)
+    yield from _contradictory_dynamic(args)
     yield from _unknown_dtypes(args)
 
 
@@ -165,7 +166,7 @@ def _with_value(key: str, value: object) -> str:
     return f"without {key}" if value is None else f"with {key} {value}"
 
 
-def _contradictions_of_time(args: QuantArgs) -> Iterator[str]:
+def _contradictory_dynamic(args: QuantArgs) -> Iterator[str]:
     """Yield strategies that are static but must be dynamic, or dynamic but must be static."""
     if args.strategy == "token" and not args.dynamic:
         yield "a strategy token that is not dynamic"
@@ -200,7 +201,7 @@ def parse_args(raw: Json) -> QuantArgs | str:
     if isinstance(raw.get("group_size"), str):
         return f"group_size {raw['group_size']!r}, which is not a number"
     try:
-        args = arguments_adapter().validate_python({**_inferred(raw), **_present(raw)})
+        args = arguments_adapter().validate_python({**_inferred(raw), **_normalized(raw)})
     except ValidationError as error:
         first = validation_problems(error)[0]
         return f"{first.place} {first.found}, which is not {first.need}"
@@ -209,7 +210,10 @@ def parse_args(raw: Json) -> QuantArgs | str:
 
 @cache
 def arguments_adapter() -> TypeAdapter[QuantArgs]:
-    """Return the cached adapter for arguments: making it takes longer than a small check."""
+    """Return pydantic's adapter for QuantArgs.
+
+    It is cached, because creating it takes longer than a small check.
+    """
     return TypeAdapter(QuantArgs)
 
 
@@ -234,7 +238,8 @@ def _inferred(raw: Mapping[str, Json]) -> dict[str, Json]:
     return {"num_bits": 8, "type": "int", "strategy": strategy}
 
 
-def _present(raw: Mapping[str, Json]) -> dict[str, Json]:
+def _normalized(raw: Mapping[str, Json]) -> dict[str, Json]:
+    """Return the values that are not null, converted as compressed-tensors converts them."""
     present: dict[str, Json] = {key: value for key, value in raw.items() if value is not None}
     for key in LOWERCASE_FIELDS:
         value = present.get(key)

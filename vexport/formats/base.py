@@ -51,7 +51,7 @@ class Partition:
 
 
 def partition_of(members: Sequence[LinearPlan], ranks: int, split: Split) -> Partition:
-    """Return a rank's part of the layers, if the split sizes are multiples of `ranks`."""
+    """Return a rank's part of the layers. The split sizes must be multiples of `ranks`."""
     rows, columns = (ranks, 1) if split == "out" else (1, ranks)
     return Partition(
         out_features=tuple(member.out_features // rows for member in members),
@@ -102,8 +102,8 @@ class GpuSupport:
     `input_bits` maps the first capability of each kernel, in ascending order, to the bits of the
     kernel's inputs. vLLM chooses the kernel without a message. `stored_bits` are the input bits of
     the checkpoint. `loads_below` is the first capability that no longer runs the scheme, or 0 if no
-    GPU runs it. `after_loading` is the reason if vLLM accepts the checkpoint and raises after
-    loading it.
+    GPU runs it. If vLLM loads the checkpoint on unsupported GPUs and fails later, `after_loading`
+    describes why.
     """
 
     input_bits: Mapping[int, int]
@@ -148,13 +148,14 @@ class Format(Protocol):
     that apply to most formats.
     """
 
-    # compressed-tensors' name of the storage, and the name of the tensor with the weight's codes.
+    # compressed-tensors' name of the storage.
     name: str
+    # Name of the tensor with the weight's codes.
     weight: str
     codes_per_byte: int = 1
-    # `transposed` is True if stored tensors have the layer's inputs first. `unread` lists tensors
-    # that vLLM loads or drops but never uses.
+    # True if the first dimension of stored tensors is in_features.
     transposed: bool = False
+    # Tensors that vLLM loads or drops, but never uses.
     unread: frozenset[str] = frozenset()
     # True if scales are exponents of two in bytes (e8m0) instead of numbers.
     exponent_scales: bool = False
@@ -163,7 +164,10 @@ class Format(Protocol):
 
     @abstractmethod
     def matches(self, args: Arguments, stored_as: str) -> bool:
-        """Return True if vLLM selects this format for a config group named `stored_as`."""
+        """Return True if vLLM selects this format for a config group.
+
+        `stored_as` is the format name in the group.
+        """
 
     def refusal(self, args: Arguments) -> str | None:
         """Return why vLLM refuses a group although it selects this format, or None."""
@@ -180,9 +184,8 @@ class Format(Protocol):
     def group_sizes(self, args: Arguments) -> Sequence[int | None]:
         """Return the group sizes that vLLM's kernels run.
 
-        A size of None stands for a scale per row.
-
-        The result is empty if the format does not offer a choice.
+        A size of None stands for a scale per row. The result is empty if the format has a fixed
+        group size or no groups.
         """
         return ()
 
@@ -214,7 +217,7 @@ class Format(Protocol):
 
     @abstractmethod
     def gpu_support(self, args: Arguments) -> GpuSupport:
-        """Return the GPUs that run the format, and the bits of the inputs that they multiply."""
+        """Return the GPUs that run the format, and the input bits of their kernels."""
 
     def cpu(self, args: Arguments) -> Cpu:
         """Return whether vLLM's CPU build runs the format natively or emulated."""
@@ -233,10 +236,11 @@ class Format(Protocol):
         return {}
 
     def largest_codes(self, args: Arguments, codes: "Bytes") -> "tuple[Codes, int] | None":
-        """Return the largest code of each scale in some rows, and the end of the range.
+        """Return the largest code of each row or group with a scale, and the code to reach.
 
-        `codes` are the bytes of the rows. A scale fits its weights if its largest code reaches the
-        end of the range. Returns None if correct scales need not reach the end.
+        `codes` are the stored bytes of some rows. If a scale is correct, the largest code of its
+        row or group is at least the second result. Returns None if this does not hold for the
+        format.
         """
         return None
 
@@ -257,7 +261,10 @@ class Format(Protocol):
 
 
 def exact(dtype: str, shape: tuple[int, ...], *also: str, along: tuple[int, ...] = ()) -> Parameter:
-    """Return a parameter stored in `dtype`; vLLM also copies the dtypes `also` exactly."""
+    """Return a parameter stored in `dtype`.
+
+    vLLM also accepts tensors of the dtypes in `also` without changing their values.
+    """
     return Parameter(dtypes=frozenset({dtype, *also}), shape=shape, dtype=dtype, along=along)
 
 

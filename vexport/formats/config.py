@@ -31,8 +31,9 @@ if TYPE_CHECKING:
 # (CompressedTensorsKVCacheMethod in vLLM's compressed_tensors.py). Scales per head need
 # FlashAttention 3.
 K_SCALE, V_SCALE = "k_scale", "v_scale"
-# vLLM stores its attention in this attribute of a model's attention module. It also finds the
-# scales `self_attn.k_scale` there (get_cache_scale_mapper, quantization/base_config.py).
+# Name of vLLM's Attention object in a model's attention module (`self_attn.attn`). vLLM also loads
+# the scale `self_attn.k_scale` into this object (get_cache_scale_mapper in
+# quantization/base_config.py).
 INNER = "attn"
 KV_CACHES: Mapping[KvCache, QuantArgs] = {
     "fp8": QuantArgs(num_bits=8, type="float", strategy="tensor", observer="static_minmax"),
@@ -48,22 +49,22 @@ def quantization_config(plan: Plan) -> dict[str, Json]:
     If there is a single group, it targets the class Linear. Several groups target their layers by
     name. A class would match all layers, and vLLM uses the first target that matches.
     """
-    treated: dict[tuple[str, str], list[FusionGroup]] = {}
+    by_scheme: dict[tuple[str, str], list[FusionGroup]] = {}
     for group in plan.groups:
-        treated.setdefault((group.scheme.name, group.observers), []).append(group)
+        by_scheme.setdefault((group.scheme.name, group.observers), []).append(group)
     architecture = get_architecture(plan.architecture)
     groups: dict[str, Json] = {}
     formats: set[str] = set()
-    for number, groups_alike in enumerate(treated.values()):
+    for number, same_scheme in enumerate(by_scheme.values()):
         others = [
-            group.layer for each in treated.values() if each is not groups_alike for group in each
+            group.layer for each in by_scheme.values() if each is not same_scheme for group in each
         ]
-        layers = [group.layer for group in groups_alike]
-        args = _arguments(groups_alike[0])
-        stored_as = groups_alike[0].scheme.format.name
+        layers = [group.layer for group in same_scheme]
+        args = _arguments(same_scheme[0])
+        stored_as = same_scheme[0].scheme.format.name
         formats.add(stored_as)
         groups[f"group_{number}"] = {
-            "targets": [*targets_of(layers, architecture, others, alone=len(treated) == 1)],
+            "targets": [*targets_of(layers, architecture, others, alone=len(by_scheme) == 1)],
             "weights": _json(args.weights),
             "input_activations": _json(args.input_activations),
             "output_activations": None,
@@ -94,8 +95,9 @@ def targets_of(
     it, all parts are targets, even parts that have no tensor. If vLLM looks up a layer by another
     name than in the file, this name is also a target.
 
-    The target of a quantized output head is a pattern. vLLM's name of the head may be longer than
-    the checkpoint's name (`language_model.lm_head`). vLLM translates only names with a dot.
+    The target of a quantized output head is a pattern, because vLLM's name of the head may be
+    longer than the checkpoint's name (`language_model.lm_head`), and vLLM only renames targets with
+    a dot. With `alone`, no other layers are quantized, and the class Linear is the target.
     """
     names = [name for layer in layers for name in _names(layer, architecture)]
     heads = [name for name in names if is_head(name)]
@@ -121,21 +123,26 @@ def _names(layer: FusedLayer, architecture: Architecture) -> Iterator[str]:
 def _experts_together(
     names: Iterable[str], architecture: Architecture, others: Iterable[str]
 ) -> list[str]:
-    """Return the names, with a pattern for all experts of a projection.
+    """Return the names, but replace the names of experts by a pattern for each projection.
 
-    All experts of a layer have the same scheme in vLLM.
+    All experts of a layer have the same scheme in vLLM, so a pattern may cover all of them.
     """
     targets: dict[tuple[str, str], Sequence[str]] = {}
     for name in names:
         experts, last_part = moe_layer(name), name.rpartition(".")[2]
         key = (experts or "", last_part if experts else name)
         if key not in targets:
-            first = architecture.experts is not None and architecture.experts[::2] == (
-                last_part,
-                None,
+            # If experts have no gate, vLLM also looks up the missing projection.
+            expert_names = architecture.experts
+            without_gate = (
+                expert_names is not None
+                and expert_names.up is None
+                and expert_names.gate == last_part
             )
-            asked = f"(?:{re.escape(last_part)}|{ABSENT_UP})" if first else re.escape(last_part)
-            ending = rf"\.\d+\.{asked}$"
+            looked_up = re.escape(last_part)
+            if without_gate:
+                looked_up = f"(?:{looked_up}|{ABSENT_UP})"
+            ending = rf"\.\d+\.{looked_up}$"
             targets[key] = (
                 [*patterns_below(experts, ending, architecture, others)] if experts else [name]
             )
@@ -171,10 +178,10 @@ def kv_layout(layer: AttentionLayer) -> tuple[TensorSpec, TensorSpec]:
 
 
 def kv_scales(layer: AttentionLayer, ranges: Mapping[str, KeyValueRanges]) -> "tuple[Array, Array]":
-    """Return the scales of keys and of values: largest magnitude / 448 in calibration, float32.
+    """Return the scales of keys and of values, as float32 with the shapes of `kv_layout`.
 
-    They have the shapes of `kv_layout`. Raises InputError if calibration did not record the layer's
-    keys and values, or recorded another number of heads.
+    A scale is the largest magnitude in calibration divided by 448. Raises InputError if calibration
+    did not record the layer's keys and values, or recorded another number of heads.
     """
     layer_ranges = ranges.get(layer.name)
     heads = 0 if layer_ranges is None else len(layer_ranges.key.low)

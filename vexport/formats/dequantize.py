@@ -84,7 +84,10 @@ def ignore_group_warning() -> Iterator[None]:
 
 
 def row_chunks(out_features: int, in_features: int) -> Iterator[slice]:
-    """Yield rows to dequantize together: complete blocks and words of packed zero points."""
+    """Yield slices of rows to dequantize at a time.
+
+    Each slice has complete blocks and complete words of packed zero points, except the last slice.
+    """
     rows = max(1, CHUNK_ELEMENTS // max(1, in_features) // WHOLE_ROWS) * WHOLE_ROWS
     for start in range(0, out_features, rows):
         yield slice(start, min(start + rows, out_features))
@@ -111,10 +114,10 @@ def rows_of(
 
 
 def unpack_int32(packed: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
-    """Return the (rows, columns) unsigned int64 values packed into each row's int32 words.
+    """Unpack the unsigned values in each row of int32 words, as int64 (rows, columns).
 
     Each value has `bits` bits. Value i starts at bit i*bits, low bits first, and may cross the
-    border of two words.
+    border between two words.
     """
     unsigned = packed.to(torch.int64) & WORD_MASK
     padded = torch.nn.functional.pad(unsigned, (0, -packed.shape[1] % bits))

@@ -64,9 +64,10 @@ class Fp8(Format):
     def refusal(self, args: Arguments) -> str | None:
         """Return why vLLM refuses a group, or None.
 
-        vLLM refuses blocks without quantized inputs. vLLM also refuses static inputs that it does
-        not quantize, if the weights have blocks or if a layer has several input scales. For blocks,
-        an assertion fails in process_weights_after_loading of CompressedTensorsW8A16Fp8.
+        vLLM refuses block weights without quantized inputs. Some static inputs are left unquantized
+        by vLLM (see `_quantizes`). It then refuses block weights and input scales that are not per
+        tensor. For blocks, an assertion fails in process_weights_after_loading of
+        CompressedTensorsW8A16Fp8.
         """
         inputs = args.input_activations
         if inputs is None:
@@ -143,7 +144,7 @@ class Fp8(Format):
         )
 
     def gpu_support(self, args: Arguments) -> GpuSupport:
-        """Return the GPUs, with 8-bit inputs from SM 89 on (SM 90 for blocks).
+        """Return SM 75 and later, with 8-bit inputs from SM 89 on (SM 90 for blocks).
 
         Below SM 89, vLLM runs W8A16 instead of W8A8 (compressed_tensors.py). Below SM 90, DeepGEMM
         and CUTLASS do not run blocks. There Marlin has priority over Triton and keeps inputs at 16

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from vexport.errors import did_you_mean
 
-# Compute capabilities, from NVIDIA's list (developer.nvidia.com/cuda-gpus), and the capabilities
-# that vLLM 0.32 names.
+# Name of the generation of each compute capability. Sources: NVIDIA's list
+# (developer.nvidia.com/cuda-gpus) and vLLM 0.32.
 GENERATIONS: Mapping[int, str] = {
     **dict.fromkeys((60, 61, 62), "Pascal"),
     **dict.fromkeys((70, 72), "Volta"),
@@ -37,7 +37,7 @@ class Card:
 
     @property
     def usable_bytes(self) -> int:
-        """Return the bytes that vLLM uses of the memory."""
+        """Part of the memory that vLLM uses by default, in bytes."""
         return int(self.memory_bytes * UTILIZATION)
 
 

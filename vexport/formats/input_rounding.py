@@ -1,10 +1,10 @@
 """Round the inputs of quantized layers as their schemes do, with scales from compressed-tensors.
 
-compressed-tensors also rounds the values, except for e2m1 on a CPU: there its code takes ten times
-as long as the arithmetic.
+compressed-tensors also rounds the values. Only e2m1 on a CPU is rounded by vexport's kernels,
+because they are ten times as fast.
 
-This module needs numba, so it is separate from `dequantize`, which is imported in vLLM's process.
-vLLM's CPU build fails at its start if numba is imported.
+This module needs numba. vLLM's process imports `dequantize`, which is therefore a separate module:
+vLLM's CPU build fails at startup if numba is imported.
 """
 
 from collections.abc import Mapping

@@ -35,11 +35,12 @@ if TYPE_CHECKING:
     from vexport.formats.packing.base import Packing, PackingInputs
 
 CHANNEL_OR_GROUP = ("channel", "group")
-# Widths that vLLM packs into 32-bit words (WNA16_SUPPORTED_TYPES_MAP), and the groups that vLLM's
-# kernels run for each width (MarlinLinearKernel; TritonW4A16LinearKernel for 256). Other widths and
-# groups run with humming-kernels, a package that vLLM's CUDA wheel requires.
+# Widths that vLLM packs into 32-bit words (WNA16_SUPPORTED_TYPES_MAP).
 PACKED_BITS = range(2, 9)
-OWN_GROUPS: Mapping[int, Sequence[int | None]] = {
+# Group sizes that vLLM's own kernels run for each width (MarlinLinearKernel;
+# TritonW4A16LinearKernel for 256). Other widths and group sizes run with humming-kernels, a package
+# that vLLM's CUDA wheel requires.
+VLLM_GROUPS: Mapping[int, Sequence[int | None]] = {
     4: (None, 32, 64, 128, 256),
     8: (None, 32, 64, 128),
 }
@@ -55,8 +56,8 @@ NO_EXPERTS = "vLLM has no GPU kernel for routed experts in this scheme"
 class PackedIntegers(Format):
     """Weights of 2 to 8 bits packed into int32 along in_features, with scales in the model's dtype.
 
-    W4A8 is also stored like this, because vLLM has no GPU kernel for W4A8 as int-quantized, the
-    format that compressed-tensors would choose. A value may cross the border of two words, as
+    W4A8 is stored in this format, too. compressed-tensors would choose int-quantized for W4A8, but
+    vLLM has no GPU kernel for that format. A value may cross the border between two words, as
     vLLM's shapes require. compressed-tensors packs in the same way since 0.18. Earlier versions
     left the remaining bits of a word empty.
     """
@@ -84,14 +85,14 @@ class PackedIntegers(Format):
         return None if bits in PACKED_BITS else f"packed integers of {bits} bits"
 
     def unwritable_arguments(self, args: Arguments) -> str | None:
-        """Exclude floats: vLLM ignores the type of weight-only groups and runs them as integers."""
+        """Refuse floats, because vLLM ignores the type of weight-only groups and reads integers."""
         return "floats in groups, which vLLM reads as integers" if args.weights.is_float else None
 
     def group_sizes(self, args: Arguments) -> Sequence[int | None]:
         """Return the group sizes of vLLM's kernels; with FP8 inputs, the group size of CUTLASS."""
         if args.input_activations is not None and args.input_activations.is_float:
             return (W4AFP8_GROUP,)
-        return OWN_GROUPS.get(args.weights.num_bits, HUMMING_GROUPS)
+        return VLLM_GROUPS.get(args.weights.num_bits, HUMMING_GROUPS)
 
     def vllm_scheme(self, args: Arguments) -> str:
         inputs = args.input_activations
@@ -206,7 +207,10 @@ class Int8(Format):
     weight = "weight"
 
     def matches(self, args: Arguments, stored_as: str) -> bool:
-        """Source: _is_static_tensor_w8a8 and _is_dynamic_token_w8a8, which do not check types."""
+        """Return True for symmetric weights of 8 bits and inputs of 8 bits, even for floats.
+
+        Source: _is_static_tensor_w8a8 and _is_dynamic_token_w8a8, which do not check types.
+        """
         weights, inputs = args.weights, args.input_activations
         if (
             stored_as not in WITH_INPUTS
@@ -268,7 +272,8 @@ class Int8(Format):
     def largest_codes(self, args: Arguments, codes: "Bytes") -> "tuple[Codes, int] | None":
         """Return the largest code of each row and the second largest possible code.
 
-        A search for a smaller error may end at the second largest code.
+        If an observer searches for the smallest error, the largest value of a row may get the
+        second largest code.
         """
         if args.weights.strategy != "channel":
             return None
@@ -292,7 +297,7 @@ class Int4(Int8):
     """
 
     def matches(self, args: Arguments, stored_as: str) -> bool:
-        """Source: _is_dynamic_token_w4a8_int."""
+        """Return True for symmetric INT4 weights and INT8 inputs (_is_dynamic_token_w4a8_int)."""
         weights, inputs = args.weights, args.input_activations
         if (
             stored_as not in WITH_INPUTS
@@ -321,13 +326,12 @@ class Int4(Int8):
         return partial_group(partition, args.weights.group)
 
     def gpu_support(self, args: Arguments) -> GpuSupport:
-        """Return no GPU.
+        """Return support without any GPU.
 
-        vLLM chooses Humming's kernel and a dry load succeeds, but the kernel fails.
-
-        After vLLM has loaded the bytes, HummingLinearKernel reads them as words of 8 codes. The
-        shape is then twice the expected shape, and humming's validate_tensors raises an error
-        (humming-kernels of vLLM 0.32.0 and 0.33.0).
+        A dry load succeeds, because vLLM selects Humming's kernel. After vLLM has loaded the bytes,
+        HummingLinearKernel reads them as words of 8 codes. The shape is then twice the expected
+        shape, and humming's validate_tensors raises an error (humming-kernels of vLLM 0.32.0 and
+        0.33.0).
         """
         reason = "codes in bytes, which vLLM's kernel (Humming) reads as packed words and refuses"
         stored = input_bits(args)
@@ -344,7 +348,10 @@ def _bytes(args: Arguments, shape: tuple[int, int]) -> dict[str, Parameter]:
 
 
 def _is_w4afp8(args: Arguments) -> bool:
-    """Source: _is_fp8_w4a8, which applies to any format name."""
+    """Return True for INT4 weights in groups and FP8 inputs per token, under any format name.
+
+    Source: _is_fp8_w4a8.
+    """
     weights, inputs = args.weights, args.input_activations
     four = (weights.type, weights.num_bits, weights.strategy, weights.symmetric) == (
         "int",
@@ -375,7 +382,7 @@ def _partial_tile(args: Arguments, partition: Partition) -> str | None:
 
 
 def _cut_zero_points(args: Arguments, partition: Partition) -> str | None:
-    """Return why zero points of fused or split layers do not begin at a word, or None.
+    """Return a reason if the zero points of a fused or split layer would begin within a word.
 
     Source: _adjust_shard_indexes_for_packing in vLLM.
     """

@@ -48,8 +48,8 @@ class _Mx(Format):
     def unwritable_arguments(self, args: Arguments) -> str | None:
         """Describe inputs that vLLM would not quantize as configured, or return None.
 
-        vLLM ignores the arguments of inputs, so vexport writes only the arguments that vLLM uses
-        anyway.
+        vLLM ignores the config's input arguments and uses fixed arguments. vexport only writes
+        these fixed arguments.
         """
         inputs = args.input_activations
         if inputs is None or (self.bits == 4 and _is_dynamic_fp8(args)):
@@ -133,7 +133,7 @@ def _is_mx(args: QuantArgs, bits: int) -> bool:
 
 
 def _is_dynamic_fp8(args: Arguments) -> bool:
-    """Source: _is_mxfp4_w4a8_fp8 in vLLM's compressed_tensors.py."""
+    """Return True for dynamic FP8 inputs (_is_mxfp4_w4a8_fp8 in vLLM's compressed_tensors.py)."""
     inputs = args.input_activations
     if inputs is None or args.weights.dynamic or inputs.strategy not in ("token", "group"):
         return False

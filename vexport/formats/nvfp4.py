@@ -78,9 +78,10 @@ class Nvfp4(Format):
         return GpuSupport(input_bits={75: UNQUANTIZED_BITS, 100: stored}, stored_bits=stored)
 
     def largest_codes(self, args: Arguments, codes: "Bytes") -> "tuple[Codes, int] | None":
-        """Return the largest code of each group, and 6, the code of the second largest value.
+        """Return the largest code of each group, and the code 6.
 
-        A search for a smaller error may end at the second largest value.
+        The largest value is 6 and has the code 7. If an observer searches for the smallest error,
+        the largest value of a group may be rounded to 4, which has the code 6.
         """
         if codes.shape[1] % (NVFP4_GROUP // 2):
             return None

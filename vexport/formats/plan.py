@@ -1,8 +1,7 @@
 """Plan of a quantized checkpoint: the scheme and the treatment of each fused layer.
 
-The records of a plan are in this module instead of `vexport.records`, because a fusion group holds
-its `Scheme`. In JSON (`vexport plan --format json`, plan.json, report.json) a scheme is represented
-by its name.
+The dataclasses are here and not in `vexport.records`, because they refer to `Scheme`. In JSON
+(`vexport plan --format json`, plan.json, report.json), a scheme is represented by its name.
 """
 
 from collections.abc import Mapping, Sequence
@@ -128,8 +127,10 @@ def _observer_text(name: str, keywords: Mapping[str, OptionValue]) -> str:
 class Plan:
     """Quantization of a checkpoint as planned from headers, rules and architecture alone.
 
-    `ignore` lists the unquantized layers with vLLM's names. `notes` are warnings about assumptions
-    and unquantized layers. `attention` lists the layers that get scales for the KV cache, and is
+    `kept` lists the tensors that are copied unchanged, and `kept_linears` the linear layers that
+    stay unquantized. `ignore` is the `ignore` list of the quantization config. `refusals` are the
+    reasons why the plan cannot be carried out. `notes` are warnings about assumptions and
+    unquantized layers. `attention` lists the layers that get scales for the KV cache, and is
     empty if `kv_cache` is None. `smoothing` is the strength of smoothing before quantization, or 0
     for none.
     """

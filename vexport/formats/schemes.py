@@ -106,7 +106,7 @@ class Scheme:
         return f"{reason} on each of {ranks} ranks"
 
 
-# Names in other tools (case and separators removed), and vexport's name.
+# Maps other tools' names of schemes, without case and separators, to vexport's names.
 NAMES_IN_OTHER_TOOLS: Mapping[str, str] = {
     **dict.fromkeys(("int4", "w4", "q4", "nf4", "4bit"), "W4A16"),
     **dict.fromkeys(("fp4", "w4a4", "nvfp4a4", "nvfp4w4a4"), "NVFP4"),
@@ -143,7 +143,7 @@ METHODS: Mapping[str, str] = {
 
 @cache
 def presets() -> PresetFile:
-    """Return the generated presets, in the order of tables."""
+    """Return the generated presets, in the order in which lists and tables show them."""
     text = (
         files("vexport.formats").joinpath("generated", "presets.json").read_text(encoding="utf-8")
     )
@@ -161,7 +161,10 @@ def fold_name(name: str) -> str:
 
 
 def scheme_name(text: str) -> str:
-    """Return the scheme's name for any case and separators, or `text` itself if unknown."""
+    """Return the scheme's name for a text in any case and with any separators.
+
+    Returns `text` itself if there is no such scheme.
+    """
     names = {fold_name(name): name for name in scheme_names()}
     if fold_name(text) in names:
         return names[fold_name(text)]
@@ -175,10 +178,10 @@ def scheme_name(text: str) -> str:
 
 
 def scheme_hint(name: str, known: Sequence[str]) -> str:
-    """Return a hint in parentheses on an unknown scheme, with a space before it, or "".
+    """Return a hint for an unknown scheme, such as ` (did you mean W4A16?)`, or "".
 
-    The hint is vexport's name of another tool's scheme, the remedy for a method such as AWQ, or
-    else the nearest known name.
+    If the name is a scheme of another tool, the hint is vexport's name. If it is a method such as
+    AWQ, the hint is a remedy. Otherwise the hint is the nearest known name.
     """
     folded = fold_name(name)
     if folded in METHODS:
@@ -223,8 +226,9 @@ def get_scheme(name: str) -> Scheme:
 def named_scheme(args: SchemeArgs) -> Scheme:
     """Return the scheme with these arguments, with a preset's name if the stored tensors are equal.
 
-    A preset that differs only in its group size is named with this size. Raises InputError if vLLM
-    would not run the scheme, or if vexport does not write it.
+    If only the group size differs from a preset, the name is the preset's name with the group size,
+    such as `W4A16_G64`. Raises InputError if vLLM would not run the scheme, or if vexport does not
+    write it.
     """
     text = canonical_name(args)
     for name, preset in presets().presets.items():
@@ -368,8 +372,8 @@ def format_of(args: SchemeArgs) -> Format | str:
     storage = written_format(args)
     if storage is None:
         reason = next(contradictions(args), None)
-        answers = [vllm_format(args, each.name) for each in reversed(WRITTEN_FORMATS)]
-        return reason or next(answer for answer in answers if isinstance(answer, str))
+        formats = [vllm_format(args, each.name) for each in reversed(WRITTEN_FORMATS)]
+        return reason or next(refusal for refusal in formats if isinstance(refusal, str))
     if not storage.gpu_support(args).input_bits and storage.cpu(args) != "native":
         sizes = [str(size) for size in storage.group_sizes(args) if size]
         return (

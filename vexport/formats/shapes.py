@@ -45,7 +45,10 @@ def unsupported_on(
 def unsupported_reordering(
     members: Sequence[LinearPlan], scheme: Scheme, names: Names
 ) -> str | None:
-    """Return why the stored tensors cannot follow vLLM's order of rows, or None if they can."""
+    """Return why vLLM cannot reorder the rows of all stored tensors, or None if it can.
+
+    vLLM's loaders of some classes reorder the rows of a weight (`Architecture.reordered`).
+    """
     width = known_size("hidden_size // num_attention_heads", names.text)
     for member in members:
         last_part = member.name.rpartition(".")[2]
@@ -98,9 +101,10 @@ def _ungrouped(
     names: Names,
     ranks: int,
 ) -> str | None:
-    """Return why ranks cannot share the groups of a layer, or None if they can.
+    """Return why the groups of a layer cannot be divided over the ranks, or None if they can.
 
-    A single group is repeated for all ranks.
+    These are groups of heads in a layer's rows (`Architecture.groups`), not groups with a scale. If
+    there is a single group, every rank gets a copy.
     """
     expression = names.architecture.groups.get(layer.projection)
     count = known_size(expression, names.text) if expression else 0

@@ -14,12 +14,13 @@ from vexport.records import LinearPlan
 
 Array = npt.NDArray[np.generic]
 
+# Storage codes by the dtype of the source. `kernel_input` converts float64 to float32.
 STORAGES: Mapping[str, int] = {"BF16": BFLOAT16, "F16": FLOAT16, "F32": FLOAT32, "F64": FLOAT32}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scales:
-    """Scales and zero points from a search: float32, any shape with a value per group."""
+    """Scales and zero points from a search: float32, in any shape, with a value for each group."""
 
     scale: Floats
     zero_point: Floats
@@ -68,7 +69,11 @@ class Packing(Protocol):
 
 
 def storage_of(rows: Bits, dtype: str) -> int:
-    """Return the storage as which kernels read rows of this dtype; float32 if rounded."""
+    """Return the storage code of rows for the kernels.
+
+    `dtype` is the weight's dtype in the source. Rows that were rounded before packing are float32,
+    whatever the dtype.
+    """
     return FLOAT32 if rows.dtype == np.int32 else STORAGES[dtype]
 
 
@@ -82,7 +87,7 @@ def kernel_input(view: Array) -> Bits:
 
 
 def require_finite(member: LinearPlan, scales: Array) -> None:
-    """Raise InputError with the weight's name if a scale of some of its rows is not finite."""
+    """Raise InputError if a scale is not finite. The error names the weight of `member`."""
     if not np.isfinite(scales).all():
         raise not_finite(member)
 
