@@ -207,6 +207,7 @@ def install_command(extra: str) -> str:
 
 
 def _arguments(extra: str) -> str:
+    """Return pip's arguments for `install_command`."""
     record = _direct_url()
     url, folder, repository = (record.get(key) for key in ("url", "dir_info", "vcs_info"))
     if not isinstance(url, str):
