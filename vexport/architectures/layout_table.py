@@ -136,6 +136,7 @@ class ConfigValues(Mapping[str, object]):
         return self._known[key]
 
     def _read(self, key: str) -> object:
+        """Return a value of the config, also under the key's aliases, or else its default."""
         path = f"{self._path}{key}"
         names = (key, *self._layout.aliases.get(path, ()))
         value = next(
@@ -199,6 +200,10 @@ def expected_tensors(
 def _tensors(
     name: str, row: LayoutRow, layout: ClassLayout, values: ConfigValues, most: int
 ) -> Iterator[tuple[str, Expected]]:
+    """Yield the tensors with a name pattern, for all layers and experts that have them.
+
+    Raises Unknown if a number or a condition is unknown, or if there are more than `most` tensors.
+    """
     parts = name.split(".")
     stars = [at for at, part in enumerate(parts) if part == "*"]
     counts = [size(layout.counts[".".join(parts[: at + 1])], values) for at in stars]
@@ -221,6 +226,7 @@ def _tensors(
 def _shape(
     row: LayoutRow, values: ConfigValues, i: int, layers: int
 ) -> tuple[int | None, ...] | None:
+    """Return the shape of a row's tensors in layer `i`, or None if it is unknown."""
     if row.shape is None:
         return None
     sides = tuple(size(side, values, i=i, layers=layers) if side else None for side in row.shape)

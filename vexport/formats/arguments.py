@@ -148,6 +148,7 @@ def contradictions(args: Arguments) -> Iterator[str]:
 
 
 def _contradictions(args: QuantArgs) -> Iterator[str]:
+    """Yield contradictory arguments of the weights or of the inputs."""
     size, strategy = args.group_size, args.strategy
     if strategy in GROUPED and (size is None or size <= 0):
         yield f"strategy {strategy} {_with_value('group_size', size)}"

@@ -311,6 +311,7 @@ def _with_groups(args: SchemeArgs, group_size: int | None) -> SchemeArgs:
 
 
 def _scheme(name: str, args: SchemeArgs) -> Scheme:
+    """Return a scheme. Raises InputError if vLLM cannot run it, or if vexport cannot write it."""
     storage = format_of(args)
     if isinstance(storage, str):
         raise InputError(
@@ -403,6 +404,10 @@ def _complete_args(weights: QuantArgs, inputs: QuantArgs | None) -> SchemeArgs:
 
 
 def _with_dtypes(args: QuantArgs, *, exponents: bool) -> QuantArgs:
+    """Set the dtypes of scales and zero points, and remove options of the observer.
+
+    `exponents` is True if the scales of groups are stored as exponents (MXFP4 and MXFP8).
+    """
     scale = "torch.float8_e4m3fn" if args.strategy == "tensor_group" else None
     if exponents and args.strategy == "group" and args.group_size == MX_GROUP:
         scale = "torch.uint8"
