@@ -1,8 +1,8 @@
 """Check whether a checkpoint runs as stored on the target's ranks and GPUs.
 
-The options `--tp` and `--sm` select these checks. The shapes of each rank's part are checked with
-the same rules as for plans. vLLM chooses the kernel of each layer itself, and `load --dry` shows
-its choice.
+The options `--tp` and `--sm` select these checks. `vexport plan` uses the same rules for the shapes
+of each rank's part of a layer. The kernels that vLLM selects are not checked here: `load --dry`
+shows them.
 """
 
 from collections import Counter
@@ -30,9 +30,11 @@ DESCRIPTION = (
     "heads, groups and blocks divide over the ranks (--tp), and GPUs run schemes as stored (--sm)"
 )
 FIX_SCHEME = "serve it on another GPU, or use another scheme"
-# The first SM on which Triton's attention supports FP8 caches, the first SM that FlashInfer
-# supports, and FlashInfer's head sizes.
-TRITON_FP8_FROM, FLASHINFER_FROM, FLASHINFER_HEADS = 89, 80, (64, 128, 256, 512)
+# Lowest SM on which Triton's attention supports FP8 caches.
+TRITON_FP8_FROM = 89
+# Lowest SM and head sizes that FlashInfer supports.
+FLASHINFER_FROM, FLASHINFER_HEADS = 80, (64, 128, 256, 512)
+# Ending of tensors with attention sinks.
 SINKS = ".sinks"
 
 
@@ -63,12 +65,13 @@ def _cache(view: CheckpointView) -> Iterator[Finding]:
         return
     width = head_width(text)
     sinks = any(name.endswith(SINKS) for name in view.index.tensors)
-    runs = width in FLASHINFER_HEADS and not sinks
-    refusing = [sm for sm in view.target.sm if sm < (FLASHINFER_FROM if runs else TRITON_FP8_FROM)]
+    flashinfer_runs = width in FLASHINFER_HEADS and not sinks
+    lowest = FLASHINFER_FROM if flashinfer_runs else TRITON_FP8_FROM
+    refusing = [sm for sm in view.target.sm if sm < lowest]
     if refusing:
         with_flashinfer = f", or {FLASHINFER_FROM} with FlashInfer"
         reason = "attention sinks" if sinks else f"head size {width}"
-        expected = f"SM {TRITON_FP8_FROM} or above{with_flashinfer if runs else ''}"
+        expected = f"SM {TRITON_FP8_FROM} or above{with_flashinfer if flashinfer_runs else ''}"
         got = f"a GPU on which vLLM has no attention backend for an FP8 cache ({reason})"
         fix = "serve it on another GPU, or with --kv-cache-dtype bfloat16 (float16 below SM 80)"
         yield error(
@@ -77,6 +80,7 @@ def _cache(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _heads(view: CheckpointView, ranks: int) -> Iterator[Finding]:
+    """Report attention heads that cannot be divided over the ranks."""
     heads = heads_of(view.layers.by_name, view.model.names)
     if got := heads.uneven(ranks):
         expected = f"attention heads that can be divided over {ranks} ranks"
@@ -85,10 +89,11 @@ def _heads(view: CheckpointView, ranks: int) -> Iterator[Finding]:
 
 
 def _shapes(view: CheckpointView, ranks: int) -> Iterator[Finding]:
+    """Report layers that vLLM cannot run on this number of ranks, one finding for each kind."""
     counts: Counter[tuple[str, str]] = Counter()
     for fused in view.model.fused_layers:
         group = view.lookup.group_of(fused) if view.layers.is_quantized(fused) else None
-        members = view.layers.sized(fused, group)
+        members = view.layers.members_with_sizes(fused, group)
         if members is None:
             continue
         places = {view.model.names.place(name) for name in fused.members}
@@ -121,6 +126,7 @@ def _by_group(view: CheckpointView) -> list[tuple[ConfigGroup, list[FusedLayer]]
 def _capabilities(
     view: CheckpointView, group: ConfigGroup, fused_layers: list[FusedLayer]
 ) -> Iterator[Finding]:
+    """Report GPUs that refuse a group's scheme, or run it with other input bits than stored."""
     support, capabilities = group.storage.gpu_support(group), view.target.sm
     layers = (
         f"{with_stars(fused_layers[0].name)} and all of {group.name} ({_layers(len(fused_layers))}"

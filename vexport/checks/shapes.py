@@ -26,8 +26,8 @@ DESCRIPTION = "dtypes and shapes match the config, and the members of fused laye
 
 # Text that is appended to a shape that is too large.
 NARROWED = ", of which vLLM silently ignores the end"
-# Rounding these scales to 16 bits changes all weights or inputs of a layer by the same 0.4 %, far
-# less than FP4 rounding does.
+# Rounding these scales to 16 bits multiplies all weights or inputs of a layer by the same factor.
+# The factor differs from 1 by at most 0.4 %, far less than the errors of FP4 rounding.
 GLOBAL_SCALES = (".weight_global_scale", ".input_global_scale", ".weight_scale_2")
 COMPARED_SCALES = ("weight_scale", "input_scale", "weight_scale_inv", "scales")
 CACHE_SCALES = (".k_scale", ".v_scale")
@@ -37,13 +37,13 @@ SPLIT_DIMENSIONS: Mapping[Split, int] = {"out": 0, "in": 1}
 
 def run(view: CheckpointView) -> Iterator[Finding]:
     """Yield findings on tensors that vLLM would refuse, narrow or cast."""
-    right = _correct_projections(view)
+    correct_projections = _correct_projections(view)
     for fused in view.model.fused_layers:
         group = view.lookup.group_of(fused)
         if group is not None and view.layers.is_quantized(fused):
             yield from _compare_widths(view, group, fused)
             yield from _whole_blocks(view, group, fused)
-            yield from _quantized(view, group, fused, right)
+            yield from _quantized(view, group, fused, correct_projections)
             yield from _unusable_tensors(view, group, fused)
     yield from _rounded_scales(view)
     if view.model.layout is not None:
@@ -51,22 +51,30 @@ def run(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _quantized(
-    view: CheckpointView, group: ConfigGroup, fused: FusedLayer, right: frozenset[str]
+    view: CheckpointView, group: ConfigGroup, fused: FusedLayer, correct_projections: frozenset[str]
 ) -> Iterator[Finding]:
+    """Yield findings on the dtypes and shapes of quantized tensors.
+
+    vLLM silently narrows a tensor that is too large. The finding is then a warning, unless the
+    size in the config looks wrong.
+    """
     cut = _narrowed_dimension(view, fused)
     if group.storage.transposed and cut is not None:
         cut = 1 - cut
     for layer in view.layers.members(fused):
         parameters, shape = layer.parameters, view.layers.shape_of(layer)
         expected = group.parameters(shape) if shape is not None else {}
-        parts = [
+        split = [
             parameter
             for parameter, form in expected.items()
             if form.along and parameter in parameters
         ]
-        whole = all(parameters[parameter].shape != expected[parameter].shape for parameter in parts)
-        dense = INT32_BITS % group.weights.num_bits == 0
-        narrowing = dense and (not whole or layer.name.rpartition(".")[2] in right)
+        all_differ = all(parameters[each].shape != expected[each].shape for each in split)
+        # If all tensors of a layer have another size than the config, and no layer with this name
+        # has the config's size, the config is probably wrong.
+        is_config_right = not all_differ or layer.name.rpartition(".")[2] in correct_projections
+        whole_words = INT32_BITS % group.weights.num_bits == 0
+        narrowing = whole_words and is_config_right
         for parameter in (name for name in expected if name in parameters):
             yield from _dtype(view, group, parameters[parameter], expected[parameter])
             yield from _shape(
@@ -91,11 +99,10 @@ def _unusable_tensors(
 
 
 def _correct_projections(view: CheckpointView) -> frozenset[str]:
-    """Return the last names of layers, such as `down_proj`, with at least one layer of the right
-    size.
+    """Return the projections, such as `down_proj`, that have the config's size in some layer.
 
-    The right size is the size in the model's config. If all layers with a name are larger than the
-    config's size, the config is wrong, and vLLM would narrow the layers to this size.
+    If a projection is larger than the config's size in all layers, the config is wrong, and vLLM
+    would narrow the layers to the wrong size.
     """
     return frozenset(
         name.rpartition(".")[2]
@@ -108,7 +115,7 @@ def _correct_projections(view: CheckpointView) -> frozenset[str]:
 def _narrowed_dimension(view: CheckpointView, fused: FusedLayer) -> int | None:
     """Return the dimension along which vLLM narrows a layer's tensors.
 
-    Returns None if vLLM compares shapes instead.
+    Returns None if vLLM narrows no dimension and requires the exact shape.
     """
     if EXPERT.search(fused.members[0]):
         return None
@@ -118,12 +125,15 @@ def _narrowed_dimension(view: CheckpointView, fused: FusedLayer) -> int | None:
 def _dtype(
     view: CheckpointView, group: ConfigGroup, tensor: TensorInfo, expected: Parameter
 ) -> Iterator[Finding]:
+    """Report a wrong dtype. The finding is a warning if vLLM's cast keeps nearly all precision."""
     if tensor.dtype in expected.dtypes:
         return
     wanted = f"dtype {' or '.join(sorted(expected.dtypes))} ({group.format})"
-    little = tensor.name.endswith(GLOBAL_SCALES) and is_rounding_negligible(view.reader, tensor)
-    if little or is_lossless_cast(view.reader, tensor, expected.dtype):
-        loss = "a rounding error of at most 0.4 %" if little else "no loss"
+    is_negligible = tensor.name.endswith(GLOBAL_SCALES) and is_rounding_negligible(
+        view.reader, tensor
+    )
+    if is_negligible or is_lossless_cast(view.reader, tensor, expected.dtype):
+        loss = "a rounding error of at most 0.4 %" if is_negligible else "no loss"
         got = f"{tensor.dtype}, which vLLM casts, with {loss}"
         yield warning(NAME, tensor.name, expected=wanted, got=got, fix=FIX_EXPORT)
     else:
@@ -134,6 +144,10 @@ def _dtype(
 def _shape(
     group: ConfigGroup, tensor: TensorInfo, expected: Parameter, cut: int | None, *, narrowing: bool
 ) -> Iterator[Finding]:
+    """Report a wrong shape.
+
+    If `narrowing` is True, a tensor that is only too large along the dimension `cut` is a warning.
+    """
     scalar = expected.shape == (1,) and tensor.shape == ()
     if tensor.shape == expected.shape or scalar:
         return
@@ -182,9 +196,9 @@ def _rounded_scales(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _scales(view: CheckpointView) -> Iterator[tuple[tuple[str, str], TensorInfo]]:
-    """Yield all scales, each with the key of scales that should have the same dtype.
+    """Yield (kind, tensor) for each scale. Scales of a kind should have the same dtype.
 
-    The key contains the config group and the parameter, or identifies the scales of the KV cache.
+    The kind is a pair of a config group and a parameter. All scales of the KV cache are one kind.
     """
     for layer in view.layers.by_name.values():
         if layer.group is not None:
@@ -197,7 +211,7 @@ def _scales(view: CheckpointView) -> Iterator[tuple[tuple[str, str], TensorInfo]
 
 
 def _unquantized(view: CheckpointView, layout: ModelLayout) -> Iterator[Finding]:
-    """Yield findings on norms, biases, embeddings and unquantized layers, by the model's config."""
+    """Compare norms, biases, embeddings and unquantized layers with the model's config."""
     quantized = {module for fused in view.layers.quantized for module in fused.members}
     cuts: dict[str, int | None] = {}
     for fused in view.model.fused_layers:
@@ -212,6 +226,10 @@ def _unquantized(view: CheckpointView, layout: ModelLayout) -> Iterator[Finding]
 def _unquantized_tensor(
     view: CheckpointView, name: str, shape: Shape, cut: int | None
 ) -> Iterator[Finding]:
+    """Report an unquantized tensor with a wrong dtype or shape.
+
+    `cut` is the dimension along which vLLM narrows the tensor, or None.
+    """
     tensor = view.index.tensors.get(name)
     if tensor is None or JOINED.fullmatch(name):
         return
@@ -259,6 +277,7 @@ def _loses_in_bfloat16(view: CheckpointView, tensor: TensorInfo) -> bool:
 def _compare_widths(
     view: CheckpointView, group: ConfigGroup, fused: FusedLayer
 ) -> Iterator[Finding]:
+    """Report different in_features of fused layers, and in_features that groups do not divide."""
     shapes = {layer.name: view.layers.shape_of(layer) for layer in view.layers.members(fused)}
     widths = {name: shape[1] for name, shape in shapes.items() if shape}
     if len(set(widths.values())) > 1:
@@ -275,7 +294,9 @@ def _compare_widths(
 
 def _whole_blocks(view: CheckpointView, group: ConfigGroup, fused: FusedLayer) -> Iterator[Finding]:
     """Report block scales that vLLM refuses at every tensor parallel size."""
-    members = view.layers.sized(fused, group) if group.weights.block is not None else None
+    members = (
+        view.layers.members_with_sizes(fused, group) if group.weights.block is not None else None
+    )
     if members is None:
         return
     parts = parts_of(fused, members, view.model.names)

@@ -173,7 +173,7 @@ def _rows(view: CheckpointView) -> dict[str, int | None]:
     """Return the out_features of every linear layer, or None for layers of unknown size."""
     rows: dict[str, int | None] = {}
     for fused in view.model.fused_layers:
-        members = view.layers.sized(fused, view.lookup.group_of(fused))
+        members = view.layers.members_with_sizes(fused, view.lookup.group_of(fused))
         rows.update(dict.fromkeys(fused.members))
         rows.update({member.name: member.out_features for member in members or ()})
     return rows

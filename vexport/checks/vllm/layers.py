@@ -62,7 +62,9 @@ class StoredLayers:
         reordering = self._model.architecture.reordered.get(layer.name.rpartition(".")[2])
         return (columns, rows) if reordering == "transposed" else (rows, columns)
 
-    def sized(self, fused: FusedLayer, group: ConfigGroup | None) -> tuple[LinearPlan, ...] | None:
+    def members_with_sizes(
+        self, fused: FusedLayer, group: ConfigGroup | None
+    ) -> tuple[LinearPlan, ...] | None:
         """Return the members of a fused layer with their sizes, or None if a size is unknown."""
         members: list[LinearPlan] = []
         for layer in self.members(fused):
