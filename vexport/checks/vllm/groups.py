@@ -57,7 +57,7 @@ class ConfigGroup:
         return layout if isinstance(layout, str) else None
 
     def parameters(self, shape: tuple[int, int]) -> Mapping[str, Parameter]:
-        """Return the tensors of a layer (out_features, in_features) by parameter."""
+        """Return the tensors that a layer of this (out_features, in_features) should have."""
         return self.storage.parameters(self, shape)
 
     def shape(self, tensors: Mapping[str, TensorInfo]) -> tuple[int, int] | None:
@@ -65,7 +65,10 @@ class ConfigGroup:
         return self.storage.shape(self, tensors)
 
     def expected(self, tensors: Mapping[str, TensorInfo]) -> Mapping[str, Parameter] | None:
-        """Return the parameters of a layer with these tensors, or None if its size is unknown."""
+        """Return the tensors that a layer should have, or None if its size is unknown.
+
+        The size is derived from the layer's stored tensors.
+        """
         shape = self.shape(tensors)
         return None if shape is None else self.parameters(shape)
 
@@ -141,8 +144,8 @@ def group_for(
     projection, routed = fused.rpartition(".")[2], moe_layer(members[0]) is not None
     group = None if routed else _first(fused, targets)
     if group is None and _are_resolved(projection, members, architecture):
-        owners = [_first(lookup_name(member), targets) for member in members]
-        group = owners[0] if all(owners) else None
+        of_members = [_first(lookup_name(member), targets) for member in members]
+        group = of_members[0] if all(of_members) else None
     if group is not None:
         return group
     if routed and LINEAR in targets and EXPERTS_CLASS not in targets:
@@ -152,7 +155,7 @@ def group_for(
 
 
 def _are_resolved(projection: str, members: Sequence[str], architecture: Architecture) -> bool:
-    """Return True if vLLM looks up the members' names, which it does for some fused layers only."""
+    """Return True if vLLM looks up the members' names. For some fused layers, it does not."""
     alone = len(members) == 1 or moe_layer(members[0]) is not None
     return alone or projection in architecture.resolved
 
@@ -162,7 +165,10 @@ def _first(name: str, targets: Targets) -> ConfigGroup | None:
 
 
 def group_of_class(name: str, targets: Targets) -> ConfigGroup | None:
-    """Match a class by part of its name, in any case, or by a pattern."""
+    """Return the first group with a target that matches a vLLM class, or None.
+
+    A target is a part of the class name, in upper or lower case, or a regular expression.
+    """
     for target, group in targets.items():
         if matches(target, name) if target.startswith(REGEX) else target.lower() in name.lower():
             return group
@@ -204,9 +210,9 @@ class OnlineTransform:
 
     def applies(self, module: str) -> bool:
         """Return True if the transform rotates the inputs or outputs of a linear layer."""
-        return self._names(module, self.targets) and not self._names(module, self.ignore)
+        return self._matches(module, self.targets) and not self._matches(module, self.ignore)
 
-    def _names(self, module: str, patterns: Patterns) -> bool:
+    def _matches(self, module: str, patterns: Patterns) -> bool:
         return LINEAR in patterns or patterns.match(module)
 
 

@@ -69,14 +69,17 @@ class GroupLookup:
     def unquantized_reason(self, fused: FusedLayer) -> str | None:
         """Return why vLLM never quantizes a layer, or None if the config decides.
 
-        vLLM never quantizes most routers.
+        Most routers are examples of such layers.
         """
         model = self._model
         kind = model.architecture.kind(fused.name)
         is_listed = fused.projection in model.architecture.unquantized
-        is_plain = is_listed and moe_layer(fused.name) is None
-        is_built = model.layout is not None and not model.layout.plain.isdisjoint(fused.members)
-        if is_plain or is_built or kind in ("plain", "lookup"):
+        is_unquantized_projection = is_listed and moe_layer(fused.name) is None
+        # The layout lists the layers that the class builds without a quantization config.
+        is_unquantized_layer = model.layout is not None and not model.layout.plain.isdisjoint(
+            fused.members
+        )
+        if is_unquantized_projection or is_unquantized_layer or kind in ("plain", "lookup"):
             return f"{model.class_name} builds it without a quantization config"
         return None
 
@@ -89,6 +92,7 @@ class GroupLookup:
         return list(ignored(lookup_name, names, self._quantization.matched_ignore, architecture))
 
     def _find_group(self, fused: FusedLayer) -> ConfigGroup | None:
+        """Look up the group by the method's rules, or by name and class for compressed-tensors."""
         names = self.names(fused)
         if self.unquantized_reason(fused) or len(self.ignored(fused)) == len(names):
             return None

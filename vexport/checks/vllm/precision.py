@@ -1,7 +1,8 @@
 """Report layers that vLLM runs in another precision than stored.
 
-The static check derives the precision from the limits of the storage format. The dry load reads it
-from the kernel that vLLM selects. Both report it by this module, with the same severity and text.
+The static check derives the precision from the limits of the storage format. The dry load gets it
+from the kernel that vLLM selects. Both use this module, so their findings have the same severity
+and text.
 """
 
 from collections.abc import Iterable
@@ -13,7 +14,7 @@ from vexport.records import Finding
 
 
 def layer_kinds(names: Iterable[str]) -> str:
-    """Return the place of a finding on several kinds of layers: each name once, sorted."""
+    """Return the `where` of a finding on several kinds of layers: each name once, sorted."""
     return ", ".join(sorted({*names}))
 
 
@@ -28,10 +29,10 @@ def other_precision(
 ) -> Finding:
     """Return the finding on layers stored as `stored`, such as W4A4, that run as `runs`.
 
-    Inputs with fewer bits than stored may cost accuracy, and an evaluation on another GPU does not
-    show the loss: a warning. Inputs with more bits than stored cost speed, but no accuracy: a note.
-    `capabilities` are those of the GPUs that run the layers so. `kernel` is the name of vLLM's
-    kernel, if it is known.
+    The finding is a warning if the inputs have fewer bits than stored: this may cost accuracy, and
+    an evaluation on another GPU does not show the loss. It is a note if the inputs have more bits
+    than stored, which costs speed but no accuracy. `capabilities` contains the SMs of the GPUs that
+    run the layers as `runs`. `kernel` is the name of vLLM's kernel, or empty if it is unknown.
     """
     expected = f"{stored}, as stored"
     *others, last = dict.fromkeys(GENERATIONS.get(sm, f"SM {sm}") for sm in capabilities)

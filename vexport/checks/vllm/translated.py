@@ -18,8 +18,8 @@ class TranslatedView(CheckpointView):
     """View of another method's checkpoint, with tensors and config groups of compressed-tensors.
 
     Args:
-        groups: The translated config group of each quantized linear layer.
-        stored_names: Names in the files, by the places that findings name.
+        groups: The translated config group of each quantized linear layer, by its name.
+        stored_names: Maps the `where` of findings on this view to names in the files.
         reciprocals: Parameters that the files store as reciprocals.
     """
 
@@ -45,7 +45,7 @@ class TranslatedView(CheckpointView):
 
 
 def translated_findings(run: CheckFunction, translated: TranslatedView) -> Iterator[Finding]:
-    """Yield the findings of a check of numbers, under the names of the stored tensors."""
+    """Run a check on the translated view, and yield its findings with the names in the files."""
     for finding in run(translated):
         yield replace(finding, where=translated.stored_names.get(finding.where, finding.where))
 
@@ -64,7 +64,8 @@ def translate(view: CheckpointView) -> TranslatedView:
         group = view.lookup.group_of(fused)
         if not isinstance(group, MethodGroup) or not view.layers.is_quantized(fused):
             continue
-        names = {own: _described(group, own) for own in group.stored_as.names}
+        # `own` is a parameter's name in compressed-tensors, `stored` its name in the files.
+        names = {own: _stored_name(group, own) for own in group.stored_as.names}
         stored_names |= {
             f"{fused.name}: {own}": f"{fused.name}: {stored}" for own, stored in names.items()
         }
@@ -73,13 +74,13 @@ def translate(view: CheckpointView) -> TranslatedView:
             groups[module] = group.translated
             for tensor in parameters.values():
                 del tensors[tensor.name]
-            read = _read(group, parameters)
-            if read is None:
+            usable = _usable_tensors(group, parameters)
+            if usable is None:
                 continue
             reciprocals |= group.stored_as.reciprocals
             for own, stored in {**names, "bias": "bias"}.items():
                 stored_names[f"{module}.{own}"] = joined_name(module, stored)
-            for own, made in group.stored_as.translated(group, read).items():
+            for own, made in group.stored_as.translated(group, usable).items():
                 name = f"{module}.{own}"
                 if isinstance(made, Derived):
                     derived[name] = made
@@ -101,7 +102,7 @@ def translate(view: CheckpointView) -> TranslatedView:
 
 
 def _cache_scales(view: CheckpointView, tensors: Iterable[str]) -> dict[str, str]:
-    """Return compressed-tensors' names for the method's scales of the KV cache."""
+    """Map the stored names of the KV cache's scales to compressed-tensors' names."""
     scales = view.quantization.method.cache_scales if view.quantization.method else {}
     return {
         name: f"{name.removesuffix(stored)}{stored.partition('.')[0]}.{own}"
@@ -111,15 +112,18 @@ def _cache_scales(view: CheckpointView, tensors: Iterable[str]) -> dict[str, str
     }
 
 
-def _described(group: MethodGroup, own: str) -> str:
+def _stored_name(group: MethodGroup, own: str) -> str:
+    """Return the method's name of compressed-tensors' parameter `own`, for messages."""
     reciprocal = " (numbers are its reciprocal)" if own in group.stored_as.reciprocals else ""
     return f"{group.stored_as.names[own]}{reciprocal}"
 
 
-def _read(group: MethodGroup, parameters: Mapping[str, TensorInfo]) -> dict[str, TensorInfo] | None:
-    """Return the tensors of a layer's scheme and its bias.
+def _usable_tensors(
+    group: MethodGroup, parameters: Mapping[str, TensorInfo]
+) -> dict[str, TensorInfo] | None:
+    """Return the tensors of a layer that its scheme needs, and its bias.
 
-    Returns None if a tensor is missing or has another dtype or shape.
+    Returns None if a tensor is missing, or if its dtype or shape is wrong.
     """
     expected = group.expected(parameters)
     unread = group.stored_as.unread if group.weights.symmetric else ()

@@ -42,8 +42,8 @@ class CheckpointView:
     `layers` has the linear layers with their tensors.
     """
 
-    # Parameters that the files store as reciprocals. The largest stored value is then the smallest
-    # value of this view.
+    # Parameters that the files store as reciprocals of compressed-tensors' values. The largest
+    # value in the files is the smallest value in this view.
     reciprocals: Set[str] = frozenset()
 
     def __init__(

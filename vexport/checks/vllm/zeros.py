@@ -1,8 +1,9 @@
-"""Find weights that are zero, as a whole or in parts. Any scale is valid for such parts.
+"""Find weights, rows and groups that contain only zeros. Any scale is valid for them.
 
 Depth expansion starts with layers of zeros, pruning creates zero rows and zero experts, and padding
-adds both. Producers store different scales for these parts: zero, a dtype's epsilon, one, or an
-arbitrary scale. Therefore the codes decide: a part is empty if all its codes stand for zero.
+adds zero rows and experts, too. Producers store different scales for these parts: zero, a dtype's
+epsilon, one, or an arbitrary scale. The functions therefore look at the codes: a part is called
+empty if all its codes stand for zero.
 """
 
 import re
@@ -42,11 +43,11 @@ def empty_parts(view: CheckpointView, layer: StoredLayer, scale: TensorInfo) -> 
     if shape is None or layer.group is None or weight is None or not weight.num_bytes:
         return None
     args = layer.group.weights
-    tall, wide = _part_sizes(scale.shape, shape, args)
-    if not tall or not wide or weight.dtype == "I32" and args.num_bits > BITS["I8"]:
+    part_rows, part_columns = _part_sizes(scale.shape, shape, args)
+    if not part_rows or not part_columns or weight.dtype == "I32" and args.num_bits > BITS["I8"]:
         return None
     rows, columns = shape
-    parts = -(-rows // tall), -(-columns // wide)
+    parts = -(-rows // part_rows), -(-columns // part_columns)
     empty = np.ones(parts, np.bool_)
     step = max(VALUES_AT_ONCE // max(columns, 1), 1)
     for start in range(0, rows, step):
@@ -54,8 +55,8 @@ def empty_parts(view: CheckpointView, layer: StoredLayer, scale: TensorInfo) -> 
         filled = _nonzero_flags(view, layer, args, numbers, columns)
         if filled is None:
             return None
-        of_columns = np.logical_or.reduceat(filled, np.arange(0, columns, wide), axis=1)
-        np.logical_and.at(empty, np.asarray(numbers) // tall, ~of_columns)
+        filled_parts = np.logical_or.reduceat(filled, np.arange(0, columns, part_columns), axis=1)
+        np.logical_and.at(empty, np.asarray(numbers) // part_rows, ~filled_parts)
         view.reader.release([weight])
     return empty.reshape(scale.shape) if empty.size == np.prod(scale.shape, dtype=int) else None
 
@@ -99,9 +100,9 @@ def _part_sizes(
         return rows, columns
     if len(stored) not in (1, 2):
         return 0, 0
-    tall, wide = args.block or (1, args.group or columns)
-    parts = -(-rows // tall), -(-columns // wide)
-    return (tall, wide) if stored == parts or (*stored, 1) == parts else (0, 0)
+    part_rows, part_columns = args.block or (1, args.group or columns)
+    parts = -(-rows // part_rows), -(-columns // part_columns)
+    return (part_rows, part_columns) if stored == parts or (*stored, 1) == parts else (0, 0)
 
 
 def _nonzero_flags(

@@ -11,7 +11,8 @@ from vexport.version import Version
 if TYPE_CHECKING:
     from vexport.checks.vllm.quant_methods.base import QuantMethod
 
-# Modules by the method's name in configs. Only the module that is needed is imported.
+# Maps the method's name in configs to a module of this package. A module is imported when its
+# method is used.
 METHODS: Mapping[str, str] = {
     "auto-round": "auto_round",
     "auto_awq": "integers",
@@ -57,7 +58,7 @@ def read_method(
     quantized: Set[str],
     version: Version,
 ) -> "QuantMethod":
-    """Return one of METHODS as a version of vLLM reads its config.
+    """Read the config of a method in METHODS as the given version of vLLM does.
 
     `values` is the quantization config, `model` the whole config.json, and `quantized` the names of
     the modules that are stored quantized.

@@ -30,9 +30,12 @@ AS_GPTQ, AS_AWQ, AS_FP8, AS_LLM_COMPRESSOR = (
     f"auto_round:{layout}" for layout in ("auto_gptq", "auto_awq", "fp8", "llm_compressor")
 )
 BACKENDS = ("auto", "gptq", "gptq:marlin", "awq", "awq:marlin", "marlin")
-# Widths that only Humming's kernels run (CUDA_HUMMING_SUPPORTED_BITS). The layout of widths that do
-# not fill 32-bit words is not checked.
-HUMMING_BITS, UNCHECKED_BITS, UNQUANTIZED = (2, 3, 5, 6, 7), (3, 5, 6, 7), 16
+# Widths that only Humming's kernels run (CUDA_HUMMING_SUPPORTED_BITS).
+HUMMING_BITS = (2, 3, 5, 6, 7)
+# Widths that do not fill 32-bit words. vexport does not check their layout.
+UNCHECKED_BITS = (3, 5, 6, 7)
+# Number of bits in the settings of unquantized layers.
+UNQUANTIZED = 16
 REGEX_CHARACTERS = frozenset(r"*+?^$()[]{}|\\")
 # Input arguments of MXFP8 (`_validate_raw_config`).
 MX_INPUTS: Mapping[str, Json] = {
@@ -127,8 +130,9 @@ def read(config: MethodConfig) -> QuantMethod:
 def _entry_of(layer: str, name: str, entries: Mapping[str, LayerSettings]) -> LayerSettings | None:
     """Return the entry of extra_config for a layer, or None (_resolve_raw).
 
-    An entry matches in this order: vLLM's name or the member's name; the end of vLLM's name, or an
-    expert inside the layer; a regular expression.
+    `layer` is vLLM's name, and `name` is the name of a member. vLLM tries three rules in this
+    order: an entry equals one of the two names; an entry is the end of vLLM's name, or names an
+    expert inside the layer; an entry is a regular expression that matches one of the two names.
     """
     for each in (layer, name):
         if each in entries:

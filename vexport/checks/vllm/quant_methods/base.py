@@ -36,9 +36,9 @@ class MethodFormat(Format):
     """Storage of a layer by another quantization method, under the method's `name`.
 
     A subclass has two bases: this class first, then the most similar compressed-tensors format.
-    `MethodFormat` renames the results of the second base, and `translated_format` is its name.
-    `names` maps compressed-tensors' names of tensors to the method's names. `least_sm` is the
-    smallest compute capability of the method, and overrides the scheme's capability.
+    This class inherits the layout of that format and renames its tensors. `translated_format` is
+    the name of that format. `names` maps compressed-tensors' names of tensors to the method's
+    names. If `least_sm` is not 0, it replaces the format's smallest compute capability.
     """
 
     names: Mapping[str, str] = {}
@@ -61,13 +61,15 @@ class MethodFormat(Format):
         return ""
 
     def gpu_support(self, args: Arguments) -> GpuSupport:
-        support, own = super().gpu_support(args), self.least_sm  # type: ignore[safe-super]
-        least = support.loads_from
-        bits = {
-            max(own, 0 if sm == least and own else sm): bits
-            for sm, bits in support.input_bits.items()
-        }
-        return replace(support, input_bits=bits)
+        """Return the GPUs of the compressed-tensors format, from `least_sm` on if it is not 0."""
+        support = super().gpu_support(args)  # type: ignore[safe-super]
+        if not self.least_sm:
+            return support
+        input_bits: dict[int, int] = {}
+        for sm, bits in support.input_bits.items():
+            start = self.least_sm if sm == support.loads_from else max(sm, self.least_sm)
+            input_bits[start] = bits
+        return replace(support, input_bits=input_bits)
 
     def parameters(self, args: Arguments, shape: tuple[int, int]) -> Mapping[str, Parameter]:
         renamed_parameters = super().parameters(args, shape)  # type: ignore[safe-super]
@@ -78,16 +80,18 @@ class MethodFormat(Format):
 
         `stored` must have the layout that `parameters` returns.
         """
-        ours = {name: own for own, name in self.names.items()}
         shape = self.shape(args, stored)
         assert shape is not None
-        plain = super().parameters(args, shape)  # type: ignore[safe-super]
-        wanted = {ours.get(name, name): form for name, form in plain.items()}
-        return {
-            own: renamed(tensor, own, wanted[own].shape if own in wanted else None)
-            for name, tensor in stored.items()
-            if (own := ours.get(name, name)) and name not in self.unread
-        }
+        new_names = {name: new_name for new_name, name in self.names.items()}
+        parameters = super().parameters(args, shape)  # type: ignore[safe-super]
+        expected = {new_names.get(name, name): form for name, form in parameters.items()}
+        tensors: dict[str, TensorInfo | Derived] = {}
+        for name, tensor in stored.items():
+            if name not in self.unread:
+                new_name = new_names.get(name, name)
+                new_shape = expected[new_name].shape if new_name in expected else None
+                tensors[new_name] = renamed(tensor, new_name, new_shape)
+        return tensors
 
     def unusable_tensors(
         self, args: Arguments, stored: Mapping[str, TensorInfo], reader: Reader
@@ -101,7 +105,7 @@ class MethodFp8(MethodFormat, Fp8):
 
 
 class MethodMxfp4(MethodFormat, Mxfp4):
-    """MXFP4 as in compressed-tensors. Marlin supports SM 75, unless the method needs more."""
+    """MXFP4 as in compressed-tensors, but with Marlin's limit (`least_sm=75`) for most methods."""
 
 
 class MethodMxfp8(MethodFormat, Mxfp8):
@@ -211,7 +215,10 @@ class MethodConfig:
         return value
 
     def names(self, *keys: str) -> tuple[str, ...]:
-        """Return the first list of names that is not empty, or () if there is none."""
+        """Return the first list of names that is not empty, or () if there is none.
+
+        Adds a problem if a value is not a list of names.
+        """
         for key in keys:
             value = self.values.get(key)
             if value and (
@@ -230,7 +237,7 @@ class MethodConfig:
         fix: str = "correct the key, or export the checkpoint again",
         severity: Severity = "error",
     ) -> None:
-        """Add a problem."""
+        """Add a finding on a key of the config to `problems`."""
         self.problems.append(problem(key, expected, got, fix, severity))
 
 

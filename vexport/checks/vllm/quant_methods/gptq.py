@@ -60,6 +60,7 @@ class Gptq(TransposedIntegers):
     def unusable_tensors(
         self, args: Arguments, stored: Mapping[str, TensorInfo], reader: Reader
     ) -> Iterator[Finding]:
+        """Report reordered columns, and zero points that do not match the config."""
         yield from self._order(args, stored, reader)
         zeros, bits = stored.get("qzeros"), args.weights.num_bits
         if zeros is None or zeros.dtype != "I32" or not zeros.num_bytes or len(zeros.shape) != 2:

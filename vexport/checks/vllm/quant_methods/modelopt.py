@@ -108,10 +108,10 @@ ALGOS: Mapping[str, tuple[MethodFormat, str]] = {
 
 
 def _reciprocal(tensor: TensorInfo, reader: Reader, rows: slice) -> "Array":
-    """Return 1/x in float32, or a neighbour of it that vLLM inverts back to x exactly.
+    """Return the float32 values whose float32 reciprocals are exactly the stored values.
 
-    vLLM inverts the result in float32. If the float32 value 1/x does not invert to x, a
-    neighbouring float32 value that does is returned instead.
+    vLLM computes the reciprocal of the result. If 1/x, rounded to float32, does not give x back,
+    one of the two neighbouring float32 values may give it, and is then returned.
     """
     stored = reader.floats(tensor).reshape(-1).astype(np.float32)
     one = np.float32(1)

@@ -66,7 +66,10 @@ class StackedMxfp4(MethodMxfp4):
 
 
 def read(config: MethodConfig) -> QuantMethod:
-    """Return the method as vLLM reads it: with the sizes in config.json, and without other keys."""
+    """Return the method as vLLM reads it.
+
+    vLLM computes all shapes from config.json, and ignores the keys of the quantization config.
+    """
     if config.model.get("model_type") != MODEL_TYPE:
         expected = f"a model of type {MODEL_TYPE}, the only MXFP4 model that vexport checks"
         got = f"model_type {config.model.get('model_type')!r}"

@@ -150,10 +150,10 @@ def _group(config: MethodConfig, key: str, raw: Json, pack_method: str) -> Metho
             stored_as = QuarkInt4(reordered=pack_method == "reorder")
             return integer_group("quark INT4", stored_as, config, 4, size, symmetric=symmetric)
     for of_weight, of_inputs, group in _supported_kinds():
-        alike = (
+        inputs_match = (
             inputs is None if of_inputs is None else inputs is not None and _has(inputs, of_inputs)
         )
-        if alike and _has(weight, {SECOND: False, **of_weight}):
+        if inputs_match and _has(weight, {SECOND: False, **of_weight}):
             return group
     sides = [str(each.get("dtype")) for each in (weight, inputs) if each]
     got = f"{' with inputs of '.join(sides)}, {weight.get('qscheme')}"
@@ -162,7 +162,10 @@ def _group(config: MethodConfig, key: str, raw: Json, pack_method: str) -> Metho
 
 
 def _supported_kinds() -> Iterator[tuple[Settings, Settings | None, MethodGroup]]:
-    """Yield the settings of weights and inputs that vLLM runs, each with its group."""
+    """Yield (weight settings, input settings, group) for each scheme that vLLM runs.
+
+    The input settings are None if the inputs are not quantized.
+    """
     fp4: Settings = {"dtype": "fp4", "qscheme": "per_group"}
     # The input scale has a different name than in ModelOpt.
     of_nvfp4 = ModelOptNvfp4(METHOD, names={"input_global_scale": "input_scale_2"})
