@@ -34,14 +34,16 @@ E8M0_BIAS = 127
 PLACEHOLDER = 1.0
 # Number of values that are read to estimate the median of a scale.
 SAMPLE = 1 << 11
-# Bits that are all set in NaN and infinity, by dtype. e4m3 has no infinity. Finite positive numbers
-# have smaller bits, in the same order as the numbers.
+# Smallest bit pattern of a positive infinity or NaN, by dtype. e4m3 has no infinity. Bit patterns
+# of positive numbers, read as unsigned integers, have the same order as the numbers.
 NON_FINITE_BITS = {"F8_E4M3": E4M3_NAN, "F16": 0x7C00, "BF16": 0x7F80, "F32": 0x7F800000}
 # Names of bounds and masks: input_min of Gemma 4's towers, causal_mask.
 BOUNDS = re.compile(r"(^|_)(min|max|mask|bounds?)$")
-# CHUNK_ELEMENTS is the number of elements examined at once, which fit into the processor's cache.
-# RELEASE_ELEMENTS is the number of elements after which pages are released.
-CHUNK_ELEMENTS, RELEASE_ELEMENTS = 1 << 18, 1 << 24
+# Number of elements examined at once. They fit into the processor's cache.
+CHUNK_ELEMENTS = 1 << 18
+# Number of elements after which the pages of a mapped file are released.
+RELEASE_ELEMENTS = 1 << 24
+# Smallest and largest value of each integer dtype.
 INTEGERS = {
     "U8": (0, 255),
     "I8": (-128, 127),
@@ -78,9 +80,9 @@ def single_value(reader: Reader, tensor: TensorInfo | None) -> float | None:
 def positive_range(reader: Reader, tensor: TensorInfo) -> tuple[float, float] | None:
     """Return the smallest and the largest value of a floating-point scale.
 
-    Returns None if a value is not finite or not above zero, or if the dtype stores exponents. The
-    function compares the bits, which have the same order as positive values, and decodes only the
-    two ends.
+    Returns None if a value is not finite or not above zero, or if the dtype stores exponents. To
+    save time, the function compares bit patterns, which have the same order as positive values,
+    and decodes only two of them.
     """
     if tensor.dtype not in NON_FINITE_BITS:
         return None
@@ -164,6 +166,7 @@ def not_finite(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _count_not_finite(view: CheckpointView, tensor: TensorInfo, *, infinity: bool) -> int:
+    """Return the number of NaN values in a tensor, with `infinity` also of infinite values."""
     size = BITS[tensor.dtype] // 8
     codes = np.frombuffer(view.reader.raw(tensor), dtype=f"<u{size}")
     signed, sign = codes.view(f"<i{size}"), 1 << 8 * size - 1
@@ -202,7 +205,8 @@ def is_zero(view: CheckpointView, tensor: TensorInfo) -> bool:
 def all_zero_tensors(view: CheckpointView) -> Iterator[Finding]:
     """Report embeddings, output heads and norms that contain only zeros.
 
-    No trained model has them. Classes are skipped if their norms multiply by `1 + weight`.
+    No trained model has such tensors. Model classes whose norms multiply by `1 + weight` are
+    skipped, because their norm weights may be zero.
     """
     layout = view.model.layout
     if layout is None or layout.norms_above_one or not layout.norm_before_mlp:
@@ -219,13 +223,17 @@ def all_zero_tensors(view: CheckpointView) -> Iterator[Finding]:
 
 
 def is_lossless_cast(reader: Reader, tensor: TensorInfo, dtype: str) -> bool:
-    """Return True if vLLM's `copy_` keeps all values of a tensor in a parameter's dtype."""
+    """Return True if a tensor keeps its values when vLLM copies it to a parameter of `dtype`.
+
+    Returns False if the stored dtype is narrower than `dtype`, because the producer then rounded
+    the values before storing them.
+    """
     if {tensor.dtype, dtype} in SAME_BITS:
         return True
     is_integer = tensor.dtype.startswith(("I", "U"))
     is_wider = dtype == "I64" or BITS[tensor.dtype] > BITS[dtype]
     if not is_wider or is_integer and dtype in ("F16", "BF16", "F32"):
-        return False  # the values were rounded when they were stored
+        return False  # the producer rounded the values
     values = reader.floats(tensor)
     if dtype in INTEGERS:
         low, high = INTEGERS[dtype]
@@ -246,9 +254,10 @@ def is_rounding_negligible(reader: Reader, tensor: TensorInfo) -> bool:
 
 
 def rounded(values: np.typing.NDArray[np.float64], dtype: str) -> np.typing.NDArray[np.float64]:
-    """Return the values as a floating-point dtype stores them.
+    """Round the values to a floating-point dtype.
 
-    BF16 is truncated, which is enough for comparisons.
+    BF16 is truncated instead of rounded to the nearest value. Callers only test whether the result
+    equals the input.
     """
     with np.errstate(over="ignore"):
         if dtype == "F16":
@@ -309,9 +318,12 @@ def norm_bounds(view: CheckpointView, module: str) -> tuple[float, float] | None
     mean of the squared weights.
     """
     match, architecture = IN_LAYER.match(module), view.model.architecture
-    after_others = (*architecture.row_parallel, *(architecture.experts or ())[1:2])
+    # The inputs of these projections are outputs of other layers, not of a norm.
+    without_norm = {*architecture.row_parallel}
+    if architecture.experts is not None:
+        without_norm.add(architecture.experts.down)
     before_mlp = view.model.layout.norm_before_mlp if view.model.layout is not None else ""
-    if match is None or match["projection"] in after_others or not before_mlp:
+    if match is None or match["projection"] in without_norm or not before_mlp:
         return None
     norm = ATTENTION_NORM if match["part"] == "self_attn" else before_mlp
     tensor = view.index.tensors.get(f"{match['layer']}{norm}.weight")

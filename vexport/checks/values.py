@@ -37,40 +37,44 @@ NAME = "values"
 DESCRIPTION = (
     "weights and scales have no NaN or infinity, and scales are positive and of a plausible size"
 )
-# Smallest share of scales of each sign if the producer intended negative scales. A sign with a
-# smaller share is an accident. AutoRound uses the lowest code of symmetric integers, which has no
-# positive counterpart. A group's scale is negative if its largest weight is positive, which holds
-# for about half of the groups.
+# Negative scales are accepted if each sign has at least this share of a weight's scales. AutoRound
+# stores a negative scale if the largest weight of a group is positive, which is true for about half
+# of the groups. It thereby uses the lowest code of symmetric integers (such as -8), which has no
+# positive counterpart. Rare negative scales are errors.
 MIN_SIGN_SHARE = 0.02
-# Smallest plausible global scale, which is 448*6/absmax. A weight's scale is below 1 only if absmax
-# is above 2688. No weight is that large, so a smaller value is a reciprocal. Inputs reach at most
-# MAX_INPUT, the largest value of float16.
+# Smallest plausible global scales. A global scale is 448*6/absmax. A scale below 1 would mean an
+# absmax above 2688, and no weight is that large: the stored value is probably a reciprocal.
 MIN_WEIGHT_GLOBAL_SCALE = 1.0
 MIN_INPUT_GLOBAL_SCALE = 0.04
+# Largest plausible input of a layer: the largest value of float16.
 MAX_INPUT = 65504.0
 # Bounds of a layer's typical weight, estimated from its scales. Trained models have 1e-3 to 0.5.
 MIN_TYPICAL, MAX_TYPICAL = 1e-5, 1.25
-# Smallest plausible value of a layer's largest block scale in NVFP4. Plain scales reach 448 in the
-# largest block of a layer, or of layers that share a global scale. Scales from a search for a
-# smaller error stay somewhat below 448. Numbers that are not scales stay far below it.
+# Smallest plausible value of a layer's largest block scale in NVFP4. If scales are absmax/6, the
+# largest block of all layers that share a global scale has 448. If an observer searches for the
+# smallest error, the largest scale is somewhat smaller. A much smaller value is no NVFP4 scale.
 MIN_LARGEST_BLOCK = E4M3_MAX / 8
 # The smallest plausible value for the largest input of a layer.
 MIN_INPUT = 1e-3
 _E4M3 = to_numpy(bytes(range(256)), "F8_E4M3").astype(np.float64)
-# Rows examined per layer, evenly spread. ROWS_OF_ALL limits the rows of all layers together, so
-# fewer rows are examined in models with thousands of layers.
+# Least and largest number of rows examined per layer, evenly spread over the weight. ROWS_OF_ALL is
+# the number of rows for the whole model, divided between its layers.
 MIN_ROWS, MAX_ROWS, ROWS_OF_ALL = 16, 128, 1 << 16
-# A row or group is full if it has a code at the end of the range. A layer is reported if its share
-# of full rows or groups is below MAX_FULL and all other layers have at least MIN_FULL. Of randomly
-# permuted codes, about a third of the rows and a quarter of the groups of 16 are not full.
+# A row or group with a scale is called full if it has a code at the end of the range, as defined by
+# `Format.largest_codes`. A layer is reported if less than MAX_FULL of its rows or groups are full,
+# and at least MIN_FULL in all other layers. If codes are permuted at random, about a third of the
+# rows and a quarter of the groups of 16 are not full.
 MAX_FULL, MIN_FULL = 0.85, 0.99
-UNCALIBRATED = "1, the initial value of uncalibrated scales"
+# The rule above needs more layers than this.
 MIN_OTHER_LAYERS = 6
+UNCALIBRATED = "1, the initial value of uncalibrated scales"
 WEIGHTS = ("weight_packed", "weight")
 Rows = npt.NDArray[np.uint8]
 # Scales that producers store for all-zero groups: eps of bfloat16, float16, float32 and e4m3, and
 # 1.
 PLACEHOLDERS = (2.0**-7, 2.0**-10, 2.0**-23, 2.0**-3, 1.0)
+# A scale has a usual size if it is above MIN_USUAL times the median of the weight's scales. If more
+# than MAX_LOST of the scales have a usual size but only zero codes, a part of the weight is lost.
 MIN_USUAL, MAX_LOST = 1 / 16, 0.01
 # Number of layers that are read ahead, so that a disk or server can serve requests in parallel.
 READ_AHEAD_LAYERS = 32
@@ -103,7 +107,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _prefetch_scales(view: CheckpointView, fused: FusedLayer) -> None:
-    """Start reading the scales of layers that will be checked."""
+    """Start reading the scales of a fused layer's members."""
     view.reader.prefetch(
         layer.parameters[name] for layer, name in _scales_of(view.layers.members(fused))
     )
@@ -135,7 +139,8 @@ def _scale(
     wrong = dict(zip(("NaN", "infinite", "zero", "negative"), counts, strict=True))
     if _may_be_negative(values, parameter, layer.group):
         wrong["negative"] = 0
-    if wrong["zero"] and parameter == "weight_scale" and _scales_zeros(view, layer, tensor):
+    has_zero_scales = wrong["zero"] and parameter == "weight_scale"
+    if has_zero_scales and _zero_scales_are_valid(view, layer, tensor):
         wrong["zero"] = 0
     # ModelOpt stores the second scale of an all-zero weight as zero, and its reciprocal is
     # infinite.
@@ -187,7 +192,7 @@ def _may_be_negative(
     )
 
 
-def _scales_zeros(view: CheckpointView, layer: StoredLayer, scale: TensorInfo) -> bool:
+def _zero_scales_are_valid(view: CheckpointView, layer: StoredLayer, scale: TensorInfo) -> bool:
     """Return True if every zero scale belongs to weights that are all zero."""
     empty = empty_parts(view, layer, scale)
     return empty is not None and bool(empty[numbers(view.reader, scale) == 0].all())
@@ -318,7 +323,8 @@ def _global_scale_size(tensor: TensorInfo, parameter: str, value: float) -> Iter
 def _input_scale_size(tensor: TensorInfo, value: float) -> Iterator[Finding]:
     """Yield findings on the size of a static input scale of e4m3 or of integers.
 
-    The bounds use the largest value of e4m3 for both. Integers reach 127.
+    For simplicity, the bounds use the largest value of e4m3 (448) for integers, too, although
+    their largest code is 127.
     """
     if value * E4M3_MAX > MAX_INPUT or value * E4M3_MAX < MIN_INPUT:
         yield _implausible_scale(
@@ -331,8 +337,8 @@ def _input_scale_size(tensor: TensorInfo, value: float) -> Iterator[Finding]:
 def _typical(view: CheckpointView, group: ConfigGroup, layer: StoredLayer, scale: float) -> float:
     """Return the size of a layer's typical weight.
 
-    It is the scale times a quarter of the largest code, or for e4m3 times the mean magnitude of the
-    codes.
+    `scale` is multiplied by the mean magnitude of the codes for e4m3, and by a quarter of the
+    largest code for other formats.
     """
     args = group.weights
     if global_scale := layer.filled("weight_global_scale"):
@@ -351,12 +357,14 @@ def _implausible_scale(tensor: TensorInfo, got: str) -> Finding:
 
 
 def ranges(view: CheckpointView) -> Iterator[Finding]:
-    """Report codes that do not fill their ranges, and empty ranges.
+    """Report a layer that rarely uses the largest code, and layers with lost weights.
 
     A producer computes the scale of a row or group from its largest value, so that this value gets
-    the largest code. If a weight is transposed, or has the scales of another layer, many ranges are
-    not filled. Observers and GPTQ may leave ranges unfilled, too. A layer is therefore only
-    reported if all other layers fill their ranges.
+    the largest code. If a weight is transposed, or has the scales of another layer, the largest
+    code is missing in many rows or groups. Observers and GPTQ may also avoid the largest code. A
+    layer is therefore only reported if it is the only such layer.
+
+    Weights are lost if all codes of a row or group are zero although its scale has a usual size.
     """
     full: dict[str, float] = {}
     findings = []
@@ -395,7 +403,7 @@ def _quantized(view: CheckpointView) -> Iterator[tuple[StoredLayer, ConfigGroup]
 
 
 def _prefetch_rows(view: CheckpointView, fused: FusedLayer) -> None:
-    """Start reading the rows of a layer that will be checked."""
+    """Start reading the rows of a layer's weights that `ranges` examines."""
     if view.lookup.group_of(fused) is None:
         return
     for module in fused.members:
@@ -440,9 +448,10 @@ def _lost_share(
 
 
 def _zero_codes(group: ConfigGroup, weight: TensorInfo) -> int:
-    """Return the byte of zero codes.
+    """Return the byte that contains only codes of the value zero.
 
-    Packed integers store zero as the middle of their range. A byte 0 therefore means lost data.
+    Packed integers store zero as the middle code. A byte 0 in them is lost data: a file that was
+    not completely written contains zeros.
     """
     bits = group.weights.num_bits
     if weight.dtype != "I32" or bits not in (4, 8):
@@ -477,6 +486,7 @@ def _rows(view: CheckpointView, tensor: TensorInfo, stored: dict[str, Rows]) -> 
 
 
 def _step(view: CheckpointView, tensor: TensorInfo) -> int:
+    """Return the distance between two examined rows of a tensor."""
     rows = min(max(ROWS_OF_ALL // len(view.model.fused_layers), MIN_ROWS), MAX_ROWS)
     return max(tensor.shape[0] // rows, 1)
 
@@ -484,9 +494,9 @@ def _step(view: CheckpointView, tensor: TensorInfo) -> int:
 def read_ahead(
     layers: Sequence[FusedLayer], begin: Callable[[FusedLayer], None]
 ) -> Iterator[FusedLayer]:
-    """Yield the layers.
+    """Yield the layers, and start reading later layers in time.
 
-    Before each, call `begin` for the layer that is READ_AHEAD_LAYERS positions later.
+    `begin` is called for the layer that is READ_AHEAD_LAYERS positions after the yielded layer.
     """
     for number, layer in enumerate(layers):
         if number + READ_AHEAD_LAYERS < len(layers):
