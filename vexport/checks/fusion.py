@@ -17,9 +17,9 @@ DESCRIPTION = (
 # vLLM uses the largest value of all members for each member (process_weights_after_loading of
 # compressed_tensors_w4a4_nvfp4.py).
 WEIGHT_GLOBAL_SCALE, INPUT_GLOBAL_SCALE = "weight_global_scale", "input_global_scale"
-# compressed_tensors_w8a8_fp8.py also uses the largest value of all members. INT8 uses the last
-# member's value. Fused layers have the same input, so members with another value than most members
-# are wrong.
+# compressed_tensors_w8a8_fp8.py also uses the largest value of all members. For INT8, vLLM uses the
+# last member's value. All members have the same input and need the same scale. If the values
+# differ, the value of most members is probably correct.
 INPUT_SCALES = (INPUT_GLOBAL_SCALE, "input_scale")
 # vLLM requantizes all members with the largest weight scale, which loses little precision
 # (process_fp8_weight_tensor_strategy).
@@ -49,9 +49,10 @@ def run(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _only_zero_weights_differ(view: CheckpointView, values: Mapping[str, float]) -> bool:
-    """Return True if all members with another global scale than vLLM's have all-zero weights.
+    """Return True if vLLM only replaces the global scales of members with all-zero weights.
 
-    Return False for routed experts, because vLLM uses the first member's scale for them.
+    vLLM uses one member's scale for all members. Returns False for routed experts, because vLLM
+    uses the first member's scale for them, not the largest.
     """
     if any(moe_layer(module) is not None for module in values):
         return False
@@ -79,7 +80,7 @@ def _input_finding(
         )
     if 2 * sum(value == taken for value in values.values()) > len(values):
         return _finding(
-            fused, parameter, values, "warning", f"uses {taken:.9g} for all, the value of most"
+            fused, parameter, values, "warning", f"uses {taken:.9g} for all, as most of them store"
         )
     return _finding(fused, parameter, values, "error", f"would use {taken:.9g} for all")
 

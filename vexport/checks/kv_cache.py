@@ -22,11 +22,12 @@ DESCRIPTION = (
 SCALES = ("k_scale", "v_scale")
 STRATEGIES = ("tensor", "attn_head")
 FIX = "quantize the KV cache again with calibration"
-# Largest plausible scale, for keys and values up to 4096. Models reach several hundred.
+# Largest plausible scale, for keys and values up to 4096. In trained models, they reach several
+# hundred.
 MAX_SCALE = 4096 / E4M3_MAX
 # Smallest plausible scale, for keys and values up to 1e-3.
 MIN_SCALE = 1e-3 / E4M3_MAX
-# All keys of the scheme that vLLM reads (validate_kv_cache_scheme of
+# Values that vLLM accepts, for each key of the scheme that it reads (validate_kv_cache_scheme of
 # CompressedTensorsKVCacheMethod).
 ACCEPTED: Mapping[str, tuple[Json, ...]] = {
     "type": ("float",),
@@ -34,7 +35,8 @@ ACCEPTED: Mapping[str, tuple[Json, ...]] = {
     "symmetric": (True,),
     "strategy": STRATEGIES,
 }
-# KV cache scheme that other methods can declare.
+# The only KV cache scheme of methods other than compressed-tensors. Their configs enable it with a
+# separate key.
 DECLARED_SCHEME: Mapping[str, Json] = {
     "type": "float",
     "num_bits": 8,
@@ -62,10 +64,11 @@ def run(view: CheckpointView) -> Iterator[Finding]:
             where, expected = f"{module}.{parameter}", "a scale of the FP8 KV cache"
             got = "no such tensor: vLLM would use 1.0"
             fix = "quantize the KV cache again, or remove kv_cache_scheme"
+            # Producers that use other methods may rely on vLLM's default scale on purpose.
             finding = error if view.quantization.method is None else warning
             yield finding(NAME, where, expected=expected, got=got, fix=fix)
         else:
-            yield from _count(view, tensor, per_head=scheme["strategy"] == "attn_head")
+            yield from _number_of_scales(view, tensor, per_head=scheme["strategy"] == "attn_head")
             yield from _values(view, module, parameter, tensor)
 
 
@@ -87,7 +90,11 @@ def _undeclared_scheme(view: CheckpointView) -> Iterator[Finding]:
 
 
 def cache_scales(view: CheckpointView) -> Iterator[tuple[str, str, TensorInfo | None]]:
-    """Yield every attention module with k_scale and v_scale, and the tensor that vLLM loads."""
+    """Yield (attention module, `k_scale` or `v_scale`, tensor) for each scale of the KV cache.
+
+    The tensor is None if the scale is missing. Yields nothing if the config declares no KV cache
+    scheme.
+    """
     if cache_scheme(view) is not None:
         yield from _places(view)
 
@@ -95,8 +102,7 @@ def cache_scales(view: CheckpointView) -> Iterator[tuple[str, str, TensorInfo | 
 def cache_scheme(view: CheckpointView) -> Json:
     """Return the KV cache scheme that the config declares, or None.
 
-    Other methods can only declare one scheme. If their scales are missing, vLLM's default of 1.0
-    may be intended.
+    For methods other than compressed-tensors, the scheme is DECLARED_SCHEME or None.
     """
     if view.quantization.method is None:
         return (view.quantization.values or {}).get("kv_cache_scheme")
@@ -104,6 +110,7 @@ def cache_scheme(view: CheckpointView) -> Json:
 
 
 def _places(view: CheckpointView) -> Iterator[tuple[str, str, TensorInfo | None]]:
+    """Yield the same tuples as `cache_scales`, even if the config declares no KV cache scheme."""
     names = view.model.names
     attention = (
         module.rpartition(".")[0]
@@ -137,7 +144,10 @@ def _stored_scale(view: CheckpointView, module: str, parameter: str) -> TensorIn
     )
 
 
-def _count(view: CheckpointView, tensor: TensorInfo, *, per_head: bool) -> Iterator[Finding]:
+def _number_of_scales(
+    view: CheckpointView, tensor: TensorInfo, *, per_head: bool
+) -> Iterator[Finding]:
+    """Report a tensor with a wrong number of scales: one, or a multiple of the KV heads."""
     heads = view.model.text.get("num_key_value_heads") if per_head else None
     if not per_head and tensor.num_elements != 1:
         yield _scale_finding(
@@ -153,7 +163,7 @@ def _count(view: CheckpointView, tensor: TensorInfo, *, per_head: bool) -> Itera
 def _values(
     view: CheckpointView, module: str, parameter: str, tensor: TensorInfo
 ) -> Iterator[Finding]:
-    """Yield findings on scales that are not valid numbers or not of a plausible size."""
+    """Yield findings on scales with a wrong dtype, or with invalid or implausible values."""
     values = view.reader.floats(tensor)
     bad = int(np.count_nonzero(~(np.isfinite(values) & (values > 0))))
     if tensor.dtype not in FLOAT_SCALES:
@@ -161,11 +171,11 @@ def _values(
     if bad:
         got = f"{plural(bad, 'NaN, infinite, zero or negative value')} of {values.size:,}"
         yield _scale_finding(tensor, "finite scales above zero", got)
-    makes = f"{module}.{parameter[0]}_proj"
-    if bad or not values.size or _outputs_only_zeros(view, makes):
+    projection = f"{module}.{parameter[0]}_proj"
+    if bad or not values.size or _outputs_only_zeros(view, projection):
         return
-    reach = largest_output(view, makes)
-    most = MAX_SCALE if reach is None else min(MAX_SCALE, reach / E4M3_MAX)
+    bound = largest_output(view, projection)
+    most = MAX_SCALE if bound is None else min(MAX_SCALE, bound / E4M3_MAX)
     if (values == PLACEHOLDER).all():
         got = "1, which is vLLM's default without a scale"
         yield warning(NAME, tensor.name, expected="a calibrated scale", got=got, fix=FIX)
