@@ -55,14 +55,14 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     for fused in view.model.fused_layers:
         group = view.lookup.group_of(fused)
         if view.model.layout is None:
-            yield from _fused_parts(view, fused)
+            yield from _missing_parts(view, fused)
         for layer in view.layers.members(fused):
             if (
                 view.model.has_module(layer.name)
                 and group is not None
                 and quantized_parameters(layer.parameters)
             ):
-                yield from _parameters(view, group, layer)
+                yield from _compare_parameters(view, group, layer)
     yield from _missing_draft_layers(view)
     layout = view.model.layout
     yield from _decoder_layers(view) if layout is None else _compare_with_layout(view, layout)
@@ -92,13 +92,13 @@ def _missing_draft_layers(view: CheckpointView) -> Iterator[Finding]:
     counts = {key: value for key in DRAFTS if isinstance(value := text.get(key), int) and value}
     if not counts or any(map(view.model.is_draft, view.index.tensors)):
         return
-    announced, count = next(iter(counts.items()))
+    key, count = next(iter(counts.items()))
     finding = error if "mtp" in view.target.speculative else warning
     layers = plural(count, "layer")
     expected = f"the tensors of {layers} for multi-token prediction (MTP)"
     got = "no such tensor: vLLM generates text without these layers, but cannot draft with mtp"
     fix = "copy the layers from the source, or serve the model without MTP drafts"
-    yield finding(NAME, f"{view.config_path}: {announced}", expected=expected, got=got, fix=fix)
+    yield finding(NAME, f"{view.config_path}: {key}", expected=expected, got=got, fix=fix)
 
 
 def _compare_with_layout(view: CheckpointView, layout: ModelLayout) -> Iterator[Finding]:
@@ -126,7 +126,7 @@ def _compare_with_layout(view: CheckpointView, layout: ModelLayout) -> Iterator[
 
 
 def _missing_tensors(view: CheckpointView, layout: ModelLayout) -> dict[str, str]:
-    """Return the missing tensors by name, each with its name in findings."""
+    """Map the name of each missing tensor to the tensor or layer that its finding names."""
     names = view.index.tensors.keys()
     pairs = map(split_name, names)
     stored = {
@@ -151,19 +151,22 @@ def _missing_findings(
 
     If a whole part of the model is missing, there is a single finding for the part.
     """
-    held = {
+    stored_modules = {
         name[:at] for name in view.index.tensors for at, letter in enumerate(name) if letter == "."
     }
     parts: dict[str, list[str]] = {}
     for name in missing:
-        around = (
-            name[:at] for at, letter in enumerate(name) if letter == "." and name[:at] not in held
+        # Modules around the tensor without any stored tensor, the outermost module first.
+        missing_modules = (
+            name[:at]
+            for at, letter in enumerate(name)
+            if letter == "." and name[:at] not in stored_modules
         )
-        parts.setdefault(next(around, name), []).append(name)
+        parts.setdefault(next(missing_modules, name), []).append(name)
     sized = f"of {view.model.class_name}, with the sizes in config.json"
     for part, inside in sorted(parts.items()):
         if any(name.startswith(f"{part}.") for name in layout.unknown):
-            continue  # the config may leave out this tower
+            continue  # vexport does not know whether the config uses this part of the model
         if len({name.rpartition(".")[0] for name in inside}) > 1:
             layers = view.model.text.get("num_hidden_layers")
             known = (
@@ -236,7 +239,10 @@ def _harmless_finding(
     return warning(NAME, where, expected=expected, got=got, fix=fix)
 
 
-def _parameters(view: CheckpointView, group: ConfigGroup, layer: StoredLayer) -> Iterator[Finding]:
+def _compare_parameters(
+    view: CheckpointView, group: ConfigGroup, layer: StoredLayer
+) -> Iterator[Finding]:
+    """Report missing and additional tensors of a quantized layer."""
     module, parameters, fused = layer.name, layer.parameters, layer.fused
     shape = view.layers.shape_of(layer)
     names = set(group.parameters(shape)) if shape is not None else {group.storage.weight}
@@ -265,8 +271,8 @@ def _parameters(view: CheckpointView, group: ConfigGroup, layer: StoredLayer) ->
             yield _missing_finding(
                 where, f"this tensor, which is part of the format {group.format}"
             )
-    announced = names | {"bias"} | group.storage.unread
-    for parameter in sorted(parameters.keys() - announced) if shape is not None else ():
+    allowed = names | {"bias"} | group.storage.unread
+    for parameter in sorted(parameters.keys() - allowed) if shape is not None else ():
         where = joined_name(module, parameter)
         expected = f"only {', '.join(sorted(names))}"
         got = "a tensor that the layer's scheme does not have"
@@ -274,7 +280,8 @@ def _parameters(view: CheckpointView, group: ConfigGroup, layer: StoredLayer) ->
         yield error(NAME, where, expected=expected, got=got, fix=fix)
 
 
-def _fused_parts(view: CheckpointView, fused: FusedLayer) -> Iterator[Finding]:
+def _missing_parts(view: CheckpointView, fused: FusedLayer) -> Iterator[Finding]:
+    """Report missing members of a quantized fused layer, such as a `v_proj` of `qkv_proj`."""
     if fused.is_stored_fused or not view.layers.is_quantized(fused):
         return
     for module in part_names(fused.name, view.model.architecture):

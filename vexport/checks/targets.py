@@ -39,8 +39,10 @@ def run(view: CheckpointView) -> Iterator[Finding]:
                 NAME, fused.name, expected=expected, got=f"only {', '.join(ignored)}", fix=fix
             )
             continue
-        table = view.model.architecture.is_table(fused.name) and view.layers.is_quantized(fused)
-        yield from _quantized_table(view, fused) if table else _agreement(view, fused)
+        if view.model.architecture.is_table(fused.name) and view.layers.is_quantized(fused):
+            yield from _quantized_table(view, fused)
+        else:
+            yield from _compare_layer(view, fused)
     yield from _experts(view)
     yield from _embeddings(view)
     yield from _stacked_experts(view)
@@ -57,9 +59,9 @@ def _targets_only_attention(view: CheckpointView) -> bool:
 
 
 def _embeddings(view: CheckpointView) -> Iterator[Finding]:
-    """Report embeddings that a target matches. vLLM then quantizes them to integers.
+    """Report unquantized embeddings that a target matches.
 
-    Source: get_quant_method.
+    vLLM expects packed integers for them, or refuses the scheme (get_quant_method).
     """
     for tensor in view.index.tensors.values():
         module, _, parameter = tensor.name.rpartition(".")
@@ -149,11 +151,9 @@ def _experts(view: CheckpointView) -> Iterator[Finding]:
         if layer is not None:
             group = None if view.lookup.ignored(fused) else view.lookup.group_of(fused)
             by_layer.setdefault(layer, {}).setdefault(fused.name.rpartition(".")[2], group)
-    if (
-        view.quantization.method is None
-        and view.model.architecture.experts
-        and not view.model.architecture.experts[2]
-    ):
+    expert_names = view.model.architecture.experts
+    if view.quantization.method is None and expert_names is not None and expert_names.up is None:
+        # The experts have no gate, but vLLM also looks up a group for the missing projection.
         for layer, groups in by_layer.items():
             absent = FusedLayer(name=f"{layer}.0.{ABSENT_UP}", members=(f"{layer}.0.{ABSENT_UP}",))
             groups[ABSENT_UP] = (
@@ -175,7 +175,8 @@ def _experts(view: CheckpointView) -> Iterator[Finding]:
             yield error(NAME, layer, expected=expected, got=got, fix=fix)
 
 
-def _agreement(view: CheckpointView, fused: FusedLayer) -> Iterator[Finding]:
+def _compare_layer(view: CheckpointView, fused: FusedLayer) -> Iterator[Finding]:
+    """Report quantized members without a config group, and unquantized members with a group."""
     group = view.lookup.group_of(fused)
     for module in fused.members:
         stored = quantized_parameters(view.model.modules[module])
