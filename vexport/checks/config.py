@@ -63,7 +63,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     method = config.get("quant_method")
     if not isinstance(method, str) or method.lower().replace("_", "-") != METHOD:
         fix = f"set quant_method to {METHOD}"
-        expected = f"{METHOD}, to which the other keys belong"
+        expected = f"{METHOD}, because the other keys belong to this method"
         got = "no such key, or null" if method is None else repr(method)
         yield _finding(view, "quant_method", expected, got, fix)
         return
@@ -98,7 +98,7 @@ def _without_config(view: CheckpointView, *, quantized: bool) -> Iterator[Findin
 def _unquantized_checkpoint(view: CheckpointView, got: str) -> Finding:
     """Return a warning that the checkpoint is not quantized.
 
-    It is no error: a CI job may check a copy of the source, for example.
+    This is not an error because a CI job may check the source on purpose.
     """
     expected = "a quantized checkpoint"
     fix = "check the quantized checkpoint instead, if this is the unquantized model"
@@ -154,6 +154,7 @@ def _is_static_int8(args: QuantArgs | str) -> bool:
 
 
 def _groups(view: CheckpointView) -> Iterator[Finding]:
+    """Report config groups that vLLM refuses, and input_activations that it ignores."""
     users = [
         (group.name, fused)
         for fused in view.model.fused_layers
@@ -246,9 +247,9 @@ def _unsupported_method_finding(view: CheckpointView, method: str) -> Iterator[F
 
 
 def transforms(view: CheckpointView) -> Iterator[Finding]:
-    """Yield findings on transforms of inputs and outputs.
+    """Yield findings on the online transforms in the config.
 
-    Transforms that are merged into the weights need no check.
+    Transforms that are merged into the weights are not checked, because vLLM does not compute them.
     """
     where = f"{view.quantization.place}.transform_config"
     for transform in view.quantization.transforms:
@@ -259,7 +260,7 @@ def transforms(view: CheckpointView) -> Iterator[Finding]:
             continue
         yield from _matrix(view, transform)
         for fused in view.model.fused_layers:
-            yield from _fused(view, transform, fused)
+            yield from _transformed_layer(view, transform, fused)
     for ranks in (ranks for ranks in view.target.tp if ranks > 1 and view.quantization.transforms):
         expected = "no online transforms, because vLLM only computes them on a single rank"
         names = sorted({transform.submodule for transform in view.quantization.transforms})
@@ -274,16 +275,17 @@ def _matrix(view: CheckpointView, transform: OnlineTransform) -> Iterator[Findin
     """Report a transform without a stored matrix.
 
     Every producer stores the matrix. Without it, vLLM multiplies by uninitialized memory
-    (SharedWeightParameter), or rotates the inputs of weights that are not rotated back.
+    (SharedWeightParameter), or rotates inputs although the layer's weight has no opposite rotation.
     """
     if not any(name.endswith(f".{transform.submodule}.weight") for name in view.index.tensors):
         expected = f"the matrix of the {transform.kind} transform, stored with one of its layers"
         yield _transform_finding(f"{transform.submodule}.weight", expected, "no such tensor")
 
 
-def _fused(
+def _transformed_layer(
     view: CheckpointView, transform: OnlineTransform, fused: FusedLayer
 ) -> Iterator[Finding]:
+    """Report a transform that vLLM cannot apply to a fused layer."""
     rotated = [member for member in fused.members if transform.applies(member)]
     if not rotated:
         return

@@ -1,4 +1,4 @@
-"""Check that vLLM has the model's class, and that config.json has the keys that it needs."""
+"""Check that vLLM has the model's class, and that config.json has the keys that vLLM needs."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -24,8 +24,8 @@ CLASSIFIER_LAYERS = re.compile(r"(^|\.)(score|classifier|cls|qa_outputs)\.")
 GENERATING_BASES = ("Gemma2Model", "LlamaModel", "MistralModel", "Qwen2Model")
 # Largest plausible epsilon of an RMSNorm. Trained models have 1e-8 to 1e-5.
 LARGEST_EPSILON = 0.01
-# Limit of a position table. The largest number of positions of a model in 2026 is 10,485,760. With
-# heads of 128, its table has 2.5 GiB in bfloat16.
+# Largest plausible position table. In 2026, no model has more than 10,485,760 positions. With heads
+# of 128, the table for so many positions has 2.5 GiB in bfloat16.
 MAX_TABLE_BYTES = 8 << 30
 MAX_LABELS = 1_000_000
 
@@ -143,8 +143,8 @@ def _missing_output_layer(view: CheckpointView) -> Iterator[Finding]:
 def _wrong_model_type(view: CheckpointView) -> Iterator[Finding]:
     """Report a model type that transformers does not have, or that does not fit the stored tensors.
 
-    An unknown model type is only reported if the config belongs to transformers and needs no code
-    from the checkpoint.
+    An unknown model type is only reported if vexport knows the layout of the class and config.json
+    does not refer to code in the checkpoint (auto_map).
     """
     name, kind, config = view.model.class_name, _kind(view), view.index.config
     models = architecture_table(view.model.version).text_models
@@ -185,6 +185,7 @@ def _kind(view: CheckpointView) -> str:
 def _sizes(
     view: CheckpointView, entry: ClassLayout, config: Mapping[str, Json]
 ) -> Iterator[Finding]:
+    """Report implausible KV heads, an implausible epsilon, and contradictory RoPE settings."""
     heads, keys = config.get("num_attention_heads"), config.get("num_key_value_heads")
     sized = any("num_key_value_heads" in side for row in entry.rows for side in row.shape or ())
     if sized and isinstance(heads, int) and isinstance(keys, int) and (keys < 1 or heads % keys):
@@ -194,12 +195,13 @@ def _sizes(
             f"a divisor of num_attention_heads {shown(heads)}",
             shown(keys),
         )
-    # vLLM accepts any number here without an error. It uses only one of two RoPE descriptions.
+    # vLLM accepts any epsilon without an error.
     epsilon = config.get("rms_norm_eps", LARGEST_EPSILON)
     if isinstance(epsilon, float) and not 0 <= epsilon <= LARGEST_EPSILON:
         yield _config_finding(
             view, "rms_norm_eps", f"a number from 0 to {LARGEST_EPSILON}", shown(epsilon)
         )
+    # vLLM also accepts two different descriptions of RoPE, and uses only one of them.
     new, old = config.get("rope_parameters"), config.get("rope_scaling")
     kinds = [
         each.get("rope_type", each.get("type")) for each in (new, old) if isinstance(each, dict)
