@@ -49,8 +49,8 @@ SOURCE_DESCRIPTION = (
 )
 # Families that apply to every quantization method.
 METHOD_INDEPENDENT = ("shards", "digests", "config")
-# Families that read stored numbers. If another method stores the checkpoint, it is translated to
-# compressed-tensors first.
+# Families that read stored numbers. If the checkpoint uses a method other than compressed-tensors,
+# its tensors are first translated to compressed-tensors.
 VALUE_FAMILIES = ("values", "fusion")
 # Families that only need config.json, names and headers. They also check the checkpoints that
 # vexport writes.
@@ -79,7 +79,7 @@ class SourceComparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
-    """Family of findings."""
+    """Check family: its description, and the function that yields its findings."""
 
     description: str
     run: CheckFunction
@@ -100,7 +100,7 @@ CHECKS: Mapping[str, Check] = {
     "tokenizer": Check(description=tokenizer.DESCRIPTION, run=tokenizer.run),
     "devices": Check(description=devices.DESCRIPTION, run=devices.run),
     "versions": Check(description=versions.DESCRIPTION, run=versions.run),
-    # The last family: other families name the fault in a changed file.
+    # Digests are last: if a file was changed, a finding of another family is more specific.
     "digests": Check(description=shards.DIGESTS_DESCRIPTION, run=shards.digests),
 }
 
@@ -184,7 +184,10 @@ def findings_on(view: CheckpointView, against: SourceComparison | None = None) -
 
 
 class _TranslatedChecks:
-    """Runner of checks of numbers. It translates a checkpoint of another method only once."""
+    """Run the checks that read numbers on compressed-tensors' form of a checkpoint.
+
+    A checkpoint of another method is translated once for all checks.
+    """
 
     def __init__(self) -> None:
         self._translated: TranslatedView | None = None
@@ -243,7 +246,7 @@ def internal_error(where: str, error: Exception) -> Finding:
 
 
 def findings_of(error: VexportError) -> tuple[Finding, ...]:
-    """Return a finding for each problem of files that cannot be read."""
+    """Convert an error about unreadable files into findings, one for each problem."""
     problems = error.problems if isinstance(error, InputErrors) else (error,)
     return tuple(Finding.of(problem, check=FILES, severity="error") for problem in problems)
 

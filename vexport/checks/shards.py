@@ -23,8 +23,8 @@ DIGESTS_NAME = "digests"
 DIGESTS_DESCRIPTION = (
     "the digests of the files match the recorded digests (vexport.json, --digests)"
 )
-# If the weights are larger than this number of bytes, digests are computed only if an option
-# requests it. All other checks take a second or two.
+# Digests of more bytes than this are only computed with --digests, because reading all weights
+# takes long. All other checks take a second or two.
 MAX_BYTES = 8_000_000_000
 
 
@@ -110,19 +110,22 @@ def _duplicate_finding(
 
 
 def _index(view: CheckpointView, places: Mapping[str, TensorInfo]) -> Iterator[Finding]:
-    """Report errors in parts of an index that vLLM does not read. vLLM only uses the file names."""
+    """Report entries of the index that do not match the files.
+
+    The findings are warnings, because vLLM only uses the set of file names in the index.
+    """
     weight_map = read_json_object(view.index.root / INDEX_NAME).get("weight_map")
     listed = weight_map if isinstance(weight_map, dict) else {}
     stored = {name: tensor.file.name for name, tensor in places.items()}
-    whole = {name for name, file in listed.items() if Path(str(file)).is_absolute()}
+    absolute = {name for name, file in listed.items() if Path(str(file)).is_absolute()}
     for names, got in (
         (listed.keys() - stored.keys(), "an entry, but no such tensor"),
-        (whole, "an absolute path, which is only valid on one machine"),
+        (absolute, "an absolute path, which is only valid on one machine"),
         (stored.keys() - listed.keys(), "a tensor, but no entry"),
         (
             {
                 name
-                for name in listed.keys() & stored.keys() - whole
+                for name in listed.keys() & stored.keys() - absolute
                 if listed[name] != stored[name]
             },
             "an entry, but the tensor is in another file",
@@ -180,6 +183,10 @@ def without_digests(view: CheckpointView) -> Iterator[NotJudged]:
 def _compare_digests(
     view: CheckpointView, digests: Mapping[str, str], alternative: str
 ) -> Iterator[Finding]:
+    """Report files that are missing or have another digest.
+
+    `alternative` is a second remedy, for the case that the file is correct.
+    """
     root = view.index.root
     names = [name for name in digests if (root / name).is_file()]
     with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:

@@ -1,7 +1,7 @@
 """Check that the tokenizer, processor and chat template that vLLM needs exist and are JSON.
 
-transformers checks the contents of these files, in `load --dry`. A checkpoint without a tokenizer
-can be served with another model's tokenizer (`--tokenizer`), so a missing tokenizer is a warning.
+`load --dry` checks the contents of these files with transformers. A missing tokenizer is only a
+warning, because vLLM can serve the checkpoint with another model's tokenizer (`--tokenizer`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -40,11 +40,11 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     root = view.index.root
     for name, severity in JSON_FILES.items():
         if (root / name).is_file():
-            yield from _file(root / name, severity)
+            yield from _invalid_file(root / name, severity)
     names = [path.name for path in view.index.side_files]
-    complete = any(TOKENIZER_FILES.match(name) for name in names)
-    yield from _processor(view, names, error if complete else warning)
-    if complete:
+    has_tokenizer = any(TOKENIZER_FILES.match(name) for name in names)
+    yield from _processor(view, names, error if has_tokenizer else warning)
+    if has_tokenizer:
         yield from _template(root, names)
         return
     place, expected = str(root / TOKENIZER), "a tokenizer"
@@ -61,7 +61,8 @@ def _processor(
     """Report a missing processor config of a multimodal transformers class.
 
     vLLM reads the file at startup (get_processor and get_image_processor in
-    transformers_utils/processor.py). mistral-common needs no such file.
+    transformers_utils/processor.py). Models with Mistral's tokenizer (tekken.json) need no such
+    file.
     """
     kind = str(view.index.config.get("model_type"))
     if (
@@ -87,17 +88,18 @@ def _template(root: Path, names: Sequence[str]) -> Iterator[Finding]:
     """
     settings = root / SETTINGS
     try:
-        inside = settings.is_file() and "chat_template" in read_json_object(settings)
+        in_settings = settings.is_file() and "chat_template" in read_json_object(settings)
     except InputError:
         return
-    if not inside and MISTRAL not in names and not any(name in names for name in TEMPLATES):
+    if not in_settings and MISTRAL not in names and not any(name in names for name in TEMPLATES):
         expected = "a chat template, if the model is used for chat"
         got = "no chat template: vLLM can complete text, but refuses chat requests"
         fix = "copy the source's chat template, or serve the model with --chat-template"
         yield info(NAME, str(root / TEMPLATES[0]), expected=expected, got=got, fix=fix)
 
 
-def _file(path: Path, severity: Severity) -> Iterator[Finding]:
+def _invalid_file(path: Path, severity: Severity) -> Iterator[Finding]:
+    """Report a file that is not valid JSON, or not a valid tokenizer if it is tokenizer.json."""
     try:
         content = read_json_object(path)
         if path.name == TOKENIZER:

@@ -1,7 +1,8 @@
 """Check whether the selected version of vLLM supports a checkpoint.
 
 The option `--vllm` selects this check. The features of each version come from files that
-scripts/generate_versions.py creates from the wheels. All other checks describe `PINNED`.
+scripts/generate_versions.py creates from the wheels. The other checks contain the rules of
+`PINNED`.
 """
 
 from collections.abc import Iterator
