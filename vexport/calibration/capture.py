@@ -63,10 +63,10 @@ class Interner:
     def __init__(self) -> None:
         self._recent = deque[torch.Tensor](maxlen=RECENT_TENSORS)
 
-    def of(self, value: object) -> object:
-        """Return the value, with each tensor replaced by an equal recent tensor if there is any."""
+    def intern(self, value: object) -> object:
+        """Return the value, with tensors replaced by equal tensors that were stored recently."""
         if type(value) is tuple:
-            return tuple(map(self.of, value))
+            return tuple(map(self.intern, value))
         if not isinstance(value, torch.Tensor):
             return value
         for known in self._recent:
@@ -115,13 +115,13 @@ class Recorder:
                 output = forward(states, *args, **kwargs)
                 self.rest = output[1:] if isinstance(output, tuple) else None
             self._hidden.append(states)
-        kept = {name: self._interner.of(value) for name, value in kwargs.items()}
-        self.calls[number].append(LayerCall(tuple(map(self._interner.of, args)), kept))
+        kept = {name: self._interner.intern(value) for name, value in kwargs.items()}
+        self.calls[number].append(LayerCall(tuple(map(self._interner.intern, args)), kept))
         self._passed = states
         return layer_output(states, self.rest)
 
     def unsupported_call_error(self, number: int, got: str) -> InputError:
-        """Return the error for a model that calls a layer in a way calibration cannot repeat."""
+        """Return the error for a model whose layers calibration cannot run one after the other."""
         return InputError(
             f"{self._name}.{number}",
             got=got,
@@ -267,8 +267,8 @@ WIDENED_DTYPES = (torch.bfloat16, torch.float16)
 def prefers_float32(device: str) -> bool:
     """Return True if the device multiplies float32 faster than 16-bit floats.
 
-    This is the case for x86 CPUs without units for bf16 products. Such units are AMX, and AVX-512
-    BF16 on CPUs that are not Intel's.
+    This is the case for x86 CPUs without fast bf16 instructions. AMX counts as fast. AVX-512
+    BF16 counts as fast only on CPUs of other vendors than Intel.
 
     Measured on a Sapphire Rapids CPU whose hypervisor hides AMX (one thread, 512 tokens, 576 x
     1536): torch 2.13 multiplies bf16 at 84 GFLOPS and float32 at 154.
@@ -343,7 +343,7 @@ def _float32_head(
 
 
 class _HeadProduct(torch.autograd.Function):
-    """Product of an output head. Only its input has a gradient."""
+    """Multiplies the input of an output head by its weight. Only the input gets a gradient."""
 
     @staticmethod
     def forward(

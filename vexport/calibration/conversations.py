@@ -1,6 +1,6 @@
 """Prepare conversations for a chat template as vLLM's chat endpoint does, and render them.
 
-The rules are those of vLLM 0.32:
+The rules follow vLLM 0.32:
 
 - reasoning_content and tools: `ChatCompletionRequest` in
   vllm/entrypoints/openai/chat_completion/protocol.py
@@ -29,7 +29,7 @@ from vexport.records.patterns import TEMPLATE_BYTES, TEMPLATE_SECONDS, memory_li
 
 Message = Mapping[str, object]
 ContentFormat = Literal["string", "openai"]
-# The key that holds the text, for each type of a content part that is text.
+# Types of content parts with text, and the key that holds the text.
 _TEXT_OF_PART = {
     "text": "text",
     "input_text": "text",
@@ -59,8 +59,8 @@ _MEDIA_PART = re.compile(
 )
 # Clients put this line into system prompts. vLLM removes it, because it differs in every request.
 _BILLING_HEADER = "x-anthropic-billing-header"
-# Value for test renderings, which check whether a template shows the calls, results and tools of a
-# row.
+# Replaces tool calls and their results in a second rendering. If the text stays the same, the
+# template does not show them.
 _PROBE = "vexport_probe"
 TOOLS, CALLS, RESULTS = "tools", "tool_calls", "results of tools"
 
@@ -130,8 +130,8 @@ def unrendered_parts(
 ) -> Iterator[str]:
     """Yield TOOLS, CALLS or RESULTS for each part of a conversation that `text` does not show.
 
-    `text` is the rendered conversation. For each part, the conversation is rendered again with a
-    different value. A template shows the part if the text changes, or if it refuses the value.
+    `text` is the rendered conversation. To test a part, the part is changed and the conversation is
+    rendered again. The template shows the part if the text changes or if the rendering fails.
     """
     for part, changed in (
         (TOOLS, replace(conversation, tools=())),
@@ -173,8 +173,9 @@ def media_of_part(part: Mapping[str, object]) -> str | None:
 
 
 def _served_message(message: Message, *, is_openai: bool) -> Message:
-    """Return a message as `_parse_chat_message_content` and `_postprocess_messages`
-    would change it.
+    """Return a message with the changes that vLLM makes before rendering.
+
+    vLLM makes them in `_parse_chat_message_content` and `_postprocess_messages`.
     """
     role = message["role"]
     parts = list(_text_parts(message, is_openai=is_openai))
@@ -207,14 +208,14 @@ def _calls_and_reasoning(message: Message) -> Message:
     reasoning = message.get("reasoning_content") if reasoning is None else reasoning
     if reasoning is not None:
         served["reasoning"] = served["reasoning_content"] = reasoning
-    # vLLM renders gpt-oss without its template, which reads this key.
+    # The chat template of gpt-oss reads this key. vLLM renders gpt-oss without the template.
     if isinstance(message.get("thinking"), str):
         served["thinking"] = message["thinking"]
     return served
 
 
 def _text_parts(message: Message, *, is_openai: bool) -> Iterator[Message]:
-    """Yield the parts of a message's content as objects with a type and a text."""
+    """Yield the parts of a message's content: texts, and references to tools by name."""
     content = message.get("content")
     if content is None:
         return
@@ -343,7 +344,7 @@ class _Generation(Extension):
     tags = {"generation"}  # noqa: RUF012  (as jinja2 declares it)
 
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
-        """Parse the block as the statements in it."""
+        """Return the statements inside the block, so that the block itself has no effect."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -357,8 +358,8 @@ def content_format(template: str) -> ContentFormat:
     """Return `openai` if a template loops over the parts of a message's content, otherwise
     `string`.
 
-    vLLM decides this by the template's syntax tree. A template that vLLM cannot parse or follow is
-    `string`.
+    vLLM decides this by the template's syntax tree. The result is also `string` if vLLM cannot
+    parse or analyze the template.
     """
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
@@ -366,7 +367,7 @@ def content_format(template: str) -> ContentFormat:
     try:
         root = environment.parse(template)
         return "openai" if _loops_over_content(root) else "string"
-    except Exception:  # the template itself is judged when it is rendered
+    except Exception:  # rendering reports errors in the template
         return "string"
 
 

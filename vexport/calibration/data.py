@@ -39,16 +39,16 @@ from vexport.errors import InputError, first_line, raise_all
 from vexport.files import digest_bytes, read_json_object
 from vexport.records import CalibrationData
 
-# Number of characters to tokenize for each token that is needed. Later text would be cut off after
-# tokenizing.
+# Maximum number of characters to tokenize per needed token. Long texts are cut before tokenizing,
+# because samples contain only their first tokens.
 CHARACTERS_PER_TOKEN = 64
 # Reading ends after MAX_BROKEN_ROWS rows, or if the first MAX_MULTIMODAL_ROWS rows all have images,
 # video or sound.
 MAX_BROKEN_ROWS, MAX_MULTIMODAL_ROWS = 10, 10_000
 # The template that transformers uses for conversations with tools if the tokenizer has several.
 TOOL_TEMPLATE = "tool_use"
-# Matches keys of config.json for tokens that stand for an image, a video or sound, and the text of
-# such tokens.
+# _MEDIA_ID matches keys of config.json whose values are the ids of tokens for images, video or
+# sound. _MEDIA_TOKEN matches the text of such tokens.
 _MEDIA_ID = re.compile(r"(image|img|video|vision|audio|speech|media|boi|eoi|boa|eoa)\w*_(id|index)")
 _MEDIA_TOKEN = re.compile(
     r"[<\[].*(image|img|video|vision|audio|speech|media_|pixel).*[>\]]", re.IGNORECASE
@@ -112,11 +112,11 @@ class Samples:
 def read_samples(
     data: CalibrationData, checkpoint: Path, *, vocab_size: int, trust_remote_code: bool = False
 ) -> Samples:
-    """Read rows as token ids, as many and as long as `data` requires.
+    """Read at most `data.samples` samples of at most `data.seq_len` tokens.
 
-    `read_row` describes the forms of a row. Conversations go through the chat template as in vLLM's
-    chat endpoint. Rows with images, video or sound are skipped, with a note. Broken rows are
-    reported together. Raises InputError, and EnvironmentFault if the hub cannot be reached.
+    `SUPPORTED_ROW_FORMS` lists the forms of a row. Conversations go through the chat template as in
+    vLLM's chat endpoint. Rows with images, video or sound are skipped, with a note. Raises
+    InputErrors for broken rows, and EnvironmentFault if the hub cannot be reached.
     """
     reader = _Reader(data, checkpoint, vocab_size, trust_remote_code)
     rows = (
@@ -137,12 +137,11 @@ def read_samples(
 
 
 def require_rows(name: str, column: str | None = None) -> None:
-    """Raise the errors of data that cannot contain text, before anything slow is imported.
+    """Check the first rows of a local file or folder, before slow packages are imported.
 
-    `column` is the column with the text, by default the column in the name. Only the first rows of
-    a file or a folder are read. Raises InputError if the path is missing, if it is not a file with
-    text, and if the first MAX_BROKEN_ROWS rows are all broken. `read_samples` reports all other
-    problems.
+    `column` is the column with the text, by default the column in `name` (DATA:COLUMN). Raises
+    InputError if the path is missing, if it is not a file with text, or if the first
+    MAX_BROKEN_ROWS rows are all broken. `read_samples` reports all other problems.
     """
     require_data(name)
     parsed = parse_data(name)
@@ -215,15 +214,18 @@ def _no_rows_error(name: str) -> InputError:
     return InputError(name, got=got, need=SUPPORTED_ROW_FORMS, fix="add rows")
 
 
-def first_texts(data: CalibrationData, most: int) -> list[str]:
-    """Return the texts of the first rows that are text, at most `most`. Needs no tokenizer."""
+def first_texts(data: CalibrationData, limit: int) -> list[str]:
+    """Return the texts of at most `limit` rows of plain text, without a tokenizer.
+
+    Conversations and rows of token ids are skipped.
+    """
     return [
-        text[: CHARACTERS_PER_TOKEN * data.seq_len] for text in islice(_plain_texts(data), most)
+        text[: CHARACTERS_PER_TOKEN * data.seq_len] for text in islice(_plain_texts(data), limit)
     ]
 
 
 def _plain_texts(data: CalibrationData) -> Iterator[str]:
-    """Yield the rows that are text. Skip unreadable rows: `read_samples` reports them."""
+    """Yield the texts of plain-text rows. Skip broken rows: `read_samples` reports them."""
     for raw in raw_rows(data):
         try:
             row = read_row(_content(raw), data.column)
@@ -237,7 +239,8 @@ def _plain_texts(data: CalibrationData) -> Iterator[str]:
 class _Tokens:
     """Token ids of a row.
 
-    A packed sample that starts inside the row begins with the tokens `start`.
+    If rows are packed, a sample may start in the middle of this row. The tokens `start` are then
+    put in front of the sample.
     """
 
     number: int
@@ -250,7 +253,7 @@ class _BrokenRows:
 
     def __init__(self) -> None:
         self.number = 0
-        self._problems: dict[str, _BrokenKind] = {}
+        self._problems: dict[str, _RowProblem] = {}
 
     def add(self, place: str, error: ValueError | RecursionError) -> None:
         """Add a row that could not be read. Raise InputError if the file is not UTF-8."""
@@ -263,7 +266,7 @@ class _BrokenRows:
         if isinstance(error, RecursionError):
             kind = got = "JSON nested too deeply"
         elif isinstance(error, json.JSONDecodeError):
-            # Rows without JSON are one problem, wherever the parser stops.
+            # All rows with invalid JSON share one error, whatever the parser's message is.
             kind = "no JSON object"
             got = f"{kind} ({error.msg} at character {error.pos})"
             fix = f"{FIX_ROW}, or name a file of plain text .txt"
@@ -271,7 +274,7 @@ class _BrokenRows:
             need = "turns that the chat template renders"
         elif isinstance(error, UnknownFormError):
             fix = FIX_COLUMN
-        problem = _BrokenKind(got=got, need=need, fix=fix, places=[])
+        problem = _RowProblem(got=got, need=need, fix=fix, places=[])
         self._problems.setdefault(kind, problem).places.append(place)
         self.number += 1
 
@@ -284,8 +287,8 @@ class _BrokenRows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _BrokenKind:
-    """A problem of rows: the text for the first row that has it, and the places of all rows."""
+class _RowProblem:
+    """A problem that rows share: the error for the first of these rows, and the places of all."""
 
     got: str
     need: str
@@ -296,7 +299,7 @@ class _BrokenKind:
 class _Reader:
     """Tokenizes the rows of a data set.
 
-    Collects the errors of broken rows, and notes on other rows.
+    Collects the errors of broken rows, and notes on skipped rows and unrendered parts.
     """
 
     def __init__(
@@ -336,7 +339,7 @@ class _Reader:
 
     @cached_property
     def _start(self) -> Sequence[int]:
-        """Return the tokens that the tokenizer puts in front of a prompt: BOS, or nothing."""
+        """Return the special tokens that the tokenizer puts before a text: usually BOS or none."""
         plain = self._encode("a", add_special_tokens=False)
         whole = self._encode("a", add_special_tokens=True)
         places = range(len(whole) - len(plain) + 1)
@@ -421,8 +424,8 @@ class _Reader:
         if self._data.name == DEFAULT and row.conversation is not None:
             turns = (str(turn["content"]) for turn in row.conversation.messages)
             row = replace(row, plain_text="\n\n".join(turns))
-        most = self._data.seq_len * (self._data.samples if self.packs else 1)
-        ids, start = self._ids(row, most, begins=not (self.packs and raw.continues_previous))
+        max_tokens = self._data.seq_len * (self._data.samples if self.packs else 1)
+        ids, start = self._ids(row, max_tokens, begins=not (self.packs and raw.continues_previous))
         if not ids:
             raise ValueError("a row without tokens")
         if min(ids) < 0 or max(ids) >= self._vocab_size:
@@ -431,16 +434,19 @@ class _Reader:
         is_ended = end is None or raw.continues_previous or ids[-1] == end
         return _Tokens(number=raw.number, ids=ids if is_ended else (*ids, end), start=start)  # type: ignore[arg-type]
 
-    def _ids(self, row: Row, most: int, *, begins: bool) -> tuple[Sequence[int], Sequence[int]]:
-        """Return a row's token ids, and the start tokens of samples that begin inside the row.
+    def _ids(
+        self, row: Row, max_tokens: int, *, begins: bool
+    ) -> tuple[Sequence[int], Sequence[int]]:
+        """Return a row's token ids, and the start tokens for samples that begin inside the row.
 
-        Text is tokenized only as far as needed for `most` tokens. `begins` is True if the row
-        begins a text. Raises InputError if the row needs a chat template and the model has none.
-        Raises ValueError if the row cannot be rendered or tokenized, and
-        MultimodalRowError if it has tokens that stand for an image, a video or sound.
+        Only the beginning of the text, enough for `max_tokens` tokens, is tokenized. `begins` is
+        False if the row continues the previous row. Raises InputError if the row needs a chat
+        template and the model has none. Raises ValueError if the row cannot be rendered or
+        tokenized, and MultimodalRowError if it has tokens that stand for an image, a video or
+        sound.
         """
         if row.ids is not None:
-            if found := self._media_ids_of_rows.intersection(row.ids):
+            if found := self._media_ids_of_config.intersection(row.ids):
                 raise MultimodalRowError(f"token id {min(found)}")
             return row.ids, ()
         words = self._media_words
@@ -452,7 +458,7 @@ class _Reader:
         template = self._template(conversation) if conversation is not None else None
         if conversation is not None and template is not None:
             text = self._rendered(conversation, template)
-            ids = self._encode(text[: CHARACTERS_PER_TOKEN * most], add_special_tokens=False)
+            ids = self._encode(text[: CHARACTERS_PER_TOKEN * max_tokens], add_special_tokens=False)
             bos = self.tokenizer.bos_token_id
             return ids, (bos,) if bos is not None and ids[:1] == [bos] else ()
         if _needs_chat_template(row):
@@ -461,7 +467,7 @@ class _Reader:
             text = row.plain_text
         assert text is not None
         ids, start = (
-            self._encode(text[: CHARACTERS_PER_TOKEN * most], add_special_tokens=begins),
+            self._encode(text[: CHARACTERS_PER_TOKEN * max_tokens], add_special_tokens=begins),
             self._start,
         )
         if begins and start and ids[: 2 * len(start)] == [*start, *start]:
@@ -471,10 +477,10 @@ class _Reader:
         return ids, start
 
     @cached_property
-    def _media_ids_of_rows(self) -> frozenset[int]:
-        """Return the image, video and sound tokens that the config names.
+    def _media_ids_of_config(self) -> frozenset[int]:
+        """Return the ids of image, video and sound tokens in config.json.
 
-        They are for rows of token ids, which need no tokenizer.
+        Rows of token ids are compared with these ids, so that they need no tokenizer.
         """
         config = self._checkpoint / "config.json"
         return frozenset(_media_ids(read_json_object(config))) if config.is_file() else frozenset()

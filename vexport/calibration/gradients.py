@@ -1,10 +1,10 @@
 """Run text forward through a model's layers, and the gradients of its predictions backward.
 
-The gradients are of the log-probability of tokens that are drawn from the model's predictions.
-Their second moments are the Fisher information: they show how a small error of an input changes the
-KL divergence. Tokens are weighted by these moments (GuidedQuant, arXiv 2505.07004). For example,
-the first token receives most of the attention, so its errors change every prediction. The root of
-the mean square, averaged over places in the text, left less KL than the mean (docs/rounding.md).
+Tokens are drawn from the model's predictions, and the gradients of their log-probabilities are
+computed. The mean squares of these gradients are the Fisher information: they show how a small
+error of an input changes the KL divergence. GuidedQuant (arXiv 2505.07004) weights tokens by them.
+For example, the first token receives most of the attention, so its errors change every prediction.
+vexport weights tokens by the root of the mean square, which left a smaller KL (docs/rounding.md).
 """
 
 import logging
@@ -27,31 +27,31 @@ KEPT_BYTES = 2**28
 # have to be stored: 73 MB for SmolLM2-135M with default settings, but 2.7 GB for a model of 70 B
 # parameters. Measuring them again takes 3 % of the expected time of SmolLM2's calibration.
 NOT_KEPT = "the gradients are measured again from the first layer"
-# The most probabilities in memory at once.
+# Maximum number of probabilities in memory at a time.
 CHUNK_ELEMENTS = 1 << 22
 
 
 class Gradients:
     """Runs text forward through a model, and the gradients of the predictions backward.
 
-    The states in front of every layer are kept during the forward pass. `watchers` watch the
-    backward pass, in which torch computes gradients. If the gradient of a row cannot be computed,
-    the row continues without a gradient.
+    The forward pass keeps the input of every layer. `watchers` watch the backward pass, in which
+    torch computes gradients. If the gradient of a row cannot be computed, the backward pass
+    continues for this row without gradients.
     """
 
     def __init__(self, walk: LayerWalk, watchers: Sequence[Watcher]) -> None:
         self._walk = walk
         self._watchers = watchers
-        # The states of all rows in front of the first layer, of the second layer and so on, and
-        # last of the head.
+        # The inputs of the first layer for all rows, the inputs of the second layer and so on. The
+        # inputs of the head come last.
         self._layer_inputs = HiddenStates(KEPT_BYTES)
         # A generator on the CPU draws the same numbers for every device.
         self._generator = torch.Generator().manual_seed(0)
-        # The gradient of each row behind the present layer.
+        # The gradient of the current layer's output, for each row.
         self._behind: list[torch.Tensor | None] = []
 
     def run(self, samples: Samples, on_progress: OnProgress = silent) -> None:
-        """Run samples up through all layers, and their gradients back.
+        """Run samples forward through all layers, and their gradients backward.
 
         Raises CheckpointFailed if a state is not finite, and the errors of `LayerWalk.start`. If
         this is interrupted, KeyboardInterrupt has the note NOT_KEPT.
@@ -67,7 +67,7 @@ class Gradients:
         with walk.start(samples, stage=GRADIENTS, on_progress=on_progress) as hidden:
             for index in range(len(hidden)):
                 self._layer_inputs.append(hidden[index])
-            # Up and back through each layer, and the head between them.
+            # Each layer runs forward and backward. The head runs once, between the two passes.
             walk.expect_steps(2 * len(walk.layers) + 1)
             walk.forward(hidden, self)
             walk.model.requires_grad_(False)
@@ -77,24 +77,25 @@ class Gradients:
             walk.backward(self._layer_gradient, self._layer_input, *self._watchers)
 
     def enter(self, layer: Layer) -> None:
-        """Do nothing: a layer on the way up needs no preparation."""
+        """Do nothing: the forward pass needs no preparation."""
 
     def row(self, index: int, hidden: torch.Tensor) -> None:
-        """Keep the states behind a layer, which are the states in front of the next layer."""
+        """Keep the output of a layer, which is the input of the next layer."""
         self._layer_inputs.append(hidden)
 
     def leave(self, layer: Layer) -> None:
-        """Do nothing: a layer on the way up needs no further work."""
+        """Do nothing: the forward pass needs no further work."""
 
     def _layer_input(self, number: int, index: int) -> torch.Tensor:
-        """Return a copy, on the device, of a row's states in front of a layer or the head."""
+        """Return a row's input of a layer or of the head, as a copy on the device."""
         states = self._layer_inputs[number * len(self._walk.ids) + index]
         return states.to(self._walk.device, copy=True)
 
     def _layer_gradient(self, layer: Layer, index: int) -> torch.Tensor:
-        """Compute the gradient in front of a layer from the gradient behind it.
+        """Compute the gradient of a layer's input from the gradient of its output.
 
-        The row runs through the layer in any case. Returns the states in front of the layer.
+        Returns the layer's input. The row runs through the layer even if it has no gradient, so
+        that watchers see it.
         """
         states = layer.input_of(index)
         behind = self._behind[index]
@@ -107,14 +108,15 @@ class Gradients:
         return states
 
     def _head_gradient(self, index: int) -> torch.Tensor | None:
-        """Compute the gradient behind the last layer."""
+        """Compute the gradient of the last layer's output."""
         states = self._layer_input(len(self._walk.layers), index)
         return _gradient(states, partial(self._walk.logits, index), self._errors)
 
     def _errors(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of logits (1, tokens, vocabulary).
+        """Return the gradient of the cross-entropy by the logits (1, tokens, vocabulary).
 
-        The gradient is the probabilities, minus 1 for the token that is drawn from them.
+        A target token is drawn from the probabilities at each position. The gradient equals the
+        probabilities, except that 1 is subtracted from the target token's probability.
         """
         errors = torch.empty_like(logits)
         rows = max(1, CHUNK_ELEMENTS // logits.shape[-1])
@@ -152,23 +154,23 @@ def _gradient(
     return gradient if bool(torch.isfinite(gradient).all()) else None
 
 
-# A token's weight is within this many octaves of the mean.
+# A token's weight differs from the mean weight by at most this many factors of two.
 MOST_OCTAVES = 10
 
-# The mean square of the gradient behind each module, by octaves of the token's place in its row.
-# The octaves are the tokens 0, 1, 2 and 3, 4 to 7 and so on. All tokens of other modules count the
-# same.
+# The mean square of the gradient of each module's output. Each module has a value per octave of
+# token positions: position 0, position 1, positions 2 and 3, positions 4 to 7 and so on. For
+# modules that are not listed, all tokens have equal weights.
 TokenWeights = Mapping[str, tuple[float, ...]]
 
 
 def token_weights_of(
     mean_squares: TokenWeights, modules: Sequence[str], tokens: int
 ) -> torch.Tensor | None:
-    """Return the weights of a row's tokens for these modules together, (tokens,) float32.
+    """Return the weights of a row's tokens for modules that share an input, (tokens,) float32.
 
-    The weights follow the root mean square of the gradient, and their mean is about 1. They are
-    powers of two, so that a 16-bit input times its weight loses no digit. Returns None if no module
-    is in `mean_squares`.
+    The weights are proportional to the root mean square of the gradients, and their mean is about
+    1. They are rounded to powers of two, so that a 16-bit input times its weight loses no digit.
+    Returns None if no module is in `mean_squares`, or if all mean squares are zero.
     """
     known = [torch.tensor(mean_squares[name]) for name in modules if name in mean_squares]
     if not known:
@@ -185,26 +187,27 @@ def token_weights_of(
 
 
 def octaves(tokens: int) -> torch.Tensor:
-    """Return the octave of each place in a row of `tokens` tokens, (tokens,)."""
+    """Return the octave of each position in a row: int64 (tokens,), 0, 1, 2, 2, 3, 3, 3, 3, ..."""
     places = torch.arange(tokens, dtype=torch.float64)
     return torch.frexp(places).exponent.to(torch.int64)
 
 
 class TokenWeigher:
-    """Adds up the gradients behind the linear modules and experts of all layers.
+    """Averages the squared gradients of the outputs of linear modules and modules of experts.
 
-    `lengths` are the numbers of tokens of the rows.
+    `lengths` contains the number of tokens of each row.
     """
 
     def __init__(self, lengths: Sequence[int]) -> None:
-        # Sums of squares and their numbers, (2, octaves), by module.
+        # For each module (2, octaves): the sums of squared gradients, and the numbers of tokens.
         self._sums: dict[str, torch.Tensor] = {}
-        # Squares of each token of a row behind a module, on the device until a layer is done.
+        # For each row and module, the squared gradient of each token. They stay on the device until
+        # the layer is finished.
         self._seen = list[tuple[str, torch.Tensor]]()
         self._lengths = set(lengths)
 
     def enter(self, layer: Layer) -> None:
-        """Watch the gradients behind a layer's modules."""
+        """Watch the gradients of the outputs of a layer's modules."""
         for name, module in layer.module.named_modules():
             if isinstance(module, torch.nn.Linear) or expert_runner_of(module) is not None:
                 see = partial(self._hook_output, joined(layer.name, name))
@@ -214,13 +217,13 @@ class TokenWeigher:
         """Do nothing: the hooks have already seen the row."""
 
     def leave(self, layer: Layer) -> None:
-        """Add up the squares of the layer's rows."""
+        """Add the squared gradients of the layer's modules to the sums."""
         for name, squares in self._seen:
             self._add(name, squares.cpu())
         self._seen.clear()
 
     def mean_squares(self) -> TokenWeights:
-        """Return the mean squares of all gradients."""
+        """Return the mean squares of the gradients by module. Leave out modules with overflows."""
         return {
             name: tuple((squares / counts.clamp_min(1)).tolist())
             for name, (squares, counts) in self._sums.items()

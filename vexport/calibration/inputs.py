@@ -1,9 +1,9 @@
 """Find the modules of fusion groups in a model, and observe their inputs while the model runs.
 
-A hook sees the input of a linear module. Experts in three-dimensional parameters share a module,
-and the hook sees the input of that module. All tokens of the text enter the experts' gate and up
-projections. The tokens routed to an expert enter its down projection. A new kind of experts needs a
-class like `ExpertRunner` and an entry in EXPERT_KINDS.
+A hook sees the input of a linear module. Experts that are stored in three-dimensional parameters
+share a module. A hook on this module sees all tokens and their routes to experts. The inputs of the
+experts' down projections are computed from them. A new kind of experts needs a class like
+`ExpertRunner` and an entry in EXPERT_KINDS.
 """
 
 import inspect
@@ -29,8 +29,8 @@ LAYOUT = ("has_gate", "has_bias", "is_transposed", "down_proj")
 class RoutedTokens:
     """Input of a module of experts: all tokens (tokens, hidden size) in the order of the text.
 
-    `routes` are the places of the tokens routed to each expert. `weights` (routed, 1) are the
-    weights of the expert's outputs for these tokens.
+    `routes` has a tensor for each expert: the positions of the tokens that the router sends to it.
+    `weights` has a tensor (routed tokens, 1) for each expert: the factors of its outputs.
     """
 
     tokens: torch.Tensor
@@ -60,7 +60,8 @@ class ExpertRunner:
         assert isinstance(chosen, torch.Tensor)
         assert isinstance(router_weights, torch.Tensor)
         experts = len(module.get_parameter("down_proj"))
-        # The places in (tokens, chosen), sorted by expert. The host waits only for the counts.
+        # Positions in the flattened `chosen` (tokens, experts per token), sorted by expert. The
+        # host waits for a GPU only to read the counts.
         places = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=experts).tolist()
         routes = places // chosen.shape[-1]
@@ -123,10 +124,10 @@ class Llama4(ExpertRunner):
     """Llama 4's experts: the router's weight scales an expert's input, not its output.
 
     Source: Llama4TextMoe of transformers. vLLM does the same before it quantizes an expert's input
-    (`apply_router_weight_on_input`, fused_moe/prepare_finalize/no_dp_ep.py). The module's input has
-    all tokens once for each expert, with zeros for tokens that are not routed to it, and its output
-    has the same shape. A token is scaled by its router's weight. A token that is routed to several
-    experts is scaled by the sum of their weights.
+    (`apply_router_weight_on_input`, fused_moe/prepare_finalize/no_dp_ep.py). The module's input
+    repeats all tokens for each expert. A token is multiplied by the router's weight for the expert,
+    or by zero if it is not routed to the expert. The output has the same shape. In `RoutedTokens` a
+    token is multiplied by the sum of its router weights.
     """
 
     def supports(self, module: torch.nn.Module) -> bool:
@@ -172,7 +173,7 @@ def expert_runner_of(module: torch.nn.Module) -> ExpertRunner | None:
     return next((kind for kind in EXPERT_KINDS if kind.supports(module)), None)
 
 
-# The input of a module. For experts, the arguments of their forward.
+# The input of a linear module, or the tokens and routes of a module of experts.
 Value = torch.Tensor | RoutedTokens
 # Inputs by the module's name in the model.
 RecordedInputs = Mapping[str, Value]
@@ -225,9 +226,10 @@ class Places:
         return groups_of_layers
 
     def linear(self, member: LinearPlan) -> torch.nn.Module | None:
-        """Return the module that multiplies its input by the layer's weight and nothing else.
+        """Return the linear module that holds the layer's weight.
 
-        Returns None if there is no such module.
+        Returns None if the layer is an expert in a stacked parameter or an embedding, or if the
+        model does not use its weight.
         """
         owner, parameter = self._owner(member)
         is_product = (
@@ -236,9 +238,9 @@ class Places:
         return owner if is_product and not isinstance(owner, torch.nn.Embedding) else None
 
     def expert(self, member: LinearPlan) -> tuple[torch.nn.Module, ExpertPosition] | None:
-        """Return the module of experts that holds a layer's weight, and the layer's place there.
+        """Return the module of experts that holds a layer's weight, and the layer's position in it.
 
-        Returns None if a layer belongs to no module of experts.
+        Returns None if the layer is not in a module of experts.
         """
         owner, parameter = self._owner(member)
         if owner is None or owner.get_parameter(parameter).dim() != 3:
@@ -263,12 +265,12 @@ class _AllInputsRecorded(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """An input (..., columns) of the module `module` that groups share.
+    """An input (..., columns) of `module`, and the fusion groups that read it.
 
     `expert` is the number of an expert if this is the input of its down projection. It is None for
-    a linear module and for the common input of all experts. `is_aligned` is True if both streams
-    have the same tokens in the same order. It is False if a router chooses the module's tokens.
-    Groups that are rounded to nearest need the input only for static scales or importance.
+    a linear module and for the common input of all experts. `is_aligned` is True if the module sees
+    the same tokens in the source and in the quantized model. It is False if a router chooses the
+    module's tokens, because the router of the quantized model may choose other tokens.
     """
 
     name: str
@@ -280,7 +282,7 @@ class Site:
 
     @property
     def rounded_groups(self) -> tuple[FusionGroup, ...]:
-        """Return the groups that are rounded by their inputs."""
+        """Return the groups that are not rounded to nearest: their rounding needs the input."""
         return tuple(group for group in self.groups if group.rounding != "nearest")
 
 
@@ -289,9 +291,9 @@ class GroupInputs:
 
     def __init__(self, places: Places, groups: Sequence[FusionGroup]) -> None:
         self._places = places
-        # The modules that share an input.
+        # The modules that read an input, by the name of the first of them.
         self._modules: dict[str, list[torch.nn.Module]] = {}
-        # The group that takes an expert's tokens, by module and expert.
+        # The group of an expert's gate and up projections, by module and expert.
         self._gate_up_groups: dict[tuple[str, int], FusionGroup] = {}
         self.unreachable: dict[str, str] = {}
         sharing: dict[tuple[str, int | None, int], list[FusionGroup]] = {}
@@ -353,7 +355,11 @@ class GroupInputs:
         )
 
     def gate_up_group(self, site: Site) -> FusionGroup | None:
-        """Return the group that computes the input of an expert's down projection."""
+        """Return the group of an expert's gate and up projections for the site of its down
+        projection.
+
+        Returns None for other sites, or if the plan does not quantize these projections.
+        """
         return None if site.expert is None else self._gate_up_groups.get((site.module, site.expert))
 
     def down_input(self, site: Site, tokens: torch.Tensor) -> torch.Tensor:
@@ -365,8 +371,8 @@ class GroupInputs:
         return runner.down_input(module, site.expert, tokens)
 
     def of_module(self, module: str | None) -> "GroupInputs":
-        """Return the inputs of a single module's groups. If `module` is None, return only the
-        groups without an input.
+        """Return the inputs of a single module. If `module` is None, return no inputs and only the
+        groups whose inputs cannot be observed.
         """
         part = copy(self)
         part.sites = tuple(site for site in self.sites if site.module == module)
@@ -377,7 +383,9 @@ class GroupInputs:
     def hooked(
         self, observe: Callable[[str, Value], None], *, first_only: bool = False
     ) -> Iterator[None]:
-        """Call `observe` with the name of each module and its unrounded input inside the block.
+        """Call `observe` with the name and input of each module that runs inside the block.
+
+        The hooks run before hooks that round the input.
 
         If several modules read the same input, `observe` is called for each module. With
         `first_only` it is called only for the first module.
@@ -392,7 +400,7 @@ class GroupInputs:
 
     @contextmanager
     def recorded(self, *, only_inputs: bool = False) -> Iterator[dict[str, Value]]:
-        """Record the unrounded inputs of a forward inside the block.
+        """Record the inputs of a forward inside the block, before they are rounded.
 
         With `only_inputs` the forward ends as soon as all inputs are recorded.
         """
@@ -411,7 +419,8 @@ class GroupInputs:
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the names of a site's layers and their inputs.
 
-        The inputs of experts are all tokens, or the tokens routed to each expert.
+        With `all_experts` an expert's input contains all tokens. Otherwise it contains only the
+        tokens routed to the expert.
         """
         members = [member for group in site.groups for member in group.members]
         if not isinstance(value, RoutedTokens):

@@ -23,14 +23,14 @@ def build_on_meta(
     The model has the class that the checkpoint names, or else transformers' class for text. The
     dtype is the config's. Raises InputError if transformers cannot build the model.
 
-    Also sets the number of torch's threads to numba's. Numba does the same when its first kernel
-    runs, and the order of sums depends on the number of threads. Otherwise a resumed call would
-    compute different bytes before the first kernel.
+    Also gives torch as many threads as numba. The order of sums depends on the number of threads,
+    and numba changes torch's number when its first kernel runs. If the number were not set here, a
+    resumed call could compute different bytes, because it runs the first kernel at another time.
     """
     torch.set_num_threads(numba.get_num_threads())
     try:
         model = _build(root, trust_remote_code)
-    except Exception as error:  # of foreign code on a foreign config
+    except Exception as error:  # the model's code may raise any error
         if isinstance(error, MemoryError | ImportError) or mismatch_of(error):
             raise
         needs_code = not trust_remote_code and "trust_remote_code" in str(error)
@@ -130,7 +130,7 @@ def unload(module: torch.nn.Module) -> None:
 
 
 def default_device() -> str:
-    """Return a GPU if torch has a usable GPU, otherwise the CPU."""
+    """Return "cuda" if torch can use a GPU, otherwise "cpu"."""
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
@@ -172,18 +172,16 @@ class HiddenStates:
         """Append a copy of a batch's states."""
         if states.nbytes <= self._room:
             self._room -= states.nbytes
-            pinned = (
-                states.device.type == "cuda" or states.is_pinned()
-            )  # copied at the speed of the bus
+            # Copies from pinned memory to a GPU are faster, and the host does not wait for them.
+            pinned = states.device.type == "cuda" or states.is_pinned()
             self._states.append(
                 torch.empty_like(states, device="cpu", pin_memory=pinned).copy_(states)
             )
             return
         with tempfile.TemporaryFile(prefix="vexport-hidden-") as file:
             try:
-                os.posix_fallocate(
-                    file.fileno(), 0, states.nbytes
-                )  # a hole would be SIGBUS on a full disk
+                # Without allocated blocks, writing on a full disk would end the process by SIGBUS.
+                os.posix_fallocate(file.fileno(), 0, states.nbytes)
             except OSError as error:
                 error.filename = tempfile.gettempdir()
                 raise
@@ -201,6 +199,5 @@ class HiddenStates:
         assert states.shape == kept.shape, (states.shape, kept.shape)
         kept.copy_(states)
         if batch in self._pages:
-            self._pages[batch].madvise(
-                mmap.MADV_DONTNEED
-            )  # a shared mapping: its data stay in the file
+            # The pages leave memory. Their data stay in the file, because the mapping is shared.
+            self._pages[batch].madvise(mmap.MADV_DONTNEED)

@@ -13,7 +13,7 @@ import torch
 from vexport.errors import CheckpointFailed
 from vexport.observers import Observer, ObserverArgs, fit_global_scale
 
-# Base names of observers, and the attribute of the scheme with the arguments for each.
+# The attribute of a scheme that holds the quantization arguments for each base name.
 ARGUMENTS: Mapping[str, str] = {
     "weight": "weights",
     "input": "input_activations",
@@ -49,7 +49,7 @@ def initialize_observer(module: torch.nn.Module, base_name: str) -> None:
     submodule.
 
     Nothing is attached if the scheme does not quantize this part or quantizes it dynamically. With
-    dynamic "local" (NVFP4 inputs) the observer serves the global scale. Observers of weights are
+    dynamic "local" (NVFP4 inputs) only the global scale is computed. Observers of weights are
     always memoryless. Raises ValueError for another base name or an unknown observer.
     """
     args = arguments_of(module, base_name)
@@ -66,9 +66,9 @@ def initialize_observer(module: torch.nn.Module, base_name: str) -> None:
 def observe(module: Modules, base_name: str, value: torch.Tensor | None = None) -> None:
     """Pass a value to the modules' observers of this base name.
 
-    Modules without such an observer are skipped. Without `value`, each observer receives the
-    module's attribute of that name (its weight). It also receives the map of columns to groups, if
-    the module has one (`weight_g_idx` of compressed-tensors).
+    Modules without such an observer are skipped. Without `value`, the observer receives the
+    module's attribute with this name (`weight`). If the module has a map of columns to groups
+    (`weight_g_idx` of compressed-tensors), the observer receives this map, too.
     """
     for part in _module_list(module):
         if (observer := observer_of(part, base_name)) is not None:
@@ -83,12 +83,11 @@ def update_qparams(
     `_global_scale`.
 
     Existing parameters keep their dtype and shape. New parameters are registered: scales in
-    float32, zero points in int32. With dynamic "local" only the global scale is written. If
-    observers of NVFP4 weights search above the range, the global scale that fused weights share is
-    chosen first (`fit_global_scale`). With `only_update_onload` the parameters of an offloaded
-    module change on the device that computes, and their offloaded copies do not. Raises
-    CheckpointFailed with the name of a module if its observer saw nothing, or values that are not
-    finite.
+    float32, zero points in int32. With dynamic "local" only the global scale is written. Fused
+    NVFP4 weights share a global scale. If their observers may expand ranges, `fit_global_scale`
+    chooses it first. With `only_update_onload` only the loaded copy of an offloaded parameter
+    changes, not the offloaded copy. Raises CheckpointFailed if an observer saw nothing, or values
+    that are not finite.
     """
     base_names = [base_name] if isinstance(base_name, str) else list(base_name)
     for part in _module_list(module):
@@ -154,7 +153,7 @@ def get_modules(parents: Modules, base_name: str | None = None) -> list[torch.nn
     `base_name`.
 
     Each module is returned once, even if it has several names or parents. The modules are in the
-    order of registration, so that ranks that built the same model agree on the order.
+    order of registration, which is the same on all ranks.
     """
     modules = dict.fromkeys(
         module for parent in _module_list(parents) for module in parent.modules()

@@ -68,7 +68,7 @@ _SPEAKERS = {
 _CALL_ROLES = ("function_call", "function-call", "tool_call", "tool-call")
 _ROLE_KEYS = ("role", "from", "speaker")
 _CONTENT_KEYS = ("content", "value", "text", "parts")
-# Matches the start of JSON objects, and of Python's repr of them.
+# Matches text that starts like a JSON object or a list of objects, also with Python's quotes.
 _JSON_OF_OBJECTS = re.compile(r"\s*(\[\s*)?\{\s*['\"]")
 # Roles that may have an empty turn: a call without text, or an empty result.
 _ROLES_WITHOUT_CONTENT = ("assistant", "tool")
@@ -79,8 +79,8 @@ _MEDIA_COLUMN = re.compile(
 # A placeholder of an image, a video or sound: <image>, <image_1>, <|image_pad|>, <start_of_image>.
 _TAG = r"<\|?(?:[a-z]+_)*(?:image|img|vision|video|audio|speech)(?:here|_[a-z0-9_]+| ?\d+)?\|?>"
 _ANY_PLACEHOLDER = re.compile(_TAG, re.IGNORECASE)
-# Matches a placeholder as data for multimodal models contain it: at the start or the end of a turn,
-# alone on a line, or around a path.
+# Matches placeholders at the usual positions in data for multimodal models: at the start or the end
+# of a turn, alone on a line, or around a path.
 _PLACEHOLDER = re.compile(
     rf"\A\s*{_TAG}|{_TAG}\s*\Z|^[ \t]*{_TAG}[ \t]*$|<img>[^<>\n]+</img>",
     re.MULTILINE | re.IGNORECASE,
@@ -105,7 +105,7 @@ class Row:
     plain_text: str | None = None
 
     def texts(self) -> Iterator[str]:
-        """Yield the row's texts from the data, without text that a template adds."""
+        """Yield all strings of the row, before a chat template adds further text."""
         if self.text is not None:
             yield self.text
         if self.conversation is not None:

@@ -1,13 +1,14 @@
-"""Scale the channels of a model's inputs without changing its function, to round them better.
+"""Scale the input channels of linear layers, so that weights and inputs lose less when rounded.
 
-Channels of an input are scaled in the layer that computes the input. The weights that read the
-input are scaled back. The layer must be a norm, or a linear layer followed only by products.
-SmoothQuant does the same (arXiv 2211.10438).
+This is SmoothQuant (arXiv 2211.10438). The weights that read an input are multiplied by the scales
+of its channels. The layer that computes the input is divided by the same scales, so the model's
+outputs do not change. This layer must be a norm, or a linear layer whose outputs are only
+multiplied and added up afterwards. A pair of scaled layers is called a fold.
 
-Channel j is scaled by a_j^s / g_j^(1 - s): a_j is its root mean square, g_j the root mean square of
-its gradient, s the strength. (The paper's largest magnitudes leave more KL: docs/rounding.md.)
-Scales are powers of two, so that a folded layer computes the same bits. Each fold is tried on a row
-of text and kept only if the bits are the same.
+The scale of channel j is a_j^s / g_j^(1 - s): a_j is the root mean square of the channel, g_j the
+root mean square of its gradient, and s the strength. The paper uses the largest magnitudes instead,
+which left a larger KL (docs/rounding.md). Scales are powers of two, so that the scaled layers
+compute the same bits. Each fold is tried on a row of text and kept only if the bits are the same.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -39,17 +40,22 @@ LEAST_MAGNITUDE = 1e-5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Fold:
-    """Parameters whose rows are divided, and parameters whose columns are multiplied."""
+    """Parameters whose rows are divided by the scales, and parameters whose columns are multiplied
+    by them.
+    """
 
     rows: tuple[str, ...]
     columns: tuple[str, ...]
 
 
 class Smoother:
-    """Smooths the inputs of some groups, layer by layer, from the inputs and their gradients."""
+    """Smooths the inputs of some groups, layer by layer.
+
+    The scales are computed from the inputs and their gradients.
+    """
 
     def __init__(self, groups: Sequence[FusionGroup], strength: float, weights: Weights) -> None:
-        # Exponents by the name of the stored tensor.
+        # The exponents of the scales, by the name of the stored tensor.
         self.smoothing: dict[str, Smoothing] = {}
         self._weights = weights
         self._strength = strength
@@ -89,7 +95,7 @@ class Smoother:
         _add(self._squares, name, self._last[1])
 
     def leave(self, layer: Layer) -> None:
-        """Scale every pair of parameters that can be scaled, in order."""
+        """Try all folds of the layer that smooth a wanted input."""
         self._last = None
         rerun = partial(layer.run_again, 0)
         expected = rerun()
@@ -108,9 +114,8 @@ class Smoother:
         }
 
     def _folds(self, layer: Layer, rerun: Callable[[], torch.Tensor]) -> Iterator[_Fold]:
-        """Yield the pairs that may be scaled against each other.
-
-        Norms come first, then linear layers of the same module.
+        """Yield the folds to try: first norms with the linear layers that read them, then pairs of
+        linear layers in the same module.
         """
         wanted = self._smoothed_modules(layer)
         inputs, outputs = _trace_modules(layer.module, rerun)
@@ -185,7 +190,10 @@ class Smoother:
             )
 
     def _exponents(self, parameters: Mapping[str, torch.Tensor], fold: _Fold) -> torch.Tensor:
-        """Return the exponents that divide rows and multiply columns: float32 whole numbers."""
+        """Return the exponent of each channel's scale: whole numbers, float32 (channels,).
+
+        Rows are divided by 2**exponent, and columns are multiplied by it.
+        """
         inputs = _root_mean_squares(self._squares, fold.columns)
         gradients = _root_mean_squares(self._gradients, fold.columns)
         assert inputs is not None
@@ -297,8 +305,8 @@ def find_smoothing(
     return on_first(find)
 
 
-# Smoothing by powers of two is undone exactly for every input or for none, so a few tokens of the
-# vocabulary are enough.
+# If the powers of two cancel exactly for some tokens, they cancel for all tokens. So the check
+# needs only a few tokens of the vocabulary.
 CHECKED_TOKENS = 16
 
 
@@ -308,7 +316,8 @@ def layers_changed_by(
 ) -> list[str]:
     """Return the decoder layers whose output changes by smoothing.
 
-    Smoothed tensors outside the layers are listed too, because they cannot be checked.
+    Smoothed tensors outside the decoder layers and in experts cannot be checked. Their names are
+    returned, too.
 
     Raises InputError for a model that cannot run layer by layer and for a tensor that does not fit
     its exponents. Raises CheckpointFailed if a hidden state of the source is not finite.
@@ -360,7 +369,7 @@ class _SmoothedLayers:
             stored = self._walk.weights.plain_tensor(full_name)
             if stored is None or stored not in self._smoothing or stored not in tensors:
                 continue
-            # An expert does not see every token.
+            # The few tokens may not reach an expert, so smoothed experts cannot be checked.
             if moe_layer(full_name.rpartition(".")[0]) is None:
                 value = read_tensor(self._reader, tensors[stored])
                 parameter.data = value.to(parameter.device, parameter.dtype, copy=True)

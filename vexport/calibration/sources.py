@@ -49,9 +49,10 @@ _CONTROLS = bytes(set(range(32)) - set(b"\t\n\v\f\r\x1b"))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RawRow:
-    """An unparsed row: its place, and its JSON, record or text.
+    """An unparsed row: its place for messages, its number (from 1), and its content.
 
-    `continues_previous` is True if the row continues the previous row, as paragraphs of a file do.
+    `content` is a line of JSON, or a parsed record. `continues_previous` is True for paragraphs of
+    a text file after the first paragraph.
     """
 
     place: str
@@ -61,9 +62,9 @@ class RawRow:
 
 
 def raw_rows(data: CalibrationData) -> Iterator[RawRow]:
-    """Return the rows of a data set in their order, or shuffled by the seed of `data`.
+    """Return the rows of a data set in their order, or shuffled if `data` has a seed.
 
-    Raises InputError, and EnvironmentFault.
+    Raises InputError if the data cannot be read, and EnvironmentFault if the hub cannot be reached.
     """
     name = parse_data(data.name)
     if name.kind == "hub":
@@ -328,9 +329,9 @@ def _rows_of_hub(data: CalibrationData, name: DataName) -> Iterator[RawRow]:
 
 
 def _downloaded(hub: HubName) -> str | None:
-    """Return None if the hub can be reached, otherwise the folder that `hf download` has filled.
+    """Return the folder of an earlier `hf download` if the hub cannot be reached, otherwise None.
 
-    Errors are raised immediately, whereas `datasets` would first retry several times.
+    Raises the hub's errors. `datasets` would retry several times before it raises them.
     """
     from huggingface_hub import HfApi
 

@@ -44,7 +44,7 @@ from vexport.records import (
 from vexport.records.calibration import CALIBRATE
 
 DEFAULT_INPUT_OBSERVER = "static_minmax"
-# Observers whose statistics follow from the extremes of an observation.
+# Observers that need only the minimum and the maximum of each observed tensor.
 RANGE_OBSERVERS = (MemorylessMinMaxObserver, MinMaxObserver, StaticMinMaxObserver)
 # Strategies that group channels.
 CHANNEL_STRATEGIES = ("tensor", "group", "tensor_group")
@@ -96,10 +96,10 @@ class Statistics:
         )
 
     def add(self, inputs: GroupInputs, module: str, value: Value) -> list[tuple[str, torch.Tensor]]:
-        """Add the inputs of a module in a forward.
+        """Add the inputs of a module.
 
-        Returns the name of the linear layer for each input, and whether the input is finite. This
-        does not wait for a GPU.
+        Returns pairs for the inputs: the name of a linear layer that reads the input, and a Boolean
+        tensor that is True if the input is finite. The host does not wait for a GPU.
         """
         sites = [site for site in inputs.sites if site.module == module]
         if isinstance(value, RoutedTokens) and (
@@ -264,8 +264,9 @@ class StatisticsWatcher:
         self._watches_cache = bool(plan.kv_cache)
         wanted = [group for group in plan.groups if statistics.needs(group)]
         self._groups = walk.places.by_layer(wanted)
-        # Names of linear layers that the current row has reached, and whether its states there are
-        # finite. They are tensors, so that the host does not wait for a GPU.
+        # Names of linear layers that the current row has reached, with Boolean tensors that are
+        # True if the layer's input is finite. Tensors let the host continue without waiting for a
+        # GPU.
         self._finite: list[tuple[str, torch.Tensor]] = []
 
     @property
@@ -301,7 +302,7 @@ class StatisticsWatcher:
 
 
 def _require_reachable(inputs: GroupInputs) -> None:
-    """Raise InputError if the input of a group cannot be seen."""
+    """Raise InputError if the input of a group cannot be observed."""
     for name, reason in inputs.unreachable.items():
         raise InputError(
             name,

@@ -71,9 +71,9 @@ def first_not_finite(
     return places[0] if places else None
 
 
-# Runs the row at an index, with these hidden states in front.
+# Runs a layer. Receives the row's index and its hidden states, and returns the layer's output.
 RunRow = Callable[[int, torch.Tensor], torch.Tensor]
-# Returns the hidden states in front of a layer, by the layer's number and the row's index.
+# Returns the input of a layer. Receives the layer's number and the row's index.
 LayerInputs = Callable[[int, int], torch.Tensor]
 
 
@@ -83,9 +83,9 @@ class Layer:
 
     The head has the number of layers as its `number`, an empty `name` and the whole model as its
     `module`. It returns logits. `run` runs the module on the hidden states of a row. `input_of`
-    returns a copy of a row's hidden states in front of the layer, on the device. On the way
-    forward, `input_of` works for a row until `Watcher.row` for that row returns. Context managers
-    in `watching` end when all rows are through, also if the walk fails.
+    returns a copy of a row's input of the layer, on the device. In a forward pass, call it for a
+    row only until `Watcher.row` returns for this row: the output then replaces the input. Context
+    managers in `watching` end when all rows have run, also if the walk fails.
     """
 
     number: int
@@ -106,7 +106,7 @@ class Layer:
 
 
 class Watcher(Protocol):
-    """Watches rows of text on their way through the layers of a model.
+    """Receives rows of text while they run through the layers of a model.
 
     For each layer the walk calls `enter` once, `row` for each row, and `leave` once.
     """
@@ -117,9 +117,8 @@ class Watcher(Protocol):
     def row(self, index: int, hidden: torch.Tensor) -> None:
         """Watch a row that has just run through the layer.
 
-        `hidden` has the states with which the row leaves the layer. On the way forward they are the
-        states behind the layer, or the head's logits. On the way back they are the states in front
-        of the layer.
+        In a forward pass, `hidden` is the layer's output, or the head's logits. In a backward pass,
+        it is the layer's input.
         """
 
     def leave(self, layer: Layer) -> None:
@@ -135,7 +134,7 @@ class Stream(Protocol):
 
 
 class LayerWalk:
-    """The model of a checkpoint, built once, for samples of text on their way through its layers.
+    """Runs samples of text through a checkpoint's model, layer by layer.
 
     `start` runs the parts in front of the decoder layers. `forward`, `run_head` and `backward` run
     rows of hidden states through the layers and call watchers. Layers are loaded one after the
@@ -169,7 +168,9 @@ class LayerWalk:
         stage: str = "layers",
         on_progress: OnProgress = silent,
     ) -> Iterator[HiddenStates]:
-        """Run samples through the smoothed model up to its layers, which can run inside the block.
+        """Run the samples through the parts of the smoothed model in front of its decoder layers.
+
+        The layers can run inside the block.
 
         `on_progress` receives a step of `stage` for each layer, and for the head if it runs. Raises
         InputError for a model that cannot run layer by layer.
@@ -195,7 +196,7 @@ class LayerWalk:
             yield hidden
 
     def expect_steps(self, steps: int) -> None:
-        """Set the number of progress steps, if rows do not run exactly once through each layer.
+        """Set the number of progress steps. The default is the number of decoder layers.
 
         Call this inside the block of `start`, before anything runs.
         """
@@ -227,7 +228,7 @@ class LayerWalk:
     def run_head(
         self, stream: Stream, *watchers: Watcher, rows: Sequence[int] | None = None
     ) -> None:
-        """Run rows of a stream, which have left the last layer, through the model's head."""
+        """Run rows of a stream through the model's head, after `forward` has run all layers."""
         layer = Layer(
             number=len(self.layers),
             name="",
@@ -248,8 +249,8 @@ class LayerWalk:
     ) -> None:
         """Call `back` for every row of every layer, last to first.
 
-        `back` receives the layer and the row's index, and returns the states in front of the layer.
-        `input_of` returns a copy of them on the device.
+        `back` receives the layer and the row's index, and returns the layer's input. `input_of`
+        returns a copy of this input on the device.
         """
         numbers = range(len(self.layers))[::-1]
         for layer in self._layers_with_weights(numbers, input_of):
@@ -287,9 +288,9 @@ class LayerWalk:
     ) -> CheckpointFailed:
         """Return the error that names the first module with a value that is not finite.
 
-        `run` runs the row at `index` through the layer once more. If no module has such a value, or
-        only a module of experts as a whole, the error names the input of the linear layer
-        `watched`.
+        `run` runs the row at `index` through the layer once more. `watched` is a linear layer whose
+        input had such a value. The error names this input if the second run finds only a module
+        that contains the linear layer (such as a module of experts), or no module at all.
         """
         found = first_not_finite(layer.module, layer.name, run)
         name, side = found or (layer.name, "output")
@@ -305,7 +306,7 @@ class LayerWalk:
         )
 
     def _current_states(self, stream: Stream) -> LayerInputs:
-        """Return a function that copies the present states of a stream, for any layer."""
+        """Return a function that copies the current hidden states of a row to the device."""
 
         def input_of(number: int, index: int) -> torch.Tensor:
             return stream[index].to(self.device, copy=True)

@@ -1,7 +1,7 @@
 """Read weights for a transformers model from a checkpoint, part by part as the model runs.
 
 Names and conversions are the same as when transformers loads the model. It renames tensors
-(`embed_out` is `lm_head` in its GPT-NeoX) and adds the prefix that a bare base model lacks (`h.0`
+(`embed_out` of GPT-NeoX becomes `lm_head`) and adds the prefix that a bare base model lacks (`h.0`
 in many GPT-2 checkpoints). It makes some parameters from several tensors: the experts of a layer,
 stored as separate tensors, become a single three-dimensional parameter.
 """
@@ -34,8 +34,8 @@ from vexport.records import TensorInfo
 REMEDY = "restore the checkpoint, or use a weight-only scheme"
 # Reads the value of a stored tensor.
 Read = Callable[[TensorInfo], torch.Tensor]
-# Moves a value to a device in a dtype. True forces a copy, because the value shares the file's
-# memory map.
+# Moves a value to a device and converts it to a dtype. The third argument is True if the value is a
+# view of the file's memory map and must be copied.
 Place = Callable[[torch.Tensor, torch.dtype, bool], torch.Tensor]
 # A module, the name of a parameter or buffer in it, and its new value.
 ParameterValue = tuple[torch.nn.Module, str, torch.Tensor]
@@ -46,8 +46,8 @@ class ParameterRecipe:
     """Conversion of stored tensors into parameters.
 
     With a conversion rule of transformers, `target` is the first parameter that the rule makes.
-    `tensors` has the stored tensors by the rule's pattern that they matched, in the order of the
-    rule's patterns. Without a rule there is a single tensor, and it is the parameter.
+    `tensors` maps the rule's patterns, in their order, to the stored tensors that match them.
+    Without a rule, `tensors` contains a single tensor, which is the parameter.
     """
 
     target: str
@@ -103,9 +103,10 @@ class Weights:
     def stored_as(self, parameter: str) -> tuple[tuple[str, ...], ...]:
         """Return the names of the stored tensors that make a parameter.
 
-        There is a tuple for each part of the parameter, with a name for each expert. A tensor that
-        makes several parameters belongs to the first of them. Returns an empty tuple if the
-        checkpoint has no tensor for the parameter.
+        The outer tuple has an entry for each part of the parameter (gate and up). The inner tuples
+        have a name for each expert, or a single name. A tensor that makes several parameters
+        belongs to the first of them. Returns an empty tuple if the checkpoint has no tensor for the
+        parameter.
         """
         recipe = self._recipes.get(parameter)
         if recipe is None or recipe.target != parameter:
