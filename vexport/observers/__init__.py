@@ -76,7 +76,10 @@ OBSERVERS: Mapping[str, type[Observer]] = {
 def load_observer(
     name: str, base_name: str, args: ObserverArgs, keywords: Mapping[str, OptionValue] | None = None
 ) -> Observer:
-    """Return a new observer by name; ValueError, with the known names, if it is unknown."""
+    """Return a new observer by name.
+
+    Raises ValueError, with a list of the known names, if the name is unknown.
+    """
     return Observer.of_name(name).create(base_name, args, keywords or {})
 
 

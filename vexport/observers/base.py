@@ -290,11 +290,11 @@ class Observer(InternalModule, RegisteredObserver):
         return bool(self._overrides & {*older.GLOBAL_SCALE_METHODS, *older.SCALE_METHODS})
 
     @property
-    def _finds_ranges_last(self) -> bool:
-        """True if the class that defines `find_range` is derived from the class that defines
-        `weight_scales`.
+    def _overrides_only_find_range(self) -> bool:
+        """True if a subclass overrides `find_range`, but not `weight_scales`.
 
-        The scales must then be computed from the ranges of `find_range`.
+        The scales must then be computed from the ranges of `find_range`, because the inherited
+        `weight_scales` does not call it.
         """
         order = type(self).__mro__
         find, scale = (
@@ -372,7 +372,10 @@ class Observer(InternalModule, RegisteredObserver):
         return self
 
     def _observe(self, observed: torch.Tensor, g_idx: torch.Tensor | None) -> None:
-        """Observe a tensor, with the older methods if a subclass overrides them."""
+        """Observe a tensor.
+
+        Older methods compute the scales if a subclass overrides them, or if groups differ in size.
+        """
         if self._decides_scales or not older.has_equal_groups(g_idx, observed, self.args):
             self._observe_for_scales(observed, g_idx)
             return
@@ -414,7 +417,7 @@ class Observer(InternalModule, RegisteredObserver):
             self._store_scales(pair, observed, g_idx)
 
     def _begin(self, observed: torch.Tensor, g_idx: torch.Tensor | None) -> None:
-        """Start a new observation; for a weight, drop the previous observation."""
+        """Replace the previous observation of a weight. Do nothing for activations."""
         if self.base_name == WEIGHT:
             self._drop_observation()
             self._pending_tensor = observed, g_idx
@@ -483,14 +486,13 @@ class Observer(InternalModule, RegisteredObserver):
         self.post_calculate_qparams()
         return pair
 
-    def _qparams_for_override(
+    def _qparams_for_super_call(
         self, observed: torch.Tensor, g_idx: torch.Tensor | None, global_scale: torch.Tensor | None
     ) -> Pair:
-        """Return scale and zero point when an overridden `get_qparams` or `forward` calls its base
-        class.
+        """Return scale and zero point for a subclass that calls `super().get_qparams`.
 
-        The scales of a weight are not kept here: the observer keeps the scales that the overriding
-        method returns.
+        The scales of a weight are not kept here, because the subclass may change them. The observer
+        keeps the scales that the subclass's `get_qparams` or `forward` returns.
         """
         if global_scale is None and self.strategy == "tensor_group":
             global_scale = self.get_gparam(observed)
@@ -561,14 +563,20 @@ class Observer(InternalModule, RegisteredObserver):
         self._update(tiles_of_observations(observed))
 
     def prepare(self, tiles: Tiles) -> None:  # noqa: B027
-        """Compute further data that is needed to find the ranges of these observations."""
+        """Prepare to search the ranges of these observations, for example load error weights.
+
+        This method is called before `find_range`. By default it does nothing.
+        """
 
     def find_range(self, tiles: Tiles) -> Range:
         """Return the range of an observation: float32, shape qparam_shape."""
         return range_of(tiles)
 
     def combine(self, old: Range, new: Range) -> Range:
-        """Combine the ranges of earlier and new activations; by default, return the new range."""
+        """Combine the range of earlier activations with the range of new activations.
+
+        By default, only the new range counts.
+        """
         return new
 
     @torch.no_grad()
@@ -676,7 +684,7 @@ class Observer(InternalModule, RegisteredObserver):
         """
         if observed is not None:
             if self._overrides & {"forward", "get_qparams"}:
-                return self._qparams_for_override(observed, g_idx, global_scale)
+                return self._qparams_for_super_call(observed, g_idx, global_scale)
             self._observe(observed, g_idx)
             return self._scales(self.global_scale() if global_scale is None else global_scale)
         qparams = self._qparams()
@@ -759,7 +767,7 @@ class Observer(InternalModule, RegisteredObserver):
             self._store_range(*(mean if reduction == "average" else extremes))
 
     def _reduce_extremes(self) -> None:
-        """Reduce the extremes that the global scale is computed from over all ranks."""
+        """Reduce the extremes over all ranks. The global scale is computed from them."""
         rank_extremes = [ends for ends in gather(self._extremes) if ends is not None]
         if rank_extremes:
             lows, highs = zip(*rank_extremes, strict=True)
@@ -840,7 +848,7 @@ class Observer(InternalModule, RegisteredObserver):
         return scale_and_zero_point(low, high, self.args, global_scale)
 
     def _scales_of_weight(self, tiles: Tiles, global_scale: torch.Tensor | None) -> Pair:
-        if self._finds_ranges_last:
+        if self._overrides_only_find_range:
             return scale_and_zero_point(*self.find_range(tiles), self.args, global_scale)
         return self.weight_scales(tiles, global_scale)
 
@@ -866,7 +874,10 @@ class Observer(InternalModule, RegisteredObserver):
         self._publish_extremes()
 
     def _publish_extremes(self) -> None:
-        """Record the observed extremes in the shared state, and reset outdated factors."""
+        """Store the extremes in the state of fused observers, and reset the global scale's factor.
+
+        A factor that was chosen for earlier observations is not valid for new observations.
+        """
         self._factor = 1.0
         if self._fused is None:
             return
@@ -948,7 +959,10 @@ class Observer(InternalModule, RegisteredObserver):
         return global_scale_of(*older.as_scale_pair(answer, "calculate_updated_min_max"))
 
     def get_gparam(self, observed: torch.Tensor) -> torch.Tensor:
-        """Return the global scale of a tensor; ValueError if the strategy has no global scale."""
+        """Return the global scale of a tensor: float32 (1,).
+
+        Raises ValueError if the strategy has no global scale.
+        """
         if self.strategy != "tensor_group":
             raise ValueError(f"global scale: got strategy {self.strategy}, need tensor_group")
         return self.calculate_gparam(observed)
@@ -970,4 +984,6 @@ class Observer(InternalModule, RegisteredObserver):
         )
 
     def post_calculate_qparams(self) -> None:  # noqa: B027
-        """Run the additional steps of a subclass after scales were computed."""
+        """Do nothing. This method is called after scales were computed, and subclasses override
+        it.
+        """

@@ -25,7 +25,7 @@ from vexport.numerics.tensors import E2M1, E4M3, TensorFormat, mx_scale, round_t
 UNIT = 64.0
 LEAST_MAGNITUDE, LARGEST_MAGNITUDE = 2.0**-120, 2.0**120
 SCALE_DTYPES = {BFLOAT16: torch.bfloat16, FLOAT16: torch.float16}
-# The codes of the positive finite e4m3 numbers are 1 to 126, in the order of the numbers.
+# Number of e4m3 codes from 0 to the largest finite number. Larger codes are larger numbers.
 E4M3_CODES = 127
 
 
@@ -94,7 +94,7 @@ def block_scales(
     """Return the best NVFP4 block scales of `groups` (rows, groups, size).
 
     `largest` and `smallest` limit the candidates, as factors of a group's largest magnitude.
-    `importance` weights the errors: (columns,), or the importance of a single observation.
+    `importance` weights the errors. It has an element for each column, in any shape.
     """
     numbers = _e4m3_numbers(groups.device)
     unit = power_of_two_below(global_scale)
@@ -158,14 +158,17 @@ def _error(differences: torch.Tensor, norm: float, weights: torch.Tensor | None)
 
 
 def _rows_of(importance: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-    """Return the importance of each row of groups: row i modulo the rows of `importance`."""
+    """Return the importance (count, size) of each group. The rows of `importance` are repeated."""
     count, size = shape
     rows = importance.to(torch.float32).reshape(-1, size)
     return rows[torch.arange(count, device=rows.device) % len(rows)]
 
 
 def _e4m3_numbers(device: torch.device) -> torch.Tensor:
-    """Return the finite e4m3 numbers from 0 on, by code. Not every device has the dtype."""
+    """Return the nonnegative finite e4m3 numbers as float32, ordered by code.
+
+    They are converted on the CPU, because not every device supports torch.float8_e4m3fn.
+    """
     codes = torch.arange(E4M3_CODES, dtype=torch.uint8)
     return codes.view(torch.float8_e4m3fn).to(torch.float32).to(device)
 

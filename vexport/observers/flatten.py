@@ -102,7 +102,8 @@ ROWS = 1
 class Tiles:
     """Observations of `shape` (num_observations, *qparam_shape, group_size), split into tiles.
 
-    A tile contains all observations of some rows, the first dimension of qparam_shape.
+    A tile contains all observations of some rows. The rows are the first dimension of qparam_shape.
+    `cut` returns the tiles in order.
     """
 
     cut: Callable[[], Iterable[torch.Tensor]]
@@ -111,11 +112,11 @@ class Tiles:
 
     @property
     def groups(self) -> tuple[int, ...]:
-        """qparam_shape."""
+        """qparam_shape: the shape of the scales, with an element for each group."""
         return self.shape[1:-1]
 
     def by_rows(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield rows of qparam_shape with their tile."""
+        """Yield each tile with its rows, as a slice of the first dimension of qparam_shape."""
         start = 0
         for tile in self.cut():
             rows = slice(start, start + tile.shape[ROWS])
@@ -156,8 +157,9 @@ def tiles_of(value: torch.Tensor, base_name: str, args: ObserverArgs) -> Tiles:
 
 
 def _block_tiles(weight: torch.Tensor, args: ObserverArgs) -> Iterator[torch.Tensor]:
-    """Yield tiles of block rows. All tiles reuse the same memory, so that the heap is not
-    fragmented.
+    """Yield tiles of block rows.
+
+    Each tile overwrites the previous tile in the same memory, so that the heap is not fragmented.
     """
     assert args.block_structure is not None
     height = args.block_structure[0]
@@ -197,7 +199,8 @@ def get_observer_token_count(module: torch.nn.Module) -> Counter[str]:
 
 
 SIGN = -(2**15)
-# Formats with sign and magnitude in 16 bits: infinity and NaN have the largest magnitudes.
+# 16-bit floats: a sign bit, then bits that grow with the magnitude. Infinity and NaN have the
+# largest magnitudes.
 SIXTEEN_BIT = (torch.bfloat16, torch.float16)
 
 

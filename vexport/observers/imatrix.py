@@ -19,7 +19,7 @@ from vexport.records.observer_names import (
     OptionValue,
 )
 
-# Strategies with groups of input channels (llm-compressor, observers/imatrix.py).
+# Strategies for which llm-compressor weights errors by importance (observers/imatrix.py).
 STRATEGIES = ("channel", "group", "tensor_group")
 # llm-compressor's names for the attributes of a module with the sums of importance and the number
 # of tokens.
@@ -62,10 +62,10 @@ class Importance:
 class IMatrixMSEObserver(MemorylessMSEObserver):
     """Smallest quantization error, weighted by the mean square of each input channel [imatrix_mse].
 
-    `attach(module)` starts collecting importance from the module's inputs, in a pass before the
-    weight is observed. `detach` stops it. `gathered` may also be set to importance collected
-    elsewhere. Without importance, a warning is given once and errors are weighted equally. With
-    `strict`, missing importance is a ValueError.
+    `attach(module)` starts collecting importance from the module's inputs, and `detach(module)`
+    stops it. Run the module in between, before the weight is observed. `gathered` may also be set
+    to importance from another place. Without importance, the observer warns and weights all errors
+    equally. With `strict` it raises ValueError instead.
     """
 
     registry_name = "imatrix_mse"
@@ -80,7 +80,7 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
 
     @property
     def search(self) -> Search:
-        """Candidates of the search, including the last step."""
+        """Candidates of the search: one step more than `memoryless_mse`, as in llm-compressor."""
         return search_of(self._search_options, max(1, int(self.maxshrink * self.grid)) + 1)
 
     def attach(self, module: torch.nn.Module) -> None:
@@ -176,8 +176,8 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
 class NVFP4ExpandedIMatrixObserver(IMatrixMSEObserver):
     """NVFP4 search by importance between 1.5 and 0.5 times the range [nvfp4_expanded_imatrix].
 
-    A larger block scale may map the largest value of a block to 4. There e2m1 is finer than next to
-    6 (four over six, arXiv 2512.02010).
+    A larger block scale may map the largest value of a block to 4 instead of 6. The e2m1 numbers
+    around 4 are closer together than around 6 (four over six, arXiv 2512.02010).
     """
 
     registry_name = "nvfp4_expanded_imatrix"

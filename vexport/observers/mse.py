@@ -34,7 +34,8 @@ from vexport.records.observer_names import (
     SearchOptions,
 )
 
-# Maximum growth of a range: the largest value of a block then becomes 4 instead of 6.
+# Largest factor that a range may be expanded by. With 1.5, the largest value of a block is stored
+# as 4 instead of 6.
 MAX_ROOM = 1.5
 
 
@@ -50,7 +51,7 @@ class MemorylessMSEObserver(Observer):
 
     def configure(self, keywords: dict[str, OptionValue]) -> None:
         self.options = self.read(self.defaults, keywords)
-        # Older subclasses may set these after the constructor.
+        # Older subclasses may change these attributes after the constructor has returned.
         self.maxshrink, self.patience = self.options.maxshrink, self.options.patience
         self.grid, self.norm, self.expand = (
             self.options.grid,

@@ -100,7 +100,7 @@ def overridden_older_methods(kind: type) -> frozenset[str]:
 
 
 def class_function(kind: type, name: str) -> Callable[..., object]:
-    """Return the function that a class has under this name, from the class that defines it."""
+    """Return a class's function by name, also if a base class defines it."""
     found: Callable[..., object] = next(
         vars(each)[name] for each in kind.__mro__ if name in vars(each)
     )
@@ -215,7 +215,7 @@ def call_older_method(
 
 
 def as_scale_pair(answer: object, method: str) -> Pair:
-    """Return the scale and zero point in the result of an older method.
+    """Return the result of an older method: scale and zero point, or the two ends of a range.
 
     Raises ValueError if the result is not a pair of tensors.
     """
@@ -224,7 +224,8 @@ def as_scale_pair(answer: object, method: str) -> Pair:
         if isinstance(scale, torch.Tensor) and isinstance(zero_point, torch.Tensor):
             return scale, zero_point
     raise ValueError(
-        f"{method}: got {type(answer).__name__}, need a scale and a zero point, both tensors"
+        f"{method}: got {type(answer).__name__}, need two tensors (scale and zero point, or the "
+        "two ends of a range)"
     )
 
 

@@ -24,8 +24,8 @@ from vexport.numerics.tensors import E2M1, E4M3, mx_scale, round_to
 from vexport.records.observer_names import OptionValue
 
 MX_FORMATS = {4: E2M1, 8: E4M3}
-# 16-bit dtypes that scales can be stored in. All others are stored as float32, or are special
-# (NVFP4, MX).
+# 16-bit dtypes of stored scales. Scales with another `scale_dtype` are stored as float32, except
+# for NVFP4 (e4m3) and MX (e8m0).
 STORED = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -117,7 +117,10 @@ def stored_dtype(args: ObserverArgs) -> torch.dtype:
 
 
 def global_scale_of(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    """Return the global scale of the largest magnitude of all ranges: float32, shape (1,)."""
+    """Return the global scale for ranges [low, high]: float32, shape (1,).
+
+    It is computed from the largest magnitude of all ranges.
+    """
     absmax = torch.maximum(low.abs().amax(), high.abs().amax()).to(torch.float32)
     return torch.from_numpy(arithmetic.global_scale_of(np.float32(float(absmax)))).to(low.device)
 

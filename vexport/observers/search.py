@@ -1,4 +1,4 @@
-"""Search the range of each group with the smallest quantization error.
+"""Search for the range of each group that gives the smallest quantization error.
 
 A search processes one tile after another, in float32 and on the tensor's device. It uses compiled
 kernels on the CPU and torch on other devices (`vexport.observers.device_search`). The kernels read
@@ -56,9 +56,9 @@ COUNTING_TASKS = 16
 VECTOR = 16
 STORAGES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 Range = tuple[torch.Tensor, torch.Tensor]
-# llm-compressor computes candidates in bf16, so its ranges may differ by three roundings of 2**-8
-# each. The limits of the candidates are extended by this share, so that the candidates include
-# every scale that llm-compressor could choose.
+# llm-compressor computes candidates in bf16. It rounds three times, each time by at most 2**-8. The
+# limits of the candidates are extended by this share, so that the candidates include every scale
+# that llm-compressor could choose.
 CANDIDATE_SLACK = 2.0**-6
 # Number of rows used to compare global scales.
 SAMPLED_ROWS = 64
@@ -150,7 +150,7 @@ def stored_bits(values: torch.Tensor) -> tuple[Bits, int]:
 
 
 def importance_rows(importance: torch.Tensor | None, size: int) -> Floats:
-    """Return the importance as float32 (rows, size), or a row of 1 if there is no importance."""
+    """Return the importance as float32 (rows, size), or a single row of ones without importance."""
     if importance is None:
         return np.ones((1, size), dtype=np.float32)
     return as_kernel_input(importance).to(torch.float32).contiguous().reshape(-1, size).numpy()
@@ -183,7 +183,9 @@ def range_of(tiles: Tiles) -> Range:
 
 
 def ranges_of_rows(tiles: Tiles) -> Iterator[tuple[slice, Range]]:
-    """Yield rows of qparam_shape with the minimum and maximum of their groups."""
+    """Yield slices of rows (the first dimension of qparam_shape) with the minimum and maximum of
+    their groups.
+    """
     for rows, tile in tiles.by_rows():
         if tile.device.type != "cpu" or tile.dtype not in STORAGES or tile.shape[0] != 1:
             yield rows, (tile.amin((0, -1)).float(), tile.amax((0, -1)).float())
@@ -215,11 +217,13 @@ def search_grid(
 def search_rows(
     tiles: Tiles, args: ObserverArgs, search: Search, importance: torch.Tensor | None
 ) -> Iterator[tuple[slice, Range]]:
-    """Yield rows of qparam_shape with the best ranges of their groups.
+    """Yield slices of rows (the first dimension of qparam_shape) with the best ranges of their
+    groups.
 
-    Patience depends on the groups of all tiles, so the search of a single tile cannot stop early.
-    All steps are tried first. If a group then chose a step after the search should have stopped,
-    the search is repeated without the later steps. In this case all rows are yielded a second time.
+    The search must stop after `patience` steps without an improvement in any tile, so a single tile
+    cannot decide when to stop. All tiles therefore try all steps first. If a group chose a step
+    after the search should have stopped, the search is repeated without the later steps. All rows
+    are then yielded a second time.
     """
     form, improved = format_of(args), [False] * len(search.factors)
     for rows, tile in tiles.by_rows():

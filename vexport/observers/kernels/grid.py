@@ -65,7 +65,8 @@ def difference(value: np.float32, scaling: Scaling, form: NumberFormat) -> np.fl
 def integer_difference(value: np.float32, scaling: Scaling, form: NumberFormat) -> np.float32:
     """Return x - q for integers, in fewer instructions than `difference`.
 
-    The constant that is added to round to an integer includes the zero point.
+    Adding 1.5 * 2**23 to a float32 value rounds the value to an integer. Here the zero point is
+    added in the same step.
     """
     middle = as_float(I32(ROUNDER + (127 << 23)))
     rounder = F32(middle + scaling.zero)
@@ -76,7 +77,7 @@ def integer_difference(value: np.float32, scaling: Scaling, form: NumberFormat) 
 
 @compiled(inline=True, fastmath=LANES)
 def add(total: np.float32, term: np.float32) -> np.float32:
-    """Add a term to a sum; the compiler may add the terms in lanes."""
+    """Add a term to a sum. The compiler may change the order of terms to use vectors."""
     return F32(total + term)
 
 
@@ -176,7 +177,8 @@ def scaling_of(low: np.float32, high: np.float32, form: NumberFormat, unit: np.f
         if form.zero_points
         else F32(max(-low, high) / F32(span / F32(2.0)))
     )
-    # A dtype with a smallest number makes rounding depend on the unit.
+    # The scale is divided by the unit before it is rounded: the storage dtype has a smallest
+    # number, so rounding the multiplied scale could give another result.
     if form.scale_storage == E8M0:
         scale = F32(mx_step(mx_code(F32(max(-low, high) / unit), form)) * unit)
     else:
@@ -206,9 +208,10 @@ def multiply(values: Floats, unit: np.float32) -> None:
 
 @compiled()
 def weight_of_ends(values: Floats, importance: Floats, ends: Ends) -> np.float32:
-    """Return the importance of the smallest or of the largest value, whichever is smaller."""
+    """Return the smaller of two importances: of the group's smallest value, and of its largest."""
     wide_vectors()
-    # Positive floats have the order of their bits, and a maximum of integers runs in lanes.
+    # Positive floats compare like the integers with the same bits. The compiler vectorizes a
+    # maximum of integers.
     bits = importance.view(np.int32)
     at_low = at_high = I32(0)
     for i in range(values.size):
@@ -228,10 +231,11 @@ def prepare(
     norm: np.float32,
     candidates: Candidates,
 ) -> None:
-    """Write the scaling of every shrink of `ends` in this unit, and a lower bound of its error.
+    """Write the scaling of every shrink of `ends`, and a lower bound of the shrink's error.
 
-    The bound is the error of the smallest or the largest value alone, lowered by more than the
-    rounding of float32.
+    `ends` are multiplied by `unit`. The bound is the error of a single value: of the group's
+    smallest or largest value, whichever error is larger. It is reduced by more than float32 could
+    round.
     """
     wide_vectors()
     scales, inverses, zeros, bounds = candidates
@@ -312,7 +316,8 @@ def search_groups(
     """
     count, size = groups.shape
     tasks = improved.shape[0]
-    # In a small group with little shrinking, no single value's error can rule out a candidate.
+    # In a small group with little shrinking, the error of a single value is too small to rule out a
+    # candidate.
     bounded = size > CHUNK or shrinks[improved.shape[1] - 1] < F32(0.5)
     for task in prange(tasks):
         values = np.empty(size, dtype=F32)

@@ -1,8 +1,8 @@
 """Search over NVFP4 block scales that tries only the few scales that can be stored.
 
-A block scale is stored as an e4m3 value relative to the global scale. So the ranges between the
-largest and the smallest candidate reduce to the e4m3 values between the candidates' scales. Groups
-are small, so each vector lane processes a group: values are transposed to (size, groups).
+A block scale is stored as an e4m3 value relative to the global scale. So only the e4m3 values
+between the scales of the largest and of the smallest candidate range have to be tried. Groups are
+small, so each vector lane processes a group: values are transposed to (size, groups).
 """
 
 from typing import NamedTuple
@@ -34,7 +34,11 @@ LANES = 128
 
 
 class NVFP4Search(NamedTuple):
-    """Shared global scale, candidates' limits relative to the range, and norm of the errors."""
+    """Arguments of a search.
+
+    `global_scale` is the scale of the whole weight. `largest` and `smallest` limit the candidates,
+    as factors of a group's largest magnitude. `norm` is the exponent of the errors.
+    """
 
     global_scale: np.float32
     largest: np.float32
@@ -109,21 +113,22 @@ def transpose(target: Floats, values: Floats, unit: np.float32) -> None:
 
 @compiled()
 def find_largest(lanes: Lanes, importance: Floats) -> None:
-    """Set `absmax` and `weight`."""
+    """Set `absmax` and `weight`: each group's largest magnitude, and its importance."""
     wide_vectors()
     absmax, weight = lanes.absmax, lanes.weight
     absmax[:], weight[:] = F32(-1.0), F32(0.0)
     for j in range(lanes.values.shape[0]):
         values, weights = lanes.values[j], importance[j]
         for g in range(values.size):
-            value, most, its_weight, its_most = values[g], absmax[g], weights[g], weight[g]
-            weight[g] = its_weight if value > most else its_most
-            absmax[g] = max(value, most)
+            value, largest = values[g], absmax[g]
+            value_weight, largest_weight = weights[g], weight[g]
+            weight[g] = value_weight if value > largest else largest_weight
+            absmax[g] = max(value, largest)
 
 
 @compiled()
 def set_candidates(lanes: Lanes, search: NVFP4Search) -> None:
-    """Set the largest candidate of every group as the current candidate."""
+    """Set the first and last candidate of every group, and the first as the best so far."""
     wide_vectors()
     lanes.least[:] = F32(np.inf)
     for g in range(lanes.absmax.size):
@@ -134,10 +139,11 @@ def set_candidates(lanes: Lanes, search: NVFP4Search) -> None:
 
 @compiled(fastmath=MULTIPLY_ADD)
 def next_candidates(lanes: Lanes, offset: int, search: NVFP4Search) -> bool:
-    """Set the scales of the next smaller candidates; return False if they cannot improve any group.
+    """Set the scales of the candidates that are `offset` codes below the first candidates.
 
-    A candidate cannot improve a group if clipping the largest value already costs more than the
-    smallest error so far. Smaller candidates clip more, so they cannot improve it either.
+    Returns False if these candidates cannot improve any group. A candidate cannot improve a group
+    if clipping the largest value already costs more than the smallest error so far. Smaller
+    candidates clip more, so they cannot improve the group either.
     """
     wide_vectors()
     # Two loops: a single loop that writes and reads so many arrays would not be vectorized.
@@ -189,7 +195,10 @@ def keep_better(lanes: Lanes, offset: int) -> None:
 
 @compiled()
 def search_lanes(lanes: Lanes, importance: Floats, search: NVFP4Search, codes: Bytes) -> None:
-    """Write the code with the smallest error of every group; if two are equal, the larger code."""
+    """Write the code with the smallest error for every group.
+
+    If two codes have the same error, the larger code wins.
+    """
     find_largest(lanes, importance)
     set_candidates(lanes, search)
     offset = 0
