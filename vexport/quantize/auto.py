@@ -1,10 +1,10 @@
 """Choose schemes for `scheme: auto` by measured losses, or by size if no losses were measured.
 
-Finding the mixed scheme of least loss within a budget is a knapsack problem with a choice for each
-group. The losses of groups are added up, as if they were independent. They are small, since each is
-measured with a single quantized group. The run later evaluates the mixed scheme as a whole.
-scipy.optimize.milp found mixtures with up to 17 percent more loss than the best, because of its
-tolerances.
+A mixture is a choice of a scheme for each layer group. Finding the mixture with the smallest loss
+within a budget is a knapsack problem. Each loss is measured with a single quantized group and is
+small, so the loss of a mixture is estimated by the sum. The run later evaluates the mixture as a
+whole. scipy.optimize.milp is not used: because of its tolerances, it found mixtures with up to 17
+percent more loss than the best.
 """
 
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ MAX_MIXTURES = 1 << 15
 class Mixtures:
     """Mixtures that no other mixture beats, by increasing bytes and decreasing loss.
 
-    `picks` has an option for each group, shape (mixtures, groups).
+    `picks` (mixtures, groups) contains the index of the chosen option for each group.
     """
 
     num_bytes: npt.NDArray[np.int64]
@@ -59,7 +59,7 @@ class Mixtures:
 def best_mixtures(groups: Sequence[Sequence[SchemeChoice]]) -> Mixtures:
     """Return all mixtures that no other mixture beats in both bytes and loss.
 
-    If there are more than MAX_MIXTURES, they are thinned.
+    Keeps at most MAX_MIXTURES of them, evenly spread over the range of bytes.
     """
     num_bytes, loss = np.zeros(1, np.int64), np.zeros(1, np.float64)
     steps: list[tuple[npt.NDArray[np.int32], npt.NDArray[np.int16]]] = []
@@ -84,7 +84,7 @@ def best_mixtures(groups: Sequence[Sequence[SchemeChoice]]) -> Mixtures:
 def _pareto_front(
     num_bytes: npt.NDArray[np.int64], loss: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.int64]:
-    """Return the mixtures that have less loss than every smaller mixture, in the order of bytes."""
+    """Return the positions of mixtures with less loss than every smaller mixture, by bytes."""
     order = np.lexsort((loss, num_bytes))
     sorted_loss = loss[order]
     least_before = np.concatenate([[np.inf], np.minimum.accumulate(sorted_loss)[:-1]])
@@ -110,9 +110,9 @@ def _thin_out(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Budget:
-    """Budget of `auto` for the bytes of a whole output.
+    """Limit of `scheme: auto` for the size of the output.
 
-    `fixed_bytes` is the part of the output that is the same for every choice of schemes.
+    `fixed_bytes` is the size of all tensors for which no scheme is chosen.
     """
 
     auto: Auto
@@ -122,14 +122,14 @@ class Budget:
 
     @property
     def unit(self) -> float:
-        """Return the number of bytes for 1 in the limit's unit."""
+        """Return the bytes for a limit of 1 (1 bit per weight, 1 byte, or the source's size)."""
         return {"bits": self.parameters / 8, "bytes": 1.0, "share": self.source_bytes}[
             self.auto.budget[0]
         ]
 
     @property
     def limit_bytes(self) -> float:
-        """Return the most bytes that the output may have."""
+        """Return the maximum size of the output in bytes."""
         return self.auto.budget[1] * self.unit
 
     def require_in_reach(self, least_bytes: int) -> None:
@@ -152,7 +152,7 @@ class Budget:
 def budget_of(
     index: SourceIndex, layer_groups: Sequence[LayerGroup], plan: Plan, auto: Auto
 ) -> Budget:
-    """Return the budget for a source. `plan` has the parts that are the same for every choice."""
+    """Return the budget for a source. `plan` is a plan in which `auto` keeps all layers."""
     return Budget(
         auto=auto,
         fixed_bytes=fixed_bytes(index, layer_groups, plan),

@@ -2,8 +2,8 @@
 
 A refit first corrects the weight for the difference between its inputs in the quantized model and
 in the source. It then applies GPTQ. The grid consists of the values that a quantized weight can
-have: the numbers of its format times each group's scale. All tensors stay on the device of H. On
-the CPU compiled kernels round the columns.
+have: the numbers of its format times each group's scale. H is the sum of x x^T over the input
+vectors x. All tensors stay on the device of H. On the CPU compiled kernels round the columns.
 
 Source: Frantar et al. (arXiv 2210.17323). The order of columns and the damping are the same as in
 llm-compressor's GPTQModifier.
@@ -63,7 +63,10 @@ REFIT_STRENGTHS = {
 
 
 def strength_of(group: FusionGroup) -> Strength:
-    """Return the strength of a group: from its rule, otherwise from `REFIT_STRENGTHS`."""
+    """Return the strength of a group's refit, or `GPTQ` for a group with another rounding.
+
+    The rule of the group takes precedence over `REFIT_STRENGTHS`.
+    """
     if group.rounding != "refit":
         return GPTQ
     settings = REFIT_STRENGTHS[input_bits(group.scheme.args)]
@@ -73,7 +76,7 @@ def strength_of(group: FusionGroup) -> Strength:
 
 
 def weighs_tokens(groups: Iterable[FusionGroup]) -> bool:
-    """Return True if these groups are rounded with weights of tokens."""
+    """Return True if tokens are weighted by gradients when a group is rounded."""
     return any(strength_of(group).weighs_tokens for group in groups if group.rounding != "nearest")
 
 
@@ -97,15 +100,15 @@ class Grid:
 def grid_of(args: QuantArgs, scales: Scales, shape: tuple[int, int], stored: torch.dtype) -> Grid:
     """Return the grid of a weight (out, in) with scales stored in the dtype `stored`."""
     rows, columns = shape
-    high, width = args.block or (1, args.group or columns)
+    height, width = args.block or (1, args.group or columns)
     groups = -(-columns // width)
     scale = torch.from_numpy(scales.scale).to(stored).to(torch.float32)
     if scales.global_scale is not None:
         scale = scale / torch.from_numpy(scales.global_scale)
     return Grid(
         form=format_of(args),
-        scale=_per_row(scale, rows, groups, high),
-        zero=_per_row(torch.from_numpy(scales.zero_point), rows, groups, high),
+        scale=_per_row(scale, rows, groups, height),
+        zero=_per_row(torch.from_numpy(scales.zero_point), rows, groups, height),
         width=width,
     )
 
@@ -117,11 +120,14 @@ def stack(grids: "list[Grid]", device: torch.device) -> Grid:
     return replace(grids[0], scale=scale.to(device), zero=zero.to(device))
 
 
-def _per_row(values: torch.Tensor, rows: int, groups: int, high: int) -> torch.Tensor:
-    """Return values of blocks of rows, of rows, or of the whole weight as (rows, groups)."""
+def _per_row(values: torch.Tensor, rows: int, groups: int, height: int) -> torch.Tensor:
+    """Expand scales or zero points to (rows, groups).
+
+    `values` has a value for the whole weight, or a row of values for each `height` rows.
+    """
     if values.numel() == 1:
         return values.reshape(1, 1).repeat(rows, groups)
-    return values.reshape(-1, groups).repeat_interleave(high, dim=0)[:rows]
+    return values.reshape(-1, groups).repeat_interleave(height, dim=0)[:rows]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +247,7 @@ def round_nearest(weight: torch.Tensor, grid: Grid) -> torch.Tensor:
 def _nearest(
     values: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, form: NumberFormat
 ) -> torch.Tensor:
-    """Round values to the nearest numbers of a format times these scales, as the kernel does."""
+    """Round values to the nearest numbers of the grid, with the same result as `round_block`."""
     rounded = tensors.round_to(values / scale + zero, TensorFormat.of(form))
     return rounded.sub_(zero).mul_(scale)
 
@@ -256,9 +262,9 @@ def round_columns(weight: torch.Tensor, factor: Factor, grid: Grid) -> torch.Ten
 
 
 def round_blocks(values: torch.Tensor, factor: Factor, grid: Grid) -> None:
-    """Round the ordered columns in place, by matrix products on any device.
+    """Round the ordered columns in place with torch, on any device.
 
-    The device does not wait for the host.
+    No step waits for a result on the host.
     """
     groups = factor.order // grid.width
     for first in range(0, values.shape[1], BLOCK_COLUMNS):

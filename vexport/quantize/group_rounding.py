@@ -64,7 +64,7 @@ def round_groups(
 def round_sites(
     model: QuantizedModel, moments: InputMoments, sites: Sequence[Site]
 ) -> tuple[dict[str, GroupWeights], dict[str, GroupRounding]]:
-    """Return the rounded weights of the groups of sites, and how each was rounded, by group name.
+    """Return the rounded weights of the sites' groups, and a report on each group, by group name.
 
     A group without observed inputs is rounded to nearest later. Such a group is missing from the
     first mapping, and the second mapping contains the reason. Raises InputError if a weight is not
@@ -151,7 +151,10 @@ def _name(group: FusionGroup, strength: Strength) -> str:
 def _scales_and_grid(
     group: FusionGroup, weights: Sequence[torch.Tensor], moments: Moments, index: SourceIndex
 ) -> tuple[list[Scales], Grid]:
-    """Return the scales of each weight, as the group shares them, and the grid of all weights."""
+    """Return the scales of each weight, and the grid of the stacked weights.
+
+    The group's weights share scales if the format requires this.
+    """
     scheme = group.scheme
     dtypes = [TORCH_DTYPES[index.tensors[member.weight].dtype] for member in group.members]
     importance = moments.hessian.diagonal() / max(1, moments.tokens)
@@ -178,7 +181,8 @@ def _errors(
 ) -> tuple[float, float]:
     """Return the relative output errors of rounding to nearest and of the rounded weights.
 
-    The error of weights Q is |X~ (Q - W)^T|^2 / |X~ W^T|^2.
+    The error of rounded weights Q is |X~ (Q - W)^T|^2 / |X~ W^T|^2. W are the source's weights, and
+    X~ (tokens, in) is the input in the quantized model.
 
     The errors are measured on rows that are evenly spread over the group's rows.
     """

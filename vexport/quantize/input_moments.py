@@ -12,15 +12,17 @@ from vexport.quantize.gptq import GPTQ, Strength, strength_of
 from vexport.quantize.moments import Moments
 from vexport.quantize.quantized_model import QuantizedModel
 
-# All tokens of the text together weigh as much as this many routed tokens per column.
+# An expert's down projection is rounded for its routed tokens. All tokens of the text are added
+# with a small weight: together they count as this many routed tokens per column.
 SHARED_TOKENS_PER_COLUMN = 1.0
 
 
 class InputMoments:
-    """Moments of each site of `inputs` that is rounded by its input. Each rank adds its rows.
+    """Collects the moments of the sites of `inputs` that have groups to round with GPTQ or a refit.
 
-    `text` is the number of tokens of all rows. If `plain` is set, all groups are rounded by GPTQ.
-    Use it if no earlier layer is quantized: a refit then has no errors to correct.
+    Each rank adds its rows. `text` is the number of tokens of all rows on all ranks. If `plain` is
+    set, GPTQ replaces refits. Use it if no earlier layer is quantized, because a refit then has no
+    errors to correct.
     """
 
     def __init__(

@@ -72,7 +72,7 @@ class QuantizeJob:
     overwrite: bool = False
     trust_remote_code: bool = False
     shard_bytes: int = DEFAULT_SHARD_BYTES
-    # Checks the finished folder before it becomes `out`. An error that it returns is raised.
+    # Checks the finished folder before it is renamed to `out`. Returns the error to raise, or None.
     prove: Callable[["QuantizeJob", Path, Plan], CheckpointFailed | None] = (
         lambda job, folder, plan: None
     )
@@ -128,8 +128,8 @@ def write_checkpoint(
     """Calibrate, round and write the quantized checkpoint with its recipe.
 
     The checkpoint appears completely or not at all. If a call is interrupted, the next call with
-    the same arguments resumes it. Returns the calibration record and the report of rounding. The
-    record is `known` if this is given, and None if no samples were run.
+    the same arguments resumes it. Returns the calibration record, or None if no samples were run,
+    and the report of rounding. If `known` is given, `known` is used instead of calibrating.
 
     Raises InputError if a file of the source has changed since `index` was read. If `job.prove`
     returns a CheckpointFailed, raises this error and leaves OUT.failed instead of OUT.
@@ -179,7 +179,7 @@ def write_checkpoint(
                 finished=finished,
                 on_progress=compilation.on_progress,
             )
-            gather(None)  # all files are written
+            gather(None)  # wait until all ranks have written their files
             if rank_and_size()[0] == 0:
                 finish(job, index, plan, calibration, folder, shards)
     return calibration, rounding

@@ -78,8 +78,8 @@ def find_layer_groups(
 ) -> tuple[LayerGroup, ...]:
     """Return the layer groups that rules quantize or leave to `auto`, in plan order.
 
-    Raises InputError if vLLM would refuse the rules, or if no candidate fits a layer group that may
-    not stay unquantized.
+    Raises InputError if vLLM could not run the plan of the rules, or if no candidate fits a layer
+    group that may not stay unquantized.
     """
     fixed = build_plan(index, _with_auto_scheme(rules, KEEP), settings)
     candidates = auto.candidates if auto else ()
@@ -133,10 +133,10 @@ def fixed_bytes(index: SourceIndex, layer_groups: Sequence[LayerGroup], plan: Pl
 
 
 def probe_plan(plan: Plan, layer_groups: Sequence[LayerGroup]) -> Plan:
-    """Return a plan whose calibration serves every option.
+    """Return a plan for calibrating all options at once.
 
-    If a layer group has options that need calibration, the plan uses one of these options. All of
-    them need the same statistics.
+    If a layer group has options that need calibration, the plan contains one of these options. All
+    of these options need the same statistics.
     """
     chosen = (
         max(layer_group.options, key=lambda option: option.groups[0].scheme.args.calibrated)
@@ -174,7 +174,10 @@ def _allowed(
     mixed: Mapping[str, Mapping[str, Groups]],
     candidates: Sequence[str],
 ) -> tuple[str, ...]:
-    """Return the scheme that a rule names, or the candidates that fit, or `keep` if none fits.
+    """Return the schemes from which a layer group may get one.
+
+    If a rule names a scheme, it is the only one. Otherwise they are the candidates that fit, or
+    `keep` if no candidate fits.
 
     A candidate may fit with a smaller group size if the scenario allows this.
     """

@@ -1,6 +1,6 @@
 """Moments of a layer's input: sums of products over tokens, which decide how weights are rounded.
 
-The sums are on the device of the tokens.
+GPTQ and refits need these sums. They are computed on the device of the tokens.
 """
 
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ class Moments:
 
     X~ (tokens, in) is the input in the quantized stream after the layer's input rounding. X is the
     input of the source's layer for the same tokens. V is the weight of each token, 1 by default.
-    `drift` is None if the source's stream is not followed. `add` fills only the lower triangle of
+    `drift` is None if no refit needs it. `add` fills only the lower triangle of
     `hessian`, and `complete` makes the matrix symmetric.
     """
 
@@ -99,7 +99,7 @@ class Moments:
         """Fill the upper triangle of `hessian` in place, after all tokens were added."""
         for first, last in _blocks(self.hessian):
             self.hessian[:first, first:last] = self.hessian[first:last, :first].T
-            # Sums in another order may differ on both sides of the diagonal.
+            # Both triangles of a block were computed, and their sums may differ in the last bits.
             block = self.hessian[first:last, first:last]
             block.copy_(block.tril() + block.tril(-1).T)
         return self

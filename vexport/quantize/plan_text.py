@@ -140,7 +140,7 @@ class PlanText:
 
         If the plan rounds weights by text, this method computes only smoothing and token weights.
         The other statistics are collected while rounding. With `candidates` the statistics of the
-        whole plan are collected, and smoothing also serves the candidates.
+        whole plan are collected, and the inputs of the candidates are smoothed.
         """
         from vexport.calibration import calibrate
 
@@ -188,9 +188,9 @@ class PlanText:
 
     @property
     def _gradient_samples(self) -> "Samples":
-        """Return evenly spread samples.
+        """Return the samples from whose gradients smoothing and the token weights are computed.
 
-        Smoothing and the token weights are computed from the gradients of these samples.
+        They are evenly spread over all samples.
         """
         return self.samples.evenly_spaced(SMOOTHING_ROWS if self.plan.smoothing else WEIGHING_ROWS)
 

@@ -1,4 +1,4 @@
-"""Run a model in which some layers use the stored weights and rounded inputs."""
+"""Run a model in which some layers compute with dequantized weights and rounded inputs."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -28,9 +28,9 @@ Hook = Callable[[torch.nn.Module, tuple[torch.Tensor, ...]], tuple[torch.Tensor,
 def rounded_experts(
     module: torch.nn.Module, hooks: Mapping[ExpertPosition, Hook]
 ) -> Iterator[None]:
-    """Round the inputs of experts by these hooks inside the block.
+    """Call these hooks on the inputs of experts inside the block.
 
-    Experts with an unsupported class stay as they are.
+    Inputs of experts with an unsupported class are not rounded.
     """
     runner = expert_runner_of(module)
     if runner is None:
@@ -55,7 +55,7 @@ def rounded_experts(
 
 
 class QuantizedModel:
-    """Puts quantized layers into the model that a walk fills layer by layer."""
+    """Replaces weights and rounds inputs in the model of a `LayerWalk`."""
 
     def __init__(self, walk: LayerWalk, calibration: CalibrationRecord) -> None:
         self.index = walk.index
@@ -82,9 +82,9 @@ class QuantizedModel:
     def weights_of(
         self, group: FusionGroup, stored: Mapping[str, Array]
     ) -> dict[LinearPlan, torch.Tensor]:
-        """Return the weights (out, in) of a group's layers.
+        """Return the weights (out, in) of a group's layers, dequantized by compressed-tensors.
 
-        compressed-tensors dequantizes them from the `stored` bytes.
+        `stored` contains the bytes of the quantized tensors by name.
         """
         scheme = group.scheme
         weights: dict[LinearPlan, torch.Tensor] = {}
@@ -139,7 +139,7 @@ class QuantizedModel:
     def rounding_inputs(self, groups: Sequence[FusionGroup]) -> Iterator[None]:
         """Round the inputs of these groups inside the block.
 
-        Experts with an unsupported class stay as they are.
+        Inputs of experts with an unsupported class are not rounded.
         """
         experts: dict[torch.nn.Module, dict[ExpertPosition, Hook]] = {}
         with ExitStack() as block:

@@ -28,7 +28,7 @@ def quantized_result(
     calibration: CalibrationRecord | None,
     rounding: RoundingReport | None,
 ) -> Quantized:
-    """Return the result of `quantize` for a checkpoint that was written by this plan."""
+    """Return the result of `quantize` for a checkpoint with this plan."""
     members = [member for group in plan.groups for member in group.members]
     quantized = sum(member.out_features * member.in_features for member in members)
     return Quantized(

@@ -41,7 +41,7 @@ from vexport.records import (
 from vexport.records.calibration import ROUND, GroupRounding, LayerRounding, RoundingReport
 
 REPORT = "rounding.json"
-# Rows of the source's stream to run when only the report needs them.
+# Number of rows of the source's stream that run if only the report of errors needs the stream.
 COMPARED_ROWS = 4
 
 
@@ -99,7 +99,7 @@ def _write_report(file: Path, walk: LayerWalk, plan: Plan, done: RoundedLayers) 
 
 
 class RoundingWatcher:
-    """Watches the source's stream, and rounds a layer after all rows of the stream have left it.
+    """Watches the source's stream, and rounds a layer when all rows have run through it.
 
     The watcher itself runs the stream of the quantized model. `tokens` is the number of tokens on
     all ranks.
@@ -235,9 +235,10 @@ class RoundingWatcher:
         self._quantized[index] = self._walk.run_row(layer, index, self._quantized[index])
 
     def _state_error(self) -> float:
-        """Return |h~ - h|^2 / |h|^2 behind a layer, over the followed rows.
+        """Return the relative error |h~ - h|^2 / |h|^2 of a layer's output, over the followed rows.
 
-        Every rank must call this.
+        h are the hidden states of the source, and h~ those of the quantized model. Every rank must
+        call this.
         """
         signal = noise = 0.0
         for index in self.followed_rows:
@@ -255,16 +256,16 @@ class RoundingWatcher:
 
 
 def _is_refit(groups: Sequence[FusionGroup]) -> bool:
-    """Return True if a group is rounded for the difference between the streams."""
+    """Return True if a refit of a group corrects differences between the two streams."""
     return any(strength_of(group).strength > 0 for group in groups)
 
 
 class LayerRounder:
     """Rounds the groups of a layer in the order in which rows reach them.
 
-    Rows wait in front of a module. Static scales, importance and then the rounded weights are
-    computed from the waiting inputs. The rows then continue through the rounded module. `text` is
-    the number of tokens of all rows.
+    All rows stop in front of a module. From their inputs, static scales and importance are
+    computed, and then the rounded weights. The rows continue through the rounded module to the next
+    module. `text` is the number of tokens of all rows on all ranks.
     """
 
     def __init__(
@@ -289,8 +290,9 @@ class LayerRounder:
         """Return the bytes that replace the weights, and how each group was rounded. Every rank
         must call this.
 
-        `exact` has the inputs of each row in the source's layer, for a refit. Inputs are removed
-        after their use. When this returns, all waiting rows have gone through the rounded layer.
+        `exact` contains the inputs of each row in the source's layer, which a refit needs. Inputs
+        are removed from it after their use. When this returns, all rows have run through the
+        rounded layer.
         """
         sites = self._inputs.sites
         reached = {group.name for site in sites for group in site.groups}

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def require_calibration(plan: Plan, settings: Calibration | None) -> None:
-    """Raise InputError if a plan needs samples and has none, or if their file has no rows."""
+    """Raise InputError if a plan needs samples and there are none, or if `require_rows` fails."""
     need = calibration_need(plan)
     if need and settings is None:
         raise need.missing()

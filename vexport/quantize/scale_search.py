@@ -31,7 +31,8 @@ def search_scales(
     Raises InputError if a weight is not finite.
     """
     observers = []
-    # No input statistics exist for a layer that the text streams do not reach.
+    # A group with GPTQ or a refit reaches this function only if no calibration text reached it.
+    # Then it has no importance, either.
     if group.observer in BY_IMPORTANCE and group.rounding != "nearest":
         group = replace(group, observer=UNWEIGHTED, observer_kwargs={})
     for member in group.members:
@@ -86,7 +87,7 @@ def fused_scales(observers: Sequence[Observer]) -> list[Scales]:
 
 
 def scales_of(qparams: QParamsDict) -> Scales:
-    """Return the scales of an observer in main memory, as the packings take them."""
+    """Return the quantization parameters of an observer as float32 arrays in main memory."""
     global_scale = qparams["global_scale"]
     return Scales(
         scale=_float32(qparams["scale"]),

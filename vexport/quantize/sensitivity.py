@@ -32,9 +32,9 @@ from vexport.records import (
     SchemeLoss,
 )
 
-# The most bytes of hidden states in trials that run next to each other.
+# Maximum number of bytes of the hidden states of trials that run at the same time.
 MEMORY_BYTES = 2**31
-# The most trials between two writes of results.
+# Maximum number of trials that run at the same time. Results are written after they have finished.
 MAX_TRIALS = 64
 
 # The hidden states of all rows.
@@ -63,9 +63,9 @@ def measure(
     trust_remote_code: bool,
     device: str,
 ) -> GroupSensitivities:
-    """Run every layer group's options on the samples.
+    """Measure the loss of every option of the layer groups on the samples.
 
-    Options are skipped if an earlier call with the same arguments left their losses in `file`.
+    Options are skipped if `file` has their losses from an earlier call with the same arguments.
     Raises InputError for a model that cannot run layer by layer, a layer group that text cannot
     reach, and an unusable device.
     """
@@ -85,7 +85,7 @@ def measure(
         heads = [part for part in parts if part[-1].depth == len(walk.layers)]
         walk.expect_steps(len(parts) * len(walk.layers) + len(heads))
         for part in parts:
-            # Every part begins with the states in front of the layers.
+            # Every part starts from the inputs of the first layer.
             stream = StatesInMemory([hidden[index] for index in range(len(hidden))])
             watcher = TrialWatcher(walk, part, stream)
             walk.forward(stream, watcher)
@@ -138,11 +138,11 @@ def _sensitivity(group: LayerGroup, losses: Mapping[str, float]) -> GroupSensiti
 
 
 class Trial:
-    """A layer group in a scheme, in the model that `walk` fills.
+    """Trial of an option: the model with a single quantized layer group.
 
-    No earlier layer is quantized, so a refit has no errors to correct and equals GPTQ. Raises
-    InputError if the text model has none of the layer group's weights. `depth` is the number of the
-    decoder layer that the trial changes, or the number of layers for the output head.
+    No earlier layer is quantized, so a refit has no errors to correct and equals GPTQ. `depth` is
+    the number of the decoder layer that the trial changes, or the number of layers for the output
+    head. Raises InputError if the text model does not use the layer group's weights.
     """
 
     def __init__(
@@ -208,13 +208,13 @@ class StatesInMemory:
 
 
 class TrialWatcher:
-    """Runs each trial in parallel to the unchanged model, from the layer that the trial changes."""
+    """Runs each trial next to the unchanged model, beginning with the layer that it changes."""
 
     def __init__(self, walk: LayerWalk, trials: Sequence[Trial], stream: StatesInMemory) -> None:
         self._walk = walk
         self._trials = trials
         self._stream = stream
-        # The states of the trials that have begun.
+        # The hidden states of the trials whose changed layer has already run.
         self._changed: dict[Trial, States] = {}
         # Weights of the trials that change the head.
         self._heads: dict[Trial, dict[LinearPlan, torch.Tensor]] = {}

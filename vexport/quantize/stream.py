@@ -53,7 +53,7 @@ from vexport.version import __version__
 Stored = Mapping[str, Array]
 # Elements that a thread reads, quantizes and writes at once (4 MiB of bf16).
 CHUNK_ELEMENTS = 1 << 21
-# The most runs waiting to be written, per thread.
+# Maximum number of chunks per thread that wait to be written.
 CHUNKS_AHEAD = 2
 
 
@@ -107,7 +107,7 @@ def write_shards(
 
 
 def planned_shards(index: SourceIndex, plan: Plan, shard_bytes: int) -> tuple[Shard[Source], ...]:
-    """Return the weight files of the quantized checkpoint, with the sources of each."""
+    """Return the weight files of the quantized checkpoint, with the contents of each file."""
     sources = blocks(index, plan.groups, plan.attention)
     specs = output_blocks(index, plan.groups, plan.attention)
     units = [
@@ -175,14 +175,15 @@ class Stream:
             return
         scheme = group.scheme
         inputs = static_scales(group, self.calibration)
-        for member, known in zip(group.members, self.known(group), strict=True):
+        for member, known in zip(group.members, self.packing_inputs(group), strict=True):
             dtype = self.index.tensors[member.weight].dtype
             packing = scheme.format.packing(member, dtype, scheme.args.weights, known)
             _, *others = scheme.layout(member, dtype)
             for rows in row_chunks(member, packing.multiple):
                 self.prefetch(member, rows)
                 yield self.pool.submit(self.packed, member, packing, rows).result
-            # The writer calls this after all runs before it.
+            # The writer calls these functions after it has written all chunks of rows. `packing`
+            # has then computed the scales of all rows.
             for spec in others:
                 name = spec.name.removeprefix(f"{member.name}.")
                 yield partial(inputs.__getitem__ if name in inputs else packing.tensor, name)
@@ -196,9 +197,11 @@ class Stream:
         self.reader.release_view(self.index.tensors[member.weight], view)
         return packed
 
-    def known(self, group: FusionGroup) -> Sequence[PackingInputs]:
-        """Return each member's scales or largest value, which must be available before packing
-        starts.
+    def packing_inputs(self, group: FusionGroup) -> Sequence[PackingInputs]:
+        """Return the values that must be known before the first rows of a member are packed.
+
+        They are the scales if they were searched for. Otherwise they are the group's largest
+        magnitude if all rows share a scale.
         """
         if group.members[0].name in self.rounded:
             return [
@@ -268,9 +271,9 @@ def quantized_group(
 
 
 def static_scales(group: FusionGroup, calibration: CalibrationRecord) -> dict[str, Array]:
-    """Return the static input scales of a group by their name within a layer.
+    """Return the static input scales of a group, by their names without the layer's name.
 
-    All members have the same value.
+    All members of the group share the scales. Returns an empty dictionary for other schemes.
     """
     scheme = group.scheme
     if not scheme.args.calibrated:
@@ -281,9 +284,9 @@ def static_scales(group: FusionGroup, calibration: CalibrationRecord) -> dict[st
 
 
 def row_chunks(member: LinearPlan, multiple: int = 1) -> Iterator[slice]:
-    """Yield the rows of a weight in runs that are computed at once.
+    """Yield the rows of a weight in chunks, which a thread computes one at a time.
 
-    All runs but the last have a multiple of `multiple` rows.
+    The number of rows is a multiple of `multiple` in all chunks except for the last.
     """
     rows = max(1, CHUNK_ELEMENTS // max(1, member.in_features) // multiple) * multiple
     for start in range(0, member.out_features, rows):
@@ -295,8 +298,8 @@ def input_digest(
 ) -> str:
     """Return a digest of everything that the written bytes depend on.
 
-    Files enter the digest with their sizes and times. `known` is the result of an earlier
-    calibration. `text` is a digest of the calibration text and its settings.
+    The digest covers the sizes and times of the source's files, not their contents. `known` is the
+    result of an earlier calibration. `text` is a digest of the calibration text and its settings.
     """
     files = [(str(file), *status) for file, status in index.statuses.items()]
     parts = (__version__, files, index.config, plan, known, text, shard_bytes)

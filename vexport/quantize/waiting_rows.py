@@ -19,7 +19,7 @@ from vexport.formats.plan import FusionGroup
 from vexport.quantize.gptq import strength_of
 
 CGROUP_MEMORY = Path("/sys/fs/cgroup/memory.max")
-# The bytes of a value of a 16-bit input.
+# Bytes per value of an input, which has 16 bits.
 BYTES_PER_VALUE = 2
 NUMBER = re.compile(r"\d+")
 # The module that a row waits for, and its input.
@@ -74,7 +74,7 @@ class WaitingRows:
 
 
 class RecordedRows:
-    """Rows for the output head, which stop after the last of its inputs.
+    """Rows that run through the output head to record its inputs. They end at the last input.
 
     The inputs do not depend on the weights that are rounded in the head, so no row has to wait.
     """
@@ -112,9 +112,9 @@ Rows = WaitingRows | RecordedRows
 
 
 def max_waiting_bytes(device: str = "cpu") -> int:
-    """Return the most bytes for rows that wait in a layer.
+    """Return the limit in bytes for rows that wait in a layer.
 
-    It is half of the GPU's memory, or half of the memory that this process may use.
+    The limit is half of the GPU's memory, or half of the memory that this process may use.
     """
     if device.startswith("cuda"):
         return torch.cuda.get_device_properties(device).total_memory // 2
@@ -125,11 +125,12 @@ def max_waiting_bytes(device: str = "cpu") -> int:
 
 
 def waiting_bytes(groups: Iterable[FusionGroup], tokens: int) -> int:
-    """Return the bytes of 16-bit rows that wait in front of the widest input of a layer.
+    """Estimate the bytes of all rows while they wait in front of the module with the widest input.
 
-    `tokens` is the total number of tokens of the rows. A row has the widest input, the same input
-    rounded, and about as much as all inputs together. Memory of the same size is lost in gaps. A
-    refit also keeps the widest input of the source's stream.
+    `tokens` is the total number of tokens of the rows. Values have 16 bits. A waiting row needs
+    memory for the widest input, for its rounded copy, and for other values of about the size of all
+    inputs together. A refit also keeps the widest input of the source's stream. Fragmentation of
+    the heap can take as much memory again. This memory is not counted.
     """
     rounded = [group for group in groups if group.rounding != "nearest"]
     columns = {NUMBER.sub("*", group.name): group.members[0].in_features for group in rounded}

@@ -9,8 +9,8 @@ from vexport.records import CalibrationRecord, Finding
 from vexport.records.calibration import RoundingReport
 from vexport.records.values import join_limited
 
-# A warning is given if less than this share of the weights and less than this share of the linear
-# layers is quantized.
+# If both the share of quantized weights and the share of quantized linear layers are below this
+# limit, a warning is given.
 MIN_QUANTIZED_SHARE = 0.5
 # Calibration tokens for each column of a weight. Mean KL in nats of SmolLM2-135M with only
 # down_proj rounded (W4A16_G64), on held-out text of the same kind and of another kind:
@@ -26,7 +26,7 @@ MIN_QUANTIZED_SHARE = 0.5
 TOKENS_PER_COLUMN, MIN_TOKENS_PER_COLUMN = 6, 2
 # The defaults of --samples and --seq-len.
 DEFAULT_TOKENS = 128 * 512
-# The most groups that a warning names. Further groups are only counted.
+# Maximum number of groups that a warning names. Further groups are only counted.
 MAX_NAMED = 4
 
 
@@ -60,7 +60,7 @@ def little_quantized_warnings(plan: Plan, layers: int, parameters: int) -> Itera
 
 
 def fallback_warnings(rounding: RoundingReport | None) -> Iterator[str]:
-    """Yield a warning for each reason why groups were rounded to nearest against their rules."""
+    """Yield a warning for each reason why a rule's rounding was replaced by nearest."""
     reasons: dict[str, list[str]] = {}
     for group in rounding.fallbacks if rounding else ():
         reasons.setdefault(group.fallback or "", []).append(group.name)
