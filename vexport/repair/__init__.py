@@ -41,9 +41,10 @@ def repair_checkpoint(
 ) -> RepairReport:
     """Repair a checkpoint and write the result to the folder `out`, completely or not at all.
 
-    Nothing is written if an error remains that no repair removes: an unreadable file, a fault with
-    several explanations or, with `source`, a weight that differs from the source's weight. A
-    smoothed checkpoint is compared with the source scaled by `smoothing.json`.
+    Nothing is written if errors remain that cannot be repaired. Examples are an unreadable file and
+    a fault that has several explanations. With `source`, a weight that differs from the source's
+    weight is such an error, too. If the checkpoint was smoothed, the source is first scaled by
+    `smoothing.json`.
 
     Raises InputError if a folder is not a checkpoint, if `source` is quantized, or if `out` may not
     be written. Without torch only config.json is repaired, and MissingPackage is raised if that is
@@ -85,7 +86,7 @@ def repair_checkpoint(
             explained = {refusal.where for refusal in refusals}
             others = [each for each in findings_on(view, against) if each.where not in explained]
             if against is not None:
-                others = [_with_new_digest(finding) for finding in others]
+                others = [_digest_error_as_warning(finding) for finding in others]
         except InputError as problem:
             return _report(checkpoint, out, source, repairs, findings_of(problem))
         report = _report(checkpoint, out, source, repairs, [*refusals, *others])
@@ -101,11 +102,12 @@ def repair_checkpoint(
     return report
 
 
-def _with_new_digest(finding: Finding) -> Finding:
-    """Return a finding on a changed file as a warning. Return other findings unchanged.
+def _digest_error_as_warning(finding: Finding) -> Finding:
+    """Return the error of a wrong file digest as a warning. Return other findings unchanged.
 
-    The comparison with the source judges the file's weights, and the repaired checkpoint gets the
-    digests of its own files. The source has no scales of inputs and of the KV cache.
+    The file's weights are compared with the source, so the digest is not needed to trust them. The
+    repaired checkpoint gets new digests. Scales of inputs and of the KV cache cannot be compared,
+    because the source does not have them.
     """
     if finding.check != DIGESTS_NAME:
         return finding
@@ -140,7 +142,7 @@ def _source_comparison(source: Path, on_progress: OnProgress) -> SourceCompariso
 
 @contextmanager
 def _compared_source(checkpoint: Path, source: Path) -> "Iterator[ComparedSource]":
-    """Open the source with its weights smoothed like the checkpoint's weights."""
+    """Open the source. Its weights are smoothed if the checkpoint was smoothed."""
     from vexport.fidelity.source import ComparedSource
 
     with reader_of(smoothing_of(checkpoint)) as reader:
@@ -175,7 +177,7 @@ def _report(
 def _with_change(
     repair: Repair, before: CheckpointView, after: CheckpointView, source: "ComparedSource | None"
 ) -> Repair:
-    """Return the repair with the change of its layer's weight."""
+    """Add to a repair how far it moved the weight of its layer."""
     if repair.layer is None:
         return repair
     from vexport.repair.families import weight_change

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 ARGUMENTS = ("weights", "input_activations", "output_activations")
 KNOWN_ARGUMENTS = frozenset(field.name for field in fields(QuantArgs))
-# Tensors of compressed sparse weights in compressed-tensors. Without them no weight is sparse.
+# Parameters in which compressed-tensors stores sparse weights. A checkpoint without such tensors
+# has no sparse weights.
 SPARSE_PARAMETERS = ("compressed", "bitmask", "row_offsets", "meta")
 MOST_NAMES = 4
 KEYS_HAVE_NO_EFFECT = "the removed keys have no effect on how the tensors are read"
@@ -161,7 +162,7 @@ def _targets(view: CheckpointView, group: ConfigGroup) -> tuple[str, ...]:
 
 
 def _is_first_fit(view: CheckpointView, fused: FusedLayer, group: ConfigGroup) -> bool:
-    """Return True if all members fit this group and do not all fit an earlier group."""
+    """Return True if this group is the first group in the config that all members fit."""
     members = [view.model.modules[name] for name in fused.members]
     groups = view.quantization.config_groups
     owners = (each for each in groups if all(fits(each, parameters) for parameters in members))
@@ -185,9 +186,9 @@ def _is_misassigned(view: CheckpointView, fused: FusedLayer) -> bool:
 
 
 def _unquantized(view: CheckpointView) -> Iterator[str]:
-    """Yield unquantized layers that are missing from `ignore`.
+    """Yield the names or patterns of unquantized layers to add to `ignore`.
 
-    They are matched by a target, or `ignore` contains only a part of their fused layer.
+    A layer is added if a target matches it, or if `ignore` lists other members of its fused layer.
     """
     missing: set[str] = set()
     for fused in view.model.fused_layers:

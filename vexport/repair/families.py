@@ -1,4 +1,7 @@
-"""All families of repairs, and the cost of their changes. This module needs torch."""
+"""Repair arguments and KV cache scales, list all families of repairs, and measure weight changes.
+
+This module needs torch.
+"""
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,7 +46,11 @@ NOT_SCALED = "keys and values need no scale (only calibration shows their range)
 
 
 def arguments(view: CheckpointView, source: ComparedSource | None) -> Changes:
-    """Correct a group's arguments if no layer fits them and exactly one other set fits all."""
+    """Correct the arguments of a config group if its tensors allow exactly one correction.
+
+    A group is corrected if no layer fits its arguments, and if exactly one other set of arguments
+    fits all of its layers.
+    """
     changed: dict[str, Json] = copy.deepcopy(dict(view.index.config))
     repairs: list[Repair] = []
     for group in view.quantization.config_groups:
@@ -62,9 +69,10 @@ def arguments(view: CheckpointView, source: ComparedSource | None) -> Changes:
 
 
 def _is_candidate(view: CheckpointView, reading: ConfigGroup, layer: StoredLayer) -> bool:
-    """Return True if a layer's tensors fit these arguments and give the stored shape.
+    """Return True if a layer's tensors fit these arguments and imply the stored `weight_shape`.
 
-    Without a stored shape, twice the bits and half the columns look the same.
+    If the shape is not stored, only the fit is checked. A packed weight with twice as many bits and
+    half as many columns then fits as well.
     """
     if not fits(reading, layer.parameters):
         return False
@@ -76,7 +84,11 @@ def _is_candidate(view: CheckpointView, reading: ConfigGroup, layer: StoredLayer
 
 
 def _candidate_arguments(group: ConfigGroup) -> Iterator[ConfigGroup]:
-    """Yield the group with other arguments, in its format and in the implied format."""
+    """Yield the group with each possible set of arguments.
+
+    Each set is combined with the group's format, and with the format that compressed-tensors would
+    choose for these arguments.
+    """
     blocks = group.weights.block_structure
     readings = [group.weights]
     for strategy, size, symmetric in CHOICES:
@@ -93,7 +105,7 @@ def _candidate_arguments(group: ConfigGroup) -> Iterator[ConfigGroup]:
 
 
 def _implied_format(group: ConfigGroup) -> str | None:
-    """Return the format that compressed-tensors would store, or None if it refuses."""
+    """Return the format that compressed-tensors chooses for a group, or None if it has none."""
     try:
         return str(infer_module_format(Linear, ct_scheme(group)).value)
     except (NotImplementedError, ValueError):
@@ -186,7 +198,10 @@ def _scales_of_one(shape: tuple[int, ...]) -> Mapping[str, torch.Tensor]:
 def weight_change(
     before: CheckpointView, after: CheckpointView, layer: str, source: ComparedSource | None
 ) -> WeightChange | None:
-    """Return how far a layer's weight moved, or None if it cannot be dequantized now."""
+    """Return how far a repair moved a layer's weight.
+
+    Returns None if the repaired weight cannot be dequantized.
+    """
     old, new = dequantized(before, layer), dequantized(after, layer)
     if new is None:
         return None

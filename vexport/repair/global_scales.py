@@ -1,10 +1,11 @@
 """Repair NVFP4's global scales: reciprocals, and fused layers with different scales.
 
 vLLM keeps a single global scale for each fused layer. If the stored scales of its layers differ,
-there are two explanations. Either the producer did not share them: the blocks of each layer were
-scaled with this layer's global scale, and the stored weights are right. Or a scale is wrong, and
-the blocks were scaled with another. The source decides between the two. Without a source, a repair
-needs signs that only the first explanation gives.
+there are two explanations. The producer may have computed a separate global scale for each layer:
+the block scales of a layer are then relative to this layer's scale, and the stored weights are
+right. Or a stored global scale is wrong, and the layer's block scales are relative to another
+number. The source decides between the two. Without a source, scales are only repaired if the
+checkpoint shows that the producer computed separate scales (`_kinds_with_separate_scales`).
 """
 
 import math
@@ -41,14 +42,14 @@ OTHER_SCALE = "{:.9g}, which the fused layers do not share"
 MIN_GLOBAL_SCALES = {WEIGHT: MIN_WEIGHT_GLOBAL_SCALE, INPUT: MIN_INPUT_GLOBAL_SCALE}
 # Smallest positive e4m3 value. The scale of a block that is not all zero never becomes zero.
 E4M3_SMALLEST = 2.0**-9
-# Scales that differ by less are the same number after a conversion: float32 has a precision of
-# 6e-8, and the reciprocal of a reciprocal has twice that.
+# Scales with a smaller relative difference count as equal. float32 rounds by 6e-8 at most, and the
+# reciprocal of a reciprocal by twice as much.
 SAME_SCALE_TOLERANCE = 1e-6
-# If a layer's blocks were scaled with its global scale, a block has the largest e4m3 value, or the
-# value below it.
+# If a layer's block scales are relative to its global scale, the largest block scale is 448, the
+# largest e4m3 value, or 416, the value below it.
 LARGEST_BLOCK = 416.0
-# A stored weight is the source's weight, up to rounding, under two conditions. Its size differs by
-# at most this share, and at least half of its power lies along the source's weight.
+# A stored weight counts as the source's weight under two conditions. Its scale differs by at most
+# MAX_GAIN_ERROR, and the squared cosine of the two weights is at least MIN_ALONG.
 MAX_GAIN_ERROR, MIN_ALONG = 0.2, 0.5
 ASSUMED_RECIPROCAL = "the stored number is the reciprocal of the layer's global scale"
 ASSUMED_SEPARATE = (
@@ -125,14 +126,15 @@ def _snap_to_members(
 
 
 def unequal_weights(view: CheckpointView, source: ComparedSource | None) -> Changes:
-    """Give the weights of each fused layer the same global scale, the smallest of theirs.
+    """Give the weights of each fused layer a common global scale: the smallest of their scales.
 
-    With a source, each layer's right scale is the stored scale with which its weight equals the
-    source's weight. Without a source, each stored scale is taken as right if the checkpoint shows
-    that its producer does not share scales. Otherwise the repair is refused.
+    A layer's block scales are relative to its actual global scale. With a source, this is the
+    stored scale with which the layer's weight equals the source's weight. Without a source, it is
+    the scale stored for the layer if the checkpoint shows that its producer computed separate
+    scales. Otherwise the repair is refused.
 
-    Block scales are rescaled to the shared global scale and rounded to e4m3 again. With a source,
-    the layer is quantized again from the source if the result is closer.
+    Block scales are converted to the common global scale and rounded to e4m3 again. With a source,
+    the layer is quantized again from the source if the result is closer to the source.
     """
     origins = _origins(view, source)
     unshared = _kinds_with_separate_scales(view)
@@ -236,9 +238,10 @@ def _same_number(view: CheckpointView, values: Scales) -> Changes:
 def _kinds_with_separate_scales(view: CheckpointView) -> frozenset[str]:
     """Return the kinds of fused layers for which the producer did not share global scales.
 
-    Kinds are names with stars for numbers. All fused layers of a kind must have different scales,
-    in different proportions, and every layer must have a block with the largest scale. A single
-    wrong scale does not look like this.
+    A kind is the name of a fused layer with stars instead of numbers. Three conditions must hold
+    for all fused layers of a kind: the scales of their members differ, the ratios of these scales
+    are not the same in all of them, and every member has a block scale of at least LARGEST_BLOCK. A
+    single wrong scale does not meet these conditions.
     """
     kinds: dict[str, list[Scales]] = {}
     for fused in view.model.fused_layers:
@@ -282,7 +285,7 @@ def _ambiguous_scales(fused: FusedLayer, values: Scales, *, has_source: bool) ->
 
 
 def _place(fused: FusedLayer) -> str:
-    """Return the same place as the finding of the check `fusion` for these scales."""
+    """Return the place of an error. The check `fusion` reports these scales at the same place."""
     return f"{fused.name}: {WEIGHT}"
 
 
@@ -291,7 +294,7 @@ def _listed(values: Scales) -> str:
 
 
 def _by_own_scales(view: CheckpointView, values: Scales) -> Changes:
-    """Rescale the blocks of each layer from the layer's global scale to the smallest scale."""
+    """Convert the block scales of each layer from its global scale to the smallest global scale."""
     shared = min(values.values())
     changes = Changes()
     for name, value in values.items():
@@ -303,9 +306,9 @@ def _by_own_scales(view: CheckpointView, values: Scales) -> Changes:
 def _by_source(
     view: CheckpointView, fused: FusedLayer, values: Scales, exact: Mapping[str, torch.Tensor]
 ) -> Changes:
-    """Find each layer's right global scale among the stored ones, and rescale to the smallest."""
+    """Find the actual global scales among the stored scales, and convert to the smallest."""
     candidates = tuple(dict.fromkeys(values.values()))
-    meant: dict[str, float] = {}
+    actual: dict[str, float] = {}
     for name in values:
         scale = _scale_matching_source(view, view.layers.by_name[name], candidates, exact[name])
         if scale is None:
@@ -317,13 +320,13 @@ def _by_source(
             return Changes(
                 refusals=(error(FAMILY, _place(fused), expected=ONE_VALUE, got=got, fix=fix),)
             )
-        meant[name] = scale
-    shared = min(meant.values())
+        actual[name] = scale
+    shared = min(actual.values())
     changes = Changes()
     for name, value in values.items():
-        if value != shared or meant[name] != shared:
+        if value != shared or actual[name] != shared:
             layer = view.layers.by_name[name]
-            changes += _to_shared(view, layer, value, meant[name], shared, exact[name])
+            changes += _to_shared(view, layer, value, actual[name], shared, exact[name])
     return changes
 
 
@@ -364,7 +367,7 @@ def _with_scale(view: CheckpointView, layer: StoredLayer, scale: float) -> torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Storage:
-    """Way to store a layer with the shared global scale: the tensors that change, and the cost."""
+    """New tensors of a layer with the shared global scale, and the cost of this repair."""
 
     how: str
     cost: str
@@ -376,12 +379,15 @@ def _to_shared(
     view: CheckpointView,
     layer: StoredLayer,
     value: float,
-    meant: float,
+    actual: float,
     shared: float,
     exact: torch.Tensor | None,
 ) -> Changes:
-    """Store a layer with the shared global scale; its blocks were scaled with `meant`."""
-    if meant == shared:
+    """Store a layer with the shared global scale.
+
+    `value` is the stored global scale. The block scales are relative to `actual`.
+    """
+    if actual == shared:
         tensor = layer.parameters[WEIGHT]
         repair = Repair(
             family=FAMILY,
@@ -396,10 +402,10 @@ def _to_shared(
         how="block scales rescaled",
         cost="the rounding of the block scales to e4m3",
         changed=("weight_scale", WEIGHT),
-        make=partial(_rescaled, view, layer, meant, shared),
+        make=partial(_rescaled, view, layer, actual, shared),
     )
     if exact is not None:
-        way = _closer_storage(view, layer, meant, shared, exact, way)
+        way = _closer_storage(view, layer, actual, shared, exact, way)
     tensors = {parameter: layer.parameters[parameter] for parameter in way.changed}
     repair = Repair(
         family=FAMILY,
@@ -422,21 +428,21 @@ def _to_shared(
 def _closer_storage(
     view: CheckpointView,
     layer: StoredLayer,
-    meant: float,
+    actual: float,
     shared: float,
     exact: torch.Tensor,
     rescaling: _Storage,
 ) -> _Storage:
     """Return a new quantization of the source's weight if it is closer than `rescaling`.
 
-    If the stored weight is further from the source than rounding to nearest would be, it may have
-    been smoothed, or rounded with calibration data. Quantizing it again would lose that.
+    If the stored weight is further from the source than a weight rounded to nearest, it may have
+    been smoothed, or rounded with calibration data. It is then only rescaled, to keep this work.
     """
     assert layer.group is not None
     group = layer.group
-    as_meant = quantization_error(exact, _with_scale(view, layer, meant)).sqnr_db
-    to_nearest = quantization_error(exact, nearest_weight(group.weights, exact)).sqnr_db
-    if to_nearest - as_meant > REFITTED_DB:
+    stored_snr = quantization_error(exact, _with_scale(view, layer, actual)).sqnr_db
+    nearest_snr = quantization_error(exact, nearest_weight(group.weights, exact)).sqnr_db
+    if nearest_snr - stored_snr > REFITTED_DB:
         return rescaling
     again = _Storage(
         how="quantized again from the source",
@@ -464,14 +470,14 @@ def _scalar(tensor: TensorInfo, value: float, repair: Repair) -> Changes:
 
 
 def _rescaled(
-    view: CheckpointView, layer: StoredLayer, meant: float, shared: float
+    view: CheckpointView, layer: StoredLayer, actual: float, shared: float
 ) -> Mapping[str, torch.Tensor]:
     """Return block scales relative to the shared global scale, and the global scale."""
     stored = read_parameters(
         view, {parameter: layer.parameters[parameter] for parameter in ("weight_scale", WEIGHT)}
     )
     scale = stored["weight_scale"].to(torch.float64)
-    rescaled = (scale * (shared / meant)).clamp(max=E4M3_MAX)
+    rescaled = (scale * (shared / actual)).clamp(max=E4M3_MAX)
     rescaled = torch.where(scale > 0, rescaled.clamp(min=E4M3_SMALLEST), scale)
     return {
         "weight_scale": rescaled.to(torch.float32).to(stored["weight_scale"].dtype),

@@ -1,4 +1,4 @@
-"""Changes of a repair, the repaired checkpoint for the checks, and its files."""
+"""Apply repairs to a checkpoint in memory, and write the repaired checkpoint."""
 
 import json
 import shutil
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 class Edit:
     """Tensors that replace tensors of the same name, or are added next to the tensor `near`.
 
-    `make` computes them, by the keys of `tensors`. It is called when they are read, and must return
-    the same values each time.
+    `make` returns the new values, with the keys of `tensors`. It is called when a tensor is read,
+    and must return the same values each time.
     """
 
     tensors: Mapping[str, TensorSpec]
@@ -42,7 +42,7 @@ class Edit:
 class Changes:
     """Changes of a family of repairs: the complete config if it changes, and tensors.
 
-    `refusals` are errors for which several repairs are possible and nothing decides between them.
+    `refusals` are errors that are not repaired, because several repairs are possible.
     """
 
     repairs: tuple[Repair, ...] = ()
@@ -101,7 +101,8 @@ def _derived(
 def write_repaired(view: CheckpointView, folder: Path, *, on_progress: OnProgress) -> None:
     """Write weights, index and side files into the empty `folder`, config.json last.
 
-    `on_progress` counts the bytes of the weights. Memory holds a single edit, or a part of a file.
+    `on_progress` receives the number of written bytes. The tensors of one edit, or a part of a
+    file, are in memory at a time.
     """
     index = view.index
     files: dict[Path, list[TensorInfo]] = {}
