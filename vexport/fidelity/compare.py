@@ -28,10 +28,10 @@ OnLayer = Callable[[int, int], None]
 def source_comparison(root: Path, *, on_layer: OnLayer) -> SourceComparison:
     """Return the comparison with the unquantized checkpoint `root`.
 
-    Every quantized weight is dequantized with compressed-tensors, some rows at a time. All other
-    tensors must have the same bytes, and the other files must have the same content. If the
-    checkpoint was smoothed, its source is smoothed in the same way. Raises InputError if `root` is
-    not an unquantized checkpoint.
+    Every quantized weight is dequantized with compressed-tensors, a few rows at a time. All other
+    tensors must have the source's bytes, and the other files must have the same content. If the
+    checkpoint was smoothed, the source is smoothed in the same way before the comparison. Raises
+    InputError if `root` is not an unquantized checkpoint.
     """
     index = read_index(root)
     if find_quantization(index.root, index.config) is not None:
@@ -132,7 +132,7 @@ def _different_weight(layer: StoredLayer, comparison: WeightComparison) -> Findi
 
 
 def _rounded_far(layer: StoredLayer, comparison: WeightComparison) -> Finding:
-    """Warn of a weight with a larger change than usual, made by vexport's rounding."""
+    """Warn of a weight that vexport's rounding has changed more than rounding usually does."""
     got = (
         f"{'; '.join(comparison.faults)} (by vexport's rounding: the files match their "
         f"recorded digests)"
@@ -163,9 +163,8 @@ def _summary(view: CheckpointView, ratios: Mapping[str, float]) -> Iterator[Find
 def _incomparable(view: CheckpointView, layer: StoredLayer, got: str, fix: str) -> Finding:
     """Report a layer that cannot be compared with the source.
 
-    If the layout of the class is known, the finding is a warning, because other checks report such
-    layers. vLLM may also narrow the tensors or never read them. If the layout is unknown, the
-    finding is an error.
+    If the tensor layout of the model class is unknown, the finding is an error. If it is known, the
+    finding is a warning: other checks report wrong tensors, and vLLM may not need such a layer.
     """
     finding = error if view.model.layout is None else warning
     expected = "a quantized weight to compare with the source's weight"

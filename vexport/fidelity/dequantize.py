@@ -38,16 +38,16 @@ def dequantized(view: CheckpointView, layer: str) -> torch.Tensor | None:
 def read_parameters(
     view: CheckpointView, tensors: Mapping[str, TensorInfo]
 ) -> dict[str, torch.Tensor]:
-    """Return the values of a layer's tensors, by their names within it."""
+    """Return the values of a layer's tensors, by parameter name (`weight_scale`)."""
     return {parameter: read_tensor(view.reader, tensor) for parameter, tensor in tensors.items()}
 
 
 def as_loaded(view: CheckpointView, layer: StoredLayer) -> dict[str, torch.Tensor] | None:
     """Return the tensors of a layer's weight after vLLM has copied them to its parameters.
 
-    Tensors with another dtype are cast by value. Only the beginning of tensors that are too large
-    is used. `weight_shape`, which vLLM does not read, is replaced by the weight's shape. Returns
-    None if vLLM has no scheme for the config group, or if a tensor is missing or too small.
+    Tensors with another dtype are cast by value. Tensors that are too large are cut off.
+    `weight_shape` is replaced by the weight's shape, because vLLM does not read it. Returns None if
+    vLLM has no scheme for the config group, or if a tensor is missing or too small.
     """
     group, parameters = layer.group, layer.parameters
     shape = view.layers.shape_of(layer)
@@ -131,7 +131,7 @@ def _layer_error(
     old: Reader,
     new: Reader,
 ) -> float:
-    """Return the signal-to-noise ratio of a layer in dB, and release the pages that were read."""
+    """Return the signal-to-noise ratio of a layer's weight in dB."""
     scheme = group.scheme
     tensor = source.tensors[member.weight]
     weight = read_weight(old, tensor, member.part)

@@ -1,6 +1,6 @@
 """Compare everything that is not quantized with the source: tensors, configs and tokenizer.
 
-A difference is an error if vLLM refuses to load, or silently gives different responses.
+A difference is an error if vLLM refuses to load the checkpoint, or if responses silently change.
 """
 
 import json
@@ -34,8 +34,8 @@ SAME_BYTES = "the same bytes as in the source"
 NORM = re.compile(r".*norm\.weight$")
 TABLE = "model.embed_tokens.weight"
 TIED_HEADS = ("lm_head.weight", "embed_out.weight")
-# Parts of tokenizers' file format that determine a prompt's token ids. The rest of the file
-# contains settings of the call (truncation, padding) or the version.
+# Parts of tokenizer.json that determine a prompt's token ids. The other parts are the version, and
+# settings that callers choose (truncation, padding).
 TOKENIZER_PARTS = (
     "model",
     "added_tokens",
@@ -99,9 +99,10 @@ PREPROCESSORS = (
 def tensor_findings(
     view: CheckpointView, origins: SourceTensors, quantized: Set[str], explained: Set[str]
 ) -> Iterator[Finding]:
-    """Yield findings on tensors that should be unchanged and are different, additional or missing.
+    """Yield findings on unquantized tensors that differ from the source.
 
-    `explained` are names of tensors that differ because the layers after them were smoothed.
+    Additional and missing tensors are reported, too. `explained` contains the names of norms that
+    differ because the layers after them were smoothed.
     """
     for name, tensor in view.index.tensors.items():
         module, _, parameter = name.rpartition(".")
@@ -149,7 +150,7 @@ def _is_tied(view: CheckpointView) -> bool:
 
 
 def _same_values(old: Reader, origin: TensorInfo, new: Reader, tensor: TensorInfo) -> bool:
-    """Return True if the source's values in the checkpoint's dtype equal the checkpoint's."""
+    """Return True if the source's values, converted to the checkpoint's dtype, are the same."""
     if (
         origin.dtype == tensor.dtype
         or origin.dtype not in TORCH_DTYPES
@@ -161,10 +162,11 @@ def _same_values(old: Reader, origin: TensorInfo, new: Reader, tensor: TensorInf
 
 
 def _is_offset_norm(old: Reader, origin: TensorInfo, new: Reader, tensor: TensorInfo) -> bool:
-    """Return True if a norm equals (weight + 1) - 1 of the source's norm, in its dtype.
+    """Return True if a norm equals (w + 1) - 1, where w is the source's norm.
 
-    llm-compressor converts norms that multiply by 1 + weight (Gemma, Qwen3-Next) to this form and
-    back (norm_calibration_context in llmcompressor/modeling/offset_norm.py).
+    Some norms multiply by 1 + w (Gemma, Qwen3-Next). llm-compressor replaces w by 1 + w during
+    calibration and subtracts 1 afterwards, which rounds the weight (norm_calibration_context in
+    llmcompressor/modeling/offset_norm.py).
     """
     if (origin.shape, origin.dtype) != (
         tensor.shape,
@@ -204,7 +206,7 @@ def _missing_finding(view: CheckpointView, tensor: TensorInfo) -> Iterator[Findi
 
 
 def file_findings(index: SourceIndex, source: SourceIndex) -> Iterator[Finding]:
-    """Yield findings on files if they differ in content that vLLM uses."""
+    """Yield findings on configs, tokenizer files and templates with other content for vLLM."""
     for key, old, new in _different(source.config, index.config):
         where = f"{index.root / 'config.json'}: {key}"
         yield _finding(
@@ -261,7 +263,7 @@ def _tokenizer(root: Path, source: Path) -> Iterator[Finding]:
 
 
 def _read_tokenizer(path: Path) -> Mapping[str, Json]:
-    """Return a tokenizer.json as rewritten by tokenizers, so that file versions do not matter.
+    """Load a tokenizer.json with `tokenizers`, and return it in the current version of the format.
 
     Returns an empty mapping if there is no readable file.
     """
@@ -313,14 +315,14 @@ def _keys(
 
 
 def _token(value: Json) -> Json:
-    """Return the text of a special token, and the id itself for a list with a single id."""
+    """Return a value in its simplest form: a token's text, and the id of a list with one id."""
     if isinstance(value, dict):
         return value.get("content")
     return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
 def _object(path: Path) -> Mapping[str, Json]:
-    """Return a JSON object, or an empty mapping if there is none."""
+    """Read a JSON object from a file. Returns an empty mapping if the file has no JSON object."""
     try:
         value = read_json(path)
     except InputError:

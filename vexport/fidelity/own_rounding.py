@@ -1,7 +1,8 @@
 """Recognize weights written by vexport's `gptq` or `refit`, in which large changes are not faults.
 
-With little calibration text, or next to a very large input, these roundings change the size of
-whole parts of a weight. In a checkpoint of another producer the same change would be a wrong scale.
+With little calibration text, or if an input channel is very large, these roundings make whole parts
+of a weight larger or smaller. In a checkpoint of another producer such a change would be a wrong
+scale.
 vexport records the digests of the files that it writes. If the digests match, the files contain
 exactly the values that the rounding computed.
 """
@@ -57,7 +58,10 @@ def _has_correcting_rule(recipe: Mapping[str, Json]) -> bool:
 
 
 def _is_correcting(recorded: Json) -> bool:
-    """Return True if a recorded rule rounds weights by their inputs, explicitly or by default."""
+    """Return True if a recorded rule rounds weights with `gptq` or `refit`.
+
+    The rule may name the rounding, or it may be the default of the rule's scheme.
+    """
     try:
         rule = Rule.model_validate(recorded)
     except ValidationError:

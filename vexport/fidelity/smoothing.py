@@ -28,26 +28,27 @@ from vexport.records.values import plural
 
 EXPECTED = "exponents that do not change the outputs of any layer"
 FIX = "pass the source that the checkpoint was made from, or export the checkpoint again"
-# NORMS maps layers to the norms before them. AFTER maps the first layer of a pair to the second
-# layer, which reads the first layer's outputs element by element.
+# NORMS maps layers to the norms that compute their inputs. NEXT_LAYER maps a layer to the layer
+# that reads its output channels, and PREVIOUS_LAYER is the inverse.
 NORMS: Mapping[str, str] = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "input_layernorm.weight"),
     **dict.fromkeys(("gate_proj", "up_proj"), "post_attention_layernorm.weight"),
 }
 NEXT_LAYER: Mapping[str, str] = {"v_proj": "o_proj", "up_proj": "down_proj"}
 PREVIOUS_LAYER: Mapping[str, str] = {after: before for before, after in NEXT_LAYER.items()}
-# Rounding to 4 bits changes the gain of a row or column of some hundred weights by 1 or 2 %.
+# Largest difference between the factors that the two weights imply. Rounding to 4 bits changes the
+# gain of a row or column with several hundred weights by 1 or 2 %.
 MAX_DISAGREEMENT = 0.1
 
 
 def check_smoothing(
     checkpoint: Path, source: SourceIndex
 ) -> tuple[Mapping[str, Smoothing], tuple[Finding, ...]]:
-    """Return the smoothing of a checkpoint's source, and findings against it.
+    """Return the smoothing exponents of a checkpoint, and findings on their faults.
 
-    The findings are errors if the exponents change the source's outputs, or if they belong to other
-    tensors and are therefore not applied. A source that cannot run is a warning. Raises InputError
-    if the exponents cannot be read.
+    Exponents are an error if they change the outputs of the source's layers. If exponents do not
+    fit the source's tensors, this is an error, and no exponents are returned. A source that cannot
+    run is a warning. Raises InputError if the exponents cannot be read.
     """
     smoothing, file = smoothing_of(checkpoint), checkpoint / SMOOTHING
     misfits = [
@@ -87,7 +88,7 @@ def _objections(
 class Factors:
     """Smoothing factors of a checkpoint relative to its source.
 
-    `norms` are the names of norms that these factors explain.
+    `norms` are the names of norms that differ from the source only because of these factors.
     """
 
     def __init__(self, view: CheckpointView, origins: SourceTensors) -> None:
@@ -125,7 +126,7 @@ class Factors:
         return f"{name[: stack.end()]}{norm}" if stack and norm else ""
 
     def _of_norm(self, name: str) -> torch.Tensor | None:
-        """Return the factors (in,) that divided the norm before a layer."""
+        """Return the factors (in,) by which the norm before a layer was divided, or None."""
         norm = self._norm_of(name)
         norm_info, origin = (
             self._view.index.tensors.get(norm),
@@ -143,7 +144,10 @@ class Factors:
 
     @cache  # noqa: B019 - lives as long as a comparison
     def _factors_between(self, first: str) -> torch.Tensor | None:
-        """Return the factors between a layer and the layer after it, if both weights agree."""
+        """Return the factors between a layer and the layer after it.
+
+        Returns None if the two weights imply different factors.
+        """
         prefix, _, projection = first.rpartition(".")
         second = f"{prefix}.{NEXT_LAYER[projection]}"
         rows, columns = self._gains(first, 1), self._gains(second, 0)

@@ -17,7 +17,7 @@ from vexport.records import FLOATING, LinearPlan, TensorInfo
 
 
 class ComparedSource:
-    """Source that returns a layer's weight by the layer's name, also from stacked experts."""
+    """Reads weights of the unquantized source by layer name. Experts may be stored stacked."""
 
     def __init__(self, index: SourceIndex, reader: Reader) -> None:
         self.index, self.reader = index, reader
@@ -36,12 +36,15 @@ class ComparedSource:
         return read_weight(self.reader, self.index.tensors[linear.weight], linear.part)
 
 
-# Weight (out, in) in the source: views of its files with consecutive rows.
+# A weight (out, in) of the source as parts with consecutive rows, which are views of its files.
 Pieces = Sequence[torch.Tensor]
 
 
 class SourceTensors(ComparedSource):
-    """Finds and records tensors of the source by name, by vLLM's name, or in a fused layer."""
+    """Finds the source's tensors for the tensors of a checkpoint, and records which were found.
+
+    Names may differ if vLLM maps them to the same name. Layers may be fused on one side.
+    """
 
     def __init__(self, view: CheckpointView, index: SourceIndex, reader: Reader) -> None:
         super().__init__(index, reader)

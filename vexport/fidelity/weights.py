@@ -1,8 +1,9 @@
-"""Compare dequantized weights with the source's weights. Parts may differ only by rounding.
+"""Compare dequantized weights with the source's weights, and report differences beyond rounding.
 
-Rounding with calibration data (GPTQ, refit) can change a weight much if the layer's outputs hardly
-change. These changes are uncorrelated with the weight. In contrast, the error of a wrong scale is
-proportional to the weight, and wrong zero points shift whole parts.
+Rounding with calibration data (GPTQ, refit) can change a weight much while the layer's outputs
+hardly change. Such changes are uncorrelated with the weight. In contrast, the error of a wrong
+scale is proportional to the weight, and wrong zero points shift whole parts. A part is a set of
+elements that share a scale.
 """
 
 import math
@@ -28,23 +29,23 @@ from vexport.observers.qparams import fake_quantize
 # has 0 dB or less.
 MAX_BELOW_ROUNDING_DB = 10.0
 MIN_DB = 3.0
-# Rounding is unbiased except for clipping and coarse steps, which cost at most about twice the
-# noise power of rounding. A gain error of more than 5 percent beyond that is a wrong scale. A refit
-# shrinks weights if its inputs are noisier: by 10 percent with half of the correction and a fifth
-# of noise. In this case the error that remains after correcting the gain is well above the rounding
-# error.
+# Plain rounding changes the gain of a weight only by clipping and coarse steps, by at most about
+# twice the relative noise power of rounding. If the gain differs by more than that plus 5 percent,
+# a scale is wrong. A refit shrinks weights if the quantized model's inputs are noisy: by 10 percent
+# with strength 0.5 and inputs with 20 percent of noise. Then the error is well above the rounding
+# error even after the gain is corrected.
 MAX_GAIN_ERROR, MAX_REFIT_GAIN_ERROR = 0.05, 0.12
 REFITTED_DB = 3.0
-# A part (the elements that share a scale) is wrong if three conditions hold: its error has more
-# than a quarter of its power, its error is far above the rounding error of the layer's parts, and
-# its gain is wrong. This is true for a scale that is off by a half, and for values that are
-# unrelated to the weight. The error of GPTQ may be larger than the values of a part, but it is
-# uncorrelated with the weight. If most rows have more noise in the same columns, a part may have
-# this noise, too. It is still wrong if it has lost three quarters of its power.
+# A part is wrong if three conditions hold: the error's power is more than a quarter of the part's
+# power, the error is far above the rounding error of the layer's parts, and the part's gain is
+# wrong. These conditions hold for a scale that is off by a half, and for values that are unrelated
+# to the weight. They do not hold for GPTQ: its error may be larger than the values of a part, but
+# it is uncorrelated with the weight. If most rows have large errors in the same columns, a part may
+# have such an error, too, up to three quarters of the part's power.
 WRONG_PART_NOISE = 0.25
 WRONG_PART_FACTOR = 50.0
-# One value of a part may be much larger than the rest of its row. Even plain rounding then changes
-# the smaller values of the part much.
+# If a value of a part is much larger than the rest of its row, even plain rounding changes the
+# smaller values of the part much. The error may then be this many times the part's rounding error.
 OWN_ROUNDING_FACTOR = 2.0
 MAX_COARSE_NOISE = 0.75
 WRONG_PART_GAIN = 0.35
@@ -78,11 +79,11 @@ MIN_SHARE = 0.12
 # chi-square distributed with `DIRECTIONS` degrees of freedom. By chance it does not exceed
 # MIN_CHI_SQUARE.
 MIN_CHI_SQUARE = 64.0
-# Number of rows that determine the directions. At most 1 of MIN_ROWS_PER_EXPLAINED_ROW rows of a
-# layer may be explained by them.
+# DIRECTION_ROWS is the number of rows from which the directions are computed. The directions may
+# explain the errors of at most one row in MIN_ROWS_PER_EXPLAINED_ROW.
 DIRECTION_ROWS = 512
 MIN_ROWS_PER_EXPLAINED_ROW = 64
-# Return the errors (rows, in) of the rows with these ascending numbers (rows,).
+# Returns the errors (rows, in) of some rows. Receives the numbers of the rows (rows,), ascending.
 ErrorsOf = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -128,7 +129,7 @@ class WeightComparison:
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """Implausible properties, each as a noun phrase."""
+        """Differences that rounding cannot explain, as noun phrases for a message."""
         noise = 10 ** (-self.snr_db / 10)
         below = self.rounding_db - self.snr_db
         # The error that remains after correcting the scale: a refit leaves more than rounding.
@@ -161,8 +162,8 @@ def compare_weight(
 ) -> WeightComparison | None:
     """Compare a quantized layer with the source's weight, some rows at a time.
 
-    If the weight has faults, it is compared a second time without the factors of its columns.
-    Returns None if the shapes differ, or if compressed-tensors refuses the tensors.
+    If the weight has faults, it is compared a second time with the column factors of a refit
+    removed. Returns None if the shapes differ, or if compressed-tensors refuses the tensors.
     """
     group, stored = layer.group, as_loaded(view, layer)
     shape = (sum(piece.shape[0] for piece in pieces), pieces[0].shape[1])
@@ -182,7 +183,9 @@ def compare_weight(
 def _without_column_factors(
     comparison: WeightComparison, weight: "_StoredWeight", pieces: Pieces
 ) -> WeightComparison:
-    """Return the comparison without the column factors of a refit, if it then has no faults.
+    """Compare again with the column factors of a refit removed.
+
+    Returns the new comparison if it has no faults, otherwise the first comparison.
 
     A refit scales each column, equally in all rows, to correct how the preceding quantized layers
     changed its input. A single column of large weights then changes the gains of all parts that
@@ -270,12 +273,12 @@ class _Nearest:
     def of(self, weight: torch.Tensor, rows: slice) -> torch.Tensor:
         """Return the rounded weight of some rows, float32."""
         scale, zero_point = (
-            self._spread(values, weight, rows) for values in (self._scale, self._zero_point)
+            self._expanded(values, weight, rows) for values in (self._scale, self._zero_point)
         )
         return fake_quantize(weight, scale, zero_point, self.args)
 
-    def _spread(self, values: torch.Tensor, weight: torch.Tensor, rows: slice) -> torch.Tensor:
-        """Return a value for each element, or values that broadcast to the elements."""
+    def _expanded(self, values: torch.Tensor, weight: torch.Tensor, rows: slice) -> torch.Tensor:
+        """Return the scales or zero points of some rows, in a shape that broadcasts to `weight`."""
         if values.numel() == 1:
             return values.reshape(1, 1)
         block_rows, block_cols = self.args.block or (1, self.args.group)
@@ -304,9 +307,14 @@ def _compare(
 ) -> torch.Tensor:
     """Return six values for each part of some rows: (6, rows, parts per row).
 
-    The first three are the powers of the source, of the error, and of the error of plain rounding.
-    The fourth is the share of the error that shifts the part. The others are the products of the
-    source with the stored weight and with the rounded weight.
+    They are, in this order:
+
+    - the power of the source's weight
+    - the power of the error
+    - the power of the error of plain rounding
+    - the share of the error's power that shifts the whole part
+    - the inner product of the source's weight with the stored weight
+    - the inner product of the source's weight with the plainly rounded weight
     """
     parts = (len(source), -1, _part_width(nearest.args, source.shape[1]))
     exact = source.reshape(parts)
@@ -330,7 +338,10 @@ def _part_width(args: QuantArgs, columns: int) -> int:
 
 
 def _judged(parts: Sequence[torch.Tensor], errors_of: ErrorsOf, columns: int) -> WeightComparison:
-    """Combine the parts to a comparison. Rows are not wrong if GPTQ explains their errors."""
+    """Combine the values of all parts to a comparison.
+
+    Parts in rows whose errors GPTQ explains do not count as wrong (`select_deviating_rows`).
+    """
     signal, noise, rounding, shift, product, plain_product = torch.cat([*parts], dim=1)
     power, error, plain, along = (
         float(values.sum(dtype=torch.float64)) for values in (signal, noise, rounding, product)
@@ -356,9 +367,9 @@ def _judged(parts: Sequence[torch.Tensor], errors_of: ErrorsOf, columns: int) ->
 def _most_noise(signal: torch.Tensor, noise: torch.Tensor, rounding: torch.Tensor) -> torch.Tensor:
     """Return the largest noise of a plausible part.
 
-    It is a multiple of the rounding error in the layer, in its row or in the part, whichever is
-    largest. A part may also have the noise that most rows have in its columns. A search that
-    weights errors by the inputs chooses coarse scales for the columns next to a very large column.
+    The limit is a multiple of the rounding error of the layer, of the part's row or of the part,
+    whichever is largest. If the same columns have large errors in most rows, the limit is higher:
+    searches that weight errors by the inputs choose coarse scales next to a very large column.
     """
     of_row = rounding.mean(dim=1, keepdim=True).clamp_min(float(rounding.mean()))
     usual = torch.maximum(WRONG_PART_FACTOR * of_row, OWN_ROUNDING_FACTOR * rounding)
@@ -405,9 +416,11 @@ def select_deviating_rows(wrong: torch.Tensor, errors_of: ErrorsOf, columns: int
     return unlike
 
 
-def _share_along(shown: torch.Tensor, errors: torch.Tensor) -> torch.Tensor:
-    """Return the share of each error's power (rows, in) along the main directions of `shown`."""
-    shown = normalize(shown, dim=1)
-    _, combinations = torch.linalg.eigh(shown @ shown.T)
-    directions = normalize(combinations[:, -DIRECTIONS:].T @ shown, dim=1)
+def _share_along(references: torch.Tensor, errors: torch.Tensor) -> torch.Tensor:
+    """Return the share of the power of each error (rows, in) along the main directions of
+    `references` (reference rows, in).
+    """
+    references = normalize(references, dim=1)
+    _, combinations = torch.linalg.eigh(references @ references.T)
+    directions = normalize(combinations[:, -DIRECTIONS:].T @ references, dim=1)
     return (normalize(errors, dim=1) @ directions.T).square().sum(dim=1)
