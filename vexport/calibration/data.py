@@ -42,8 +42,8 @@ from vexport.records import CalibrationData
 # Maximum number of characters to tokenize per needed token. Long texts are cut before tokenizing,
 # because samples contain only their first tokens.
 CHARACTERS_PER_TOKEN = 64
-# Reading ends after MAX_BROKEN_ROWS rows, or if the first MAX_MULTIMODAL_ROWS rows all have images,
-# video or sound.
+# Reading ends after MAX_BROKEN_ROWS broken rows, or if the first MAX_MULTIMODAL_ROWS rows all have
+# images, video or sound.
 MAX_BROKEN_ROWS, MAX_MULTIMODAL_ROWS = 10, 10_000
 # The template that transformers uses for conversations with tools if the tokenizer has several.
 TOOL_TEMPLATE = "tool_use"

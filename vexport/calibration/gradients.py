@@ -113,7 +113,7 @@ class Gradients:
         return _gradient(states, partial(self._walk.logits, index), self._errors)
 
     def _errors(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the cross-entropy by the logits (1, tokens, vocabulary).
+        """Return the gradient of the cross-entropy for logits (1, tokens, vocabulary).
 
         A target token is drawn from the probabilities at each position. The gradient equals the
         probabilities, except that 1 is subtracted from the target token's probability.

@@ -288,7 +288,7 @@ def find_smoothing(
     """Return the smoothing of the inputs of the groups `smoothed`, and the weights of tokens.
 
     Both are computed from the same gradients of all `samples`, on the first rank. The weights are
-    empty unless `weighs_tokens`. Raises the errors of `calibrate`.
+    empty unless `weighs_tokens`. Raises the errors of `Gradients.run`.
     """
 
     def find() -> tuple[Mapping[str, Smoothing], TokenWeights]:

@@ -56,7 +56,7 @@ class Statistics:
 
     `inputs` and `importance` are by the name of the linear layer that reads the input. `routed` has
     the number of tokens of each expert, by module of experts. With `all_experts` the statistics of
-    every expert see all tokens.
+    every expert are computed from all tokens.
     """
 
     inputs: Mapping[str, Observer]
@@ -124,7 +124,7 @@ class Statistics:
         return finite
 
     def sync(self) -> None:
-        """Reduce the statistics over all ranks. Ranks that saw nothing call this too."""
+        """Reduce the statistics over all ranks. Every rank must call this, also without tokens."""
         for observer in self.inputs.values():
             observer.sync_activation_stats()
         for gathered in self.importance.values():
@@ -210,9 +210,9 @@ def calibrate(
 ) -> CalibrationRecord:
     """Run the samples through the smoothed source, and record ranges, importance and the KV cache.
 
-    With `all_experts` the statistics of every expert see all tokens. Without it they see the tokens
-    routed to the expert. The ranks share the samples, and each rank returns the statistics of all
-    samples.
+    With `all_experts` the statistics of every expert are computed from all tokens, otherwise from
+    the tokens routed to the expert. Each rank runs a part of the samples, and all ranks return the
+    statistics of all samples.
 
     Raises CheckpointFailed if an activation is not finite or a layer saw no token. Raises
     InputError for a model that cannot run layer by layer.

@@ -46,9 +46,9 @@ def first_not_finite(
 ) -> tuple[str, str] | None:
     """Run a forward of `module` and return the first module with a value that is not finite.
 
-    Also returns whether that value is the module's "input" or its "output". Modules are compared in
-    the order of execution. An input precedes the output computed from it, and a child's output
-    precedes its parent's output.
+    Returns the module's name, and "input" or "output" for the place of the value. Returns None if
+    all values are finite. Values are checked in the order of execution: an input before the output
+    computed from it, and a child's output before its parent's output.
     """
     places: list[tuple[str, str]] = []
 

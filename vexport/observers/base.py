@@ -220,7 +220,7 @@ class Observer(InternalModule, RegisteredObserver):
         quantization_args: ObserverArgs | None = None,
         **observer_kwargs: OptionValue,
     ) -> Self:
-        """Return a new observer by name; `quantization_args` is the older name of `args`.
+        """Return a new observer by name. `quantization_args` is the older name of `args`.
 
         Raises ValueError, with a list of the known names, if `name` is unknown.
         """

@@ -80,7 +80,7 @@ class IMatrixMSEObserver(MemorylessMSEObserver):
 
     @property
     def search(self) -> Search:
-        """Candidates of the search: one step more than `memoryless_mse`, as in llm-compressor."""
+        """Candidates of the search: one step more than `memoryless_mse`."""
         return search_of(self._search_options, max(1, int(self.maxshrink * self.grid)) + 1)
 
     def attach(self, module: torch.nn.Module) -> None:

@@ -33,7 +33,8 @@ from vexport.quantize.moments import Moments
 TILE_ROWS = 64
 # Columns per block. A single matrix product corrects all later columns for the errors of a block.
 BLOCK_COLUMNS = 128
-# Damping is raised tenfold this many times before falling back to rounding to nearest.
+# Number of attempts to factorize H. Each attempt uses ten times the damping of the attempt before
+# it. If all attempts fail, the weight is rounded to nearest.
 DAMPING_ATTEMPTS = 4
 
 
@@ -134,9 +135,9 @@ def _per_row(values: torch.Tensor, rows: int, groups: int, height: int) -> torch
 class Factor:
     """Upper Cholesky factor of the inverse of a damped H, in the order of rounding.
 
-    `order` (columns,) holds the columns, sorted by decreasing diagonal of H. `damping` times the
-    diagonal's mean was added to the diagonal. `dead` is the number of input columns that were
-    always zero.
+    `order` (columns,) holds the columns, sorted by decreasing diagonal of H. `dead` is the number
+    of input columns that were always zero. `damping` times the mean of the other columns' diagonal
+    values was added to the diagonal.
     """
 
     upper: torch.Tensor
