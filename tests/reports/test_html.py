@@ -307,6 +307,60 @@ def test_findings_of_one_kind_are_one_row() -> None:
     assert_contains(summary, "120 findings", "config.json: quantization_config")
 
 
+def test_finding_without_need_has_no_row_for_it() -> None:
+    base = sample.unloaded()
+    found = replace(sample.finding("error"), expected="", got="width 320 is no multiple of 128")
+    page = render(replace(base, check=replace(sample.check_of(base), findings=(found,))), "html")
+    cells = dict(re.findall(r'<td data-label="(\w+)" class="([^"]*)"><div>', page))
+    assert "empty" in cells["Need"]
+    assert "empty" not in cells["Got"] + cells["Do"]
+    assert "#findings td.empty { display: none; }" in page
+
+
+@pytest.mark.skipif(not CHROMIUM, reason="needs Chromium")
+@pytest.mark.parametrize("width", [500, 800, 1280])
+def test_words_of_findings_are_not_broken(width: int, tmp_path: Path) -> None:
+    """A word has one line, so its range has one rectangle, also next to long values."""
+    base = sample.unloaded()
+    found = sample.finding("warning")
+    long = replace(found, got=f"digest {'0' * 300}", expected="arguments", fix="quantize again")
+    page = render(replace(base, check=replace(sample.check_of(base), findings=(long,))), "html")
+    script = """<script>onload = () => {
+      let broken = [];
+      for (const cell of document.querySelectorAll('#findings td[data-label] > div')) {
+        const walker = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT);
+        for (let node; (node = walker.nextNode());)
+          for (const word of node.data.matchAll(/[a-z]{3,}/gi)) {
+            const range = document.createRange();
+            range.setStart(node, word.index);
+            range.setEnd(node, word.index + word[0].length);
+            if (range.getClientRects().length > 1) broken.push(word[0]);
+          }
+      }
+      document.title = 'broken: ' + broken.join(' ') + ' end';
+    }</script>"""
+    page = page.replace("default-src 'none'", "default-src 'none'; script-src 'unsafe-inline'")
+    file = tmp_path / "page.html"
+    file.write_text(page.replace("</body>", f"{script}</body>"), encoding="utf-8")
+    assert CHROMIUM is not None
+    flags = [flag for flag in FLAGS if not flag.startswith("--window-size")]
+    ran = subprocess.run(
+        [
+            CHROMIUM,
+            *flags,
+            f"--window-size={width},900",
+            f"--user-data-dir={tmp_path / 'profile'}",
+            "--dump-dom",
+            file.as_uri(),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert "<title>broken:  end</title>" in ran.stdout
+
+
 def test_document_parts_have_macros() -> None:
     macros = (Path(document.__file__).parent / "templates" / "parts.html").read_text(
         encoding="utf-8"
