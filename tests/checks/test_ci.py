@@ -20,7 +20,8 @@ from tests.models import Good, write_tokenizer
 from tests.mutations.edits import all_of, put, set_first, spoiled
 from vexport.checks import CHECKS, Check
 from vexport.checks.vllm.view import CheckpointView
-from vexport.records import Finding
+from vexport.records import CheckReport, Finding
+from vexport.reports import render_checks
 
 ROOT = Path(__file__).parent.parent.parent
 DOWN = "model.layers.2.mlp.down_proj"
@@ -70,6 +71,29 @@ def test_annotations_are_at_the_line(
     monkeypatch.setenv("GITHUB_WORKSPACE", str(tmp_path / "elsewhere"))
     (outside,) = vexport("check", "models/broken", "--format", "github").stdout.splitlines()
     assert outside.startswith("::error title=")
+
+
+def test_annotations_are_in_the_named_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key or a line may follow the name of a JSON file directly."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("GITHUB_WORKSPACE", raising=False)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    places = {
+        "tokenizer.json:3": ("tokenizer.json", 3),
+        "hf_quant_config.json.quantization": ("hf_quant_config.json", 2),
+        "config.json (tp 2)": ("config.json", 1),
+        "config.json: quantization_config.bits": ("config.json", 2),
+    }
+    for name, _ in places.values():
+        (folder / name).write_text('{\n"quantization": {}, "bits": 4\n}\n')
+    for place, (name, line) in places.items():
+        finding = Finding(
+            check="files", severity="error", where=f"model/{place}", expected="", got="x", fix="y"
+        )
+        report = CheckReport(checkpoint="model", ok=False, findings=(finding,))
+        (annotation,) = render_checks([report], "github").splitlines()
+        assert annotation.startswith(f"::error file=model/{name},line={line},title="), place
 
 
 def run_action(checkpoint: Path, command: str, folder: Path) -> tuple[int, dict[str, str]]:

@@ -6,6 +6,7 @@ as in actions/toolkit (packages/core/src/command.ts).
 
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -33,6 +34,8 @@ _OF_STATUS: Mapping[Status, _Level] = {
 _OF_SEVERITY: Mapping[Severity, _Level] = {"error": "error", "warning": "warning", "info": "notice"}
 # Maximum bytes that are searched for the line of a key. A config has a few kilobytes.
 _MAX_BYTES = 1 << 20
+# A place in a JSON file: `tokenizer.json:12`, `hf_quant_config.json.quantization`.
+_IN_FILE = re.compile(r"(?P<file>.*\.json)[.:](?P<key>[\w.]+)")
 Suite = tuple[str, Sequence[Gate]]
 
 
@@ -208,12 +211,16 @@ def _place(checkpoint: str, finding: Finding) -> tuple[str, int]:
         folders = (Path(name) for name in (checkpoint, checkpoint.rpartition(" (")[0]) if name)
         if root := next((folder for folder in folders if folder.is_dir()), None):
             name, _, key = finding.where.partition(": ")
+            place = _IN_FILE.match(name)
+            # A key or line may follow the name of a JSON file directly.
+            if place is not None and not key:
+                name, key = place["file"], place["key"]
             file = (
                 _named_file(root, name)
                 or _weights_file(root, finding.where)
                 or root / "config.json"
             )
-            return _in_workspace(file), _line(file, key)
+            return _in_workspace(file), int(key) if key.isdigit() else _line(file, key)
     return "", 1
 
 
