@@ -29,10 +29,10 @@ MAX_FINDINGS = 20
 # Number of columns between two columns of a table.
 _COLUMN_GAP = 2
 _MAX_TEXT = 1000
-# Parts of a text that stay on one line: shapes (`[128, 1]`), numbers with their units, and names
-# with their numbers (`SM 90`, `group_size 128`).
+# Parts of a text that stay on one line: shapes (`[128, 1]`), numbers with their units, names with
+# their numbers (`SM 90`, `group_size 128`), and short commands in backticks.
 _KEPT_TOGETHER = re.compile(
-    r"\[\d[\d, ]{0,28}\]|\b\d+ x \d+\b"
+    r"\[\d[\d, ]{0,28}\]|\b\d+ x \d+\b|`[^`\n]{1,50}`"
     r"|(?<![\w.])\d[\d.,]* (?:B|[kMGTP]B|GiB|dB|bits?|nats|points?|%|s|min|h)(?!\w)"
     r"|\b(?:SM|TP|sm|tp|vLLM|[^\W_]+(?:_[^\W_]+)+) \d"
 )
