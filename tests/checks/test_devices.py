@@ -137,7 +137,10 @@ def test_findings_by_version(
 def test_unknown_version_is_warning(good: Good) -> None:
     (newer,) = device_findings(good("W8A8"), "--vllm", "0.40")
     assert newer["severity"] == "warning"
+    assert newer["where"] == "vLLM 0.40"
     assert "rules of vLLM 0.33" in newer["got"]
+    assert "(0.30 to 0.33)" in newer["expected"]
+    assert "`vexport load CHECKPOINT --dry --vllm-python PATH`" in newer["fix"]
     assert device_findings(good("W8A8"), "--vllm", "0.31") == []
     (older,) = device_findings(good("W8A8"), "--vllm", "0.19")
     assert "rules of vLLM 0.30" in older["got"]

@@ -8,7 +8,7 @@ import pytest
 
 from tests.command import vexport
 from tests.models import Good, problems
-from tests.mutations.edits import QUANTIZATION, WHOLE, Change, config, json_config, spoiled
+from tests.mutations.edits import GROUP, QUANTIZATION, WHOLE, Change, config, json_config, spoiled
 from tests.texts import assert_contains
 from vexport.architectures import architecture_table
 from vexport.architectures.versions import facts_of, known_versions
@@ -56,10 +56,36 @@ def test_classes_by_version(
 ) -> None:
     changed = spoiled(good("W8A8"), tmp_path / "changed", config(WHOLE, architectures=[name]))
     found = check_checkpoint(str(changed), Target(vllm=vllm)).findings
-    assert (
-        any("architectures" in finding.where for finding in found if finding.severity == "error")
-        is not known
-    )
+    place = f"{changed / 'config.json'}: architectures"
+    faults = [each for each in found if each.severity == "error" and each.where == place]
+    assert bool(faults) is not known
+    for fault in faults:
+        assert_contains(fault.got, name, f"vLLM {short_version(vllm)}")
+        assert_contains(fault.fix, f"serve it with vLLM {short_version(PINNED)}")
+
+
+def test_method_without_rules_names_command(good: Good, tmp_path: Path) -> None:
+    gptq: dict[str, Json] = {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}
+    changed = spoiled(good("W4A16"), tmp_path / "gptq", with_quantization({**gptq}))
+    found = check_checkpoint(str(changed), Target(vllm=(0, 30))).findings
+    (finding,) = (each for each in found if each.check == "versions")
+    assert finding.severity == "warning"
+    assert finding.where == f"{changed / 'config.json'}: quantization_config"
+    assert_contains(finding.got, "vLLM 0.30", f"vLLM {short_version(PINNED)}")
+    assert_contains(finding.expected, "gptq")
+    assert_contains(finding.fix, "`vexport load CHECKPOINT --dry --vllm-python PATH`")
+
+
+def test_zero_points_need_another_version(good: Good, tmp_path: Path) -> None:
+    asymmetric = config((*GROUP, "weights"), symmetric=False)
+    changed = spoiled(good("W4A8"), tmp_path / "asymmetric", asymmetric)
+    found = check_checkpoint(str(changed), Target(vllm=(0, 30))).findings
+    (finding,) = (each for each in found if each.check == "versions")
+    place = f"{changed / 'config.json'}: quantization_config.config_groups.group_0"
+    assert (finding.severity, finding.where) == ("error", place)
+    assert_contains(finding.got, "vLLM 0.30", "zero points of packed integers")
+    assert_contains(finding.expected, "supports zero points of packed integers")
+    assert_contains(finding.fix, "another version of vLLM", "another scheme")
 
 
 # Configs as the producers write them, shortened.

@@ -17,7 +17,7 @@ from vexport.version import PINNED, short_version
 
 NAME = "versions"
 DESCRIPTION = "the chosen version of vLLM (--vllm) supports the schemes, bit widths and model class"
-FIX_LOAD = "load it in that version: vexport load CHECKPOINT --dry --vllm-python PATH"
+FIX_LOAD = "load it in that version: `vexport load CHECKPOINT --dry --vllm-python PATH`"
 FIX_VERSION = "serve it with another version of vLLM, or use another scheme"
 
 
