@@ -7,6 +7,7 @@ Only expressions in this package's tables are evaluated. They only have access t
 config.
 """
 
+import json
 from collections import defaultdict
 from collections.abc import Mapping
 from functools import lru_cache
@@ -58,7 +59,7 @@ def vocab_size(config: Mapping[str, Json], where: str) -> int:
 
 
 def shown(value: Json) -> str:
-    """Return a value of a config as shown in messages, with at most 80 characters.
+    """Return a value of a config as JSON for messages, with at most 80 characters.
 
     Large numbers are shown in short form.
     """
@@ -70,7 +71,7 @@ def shown(value: Json) -> str:
             if abs(value) < LARGEST_FLOAT
             else f"a number of {value.bit_length()} bits"
         )
-    text = repr(value)
+    text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from vexport.architectures.config import shown
 from vexport.architectures.fusion import FusedLayer, moe_layer
 from vexport.checks.kv_cache import cache_scheme
 from vexport.checks.vllm.findings import error, warning
@@ -64,25 +65,25 @@ def run(view: CheckpointView) -> Iterator[Finding]:
     if not isinstance(method, str) or method.lower().replace("_", "-") != METHOD:
         fix = f"set quant_method to {METHOD}"
         expected = f"{METHOD}, because the other keys belong to this method"
-        got = "no such key, or null" if method is None else repr(method)
+        got = "no such key, or null" if method is None else shown(method)
         yield _finding(view, "quant_method", expected, got, fix)
         return
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or (not groups and quantized):
         fix = "export the checkpoint again"
-        yield _finding(view, "config_groups", "at least one group", repr(groups), fix)
+        yield _finding(view, "config_groups", "at least one group", shown(groups), fix)
         return
     yield from _unreadable_groups(view, groups)
     yield from _sparsity(view, config)
     ignore = config.get("ignore", [])
     if isinstance(ignore, str):
         where = f"{view.quantization.place}.ignore"
-        got = f"the string {ignore!r}: vLLM takes each letter as a name"
+        got = f"the string {shown(ignore)}: vLLM takes each letter as a name"
         fix = "put the string into a list"
         yield warning(NAME, where, expected="a list of names", got=got, fix=fix)
     elif not isinstance(ignore, list) or not all(isinstance(name, str) for name in ignore):
         fix = "write a list of names, or [] to ignore no layer"
-        yield _finding(view, "ignore", "a list of names", repr(ignore), fix)
+        yield _finding(view, "ignore", "a list of names", shown(ignore), fix)
     problems = tuple(_patterns(view))
     yield from problems or _groups(view)
 
@@ -175,9 +176,10 @@ def _groups(view: CheckpointView) -> Iterator[Finding]:
             refusal = f"a combination that vLLM does not run for routed experts: {described(group)}"
             refusal += f", format {group.format}"
         if refusal is not None and group.format not in FORMAT_NAMES:
-            refusal = (
-                f"format {group.format}, which vLLM {short_version()} does not support: {refusal}"
-            )
+            # The description of an unknown combination contains the format, too.
+            format_name = f"format {group.format}"
+            reason = described(group) if refusal.endswith(format_name) else refusal
+            refusal = f"{format_name}, which vLLM {short_version()} does not support: {reason}"
         if refusal is not None:
             expected = "arguments and a format that vLLM supports"
             fix = "correct the arguments or the format, or quantize again"
@@ -208,7 +210,7 @@ def _sparsity(view: CheckpointView, config: Mapping[str, Json]) -> Iterator[Find
     if sparsity and not usable:
         expected = "no sparsity_config, because vLLM no longer loads sparse weights"
         fix = "export the checkpoint without sparsity compression"
-        yield _finding(view, "sparsity_config", expected, repr(sparsity)[:80], fix)
+        yield _finding(view, "sparsity_config", expected, shown(sparsity), fix)
 
 
 def _patterns(view: CheckpointView) -> Iterator[Finding]:
@@ -241,7 +243,7 @@ def _unsupported_method_finding(view: CheckpointView, method: str) -> Iterator[F
         return
     vllm = short_version(view.model.target_version)
     expected = f"{METHOD}, or another method that vexport checks: {', '.join(METHODS)}"
-    got = f"{method!r}, which vLLM {vllm} does not support"
+    got = f"{shown(method)}, which vLLM {vllm} does not support"
     fix = "quantize the source with a supported method"
     yield error(NAME, view.quantization.place, expected=expected, got=got, fix=fix)
 

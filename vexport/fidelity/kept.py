@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from vexport.architectures.config import shown
 from vexport.architectures.linears import PREDICTION
 from vexport.checkpoint.chat_template import FILE, chat_templates
 from vexport.checkpoint.index import SourceIndex
@@ -210,7 +211,11 @@ def file_findings(index: SourceIndex, source: SourceIndex) -> Iterator[Finding]:
     for key, old, new in _different(source.config, index.config):
         where = f"{index.root / 'config.json'}: {key}"
         yield _finding(
-            "error", where, f"{old!r}, as in the source", repr(new), "copy the source's value"
+            "error",
+            where,
+            f"{_value(old)}, as in the source",
+            _value(new),
+            "copy the source's value",
         )
     yield from _tokenizer(index.root, source.root)
     yield from _template(index.root, source.root)
@@ -306,12 +311,17 @@ def _keys(
     for key in keys:
         before, after = _token(old.get(key)), _token(new.get(key))
         if before != after and before is not None:
-            got = "no such key" if after is None else repr(after)
-            yield _finding("error", f"{path}: {key}", f"{before!r}, as in the source", got)
+            got = _value(after)
+            yield _finding("error", f"{path}: {key}", f"{_value(before)}, as in the source", got)
         elif before != after and path.name.startswith("generation"):
             yield _finding(
-                "warning", f"{path}: {key}", "no such key, as in the source", repr(after)
+                "warning", f"{path}: {key}", "no such key, as in the source", _value(after)
             )
+
+
+def _value(value: Json) -> str:
+    """Return a value of a JSON file for a message."""
+    return "no such key" if value is None else shown(value)
 
 
 def _token(value: Json) -> Json:

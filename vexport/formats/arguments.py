@@ -8,6 +8,7 @@ from typing import Literal, Protocol
 
 from pydantic import TypeAdapter, ValidationError
 
+from vexport.architectures.config import shown
 from vexport.errors.validation import validation_problems
 from vexport.numerics import E2M1_MAX, E4M3_MAX
 from vexport.records import Json
@@ -191,21 +192,22 @@ def parse_args(raw: Json) -> QuantArgs | str:
     Source: QuantizationArgs in compressed_tensors/quantization/quant_args.py.
     """
     if not isinstance(raw, dict):
-        return "missing"
+        return "no arguments" if raw is None else f"{shown(raw)}, which is not an object"
     keys = {field.name for field in fields(QuantArgs)}
     unknown = sorted(raw.keys() - keys)
     if unknown:
-        return f"unknown keys {', '.join(unknown)}"
+        nouns = "unknown key" if len(unknown) == 1 else "unknown keys"
+        return f"{nouns} {', '.join(unknown)}"
     null = sorted(key for key, value in raw.items() if value is None and key not in NULLABLE)
     if null:
         return f"null for {', '.join(null)}"
     if isinstance(raw.get("group_size"), str):
-        return f"group_size {raw['group_size']!r}, which is not a number"
+        return f"group_size {shown(raw['group_size'])}, which is not a number"
     try:
         args = arguments_adapter().validate_python({**_inferred(raw), **_normalized(raw)})
     except ValidationError as error:
         first = validation_problems(error)[0]
-        return f"{first.place} {first.found}, which is not {first.need}"
+        return f"{first.place} {shown(first.value)}, which is not {first.need}"
     return _unknown_value(raw, args) or args
 
 
@@ -222,13 +224,14 @@ def _unknown_value(raw: Mapping[str, Json], args: QuantArgs) -> str | None:
     """Describe a value that compressed-tensors refuses but pydantic accepts here, or None."""
     dynamic = raw.get("dynamic")
     if isinstance(dynamic, str) and dynamic.lower() != "local":
-        return f"dynamic {dynamic!r}, which is neither true, false nor local"
+        return f"dynamic {shown(dynamic)}, which is neither true, false nor local"
     if args.actorder not in ORDERINGS:
-        return f"actorder {args.actorder!r}, not one of {', '.join(filter(None, ORDERINGS))}"
+        known = ", ".join(filter(None, ORDERINGS))
+        return f"actorder {shown(args.actorder)}, which is none of {known}"
     return (
         None
         if 0 < args.num_bits <= MAX_BITS
-        else f"num_bits {args.num_bits}, not from 1 to {MAX_BITS}"
+        else f"num_bits {args.num_bits}, which is not from 1 to {MAX_BITS}"
     )
 
 

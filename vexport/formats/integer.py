@@ -27,6 +27,7 @@ from vexport.formats.base import (
 )
 from vexport.numerics import INT32_BITS
 from vexport.records import LinearPlan, TensorInfo
+from vexport.records.values import plural
 
 if TYPE_CHECKING:
     import torch
@@ -82,7 +83,7 @@ class PackedIntegers(Format):
 
     def refusal(self, args: Arguments) -> str | None:
         bits = args.weights.num_bits
-        return None if bits in PACKED_BITS else f"packed integers of {bits} bits"
+        return None if bits in PACKED_BITS else f"packed integers of {plural(bits, 'bit')}"
 
     def unwritable_arguments(self, args: Arguments) -> str | None:
         """Refuse floats, because vLLM ignores the type of weight-only groups and reads integers."""

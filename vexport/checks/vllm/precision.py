@@ -37,6 +37,7 @@ def other_precision(
     expected = f"{stored}, as stored"
     *others, last = dict.fromkeys(GENERATIONS.get(sm, f"SM {sm}") for sm in capabilities)
     gpus = f"{', '.join(others)} and {last}" if others else last
+    these = "these GPUs" if others else "this GPU"
     named = f" ({kernel})" if kernel else ""
     bits = bits_of_inputs(runs)
     if bits < bits_of_inputs(stored):
@@ -45,12 +46,12 @@ def other_precision(
             where,
             expected=expected,
             got=f"{runs} on {gpus}: vLLM rounds the inputs to {bits} bits there{named}",
-            fix="measure accuracy on this GPU, or serve it on another GPU",
+            fix=f"measure accuracy on {these}, or serve it on another GPU",
         )
     return info(
         check,
         where,
         expected=expected,
         got=f"{runs} on {gpus}: vLLM has no {stored} kernel there, and falls back{named}",
-        fix="measure speed on this GPU, or serve it on another GPU",
+        fix=f"measure speed on {these}, or serve it on another GPU",
     )

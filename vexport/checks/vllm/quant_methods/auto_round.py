@@ -6,6 +6,7 @@ Source: vllm/model_executor/layers/quantization/inc/inc.py, config_parser.py and
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from vexport.architectures.config import shown
 from vexport.architectures.fusion import is_head
 from vexport.checks.vllm.quant_methods import fp8
 from vexport.checks.vllm.quant_methods.base import (
@@ -92,7 +93,7 @@ def read(config: MethodConfig) -> QuantMethod:
     bits, size = config.required("bits"), config.required("group_size")
     symmetric = values.get("sym") is not False
     if bits is not None and type(bits) is not int:
-        config.add_problem("bits", "an integer", repr(bits))
+        config.add_problem("bits", "an integer", shown(bits))
     base = LayerSettings(
         bits=bits if isinstance(bits, int) else 4, group_size=size, symmetric=symmetric
     )
@@ -170,13 +171,13 @@ def _group(config: MethodConfig, settings: LayerSettings) -> MethodGroup:
             )
         return replace(fp8.group(block if fp8.is_block(block) else None, static=False), name=name)
     if kind != "int":
-        config.add_problem("data_type", "int, fp or mx_fp (vLLM supports no others)", repr(kind))
+        config.add_problem("data_type", "int, fp or mx_fp (vLLM supports no others)", shown(kind))
     if layout not in (None, AS_GPTQ, AS_AWQ):
         expected = f"{AS_GPTQ} or {AS_AWQ} (vLLM supports no others)"
-        config.add_problem("packing_format", expected, repr(layout))
+        config.add_problem("packing_format", expected, shown(layout))
     backend = values.get("backend", values.get("vllm_backend", "auto"))
     if backend not in BACKENDS:
-        config.add_problem("backend", " or ".join(BACKENDS), repr(backend))
+        config.add_problem("backend", " or ".join(BACKENDS), shown(backend))
     as_awq = "awq" in str(layout) and "gptq" not in str(backend)
     stored_as, symmetric = Awq("awq") if as_awq else AsGptq(), settings.symmetric and not as_awq
     return integer_group(
@@ -208,5 +209,5 @@ def _require(config: MethodConfig, expected: Mapping[str, Json]) -> None:
     for key, value in expected.items():
         if config.values.get(key) not in (None, value):
             config.add_problem(
-                key, f"{value}, which vLLM requires ({SOURCE})", repr(config.values[key])
+                key, f"{value}, which vLLM requires ({SOURCE})", shown(config.values[key])
             )

@@ -9,6 +9,7 @@ computes some from the stored tensors.
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
+from vexport.architectures.config import shown
 from vexport.checkpoint.reader import Derived, Reader, renamed
 from vexport.checks.vllm.groups import ConfigGroup
 from vexport.formats.arguments import Arguments, QuantArgs
@@ -224,7 +225,7 @@ class MethodConfig:
             if value and (
                 not isinstance(value, list) or not all(isinstance(each, str) for each in value)
             ):
-                self.add_problem(key, "a list of names", repr(value))
+                self.add_problem(key, "a list of names", shown(value))
             elif isinstance(value, list) and value:
                 return tuple(map(str, value))
         return ()

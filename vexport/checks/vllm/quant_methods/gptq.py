@@ -84,13 +84,14 @@ class Gptq(TransposedIntegers):
                 f"{middle - self.zero_offset} in all zero points (checkpoint_format {self.name})"
             )
             got = (
-                f"{least}, which is the value of {other}; vLLM does not read zero points, other "
-                f"loaders would be off by one"
+                f"{least}, which is the value of {other}; vLLM does not read zero points, but "
+                f"other loaders would be off by one"
             )
             yield problem("qzeros", expected, got, f"set checkpoint_format to {other}", "warning")
         else:
             expected = f"{middle - self.zero_offset} in all zero points, because sym is true"
-            got = f"{least} to {most}; vLLM does not read zero points, and uses {middle}"
+            found = f"{least}" if least == most else f"{least} to {most}"
+            got = f"{found}; vLLM does not read zero points, and uses {middle}"
             yield problem("qzeros", expected, got, "quantize again with sym")
 
     def _order(

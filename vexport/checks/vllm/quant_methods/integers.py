@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from vexport.architectures.config import shown
 from vexport.checkpoint.reader import Derived, Reader
 from vexport.checks.vllm.quant_methods.base import (
     MethodConfig,
@@ -140,7 +141,7 @@ def integer_group(
     """
     for key, value in (("bits", bits), ("group_size", size)):
         if value is not None and type(value) is not int:
-            config.add_problem(key, "an integer", repr(value))
+            config.add_problem(key, "an integer", shown(value))
     if type(bits) is int and not 0 < bits <= MAX_BITS:
         config.add_problem("bits", f"a number from 1 to {MAX_BITS}", str(bits))
     group = size if type(size) is int and size > 0 else None

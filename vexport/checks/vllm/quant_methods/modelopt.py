@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from vexport.architectures.config import shown
 from vexport.checkpoint.reader import Derived, Reader
 from vexport.checks.vllm.quant_methods.base import (
     MethodConfig,
@@ -134,7 +135,7 @@ def read(config: MethodConfig) -> QuantMethod:
     algo = str(inner.get("quant_algo") or "").upper()
     if algo not in (*ALGOS, MIXED):
         expected = f"one of {', '.join((*ALGOS, MIXED))}"
-        config.add_problem(f"{keys}quant_algo", expected, repr(inner.get("quant_algo")))
+        config.add_problem(f"{keys}quant_algo", expected, shown(inner.get("quant_algo")))
     missing = (
         [key for key in NVFP4_KEYS if key not in inner] if keys and algo in NVFP4_ALGOS else []
     )
@@ -144,7 +145,7 @@ def read(config: MethodConfig) -> QuantMethod:
     size = inner.get("group_size")
     if algo in NVFP4_ALGOS and size not in (None, NVFP4_GROUP):
         expected = f"{NVFP4_GROUP}, the group size of vLLM's kernels"
-        config.add_problem(f"{keys}group_size", expected, repr(size))
+        config.add_problem(f"{keys}group_size", expected, shown(size))
     if algo == "NVFP4" and _is_weight_only(values):
         algo = "W4A16_NVFP4"
     skip_key = "exclude_modules" if keys else "ignore"
@@ -152,7 +153,7 @@ def read(config: MethodConfig) -> QuantMethod:
         skip_key = "exclude_modules"
     listed = inner.get(skip_key, [])
     if not isinstance(listed, list):
-        config.add_problem(f"{keys}{skip_key}", "a list of names", repr(listed))
+        config.add_problem(f"{keys}{skip_key}", "a list of names", shown(listed))
     kept = tuple(map(str, listed)) if isinstance(listed, list) else ()
     groups = {algo: preset_group(algo, *ALGOS[algo])} if algo in ALGOS else {}
     layers = _layers(config, inner, keys) if algo == MIXED else {}
@@ -208,7 +209,7 @@ def _layers(config: MethodConfig, inner: Mapping[str, Json], keys: str) -> dict[
     listed, algos = inner.get("quantized_layers"), dict[str, str]()
     if not isinstance(listed, dict) or not listed:
         expected = f"the algorithm of each layer, because quant_algo is {MIXED}"
-        config.add_problem(f"{keys}quantized_layers", expected, repr(listed))
+        config.add_problem(f"{keys}quantized_layers", expected, shown(listed))
         return algos
     for name, recipe in listed.items():
         algo = str(recipe.get("quant_algo")).upper() if isinstance(recipe, dict) else "none"

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from fnmatch import fnmatch
 
+from vexport.architectures.config import shown
 from vexport.checks.vllm.quant_methods.base import (
     MethodConfig,
     MethodFormat,
@@ -48,7 +49,7 @@ def read(config: MethodConfig) -> QuantMethod:
     export = values.get("export")
     if not isinstance(export, dict):
         expected = f"an object, because vLLM requires this key ({SOURCE})"
-        config.add_problem("export", expected, repr(export))
+        config.add_problem("export", expected, shown(export))
     exported: Mapping[str, Json] = export if isinstance(export, dict) else {}
     method = str(exported.get("pack_method"))
     kept = Patterns(config.names("exclude"))
@@ -139,7 +140,7 @@ def _group(config: MethodConfig, key: str, raw: Json, pack_method: str) -> Metho
     values = raw if isinstance(raw, dict) else {}
     weight, inputs = _side_settings(values, "weight"), _side_settings(values, "input_tensors")
     if weight is None:
-        config.add_problem(key, "settings of quantized weights", repr(raw)[:80])
+        config.add_problem(key, "settings of quantized weights", shown(raw))
         return None
     if values.get("bias") or key == "global_quant_config" and values.get("output_tensors"):
         expected = "no quantized outputs or biases, because vLLM refuses them"
@@ -156,7 +157,7 @@ def _group(config: MethodConfig, key: str, raw: Json, pack_method: str) -> Metho
         if inputs_match and _has(weight, {SECOND: False, **of_weight}):
             return group
     sides = [str(each.get("dtype")) for each in (weight, inputs) if each]
-    got = f"{' with inputs of '.join(sides)}, {weight.get('qscheme')}"
+    got = f"{' with inputs of '.join(sides)}, qscheme {weight.get('qscheme') or 'null'}"
     config.add_problem(key, SUPPORTED, got, "test the checkpoint with `vexport load`")
     return None
 
