@@ -11,6 +11,7 @@ from vexport.architectures.rotary import table_bytes, wrong_numbers
 from vexport.checks.vllm.findings import error, warning
 from vexport.checks.vllm.view import CheckpointView
 from vexport.records import Finding, Json, NotJudged
+from vexport.version import short_version
 
 NAME = "model"
 DESCRIPTION = (
@@ -20,6 +21,8 @@ FLOAT16_NAMES = ("float16", "half")
 # Classes that replace the output head by another layer, and the names of that layer.
 CLASSIFIER = ("ForSequenceClassification", "ForTokenClassification")
 CLASSIFIER_LAYERS = re.compile(r"(^|\.)(score|classifier|cls|qa_outputs)\.")
+# End of the name of a class with an output head. Its base model ends in `Model`.
+WITH_HEAD = re.compile(r"(For[A-Z]\w*|LMHeadModel)$")
 # Base models that vLLM registers with a class that can also generate text (models/registry.py).
 GENERATING_BASES = ("Gemma2Model", "LlamaModel", "MistralModel", "Qwen2Model")
 # Largest plausible epsilon of an RMSNorm. Trained models have 1e-8 to 1e-5.
@@ -115,8 +118,7 @@ def _unknown_class(view: CheckpointView) -> Iterator[Finding]:
         return
     reason = exclusion_reason(name, view.model.version)
     if reason is None or reason.startswith(REMOVED):
-        vllm = view.model.facts.vllm
-        expected = f"a class of vLLM {vllm} or of transformers"
+        expected = f"a class of vLLM {short_version(view.model.version)} or of transformers"
         got = f"{name}, an unknown class" if reason is None else f"{name}: {reason}"
         yield _config_finding(view, "architectures", expected, got)
 
@@ -165,7 +167,7 @@ def _wrong_model_type(view: CheckpointView) -> Iterator[Finding]:
 def _missing_class_name(view: CheckpointView) -> Iterator[Finding]:
     name, kind = view.model.class_name, _kind(view)
     # Base model of transformers. vLLM uses it if the config names no class (get_config).
-    base = name.replace("ForCausalLM", "Model")
+    base = WITH_HEAD.sub("Model", name)
     if view.index.config.get("architectures"):
         return
     where, expected = f"{view.config_path}: architectures", "the name of the model class"
