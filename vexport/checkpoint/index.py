@@ -447,7 +447,7 @@ def _shard_problems(root: Path, name: str) -> Iterator[InputError]:
     """Yield the problems of a file name in an index."""
     file, index = file_inside(root, name), str(root / INDEX_NAME)
     if file is None:
-        fix = "do not use this checkpoint: its index points outside the folder"
+        fix = "discard this checkpoint: its index points outside the folder"
         need = "a name inside the checkpoint's folder"
         yield InputError(index, got=f"the file name {name!r}", need=need, fix=fix)
     elif name != posixpath.normpath(name):

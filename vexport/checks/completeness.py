@@ -276,7 +276,8 @@ def _compare_parameters(
         where = joined_name(module, parameter)
         expected = f"only {', '.join(sorted(names))}"
         got = "a tensor that the layer's scheme does not have"
-        fix = "remove the tensor, or correct the config group"
+        config = "config group" if view.quantization.method is None else "config"
+        fix = f"remove the tensor, or correct the {config}"
         yield error(NAME, where, expected=expected, got=got, fix=fix)
 
 

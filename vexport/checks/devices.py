@@ -29,6 +29,7 @@ NAME = "devices"
 DESCRIPTION = (
     "heads, groups and blocks divide over the ranks (--tp), and GPUs run schemes as stored (--sm)"
 )
+FIX_LAYERS = "use another scheme for these layers"
 FIX_SCHEME = "serve it on another GPU, or use another scheme"
 # Lowest SM on which Triton's attention supports FP8 caches.
 TRITON_FP8_FROM = 89
@@ -69,7 +70,7 @@ def _cache(view: CheckpointView) -> Iterator[Finding]:
     lowest = FLASHINFER_FROM if flashinfer_runs else TRITON_FP8_FROM
     refusing = [sm for sm in view.target.sm if sm < lowest]
     if refusing:
-        with_flashinfer = f", or {FLASHINFER_FROM} with FlashInfer"
+        with_flashinfer = f" ({FLASHINFER_FROM} or above with FlashInfer)"
         reason = "attention sinks" if sinks else f"head size {width}"
         expected = f"SM {TRITON_FP8_FROM} or above{with_flashinfer if flashinfer_runs else ''}"
         got = f"a GPU on which vLLM has no attention backend for an FP8 cache ({reason})"
@@ -110,7 +111,8 @@ def _shapes(view: CheckpointView, ranks: int) -> Iterator[Finding]:
     for (kind, reason), count in counts.items():
         where = f"{kind} ({_layers(count)}, tp {ranks})"
         expected = f"a layer that vLLM can run on {plural(ranks, 'rank')}"
-        fix = "serve it on another number of GPUs, or use another scheme for these layers"
+        # A shape that does not fit a single rank fits no part of it.
+        fix = FIX_LAYERS if ranks == 1 else f"serve it on another number of GPUs, or {FIX_LAYERS}"
         yield error(NAME, where, expected=expected, got=reason, fix=fix)
 
 
@@ -137,11 +139,13 @@ def _capabilities(
     least = known.get(group.storage.vllm_scheme(group), 0)
     refusing = [sm for sm in capabilities if support.refuses(sm) or sm < least]
     if refusing:
-        until = f"or above, and below {support.loads_below}" if support.loads_below else "or above"
+        until = (
+            f"or above and below SM {support.loads_below}" if support.loads_below else "or above"
+        )
         needed = (
             "a CPU" if support.loads_below == 0 else f"SM {max(support.loads_from, least)} {until}"
         )
-        expected = f"{needed} for {precision(group)} ({group.format})"
+        expected = f"{needed}, for {precision(group)} ({group.format})"
         finding, got, fix = error, "a GPU on which vLLM refuses the scheme", FIX_SCHEME
         if support.after_loading:
             # This limit comes from the kernel's code and was not tested on a GPU. The loaders

@@ -10,6 +10,7 @@ from vexport.checks.numbers import PLACEHOLDER, is_zero, largest_output
 from vexport.checks.vllm.findings import error, warning
 from vexport.checks.vllm.view import CheckpointView
 from vexport.checks.vllm.zeros import is_empty
+from vexport.errors import alternatives
 from vexport.formats.base import FLOAT_SCALES
 from vexport.numerics import E4M3_MAX
 from vexport.records import Finding, Json, TensorInfo
@@ -167,7 +168,7 @@ def _values(
     values = view.reader.floats(tensor)
     bad = int(np.count_nonzero(~(np.isfinite(values) & (values > 0))))
     if tensor.dtype not in FLOAT_SCALES:
-        yield _scale_finding(tensor, f"dtype {' or '.join(sorted(FLOAT_SCALES))}", tensor.dtype)
+        yield _scale_finding(tensor, f"dtype {alternatives(sorted(FLOAT_SCALES))}", tensor.dtype)
     if bad:
         got = f"{plural(bad, 'NaN, infinite, zero or negative value')} of {values.size:,}"
         yield _scale_finding(tensor, "finite scales above zero", got)

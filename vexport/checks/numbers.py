@@ -139,7 +139,7 @@ def codes_out_of_range(
     bad = int(np.count_nonzero((codes >= half) | (codes < -half)))
     if bad:
         expected = f"codes of {group.weights.num_bits} bits, from {-half} to {half - 1}"
-        got = f"{plural(bad, 'code')} of more bits ({codes.size:,} in all)"
+        got = f"more bits in {bad:,} of {plural(codes.size, 'code')}"
         yield error(
             CHECK,
             weight.name,

@@ -13,6 +13,7 @@ from vexport.checks.numbers import is_lossless_cast, is_rounding_negligible, rou
 from vexport.checks.vllm.findings import error, warning
 from vexport.checks.vllm.groups import ConfigGroup
 from vexport.checks.vllm.view import CheckpointView
+from vexport.errors import alternatives
 from vexport.formats.base import EXPERT, Parameter, partition_of
 from vexport.numerics import INT32_BITS
 from vexport.records import FLOATING, Finding, TensorInfo
@@ -128,12 +129,12 @@ def _dtype(
     """Report a wrong dtype. The finding is a warning if vLLM's cast keeps nearly all precision."""
     if tensor.dtype in expected.dtypes:
         return
-    wanted = f"dtype {' or '.join(sorted(expected.dtypes))} ({group.format})"
+    wanted = f"dtype {alternatives(sorted(expected.dtypes))} ({group.format})"
     is_negligible = tensor.name.endswith(GLOBAL_SCALES) and is_rounding_negligible(
         view.reader, tensor
     )
     if is_negligible or is_lossless_cast(view.reader, tensor, expected.dtype):
-        loss = "a rounding error of at most 0.4 %" if is_negligible else "no loss"
+        loss = "a rounding error of at most 0.4%" if is_negligible else "no loss"
         got = f"{tensor.dtype}, which vLLM casts, with {loss}"
         yield warning(NAME, tensor.name, expected=wanted, got=got, fix=FIX_EXPORT)
     else:
@@ -234,7 +235,7 @@ def _unquantized_tensor(
     if tensor is None or JOINED.fullmatch(name):
         return
     if tensor.dtype not in FLOATING:
-        expected_dtype = f"dtype {' or '.join(sorted(FLOATING))}"
+        expected_dtype = f"dtype {alternatives(sorted(FLOATING))}"
         got = f"{tensor.dtype}: vLLM would cast the values and change them"
         yield error(NAME, name, expected=expected_dtype, got=got, fix=FIX_EXPORT)
     elif _loses_in_bfloat16(view, tensor):

@@ -154,7 +154,7 @@ def digests(view: CheckpointView) -> Iterator[Finding]:
         where = f"{root / RECIPE}: {DIGESTS}"
         expected = "each weight file compared with its digest"
         got = (
-            f"no comparison: {num_bytes / 1e9:,.0f} GB of weights, and more than "
+            f"no comparison: the weights have {num_bytes / 1e9:,.0f} GB, and weights of more than "
             f"{MAX_BYTES / 1e9:.0f} GB are only read with --digests"
         )
         yield info(DIGESTS_NAME, where, expected=expected, got=got, fix=f"add --digests {RECIPE}")

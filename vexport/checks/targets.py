@@ -104,7 +104,8 @@ def _quantized_table(view: CheckpointView, fused: FusedLayer) -> Iterator[Findin
         expected = (
             "an unquantized embedding, or packed integers that vLLM supports for this model class"
         )
-        got = f"{', '.join(quantized_parameters(view.model.modules[fused.name]))}: {reason}"
+        stored = ", ".join(quantized_parameters(view.model.modules[fused.name]))
+        got = f"quantized tensors ({stored}): {reason}"
         fix = "quantize again with the embedding in ignore"
         yield error(NAME, fused.name, expected=expected, got=got, fix=fix)
 
@@ -197,12 +198,14 @@ def _quantized_without_group(
     fix = f"add the layer to targets, or remove it from {_skip_key(view)}"
     if (reason := view.lookup.unquantized_reason(fused)) is not None:
         expected = f"an unquantized layer: {reason}"
-        got = parameters
+        got = f"quantized tensors ({parameters})"
         fix = f"quantize the source again with this layer in {_skip_key(view)}"
     elif view.quantization.method is not None:
         expected = (
             f"a config by which vLLM quantizes this layer ({view.quantization.method.source})"
         )
+        got = f"quantized tensors ({parameters}), but a config that excludes the layer"
+        fix = f"correct {_skip_key(view)}, or store the layer unquantized"
     elif is_head(fused.name):
         got = "a quantized output head, but no separate target"
         fix = 'add "re:.*lm_head" to the targets'

@@ -106,7 +106,10 @@ def _invalid_file(path: Path, severity: Severity) -> Iterator[Finding]:
             open_tokenizer(path)
             if not isinstance(content.get("added_tokens"), list):
                 raise InputError(
-                    f"{path}: added_tokens", got="no such list", need="a list", fix=FIX
+                    f"{path}: added_tokens",
+                    got="no such list",
+                    need="a list of added tokens",
+                    fix=FIX,
                 )
     except InputError as problem:
         yield Finding.of(problem, check=NAME, severity=severity)

@@ -67,6 +67,10 @@ MIN_ROWS, MAX_ROWS, ROWS_OF_ALL = 16, 128, 1 << 16
 MAX_FULL, MIN_FULL = 0.85, 0.99
 # The rule above needs more layers than this.
 MIN_OTHER_LAYERS = 6
+FIX_SCALES = (
+    "export the checkpoint again: these are not the layer's scales, or are their reciprocals"
+)
+FIX_CALIBRATE = "calibrate the model, and export the checkpoint again"
 UNCALIBRATED = "1, the initial value of uncalibrated scales"
 WEIGHTS = ("weight_packed", "weight")
 Rows = npt.NDArray[np.uint8]
@@ -313,7 +317,7 @@ def _global_scale_size(tensor: TensorInfo, parameter: str, value: float) -> Iter
         fix = "store 1/value, or export the checkpoint again"
         yield error(NAME, tensor.name, expected=expected, got=got, fix=fix)
     elif value == PLACEHOLDER:
-        yield _implausible_scale(tensor, UNCALIBRATED)
+        yield _implausible_scale(tensor, UNCALIBRATED, fix=FIX_CALIBRATE)
     elif not of_weight and value > GLOBAL_SCALE_NUMERATOR / MIN_INPUT:
         yield _implausible_scale(
             tensor, f"{value:g}, a scale for inputs up to {GLOBAL_SCALE_NUMERATOR / value:g}"
@@ -331,7 +335,7 @@ def _input_scale_size(tensor: TensorInfo, value: float) -> Iterator[Finding]:
             tensor, f"{value:g}, a scale for inputs up to {value * E4M3_MAX:g}"
         )
     elif value == PLACEHOLDER:
-        yield _implausible_scale(tensor, UNCALIBRATED)
+        yield _implausible_scale(tensor, UNCALIBRATED, fix=FIX_CALIBRATE)
 
 
 def _typical(view: CheckpointView, group: ConfigGroup, layer: StoredLayer, scale: float) -> float:
@@ -351,8 +355,7 @@ def _typical(view: CheckpointView, group: ConfigGroup, layer: StoredLayer, scale
     return scale * float(magnitudes.mean()) if magnitudes.size else scale
 
 
-def _implausible_scale(tensor: TensorInfo, got: str) -> Finding:
-    fix = "export the checkpoint again: these are not the layer's scales, or are their reciprocals"
+def _implausible_scale(tensor: TensorInfo, got: str, *, fix: str = FIX_SCALES) -> Finding:
     return error(NAME, tensor.name, expected="scales of a plausible size", got=got, fix=fix)
 
 

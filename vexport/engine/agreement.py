@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from vexport.bus_errors import install_bus_error_handler
 from vexport.checkpoint.index import find_quantization
 from vexport.records import Canary, Finding
+from vexport.records.values import plural
 
 # Limits on the mean KL(reference || vLLM) in nats, by the bits of the quantized activations (16 if
 # activations are not quantized). vLLM and the reference round to bfloat16 in different orders, and
@@ -105,8 +106,8 @@ def canary_findings(
             severity="error" if broken or fault == _NON_FINITE else "warning",
             where=f"greedy continuation {number} of {canary.prompt[:40]!r}",
             expected="finite numbers, and text in the prompt's language without repetition",
-            got=f"{fault} in {canary.tokens} tokens ({canary.finish_reason}): "
-            f"{canary.text[-80:]!r}",
+            got=f"{fault} ({plural(canary.tokens, 'token')}, finish reason "
+            f"{canary.finish_reason}): {canary.text[-80:]!r}",
             fix=_FIX_QUANTIZED if weights_cause_it and fault != _NON_FINITE else _FIX,
         )
         for number, canary, fault in degenerate
@@ -127,7 +128,7 @@ def symptom(canary: Canary, baseline: Canary | None = None) -> str | None:
             else None
         )
     if baseline is not None and _ends_early(canary, baseline):
-        return "an early end"
+        return f"an early end after {plural(canary.ended_after or 0, 'token')}"
     before = canary.prompt if baseline is None else baseline.text
     scripts = _script(before), _script(canary.text)
     return (

@@ -212,10 +212,10 @@ def nearest(word: str, known: Iterable[str]) -> str:
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Return the sentence ` Did you mean X, Y or Z?` for the nearest known words, else ""."""
     names = nearest_names(word, known, most=3)
-    return f" Did you mean {_alternatives(names)}?" if names else ""
+    return f" Did you mean {alternatives(names)}?" if names else ""
 
 
-def _alternatives(names: Sequence[str]) -> str:
+def alternatives(names: Sequence[str]) -> str:
     """Return `X`, `X or Y`, or `X, Y or Z`."""
     *others, last = names
     return f"{', '.join(others)} or {last}" if others else last

@@ -141,7 +141,9 @@ def _rounded_far(layer: StoredLayer, comparison: WeightComparison) -> Finding:
         "evaluate the checkpoint; with more calibration text, rounding changes the weights less "
         "(--samples, --seq-len)"
     )
-    expected = f"an SQNR of about {comparison.rounding_db:.1f} dB, as with rounding to nearest"
+    expected = (
+        f"an error as with rounding to nearest (an SQNR of about {comparison.rounding_db:.1f} dB)"
+    )
     return warning(SOURCE, layer.name, expected=expected, got=got, fix=fix)
 
 

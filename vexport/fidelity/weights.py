@@ -152,8 +152,10 @@ class WeightComparison:
         if self.parts >= MIN_PARTS and below > REFITTED_DB and self.shift > MIN_SHIFT_SHARE:
             faults.append(f"wrong zero points ({self.shift:.0%} of the error shifts whole groups)")
         if self.wrong_parts:
-            place = f"first in row {self.first_wrong_row}"
-            faults.append(f"different values in {self.wrong_parts} of {self.parts} parts ({place})")
+            place = f"first in row {self.first_wrong_row:,}"
+            faults.append(
+                f"different values in {self.wrong_parts:,} of {self.parts:,} parts ({place})"
+            )
         return tuple(faults)
 
 

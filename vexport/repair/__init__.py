@@ -112,8 +112,8 @@ def _digest_error_as_warning(finding: Finding) -> Finding:
     if finding.check != DIGESTS_NAME:
         return finding
     fix = (
-        "nothing for the weights, which were compared with the source; calibrate again if someone "
-        "changed scales of inputs or of the KV cache"
+        "ignore this for the weights, which were compared with the source; calibrate again if "
+        "someone changed scales of inputs or of the KV cache"
     )
     return replace(finding, severity="warning", fix=fix)
 
