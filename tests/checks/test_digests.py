@@ -66,6 +66,8 @@ def test_large_files_need_option(
     flip_bits(folder)
     (note,) = problems(folder)
     assert (note.check, note.severity) == ("digests", "info")
+    assert note.where == f"{folder / 'vexport.json'}: digests"
+    assert note.fix == "add --digests vexport.json"
     assert vexport("check", folder).code == 0
     assert vexport("check", folder, "--digests", "vexport.json").code == 1
     assert vexport("check", good("W4A16"), "--digests", "vexport.json").code == 0

@@ -4,8 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
-from tests.models import save_llama
+from tests.models import Good, problems, save_llama
+from tests.mutations.edits import spoiled
 from tests.texts import assert_contains
 from vexport.checks import check_checkpoint
 from vexport.checks.model import WITH_HEAD
@@ -149,3 +152,22 @@ def test_model_findings_are_at_the_key(
 def test_base_model_of_class(name: str, base: str) -> None:
     """vLLM uses the base model if config.json has no `architectures`."""
     assert WITH_HEAD.sub("Model", name) == base
+
+
+def test_undeclared_kv_cache_is_at_the_scheme(good: Good, tmp_path: Path) -> None:
+    """The scales of the KV cache are stored, but the config does not declare its scheme."""
+    folder = spoiled(good("W8A8"), tmp_path / "undeclared", _add_cache_scales)
+    (finding,) = (each for each in problems(folder) if each.check == "kv_cache")
+    place = f"{folder / 'config.json'}: quantization_config.kv_cache_scheme"
+    assert (finding.severity, finding.where) == ("error", place)
+    assert_contains(finding.fix, "kv_cache_scheme")
+
+
+def _add_cache_scales(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    values = load_file(file)
+    layers = {name.partition(".self_attn.")[0] for name in values if ".self_attn." in name}
+    for layer in layers:
+        for scale in ("k_scale", "v_scale"):
+            values[f"{layer}.self_attn.{scale}"] = torch.tensor(0.01)
+    save_file(values, file, metadata={"format": "pt"})

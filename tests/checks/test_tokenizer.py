@@ -9,6 +9,7 @@ import pytest
 from tests.command import vexport
 from tests.models import Good, errors, write_tokenizer
 from tests.mutations.edits import Change, all_of, file_bytes, json_file, spoiled, without_files
+from vexport.checks import check_checkpoint
 from vexport.records import Json
 
 TOKENIZER, SETTINGS, GENERATION = (
@@ -61,6 +62,14 @@ def test_tokenizer_findings(good: Good, tmp_path: Path, places: list[str], chang
     """There are no findings if vLLM starts."""
     folder = spoiled(good("W8A8"), tmp_path / "changed", all_of(write_tokenizer, change))
     assert [error.where.replace(f"{folder}/", "") for error in errors(folder)] == places
+
+
+def test_missing_tokenizer_names_option(good: Good) -> None:
+    (finding,) = (
+        each for each in check_checkpoint(str(good("W8A8"))).findings if each.check == "tokenizer"
+    )
+    assert (finding.severity, finding.where) == ("warning", f"{good('W8A8') / 'tokenizer.json'}")
+    assert finding.got.endswith("`vllm serve` needs the option --tokenizer")
 
 
 @pytest.mark.vllm
