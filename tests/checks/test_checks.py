@@ -54,7 +54,7 @@ TENSOR_MUTATIONS = [
         "NVFP4A16",
         put(f"{Q}.weight_global_scale", lambda t: t * 1.25),
         "fusion",
-        "layers.1.self_attn.qkv_proj",
+        "layers.1.self_attn.qkv_proj: weight_global_scale",
     ),
     (
         "NVFP4",
