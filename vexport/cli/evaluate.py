@@ -171,7 +171,8 @@ def evaluate(
     with OpenAI's API. VEXPORT_API_KEY is its key.
 
     The output folder contains lm-eval's results in `baseline` and `candidate`, and a report
-    (report.html). A second call resumes.
+    (report.html). A second call resumes. Scenarios have more settings: see `vexport explain keys of
+    evaluate`.
 
     A scenario has more settings than these options: see `vexport explain keys of evaluate`.
 
