@@ -58,7 +58,7 @@ def vocab_size(config: Mapping[str, Json], where: str) -> int:
     )
 
 
-def shown(value: Json) -> str:
+def shown(value: object) -> str:
     """Return a value of a config as JSON for messages, with at most 80 characters.
 
     Large numbers are shown in short form.
