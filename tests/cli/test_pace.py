@@ -2,7 +2,6 @@
 
 import pytest
 
-from vexport.cli import base
 from vexport.cli.base import PlainDisplay
 from vexport.records.pace import Pace
 from vexport.records.values import COMPILATION, SECONDS
@@ -52,7 +51,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.seconds = 0.0
-        monkeypatch.setattr(base.time, "monotonic", lambda: self.seconds)
+        monkeypatch.setattr("vexport.cli.base.time.monotonic", lambda: self.seconds)
         self.display = PlainDisplay()
 
     def at(self, seconds: float, stage: str, done: int, total: int) -> None:

@@ -248,8 +248,8 @@ def _duration(plan: "Plan", text: "Calibration | None") -> str | None:
     """
     from vexport.plan.duration import cpu_duration_line, with_text
     from vexport.plan.rules import calibration_need
-    from vexport.plan.source import default_calibration
     from vexport.quantize.result import NVIDIA_DEVICE
+    from vexport.scenario.calibration import default_calibration
 
     settings = text or default_calibration()
     device = settings.device or ("cuda" if NVIDIA_DEVICE.exists() else "cpu")
