@@ -451,6 +451,17 @@ def test_wrong_scales_of_an_override_are_refused() -> None:
         Nothing("weight", TENSOR)(normal(4, 8))
 
 
+def test_wrong_ranges_of_an_override_are_refused() -> None:
+    class OneEnd(Observer):
+        """Observer that returns only one end of a range."""
+
+        def calculate_updated_min_max(self, observed: torch.Tensor) -> Pair:  # type: ignore[override]
+            return torch.ones(1)  # type: ignore[return-value]
+
+    with assert_raises(ValueError, "calculate_updated_min_max: got Tensor", "ends of a range"):
+        OneEnd("weight", TENSOR)(normal(4, 8))
+
+
 def test_older_constructors() -> None:
     weight = normal(4, 32)
     for observer in (

@@ -223,10 +223,8 @@ def as_scale_pair(answer: object, method: str) -> Pair:
         scale, zero_point = answer
         if isinstance(scale, torch.Tensor) and isinstance(zero_point, torch.Tensor):
             return scale, zero_point
-    raise ValueError(
-        f"{method}: got {type(answer).__name__}, need two tensors (scale and zero point, or the "
-        "two ends of a range)"
-    )
+    need = "two ends of a range" if method.endswith("min_max") else "a scale and a zero point"
+    raise ValueError(f"{method}: got {type(answer).__name__}, need {need}, both tensors")
 
 
 def is_group_map(g_idx: torch.Tensor | None, observed: torch.Tensor, args: ObserverArgs) -> bool:
