@@ -472,4 +472,4 @@ def _advice(steps: Sequence[_Step]) -> tuple[str, str]:
             f"The checkpoint changed: the report of {shown.point.row.folder} has the cause, unless "
             "its baseline is an accepted file, which has no weights to compare with.",
         )
-    return "", "Neither vLLM nor the checkpoint changed: compare the settings of both runs."
+    return "", "No change of vLLM or the checkpoint is recorded: compare the settings of both runs."
