@@ -1,7 +1,7 @@
 """Static checks of a checkpoint's files, without vLLM, a GPU or torch.
 
-Adding a check family takes a new file and a line in `CHECKS`. All families share `vllm`, a model of
-vLLM's behaviour, and `numbers`, the checks of stored numbers.
+To add a check family, add a file and a line in `CHECKS`. All families use the package `vllm`, which
+describes how vLLM reads a checkpoint. `numbers` has functions that examine stored numbers.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -115,9 +115,10 @@ def check_checkpoint(
 ) -> CheckReport:
     """Return all findings on the checkpoint `name`, in the order of `CHECKS`.
 
-    `root` is the folder of the checkpoint if `name` is not. `target` contains the ranks, GPUs and
-    vLLM version that the checkpoint should be served with. `against` compares the checkpoint with
-    its source (`vexport.fidelity.compare`). `digests` maps paths of files to their digests.
+    `root` is the folder of the checkpoint, by default the path `name`. `target` contains the ranks,
+    GPUs and vLLM version that the checkpoint should be served with. `against` compares the
+    checkpoint with its source (`vexport.fidelity.compare`). `digests` maps paths of files to their
+    digests.
 
     Raises InputError if there is no checkpoint at all. Broken files are findings.
     """

@@ -1,4 +1,4 @@
-"""Check that no tensor is missing that vLLM would silently leave uninitialized."""
+"""Report missing tensors, whose parameters vLLM would silently leave uninitialized."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -126,7 +126,7 @@ def _compare_with_layout(view: CheckpointView, layout: ModelLayout) -> Iterator[
 
 
 def _missing_tensors(view: CheckpointView, layout: ModelLayout) -> dict[str, str]:
-    """Map the name of each missing tensor to the tensor or layer that its finding names."""
+    """Map each missing tensor to the `where` of its finding: a linear layer, or the tensor."""
     names = view.index.tensors.keys()
     pairs = map(split_name, names)
     stored = {

@@ -276,8 +276,8 @@ def transforms(view: CheckpointView) -> Iterator[Finding]:
 def _matrix(view: CheckpointView, transform: OnlineTransform) -> Iterator[Finding]:
     """Report a transform without a stored matrix.
 
-    Every producer stores the matrix. Without it, vLLM multiplies by uninitialized memory
-    (SharedWeightParameter), or rotates inputs although the layer's weight has no opposite rotation.
+    Every producer stores the matrix. If it is missing, vLLM multiplies by uninitialized memory
+    (SharedWeightParameter), or rotates a layer's inputs without the opposite rotation in its weight.
     """
     if not any(name.endswith(f".{transform.submodule}.weight") for name in view.index.tensors):
         expected = f"the matrix of the {transform.kind} transform, stored with one of its layers"

@@ -111,7 +111,7 @@ def _shapes(view: CheckpointView, ranks: int) -> Iterator[Finding]:
     for (kind, reason), count in counts.items():
         where = f"{kind} ({_layers(count)}, tp {ranks})"
         expected = f"a layer that vLLM can run on {plural(ranks, 'rank')}"
-        # A shape that does not fit a single rank fits no part of it.
+        # A layer that vLLM cannot run on a single rank cannot run on more ranks either.
         fix = FIX_LAYERS if ranks == 1 else f"serve it on another number of GPUs, or {FIX_LAYERS}"
         yield error(NAME, where, expected=expected, got=reason, fix=fix)
 

@@ -49,10 +49,10 @@ def run(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _only_zero_weights_differ(view: CheckpointView, values: Mapping[str, float]) -> bool:
-    """Return True if vLLM only replaces the global scales of members with all-zero weights.
+    """Return True if all members with another scale than vLLM uses have only zero weights.
 
-    vLLM uses one member's scale for all members. Returns False for routed experts, because vLLM
-    uses the first member's scale for them, not the largest.
+    vLLM uses the largest scale for all members, and any scale is correct for zero weights. Returns
+    False for routed experts, because vLLM uses the first member's scale for them.
     """
     if any(moe_layer(module) is not None for module in values):
         return False
@@ -80,7 +80,11 @@ def _input_finding(
         )
     if 2 * sum(value == taken for value in values.values()) > len(values):
         return _finding(
-            fused, parameter, values, "warning", f"uses {taken:.9g} for all, as most of them store"
+            fused,
+            parameter,
+            values,
+            "warning",
+            f"uses {taken:.9g}, the value of most of them, for all",
         )
     return _finding(fused, parameter, values, "error", f"would use {taken:.9g} for all")
 

@@ -23,12 +23,12 @@ DESCRIPTION = (
 SCALES = ("k_scale", "v_scale")
 STRATEGIES = ("tensor", "attn_head")
 FIX = "quantize the KV cache again with calibration"
-# Largest plausible scale, for keys and values up to 4096. In trained models, they reach several
-# hundred.
+# Largest plausible scale, for keys and values up to 4096. The keys and values of trained models
+# reach several hundred.
 MAX_SCALE = 4096 / E4M3_MAX
 # Smallest plausible scale, for keys and values up to 1e-3.
 MIN_SCALE = 1e-3 / E4M3_MAX
-# Values that vLLM accepts, for each key of the scheme that it reads (validate_kv_cache_scheme of
+# Keys of the scheme that vLLM reads, each with the accepted values (validate_kv_cache_scheme of
 # CompressedTensorsKVCacheMethod).
 ACCEPTED: Mapping[str, tuple[Json, ...]] = {
     "type": ("float",),
@@ -148,7 +148,10 @@ def _stored_scale(view: CheckpointView, module: str, parameter: str) -> TensorIn
 def _number_of_scales(
     view: CheckpointView, tensor: TensorInfo, *, per_head: bool
 ) -> Iterator[Finding]:
-    """Report a tensor with a wrong number of scales: one, or a multiple of the KV heads."""
+    """Report a wrong number of scales.
+
+    Strategy tensor needs a single scale. Strategy attn_head needs a multiple of the KV heads.
+    """
     heads = view.model.text.get("num_key_value_heads") if per_head else None
     if not per_head and tensor.num_elements != 1:
         yield _scale_finding(

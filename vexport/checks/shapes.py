@@ -25,8 +25,8 @@ SHAPE = "shape "
 FIX_EXPORT = "export the checkpoint again"
 DESCRIPTION = "dtypes and shapes match the config, and the members of fused layers fit together"
 
-# Text that is appended to a shape that is too large.
-NARROWED = ", of which vLLM silently ignores the end"
+# Text after the shape of a tensor that is too large.
+NARROWED = ", which vLLM silently cuts to the expected size"
 # Rounding these scales to 16 bits multiplies all weights or inputs of a layer by the same factor.
 # The factor differs from 1 by at most 0.4 %, far less than the errors of FP4 rounding.
 GLOBAL_SCALES = (".weight_global_scale", ".input_global_scale", ".weight_scale_2")
@@ -37,7 +37,7 @@ SPLIT_DIMENSIONS: Mapping[Split, int] = {"out": 0, "in": 1}
 
 
 def run(view: CheckpointView) -> Iterator[Finding]:
-    """Yield findings on tensors that vLLM would refuse, narrow or cast."""
+    """Yield findings on wrong dtypes and shapes. vLLM refuses, narrows or casts such tensors."""
     correct_projections = _correct_projections(view)
     for fused in view.model.fused_layers:
         group = view.lookup.group_of(fused)
@@ -56,8 +56,8 @@ def _quantized(
 ) -> Iterator[Finding]:
     """Yield findings on the dtypes and shapes of quantized tensors.
 
-    vLLM silently narrows a tensor that is too large. The finding is then a warning, unless the
-    size in the config looks wrong.
+    If a tensor is too large, vLLM silently narrows it. The finding on this tensor is a warning,
+    unless the size in the config is probably wrong.
     """
     cut = _narrowed_dimension(view, fused)
     if group.storage.transposed and cut is not None:
@@ -100,10 +100,10 @@ def _unusable_tensors(
 
 
 def _correct_projections(view: CheckpointView) -> frozenset[str]:
-    """Return the projections, such as `down_proj`, that have the config's size in some layer.
+    """Return the projections (`down_proj`) that have the config's size in at least one layer.
 
-    If a projection is larger than the config's size in all layers, the config is wrong, and vLLM
-    would narrow the layers to the wrong size.
+    If a projection is larger than the config's size in every layer, the config is wrong. vLLM
+    would then narrow all these layers to the wrong size.
     """
     return frozenset(
         name.rpartition(".")[2]
@@ -190,8 +190,8 @@ def _rounded_scales(view: CheckpointView) -> Iterator[Finding]:
             for name in few if len(few) < len(whole) else ():
                 expected = f"dtype F32, like {parameter} of {whole[0].rpartition('.')[0]}"
                 got = (
-                    f"{dtype}, which is less precise; the outputs change, but not more than by "
-                    f"rounding the weights"
+                    f"{dtype}, which is less precise; this changes the outputs no more than "
+                    f"rounding the weights does"
                 )
                 yield warning(NAME, name, expected=expected, got=got, fix=FIX_EXPORT)
 
@@ -262,9 +262,9 @@ def _has_shape(tensor: TensorInfo, shape: Shape) -> bool:
 
 
 def _loses_in_bfloat16(view: CheckpointView, tensor: TensorInfo) -> bool:
-    """Return True if a float16 tensor has values that its bfloat16 model cannot represent.
+    """Return True if a float16 tensor of a bfloat16 model loses precision in bfloat16.
 
-    A model is bfloat16 if its config declares this dtype and other tensors are stored in it.
+    The model counts as bfloat16 if its config has this dtype and it stores other tensors in it.
     """
     config, tensors = view.index.config, view.index.tensors.values()
     if tensor.dtype != "F16" or config.get("dtype", config.get("torch_dtype")) != "bfloat16":
@@ -278,7 +278,7 @@ def _loses_in_bfloat16(view: CheckpointView, tensor: TensorInfo) -> bool:
 def _compare_widths(
     view: CheckpointView, group: ConfigGroup, fused: FusedLayer
 ) -> Iterator[Finding]:
-    """Report different in_features of fused layers, and in_features that groups do not divide."""
+    """Report fused layers whose in_features differ, or are not a multiple of the group size."""
     shapes = {layer.name: view.layers.shape_of(layer) for layer in view.layers.members(fused)}
     widths = {name: shape[1] for name, shape in shapes.items() if shape}
     if len(set(widths.values())) > 1:

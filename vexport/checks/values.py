@@ -50,22 +50,22 @@ MIN_INPUT_GLOBAL_SCALE = 0.04
 MAX_INPUT = 65504.0
 # Bounds of a layer's typical weight, estimated from its scales. Trained models have 1e-3 to 0.5.
 MIN_TYPICAL, MAX_TYPICAL = 1e-5, 1.25
-# Smallest plausible value of a layer's largest block scale in NVFP4. If scales are absmax/6, the
-# largest block of all layers that share a global scale has 448. If an observer searches for the
-# smallest error, the largest scale is somewhat smaller. A much smaller value is no NVFP4 scale.
+# Smallest plausible value of the largest block scale in NVFP4. If scales are absmax/6, the largest
+# block scale under a global scale is 448. An observer that searches for the smallest error may
+# choose a somewhat smaller scale. If the largest scale is much smaller, these are not NVFP4 scales.
 MIN_LARGEST_BLOCK = E4M3_MAX / 8
 # The smallest plausible value for the largest input of a layer.
 MIN_INPUT = 1e-3
 _E4M3 = to_numpy(bytes(range(256)), "F8_E4M3").astype(np.float64)
-# Least and largest number of rows examined per layer, evenly spread over the weight. ROWS_OF_ALL is
-# the number of rows for the whole model, divided between its layers.
+# Smallest and largest number of rows that are examined in a layer. The rows are evenly spread over
+# the weight. ROWS_OF_ALL rows are examined in the whole model, the same number in each layer.
 MIN_ROWS, MAX_ROWS, ROWS_OF_ALL = 16, 128, 1 << 16
-# A row or group with a scale is called full if it has a code at the end of the range, as defined by
-# `Format.largest_codes`. A layer is reported if less than MAX_FULL of its rows or groups are full,
-# and at least MIN_FULL in all other layers. If codes are permuted at random, about a third of the
-# rows and a quarter of the groups of 16 are not full.
+# A scale is called full if one of its weights has a code at the end of the range (see
+# `Format.largest_codes`). A layer is reported if less than MAX_FULL of its scales are full, but at
+# least MIN_FULL of the scales in every other layer. After a random permutation of the codes, about
+# a third of the scales of rows are not full, and a quarter of the scales of groups of 16.
 MAX_FULL, MIN_FULL = 0.85, 0.99
-# The rule above needs more layers than this.
+# The rule above only applies if the model has more layers than this.
 MIN_OTHER_LAYERS = 6
 FIX_SCALES = (
     "export the checkpoint again: these are not the layer's scales, or are their reciprocals"
@@ -77,15 +77,16 @@ Rows = npt.NDArray[np.uint8]
 # Scales that producers store for all-zero groups: eps of bfloat16, float16, float32 and e4m3, and
 # 1.
 PLACEHOLDERS = (2.0**-7, 2.0**-10, 2.0**-23, 2.0**-3, 1.0)
-# A scale has a usual size if it is above MIN_USUAL times the median of the weight's scales. If more
-# than MAX_LOST of the scales have a usual size but only zero codes, a part of the weight is lost.
+# A scale has a usual size if it is above MIN_USUAL times the median of the weight's scales. A part
+# of the weight is lost if more than MAX_LOST of the scales have a usual size although all their
+# codes are zero.
 MIN_USUAL, MAX_LOST = 1 / 16, 0.01
 # Number of layers that are read ahead, so that a disk or server can serve requests in parallel.
 READ_AHEAD_LAYERS = 32
 
 
 def run(view: CheckpointView) -> Iterator[Finding]:
-    """Yield findings on payloads, and on scales that are NaN, infinite, <= 0 or implausible."""
+    """Yield findings on scales, codes and unquantized values that are invalid or implausible."""
     known = [
         fused for fused in view.model.fused_layers if any(map(view.model.has_module, fused.members))
     ]
@@ -203,7 +204,7 @@ def _zero_scales_are_valid(view: CheckpointView, layer: StoredLayer, scale: Tens
 
 
 def _is_inverse_of_zeros(view: CheckpointView, layer: StoredLayer) -> bool:
-    """Return True if a layer's weight is zero and its global scale is stored as a reciprocal."""
+    """Return True if all weights are zero and the stored global scale is a reciprocal."""
     return "weight_global_scale" in view.reciprocals and is_empty(view, layer)
 
 
@@ -235,7 +236,7 @@ def _implausible_scales(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleSizes:
-    """Number of a layer's scales, the smallest and largest scale, and the typical weight."""
+    """A layer's scales: their number, the smallest, the largest, and the size of a typical weight."""
 
     scale: TensorInfo
     count: int
@@ -292,10 +293,10 @@ def _wrong_sizes(group: ConfigGroup, sizes: Sequence[ScaleSizes]) -> Iterator[Fi
 
 
 def _small_block_scales(sizes: Sequence[ScaleSizes]) -> Iterator[Finding]:
-    """Yield findings on NVFP4 scales that are too small: the largest block has about 448."""
+    """Report NVFP4 scales that are too small. The largest scale should be about 448."""
     of_all = max(each.most for each in sizes)
     if of_all < MIN_LARGEST_BLOCK:
-        got = f"no scale above {of_all:g}, but the largest block has about 448"
+        got = f"no scale above {of_all:g}, but the largest scale should be about 448"
         yield _implausible_scale(sizes[0].scale, got)
         return
     for each in sizes:

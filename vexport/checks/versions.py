@@ -66,7 +66,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
 
 
 def _unsupported_zero_points(group: ConfigGroup, facts: VersionFacts) -> str | None:
-    """Return the kind of zero points in a group that a version lacks, or None if there is none.
+    """Describe a group's zero points if the version does not support them, else return None.
 
     Sources: schemes/compressed_tensors_wNa16.py and wNa8.py.
     """

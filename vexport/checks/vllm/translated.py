@@ -114,8 +114,9 @@ def _cache_scales(view: CheckpointView, tensors: Iterable[str]) -> dict[str, str
 
 def _stored_name(group: MethodGroup, own: str) -> str:
     """Return the method's name of compressed-tensors' parameter `own`, for messages."""
-    reciprocal = " (numbers are its reciprocal)" if own in group.stored_as.reciprocals else ""
-    return f"{group.stored_as.names[own]}{reciprocal}"
+    is_reciprocal = own in group.stored_as.reciprocals
+    note = " (the numbers are reciprocals of the stored values)" if is_reciprocal else ""
+    return f"{group.stored_as.names[own]}{note}"
 
 
 def _usable_tensors(

@@ -24,8 +24,8 @@ Flags = npt.NDArray[np.bool_]
 VALUES_AT_ONCE = 1 << 22
 # The bits of a code without its sign.
 MAGNITUDE = {"F8_E4M3": 0x7F, "F8_E5M2": 0x7F}
-# Maps the last part of a layer's name to a pattern for the layers of the same block that compute
-# its input.
+# Maps the last part of a layer's name to a pattern. The pattern matches the layers of the same
+# block that compute the layer's input.
 SOURCES_OF_INPUT = {
     "down_proj": re.compile(r"(gate|up|gate_up)_proj"),
     "w2": re.compile(r"w1|w3|w13"),

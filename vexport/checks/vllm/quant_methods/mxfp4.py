@@ -59,7 +59,7 @@ class StackedMxfp4(MethodMxfp4):
         return None
 
     def gpu_support(self, args: Arguments) -> GpuSupport:
-        """Return support with 16-bit inputs, which is vLLM's default.
+        """Return the GPUs that run the experts with 16-bit inputs, vLLM's default.
 
         Source: _get_priority_backends_for_gpt_oss.
         """

@@ -33,8 +33,8 @@ SUPPORTED = "settings of FP8, INT8, INT4 in groups, MXFP4 or NVFP4 that vLLM sup
 PACK_METHODS = ("order", "reorder")
 # Names of the scales of the KV cache (get_cache_scale_mapper).
 CACHE_SCALES = {"k_scale": "k_proj.output_scale", "v_scale": "v_proj.output_scale"}
-# Settings of weights or inputs. vexport adds two keys: SECOND is True if the scales have scales,
-# and EXPONENTS is True if the scales are exponents.
+# Settings of weights or inputs. vexport adds two keys: SECOND is True if the scales are quantized
+# too, with a second scale. EXPONENTS is True if the scales are exponents.
 Settings = Mapping[str, Json]
 SECOND, EXPONENTS = "second", "exponents"
 
