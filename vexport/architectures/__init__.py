@@ -18,9 +18,9 @@ from vexport.records import Finding, Json, Severity
 from vexport.version import PINNED, Version, short_version
 
 T = TypeVar("T")
-# linear: a layer that vLLM looks up in the quantization config by its name. plain: a matrix that is
-# built without a quantization config. table: embeddings that vLLM looks up in the config. lookup:
-# embeddings that it does not look up. head: the output head.
+# linear: a linear layer whose name vLLM looks up in the quantization config. plain: a matrix that
+# vLLM builds without a quantization config. table: embeddings whose name vLLM looks up in the
+# config. lookup: embeddings that vLLM builds without a config. head: the output head.
 ModuleKind = Literal["linear", "plain", "table", "lookup", "head"]
 # Numbers of layers and experts in a name.
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
@@ -43,7 +43,7 @@ class ModuleNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleTable:
-    """Modules by class for a version of vLLM.
+    """Names of the modules of each model class, for a version of vLLM.
 
     `unknown` are the classes that scripts/generate_modules.py could not build.
     """
@@ -92,12 +92,13 @@ USUAL: FusedModules = {
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
     "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
 }
-# Sizes of the parts of these layers, as expressions (see `config.part_sizes`). Equal expressions
-# stand for parts of equal size.
+# Sizes of the parts of USUAL layers, as expressions (see `config.part_sizes`). Equal expressions
+# mean that the parts have equal sizes.
 USUAL_PARTS = {"qkv_proj": ("queries", "keys", "values"), "gate_up_proj": ("1", "1")}
 USUAL_EXPERTS = ExpertNames("gate_proj", "down_proj", "up_proj")
 USUAL_ROW_PARALLEL = ("o_proj", "down_proj", "out_proj")
-# Last parts of module names that mark embeddings, if a module is not in the table of modules.
+# A module that is not in the table of modules counts as embeddings if this pattern matches the last
+# part of its name.
 TABLE_NAMES = re.compile(
     r"wte|wpe|(?!.*patch)\w*embed(?:ding)?s?|embed_(?:tokens(?:_per_layer)?|positions|in)"
 )
@@ -152,8 +153,8 @@ class Architecture:
             They are used in addition to `linears.STACKED_EXPERTS`.
         transposed_experts: True if these tensors are (experts, in, out).
         reordered: Layers whose rows vLLM reorders when it loads them.
-        parts: The sizes of the parts of merged layers, also if a checkpoint stores the merged layer
-            (`config.py` evaluates the sizes).
+        parts: The sizes of the parts of each merged layer, as expressions for `config.part_sizes`.
+            A merged layer is fused by vLLM, or already stored as one weight in the checkpoint.
         groups: The number of groups in a layer. Each rank needs whole groups.
         unquantized: Layers that are built without a quantization config.
         routers: Routers that are built with a quantization config. vLLM quantizes them unless
@@ -207,9 +208,10 @@ class Architecture:
         return name if pattern is None else with_numbers(pattern, name)
 
     def renamed_entry(self, entry: str) -> str:
-        """Return an entry of `ignore` or of targets as vLLM matches it.
+        """Return an entry of `ignore` or of targets in the form that vLLM compares with its names.
 
-        vLLM renames entries that name a layer (apply_vllm_mapper in compressed_tensors.py).
+        vLLM renames an entry that is the name of a layer (apply_vllm_mapper in
+        compressed_tensors.py).
         """
         return self.renames(entry) if "." in entry and not entry.startswith("re:") else entry
 
@@ -233,11 +235,11 @@ class Architecture:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArchitectureTable:
-    """All classes with a language model in a vLLM version, and the text models by model type.
+    """All classes with a language model in a version of vLLM.
 
-    The classes of the Transformers backend were examined with the version `transformers`.
-    `left_out` has the reason for each class of vLLM or transformers that is not among the
-    architectures.
+    `architectures` has the classes by name. `text_models` maps model types to names of classes.
+    `left_out` maps each class that is left out to the reason. `transformers` is the version of
+    transformers with which the classes of vLLM's Transformers backend were examined.
     """
 
     vllm: str
@@ -255,10 +257,10 @@ def architecture_table(version: Version = PINNED) -> ArchitectureTable:
 
 @cache
 def version_with(name: str) -> Version:
-    """Return the version of vLLM with the tables for a class.
+    """Return the version of vLLM whose tables are used for a class.
 
-    This is `PINNED`, or, if `PINNED` lacks the class, the first later version that has it. If no
-    version has the class, it is `PINNED`.
+    This is `PINNED` if it has the class, or else the first later version that has the class. If no
+    version has the class, `PINNED` is returned.
     """
     later = (version for version in table_versions() if version > PINNED)
     known = (each for each in (PINNED, *later) if name in architecture_table(each).architectures)
@@ -374,9 +376,9 @@ def _text_models(config: Mapping[str, Json], table: ArchitectureTable) -> Iterat
 
 
 def _joined(outer: Architecture, inner: Architecture) -> Architecture:
-    """Return a multimodal class around a language model.
+    """Combine a multimodal class (`outer`) with the class of its language model (`inner`).
 
-    It has the layers of the inner class and the names of the outer class.
+    The result has the layers of the language model, under the names in the multimodal model.
     """
     holders = outer.language_model
     return replace(

@@ -157,9 +157,9 @@ class BuiltModel:
         return None if layout is None else replace(layout, linears=self._as_stored(layout.linears))
 
     def _as_stored(self, linears: Mapping[str, Shape]) -> dict[str, Shape]:
-        """Replace the parts of a fused layer by the fused layer if the checkpoint stores it fused.
+        """Replace the parts of a layer by the fused layer if the checkpoint stores the fused layer.
 
-        vLLM loads both forms.
+        vLLM loads fused layers and separate parts.
         """
         merged = dict(linears)
         for fused in self.fused_layers:

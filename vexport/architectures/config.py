@@ -24,7 +24,7 @@ from vexport.records import Json
 TEXT_CONFIGS = ("text_config", "llm_config", "language_config", "thinker_config")
 # Keys with the number of routed experts of a layer.
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-# Largest number in a config that is accepted as a side of a tensor.
+# Largest number in a config that is accepted as a dimension of a tensor.
 LARGEST = 1 << 40
 # Maximum length of a value in a message.
 MAX_SHOWN = 80
@@ -179,7 +179,7 @@ def head_width(text: Mapping[str, Json]) -> int:
 def known_size(expression: str, values: Mapping[str, Json]) -> int:
     """Return the value of an expression, or 0 if it cannot be computed.
 
-    Keys that are missing, or that are no usable sizes, count as 0.
+    A key counts as 0 if it is missing or its value is not a valid size.
     """
     sizes = {
         key: value

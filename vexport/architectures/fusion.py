@@ -98,9 +98,9 @@ def part_names(name: str, architecture: Architecture) -> tuple[str, ...]:
 def extra_lookup_entries(
     layer: FusedLayer, entries: Sequence[str], architecture: Architecture
 ) -> Iterator[str]:
-    """Yield one more entry of targets or `ignore` if `entries` do not match a module in vLLM.
+    """Yield one more entry for targets or `ignore` if vLLM would not match `entries` with a layer.
 
-    vLLM may look up a module by another name than it has in the file.
+    This can happen if vLLM looks up the layer by another name than the name in the file.
     """
     lookup_name = architecture.name_in_lookup(layer.name)
     renamed = [architecture.renamed_entry(entry) for entry in entries]
@@ -135,7 +135,7 @@ def _modules(prefix: str, architecture: Architecture) -> Mapping[str, tuple[str,
 def _owners(
     leaves: list[str], modules: Mapping[str, tuple[str, ...]]
 ) -> dict[str, tuple[str, tuple[str, ...]]]:
-    """Map each fused leaf to its fused module and to the module's members in `leaves`."""
+    """Map the last part of each fused layer's name to (fused module, its members in `leaves`)."""
     present = set(leaves)
     owners: dict[str, tuple[str, tuple[str, ...]]] = {}
     ranked = sorted(

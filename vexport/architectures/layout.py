@@ -107,7 +107,7 @@ class ModelLayout:
         unknown = {split_name(other)[0] for other in self.unknown if other.startswith(inside)}
         if inside.endswith(".experts.") and unknown:
             return False
-        # An uncertain tensor in a module with known tensors does not make other modules uncertain.
+        # If a module has known and uncertain tensors, the other modules are still complete.
         return module not in unknown and unknown <= {*self.known, inside.rstrip(".")}
 
 
@@ -144,7 +144,7 @@ def layout_of(
         module, parameter = split_name(name)
         if each.kind == "dropped" or _experts(name, each) in unknown_experts:
             continue
-        if name in joined:  # the file stores it as a quantized tensor of all experts
+        if name in joined:  # stored as the quantized tensors of all experts
             linears[name] = (None, None)
         elif (
             parameter == "weight"
@@ -254,10 +254,10 @@ def _experts(name: str, each: Expected | None = None) -> str:
 def _names_in_file(
     stored: Iterable[str], architecture: Architecture
 ) -> Callable[[str], tuple[str, str]]:
-    """Return a function that finds a tensor in the file by its name in transformers.
+    """Return a function that converts transformers' name of a tensor to the name in the file.
 
-    The function returns the names of the module and the parameter in the file. If the file has no
-    such module, but a module with the same name in vLLM, that module is returned.
+    The function returns the module and the parameter. If the file does not have the module, the
+    function looks for a module that vLLM renames to the same name.
     """
     modules = {split_name(name)[0] for name in stored}
     renamed = {architecture.vllm_name(module): module for module in modules}
@@ -272,10 +272,11 @@ def _names_in_file(
 
 
 def impossible_size(config: Mapping[str, Json], tensors: int) -> tuple[str, str] | None:
-    """Return a key of the config and its number, if the number is too large for `tensors` tensors.
+    """Return a key with a number of layers or experts that is too large for `tensors` tensors.
 
-    Return None if all numbers are possible. The check limits the time and memory of functions that
-    compute something for each layer and expert: a wrong number in config.json cannot exhaust them.
+    The second result describes the number, for messages. Returns None if all numbers are possible.
+    Other functions have loops over all layers and experts. This check keeps a wrong number in
+    config.json from using up time or memory in these loops.
     """
     text = text_config(config)
     for where in (config, text):
@@ -294,7 +295,7 @@ def impossible_size(config: Mapping[str, Json], tensors: int) -> tuple[str, str]
 def oversized(
     entry: ClassLayout, config: Mapping[str, Json], path: str = ""
 ) -> Iterator[tuple[str, Json]]:
-    """Yield keys with numbers that are too large for a side of a tensor, if the class uses them."""
+    """Yield each key that the class uses with a number too large for a tensor dimension."""
     for key, value in config.items():
         if isinstance(value, dict) and not path:
             yield from oversized(entry, value, f"{key}.")
@@ -303,7 +304,7 @@ def oversized(
 
 
 def missing_sizes(entry: ClassLayout, config: Mapping[str, Json]) -> list[str]:
-    """Return the keys of sizes that the class needs and the config lacks."""
+    """Return the keys of sizes that the class needs but the config lacks."""
     absent = [key for key in SIZES if _int(config, key) < 1]
     if not absent:
         return []

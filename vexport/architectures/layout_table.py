@@ -19,7 +19,8 @@ from vexport.version import PINNED, Version
 # The path of a key in a config: the keys of the outer configs, then the key, with dots
 # between them.
 PATH = re.compile(r"[A-Za-z_][\w.]*")
-# The key under which transformers stores values of single layers. No expression uses these values.
+# The key under which transformers stores settings that apply to single layers. The expressions in
+# the table do not use these settings.
 PER_LAYER = "per_layer_config"
 
 
@@ -44,7 +45,10 @@ class LayoutRow:
 
     @property
     def holds_head(self) -> bool:
-        """True if the tensors may be stored although the head is tied to the embeddings."""
+        """True if these are the tensors of an output head.
+
+        A checkpoint may contain them even if the head is tied to the embeddings.
+        """
         return self.kind == "head" or any(name.endswith("lm_head.weight") for name in self.names)
 
 
@@ -55,12 +59,13 @@ class ClassLayout:
     Attributes:
         types: The model types of the config (key "") and of its nested configs (their paths). For
             other model types, the tensors are unknown.
-        counts: The number of layers or experts at each `*`, by the name up to the `*`.
-        defaults: The value of a key that a config lacks.
-        nulls: The value of a key that is null.
-        lists: Rules for keys that need a list of words, such as `layer_types`, but are null or
-            absent. The rule under "" is the length of the list. The other rules map each word to
-            the condition for its use at position `i`.
+        counts: An expression for the number of layers or experts at each `*`. The key is the part
+            of the name from the beginning to the `*`, such as `model.layers.*`.
+        defaults: An expression for the value of each key, if the config lacks the key.
+        nulls: An expression for the value of each key, if the key is null in the config.
+        lists: Rules that create a list of words, such as `layer_types`, if the config lacks the key
+            or it is null. The rule under "" is the length of the list. Each other rule maps a word
+            to a condition. The word is at position `i` if its condition is true for `i`.
         aliases: Other names of a key.
         drops: Modules (with stars, "" for the model) in which vLLM ignores unknown names.
         rows: The tensors.
@@ -85,10 +90,10 @@ class ClassLayout:
         return frozenset(used.union(*(aliases for aliases in names.values())))
 
     def matches_config(self, config: Mapping[str, Json]) -> bool:
-        """Return True if the tensors are known for this config.
+        """Return True if the layout describes the tensors of a model with this config.
 
-        The model types of nested configs must match `types`. The tensors are unknown if a config
-        sets values for single layers (PER_LAYER).
+        The model types of nested configs must match `types`, and no config may have settings for
+        single layers (PER_LAYER).
         """
         for path, kind in self.types.items():
             part: Json = {**config}
@@ -214,7 +219,7 @@ def _tensors(
         holds = bool(evaluate(row.condition, values, i=i, layers=layers))
         if holds or row.holds_head:
             shape = _shape(row, values, i, layers)
-            # Scalars that vLLM does not load are bounds or factors with a default.
+            # A scalar without a kind is a bound or a factor with a default, so it may be missing.
             optional = not holds or row.kind == "dropped" or shape == () and not row.kind
             each = Expected(shape=shape, kind=row.kind, optional=optional)
             for rest in product(*map(range, counts[1:])):
@@ -238,7 +243,7 @@ def _shape(
 
 @cache
 def layout_entries(version: Version = PINNED) -> Mapping[str, str]:
-    """Return the entry of each class as JSON text."""
+    """Return the layout of each class as JSON text."""
     return read_lines("layouts.json", version)
 
 

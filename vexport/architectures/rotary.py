@@ -82,7 +82,7 @@ def table_bytes(text: Mapping[str, Json]) -> int:
 
 
 def _descriptions(text: Mapping[str, Json]) -> Iterator[Mapping[str, Json]]:
-    """Yield an empty description, and each description of the position embeddings in the config.
+    """Yield the descriptions of the position embeddings in the config, after an empty description.
 
     In newer configs, each kind of layer may have a description.
     """

@@ -31,10 +31,11 @@ class VersionFacts:
     """Facts about a version of vLLM, read from its wheel.
 
     `schemes` are the classes of linear layers with the minimum compute capability of each.
-    `asymmetric_widths` are the bits of packed integers with zero points. `absent`, `added` and
-    `classes` are the model classes that differ from `PINNED`. `agreeing_methods` are the
-    quantization methods that load by the same rules as in `PINNED`: this version's loaders judge
-    the tests' checkpoints of these methods as `PINNED` does (scripts/version_agreement.py).
+    `asymmetric_widths` are the bits of packed integers with zero points. `absent` are the model
+    classes that only `PINNED` has, and `added` the classes that only this version has. `classes`
+    are the classes of both versions that differ. `agreeing_methods` are the quantization methods
+    with the same rules in both versions: the loaders of both versions accept and refuse the same
+    test checkpoints (scripts/version_agreement.py).
     """
 
     vllm: str
@@ -53,7 +54,7 @@ class VersionFacts:
 
 
 def with_facts(pinned: Architecture, changed: ClassFacts) -> Architecture:
-    """Return a class of `PINNED`, with its layers fused as in another version."""
+    """Return a class of `PINNED`, changed to the fused layers of another version."""
     kept = {name: parts for name, parts in pinned.fused.items() if name not in pinned.resolved}
     merged = {name: tuple(parts) for name, parts in changed.fused.items() if len(parts) > 1}
     return replace(

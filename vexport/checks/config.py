@@ -277,7 +277,8 @@ def _matrix(view: CheckpointView, transform: OnlineTransform) -> Iterator[Findin
     """Report a transform without a stored matrix.
 
     Every producer stores the matrix. If it is missing, vLLM multiplies by uninitialized memory
-    (SharedWeightParameter), or rotates a layer's inputs without the opposite rotation in its weight.
+    (SharedWeightParameter), or rotates a layer's inputs although its weight has no opposite
+    rotation.
     """
     if not any(name.endswith(f".{transform.submodule}.weight") for name in view.index.tensors):
         expected = f"the matrix of the {transform.kind} transform, stored with one of its layers"

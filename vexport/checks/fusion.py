@@ -79,13 +79,8 @@ def _input_finding(
             fused, parameter, values, "error", "would use the last value that it reads for all"
         )
     if 2 * sum(value == taken for value in values.values()) > len(values):
-        return _finding(
-            fused,
-            parameter,
-            values,
-            "warning",
-            f"uses {taken:.9g}, the value of most of them, for all",
-        )
+        behavior = f"uses {taken:.9g} for all, the value of most layers"
+        return _finding(fused, parameter, values, "warning", behavior)
     return _finding(fused, parameter, values, "error", f"would use {taken:.9g} for all")
 
 

@@ -236,7 +236,7 @@ def _implausible_scales(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleSizes:
-    """A layer's scales: their number, the smallest, the largest, and the size of a typical weight."""
+    """A layer's scales: their number, the smallest, the largest, and the typical weight size."""
 
     scale: TensorInfo
     count: int
