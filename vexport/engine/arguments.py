@@ -76,7 +76,7 @@ def _problems_with(serves: Sequence[Serve], vllm_python: Path | None) -> list[li
 
 
 def require_layers(checkpoint: Path) -> None:
-    """Raise InputError if config.json has more layers or experts than there can be tensors for.
+    """Raise InputError if config.json has more layers or experts than the stored tensors allow.
 
     vLLM would build them one by one and never finish. If the checkpoint cannot be read, nothing is
     raised, and vLLM reports the problem.

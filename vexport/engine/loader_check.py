@@ -47,16 +47,16 @@ NO_VLLM = (
     "vLLM is not installed: install it, give its interpreter (--vllm-python), or check with "
     "--static"
 )
-# Checks that vLLM's loaders repeat, `shapes` only in part (`_is_checked_by_loaders`). If the
-# loaders find no fault, an error of these checks becomes a warning.
+# Static checks whose errors vLLM's loaders also find. They find only some errors of `shapes` (see
+# `_is_checked_by_loaders`). If the loaders find no fault, such an error becomes a warning.
 CHECKED_BY_LOADERS = (completeness.NAME, shapes.NAME, targets.NAME)
 _KINDS = ("missing", "cast", "narrowed")
-# For each check, the kinds of loader faults that report the same problems.
+# Maps a static check to the kinds of loader faults that show the same problems.
 _KINDS_OF_CHECKS = {
     completeness.NAME: frozenset({"missing"}),
     shapes.NAME: frozenset({"cast", "narrowed"}),
 }
-# Largest number of layers that advice lists one by one. For more layers, advice lists projections.
+# Advice lists at most this many layers by name. For more layers, it lists patterns of projections.
 _MAX_NAMED_LAYERS = 6
 _NUMBERED = re.compile(r"[^.\s]+\.\d+\.\S+")
 
@@ -185,9 +185,9 @@ def downgrade_errors(findings: Sequence[Finding], load: DryLoadReport) -> Iterat
 def _is_checked_by_loaders(finding: Finding) -> bool:
     """Return True if vLLM's loaders would have found this error.
 
-    In the check `shapes`, the loaders find errors of a tensor's shape. They compare the shape, or
-    they narrow or repeat the tensor, which the copy audit reports. They do not find dtypes of
-    another width, or sizes that vLLM rounds down.
+    Of the errors in the check `shapes`, the loaders only find wrong shapes of tensors: they refuse
+    the shape, or narrow or repeat the tensor, which the copy audit reports. They do not find casts
+    between dtypes of the same kind (float32 to bfloat16), or sizes that vLLM rounds down.
     """
     if finding.check == shapes.NAME:
         return finding.expected.startswith(shapes.SHAPE)
@@ -206,7 +206,7 @@ class LoadVerifier:
     a dry load follows. For each rank count of the plan, the checkpoint must load on at least one
     GPU that runs the schemes. Other GPUs that run the schemes may refuse its attention or its
     quantized KV cache. `note` is called with each part that could not be judged.
-    `command_that_keeps` returns advice on how to keep the layers that match the given patterns
+    `command_that_keeps` receives patterns of layers. It returns advice on how to keep these layers
     unquantized.
     """
 

@@ -169,8 +169,8 @@ class DryRequest:
     `speculative` is the method of speculative decoding, `METHOD` or `METHOD=FOLDER` of the draft
     model. It is empty without speculative decoding. With `controlled`, each cell with an error is
     tried again with an unquantized model: the `source`, or a model that transformers makes (see
-    `ControlKind`). `plain_cells` are further cells for that model. They show whether it loads
-    anywhere. A try ends after `try_seconds`.
+    `ControlKind`). The unquantized model is also tried in `plain_cells`, to find out whether it
+    loads in any cell. A try ends after `try_seconds`.
     """
 
     checkpoints: tuple[Path, ...]

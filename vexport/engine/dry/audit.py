@@ -33,15 +33,16 @@ _INTEGERS = frozenset({torch.int16, torch.int32, torch.int64})
 # Parameters that may have any dtype: weight_shape, which vLLM never reads, and unused placeholders
 # of the KV cache.
 _ANY_DTYPE = ("weight_shape", "k_zero_point", "v_zero_point", "q_zero_point")
-# Tensors that vLLM drops before it loads: get_checkpoint_weight_mapper in
-# quantization/base_config.py, EAGLE-3's map from the target's vocabulary in models/llama_eagle3.py.
+# Endings of tensors that vLLM drops before it loads weights. Sources: get_checkpoint_weight_mapper
+# in quantization/base_config.py for g_idx, and models/llama_eagle3.py for t2d, EAGLE-3's map of the
+# target's vocabulary.
 _DROPPED_SUFFIXES = (".g_idx", "t2d")
 _MAX_NAMES = 4
 
 
 @dataclass(slots=True, kw_only=True)
 class _Written:
-    """Regions of a parameter that got a value, and the first stored tensors with these values."""
+    """Regions of a parameter that were filled, and the first stored tensors that filled them."""
 
     regions: dict[Region, int] = field(default_factory=dict)
     sources: dict[str, None] = field(default_factory=dict)
@@ -51,10 +52,10 @@ class _Written:
 class _Source:
     """A stored tensor and the copies of it.
 
-    `read` has the bytes of each region that was read. `casts` has the pairs of dtypes between which
-    its values were converted. `targets` has the storages that they were copied to. If a copy
-    repeated the values, `stretched` has the shape of the values and the shape of the part of
-    a parameter.
+    `read` maps each region that was read to its number of bytes. `casts` contains a pair of dtypes
+    (before, after) for each conversion of the values. `targets` contains the storages that the
+    values were copied to. If a copy repeated the values to fill a larger part of a parameter,
+    `stretched` contains the shape of the values and the shape of the filled part.
     """
 
     tensor: torch.Tensor
@@ -69,8 +70,8 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     `.item()` returns a placeholder: False for a comparison that looks for a difference (`ne`, `gt`,
     `lt`), True for any other comparison, and 1 for a number. The model is loaded as one of `ranks`
-    ranks. Together they must read every tensor completely. Each rank is assumed to read an equal
-    part.
+    tensor parallel ranks. All ranks together must read every stored tensor completely, and each
+    rank is assumed to read the same number of elements.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -172,7 +173,7 @@ class Audit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return 1
 
     def faults(self, model: torch.nn.Module, *, optional: frozenset[str]) -> Iterator[Miscopy]:
-        """Yield the faults of a load for which vLLM raises no error.
+        """Yield the faults of a finished load. vLLM raises no error for these faults.
 
         Parameters named in `optional` need no stored tensor.
         """
@@ -228,11 +229,11 @@ def _layer(parameter: str) -> str:
 
 
 def _where_from(written: _Written, parameter: torch.Tensor) -> str:
-    """Return text that names the experts with missing elements.
+    """Describe which part of a parameter is missing, for a message.
 
-    For a parameter without experts, return the stored tensors that the parameter was filled from.
-
-    Return an empty text if there are none or too many of these tensors.
+    For a parameter with experts, the text names the incomplete experts. For any other parameter, it
+    names the stored tensors that fill a part of the parameter. The text is empty if there are no
+    such tensors, or more than _MAX_NAMES.
     """
     if parameter.dim() == 3 and written.regions:
         size = parameter.stride(0)

@@ -13,21 +13,21 @@ from vexport.records import MESSAGE_SEPARATOR
 _LONGEST = 240
 # Maximum number of characters of vLLM's message.
 _MAX_CHARACTERS = 1000
-# vLLM's messages if no kernel takes a layer: kernels/linear/__init__.py, compressed_tensors.py, and
-# fused_moe/oracle. A reason for each kernel follows.
+# vLLM's messages if no kernel supports a layer: kernels/linear/__init__.py, compressed_tensors.py,
+# and fused_moe/oracle. A reason for each kernel follows.
 _NO_KERNEL = re.compile(
     r"Failed to find a kernel|No compressed-tensors compatible scheme was found"
     r"|Quantization scheme is not supported for the current GPU"
     r"|No [\w ]*MoE backend supports the deployment configuration"
 )
-# vLLM's message if no attention backend takes the model: platforms/cuda.py.
+# vLLM's message if no attention backend supports the model: platforms/cuda.py.
 _NO_ATTENTION = re.compile(r"No valid attention backend")
 # Parts of that message: the model's requirements on a backend, and each backend's objections to
 # them (v1/attention/selector.py and backend.py). An objection may contain brackets itself.
 _ATTENTION_SETTINGS = re.compile(r"\b(head_size|dtype|kv_cache_dtype|block_size)=([\w.]+)")
 _OBJECTIONS = re.compile(r"\b([A-Z][A-Z0-9_]+): \[(.*?)\](?=, [A-Z][A-Z0-9_]+: \[|\}|$)")
 _MLA = "use_mla=True"
-# Objections of backends for another kind of attention than the model has.
+# Objections of backends that only support another kind of attention than the model's.
 _OTHER_KIND = re.compile(r"(?:non-)?(?:MLA|sparse) not supported")
 _FIRST_SENTENCE = re.compile(r"^.{20,}?(?:[.:;](?= )|$)")
 

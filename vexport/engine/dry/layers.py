@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 # Sequence lengths in tokens to report memory for, in addition to the model's longest length.
 _LENGTHS = (1_024, 8_192, 32_768)
 _SCHEME = re.compile(r"^CompressedTensors|(MoE|Linear)?Method$")
-# Kernels that vLLM chooses although they raise at the first batch: the first capability with the
-# error, and vLLM's message.
+# Kernels that vLLM chooses on some GPUs although they raise at the first batch. Maps each kernel to
+# the lowest capability with the error, and to the kernel's message.
 # csrc/libtorch_stable/quantization/w8a8/cutlass/c3x/scaled_mm_helper.hpp.
 _RAISING_KERNELS = {"CutlassInt8ScaledMMLinearKernel": (100, "Int8 not supported on SM{}")}
 # If a side of the weight is not a multiple of this, the layer runs in Triton instead

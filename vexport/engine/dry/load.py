@@ -73,7 +73,7 @@ _FAULT_TEXTS: dict[MiscopyKind, tuple[Severity, str, str]] = {
     ),
     "narrowed": (
         "error",
-        "{}, because vLLM ignores all others",
+        "{}, because vLLM ignores the rest of the tensor",
         "store the tensor in the shape that config.json implies",
     ),
     "stretched": (
@@ -84,7 +84,7 @@ _FAULT_TEXTS: dict[MiscopyKind, tuple[Severity, str, str]] = {
 }
 # Ampere, Ada, Hopper and Blackwell in data centers. vLLM chooses different kernels for each.
 CAPABILITIES = (80, 89, 90, 100)
-# Cells in which an unquantized model loads if it loads at all: one rank of a common GPU.
+# Cells that show whether an unquantized model loads at all: a single rank of each common GPU.
 _PLAIN_CELLS = tuple(Cell(tp=1, sm=sm) for sm in CAPABILITIES)
 SECONDS = 600.0
 # Kinds of faults that do not depend on the checkpoint.
@@ -165,9 +165,11 @@ def errors_or_uncertainty(report: DryLoadReport, require: Require = "any") -> li
     parallel size. With "all", an error on a single GPU counts.
     """
     needed = [cell for cell in report.cells if cell.needed and cell.reason]
-    doubts = {_place(cell, require): cell.reason for cell in needed if cell.status == "not shown"}
-    doubtful_reasons = {cell.reason for cell in needed if _place(cell, require) in doubts}
-    certain = {cell.reason for cell in needed if _place(cell, require) not in doubts}
+    doubts = {
+        _group_key(cell, require): cell.reason for cell in needed if cell.status == "not shown"
+    }
+    doubtful_reasons = {cell.reason for cell in needed if _group_key(cell, require) in doubts}
+    certain = {cell.reason for cell in needed if _group_key(cell, require) not in doubts}
     errors = [each for each in report.findings if each.severity == "error"]
     errors = [each for each in errors if each.got in certain or each.got not in doubtful_reasons]
     if doubts and not errors:
@@ -182,11 +184,11 @@ def errors_or_uncertainty(report: DryLoadReport, require: Require = "any") -> li
     return errors
 
 
-def _place(cell: MatrixCell, require: Require) -> tuple[int, int]:
-    """Return a key. Of the cells with the same key, at least one must load.
+def _group_key(cell: MatrixCell, require: Require) -> tuple[int, int]:
+    """Return the key of the group that a cell belongs to. One cell of each group must load.
 
-    With `require` "all", each cell has a different key. With "any", cells of the same tensor
-    parallel size have the same key.
+    With `require` "all", each cell is a separate group. With "any", all cells of the same tensor
+    parallel size are a group.
     """
     return cell.tp, cell.sm if require == "all" else 0
 

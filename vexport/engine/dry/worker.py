@@ -215,7 +215,7 @@ def _try_controls(
 def _distinct_models(
     kinds: Mapping[tuple[int, Cell], ControlKind],
 ) -> set[tuple[int, ControlKind]]:
-    """Return the unquantized models to try, each once: a checkpoint's number and a kind."""
+    """Return the unquantized models to try, as pairs (number of the checkpoint, kind)."""
     return {(number, kind) for (number, _), kind in kinds.items()}
 
 
