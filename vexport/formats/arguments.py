@@ -30,8 +30,8 @@ NULLABLE = frozenset(
 )
 ORDERINGS = (None, "group", "weight", "dynamic", "static")
 LOWERCASE_FIELDS = ("type", "strategy", "dynamic", "actorder")
-# Largest accepted number of bits. No vLLM scheme has so many. The limit keeps numbers small that
-# are computed from the bits.
+# Largest accepted number of bits. No vLLM scheme has more bits. The limit prevents huge numbers in
+# computations such as 2**num_bits.
 MAX_BITS = 16
 
 

@@ -236,11 +236,11 @@ class Format(Protocol):
         return {}
 
     def largest_codes(self, args: Arguments, codes: "Bytes") -> "tuple[Codes, int] | None":
-        """Return the largest code of each row or group with a scale, and the code to reach.
+        """Return the largest code of each row or group with a scale, and the smallest expected code.
 
         `codes` are the stored bytes of some rows. If a scale is correct, the largest code of its
-        row or group is at least the second result. Returns None if this does not hold for the
-        format.
+        row or group is at least the second result. Returns None for formats in which correct scales
+        do not guarantee this.
         """
         return None
 

@@ -123,9 +123,10 @@ def _names(layer: FusedLayer, architecture: Architecture) -> Iterator[str]:
 def _experts_together(
     names: Iterable[str], architecture: Architecture, others: Iterable[str]
 ) -> list[str]:
-    """Return the names, but replace the names of experts by a pattern for each projection.
+    """Replace the names of a layer's experts by one pattern for each projection.
 
-    All experts of a layer have the same scheme in vLLM, so a pattern may cover all of them.
+    In vLLM, all experts of a layer have the same scheme, so a pattern can match all of them. Other
+    names are returned unchanged.
     """
     targets: dict[tuple[str, str], Sequence[str]] = {}
     for name in names:

@@ -64,10 +64,10 @@ class Fp8(Format):
     def refusal(self, args: Arguments) -> str | None:
         """Return why vLLM refuses a group, or None.
 
-        vLLM refuses block weights without quantized inputs. Some static inputs are left unquantized
-        by vLLM (see `_quantizes`). It then refuses block weights and input scales that are not per
-        tensor. For blocks, an assertion fails in process_weights_after_loading of
-        CompressedTensorsW8A16Fp8.
+        vLLM refuses block weights without quantized inputs. It ignores some settings of static
+        inputs, and leaves these inputs unquantized (see `_quantizes`). In this case it refuses
+        block weights, and input scales that are not per tensor. For block weights, an assertion
+        fails in process_weights_after_loading of CompressedTensorsW8A16Fp8.
         """
         inputs = args.input_activations
         if inputs is None:

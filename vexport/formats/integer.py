@@ -67,7 +67,7 @@ class PackedIntegers(Format):
     weight = "weight_packed"
 
     def matches(self, args: Arguments, stored_as: str) -> bool:
-        """Return True for unquantized inputs, and for inputs that vLLM quantizes as configured."""
+        """Return True for a group with unquantized inputs, or inputs that vLLM can quantize."""
         weights, inputs = args.weights, args.input_activations
         if weights.dynamic or weights.strategy not in CHANNEL_OR_GROUP:
             return False
@@ -124,9 +124,9 @@ class PackedIntegers(Format):
         }
 
     def shape(self, args: Arguments, stored: Mapping[str, TensorInfo]) -> tuple[int, int] | None:
-        """Return the shape, derived from the packed words.
+        """Return the shape, derived from the numbers of packed words and of groups.
 
-        If the last bits of a row are unused, the groups determine the number of columns.
+        The number of words alone is not enough if the last bits of each row are unused.
         """
         codes, scales = super().shape(args, stored), stored.get("weight_scale")
         if codes is None:
@@ -208,9 +208,10 @@ class Int8(Format):
     weight = "weight"
 
     def matches(self, args: Arguments, stored_as: str) -> bool:
-        """Return True for symmetric weights of 8 bits and inputs of 8 bits, even for floats.
+        """Return True for symmetric 8-bit weights with 8-bit inputs.
 
-        Source: _is_static_tensor_w8a8 and _is_dynamic_token_w8a8, which do not check types.
+        8-bit floats match too, because vLLM does not check the type here. Source:
+        _is_static_tensor_w8a8 and _is_dynamic_token_w8a8.
         """
         weights, inputs = args.weights, args.input_activations
         if (
@@ -367,7 +368,10 @@ def _is_w4afp8(args: Arguments) -> bool:
 
 
 def _partial_tile(args: Arguments, partition: Partition) -> str | None:
-    """Return why a part does not have the complete tiles that CUTLASS needs for FP8 inputs."""
+    """Return why CUTLASS cannot divide a rank's part into complete tiles, or None.
+
+    Only layers with FP8 inputs need complete tiles.
+    """
     inputs = args.input_activations
     if inputs is None or not inputs.is_float:
         return None
@@ -383,7 +387,7 @@ def _partial_tile(args: Arguments, partition: Partition) -> str | None:
 
 
 def _cut_zero_points(args: Arguments, partition: Partition) -> str | None:
-    """Return a reason if the zero points of a fused or split layer would begin within a word.
+    """Return why the packed zero points of a part would not begin at a whole word, or None.
 
     Source: _adjust_shard_indexes_for_packing in vLLM.
     """

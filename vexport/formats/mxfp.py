@@ -83,10 +83,10 @@ class _Mx(Format):
 
 
 class Mxfp4(_Mx):
-    """e2m1 weights, two per byte, with inputs in MXFP4, in FP8 by group or token, or unquantized.
+    """e2m1 weights, two per byte. Inputs are MXFP4, FP8 (by group or token), or 16-bit floats.
 
-    If vLLM has FP4 kernels, it quantizes MXFP4 inputs and also unquantized inputs to MXFP4. FP8
-    inputs run with humming-kernels, which vLLM's CUDA wheel requires
+    On GPUs with FP4 kernels, vLLM quantizes inputs to MXFP4 even if the config leaves them in 16
+    bits. Layers with FP8 inputs run with humming-kernels, a package that vLLM's CUDA wheel requires
     (compressed_tensors_w4a8_mxfp4.py).
     """
 

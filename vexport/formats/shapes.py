@@ -82,7 +82,7 @@ def _reordering_problem(
         moves = spec.shape == (1,) or last_part == "weight_shape" or follows
         return None if moves else f"vLLM does not reorder {tensor} together with the weight's rows"
     if reordering == "every tensor":
-        reason = f"vLLM would reorder {tensor} as {member.out_features} rows, like every tensor"
+        reason = f"vLLM would reorder {tensor} as if it had {member.out_features} rows"
         return None if by_row else reason
     if reordering == "whole heads":
         whole = member.out_features % rows == 0 and head_size % (member.out_features // rows) == 0

@@ -78,7 +78,7 @@ def find_scales(
 
 @compiled()
 def quantize(values: Floats, steps: Floats, zeros: Floats, form: Integers, codes: Bytes) -> None:
-    """Write the code of each value divided by its step, or the code of zero for a zero step."""
+    """Divide each value by its step, and write the code. If a step is zero, write zero's code."""
     wide_vectors()
     smallest = F32(-(2 ** (form.bits - 1)))
     largest = F32(-smallest - F32(1.0))
