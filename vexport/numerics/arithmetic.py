@@ -251,9 +251,10 @@ def widened_magnitude(bits: np.int32, storage: int) -> np.float32:
 def float_code(magnitude: np.float32, form: NumberFormat, mantissa_bits: int) -> np.int32:
     """Round a magnitude to a small float format and return its code without the sign bit.
 
-    `magnitude` is at least 0. A magnitude above `form.high` saturates. The code is a sum of two
-    numbers: the value in steps of its binade, which are the last bits after the rounder is added,
-    and 2**mantissa_bits times the number of the binade, counted from the smallest normal binade.
+    `magnitude` is at least 0. A magnitude above `form.high` saturates. The code is the sum of two
+    numbers. The first is the value divided by the step size of its binade: the last bits after the
+    rounder is added. The second is 2**mantissa_bits times the number of the binade. The smallest
+    normal binade has the number 0.
     """
     magnitude = min(magnitude, form.high)
     rounder = rounder_of(magnitude, form)
@@ -266,9 +267,9 @@ def float_code(magnitude: np.float32, form: NumberFormat, mantissa_bits: int) ->
 def mx_code(largest: np.float32, form: NumberFormat) -> np.int32:
     """Return the scale that an MX format stores for a group: an exponent with a bias of 127.
 
-    `largest` is the group's largest magnitude. The scale is a power of two that is not above it,
-    divided by the largest power of two of the format. From 1.75 times a power of two on, the next
-    larger power is used. The code is 255 if the magnitude is not finite.
+    `largest` is the group's largest magnitude. It is rounded down to a power of two, or up if it is
+    at least 1.75 times this power. The scale is the result divided by the format's largest power of
+    two. The code is 255 if the magnitude is not finite.
     `vexport.numerics.tensors.mx_scale` is the same function in torch. Source: generate_mx_scales
     and round_to_power_2 in compressed_tensors/quantization/utils/mxfp_utils.py.
     """

@@ -29,10 +29,10 @@ LEAST_POWER = 1 << 22
 class NumberFormat(NamedTuple):
     """Number format that values are rounded to, after division by the scale.
 
-    `low` and `high` are the ends of the range. To round a value, a number is added to it and
-    subtracted again. The bits of this number are `max(bits & mask, floor) + rounder`, where `bits`
-    are the value's float32 bits. `mask` selects the exponent, or nothing for integers, because
-    their steps are equal everywhere. `floor` is the smallest exponent with its own step size.
+    `low` and `high` are the ends of the range. Adding a number to a value and subtracting it again
+    rounds the value. The float32 bits of this number are `max(bits & mask, floor) + rounder`, and
+    `bits` are the bits of the value. `mask` selects the exponent. For integers it is 0, because the
+    step size is 1 everywhere. Below the exponent `floor`, the step size no longer shrinks.
     `rounder` depends on the number of mantissa bits. `zero_points` is True if a zero point maps the
     ends of a range to `low` and `high`. `scale_storage` is the storage code of the scales' dtype.
     """
