@@ -175,9 +175,10 @@ class Reader:
         return low - first, high - first
 
     def _advise(self, file: Path, start: int, end: int, advice: int) -> None:
-        """Advise the kernel on whole pages.
+        """Advise the kernel on all pages that contain a byte between `start` and `end`.
 
-        If a dropped page also has a neighbouring tensor, it is read from the file again.
+        The first and last page may also contain bytes of a neighbouring tensor. If they are
+        dropped, the kernel reads them from the file again when this tensor is used.
         """
         first = start // mmap.PAGESIZE * mmap.PAGESIZE
         if file in self._maps and end > first:
