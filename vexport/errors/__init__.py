@@ -1,4 +1,4 @@
-"""Errors with a place, the value found, the value needed and a remedy; escaping of foreign text.
+"""Errors with a place, the wrong value, the valid values and a remedy; escaping of foreign text.
 
 Each exception class has its exit code. Only `cli.main` turns exceptions into output.
 """

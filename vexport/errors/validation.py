@@ -1,7 +1,7 @@
-"""Validation errors of pydantic as places and requirements of vexport's messages.
+"""Convert pydantic's validation errors to problems with a place and a requirement.
 
-pydantic reports each alternative of a union as an error of its own, with the alternative's name in
-the place: `limit.int` and `limit.float`. Here they become a single problem: `limit` needs a number.
+For a union, pydantic reports a separate error for each alternative, with the alternative's name in
+the place: `limit.int` and `limit.float`. This module merges them: `limit` needs a number.
 """
 
 import re
@@ -187,9 +187,10 @@ def _nearest_alternative(
 ) -> list[ValidationProblem]:
     """Return the problems of the alternative that the user has probably meant.
 
-    This is the first alternative with errors only at keys inside the value, because its type fits.
-    If there is none, it is the first alternative that a validator of vexport or vLLM refuses.
-    Otherwise the value has a wrong type, and a single problem names all valid types.
+    If the value has the type of an alternative, all errors of this alternative are at keys inside
+    the value. The first such alternative is chosen. If there is none, the first error that a
+    validator of vexport or vLLM raised is returned. Otherwise no type fits, and a single problem
+    names all valid types.
     """
     for problems in alternatives:
         if all(problem.keys for problem in problems):
