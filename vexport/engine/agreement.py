@@ -117,7 +117,8 @@ def canary_findings(
 def symptom(canary: Canary, baseline: Canary | None = None) -> str | None:
     """Return the fault of a continuation.
 
-    Return None if it has no fault, or if the baseline's continuation is no better.
+    Return None if it has no fault. Also return None if it is empty or repeats itself, and the
+    baseline's continuation is empty or repeats itself too.
     """
     if canary.non_finite:
         return _NON_FINITE
