@@ -403,10 +403,11 @@ def _against_accepted(point: Point, accepted: Sequence[Point]) -> Point:
 
 
 def _is_baseline_of(accepted: Point, verdict: Verdict) -> bool:
-    """Return True if a verdict in an older version's report compares with this accepted baseline.
+    """Return True if a verdict of an older version compares with this accepted baseline.
 
-    These reports do not contain the baseline's digest. The baseline is recognized by its scores,
-    and by the missing number of changed responses.
+    Reports of older versions do not contain the baseline's digest. The baseline is therefore
+    recognized by its scores. A verdict against an accepted baseline also has no number of changed
+    responses.
     """
     scores = {task.name: task for task in accepted.tasks}
     return bool(verdict.tasks) and all(

@@ -28,8 +28,8 @@ from vexport.run.history import VLLM, Point, baseline_of
 # Maximum number of tasks or settings that a sentence names. Others are counted.
 MAX_NAMED = 3
 _GRAVEST: tuple[RowEvent, ...] = ("regressed", "fails", "still fails", "passes again")
-# Settings that are not listed under "also changed": model and vLLM are described before, and the
-# others change with every checkpoint.
+# Settings that the headline does not list under "also changed". It describes changes of the model
+# and of vLLM separately. The other two settings change with every checkpoint.
 _NOT_LISTED = (MODEL, VLLM, "emulated kernels", "model's chat template")
 _SHORT = 8
 
@@ -319,9 +319,9 @@ def _headline(steps: Sequence[_Step]) -> str:
 def _decisive(runs: Sequence[_Step]) -> _Step | None:
     """Return the run that the headline describes, or None if no run failed.
 
-    It is the first regression after which the failed tasks have not passed again. If they have
-    passed again after every regression, it is the first regression. Without regressions, failures
-    without an earlier PASS are treated in the same way.
+    Regressions come first. Among them, the first regression with tasks that have not passed again
+    is chosen. If all tasks have passed again, the first regression is chosen. Without regressions,
+    the run is chosen in the same way from the failures without an earlier PASS.
     """
     for event in ("regressed", "fails"):
         found = [step for step in runs if step.event == event]
@@ -387,9 +387,10 @@ def _failure(step: _Step) -> str:
 
 
 def _loss(task: HistoryTask) -> float:
-    """Return the change as a share of the margin, to compare tasks in different units.
+    """Return the change divided by the margin, to compare tasks in different units.
 
-    A larger loss is a smaller number. The change is the end of its interval that is nearer to zero.
+    The number is negative for a loss. The change has a confidence interval. The end with the
+    smaller loss is used.
     """
     if task.verdict is not None:
         return task.verdict.high / (task.verdict.margin or 1.0)
