@@ -80,7 +80,7 @@ def _undeclared_scheme(view: CheckpointView) -> Iterator[Finding]:
     """
     if view.quantization.values is None:
         return
-    stored = [tensor for _, _, tensor in _places(view)]
+    stored = [tensor for _, _, tensor in _all_cache_scales(view)]
     if stored and all(stored):
         where = f"{view.quantization.place}.kv_cache_scheme"
         expected = "a scheme, because all attention layers have scales of the FP8 KV cache"
@@ -97,7 +97,7 @@ def cache_scales(view: CheckpointView) -> Iterator[tuple[str, str, TensorInfo | 
     scheme.
     """
     if cache_scheme(view) is not None:
-        yield from _places(view)
+        yield from _all_cache_scales(view)
 
 
 def cache_scheme(view: CheckpointView) -> Json:
@@ -110,8 +110,8 @@ def cache_scheme(view: CheckpointView) -> Json:
     return {**DECLARED_SCHEME} if view.quantization.method.kv_cache else None
 
 
-def _places(view: CheckpointView) -> Iterator[tuple[str, str, TensorInfo | None]]:
-    """Yield the same tuples as `cache_scales`, even if the config declares no KV cache scheme."""
+def _all_cache_scales(view: CheckpointView) -> Iterator[tuple[str, str, TensorInfo | None]]:
+    """Yield the tuples of `cache_scales` whether or not the config declares a KV cache scheme."""
     names = view.model.names
     attention = (
         module.rpartition(".")[0]

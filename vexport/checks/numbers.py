@@ -26,7 +26,8 @@ CHECK = "values"
 E4M3_NAN = 0x7F
 # Scales of linear layers. The scales of the KV cache are checked separately.
 LAYER_SCALES = ("weight_scale", "weight_global_scale", "input_scale", "input_global_scale")
-# If a layer has at least this many scales, they cannot all be equal, unless they are exponents.
+# If a layer has at least this many scales, they are implausible if they are all equal. Exponents may
+# be equal.
 MANY_SCALES = 16
 E8M0_BIAS = 127
 # Initial value of a scale in producers, and vLLM's default for a KV cache. Calibration never gives
@@ -150,7 +151,7 @@ def codes_out_of_range(
 
 
 def not_finite(view: CheckpointView) -> Iterator[Finding]:
-    """Report NaN in e4m3 payloads and unquantized tensors, and infinity in unquantized weights.
+    """Report NaN in e4m3 weights and unquantized tensors, and infinity in unquantized weights.
 
     Infinity in other tensors may be intended, such as bounds that disable clipping, and masks.
     """

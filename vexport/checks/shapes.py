@@ -59,9 +59,9 @@ def _quantized(
     If a tensor is too large, vLLM silently narrows it. The finding on this tensor is a warning,
     unless the size in the config is probably wrong.
     """
-    cut = _narrowed_dimension(view, fused)
-    if group.storage.transposed and cut is not None:
-        cut = 1 - cut
+    dimension = _narrowed_dimension(view, fused)
+    if group.storage.transposed and dimension is not None:
+        dimension = 1 - dimension
     for layer in view.layers.members(fused):
         parameters, shape = layer.parameters, view.layers.shape_of(layer)
         expected = group.parameters(shape) if shape is not None else {}
@@ -79,7 +79,7 @@ def _quantized(
         for parameter in (name for name in expected if name in parameters):
             yield from _dtype(view, group, parameters[parameter], expected[parameter])
             yield from _shape(
-                group, parameters[parameter], expected[parameter], cut, narrowing=narrowing
+                group, parameters[parameter], expected[parameter], dimension, narrowing=narrowing
             )
 
 
@@ -143,11 +143,16 @@ def _dtype(
 
 
 def _shape(
-    group: ConfigGroup, tensor: TensorInfo, expected: Parameter, cut: int | None, *, narrowing: bool
+    group: ConfigGroup,
+    tensor: TensorInfo,
+    expected: Parameter,
+    dimension: int | None,
+    *,
+    narrowing: bool,
 ) -> Iterator[Finding]:
     """Report a wrong shape.
 
-    If `narrowing` is True, a tensor that is only too large along the dimension `cut` is a warning.
+    If `narrowing` is True, a tensor that is only too large along `dimension` is a warning.
     """
     scalar = expected.shape == (1,) and tensor.shape == ()
     if tensor.shape == expected.shape or scalar:
@@ -155,26 +160,30 @@ def _shape(
     size = f" {group.weights.group_size}" if group.weights.group_size else ""
     wanted = f"{SHAPE}{list(expected.shape)} ({group.format}, {group.weights.strategy}{size})"
     got = str(list(tensor.shape))
-    if narrowing and cut in expected.along and _is_narrowed(tensor.shape, expected.shape, cut):
+    if (
+        narrowing
+        and dimension in expected.along
+        and _is_narrowed(tensor.shape, expected.shape, dimension)
+    ):
         yield warning(NAME, tensor.name, expected=wanted, got=got + NARROWED, fix=FIX_EXPORT)
     else:
         fix = f"{FIX_EXPORT}, or correct the config"
         yield error(NAME, tensor.name, expected=wanted, got=got, fix=fix)
 
 
-def _is_narrowed(stored: tuple[int, ...], expected: Shape, cut: int | None) -> bool:
+def _is_narrowed(stored: tuple[int, ...], expected: Shape, dimension: int | None) -> bool:
     """Return True if a tensor is too large only along the dimension that vLLM narrows.
 
     Source: parameter.py.
     """
-    if cut is None or len(stored) != len(expected):
+    if dimension is None or len(stored) != len(expected):
         return False
     same = all(
         size == full
         for axis, (size, full) in enumerate(zip(stored, expected, strict=True))
-        if axis != cut
+        if axis != dimension
     )
-    return same and stored[cut] > (expected[cut] or stored[cut])
+    return same and stored[dimension] > (expected[dimension] or stored[dimension])
 
 
 def _rounded_scales(view: CheckpointView) -> Iterator[Finding]:
@@ -214,22 +223,24 @@ def _scales(view: CheckpointView) -> Iterator[tuple[tuple[str, str], TensorInfo]
 def _unquantized(view: CheckpointView, layout: ModelLayout) -> Iterator[Finding]:
     """Compare norms, biases, embeddings and unquantized layers with the model's config."""
     quantized = {module for fused in view.layers.quantized for module in fused.members}
-    cuts: dict[str, int | None] = {}
+    narrowed_dimensions: dict[str, int | None] = {}
     for fused in view.model.fused_layers:
-        cuts.update(dict.fromkeys(fused.members, _narrowed_dimension(view, fused)))
+        narrowed_dimensions.update(dict.fromkeys(fused.members, _narrowed_dimension(view, fused)))
     for module, shape in layout.modules.items():
         if module not in quantized:
-            yield from _unquantized_tensor(view, f"{module}.weight", shape, cuts.get(module))
+            yield from _unquantized_tensor(
+                view, f"{module}.weight", shape, narrowed_dimensions.get(module)
+            )
     for name, shape in layout.parameters.items():
         yield from _unquantized_tensor(view, name, shape, None)
 
 
 def _unquantized_tensor(
-    view: CheckpointView, name: str, shape: Shape, cut: int | None
+    view: CheckpointView, name: str, shape: Shape, dimension: int | None
 ) -> Iterator[Finding]:
     """Report an unquantized tensor with a wrong dtype or shape.
 
-    `cut` is the dimension along which vLLM narrows the tensor, or None.
+    `dimension` is the dimension along which vLLM narrows the tensor, or None.
     """
     tensor = view.index.tensors.get(name)
     if tensor is None or JOINED.fullmatch(name):
@@ -243,7 +254,7 @@ def _unquantized_tensor(
         yield error(NAME, name, expected="dtype BF16, the model's dtype", got=got, fix=FIX_EXPORT)
     known = any(size is not None for size in shape)
     if known and not _has_shape(tensor, shape):
-        narrowed = _is_narrowed(tensor.shape, shape, cut)
+        narrowed = _is_narrowed(tensor.shape, shape, dimension)
         wanted = f"{SHAPE}{list(shape)}, from the sizes of {view.model.class_name} in config.json"
         got = f"{list(tensor.shape)}{NARROWED if narrowed else ''}"
         fix = f"{FIX_EXPORT}, or correct config.json"

@@ -294,15 +294,15 @@ def _wrong_sizes(group: ConfigGroup, sizes: Sequence[ScaleSizes]) -> Iterator[Fi
 
 def _small_block_scales(sizes: Sequence[ScaleSizes]) -> Iterator[Finding]:
     """Report NVFP4 scales that are too small. The largest scale should be about 448."""
-    of_all = max(each.most for each in sizes)
-    if of_all < MIN_LARGEST_BLOCK:
-        got = f"no scale above {of_all:g}, but the largest scale should be about 448"
+    largest = max(each.most for each in sizes)
+    if largest < MIN_LARGEST_BLOCK:
+        got = f"no scale above {largest:g}, but the largest scale should be about 448"
         yield _implausible_scale(sizes[0].scale, got)
         return
     for each in sizes:
         if each.most < 1:
             got = (
-                f"no scale above {each.most:g}, but up to {of_all:g} in a layer that vLLM fuses "
+                f"no scale above {each.most:g}, but up to {largest:g} in a layer that vLLM fuses "
                 f"with it"
             )
             yield _implausible_scale(each.scale, got)

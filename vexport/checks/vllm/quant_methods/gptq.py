@@ -92,7 +92,7 @@ class Gptq(TransposedIntegers):
             expected = f"{middle - self.zero_offset} in all zero points, because sym is true"
             found = f"{least}" if least == most else f"{least} to {most}"
             got = f"{found}; vLLM does not read zero points, and uses {middle}"
-            yield problem("qzeros", expected, got, "quantize again with sym")
+            yield problem("qzeros", expected, got, "quantize again with sym=True")
 
     def _order(
         self, args: Arguments, stored: Mapping[str, TensorInfo], reader: Reader
