@@ -53,9 +53,8 @@ class DescribeKernels:
     def vexport_kernels(self) -> list[list[str]]:
         """Return five texts for each linear or expert layer.
 
-        The first three are the layer's name, its scheme and its kernel. The fourth describes the
-        roundings that the kernel leaves out. The fifth has the bits of the kernel's inputs, or is
-        empty if they are unknown.
+        They are the layer's name, its scheme, its kernel, the roundings that the kernel leaves out,
+        and the number of bits of the kernel's inputs. The last text is empty if it is unknown.
         """
         model: torch.nn.Module = self.model_runner.get_model()  # type: ignore[attr-defined]
         return [

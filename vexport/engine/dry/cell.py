@@ -260,9 +260,9 @@ def _with_drafter(
 
 
 def _signature(models: Mapping[str, torch.nn.Module]) -> str:
-    """Return a digest of everything that loading depends on.
+    """Return a digest of the properties of models on which loading depends.
 
-    It includes the parameters, and the classes of the modules and of the methods that load them.
+    These are the parameters, and the classes of the modules and of the methods that load them.
     """
     digest = hashlib.sha256()
     for model in models.values():

@@ -96,9 +96,10 @@ def _unquantized(name: re.Match[str]) -> str:
 def without_shared_errors(result: CellResult, reason: str, *, requested: bool) -> CellResult:
     """Return the result without the errors that the unquantized model has as well.
 
-    `reason` is vLLM's reason with its cause. A refusal becomes "unknown". It stays a refusal if the
-    user `requested` the cell and the unquantized model loads in another cell: then the requested
-    GPU or number of ranks is the cause.
+    `reason` is vLLM's reason with its cause. If vLLM also refuses the unquantized model, the
+    outcome becomes "unknown". There is one exception. If the user chose the cell (`requested`) and
+    the unquantized model loads in another cell, the outcome stays "refused", because the chosen GPU
+    or number of ranks is the cause.
     """
     control = result.control
     if control is None:

@@ -104,8 +104,10 @@ def judge(
 
     `groups` are the config groups of the checkpoint. Messages use them to name its schemes. An
     error of the checkpoint does not count if the unquantized model was tried and has the same
-    error. If the user `requested` the cells, a refusal stays an error if the unquantized model
-    loads in another cell.
+    error.
+
+    `requested` is True if the user chose the cells. A refusal then stays an error if the
+    unquantized model loads in another cell, because the chosen GPU or number of ranks is the cause.
     """
     left_out = not_judged(results)
     results = [
@@ -334,8 +336,8 @@ class DryLoad:
 
     With `controlled`, an error does not count if vLLM has the same error with the unquantized
     model. This is the model in the folder `source`, or, without `source`, a model that transformers
-    makes of the checkpoint's class (see `controls.py`). If the user `requested` the cells, a
-    refusal stays an error if the unquantized model loads in other cells.
+    makes of the checkpoint's class (see `controls.py`). `requested` is True if the user chose the
+    cells (see `judge`).
     """
 
     checkpoints: Sequence[Path]
