@@ -124,10 +124,9 @@ class RunDirectory:
             self._stages.clear()
 
     def require_same_number(self, checkpoints: int) -> None:
-        """Raise InputError if the call evaluates one checkpoint and the folder is for several.
+        """Raise InputError if only one of the call and the folder is for several checkpoints.
 
-        The reverse case raises the same error. Otherwise the two calls would overwrite each other's
-        responses.
+        Otherwise this call and the earlier call would overwrite each other's responses.
         """
         has_several = any(" (" in stage for stage in self._stages)
         has_one = "serve candidate" in self._stages
