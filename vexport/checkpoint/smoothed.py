@@ -1,9 +1,9 @@
 """Read the tensors of a source with smoothed channels.
 
 Smoothing multiplies the rows of a tensor by powers of two, and the columns of a later tensor in the
-same layer by the inverse powers. The model's outputs stay bit-identical, because multiplying a float
-by a power of two only changes its exponent. The quantized checkpoint contains the exponents in
-`smoothing.json`.
+same layer by the inverse powers. The model's outputs stay bit-identical, because a multiplication
+by a power of two only changes the exponent of a float. The quantized checkpoint contains the
+exponents in `smoothing.json`.
 """
 
 import base64

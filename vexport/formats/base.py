@@ -236,7 +236,7 @@ class Format(Protocol):
         return {}
 
     def largest_codes(self, args: Arguments, codes: "Bytes") -> "tuple[Codes, int] | None":
-        """Return the largest code of each row or group with a scale, and the smallest expected code.
+        """Return the largest code of each row or group with a scale, and the least expected code.
 
         `codes` are the stored bytes of some rows. If a scale is correct, the largest code of its
         row or group is at least the second result. Returns None for formats in which correct scales
