@@ -19,8 +19,9 @@ def blocks(
 ) -> Iterator[Source]:
     """Yield the blocks of an output: groups to quantize and tensors to copy.
 
-    They are in the order of the source. A group takes the place of its first weight. Experts that
-    are stored in one tensor follow each other there. The scales of the KV cache come last.
+    The blocks have the order of the source's tensors. A group takes the place of its first weight.
+    If several experts are stored in one tensor, their groups follow each other at the place of this
+    tensor. The scales of the KV cache come last.
     """
     groups_of: dict[str, dict[str, FusionGroup]] = {}
     for group in groups:

@@ -83,9 +83,10 @@ def build_plan(
 ) -> Plan:
     """Decide for every tensor of a checkpoint whether and how it is quantized.
 
-    Layers that vLLM fuses form one group. Layers that vLLM would not run become refusals in the
-    plan, not exceptions. Layers of unsupported shape are kept unquantized if `on_unsupported_shape`
-    is keep, and get another group size if it is smaller-group. Notes in the plan list them.
+    Layers that vLLM fuses form one group. If vLLM could not run a layer, the plan contains a
+    refusal, and no exception is raised. Layers of unsupported shape are kept unquantized if
+    `on_unsupported_shape` is `keep`, and get smaller groups if it is `smaller-group`. The plan's
+    notes list these layers.
 
     Raises InputError for a source that cannot be quantized: it is already quantized, or its class
     is unknown.
@@ -144,7 +145,7 @@ def build_plan(
 
 
 def hidden_rule_notes(index: SourceIndex, rules: Sequence["Rule"]) -> tuple[Finding, ...]:
-    """Return a warning for each rule of the user if earlier rules match all its layers."""
+    """Return the warnings of `hidden_rules` for a source."""
     if len(rules) < 2:
         return ()
     architecture, _ = resolve(index.architecture, index.config)
@@ -358,9 +359,9 @@ def with_smaller_groups(
 
 
 def groups_by_unit(groups: Sequence[FusionGroup]) -> Mapping[str, list[FusionGroup]]:
-    """Return the groups by the units that need the same scheme in vLLM, by name of the unit.
+    """Return the groups of each unit, by the unit's name.
 
-    A unit is a fused layer, or all routed experts of a layer.
+    A unit is a fused layer, or all routed experts of a layer. vLLM loads a unit in one scheme.
     """
     units: dict[str, list[FusionGroup]] = {}
     for group in groups:

@@ -12,14 +12,15 @@ from vexport.formats.plan import FusionGroup, Plan
 from vexport.plan.rules import FEW_BITS, SMOOTHING_ROWS, WEIGHING_ROWS, needs_rounding
 from vexport.records.calibration import CALIBRATE, GRADIENTS, ROUND
 
-# Operations for a weight that a search for scales and the rounding by columns take, besides the
-# products with the moments of the inputs. They are counted in the float32 products that one core
-# does in the same time. Measured on a Xeon with AVX-512 (one thread, 86 GFLOPS, 6 layers of
-# SmolLM2-135M in W4A16_G64 with 256 tokens): 0.7 s for the 3.5 million weights of a layer. With
-# this number, 2,048 tokens should take 1.28 s for a layer, and took 1.24 s.
+# Cost per weight of the search for scales and of rounding column by column, without the matrix
+# products with the moments of the inputs. The unit is one float32 operation of a matrix product.
+# Measured on a Xeon with AVX-512 (one thread, 86 GFLOPS, 6 layers of SmolLM2-135M in W4A16_G64 with
+# 256 tokens): 0.7 s for the 3.5 million weights of a layer. With this number, the estimate for
+# 2,048 tokens is 1.28 s for a layer, and the measured time was 1.24 s.
 ROUNDING_PER_WEIGHT = 14_000
-# Text for a first try, and the size from which a remedy is worth a line.
+# Amount of text for a first try.
 TRIAL_SAMPLES, TRIAL_SEQ_LEN = 16, 256
+# Shorter calibrations get no line about their duration.
 LONG_SECONDS = 600.0
 # The speed of this machine is measured only if a machine of this speed would take long.
 SLOW_FLOPS = 2e9
@@ -28,21 +29,23 @@ SLOW_FLOPS = 2e9
 def calibration_work(plan: Plan, *, samples: int, seq_len: int) -> Mapping[str, float]:
     """Return the floating-point operations of each step of calibration, by the step's name.
 
-    The steps are those that the plan may need, in their order.
+    The gradient step is always included, even if the plan skips it (see `calibration_steps`).
     """
     tokens = samples * seq_len
     weights = sum(_weights(group) for group in plan.groups)
     # Embeddings and the output head. They count once, because most small models share them.
     head = max(plan.parameters - weights, 0)
     rows = min(samples, SMOOTHING_ROWS if plan.smoothing else WEIGHING_ROWS)
-    # A forward, and later the same forward with a backward, which takes as long.
+    # A forward pass, then a second forward pass and a backward pass. The head is not part of the
+    # first forward pass. Each pass takes 2 operations for each weight and token.
     gradients = rows * seq_len * (3 * 2 * weights + 2 * 2 * head)
     forward = 2 * weights * tokens
     if not needs_rounding(plan):
         return {GRADIENTS: gradients, CALIBRATE: forward}
     rounded = [group for group in plan.groups if group.rounding != "nearest"]
     streams = 2 if any(group.rounding == "refit" for group in rounded) else 1
-    # Half of the symmetric moments, and the products of both streams in a refit.
+    # The moments of the inputs are symmetric, so only half of them is computed. A refit also needs
+    # the products between the inputs of the original and of the quantized model.
     moments = sum(
         _columns(group) ** 2 * (3 if group.rounding == "refit" else 1) for group in rounded
     )
@@ -66,7 +69,7 @@ def calibration_seconds(plan: Plan, *, samples: int, seq_len: int, flops: float)
 
 
 def with_text(plan: Plan) -> Plan:
-    """Return the plan with refitted weights, as if calibration text was given for few bits."""
+    """Return the plan as it would be with calibration text: weights below 8 bits are refitted."""
     groups = tuple(
         replace(group, rounding="refit")
         if group.rounding == "nearest" and group.scheme.args.weights.num_bits < FEW_BITS

@@ -1,8 +1,8 @@
 """Find where the code of an observer `package.module:Class` is, without running any of it.
 
-An observer may be named by a scenario or a recipe, which other people write. Without
---trust-remote-code it is imported only if its file, and the files of its parent packages, are in a
-trusted place:
+Scenarios and recipes may name an observer, and may come from other people. Without
+--trust-remote-code, vexport imports an observer only if its file and the files of its parent
+packages are in a trusted place:
 
 - a folder of installed packages (site-packages) of this interpreter
 - a project installed as editable
@@ -68,13 +68,20 @@ def _find_spec(name: str, path: list[str] | None) -> ModuleSpec | None:
 
 
 def _locations(spec: ModuleSpec) -> list[str]:
-    """Return the folders of a package. For a namespace package, its parent is not looked up."""
+    """Return the folders of a package.
+
+    For a namespace package, this reads Python's private list. Iterating over the public attribute
+    would need the parent package to be imported.
+    """
     locations = spec.submodule_search_locations
     return [*getattr(locations, "_path", locations or ())]
 
 
 def _is_trusted(origin: str, untrusted: Sequence[Path]) -> bool:
-    """Return True if a file is in a trusted place. Built-in and frozen modules have no file."""
+    """Return True if a file is in a trusted place.
+
+    Returns False for built-in and frozen modules, because their `origin` is not a file.
+    """
     file = Path(origin)
     if not file.is_absolute():
         return False
@@ -83,8 +90,9 @@ def _is_trusted(origin: str, untrusted: Sequence[Path]) -> bool:
     installed = [spelling for folder in _site_packages() for spelling in _spellings(folder)]
     packages = [root for root in installed if _is_in(file, [root])]
     if packages:
-        # The file is not trusted if the current folder has the file and is, or is in, a folder of
-        # installed packages.
+        # An untrusted folder may be site-packages itself or inside it, for example if the current
+        # folder is one of them. Its files are not trusted then. All other installed files are
+        # trusted, except links into an untrusted folder outside.
         untrusted_packages = [folder for folder in untrusted if _is_in(folder, packages)]
         other_untrusted = [folder for folder in untrusted if folder not in untrusted_packages]
         is_link = not _is_in(file.resolve(), installed)

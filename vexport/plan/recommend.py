@@ -17,9 +17,9 @@ class _Choice:
     reason: str
 
 
-# The first scheme of each width that the GPU runs natively and that fits the model. FP8_DYNAMIC
-# comes before W8A8, because vLLM has INT8 kernels only below SM 100. Accuracy and size are measured
-# in vexport/docs/results.md.
+# For each number of bits, vexport recommends the first scheme that the GPU runs natively and that
+# fits the model. FP8_DYNAMIC comes before W8A8, because vLLM has INT8 kernels only below SM 100.
+# vexport/docs/results.md has measurements of accuracy and size.
 _CHOICES = (
     _Choice(bits=8, scheme="FP8_DYNAMIC", reason="FP8 tensor cores"),
     _Choice(bits=8, scheme="W8A8", reason="INT8 tensor cores; this GPU has none for FP8"),
@@ -66,11 +66,14 @@ def _rank(outlook: SchemeOutlook) -> tuple[bool, bool, bool]:
 
 
 def _recommended(schemes: Sequence[SchemeOutlook]) -> Iterator[Recommendation]:
-    """Yield the first choice of each width, or the same scheme with another group size."""
+    """Yield the first choice for each number of bits.
+
+    If only another group size of the scheme fits the model, the scheme with that size is yielded.
+    """
     native = [outlook.scheme for outlook in schemes if _is_choice(outlook)]
     runnable = {outlook.scheme for outlook in schemes if outlook.is_native}
     found: set[int] = set()
-    # Better schemes that the GPU runs and that do not fit the model, by width.
+    # Better schemes that the GPU runs natively but that do not fit the model, by number of bits.
     unfit: dict[int, str] = {}
     for choice in _CHOICES:
         if choice.bits in found:

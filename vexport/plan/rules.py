@@ -25,7 +25,8 @@ FEW_BITS = 8
 # Best strength for most models (SmoothQuant, arXiv 2211.10438, section 5.1), also in our
 # measurements.
 STRENGTH = 0.5
-# Numbers of evenly spread rows of text. Their gradients determine smoothing and token weights.
+# Numbers of text rows for the gradients that determine the smoothing and the weights of tokens in a
+# refit. The rows are spread evenly over the text.
 SMOOTHING_ROWS, WEIGHING_ROWS = 16, 4
 # An `ignore` pattern may match nothing: some models do not have the layers it names.
 OPTIONAL_LAYERS = re.compile(
@@ -38,16 +39,17 @@ def choose_treatment(
 ) -> Treatment | None:
     """Return the treatment of a linear layer by the first rule that matches it.
 
-    Returns None if the layer stays unquantized. A layer outside the decoder layers is quantized
-    only by a rule that names it, and not by a rule for all linear layers. A layer that vLLM builds
-    unquantized matches only a rule that names it without a pattern, and is then refused. If a rule
-    has no rounding and there is calibration text, weights of fewer than 8 bits are refitted.
+    Returns None if the layer stays unquantized. The rule `Linear` matches only linear layers inside
+    decoder layers. If vLLM builds a layer unquantized, only a rule with the layer's name matches
+    it, and `build_plan` refuses the rule. If a rule sets no rounding and there is calibration text,
+    weights of fewer than 8 bits are refitted.
     """
     rule = next((rule for rule in rules if _applies(rule, name, place)), None)
     if rule is None or rule.scheme == KEEP:
         return None
     rounding = rule.method or default_rounding(rule.scheme, has_text=has_text)
-    # Only some of the schemes that `auto` selects from have static input scales.
+    # A rule with `scheme: auto` may name an input observer. The observer is ignored if the selected
+    # scheme has no static input scales.
     scheme = get_scheme(rule.scheme)
     observes_inputs = scheme.args.calibrated
     return Treatment(
@@ -63,9 +65,9 @@ def choose_treatment(
 
 
 def default_rounding(scheme: str, *, has_text: bool) -> Rounding:
-    """Return the rounding for rules that name none.
+    """Return the default rounding of a scheme: refit for fewer than 8 bits with text, else nearest.
 
-    Weights of 8 bits lose too little for refitting to be worth the time.
+    Weights of 8 bits lose so little accuracy that a refit is not worth its time.
     """
     return (
         "refit" if has_text and get_scheme(scheme).args.weights.num_bits < FEW_BITS else "nearest"
@@ -73,15 +75,15 @@ def default_rounding(scheme: str, *, has_text: bool) -> Rounding:
 
 
 def default_observer(scheme: str, rounding: Rounding) -> str:
-    """Return the observer of weights for rules that name none, depending on the rounding.
+    """Return the default observer of a scheme's weights, which depends on the rounding.
 
     vexport/docs/results.md has the measurements.
     """
     chosen = get_scheme(scheme)
     weights = chosen.args.weights
-    # With power-of-two scales, a search has little to choose from.
-    coarse = weights.num_bits >= FEW_BITS or chosen.format.exponent_scales
-    if rounding == "nearest" or coarse or weights.strategy not in IMPORTANCE_STRATEGIES:
+    # A search for scales gains little for 8 bits, and for scales that must be powers of two.
+    gains_little = weights.num_bits >= FEW_BITS or chosen.format.exponent_scales
+    if rounding == "nearest" or gains_little or weights.strategy not in IMPORTANCE_STRATEGIES:
         return MIN_MAX[0]
     return EXPANDED if weights.strategy == "tensor_group" else IMPORTANCE
 
@@ -96,10 +98,10 @@ def _applies(rule: "Rule", name: str, place: Place) -> bool:
 
 
 def hidden_rules(rules: Sequence["Rule"], places: Mapping[str, Place]) -> Iterator[Finding]:
-    """Yield a warning for each rule without effect, because earlier rules match all its layers.
+    """Yield a warning for each rule that has no effect because earlier rules match all its layers.
 
-    Patterns of a recipe's `ignore` get a warning if they match no layer, except layers that some
-    models lack.
+    Also yield a warning for each `ignore` pattern of a recipe that matches no layer. Patterns for
+    layers that many models do not have, such as routers, get no warning.
     """
     effective = {
         next((number for number, rule in enumerate(rules) if _applies(rule, name, place)), None)
@@ -178,18 +180,18 @@ def smoothing_strength(
 
 
 def smoothed_groups(groups: Sequence[FusionGroup]) -> tuple[FusionGroup, ...]:
-    """Return the groups with inputs that lose much, or all groups if there are none.
+    """Return the groups whose inputs lose much accuracy when they are quantized.
 
-    Weights profit from smoothing, too.
+    If there are no such groups, return all groups, because smoothing also helps weights.
     """
     return tuple(filter(_has_lossy_inputs, groups)) or tuple(groups)
 
 
 def select_smoothing(plan: Plan, found: Mapping[str, Smoothing]) -> Mapping[str, Smoothing]:
-    """Select the part of the smoothing that a plan needs, by stored tensor.
+    """Return the smoothing of each stored tensor that a plan changes, by the tensor's name.
 
-    `found` has the smoothing of all candidates. The result equals a search for this plan's groups
-    alone.
+    `found` contains the smoothing that was measured for all schemes that the plan could choose. The
+    result is the same as if the smoothing had been measured for this plan alone.
     """
     if not plan.smoothing:
         return {}
@@ -208,10 +210,10 @@ def select_smoothing(plan: Plan, found: Mapping[str, Smoothing]) -> Mapping[str,
 
 
 def _has_lossy_inputs(group: FusionGroup) -> bool:
-    """Return True if the inputs of a group lose much by quantization.
+    """Return True if the inputs of a group lose much accuracy when they are quantized.
 
-    Integers lose values that are small compared with the largest input of a token. 4-bit inputs
-    lose values that are small in their block.
+    Integers round values to 0 that are small compared with the token's largest input. 4-bit floats
+    round values to 0 that are small compared with the largest value of their block.
     """
     inputs = group.scheme.args.input_activations
     if inputs is None or inputs.num_bits > 8:
@@ -221,7 +223,7 @@ def _has_lossy_inputs(group: FusionGroup) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CalibrationNeed:
-    """First part of a plan that needs samples, and their purpose."""
+    """Reason why a plan needs samples: the part of the plan, and the purpose of the samples."""
 
     where: str
     samples: str
@@ -240,7 +242,7 @@ class CalibrationNeed:
 def calibration_need(plan: Plan) -> CalibrationNeed | None:
     """Return why a plan needs calibration, or None if samples would change nothing.
 
-    Reasons are statistics, smoothing, and weights that are rounded by their inputs.
+    Samples are needed for statistics, for smoothing, and for a rounding other than nearest.
     """
     need = statistics_need(plan)
     if need:
@@ -258,9 +260,9 @@ def calibration_need(plan: Plan) -> CalibrationNeed | None:
 
 
 def text_use(schemes: Iterable[Scheme], *, needed: bool) -> str:
-    """Return how calibration text matters for these schemes: `needed`, `helps` or `not needed`.
+    """Return whether calibration text is `needed`, `helps` or is `not needed` for these schemes.
 
-    If it is not `needed`, it still helps to round weights to fewer than 8 bits.
+    Text that is not needed helps if weights have fewer than 8 bits, because they can be refitted.
     """
     if needed:
         return "needed"
@@ -269,7 +271,7 @@ def text_use(schemes: Iterable[Scheme], *, needed: bool) -> str:
 
 
 def statistics_need(plan: Plan) -> CalibrationNeed | None:
-    """Return why a plan needs ranges or the importance of inputs, or None if it needs neither."""
+    """Return why a plan needs ranges or importance of inputs, or None if it needs no statistics."""
     static = [f"scheme {scheme.name}" for scheme in plan.used_schemes if scheme.args.calibrated]
     if plan.attention:
         static.append("KV cache")

@@ -10,8 +10,9 @@ from vexport.formats.plan import FusionGroup
 from vexport.formats.shapes import unsupported_on, unsupported_reordering
 from vexport.records import Finding, LinearPlan
 
-# Treatment of layers that do not fit.
+# Name of the check in refusals of a shape.
 SHAPE = "shape"
+# Remedy in notes on layers that do not fit.
 KEPT = "kept unquantized"
 RANKS_ADVICE = "serve it on another number of GPUs (--tp)"
 
@@ -19,10 +20,9 @@ RANKS_ADVICE = "serve it on another number of GPUs (--tp)"
 def unsupported(
     groups: Iterable[FusionGroup], names: Names, ranks: Sequence[int]
 ) -> dict[str, str]:
-    """Return the groups that vLLM could not run on all these ranks, each with the reason.
+    """Return the reason for each group that vLLM cannot run, by the group's name.
 
-    Groups with equal names and sizes are checked once, because a model has many layers of few
-    kinds.
+    A group must run on every number of ranks in `ranks`. Groups of the same kind are checked once.
     """
     reasons: dict[str, str] = {}
     judged: dict[tuple[object, ...], str | None] = {}
@@ -65,7 +65,7 @@ def refusal(group: FusionGroup, reason: str, fix: str) -> Finding:
 
 
 def kept_note(finding: Finding, name: str) -> Finding:
-    """Return the finding on layers that stay unquantized because one of them does not fit."""
+    """Return the refusal of a group as a warning that all layers of the unit `name` are kept."""
     return replace(finding, severity="warning", where=name, fix=KEPT)
 
 
@@ -76,7 +76,7 @@ def refused_ranks(
     names: Names,
     ranks: Sequence[int],
 ) -> Iterator[Finding]:
-    """Yield refusals of rank counts that cannot share the heads, or the unquantized layers."""
+    """Yield refusals for numbers of ranks that cannot divide the heads or unquantized layers."""
     several = [count for count in ranks if count > 1]
     if not several or not names.architecture.row_parallel:
         return

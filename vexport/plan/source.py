@@ -199,9 +199,9 @@ def rules_need_calibration(
 
 
 def rounded_to_nearest(rules: Sequence[Rule]) -> tuple[Rule, ...]:
-    """Return the rules for calibration with vexport's text.
+    """Return the rules with `rounding: nearest` in each rule that sets no rounding.
 
-    Rules that name no rounding get rounding to nearest.
+    These are the rules for calibration on the text that ships with vexport.
     """
     return tuple(
         rule.model_copy(update={"rounding": "nearest"}) if rule.rounding is None else rule
@@ -216,9 +216,10 @@ def with_calibration_text(
     default: Calibration,
     note: Callable[[str], None],
 ) -> tuple[tuple[Rule, ...], PlanSettings, Calibration | None]:
-    """Return rules, settings and text, completed by the `default` text if the rules need text.
+    """Return (rules, settings, text) for planning with calibration text.
 
-    The default is only used if `text` is None. `note` then receives a message.
+    If the rules need text and `text` is None, the text is `default`, rules without a rounding round
+    to nearest, and `note` receives a message. Otherwise, rules and text are unchanged.
     """
     if text is None and rules_need_calibration(rules, settings.kv_cache, settings.smoothing):
         note(default_text_note(rules))
@@ -227,9 +228,9 @@ def with_calibration_text(
 
 
 def with_default_text(scenarios: Sequence[Scenario], note: Callable[[str], None]) -> list[Scenario]:
-    """Return the scenarios, all with vexport's text if any scenario needs text and has none.
+    """Give all scenarios the text that ships with vexport, if one of them needs text and has none.
 
-    `note` then receives a message.
+    In this case, `note` receives a message. Otherwise, the scenarios are returned unchanged.
     """
     if not any(
         scenario.calibration is None
@@ -250,10 +251,10 @@ def with_default_text(scenarios: Sequence[Scenario], note: Callable[[str], None]
 def require_trusted_observers(
     rules: Sequence[Rule], folders: Sequence[Path] = (), *, trusted: bool
 ) -> None:
-    """Raise InputError for each observer `package.module:Class` with code that may not run.
+    """Raise InputError for each observer `package.module:Class` whose code is not trusted.
 
-    Code in the current folder and in `folders` (of a scenario or recipe) only runs if it is
-    `trusted`, which --trust-remote-code sets.
+    Code in the current folder and in `folders` (the folder of a scenario or recipe) is refused
+    unless `trusted` is True. The option --trust-remote-code sets it.
     """
     if not trusted:
         raise_all([problem for rule in rules for problem in _untrusted_observers(rule, folders)])
@@ -349,7 +350,10 @@ def plan_headers(
     *,
     trust_remote_code: bool = False,
 ) -> tuple[SourceIndex, Plan]:
-    """Plan a model like `plan_source`, but from headers only. The files may be gone afterwards."""
+    """Plan a model like `plan_source`, but fetch only the headers of a model on the hub.
+
+    The fetched files may be deleted when the function returns. The plan names the pinned source.
+    """
     with source_headers(source, on_progress) as root:
         index, plan = plan_source(str(root), rules, settings, trust_remote_code=trust_remote_code)
         return index, replace(plan, source=pinned_source(source, root))
@@ -385,7 +389,7 @@ def _class_problems(
         )
         return
     if isinstance(observer, IMatrixMSEObserver):
-        need = "an observer without importance, which calibration collects for imatrix_mse only"
+        need = "an observer that does not use importance: only imatrix_mse receives it"
         yield InputError(
             where, got=f"{name}, which needs importance", need=need, fix="use imatrix_mse"
         )
@@ -401,7 +405,7 @@ def _class_problems(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kind:
-    """Fused layers of the same kind: an example, their number, and the example's source bytes."""
+    """Kind of fused layers: an example group, the number of groups, and the example's bytes."""
 
     group: FusionGroup
     number: int
@@ -417,10 +421,11 @@ def scheme_table(
 ) -> SchemeTable:
     """Return the table of all schemes, or of all schemes with the given group size.
 
-    Each scheme is planned for all linear layers that no rule in `kept` keeps. If the groups of a
-    scheme do not fit, the table also has the scheme with the largest group size that fits.
+    Each scheme is planned for all linear layers, except layers that the rules in `kept` keep. If
+    the group size of a scheme does not fit the model, the table also has the same scheme with the
+    largest group size that fits.
 
-    Raises InputError for a source that cannot be quantized, as `build_plan` does.
+    Raises InputError if the source cannot be quantized (see `build_plan`).
     """
     if group_size is None:
         schemes = scheme_names()
