@@ -1,9 +1,9 @@
 """Reports in every format: text, JSON, HTML, Markdown, JUnit XML and GitHub annotations.
 
-Each kind of report has a function that builds its documents (vexport.reports.document), and each
-format has a module that renders documents. Each function here renders one kind of report. The
-command line offers the formats that this kind supports. Reports on several checkpoints keep the
-order of the checkpoints, and their JSON is a list.
+Each function here renders one kind of report in a given format. Other modules build the documents
+of each kind (vexport.reports.document), and a renderer for each format renders documents. The
+command line offers the formats that a kind supports. Reports on several checkpoints keep the order
+of the checkpoints, and their JSON is a list.
 """
 
 import json
@@ -38,7 +38,9 @@ def _rendered(
 ) -> str:
     """Return a report in the given format. Raise InputError if the report does not support it.
 
-    `width` is the width of text in columns.
+    JSON is made from `value`. Text, Markdown and HTML are made from `documents()`, JUnit from
+    `suites()`, and GitHub annotations from `annotations()`. `width` is the number of columns of
+    text.
     """
     match format:
         case "json":
@@ -61,7 +63,7 @@ def _rendered(
 
 
 def _json(value: object) -> str:
-    """Return indented ASCII. Terminal controls and lone surrogates become JSON escapes."""
+    """Return indented JSON in ASCII. Control characters and lone surrogates are escaped."""
     return json.dumps(_plain(value), indent=2, allow_nan=False) + "\n"
 
 
@@ -148,9 +150,10 @@ def render_loads(
     every: bool = False,
     width: int = text.WIDTH,
 ) -> str:
-    """Return the reports of loads or dry loads. JUnit has a case for each cell of a dry load.
+    """Return the reports of loads or dry loads.
 
-    Text groups findings by kind and shows only the cause of a refusal, unless `every` is True.
+    JUnit has a test case for each combination of devices that a dry load tested. Text groups
+    findings by kind and shows only the cause of a refusal, unless `every` is True.
     """
     return _rendered(
         list(reports),
@@ -163,16 +166,16 @@ def render_loads(
 
 
 def render_comparison(runs: "Sequence[ComparedRun]", format: str) -> str:
-    """Return several runs in order, as text, JSON, Markdown or a page."""
+    """Return a table of several runs, in the given order, as text, JSON, Markdown or HTML."""
     from vexport.reports.run_document import comparison_document
 
     return _rendered(list(runs), format, lambda: [comparison_document(runs)])
 
 
 def render_history(history: "History", format: str) -> str:
-    """Return the history of a model as text, JSON, Markdown or a page.
+    """Return the history of a model as text, JSON, Markdown or HTML.
 
-    JSON contains the rows, as for several runs that are compared.
+    The JSON is the list of rows, as in `render_comparison`.
     """
     from vexport.reports.history import history_document
 

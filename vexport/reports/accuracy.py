@@ -49,7 +49,7 @@ from vexport.reports.positions import position_parts
 
 MAX_FLIPS = 100
 _MAX_BESIDE = 8
-"""Maximum number of comparisons shown for each task next to its gate. JSON has all."""
+"""Maximum number of informational comparisons that are shown for each task. JSON has all."""
 
 
 def verdict_document(verdict: Verdict) -> doc.Document:
@@ -85,7 +85,10 @@ def cause_parts(verdict: Verdict) -> tuple[doc.Part, ...]:
 
 
 def accuracy_section(verdict: Verdict) -> doc.Section:
-    """Return the section with the tasks, the comparisons next to their gates, and the warnings."""
+    """Return the section with the tasks, the informational comparisons, and the warnings.
+
+    For held-out text, return the section with the text's measures and its positions.
+    """
     if verdict.text is not None:
         lead = (
             "Both models read the same held-out text in vLLM. The log-probabilities decide, and "
@@ -121,7 +124,7 @@ def accuracy_section(verdict: Verdict) -> doc.Section:
 
 
 def task_table(verdict: Verdict) -> doc.Table:
-    """Return a table with a row for each task that has a gate, and with the method below it.
+    """Return a table with a row for each task of the verdict, and with the method below it.
 
     The page leaves out result and difference, because its chart shows them. Plain text leaves out
     the result, because its gates show it.
@@ -179,8 +182,8 @@ def _task_row(task: TaskVerdict) -> Iterator[TableCell]:
 def _shown_comparisons(verdict: Verdict) -> Iterator[Comparison]:
     """Yield the comparison of all documents, then the informational comparisons of each task.
 
-    At most _MAX_BESIDE comparisons are kept for each task, in their order. The task's other metrics
-    have priority. For a group, the tasks with the greatest loss are next.
+    At most _MAX_BESIDE comparisons are kept for each task: first its other metrics, then, if the
+    task is a group, the members with the greatest loss. The original order is kept.
     """
     if verdict.pooled:
         yield verdict.pooled
@@ -204,10 +207,9 @@ def _comparison_row(comparison: Comparison) -> doc.Row:
 
 
 def forests(verdict: Verdict) -> Iterator[doc.Forest]:
-    """Yield a chart for the tasks scored in shares, and a chart for each other unit.
+    """Yield a chart for each combination of unit and margin, with the tasks that have both.
 
-    Tasks with different margins are in different charts. The axis has a little room on both sides
-    of all values.
+    The axis is slightly longer than the range of the values.
     """
     charts: dict[tuple[Scale, float], list[TaskVerdict]] = {}
     for task in verdict.tasks:
@@ -393,7 +395,7 @@ def text_table(verdict: Verdict, text: TextVerdict) -> doc.Table:
 
 
 def _compared_tokens(text: TextVerdict) -> str:
-    """Return the tokens over which the KL was computed."""
+    """Return the part of the vocabulary over which the KL was computed, in words."""
     limits = [limit for bucket in text.buckets for limit in bucket.limits] or text.limits
     measures = {limit.measure for limit in limits}
     likeliest = "the likeliest tokens of both models, with all others as one (a lower bound)"

@@ -145,7 +145,7 @@ def _accuracy(verdict: Verdict) -> Section:
 
 
 def _facts(report: Report) -> Iterator[str]:
-    """Yield the command, facts of quantization and load, and the blind spots of the load.
+    """Yield the command, facts on quantization and load, and what the load could not verify.
 
     Absolute paths in the command are cut to their last part, because cards are public.
     """

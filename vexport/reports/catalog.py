@@ -1,4 +1,4 @@
-"""Tables of schemes, observers, roundings, checks and architectures; sections of the reference."""
+"""Render the tables of `vexport list`, and find the sections of the reference for `explain`."""
 
 import json
 import re
@@ -133,7 +133,11 @@ _FENCE = "```"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReferenceSection:
-    """A heading of a page with everything below it, as Markdown. The page itself has depth 1."""
+    """Section of a page in Markdown: a heading with everything below it.
+
+    `depth` is the level of the heading. The whole page is a section with depth 1. `names` are the
+    names by which `vexport explain` finds the section.
+    """
 
     page: str
     title: str

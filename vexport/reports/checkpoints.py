@@ -168,7 +168,10 @@ def column_names(reports: Sequence[CheckpointReport]) -> list[str]:
 
 
 def _versions(reports: Sequence[LoadReport | DryLoadReport]) -> list[doc.Document]:
-    """Return a table of checkpoints by vLLM and mode, or nothing for a single column."""
+    """Return a document with a table of checkpoints and loads.
+
+    Returns an empty list if the loads do not differ in vLLM, tensor parallel size or mode.
+    """
     named = column_names(reports)
     names = tuple(dict.fromkeys(named))
     if len(names) < 2:
@@ -261,7 +264,7 @@ def _free_cell(room: GpuRoom) -> doc.TableCell:
 
 
 def _equal_sizes(report: DryLoadReport) -> list[list[int]]:
-    """Group the tensor parallel sizes that have equal cells."""
+    """Return groups of tensor parallel sizes whose cells in the tables are equal."""
     alike: dict[tuple[tuple[str, ...], ...], list[int]] = {}
     for tp in dict.fromkeys(cell.tp for cell in report.cells):
         rows = (report.cells, *(row.cells for row in report.rows))
@@ -287,7 +290,7 @@ def _equal_rows(layers: Sequence[MatrixRow], tp: int) -> Iterator[tuple[doc.Tabl
     """
     alike: dict[doc.Row, list[MatrixRow]] = {}
     for kind in layers:
-        # W8A8 may be integers or floats. Only vLLM's name of the scheme differs.
+        # W8A8 may store integers or floats, and only vLLM's name of the scheme contains the type.
         stored = kind.scheme if kind.scheme.startswith(kind.stored) else kind.stored
         shown = row(stored, *(_cell(cell, kind) for cell in kind.cells if cell.tp == tp))
         alike.setdefault(shown, []).append(kind)

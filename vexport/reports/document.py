@@ -1,7 +1,7 @@
-"""Parts of a report, which a renderer for each format (text, HTML, Markdown) renders.
+"""Parts of a report: sections, tables, charts and others. vexport.reports.renderers renders them.
 
-Texts may come from a checkpoint, a model or a data set, so the renderers escape and clip them. Only
-HTML has charts.
+There are renderers for text, HTML and Markdown. Texts may come from a checkpoint, a model or a data
+set, so the renderers escape and clip them. Only HTML has charts.
 """
 
 import math
@@ -43,7 +43,10 @@ class TableCell:
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A column of a table. `omit` lists the forms without it. Plain text shows notes if `noted`."""
+    """A column of a table. `omit` lists the formats that leave out the column.
+
+    Plain text shows the notes of the cells only if `noted` is True.
+    """
 
     title: str
     numeric: bool = False
@@ -65,7 +68,7 @@ class Table:
     stack: bool = True
 
     def shown(self, form: Form) -> "Table":
-        """Return the table with the columns of a form."""
+        """Return the table without the columns that this format leaves out."""
         kept = [number for number, column in enumerate(self.columns) if form not in column.omit]
         rows = tuple(tuple(row[number] for number in kept) for row in self.rows)
         return replace(self, columns=tuple(self.columns[number] for number in kept), rows=rows)
@@ -111,8 +114,8 @@ class Details:
 class FindingList:
     """Findings with their gates, the most serious first.
 
-    Findings are grouped by kind unless `every` is True. `everything` names the place of the
-    complete list, such as `--format json`.
+    Findings are grouped by kind unless `every` is True. `everything` is the option or file that
+    gives the complete list, such as `--format json`.
     """
 
     findings: tuple[tuple[str, Finding], ...]
@@ -135,7 +138,10 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """Text in tokens: (token, heat from 0 to 3, note)."""
+    """Text as a list of tokens: (token, heat from 0 to 3, note).
+
+    The heat is the shade of the token's background: a larger KL has a darker shade.
+    """
 
     tokens: tuple[tuple[str, int, str], ...]
 
@@ -407,7 +413,7 @@ def parts(*items: Part | Iterable[Part] | None) -> tuple[Part, ...]:
 def page_section(
     title: str, anchor: str, lead: str, *items: Part | Iterable[Part] | None
 ) -> Section:
-    """Return a section that only the HTML page shows."""
+    """Return a section that only HTML shows. The other arguments are the fields of `Section`."""
     return Section(title, parts(*items), anchor, lead, PAGE)
 
 

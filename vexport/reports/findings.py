@@ -1,7 +1,7 @@
-"""Findings and gates for people.
+"""Fold findings for reports that people read, and build the gates of runs and verdicts.
 
-Findings of the same kind appear as a single finding, with their number. Consequences of a wrong
-config appear below their cause. The gates of a run keep their order. JSON has every finding.
+Findings of the same kind are shown as a single finding, with their number. Consequences of a wrong
+config are shown below their cause. JSON has every finding.
 """
 
 import math
@@ -64,7 +64,10 @@ _ONLY_LOADED = "not requested: the checkpoint was only loaded"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Folded:
-    """All findings of a kind: the first, all places, their number, and their consequences."""
+    """Findings of one kind: the first finding, all places as one text, and the number of findings.
+
+    `follow` are the kinds of findings that may be consequences.
+    """
 
     first: Finding
     places: str
@@ -95,7 +98,8 @@ class Folded:
 def fold(findings: Sequence[Finding]) -> tuple[Folded, ...]:
     """Fold findings by kind, in their order.
 
-    Possible consequences are moved below the last finding that may be their cause.
+    If findings report a wrong quantization config, findings of checks that depend on the config may
+    be consequences. They are moved below the last of their possible causes.
     """
     if not any(map(_is_cause, findings)):
         return kinds(findings)
@@ -125,18 +129,20 @@ def kinds(findings: Iterable[Finding]) -> tuple[Folded, ...]:
 
 
 def _is_cause(finding: Finding) -> bool:
+    """Return True if the finding is an error of the quantization config."""
     return finding.check == "config" and finding.severity == "error" and _AT_CONFIG in finding.where
 
 
 def _follows(finding: Finding) -> bool:
+    """Return True if the finding may be the consequence of a wrong quantization config."""
     return finding.check in _JUDGED_BY_CONFIG and _AT_CONFIG not in finding.where
 
 
 def folded_places(places: Sequence[str]) -> str:
-    """Return `model.layers.0-29.{mlp.down_proj, mlp.up_proj}.weight`.
+    """Join places into one text: `model.layers.0-29.{mlp.down_proj, mlp.up_proj}.weight`.
 
-    Numbers become ranges, and other parts that differ are listed in braces. A range that would
-    include other places becomes `*`.
+    Numbers become ranges, and other parts that differ are listed in braces. Numbers become `*` if
+    ranges would include places that are not in `places`.
     """
     patterns: dict[str, list[tuple[int, ...]]] = {}
     for place in dict.fromkeys(places):
@@ -189,15 +195,16 @@ def _join_with_braces(names: Sequence[str]) -> str:
 
 
 def report_gates(report: "Report") -> tuple[Gate, ...]:
-    """Return the gates of a run: plan, check, dry load, both loads, every task, and the conclusion.
+    """Return the gates of a run: plan, check, dry load, both loads, the tasks, and `overall`.
 
-    A stage that the run did not reach is SKIPPED. A given checkpoint has neither plan nor check.
+    A load that was never tried is SKIPPED, and so is `evaluate` if there is no verdict. Other
+    stages without a result have no gate: a given checkpoint has neither plan nor check.
     """
-    unasked = NOT_RUN
+    skipped = NOT_RUN
     if report.outcome == "PASS":
-        unasked = _NOT_ASKED if report.given is None else _ONLY_LOADED
+        skipped = _NOT_ASKED if report.given is None else _ONLY_LOADED
     overall = f"{outcome_line(report.outcome, report_device(report))}: {report_sentence(report)}"
-    evaluated = [Gate(name="evaluate", status="SKIPPED", message=unasked)]
+    evaluated = [Gate(name="evaluate", status="SKIPPED", message=skipped)]
     if report.verdict is not None:
         evaluated = [*_accuracy_gates(report.verdict)]
     elif report.is_of_variants:
@@ -224,7 +231,7 @@ def variant_gate(row: "ComparedVariant") -> Gate:
 
 
 def verdict_gates(verdict: "Verdict") -> tuple[Gate, ...]:
-    """Return the gates of every task, or of every measure of the text, and the conclusion."""
+    """Return a gate for each task, or for each measure of the text, and the gate `overall`."""
     message = f"{outcome_line(verdict.outcome, verdict.device)}: {verdict.reason}"
     return (
         *_accuracy_gates(verdict),
@@ -277,9 +284,9 @@ def staged_findings(report: "Report") -> tuple[tuple[str, Finding], ...]:
 
 
 def judged_for(report: CheckReport | LoadReport | DryLoadReport) -> str:
-    """Return ` for vLLM 0.32, TP 1, any GPU`: the target of a check.
+    """Return the target of a check, for the end of a sentence: ` for vLLM 0.32, TP 1, any GPU`.
 
-    Return "" for a load, because its engine is shown.
+    Return "" for a load, because its report shows the engine.
     """
     if not isinstance(report, CheckReport) or not report.vllm:
         return ""

@@ -114,7 +114,7 @@ def count(value: int | None) -> str:
 
 
 def small(value: float) -> str:
-    """Return a divergence with three significant digits: `0.00123`, `1.2e-07`."""
+    """Return a small number, such as a KL, with three significant digits: `0.00123`, `1.2e-07`."""
     return f"{value:.3g}"
 
 
@@ -190,7 +190,10 @@ def subject_of(report: "Report") -> str:
 
 
 def report_sentence(report: "Report") -> str:
-    """Return the reason for the outcome of a run, with the size if the checkpoint loads."""
+    """Return the reason for the outcome of a run.
+
+    If the checkpoint loads, the sentence also gives its size as a share of the source's size.
+    """
     sizes = sizes_of(report)
     is_loaded = report.load is not None and report.load.ok
     if not is_loaded or not sizes.source_bytes or sizes.output_bytes is None:
@@ -237,7 +240,10 @@ def next_step_of_verdict(verdict: Verdict) -> tuple[str, str]:
 
 
 def _next_after_failure(verdict: Verdict | None) -> tuple[str, str]:
-    """Return how to find the cause of a loss, if it is unknown, else how to keep more accuracy."""
+    """Return (command, sentence) after a loss: how to find its cause, or how to lose less.
+
+    The first is returned if vexport could not search for the cause.
+    """
     obstacle = _obstacle_to_cause(verdict)
     if not obstacle:
         return "", _MORE_BITS
@@ -264,13 +270,16 @@ def _remedy(outcome: Outcome, verdict: Verdict | None) -> str:
 
 
 def opening(sentence: str) -> str:
-    """Return a sentence for a line by itself: capitalized, unless it starts with a name."""
-    is_ours = sentence.startswith(("all ", "both ", "check ", "load "))
-    return sentence[0].upper() + sentence[1:] if is_ours else sentence
+    """Capitalize a sentence for a line by itself if it starts with one of vexport's words.
+
+    Any other first word may be the name of a task or file, which keeps its spelling.
+    """
+    starts_with_word = sentence.startswith(("all ", "both ", "check ", "load "))
+    return sentence[0].upper() + sentence[1:] if starts_with_word else sentence
 
 
 def size_change(plan: Plan) -> str:
-    """Return bytes before and after, and bits per weight."""
+    """Return `3.94 MB to 2.19 MB (56%), 8.91 bits per weight`: the sizes before and after."""
     share = ratio(plan.output_bytes, plan.source_bytes)
     bits = bits_per_weight(plan.output_bytes, plan.parameters)
     return (
@@ -320,9 +329,9 @@ def margin_of(task: "TaskVerdict | Comparison", margin: float) -> float:
 
 
 def margin_text(task: "TaskVerdict | Comparison", margin: float) -> str:
-    """Return a task's acceptable loss without its unit: `2`, or `0.00995 (1%)` if it is relative.
+    """Return a task's margin without its unit: `2`, or `0.00995 (1%)` if the margin is relative.
 
-    `margin` is the verdict's margin.
+    `margin` is the verdict's margin. It is used if the task has no margin.
     """
     own = margin_of(task, margin)
     if task.relative_margin is None:
@@ -349,7 +358,8 @@ def attribution_line(attribution: "Attribution") -> str:
 def unsearched_cause(verdict: "Verdict | None") -> str:
     """Return why the cause of a loss was not searched for, with the command that searches for it.
 
-    Return "" if the verdict is PASS, or if the weights of both models may be on this machine.
+    Return "" if the verdict is PASS, if the cause was searched for, or if nothing prevents vexport
+    from searching for it.
     """
     obstacle = _obstacle_to_cause(verdict)
     if not obstacle:

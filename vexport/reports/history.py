@@ -1,4 +1,4 @@
-"""Build the history of a model: a headline, a table in time, and a chart for each task."""
+"""Build the history of a model: a headline, a table ordered by time, and a chart of each task."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from vexport.reports.formatting import (
 MAX_TASK_COLUMNS = 3
 """Maximum number of tasks with a column in the table. More tasks have tables of their own."""
 _MAX_TEXTS = 10
-"""Maximum number of points of a chart with a score beside them."""
+"""Maximum number of points in a chart that still shows the score next to each point."""
 _DIGITS = 8
 # Room above the highest and below the lowest value of a chart, as a share of their distance.
 _ROOM = 0.12
@@ -30,8 +30,8 @@ _READING = (
     "Regressed: the row fails, and the latest earlier row that can be compared passed. Rows can be "
     "compared if the task, its documents and prompts, the baseline, the margin and alpha are the "
     "same. An accepted baseline counts as passed. Change: the row minus its baseline on the same "
-    "documents, in points or units of the metric, with the bounds that decide. A checkpoint or a "
-    "version of vLLM that differs from the row before has a note with the value before."
+    "documents, in points or units of the metric, with the bounds that decide. If the checkpoint "
+    "or the version of vLLM changed since the row before, a note shows the earlier value."
 )
 
 
@@ -63,9 +63,9 @@ def history_document(history: History) -> doc.Document:
         subtitle=_span(rows),
         next_step=(history.command, history.advice),
         parts=parts(
-            doc.Section("Results in time", content, "history", lead),
+            doc.Section("Results over time", content, "history", lead),
             None if has_columns else tables,
-            doc.page_section("Scores in time", "scores", _CHART_LEAD, charts) if charts else None,
+            doc.page_section("Scores over time", "scores", _CHART_LEAD, charts) if charts else None,
             doc.Section("How to read this", (muted(_READING),)) if has_runs else None,
         ),
         wide=True,
@@ -74,7 +74,7 @@ def history_document(history: History) -> doc.Document:
 
 _CHART_LEAD = (
     "A bar spans the bounds that decide: a row fails if the whole bar is beyond the dashed line. "
-    "An open circle is an accepted baseline. The distance between results does not show the time."
+    "An open circle is an accepted baseline. All results have the same distance on the time axis."
 )
 
 
@@ -110,7 +110,7 @@ def _is_constant(values: Sequence[str]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Shared:
-    """A property of the rows that is a column if it varies, and a fact below the table if not."""
+    """Property of the rows. It is a column if it varies, and otherwise a fact below the table."""
 
     title: str
     values: tuple[str, ...]
@@ -126,7 +126,7 @@ class _Shared:
 
 
 def _shared(rows: Sequence[ComparedRun]) -> tuple[_Shared, ...]:
-    """Return the properties that are mostly the same in all rows."""
+    """Return the properties that get a column only if they vary: device, scheme and size."""
     return (
         _Shared("Device", tuple(_history(row).device for row in rows)),
         _Shared("Scheme", tuple(row.schemes for row in rows)),
@@ -158,7 +158,7 @@ def _common_baseline(rows: Sequence[ComparedRun]) -> str:
 
 
 def _runs_table(rows: Sequence[ComparedRun], names: Sequence[str]) -> doc.Table:
-    """Return the table in time. `names` are the tasks with a column of their own."""
+    """Return the table of all rows. Each task in `names` has a column."""
     varying = [each for each in _shared(rows) if each.is_column]
     tasks = [doc.Column(name, numeric=True, noted=True) for name in names]
     if not names:
@@ -282,7 +282,7 @@ def _row_title(row: ComparedRun) -> str:
 
 
 def _task_section(rows: Sequence[ComparedRun], name: str, number: int) -> doc.Section:
-    """Return the table of one task in time."""
+    """Return a section with one task's table, which has a row for each result."""
     change = doc.Column("Change", numeric=True, noted=True)
     titles = (_TIME, "Run", ">Baseline", ">Score", change, "Result")
     cells = [_task_row(row, task) for row in rows if (task := _task(row, name)) is not None]
@@ -336,8 +336,8 @@ def _chart(rows: Sequence[ComparedRun], name: str) -> doc.Timeline | None:
     if sum(point.value is not None for point in points) < 2:
         return None
     judged = [task for task in tasks if task is not None and (task.verdict or task.limit)]
-    level = _one([_level(task, is_score=is_score) for task in judged])
-    limit = _one([_limit(task, is_score=is_score) for task in judged])
+    level = _common_value([_level(task, is_score=is_score) for task in judged])
+    limit = _common_value([_limit(task, is_score=is_score) for task in judged])
     ends = [end for point in points for end in (point.value, point.low, point.high)]
     values = [end for end in (*ends, level, limit) if end is not None]
     low, high = min(values), max(values)
@@ -355,7 +355,7 @@ def _chart(rows: Sequence[ComparedRun], name: str) -> doc.Timeline | None:
 
 
 def _labels(rows: Sequence[ComparedRun]) -> list[str]:
-    """Return the day of each row, or the time of day if all rows are of one day."""
+    """Return the date of each row, or the time of day if all rows have the same date."""
     times = [_history(row).time for row in rows]
     if _is_constant([time[:10] for time in times]):
         return [time[11:16] for time in times]
@@ -399,7 +399,7 @@ def _timed(
 
 
 def _start(verdict: TaskVerdict, *, is_score: bool) -> float:
-    """Return the origin of differences in a chart: the baseline's score, or 0."""
+    """Return the value to which a chart adds differences: the baseline's score, or 0."""
     return verdict.baseline.value if is_score else 0.0
 
 
@@ -416,7 +416,7 @@ def _limit(task: HistoryTask, *, is_score: bool) -> float | None:
     return _start(task.verdict, is_score=is_score) - task.verdict.margin
 
 
-def _one(values: Sequence[float | None]) -> float | None:
+def _common_value(values: Sequence[float | None]) -> float | None:
     """Return the value if all values are equal, else None."""
     if not values or None in values:
         return None

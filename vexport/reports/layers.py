@@ -78,22 +78,22 @@ def size_section(report: Report) -> doc.Section | None:
 
 
 def noise_section(layers: Sequence[LayerError]) -> doc.Section | None:
-    """Return the signal-to-noise of layers by kind and scheme, then layer by layer.
+    """Return the signal-to-noise ratios, first by kind of layer and scheme, then of each layer.
 
-    Return None if no layer has any noise.
+    Return None if the weights of all layers are stored without any error.
     """
     if not any(math.isfinite(layer.snr_db) for layer in layers):
         return None
     kinds: dict[tuple[str, str], list[float]] = {}
     for layer in layers:
-        kinds.setdefault((layer_kind(layer.name), layer.scheme), []).append(_noise(layer))
+        kinds.setdefault((layer_kind(layer.name), layer.scheme), []).append(_snr(layer))
     by_kind = (
-        (mono(kind), scheme, count(len(noise)), decibels(min(noise)), decibels(median(noise)))
-        for (kind, scheme), noise in kinds.items()
+        (mono(kind), scheme, count(len(snrs)), decibels(min(snrs)), decibels(median(snrs)))
+        for (kind, scheme), snrs in kinds.items()
     )
     rows = [
         (mono(layer.name), layer.scheme, decibels(layer.snr_db))
-        for layer in sorted(layers, key=_noise)
+        for layer in sorted(layers, key=_snr)
     ]
     details = _first_rows(("Layer", "Scheme", ">dB"), rows, "report.json")
     return page_section(
@@ -124,7 +124,8 @@ def layer_kind(name: str) -> str:
     return ".".join(word for word in words[start:] if not word.isdecimal())
 
 
-def _noise(layer: LayerError) -> float:
+def _snr(layer: LayerError) -> float:
+    """Return a layer's signal-to-noise ratio in dB. NaN becomes minus infinity, the worst value."""
     return -math.inf if math.isnan(layer.snr_db) else layer.snr_db
 
 
@@ -143,9 +144,8 @@ def sensitivity_sections(report: Report) -> Iterator[doc.Section]:
 def _sensitivity(sensitivity: GroupSensitivities, mixed: MixedScheme | None) -> doc.Section:
     """Return every group under every scheme, the most sensitive group first."""
     lead = (
-        "What each group of layers costs when it alone is quantized: KL against the source in "
-        "nats per "
-        f"token, on {count(sensitivity.tokens)} tokens of {count(sensitivity.samples)} samples."
+        "KL to the source if only this group of layers is quantized, in nats per token, on "
+        f"{count(sensitivity.tokens)} tokens of {count(sensitivity.samples)} samples."
     )
     chosen = {choice.name: choice.scheme for choice in mixed.choices} if mixed else {}
     groups = sorted(
@@ -190,7 +190,10 @@ def signals_section(report: Report) -> doc.Section | None:
 
 
 def _drift(drift: Drift, *, by_tasks: bool) -> tuple[doc.Part, ...]:
-    """Return the means and their limits. For held-out text, another table has them."""
+    """Return a table of the means with their limits, and a note with other numbers.
+
+    For held-out text, only the note is returned, because the section on accuracy has the table.
+    """
     rise, limit = f"{drift.nll_rise:+.3g}", f"{drift.nll_limit:+.3g}"
     rows = (
         (
@@ -215,7 +218,7 @@ def _drift(drift: Drift, *, by_tasks: bool) -> tuple[doc.Part, ...]:
 
 
 def drift_line(drift: Drift) -> str:
-    """Return the means of the drift with their limits, and the share of equal first choices."""
+    """Return mean KL and NLL with their limits, and how often the likeliest token is the same."""
     return (
         f"mean KL {small(drift.mean_kl)} nats per token (limit {small(drift.kl_limit)}), NLL "
         f"{drift.nll_rise:+.3g} "
@@ -295,9 +298,10 @@ def mixed_line(mixed: MixedScheme) -> str:
 
 
 def rounding_lines(rounding: RoundingReport | None) -> Iterator[str]:
-    """Yield the number of groups for each rounding, their strengths, and the gain over nearest.
+    """Yield lines on the number of groups by rounding, the refits' settings, and the output errors.
 
-    For each strength of the refit, the most frequent ridge is shown.
+    The settings of refits are each strength with its most frequent ridge. The errors are the
+    medians after this rounding and after rounding to nearest.
     """
     if rounding is None:
         return
@@ -327,7 +331,10 @@ def rounding_lines(rounding: RoundingReport | None) -> Iterator[str]:
 
 
 def rounding_section(rounding: RoundingReport | None) -> doc.Section | None:
-    """Return every group's output error before and after, and the hidden states' error by layer."""
+    """Return the output error of each group, and the error of the hidden states after each layer.
+
+    A group's error is given for rounding to nearest and for the written weights.
+    """
     if rounding is None:
         return None
     worst = sorted(rounding.groups, key=lambda group: -group.error)

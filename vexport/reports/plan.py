@@ -30,7 +30,7 @@ MOST_KEPT = 6
 def render_plan(
     plan: Plan,
     format_: str,
-    then: str,
+    next_command: str,
     evaluate: Evaluate | None = None,
     documents: int | None = None,
     *,
@@ -41,8 +41,8 @@ def render_plan(
     """Return the plan as text or JSON (plan.schema.json), with a final newline.
 
     The text includes the number of `documents` that a scenario's evaluation needs, and the next
-    command `then`. With `sm`, it also shows how GPUs of that compute capability run the schemes.
-    `calibration` is the text, if the user named it. `duration` is a line about long calibrations.
+    command. With `sm`, it also shows how GPUs of this compute capability run the schemes.
+    `calibration` is the text that the user named. `duration` is the line on a long calibration.
     """
     if format_ == "json":
         return to_json(plan)
@@ -66,7 +66,7 @@ def render_plan(
         *(("refused", refusal) for refusal in _findings(plan.refusals)),
         ("documents", _documents_line(evaluate, documents)) if evaluate and documents else None,
         ("suite", _suite_line(evaluate, evaluate.suite)) if evaluate and evaluate.suite else None,
-        ("next", then) if not plan.refusals else None,
+        ("next", next_command) if not plan.refusals else None,
     )
     title = doc.Paragraph(
         f"{plan.source}: {plan.architecture}, {count(plan.parameters)} parameters"
@@ -75,7 +75,7 @@ def render_plan(
 
 
 def _calibration_line(plan: Plan, calibration: Calibration | None) -> str:
-    """Return the size of the calibration text, or if there is none, whether the plan needs text."""
+    """Return the name and size of the calibration text, or whether text is needed or would help."""
     needed = calibration_need(plan) is not None
     if calibration is None or not needed:
         return text_use(plan.used_schemes, needed=needed)
@@ -133,7 +133,7 @@ def _all(schemes: SchemeTable) -> Iterator[doc.Part]:
     yield table(("scheme", ">size", ">bits", "text", "loads from", "native from", "fits"), rows)
     yield doc.Paragraph(
         "bits: over all weights; text: calibration text; native from: the oldest GPU whose kernels "
-        "multiply inputs in the stored precision; if a scheme does not fit, the size is that with "
+        "multiply inputs in the stored precision; if a scheme does not fit, the size is for "
         "--on-unsupported-shape keep. Schemes for one GPU: --gpu NAME."
     )
 
@@ -184,7 +184,7 @@ def _schemes_on_gpu(schemes: SchemeTable, gpu: GpuOutlook, *, every: bool) -> It
 
 
 def _text_use(scheme: SchemeOutlook) -> str:
-    """Return how calibration text matters for a scheme."""
+    """Return whether calibration text is needed or helps for a scheme (see `text_use`)."""
     return text_use([get_scheme(scheme.scheme)], needed=scheme.needs_calibration)
 
 

@@ -1,4 +1,7 @@
-"""Build the parts of a report on held-out text by position: a table of buckets, and curves."""
+"""Build a table and charts of the loss on held-out text by the token's position in its row.
+
+A bucket is a range of positions.
+"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -62,7 +65,10 @@ def _limit_cell(limit: TextLimit) -> TableCell:
 
 
 def _charts(text: TextVerdict, candidate: str) -> Iterator[doc.Curves]:
-    """Yield the curves of the NLLs, and the curves of the KL and its noise."""
+    """Yield a chart of both models' NLL, and a chart of the KL with the noise of the baseline.
+
+    Yields nothing if fewer than two positions were measured.
+    """
     if len(text.curve) < 2:
         return
     marks = _marks(text)
@@ -101,7 +107,10 @@ def _charts(text: TextVerdict, candidate: str) -> Iterator[doc.Curves]:
 def _curve(
     name: str, tone: str, text: TextVerdict, value: Callable[[TextPoint], float | None]
 ) -> doc.Curve:
-    """Return a curve with a point in the middle of each span, on a logarithmic axis."""
+    """Return a curve with a point for each range of positions.
+
+    The point is at the middle of the range on a logarithmic axis.
+    """
     values = [(point, value(point)) for point in text.curve]
     points = tuple((_middle(point), y) for point, y in values if y is not None)
     return doc.Curve(name=name, tone=tone, points=points)

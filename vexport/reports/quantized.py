@@ -63,7 +63,7 @@ def render_repair(report: RepairReport, format_: str) -> str:
 
 
 def _kind(family: str, cost: str, assumption: str | None, repairs: Sequence[Repair]) -> doc.Section:
-    """Return the repairs of a kind, their cost, the largest change, and their assumption."""
+    """Return a section on repairs of one kind: each repair, the cost, and the assumption."""
     lines = [
         f"{each.where}: {each.got} -> {each.now}{_change(each.change)}"
         for each in repairs[:MAX_SHOWN]
@@ -91,9 +91,9 @@ def _findings(title: str, findings: Sequence[Finding]) -> doc.Section:
 
 
 def _change(change: WeightChange | None) -> str:
-    """Return the distance from the source before and after the repair.
+    """Return the weight's distance from the source before and after the repair, in dB.
 
-    Without a source, return the distance from the stored weight.
+    Without a source, return the distance between the stored and the repaired weight.
     """
     if change is None:
         return ""

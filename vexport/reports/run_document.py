@@ -1,6 +1,6 @@
-"""Build the report of a run: a summary for every form, and the sections of a page.
+"""Build the document of a run, and the table of several runs.
 
-Several runs become a table.
+Every format shows the summary of a run. Only the HTML page shows the other sections.
 """
 
 import os
@@ -74,7 +74,9 @@ _FILES = (
     ("candidate", "lm-eval's results and samples of the checkpoint"),
     ("../../baseline", "lm-eval's results and samples of the baseline"),
 )
-_TEXT_LEGEND = "KL: nats per token from the baseline. *: the smallest that passes."
+_TEXT_LEGEND = (
+    "KL: divergence from the baseline in nats per token. *: the smallest checkpoint that passes."
+)
 _LEGEND = (
     f"{_TEXT_LEGEND} Worst task: the task with the lowest bound; its change is in points or in "
     f"units of the metric."
@@ -93,7 +95,7 @@ def run_document(report: Report, files: Sequence[TableCell] = ()) -> doc.Documen
         sentence=report_sentence(report),
         subtitle=f"{subject_of(report)}, {created} UTC",
         next_step=next_step(report),
-        # The table of variants shows the same as their gates.
+        # The table of variants already shows the content of their gates.
         gates=() if report.is_of_variants else report_gates(report)[:-1],
         tiles=_tiles(report),
         parts=parts(
@@ -127,12 +129,17 @@ def _origin(report: Report) -> str:
 
 
 def _tiles(report: Report) -> tuple[doc.Tile, ...]:
-    """Return a tile for each measured number. A run that made its checkpoint has all tiles."""
+    """Return the key numbers at the top of the page: accuracy, size and load.
+
+    A tile is left out if its number cannot be known, such as the accuracy of a given checkpoint
+    that was only loaded. A run that makes its checkpoint always has accuracy tiles, which show `not
+    measured` if an earlier gate failed.
+    """
     if report.is_of_variants:
         return tuple(variant_tiles(report.variants))
-    is_asked = report.given is None or report.verdict is not None
+    has_accuracy = report.given is None or report.verdict is not None
     tiles = [
-        *(accuracy_tiles(report.verdict) if is_asked else ()),
+        *(accuracy_tiles(report.verdict) if has_accuracy else ()),
         _size_tile(report),
         _load_tile(report),
     ]
@@ -193,7 +200,7 @@ def _load_tile(report: Report) -> doc.Tile | None:
     note = "the engine did not start" if load.findings else _NOT_RUN
     if engine:
         emulated = (
-            "; emulated kernels: the format's numbers, not its speed" if engine.emulated else ""
+            "; emulated kernels: valid for accuracy, not for speed" if engine.emulated else ""
         )
         note = f"vLLM {engine.vllm}{emulated}"
     return doc.Tile(
@@ -219,16 +226,16 @@ def _load_section(report: Report) -> doc.Section | None:
 
 
 def _candidate_kind(report: Report) -> str:
-    """Return what the loaded model is: `quantized`, `unquantized` or `checkpoint`."""
+    """Return the label of the loaded model: `quantized`, `unquantized` or `checkpoint`."""
     if report.verdict is not None and report.verdict.candidate in ("quantized", "unquantized"):
         return report.verdict.candidate
     return "quantized" if schemes_of(report) else "checkpoint"
 
 
 def _engine(load: LoadReport, engine: EngineInfo, baseline: LoadReport | None) -> doc.Facts:
-    """Return the facts of a load that every form has, then the facts for a page only."""
+    """Return the facts of a load: first the facts in all formats, then facts for HTML only."""
     processes = "several processes" if engine.multiprocess else "one process"
-    emulated = "emulated: the numbers are the format's, the speed is not" if engine.emulated else ""
+    emulated = "emulated: valid for accuracy, not for speed" if engine.emulated else ""
     of_baseline = "did not load, because of the source or this engine"
     if baseline is not None and baseline.ok:
         of_baseline = "loads as well"
@@ -246,9 +253,10 @@ def _engine(load: LoadReport, engine: EngineInfo, baseline: LoadReport | None) -
 
 
 def _canaries(baseline: LoadReport | None, candidate: LoadReport, kind: str) -> doc.Section | None:
-    """Return the greedy continuations of the models. Prompts without any text are only counted.
+    """Return each model's greedy continuation of the test prompts.
 
-    Without a baseline that ran, only the candidate's continuations are shown, under its `kind`.
+    Prompts are only counted if no model continued them with text. If the baseline did not run, only
+    the candidate's continuations are shown. `kind` is the candidate's label.
     """
     if not candidate.canaries:
         return None
@@ -273,7 +281,7 @@ def _canaries(baseline: LoadReport | None, candidate: LoadReport, kind: str) -> 
 
 
 def _answer(label: str, canary: Canary | None) -> tuple[str, str, str]:
-    """Return a model's name with the end of its continuation, and the text of the continuation."""
+    """Return the label of a model with the reason why its text ended, the text, and no tone."""
     if canary is None:
         return label, "none", ""
     return f"{label}: {_ending(canary)}", canary.text or "nothing before the end", ""
@@ -364,7 +372,7 @@ def run_files(folder: Path, start: Path) -> Sequence[TableCell]:
 
 
 def comparison_document(runs: Sequence[ComparedRun]) -> doc.Document:
-    """Return the table of runs, and the reasons why runs did not pass."""
+    """Return a document with the table of runs, and with the reasons of runs that did not pass."""
     best = next((run for run in runs if run.smallest), None)
     answer = f"{best.folder} is the smallest that passes" if best else "none passes"
     whys = [(run.folder, run.reason) for run in runs if run.outcome != "PASS"]

@@ -32,9 +32,9 @@ class Report:
     is the commit on the hub that was read.
 
     If the user gave the checkpoint (`vexport eval`, `vexport load --run-dir`), `given` describes
-    it, and `source`, `plan` and `check` are None. `baseline` is None if nothing was compared.
-    `baseline_load` and `load` are None if the model did not run on this machine. `variants` are the
-    settings and versions of vLLM that were compared for the checkpoint.
+    it, and `source`, `plan` and `check` are None. `baseline` is None if the checkpoint was not
+    compared with a baseline. `baseline_load` and `load` are None if the model did not run on this
+    machine. `variants` are the results with different settings and versions of vLLM.
     """
 
     schema: Literal["vexport.report/1"] = "vexport.report/1"

@@ -20,10 +20,10 @@ from vexport.reports.formatting import (
 from vexport.reports.positions import position_parts
 
 _LEGEND = (
-    "Each variant runs on the same documents as the baseline, which is the first variant. "
-    "Difference: of the task with the lowest bound, in points or units of the metric, or of the "
-    "worst measure of held-out text, with the bounds that decide. KL: nats a token from the "
-    "baseline."
+    "The first variant is the baseline. All variants run on the same documents. Difference: for "
+    "the task with the lowest bound, in points or units of the metric, or for the worst measure of "
+    "held-out text, with the bounds that decide. KL: divergence from the baseline in nats per "
+    "token."
 )
 _TONES: Mapping[VariantOutcome, str] = {
     "BASELINE": "info",
@@ -33,7 +33,7 @@ _TONES: Mapping[VariantOutcome, str] = {
     "REFUSED": "fail",
     "NO ANSWER": "inconclusive",
 }
-# Outcomes of a text's measures, gravest first. The table shows the gravest outcome.
+# Outcomes of the measures of held-out text, worst first. The table shows the worst outcome.
 _OUTCOMES_BY_SEVERITY = ("FAIL", "INCONCLUSIVE", "PASS")
 
 
@@ -59,7 +59,7 @@ def variants_section(rows: Sequence[ComparedVariant]) -> doc.Section | None:
         muted(_LEGEND),
         table(("Variant", "Reason"), reasons) if reasons else None,
     )
-    lead = f"One checkpoint in {plural(len(rows), 'variant')} of serving it."
+    lead = f"The same checkpoint, served in {plural(len(rows), 'variant')}."
     return doc.Section("Settings and versions of vLLM", content, "variants", lead)
 
 

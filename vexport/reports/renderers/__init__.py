@@ -1,1 +1,1 @@
-"""Renderers of a document: terminal text, HTML, Markdown, and the forms of CI systems."""
+"""Renderers of documents: text, HTML, Markdown, JUnit XML and GitHub annotations."""

@@ -121,9 +121,9 @@ def _escaped(text: str) -> str:
 
 
 def github_answer(name: str, gates: Sequence[Gate], scenario: Path | None = None) -> str:
-    """Return annotations for the outcome, then for errors and warnings of the remaining gates.
+    """Return an annotation for the outcome, then for errors and warnings of the other gates.
 
-    The last gate is the outcome. All annotations refer to the scenario's file.
+    The last gate has the outcome. All annotations refer to the scenario's file if it is given.
     """
     *others, overall = gates
     line, _, sentence = overall.message.partition(": ")

@@ -1,4 +1,7 @@
-"""One self-contained HTML page: no script, no network, light and dark, from 400 px up."""
+"""Render a document as one self-contained HTML page without scripts or links to the network.
+
+The page has a light and a dark style, and fits screens with a width of 400 px and more.
+"""
 
 import re
 

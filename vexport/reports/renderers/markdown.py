@@ -40,7 +40,10 @@ def render(document: doc.Document) -> str:
 
 
 def render_all(documents: Sequence[doc.Document]) -> str:
-    """Return a table of all documents, then the parts of each, up to the limit of a summary."""
+    """Return a table of all documents, then the parts of each document.
+
+    Parts beyond the size limit of a step summary are left out and counted.
+    """
     rows = ((document.title, document.status or "", document.sentence) for document in documents)
     blocks = [_table(table(("Checkpoint", "Result", "Findings"), rows))]
     size, left_out = len(blocks[0].encode()), 0
@@ -108,7 +111,7 @@ def safe(text: str, limit: int = _MAX_TEXT) -> str:
 
 
 def _table(table: doc.Table) -> str:
-    """Return a table. Names of tasks may be in its header."""
+    """Return a table. The header is escaped like the cells, because it may contain task names."""
     table = table.shown("markdown")
     lines = [
         [safe(column.title, _MAX_CELL) for column in table.columns],

@@ -36,7 +36,7 @@ _KEPT_TOGETHER = re.compile(
     r"|(?<![\w.])\d[\d.,]* (?:B|[kMGTP]B|GiB|dB|bits?|nats|points?|%|s|min|h)(?!\w)"
     r"|\b(?:SM|TP|sm|tp|vLLM|[^\W_]+(?:_[^\W_]+)+) \d"
 )
-# Stands for a space inside such a part until the text is printed.
+# Replaces each space in these parts until the text is wrapped, so that lines do not break there.
 _KEPT_SPACE = "\ue000"
 
 
@@ -70,7 +70,10 @@ def harmless(text: str) -> Text:
 
 
 def _printable(text: str) -> str:
-    """Return clipped text without escape sequences, in which some spaces are no line breaks."""
+    """Return clipped text without escape sequences.
+
+    Spaces inside parts that stay on one line are replaced by `_KEPT_SPACE`.
+    """
     clipped = visible(clip(text, _MAX_TEXT)).replace(_KEPT_SPACE, "\N{REPLACEMENT CHARACTER}")
     return _KEPT_TOGETHER.sub(lambda match: match[0].replace(" ", _KEPT_SPACE), clipped)
 
@@ -78,8 +81,8 @@ def _printable(text: str) -> str:
 def _wrapped(text: str, width: int, start: str = "", end: str = "") -> Text:
     """Return a text between `start` and `end`, in lines of at most `width` columns.
 
-    All lines are indented as far as the first. A word is never broken, because users copy paths and
-    names: a longer word makes its line longer. `end` is not broken either.
+    Further lines are indented by the width of `start`. A word is never broken, because users copy
+    paths and names. A line with a longer word exceeds `width`. `end` is not broken either.
     """
     printed = _printable(text) + _printable(end).replace(" ", _KEPT_SPACE)
     lines = [start]
@@ -107,7 +110,10 @@ def _document(document: doc.Document, width: int) -> Iterator[RenderableType]:
 
 
 def _part(part: doc.Part, width: int) -> Iterator[RenderableType]:
-    """Yield blocks with an empty line below each. Parts for a page only are left out."""
+    """Yield the blocks of a part. An empty line follows each block.
+
+    Parts that only HTML shows have no blocks.
+    """
     match part:
         case doc.Section() if "text" in part.forms:
             yield from _section(part, width)
@@ -160,7 +166,7 @@ def _table(table: doc.Table, width: int) -> Iterator[RenderableType]:
 
 
 def _stacked(titles: Sequence[str], cells: Sequence[str], width: int) -> RenderableType:
-    """Return a row of a table that is too wide as a list of its cells, below the first cell."""
+    """Return a row of a table that is too wide: its first cell, and the other cells as a list."""
     pairs = zip(titles[1:], cells[1:], strict=True)
     values = [(title, cell) for title, cell in pairs if cell]
     return Group(_wrapped(cells[0], width), _aligned(values, width, indent=2))
@@ -256,7 +262,7 @@ def _kind(kind: Folded, width: int) -> Iterator[RenderableType]:
     rows = []
     for other in kind.follow[:MAX_FOLLOWING]:
         first = other.first
-        # Without a need, what was found is a sentence of its own.
+        # If nothing is expected, `got` is a whole sentence.
         found = f"got {first.got}, need {first.expected}" if first.expected else first.got
         what = f"{other.places}: {found}  [{first.check}]"
         rows.append((f"{other.count:,}", what))
@@ -272,7 +278,7 @@ def _kind(kind: Folded, width: int) -> Iterator[RenderableType]:
 
 def _finding(finding: Finding, width: int) -> RenderableType:
     head = _wrapped(f"{finding.where}  ", width, f"{finding.severity}  ", f"[{finding.check}]")
-    # Without a need, the first row is a sentence of its own and gets no label.
+    # If nothing is expected, `got` is a whole sentence and gets no label.
     label = "got" if finding.expected else ""
     rows = [(label, finding.got), ("need", finding.expected), ("do", finding.fix)]
     return Group(head, _aligned([row for row in rows if row[1]], width, indent=2))
