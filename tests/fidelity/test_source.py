@@ -88,7 +88,12 @@ WRONG: list[tuple[str, str, Change, str]] = [
     ),
     ("W8A8", "rows turned around", put(f"{DOWN}.weight", lambda t: t.flip(0)), "dB"),
     ("W4A16", "words in another order", put(f"{DOWN}.weight_packed", lambda t: t.flip(1)), "dB"),
-    ("W4A16", "one scale doubled", put(f"{DOWN}.weight_scale", first_rows(2.0)), "1 of 1,024 parts"),
+    (
+        "W4A16",
+        "one scale doubled",
+        put(f"{DOWN}.weight_scale", first_rows(2.0)),
+        "1 of 1,024 parts",
+    ),
     (
         "W4A16_ASYM",
         "other zero points",

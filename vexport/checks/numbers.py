@@ -26,8 +26,8 @@ CHECK = "values"
 E4M3_NAN = 0x7F
 # Scales of linear layers. The scales of the KV cache are checked separately.
 LAYER_SCALES = ("weight_scale", "weight_global_scale", "input_scale", "input_global_scale")
-# If a layer has at least this many scales, they are implausible if they are all equal. Exponents may
-# be equal.
+# If a layer has at least this many scales, they are implausible if they are all equal. Exponents
+# may be equal.
 MANY_SCALES = 16
 E8M0_BIAS = 127
 # Initial value of a scale in producers, and vLLM's default for a KV cache. Calibration never gives
