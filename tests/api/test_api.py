@@ -113,7 +113,7 @@ def test_functions_have_arguments_of_commands() -> None:
 
     Options for output, its format and the exit code are excluded.
     """
-    printed = {"format_", "answer_file", "quiet", "verbose", "debug", "every", "strict"}
+    printed = {"format_", "output_file", "quiet", "verbose", "debug", "every", "strict"}
     printed |= {"history"}  # chooses the table of `report`
     renamed = {
         "cards": "gpu",

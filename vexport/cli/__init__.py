@@ -48,8 +48,8 @@ def end(error: str, code: int) -> NoReturn:
 def _interrupt(number: int, frame: FrameType | None) -> NoReturn:
     """Raise KeyboardInterrupt in the main thread, and exit after `PATIENCE_SECONDS` at the latest.
 
-    If the signal arrives during an import, exit at once. An exception there would make C++ code
-    abort, and no engine runs yet.
+    If the signal arrives during an import, exit at once. An exception in an import could make C++
+    code abort. Nothing needs to be ended, because no engine runs yet.
     """
     for each in CODES:
         signal.signal(each, signal.SIG_IGN)

@@ -25,8 +25,8 @@ def parse_arguments(text: str) -> EngineArguments:
     `--max-num-seqs=4` gives the argument `max_num_seqs`. A value that is no JSON stays text, unless
     it begins like an object or a list. This is a type for click.
 
-    Raises BadParameter for broken JSON, a number that JSON does not have, and a name with two
-    different values.
+    Raises BadParameter for invalid JSON (also NaN, Infinity and too large numbers), and for a name
+    with two different values.
     """
     if text.lstrip().startswith(_OBJECT):
         try:
@@ -37,7 +37,7 @@ def parse_arguments(text: str) -> EngineArguments:
         return merged_arguments([{_argument_name(name, text): given[name]} for name in given])
     name, sign, value = text.partition("=")
     if not sign:
-        raise _no_argument(text)
+        raise _not_an_argument(text)
     return {_argument_name(name, text): _parse_value(name.strip(), value)}
 
 
@@ -57,11 +57,11 @@ def _argument_name(name: str, text: str) -> str:
     """Return vLLM's name of an argument that may be written like an option of `vllm serve`."""
     plain = name.strip().removeprefix("--").replace("-", "_")
     if not plain:
-        raise _no_argument(text)
+        raise _not_an_argument(text)
     return plain
 
 
-def _no_argument(text: str) -> click.BadParameter:
+def _not_an_argument(text: str) -> click.BadParameter:
     return click.BadParameter(
         f"{text!r} is neither KEY=VALUE like kv_cache_dtype=fp8 nor a JSON object."
     )
@@ -86,7 +86,7 @@ class _NotAllowed(ValueError):
 def parse_json(text: str) -> "JsonValue":
     """Parse JSON strictly.
 
-    Raises ValueError for text that is not JSON, a number that JSON does not have, and a key with
+    Raises ValueError for invalid JSON, for NaN, Infinity and too large numbers, and for a key with
     two different values.
     """
     try:
@@ -121,7 +121,7 @@ def _is_same(old: "JsonValue", new: "JsonValue") -> bool:
 
 def _refuse_constant(name: str) -> float:
     """Raise ValueError for NaN and Infinity, which are not valid JSON."""
-    raise _NotAllowed(f"{name} is not a number of JSON")
+    raise _NotAllowed(f"{name} is not a valid JSON number")
 
 
 def _finite(text: str) -> float:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import click
 
-from vexport.cli.options import HeadedOption, SectionedCommand, answer_file
+from vexport.cli.options import HeadedOption, SectionedCommand, output_file
 from vexport.errors import CheckpointFailed, EnvironmentFault, Inconclusive, InputError
 from vexport.records import (
     ENGINE_CHECK,
@@ -74,12 +74,12 @@ def coloured(text: str) -> str:
 
 
 EXIT_CODES = "Exit codes: see `vexport --help`."
-# Formats for people. With these, stderr need not repeat the output.
+# Formats that people read. If the output on stdout has such a format, errors do not repeat it.
 _READABLE_FORMATS = ("text", "github", "markdown")
 
 
 def note(text: str) -> None:
-    """Print a note on stderr, about something that is not in the output on stdout."""
+    """Print a note on stderr. Notes are not part of a command's output."""
     click.echo(f"note: {text}", err=True)
 
 
@@ -131,7 +131,7 @@ def print_text(text: str) -> None:
     from vexport.files import errors_at, write_text
 
     context = click.get_current_context()
-    file = answer_file(context)
+    file = output_file(context)
     if file is None:
         colour = context.params.get("format_") == "text" and wants_colour(sys.stdout)
         with errors_at("standard output"):
@@ -156,7 +156,7 @@ def text_width(default: int | None = None) -> int:
     """
     from vexport.reports.renderers.text import MAX_WIDTH, MIN_WIDTH, WIDTH
 
-    if answer_file(click.get_current_context()) is not None or not sys.stdout.isatty():
+    if output_file(click.get_current_context()) is not None or not sys.stdout.isatty():
         return default or WIDTH
     columns = shutil.get_terminal_size(fallback=(WIDTH, 24)).columns
     return min(max(columns, MIN_WIDTH), MAX_WIDTH)
@@ -177,16 +177,16 @@ def add_text_summary(text: str) -> None:
     add_step_summary("```text\n" + text.replace("```", "'''").rstrip("\n") + "\n```\n")
 
 
-def is_read() -> bool:
-    """Return True if stdout shows the output in a form for people.
+def is_shown_to_user() -> bool:
+    """Return True if the command prints its output to stdout in a format that people read.
 
-    In this case, errors on stderr need not repeat the output.
+    In this case, errors on stderr do not repeat the output.
     """
     context = click.get_current_context(silent=True)
     return (
         context is not None
         and context.params.get("format_") in _READABLE_FORMATS
-        and answer_file(context) is None
+        and output_file(context) is None
     )
 
 
@@ -196,7 +196,7 @@ def require_ok(checkpoint: str, ok: bool, findings: Sequence[Finding]) -> None:
         return
     errors = [finding for finding in findings if finding.severity == "error"]
     first, number = errors[0].brief, len(errors)
-    if is_read():
+    if is_shown_to_user():
         counted = "1 error" if number == 1 else f"{number:,} errors, the first"
         got = f"it fails with {counted} at {first.where} ({first.check}), shown above"
         raise CheckpointFailed(checkpoint, got=got, need="", fix="")
@@ -207,13 +207,14 @@ def require_ok(checkpoint: str, ok: bool, findings: Sequence[Finding]) -> None:
 def require_all_ok(reports: Sequence[CheckReport]) -> None:
     """Raise CheckpointFailed (exit code 1) if a checkpoint fails.
 
-    The error of a single failure is that of `require_ok`. Several failures are counted and named.
+    If one checkpoint fails, the error is the same as in `require_ok`. If several fail, the error
+    gives their number and names.
     """
     failing = [report for report in reports if not report.ok]
     if len(failing) > 1:
         number = f"{len(failing):,} of {len(reports):,} checkpoints"
         names = join_limited([report.checkpoint for report in failing], ", ", MOST_NAMES)
-        fix = "" if is_read() else "see their findings in the output"
+        fix = "" if is_shown_to_user() else "see their findings in the output"
         raise CheckpointFailed(number, got=f"they fail: {names}", need="", fix=fix)
     for report in failing:
         require_ok(report.checkpoint, report.ok, report.findings)
@@ -224,7 +225,10 @@ def _number_of_others(number: int) -> str:
 
 
 def require_judged(reports: Sequence[CheckReport]) -> None:
-    """Raise Inconclusive (exit code 3) for the first report with a part that was not judged."""
+    """Raise Inconclusive (exit code 3) if something could not be judged.
+
+    The error is for the first such report.
+    """
     for report in reports:
         if report.not_judged:
             first, more = report.not_judged[0].brief, _number_of_others(len(report.not_judged))
@@ -233,10 +237,13 @@ def require_judged(reports: Sequence[CheckReport]) -> None:
             raise Inconclusive(report.checkpoint, got=got, need="", fix=fix)
 
 
-def require_no(check: str, reports: Sequence[CheckReport | LoadReport | DryLoadReport]) -> None:
+def require_no_findings_of(
+    check: str, reports: Sequence[CheckReport | LoadReport | DryLoadReport]
+) -> None:
     """Raise EnvironmentFault (exit code 4) if a report has a finding of this check.
 
-    `check` is the name under which an exception inside vexport, or a dead engine, is reported.
+    Such findings do not judge a checkpoint: they report an exception inside vexport (`internal`) or
+    an engine that ended without a result.
     """
     for finding in (finding for report in reports for finding in report.findings):
         if finding.check == check:
@@ -252,7 +259,7 @@ def require_plan(source: str, plan: "Plan") -> None:
     """
     from vexport.plan.build import require_accepted
 
-    if plan.refusals and is_read():
+    if plan.refusals and is_shown_to_user():
         number = len(plan.refusals)
         counted = "1 refusal" if number == 1 else f"{number:,} refusals"
         got = f"vLLM could not run the planned checkpoint: {counted}, shown above"
@@ -261,11 +268,14 @@ def require_plan(source: str, plan: "Plan") -> None:
 
 
 def require_loaded(reports: Sequence[LoadReport | DryLoadReport]) -> None:
-    """Exit with code 1 if a checkpoint fails, or with code 4 if an engine died without a result."""
+    """Raise CheckpointFailed (exit code 1) if a checkpoint fails.
+
+    Raise EnvironmentFault (exit code 4) if an engine ended without a result.
+    """
     for report in reports:
         of_checkpoint = [finding for finding in report.findings if finding.check != ENGINE_CHECK]
         require_ok(report.checkpoint, report.ok or not of_checkpoint, of_checkpoint)
-    require_no(ENGINE_CHECK, reports)
+    require_no_findings_of(ENGINE_CHECK, reports)
 
 
 _CALIBRATE = "quantize with calibration text (`--calibration`, or `calibration` in a scenario)"
@@ -273,8 +283,8 @@ _KEEP_LAYERS = (
     "choose a scheme with more bits, or keep the layers that cost most in 16 bit (measure them: "
     "`vexport explain sensitivity`)"
 )
-# Advice for a checkpoint that loses too much accuracy, if it was calibrated, and if it was not, or
-# if this is unknown.
+# Advice for a checkpoint that loses too much accuracy. The first is for calibrated checkpoints, the
+# second for others, and the third is used if vexport does not know how the checkpoint was made.
 LOSES_CALIBRATED = f"see the report; {_KEEP_LAYERS}"
 LOSES_UNCALIBRATED = f"see the report; {_CALIBRATE}; else {_KEEP_LAYERS}"
 LOSES = f"see the report; if no text was used, {_CALIBRATE}; else {_KEEP_LAYERS}"
@@ -285,13 +295,18 @@ SERVE_OTHERWISE = "see the table; serve it with a setting and a version that pas
 
 
 def conclude(outcome: str, name: str, reason: str, *, fix: str = "") -> None:
-    """Exit with code 1 for FAIL, with code 3 for INCONCLUSIVE. `fix` replaces the usual advice."""
-    why = "" if is_read() else f": {reason}"
+    """Raise CheckpointFailed (exit code 1) for FAIL, Inconclusive (exit code 3) for INCONCLUSIVE.
+
+    Does nothing for other outcomes. `fix` replaces the usual advice.
+    """
+    why = "" if is_shown_to_user() else f": {reason}"
     if outcome == "FAIL":
         raise CheckpointFailed(name, got=f"FAIL{why}", need="", fix=fix or LOSES)
     if outcome == "INCONCLUSIVE":
         fix = fix or (
-            "the report shows what would settle the outcome" if why else "see above what settles it"
+            "the report shows how to reach a decision"
+            if why
+            else "see above how to reach a decision"
         )
         raise Inconclusive(name, got=f"INCONCLUSIVE{why}", need="", fix=fix)
 
@@ -307,9 +322,9 @@ MOST_NAMES = 3
 def progress_display(*, quiet: bool, reads: Sequence[str] = ()) -> Iterator[OnProgress]:
     """Yield a progress callback. It shows bars on a terminal, and occasional lines elsewhere.
 
-    With `reads`, the names of models, a first stage for reading them is shown at once, and ends
-    before the next stage. Import slow libraries inside the block, so that this stage covers them.
-    If `quiet`, the callback shows nothing, and downloads from the hub show no bars either.
+    If `reads` has names of models, the display begins at once with the stage `read NAMES`, which
+    ends when the next stage begins. Import slow libraries inside the block, so that this stage
+    includes the imports. If `quiet`, the callback and downloads from the hub show nothing.
     """
     if quiet:
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
@@ -342,16 +357,17 @@ class Display(ABC):
         self._compiling_seconds = 0.0
 
     def __call__(self, stage: str, done: int, total: int) -> None:
-        """Show the progress of a stage. The first stage, which `begin` started, ends before."""
+        """Show the progress of a stage. If the stage of `begin` still runs, end it first."""
         self.end_first_stage()
         if stage.endswith(COMPILATION) and done:
             self._exclude_compilation(done)
         self._show(stage, done, total)
 
     def _exclude_compilation(self, seconds: float) -> None:
-        """Exclude compilations from the speed of running stages. `seconds` is the sum of all.
+        """Exclude the time of compilations from the speed of running stages.
 
-        A stage that began during a compilation excludes only the time after its begin.
+        `seconds` is the total time of all compilations so far. For a stage that began during a
+        compilation, only the time since the stage began is excluded.
         """
         now = time.monotonic()
         for pace in self._paces.values():
@@ -381,7 +397,7 @@ class Display(ABC):
 
     @abstractmethod
     def pause(self) -> None:
-        """Make room for other output."""
+        """Prepare the terminal for other output."""
 
 
 class BarDisplay(Display):
@@ -484,7 +500,7 @@ class PlainDisplay(Display):
         print(line, file=sys.stderr, flush=True)
 
     def pause(self) -> None:
-        """Do nothing, because printed lines leave room for other output."""
+        """Do nothing, because printed lines do not disturb other output."""
 
 
 def _stage_name(stage: str) -> str:
@@ -505,5 +521,5 @@ def _step(stage: str) -> str:
 
 
 def _parts(name: str, done: int, total: int) -> str:
-    """Return the finished parts of a stage and their number. A compilation has no parts."""
+    """Return `3/16`: the finished and all parts of a stage, or "" for a compilation."""
     return "" if name.endswith(COMPILATION) else f"{done}/{total}"

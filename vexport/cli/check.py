@@ -11,12 +11,12 @@ from vexport.cli.base import (
     progress_display,
     require_all_ok,
     require_judged,
-    require_no,
+    require_no_findings_of,
     text_width,
 )
 from vexport.cli.engine import Interpreter, interpreter_option
 from vexport.cli.options import (
-    Answer,
+    OutputOptions,
     device_options,
     format_option,
     gpu_names_option,
@@ -79,7 +79,7 @@ def check(
     speculative: str,
     strict: bool,
     every: bool,
-    answer: Answer,
+    output: OutputOptions,
 ) -> None:
     """Check whether vLLM will load each CHECKPOINT correctly.
 
@@ -106,7 +106,7 @@ def check(
     problems: list[VexportError] = []
     # Comparing with a source imports torch, which takes seconds.
     reads = [] if source is None else [*checkpoints, source]
-    with progress_display(quiet=answer.quiet, reads=reads) as on_progress:
+    with progress_display(quiet=output.quiet, reads=reads) as on_progress:
         settings = Checking(
             tp=tp or (),
             sm=with_cards(sm or (), cards or ()),
@@ -120,15 +120,15 @@ def check(
             on_progress=on_progress,
         )
         reports = check_checkpoints(checkpoints, settings, problems.append)
-    if answer.format_ != "text" or len(problems) < len(reports):
+    if output.format_ != "text" or len(problems) < len(reports):
         print_text(
             render_checks(
-                reports, answer.format_, (FILES, *CHECKS), every=every, width=text_width()
+                reports, output.format_, (FILES, *CHECKS), every=every, width=text_width()
             )
         )
-    if answer.format_ == "github":
+    if output.format_ == "github":
         add_step_summary(summarize_checks(reports))
-    require_no(INTERNAL, reports)
+    require_no_findings_of(INTERNAL, reports)
     raise_problems(problems)
     require_all_ok(reports)
     if strict:

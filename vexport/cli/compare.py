@@ -14,7 +14,7 @@ from vexport.cli.base import (
     add_step_summary,
     command,
     conclude,
-    is_read,
+    is_shown_to_user,
     note,
     print_text,
     progress_display,
@@ -24,11 +24,11 @@ from vexport.cli.engine import VLLM_PYTHON, interpreters_option, session_options
 from vexport.cli.options import (
     FORMATS,
     PATH,
-    Answer,
-    answer_file,
+    OutputOptions,
     format_option,
     given,
     option,
+    output_file,
     overwrite_run_option,
     require_apart,
     stacked,
@@ -87,8 +87,8 @@ class Interpreters:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
-    """Run directory from the command line, and whether to start again in it."""
+class RunDirectory:
+    """Run directory from the command line. If `overwrite`, existing results in it are replaced."""
 
     run_dir: Path | None
     overwrite: bool
@@ -125,7 +125,7 @@ _evaluate_options = stacked(
 @interpreters_option
 @option(
     "--scenario scenario_file",
-    "Its settings and tasks; with --schemes also its rules and calibration.",
+    "Scenario with settings and tasks; with --schemes, also with rules and calibration.",
     PATH,
     "FILE",
     heading="Comparison",
@@ -146,8 +146,8 @@ def compare(
     schemes: tuple[str, ...] | None,
     interpreters: Interpreters,
     scenario_file: Path | None,
-    place: Place,
-    answer: Answer,
+    run_directory: RunDirectory,
+    output: OutputOptions,
 ) -> None:
     """Compare schemes of SOURCE, or settings and versions of vLLM for CHECKPOINT.
 
@@ -169,9 +169,9 @@ def compare(
       vexport compare OUT --vllm-python new/bin/python --task gsm8k
     """
     if schemes is None:
-        _compare_variants(source, interpreters, scenario_file, place, answer)
+        _compare_variants(source, interpreters, scenario_file, run_directory, output)
     else:
-        _compare_schemes(source, schemes, interpreters, scenario_file, place, answer)
+        _compare_schemes(source, schemes, interpreters, scenario_file, run_directory, output)
 
 
 def _compare_schemes(
@@ -179,21 +179,21 @@ def _compare_schemes(
     schemes: tuple[str, ...],
     interpreters: Interpreters,
     scenario_file: Path | None,
-    place: Place,
-    answer: Answer,
+    run_directory: RunDirectory,
+    output: OutputOptions,
 ) -> None:
-    """Run SOURCE in each scheme, and print the table of the runs."""
+    """Quantize and evaluate SOURCE in each scheme, and print the table of the runs."""
     from vexport.engine.session import require_engine
     from vexport.evaluation.inputs import require_scenario_inputs, scenario_inputs
     from vexport.outputs.replaceable import NamedPath
     from vexport.reports import render_comparison
     from vexport.scenario import base_scenario
 
-    _require_no_options_of_variants(schemes, interpreters, answer)
+    _require_no_options_of_variants(schemes, interpreters, output)
     base = base_scenario(source, schemes[0], scenario_file)
     python = interpreters.others[0] if interpreters.others else interpreters.own
     faults: list[VexportError] = []
-    with progress_display(quiet=answer.quiet, reads=[source]) as on_progress:
+    with progress_display(quiet=output.quiet, reads=[source]) as on_progress:
         # The functions that start engines import torch, which takes seconds.
         require_scenario_inputs(base)
         require_engine((python,))
@@ -201,28 +201,28 @@ def _compare_schemes(
         from vexport.run.comparison import outcome_of
         from vexport.run.scenario_run import compare_folder
 
-        written = [NamedPath(label="--run-dir", path=place.run_dir or compare_folder(base))]
+        written = [NamedPath(label="--run-dir", path=run_directory.run_dir or compare_folder(base))]
         inputs = list(scenario_inputs(base, scenario_file))
         require_apart(click.get_current_context(), inputs, written)
         runs = api_compare(
             source,
             schemes,
             scenario=scenario_file,
-            run_dir=place.run_dir,
-            overwrite=place.overwrite,
+            run_dir=run_directory.run_dir,
+            overwrite=run_directory.overwrite,
             engine=interpreters.engine(python),
             on_note=note,
             on_problem=faults.append,
             on_progress=on_progress,
         )
-    print_text(render_comparison(runs, answer.format_))
+    print_text(render_comparison(runs, output.format_))
     raise_problems(faults)
     reasons = "; ".join(f"{run.schemes}: {run.reason}" for run in runs)
     conclude(outcome_of(runs), base.name, reasons)
 
 
 def _require_no_options_of_variants(
-    schemes: tuple[str, ...], interpreters: Interpreters, answer: Answer
+    schemes: tuple[str, ...], interpreters: Interpreters, output: OutputOptions
 ) -> None:
     """Raise UsageError for options that do not fit --schemes."""
     if not schemes:
@@ -240,9 +240,9 @@ def _require_no_options_of_variants(
         )
     if len(interpreters.others) > 1:
         raise click.UsageError("--schemes runs in one --vllm-python.")
-    if answer.format_ not in SCHEMES_FORMATS:
+    if output.format_ not in SCHEMES_FORMATS:
         raise click.UsageError(
-            f"--format {answer.format_}: with --schemes, use {', '.join(SCHEMES_FORMATS)}."
+            f"--format {output.format_}: with --schemes, use {', '.join(SCHEMES_FORMATS)}."
         )
 
 
@@ -250,8 +250,8 @@ def _compare_variants(
     checkpoint: str,
     interpreters: Interpreters,
     scenario_file: Path | None,
-    place: Place,
-    answer: Answer,
+    run_directory: RunDirectory,
+    output: OutputOptions,
 ) -> None:
     """Serve CHECKPOINT in each variant, and print the table of the variants."""
     from vexport.engine.session import require_engine
@@ -263,12 +263,12 @@ def _compare_variants(
     serve, others = _variants(scenario, interpreters)
     settings = _evaluate(scenario)
     shared = _shared_serve(scenario)
-    folder = place.run_dir or Path("runs") / f"variants-{_folder_name(checkpoint)}"
+    folder = run_directory.run_dir or Path("runs") / f"variants-{_folder_name(checkpoint)}"
     inputs = list(evaluation_inputs(settings, "--task"))
     written = [NamedPath(label="--run-dir", path=folder)]
     require_apart(click.get_current_context(), inputs, written)
     faults: list[VexportError] = []
-    with progress_display(quiet=answer.quiet, reads=[checkpoint]) as on_progress:
+    with progress_display(quiet=output.quiet, reads=[checkpoint]) as on_progress:
         # The functions that start engines import torch, which takes seconds.
         require_inputs([checkpoint], settings)
         require_engine((interpreters.own, *others))
@@ -281,18 +281,18 @@ def _compare_variants(
             serve=serve,
             vllm_python=others,
             engine=interpreters.engine(interpreters.own, shared),
-            overwrite=place.overwrite,
+            overwrite=run_directory.overwrite,
             on_problem=faults.append,
             on_progress=on_progress,
         )
-    file = answer_file(click.get_current_context())
+    file = output_file(click.get_current_context())
     page = file.parent if file else Path()
     print_text(
-        render_variants(report, answer.format_, folder=folder, page=page, width=text_width())
+        render_variants(report, output.format_, folder=folder, page=page, width=text_width())
     )
-    if answer.format_ == "github":
+    if output.format_ == "github":
         add_step_summary(render_variants(report, "markdown", folder=folder, page=page))
-    click.echo(f"report: {folder / 'report.html'}", err=answer.format_ != "text")
+    click.echo(f"report: {folder / 'report.html'}", err=output.format_ != "text")
     _conclude_variants(report, faults)
 
 
@@ -311,9 +311,10 @@ def _read_scenario(file: Path | None, interpreters: Interpreters) -> "Scenario |
 def _variants(
     scenario: "Scenario | None", interpreters: Interpreters
 ) -> "tuple[Sequence[Mapping[str, JsonValue]], Sequence[Path]]":
-    """Return the settings and the interpreters besides vexport's own.
+    """Return (settings, interpreters) of the variants, without the interpreter that runs vexport.
 
-    The command line replaces the scenario's. Raises UsageError if there is nothing to compare.
+    Settings and interpreters on the command line replace the scenario's settings and interpreters.
+    Raises UsageError if there is nothing to compare.
     """
     from vexport.scenario.variants import parse_setting, setting_text
 
@@ -364,7 +365,8 @@ def _evaluate(scenario: "Scenario | None") -> "Evaluate":
     return settings.model_copy(update={"include_path": folders})
 
 
-# The baseline is the first variant, and all variants run on this machine.
+# Keys of a scenario's `evaluate` that variants do not use: the baseline is the first variant, and
+# all variants run on this machine.
 _NOT_SHARED = {"baseline", "endpoint", "baseline_endpoint"}
 
 
@@ -391,7 +393,7 @@ def _conclude_variants(report: "Report", faults: Sequence[VexportError]) -> None
         raise CheckpointFailed(
             report.name,
             got=f"vLLM refuses the first variant, the baseline of all others: {first.name}"
-            f"{'' if is_read() else f': {first.reason}'}",
+            f"{'' if is_shown_to_user() else f': {first.reason}'}",
             need="",
             fix="begin with a --serve that vLLM accepts; nothing else was tried",
         )

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from vexport.records import OnProgress
     from vexport.scenario import Serve
 
-# Key in a click context's `meta` for the values of hidden options named like vLLM's flags.
+# Key in a click context's `meta` for the values of hidden options. These options have the names of
+# vLLM's flags.
 ENGINE_FLAGS = "vexport.engine"
 VLLM_PYTHON = "VEXPORT_VLLM_PYTHON"
 
@@ -77,7 +78,7 @@ def _engine_args(
     parameter: click.Parameter,
     values: "tuple[dict[str, JsonValue], ...]",
 ) -> dict[str, "JsonValue"]:
-    """Return the arguments of --engine-arg and of hidden options by name.
+    """Merge the arguments of all --engine-arg options and of the hidden options.
 
     Raises BadParameter if an argument is given twice with different values.
     """

@@ -65,7 +65,7 @@ FORBIDDEN_DEFAULTS = frozenset(
         *OUTPUTS,
     }
 )
-# Exit code if the reader of the output closed it, as shells report a process that SIGPIPE ended.
+# Exit code if the reader of the output closed the pipe: 128 + SIGPIPE, as in shells.
 CLOSED_OUTPUT = 141
 # The last file is shared with other tools.
 FILES = ("vexport.toml", "pyproject.toml")
@@ -89,12 +89,12 @@ def run_command() -> int:
     Each error is printed as one line on stderr. No exception leaves this function, except
     SystemExit and similar exceptions that are neither errors nor interrupts.
     """
-    _show_log()
+    _send_log_to_stderr()
     try:
         result = cli.main(prog_name="vexport", standalone_mode=False, default_map=default_map(cli))
         return result if isinstance(result, int) else 0
     except BaseException as error:
-        if (interrupt := _interrupt_before(error)) is not None:
+        if (interrupt := _interrupt_in_chain(error)) is not None:
             line = "; ".join((INTERRUPTED, *getattr(interrupt, "__notes__", ())))
             return _print_errors([line], interrupt.args[0] if interrupt.args else 130)
         # click turns a broken pipe into SystemExit.
@@ -112,7 +112,7 @@ class _Lines(logging.Handler):
         click.echo(text if record.exc_info else visible(clip(text, MAX_CHARACTERS)), err=True)
 
 
-def _show_log() -> None:
+def _send_log_to_stderr() -> None:
     """Send vexport's log to stderr.
 
     The default level is INFO. --debug and -v show all records, -q only warnings and errors.
@@ -125,7 +125,7 @@ def _show_log() -> None:
     logger.setLevel(logging.DEBUG)
 
 
-def _interrupt_before(error: BaseException | None) -> KeyboardInterrupt | None:
+def _interrupt_in_chain(error: BaseException | None) -> KeyboardInterrupt | None:
     """Return the KeyboardInterrupt in the error's chain of causes and contexts, or None.
 
     Libraries may turn an interrupt into an exception of another type.
@@ -157,7 +157,7 @@ def _print_failure(error: BaseException) -> int:
         command = error.ctx.command_path if error.ctx else "vexport"
         message = " ".join(error.format_message().split())
         message = message if message.endswith((".", "?")) else f"{message}."
-        if (file := _file_behind(error)) is not None:
+        if (file := _defaults_file_of(error)) is not None:
             message = f"{file}: {message}"
         return _print_errors([f"{command}: {message} See `{command} --help`."], error.exit_code)
     if isinstance(error, InputErrors | EnvironmentFaults):
@@ -166,7 +166,7 @@ def _print_failure(error: BaseException) -> int:
     return _print_errors([str(problem)], problem.exit_code)
 
 
-def _file_behind(error: click.UsageError) -> str | None:
+def _defaults_file_of(error: click.UsageError) -> str | None:
     """Return the name of the file of defaults if click refused a value from it, or else None."""
     if not isinstance(error, click.BadParameter) or error.ctx is None or error.param is None:
         return None
@@ -252,7 +252,8 @@ def _require_known(
 ) -> None:
     """Raise InputError for a setting that is no option, or that a file must not set.
 
-    `known` are the options at this place, and `commands` the options of each command.
+    `known` are the options that may be set here: the options of one command, or of all commands
+    for settings outside of tables. `commands` has the options of each command.
     """
     for key in settings:
         place = f"{where}{clip(key, 100)}"
@@ -272,7 +273,10 @@ def _require_known(
 
 
 def _defaults_table() -> tuple[str, Mapping[str, object]]:
-    """Return the place and the settings in the file of defaults, both empty if there is no file."""
+    """Return (label, settings) of the file of defaults. Both are empty if there is no file.
+
+    The label is the file's name, with the table in pyproject.toml. Error messages begin with it.
+    """
     for name in FILES:
         is_project = name == FILES[-1]
         if not Path(name).is_file() or (is_project and not _mentions_vexport(Path(name))):
@@ -314,7 +318,7 @@ def _options(command: click.Command) -> dict[str, click.Option]:
 
 
 def _value(option: click.Option, value: object, place: str) -> object:
-    """Return the value as it would be written on the command line, so that click converts it.
+    """Return a value from the file of defaults as on the command line, so that click converts it.
 
     A switch stays a boolean. Other values become text, or a list of texts for a repeatable option.
     Raises InputError if a switch is neither true nor false, or if another option's value is not

@@ -29,10 +29,10 @@ from vexport.cli.engine import (
 from vexport.cli.options import (
     FORMATS,
     PATH,
-    Answer,
-    answer_file,
+    OutputOptions,
     format_option,
     option,
+    output_file,
     require_apart,
 )
 from vexport.cli.prompting import EVALUATE_SYNTAXES, chat_template_option
@@ -87,7 +87,9 @@ class ComparisonOptions:
         ):
             raise click.UsageError("--text-rows, --text-tokens and --speculative need --text.")
         if options["text"] and (baseline is None or self.accept):
-            raise click.UsageError("--text needs --baseline SOURCE alone: both models read it.")
+            raise click.UsageError(
+                "--text needs --baseline SOURCE alone, without --against or --accept."
+            )
         if options["chat_template"] and options["apply_chat_template"] is False:
             raise click.UsageError(
                 "--chat-template names a template, --no-apply-chat-template applies none."
@@ -157,7 +159,7 @@ def evaluate(
     interpreter: Interpreter,
     tp: int | None,
     session: Session,
-    answer: Answer,
+    output: OutputOptions,
 ) -> None:
     """Compare the accuracy of CHECKPOINT with the accuracy of its baseline.
 
@@ -198,7 +200,7 @@ def evaluate(
 
         measured = with_accepted_settings(keys, serve, comparison.against, command="eval")
         keys, serve = dict(measured.keys), measured.serve
-        if measured.filled and not answer.quiet:
+        if measured.filled and not output.quiet:
             note(f"settings from {comparison.against}: {_shown_settings(measured.filled)}")
     settings = _settings(keys)
     folder = output_dir or Path("runs") / f"eval-{_name(checkpoints)}"
@@ -207,8 +209,8 @@ def evaluate(
     models = [*filter(None, (comparison.baseline, *checkpoints))]
     # Print the verdict before the search for its cause, which takes minutes. Files and machine
     # formats get the whole output at the end.
-    is_first = answer.format_ == "text" and answer_file(click.get_current_context()) is None
-    with progress_display(quiet=answer.quiet, reads=models) as on_progress:
+    is_first = output.format_ == "text" and output_file(click.get_current_context()) is None
+    with progress_display(quiet=output.quiet, reads=models) as on_progress:
         # The functions that start engines import torch, which takes seconds.
         require_inputs(models, settings)
         require_engine((interpreter.vllm_python,))
@@ -216,7 +218,7 @@ def evaluate(
 
         def show(judged: "Evaluations") -> None:
             pause(on_progress)
-            _show_verdicts(judged, as_text=is_first, quiet=answer.quiet)
+            _show_verdicts(judged, as_text=is_first, quiet=output.quiet)
 
         evaluations = api.evaluate_all(
             checkpoints,
@@ -235,7 +237,7 @@ def evaluate(
             on_judged=show,
             on_progress=on_progress,
         )
-    _print_answer(evaluations, answer.format_, is_shown=is_first)
+    _print_rest(evaluations, output.format_, is_shown=is_first)
 
 
 def _show_verdicts(evaluations: "Evaluations", *, as_text: bool, quiet: bool) -> None:
@@ -332,13 +334,13 @@ def _rendered(evaluations: "Evaluations", format_: str) -> str:
         return render_verdicts(evaluations.verdicts, format_)
     if len(evaluations.runs) > 1:
         return render_comparison(evaluations.rows, format_)
-    file = answer_file(click.get_current_context())
+    file = output_file(click.get_current_context())
     page = file.parent if file else Path()
     folder = evaluations.runs[0].folder
     return render(evaluations.reports[0], format_, folder=folder, page=page)
 
 
-def _print_answer(evaluations: "Evaluations", format_: str, *, is_shown: bool) -> None:
+def _print_rest(evaluations: "Evaluations", format_: str, *, is_shown: bool) -> None:
     """Print the rest of the output, and exit by the outcome."""
     verdicts = evaluations.verdicts
     if format_ == "text":
@@ -361,10 +363,10 @@ def _print_answer(evaluations: "Evaluations", format_: str, *, is_shown: bool) -
 
 
 def _known_fix(verdict: "Verdict") -> str:
-    """Return advice for a known cause, or how to find a cause that vexport could not search for.
+    """Return advice that replaces the usual advice, or "" for the usual advice.
 
-    The known causes are too many lost responses, or a loss only in later tokens of held-out text.
-    Returns "" for any other verdict.
+    It is for too many lost responses, for a loss only in later tokens of held-out text, and for a
+    loss whose cause vexport cannot search for.
     """
     from vexport.reports.formatting import LATE_FAILURE_ADVICE, unsearched_cause
 
@@ -382,7 +384,7 @@ def _known_fix(verdict: "Verdict") -> str:
 @click.argument("results", type=PATH)
 @setting_options("verdict", {key: EVALUATE_SYNTAXES[key] for key in ("gate", "margin")})
 @format_option(VERDICT_FORMATS)
-def verdict_command(baseline_results: Path, results: Path, answer: Answer) -> None:
+def verdict_command(baseline_results: Path, results: Path, output: OutputOptions) -> None:
     """Compare the results of two models, without starting a model.
 
     Both are folders or files of lm-eval, lighteval or EvalScope, or JSON lines with task, id and
@@ -400,7 +402,7 @@ def verdict_command(baseline_results: Path, results: Path, answer: Answer) -> No
     from vexport.reports import render_verdicts
 
     verdict = api_verdict(baseline_results, results, **given_settings("verdict"))
-    print_text(render_verdicts([verdict], answer.format_, width=text_width()))
-    if answer.format_ == "github":
+    print_text(render_verdicts([verdict], output.format_, width=text_width()))
+    if output.format_ == "github":
         add_text_summary(render_verdicts([verdict], "text"))
     conclude(verdict.outcome, str(results), verdict.reason, fix=_known_fix(verdict))

@@ -1,4 +1,4 @@
-"""The command `load`: load checkpoints in a real engine, or from headers alone."""
+"""The command `load`: load checkpoints in a real engine, or test loading with headers only."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,7 +10,7 @@ from vexport.cli.base import command, print_text, progress_display, require_load
 from vexport.cli.engine import Session, engine_arg_option, interpreters_option, session_options
 from vexport.cli.options import (
     PATH,
-    Answer,
+    OutputOptions,
     device_options,
     format_option,
     given,
@@ -49,7 +49,7 @@ Mode = Literal["eager", "default", "both"]
 @session_options
 @option(
     "--run-dir",
-    "Write a report to DIR, and resume from it in a second call [default: nothing is kept].",
+    "Write a report to DIR, from which a second call resumes [default: no report].",
     PATH,
     "DIR",
     heading="Output",
@@ -76,14 +76,14 @@ def load(
     run_dir: Path | None,
     overwrite: bool,
     every: bool,
-    answer: Answer,
+    output: OutputOptions,
 ) -> None:
     """Load each CHECKPOINT in vLLM and compare its output with a reference.
 
     The reference is the model in transformers, with the weights dequantized by compressed-tensors.
-    vLLM also generates 200 tokens for each test prompt (canary). Values that are not finite,
-    repetition, early ends and text in another script are findings. One engine is started for each
-    --tp, on as many devices.
+    vLLM also generates 200 tokens for each test prompt (canary), and reports NaN and infinity,
+    repetition, early ends and text in another script. One engine is started for each --tp, on as
+    many devices.
 
     With --dry, vLLM's model class and weight loaders run on headers only, for every --tp and --sm.
     The output shows refused checkpoints, parameters without a value or with a converted value, the
@@ -112,7 +112,7 @@ def load(
     ]
     modes: Sequence[EngineMode] = ("eager", "default") if mode == "both" else (mode,)
     problems: list[VexportError] = []
-    with progress_display(quiet=answer.quiet, reads=checkpoints) as on_progress:
+    with progress_display(quiet=output.quiet, reads=checkpoints) as on_progress:
         reports = api.load_all(
             checkpoints,
             dry=dry,
@@ -127,9 +127,9 @@ def load(
             on_problem=problems.append,
             on_progress=on_progress,
         )
-    print_text(render_loads(reports, answer.format_, every=every, width=text_width()))
+    print_text(render_loads(reports, output.format_, every=every, width=text_width()))
     for page in _pages(run_dir):
-        click.echo(f"report: {page}", err=answer.format_ != "text")
+        click.echo(f"report: {page}", err=output.format_ != "text")
     raise_problems(problems)
     require_loaded(reports)
 

@@ -202,12 +202,13 @@ FORMAT_OF_SUFFIX = {
     ".htm": "html",
     ".md": "markdown",
 }
-# Suffixes of formats that no command writes. Other unknown suffixes, as of `mktemp`, get text.
+# Suffixes of formats that no command writes. Files with other unknown suffixes, such as temporary
+# files, get the format text.
 UNWRITTEN_SUFFIXES = (".csv", ".docx", ".pdf", ".png", ".svg", ".tsv", ".xlsx")
 # Name of the parameter of --output. It is also the key of its value in a context's `meta`.
-ANSWER_FILE = "answer_file"
-# Parameters that name outputs, unless their type is READ_PATH. All other paths are inputs.
-OUTPUTS = (ANSWER_FILE, "out", "run_dir", "output_dir", "accept", "folder")
+OUTPUT_FILE = "output_file"
+# Parameters with paths of outputs, unless their type is READ_PATH. All other paths are inputs.
+OUTPUTS = (OUTPUT_FILE, "out", "run_dir", "output_dir", "accept", "folder")
 # Parameters of type text that may name an input path. Parameters of type PATH always name one.
 INPUTS = (
     "source",
@@ -227,8 +228,8 @@ INTERPRETER_OPTIONS = ("vllm_python",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """Form of a command's output. If `quiet`, no progress is shown."""
+class OutputOptions:
+    """Format of a command's output. If `quiet`, no progress is shown."""
 
     format_: str
     quiet: bool
@@ -307,11 +308,11 @@ class Count(click.IntRange):
         super().__init__(least, most)
 
     def fail(self, message: str, param: Parameter = None, ctx: Context = None) -> NoReturn:
-        """Raise click's error with the range, which help leaves out."""
+        """Raise click's error. Insert the range that `_describe_range` leaves out."""
         super().fail(message.replace("range .", f"range {super()._describe_range()}."), param, ctx)
 
     def _describe_range(self) -> str:
-        """Return the range in help; empty if there is no upper bound."""
+        """Return the range for help, or "" if there is no upper bound."""
         return "" if self.max == MOST_COUNT else super()._describe_range()
 
 
@@ -326,11 +327,11 @@ class Real(click.FloatRange):
         return number
 
     def fail(self, message: str, param: Parameter = None, ctx: Context = None) -> NoReturn:
-        """Raise click's error with the range, which help leaves out."""
+        """Raise click's error. Insert the range that `_describe_range` leaves out."""
         super().fail(message.replace("range .", f"range {super()._describe_range()}."), param, ctx)
 
     def _describe_range(self) -> str:
-        """Return the range in help; empty if there is no upper bound."""
+        """Return the range for help, or "" if there is no upper bound."""
         return "" if self.max is None else super()._describe_range()
 
 
@@ -405,7 +406,7 @@ def _by_suffix(context: click.Context, parameter: click.Parameter, value: str) -
 
     Raises BadParameter if the command cannot write the format of this suffix.
     """
-    file = answer_file(context)
+    file = output_file(context)
     if file is None or context.get_parameter_source("format_") is ParameterSource.COMMANDLINE:
         return value
     suffix = file.suffix.lower()
@@ -426,7 +427,7 @@ def _store_output_file(
     if value is not None and value.is_dir():
         raise click.BadParameter(f"{value} is a folder; give the name of a file.")
     if value is not None and str(value) != "-":
-        context.meta[ANSWER_FILE] = value
+        context.meta[OUTPUT_FILE] = value
 
 
 def given(*names: str) -> bool:
@@ -438,9 +439,9 @@ def given(*names: str) -> bool:
     return any(context.get_parameter_source(name) is ParameterSource.COMMANDLINE for name in names)
 
 
-def answer_file(context: click.Context) -> Path | None:
+def output_file(context: click.Context) -> Path | None:
     """Return the file of --output, or None if the output goes to stdout."""
-    file = context.meta.get(ANSWER_FILE)
+    file = context.meta.get(OUTPUT_FILE)
     return file if isinstance(file, Path) else None
 
 
@@ -457,9 +458,9 @@ def require_apart(
     written, read = list(outputs), list(inputs)
     for parameter in context.command.params:
         label = _label(parameter)
-        if parameter.name == ANSWER_FILE:
+        if parameter.name == OUTPUT_FILE:
             written += (
-                [NamedPath(label="--output", path=file)] if (file := answer_file(context)) else []
+                [NamedPath(label="--output", path=file)] if (file := output_file(context)) else []
             )
         elif parameter.name in OUTPUTS and parameter.type is not READ_PATH:
             given = context.params.get(str(parameter.name))
@@ -479,7 +480,8 @@ def _label(parameter: click.Parameter) -> str:
 def _paths_read(context: click.Context, parameter: click.Parameter) -> "Iterator[Path]":
     """Yield the input paths in the value of a parameter.
 
-    URLs and task folders are skipped. A hub id is yielded too: it may also be a folder's name.
+    URLs and folders with the name of a task are skipped. A hub id is also yielded, because it may
+    be the name of a folder.
     """
     from vexport.checkpoint.source import parse_data
     from vexport.files import user_path
@@ -492,9 +494,8 @@ def _paths_read(context: click.Context, parameter: click.Parameter) -> "Iterator
             yield from [user_path(folder)] if (folder := each.partition("=")[2]) else []
         elif isinstance(each, str) and parameter.name in INPUTS and each and "://" not in each:
             path = parse_data(each).path if parameter.name in DATA else user_path(each)
-            if (
-                parameter.name != "tasks" or path.is_file()
-            ):  # a folder with the name of a task is not an input
+            # A folder with the name of a task is not an input.
+            if parameter.name != "tasks" or path.is_file():
                 yield path
 
 
@@ -514,7 +515,7 @@ def format_option(formats: tuple[str, ...] = FORMATS, names: str = "-o --output"
             callback=_by_suffix,
         ),
         option(
-            f"{names} {ANSWER_FILE}",
+            f"{names} {OUTPUT_FILE}",
             file,
             PATH,
             "FILE",

@@ -18,12 +18,12 @@ from vexport.cli.base import (
 )
 from vexport.cli.options import (
     READ_PATH,
-    Answer,
-    answer_file,
+    OutputOptions,
     capabilities,
     format_option,
     gpus,
     option,
+    output_file,
     require_apart,
     trust_option,
 )
@@ -84,7 +84,7 @@ def plan(
     sm: tuple[int, ...] | None,
     every: bool,
     trust_remote_code: bool,
-    answer: Answer,
+    output: OutputOptions,
 ) -> None:
     """Show how a model would be quantized: layers, groups, size and problems.
 
@@ -113,17 +113,17 @@ def plan(
             raise click.UsageError(
                 "--gpu and --sm cannot be used with a scenario. Set serve.compute in the scenario."
             )
-        _plan_scenario(source, run_dir, answer, trust_remote_code=trust_remote_code)
+        _plan_scenario(source, run_dir, output, trust_remote_code=trust_remote_code)
     elif run_dir:
         raise click.UsageError(
             "--run-dir needs a SCENARIO with `scheme: auto`, which reads the losses of a run."
         )
     elif "scheme" in settings or "recipe" in settings:
-        _plan_rules(source, answer, gpu, trust_remote_code=trust_remote_code)
+        _plan_rules(source, output, gpu, trust_remote_code=trust_remote_code)
     elif extra := option_names("calibration"):
         raise click.UsageError(f"{', '.join(extra)}: calibration text needs --scheme or --recipe.")
     else:
-        _compare_schemes(source, answer, gpu, every=every)
+        _compare_schemes(source, output, gpu, every=every)
 
 
 def _one_gpu(cards: "Sequence[Card] | None", sm: Sequence[int] | None) -> "Card | int | None":
@@ -138,7 +138,7 @@ def _one_gpu(cards: "Sequence[Card] | None", sm: Sequence[int] | None) -> "Card 
 
 
 def _plan_scenario(
-    source: str, run_dir: Path | None, answer: Answer, *, trust_remote_code: bool
+    source: str, run_dir: Path | None, output: OutputOptions, *, trust_remote_code: bool
 ) -> None:
     """Print the plan of a scenario, the documents that its evaluation needs, and the next command.
 
@@ -156,7 +156,7 @@ def _plan_scenario(
         raise click.UsageError(
             f"{', '.join(extra)} cannot be used with a scenario. Set it in the scenario instead."
         )
-    with progress_display(quiet=answer.quiet) as on_progress:
+    with progress_display(quiet=output.quiet) as on_progress:
         plan = api_plan(
             source,
             run_dir=run_dir,
@@ -170,7 +170,7 @@ def _plan_scenario(
         words += ["--run-dir", str(run_dir)]
     if needs_trust:
         words.append("--trust-remote-code")
-    _print(source, plan, shlex.join(words), answer, scenario)
+    _print(source, plan, shlex.join(words), output, scenario)
 
 
 def _note_missing_data(scenario: "Scenario") -> None:
@@ -193,7 +193,7 @@ def _note_missing_data(scenario: "Scenario") -> None:
 
 
 def _plan_rules(
-    source: str, answer: Answer, gpu: "Card | int | None", *, trust_remote_code: bool
+    source: str, output: OutputOptions, gpu: "Card | int | None", *, trust_remote_code: bool
 ) -> None:
     """Print the plan of a model for a scheme or a recipe from the command line."""
     from vexport.api import Calibration
@@ -204,7 +204,7 @@ def _plan_rules(
     require_consistent("plan")
     given_text = given_settings("calibration")
     text = Calibration(**given_text) if "data" in given_text else None
-    with progress_display(quiet=answer.quiet) as on_progress:
+    with progress_display(quiet=output.quiet) as on_progress:
         plan = api_plan(
             source,
             **given_settings("plan"),
@@ -221,7 +221,7 @@ def _plan_rules(
     out = "-".join((Path(source).resolve().name, *(plan.schemes or ("KV",))))
     trust = ("--trust-remote-code",) if trust_remote_code else ()
     words = ("vexport", "quantize", source, out, *option_words("plan", "calibration"), *trust)
-    _print(source, plan, shlex.join(words), answer, gpu=gpu, text=text)
+    _print(source, plan, shlex.join(words), output, gpu=gpu, text=text)
 
 
 def _require_chat_template(
@@ -229,7 +229,8 @@ def _require_chat_template(
 ) -> None:
     """Raise InputError if the text has conversations and the model has no chat template.
 
-    Trusted code of a tokenizer can set a template, so that its files do not show whether it exists.
+    Nothing is checked if the tokenizer's code is trusted, because the code may set a template that
+    is not in its files.
     """
     from vexport.calibration.data import has_conversations, require_chat_template
     from vexport.checkpoint.source import source_headers, with_revision
@@ -244,7 +245,7 @@ def _require_chat_template(
 def _duration(plan: "Plan", text: "Calibration | None") -> str | None:
     """Return a line about the time of calibration, if it will take long on this machine's CPU.
 
-    If the user named no text, but text helps, the line is about the default amount of text.
+    If the user named no text, but text would help, the line estimates the default amount of text.
     """
     from vexport.plan.duration import cpu_duration_line, with_text
     from vexport.plan.rules import calibration_need
@@ -264,15 +265,17 @@ def _duration(plan: "Plan", text: "Calibration | None") -> str | None:
     return f"with --calibration DATA, {line}" if line else None
 
 
-def _compare_schemes(source: str, answer: Answer, gpu: "Card | int | None", *, every: bool) -> None:
+def _compare_schemes(
+    source: str, output: OutputOptions, gpu: "Card | int | None", *, every: bool
+) -> None:
     """Print the table of all schemes, for one GPU or for all GPUs."""
     from vexport.api import plan_schemes
     from vexport.reports.plan import render_table
 
     settings = {key: value for key, value in given_settings("plan").items() if key in TABLE_OPTIONS}
-    with progress_display(quiet=answer.quiet) as on_progress:
+    with progress_display(quiet=output.quiet) as on_progress:
         table = plan_schemes(source, **settings, gpu=_gpu_name(gpu), on_progress=on_progress)
-    print_text(render_table(table, answer.format_, every=every))
+    print_text(render_table(table, output.format_, every=every))
 
 
 def _gpu_name(gpu: "Card | int | None") -> str | None:
@@ -284,8 +287,8 @@ def _gpu_name(gpu: "Card | int | None") -> str | None:
 def _print(
     source: str,
     plan: "Plan",
-    then: str,
-    answer: Answer,
+    next_command: str,
+    output: OutputOptions,
     scenario: "Scenario | None" = None,
     gpu: "Card | int | None" = None,
     text: "Calibration | None" = None,
@@ -297,18 +300,18 @@ def _print(
 
     evaluate, needed = scenario.evaluate if scenario else None, None
     margin = margin_of_shares(evaluate.margin) if evaluate else 0.0
-    if evaluate and evaluate.tasks and margin > 0 and answer.format_ != "json":
+    if evaluate and evaluate.tasks and margin > 0 and output.format_ != "json":
         from vexport.evaluation.statistics import documents_for_power
 
         needed = documents_for_power(margin, TYPICAL_DISAGREEMENT, evaluate.alpha)
     sm = gpu if gpu is None or isinstance(gpu, int) else gpu.sm
     text = text or (scenario.calibration if scenario else None)
-    duration = None if answer.format_ == "json" or plan.refusals else _duration(plan, text)
+    duration = None if output.format_ == "json" or plan.refusals else _duration(plan, text)
     print_text(
         render_plan(
             plan,
-            answer.format_,
-            then,
+            output.format_,
+            next_command,
             evaluate,
             needed,
             sm=sm,
@@ -324,7 +327,7 @@ def _print(
     "what", type=click.Choice(("schemes", "observers", "roundings", "checks", "architectures"))
 )
 @format_option(("text", "json"))
-def list_command(what: str, answer: Answer) -> None:
+def list_command(what: str, output: OutputOptions) -> None:
     """List schemes, observers, roundings, checks or architectures.
 
     \b
@@ -339,13 +342,13 @@ def list_command(what: str, answer: Answer) -> None:
     caption = OTHER_GROUP_SIZES if what == "schemes" else ""
     # In a file or pipe, each scheme stays on a line.
     width = text_width(MAX_WIDTH)
-    print_text(render_catalog(entries(what), answer.format_, width, caption))
+    print_text(render_catalog(entries(what), output.format_, width, caption))
 
 
 @command("explain")
 @click.argument("name", required=False, nargs=-1)
 @format_option(("text", "json"))
-def explain_command(name: tuple[str, ...], answer: Answer) -> None:
+def explain_command(name: tuple[str, ...], output: OutputOptions) -> None:
     """Print the section of the reference about a scheme, observer, check, finding or topic.
 
     NAME is the name in a report, message or list, in upper or lower case. Without NAME, all pages
@@ -362,14 +365,14 @@ def explain_command(name: tuple[str, ...], answer: Answer) -> None:
     from vexport.reports.catalog import render_contents, render_section
 
     if not name:
-        print_text(render_contents(explain_all(), answer.format_))
+        print_text(render_contents(explain_all(), output.format_))
         return
     section = explain(" ".join(name))
-    is_file = answer_file(click.get_current_context()) is not None
-    if answer.format_ == "text" and sys.stdout.isatty() and not is_file:
+    is_file = output_file(click.get_current_context()) is not None
+    if output.format_ == "text" and sys.stdout.isatty() and not is_file:
         from rich.console import Console
         from rich.markdown import Markdown
 
         Console().print(Markdown(section.text))
     else:
-        print_text(render_section(section, answer.format_))
+        print_text(render_section(section, output.format_))

@@ -14,9 +14,9 @@ OPTIONS = ("-o", "--output")
 
 
 def folder_advice(command: click.Command, ctx: click.Context, words: Sequence[str]) -> str | None:
-    """Return an error text with the corrected call, or None if the folder is not the problem.
+    """Return an error text with the corrected call, or None if the output folder is not missing.
 
-    `words` are the command's words on the command line.
+    `words` are the words after the command's name on the command line.
     """
     arguments = [each for each in command.params if isinstance(each, click.Argument)]
     folder = next((each for each in arguments if each.name in FOLDERS), None)

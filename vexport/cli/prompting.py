@@ -26,7 +26,10 @@ _PAIR = re.compile(r"""([A-Za-z_]\w*)=("[^"]*"|'[^']*'|\[[^\]]*\]|\{[^}]*\}|[^,]
 def _generation(
     context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
 ) -> dict[str, GenerationValue]:
-    """Parse generation arguments as lm-eval does: K=V,... or a JSON object. The last value wins."""
+    """Parse generation arguments as lm-eval does: K=V,... or a JSON object.
+
+    If an argument is given twice, its last value is used.
+    """
     arguments: dict[str, GenerationValue] = {}
     for value in values:
         arguments |= dict(_generation_pairs(value))
@@ -75,7 +78,10 @@ def _batch_size(text: str) -> BatchSize:
 def _gates(
     context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
 ) -> dict[str, str]:
-    """Return METRIC[,FILTER] by task; `*` stands for all tasks that have the metric."""
+    """Parse [TASK=]METRIC[,FILTER] into a map from task to METRIC[,FILTER].
+
+    The key `*` stands for all tasks that have the metric.
+    """
     gates: dict[str, str] = {}
     for value in values:
         task, _, metric = value.rpartition("=")

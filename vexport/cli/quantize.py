@@ -11,7 +11,7 @@ import click
 from vexport.cli.base import command, note, print_text, progress_display
 from vexport.cli.options import (
     PATH,
-    Answer,
+    OutputOptions,
     byte_size,
     format_option,
     numbers,
@@ -79,7 +79,7 @@ def quantize(
     no_verify: bool,
     overwrite: bool,
     trust_remote_code: bool,
-    answer: Answer,
+    output: OutputOptions,
 ) -> None:
     """Quantize SOURCE and write the checkpoint to the folder OUT.
 
@@ -100,7 +100,7 @@ def quantize(
     # Under torchrun, only the first rank prints.
     is_first = os.environ.get("RANK", "0") == "0"
     text = given_settings("calibration")
-    with progress_display(quiet=answer.quiet or not is_first, reads=[source]) as on_progress:
+    with progress_display(quiet=output.quiet or not is_first, reads=[source]) as on_progress:
         from vexport.api import Calibration
         from vexport.api import quantize as api_quantize
         from vexport.checkpoint.source import DEFAULT
@@ -122,7 +122,7 @@ def quantize(
     if is_first:
         for warning in quantized.warnings:
             click.echo(f"warning: {warning}", err=True)
-        print_text(render_quantized(quantized, answer.format_))
+        print_text(render_quantized(quantized, output.format_))
 
 
 def _ignore_note(text: str) -> None:
@@ -147,7 +147,7 @@ def _command_that_keeps(patterns: Sequence[str]) -> str:
 @overwrite_out_option
 @format_option(("text", "json"))
 def repair(
-    checkpoint: Path, out: Path, source: Path | None, overwrite: bool, answer: Answer
+    checkpoint: Path, out: Path, source: Path | None, overwrite: bool, output: OutputOptions
 ) -> None:
     """Repair CHECKPOINT, write the result to OUT, and report the error that each fix adds.
 
@@ -164,14 +164,14 @@ def repair(
       vexport repair OUT REPAIRED
       vexport repair OUT REPAIRED --source MODEL
     """
-    with progress_display(quiet=answer.quiet, reads=[str(checkpoint)]) as on_progress:
+    with progress_display(quiet=output.quiet, reads=[str(checkpoint)]) as on_progress:
         from vexport.api import repair as api_repair
         from vexport.reports.quantized import render_repair
 
         report = api_repair(
             checkpoint, out, source=source, overwrite=overwrite, on_progress=on_progress
         )
-    print_text(render_repair(report, answer.format_))
+    print_text(render_repair(report, output.format_))
     if not report.ok:
         raise _not_repaired(report)
 

@@ -30,10 +30,10 @@ from vexport.cli.engine import Interpreter, attribution_options, interpreter_opt
 from vexport.cli.options import (
     FORMATS,
     PATH,
-    Answer,
-    answer_file,
+    OutputOptions,
     format_option,
     option,
+    output_file,
     overwrite_run_option,
     require_apart,
 )
@@ -67,7 +67,7 @@ def run(
     interpreter: Interpreter,
     tp: int | None,
     engine_args: "dict[str, JsonValue]",
-    answer: Answer,
+    output: OutputOptions,
 ) -> None:
     """Run all stages of SCENARIO and print one verdict.
 
@@ -89,7 +89,7 @@ def run(
     folder = run_dir or parsed.run_dir
     written = [NamedPath(label="--run-dir", path=folder)]
     require_apart(click.get_current_context(), list(scenario_inputs(parsed, scenario)), written)
-    with progress_display(quiet=answer.quiet, reads=[parsed.source]) as on_progress:
+    with progress_display(quiet=output.quiet, reads=[parsed.source]) as on_progress:
         # The functions that start engines import torch, which takes seconds.
         require_scenario_inputs(parsed)
         require_engine((interpreter.vllm_python,))
@@ -107,10 +107,10 @@ def run(
             on_note=note,
             on_progress=on_progress,
         )
-    print_text(render(report, answer.format_, scenario=scenario, width=text_width()))
-    if answer.format_ == "github":
+    print_text(render(report, output.format_, scenario=scenario, width=text_width()))
+    if output.format_ == "github":
         add_step_summary(render(report, "markdown"))
-    click.echo(f"report: {folder / 'report.html'}", err=answer.format_ != "text")
+    click.echo(f"report: {folder / 'report.html'}", err=output.format_ != "text")
     conclude(report.outcome, report.name, report.reason, fix=_fix(report))
 
 
@@ -118,18 +118,19 @@ def run(
 @click.argument("run_dirs", metavar="RUN_DIR...", nargs=-1, type=PATH)
 @option(
     "--history",
-    "Show the results in time, also if they do not look like one model's.",
+    "Show the results as a history, even if they differ in source or schemes.",
     heading="Output",
     flag=True,
 )
 @format_option(REPORT_FORMATS)
-def report(run_dirs: tuple[Path, ...], history: bool, answer: Answer) -> None:
+def report(run_dirs: tuple[Path, ...], history: bool, output: OutputOptions) -> None:
     """Show the report of a run again, or several runs in one table.
 
-    Runs of one model are shown in time, with accepted baselines (`eval --accept FILE`) among them:
-    the first run that regressed is marked, with the changes of vLLM and of the checkpoint. For
-    other runs, the smallest checkpoint that passes is marked. The exit code is the outcome of the
-    run, or of the newest run. `--format card` writes a model card for the checkpoint's README.md.
+    Runs of one checkpoint, or of the same source and schemes, are shown as a history, with accepted
+    baselines (`eval --accept FILE`). The first run that regressed is marked, with the changes of
+    vLLM and of the checkpoint. For other runs, the smallest checkpoint that passes is marked. The
+    exit code is the outcome of the run, or of the newest run. `--format card` writes a model card
+    for the checkpoint's README.md.
 
     \b
     Examples:
@@ -144,26 +145,26 @@ def report(run_dirs: tuple[Path, ...], history: bool, answer: Answer) -> None:
         )
     if len(run_dirs) == 1 and not history and not run_dirs[0].is_file():
         # Comparisons import scipy, which takes a second.
-        _show_one(run_dirs[0], answer)
+        _show_one(run_dirs[0], output)
         return
     from vexport.run.history import RunResult, is_one_model, read_result, without_repetitions
 
     outcomes = [attempt(partial(read_result, path), str(path)) for path in run_dirs]
     problems = [outcome for outcome in outcomes if isinstance(outcome, VexportError)]
-    found, doubles = without_repetitions(
+    found, repeated = without_repetitions(
         [outcome for outcome in outcomes if not isinstance(outcome, VexportError)]
     )
     runs = [result for result in found if isinstance(result, RunResult)]
     conclusion = _Conclusion()
     if history or len(runs) < len(found):
-        conclusion = _show_history(found, answer)
+        conclusion = _show_history(found, output)
     elif len(runs) == 1:
-        conclusion = _show_run(runs[0].folder, runs[0].report, answer)
+        conclusion = _show_run(runs[0].folder, runs[0].report, output)
     elif runs and is_one_model(runs):
-        conclusion = _show_history(runs, answer)
+        conclusion = _show_history(runs, output)
     elif runs:
-        conclusion = _show_comparison(runs, answer)
-    raise_problems([*problems, *doubles])
+        conclusion = _show_comparison(runs, output)
+    raise_problems([*problems, *repeated])
     conclusion.conclude()
 
 
@@ -181,34 +182,34 @@ class _Conclusion:
         conclude(self.outcome, self.name, self.reason, fix=self.fix)
 
 
-def _show_one(folder: Path, answer: Answer) -> None:
+def _show_one(folder: Path, output: OutputOptions) -> None:
     """Print the report in a run directory, and exit with its code."""
     from vexport.api import report as api_report
 
-    _show_run(folder, api_report(folder), answer).conclude()
+    _show_run(folder, api_report(folder), output).conclude()
 
 
-def _show_run(folder: Path, report: "Report", answer: Answer) -> _Conclusion:
+def _show_run(folder: Path, report: "Report", output: OutputOptions) -> _Conclusion:
     """Print the report of one run."""
     from vexport.reports import render
 
-    file = answer_file(click.get_current_context())
+    file = output_file(click.get_current_context())
     page = file.parent if file else Path()
-    make = partial(render, report, answer.format_, folder=folder, page=page, width=text_width())
-    print_text(_of_report(folder, make))
+    make = partial(render, report, output.format_, folder=folder, page=page, width=text_width())
+    print_text(_render_report(folder, make))
     return _conclusion_of(report)
 
 
-def _show_comparison(runs: "Sequence[RunResult]", answer: Answer) -> _Conclusion:
-    """Print a table of runs, oldest first. The newest run decides."""
+def _show_comparison(runs: "Sequence[RunResult]", output: OutputOptions) -> _Conclusion:
+    """Print a table of runs, oldest first. The outcome is the outcome of the newest run."""
     from vexport.reports import render_comparison
     from vexport.run.comparison import compared_run, mark_smallest
 
     ordered = sorted(runs, key=lambda run: run.report.created)
     compared = [
-        _of_report(run.folder, partial(compared_run, run.report, run.name)) for run in ordered
+        _render_report(run.folder, partial(compared_run, run.report, run.name)) for run in ordered
     ]
-    print_text(render_comparison(mark_smallest(compared), answer.format_))
+    print_text(render_comparison(mark_smallest(compared), output.format_))
     return _conclusion_of(ordered[-1].report)
 
 
@@ -231,40 +232,40 @@ def _fix(report: "Report") -> str:
     return LOSES_CALIBRATED if report.calibration_rows else LOSES_UNCALIBRATED
 
 
-def _show_history(results: "Sequence[Result]", answer: Answer) -> _Conclusion:
-    """Print the history of one model. The newest run decides."""
+def _show_history(results: "Sequence[Result]", output: OutputOptions) -> _Conclusion:
+    """Print the history of one model. The outcome is the outcome of the newest run."""
     from vexport.reports import render_history
     from vexport.run.history import points_in_time
     from vexport.run.regressions import history_of
 
     if not results:
         return _Conclusion()
-    made = _of_reports(results, lambda: history_of(points_in_time(results)))
-    print_text(_of_reports(results, partial(render_history, made, answer.format_)))
+    history = _render_reports(results, lambda: history_of(points_in_time(results)))
+    print_text(_render_reports(results, partial(render_history, history, output.format_)))
     fix = "the history names the last result that passed, and what changed since then"
-    reason = made.headline.removesuffix(".")
-    return _Conclusion(outcome=made.outcome or "", name=made.name, reason=reason, fix=fix)
+    reason = history.headline.removesuffix(".")
+    return _Conclusion(outcome=history.outcome or "", name=history.name, reason=reason, fix=fix)
 
 
-def _of_report(folder: Path, make: Callable[[], T]) -> T:
+def _render_report(folder: Path, make: Callable[[], T]) -> T:
     """Return the result of `make`, which renders the report in `folder`.
 
     Raises InputError if the report's values contradict each other.
     """
     from vexport.run.directory import REPORT_FILE
 
-    return _made(str(folder / REPORT_FILE), make)
+    return _call_renderer(str(folder / REPORT_FILE), make)
 
 
-def _of_reports(results: "Sequence[Result]", make: Callable[[], T]) -> T:
+def _render_reports(results: "Sequence[Result]", make: Callable[[], T]) -> T:
     """Return the result of `make`, which renders several results.
 
     Raises InputError if their values contradict each other.
     """
-    return _made(", ".join(result.name for result in results), make)
+    return _call_renderer(", ".join(result.name for result in results), make)
 
 
-def _made(where: str, make: Callable[[], T]) -> T:
+def _call_renderer(where: str, make: Callable[[], T]) -> T:
     try:
         return make()
     except (

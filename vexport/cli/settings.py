@@ -1,4 +1,4 @@
-"""Options made from the settings that the models of `vexport.scenario` declare.
+"""Make options of the command line from the settings in the models of `vexport.scenario`.
 
 `generated/settings.json` contains the options of each section. `scripts/generate_settings.py`
 writes the file from the models, so that `--help` imports neither the models nor pydantic.
@@ -35,11 +35,11 @@ SETTINGS: Mapping[str, Mapping[str, OptionRecord]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Syntax:
-    """Syntax of a setting's option if the setting has no plain type.
+    """Parser of an option for settings that are not a plain number, text, path or switch.
 
-    `whole` is the click type of one text with all values. `item` is the click type of each value
-    of a repeatable option. `combine` is a callback that makes the setting's value from all texts of
-    a repeatable option.
+    `whole` is the click type of an option that takes all values in one text, such as `--tp 1,2`.
+    `item` is the click type of each value of a repeatable option. `combine` is a callback that
+    makes the setting from all values of a repeatable option.
     """
 
     whole: object = None
