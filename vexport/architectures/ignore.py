@@ -29,20 +29,20 @@ def ignored(
     """Return the entries that `ignore` needs.
 
     `layers` are all fused layers, `kept` the linear layers that stay unquantized, and `opaque` the
-    tensors of experts that are copied unchanged.
+    tensors of experts that are copied unchanged. The entries follow these rules:
 
-    - Names are the names in the checkpoint, because vLLM renames entries as it renames tensors
-      (apply_vllm_mapper in compressed_tensors.py). vLLM does not rename patterns, but compares them
-      with its own names. A pattern therefore only contains the end of the name, which is the same
-      in both (see `patterns_below`).
+    - An entry without a pattern is the layer's name in the checkpoint. vLLM renames such entries
+      like tensors (apply_vllm_mapper in compressed_tensors.py). It does not rename patterns, but
+      compares them with vLLM's names. A pattern therefore only contains the end of a name, which is
+      usually the same in the checkpoint and in vLLM (see `patterns_below`).
     - One pattern covers the routed experts of a layer, because vLLM looks up the first
       expert's projections.
     - Modules outside the decoder layers get a pattern that also matches longer names, because the
       inner model may rename them without renaming the entries of the quantization config
       (Gemma3nModel.hf_to_vllm_mapper).
-    - If vLLM looks up the members of a fused module, the list has all its parts, also parts
+    - If vLLM looks up the members of a fused module, the list contains all members, even members
       without a tensor (for example `v_proj` if the values are the keys). If vLLM looks up the fused
-      module, the list also has the module's name.
+      module, the list also contains the module's name.
     - A layer that predicts further tokens gets a single pattern for all its modules, for each of
       its names. Another vLLM class runs the layer, and may fuse and name its modules differently
       (Glm4MoeMTP, Step3p5MTP).

@@ -19,10 +19,11 @@ from vexport.records import (
     WeightPart,
 )
 
-# decoder: rules for all linear layers apply to the layer. outside: only rules that name the layer
-# apply to it (lm_head, vision towers, layers that predict further tokens, routers, gates).
-# unquantizable: vLLM builds the layer without a quantization config, or as experts in a format of
-# this class only.
+# decoder: a rule for all linear layers also applies to this layer. outside: only a rule with the
+# layer's name applies to it (lm_head, vision towers, layers that predict further tokens, routers,
+# gates). unquantizable: the layer always stays unquantized. Either vLLM builds it without a
+# quantization config, or it is in `Architecture.routers` or a RENUMBERED layer, or it belongs to
+# experts with unknown names.
 Place = Literal["decoder", "outside", "unquantizable"]
 
 # Names of layers that predict further tokens. transformers drops these layers, and vLLM uses them

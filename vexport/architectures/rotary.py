@@ -25,7 +25,7 @@ OF_ALL = ("linear", "ntk", "dynamic")
 # Number of rows for each position if the config has sections for an image's height and width
 # (mrope_section, MRotaryEmbedding).
 SECTIONS = 4
-# Limit of positions, so that numbers computed from them stay small.
+# Larger numbers of positions are replaced by this number, to limit the size of computed numbers.
 LARGEST = 1 << 62
 # Limit of nesting. Dictionaries nested more deeply are not searched.
 DEEPEST = 6
