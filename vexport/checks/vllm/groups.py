@@ -155,7 +155,10 @@ def group_for(
 
 
 def _are_resolved(projection: str, members: Sequence[str], architecture: Architecture) -> bool:
-    """Return True if vLLM looks up the members' names. For some fused layers, it does not."""
+    """Return True if vLLM looks up a layer by the names of its members.
+
+    This is always the case for routed experts and for layers with a single member.
+    """
     alone = len(members) == 1 or moe_layer(members[0]) is not None
     return alone or projection in architecture.resolved
 

@@ -67,9 +67,9 @@ class GroupLookup:
         return lookup_names(FusedLayer(name=name, members=members), architecture)
 
     def unquantized_reason(self, fused: FusedLayer) -> str | None:
-        """Return why vLLM never quantizes a layer, or None if the config decides.
+        """Return why vLLM never quantizes a layer, or None if the quantization config decides.
 
-        Most routers are examples of such layers.
+        For example, vLLM never quantizes most routers.
         """
         model = self._model
         kind = model.architecture.kind(fused.name)
