@@ -90,10 +90,10 @@ def targets_of(
 ) -> list[str]:
     """Return targets that vLLM resolves to these layers and to none of `others`.
 
-    `others` have other schemes. If vLLM's quantization config does not split a fused module (it is
-    not in `resolved`, see `Architecture`), the fused module itself is also a target. If vLLM splits
-    it, all parts are targets, even parts that have no tensor. If vLLM looks up a layer by another
-    name than in the file, this name is also a target.
+    `others` have other schemes. vLLM looks up some fused modules by the names of their members
+    (`Architecture.resolved`). For these, all members are targets, even members without a tensor.
+    vLLM looks up all other fused modules by their name, so this name is also a target. If vLLM
+    looks up a layer by another name than in the file, this name is also a target.
 
     The target of a quantized output head is a pattern, because vLLM's name of the head may be
     longer than the checkpoint's name (`language_model.lm_head`), and vLLM only renames targets with
