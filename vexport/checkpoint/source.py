@@ -290,8 +290,8 @@ def _write_headers(
 def read_remote_header(listing: RepoListing, file: str) -> bytes:
     """Return the first bytes of a safetensors file: the length of its header, and the header.
 
-    If the length is invalid, only the first bytes are returned, and the reader of the file reports
-    it.
+    If the length is too large, only the bytes of the first request are returned. The reader of the
+    file then raises the error.
     """
     first = _range(listing, file, 0, _FIRST_BYTES)
     length = struct.unpack("<Q", first[:8])[0] if len(first) >= 8 else 0
