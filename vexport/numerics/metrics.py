@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-# Reported for tensors without any error, because a report needs a finite number.
+# SQNR in dB that is reported if two tensors are equal, because a report needs a finite number.
 EXACT_DB = 200.0
 # Number of elements compared at a time.
 COMPARED_AT_ONCE = 1 << 22
