@@ -285,8 +285,8 @@ def stub_operators() -> None:
 
     Sources in csrc/libtorch_stable/quantization of vLLM: w8a8/cutlass/scaled_mm_entry.cu (FP8,
     blocks, groups), fp4/nvfp4_scaled_mm_entry.cu, fp4/mxfp4_experts_quant.cu. vLLM's wrappers are
-    imported first, because they register the operators that they find in torch. Afterwards every
-    operator seems to exist.
+    imported first, because at import they only register operators that torch really has. After
+    this function, every operator seems to exist.
     """
     import vllm._custom_ops  # noqa: F401
 
