@@ -2,7 +2,7 @@
 
 import pytest
 
-from vexport.cli.base import PlainDisplay
+from vexport.cli.base import BarDisplay, PlainDisplay
 from vexport.records.pace import Pace
 from vexport.records.values import COMPILATION, SECONDS
 
@@ -85,3 +85,16 @@ def test_displayed_share_never_decreases(
     clock.at(40, stage, 40, 400)
     lines = capsys.readouterr().err.splitlines()
     assert lines[1:] == ["calibrate: 20%, 80 s left", "calibrate: 20%, 360 s left"]
+
+
+def test_bar_of_a_repeated_stage_begins_again() -> None:
+    """Each checkpoint of a command has the same stages."""
+    display = BarDisplay()
+    shown = []
+    try:
+        for done in (0, 3, 6, 0, 3):
+            display("round weights (layers)", done, 6)
+            shown.append(display.bars.tasks[0].completed)
+    finally:
+        display.pause()
+    assert shown == [0, 3, 6, 0, 3]

@@ -370,8 +370,10 @@ class Display(ABC):
         compilation, only the time since the stage began is excluded.
         """
         now = time.monotonic()
+        # Each job of a command counts its compilations from 0.
+        before = self._compiling_seconds if seconds >= self._compiling_seconds else 0.0
         for pace in self._paces.values():
-            pace.pause(min(seconds - self._compiling_seconds, now - pace.begun))
+            pace.pause(min(seconds - before, now - pace.begun))
         self._compiling_seconds = seconds
 
     def _left(self, name: str, now: float, done: int, total: int) -> float | None:
@@ -427,6 +429,10 @@ class BarDisplay(Display):
         self.bars.start()
         if name not in self._tasks:
             self._tasks[name] = self.bars.add_task("", total=total, left="", done="")
+            self._paces[name] = Pace(begun=now, done_at_begin=done)
+        elif done < total and self._paces[name].is_complete:
+            # The next checkpoint or scheme of the same command begins this stage again.
+            self.bars.reset(self._tasks[name])
             self._paces[name] = Pace(begun=now, done_at_begin=done)
         share = self._paces[name].share(done, total)
         seconds = self._left(name, now, done, total)

@@ -43,6 +43,11 @@ class Pace:
         seconds = self.seconds_per_unit(now, done)
         return None if seconds is None else seconds * max(total - done, 0.0)
 
+    @property
+    def is_complete(self) -> bool:
+        """True once all of the stage's work was reported as done."""
+        return self._share >= 1.0
+
     def share(self, done: float, total: float) -> float:
         """Return the share of the stage that is done.
 
