@@ -233,12 +233,13 @@ def default_map(group: click.Group) -> dict[str, dict[str, object]]:
     _require_known(f"{where}: ", shared, every, options)
     defaults: dict[str, dict[str, object]] = {}
     for name, known in options.items():
-        own = tables.get(name, {})
-        _require_known(f"{where}: {name}.", own, known, options)
-        places = dict.fromkeys(shared, f"{where}: ") | dict.fromkeys(own, f"{where}: {name}.")
-        settings = {key: value for key, value in (shared | own).items() if key in known}
+        of_command = tables.get(name, {})
+        label = f"{where}: {name}."
+        _require_known(label, of_command, known, options)
+        labels = dict.fromkeys(shared, f"{where}: ") | dict.fromkeys(of_command, label)
+        settings = {key: value for key, value in (shared | of_command).items() if key in known}
         defaults[name] = {
-            str(known[key].name): _value(known[key], value, f"{places[key]}{key}")
+            str(known[key].name): _value(known[key], value, f"{labels[key]}{key}")
             for key, value in settings.items()
         }
     return defaults

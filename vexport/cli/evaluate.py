@@ -76,7 +76,7 @@ class ComparisonOptions:
             )
         if (options["kl_limit"] or options["nll_limit"]) and not baseline:
             raise click.UsageError(
-                "--kl-limit and --nll-limit need --baseline, whose log-probabilities they bound."
+                "--kl-limit and --nll-limit need --baseline, to compare log-probabilities with it."
             )
         if against is None and bool(options["tasks"]) == bool(options["text"]):
             raise click.UsageError(

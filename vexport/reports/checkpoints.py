@@ -23,7 +23,7 @@ from vexport.records.gates import (
 )
 from vexport.reports import document as doc
 from vexport.reports.document import facts, muted, parts, row, table
-from vexport.reports.findings import judged_for
+from vexport.reports.findings import check_target
 from vexport.reports.formatting import count, engine_line, percent, served_with, size, small
 
 CheckpointReport = CheckReport | LoadReport | DryLoadReport
@@ -117,7 +117,7 @@ def _document(
         title=report.checkpoint,
         status=gate.status,
         device=report.engine.device if isinstance(report, LoadReport) and report.engine else "",
-        sentence=finding_counts(report.findings) + judged_for(report),
+        sentence=finding_counts(report.findings) + check_target(report),
         parts=parts(
             doc.FindingList(findings, "--format json", every) if findings else None, *content
         ),

@@ -283,7 +283,7 @@ def staged_findings(report: "Report") -> tuple[tuple[str, Finding], ...]:
     return tuple(sorted(pairs, key=lambda pair: SEVERITIES.index(pair[1].severity)))
 
 
-def judged_for(report: CheckReport | LoadReport | DryLoadReport) -> str:
+def check_target(report: CheckReport | LoadReport | DryLoadReport) -> str:
     """Return the target of a check, for the end of a sentence: ` for vLLM 0.32, TP 1, any GPU`.
 
     Return "" for a load, because its report shows the engine.

@@ -220,7 +220,7 @@ def next_step(report: "Report") -> tuple[str, str]:
         return _next_after_failure(None if report.attribution else report.verdict)
     return (
         "",
-        "Fix the findings below; vexport repair CHECKPOINT OUT fixes those that can be fixed.",
+        "Fix the findings below. vexport repair CHECKPOINT OUT can fix some kinds of findings.",
     )
 
 
@@ -269,7 +269,7 @@ def _remedy(outcome: Outcome, verdict: Verdict | None) -> str:
     return ""
 
 
-def opening(sentence: str) -> str:
+def capitalized(sentence: str) -> str:
     """Capitalize a sentence for a line by itself if it starts with one of vexport's words.
 
     Any other first word may be the name of a task or file, which keeps its spelling.
@@ -333,10 +333,10 @@ def margin_text(task: "TaskVerdict | Comparison", margin: float) -> str:
 
     `margin` is the verdict's margin. It is used if the task has no margin.
     """
-    own = margin_of(task, margin)
+    task_margin = margin_of(task, margin)
     if task.relative_margin is None:
-        return scale_of(task).limit(own)
-    return f"{own:.3g} ({100 * task.relative_margin:.6g}%)"
+        return scale_of(task).limit(task_margin)
+    return f"{task_margin:.3g} ({100 * task.relative_margin:.6g}%)"
 
 
 def direction_note(comparison: "Comparison") -> str:

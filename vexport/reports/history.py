@@ -17,7 +17,7 @@ from vexport.reports.formatting import (
 )
 
 MAX_TASK_COLUMNS = 3
-"""Maximum number of tasks with a column in the table. More tasks have tables of their own."""
+"""Maximum number of tasks with columns in one table. With more tasks, each task has a table."""
 _MAX_TEXTS = 10
 """Maximum number of points in a chart that still shows the score next to each point."""
 _DIGITS = 8

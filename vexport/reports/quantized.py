@@ -42,7 +42,7 @@ def render_quantized(answer: Quantized, format_: str) -> str:
 def _smoothing_text(answer: Quantized) -> str:
     """Return the strength of the smoothing, and the number of tensors that it changed."""
     if not answer.smoothed_tensors:
-        return "nothing: no channels of this model can be scaled without changing what it computes"
+        return "nothing: no channels of this model can be scaled without changing its output"
     return f"{plural(answer.smoothed_tensors, 'tensor')}, with strength {answer.smoothing:g}"
 
 

@@ -19,7 +19,7 @@ from vexport.records import CheckReport, DryLoadReport, Finding, LoadReport, Sev
 from vexport.records.gates import Gate, Status, checkpoint_gate
 from vexport.records.values import plural
 from vexport.reports.checkpoints import with_load_names
-from vexport.reports.findings import fold, judged_for, kinds
+from vexport.reports.findings import check_target, fold, kinds
 
 MAX_ANNOTATIONS = 10
 _MAX_CHARACTERS = 2000
@@ -156,7 +156,7 @@ def github_checkpoints(
         for each in report.not_judged
     ]
     if all(gate.status == "PASS" and not gate.findings for _, gate in gates):
-        message = f"{plural(len(gates), 'checkpoint')} without a finding{judged_for(reports[0])}"
+        message = f"{plural(len(gates), 'checkpoint')} without a finding{check_target(reports[0])}"
         return _lines(
             _Annotation(level="notice", title=f"vexport {name} PASS", message=message), *unjudged
         )

@@ -7,7 +7,7 @@ from vexport.errors import clip, visible
 from vexport.records.values import plural
 from vexport.reports import document as doc
 from vexport.reports.document import finding_parts, table
-from vexport.reports.formatting import opening, outcome_line
+from vexport.reports.formatting import capitalized, outcome_line
 
 # GitHub refuses a step's summary above 1 MiB. This leaves space for other commands of the step.
 SUMMARY_BYTES = 1 << 19
@@ -31,7 +31,7 @@ def render(document: doc.Document) -> str:
     rows = [(gate.name, gate.status, gate.summary) for gate in document.gates]
     blocks = [
         f"## {status}{safe(document.title)}",
-        safe(opening(document.sentence)) if document.sentence else "",
+        safe(capitalized(document.sentence)) if document.sentence else "",
         _table(table(("Gate", "Result", "Why"), rows)) if rows else "",
         render_parts(document.parts),
         f"<sub>{safe(document.footer)}</sub>" if document.footer else "",

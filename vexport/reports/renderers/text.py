@@ -17,7 +17,7 @@ from vexport.records import Finding
 from vexport.records.values import plural
 from vexport.reports import document as doc
 from vexport.reports.findings import MAX_FOLLOWING, Folded, fold
-from vexport.reports.formatting import opening, outcome_line
+from vexport.reports.formatting import capitalized, outcome_line
 
 # Width of text that is not printed on a terminal.
 WIDTH = 100
@@ -101,7 +101,7 @@ def _document(document: doc.Document, width: int) -> Iterator[RenderableType]:
         answer = outcome_line(document.status, document.device)
         yield Group(
             _wrapped(f"{answer}  {document.title}", width),
-            _wrapped(opening(document.sentence), width),
+            _wrapped(capitalized(document.sentence), width),
         )
     if document.gates:
         yield _aligned([(gate.name, gate.status, gate.summary) for gate in document.gates], width)
