@@ -65,13 +65,13 @@ class Interpreters:
     trust_remote_code: bool
 
     @property
-    def own(self) -> Path | None:
+    def default(self) -> Path | None:
         """The interpreter that VEXPORT_VLLM_PYTHON names, or None for vexport's interpreter."""
         path = os.environ.get(VLLM_PYTHON)
         return Path(path) if path else None
 
     @property
-    def others(self) -> tuple[Path, ...]:
+    def named(self) -> tuple[Path, ...]:
         """The interpreters that the command line names."""
         return self.vllm_python if given("vllm_python") else ()
 
@@ -155,7 +155,7 @@ def compare(
     --scenario, the verdict is based on the text that ships with vexport. Exit code 0: a scheme
     passes; 1: all fail; 3: anything else.
 
-    With --serve, CHECKPOINT is served in each setting, by vexport's own vLLM and by each
+    With --serve, CHECKPOINT is served in each setting, by vexport's vLLM and by each
     --vllm-python. The first variant is the baseline. A setting that vLLM refuses is a row with the
     reason. Exit code 0: every variant passes; 1: one fails or is refused; 3: one is inconclusive.
 
@@ -191,7 +191,7 @@ def _compare_schemes(
 
     _require_no_options_of_variants(schemes, interpreters, output)
     base = base_scenario(source, schemes[0], scenario_file)
-    python = interpreters.others[0] if interpreters.others else interpreters.own
+    python = interpreters.named[0] if interpreters.named else interpreters.default
     faults: list[VexportError] = []
     with progress_display(quiet=output.quiet, reads=[source]) as on_progress:
         # The functions that start engines import torch, which takes seconds.
@@ -238,7 +238,7 @@ def _require_no_options_of_variants(
         raise click.UsageError(
             f"{', '.join(others)}: with --schemes, tasks and settings come from --scenario FILE."
         )
-    if len(interpreters.others) > 1:
+    if len(interpreters.named) > 1:
         raise click.UsageError("--schemes runs in one --vllm-python.")
     if output.format_ not in SCHEMES_FORMATS:
         raise click.UsageError(
@@ -271,7 +271,7 @@ def _compare_variants(
     with progress_display(quiet=output.quiet, reads=[checkpoint]) as on_progress:
         # The functions that start engines import torch, which takes seconds.
         require_inputs([checkpoint], settings)
-        require_engine((interpreters.own, *others))
+        require_engine((interpreters.default, *others))
         from vexport.api import compare_variants
 
         report = compare_variants(
@@ -280,7 +280,7 @@ def _compare_variants(
             folder,
             serve=serve,
             vllm_python=others,
-            engine=interpreters.engine(interpreters.own, shared),
+            engine=interpreters.engine(interpreters.default, shared),
             overwrite=run_directory.overwrite,
             on_problem=faults.append,
             on_progress=on_progress,
@@ -322,7 +322,7 @@ def _variants(
         parse_setting(setting, f"--serve {setting_text(setting)}")
         for setting in click.get_current_context().params["serve"]
     ]
-    others: Sequence[Path] = interpreters.others
+    others: Sequence[Path] = interpreters.named
     if scenario is not None and scenario.variants is not None:
         serve = serve or scenario.variants.serve
         others = others or scenario.variants.vllm_python

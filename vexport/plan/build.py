@@ -121,7 +121,7 @@ def build_plan(
     quantized = {member.name for group in groups for member in group.members}
     if groups or not refusals:
         refusals = [*refused_ranks(layers, linears, quantized, names, settings.ranks), *refusals]
-    opaque_experts = [
+    unknown_experts = [
         tensor.name for tensor in index.tensors.values() if is_unknown_experts(tensor, names)
     ]
     weights = {member.weight for group in groups for member in group.members}
@@ -132,12 +132,12 @@ def build_plan(
         groups=tuple(groups),
         kept=tuple(name for name in index.tensors if name not in weights),
         kept_linears=kept,
-        ignore=(*ignored(layers, set(kept), opaque_experts, names), *ignored_head(linears)),
+        ignore=(*ignored(layers, set(kept), unknown_experts, names), *ignored_head(linears)),
         source_bytes=index.num_bytes,
         output_bytes=output_bytes(index, groups, attention),
         parameters=index.num_parameters,
         refusals=tuple(refusals),
-        notes=(*notes, *fitted, *_opaque_experts(opaque_experts)),
+        notes=(*notes, *fitted, *_unknown_expert_notes(unknown_experts)),
         kv_cache=settings.kv_cache,
         attention=attention,
         smoothing=smoothing_strength(groups, settings.smoothing, has_text=settings.has_text),
@@ -270,7 +270,7 @@ def _without_unsupported(
     return fitting, notes
 
 
-def _opaque_experts(tensors: Sequence[str]) -> Iterator[Finding]:
+def _unknown_expert_notes(tensors: Sequence[str]) -> Iterator[Finding]:
     if tensors:
         yield Finding(
             check="architecture",

@@ -78,7 +78,9 @@ def _recommended(schemes: Sequence[SchemeOutlook]) -> Iterator[Recommendation]:
     for choice in _CHOICES:
         if choice.bits in found:
             continue
-        names = [name for name in native if name == choice.scheme or _regroups(name, choice.scheme)]
+        names = [
+            name for name in native if name == choice.scheme or _is_regrouped(name, choice.scheme)
+        ]
         if names:
             found.add(choice.bits)
             better = unfit.get(choice.bits)
@@ -88,7 +90,7 @@ def _recommended(schemes: Sequence[SchemeOutlook]) -> Iterator[Recommendation]:
             unfit.setdefault(choice.bits, choice.scheme)
 
 
-def _regroups(name: str, scheme: str) -> bool:
+def _is_regrouped(name: str, scheme: str) -> bool:
     """Return True if `name` is `scheme` with another group size: W4A16_G64 of W4A16."""
     return name.startswith(f"{scheme}_G")
 
