@@ -378,7 +378,7 @@ def _text_models(config: Mapping[str, Json], table: ArchitectureTable) -> Iterat
 def _joined(outer: Architecture, inner: Architecture) -> Architecture:
     """Combine a multimodal class (`outer`) with the class of its language model (`inner`).
 
-    The result has the layers of the language model, under the names in the multimodal model.
+    The result has the layers of both classes, under their names in the multimodal model.
     """
     holders = outer.language_model
     return replace(

@@ -37,8 +37,9 @@ ATTENTION_NORM, MLP_NORM, FEEDFORWARD_NORM = (
 )
 # Tensors of all experts of a layer, as vLLM's loaders accept them (load_weights of its classes).
 STACKED = re.compile(r".*\.experts\.(gate_up|down|gate|up)_proj(\.weight|_(blocks|scales|bias))?")
-# Tensors of a decoder layer with an RMSNorm before its attention and an RMSNorm before its MLP.
-PLAIN = re.compile(
+# Tensors of a model in which each decoder layer has an RMSNorm before its attention and an RMSNorm
+# before its MLP.
+USUAL_DECODER = re.compile(
     r"lm_head\.weight|model\.(embed_tokens|norm)\.weight|model\.layers\.\*\."
     r"(((input|post_attention|pre_feedforward|post_feedforward)_layernorm|self_attn\.[qk]_norm)\.weight"
     r"|(self_attn\.(q|k|v|o|qkv)_proj|\w+\.(gate|up|down|gate_up)_proj|\w+\.gate|\w+\.experts\.\*\.\w+)\.(weight|bias))"
@@ -49,12 +50,13 @@ PLAIN = re.compile(
 class ModelLayout:
     """Modules of a model: linear layers and tables with their sizes, other parameters by name.
 
-    An unknown size is None, an unknown shape is empty.
+    If a size is unknown, it is None. If a shape is unknown, it is empty.
 
     Attributes:
         plain: Modules that vLLM builds without a quantization config.
-        optional: Tensors that a checkpoint may have or not.
-        unknown: Names (with stars for numbers) of tensors that may exist or not.
+        optional: Tensors of the model that a checkpoint may leave out.
+        unknown: Names (with stars for numbers) of tensors that the model may have: vexport cannot
+            compute from the config whether it has them.
         drops: Modules in which vLLM ignores unknown names.
         norm_before_mlp: The norm whose output enters the MLP, or empty if it is unknown.
         norms_above_one: True if norms multiply by their weight plus one.
@@ -154,7 +156,9 @@ def layout_of(
             (tables if each.kind in TABLES else linears)[module] = each.shape or (None, None)
         else:
             parameters[name] = each.shape or ()
-    plain = not unsure and all(PLAIN.fullmatch(name) for row in entry.rows for name in row.names)
+    has_usual_decoder = not unsure and all(
+        USUAL_DECODER.fullmatch(name) for row in entry.rows for name in row.names
+    )
     before_mlp = (FEEDFORWARD_NORM, MLP_NORM)
     norms = {".".join(name.split(".")[-2:]) for row in entry.rows for name in row.names}
     return ModelLayout(
@@ -170,7 +174,7 @@ def layout_of(
         ),
         drops=entry.drops,
         norm_before_mlp=next(
-            (norm for norm in before_mlp if plain and f"{norm}.weight" in norms), ""
+            (norm for norm in before_mlp if has_usual_decoder and f"{norm}.weight" in norms), ""
         ),
         translated=translated,
         norms_above_one=any(row.kind == "norm above one" for row in entry.rows),
