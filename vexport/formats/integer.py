@@ -48,7 +48,9 @@ VLLM_GROUPS: Mapping[int, Sequence[int | None]] = {
 # Group sizes that vexport offers for widths that only Humming runs. Humming's kernels accept every
 # group size.
 HUMMING_GROUPS = (None, 32, 64, 128)
-# CutlassW4A8LinearKernel in vllm/model_executor/kernels/linear/mixed_precision/cutlass.py, and
+# Tile sizes (for linear layers and for routed experts) and the group size of CUTLASS's kernels for
+# INT4 weights with FP8 inputs. Sources: CutlassW4A8LinearKernel in
+# vllm/model_executor/kernels/linear/mixed_precision/cutlass.py, and
 # compressed_tensors_moe_w4a8_fp8.py for routed experts.
 W4AFP8_TILE, W4AFP8_EXPERT_TILE, W4AFP8_GROUP = 128, 256, 128
 NO_EXPERTS = "vLLM has no GPU kernel for routed experts in this scheme"
@@ -58,9 +60,9 @@ class PackedIntegers(Format):
     """Weights of 2 to 8 bits packed into int32 along in_features, with scales in the model's dtype.
 
     W4A8 is stored in this format, too. compressed-tensors would choose int-quantized for W4A8, but
-    vLLM has no GPU kernel for that format. A value may cross the border between two words, as
-    vLLM's shapes require. compressed-tensors packs in the same way since 0.18. Earlier versions
-    left the remaining bits of a word empty.
+    vLLM has no GPU kernel for that format. A value may begin in one word and end in the next: the
+    shapes of vLLM's parameters leave no empty bits between values. compressed-tensors packs in the
+    same way since 0.18. Earlier versions left the remaining bits of a word empty.
     """
 
     name = "pack-quantized"
@@ -86,7 +88,7 @@ class PackedIntegers(Format):
         return None if bits in PACKED_BITS else f"packed integers of {plural(bits, 'bit')}"
 
     def unwritable_arguments(self, args: Arguments) -> str | None:
-        """Refuse floats, because vLLM ignores the type of weight-only groups and reads integers."""
+        """Return a text for floats: vLLM ignores their type in weight-only groups and reads integers."""
         return "floats in groups, which vLLM reads as integers" if args.weights.is_float else None
 
     def group_sizes(self, args: Arguments) -> Sequence[int | None]:
