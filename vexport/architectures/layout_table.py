@@ -107,9 +107,9 @@ class ClassLayout:
 
 
 class ConfigValues(Mapping[str, object]):
-    """Values of a config, as transformers reads them.
+    """Values of a config, with the aliases and defaults that transformers uses.
 
-    The values of a nested config are attributes.
+    In expressions, a value of a nested config is an attribute: `text_config.hidden_size`.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class ConfigValues(Mapping[str, object]):
         return self._known[key]
 
     def _read(self, key: str) -> object:
-        """Return a value of the config, also under the key's aliases, or else its default."""
+        """Return the value of a key or of one of its aliases. If there is none, return the default."""
         path = f"{self._path}{key}"
         names = (key, *self._layout.aliases.get(path, ()))
         value = next(
