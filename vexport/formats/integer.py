@@ -88,7 +88,7 @@ class PackedIntegers(Format):
         return None if bits in PACKED_BITS else f"packed integers of {plural(bits, 'bit')}"
 
     def unwritable_arguments(self, args: Arguments) -> str | None:
-        """Return a text for floats: vLLM ignores their type in weight-only groups and reads integers."""
+        """Describe floats: vLLM ignores the type of weight-only groups and reads them as integers."""
         return "floats in groups, which vLLM reads as integers" if args.weights.is_float else None
 
     def group_sizes(self, args: Arguments) -> Sequence[int | None]:
