@@ -60,7 +60,7 @@ class DataName:
 
     @property
     def path(self) -> Path:
-        """File or folder, if the name is a path."""
+        """Local file or folder of the data. It exists only if `kind` is "path"."""
         ends_with_column = self.kind == "path" and self.column is not None
         return user_path(
             self.name.removesuffix(f":{self.column}") if ends_with_column else self.name
