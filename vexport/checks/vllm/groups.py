@@ -57,7 +57,7 @@ class ConfigGroup:
         return layout if isinstance(layout, str) else None
 
     def parameters(self, shape: tuple[int, int]) -> Mapping[str, Parameter]:
-        """Return the tensors that a layer of this (out_features, in_features) should have."""
+        """Return the tensors of a layer with the shape (out_features, in_features)."""
         return self.storage.parameters(self, shape)
 
     def shape(self, tensors: Mapping[str, TensorInfo]) -> tuple[int, int] | None:
