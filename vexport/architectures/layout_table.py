@@ -141,7 +141,7 @@ class ConfigValues(Mapping[str, object]):
         return self._known[key]
 
     def _read(self, key: str) -> object:
-        """Return the value of a key or of one of its aliases. If there is none, return the default."""
+        """Return the value of a key, of one of its aliases, or the default (see `ClassLayout`)."""
         path = f"{self._path}{key}"
         names = (key, *self._layout.aliases.get(path, ()))
         value = next(

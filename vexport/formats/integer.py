@@ -88,7 +88,10 @@ class PackedIntegers(Format):
         return None if bits in PACKED_BITS else f"packed integers of {plural(bits, 'bit')}"
 
     def unwritable_arguments(self, args: Arguments) -> str | None:
-        """Describe floats: vLLM ignores the type of weight-only groups and reads them as integers."""
+        """Describe floats, or return None.
+
+        vLLM ignores the type of weight-only groups, and would read floats as integers.
+        """
         return "floats in groups, which vLLM reads as integers" if args.weights.is_float else None
 
     def group_sizes(self, args: Arguments) -> Sequence[int | None]:
