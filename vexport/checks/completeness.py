@@ -1,4 +1,7 @@
-"""Report missing tensors, whose parameters vLLM would silently leave uninitialized."""
+"""Check that no tensor is missing or unexpected.
+
+vLLM silently leaves the parameters of missing tensors uninitialized.
+"""
 
 import re
 from collections.abc import Iterator, Mapping

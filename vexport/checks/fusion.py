@@ -18,8 +18,8 @@ DESCRIPTION = (
 # compressed_tensors_w4a4_nvfp4.py).
 WEIGHT_GLOBAL_SCALE, INPUT_GLOBAL_SCALE = "weight_global_scale", "input_global_scale"
 # compressed_tensors_w8a8_fp8.py also uses the largest value of all members. For INT8, vLLM uses the
-# last member's value. All members have the same input and need the same scale. If the values
-# differ, the value of most members is probably correct.
+# last member's value. All members have the same input, so they should have the same scale. If the
+# scales differ, the scale that most members have is probably correct.
 INPUT_SCALES = (INPUT_GLOBAL_SCALE, "input_scale")
 # vLLM requantizes all members with the largest weight scale, which loses little precision
 # (process_fp8_weight_tensor_strategy).
