@@ -187,7 +187,7 @@ def _with_doubtful_config(
 ) -> list[tuple[int, Cell]]:
     """Return the cells in which a wrong value in config.json may be the cause of the refusal.
 
-    These cells also refuse the config without its quantization.
+    In these cells, vLLM also refuses the same config without its quantization.
     """
     refusing = [key for key, kind in refused.items() if kind == "config alone"]
     numbers = {number for number, cell in refusing if results[number, cell].in_class}
