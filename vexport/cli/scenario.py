@@ -225,7 +225,9 @@ def _fix(report: "Report") -> str:
         return SERVE_OTHERWISE
     if report.outcome != "FAIL":
         return ""
-    if report.verdict is None or report.verdict.outcome != "FAIL":
+    stages = (report.check, report.dry_load, report.load)
+    loads = all(stage is None or stage.ok for stage in stages)
+    if not loads or report.verdict is None or report.verdict.outcome != "FAIL":
         return FINDINGS
     if report.plan is None:
         return LOSES

@@ -185,9 +185,7 @@ def _unsearched_cause_section(report: Report) -> doc.Section | None:
     cause = unsearched_cause(report.verdict) if report.attribution is None else ""
     if not cause:
         return None
-    return page_section(
-        "Cause of the loss", "cause", "", doc.Paragraph(f"{cause[0].upper()}{cause[1:]}.")
-    )
+    return page_section("Cause", "cause", "", doc.Paragraph(f"{cause[0].upper()}{cause[1:]}."))
 
 
 def _load_tile(report: Report) -> doc.Tile | None:

@@ -301,7 +301,7 @@ def _headline(steps: Sequence[_Step]) -> str:
         file = shlex.quote(steps[-1].point.row.folder)
         return (
             f"{plural(len(steps), 'accepted baseline')}, and no run to compare. To compare a "
-            f"checkpoint with it: `vexport eval CHECKPOINT --against {file}`"
+            f"checkpoint with the newest: `vexport eval CHECKPOINT --against {file}`"
         )
     shown = _decisive(runs)
     if shown is None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from vexport.checkpoint.index import find_quantization
 from vexport.checks.vllm.groups import ConfigGroup, parse_group
+from vexport.checks.vllm.quant_methods import method_name
 from vexport.errors import InputError
 from vexport.files import read_json_object
 from vexport.formats.arguments import SchemeArgs, precision
@@ -17,13 +18,13 @@ def config_groups_of(checkpoint: Path) -> tuple[ConfigGroup, ...]:
         stored = find_quantization(checkpoint, read_json_object(checkpoint / "config.json"))
     except InputError:
         return ()
-    groups = stored.values.get("config_groups") if stored is not None else None
-    default = str(stored.values.get("format", "")) if stored is not None else ""
-    parsed = (
-        (parse_group(name, raw, default) for name, raw in groups.items())
-        if isinstance(groups, dict)
-        else ()
-    )
+    if stored is None or method_name(stored.values) is not None:
+        return ()
+    groups = stored.values.get("config_groups")
+    if not isinstance(groups, dict):
+        return ()
+    default = str(stored.values.get("format", ""))
+    parsed = (parse_group(name, raw, default) for name, raw in groups.items())
     return tuple(group for group in parsed if isinstance(group, ConfigGroup))
 
 

@@ -497,9 +497,8 @@ def _candidate_kind(run: Run) -> CandidateKind:
     model = _model(run, CANDIDATE)
     if model.answers is not None:
         return "candidate"
-    if model.url is not None:
+    if model.checkpoint is None:
         return "server"
-    assert model.checkpoint is not None
     index = read_index(model.checkpoint)
     return "quantized" if find_quantization(index.root, index.config) else "unquantized"
 
