@@ -1,6 +1,7 @@
 """The time of calibration that is estimated before it begins."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from vexport.plan.duration import (
     duration_line,
     with_text,
 )
+from vexport.plan.rules import enough_tokens
 from vexport.records.calibration import CALIBRATE, GRADIENTS, ROUND
 
 
@@ -50,12 +52,23 @@ def test_only_long_calibrations_have_a_line(refit: Plan) -> None:
     assert duration_line(refit, flops=seconds / 599, **size) is None
     line = duration_line(refit, flops=seconds / 2400, **size)
     assert line is not None
-    assert_contains(line, "about 40 minutes", "`--samples 16 --seq-len 256`")
+    assert_contains(line, "about 40 minutes", "`--samples 16 --seq-len 256`", "16 samples of 256")
     trial = {"samples": 16, "seq_len": 256}
     line = duration_line(refit, flops=calibration_seconds(refit, flops=1, **trial) / 900, **trial)
     assert line is not None
     assert_contains(line, "about 15 minutes")
     assert "--samples" not in line
+
+
+def test_first_try_has_enough_tokens(refit: Plan) -> None:
+    """No warning about too few tokens follows. Shorter samples make more of them necessary."""
+    columns = max(group.members[0].in_features for group in refit.groups)
+    for seq_len, samples in ((512, 16), (32, math.ceil(enough_tokens(columns) / 32))):
+        size = {"samples": 4096, "seq_len": seq_len}
+        flops = calibration_seconds(refit, flops=1, **size) / 3600
+        line = duration_line(refit, flops=flops, **size)
+        assert line is not None
+        assert f"--samples {samples} --seq-len {min(seq_len, 256)}`" in line
 
 
 def test_minutes_in_words() -> None:

@@ -6,11 +6,10 @@ import pytest
 
 from tests.reports import sample
 from tests.texts import assert_contains
+from vexport.plan.rules import DEFAULT_TOKENS, enough_tokens
 from vexport.plan.shapes import KEPT
 from vexport.quantize.warnings import (
-    DEFAULT_TOKENS,
     MAX_NAMED,
-    enough_tokens,
     fallback_findings,
     fallback_warnings,
     little_quantized_warnings,

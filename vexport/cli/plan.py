@@ -242,10 +242,11 @@ def _require_chat_template(
         require_chat_template(root, text.data, name=source)
 
 
-def _duration(plan: "Plan", text: "Calibration | None") -> str | None:
+def _duration(plan: "Plan", text: "Calibration | None", *, may_add_text: bool) -> str | None:
     """Return a line about the time of calibration, if it will take long on this machine's CPU.
 
     If the user named no text, but text would help, the line estimates the default amount of text.
+    It is left out unless `may_add_text` is True.
     """
     from vexport.plan.duration import cpu_duration_line, with_text
     from vexport.plan.rules import calibration_need
@@ -261,6 +262,8 @@ def _duration(plan: "Plan", text: "Calibration | None") -> str | None:
         if not is_needed:
             return None
         return cpu_duration_line(plan, samples=settings.samples, seq_len=settings.seq_len)
+    if not may_add_text:
+        return None
     line = cpu_duration_line(with_text(plan), samples=settings.samples, seq_len=settings.seq_len)
     return f"with --calibration DATA, {line}" if line else None
 
@@ -306,7 +309,11 @@ def _print(
         needed = documents_for_power(margin, TYPICAL_DISAGREEMENT, evaluate.alpha)
     sm = gpu if gpu is None or isinstance(gpu, int) else gpu.sm
     text = text or (scenario.calibration if scenario else None)
-    duration = None if output.format_ == "json" or plan.refusals else _duration(plan, text)
+    duration = None
+    if output.format_ != "json" and not plan.refusals:
+        # A scenario, and a rounding that the user chose, stay as they are.
+        may_add_text = scenario is None and given_settings("plan").get("rounding") is None
+        duration = _duration(plan, text, may_add_text=may_add_text)
     print_text(
         render_plan(
             plan,

@@ -9,7 +9,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from vexport.formats.plan import FusionGroup, Plan
-from vexport.plan.rules import FEW_BITS, SMOOTHING_ROWS, WEIGHING_ROWS, needs_rounding
+from vexport.plan.rules import (
+    FEW_BITS,
+    SMOOTHING_ROWS,
+    WEIGHING_ROWS,
+    enough_tokens,
+    needs_rounding,
+)
 from vexport.records.calibration import CALIBRATE, GRADIENTS, ROUND
 
 # Cost per weight of the search for scales and of rounding column by column, without the matrix
@@ -18,7 +24,7 @@ from vexport.records.calibration import CALIBRATE, GRADIENTS, ROUND
 # 256 tokens): 0.7 s for the 3.5 million weights of a layer. With this number, the estimate for
 # 2,048 tokens is 1.28 s for a layer, and the measured time was 1.24 s.
 ROUNDING_PER_WEIGHT = 14_000
-# Amount of text for a first try.
+# Least amount of text for a first try.
 TRIAL_SAMPLES, TRIAL_SEQ_LEN = 16, 256
 # Shorter calibrations get no line about their duration.
 LONG_SECONDS = 600.0
@@ -88,18 +94,26 @@ def duration_line(plan: Plan, *, samples: int, seq_len: int, flops: float) -> st
     if seconds < LONG_SECONDS:
         return None
     line = f"calibration will take {about_minutes(seconds)} on this CPU"
-    trial = calibration_seconds(
-        plan,
-        samples=min(samples, TRIAL_SAMPLES),
-        seq_len=min(seq_len, TRIAL_SEQ_LEN),
-        flops=flops,
-    )
+    few, short = _trial_size(plan, samples=samples, seq_len=seq_len)
+    trial = calibration_seconds(plan, samples=few, seq_len=short, flops=flops)
     if trial > seconds / 2:
         return line
     return (
-        f"{line}; for a first try, `--samples {TRIAL_SAMPLES} --seq-len {TRIAL_SEQ_LEN}` takes "
-        f"{about_minutes(trial)}"
+        f"{line}; a first try with {few} samples of {short} tokens takes {about_minutes(trial)} "
+        f"(`--samples {few} --seq-len {short}`, or these keys of a scenario's calibration)"
     )
+
+
+def _trial_size(plan: Plan, *, samples: int, seq_len: int) -> tuple[int, int]:
+    """Return the number of samples and their length for a first try.
+
+    There are enough tokens for the columns of the widest weight that is rounded with text.
+    """
+    rounded = [group for group in plan.groups if group.rounding != "nearest"]
+    tokens = max((enough_tokens(_columns(group)) for group in rounded), default=0)
+    short = min(seq_len, TRIAL_SEQ_LEN)
+    few = max(TRIAL_SAMPLES, math.ceil(tokens / short))
+    return min(samples, few), short
 
 
 def cpu_duration_line(plan: Plan, *, samples: int, seq_len: int) -> str | None:

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from vexport.architectures import with_stars
 from vexport.formats.plan import Plan
+from vexport.plan.rules import enough_tokens
 from vexport.plan.shapes import KEPT
 from vexport.records import CalibrationRecord, Finding
 from vexport.records.calibration import RoundingReport
@@ -12,20 +13,6 @@ from vexport.records.values import join_limited
 # If both the share of quantized weights and the share of quantized linear layers are below this
 # limit, a warning is given.
 MIN_QUANTIZED_SHARE = 0.5
-# Calibration tokens for each column of a weight. Mean KL in nats of SmolLM2-135M with only
-# down_proj rounded (W4A16_G64), on held-out text of the same kind and of another kind:
-#   nearest                 .129   .121
-#   refit, 1 token          .0350  .0454
-#   refit, 2 tokens         .0302  .0387
-#   refit, 4 tokens         .0281  .0373
-#   refit, 7 tokens         .0253  .0350
-#   GPTQ, 1 token           .0443  .0584
-# With fewer than 2 tokens, the KL is more than a tenth higher than with 7 tokens, so a warning is
-# always given. From 4 to 7 tokens the KL still falls by 6 percent or more. This justifies the
-# default amount of text, but not more text.
-TOKENS_PER_COLUMN, MIN_TOKENS_PER_COLUMN = 6, 2
-# The defaults of --samples and --seq-len.
-DEFAULT_TOKENS = 128 * 512
 # Maximum number of groups that a warning names. Further groups are only counted.
 MAX_NAMED = 4
 
@@ -100,8 +87,3 @@ def little_text_warnings(
         f"{calibration.tokens:,} tokens of calibration text are too few for {kinds}: "
         f"use at least {needed:,} tokens (--samples, --seq-len), or the rounding overfits the text"
     )
-
-
-def enough_tokens(columns: int) -> int:
-    """Return how many calibration tokens a weight with `columns` columns needs."""
-    return min(TOKENS_PER_COLUMN * columns, max(DEFAULT_TOKENS, MIN_TOKENS_PER_COLUMN * columns))
