@@ -94,3 +94,16 @@ def test_plan_names_text_and_time(llama: Path, tmp_path: Path) -> None:
     assert f"--scheme W4A16 --calibration {text}" in ran.stdout.splitlines()[-1]
     short = vexport("plan", llama, *options, "--samples", 1)
     assert "on this CPU" not in short.stdout
+
+
+def test_text_without_use_needs_no_chat_template(llama: Path, tmp_path: Path) -> None:
+    """The model has no chat template. Only a plan that uses the conversations needs one."""
+    chats = tmp_path / "chats.jsonl"
+    turns = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two"}]
+    chats.write_text(json.dumps({"messages": turns}) + "\n")
+    unused = vexport("plan", llama, "--scheme", "FP8_DYNAMIC", "--calibration", chats)
+    assert unused.code == 0, unused.stderr
+    assert "does not need the text" in unused.stderr
+    used = vexport("plan", llama, "--scheme", "W4A16", "--calibration", chats)
+    assert used.code != 0
+    assert "chat template" in used.stderr

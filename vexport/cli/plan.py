@@ -215,6 +215,7 @@ def _plan_rules(
         )
         if text is not None:
             require_rows(text.data, text.column)
+        if text is not None and calibration_need(plan) is not None:
             _require_chat_template(source, text, on_progress, trusted=trust_remote_code)
     if text is not None and calibration_need(plan) is None:
         note("this plan does not need the text")
