@@ -1,5 +1,7 @@
 """The estimate of calibration's remaining seconds, over all steps."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from vexport.cli.base import progress_display
@@ -12,14 +14,14 @@ STEPS = (Step(name=GRADIENTS, work=1000), Step(name=ROUND, work=4000))
 class Recorded:
     """Progress reports of all steps and of single steps, with a clock that the test moves."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, steps: Sequence[Step] = STEPS) -> None:
         self.seconds = 100.0
         self.compiling = 0.0
         self.overall = list[tuple[int, int]]()
         self.others = list[tuple[str, int, int]]()
         self.words = ""
         monkeypatch.setattr("vexport.quantize.time_left.time.monotonic", lambda: self.seconds)
-        self.progress = OverallProgress(STEPS, self._take, lambda: self.compiling)
+        self.progress = OverallProgress(steps, self._take, lambda: self.compiling)
 
     def _take(self, stage: str, done: int, total: int) -> None:
         if stage.startswith(OVERALL):
@@ -41,6 +43,15 @@ def test_seconds_left_follow_the_first_layer(monkeypatch: pytest.MonkeyPatch) ->
     recorded.after(5, GRADIENTS, 1, 9)
     gradients = 5 * (4 + 3 * 5)
     assert recorded.overall == [(0, 1), (5, gradients + 4 * gradients)]
+
+
+def test_step_without_counted_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the step's own time is left: its speed says nothing about the later step."""
+    steps = (Step(name=GRADIENTS, work=0), Step(name=ROUND, work=4000))
+    recorded = Recorded(monkeypatch, steps)
+    recorded.after(0, GRADIENTS, 0, 9)
+    recorded.after(5, GRADIENTS, 1, 9)
+    assert recorded.overall == [(0, 1), (5, 5 * (4 + 3 * 5))]
 
 
 def test_share_never_decreases(monkeypatch: pytest.MonkeyPatch) -> None:

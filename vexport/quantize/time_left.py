@@ -101,7 +101,8 @@ class OverallProgress:
         if not work:
             return of_step * (1 - share)
         later = self._names[self._names.index(stage) + 1 :]
-        of_later = sum(of_step * self._steps[name].work / work for name in later)
+        # The speed of a step without counted work says nothing about later steps.
+        of_later = sum(of_step * self._steps[name].work / work for name in later) if work else 0.0
         return of_step * (1 - share) + of_later
 
     def _seconds(
