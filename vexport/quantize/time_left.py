@@ -98,8 +98,6 @@ class OverallProgress:
         """Return the expected seconds until the end of the last step."""
         of_step = self._paces[stage].seconds_per_unit(working, share) or 0.0
         work = self._steps[stage].work
-        if not work:
-            return of_step * (1 - share)
         later = self._names[self._names.index(stage) + 1 :]
         # The speed of a step without counted work says nothing about later steps.
         of_later = sum(of_step * self._steps[name].work / work for name in later) if work else 0.0
