@@ -173,9 +173,8 @@ def evaluate(
     with OpenAI's API. VEXPORT_API_KEY is its key.
 
     The output folder contains lm-eval's results in `baseline` and `candidate`, and a report
-    (report.html). A second call resumes.
-
-    A scenario has more settings than these options: see `vexport explain keys of evaluate`.
+    (report.html). A second call resumes. `vexport explain keys of evaluate` lists further settings,
+    which only scenarios have.
 
     \b
     Examples:
