@@ -10,6 +10,7 @@ from tests.reports import sample
 from vexport.checkpoint.index import read_index
 from vexport.records import CheckReport, Outcome
 from vexport.reports import render, render_verdicts
+from vexport.reports.formatting import next_step_of_verdict
 from vexport.run.directory import portable
 from vexport.run.stages.concluding import (
     NOT_RUN,
@@ -125,3 +126,14 @@ def test_page_of_verdict_names_the_next_step() -> None:
         assert "<b>Next</b>" in page
         assert remedy in page
     assert "<b>Next</b>" not in render_verdicts([sample.verdict("PASS")], "html")
+
+
+def test_next_step_proposes_documents_only_if_they_help() -> None:
+    verdict = sample.verdict("INCONCLUSIVE")
+    for needed, available, helps in ((500, 1000, True), (500, 400, False), (None, 1000, False)):
+        tasks = tuple(
+            replace(task, documents_needed=needed, documents_available=available)
+            for task in verdict.tasks
+        )
+        _, sentence = next_step_of_verdict(replace(verdict, tasks=tasks))
+        assert ("more documents" in sentence) == helps

@@ -262,11 +262,18 @@ def _remedy(outcome: Outcome, verdict: Verdict | None) -> str:
             "choose easier tasks."
         )
     if outcome == "INCONCLUSIVE":
-        more = "Evaluate more documents, tasks or text (evaluate.limit, tasks, text_rows)"
-        return f"{more}, or accept a larger loss."
+        unsettled = [task for task in tasks if task.outcome == "INCONCLUSIVE"]
+        if unsettled and not any(map(_can_be_settled, unsettled)):
+            return "Evaluate other tasks or held-out text, or accept a larger loss."
+        return "Evaluate more documents, tasks or held-out text, or accept a larger loss."
     if verdict and verdict.text and verdict.text.fails_late:
         return f"{LATE_FAILURE_ADVICE[0].upper()}{LATE_FAILURE_ADVICE[1:]}."
     return ""
+
+
+def _can_be_settled(task: "TaskVerdict") -> bool:
+    """Return True if more documents of the task would settle its outcome."""
+    return task.documents_needed is not None and not task.has_too_few_documents
 
 
 def capitalized(sentence: str) -> str:
