@@ -163,7 +163,7 @@ def test_options_from_files(llama: Path, tmp_path: Path, monkeypatch: pytest.Mon
         ("a." * 50_000 + "a = 1", "vexport.toml:1: got a key of more than 20 parts"),
         ("#" * 1_000_001, "vexport.toml: got more than 1 MB"),
         ("[check]\noutput = '../x.json'\n", "vexport.toml: check.output: an option"),
-        ("[check]\noutput-file = 'x.json'\n", "vexport.toml: check.output-file: got an unknown"),
+        ("[check]\noutput-file = 'x.json'\n", "vexport.toml: check.output-file: an option"),
         ("[eval]\noutput-dir = 'x'\naccept = 'y'\n", "only valid on the command line"),
         ("run-dir = '../x'\n", "only valid on the command line"),
         ("[compare]\nserve = ['a=1']\n", "only valid on the command line"),
