@@ -36,7 +36,7 @@ FLAGS = (
         "--disable-sync",
     ),
     *("--disable-background-networking", "--disable-component-update", "--enable-logging=stderr"),
-    *("--window-size=1280,900", "--hide-scrollbars"),
+    "--hide-scrollbars",
 )
 VOID = {"meta", "br", "input"}
 MEASURE = """
@@ -182,8 +182,8 @@ def test_flips_are_filtered(tmp_path: Path) -> None:
     assert _titles(done.stdout) == ["2 2", "2 0", "0 2"]
 
 
-def _browse(page: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run Chromium on the page.
+def _browse(page: str, folder: Path, *, width: int = 1280) -> subprocess.CompletedProcess[str]:
+    """Run Chromium on the page, in a window of this width.
 
     Its output has the document after its scripts, and the console's lines.
     """
@@ -193,6 +193,7 @@ def _browse(page: str, folder: Path) -> subprocess.CompletedProcess[str]:
         [
             str(CHROMIUM),
             *FLAGS,
+            f"--window-size={width},900",
             f"--user-data-dir={folder / 'profile'}",
             "--dump-dom",
             outer.as_uri(),
@@ -340,24 +341,7 @@ def test_words_of_findings_are_not_broken(width: int, tmp_path: Path) -> None:
       document.title = 'broken: ' + broken.join(' ') + ' end';
     }</script>"""
     page = page.replace("default-src 'none'", "default-src 'none'; script-src 'unsafe-inline'")
-    file = tmp_path / "page.html"
-    file.write_text(page.replace("</body>", f"{script}</body>"), encoding="utf-8")
-    assert CHROMIUM is not None
-    flags = [flag for flag in FLAGS if not flag.startswith("--window-size")]
-    ran = subprocess.run(
-        [
-            CHROMIUM,
-            *flags,
-            f"--window-size={width},900",
-            f"--user-data-dir={tmp_path / 'profile'}",
-            "--dump-dom",
-            file.as_uri(),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+    ran = _browse(page.replace("</body>", f"{script}</body>"), tmp_path, width=width)
     assert "<title>broken:  end</title>" in ran.stdout
 
 
