@@ -160,10 +160,10 @@ def write_checkpoint(
         with working as folder, require_unchanged(index):
             calibration, aside = known, aside_folder(folder)
             if text is not None:
-                is_new = not (aside.is_dir() and any(aside.iterdir()))
-                if known is None and is_new:
-                    text.note_duration()
                 if known is None:
+                    is_resumed = aside.is_dir() and any(aside.iterdir())
+                    if not is_resumed:
+                        text.note_duration()
                     text.show_overall_progress(compilation.seconds)
                 calibration = known or text.calibrated(aside)
                 if needs_rounding(plan):

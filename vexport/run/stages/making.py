@@ -126,6 +126,7 @@ def calibrate(run: Run) -> CalibrationRecord:
         on_progress=run.options.on_progress,
         trust_remote_code=run.options.trust_remote_code,
     )
+    text.note_duration()
     return text.calibrate(_candidate_groups(run) if run.scenario.is_mixed else ())
 
 
