@@ -215,8 +215,8 @@ def _plan_rules(
         )
         if text is not None:
             require_rows(text.data, text.column)
-        if text is not None and calibration_need(plan) is not None:
-            _require_chat_template(source, text, on_progress, trusted=trust_remote_code)
+            if calibration_need(plan) is not None:
+                _require_chat_template(source, text, on_progress, trusted=trust_remote_code)
     if text is not None and calibration_need(plan) is None:
         note("this plan does not need the text")
     out = "-".join((Path(source).resolve().name, *(plan.schemes or ("KV",))))
@@ -258,12 +258,9 @@ def _duration(plan: "Plan", text: "Calibration | None", *, may_add_text: bool) -
     device = settings.device or ("cuda" if NVIDIA_DEVICE.exists() else "cpu")
     if not device.startswith("cpu"):
         return None
-    is_needed = calibration_need(plan) is not None
-    if is_needed or text is not None:
-        if not is_needed:
-            return None
+    if calibration_need(plan) is not None:
         return cpu_duration_line(plan, samples=settings.samples, seq_len=settings.seq_len)
-    if not may_add_text:
+    if text is not None or not may_add_text:
         return None
     line = cpu_duration_line(with_text(plan), samples=settings.samples, seq_len=settings.seq_len)
     return f"with --calibration DATA, {line}" if line else None

@@ -17,7 +17,7 @@ from vexport.records.values import PROGRESS_STEP, SECONDS
 OVERALL = f"calibrate{SECONDS}"
 # A pass through a layer towards the input takes a forward and a backward. The head takes both, too.
 BACKWARD = 3.0
-# What each step does at the moment. Gradients take several passes through a layer.
+# Words for the current work of each step. Gradients take several passes through a layer.
 WORDS: Mapping[str, str] = {
     GRADIENTS: "measuring gradients, pass",
     CALIBRATE: "measuring the inputs of layer",
