@@ -47,6 +47,18 @@ def test_recorded_digests_cover_whole_files(llama: Path, tmp_path: Path) -> None
     assert digests_of(tmp_path / "out") == expected
 
 
+def test_report_names_values_that_nothing_was_compared_with(good: Good, tmp_path: Path) -> None:
+    """Without digests and source, a wrong scale may pass, so that the report names this part."""
+    folder = copytree(good("W4A16"), tmp_path / "out")
+    assert "not compared" not in vexport("check", "--static", folder).stdout
+    (folder / "vexport.json").unlink()
+    ran = vexport("check", "--static", folder)
+    assert ran.code == 0
+    (line,) = (each for each in ran.stdout.splitlines() if each.startswith("not compared"))
+    assert "weights and scales" in line
+    assert "--source" in line
+
+
 def test_changed_bytes_are_found(good: Good, tmp_path: Path) -> None:
     folder = copytree(good("W4A16"), tmp_path / "out")
     assert problems(folder) == []

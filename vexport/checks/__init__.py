@@ -33,7 +33,7 @@ from vexport.checks.model import class_not_judged
 from vexport.checks.vllm.view import ANY, CheckFunction, CheckpointView, Target
 from vexport.errors import InputError, InputErrors, VexportError, file_problem
 from vexport.errors.extras import unexpected_error
-from vexport.records import CheckReport, Finding, NotJudged
+from vexport.records import VALUES, CheckReport, Finding, NotJudged
 from vexport.version import PINNED, short_version
 
 if TYPE_CHECKING:
@@ -67,6 +67,8 @@ HEADER_FAMILIES = (
 # Parts of a checkpoint that the static checks may leave unchecked, as named in reports.
 NAMES = "names and shapes of tensors"
 NUMBERS = "quantized weights and their scales"
+# Why a wrong weight or scale may pass, unless its number is impossible.
+_NO_REFERENCE = "there are no digests; add --source MODEL to compare them with the original model"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +135,10 @@ def check_checkpoint(
             vllm = view.model.target_version
             # Several families may report the same unreadable file.
             findings = tuple(dict.fromkeys(findings_on(view, against)))
-            not_judged, idle = tuple(parts_not_judged(view)), tuple(shards.without_digests(view))
+            not_judged = tuple(parts_not_judged(view))
+            idle = tuple(shards.without_digests(view))
+            if idle and against is None and view.quantization.values is not None:
+                idle += (NotJudged(what=VALUES, why=_NO_REFERENCE),)
     except InputError as problem:
         findings = findings_of(problem)
     except OSError as error:

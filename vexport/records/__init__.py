@@ -46,6 +46,7 @@ from vexport.records.calibration import (
 from vexport.records.findings import (
     ENGINE_CHECK,
     MESSAGE_SEPARATOR,
+    VALUES,
     Canary,
     CellStatus,
     CheckReport,

@@ -9,6 +9,8 @@ from vexport.errors import VexportError
 Severity = Literal["error", "warning", "info"]
 # Separates the cause of vLLM's refusal from vLLM's message, which only JSON and --all show.
 MESSAGE_SEPARATOR = "; vLLM's message: "
+# Entry of `CheckReport.idle` if numbers were not compared with the original model.
+VALUES = "values of weights and scales"
 
 
 def without_details(text: str) -> str:

@@ -7,6 +7,7 @@ from typing import TypeVar
 from vexport.formats.arguments import bits_of_inputs
 from vexport.records import (
     ENGINE_CHECK,
+    VALUES,
     CellStatus,
     CheckReport,
     DryLoadReport,
@@ -45,6 +46,7 @@ def check_documents(reports: Sequence[CheckReport], *, every: bool = False) -> l
             "check",
             report,
             _not_judged(report, every=every),
+            _not_compared(report),
             every=every,
         )
         for report in reports
@@ -54,6 +56,11 @@ def check_documents(reports: Sequence[CheckReport], *, every: bool = False) -> l
 def _not_judged(report: CheckReport, *, every: bool) -> doc.Listing | None:
     entries = [str(each if every else each.brief) for each in report.not_judged]
     return doc.Listing(row(*entries), "not judged") if entries else None
+
+
+def _not_compared(report: CheckReport) -> doc.Listing | None:
+    entries = [str(each) for each in report.idle if each.what == VALUES]
+    return doc.Listing(row(*entries), "not compared") if entries else None
 
 
 def load_documents(
