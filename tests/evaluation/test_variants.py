@@ -187,7 +187,7 @@ def test_second_call_runs_missing_variants(fake: FakeEngine, tmp_path: Path) -> 
     assert whole.stdout.replace(str(tmp_path / "whole"), str(folder)) == resumed.stdout
     other = compare(fake, folder, settings=("load_format=twin", "{}"))
     assert other.code == 2
-    assert "another serve section" in other.errors[0]
+    assert "another `serve`" in other.errors[0]
     KIND.require_replaceable(folder, overwrite=True)  # the list of files is complete
 
 

@@ -25,7 +25,7 @@ from vexport.inference.session_folder import clear_session
 from vexport.outputs.manifest import MANIFEST, record
 from vexport.outputs.replaceable import FolderKind, locked_folder
 from vexport.records import CheckReport, LmEvalSettings, silent
-from vexport.run.directory import KIND, OLD_EVALUATION_MARK, Run, RunDirectory, Stage
+from vexport.run.directory import KIND, OLD_EVALUATION_MARK, Digests, Run, RunDirectory, Stage
 from vexport.run.eval_run import evaluate_checkpoints
 from vexport.run.given import Given, RunModel
 from vexport.run.scenario_run import STAGES, run_scenario
@@ -90,7 +90,7 @@ def test_finished_stage_is_reused(run: Run) -> None:
     again.do(checking_stage("a", made))
     assert made == ["a"]
     assert again.result(check) == run.result(check)
-    with pytest.raises(InputError, match="the run began with another source"):
+    with pytest.raises(InputError, match="another source"):
         again.do(checking_stage("b", made))
     assert made == ["a"]
 
@@ -162,7 +162,27 @@ def test_session_depends_on_files_of_a_task(file: str, llama: Path, tmp_path: Pa
     changed = tmp_path / "tasks" / file
     changed.write_text(changed.read_text() + "\n")
     after = serve_candidate.digest(run)
-    assert [name for name in after if after[name] != before[name]] == ["evaluation"]
+    assert [name for name in after if after[name] != before[name]] == ["content of the tasks"]
+
+
+def test_changed_limit_is_named(run: Run, tmp_path: Path, llama: Path) -> None:
+    """The error for a run directory with other settings names the changed setting."""
+
+    def digests(limit: int) -> Digests:
+        settings = Evaluate(tasks=("arc_easy",), limit=limit)
+        model = RunModel(name="model", role=CANDIDATE, checkpoint=llama)
+        given = Given(
+            name="model", candidate=model, evaluate=settings, prompt_folders={CANDIDATE: llama}
+        )
+        other = Run(given, tmp_path / "run", options_of(Serve()))
+        other.store(resolve_prompting, LmEvalSettings())
+        assert serve_candidate.digest is not None
+        return serve_candidate.digest(other)
+
+    run.directory.finish("serve candidate", digests(8), 1.0)
+    assert run.directory.is_done("serve candidate", digests(8))
+    with pytest.raises(InputError, match="an earlier run with another `limit`"):
+        run.directory.is_done("serve candidate", digests(9))
 
 
 def test_old_evaluation_folder(tmp_path: Path) -> None:

@@ -139,7 +139,7 @@ def test_demo_passes_and_resumes(tmp_path: Path) -> None:
     assert "another source" in refused.errors[0]
     otherwise = vexport("run", scenario, "--run-dir", folder, "--quiet", "--max-num-seqs", "8")
     assert otherwise.code == 2
-    assert "another serve section" in otherwise.errors[0]
+    assert "another `serve`" in otherwise.errors[0]
     log = (folder / "vexport.log").read_text(encoding="utf-8")
     lines = ("quantize: done before", "vLLM on ", "InputError: ", "vexport run ")
     assert all(line in log for line in lines), log

@@ -152,9 +152,10 @@ class RunDirectory:
             return False
         changed = sorted(name for name in inputs if inputs[name] != record.inputs.get(name, ""))
         if changed:
+            others = " and another ".join(changed)
             raise InputError(
-                f"{self.root} ({stage})",
-                got=f"the run began with another {' and another '.join(changed)}",
+                str(self.root),
+                got=f"an earlier run with another {others} (stage {stage!r})",
                 need="",
                 fix=f"choose another {self.option}, or {self._restart_remedy()}",
             )

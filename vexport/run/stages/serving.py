@@ -188,14 +188,21 @@ def _session_inputs(run: Run, *, role: str) -> Digests:
     for folder in settings.include_path:
         # Python writes compiled modules next to a task's code when it runs.
         files += [file for file in sorted(folder.rglob("*")) if "__pycache__" not in file.parts]
-    digests = [digest_file(path) for path in files if path.is_file()]
-    if settings.text is not None:
-        digests.append(data_digest(Calibration(data=settings.text)))
     evaluation = settings.model_dump(mode="json", exclude=_NOT_DIGESTED_SETTINGS)
+    digests = {
+        f"`{setting.replace('_', '-')}`": value_digest(value)
+        for setting, value in evaluation.items()
+    }
+    if settings.text is not None:
+        digests["content of `text`"] = data_digest(Calibration(data=settings.text))
     return {
         **_model_inputs(run, role),
-        "evaluation": value_digest([evaluation, _templates(run), *digests]),
-        "serve section": serve_digest(run.arguments(role)),
+        **digests,
+        "content of the tasks": value_digest(
+            [digest_file(file) for file in files if file.is_file()]
+        ),
+        "chat template": value_digest(_templates(run)),
+        "`serve`": serve_digest(run.arguments(role)),
         "prompts": value_digest(list(_texts(run))),
     }
 
