@@ -87,9 +87,9 @@ def render(
 ) -> str:
     """Return the report of a run.
 
-    `scenario` is the file that GitHub annotations refer to. `folder` is the run directory. A page
-    links to its files from the folder `page`, which is the run directory by default. `width` is the
-    width of text in columns.
+    `scenario` is the file that GitHub annotations refer to. `folder` is the run directory, and
+    `page` is the folder of the HTML page, by default also the run directory. The page's links to
+    the files of the run are relative to `page`. `width` is the width of text in columns.
     """
     from vexport.reports import card
     from vexport.reports.renderers import ci
@@ -104,7 +104,7 @@ def render(
         report,
         format,
         lambda: [run_document(report, files)],
-        annotations=lambda: ci.github_answer(report.name, report_gates(report), scenario),
+        annotations=lambda: ci.github_gates(report.name, report_gates(report), scenario),
         width=width,
     )
 
@@ -188,7 +188,7 @@ def render_variants(
     """Return the comparison of a checkpoint's variants.
 
     JSON contains the rows of the table. All other forms show the whole report of the run directory
-    `folder`. A page links to its files from the folder `page`.
+    `folder`. `page` is the folder of the HTML page, as in `render`.
     """
     if format == "json":
         return _json(list(report.variants))
@@ -212,7 +212,7 @@ def render_verdicts(verdicts: "Sequence[Verdict]", format: str, *, width: int = 
             ("verdict" if is_one else each.checkpoint, verdict_gates(each)) for each in verdicts
         ),
         lambda: "".join(
-            ci.github_answer("accuracy", verdict_gates(verdict)) for verdict in verdicts
+            ci.github_gates("accuracy", verdict_gates(verdict)) for verdict in verdicts
         ),
         width=width,
     )
@@ -221,7 +221,7 @@ def render_verdicts(verdicts: "Sequence[Verdict]", format: str, *, width: int = 
 def render_cause(verdict: "Verdict", *, width: int = text.WIDTH) -> str:
     """Return the cause of a loss as text, for a verdict that was shown before.
 
-    Return "" if the cause is unknown.
+    Return "" if the cause was not searched for.
     """
     from vexport.reports.accuracy import cause_parts
 

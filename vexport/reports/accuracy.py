@@ -48,7 +48,7 @@ from vexport.reports.formatting import (
 from vexport.reports.positions import position_parts
 
 MAX_FLIPS = 100
-_MAX_BESIDE = 8
+_MAX_INFORMATIONAL = 8
 """Maximum number of informational comparisons that are shown for each task. JSON has all."""
 
 
@@ -159,7 +159,9 @@ def _lost_table(verdict: Verdict) -> doc.Section | None:
         return None
     titles = ("Task", "Model", ">Generated", ">Cut", ">Empty", ">Nothing found", ">Do not count")
     caption = (
-        "incorrect responses, by how they ended; nothing found: the task's filter found no answer"
+        "incorrect responses, by how they ended; nothing found: the task's filter found no answer; "
+        "do not count: share of responses that say nothing about the model, for example because "
+        "they were cut before the answer"
     )
     return doc.Section("Responses that were cut or are empty", (table(titles, rows, caption),))
 
@@ -182,14 +184,14 @@ def _task_row(task: TaskVerdict) -> Iterator[TableCell]:
 def _shown_comparisons(verdict: Verdict) -> Iterator[Comparison]:
     """Yield the comparison of all documents, then the informational comparisons of each task.
 
-    At most _MAX_BESIDE comparisons are kept for each task: first its other metrics, then, if the
-    task is a group, the members with the greatest loss. The original order is kept.
+    At most _MAX_INFORMATIONAL comparisons are kept for each task: first its other metrics, then, if
+    the task is a group, the members with the greatest loss. The original order is kept.
     """
     if verdict.pooled:
         yield verdict.pooled
     for task in verdict.tasks:
         worst = sorted(task.also, key=lambda other: (other.task != task.task, other.difference))
-        kept = set(map(id, worst[:_MAX_BESIDE]))
+        kept = set(map(id, worst[:_MAX_INFORMATIONAL]))
         yield from (comparison for comparison in task.also if id(comparison) in kept)
 
 
@@ -230,7 +232,7 @@ def forests(verdict: Verdict) -> Iterator[doc.Forest]:
 
 
 def _reading(verdict: Verdict) -> doc.Details:
-    """Return a folded explanation of the numbers, with p values if documents were paired."""
+    """Return a folded explanation of the numbers, with p values if there are tasks."""
     flips = (
         (
             task_title(task),

@@ -33,7 +33,7 @@ from vexport.reports.run_record import Report
 # Matches a name on the hub (see huggingface_hub.utils.validate_repo_id), but no absolute or nested
 # local path.
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
-# The version of a vLLM release. Commands contain no other text from a report.
+# The version of a vLLM release. The command that installs vLLM has no other text from a report.
 _VERSION = re.compile(r"\d+(\.\d+){1,3}")
 # An absolute path in a command line, as a word or as the value of an option.
 _ABSOLUTE = re.compile(r"(^|[\s='\"])(/[^\s'\"]*)")

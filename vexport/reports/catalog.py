@@ -45,7 +45,7 @@ def schemes() -> Rows:
 
 
 def observers() -> Rows:
-    """Return the names and first sentences of observers."""
+    """Return the name, the class and a summary of each observer."""
     return [
         {"observer": name, "class": known.kind, "what it does": known.summary}
         for name, known in OBSERVERS.items()

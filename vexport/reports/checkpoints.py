@@ -219,7 +219,7 @@ def device_parts(report: DryLoadReport) -> tuple[doc.Part, ...]:
         [_matrix(report, sizes) for sizes in _equal_sizes(report)],
         _memory(report) if report.memory else None,
         _room_table(report.rooms) if report.rooms else None,
-        muted(f"vLLM {report.vllm}, model class and loaders on headers alone"),
+        muted(f"dry load: the model class and loaders of vLLM {report.vllm} read only headers"),
         doc.Listing(row(*report.blind_spots), "not verified") if report.blind_spots else None,
     )
 
@@ -310,7 +310,7 @@ def _cell(cell: MatrixCell, kind: MatrixRow | None = None) -> doc.TableCell:
     """Return a cell's text: precision and kernel of a layer, or the status of the checkpoint.
 
     `kind` is the kind of layer, or None for the whole checkpoint. The cell has the colour of a
-    warning if the kernel uses fewer bits for inputs than the checkpoint stores. A finding reports
+    warning if the kernel uses fewer bits for inputs than the checkpoint's scheme. A finding reports
     the same.
     """
     tone, text = _STATUS[cell.status]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 from vexport.records import Finding
 from vexport.records.gates import SEVERITIES, Gate, Status
 from vexport.records.values import plural
-from vexport.reports.findings import MAX_FOLLOWING, Folded, fold
+from vexport.reports.findings import MAX_FOLLOWING, FindingKind, fold
 from vexport.reports.formatting import Scale
 
 if TYPE_CHECKING:
@@ -92,14 +92,17 @@ class Listing:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Labels and their values. A cell's note goes on the line below."""
+    """Labels and their values.
+
+    HTML shows a cell's note on the line below, and Markdown in brackets. Plain text leaves it out.
+    """
 
     rows: tuple[tuple[str, TableCell], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Details:
-    """Parts that HTML and Markdown show folded, unless `open` is True.
+    """Parts that HTML and Markdown show folded. With `open`, HTML shows them unfolded.
 
     Plain text shows the lines of `brief` instead of the parts.
     """
@@ -114,8 +117,8 @@ class Details:
 class FindingList:
     """Findings with their gates, the most serious first.
 
-    Findings are grouped by kind unless `every` is True. `everything` is the option or file that
-    gives the complete list, such as `--format json`.
+    Findings are grouped by kind. With `every`, plain text shows each finding instead. `everything`
+    is the option or file that gives the complete list, such as `--format json`.
     """
 
     findings: tuple[tuple[str, Finding], ...]
@@ -250,9 +253,9 @@ class TimedPoint:
 class Timeline:
     """Chart of one task over time. All points have the same distance from each other.
 
-    `level` is the baseline's value, and `limit` is the worst value that is accepted. Both are None
-    if they differ between points. With `shares`, the axis is in per cent or points. Positions are
-    in per cent, as in `Forest`.
+    `level` is the baseline's value, or None if it differs between points. `limit` is the worst
+    value that is accepted, or None if it differs between points. With `shares`, the axis is in per
+    cent or points. Positions are in per cent, as in `Forest`.
     """
 
     title: str
@@ -274,7 +277,10 @@ class Timeline:
 
     @property
     def x_ticks(self) -> Iterator[tuple[float, str]]:
-        """Yield the positions and labels of at most MAX_LABELS points."""
+        """Yield the position of each point, with its label or with "".
+
+        At most MAX_LABELS points have a label.
+        """
         every = -(-len(self.points) // MAX_LABELS)
         for number, point in enumerate(self.points):
             yield self.across(number), "" if number % every else point.label
@@ -366,7 +372,7 @@ class Document:
 
 
 def badge(status: str) -> TableCell:
-    """Return a status or severity as a label, in the tone of its first word."""
+    """Return a status or severity as a label. Its CSS class is the first word in lower case."""
     return TableCell(status, tone=status.partition(" ")[0].lower(), badge=True)
 
 
@@ -428,9 +434,9 @@ def warnings(texts: Iterable[str]) -> list[Paragraph]:
 
 
 def finding_parts(part: FindingList, limit: int) -> tuple[Part, ...]:
-    """Return a table of at most `limit` kinds, and tables of their possible consequences.
+    """Return a table of at most `limit` kinds of findings, and tables of possible consequences.
 
-    A note names the place of the remaining findings.
+    If kinds are left out, a note counts their findings and names the complete list.
     """
     by_gate: dict[str, list[Finding]] = {}
     for gate, finding in part.findings:
@@ -445,7 +451,7 @@ def finding_parts(part: FindingList, limit: int) -> tuple[Part, ...]:
     )
 
 
-def _kinds(kinds: Iterable[tuple[str, Folded]]) -> Table:
+def _kinds(kinds: Iterable[tuple[str, FindingKind]]) -> Table:
     rows = (
         (
             TableCell(kind.places, note=f"{gate}: {kind.first.check}", mono=True),
@@ -459,7 +465,7 @@ def _kinds(kinds: Iterable[tuple[str, Folded]]) -> Table:
     return table(("Where", "Severity", "Got", "Need", "Do"), rows)
 
 
-def _following(gate: str, kind: Folded) -> Details:
+def _following(gate: str, kind: FindingKind) -> Details:
     summary = f"{plural(kind.following, 'finding')} that may follow from {kind.places}"
     more = f", {kind.not_shown:,} of them not shown" if kind.not_shown else ""
     shown = _kinds((gate, other) for other in kind.follow[:MAX_FOLLOWING])

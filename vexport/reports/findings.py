@@ -42,12 +42,12 @@ _NUMBER = re.compile(r"\d+")
 # a word, so that long words are scanned once.
 _NAME = re.compile(r"(?<![\w#])[\w#]+(?:\.[\w#]+){2,}")
 _INDEX = re.compile(r"(?<=\.)(?:0|[1-9]\d*)(?=[.\s]|$)")
-_MAX_RUNS = 4
+_MAX_RANGES = 4
 _MAX_NAMES = 4
 # Maximum kinds of consequences shown below a cause. Further kinds are counted.
 MAX_FOLLOWING = 20
-# The results of these checks depend on the quantization config.
-_AT_CONFIG = "quantization_config"
+_CONFIG_KEY = "quantization_config"
+# Checks whose results depend on the quantization config.
 _JUDGED_BY_CONFIG = frozenset({"completeness", "shapes", "values", "fusion", "devices"})
 # Statuses of the gates of variants.
 _VARIANT: Mapping[VariantOutcome, Status] = {
@@ -63,7 +63,7 @@ _ONLY_LOADED = "not requested: the checkpoint was only loaded"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Folded:
+class FindingKind:
     """Findings of one kind: the first finding, all places as one text, and the number of findings.
 
     `follow` are the kinds of findings that may be consequences.
@@ -72,7 +72,7 @@ class Folded:
     first: Finding
     places: str
     count: int
-    follow: tuple["Folded", ...] = ()
+    follow: tuple["FindingKind", ...] = ()
 
     @property
     def following(self) -> int:
@@ -95,7 +95,7 @@ class Folded:
         return replace(self.first, where=self.places, fix=fix)
 
 
-def fold(findings: Sequence[Finding]) -> tuple[Folded, ...]:
+def fold(findings: Sequence[Finding]) -> tuple[FindingKind, ...]:
     """Fold findings by kind, in their order.
 
     If findings report a wrong quantization config, findings of checks that depend on the config may
@@ -109,7 +109,7 @@ def fold(findings: Sequence[Finding]) -> tuple[Folded, ...]:
     return (*kept[:last], replace(kept[last], follow=follow), *kept[last + 1 :])
 
 
-def kinds(findings: Iterable[Finding]) -> tuple[Folded, ...]:
+def kinds(findings: Iterable[Finding]) -> tuple[FindingKind, ...]:
     """Fold findings of a check and severity if their texts differ only in numbers and names."""
     alike: dict[tuple[str, ...], list[Finding]] = {}
     for finding in findings:
@@ -119,7 +119,7 @@ def kinds(findings: Iterable[Finding]) -> tuple[Folded, ...]:
         )
         alike.setdefault((finding.check, finding.severity, *shapes), []).append(finding)
     return tuple(
-        Folded(
+        FindingKind(
             first=same[0],
             places=folded_places([finding.where for finding in same]),
             count=len(same),
@@ -130,12 +130,14 @@ def kinds(findings: Iterable[Finding]) -> tuple[Folded, ...]:
 
 def _is_cause(finding: Finding) -> bool:
     """Return True if the finding is an error of the quantization config."""
-    return finding.check == "config" and finding.severity == "error" and _AT_CONFIG in finding.where
+    return (
+        finding.check == "config" and finding.severity == "error" and _CONFIG_KEY in finding.where
+    )
 
 
 def _follows(finding: Finding) -> bool:
     """Return True if the finding may be the consequence of a wrong quantization config."""
-    return finding.check in _JUDGED_BY_CONFIG and _AT_CONFIG not in finding.where
+    return finding.check in _JUDGED_BY_CONFIG and _CONFIG_KEY not in finding.where
 
 
 def folded_places(places: Sequence[str]) -> str:
@@ -169,7 +171,7 @@ def _ranges(values: Sequence[int]) -> str:
             runs[-1].append(value)
         else:
             runs.append([value])
-    if len(runs) > _MAX_RUNS:
+    if len(runs) > _MAX_RANGES:
         return "*"
     return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 

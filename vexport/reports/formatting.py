@@ -38,7 +38,8 @@ MAX_NAMED = 4
 class Scale:
     """Format of a metric's numbers: per cent and points for shares, else the metric's units.
 
-    `own_unit` is the unit of differences that are not in points, and `digits` their decimals.
+    `own_unit` is the unit of differences that are not in points. `digits` is the number of decimals
+    of differences.
     """
 
     shares: bool
@@ -205,7 +206,7 @@ def report_sentence(report: "Report") -> str:
 def next_step(report: "Report") -> tuple[str, str]:
     """Return the next command (or "") and a sentence."""
     if report.outcome == "PASS":
-        if report.load is None:  # it is on a server, or its responses were given
+        if report.load is None:  # on a server, or only responses were given
             return "", ""
         command = f"vllm serve {shlex.quote(report.load.checkpoint)}"
         if report.load.engine is not None and report.load.engine.emulated:
@@ -240,9 +241,10 @@ def next_step_of_verdict(verdict: Verdict) -> tuple[str, str]:
 
 
 def _next_after_failure(verdict: Verdict | None) -> tuple[str, str]:
-    """Return (command, sentence) after a loss: how to find its cause, or how to lose less.
+    """Return the next step after a failed verdict, as a command and a sentence.
 
-    The first is returned if vexport could not search for the cause.
+    If vexport could not search for the cause of the loss, the command searches for it. Otherwise
+    the command is "", and the sentence lists ways to lose less accuracy.
     """
     obstacle = _obstacle_to_cause(verdict)
     if not obstacle:
@@ -277,7 +279,7 @@ def _can_be_settled(task: "TaskVerdict") -> bool:
 
 
 def capitalized(sentence: str) -> str:
-    """Capitalize a sentence for a line by itself if it starts with one of vexport's words.
+    """Return the sentence with a capital letter if it begins with `all`, `both`, `check` or `load`.
 
     Any other first word may be the name of a task or file, which keeps its spelling.
     """
@@ -318,8 +320,9 @@ def served_with(engine: EngineInfo) -> str:
 def scale_of(task: "TaskVerdict | Comparison") -> Scale:
     """Return the scale of a task: per cent for shares, else nats or the metric's units.
 
-    The verdict's reason uses the same scale. Differences that are not in points have enough
-    decimals for two digits of a relative margin.
+    The verdict's reason uses the same scale. Differences in nats have three decimals, and other
+    differences have two. Nats and the metric's units get more decimals if a relative margin is so
+    small that its first two digits would not be visible.
     """
     if task.in_shares:
         return Scale(True)
@@ -347,7 +350,10 @@ def margin_text(task: "TaskVerdict | Comparison", margin: float) -> str:
 
 
 def direction_note(comparison: "Comparison") -> str:
-    """Return the direction in which a metric is better, or "" for shares where higher is better."""
+    """Return whether higher or lower is better, and for log-likelihoods also the kind and unit.
+
+    Return "" for shares where higher is better, and if an older report has no unit.
+    """
     better = "higher is better" if comparison.higher_is_better else "lower is better"
     if comparison.unit is not None and comparison.unit.startswith("nats"):
         kind = "log-likelihood" if comparison.higher_is_better else "negative log-likelihood"
@@ -438,7 +444,7 @@ def _prompting_line(prompting: "Prompting") -> str:
 
 
 def nats(limit: "TextLimit", value: float) -> str:
-    """Format a value of a text's measure.
+    """Format a value of a measure of held-out text.
 
     A KL has no sign. A rise of the NLL has a sign. A fall of the acceptance length is a share in
     per cent, with a sign.

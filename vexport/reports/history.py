@@ -20,7 +20,7 @@ MAX_TASK_COLUMNS = 3
 """Maximum number of tasks with columns in one table. With more tasks, each task has a table."""
 _MAX_TEXTS = 10
 """Maximum number of points in a chart that still shows the score next to each point."""
-_DIGITS = 8
+_DIGEST_DIGITS = 8
 # Room above the highest and below the lowest value of a chart, as a share of their distance.
 _ROOM = 0.12
 _UNKNOWN = "unknown"
@@ -199,9 +199,9 @@ def _place_cells(row: ComparedRun) -> Iterator[TableCell]:
     yield TableCell(_date(history), tone="regressed" if history.is_first_regression else "")
     yield TableCell(row.folder, history.setting or _kind_note(history))
     name = history.checkpoint or _UNKNOWN
-    digest = history.digest[:_DIGITS] or "digest not recorded"
+    digest = history.digest[:_DIGEST_DIGITS] or "digest not recorded"
     before = history.checkpoint_before
-    was = before[:_DIGITS] if before and history.digest else before
+    was = before[:_DIGEST_DIGITS] if before and history.digest else before
     yield TableCell(name, f"{digest}, was {was}" if was else digest, tone=_changed(was))
     was = history.vllm_before
     yield TableCell(history.vllm or _UNKNOWN, f"was {was}" if was else "", tone=_changed(was))
@@ -256,7 +256,7 @@ def _plain_score(value: float) -> str:
 
 
 def _verdict_cell(row: ComparedRun) -> TableCell:
-    """Return the outcome, and the event. The first regression is named."""
+    """Return the outcome and the event. The first row that regressed has `first regression`."""
     history = _history(row)
     event = "first regression" if history.is_first_regression else history.event
     if row.outcome is None:

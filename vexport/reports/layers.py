@@ -1,6 +1,6 @@
 """Build a page's sections on layers: sizes, rounding, signal-to-noise, sensitivity, and drift.
 
-The rounding of weights is also described in sentences.
+`rounding_lines`, `drift_line` and `mixed_line` also serve the summaries in text and Markdown.
 """
 
 import math
@@ -115,9 +115,10 @@ def _first_rows(
 
 
 def layer_kind(name: str) -> str:
-    """Return a name without numbers.
+    """Return the part of a name after its first number, without further numbers.
 
-    `model.layers.3.mlp.experts.7.up_proj` gives `mlp.experts.up_proj`.
+    `model.layers.3.mlp.experts.7.up_proj` gives `mlp.experts.up_proj`. A name without a number is
+    returned whole.
     """
     words = name.split(".")
     start = next((index for index, word in enumerate(words) if word.isdecimal()), 0)
@@ -166,8 +167,11 @@ def _sensitivity(sensitivity: GroupSensitivities, mixed: MixedScheme | None) -> 
     return page_section("Sensitivity", "sensitivity", lead, losses)
 
 
-def signals_section(report: Report) -> doc.Section | None:
-    """Return the drift of both models' log-probabilities, or None if they were not compared."""
+def log_probabilities_section(report: Report) -> doc.Section | None:
+    """Return the drift of both models' log-probabilities, and the cause of a loss.
+
+    Return None if neither was measured.
+    """
     drift, attribution, lead = report.drift, report.attribution, ""
     if not drift and not attribution:
         return None
@@ -300,8 +304,8 @@ def mixed_line(mixed: MixedScheme) -> str:
 def rounding_lines(rounding: RoundingReport | None) -> Iterator[str]:
     """Yield lines on the number of groups by rounding, the refits' settings, and the output errors.
 
-    The settings of refits are each strength with its most frequent ridge. The errors are the
-    medians after this rounding and after rounding to nearest.
+    Each strength of a refit is listed with the ridge that most of its groups use. The errors are
+    the medians after this rounding and after rounding to nearest.
     """
     if rounding is None:
         return

@@ -42,7 +42,8 @@ def render_plan(
 
     The text includes the number of `documents` that a scenario's evaluation needs, and the next
     command. With `sm`, it also shows how GPUs of this compute capability run the schemes.
-    `calibration` is the text that the user named. `duration` is the line on a long calibration.
+    `calibration` is the text that the user named. `duration` is a line with the time of the
+    calibration, if it is long.
     """
     if format_ == "json":
         return to_json(plan)
@@ -103,7 +104,11 @@ def render_table(schemes: SchemeTable, format_: str, *, every: bool = True) -> s
     )
     content = (
         doc.Paragraph(title),
-        *(_schemes_on_gpu(schemes, schemes.gpu, every=every) if schemes.gpu else _all(schemes)),
+        *(
+            _schemes_on_gpu(schemes, schemes.gpu, every=every)
+            if schemes.gpu
+            else _schemes_on_all_gpus(schemes)
+        ),
         facts(*(("next", call) for call in _next_plans(schemes))),
     )
     return text.render([doc.Document(title=schemes.source, parts=content, wide=True)])
@@ -116,7 +121,7 @@ def _next_plans(schemes: SchemeTable) -> Iterator[str]:
         yield f"vexport plan {shlex.quote(schemes.source)} --scheme {name}"
 
 
-def _all(schemes: SchemeTable) -> Iterator[doc.Part]:
+def _schemes_on_all_gpus(schemes: SchemeTable) -> Iterator[doc.Part]:
     """Yield the table of schemes on all GPUs."""
     rows = (
         (
@@ -198,7 +203,7 @@ def runs_text(on_gpu: SchemeOnGpu) -> str:
 
 
 def _memory_share(scheme: SchemeOutlook, usable_bytes: int) -> str:
-    """Return the share of one GPU's memory that the weights take."""
+    """Return the share of one GPU's memory that the weights take, or how many GPUs they need."""
     if scheme.output_bytes > usable_bytes:
         return f"{math.ceil(scheme.output_bytes / usable_bytes)} GPUs"
     return ratio(scheme.output_bytes, usable_bytes)
@@ -213,7 +218,7 @@ def _part(layers: int, of: int) -> str:
 
 
 def _suite_line(settings: Evaluate, name: str) -> str:
-    """Return the documents of a suite's tasks."""
+    """Return a line with the number of documents of each task of a suite."""
     suite, limit = SUITES[name], settings.limit or math.inf
     asked = {
         task: math.ceil(limit * documents) if limit < 1 else int(min(documents, limit))

@@ -12,7 +12,7 @@ from vexport.reports import document as doc
 from vexport.reports.document import TableCell, badge, parts, table
 from vexport.reports.formatting import count, nats, nats_interval, percent, percent_interval, small
 
-_X_UNIT = "number of the token in its row"
+_X_UNIT = "position of the token in its row"
 # Room above the highest and below the lowest point of a chart, as a share of their distance.
 _AXIS_MARGIN = 0.08
 
@@ -33,7 +33,7 @@ def bucket_table(text: TextVerdict) -> doc.Table:
     titles = ("Tokens", "Result", ">KL", ">NLL", ">Rise", ">Other choice", noise)
     repeated = next((bucket.noise.rows for bucket in text.buckets if bucket.noise), 0)
     caption = (
-        "by the number of a token in its row; the worst bucket decides; NLL of the baseline, and "
+        "by the position of a token in its row; the worst bucket decides; NLL of the baseline, and "
         "its rise; other choice: the models have different likeliest tokens"
     )
     if repeated:

@@ -80,7 +80,9 @@ def _kind(family: str, cost: str, assumption: str | None, repairs: Sequence[Repa
     title = f"{family}: {plural(len(repairs), 'fix', 'fixes')}"
     paragraphs = [doc.Paragraph(f"cost: {cost}{worst}")]
     if assumption is not None:
-        paragraphs.append(doc.Paragraph(f"assumes that {assumption}; this was not compared"))
+        paragraphs.append(
+            doc.Paragraph(f"assumes that {assumption}; the checkpoint does not confirm this")
+        )
     return doc.Section(title, (doc.Listing(row(*lines)), *paragraphs))
 
 

@@ -1,6 +1,7 @@
 """Build the document of a run, and the table of several runs.
 
-Every format shows the summary of a run. Only the HTML page shows the other sections.
+All formats show variants, accuracy and findings. Text and Markdown add a summary, and the HTML page
+adds all other sections.
 """
 
 import os
@@ -37,12 +38,12 @@ from vexport.reports.formatting import (
 )
 from vexport.reports.layers import (
     drift_line,
+    log_probabilities_section,
     mixed_line,
     noise_section,
     rounding_lines,
     rounding_section,
     sensitivity_sections,
-    signals_section,
     size_section,
 )
 from vexport.reports.run_record import Report
@@ -105,7 +106,7 @@ def run_document(report: Report, files: Sequence[TableCell] = ()) -> doc.Documen
             _unsearched_cause_section(report),
             None if report.is_of_variants else variants_section(report.variants),
             variant_sections(report.variants),
-            signals_section(report),
+            log_probabilities_section(report),
             size_section(report),
             noise_section(report.layers),
             rounding_section(report.rounding),
@@ -181,7 +182,10 @@ def _size_tile(report: Report) -> doc.Tile | None:
 
 
 def _unsearched_cause_section(report: Report) -> doc.Section | None:
-    """Return a page's section on a cause that was not searched for. Other forms have a fact."""
+    """Return a page's section on why the cause of a loss was not searched for.
+
+    Text and Markdown have the reason in the summary.
+    """
     cause = unsearched_cause(report.verdict) if report.attribution is None else ""
     if not cause:
         return None
@@ -231,7 +235,7 @@ def _candidate_kind(report: Report) -> str:
 
 
 def _engine(load: LoadReport, engine: EngineInfo, baseline: LoadReport | None) -> doc.Facts:
-    """Return the facts of a load: first the facts in all formats, then facts for HTML only."""
+    """Return the facts of a load for HTML: the facts in all formats, then further facts."""
     processes = "several processes" if engine.multiprocess else "one process"
     emulated = "emulated: valid for accuracy, not for speed" if engine.emulated else ""
     of_baseline = "did not load, because of the source or this engine"
@@ -253,8 +257,9 @@ def _engine(load: LoadReport, engine: EngineInfo, baseline: LoadReport | None) -
 def _canaries(baseline: LoadReport | None, candidate: LoadReport, kind: str) -> doc.Section | None:
     """Return each model's greedy continuation of the test prompts.
 
-    Prompts are only counted if no model continued them with text. If the baseline did not run, only
-    the candidate's continuations are shown. `kind` is the candidate's label.
+    Prompts that no model continued with text are counted instead, unless a log-probability is not
+    finite. If the baseline did not run, only the candidate's continuations are shown. `kind` is the
+    candidate's label.
     """
     if not candidate.canaries:
         return None
@@ -297,9 +302,8 @@ def _ending(canary: Canary) -> str:
 
 def _devices(report: Report) -> doc.Section | None:
     lead = (
-        "The model class and weight loaders of vLLM on headers alone, for each tensor parallel "
-        "size and "
-        "compute capability."
+        "Dry loads: vLLM's model class and weight loaders load only the headers of the checkpoint, "
+        "for each tensor parallel size and compute capability."
     )
     dry = report.dry_load
     return page_section("Other devices", "devices", lead, device_parts(dry)) if dry else None
@@ -362,8 +366,7 @@ def run_files(folder: Path, start: Path) -> Sequence[TableCell]:
         path = folder / name
         if path.exists():
             slash = "/" if path.is_dir() else ""
-            # A colon in the first part of a link does not start a scheme, because that part is
-            # escaped.
+            # `quote` escapes colons. A browser would read a name before a colon as a URL scheme.
             href = quote(os.path.relpath(path, start).replace(os.sep, "/")) + slash
             files.append(TableCell(name + slash, about, href=href, mono=True))
     return files

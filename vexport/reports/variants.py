@@ -20,10 +20,10 @@ from vexport.reports.formatting import (
 from vexport.reports.positions import position_parts
 
 _LEGEND = (
-    "The first variant is the baseline. All variants run on the same documents. Difference: for "
-    "the task with the lowest bound, in points or units of the metric, or for the worst measure of "
-    "held-out text, with the bounds that decide. KL: divergence from the baseline in nats per "
-    "token."
+    "The first variant is the baseline. All variants run on the same documents. Worst task: the "
+    "task with the lowest bound, or the worst measure of held-out text. Difference: the task's "
+    "change in points or in units of the metric, or the measure's value, with the bounds that "
+    "decide. KL: divergence from the baseline in nats per token."
 )
 _TONES: Mapping[VariantOutcome, str] = {
     "BASELINE": "info",

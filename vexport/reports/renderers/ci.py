@@ -120,7 +120,7 @@ def _escaped(text: str) -> str:
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
-def github_answer(name: str, gates: Sequence[Gate], scenario: Path | None = None) -> str:
+def github_gates(name: str, gates: Sequence[Gate], scenario: Path | None = None) -> str:
     """Return an annotation for the outcome, then for errors and warnings of the other gates.
 
     The last gate has the outcome. All annotations refer to the scenario's file if it is given.

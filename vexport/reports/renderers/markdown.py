@@ -1,4 +1,4 @@
-"""Render Markdown for a CI step summary or a model card."""
+"""Render Markdown for reports, CI step summaries and model cards."""
 
 import re
 from collections.abc import Iterable, Sequence

@@ -16,7 +16,7 @@ from vexport.errors import clip, visible
 from vexport.records import Finding
 from vexport.records.values import plural
 from vexport.reports import document as doc
-from vexport.reports.findings import MAX_FOLLOWING, Folded, fold
+from vexport.reports.findings import MAX_FOLLOWING, FindingKind, fold
 from vexport.reports.formatting import capitalized, outcome_line
 
 # Width of text that is not printed on a terminal.
@@ -252,7 +252,7 @@ def _findings(part: doc.FindingList, width: int) -> Iterator[RenderableType]:
         yield Text(f"{plural(more, 'more finding')}: see --format json")
 
 
-def _kind(kind: Folded, width: int) -> Iterator[RenderableType]:
+def _kind(kind: FindingKind, width: int) -> Iterator[RenderableType]:
     """Yield a block for the kind, and below it a line for each kind of possible consequences."""
     block = _finding(replace(kind.first, where=kind.places), width)
     more = f"  and {kind.count - 1:,} more like it: see --format json (or `check --all`)"
