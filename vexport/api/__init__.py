@@ -4,10 +4,11 @@
     quantize("MODEL", "OUT", scheme="W4A16", group_size=64)
     assert check("OUT").ok
 
-The functions raise the errors that the command line prints: InputError for wrong arguments,
-EnvironmentFault if a part of the environment is missing or has died, CheckpointFailed if there is
-no report to return. Engines run in other processes. The command `eval` is the function `evaluate`,
-and `list` is `entries`, because `eval` and `list` are builtins. `evaluate_all` and `load_all` take
+The functions raise the errors that the command line prints: InputError for wrong input,
+EnvironmentFault if a part of the environment is missing or has died, and CheckpointFailed if a
+checkpoint fails before there is a report on it. Arguments that contradict each other raise
+ValueError. Engines run in other processes. The command `eval` is the function `evaluate`, and
+`list` is `entries`, because `eval` and `list` are builtins. `evaluate_all` and `load_all` take
 several checkpoints, as the commands do. `explain_all` is `explain` without a name, `plan_schemes`
 is `plan` without a scheme, `compare_variants` is `compare --serve`, and `history` is `report` with
 several results. Notes are Python warnings, unless `on_note` receives them.

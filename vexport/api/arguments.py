@@ -39,9 +39,10 @@ R = TypeVar("R")
 class PlanArguments(Planning):
     """Keywords of `vexport.api.plan`.
 
-    `rules` are an alternative to `scheme` and `recipe`. `run_dir` is the run directory with the
-    losses for `scheme: auto`. Set `has_text` if quantization will have calibration text. Observers
-    from any folder are imported only with `trust_remote_code`.
+    `rules` are an alternative to `scheme` and `recipe`. `run_dir` is the run directory in which
+    `vexport run` measured each scheme's loss for a scenario with `scheme: auto`. Set `has_text` if
+    quantization will have calibration text. Observers from any folder are imported only with
+    `trust_remote_code`.
     """
 
     rules: tuple[Rule, ...] = ()
@@ -72,8 +73,9 @@ class QuantizeArguments(Planning):
 
     `rules` are an alternative to `scheme` and `recipe`. `calibration` may be only the name of the
     data. If it is None and the rules need text, `default_calibration` is used. With `verify`, vLLM
-    loads the checkpoint dry before it is published. `how_to_keep` receives patterns of layers. It
-    returns text for errors: the arguments with which the caller can keep these layers unquantized.
+    loads the checkpoint dry before it is moved to OUT. `how_to_keep` receives patterns of layers.
+    It returns text for errors: the arguments with which the caller can keep these layers
+    unquantized.
     """
 
     rules: tuple[Rule, ...] = ()

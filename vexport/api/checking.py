@@ -22,7 +22,7 @@ from vexport.version import Version
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checking:
+class CheckSettings:
     """Settings of a check; see `check`."""
 
     tp: tuple[int, ...] = ()
@@ -63,7 +63,7 @@ def check(
     findings of the report.
     """
     problems: list[VexportError] = []
-    settings = Checking(
+    settings = CheckSettings(
         tp=tuple(tp),
         sm=with_cards(sm, cards(gpu)),
         vllm=vllm,
@@ -82,7 +82,7 @@ def check(
 
 
 def check_checkpoints(
-    checkpoints: Sequence[Name], settings: Checking, on_problem: OnProblem
+    checkpoints: Sequence[Name], settings: CheckSettings, on_problem: OnProblem
 ) -> list[CheckReport]:
     """Check several checkpoints with one start of vLLM, and return their reports in order.
 
@@ -159,7 +159,7 @@ def _outcomes(
     return {name: attempt(partial(outcome, name, root), name) for name, root in roots.items()}
 
 
-def _source_comparison(settings: Checking) -> SourceComparison | None:
+def _source_comparison(settings: CheckSettings) -> SourceComparison | None:
     """Return the comparison with the source, or None without a source."""
     if settings.source is None:
         return None

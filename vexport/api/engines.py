@@ -84,15 +84,15 @@ def evaluate_all(
 ) -> Evaluations:
     """Compare several checkpoints with the same baseline, which runs once.
 
-    Takes the arguments of `evaluate`. `accept` is possible only for a single checkpoint. If the
-    caller has completed `settings` and `engine` from an accepted baseline, `against` is the result
-    of `with_accepted_settings`, and nothing is read again.
+    Takes the arguments of `evaluate`. `accept` is possible only for a single checkpoint. `against`
+    may also be the result of `with_accepted_settings`. `settings` and `engine` must then already
+    contain the settings of the accepted baseline.
 
     `on_judged` is called when the verdicts are known, before the search for the causes of losses.
     """
     if (settings.baseline and against) or not (settings.baseline or against or accept):
         raise ValueError(
-            "evaluate: got no baseline or two, need settings.baseline or against, or accept alone"
+            "evaluate: got no baseline or two, need settings.baseline or against, or only accept"
         )
     if accept is not None and len(checkpoints) != 1:
         raise ValueError(f"evaluate: got accept with {len(checkpoints)} checkpoints, need one")
@@ -169,7 +169,9 @@ def compare(
 ) -> tuple[ComparedRun, ...]:
     """Run each scheme with one baseline, as `vexport compare` does.
 
-    `on_problem` is called for each run that failed. Without it, the first error is raised.
+    `on_problem` is called for each run during which the environment failed. Without it, the first
+    of these errors is raised. Any other error of a run is the reason in its row. If every run ends
+    with an error, the first error is raised.
     """
     if not schemes:
         raise ValueError("compare: got no scheme, need one or more")

@@ -51,7 +51,8 @@ def load(
     loaded next to the model.
 
     Raises:
-        ValueError: `dry` is combined with `run_dir`, or devices are given without `dry`.
+        ValueError: `dry` is combined with `run_dir`, or `tp`, `sm`, `gpu` or `speculative` is given
+            without `dry`.
     """
     engine_settings = engine or Engine()
     if not dry and tuple(tp) != (1,):
@@ -89,12 +90,14 @@ def load_all(
 ) -> list[LoadReport] | list[DryLoadReport]:
     """Load several checkpoints, each in every engine and mode, as `vexport load` does.
 
-    Takes the arguments of `load`. If some of several checkpoints cannot be read, the others are
-    loaded. `on_problem` is called with each error, and the report of the unreadable checkpoint
-    contains the error. Without `on_problem`, the first error is raised at the end.
+    Takes the arguments of `load`. `tp` is only for dry loads. If some of several checkpoints cannot
+    be read, the others are loaded. `on_problem` is called with each error, and the report of the
+    unreadable checkpoint contains the error. Without `on_problem`, the first error is raised at the
+    end.
 
     Raises:
-        ValueError: `dry` is combined with `run_dir`, or devices are given without `dry`.
+        ValueError: `dry` is combined with `run_dir`, or `sm`, `gpu` or `speculative` is given
+            without `dry`.
     """
     if dry and run_dir is not None:
         raise ValueError("load: got run_dir with dry, need one of them: no engine starts")

@@ -24,11 +24,13 @@ from vexport.scenario import Planning, is_scenario, read_scenario
 
 
 def _plan(source: Name, arguments: PlanArguments) -> Plan:
-    """Plan from headers alone, as `vexport plan` does. The plan's `refusals` are not raised.
+    """Plan from headers alone, as `vexport plan` does.
+
+    Layers that vLLM would refuse raise no error. They are the plan's `refusals`.
 
     One of `scheme`, `recipe` and `rules` is required. `source` may also be the file of a scenario.
-    The scenario then provides all settings. `run_dir` is the run directory with the losses for its
-    `scheme: auto`.
+    The scenario then provides all settings. If it has `scheme: auto`, `run_dir` is the run
+    directory in which `vexport run` measured each scheme's loss.
     """
     if is_scenario(str(source)):
         return _plan_of_scenario(Path(source), arguments)

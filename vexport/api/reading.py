@@ -30,14 +30,17 @@ verdict = with_keywords(VerdictArguments, _verdict)
 
 
 def report(run_dir: Name) -> Report:
-    """Return the report of a run, as `vexport report` reads it. Raise InputError without one."""
+    """Return the report of a run, as `vexport report` reads it.
+
+    Raises InputError if the run directory has no report.
+    """
     from vexport.run.directory import read_report
 
     return read_report(Path(run_dir))
 
 
 def history(results: Sequence[Name]) -> History:
-    """Return the results of one model in time, as `vexport report` shows several runs.
+    """Return the results of one model, oldest first, as `vexport report` shows several runs.
 
     Each result is a run directory, its report.json, or an accepted baseline. Raises the errors of
     all results that cannot be read, or that are given twice.

@@ -98,7 +98,7 @@ def check(
       vexport check OUT --digests vexport.json
       vexport check checkpoints/* --format junit -o check.xml
     """
-    from vexport.api.checking import Checking, check_checkpoints
+    from vexport.api.checking import CheckSettings, check_checkpoints
     from vexport.checks import CHECKS, FILES, INTERNAL
     from vexport.formats.gpus import with_cards
     from vexport.reports import render_checks, summarize_checks
@@ -107,7 +107,7 @@ def check(
     # Comparing with a source imports torch, which takes seconds.
     reads = [] if source is None else [*checkpoints, source]
     with progress_display(quiet=output.quiet, reads=reads) as on_progress:
-        settings = Checking(
+        settings = CheckSettings(
             tp=tp or (),
             sm=with_cards(sm or (), cards or ()),
             vllm=vllm,
