@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.calibration.models import configs, samples, save
 from vexport.calibration import gradients
-from vexport.calibration.gradients import Gradients, TokenWeights, token_weights_of
+from vexport.calibration.gradients import Gradients, GradientSquares, token_weights_of
 from vexport.calibration.smoothing import find_smoothing
 from vexport.calibration.walk import LayerWalk
 from vexport.checkpoint.index import read_index
@@ -20,14 +20,14 @@ TEXT = samples((16, 11, 16, 16))
 OCTAVES = 5
 
 
-def errors_of_last_token(self: Gradients, logits: torch.Tensor) -> torch.Tensor:
+def gradient_of_last_token(self: Gradients, logits: torch.Tensor) -> torch.Tensor:
     """Compute the gradient as if the last token of the vocabulary were drawn at each place."""
     errors = torch.softmax(logits, -1)
     errors[..., -1] -= 1
     return errors
 
 
-def token_weights(folder: Path) -> TokenWeights:
+def token_weights(folder: Path) -> GradientSquares:
     smoothing, found = find_smoothing(
         LayerWalk(read_index(folder)), TEXT, smoothed=(), strength=0.0, weighs_tokens=True
     )
@@ -72,7 +72,7 @@ def test_token_weights_equal_whole_model_gradients(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).save_pretrained(llama)
-    monkeypatch.setattr(Gradients, "_errors", errors_of_last_token)
+    monkeypatch.setattr(Gradients, "_logits_gradient", gradient_of_last_token)
     monkeypatch.setattr(gradients, "KEPT_BYTES", 0)
     found, expected = token_weights(llama), gradients_of_whole_model(llama)
     assert found.keys() == expected.keys()
@@ -82,13 +82,13 @@ def test_token_weights_equal_whole_model_gradients(
 
 def test_infinite_gradients_give_no_weights(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        Gradients, "_errors", lambda self, logits: torch.full_like(logits, torch.inf)
+        Gradients, "_logits_gradient", lambda self, logits: torch.full_like(logits, torch.inf)
     )
     assert token_weights(llama) == {}
 
 
 def test_token_weights_are_powers_of_two() -> None:
-    known: TokenWeights = {"q": (300.0, 1.0, 1.0, 1.0), "k": (100.0, 0.0, 0.0, 0.0)}
+    known: GradientSquares = {"q": (300.0, 1.0, 1.0, 1.0), "k": (100.0, 0.0, 0.0, 0.0)}
     found = token_weights_of(known, ["q", "k", "elsewhere"], 8)
     # The square roots are 20 at the first token and 1 at the other seven: 27/8 on average.
     assert found is not None
@@ -104,14 +104,14 @@ def test_token_weights_are_powers_of_two() -> None:
 @pytest.mark.usefixtures("torch_products")
 def test_gradient_draws_one_token_per_place(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The walk goes through each layer forward and backward."""
-    drawn, draw = list[torch.Tensor](), Gradients._errors
+    drawn, draw = list[torch.Tensor](), Gradients._logits_gradient
 
     def keep(self: Gradients, logits: torch.Tensor) -> torch.Tensor:
         errors = draw(self, logits)
         drawn.append((torch.softmax(logits, -1) - errors).float())
         return errors
 
-    monkeypatch.setattr(Gradients, "_errors", keep)
+    monkeypatch.setattr(Gradients, "_logits_gradient", keep)
     steps, walk = list[tuple[int, int]](), LayerWalk(read_index(llama))
     Gradients(walk, []).run(ROWS, lambda stage, done, total: steps.append((done, total)))
     depth = len(walk.layers)

@@ -46,7 +46,7 @@ __all__ = [
     "sync_activation_stats",
     "update_qparams",
 ]
-# Public names by defining module. All other public names are in `modules.py`.
+# The module of each public name that is not in `modules.py`.
 _MODULES = {
     "Samples": "data",
     "calibrate": "statistics",

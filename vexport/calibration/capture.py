@@ -25,7 +25,7 @@ from vexport.errors import InputError
 from vexport.observers.flatten import channel_extremes
 from vexport.records import HeadRanges, KeyValueRanges
 
-# A tensor is compared with this many recent tensors.
+# Number of recent tensors with which `Interner` compares a new tensor, to store equal tensors once.
 RECENT_TENSORS = 16
 
 Forward = Callable[..., object]
@@ -126,7 +126,7 @@ class Recorder:
             f"{self._name}.{number}",
             got=got,
             need="decoder layers that run in order, each on the output of the previous layer",
-            fix="use a weight-only scheme",
+            fix="use a scheme and rounding without calibration",
         )
 
 

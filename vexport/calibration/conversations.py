@@ -208,7 +208,8 @@ def _calls_and_reasoning(message: Message) -> Message:
     reasoning = message.get("reasoning_content") if reasoning is None else reasoning
     if reasoning is not None:
         served["reasoning"] = served["reasoning_content"] = reasoning
-    # The chat template of gpt-oss reads this key. vLLM renders gpt-oss without the template.
+    # vLLM renders gpt-oss with Harmony, not with the chat template. Calibration uses the template,
+    # which reads this key.
     if isinstance(message.get("thinking"), str):
         served["thinking"] = message["thinking"]
     return served
@@ -421,7 +422,7 @@ def _loops_in_macros(root: nodes.Template, items: Sequence[str]) -> Mapping[int,
 
 
 def _names_of(root: nodes.Template, variable: str) -> list[str]:
-    """Return a variable, and the names to which the variable or its elements are assigned."""
+    """Return a variable, and the names to which it is assigned, also sliced or filtered."""
     names = [variable]
     for name in names:  # the list grows during the loop
         for assignment in root.find_all(nodes.Assign):

@@ -164,10 +164,10 @@ def require_rows(name: str, column: str | None = None) -> None:
 
 
 def has_conversations(name: str, column: str | None = None) -> bool:
-    """Return True if text has conversations that only a model with a chat template can use.
+    """Return True if a file or folder has conversations that need a chat template.
 
-    `name` and `column` are as in `require_rows`. Only the first rows of a file or a folder are
-    read.
+    `name` and `column` are as in `require_rows`. Only the first rows are read. Returns False for a
+    dataset on the hub, because it is not read here.
     """
     parsed = parse_data(name)
     if parsed.kind != "path":
@@ -215,9 +215,10 @@ def _no_rows_error(name: str) -> InputError:
 
 
 def first_texts(data: CalibrationData, limit: int) -> list[str]:
-    """Return the texts of at most `limit` rows of plain text, without a tokenizer.
+    """Return the beginnings of at most `limit` rows of plain text, without a tokenizer.
 
-    Conversations and rows of token ids are skipped.
+    Each text is cut to CHARACTERS_PER_TOKEN characters for each token of a sample. Conversations
+    and rows of token ids are skipped.
     """
     return [
         text[: CHARACTERS_PER_TOKEN * data.seq_len] for text in islice(_plain_texts(data), limit)
@@ -428,8 +429,10 @@ class _Reader:
         ids, start = self._ids(row, max_tokens, begins=not (self.packs and raw.continues_previous))
         if not ids:
             raise ValueError("a row without tokens")
-        if min(ids) < 0 or max(ids) >= self._vocab_size:
-            raise ValueError(f"token id {max(ids)} outside the vocabulary of {self._vocab_size}")
+        smallest, largest = min(ids), max(ids)
+        if smallest < 0 or largest >= self._vocab_size:
+            wrong = smallest if smallest < 0 else largest
+            raise ValueError(f"token id {wrong} outside the vocabulary of {self._vocab_size}")
         end = self.tokenizer.eos_token_id if self.packs and row.ids is None else None
         is_ended = end is None or raw.continues_previous or ids[-1] == end
         return _Tokens(number=raw.number, ids=ids if is_ended else (*ids, end), start=start)  # type: ignore[arg-type]

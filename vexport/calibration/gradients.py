@@ -23,9 +23,9 @@ from vexport.records.calibration import GRADIENTS
 
 # Layer inputs are kept for the backward pass: this many bytes in memory, the rest on disk.
 KEPT_BYTES = 2**28
-# Note on an interrupt. A layer's gradients depend on the states in front of all layers, which would
-# have to be stored: 73 MB for SmolLM2-135M with default settings, but 2.7 GB for a model of 70 B
-# parameters. Measuring them again takes 3 % of the expected time of SmolLM2's calibration.
+# Note on an interrupt. To resume the gradients, an interrupted call would have to store the inputs
+# of all layers: 73 MB for SmolLM2-135M with default settings, but 2.7 GB for a model of 70 B
+# parameters. Measuring the gradients again takes 3 % of the expected time of SmolLM2's calibration.
 NOT_KEPT = "the gradients are measured again from the first layer"
 # Maximum number of probabilities in memory at a time.
 CHUNK_ELEMENTS = 1 << 22
@@ -48,7 +48,7 @@ class Gradients:
         # A generator on the CPU draws the same numbers for every device.
         self._generator = torch.Generator().manual_seed(0)
         # The gradient of the current layer's output, for each row.
-        self._behind: list[torch.Tensor | None] = []
+        self._output_gradients: list[torch.Tensor | None] = []
 
     def run(self, samples: Samples, on_progress: OnProgress = silent) -> None:
         """Run samples forward through all layers, and their gradients backward.
@@ -72,7 +72,9 @@ class Gradients:
             walk.forward(hidden, self)
             walk.model.requires_grad_(False)
             with float32_head_gradient(walk.model.get_output_embeddings(), walk.device):
-                self._behind = [self._head_gradient(index) for index in range(len(hidden))]
+                self._output_gradients = [
+                    self._head_gradient(index) for index in range(len(hidden))
+                ]
             walk.finish_step()
             walk.backward(self._layer_gradient, self._layer_input, *self._watchers)
 
@@ -98,21 +100,21 @@ class Gradients:
         that watchers see it.
         """
         states = layer.input_of(index)
-        behind = self._behind[index]
+        output_gradient = self._output_gradients[index]
         gradient = None
-        if behind is not None:
-            gradient = _gradient(states, partial(layer.run, index), lambda output: behind)
+        if output_gradient is not None:
+            gradient = _gradient(states, partial(layer.run, index), lambda output: output_gradient)
         if gradient is None:
             layer.run_again(index)
-        self._behind[index] = gradient
+        self._output_gradients[index] = gradient
         return states
 
     def _head_gradient(self, index: int) -> torch.Tensor | None:
         """Compute the gradient of the last layer's output."""
         states = self._layer_input(len(self._walk.layers), index)
-        return _gradient(states, partial(self._walk.logits, index), self._errors)
+        return _gradient(states, partial(self._walk.logits, index), self._logits_gradient)
 
-    def _errors(self, logits: torch.Tensor) -> torch.Tensor:
+    def _logits_gradient(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the gradient of the cross-entropy for logits (1, tokens, vocabulary).
 
         A target token is drawn from the probabilities at each position. The gradient equals the
@@ -136,18 +138,18 @@ class Gradients:
 def _gradient(
     states: torch.Tensor,
     forward: Callable[[torch.Tensor], torch.Tensor],
-    behind: Callable[[torch.Tensor], torch.Tensor],
+    output_gradient: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor | None:
     """Return the gradient of `states`, computed from the gradient of the output.
 
-    `behind` receives the output and returns the output's gradient. Returns None if an operation has
-    no gradient, or if the gradient overflows.
+    `output_gradient` receives the output and returns the output's gradient. Returns None if an
+    operation has no gradient, or if the gradient overflows.
     """
     states.requires_grad_()
     try:
         with torch.enable_grad():
             output = forward(states * 1)  # the model may change its input
-        (gradient,) = torch.autograd.grad(output, states, behind(output.detach()))
+        (gradient,) = torch.autograd.grad(output, states, output_gradient(output.detach()))
     except RuntimeError as reason:
         logging.getLogger(__name__).debug("no gradient: %s", reason)
         return None
@@ -160,11 +162,11 @@ MOST_OCTAVES = 10
 # The mean square of the gradient of each module's output. Each module has a value per octave of
 # token positions: position 0, position 1, positions 2 and 3, positions 4 to 7 and so on. For
 # modules that are not listed, all tokens have equal weights.
-TokenWeights = Mapping[str, tuple[float, ...]]
+GradientSquares = Mapping[str, tuple[float, ...]]
 
 
 def token_weights_of(
-    mean_squares: TokenWeights, modules: Sequence[str], tokens: int
+    mean_squares: GradientSquares, modules: Sequence[str], tokens: int
 ) -> torch.Tensor | None:
     """Return the weights of a row's tokens for modules that share an input, (tokens,) float32.
 
@@ -222,7 +224,7 @@ class TokenWeigher:
             self._add(name, squares.cpu())
         self._seen.clear()
 
-    def mean_squares(self) -> TokenWeights:
+    def mean_squares(self) -> GradientSquares:
         """Return the mean squares of the gradients by module. Leave out modules with overflows."""
         return {
             name: tuple((squares / counts.clamp_min(1)).tolist())

@@ -20,12 +20,14 @@ def build_on_meta(
 ) -> transformers.PreTrainedModel:
     """Return the model in eval mode, with parameters on the meta device and buffers on `device`.
 
-    The model has the class that the checkpoint names, or else transformers' class for text. The
-    dtype is the config's. Raises InputError if transformers cannot build the model.
+    The model's class is the class in config.json if transformers has this class, otherwise the
+    class that AutoModelForCausalLM selects. The dtype is the config's. Raises InputError if
+    transformers cannot build the model.
 
-    Also gives torch as many threads as numba. The order of sums depends on the number of threads,
-    and numba changes torch's number when its first kernel runs. If the number were not set here, a
-    resumed call could compute different bytes, because it runs the first kernel at another time.
+    Also sets torch's number of threads to numba's number. The order of sums depends on the number
+    of threads. When numba runs its first kernel, numba changes torch's number of threads. A resumed
+    call runs its first kernel at another time than an uninterrupted call. Without the same number
+    of threads from the beginning, the two calls could compute different bytes.
     """
     torch.set_num_threads(numba.get_num_threads())
     try:
@@ -51,7 +53,7 @@ def build_on_meta(
 
 
 def _build(root: Path, trust_remote_code: bool) -> transformers.PreTrainedModel:
-    """Build the class that the checkpoint names, or transformers' class for text."""
+    """Build the class in config.json, or the class that AutoModelForCausalLM selects."""
     config = transformers.AutoConfig.from_pretrained(root, trust_remote_code=trust_remote_code)
     named = getattr(transformers, (config.architectures or [""])[0], None)
     dtype = config.dtype or torch.bfloat16
@@ -103,7 +105,7 @@ def decoder_layers(model: transformers.PreTrainedModel) -> tuple[str, torch.nn.M
             type(model).__name__,
             got="no list of layers",
             need="a decoder-only model",
-            fix="use a weight-only scheme",
+            fix="use a scheme and rounding without calibration",
         )
     sizes = {name: sum(p.numel() for p in module.parameters()) for name, module in lists.items()}
     name = max(sizes, key=lambda key: sizes[key])
@@ -152,11 +154,11 @@ MEMORY_BYTES = 2**30
 
 
 class HiddenStates:
-    """Hidden states of every batch, overwritten layer after layer. They are in main memory, pinned
-    for a GPU.
+    """Hidden states of every batch, overwritten layer after layer.
 
-    The first `memory_bytes` stay in memory. Other states are in unnamed files in the temporary
-    folder (TMPDIR), and their pages leave the process's memory as soon as they are written.
+    The first `memory_bytes` stay in main memory, which is pinned for a GPU. Other states are in
+    unnamed files in the temporary folder (TMPDIR), and their pages leave the process's memory as
+    soon as they are written.
     """
 
     def __init__(self, memory_bytes: int = MEMORY_BYTES) -> None:

@@ -83,9 +83,9 @@ def update_qparams(
     `_global_scale`.
 
     Existing parameters keep their dtype and shape. New parameters are registered: scales in
-    float32, zero points in int32. With dynamic "local" only the global scale is written. Fused
-    NVFP4 weights share a global scale. If their observers may expand ranges, `fit_global_scale`
-    chooses it first. With `only_update_onload` only the loaded copy of an offloaded parameter
+    float32, zero points in int32. With dynamic "local" only the global scale is written. Before
+    that, `fit_global_scale` chooses the shared global scale of fused NVFP4 weights whose observers
+    may expand ranges. With `only_update_onload` only the loaded copy of an offloaded parameter
     changes, not the offloaded copy. Raises CheckpointFailed if an observer saw nothing, or values
     that are not finite.
     """

@@ -21,7 +21,7 @@ import torch
 from vexport.architectures.config import text_config
 from vexport.architectures.fusion import moe_layer
 from vexport.calibration.data import Samples
-from vexport.calibration.gradients import Gradients, TokenWeigher, TokenWeights
+from vexport.calibration.gradients import Gradients, GradientSquares, TokenWeigher
 from vexport.calibration.model import joined
 from vexport.calibration.walk import Layer, LayerWalk, Watcher
 from vexport.calibration.weights import Weights
@@ -284,14 +284,15 @@ def find_smoothing(
     strength: float,
     weighs_tokens: bool,
     on_progress: OnProgress = silent,
-) -> tuple[Mapping[str, Smoothing], TokenWeights]:
-    """Return the smoothing of the inputs of the groups `smoothed`, and the weights of tokens.
+) -> tuple[Mapping[str, Smoothing], GradientSquares]:
+    """Return the smoothing of the inputs of the groups `smoothed`, and mean squares of gradients.
 
-    Both are computed from the same gradients of all `samples`, on the first rank. The weights are
-    empty unless `weighs_tokens`. Raises the errors of `Gradients.run`.
+    The mean squares are the input of `token_weights_of`. They are empty unless `weighs_tokens`.
+    Both results are computed from the same gradients of all `samples`, on the first rank. Raises
+    the errors of `Gradients.run`.
     """
 
-    def find() -> tuple[Mapping[str, Smoothing], TokenWeights]:
+    def find() -> tuple[Mapping[str, Smoothing], GradientSquares]:
         smoother = Smoother(smoothed, strength, walk.weights)
         weigher = TokenWeigher([len(ids) for ids in samples.token_ids])
         watchers: list[Watcher] = []
@@ -328,12 +329,12 @@ def layers_changed_by(
     samples = Samples(token_ids=(ids,), rows=(1,))
     walk = LayerWalk(index, device=device)
     with reader_of(smoothing) as reader, walk.start(samples) as hidden:
-        watcher = _SmoothedLayers(walk, smoothing, reader)
+        watcher = _OutputComparison(walk, smoothing, reader)
         walk.forward(hidden, watcher)
     return [*watcher.changed, *sorted(smoothing.keys() - watcher.applied)]
 
 
-class _SmoothedLayers:
+class _OutputComparison:
     """Compares the output of each layer with the output of the smoothed layer, for a single row.
 
     `changed` has the names of layers with different outputs, `applied` the smoothed tensors.

@@ -1,9 +1,11 @@
-"""Collect statistics of layers' inputs, for static scales and searches by importance.
+"""Collect statistics of layers' inputs: ranges for static scales, and the importance of channels.
+
+Searches for weight scales use the importance of the input channels.
 
 For speed, observers of ranges receive only two rows for each activation: the minimum and the
-maximum of each channel. The range of any group of channels follows from these rows. torch reduces
-16-bit floats over tokens several times more slowly than integers of the same size. Reducing 16-bit
-floats over groups of 16 channels is fifty times slower.
+maximum of each channel. The range of any group of channels follows from these rows.
+`channel_extremes` compares 16-bit floats as integers, because torch reduces integers several times
+faster over tokens. Reducing the floats over groups of 16 channels would take fifty times as long.
 """
 
 import base64
@@ -16,7 +18,7 @@ import torch
 from vexport.architectures.fusion import moe_layer
 from vexport.calibration.capture import watch_attention
 from vexport.calibration.data import Samples
-from vexport.calibration.gradients import TokenWeights
+from vexport.calibration.gradients import GradientSquares
 from vexport.calibration.inputs import GroupInputs, RoutedTokens, Value
 from vexport.calibration.walk import Layer, LayerWalk
 from vexport.checkpoint.index import SourceIndex
@@ -66,7 +68,7 @@ class Statistics:
 
     @classmethod
     def for_plan(cls, plan: Plan, *, all_experts: bool) -> "Statistics":
-        """Return empty statistics for a plan's static input scales and searches by importance."""
+        """Return empty statistics for the layers of a plan that need a range or importance."""
         return cls(
             inputs=input_observers(plan),
             importance={
@@ -138,7 +140,12 @@ class Statistics:
         """
         ranges = dict[str, InputRange]()
         for name, observer in self.inputs.items():
-            _require_tokens(name, observer.tokens, "its static input scale")
+            _require_tokens(
+                name,
+                observer.tokens,
+                purpose="its static input scale",
+                alternative="a dynamic scheme",
+            )
             low, high = observer.extremes()
             ranges[name] = InputRange(low=float(low), high=float(high), tokens=observer.tokens)
         return ranges
@@ -149,7 +156,12 @@ class Statistics:
         Raises CheckpointFailed if a layer saw no token.
         """
         for name, gathered in self.importance.items():
-            _require_tokens(name, gathered.tokens, "the importance of its input channels")
+            _require_tokens(
+                name,
+                gathered.tokens,
+                purpose="the importance of its input channels",
+                alternative=f"the observer {observer_names.UNWEIGHTED}",
+            )
         return {
             name: encode_channels(gathered.mean()) for name, gathered in self.importance.items()
         }
@@ -187,14 +199,14 @@ def encode_channels(values: torch.Tensor) -> str:
     return base64.b64encode(values.cpu().numpy().astype("<f4").tobytes()).decode("ascii")
 
 
-def _require_tokens(name: str, tokens: int, purpose: str) -> None:
+def _require_tokens(name: str, tokens: int, *, purpose: str, alternative: str) -> None:
     if not tokens:
         raise CheckpointFailed(
             name,
             got="0 tokens in calibration",
             need=f"at least 1 token for {purpose}",
             fix="add samples that reach this layer (for an expert, --calibrate-all-experts), or "
-            "use a dynamic scheme",
+            f"use {alternative}",
         )
 
 
@@ -206,7 +218,7 @@ def calibrate(
     on_progress: OnProgress = silent,
     all_experts: bool = True,
     smoothing: Mapping[str, Smoothing] | None = None,
-    token_weights: TokenWeights | None = None,
+    token_weights: GradientSquares | None = None,
 ) -> CalibrationRecord:
     """Run the samples through the smoothed source, and record ranges, importance and the KV cache.
 
@@ -308,7 +320,7 @@ def _require_reachable(inputs: GroupInputs) -> None:
             name,
             got=reason,
             need="a layer with an input that vexport can observe",
-            fix="use a weight-only or dynamic scheme for this layer",
+            fix="use a scheme, rounding and observer without calibration for this layer",
         )
 
 

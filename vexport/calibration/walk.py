@@ -52,7 +52,7 @@ def first_not_finite(
     """
     places: list[tuple[str, str]] = []
 
-    def check_outputs(name: str, side: str, module: torch.nn.Module, *values: object) -> None:
+    def check_value(name: str, side: str, module: torch.nn.Module, *values: object) -> None:
         states = values[-1]
         value = next(iter(states), None) if isinstance(states, tuple | list) else states
         if places or not isinstance(value, torch.Tensor) or not value.is_floating_point():
@@ -63,9 +63,9 @@ def first_not_finite(
     with ExitStack() as block:
         for child_name, child in module.named_modules():
             full_name = joined(name, child_name)
-            before = child.register_forward_pre_hook(partial(check_outputs, full_name, "input"))
+            before = child.register_forward_pre_hook(partial(check_value, full_name, "input"))
             block.callback(before.remove)
-            behind = child.register_forward_hook(partial(check_outputs, full_name, "output"))
+            behind = child.register_forward_hook(partial(check_value, full_name, "output"))
             block.callback(behind.remove)
         run()
     return places[0] if places else None
@@ -83,9 +83,9 @@ class Layer:
 
     The head has the number of layers as its `number`, an empty `name` and the whole model as its
     `module`. It returns logits. `run` runs the module on the hidden states of a row. `input_of`
-    returns a copy of a row's input of the layer, on the device. In a forward pass, call it for a
-    row only until `Watcher.row` returns for this row: the output then replaces the input. Context
-    managers in `watching` end when all rows have run, also if the walk fails.
+    copies the layer's input for a row to the device. In a forward pass, call it for a row only
+    until `Watcher.row` returns for this row: the output then replaces the input. Context managers
+    in `watching` end when all rows have run, also if the walk fails.
     """
 
     number: int
@@ -138,10 +138,10 @@ class LayerWalk:
 
     `start` runs the parts in front of the decoder layers. `forward`, `run_head` and `backward` run
     rows of hidden states through the layers and call watchers. Layers are loaded one after the
-    other. Rows run one by one, because in bf16 a batched product rounds differently, and because a
-    moving average is updated once per forward. Layers run on `device`. Hidden states wait in main
-    memory, or on disk beyond a size. Raises InputError for an unusable device and for a model that
-    transformers cannot build.
+    other. Rows run one by one, because in bf16 a batched product rounds differently, and because
+    observers with a moving average update it once per forward. Layers run on `device`. Hidden
+    states wait in main memory, or on disk beyond a size. Raises InputError for an unusable device
+    and for a model that transformers cannot build.
     """
 
     def __init__(
