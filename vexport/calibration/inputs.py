@@ -281,8 +281,8 @@ class Site:
     is_aligned: bool = True
 
     @property
-    def rounded_groups(self) -> tuple[FusionGroup, ...]:
-        """Return the groups that are not rounded to nearest: their rounding needs the input."""
+    def groups_rounded_by_text(self) -> tuple[FusionGroup, ...]:
+        """Return the groups rounded by GPTQ or a refit, which need the input."""
         return tuple(group for group in self.groups if group.rounding != "nearest")
 
 

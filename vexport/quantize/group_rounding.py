@@ -48,7 +48,7 @@ def round_groups(
     rank, size = rank_and_size()
     owners: dict[str, int] = {}
     for place, site in enumerate(moments.sites):
-        owners |= {group.name: place % size for group in site.rounded_groups}
+        owners |= {group.name: place % size for group in site.groups_rounded_by_text}
     rounded, how = round_sites(model, moments, moments.sites[rank::size])
     stored = dict[str, Array]()
     for number, group in enumerate(groups):
@@ -75,7 +75,7 @@ def round_sites(
     for site in sites:
         moments_of_site = moments.of(site)
         factors = dict[float, Factor | None]()
-        for group in site.rounded_groups:
+        for group in site.groups_rounded_by_text:
             if not moments_of_site.tokens:
                 reason = "no calibration token reaches it"
                 how[group.name] = GroupRounding(name=group.name, fallback=reason)

@@ -20,30 +20,38 @@ SHARED_TOKENS_PER_COLUMN = 1.0
 class InputMoments:
     """Collects the moments of the sites of `inputs` that have groups to round with GPTQ or a refit.
 
-    Each rank adds its rows. `text` is the number of tokens of all rows on all ranks. If `plain` is
-    set, GPTQ replaces refits. Use it if no earlier layer is quantized, because a refit then has no
-    errors to correct.
+    Each rank adds its rows. `total_tokens` is the number of tokens of all rows on all ranks. If
+    `no_refit` is set, GPTQ replaces refits. Use it if no earlier layer is quantized, because a
+    refit then has no errors to correct.
     """
 
     def __init__(
-        self, model: QuantizedModel, inputs: GroupInputs, *, text: int, plain: bool = False
+        self,
+        model: QuantizedModel,
+        inputs: GroupInputs,
+        *,
+        total_tokens: int,
+        no_refit: bool = False,
     ) -> None:
         self._model = model
         self._inputs = inputs
-        self._text = text
-        self._plain = plain
-        self.sites: Sequence[Site] = [site for site in inputs.sites if site.rounded_groups]
+        self._total_tokens = total_tokens
+        self._no_refit = no_refit
+        self.sites: Sequence[Site] = [site for site in inputs.sites if site.groups_rounded_by_text]
         self._moments = {site.name: self._zeros(site) for site in self.sites}
 
     def _zeros(self, site: Site) -> Moments:
-        has_drift = any(self._strength(group, site).strength > 0 for group in site.rounded_groups)
+        has_drift = any(
+            self._strength(group, site).strength > 0 for group in site.groups_rounded_by_text
+        )
         return Moments.zeros(site.columns, drift=has_drift, device=self._model.device)
 
     def add(self, quantized: RecordedInputs, source: RecordedInputs) -> None:
         """Add the inputs of a row in the quantized stream and in the source's stream.
 
-        The model must have the source's weights. A site's moments do not change if the row does not
-        reach the site's module.
+        Modules of experts must still have the source's weights, because the inputs of their down
+        projections are computed here. A site's moments do not change if the row does not reach the
+        site's module.
         """
         for site in self.sites:
             here = quantized.get(site.module)
@@ -74,21 +82,23 @@ class InputMoments:
         The ridge of a refit grows if a site has fewer tokens than columns.
         """
         strength = self._strength(group, site)
-        if group.rounding != "refit" or self._plain:
+        if group.rounding != "refit" or self._no_refit:
             return strength
         return replace(strength, ridge=strength.ridge * max(1.0, site.columns / tokens))
 
     def _strength(self, group: FusionGroup, site: Site) -> Strength:
         """Return a group's strength.
 
-        Returns the strength of GPTQ if `plain` was set, or if the two streams may have different
+        Returns the strength of GPTQ if `no_refit` was set, or if the two streams may have different
         tokens at the group's site.
         """
-        return strength_of(group) if site.is_aligned and not self._plain else GPTQ
+        return strength_of(group) if site.is_aligned and not self._no_refit else GPTQ
 
     def _token_weights(self, site: Site, tokens: torch.Tensor) -> torch.Tensor | None:
         """Return the weights of a row's tokens, or None if they are unknown or not used."""
-        if not all(self._strength(group, site).weighs_tokens for group in site.rounded_groups):
+        if not all(
+            self._strength(group, site).weighs_tokens for group in site.groups_rounded_by_text
+        ):
             return None
         number = tokens.numel() // tokens.shape[-1]
         known = self._model.calibration.token_weights
@@ -122,7 +132,7 @@ class InputMoments:
             None if wanted is None else wanted[route],
             weights=None if weights is None else weights[route],
         )
-        share = min(1.0, SHARED_TOKENS_PER_COLUMN * site.columns / max(1, self._text))
+        share = min(1.0, SHARED_TOKENS_PER_COLUMN * site.columns / max(1, self._total_tokens))
         moments.add(between, wanted, weights=weights, share=share)
 
 

@@ -43,12 +43,13 @@ class RoundedLayers(Stored):
         report = self._folder / f"layer-{number:04d}.json"
         return from_json(LayerRounding, report) if report.is_file() else None
 
-    def store_layer(self, number: int, stored: Stored, how: LayerRounding) -> None:
+    def store_layer(self, number: int, stored: Stored, report: LayerRounding) -> None:
         """Store a finished layer for all ranks and for later calls."""
-        report = self._folder / f"layer-{number:04d}.json"
-        record(report)
-        record(report.with_suffix(".safetensors"))
-        with atomic_path(report.with_suffix(".safetensors")) as temporary:
+        report_file = self._folder / f"layer-{number:04d}.json"
+        tensors_file = report_file.with_suffix(".safetensors")
+        record(report_file)
+        record(tensors_file)
+        with atomic_path(tensors_file) as temporary:
             tensors = {name: np.ascontiguousarray(value) for name, value in stored.items()}
             save_file(tensors, temporary)
-        write_text(report, to_json(how))
+        write_text(report_file, to_json(report))

@@ -200,18 +200,18 @@ class RoundingWatcher:
         stored_name = self._walk.weights.stored_name
         watching = watch_attention(layer.module, layer.name, stored_name, cached)
         with watching if self._plan.attention else nullcontext():
-            stored, learnt = self._rounder(layer).round(rows, self._exact)
+            stored, report = self._rounder(layer).round(rows, self._exact)
         add_up(cached)
-        learnt = replace(learnt, state_error=self._state_error(), cached=cached)
-        self._store_layer(layer.number, stored, learnt)
+        report = replace(report, state_error=self._state_error(), cached=cached)
+        self._store_layer(layer.number, stored, report)
 
     def _round_head(self, layer: Layer) -> None:
         """Round the groups outside the decoder layers, such as an output head."""
         runs = self._runs(lambda index: layer.run(index, self._quantized[index]))
         rows = RecordedRows(runs if self._inputs.sites else [])
         exact = self._exact if self._inputs.sites else []
-        stored, learnt = self._rounder(layer).round(rows, exact)
-        self._store_layer(layer.number, stored, learnt)
+        stored, report = self._rounder(layer).round(rows, exact)
+        self._store_layer(layer.number, stored, report)
 
     def _rounder(self, layer: Layer) -> "LayerRounder":
         groups = self._groups[layer.number]
@@ -249,10 +249,10 @@ class RoundingWatcher:
         signals, noises = zip(*gather((signal, noise)), strict=True)
         return sum(noises) / sum(signals) if sum(signals) else 0.0
 
-    def _store_layer(self, number: int, stored: Stored, how: LayerRounding) -> None:
+    def _store_layer(self, number: int, stored: Stored, report: LayerRounding) -> None:
         """Store a finished layer, on the first rank."""
         if rank_and_size()[0] == 0:
-            self._done.store_layer(number, stored, how)
+            self._done.store_layer(number, stored, report)
 
 
 def _is_refit(groups: Sequence[FusionGroup]) -> bool:
@@ -265,7 +265,7 @@ class LayerRounder:
 
     All rows stop in front of a module. From their inputs, static scales and importance are
     computed, and then the rounded weights. The rows continue through the rounded module to the next
-    module. `text` is the number of tokens of all rows on all ranks.
+    module. `total_tokens` is the number of tokens of all rows on all ranks.
     """
 
     def __init__(
@@ -274,16 +274,16 @@ class LayerRounder:
         groups: Sequence[FusionGroup],
         inputs: GroupInputs,
         statistics: Statistics,
-        text: int,
+        total_tokens: int,
     ) -> None:
         self._model = model
         self._groups = groups
         self._inputs = inputs
         self._statistics = statistics
-        self._text = text
+        self._total_tokens = total_tokens
         self._stored = dict[str, Array]()
         self._how = dict[str, GroupRounding]()
-        self._learnt = LayerRounding(groups=(), state_error=0.0)
+        self._report = LayerRounding(groups=(), state_error=0.0)
         self._weights = dict[LinearPlan, torch.Tensor]()
 
     def round(self, rows: Rows, exact: Sequence[dict[str, Value]]) -> tuple[Stored, LayerRounding]:
@@ -312,10 +312,10 @@ class LayerRounder:
             name: GroupRounding(name=name, fallback=reason)
             for name, reason in self._inputs.unreachable.items()
         }
-        rounded = [group.name for site in sites for group in site.rounded_groups]
+        rounded = [group.name for site in sites for group in site.groups_rounded_by_text]
         how = fallbacks | self._how
         groups = tuple(how[name] for name in (*fallbacks, *rounded))
-        return self._stored, replace(self._learnt, groups=groups)
+        return self._stored, replace(self._report, groups=groups)
 
     def _round_module(
         self, name: str, rows: Rows, exact: Sequence[dict[str, Value]], block: ExitStack
@@ -331,7 +331,7 @@ class LayerRounder:
         self._round(groups, moments, block)
 
     def _moments(self, inputs: GroupInputs) -> InputMoments:
-        return InputMoments(self._model, inputs, text=self._text)
+        return InputMoments(self._model, inputs, total_tokens=self._total_tokens)
 
     def _observe(
         self,
@@ -347,14 +347,14 @@ class LayerRounder:
             for module, value in rows.recorded_input(index, name).items():
                 statistics.add(inputs, module, value)
         statistics.sync()
-        learnt = self._learnt
-        self._learnt = replace(
-            learnt,
-            ranges={**learnt.ranges, **statistics.ranges()},
-            importance={**learnt.importance, **statistics.importances()},
-            routed={**learnt.routed, **statistics.routing()},
+        report = self._report
+        self._report = replace(
+            report,
+            ranges={**report.ranges, **statistics.ranges()},
+            importance={**report.importance, **statistics.importances()},
+            routed={**report.routed, **statistics.routing()},
         )
-        self._model.record_statistics(self._learnt)
+        self._model.record_statistics(self._report)
 
     def _round(
         self, groups: Sequence[FusionGroup], moments: InputMoments, block: ExitStack

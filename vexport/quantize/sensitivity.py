@@ -166,7 +166,7 @@ class Trial:
         tokens = sum(ids.numel() for ids in self._walk.ids)
         groups = [group for group in self.option.groups if group.rounding != "nearest"]
         self.inputs = GroupInputs(self.model.places, groups)
-        self._moments = InputMoments(self.model, self.inputs, text=tokens, plain=True)
+        self._moments = InputMoments(self.model, self.inputs, total_tokens=tokens, no_refit=True)
 
     def add(self, inputs: RecordedInputs) -> None:
         """Add the inputs of a row, for the layers that are rounded by text."""
