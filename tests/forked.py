@@ -14,7 +14,11 @@ from vexport.cli.entry import run_command
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
-    ["tests.forked", "vexport.quantize.plan_text", "transformers.models.llama.modeling_llama"]
+    [
+        "tests.forked",
+        "vexport.quantize.plan_calibration",
+        "transformers.models.llama.modeling_llama",
+    ]
 )
 
 

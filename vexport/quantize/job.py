@@ -46,7 +46,7 @@ from vexport.plan.blocks import Source
 from vexport.plan.build import PlanSettings, require_accepted
 from vexport.plan.rules import calibration_need, needs_rounding
 from vexport.plan.source import DEFAULT_SETTINGS, plan_source
-from vexport.quantize.plan_text import PlanText
+from vexport.quantize.plan_calibration import PlanCalibration
 from vexport.quantize.samples import require_calibration
 from vexport.quantize.stream import input_digest, planned_shards, shards_of_this_rank, write_shards
 from vexport.records import CalibrationRecord, Json, OnProgress, silent
@@ -84,10 +84,10 @@ def quantize_source(
 ) -> tuple[Plan, CalibrationRecord | None, RoundingReport | None]:
     """Quantize a checkpoint.
 
-    `accepted` is called when planning has succeeded and vexport can no longer reject the request.
-    Returns the plan, the calibration record if samples were run, and the report of rounding if
-    weights were rounded by text. The ranks of torchrun share the calibration, rounding and writing.
-    They need a common output folder.
+    `accepted` is called after vexport has accepted the plan and the first calibration rows. Returns
+    the plan, the calibration record if samples were run, and the report of rounding if weights were
+    rounded by text. The ranks of torchrun share the calibration, rounding and writing. They need a
+    common output folder.
     """
     _require_separate(job, user_path(job.source))
     with process_group():
@@ -134,14 +134,14 @@ def write_checkpoint(
     Raises InputError if a file of the source has changed since `index` was read. If `job.prove`
     returns a CheckpointFailed, raises this error and leaves OUT.failed instead of OUT.
     """
-    text: PlanText | None = None
+    text: PlanCalibration | None = None
     finished: Mapping[str, Array] | None = None
     rounding: RoundingReport | None = None
     shards = planned_shards(index, plan, job.shard_bytes)
     with report_compilation(job.on_progress) as compilation:
         if calibration_need(plan) and (known is None or needs_rounding(plan)):
             trust = job.trust_remote_code
-            text = PlanText(
+            text = PlanCalibration(
                 index,
                 plan,
                 job.calibration,

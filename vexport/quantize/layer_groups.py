@@ -174,10 +174,10 @@ def _allowed(
     mixed: Mapping[str, Mapping[str, Groups]],
     candidates: Sequence[str],
 ) -> tuple[str, ...]:
-    """Return the schemes from which a layer group may get one.
+    """Return the schemes that are allowed for a layer group.
 
-    If a rule names a scheme, it is the only one. Otherwise they are the candidates that fit, or
-    `keep` if no candidate fits.
+    If a rule names a scheme, only this scheme is allowed. Otherwise the candidates that fit are
+    allowed, or `keep` if no candidate fits.
 
     A candidate may fit with a smaller group size if the scenario allows this.
     """
@@ -220,7 +220,7 @@ def _layer_group(
 def _unfitting_errors(plans: Iterable[Plan], fitting: Collection[str]) -> list[InputError]:
     """Return an error for each layer group that no candidate fits.
 
-    The error has the reason why the first candidate does not fit.
+    The error has the reason why the last candidate does not fit.
     """
     notes = {
         note.where: note for plan in plans for note in reversed(plan.notes) if note.fix == KEPT

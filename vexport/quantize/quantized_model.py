@@ -161,14 +161,14 @@ class QuantizedModel:
     def _round_input(
         self, group: FusionGroup, module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, ...]:
-        """Round the input of a module, in a forward hook. Static scales must be known by then."""
+        """Round a module's input, in a forward pre-hook. Static scales must be known by then."""
         rounding = self._input_rounding(group)
         return inputs if rounding is None else rounding.hook(module, inputs)
 
     def _stored_tensors(
         self, weights: Mapping[LinearPlan, torch.Tensor]
     ) -> Mapping[str, torch.Tensor]:
-        """Return the checkpoint's tensors after these weights were inserted."""
+        """Return the stored tensors that contain these weights, with the new values inserted."""
         tensors: dict[str, torch.Tensor] = {}
         for member, weight in weights.items():
             name, part = member.weight, member.part

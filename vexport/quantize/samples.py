@@ -26,9 +26,10 @@ def require_calibration(plan: Plan, settings: Calibration | None) -> None:
 def calibration_samples(
     index: SourceIndex, settings: Calibration, number: int, *, trust_remote_code: bool
 ) -> "Samples":
-    """Read the first rows of calibration data as token ids of the checkpoint.
+    """Read at most `number` samples of calibration data as token ids of the checkpoint.
 
-    Raises InputError for rows that cannot be read.
+    They are the first rows, or random rows if the settings contain a seed. Raises InputError for
+    rows that cannot be read.
     """
     require_extra("transformers", "calibrating")
     from vexport.calibration import read_samples

@@ -15,7 +15,8 @@ from vexport.records.pace import Pace
 from vexport.records.values import PROGRESS_STEP, SECONDS
 
 OVERALL = f"calibrate{SECONDS}"
-# A pass through a layer towards the input takes a forward and a backward. The head takes both, too.
+# Time of a backward pass through a layer, in units of a forward pass. It runs the layer forward
+# once more and then backward. The pass through the head also runs forward and backward.
 BACKWARD = 3.0
 # Words for the current work of each step. Gradients take several passes through a layer.
 WORDS: Mapping[str, str] = {
@@ -48,16 +49,19 @@ class Step:
 
 
 def _passes(done: int, forward: int) -> float:
-    """Return the time of the first passes, in forward passes."""
+    """Return the time of the first `done` passes, in units of a forward pass.
+
+    `forward` is the number of forward passes, which come first.
+    """
     return min(done, forward) + BACKWARD * max(done - forward, 0)
 
 
 class OverallProgress:
     """Report the seconds of all steps together in one stage, with the current layer of the step.
 
-    The steps run in the given order. Steps that an earlier call has finished are not reported. They
-    are left out when a later step starts. `compiling_seconds` returns the seconds that the
-    compilation of kernels has taken. The share of the seconds that are done never decreases.
+    The steps run in the given order. Steps that an earlier call has finished are not reported, and
+    do not count as remaining time. `compiling_seconds` returns the seconds that the compilation of
+    kernels has taken. The share of the seconds that are done never decreases.
     """
 
     def __init__(
@@ -108,8 +112,8 @@ class OverallProgress:
     ) -> tuple[int, int]:
         """Return the finished and the expected seconds, in a ratio that never decreases.
 
-        If more time is left than expected before, the finished seconds grow instead. Both are at
-        least 1, because a share of zero seconds is not defined.
+        If the expected remaining time grows, both numbers are increased, so that their ratio stays
+        the same. Both are at least 1, because a share of zero seconds is not defined.
         """
         if is_end:
             done = max(1, round(elapsed))

@@ -18,7 +18,10 @@ MAX_NAMED = 4
 
 
 def unsupported_warnings(plan: Plan) -> Iterator[str]:
-    """Yield one warning per remedy for layers that stay unquantized although a rule matches."""
+    """Yield warnings for layers that a rule matches but whose shapes do not fit the scheme.
+
+    Each warning is for the layers with the same treatment: unquantized, or in smaller groups.
+    """
     by_remedy: dict[str, list[Finding]] = {}
     for note in plan.notes:
         if note.check == "shape":

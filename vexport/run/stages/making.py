@@ -18,7 +18,7 @@ from vexport.plan.rules import calibration_need, select_smoothing, smoothing_str
 from vexport.quantize.auto import budget_of, choose_schemes, require_in_reach
 from vexport.quantize.job import QuantizeJob, write_checkpoint
 from vexport.quantize.layer_groups import probe_plan, rules_with_schemes
-from vexport.quantize.plan_text import PlanText
+from vexport.quantize.plan_calibration import PlanCalibration
 from vexport.quantize.samples import calibration_samples, require_calibration
 from vexport.quantize.sensitivity import measure
 from vexport.quantize.warnings import fallback_findings
@@ -119,7 +119,7 @@ def _needs_samples(run: Run) -> bool:
 )
 def calibrate(run: Run) -> CalibrationRecord:
     """Run the samples through the source."""
-    text = PlanText(
+    text = PlanCalibration(
         run.index,
         run.result(plan_candidates),
         run.scenario.calibration,

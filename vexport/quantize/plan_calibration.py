@@ -42,7 +42,7 @@ class _Size(TypedDict):
     seq_len: int
 
 
-class PlanText:
+class PlanCalibration:
     """Calibration samples of a plan, and the steps that run them through the model.
 
     Raises the errors of `require_calibration` and `calibration_samples`. Raises InputError if the
@@ -80,7 +80,7 @@ class PlanText:
 
     @property
     def digest(self) -> str:
-        """Return a digest of all settings that the written bytes depend on."""
+        """Return a text that changes if the samples change, or settings that change the output."""
         return f"{self.samples.digest} {self._device} {self._settings.all_experts}"
 
     @cached_property
