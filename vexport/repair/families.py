@@ -14,7 +14,7 @@ from torch.nn import Linear
 
 from vexport.architectures.linears import attention_layers
 from vexport.checkpoint.index import QUANTIZATION_CONFIG
-from vexport.checks import kv_cache as announced
+from vexport.checks import kv_cache as kv_cache_check
 from vexport.checks.config import FORMAT_NAMES
 from vexport.checks.vllm.groups import ConfigGroup, StoredLayer, fits
 from vexport.checks.vllm.view import CheckpointView
@@ -57,51 +57,53 @@ def arguments(view: CheckpointView, source: ComparedSource | None) -> Changes:
         stored = [each for each in view.layers.by_name.values() if each.is_quantized]
         layers = [each for each in stored if each.group is group]
         if layers and not any(fits(group, layer.parameters) for layer in layers):
-            readings = {
-                repr(reading.weights): reading
-                for reading in _candidate_arguments(group)
-                if all(_is_candidate(view, reading, layer) for layer in layers)
+            candidates = {
+                repr(candidate.weights): candidate
+                for candidate in _candidate_groups(group)
+                if all(_is_consistent(view, candidate, layer) for layer in layers)
             }
-            if len(readings) == 1:
-                (right,) = readings.values()
+            if len(candidates) == 1:
+                (right,) = candidates.values()
                 repairs += _corrected(changed, group, right, is_compared=source is not None)
     return Changes(config=changed, repairs=tuple(repairs)) if repairs else Changes()
 
 
-def _is_candidate(view: CheckpointView, reading: ConfigGroup, layer: StoredLayer) -> bool:
+def _is_consistent(view: CheckpointView, candidate: ConfigGroup, layer: StoredLayer) -> bool:
     """Return True if a layer's tensors fit these arguments and imply the stored `weight_shape`.
 
     If the shape is not stored, only the fit is checked. A packed weight with twice as many bits and
     half as many columns then fits as well.
     """
-    if not fits(reading, layer.parameters):
+    if not fits(candidate, layer.parameters):
         return False
     stored = layer.parameters.get("weight_shape")
     if stored is None or not stored.num_bytes:
         return True
     values = read_parameters(view, {"weight_shape": stored})["weight_shape"]
-    return tuple(values.reshape(-1).tolist()) == reading.shape(layer.parameters)
+    return tuple(values.reshape(-1).tolist()) == candidate.shape(layer.parameters)
 
 
-def _candidate_arguments(group: ConfigGroup) -> Iterator[ConfigGroup]:
+def _candidate_groups(group: ConfigGroup) -> Iterator[ConfigGroup]:
     """Yield the group with each possible set of arguments.
 
     Each set is combined with the group's format, and with the format that compressed-tensors would
     choose for these arguments.
     """
     blocks = group.weights.block_structure
-    readings = [group.weights]
+    candidates = [group.weights]
     for strategy, size, symmetric in CHOICES:
         if strategy != "block" or blocks:
             other = replace(group.weights, strategy=strategy, group_size=size, symmetric=symmetric)
-            readings.append(replace(other, block_structure=blocks if strategy == "block" else None))
-    for weights in readings:
-        reading = replace(group, weights=replace(weights, observer_kwargs={}))
-        implied = _implied_format(reading)
+            candidates.append(
+                replace(other, block_structure=blocks if strategy == "block" else None)
+            )
+    for weights in candidates:
+        candidate = replace(group, weights=replace(weights, observer_kwargs={}))
+        implied = _implied_format(candidate)
         if implied is not None and group.format in FORMAT_NAMES:
-            yield reading
+            yield candidate
         if implied is not None:
-            yield replace(reading, format=implied)
+            yield replace(candidate, format=implied)
 
 
 def _implied_format(group: ConfigGroup) -> str | None:
@@ -152,7 +154,7 @@ def kv_cache(view: CheckpointView, source: ComparedSource | None) -> Changes:
         return Changes()
     per_head = scheme.strategy == KV_CACHES["fp8_per_head"].strategy
     layers = attention_layers(_rows(view), view.model.names, per_head=per_head)
-    missing = {finding.where for finding in announced.run(view)} - view.index.tensors.keys()
+    missing = {finding.where for finding in kv_cache_check.run(view)} - view.index.tensors.keys()
     if not all(
         f"{layer.name}.{parameter}" in missing
         for layer in layers

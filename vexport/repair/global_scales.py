@@ -49,8 +49,8 @@ SAME_SCALE_TOLERANCE = 1e-6
 # largest e4m3 value, or 416, the value below it.
 LARGEST_BLOCK = 416.0
 # A stored weight counts as the source's weight under two conditions. Its scale differs by at most
-# MAX_GAIN_ERROR, and the squared cosine of the two weights is at least MIN_ALONG.
-MAX_GAIN_ERROR, MIN_ALONG = 0.2, 0.5
+# MAX_GAIN_ERROR, and the squared cosine of the two weights is at least MIN_SQUARED_COSINE.
+MAX_GAIN_ERROR, MIN_SQUARED_COSINE = 0.2, 0.5
 ASSUMED_RECIPROCAL = "the stored number is the reciprocal of the layer's global scale"
 ASSUMED_SEPARATE = (
     "the blocks of each layer were scaled with the global scale stored for this layer"
@@ -183,7 +183,8 @@ def unequal_inputs(view: CheckpointView, source: ComparedSource | None) -> Chang
                 where=tensor.name,
                 got=OTHER_SCALE.format(value),
                 now=f"{shared:.9g}",
-                cost=f"no weight; the range of the inputs is {value / shared:.4g} times as wide",
+                cost=f"{LOSSLESS} for weights; the range of this layer's inputs becomes "
+                f"{value / shared:.4g} times as wide",
                 assumption=ASSUMED_MAJORITY if has_majority else ASSUMED_WIDEST,
             )
             changes += _scalar(tensor, shared, repair)
@@ -342,7 +343,7 @@ def _scale_matching_source(
     power, source_power, product = (
         float(one @ other) for one, other in ((stored, stored), (source, source), (stored, source))
     )
-    if not power or not source_power or not product**2 >= MIN_ALONG * power * source_power:
+    if not power or not source_power or not product**2 >= MIN_SQUARED_COSINE * power * source_power:
         return None
     # A global scale is a divisor: with another scale, the weight is `factor` times as large.
     factors = {scale: candidates[0] / scale for scale in candidates}
