@@ -112,7 +112,7 @@ def test_traceback_needs_debug(llama: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_progress_goes_to_stderr(llama: Path, tmp_path: Path) -> None:
     ran = vexport("quantize", llama, tmp_path / "out", "--scheme", "W8A8")
     first, *_ = ran.stderr.splitlines()
-    assert first == f"read {llama} ..."
+    assert first == f"import libraries, read {llama} ..."
     assert "quantize (bytes)" in ran.stderr
     assert "quantize (bytes)" not in ran.stdout
     assert "W8A8" in ran.stdout

@@ -39,7 +39,7 @@ def test_reports_of_given_checkpoint(lm_eval_runs: Path, tmp_path: Path) -> None
     assert (report["plan"], report["check"], report["load"]) == (None, None, None)
     assert report["given"]["name"] == str(lm_eval_runs / "worse")
     page = (folder / "report.html").read_text(encoding="utf-8")
-    assert "Answers that flipped" in page
+    assert "Flipped between" in page
     assert f"worse against {lm_eval_runs}" in page
     assert "<failure" in (folder / "junit.xml").read_text()
     assert vexport("report", folder).code == 1
@@ -55,7 +55,7 @@ def test_second_call_in_other_formats(lm_eval_runs: Path, tmp_path: Path) -> Non
     assert json.loads(first.stdout)["outcome"] == "PASS"
     html = evaluate(lm_eval_runs, tmp_path, "--format", "html", names=("twin",)).stdout
     assert html.startswith("<!DOCTYPE html>")
-    assert "Answers that flipped" in html
+    assert "Flipped between" in html
     assert evaluate(lm_eval_runs, tmp_path, "--format", "markdown", names=("twin",)).code == 0
     other = evaluate(lm_eval_runs, tmp_path, "--margin", "0", "--quiet", names=("twin",))
     assert other.code == 3, "the margin changes the outcome without new responses"

@@ -84,7 +84,7 @@ def test_variants_of_a_whole_run(tmp_path: Path) -> None:
     assert from_json(Report, tmp_path / "report.json") == found
     page = render(found, "html")
     assert "Settings and versions of vLLM" in page
-    assert "Answers that flipped" in page
+    assert "Flipped between" in page
 
 
 @pytest.mark.parametrize(

@@ -316,14 +316,17 @@ def accuracy_tiles(verdict: Verdict | None) -> tuple[doc.Tile, doc.Tile]:
             doc.Tile("KL on held-out text", small(kl.value), "nats", note),
             doc.Tile("Other likeliest token", other, "", f"of {tokens} tokens"),
         )
-    first, second = "Accuracy, worst task", "Answers that flipped"
+    first, second = "Accuracy, worst task", "Flipped between right and wrong"
     worst = verdict.worst_task if verdict else None
     if verdict is None or worst is None:
         nothing = ("not measured", "", "an earlier gate failed")
         return doc.Tile(first, *nothing), doc.Tile(second, *nothing)
     scale = scale_of(worst)
     scores = f"{scale.value(worst.baseline.value)} to {scale.value(worst.candidate.value)}"
-    note = f"{worst.task}: {scores}; a loss of {margin_text(worst, verdict.margin)} is accepted"
+    note = (
+        f"{worst.task}: {scores}, interval {scale.changes(worst.low, worst.high)}; "
+        f"a loss of {margin_text(worst, verdict.margin)} is accepted"
+    )
     lost = sum(task.right_to_wrong for task in verdict.tasks)
     gained = sum(task.wrong_to_right for task in verdict.tasks)
     asked = f"of {count(sum(task.documents * task.seeds for task in verdict.tasks))}"
@@ -345,7 +348,10 @@ def answers_section(verdict: Verdict | None) -> doc.Section | None:
     lead = "Responses of both models to the same document."
     filters = (("all", "all"), ("lost", "right to wrong"), ("gained", "wrong to right"))
     section = page_section(
-        "Answers that flipped", "answers", lead, [_flips(task, verdict.candidate) for task in tasks]
+        "Responses that flipped between right and wrong",
+        "answers",
+        lead,
+        [_flips(task, verdict.candidate) for task in tasks],
     )
     return replace(section, filters=filters)
 
@@ -354,7 +360,8 @@ def _flips(task: TaskVerdict, candidate: CandidateKind) -> doc.Details:
     """Return the flipped answers of a task, losses first."""
     ordered = sorted(task.flips, key=lambda flip: flip.direction != "right to wrong")[:MAX_FLIPS]
     total = task.right_to_wrong + task.wrong_to_right
-    rest = f"{count(len(ordered))} of {count(total)} shown; samples_*.jsonl of both models has all"
+    shown = f"{count(len(ordered))} of {count(total)} shown"
+    rest = f"{shown}; the samples_*.jsonl of both models have all"
     counts = f"{count(task.right_to_wrong)} lost, {count(task.wrong_to_right)} gained"
     content = parts(
         [_flip(flip, candidate) for flip in ordered], muted(rest) if total > len(ordered) else None
