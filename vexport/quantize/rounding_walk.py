@@ -5,6 +5,7 @@ layer is rounded for its input in the quantized stream. The output of the rounde
 rounded by their schemes, is the next layer's input.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
@@ -40,6 +41,7 @@ from vexport.records import (
 )
 from vexport.records.calibration import ROUND, GroupRounding, LayerRounding, RoundingReport
 
+LOG = logging.getLogger(__name__)
 REPORT = "rounding.json"
 # Number of rows of the source's stream that run if only the report of errors needs the stream.
 COMPARED_ROWS = 4
@@ -79,6 +81,8 @@ def round_weights(
             )
             rounds_head = watcher.rounds_head
             walk.expect_steps(len(walk.layers) + rounds_head)
+            if rank == 0:
+                _note_rounded_layers(done, len(walk.layers))
             walk.forward(source, watcher, rows=watcher.followed_rows)
             if rounds_head:
                 walk.run_head(source, watcher, rows=watcher.rows_to_head)
@@ -86,6 +90,17 @@ def round_weights(
             _write_report(report_file, walk, plan, done)
     report = on_first(lambda: from_json(RoundingReport, report_file))
     return RoundedLayers(folder), report
+
+
+def _note_rounded_layers(done: RoundedLayers, layers: int) -> None:
+    """Print a note if an earlier call has rounded some layers, because progress begins at 1."""
+    rounded = sum(done.report_of(number) is not None for number in range(layers))
+    if rounded:
+        LOG.info(
+            "note: %d of %d layers are already rounded; the text only runs through them again",
+            rounded,
+            layers,
+        )
 
 
 def _write_report(file: Path, walk: LayerWalk, plan: Plan, done: RoundedLayers) -> None:
