@@ -13,7 +13,7 @@ import click
 import pytest
 
 from tests.command import ALL_COMMANDS, vexport
-from vexport.cli.options import DRAFTER, INPUTS, OUTPUTS
+from vexport.cli.options import INPUTS, OUTPUTS, SPECULATIVE
 
 # Parameters that are not paths.
 NO_PATHS = {
@@ -251,7 +251,7 @@ def test_parameters_with_paths_are_known() -> None:
         for parameter in command.params
         if parameter.type is click.STRING
     }
-    known = {*INPUTS, DRAFTER, *OUTPUTS}
+    known = {*INPUTS, SPECULATIVE, *OUTPUTS}
     assert texts - known <= NO_PATHS
 
 

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from pydantic import JsonValue
 
 EngineArguments = dict[str, "JsonValue"]
-# First characters of a JSON object and of a JSON list. No value of vLLM begins with them.
+# First characters of a JSON object, and of a JSON object or list. A text value of vLLM never begins
+# with them, so a value that does is JSON or a mistake.
 _OBJECT = "{"
 _NESTED = ("{", "[")
 
@@ -22,8 +23,8 @@ _NESTED = ("{", "[")
 def parse_arguments(text: str) -> EngineArguments:
     """Parse KEY=VALUE or a JSON object. Return the arguments under vLLM's names.
 
-    `--max-num-seqs=4` gives the argument `max_num_seqs`. A value that is no JSON stays text, unless
-    it begins like an object or a list. This is a type for click.
+    `--max-num-seqs=4` gives the argument `max_num_seqs`. A value that is not valid JSON stays text,
+    but it is an error if it begins with `{` or `[`. This is a type for click.
 
     Raises BadParameter for invalid JSON (also NaN, Infinity and too large numbers), and for a name
     with two different values.
@@ -68,7 +69,10 @@ def _not_an_argument(text: str) -> click.BadParameter:
 
 
 def _parse_value(name: str, text: str) -> "JsonValue":
-    """Return a value parsed as JSON, or as text if it is no JSON."""
+    """Return a value parsed as JSON, or as text if it is not JSON.
+
+    Raises BadParameter if the text begins with `{` or `[` and is not JSON.
+    """
     try:
         return parse_json(text)
     except _NotAllowed as error:

@@ -225,9 +225,9 @@ def _number_of_others(number: int) -> str:
 
 
 def require_judged(reports: Sequence[CheckReport]) -> None:
-    """Raise Inconclusive (exit code 3) if something could not be judged.
+    """Raise Inconclusive (exit code 3) if a report lists something that could not be judged.
 
-    The error is for the first such report.
+    The error is for the first report with such an entry.
     """
     for report in reports:
         if report.not_judged:
@@ -285,13 +285,13 @@ _KEEP_LAYERS = (
 )
 # Advice for a checkpoint that loses too much accuracy. The first is for calibrated checkpoints, the
 # second for others, and the third is used if vexport does not know how the checkpoint was made.
-LOSES_CALIBRATED = f"see the report; {_KEEP_LAYERS}"
-LOSES_UNCALIBRATED = f"see the report; {_CALIBRATE}; else {_KEEP_LAYERS}"
-LOSES = f"see the report; if no text was used, {_CALIBRATE}; else {_KEEP_LAYERS}"
+ADVICE_LOSS_CALIBRATED = f"see the report; {_KEEP_LAYERS}"
+ADVICE_LOSS_UNCALIBRATED = f"see the report; {_CALIBRATE}; else {_KEEP_LAYERS}"
+ADVICE_LOSS = f"see the report; if no text was used, {_CALIBRATE}; else {_KEEP_LAYERS}"
 # Advice for a checkpoint that fails before its accuracy is judged.
-FINDINGS = "see the findings in the report"
+ADVICE_FINDINGS = "see the findings in the report"
 # Advice for a checkpoint that fails in some of its variants.
-SERVE_OTHERWISE = "see the table; serve it with a setting and a version that pass"
+ADVICE_VARIANTS = "see the table; serve it with a setting and a version that pass"
 
 
 def conclude(outcome: str, name: str, reason: str, *, fix: str = "") -> None:
@@ -301,7 +301,7 @@ def conclude(outcome: str, name: str, reason: str, *, fix: str = "") -> None:
     """
     why = "" if is_shown_to_user() else f": {reason}"
     if outcome == "FAIL":
-        raise CheckpointFailed(name, got=f"FAIL{why}", need="", fix=fix or LOSES)
+        raise CheckpointFailed(name, got=f"FAIL{why}", need="", fix=fix or ADVICE_LOSS)
     if outcome == "INCONCLUSIVE":
         fix = fix or (
             "the report shows how to reach a decision"
@@ -314,7 +314,7 @@ def conclude(outcome: str, name: str, reason: str, *, fix: str = "") -> None:
 LINE_EVERY_SECONDS = 15.0
 
 
-# Maximum number of names in the first line of progress.
+# Maximum number of names of models in a line of progress or in an error.
 MOST_NAMES = 3
 
 
@@ -342,7 +342,7 @@ def progress_display(*, quiet: bool, reads: Sequence[str] = ()) -> Iterator[OnPr
 
 
 def pause(on_progress: OnProgress) -> None:
-    """Take the bars of a progress display off the terminal, so that a command can print output."""
+    """Stop updating the progress display, so that a command can print its output below it."""
     if isinstance(on_progress, Display):
         on_progress.end_first_stage()
         on_progress.pause()

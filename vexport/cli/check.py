@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 )
 @option(
     "--digests",
-    "Compare files with a list of sha256sum (paths relative to CHECKPOINT), or with vexport.json. "
-    "Files of up to 8 GB in total are always compared with vexport.json.",
+    "Compare the files with digests in the format of sha256sum (paths relative to CHECKPOINT), or "
+    "in vexport.json. Without this option, vexport.json is used if the weights have up to 8 GB.",
     metavar="FILE",
 )
 @device_options

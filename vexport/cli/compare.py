@@ -10,7 +10,7 @@ import click
 
 from vexport.cli.arguments import parse_arguments
 from vexport.cli.base import (
-    SERVE_OTHERWISE,
+    ADVICE_VARIANTS,
     add_step_summary,
     command,
     conclude,
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from vexport.reports.run_record import Report
     from vexport.scenario import Evaluate, Scenario, Serve
 
-# Forms of the table of schemes. The table of variants has all forms.
+# Values of --format with --schemes. With --serve, all values of the option are valid.
 SCHEMES_FORMATS = ("text", "json", "html", "markdown")
 
 
@@ -239,7 +239,7 @@ def _require_no_options_of_variants(
             f"{', '.join(others)}: with --schemes, tasks and settings come from --scenario FILE."
         )
     if len(interpreters.named) > 1:
-        raise click.UsageError("--schemes runs in one --vllm-python.")
+        raise click.UsageError("--schemes uses one vLLM: give --vllm-python only once.")
     if output.format_ not in SCHEMES_FORMATS:
         raise click.UsageError(
             f"--format {output.format_}: with --schemes, use {', '.join(SCHEMES_FORMATS)}."
@@ -311,7 +311,9 @@ def _read_scenario(file: Path | None, interpreters: Interpreters) -> "Scenario |
 def _variants(
     scenario: "Scenario | None", interpreters: Interpreters
 ) -> "tuple[Sequence[Mapping[str, JsonValue]], Sequence[Path]]":
-    """Return (settings, interpreters) of the variants, without the interpreter that runs vexport.
+    """Return (settings, interpreters) of the variants.
+
+    `Interpreters.default` is not in the list, because every comparison includes it.
 
     Settings and interpreters on the command line replace the scenario's settings and interpreters.
     Raises UsageError if there is nothing to compare.
@@ -398,6 +400,6 @@ def _conclude_variants(report: "Report", faults: Sequence[VexportError]) -> None
             fix="begin with a --serve that vLLM accepts; nothing else was tried",
         )
     if report.outcome == "FAIL":
-        conclude("FAIL", report.name, report.reason, fix=SERVE_OTHERWISE)
+        conclude("FAIL", report.name, report.reason, fix=ADVICE_VARIANTS)
     raise_problems(faults)
     conclude(report.outcome, report.name, report.reason)

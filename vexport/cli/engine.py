@@ -39,7 +39,7 @@ class Interpreter:
         return Engine(vllm_python=self.vllm_python, trust_remote_code=self.trust_remote_code)
 
     def options(self, serve: "Serve", on_progress: "OnProgress") -> "EngineOptions":
-        """Return the options of all engines of the call."""
+        """Return the options for starting engines with these settings of vLLM."""
         from vexport.inference.options import EngineOptions
 
         return EngineOptions(

@@ -95,7 +95,7 @@ class ComparisonOptions:
                 "--chat-template names a template, --no-apply-chat-template applies none."
             )
         if len(options["checkpoints"]) > 1 and self.accept:
-            raise click.UsageError("--accept takes the responses of a single CHECKPOINT.")
+            raise click.UsageError("--accept stores the scores of one model: give one CHECKPOINT.")
         return replace(self, baseline=baseline, against=against)
 
 
@@ -117,14 +117,15 @@ def _is_accepted(path: Path) -> bool:
 )
 @option(
     "--against",
-    "Accepted baseline to compare with, by its tasks and settings. Starts only one engine.",
+    "Accepted baseline to compare with. Its tasks and settings are the defaults. Starts only one "
+    "engine.",
     PATH,
     "FILE",
     heading="Comparison",
 )
 @option(
     "--accept",
-    "Write CHECKPOINT's responses to FILE as an accepted baseline, unless it fails.",
+    "Write CHECKPOINT's scores to FILE as an accepted baseline, unless the verdict is FAIL.",
     PATH,
     "FILE",
     heading="Comparison",

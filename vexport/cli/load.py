@@ -81,14 +81,14 @@ def load(
     """Load each CHECKPOINT in vLLM and compare its output with a reference.
 
     The reference is the model in transformers, with the weights dequantized by compressed-tensors.
-    vLLM also generates 200 tokens for each test prompt (canary), and reports NaN and infinity,
+    vLLM also generates 200 tokens for each test prompt (canary). vexport reports NaN and infinity,
     repetition, early ends and text in another script. One engine is started for each --tp, on as
     many devices.
 
     With --dry, vLLM's model class and weight loaders run on headers only, for every --tp and --sm.
-    The output shows refused checkpoints, parameters without a value or with a converted value, the
-    kernel of each layer, and the memory of each rank. Without --sm, the results are for SM 80, 89,
-    90 and 100, and each --tp must load on at least one of them.
+    The output shows refused checkpoints, parameters that no tensor fills, tensors that vLLM casts
+    or cuts, the kernel of each layer, and the memory of each rank. Without --sm, the results are
+    for SM 80, 89, 90 and 100, and each --tp must load on at least one of them.
 
     \b
     Examples:

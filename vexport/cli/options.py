@@ -160,7 +160,7 @@ class OrderedGroup(click.Group):
         """
         name = args[0]
         is_mistake = name not in self.places and not name.startswith("-")
-        if is_mistake and not ctx.resilient_parsing:  # which shells use for completion
+        if is_mistake and not ctx.resilient_parsing:  # shell completion must not fail
             ctx.fail(f"No such command {clip(repr(name), 100)}.{did_you_mean(name, self.places)}")
         return super().resolve_command(ctx, args)
 
@@ -222,7 +222,8 @@ INPUTS = (
 )
 # Inputs that may name a column: FILE:COLUMN.
 DATA = ("text", "data")
-DRAFTER = "speculative"
+# The option whose value may name the folder of a draft model: eagle3=FOLDER.
+SPECULATIVE = "speculative"
 # Interpreters. They are executed, so they are neither inputs nor outputs.
 INTERPRETER_OPTIONS = ("vllm_python",)
 
@@ -490,7 +491,7 @@ def _paths_read(context: click.Context, parameter: click.Parameter) -> "Iterator
     for each in value if isinstance(value, list | tuple) else (value,):
         if isinstance(each, Path):
             yield each
-        elif isinstance(each, str) and parameter.name == DRAFTER:
+        elif isinstance(each, str) and parameter.name == SPECULATIVE:
             yield from [user_path(folder)] if (folder := each.partition("=")[2]) else []
         elif isinstance(each, str) and parameter.name in INPUTS and each and "://" not in each:
             path = parse_data(each).path if parameter.name in DATA else user_path(each)
@@ -536,7 +537,8 @@ def _version(text: str) -> tuple[int, int]:
 
 trust_option = option(
     "--trust-remote-code",
-    "Allow Python code from the checkpoint, and observers from any folder.",
+    "Allow Python code from the checkpoint, and observers outside of installed packages and "
+    "PYTHONPATH.",
     heading="vLLM",
     flag=True,
 )

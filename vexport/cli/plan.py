@@ -89,8 +89,8 @@ def plan(
     """Show how a model would be quantized: layers, groups, size and problems.
 
     SOURCE is a folder or a hub id. Only headers are read. Without --scheme, the output compares all
-    schemes. The options of `quantize` change the plan: with --calibration, weights are rounded with
-    the help of text.
+    schemes. The options of `quantize` change the plan. For example, --calibration changes how
+    weights of fewer than 8 bits are rounded.
 
     \b
     Examples:
@@ -246,8 +246,8 @@ def _require_chat_template(
 def _duration(plan: "Plan", text: "Calibration | None", *, may_add_text: bool) -> str | None:
     """Return a line about the time of calibration, if it will take long on this machine's CPU.
 
-    If the user named no text, but text would help, the line estimates the default amount of text.
-    It is left out unless `may_add_text` is True.
+    If the plan needs no text, the user named none and `may_add_text` is True, the line is about a
+    calibration with the default amount of text.
     """
     from vexport.plan.duration import cpu_duration_line, with_text
     from vexport.plan.rules import calibration_need
@@ -309,7 +309,7 @@ def _print(
     text = text or (scenario.calibration if scenario else None)
     duration = None
     if output.format_ != "json" and not plan.refusals:
-        # A scenario, and a rounding that the user chose, stay as they are.
+        # Do not suggest text for a scenario, or if the user chose the rounding.
         may_add_text = scenario is None and given_settings("plan").get("rounding") is None
         duration = _duration(plan, text, may_add_text=may_add_text)
     print_text(

@@ -14,9 +14,10 @@ OPTIONS = ("-o", "--output")
 
 
 def folder_advice(command: click.Command, ctx: click.Context, words: Sequence[str]) -> str | None:
-    """Return an error text with the corrected call, or None if the output folder is not missing.
+    """Return an error text with the corrected call, or None if the call has another mistake.
 
-    `words` are the words after the command's name on the command line.
+    The advice is for calls with -o or --output but without the output folder. `words` are the words
+    after the command's name on the command line.
     """
     arguments = [each for each in command.params if isinstance(each, click.Argument)]
     folder = next((each for each in arguments if each.name in FOLDERS), None)

@@ -149,7 +149,7 @@ def _command_that_keeps(patterns: Sequence[str]) -> str:
 def repair(
     checkpoint: Path, out: Path, source: Path | None, overwrite: bool, output: OutputOptions
 ) -> None:
-    """Repair CHECKPOINT, write the result to OUT, and report the error that each fix adds.
+    """Repair CHECKPOINT, write the result to OUT, and report how far each fix moves the weights.
 
     No calibration is needed. Repairs config.json (targets, ignore, arguments, refused keys), global
     scales that differ between fused layers or are stored as reciprocals, and missing KV scales. If

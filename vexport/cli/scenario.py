@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 
 from vexport.cli.base import (
-    FINDINGS,
-    LOSES,
-    LOSES_CALIBRATED,
-    LOSES_UNCALIBRATED,
-    SERVE_OTHERWISE,
+    ADVICE_FINDINGS,
+    ADVICE_LOSS,
+    ADVICE_LOSS_CALIBRATED,
+    ADVICE_LOSS_UNCALIBRATED,
+    ADVICE_VARIANTS,
     add_step_summary,
     command,
     conclude,
@@ -222,16 +222,16 @@ def _conclusion_of(report: "Report") -> _Conclusion:
 def _fix(report: "Report") -> str:
     """Return advice on the outcome of a run, or "" for the usual advice."""
     if report.is_of_variants:
-        return SERVE_OTHERWISE
+        return ADVICE_VARIANTS
     if report.outcome != "FAIL":
         return ""
     stages = (report.check, report.dry_load, report.load)
     loads = all(stage is None or stage.ok for stage in stages)
     if not loads or report.verdict is None or report.verdict.outcome != "FAIL":
-        return FINDINGS
+        return ADVICE_FINDINGS
     if report.plan is None:
-        return LOSES
-    return LOSES_CALIBRATED if report.calibration_rows else LOSES_UNCALIBRATED
+        return ADVICE_LOSS
+    return ADVICE_LOSS_CALIBRATED if report.calibration_rows else ADVICE_LOSS_UNCALIBRATED
 
 
 def _show_history(results: "Sequence[Result]", output: OutputOptions) -> _Conclusion:
