@@ -10,13 +10,13 @@ from vexport.formats.plan import FusionGroup
 from vexport.formats.schemes import Scheme
 from vexport.records import AttentionLayer, TensorInfo, TensorSpec
 
-# Source of a block of the output.
-Source = FusionGroup | TensorInfo | AttentionLayer
+# One item of the output: a group to quantize, a tensor to copy, or a layer with KV scales.
+Block = FusionGroup | TensorInfo | AttentionLayer
 
 
 def blocks(
     index: SourceIndex, groups: Sequence[FusionGroup], attention: Sequence[AttentionLayer] = ()
-) -> Iterator[Source]:
+) -> Iterator[Block]:
     """Yield the blocks of an output: groups to quantize and tensors to copy.
 
     The blocks have the order of the source's tensors. A group takes the place of its first weight.

@@ -54,9 +54,10 @@ class PlanSettings:
 
     `ranks` has tensor parallel sizes, and `on_unsupported_shape` is the treatment of layers that do
     not fit. With `smaller_groups`, layers get the largest group size that fits before any layer is
-    refused or kept. `kv_cache` is the dtype of a quantized KV cache. `has_text` is True if there is
-    calibration text. `smoothing` is the strength of smoothing, or None for the schemes' default.
-    `origin` determines whether the advice in refusals names options or keys of a scenario.
+    refused or kept. `kv_cache` is the dtype of a quantized KV cache and the granularity of its
+    scales. `has_text` is True if there is calibration text. `smoothing` is the strength of
+    smoothing, or None for the schemes' default. `origin` determines whether the advice in refusals
+    names options or keys of a scenario.
     """
 
     ranks: Sequence[int] = (1,)
@@ -89,7 +90,7 @@ def build_plan(
     notes list these layers.
 
     Raises InputError for a source that cannot be quantized: it is already quantized, or its class
-    is unknown.
+    is unknown. Raises InputErrors for rules that match no layer (see `require_matching_rules`).
     """
     _require_unquantized(index)
     architecture, notes = resolve(index.architecture, index.config)
@@ -160,7 +161,7 @@ def require_accepted(plan: Plan) -> None:
         return
     first, *rest = plan.refusals
     more = f" ({plural(len(rest), 'more refusal')}, see `vexport plan`)" if rest else ""
-    # the reason is already a complete sentence
+    # in refusals of a shape, `got` is a sentence that includes what is needed
     need = "" if first.check == SHAPE else first.expected
     raise InputError(first.where, got=first.got, need=need, fix=first.fix + more)
 
@@ -334,8 +335,8 @@ def with_smaller_groups(
 ) -> tuple[list[FusionGroup], list[Finding]]:
     """Return (groups, notes) with smaller group sizes for unsupported shapes.
 
-    Each unit gets the largest group size that fits all its groups, because vLLM loads a unit in one
-    scheme. A unit stays unchanged if no size fits. The notes describe the changed units.
+    Each unit (see `groups_by_unit`) gets the largest group size that fits all its groups. A unit
+    stays unchanged if no size fits. The notes describe the changed units.
     """
     reasons = unsupported(groups, names, ranks)
     sizes: dict[tuple[object, ...], int | None] = {}

@@ -12,23 +12,24 @@ from vexport.formats.plan import FusionGroup, Plan
 from vexport.plan.rules import (
     FEW_BITS,
     SMOOTHING_ROWS,
-    WEIGHING_ROWS,
+    TOKEN_WEIGHT_ROWS,
     enough_tokens,
     needs_rounding,
 )
 from vexport.records.calibration import CALIBRATE, GRADIENTS, ROUND
 
-# Cost per weight of the search for scales and of rounding column by column, without the matrix
-# products with the moments of the inputs. The unit is one float32 operation of a matrix product.
-# Measured on a Xeon with AVX-512 (one thread, 86 GFLOPS, 6 layers of SmolLM2-135M in W4A16_G64 with
-# 256 tokens): 0.7 s for the 3.5 million weights of a layer. With this number, the estimate for
-# 2,048 tokens is 1.28 s for a layer, and the measured time was 1.24 s.
+# Time per weight to search scales and to round column by column, as the number of float32
+# operations that a matrix product does in this time. `calibration_work` adds the matrix products
+# with the moments of the inputs. Measured on a Xeon with AVX-512 (one thread, 86 GFLOPS, 6 layers
+# of SmolLM2-135M in W4A16_G64): a layer of 3.5 million weights took 0.7 s in all with 256 tokens.
+# With 2,048 tokens it took 1.24 s, and the estimate is 1.28 s.
 ROUNDING_PER_WEIGHT = 14_000
-# Least amount of text for a first try.
+# Text for a first try: at least this many samples, of at most this many tokens.
 TRIAL_SAMPLES, TRIAL_SEQ_LEN = 16, 256
 # Shorter calibrations get no line about their duration.
 LONG_SECONDS = 600.0
-# The speed of this machine is measured only if a machine of this speed would take long.
+# A slow CPU, in operations per second. If even this CPU would not take long, the speed of the
+# machine's CPU is not measured.
 SLOW_FLOPS = 2e9
 
 
@@ -41,7 +42,7 @@ def calibration_work(plan: Plan, *, samples: int, seq_len: int) -> Mapping[str, 
     weights = sum(_weights(group) for group in plan.groups)
     # Embeddings and the output head. They count once, because most small models share them.
     head = max(plan.parameters - weights, 0)
-    rows = min(samples, SMOOTHING_ROWS if plan.smoothing else WEIGHING_ROWS)
+    rows = min(samples, SMOOTHING_ROWS if plan.smoothing else TOKEN_WEIGHT_ROWS)
     # A forward pass, then a second forward pass and a backward pass. The head is not part of the
     # first forward pass. Each pass takes 2 operations for each weight and token.
     gradients = rows * seq_len * (3 * 2 * weights + 2 * 2 * head)

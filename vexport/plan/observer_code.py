@@ -90,9 +90,9 @@ def _is_trusted(origin: str, untrusted: Sequence[Path]) -> bool:
     installed = [spelling for folder in _site_packages() for spelling in _spellings(folder)]
     packages = [root for root in installed if _is_in(file, [root])]
     if packages:
-        # An untrusted folder may be site-packages itself or inside it, for example if the current
-        # folder is one of them. Its files are not trusted then. All other installed files are
-        # trusted, except links into an untrusted folder outside.
+        # Installed files are trusted, with two exceptions: files in an untrusted folder that is
+        # site-packages or inside it (for example if the command is called there), and links from
+        # site-packages into any other untrusted folder.
         untrusted_packages = [folder for folder in untrusted if _is_in(folder, packages)]
         other_untrusted = [folder for folder in untrusted if folder not in untrusted_packages]
         is_link = not _is_in(file.resolve(), installed)

@@ -25,9 +25,9 @@ FEW_BITS = 8
 # Best strength for most models (SmoothQuant, arXiv 2211.10438, section 5.1), also in our
 # measurements.
 STRENGTH = 0.5
-# Numbers of text rows for the gradients that determine the smoothing and the weights of tokens in a
-# refit. The rows are spread evenly over the text.
-SMOOTHING_ROWS, WEIGHING_ROWS = 16, 4
+# Number of text rows whose gradients are computed, for smoothing and for the weights that a refit
+# gives to tokens. The rows are spread evenly over the text.
+SMOOTHING_ROWS, TOKEN_WEIGHT_ROWS = 16, 4
 # Calibration tokens for each column of a weight. Mean KL in nats of SmolLM2-135M with only
 # down_proj rounded (W4A16_G64), on held-out text of the same kind and of another kind:
 #   nearest                 .129   .121
@@ -36,9 +36,9 @@ SMOOTHING_ROWS, WEIGHING_ROWS = 16, 4
 #   refit, 4 tokens         .0281  .0373
 #   refit, 7 tokens         .0253  .0350
 #   GPTQ, 1 token           .0443  .0584
-# With fewer than 2 tokens, the KL is more than a tenth higher than with 7 tokens, so a warning is
-# always given. From 4 to 7 tokens the KL still falls by 6 percent or more. This justifies the
-# default amount of text, but not more text.
+# With 2 tokens, the KL is 11 to 19 percent higher than with 7. Below MIN_TOKENS_PER_COLUMN, vexport
+# therefore warns about any text. From 4 to 7 tokens, the KL falls by 6 to 10 percent. Below
+# TOKENS_PER_COLUMN, vexport therefore warns about text with fewer than DEFAULT_TOKENS tokens.
 TOKENS_PER_COLUMN, MIN_TOKENS_PER_COLUMN = 6, 2
 # The defaults of --samples and --seq-len.
 DEFAULT_TOKENS = 128 * 512
@@ -144,7 +144,7 @@ def hidden_rules(rules: Sequence["Rule"], places: Mapping[str, Place]) -> Iterat
 
 
 def _matches_nothing(rule: "Rule", names: Collection[str]) -> bool:
-    """Return True if a rule matches no layer, although most models have such layers."""
+    """Return True if an `ignore` pattern matches no layer, and is not for `OPTIONAL_LAYERS`."""
     optional = OPTIONAL_LAYERS.match(rule.match.removeprefix(REGEX_PREFIX).rstrip("$"))
     return optional is None and not any(matches(rule.match, name) for name in names)
 
@@ -159,7 +159,10 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def require_matching_rules(rules: Sequence["Rule"], names: Mapping[str, Place]) -> None:
-    """Raise InputErrors for rules that match no layer."""
+    """Raise InputErrors for rules that match no layer.
+
+    Rules from a recipe's `ignore`, and rules that keep `OPTIONAL_LAYERS`, may match no layer.
+    """
     required_rules = [
         rule
         for rule in rules
@@ -185,8 +188,9 @@ def smoothing_strength(
 ) -> float:
     """Return the strength of smoothing.
 
-    A given `strength` is returned unchanged. Otherwise the result is `STRENGTH` if there is text
-    and the inputs of a group lose much by quantization, or else 0.
+    The result is 0 if nothing is quantized, or else a given `strength`. If `strength` is None, the
+    result is `STRENGTH` if there is text and quantization of a group's inputs loses much accuracy,
+    or else 0.
     """
     if strength is not None:
         return strength if groups else 0.0
@@ -204,8 +208,9 @@ def smoothed_groups(groups: Sequence[FusionGroup]) -> tuple[FusionGroup, ...]:
 def select_smoothing(plan: Plan, found: Mapping[str, Smoothing]) -> Mapping[str, Smoothing]:
     """Return the smoothing of each stored tensor that a plan changes, by the tensor's name.
 
-    `found` contains the smoothing that was measured for all schemes that the plan could choose. The
-    result is the same as if the smoothing had been measured for this plan alone.
+    `found` is the smoothing that was measured before `scheme: auto` chose among its candidates. It
+    may include layers that this plan does not smooth. The result is the same as if the smoothing
+    had been measured for this plan alone.
     """
     if not plan.smoothing:
         return {}

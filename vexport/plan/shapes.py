@@ -59,13 +59,16 @@ def _unsupported(group: FusionGroup, names: Names, ranks: Sequence[int]) -> str 
 
 
 def refusal(group: FusionGroup, reason: str, fix: str) -> Finding:
-    """Return a refusal that names the layers, the sizes and the rule. `reason` is a sentence."""
+    """Return the refusal of a group. `reason` is a sentence with the sizes and vLLM's rule."""
     where = group.name if len(group.members) > 1 else group.members[0].name
     return _refusal(where, "", reason, fix, check=SHAPE)
 
 
 def kept_note(finding: Finding, name: str) -> Finding:
-    """Return the refusal of a group as a warning that all layers of the unit `name` are kept."""
+    """Return the refusal of a group as a warning that all layers in `name` are kept.
+
+    `name` is a fused layer, or a module with all its routed experts.
+    """
     return replace(finding, severity="warning", where=name, fix=KEPT)
 
 

@@ -201,7 +201,8 @@ def rules_need_calibration(
 def rounded_to_nearest(rules: Sequence[Rule]) -> tuple[Rule, ...]:
     """Return the rules with `rounding: nearest` in each rule that sets no rounding.
 
-    These are the rules for calibration on the text that ships with vexport.
+    They are used with the text that ships with vexport. This text is only for what the rules need,
+    such as static scales, and not for refits.
     """
     return tuple(
         rule.model_copy(update={"rounding": "nearest"}) if rule.rounding is None else rule

@@ -42,7 +42,7 @@ from vexport.outputs.resumable import (
     resumable_directory,
     working_folder,
 )
-from vexport.plan.blocks import Source
+from vexport.plan.blocks import Block
 from vexport.plan.build import PlanSettings, require_accepted
 from vexport.plan.rules import calibration_need, needs_rounding
 from vexport.plan.source import DEFAULT_SETTINGS, plan_source
@@ -202,7 +202,7 @@ def finish(
     plan: Plan,
     calibration: CalibrationRecord | None,
     folder: Path,
-    shards: Sequence[Shard[Source]],
+    shards: Sequence[Shard[Block]],
 ) -> None:
     """Write the index of all `shards` and the side files, and config.json last.
 

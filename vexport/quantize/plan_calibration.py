@@ -17,7 +17,7 @@ from vexport.outputs.manifest import record as record_file
 from vexport.plan.duration import calibration_work, cpu_duration_line
 from vexport.plan.rules import (
     SMOOTHING_ROWS,
-    WEIGHING_ROWS,
+    TOKEN_WEIGHT_ROWS,
     needs_rounding,
     smoothed_groups,
     statistics_need,
@@ -192,7 +192,9 @@ class PlanCalibration:
 
         They are evenly spread over all samples.
         """
-        return self.samples.evenly_spaced(SMOOTHING_ROWS if self.plan.smoothing else WEIGHING_ROWS)
+        return self.samples.evenly_spaced(
+            SMOOTHING_ROWS if self.plan.smoothing else TOKEN_WEIGHT_ROWS
+        )
 
     def round(
         self, calibration: CalibrationRecord, folder: Path

@@ -35,7 +35,7 @@ from vexport.formats.packing.base import (
 from vexport.formats.plan import FusionGroup, Plan
 from vexport.numerics.arithmetic import largest_magnitude
 from vexport.numerics.ranks import rank_and_size
-from vexport.plan.blocks import Source, blocks, group_layout, output_blocks
+from vexport.plan.blocks import Block, blocks, group_layout, output_blocks
 from vexport.plan.rules import calibration_need, needs_search
 from vexport.records import (
     AttentionLayer,
@@ -62,7 +62,7 @@ def write_shards(
     plan: Plan,
     calibration: CalibrationRecord | None,
     folder: Path,
-    shards: Sequence[Shard[Source]],
+    shards: Sequence[Shard[Block]],
     *,
     finished: Mapping[str, Array] | None = None,
     on_progress: OnProgress = silent,
@@ -106,7 +106,7 @@ def write_shards(
                     on_progress("quantize (bytes)", done, total)
 
 
-def planned_shards(index: SourceIndex, plan: Plan, shard_bytes: int) -> tuple[Shard[Source], ...]:
+def planned_shards(index: SourceIndex, plan: Plan, shard_bytes: int) -> tuple[Shard[Block], ...]:
     """Return the weight files of the quantized checkpoint, with the contents of each file."""
     sources = blocks(index, plan.groups, plan.attention)
     specs = output_blocks(index, plan.groups, plan.attention)
@@ -117,13 +117,13 @@ def planned_shards(index: SourceIndex, plan: Plan, shard_bytes: int) -> tuple[Sh
     return split_shards(units, shard_bytes=shard_bytes)
 
 
-def shards_of_this_rank(shards: Sequence[Shard[Source]]) -> Sequence[Shard[Source]]:
+def shards_of_this_rank(shards: Sequence[Shard[Block]]) -> Sequence[Shard[Block]]:
     """Return the files that this rank writes.
 
     The files are assigned from largest to smallest, each to the rank with the fewest bytes so far.
     """
     rank, size = rank_and_size()
-    loads, shards_of_rank = [0] * size, list[Shard[Source]]()
+    loads, shards_of_rank = [0] * size, list[Shard[Block]]()
     for shard in sorted(shards, key=lambda shard: -shard.num_bytes):
         owner = loads.index(min(loads))
         loads[owner] += shard.num_bytes
@@ -143,7 +143,7 @@ class Stream:
     rounded: Mapping[str, RoundedWeight] = field(default_factory=dict)
     finished: Mapping[str, Array] = field(default_factory=dict)
 
-    def chunks(self, unit: WriteUnit[Source]) -> Iterator[Chunk]:
+    def chunks(self, unit: WriteUnit[Block]) -> Iterator[Chunk]:
         """Yield the chunks of a unit in order.
 
         A unit is a kept tensor, scales of the KV cache, or the packed weights of a group.
