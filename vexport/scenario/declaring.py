@@ -132,8 +132,8 @@ def _default_text(default: JsonValue) -> str:
 def _without_null(schema: Schema) -> Schema:
     """Return the schema of a value without the alternative null.
 
-    If several types remain, the option has the type boolean or else number. Without these
-    types, return an empty schema, which has the type `other`.
+    If several alternatives remain, return the schema of a boolean, or else of a number. If neither
+    is among them, return an empty schema, so that `_type` returns `other`.
     """
     alternatives = schema.get("anyOf")
     if not isinstance(alternatives, list):

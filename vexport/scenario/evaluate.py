@@ -60,10 +60,10 @@ class Suite:
 # computes the necessary number of documents from it.
 TYPICAL_DISAGREEMENT = 0.05
 
-# With these margins and numbers of documents, each task shows "no loss" with a power of 0.8. The
-# numbers of documents are the sizes of the tasks' splits. `limit` takes the first documents of a
-# split. Tests compare every task's number with the exact power of the statistical test, at alpha
-# 0.05 and with 5 % of the responses changed.
+# With these margins and numbers of documents, a model without any loss passes each task with a
+# probability (power) of at least 0.8. A test computes this power exactly, for alpha 0.05 and with
+# 5 % of the responses changed. The numbers of documents are the sizes of the tasks' splits. `limit`
+# takes the first documents of a split.
 SUITES: Mapping[str, Suite] = {
     "quick": Suite(
         about="multiple choice, no generation",
@@ -439,7 +439,7 @@ class Evaluate(ScenarioSection):
         )
         no_end_token = bool(self.enable_thinking) and self.think_end_token is None
         both, missing = "remove one of them", "add it, or remove this setting"
-        no_server = "tasks, because only vLLM on this machine scores text, and no server"
+        no_server = "tasks: text is scored by vLLM on this machine, not by a server"
         for key, is_wrong, need, fix in (
             ("tasks", bool(self.tasks) and has_text, "either tasks (or a suite) or text", both),
             ("tasks", not self.tasks and not has_text, "tasks, a suite or text", "add one of them"),

@@ -1,7 +1,7 @@
 """Convert llm-compressor's recipes to rules.
 
-Supports QuantizationModifier, GPTQModifier, and the strength of SmoothQuantModifier. Every other
-modifier is an error that names it.
+Supports QuantizationModifier, GPTQModifier, and the strength of SmoothQuantModifier.
+IMatrixGatherer is skipped. Every other modifier is an error.
 
 Source: llmcompressor/modifiers/quantization/quantization/mixin.py, gptq/base.py and
 transform/smoothquant/base.py of llm-compressor 0.14.
@@ -294,7 +294,10 @@ def _rule(keys: Keys, input_observer: JsonValue) -> Rule:
 
 
 def _place(modifier: _Modifier, where: str, keys: Sequence[str]) -> str:
-    """Return the key of the recipe that an error names, for an error in a key of a rule."""
+    """Return the key of the recipe from which a rule's key was made, as the place of an error.
+
+    `keys` is the path of the rule's key. `where` is returned if the modifier has no key of its own.
+    """
     first = keys[0] if keys else ""
     rest = "".join(f".{key}" for key in keys[1:])
     if first.endswith("observer_kwargs"):

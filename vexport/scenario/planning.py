@@ -56,7 +56,8 @@ SmoothingSetting = Annotated[
 IgnoreSetting = Annotated[
     tuple[str, ...],
     Option(
-        "Keep these layers unquantized: a name, its last parts, or `re:REGEX`.",
+        "Keep these layers unquantized: a module's name, its last parts (`down_proj`), or "
+        "`re:REGEX`.",
         "Scheme",
         metavar="PATTERN",
     ),

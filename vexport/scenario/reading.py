@@ -137,9 +137,10 @@ def _yaml_of_scenario(path: Path) -> object:
 
 
 def _looks_like_scenario(path: Path) -> bool:
-    """Return True if a file with invalid YAML begins with a key, or if it cannot be opened.
+    """Return True if the first line of a file is a YAML key, or if the file cannot be opened.
 
-    Its error is then about the YAML or the file, and not about the wrong kind of file.
+    `_yaml_of_scenario` then reports the invalid YAML or the unreadable file. Otherwise, it reports
+    that the file is not a scenario.
     """
     if not path.is_file():
         return False

@@ -260,7 +260,8 @@ def known_rounding(value: str) -> Rounding:
 class Refit(ScenarioSection):
     """A rounding method with its strength and ridge.
 
-    The ridge is a share of the mean of H's diagonal. See docs/rounding.md for the defaults.
+    The ridge is added to the diagonal of the inputs' second moments (the Hessian of GPTQ), as a
+    share of the mean of this diagonal. See docs/rounding.md for the defaults.
     """
 
     method: RoundingName = "refit"

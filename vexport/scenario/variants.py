@@ -96,8 +96,9 @@ Setting = Annotated[dict[str, JsonValue], AfterValidator(_checked_setting)]
 class Variants(ScenarioSection):
     """Settings and versions of vLLM with which a checkpoint is served and compared.
 
-    Each pair of a setting and an interpreter is a variant. vexport's interpreter is always
-    included. The first setting with vexport's interpreter is the baseline of all other variants.
+    Each pair of a setting and an interpreter is a variant. The interpreter that the command uses
+    for vLLM is always included, and comes before `vllm_python`. The first setting with this
+    interpreter is the baseline of all other variants.
     """
 
     serve: Annotated[
