@@ -19,7 +19,7 @@ from vexport.engine.reference import (
     reference_logprobs,
 )
 from vexport.errors import InputError
-from vexport.inference.prompts import CONTINUED_PROMPTS, fixed_prompts, shortest_length
+from vexport.inference.prompts import CONTINUED_PROMPTS, fixed_prompts, limited_length
 from vexport.numerics.metrics import kl_divergence
 from vexport.records import Canary
 
@@ -50,7 +50,7 @@ def test_missing_tokenizer_is_bad_input(llama: Path) -> None:
 )
 def test_sequence_length_of_config(config: dict[str, object], length: int, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert shortest_length(tmp_path) == length
+    assert limited_length(tmp_path) == length
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def answers_of(
     server: Endpoint, file: Path, prompts: list[list[int]] = PROMPTS, *, again: int = 0
 ) -> list[str]:
     model = EndpointModel(Server(server), KeptAnswers(file), lambda *_: None)
-    model.expect("", len(prompts))
+    model.begin_step("", len(prompts))
     for _ in range(again):
         model.start_round()
     parameters: dict[str, Json] = {"max_tokens": 4, "stop": ["."], "temperature": 0}
@@ -109,7 +109,7 @@ def test_finish_reasons_are_kept(
     """A server that never returns a finish reason receives one request per answer."""
     server.finish_reason = given
     model = EndpointModel(Server(endpoint(server)), KeptAnswers(tmp_path / "kept"), lambda *_: None)
-    model.expect("", 2)
+    model.begin_step("", 2)
     (answer, _) = model.generate([{"prompt_token_ids": [n]} for n in (1, 2)], [{}, {}], False, None)
     text = answer.outputs[0].text
     assert (text, text.finish_reason) == ("1", kept)
@@ -149,7 +149,7 @@ def test_drafts_are_counted_for_each_prompt(server: AddingServer) -> None:
 def test_changed_model_is_refused(server: AddingServer, tmp_path: Path) -> None:
     kept = KeptAnswers(tmp_path / "kept")
     model = EndpointModel(Server(endpoint(server)), kept, lambda *_: None)
-    model.expect("", 1)
+    model.begin_step("", 1)
     server.root = "models/subtracter"
     with assert_raises(EnvironmentFault, "changed", "models/subtracter", "vLLM 0.32.0"):
         model.generate([{"prompt_token_ids": [3, 4]}], [{}], False, None)

@@ -28,7 +28,7 @@ from vexport.evaluation.pairs import Choice, TaskPair, gated_tasks
 from vexport.evaluation.results import Results, Sample, TaskSamples, read_results
 from vexport.files import digest_file, from_json, read_json_object, to_json, write_text
 from vexport.inference.fingerprint import Fingerprint
-from vexport.inference.questions import DIGEST, Expected, question_digest
+from vexport.inference.questions import DIGEST_LENGTH, QuestionDigests, question_digest
 from vexport.records import AcceptedBaseline
 
 LINE = 100
@@ -274,18 +274,18 @@ def stored_scores(task: AcceptedTask) -> dict[int, tuple[float, str]]:
         documents = range(int(first), int(last) + 1)
         scores = [float(score) for score in (text if set(text) <= {"0", "1"} else text.split(" "))]
         digests = task.questions.get(where, "")
-        if not len(documents) == len(scores) == len(digests) / DIGEST or not all(
+        if not len(documents) == len(scores) == len(digests) / DIGEST_LENGTH or not all(
             map(math.isfinite, scores)
         ):
             raise ValueError(f"{where}: {text[:60]}")
         for index, (document, score) in enumerate(zip(documents, scores, strict=True)):
-            stored[document] = score, digests[DIGEST * index : DIGEST * (index + 1)]
+            stored[document] = score, digests[DIGEST_LENGTH * index : DIGEST_LENGTH * (index + 1)]
     if len(stored) != task.documents or not stored:
         raise ValueError(f"{len(stored)} documents, not {task.documents}")
     return stored
 
 
-def expected_questions(accepted: Accepted) -> Expected:
+def expected_questions(accepted: Accepted) -> QuestionDigests:
     """Return the digest of each accepted question, by task and document."""
     return {
         name: {str(document): digest for document, (_, digest) in stored_scores(task).items()}

@@ -132,7 +132,7 @@ def compare_rows(baseline: ServedSession, candidate: ServedSession) -> Iterator[
     a row if both models returned log-probabilities of the whole vocabulary for them. If the
     vocabulary is small, the KL is exact at all tokens.
     """
-    is_partial = baseline.is_partial or candidate.is_partial
+    is_partial = baseline.has_partial_logprobs or candidate.has_partial_logprobs
     with ExitStack() as files:
         old_beginnings = files.enter_context(_open_tensors(baseline.logprobs_file))
         new_beginnings = files.enter_context(_open_tensors(candidate.logprobs_file))

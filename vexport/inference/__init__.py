@@ -12,6 +12,7 @@ In the process of the command:
 - `answers.py`: the types of responses that a source returns.
 - `prompts.py`, `text_rows.py`, `prompting.py`, `tasks.py`, `requested_tasks.py`: the prompts of a
   model: fixed prompts, rows of a text, and tasks of lm-eval with their settings.
+- `questions.py`: digests of tasks' questions, to detect questions that changed.
 - `task_data.py`: lm-eval's tasks as data, and a worker that downloads their documents.
 - `engine_session.py`: starts the worker process that runs an engine.
 - `result_files.py`: finds results that the user gives instead of a model.
@@ -23,7 +24,9 @@ In worker processes, which import vLLM and lm-eval:
 - `model.py`: the interface of a model in a worker, `Model`. `engine_model.py` implements it for an
   engine, `endpoint/model.py` for a server.
 - `lm_eval_runner.py` runs lm-eval's tasks on a `Model`, through lm-eval's class for vLLM
-  (`lm_eval_model.py`). `text_scores.py` and `drafts.py` run text and drafts on a `Model`.
+  (`lm_eval_model.py`). `silent_model.py` is a `Model` that only builds prompts.
+- `text_scores.py` writes the log-probabilities of a text (`row_scores.py`), and `drafts.py` counts
+  the accepted drafts of speculative decoding.
 - `kept_answers.py`: responses on disk, so that a killed session resumes with the remaining prompts.
 - `engine_worker.py` and `endpoint/worker.py`: the programs of the worker processes.
 

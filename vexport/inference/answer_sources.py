@@ -28,8 +28,8 @@ from vexport.inference.endpoint.tokenizer import show_retries
 from vexport.inference.engine_session import run_session
 from vexport.inference.fingerprint import engine_fingerprint, write_fingerprint
 from vexport.inference.options import BASELINE, NO_EVALUATION, EngineOptions
-from vexport.inference.prompts import CONTINUED_PROMPTS, Prompts, fixed_prompts, shortest_length
-from vexport.inference.questions import Expected
+from vexport.inference.prompts import CONTINUED_PROMPTS, Prompts, fixed_prompts, limited_length
+from vexport.inference.questions import QuestionDigests
 from vexport.inference.repeated import read_repeated, require_deterministic
 from vexport.inference.requested_tasks import add_tasks
 from vexport.inference.session_folder import (
@@ -37,7 +37,7 @@ from vexport.inference.session_folder import (
     LOGPROBS,
     SERVER_LOG,
     TEXT_FILE,
-    recorded,
+    add_to_manifest,
 )
 from vexport.inference.text_rows import read_rows, truncated_rows
 from vexport.records import LmEvalSettings, named
@@ -48,8 +48,8 @@ from vexport.scenario.serve import EngineArguments
 SERVER_WORKER = "vexport.inference.endpoint.worker"
 # The default context length of an evaluation. Longer prompts are an error and never truncated.
 EVALUATION_LENGTH = 4096
-# If a row of text is longer than this number of tokens, vLLM computes at most this many tokens at
-# once. Some versions hold the logits of all these tokens, 5 GB for a vocabulary of 152 k.
+# Maximum number of tokens that vLLM computes in a step if a row of text is longer than this. Some
+# versions hold the logits of all tokens of a step: 1.2 GB in float32 for a vocabulary of 152 k.
 LONG_ROW = 2048
 # Minimum number of tokens in a row of text. The first token is not predicted, so one token is too
 # few.
@@ -65,15 +65,15 @@ class Questions:
 
     `evaluate` contains the tasks of lm-eval or the text, and `lm_eval` the settings of the tasks'
     prompts. `texts` are prompts to continue. With `repeat`, the model runs twice on a part of the
-    documents. `accepted` has the digests of an accepted baseline's questions, which must be the
-    questions of `evaluate`.
+    documents. `accepted` has the digests of an accepted baseline's questions. It is an error if the
+    questions of this evaluation differ from them.
     """
 
     evaluate: Evaluate = NO_EVALUATION
     lm_eval: LmEvalSettings = DEFAULT_LM_EVAL
     texts: Sequence[str] = ()
     repeat: bool = False
-    accepted: Expected = field(default_factory=dict)
+    accepted: QuestionDigests = field(default_factory=dict)
 
 
 class AnswerSource(ABC):
@@ -148,7 +148,7 @@ class EngineSource(RunningModel):
         request = self._request(questions, prompts, rows, folder)
         result = run_session(
             request,
-            log=recorded(folder / ENGINE_LOG),
+            log=add_to_manifest(folder / ENGINE_LOG),
             timeout=self.options.serve.timeout,
             vllm_python=self.options.vllm_python,
             on_progress=named(self.role, self.options.on_progress),
@@ -170,16 +170,16 @@ class EngineSource(RunningModel):
     ) -> SessionRequest:
         settings = questions.evaluate
         speculative = resolve_drafter(settings.speculative or "", self.options.on_progress)
-        started = self._start(settings)
+        engine_request = self._engine_request(settings)
         request = replace(
-            started,
+            engine_request,
             canaries=prompts.texts,
             logprob_prompts=prompts.tokens,
-            logprobs_file=recorded(folder / LOGPROBS),
+            logprobs_file=add_to_manifest(folder / LOGPROBS),
             lm_eval=questions.lm_eval,
             repeat=questions.repeat,
             accepted=questions.accepted,
-            identity=_identity(started) if settings.tasks else None,
+            identity=_identity(engine_request) if settings.tasks else None,
         )
         request = add_tasks(request, settings, self.options, folder)
         if rows:
@@ -188,13 +188,13 @@ class EngineSource(RunningModel):
             request = _with_drafts(request, rows, speculative)
         return request
 
-    def _start(self, settings: Evaluate) -> SessionRequest:
+    def _engine_request(self, settings: Evaluate) -> SessionRequest:
         """Return the request that starts the engine, without any prompts."""
         options = self.options
         lengths = (EVALUATION_LENGTH,) if settings.tasks else ()
         return SessionRequest(
             checkpoint=self.checkpoint,
-            max_model_len=options.serve.max_model_len or shortest_length(self.checkpoint, *lengths),
+            max_model_len=options.serve.max_model_len or limited_length(self.checkpoint, *lengths),
             enforce_eager=options.serve.enforce_eager,
             arguments=self.arguments,
             trust_remote_code=options.trust_remote_code,
@@ -208,7 +208,7 @@ def _with_text(request: SessionRequest, rows: Rows, folder: Path) -> SessionRequ
     return replace(
         request,
         text=rows,
-        text_file=recorded(folder / TEXT_FILE),
+        text_file=add_to_manifest(folder / TEXT_FILE),
         max_model_len=max(request.max_model_len or 0, longest),
         arguments=arguments_for_text(request.arguments, longest),
     )
@@ -230,7 +230,7 @@ def arguments_for_text(arguments: EngineArguments, longest: int) -> EngineArgume
 def _with_drafts(request: SessionRequest, rows: Rows, speculative: str) -> SessionRequest:
     """Return the request with drafting: the model continues the first tokens of each row."""
     config = speculative_config(speculative, DRAFT_LENGTH)
-    needed = shortest_length(request.checkpoint, KL_TOKENS + DRAFT_TOKENS)
+    needed = limited_length(request.checkpoint, KL_TOKENS + DRAFT_TOKENS)
     return replace(
         request,
         drafted=truncated_rows(rows),
@@ -239,13 +239,13 @@ def _with_drafts(request: SessionRequest, rows: Rows, speculative: str) -> Sessi
     )
 
 
-def _identity(started: SessionRequest) -> str:
+def _identity(engine_request: SessionRequest) -> str:
     """Return a digest of the model and of the engine's arguments.
 
     Stored responses of lm-eval depend on both. The digest does not depend on the tasks, because the
     key of a stored response is its prompt with its sampling parameters.
     """
-    parts = [to_json(started), folder_digest(started.checkpoint)]
+    parts = [to_json(engine_request), folder_digest(engine_request.checkpoint)]
     environment = kernel_environment()
     if environment != NONE:
         parts.append(environment)
@@ -283,7 +283,7 @@ class EndpointSource(RunningModel):
             request=self._request(questions, rows, longest, folder),
             kind=SessionResult,
             where=f"{self.role} {self.url}",
-            log=recorded(folder / SERVER_LOG),
+            log=add_to_manifest(folder / SERVER_LOG),
             timeout=self.options.serve.timeout,
             vllm_python=self.options.vllm_python,
         ).run(named(self.role, self.options.on_progress))
@@ -334,8 +334,8 @@ class EndpointSource(RunningModel):
             request = replace(
                 request,
                 text=rows,
-                text_file=recorded(folder / TEXT_FILE),
-                logprobs_file=recorded(folder / LOGPROBS),
+                text_file=add_to_manifest(folder / TEXT_FILE),
+                logprobs_file=add_to_manifest(folder / LOGPROBS),
                 drafted=truncated_rows(rows) if settings.speculative else (),
             )
         return add_tasks(request, settings, self.options, folder)

@@ -29,7 +29,7 @@ class ServedSession:
         return self.result.logprobs_file is not None
 
     @property
-    def is_partial(self) -> bool:
+    def has_partial_logprobs(self) -> bool:
         """Return True for a server, which returns log-probabilities only for the likeliest tokens.
 
         All other tokens have NaN.

@@ -33,8 +33,9 @@ _BATCHES = 4
 _MAX_TOP_LOGPROBS = 128
 _MIN_TOP_LOGPROBS = 20
 _SMALL_VOCABULARY = 1024
-# Maximum numbers of log-probabilities: of one row, and of all rows that run at once. vLLM returns
-# Python lists, which need about 100 bytes per number.
+# Maximum numbers of log-probabilities: of one row, and of several rows that run at once. A row with
+# more than `_VALUES_AT_ONCE` runs alone. vLLM returns Python lists, which need about 100 bytes per
+# number.
 _MAX_VALUES = 1 << 22
 _VALUES_AT_ONCE = 1 << 20
 

@@ -42,7 +42,8 @@ def run_session(
     Raises:
         EngineFault: any other failure: vLLM is missing, has no kernel for this platform, crashed,
             ran out of memory, or took more than `timeout` seconds.
-        InputError: a task cannot be used.
+        InputError: a task cannot be used, or an argument would quantize layers that are already
+            quantized.
     """
     where = f"vLLM on {request.checkpoint}"
     python = vllm_python or sys.executable

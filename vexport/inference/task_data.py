@@ -368,10 +368,7 @@ def found_documents(value: object, task: str, folders: Sequence[Path]) -> object
 
 
 def _candidates(value: str, task: str, folders: Sequence[Path]) -> list[Path]:
-    """Return the files that a path of documents may refer to.
-
-    The path does not exist in the current folder.
-    """
+    """Return the files in the tasks' folders that a path of documents may refer to."""
     path = Path(value)
     if path.is_absolute():
         return []

@@ -406,9 +406,10 @@ TaskDumper.add_representer(
 
 
 def read_task(path: Path, trust: bool, above: tuple[Path, ...] = ()) -> Config:
-    """Return the keys of a file with absolute paths. They override the keys of its includes.
+    """Return the keys of a task's file and of its includes.
 
-    `above` are the files that include this file. Raises InputError for a cycle, and for more than
+    The file's keys override the keys of its includes. Paths of data become absolute. `above` are
+    the files that include this file. Raises InputError for a cycle, and for more than
     `MOST_INCLUDES` includes.
     """
     return _TaskFiles(trust=trust).read(path, above)
@@ -466,14 +467,14 @@ def task_files(path: Path) -> list[Path]:
         named = [config.get("include"), members if isinstance(members, list) else None]
         for name in _texts(named):
             waiting += [file.parent / name, file.parent / f"{name}.yaml"]
-        for kwargs in leaves_of(config, "data_files"):
+        for kwargs in values_of_key(config, "data_files"):
             for text in _texts(kwargs):
                 found |= dict.fromkeys(_matching(_data_file(file.parent, text)))
         found |= dict.fromkeys(named_modules(config))
     return list(found)
 
 
-def leaves_of(value: object, key: str) -> Iterator[object]:
+def values_of_key(value: object, key: str) -> Iterator[object]:
     """Yield the values of a key at any level of mappings and lists."""
     if isinstance(value, Mapping):
         if key in value:
@@ -481,7 +482,7 @@ def leaves_of(value: object, key: str) -> Iterator[object]:
         value = list(value.values())
     if isinstance(value, list):
         for member in value:
-            yield from leaves_of(member, key)
+            yield from values_of_key(member, key)
 
 
 def _matching(pattern: Path) -> list[Path]:

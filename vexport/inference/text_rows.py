@@ -8,7 +8,7 @@ from vexport.calibration.data import read_samples
 from vexport.checkpoint.source import parse_data
 from vexport.engine.messages import KL_TOKENS
 from vexport.inference.answers import Rows
-from vexport.inference.prompts import shortest_length
+from vexport.inference.prompts import limited_length
 from vexport.records import CalibrationData
 from vexport.records.values import plural
 from vexport.scenario import Evaluate
@@ -35,7 +35,7 @@ def read_rows(
     if settings.text is None:
         return ()
     needed = settings.text_tokens + 1  # vLLM generates a token after each row
-    limit = longest or shortest_length(tokenizer, needed)
+    limit = longest or limited_length(tokenizer, needed)
     tokens = min(needed, limit) - 1
     data = CalibrationData(
         name=settings.text,
@@ -70,5 +70,8 @@ def _shortages(settings: Evaluate, rows: Rows, limit: int) -> Iterator[str]:
 
 
 def truncated_rows(rows: Rows) -> Rows:
-    """Return the first tokens of each row, for comparing whole vocabularies and for drafts."""
+    """Return the first tokens of each row.
+
+    They are the prompts for log-probabilities of the whole vocabulary, and for drafts.
+    """
     return tuple(row[:KL_TOKENS] for row in rows)

@@ -13,7 +13,7 @@ from vexport.inference.row_scores import RowScores
 
 REPEATED_PREFIX = "again."
 """Prefix of the tensors of rows that the model read a second time."""
-# One in this many rows is read twice, but at least `_MIN_REPEATED` rows.
+# A quarter of the rows is read twice, but at least `_MIN_REPEATED` rows.
 _REPEATED_PART = 4
 _MIN_REPEATED = 2
 

@@ -35,7 +35,11 @@ COUNTERS = (
 # Maximum number of seconds until the server counts a finished request.
 _COUNTED_SECONDS = 10.0
 TEXT: Mapping[str, Json] = {"logprobs": _TOP_LOGPROBS, "form": "packed"}
-"""Parameters of a question for a row of a text: the log-probabilities at each place."""
+"""Marks a question for a row of a text, whose response has the log-probabilities at each place.
+
+These are not parameters of the server's API. They are a part of the key of the stored response, so
+`form` separates it from responses that older versions stored in another form.
+"""
 # Maximum number of tokens of rows in open requests. The response takes about 1 KB per token until
 # it is parsed.
 _MAX_OPEN_TOKENS = 1 << 16
@@ -139,7 +143,7 @@ class EndpointModel(Model):
 
         Raises EnvironmentFault if the server does not return the ids of these tokens.
         """
-        self.expect("text", len(rows))
+        self.begin_step("text", len(rows))
         questions = [Question(prompt=row, parameters=TEXT) for row in rows]
         yield from map(scores_from_json, self.answers(questions))
 
@@ -178,7 +182,11 @@ def _has_result(future: Future[Json]) -> bool:
 
 
 def _counters_after_answer(server: Server, before: Mapping[str, float]) -> dict[str, float]:
-    """Wait until the counters include the response after `before`, and return them."""
+    """Wait until the server has counted a request that finished, and return the counters.
+
+    `before` has the counters from before the request. Raises EnvironmentFault if the difference is
+    not exactly one request.
+    """
     deadline = time.monotonic() + _COUNTED_SECONDS
     after = server.metrics(COUNTERS)
     while (

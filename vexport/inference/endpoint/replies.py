@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 
 from vexport.inference.endpoint.client import Reply
-from vexport.inference.row_scores import Place
+from vexport.inference.row_scores import TokenLogprobs
 from vexport.records import Json
 from vexport.records.values import json_type
 
@@ -73,8 +73,8 @@ _TOO_LONG = re.compile(
 class TemporaryError(Exception):
     """A temporary fault: the next attempt may succeed.
 
-    `wait` is the server's Retry-After in seconds. `is_busy` is True if the kind of request is not
-    the cause of the fault: no connection, 429, 503. Two equal faults have the same `kind`.
+    `wait` is the server's Retry-After in seconds. `is_busy` is True if the server cannot respond to
+    any request at the moment: no connection, 429, 503. Two equal faults have the same `kind`.
     """
 
     wait = 0.0
@@ -314,7 +314,9 @@ def _first_stop(text: str, parameters: Mapping[str, Json]) -> int | None:
     return min((place for place in found if place >= 0), default=None)
 
 
-def positions_of(choice: Mapping[str, Json], prompt: Sequence[int], vocabulary: int) -> list[Place]:
+def positions_of(
+    choice: Mapping[str, Json], prompt: Sequence[int], vocabulary: int
+) -> list[TokenLogprobs]:
     """Return the log-probabilities at all places of a prompt except the first.
 
     If the server does not return the ids of the likeliest tokens, their ids become -1, -2, ...
@@ -336,7 +338,7 @@ def positions_of(choice: Mapping[str, Json], prompt: Sequence[int], vocabulary: 
     return [_position(token, value, others, vocabulary) for token, value, others in places]
 
 
-def _position(token: int, value: Json, others: Json, vocabulary: int) -> Place:
+def _position(token: int, value: Json, others: Json, vocabulary: int) -> TokenLogprobs:
     own = _logprob(value)
     if not math.isfinite(own):
         raise TemporaryError(

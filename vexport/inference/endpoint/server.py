@@ -1,4 +1,6 @@
-"""Client of a server with the OpenAI API, for descriptions of models and prompts of token ids.
+"""Client of a server with the OpenAI API.
+
+It reads the server's description of its model, and sends prompts as token ids.
 
 If a request fails for a temporary reason (refused connection, 429, 5xx, timeout, incomplete
 response), it is sent again, within limits of time and attempts.
@@ -43,7 +45,7 @@ from vexport.inference.endpoint.replies import (
     read_text,
     version_of,
 )
-from vexport.inference.row_scores import Place
+from vexport.inference.row_scores import TokenLogprobs
 from vexport.records import Endpoint, Json
 from vexport.records.values import MOST_COUNT
 from vexport.version import __version__
@@ -85,8 +87,10 @@ _NEUTRAL_SAMPLING: Mapping[str, Json] = {
     "min_p": 0.0,
     "repetition_penalty": 1.0,
 }
-"""Parameters for every request. Without them, vLLM's server would use generation_config.json. An
-engine on this machine does not use it.
+"""Parameters of every request for generated text to vLLM's server, unless the request sets them.
+
+Without them, the server would use generation_config.json. An engine on this machine does not use
+it.
 """
 _VLLM_PARAMETERS = ("skip_special_tokens", "spaces_between_special_tokens")
 """Parameters from lm-eval that only vLLM supports."""
@@ -233,7 +237,9 @@ class Server:
             text=self.mask_key(answer.text), finish_reason=self.mask_key(answer.finish_reason)
         )
 
-    def score(self, prompt: Sequence[int], top: int, vocabulary: int = MOST_COUNT) -> list[Place]:
+    def score(
+        self, prompt: Sequence[int], top: int, vocabulary: int = MOST_COUNT
+    ) -> list[TokenLogprobs]:
         """Return the log-probabilities at all places of a prompt except the first.
 
         A place contains the prompt's token and the `top` likeliest tokens.
@@ -251,7 +257,7 @@ class Server:
         }
         ids: dict[str, Json] = {"return_tokens_as_token_ids": True} if self.model.version else {}
 
-        def read(content: Json) -> list[Place]:
+        def read(content: Json) -> list[TokenLogprobs]:
             return positions_of(choice_of(content), prompt, vocabulary)
 
         most_bytes = _ANSWER_BYTES + _SCORED_TOKEN_BYTES * len(prompt)

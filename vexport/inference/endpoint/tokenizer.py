@@ -37,13 +37,14 @@ class ServedTokenizer:
 
 
 def tokenizer_of(
-    role: str, url: str, settings: Evaluate, options: EngineOptions, here: Path | None = None
+    role: str, url: str, settings: Evaluate, options: EngineOptions, checkpoint: Path | None = None
 ) -> ServedTokenizer:
     """Return the tokenizer for a server's prompts.
 
-    The setting `tokenizer` has priority, then the folder `here`. Otherwise the server's tokenizer
-    is used: the folder or hub model with which the server was started. Code of this tokenizer never
-    runs. Two rules keep a server on another machine from choosing local files or downloads:
+    The setting `tokenizer` has priority, then `checkpoint`, the model's folder on this machine.
+    Otherwise the server's tokenizer is used: the folder or hub model with which the server was
+    started. Code of this tokenizer never runs. Two rules keep a server on another machine from
+    choosing local files or downloads:
 
     - A folder is used only if the server runs on this machine.
     - A hub model is downloaded only if the server runs on this machine, or if `--model` has the
@@ -52,8 +53,8 @@ def tokenizer_of(
     Raises InputError if there is no tokenizer, and the errors of `Server` if the server does not
     respond.
     """
-    if settings.tokenizer is None and here is not None:
-        return ServedTokenizer(folder=here, is_trusted=options.trust_remote_code)
+    if settings.tokenizer is None and checkpoint is not None:
+        return ServedTokenizer(folder=checkpoint, is_trusted=options.trust_remote_code)
     where = f"{role} {url}: tokenizer"
     endpoint = settings.endpoint_at(url, is_baseline=role == BASELINE)
     server = Server(endpoint, show_retries(role, options))

@@ -1,8 +1,8 @@
 """`python -m vexport.inference.endpoint.worker REQUEST RESULT`: run prompts on a server's model.
 
 lm-eval's class for vLLM makes the prompts, so the token ids are the same as for an engine.
-lm-eval's classes for APIs are not used: they truncate prompts, omit the first token that a
-tokenizer adds, and end responses by other rules.
+lm-eval's classes for APIs are not used: they truncate prompts, omit the BOS token, and end
+responses by other rules.
 """
 
 import os
@@ -32,8 +32,8 @@ from vexport.inference.fingerprint import (
 from vexport.inference.kept_answers import open_kept_answers
 from vexport.inference.lm_eval_runner import (
     ask_tasks,
+    patched_vllm_version,
     require_accepted_questions,
-    vllm_version,
 )
 from vexport.inference.model import override_attribute
 from vexport.inference.text_scores import write_text_scores
@@ -105,7 +105,7 @@ def _ask_tasks(model: EndpointModel, request: SessionRequest) -> None:
         "seed": request.seed,
         "trust_remote_code": request.trust_tokenizer,
     }
-    with vllm_version():
+    with patched_vllm_version():
         from lm_eval.models import vllm_causallms
     with (
         override_attribute(vllm_causallms, "SamplingParams", dict),
