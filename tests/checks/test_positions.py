@@ -90,5 +90,5 @@ def test_unquantized_checkpoint_is_warning(tmp_path: Path) -> None:
     ]
     assert report.ok
     assert len(warned) == 1
-    assert [each.what for each in report.idle] == ["digests"]
-    assert "idle" not in json.loads(to_json(report))
+    assert [each.what for each in report.skipped_checks] == ["digests"]
+    assert "skipped_checks" not in json.loads(to_json(report))

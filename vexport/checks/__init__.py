@@ -126,7 +126,7 @@ def check_checkpoint(
     """
     root = root or Path(name)
     require_config(root)
-    not_judged, idle = tuple[NotJudged, ...](), tuple[NotJudged, ...]()
+    not_judged, skipped_checks = tuple[NotJudged, ...](), tuple[NotJudged, ...]()
     vllm = target.vllm or PINNED
     try:
         index = read_index(root)
@@ -136,9 +136,9 @@ def check_checkpoint(
             # Several families may report the same unreadable file.
             findings = tuple(dict.fromkeys(findings_on(view, against)))
             not_judged = tuple(parts_not_judged(view))
-            idle = tuple(shards.without_digests(view))
-            if idle and against is None and view.quantization.values is not None:
-                idle += (NotJudged(what=VALUES, why=_NO_REFERENCE),)
+            skipped_checks = tuple(shards.without_digests(view))
+            if skipped_checks and against is None and view.quantization.values is not None:
+                skipped_checks += (NotJudged(what=VALUES, why=_NO_REFERENCE),)
     except InputError as problem:
         findings = findings_of(problem)
     except OSError as error:
@@ -149,7 +149,7 @@ def check_checkpoint(
         ok=ok,
         findings=findings,
         not_judged=not_judged,
-        idle=idle,
+        skipped_checks=skipped_checks,
         vllm=short_version(vllm),
         tp=tuple(target.tp) or (1,),
         sm=tuple(target.sm),

@@ -181,7 +181,7 @@ def _evaluate(
         raise InputError(
             f"tasks {', '.join(request.tasks)}", got=str(error), need=need, fix=fix
         ) from error
-    if request.lm_eval.plain_as_is and (
+    if request.lm_eval.no_template_for_plain_text and (
         plain := [str(task.task_name) for task in _likelihood_tasks(tasks)]
     ):
         results["config"][UNTEMPLATED] = plain
@@ -202,10 +202,11 @@ class _Evaluation:
     tracker: "EvaluationTracker"
 
     def load(self) -> "list[Task | Group]":
-        """Load the tasks. With `plain_as_is`, tasks that score plain text get no chat template."""
+        """Load the tasks. Disable the chat template for plain text if the settings require it."""
         tasks = load_tasks(self.request, self.manager, self.request.tasks)
-        for task in _likelihood_tasks(tasks) if self.request.lm_eval.plain_as_is else ():
-            _disable_chat_template(task)
+        if self.request.lm_eval.no_template_for_plain_text:
+            for task in _likelihood_tasks(tasks):
+                _disable_chat_template(task)
         return tasks
 
     def run(self, tasks: "list[Task | Group]", limit: float | None, seed: int = 0) -> "EvalResults":

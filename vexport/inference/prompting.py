@@ -56,7 +56,7 @@ def lm_eval_settings(settings: Evaluate, models: Mapping[str, Path]) -> LmEvalSe
     given = settings.model_dump(include={field.name for field in fields(LmEvalSettings)})
     decided = {
         "apply_chat_template": template,
-        "plain_as_is": bool(template) and settings.apply_chat_template is None,
+        "no_template_for_plain_text": bool(template) and settings.apply_chat_template is None,
         "fewshot_as_multiturn": bool(template) if multiturn is None else multiturn,
     }
     return LmEvalSettings(**{**given, **decided})

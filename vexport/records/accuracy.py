@@ -156,7 +156,8 @@ class LmEvalSettings:
 
     - `num_fewshot` has no effect on a task that is defined with 0 examples.
     - `apply_chat_template` is the name of a template, or True for the default template.
-    - `plain_as_is` skips the template for tasks that score the log-likelihood of plain text.
+    - `no_template_for_plain_text` skips the template for tasks that score the log-likelihood of
+      plain text (`plain_as_is` in JSON).
     - `fewshot_as_multiturn` has no effect without a template.
     - `gen_kwargs` override the keys of tasks that generate text, key by key.
     - `max_gen_toks` is the maximum number of new tokens if the task does not set it.
@@ -168,7 +169,7 @@ class LmEvalSettings:
 
     num_fewshot: int | None = None
     apply_chat_template: bool | str = False
-    plain_as_is: bool = False
+    no_template_for_plain_text: bool = field(default=False, metadata={"alias": "plain_as_is"})
     fewshot_as_multiturn: bool = False
     system_instruction: str | None = None
     gen_kwargs: GenKwargs = field(default_factory=dict)
@@ -221,9 +222,9 @@ class Prompting:
 class Score:
     """Value of a metric for a model on a task, with a two-sided 1 - 2*alpha interval.
 
-    The value is the mean over the documents, or lm-eval's aggregate for other metrics. The interval
-    is Wilson's if each document is right or wrong. For other metrics it is a bootstrap interval in
-    the metric's units.
+    The value is the mean over the documents, or the metric's aggregate of them (such as a
+    perplexity). The interval is Wilson's if each document is right or wrong. For other metrics it
+    is a bootstrap interval in the metric's units.
     """
 
     task: str
@@ -261,8 +262,9 @@ class Comparison:
 
     A positive difference means that the candidate is better. The bounds are one-sided, at 1 -
     alpha. `outcome` compares them with the margin. It is always INCONCLUSIVE if the metric cannot
-    decide a verdict. `higher_is_better` describes the values of single documents. `unit` is None in
-    reports of older versions.
+    decide a verdict. `higher_is_better` is True if a higher score of a single document is better.
+    For perplexities, this score is the document's log-likelihood. `unit` is None in reports of
+    older versions.
 
     `baseline` and `candidate` are lm-eval's aggregates. For perplexities, the difference is in
     nats: the logarithm of the ratio of both perplexities, with a negative sign if the perplexity
@@ -330,8 +332,9 @@ class TaskVerdict:
       tasks, `high` is at the level of Holm's step instead.
     - `recovery` is candidate / baseline. It is None if lower scores are better or if the baseline's
       mean is not positive.
-    - `unit` is the unit of the difference, and `higher_is_better` describes the scores of single
-      documents. `unit` is None in reports of older versions.
+    - `unit` is the unit of the difference. It is None in reports of older versions.
+    - `higher_is_better` is True if a higher score of a single document is better. For perplexities,
+      this score is the document's log-likelihood.
     - The values of `baseline` and `candidate` are lm-eval's aggregates. For perplexities, the
       difference is in nats: the logarithm of the ratio of both perplexities, with a negative sign
       if the perplexity rises.
@@ -354,8 +357,8 @@ class TaskVerdict:
       sampled responses per document that would settle the outcome without more documents.
     - `documents_available` is the number of documents in the whole task, or None if it was not
       recorded. If it is smaller than `documents_needed`, `settling_margin` is the smallest margin
-      that the whole task would settle with PASS at the present difference. It is None if the scores
-      are not shares.
+      at which all documents of the task would give PASS, if the difference stays the same. It is
+      None if the scores are not shares.
     - `uninformative` is the reason why the task cannot show a loss, such as a baseline that is no
       better than chance. The candidate then cannot pass. It is empty for informative tasks.
 
@@ -480,9 +483,10 @@ class TextLimit:
 
     The values are nats per token; for the acceptance length they are shares. `low` and `high` are
     the bounds that decide, None for a single row. `high` is at 1 - alpha. `low` is at 1 - alpha /
-    tests, because each measure in each bucket can fail. `rows_needed` is the number of rows that
-    would settle an INCONCLUSIVE outcome, or None if no number would. `bucket` is the start and the
-    end of the tokens in each row; it is None if the measure covers all tokens.
+    n. Here n is the number of measures in all buckets together, because each of them can fail.
+    `rows_needed` is the number of rows that would settle an INCONCLUSIVE outcome, or None if no
+    number would. `bucket` is the start and the end of the tokens in each row; it is None if the
+    measure covers all tokens.
     """
 
     measure: TextMeasure
@@ -648,7 +652,8 @@ class Verdict:
     - `accepted` describes the accepted baseline, if the candidate was compared with one.
     - `candidate` is the kind of model that was compared with the baseline.
 
-    Reports of older versions have the default values of the last five.
+    In reports of older versions, `measured`, `fingerprint`, `baseline_fingerprint`, `accepted` and
+    `candidate` have their default values.
     """
 
     schema: Literal["vexport.verdict/1"] = "vexport.verdict/1"

@@ -9,7 +9,7 @@ from vexport.errors import VexportError
 Severity = Literal["error", "warning", "info"]
 # Separates the cause of vLLM's refusal from vLLM's message, which only JSON and --all show.
 MESSAGE_SEPARATOR = "; vLLM's message: "
-# Entry of `CheckReport.idle` if numbers were not compared with the original model.
+# Entry of `CheckReport.skipped_checks` if numbers were not compared with the original model.
 VALUES = "values of weights and scales"
 
 
@@ -84,10 +84,10 @@ class CheckReport:
     ok: bool
     findings: tuple[Finding, ...]
     not_judged: tuple[NotJudged, ...] = ()
-    # Families of checks that had nothing to compare with, for JUnit. Pydantic reads `exclude` from
-    # the metadata and does not write the field to JSON. `pydantic.Field` is not used, because
-    # `--help` would then import pydantic.
-    idle: tuple[NotJudged, ...] = field(default=(), metadata={"exclude": True})
+    # Families of checks that were skipped, such as `digests` without any recorded digest. JUnit
+    # lists them. Pydantic reads `exclude` from the metadata and does not write the field to JSON.
+    # `pydantic.Field` is not used, because `--help` would then import pydantic.
+    skipped_checks: tuple[NotJudged, ...] = field(default=(), metadata={"exclude": True})
     vllm: str = ""
     tp: tuple[int, ...] = ()
     sm: tuple[int, ...] = ()
@@ -224,8 +224,9 @@ class MatrixCell:
     - "other precision": it loads, but computes in another precision than stored
     - "not shown": only a load on a real device can show the result
 
-    Only cells with `needed` decide the result. `precision` names the bits of weight and activation
-    (W8A16), `kernel` is vLLM's class, and `reason` is vLLM's message if it refuses.
+    `needed` is True if the checkpoint must load in this cell. A faulty cell is an error even if it
+    is not needed. `precision` names the bits of weight and activation (W8A16), `kernel` is vLLM's
+    class, and `reason` is vLLM's message if it refuses.
     """
 
     tp: int

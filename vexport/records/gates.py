@@ -36,20 +36,20 @@ class Gate:
 
     @property
     def summary(self) -> str:
-        """Return the number of findings if a report lists them, else the message."""
+        """Return the number of findings, or the message if there are no findings."""
         return finding_counts(self.findings) if self.findings else self.message
 
 
 def findings_gate(
-    name: str, findings: Sequence[Finding], *, ok: bool = True, every: bool = False
+    name: str, findings: Sequence[Finding], *, ok: bool = True, with_message: bool = False
 ) -> Gate:
     """Return a gate that fails if a finding is an error or if `ok` is False.
 
     The message is the first error, or the number of findings if there is no error. The gate's
     findings are sorted by severity. If vLLM refuses the checkpoint, a finding has the cause and
-    vLLM's message. The message is removed unless `every` is True.
+    vLLM's message. The message is removed unless `with_message` is True.
     """
-    shown = findings if every else [finding.brief for finding in findings]
+    shown = findings if with_message else [finding.brief for finding in findings]
     ordered = tuple(sorted(shown, key=lambda finding: SEVERITIES.index(finding.severity)))
     errors = [finding for finding in ordered if finding.severity == "error"]
     if errors:
@@ -60,13 +60,13 @@ def findings_gate(
 
 
 def checkpoint_gate(
-    name: str, report: CheckReport | DryLoadReport | LoadReport, *, every: bool = False
+    name: str, report: CheckReport | DryLoadReport | LoadReport, *, with_message: bool = False
 ) -> Gate:
     """Return the gate of a checkpoint.
 
     It fails if the report is not ok, even if the report has no error.
     """
-    return findings_gate(name, report.findings, ok=report.ok, every=every)
+    return findings_gate(name, report.findings, ok=report.ok, with_message=with_message)
 
 
 def load_gate(name: str, report: LoadReport) -> Gate:
@@ -103,7 +103,7 @@ def _family_gates(report: CheckReport, families: Sequence[str]) -> Iterator[Gate
     findings: dict[str, list[Finding]] = {name: [] for name in families}
     for finding in report.findings:
         findings.setdefault(finding.check, []).append(finding)
-    reasons: Mapping[str, str] = {each.what: each.why for each in report.idle}
+    reasons: Mapping[str, str] = {each.what: each.why for each in report.skipped_checks}
     for name, found in findings.items():
         if name in reasons and not found:
             yield Gate(name=name, status="SKIPPED", message=f"not judged: {reasons[name]}")

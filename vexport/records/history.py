@@ -1,6 +1,6 @@
 """Records of a history: the results of one model in time, and the tasks that regressed."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from vexport.records.accuracy import TaskVerdict, TextLimit
@@ -20,9 +20,9 @@ class HistoryTask:
 
     `value` is the model's score. `verdict` has the change against the baseline, without documents.
     For a measure of text, `limit` has the change and `value` is None. In the row of an accepted
-    baseline, `verdict` and `limit` are None. `event` compares the task with earlier rows. `apart`
-    lists the reasons why the task cannot be compared with the row before: other documents, another
-    baseline or another margin.
+    baseline, `verdict` and `limit` are None. `event` compares the task with earlier rows.
+    `incomparable_reasons` (`apart` in JSON) lists the reasons why the task cannot be compared with
+    its latest earlier result, such as other documents, another baseline or another margin.
     """
 
     name: str
@@ -33,7 +33,7 @@ class HistoryTask:
     verdict: TaskVerdict | None = None
     limit: TextLimit | None = None
     event: RowEvent = ""
-    apart: tuple[str, ...] = ()
+    incomparable_reasons: tuple[str, ...] = field(default=(), metadata={"alias": "apart"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ class Pace:
     done_at_begin: float = 0.0
     _paused: float = field(default=0.0, init=False)
     _share: float = field(default=0.0, init=False)
-    # Time without pauses and work at the first report after the begin.
+    # First report after the begin: its time minus all pauses, and the work that was done by then.
     _first: tuple[float, float] | None = field(default=None, init=False)
 
     def pause(self, seconds: float) -> None:

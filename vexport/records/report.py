@@ -158,7 +158,8 @@ class History:
     """Results of one model in time, oldest first. Each row has a `history`.
 
     `outcome` is the outcome of the newest run, None if there are only accepted baselines.
-    `headline` describes the history. `command` (or "") and `advice` are the next step.
+    `headline` describes the history. `advice` is a sentence on the next step, and `command` is a
+    command for it. Both may be empty.
     """
 
     rows: tuple[ComparedRun, ...]
@@ -199,7 +200,10 @@ class ComparedVariant:
 
     @property
     def name(self) -> str:
-        """Name of the variant in sentences: its setting, and its version of vLLM if several run."""
+        """Name of the variant in sentences: its setting.
+
+        The version of vLLM is added if vLLM runs in another interpreter than vexport's.
+        """
         return f"{self.setting} with vLLM {self.vllm}" if self.vllm_python else self.setting
 
 

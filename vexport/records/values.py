@@ -18,8 +18,9 @@ PROGRESS_STEP = ": step "
 # End of the name of a stage that reports elapsed seconds and expected seconds. Displays show a
 # share and the time left.
 SECONDS = " (seconds)"
-# Name of the stage in which kernels are compiled. Reports after the first have the seconds of all
-# compilations until then, both as done and as total. The time left of other stages excludes them.
+# Name of the stage in which kernels are compiled. From the second report on, `done` and `total` are
+# both the seconds that all compilations have taken so far. Other stages exclude this time from
+# their estimates.
 COMPILATION = "compile kernels (only once)"
 
 

@@ -59,7 +59,7 @@ def _not_judged(report: CheckReport, *, every: bool) -> doc.Listing | None:
 
 
 def _not_compared(report: CheckReport) -> doc.Listing | None:
-    entries = [str(each) for each in report.idle if each.what == VALUES]
+    entries = [str(each) for each in report.skipped_checks if each.what == VALUES]
     return doc.Listing(row(*entries), "not compared") if entries else None
 
 
@@ -118,7 +118,7 @@ def with_load_names(reports: Sequence[T]) -> list[T]:
 def _document(
     gate_name: str, report: CheckpointReport, *content: doc.Part | None, every: bool = False
 ) -> doc.Document:
-    gate = checkpoint_gate(gate_name, report, every=every)
+    gate = checkpoint_gate(gate_name, report, with_message=every)
     findings = tuple((gate_name, finding) for finding in gate.findings)
     return doc.Document(
         title=report.checkpoint,

@@ -68,7 +68,8 @@ def _step(point: Point, earlier: Sequence[Point]) -> _Step:
     compared: list[Point | None] = []
     for task in point.tasks:
         event, before = _task_event(point, task, earlier)
-        tasks.append(replace(task, event=event, apart=tuple(_obstacles(point, task, earlier))))
+        reasons = tuple(_obstacles(point, task, earlier))
+        tasks.append(replace(task, event=event, incomparable_reasons=reasons))
         compared.append(before)
     load_event, loaded_before = _load_event(point, earlier)
     events = [load_event, *(task.event for task in tasks)]
@@ -231,8 +232,8 @@ def _row(steps: Sequence[_Step], number: int, first: _Step | None) -> ComparedRu
     before = steps[number - 1].point if number else None
     notes = list(point.notes)
     for task in step.tasks:
-        if task.apart:
-            reasons = "; ".join(task.apart)
+        if task.incomparable_reasons:
+            reasons = "; ".join(task.incomparable_reasons)
             notes.append(f"{task.name} cannot be compared with the row before: {reasons}")
     history = RowHistory(
         kind=point.kind,
@@ -368,8 +369,8 @@ def _aftermath(shown: _Step, later: Sequence[_Step]) -> str:
     if later[-1].event == "still fails":
         return f" The newest run, {_title(newest)} ({_day(newest)}), still fails."
     outcome = newest.row.outcome or "not judged"
-    apart = [task.apart for task in later[-1].tasks if task.apart]
-    why = f", but with {apart[0][0]}" if apart else ""
+    reasons = [reason for task in later[-1].tasks for reason in task.incomparable_reasons]
+    why = f", but with {reasons[0]}" if reasons else ""
     return f" The newest run, {_title(newest)} ({_day(newest)}), is {outcome}{why}."
 
 
