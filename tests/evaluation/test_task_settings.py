@@ -13,7 +13,7 @@ from tests.evaluation.make import make_group
 from vexport.engine.messages import SessionRequest
 from vexport.errors import InputError
 from vexport.evaluation.task_settings import require_valid_settings
-from vexport.inference.answer_sources import EngineSource
+from vexport.inference.response_sources import EngineSource
 from vexport.inference.task_data import load_tasks, loaded_metrics, task_manager, tasks_as_data
 from vexport.inference.tasks import DEFAULT_METRICS, TaskMetrics, metrics_in_file, resolve_tasks
 from vexport.scenario import Evaluate
@@ -30,10 +30,10 @@ def corpus(tmp_path: Path) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
-    def ask(*given: object) -> None:
+    def get_responses(*given: object) -> None:
         raise AssertionError("an engine starts")
 
-    monkeypatch.setattr(EngineSource, "ask", ask)
+    monkeypatch.setattr(EngineSource, "get_responses", get_responses)
 
 
 @pytest.mark.parametrize(

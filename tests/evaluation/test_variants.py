@@ -17,9 +17,9 @@ from vexport.engine.installed import installed_text
 from vexport.engine.messages import EngineFailure, SessionResult
 from vexport.engine.session import EngineFault
 from vexport.errors import EnvironmentFault, InputError, InputErrors, VexportError
-from vexport.inference.answer_sources import EngineSource, Questions
 from vexport.inference.answers import Answers, ServedSession
 from vexport.inference.prompts import Prompts
+from vexport.inference.response_sources import EngineSource, Questions
 from vexport.outputs.manifest import record
 from vexport.run.directory import KIND
 from vexport.run.stages.variants import folder_names
@@ -46,7 +46,7 @@ class FakeEngine:
         self.checked += [serve.given for serve in serves]
         return problems(serves, python)
 
-    def ask(self, source: EngineSource, questions: Questions, folder: Path) -> Answers:
+    def get_responses(self, source: EngineSource, questions: Questions, folder: Path) -> Answers:
         """Copy the results of a run, or fail like vLLM."""
         name = str(source.arguments.get("load_format", "baseline"))
         self.requested.append(name)
@@ -86,7 +86,9 @@ def problems(serves: list[Serve], python: Path | None) -> list[tuple[VexportErro
 @pytest.fixture
 def fake(lm_eval_runs: Path, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     engine = FakeEngine(lm_eval_runs)
-    monkeypatch.setattr(EngineSource, "ask", lambda self, *given: engine.ask(self, *given))
+    monkeypatch.setattr(
+        EngineSource, "get_responses", lambda self, *given: engine.get_responses(self, *given)
+    )
     monkeypatch.setattr("vexport.run.stages.variants.find_problems", engine.problems)
     monkeypatch.setattr("vexport.run.stages.serving.local_sessions", lambda run: None)
     return engine

@@ -12,7 +12,7 @@ from vexport.errors import EnvironmentFault, InputError
 from vexport.inference.drafts import count_drafts
 from vexport.inference.endpoint.model import EndpointModel
 from vexport.inference.endpoint.server import API_KEY, Server, require_address
-from vexport.inference.kept_answers import KeptAnswers
+from vexport.inference.stored_responses import StoredResponses
 from vexport.records import Endpoint, Json, silent
 
 PROMPTS = [[number, 1] for number in range(100)]
@@ -34,7 +34,7 @@ def endpoint(server: AddingServer, *, retry: float = 30.0, timeout: float = 30.0
 def answers_of(
     server: Endpoint, file: Path, prompts: list[list[int]] = PROMPTS, *, again: int = 0
 ) -> list[str]:
-    model = EndpointModel(Server(server), KeptAnswers(file), lambda *_: None)
+    model = EndpointModel(Server(server), StoredResponses(file), lambda *_: None)
     model.begin_step("", len(prompts))
     for _ in range(again):
         model.start_round()
@@ -108,7 +108,9 @@ def test_finish_reasons_are_kept(
 ) -> None:
     """A server that never returns a finish reason receives one request per answer."""
     server.finish_reason = given
-    model = EndpointModel(Server(endpoint(server)), KeptAnswers(tmp_path / "kept"), lambda *_: None)
+    model = EndpointModel(
+        Server(endpoint(server)), StoredResponses(tmp_path / "kept"), lambda *_: None
+    )
     model.begin_step("", 2)
     (answer, _) = model.generate([{"prompt_token_ids": [n]} for n in (1, 2)], [{}, {}], False, None)
     text = answer.outputs[0].text
@@ -131,7 +133,7 @@ def test_answers_of_older_versions_are_reused(server: AddingServer, tmp_path: Pa
 
 def test_drafts_are_counted_for_each_prompt(server: AddingServer) -> None:
     server.drafts = (50, 150, 100)
-    model = EndpointModel(Server(endpoint(server)), KeptAnswers(None), silent)
+    model = EndpointModel(Server(endpoint(server)), StoredResponses(None), silent)
     counts = count_drafts(model, PROMPTS[:3])
     assert [(c.drafts, c.draft_tokens, c.accepted_tokens) for c in counts] == [server.drafts] * 3
     assert server.answered == PROMPTS[:3]
@@ -147,7 +149,7 @@ def test_drafts_are_counted_for_each_prompt(server: AddingServer) -> None:
 
 
 def test_changed_model_is_refused(server: AddingServer, tmp_path: Path) -> None:
-    kept = KeptAnswers(tmp_path / "kept")
+    kept = StoredResponses(tmp_path / "kept")
     model = EndpointModel(Server(endpoint(server)), kept, lambda *_: None)
     model.begin_step("", 1)
     server.root = "models/subtracter"

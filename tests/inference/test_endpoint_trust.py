@@ -11,8 +11,8 @@ from vexport.inference.drafts import count_drafts
 from vexport.inference.endpoint.model import EndpointModel
 from vexport.inference.endpoint.server import Server
 from vexport.inference.endpoint.tokenizer import tokenizer_of
-from vexport.inference.kept_answers import KeptAnswers
 from vexport.inference.options import EngineOptions
+from vexport.inference.stored_responses import StoredResponses
 from vexport.records import Endpoint, silent
 from vexport.scenario import Evaluate
 from vexport.scenario.serve import Serve
@@ -76,4 +76,4 @@ def test_invalid_counters_are_one_error(content: bytes) -> None:
         return Sent(content=content) if path == "/metrics" else sound(path, body)
 
     with replying(reply) as url, pytest.raises(VexportError, match="/metrics|not a count"):
-        count_drafts(EndpointModel(connect(url), KeptAnswers(None), silent), [[3, 4]])
+        count_drafts(EndpointModel(connect(url), StoredResponses(None), silent), [[3, 4]])

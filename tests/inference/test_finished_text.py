@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from vexport.inference.kept_answers import FinishedText
+from vexport.inference.stored_responses import FinishedText
 
 
 def through_pickle(text: FinishedText) -> FinishedText:

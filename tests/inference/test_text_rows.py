@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from vexport.inference.answer_sources import arguments_for_text
+from vexport.inference.response_sources import arguments_for_text
 from vexport.inference.text_rows import read_rows, truncated_rows
 from vexport.scenario import Evaluate
 from vexport.scenario.serve import EngineArguments

@@ -14,9 +14,9 @@ from vexport.errors import EnvironmentFault
 from vexport.inference.endpoint.model import TEXT, EndpointModel
 from vexport.inference.endpoint.server import Server
 from vexport.inference.engine_model import top_tokens
-from vexport.inference.kept_answers import KeptAnswers
 from vexport.inference.model import Question
 from vexport.inference.row_scores import NO_TOKEN, scores_from_json, scores_of_flat, scores_to_json
+from vexport.inference.stored_responses import StoredResponses
 from vexport.inference.text_scores import rows_to_repeat, write_text_scores
 from vexport.records import Endpoint, silent
 
@@ -25,7 +25,7 @@ ROWS = [[5, 3, 9], [2, 8]]
 
 def model_at(url: str, kept: Path | None = None) -> EndpointModel:
     server = Server(Endpoint(url=url, model="adder", request_timeout=20, retry_seconds=0))
-    return EndpointModel(server, KeptAnswers(kept), silent, vocabulary=100)
+    return EndpointModel(server, StoredResponses(kept), silent, vocabulary=100)
 
 
 def test_server_scores(tmp_path: Path) -> None:

@@ -7,8 +7,9 @@ be compared with a server. `vexport.evaluation` computes results from the respon
 
 In the process of the command:
 
-- `answer_sources.py`: the sources of responses behind one interface, `AnswerSource.ask`: an engine
-  of vLLM (`EngineSource`), a server (`EndpointSource`), and existing results (`ExistingResults`).
+- `response_sources.py`: the sources of responses behind one interface,
+  `ResponseSource.get_responses`: an engine of vLLM (`EngineSource`), a server (`EndpointSource`),
+  and existing results (`ExistingResults`).
 - `answers.py`: the types of responses that a source returns.
 - `prompts.py`, `text_rows.py`, `prompting.py`, `tasks.py`, `requested_tasks.py`: the prompts of a
   model: fixed prompts, rows of a text, and tasks of lm-eval with their settings.
@@ -27,7 +28,7 @@ In worker processes, which import vLLM and lm-eval:
   (`lm_eval_model.py`). `silent_model.py` is a `Model` that only builds prompts.
 - `text_scores.py` writes the log-probabilities of a text (`row_scores.py`), and `drafts.py` counts
   the accepted drafts of speculative decoding.
-- `kept_answers.py`: responses on disk, so that a killed session resumes with the remaining prompts.
+- `stored_responses.py`: responses on disk, so that a killed session resumes with the remaining prompts.
 - `engine_worker.py` and `endpoint/worker.py`: the programs of the worker processes.
 
 `endpoint/` contains the client of a server: HTTP (`client.py`), the parser of replies

@@ -12,9 +12,9 @@ from safetensors.torch import save_file
 
 from vexport.engine.messages import CANARY_TOKENS, DRAFT_TOKENS, SessionRequest, draft_counts
 from vexport.files import atomic_path
-from vexport.inference.kept_answers import KeptAnswers, answer_to_json
 from vexport.inference.model import Model, Question, TokenIds, override_attribute
 from vexport.inference.row_scores import RowScores, scores_of_flat
+from vexport.inference.stored_responses import StoredResponses, answer_to_json
 from vexport.records import Canary, DraftCounts, Json, OnProgress
 
 if TYPE_CHECKING:
@@ -46,11 +46,11 @@ class EngineModel(Model):
     def __init__(
         self,
         llm: "LLM",
-        kept_answers: KeptAnswers,
+        stored_responses: StoredResponses,
         on_progress: OnProgress,
         batch_size: int | None = None,
     ) -> None:
-        super().__init__(kept_answers, on_progress)
+        super().__init__(stored_responses, on_progress)
         self._llm = llm
         self.llm_engine = llm.llm_engine
         most = int(llm.llm_engine.vllm_config.scheduler_config.max_num_seqs)
@@ -62,7 +62,7 @@ class EngineModel(Model):
         for first in range(0, len(keys), self._batch_size):
             batch = keys[first : first + self._batch_size]
             answers = self._ask_batch([questions[key] for key in batch])
-            self.kept_answers.add(dict(zip(batch, answers, strict=True)))
+            self.stored_responses.add(dict(zip(batch, answers, strict=True)))
 
     def _ask_batch(self, questions: Sequence[Question]) -> list[Json]:
         from lm_eval.models.vllm_causallms import VLLM

@@ -26,10 +26,10 @@ def ask_engine(
     """Run the request on an engine built with `arguments`. Return `result` with the responses."""
     from vexport.inference.drafts import count_drafts
     from vexport.inference.engine_model import EngineModel, run_canaries, write_logprobs
-    from vexport.inference.kept_answers import KeptAnswers
+    from vexport.inference.stored_responses import StoredResponses
     from vexport.inference.text_scores import write_text_scores
 
-    model = EngineModel(llm, KeptAnswers(None), on_progress)
+    model = EngineModel(llm, StoredResponses(None), on_progress)
     if request.canaries:
         result = replace(result, canaries=run_canaries(llm, request, on_progress))
     if request.logprob_prompts and request.logprobs_file is not None:

@@ -11,8 +11,8 @@ import jinja2
 from pydantic import JsonValue
 
 from vexport.errors import InputError
-from vexport.inference.kept_answers import FinishedText
 from vexport.inference.model import Model, override_attribute
+from vexport.inference.stored_responses import FinishedText
 from vexport.records import LmEvalSettings
 from vexport.records.patterns import TEMPLATE_SECONDS, time_limit
 

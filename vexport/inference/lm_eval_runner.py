@@ -21,11 +21,11 @@ from vexport.errors import EnvironmentFault, InputError, VexportError, raise_all
 from vexport.files import atomic_path
 from vexport.inference.added_keys import FINISH_REASON, SEED, UNTEMPLATED
 from vexport.inference.engine_model import EngineModel
-from vexport.inference.kept_answers import FinishedText, KeptAnswers, open_kept_answers
 from vexport.inference.lm_eval_model import ModelArguments, wrap_model
 from vexport.inference.model import Model, override_attribute
 from vexport.inference.questions import changed_questions
 from vexport.inference.repeated import compare_rows, documents_to_repeat, write_repeated
+from vexport.inference.stored_responses import FinishedText, StoredResponses, open_stored_responses
 from vexport.inference.task_data import (
     explained_downloads,
     load_tasks,
@@ -58,9 +58,9 @@ def run_tasks(
 ) -> None:
     """Evaluate `request.tasks` on an engine that was built with `model_args`; see `ask_tasks`."""
     arguments = constructor_arguments(model_args)
-    kept = KeptAnswers(None)
+    kept = StoredResponses(None)
     if request.identity is not None and request.output is not None:
-        kept = open_kept_answers(request.output, f"{request.identity} {engine_words()}")
+        kept = open_stored_responses(request.output, f"{request.identity} {engine_words()}")
     size = request.lm_eval.batch_size
     answering_model = EngineModel(llm, kept, progress, size if isinstance(size, int) else None)
     ask_tasks(answering_model, arguments, request)

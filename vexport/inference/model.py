@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from vexport.inference.kept_answers import KeptAnswers, answer_from_json
+from vexport.inference.stored_responses import StoredResponses, answer_from_json
 from vexport.records import DraftCounts, Json, OnProgress
 
 if TYPE_CHECKING:
@@ -46,8 +46,8 @@ class Model(ABC):
 
     llm_engine: object
 
-    def __init__(self, kept_answers: KeptAnswers, on_progress: OnProgress) -> None:
-        self.kept_answers = kept_answers
+    def __init__(self, stored_responses: StoredResponses, on_progress: OnProgress) -> None:
+        self.stored_responses = stored_responses
         self.on_progress = on_progress
         self._round = 0
         self._stage = ""
@@ -56,7 +56,7 @@ class Model(ABC):
 
     @abstractmethod
     def ask(self, questions: Mapping[str, Question]) -> None:
-        """Run all questions, and store the responses in `self.kept_answers` by the questions' keys.
+        """Run all questions. Store the responses in `self.stored_responses` by the questions' keys.
 
         A generated response has the form of `answer_to_json`. The response to a question without
         `parameters` is a pair: the log-likelihood, and whether each token was the likeliest.
@@ -142,14 +142,14 @@ class Model(ABC):
         """
         keys = [self._key(number, question) for number, question in enumerate(questions)]
         by_key = dict(zip(keys, questions, strict=True))
-        left = [key for key in by_key if key not in self.kept_answers]
+        left = [key for key in by_key if key not in self.stored_responses]
         left.sort(key=lambda key: -len(by_key[key].prompt))
         # For the worker's log.
         print(f"{len(keys) - len(left)} of {len(keys)} responses are kept", flush=True)
         self.count(len(keys) - len(left))
         if left:
             self.ask({key: by_key[key] for key in left})
-        return (self.kept_answers[key] for key in keys)
+        return (self.stored_responses[key] for key in keys)
 
     def _key(self, number: int, question: Question) -> str:
         """Return the key of a question's response.

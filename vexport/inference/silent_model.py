@@ -3,9 +3,9 @@
 from collections.abc import Iterator, Mapping, Sequence
 from types import SimpleNamespace
 
-from vexport.inference.kept_answers import KeptAnswers
 from vexport.inference.model import Model, Question, TokenIds
 from vexport.inference.row_scores import RowScores
+from vexport.inference.stored_responses import StoredResponses
 from vexport.records import DraftCounts, silent
 from vexport.scenario.serve import EngineArguments
 
@@ -20,7 +20,7 @@ class SilentModel(Model):
     def __init__(self, arguments: EngineArguments) -> None:
         from vllm.engine.arg_utils import EngineArgs
 
-        super().__init__(KeptAnswers(None), silent)
+        super().__init__(StoredResponses(None), silent)
         config = EngineArgs(**arguments).create_model_config()
         self.llm_engine = SimpleNamespace(model_config=config)
 

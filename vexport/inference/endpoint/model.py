@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from vexport.engine.messages import DRAFT_TOKENS, draft_counts
 from vexport.errors import EnvironmentFault, InputError
 from vexport.inference.endpoint.server import Server, UnreachableError
-from vexport.inference.kept_answers import KeptAnswers, answer_to_json
 from vexport.inference.model import Model, Question, TokenIds
 from vexport.inference.row_scores import (
     RowScores,
@@ -17,6 +16,7 @@ from vexport.inference.row_scores import (
     scores_of_places,
     scores_to_json,
 )
+from vexport.inference.stored_responses import StoredResponses, answer_to_json
 from vexport.records import DraftCounts, Json, OnProgress
 from vexport.records.values import MOST_COUNT
 
@@ -56,11 +56,11 @@ class EndpointModel(Model):
     def __init__(
         self,
         server: Server,
-        kept_answers: KeptAnswers,
+        stored_responses: StoredResponses,
         on_progress: OnProgress,
         vocabulary: int = MOST_COUNT,
     ) -> None:
-        super().__init__(kept_answers, on_progress)
+        super().__init__(stored_responses, on_progress)
         self.server = server
         self.vocabulary = vocabulary
         # vLLM chooses a chat template by these attributes and by the tokenizer's folder.
@@ -91,7 +91,7 @@ class EndpointModel(Model):
                     self._store_answers(fresh)
             self._store_answers(fresh)
         except UnreachableError:
-            self.kept_answers.add({**fresh, **_finished(futures, self.kept_answers)})
+            self.stored_responses.add({**fresh, **_finished(futures, self.stored_responses)})
             raise
         finally:
             if not all(future.done() for future in futures):
@@ -110,11 +110,11 @@ class EndpointModel(Model):
         """Store responses. Raise EnvironmentFault if the server has another model now."""
         if fresh:
             self.server.require_same()
-            self.kept_answers.add(fresh)
+            self.stored_responses.add(fresh)
             fresh.clear()
 
     def _answer(self, question: Question) -> Json:
-        """Send one question to the server, and return the response in the form of `KeptAnswers`.
+        """Send one question to the server, and return the response as `StoredResponses` stores it.
 
         The response to a row of a text has the form of `scores_to_json`. Raises EnvironmentFault if
         the server does not return the ids of the likeliest tokens.
@@ -168,12 +168,14 @@ class EndpointModel(Model):
         return draft_counts(after, "_total") - draft_counts(before, "_total")
 
 
-def _finished(futures: Mapping[Future[Json], str], kept_answers: KeptAnswers) -> dict[str, Json]:
+def _finished(
+    futures: Mapping[Future[Json], str], stored_responses: StoredResponses
+) -> dict[str, Json]:
     """Return the finished responses that are not kept yet, by key."""
     return {
         key: future.result()
         for future, key in futures.items()
-        if key not in kept_answers and _has_result(future)
+        if key not in stored_responses and _has_result(future)
     }
 
 

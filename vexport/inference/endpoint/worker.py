@@ -29,13 +29,13 @@ from vexport.inference.fingerprint import (
     template_of,
     write_fingerprint,
 )
-from vexport.inference.kept_answers import open_kept_answers
 from vexport.inference.lm_eval_runner import (
     ask_tasks,
     patched_vllm_version,
     require_accepted_questions,
 )
 from vexport.inference.model import override_attribute
+from vexport.inference.stored_responses import open_stored_responses
 from vexport.inference.text_scores import write_text_scores
 from vexport.records import PROGRESS_DETAIL, OnProgress
 from vexport.version import __version__
@@ -91,7 +91,7 @@ def _fingerprint(server: Server, request: SessionRequest) -> Fingerprint:
 def _open_model(server: Server, request: SessionRequest, on_progress: OnProgress) -> EndpointModel:
     """Return the server's model, with the stored responses of earlier calls in `request.output`."""
     assert request.output is not None
-    kept = open_kept_answers(request.output, to_json(_fingerprint(server, request)))
+    kept = open_stored_responses(request.output, to_json(_fingerprint(server, request)))
     return EndpointModel(server, kept, on_progress, _largest_vocabulary(request))
 
 

@@ -25,14 +25,6 @@ from vexport.evaluation.drift import measure_drift as drift_between
 from vexport.evaluation.load_judgement import judge_by_reference
 from vexport.evaluation.task_settings import require_valid_settings
 from vexport.files import digest_file, user_path
-from vexport.inference.answer_sources import (
-    DEFAULT_LM_EVAL,
-    AnswerSource,
-    EndpointSource,
-    EngineSource,
-    ExistingResults,
-    Questions,
-)
 from vexport.inference.answers import Answers, ServedSession
 from vexport.inference.endpoint.server import require_address
 from vexport.inference.endpoint.tokenizer import tokenizer_of
@@ -40,6 +32,14 @@ from vexport.inference.options import BASELINE, CANDIDATE
 from vexport.inference.prompting import lm_eval_settings
 from vexport.inference.prompts import CONTINUED_PROMPTS
 from vexport.inference.requested_tasks import fetch_tasks
+from vexport.inference.response_sources import (
+    DEFAULT_LM_EVAL,
+    EndpointSource,
+    EngineSource,
+    ExistingResults,
+    Questions,
+    ResponseSource,
+)
 from vexport.inference.session_folder import clear_session, remove_answers
 from vexport.inference.tasks import task_files
 from vexport.records import (
@@ -227,7 +227,7 @@ def _questions(run: Run, role: str) -> Questions:
     )
 
 
-def _source(run: Run, role: str) -> AnswerSource:
+def _source(run: Run, role: str) -> ResponseSource:
     """Return the source of a model's responses: given results, a server, or vLLM on this machine.
 
     The fixed prompts are an exception. If the model has a server and a checkpoint, they run in vLLM
@@ -282,13 +282,13 @@ def _serve(run: Run, role: str) -> ServedSession:
     folder = run.place(role)
     clear_session(folder, run.root)
     if model.url is None or model.checkpoint is None:
-        served = _source(run, role).ask(questions, folder).served
+        served = _source(run, role).get_responses(questions, folder).served
     else:
         without_tasks = questions.evaluate.model_copy(update={"tasks": ()})
         prompts = replace(questions, evaluate=without_tasks)
-        served = _engine(run, role).ask(prompts, folder).served
+        served = _engine(run, role).get_responses(prompts, folder).served
         if served is not None and served.result.failure is None:
-            _source(run, role).ask(questions, folder)
+            _source(run, role).get_responses(questions, folder)
     remove_answers(folder)
     assert served is not None
     return served
@@ -523,4 +523,4 @@ def _answers(run: Run, role: str, served: ServedSession | None) -> Answers:
     """Return a model's responses, from its session in this run or from given results."""
     if run.needs_answers(role):
         return Answers(results=run.place(role), served=served)
-    return _source(run, role).ask(_questions(run, role), run.place(role))
+    return _source(run, role).get_responses(_questions(run, role), run.place(role))

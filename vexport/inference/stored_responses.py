@@ -34,7 +34,7 @@ class FinishedText(str):
 
 
 def answer_to_json(text: str, finish_reason: str | None) -> Json:
-    """Return a generated response in the form that `KeptAnswers` stores."""
+    """Return a generated response in the form that `StoredResponses` stores."""
     return {"text": text, "finish_reason": finish_reason or ""}
 
 
@@ -45,7 +45,7 @@ def answer_from_json(answer: Json) -> FinishedText:
     return FinishedText(str(answer), "")
 
 
-class KeptAnswers(dict[str, Json]):
+class StoredResponses(dict[str, Json]):
     """Responses by key, in memory and in a file with a line for each added response.
 
     Without a file, the responses are only in memory. If a killed process left an incomplete last
@@ -76,7 +76,7 @@ class KeptAnswers(dict[str, Json]):
                 file.write(f"{json.dumps({key: answer})}\n")
 
 
-def open_kept_answers(output: Path, identity: str) -> KeptAnswers:
+def open_stored_responses(output: Path, identity: str) -> StoredResponses:
     """Open the stored responses of one model in the folder `output`.
 
     `identity` describes the model and everything that affects its responses, such as versions.
@@ -88,4 +88,4 @@ def open_kept_answers(output: Path, identity: str) -> KeptAnswers:
         if other != file and is_recorded(other):
             other.unlink()
     record(file)
-    return KeptAnswers(file)
+    return StoredResponses(file)

@@ -1,6 +1,6 @@
 """Get a model's responses from an engine of vLLM, from a server, or from existing results.
 
-All three kinds of sources have the same interface, `AnswerSource.ask`.
+All three kinds of sources have the same interface, `ResponseSource.get_responses`.
 """
 
 from abc import ABC, abstractmethod
@@ -76,11 +76,11 @@ class Questions:
     accepted: QuestionDigests = field(default_factory=dict)
 
 
-class AnswerSource(ABC):
+class ResponseSource(ABC):
     """A source of responses: a model that runs, or existing results of a model."""
 
     @abstractmethod
-    def ask(self, questions: Questions, folder: Path) -> Answers:
+    def get_responses(self, questions: Questions, folder: Path) -> Answers:
         """Return the responses of the model. Write their files and the log to `folder`.
 
         If vLLM refuses a checkpoint, the returned session has the failure.
@@ -92,18 +92,18 @@ class AnswerSource(ABC):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExistingResults(AnswerSource):
+class ExistingResults(ResponseSource):
     """Existing results of lm-eval in a file or folder. No model runs."""
 
     results: Path
 
-    def ask(self, questions: Questions, folder: Path) -> Answers:
+    def get_responses(self, questions: Questions, folder: Path) -> Answers:
         """Return the results and ignore `questions`. The comparison checks the tasks later."""
         return Answers(results=self.results)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RunningModel(AnswerSource):
+class RunningModel(ResponseSource):
     """A model that runs and returns responses.
 
     `role` names the model in progress and errors. The baseline has the role `BASELINE`.
@@ -128,7 +128,7 @@ class EngineSource(RunningModel):
     checkpoint: Path
     arguments: EngineArguments
 
-    def ask(self, questions: Questions, folder: Path) -> Answers:
+    def get_responses(self, questions: Questions, folder: Path) -> Answers:
         """Start vLLM, and run the fixed prompts and the tasks or the text."""
         folder.mkdir(parents=True, exist_ok=True)
         settings = questions.evaluate
@@ -265,7 +265,7 @@ class EndpointSource(RunningModel):
     tokenizer: Path
     trust_tokenizer: bool = False
 
-    def ask(self, questions: Questions, folder: Path) -> Answers:
+    def get_responses(self, questions: Questions, folder: Path) -> Answers:
         """Send the tasks or the text to the server, and return its responses."""
         folder.mkdir(parents=True, exist_ok=True)
         settings = questions.evaluate
