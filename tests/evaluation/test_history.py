@@ -90,7 +90,7 @@ def test_verdict_records_its_circumstances(lm_eval_runs: Path, tmp_path: Path) -
     file = accept(lm_eval_runs, tmp_path / "accepted.json", BEFORE)
     judged = decide(file, lm_eval_runs / "worse", margin=MARGIN, alpha=0.05)
     results = read_results(lm_eval_runs / "worse")
-    assert judged.measured == results.measured
+    assert judged.measured == results.measured_at
     assert datetime.fromisoformat(judged.measured).tzinfo is not None
     assert judged.fingerprint == results.fingerprint
     assert judged.baseline_fingerprint == read_accepted(file).fingerprint

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from vexport.api.common import Name, OnNote, OnProblem, python_warning
 from vexport.api.engine import Engine
-from vexport.evaluation.accepted_settings import Measured, with_accepted_settings
+from vexport.evaluation.accepted_settings import CompletedSettings, with_accepted_settings
 from vexport.plan.source import require_trusted_scenario, with_default_text
 from vexport.records import (
     ComparedRun,
@@ -74,7 +74,7 @@ def evaluate_all(
     folder: Name,
     *,
     engine: Engine | None = None,
-    against: Name | Measured | None = None,
+    against: Name | CompletedSettings | None = None,
     accept: Name | None = None,
     overwrite: bool = False,
     attribution: bool | None = None,
@@ -99,15 +99,15 @@ def evaluate_all(
     engine_settings = engine or Engine()
     serve = engine_settings.serve
     file: Path | None = None
-    if isinstance(against, Measured):
+    if isinstance(against, CompletedSettings):
         file = against.file
     elif against is not None:
         file = Path(against)
         given = {key: getattr(settings, key) for key in settings.model_fields_set}
-        measured = with_accepted_settings(given, serve, file, command="evaluate")
+        completed = with_accepted_settings(given, serve, file, command="evaluate")
         with problems_at("evaluate"):
-            settings = Evaluate.model_validate(measured.keys)
-        serve = measured.serve
+            settings = Evaluate.model_validate(completed.keys)
+        serve = completed.serve
     return evaluate_checkpoints(
         [str(checkpoint) for checkpoint in checkpoints],
         settings,

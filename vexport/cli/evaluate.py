@@ -41,7 +41,7 @@ from vexport.cli.settings import given_settings, setting_options
 if TYPE_CHECKING:
     from pydantic import JsonValue
 
-    from vexport.evaluation.accepted_settings import Measured
+    from vexport.evaluation.accepted_settings import CompletedSettings
     from vexport.records import Verdict
     from vexport.run.eval_run import Evaluations
     from vexport.scenario import Evaluate
@@ -194,14 +194,14 @@ def evaluate(
     comparison = comparison.consistent(options)
     keys = _given_keys(comparison.baseline, options["chat_template"])
     serve = session.serve(tp)
-    measured: Measured | None = None
+    completed: CompletedSettings | None = None
     if comparison.against is not None:
         from vexport.evaluation.accepted_settings import with_accepted_settings
 
-        measured = with_accepted_settings(keys, serve, comparison.against, command="eval")
-        keys, serve = dict(measured.keys), measured.serve
-        if measured.filled and not output.quiet:
-            note(f"settings from {comparison.against}: {_shown_settings(measured.filled)}")
+        completed = with_accepted_settings(keys, serve, comparison.against, command="eval")
+        keys, serve = dict(completed.keys), completed.serve
+        if completed.filled and not output.quiet:
+            note(f"settings from {comparison.against}: {_shown_settings(completed.filled)}")
     settings = _settings(keys)
     folder = output_dir or Path("runs") / f"eval-{_name(checkpoints)}"
     written = [NamedPath(label="--output-dir", path=folder)]
@@ -229,7 +229,7 @@ def evaluate(
                 vllm_python=interpreter.vllm_python,
                 trust_remote_code=interpreter.trust_remote_code,
             ),
-            against=measured,
+            against=completed,
             accept=comparison.accept,
             overwrite=overwrite,
             attribution=attribution,

@@ -21,7 +21,7 @@ import numpy as np
 from pydantic import JsonValue
 
 from vexport.errors import InputError, raise_all
-from vexport.evaluation.fingerprint import DIGITS, causes
+from vexport.evaluation.fingerprint import DIGITS, changed_settings
 from vexport.evaluation.lost import LETTERS, Ending, count_answers, letter_of, lost_answers_text
 from vexport.evaluation.metrics import NO_SHARES
 from vexport.evaluation.pairs import Choice, TaskPair, gated_tasks
@@ -336,7 +336,7 @@ def _answers_now(
     for sample in samples:
         if old[_number(sample)][1] != _question(sample):
             since = (
-                ", ".join(causes(accepted.fingerprint, candidate.fingerprint, name))
+                ", ".join(changed_settings(accepted.fingerprint, candidate.fingerprint, name))
                 or "nothing known"
             )
             got = (
@@ -384,7 +384,7 @@ def lost_answers(accepted: Accepted, alpha: float) -> tuple[str, ...]:
     return tuple(described)
 
 
-def other_gates(accepted: Accepted, gate: Choice) -> Iterator[InputError]:
+def gate_contradictions(accepted: Accepted, gate: Choice) -> Iterator[InputError]:
     """Yield an error for each chosen gate that differs from the accepted gate.
 
     `gate` maps a task or group, or `*` for all, to METRIC or METRIC,FILTER.
@@ -407,7 +407,7 @@ def choice_of(accepted: Accepted) -> Choice:
     return {unit: f"{task.metric},{task.filter}" for unit, task in tasks.items()}
 
 
-def gates_of(accepted: Accepted) -> str:
+def accepted_scores_text(accepted: Accepted) -> str:
     """Return the accepted scores: `addition (exact_match,none) 99.6% of 1,382 documents`."""
     return "; ".join(
         f"{name} ({task.metric},{task.filter}) {_score_text(task)} of {task.documents:,} documents"

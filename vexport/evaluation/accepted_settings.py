@@ -16,7 +16,7 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from vexport.errors import InputError, InputErrors, raise_all, shown
-from vexport.evaluation.accepted import Accepted, other_gates, read_accepted
+from vexport.evaluation.accepted import Accepted, gate_contradictions, read_accepted
 from vexport.evaluation.fingerprint import (
     CHAT_TEMPLATE,
     DEFAULT_LENGTH,
@@ -36,7 +36,7 @@ from vexport.scenario import Evaluate, Serve
 from vexport.scenario.reading import problems_at
 from vexport.scenario.serve import with_options
 
-MEASURED_SETTINGS = (
+SCORE_SETTINGS = (
     *("limit", "num_fewshot", "apply_chat_template", "fewshot_as_multiturn", "system_instruction"),
     *("gen_kwargs", "max_gen_toks", "think_end_token", "enable_thinking", "seed"),
 )
@@ -57,7 +57,7 @@ _PATH_STARTS = ("./", "../", "/")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class CompletedSettings:
     """Settings of an evaluation, completed from the accepted baseline in `file`.
 
     `keys` are the values for `Evaluate`. `serve` are the settings of the engine. `filled` maps each
@@ -76,7 +76,7 @@ def settings_to_store(evaluate: Evaluate, serve: Serve, file: Path) -> dict[str,
     Settings with their default value are left out. Paths below the current folder become relative
     to the folder of `file`. They stay valid if the repository is cloned to another place.
     """
-    stored = evaluate.model_dump(mode="json", include={*MEASURED_SETTINGS}, exclude_defaults=True)
+    stored = evaluate.model_dump(mode="json", include={*SCORE_SETTINGS}, exclude_defaults=True)
     stored = {**paths_to_store(evaluate, file), **stored}
     arguments = serve.given
     return stored | {key: arguments[key] for key in ENGINE if arguments.get(key) is not None}
@@ -93,7 +93,7 @@ def paths_to_store(evaluate: Evaluate, file: Path) -> dict[str, JsonValue]:
 
 def with_accepted_settings(
     given: Mapping[str, object], serve: Serve, file: Path, *, command: str
-) -> Measured:
+) -> CompletedSettings:
     """Return the given settings, completed with the settings of the accepted baseline in `file`.
 
     `given` are the keys of `Evaluate` that the user set. Errors name a key as `command: key`.
@@ -126,7 +126,7 @@ def with_accepted_settings(
     with problems_at(f"{file}: settings"):
         Evaluate.model_validate({"tasks": ("any",), **missing})
     _require_known_tasks({**missing, **named}, "tasks" in named, file)
-    return Measured(
+    return CompletedSettings(
         file=file,
         keys={**missing, **named},
         serve=_with_engine(serve, engine),
@@ -142,7 +142,7 @@ def accepted_settings(accepted: Accepted) -> dict[str, JsonValue]:
     """
     if accepted.settings is None:
         return recovered_settings(accepted.fingerprint, accepted.names, [*accepted.tasks])
-    known = (*PATHS, *MEASURED_SETTINGS, *ENGINE)
+    known = (*PATHS, *SCORE_SETTINGS, *ENGINE)
     settings = {key: value for key, value in accepted.settings.items() if key in known}
     settings.setdefault("tasks", [*accepted.names])
     return settings
@@ -203,7 +203,7 @@ def _contradictions(
     command: str,
 ) -> Iterator[InputError]:
     """Yield an error for each given setting that differs from the accepted setting."""
-    for key in (key for key in MEASURED_SETTINGS if key in named):
+    for key in (key for key in SCORE_SETTINGS if key in named):
         if not _is_same(key, named[key], stored, accepted):
             need = f"{_words(key, stored, accepted)}, as in {file}"
             yield InputError(f"{command}: {key}", got=_text(named[key]), need=need, fix=_FIX)
@@ -213,7 +213,7 @@ def _contradictions(
         fix = "leave it out: accepted baselines have greedy responses only"
         yield InputError(f"{command}: {_SEEDS}", got=got, need=need, fix=fix)
     gate = named.get("gate")
-    for problem in other_gates(accepted, gate) if isinstance(gate, Mapping) else ():
+    for problem in gate_contradictions(accepted, gate) if isinstance(gate, Mapping) else ():
         yield InputError(
             f"{command}: gate", got=problem.got, need=f"{problem.need} in {file}", fix=problem.fix
         )

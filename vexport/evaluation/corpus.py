@@ -23,7 +23,7 @@ _DRAWN = 4_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Corpus:
+class CorpusComparison:
     """Both models' values of a metric of a whole corpus, and the values of resampled corpora.
 
     - `values` are the measures of the baseline and the candidate. `reported` are lm-eval's
@@ -75,7 +75,7 @@ class Corpus:
 
 def compare_corpora(
     table: Table, clusters: Clusters | None = None, *, resamples: int = RESAMPLES
-) -> Corpus:
+) -> CorpusComparison:
     """Draw `resamples` resampled corpora from the documents of a table.
 
     `clusters` has the number of each response's document if documents have several responses. All
@@ -105,7 +105,7 @@ def compare_corpora(
         raise NotReadable("it has no value without one of the documents")
     is_changed = (left != right).any(axis=1)
     sign = 1.0 if table.higher_is_better else -1.0
-    return Corpus(
+    return CorpusComparison(
         table=table,
         values=values,
         reported=(table.to_aggregate(values[0]), table.to_aggregate(values[1])),

@@ -79,7 +79,7 @@ def changes(old: Fingerprint, new: Fingerprint, *, where: tuple[str, str]) -> tu
     )
 
 
-def causes(old: Fingerprint, new: Fingerprint, task: str) -> list[str]:
+def changed_settings(old: Fingerprint, new: Fingerprint, task: str) -> list[str]:
     """Return all changed settings, except the digest of the model.
 
     Settings that change the task's prompts come first, with both values.

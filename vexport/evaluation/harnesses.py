@@ -271,7 +271,7 @@ def _review(where: str, row: Mapping[str, Json]) -> Answer:
         identity=_identity(where, identity),
         seed=seed,
         scores={name: scores[name] for name in ordered},
-        prompt=_first_message(row.get("messages")),
+        prompt=_prompt_text(row.get("messages")),
         target=", ".join(map(str, target)) if isinstance(target := row.get("target"), list) else "",
         text=_text_or_none(score.get("prediction")),
         extracted=_text_or_none(score.get("extracted_prediction")),
@@ -279,7 +279,7 @@ def _review(where: str, row: Mapping[str, Json]) -> Answer:
     )
 
 
-def _first_message(messages: Json) -> str:
+def _prompt_text(messages: Json) -> str:
     """Join the texts of the messages before the model's response."""
     texts = []
     for message in messages if isinstance(messages, list) else []:

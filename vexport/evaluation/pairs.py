@@ -19,8 +19,8 @@ from vexport.evaluation.aggregates import (
     log_likelihood_table,
     tabulate,
 )
-from vexport.evaluation.corpus import Corpus, compare_corpora
-from vexport.evaluation.fingerprint import causes
+from vexport.evaluation.corpus import CorpusComparison, compare_corpora
+from vexport.evaluation.fingerprint import changed_settings
 from vexport.evaluation.metrics import NO_SHARES, WHOLE_CORPUS
 from vexport.evaluation.results import Results, Sample, TaskSamples
 from vexport.evaluation.statistics import MIN_CLUSTERS, Clusters, Scores
@@ -94,7 +94,7 @@ class TaskPair:
     seeds: int = 1
     informational: tuple["TaskPair", ...] = ()
     own_unit: Unit | None = None
-    corpus: Corpus | None = None
+    corpus: CorpusComparison | None = None
     changes: Scores | None = None
     change_size: float | None = None
     scored: Scores | None = None
@@ -316,7 +316,9 @@ def _metric_pairs(
     pairs = [
         list(
             pair_metrics(
-                baseline.tasks[member], candidate.tasks[member], changed=causes(*sides, member)
+                baseline.tasks[member],
+                candidate.tasks[member],
+                changed=changed_settings(*sides, member),
             )
         )
         for member in members

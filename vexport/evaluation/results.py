@@ -381,7 +381,7 @@ class Results:
     - `fingerprint` has everything that could change a score, by name.
     - `prompting` has the settings of the prompts. It is None for other harnesses.
     - `warning` describes a likely mistake in the settings of the prompts, or is None.
-    - `measured` is the time at which lm-eval began, or "" if it was not recorded.
+    - `measured_at` is the time at which lm-eval began, or "" if it was not recorded.
     """
 
     file: Path
@@ -393,7 +393,7 @@ class Results:
     prompting: Prompting | None
     warning: str | None = None
     harness: str = "lm-eval"
-    measured: str = ""
+    measured_at: str = ""
 
 
 def read_results(path: Path) -> Results:
@@ -420,7 +420,7 @@ def read_results(path: Path) -> Results:
         fingerprint={**recorded_fingerprint(content, names), **read_fingerprint(file.parent)},
         prompting=recorded_prompting(content, names),
         warning=unseparated_thinking(content),
-        measured=recorded_time(content),
+        measured_at=recorded_time(content),
     )
 
 

@@ -24,8 +24,8 @@ from vexport.errors import InputError, raise_all
 from vexport.errors.extras import attempt_all
 from vexport.evaluation.accepted import (
     describe_accepted,
+    gate_contradictions,
     is_accepted,
-    other_gates,
     pair_with,
     read_accepted,
 )
@@ -82,7 +82,7 @@ def decide(
             raise InputError(str(candidate), got=got, need=need, fix=fix)
         repeated = _repeatability_text(right, "candidate", alpha)
         accepted = read_accepted(baseline)
-        raise_all([*other_gates(accepted, gate)])
+        raise_all([*gate_contradictions(accepted, gate)])
         where, recorded = ("when the baseline was accepted", "now"), accepted.fingerprint
         gates = pair_with(accepted, right)
         identity = describe_accepted(baseline, accepted)
@@ -113,7 +113,7 @@ def decide(
         warnings=(*warnings, *((right.warning,) if right.warning else ())),
         prompting=right.prompting,
         device=device_of(right.fingerprint),
-        measured=right.measured,
+        measured=right.measured_at,
         fingerprint=right.fingerprint,
         baseline_fingerprint=recorded,
         accepted=identity,

@@ -17,8 +17,8 @@ from vexport.errors import InputError
 from vexport.errors.extras import attempt_all
 from vexport.evaluation.accepted import (
     accept_results,
+    accepted_scores_text,
     choice_of,
-    gates_of,
     lost_answers,
     read_accepted,
     require_writable,
@@ -28,7 +28,7 @@ from vexport.evaluation.accepted_settings import (
     recovered_settings,
     settings_to_store,
 )
-from vexport.evaluation.given_answers import read_given, require_comparable_answers
+from vexport.evaluation.comparable_results import read_document_counts, require_comparable_results
 from vexport.evaluation.inputs import evaluation_inputs
 from vexport.evaluation.results import read_results
 from vexport.evaluation.task_settings import require_valid_against, require_valid_settings
@@ -224,7 +224,7 @@ def _accept_answers(run: Run, accept: Path | None) -> str:
         checkpoint=portable(given.candidate.name),
         accepted_at=now(),
     )
-    lines = [f"accepted: {accept}: {gates_of(accepted)}"]
+    lines = [f"accepted: {accept}: {accepted_scores_text(accepted)}"]
     if verdict is None:  # a verdict's warnings already name lost responses
         lines += [f"warning: {lost}" for lost in lost_answers(accepted, settings.alpha)]
     against = shlex.quote(portable(str(accept)))
@@ -382,7 +382,9 @@ def _require_comparable(
     exact = named_in_files(settings.tasks, trust_remote_code=options.trust_remote_code)
     tasks = [exact.get(task, task) for task in settings.tasks]
     for path in given:
-        require_comparable_answers(read_given(path), tasks, list(exact.values()), settings.limit)
+        require_comparable_results(
+            read_document_counts(path), tasks, list(exact.values()), settings.limit
+        )
 
 
 def _named_paths(paths: Mapping[str, Path | None]) -> list[NamedPath]:

@@ -12,7 +12,7 @@ from vexport.evaluation.results import read_results
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GivenAnswers:
+class DocumentCounts:
     """Numbers of documents in results that the user gave instead of a model.
 
     `documents` maps each task to its number of documents. `full_sizes` maps each task to the size
@@ -25,8 +25,8 @@ class GivenAnswers:
     members: Mapping[str, tuple[str, ...]]
 
 
-def read_given(path: Path) -> GivenAnswers:
-    """Read lm-eval's results or an accepted baseline.
+def read_document_counts(path: Path) -> DocumentCounts:
+    """Return the numbers of documents in lm-eval's results or in an accepted baseline.
 
     Raises:
         InputError: If the results are missing or broken, or if another harness wrote them.
@@ -34,7 +34,9 @@ def read_given(path: Path) -> GivenAnswers:
     if is_accepted(path):
         accepted = read_accepted(path)
         documents = {name: task.documents for name, task in accepted.tasks.items()}
-        return GivenAnswers(file=path, documents=documents, full_sizes={}, members=accepted.groups)
+        return DocumentCounts(
+            file=path, documents=documents, full_sizes={}, members=accepted.groups
+        )
     harness = harness_of(path)
     if harness != "lm-eval":
         raise InputError(
@@ -48,13 +50,13 @@ def read_given(path: Path) -> GivenAnswers:
         name: len({sample.doc_id for sample in task.samples.values()})
         for name, task in results.tasks.items()
     }
-    return GivenAnswers(
+    return DocumentCounts(
         file=results.file, documents=counts, full_sizes=results.full_sizes, members=results.members
     )
 
 
-def require_comparable_answers(
-    given: GivenAnswers, names: Sequence[str], exact: Sequence[str], limit: float | None
+def require_comparable_results(
+    given: DocumentCounts, names: Sequence[str], exact: Sequence[str], limit: float | None
 ) -> None:
     """Raise InputError if the given results cannot be compared with results of the tasks `names`.
 
@@ -86,7 +88,7 @@ def require_comparable_answers(
 
 
 def _other_documents(
-    given: GivenAnswers, requested: set[str], limit: float | None
+    given: DocumentCounts, requested: set[str], limit: float | None
 ) -> Iterator[InputError]:
     """Yield an error for every task that will have a different number of documents."""
     for name in sorted(requested):

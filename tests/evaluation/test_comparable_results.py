@@ -6,10 +6,10 @@ import pytest
 
 from tests.texts import assert_raises
 from vexport.errors import InputError
-from vexport.evaluation.given_answers import GivenAnswers, require_comparable_answers
+from vexport.evaluation.comparable_results import DocumentCounts, require_comparable_results
 from vexport.inference.tasks import require_generating
 
-GIVEN = GivenAnswers(
+GIVEN = DocumentCounts(
     file=Path("results.json"),
     documents={"sums": 100, "part0": 50, "part1": 50},
     full_sizes={"sums": 200, "part0": 50, "part1": 50},
@@ -18,9 +18,9 @@ GIVEN = GivenAnswers(
 
 
 def test_matching_tasks_are_accepted() -> None:
-    require_comparable_answers(GIVEN, ["sums", "parts"], [], 100)
-    require_comparable_answers(GIVEN, ["sums", "part0", "part1"], ["sums"], 100)
-    require_comparable_answers(GIVEN, ["a_tag"], [], 100)
+    require_comparable_results(GIVEN, ["sums", "parts"], [], 100)
+    require_comparable_results(GIVEN, ["sums", "part0", "part1"], ["sums"], 100)
+    require_comparable_results(GIVEN, ["a_tag"], [], 100)
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_mismatched_tasks_are_refused(
     names: list[str], exact: list[str], limit: float | None, parts: list[str]
 ) -> None:
     with assert_raises(InputError, *parts):
-        require_comparable_answers(GIVEN, names, exact, limit)
+        require_comparable_results(GIVEN, names, exact, limit)
 
 
 def test_thinking_needs_generative_tasks(tmp_path: Path) -> None:
