@@ -33,7 +33,7 @@ ADDED_SCALES = re.compile(r".*\b[qkv]_scale$|.*\bkv_scale$")
 FIX_EXPORT = "export the checkpoint again"
 SAME_BYTES = "the same bytes as in the source"
 NORM = re.compile(r".*norm\.weight$")
-TABLE = "model.embed_tokens.weight"
+EMBEDDING = "model.embed_tokens.weight"
 TIED_HEADS = ("lm_head.weight", "embed_out.weight")
 # Parts of tokenizer.json that determine a prompt's token ids. The other parts are the version, and
 # settings that callers choose (truncation, padding).
@@ -124,7 +124,7 @@ def _unquantized_findings(
 ) -> Iterator[Finding]:
     origin = origins.tensor(tensor.name)
     if origin is None and tensor.name.endswith(TIED_HEADS) and _is_tied(view):
-        origin = origins.tensor(TABLE)
+        origin = origins.tensor(EMBEDDING)
     if origin is None:
         yield from _compare_regrouped(view, origins, tensor)
         return
@@ -207,7 +207,10 @@ def _missing_finding(view: CheckpointView, tensor: TensorInfo) -> Iterator[Findi
 
 
 def file_findings(index: SourceIndex, source: SourceIndex) -> Iterator[Finding]:
-    """Yield findings on configs, tokenizer files and templates with other content for vLLM."""
+    """Yield findings on configs, tokenizers and chat templates that differ from the source's.
+
+    Differences that do not affect vLLM are skipped.
+    """
     for key, old, new in _different(source.config, index.config):
         where = f"{index.root / 'config.json'}: {key}"
         yield _finding(
@@ -234,7 +237,7 @@ def _different(
     """Yield keys that are in both configs with different values.
 
     If only one config has a key, the key is assumed to be a default of another version, and is
-    ignored. Keys in KEYS_WITHOUT_DEFAULT are not ignored.
+    ignored. A key in KEYS_WITHOUT_DEFAULT is not ignored if only the new config has it.
     """
     for key in sorted(old.keys() & new.keys() - IGNORED_KEYS):
         before, after = old[key], new[key]

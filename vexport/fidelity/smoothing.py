@@ -1,5 +1,7 @@
 """Check vexport's smoothing exponents against the source, and find the factors of other tools.
 
+vexport smooths with powers of two, and stores their exponents in the checkpoint.
+
 AWQ and SmoothQuant multiply the columns of a weight by factors, and divide the preceding norm, or
 the rows of the preceding layer, by the same factors. A norm is not quantized, so its factors can be
 read from it. Between two layers (v and o, up and down), the factors are computed from both weights.

@@ -29,13 +29,15 @@ from vexport.observers.qparams import fake_quantize
 # has 0 dB or less.
 MAX_BELOW_ROUNDING_DB = 10.0
 MIN_DB = 3.0
-# Plain rounding changes the gain of a weight only by clipping and coarse steps, by at most about
-# twice the relative noise power of rounding. If the gain differs by more than that plus 5 percent,
-# a scale is wrong. A refit shrinks weights if the quantized model's inputs are noisy: by 10 percent
-# with strength 0.5 and inputs with 20 percent of noise. Then the error is well above the rounding
-# error even after the gain is corrected.
-MAX_GAIN_ERROR, MAX_REFIT_GAIN_ERROR = 0.05, 0.12
+# An error is clearly larger than the error of plain rounding if it is REFITTED_DB above it.
 REFITTED_DB = 3.0
+# Plain rounding changes the gain of a weight only by clipping and coarse steps, by at most about
+# twice the relative noise power of rounding. If the gain differs from 1 by more than that plus
+# MAX_GAIN_ERROR, a scale is wrong. A refit shrinks weights if the quantized model's inputs are
+# noisy: by 10 percent with strength 0.5 and inputs with 20 percent of noise. The error of such a
+# weight is clearly larger than the error of plain rounding, even after the gain is corrected. The
+# limit is then MAX_REFIT_GAIN_ERROR.
+MAX_GAIN_ERROR, MAX_REFIT_GAIN_ERROR = 0.05, 0.12
 # A part is wrong if three conditions hold: the error's power is more than a quarter of the part's
 # power, the error is far above the rounding error of the layer's parts, and the part's gain is
 # wrong. These conditions hold for a scale that is off by a half, and for values that are unrelated
@@ -370,8 +372,9 @@ def _most_noise(signal: torch.Tensor, noise: torch.Tensor, rounding: torch.Tenso
     """Return the largest noise of a plausible part.
 
     The limit is a multiple of the rounding error of the layer, of the part's row or of the part,
-    whichever is largest. If the same columns have large errors in most rows, the limit is higher:
-    searches that weight errors by the inputs choose coarse scales next to a very large column.
+    whichever is largest. If the same columns have large errors in most rows, the limit is higher.
+    This happens next to a column with very large inputs: a search that weights errors by the inputs
+    chooses scales that are too coarse for the other columns.
     """
     of_row = rounding.mean(dim=1, keepdim=True).clamp_min(float(rounding.mean()))
     usual = torch.maximum(WRONG_PART_FACTOR * of_row, OWN_ROUNDING_FACTOR * rounding)
