@@ -107,10 +107,8 @@ def read_accepted(path: Path) -> Accepted:
             stored_scores(task)
             stored_endings(task)
         except ValueError as error:
-            where, need = (
-                f"{path}: tasks.{name}",
-                "scores and questions of each document by `first-last`",
-            )
+            where = f"{path}: tasks.{name}"
+            need = "a score and a question's digest for each document, as vexport wrote them"
             fix = "restore it from git, or accept it again"
             problems.append(InputError(where, got=str(error), need=need, fix=fix))
     raise_all(problems)

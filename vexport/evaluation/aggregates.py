@@ -48,16 +48,18 @@ class NotReadable(Exception):
 class Table:
     """Numbers of each document for both models, and the functions that compute a metric from them.
 
-    - `baseline` and `candidate` have the shape (documents, numbers).
+    If a document has several responses, it has a row for each response.
+
+    - `baseline` and `candidate` have the shape (responses, numbers).
     - `measure` computes a value from sums over documents. The verdict is based on the difference
       between the two models' values.
     - `to_aggregate` converts a value of `measure` to lm-eval's aggregate.
     - `unit` is the unit of a difference, and `higher_is_better` is its direction.
-    - `flipped` has the numbers that each document would have if the baseline's response changed
-      from correct to wrong or back, shape (documents, numbers). It is None if the metric does not
-      score responses as correct or wrong.
+    - `flipped` has the numbers that each row would have if the baseline's response changed from
+      correct to wrong or back, shape (responses, numbers). It is None if the metric does not score
+      responses as correct or wrong.
     - `is_text` is True if the metric scores generated text.
-    - `scored` returns 1 for each document with an at least partly correct response, else 0.
+    - `scored` returns 1 for each response that is at least partly correct, else 0.
     """
 
     baseline: Scores

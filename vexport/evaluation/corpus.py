@@ -102,7 +102,7 @@ def compare_corpora(
         changes = table.measure(totals[0] - left + right) - values[0]
         resampled = _resample(table.measure, units, resamples)
     if not np.isfinite(jackknife).all() or not np.isfinite(values).all():
-        raise NotReadable("it has no value without one of the documents")
+        raise NotReadable("it cannot be computed if one of the documents is left out")
     is_changed = (left != right).any(axis=1)
     sign = 1.0 if table.higher_is_better else -1.0
     return CorpusComparison(
@@ -128,7 +128,7 @@ def _by_unit(rows: Scores, clusters: Clusters | None) -> Scores:
 
 
 def _influence(measure: Measure, rows: Scores, total: Scores) -> Scores:
-    """Return each document's contribution to the measure, by the jackknife.
+    """Return each response's contribution to the measure, by the jackknife, shape (responses,).
 
     The mean of the contributions is the measure. To first order, their spread gives the standard
     error of the measure (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, chapter 11).

@@ -44,8 +44,8 @@ LOWER_IS_BETTER = frozenset(
 """Metrics of other harnesses for which lower is better. The harnesses' files do not record it."""
 _SUCCESS = "success"
 _DETAILS = "details_"
-# A length limit that no response reaches. With it, only the finish reason shows that a response was
-# cut.
+# A length limit that no response reaches. A response then counts as cut only if its finish reason
+# is in CUT_REASONS, or if its thinking does not end.
 _UNLIMITED_LENGTH = 2**31
 
 
@@ -444,7 +444,7 @@ def _require_regular(
         f"{task.file}: task {name}",
         got=f"{counts[document]} scored responses to document {document}{why}, "
         f"{len(fewer)} such documents in all",
-        need=f"{most}, as to the other documents",
+        need=f"{most} scored responses to every document",
         fix="evaluate these documents again",
     )
 

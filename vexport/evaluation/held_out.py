@@ -61,8 +61,8 @@ unchanged.
 NOISE_SHARE = 0.25
 """Maximum noise of the engine, as a share of the KL's limit.
 
-The noise limit for tasks is the same share of the default margin: 0.5 of 2 points
-(`MAX_CHANGED_SHARE` in repeated.py).
+The noise limit for tasks (`MAX_CHANGED_SHARE` in repeated.py) is the same share of the default
+margin: 0.5 points for a margin of 2 points.
 """
 LATE_FAILURE_HINT = (
     "the first tokens of each row pass, and later tokens fail: compare rope_theta, rope scaling "

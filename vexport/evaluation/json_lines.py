@@ -28,7 +28,9 @@ def json_lines(path: Path, need: str) -> Iterator[tuple[str, dict[str, Json]]]:
                     got = f"broken JSON ({error})"
                     raise InputError(where, got=got, need=need, fix=fix) from None
                 if not isinstance(value, dict):
-                    raise InputError(where, got=f"{json_type(value)} of JSON", need=need, fix=fix)
+                    raise InputError(
+                        where, got=f"{json_type(value)} instead of an object", need=need, fix=fix
+                    )
                 yield where, value
     except OSError as error:
         require_working_disk(error, path)

@@ -54,7 +54,7 @@ def unknown_names(where: str, given: Iterable[str], names: Sequence[str]) -> Ite
                 where,
                 got=f"no task {name}",
                 need=f"one of {', '.join(names)}",
-                fix="name one of these; a group is named as a whole",
+                fix="name one of these; for tasks in a group, name the group",
             )
 
 

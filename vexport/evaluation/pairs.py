@@ -34,11 +34,12 @@ PREFERRED_METRICS = ("exact_match", "acc", "pass@1", "pass_at_1")
 
 If a task has none of these metrics, its first metric of the first available kind decides:
 
-- metrics that are 0 or 1 for each document, if higher is better
-- other metrics with a number per document
-- metrics of the whole corpus
+- metrics that are 0 or 1 for each document
+- other metrics with a number per document, except log-likelihoods
+- log-likelihoods, and metrics of the whole corpus
 
-If a metric has several filters, the task's first filter is used.
+Within a kind, metrics for which higher is better come first. If a metric has several filters, the
+task's first filter is used.
 """
 EVERY_TASK = "*"
 Choice = Mapping[str, str]
@@ -53,9 +54,11 @@ _SHOWN = 40
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TaskPair:
-    """Both models' scores on a task, metric and filter, in the same order of documents.
+    """Both models' scores on a task, metric and filter, in the same order of responses.
 
-    - `baseline` and `candidate` have the shape (documents,).
+    - `documents` has a pair of samples (baseline, candidate) for each response.
+    - `baseline` and `candidate` have the shape (responses,). If `seeds` is 1, each document has a
+      single response.
     - `sign` is -1 if lower is better.
     - `clusters`, of the same shape, has the number of each response's cluster, or is None without
       clusters. Clusters are the tasks of a group, or the documents if `seeds` responses were
@@ -134,7 +137,7 @@ class TaskPair:
 
     @property
     def gain(self) -> Scores:
-        """Candidate's score minus baseline's for each document. Positive is better."""
+        """Candidate's score minus baseline's for each response. Positive is better."""
         return self.sign * (self.candidate - self.baseline)
 
     @property
@@ -225,7 +228,7 @@ def gated_tasks(baseline: Results, candidate: Results, choice: Choice) -> tuple[
                 str(other.file), got=got, need="the same tasks", fix="evaluate the same tasks"
             )
     units = dict(_tasks_and_groups(baseline))
-    fix = "name one of these; a group is named as a whole"
+    fix = "name one of these; for tasks in a group, name the group"
     raise_all(
         [
             InputError("gate", got=f"no task {name}", need=f"one of {', '.join(units)}", fix=fix)

@@ -227,7 +227,9 @@ def _kl_of_likeliest(old: _ScoredRow, new: _ScoredRow) -> tuple[torch.Tensor, bo
         part = slice(start, start + _POSITIONS_AT_ONCE)
         other = _aligned(old.tokens[part], new.tokens[part], new.logprobs[part])
         first = old.logprobs[part]
-        if is_whole:  # NO_TOKEN marks only the second entry of the row's own token
+        if is_whole:
+            # The text's token comes first at each place. If vLLM also lists it among the likeliest
+            # tokens, NO_TOKEN replaces this second entry.
             is_unused = old.tokens[part] == NO_TOKEN
             first = first.masked_fill(is_unused, -math.inf)
             other = other.masked_fill(is_unused, -math.inf)

@@ -375,7 +375,7 @@ class Results:
     """One run of lm-eval or of another `harness`.
 
     - `tasks` has the samples of every task.
-    - `groups` maps each group that lm-eval aggregates to the tasks in it and below it.
+    - `groups` maps each outermost group that lm-eval aggregates to the tasks in it and below it.
     - `members` maps every group to the tasks in it and below it.
     - `full_sizes` has the number of documents in each task's whole data set, if it was recorded.
     - `fingerprint` has everything that could change a score, by name.

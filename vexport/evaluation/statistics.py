@@ -304,9 +304,10 @@ def design_effect(gain: Scores, clusters: Clusters, responses: int = 1) -> float
     clustered variance is K / (K - 1) * sum over clusters of (sum of residuals)^2 (Liang and Zeger,
     Biometrika 73, 1986).
 
-    `responses` is the number of responses per document if the clusters are documents. A few changes
-    do not show that the responses to a document change independently. Therefore the sums include
-    one more document, with a change of all of its responses.
+    If the clusters are documents, `responses` is the number of responses per document, and `gain`
+    and `clusters` have the shape (documents * responses,). A few changes do not show that the
+    responses to a document change independently. Therefore the sums include one more document, with
+    a change of all of its responses.
     """
     residuals = gain - gain.mean()
     added = responses if responses > 1 else 0

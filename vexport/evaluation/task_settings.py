@@ -20,7 +20,7 @@ _NOT_SHARES = WHOLE_CORPUS_AGGREGATIONS | LOG_LIKELIHOODS
 
 
 def require_valid_settings(settings: Evaluate, tasks: Sequence[TaskMetrics] | None) -> None:
-    """Raise InputError if a margin or gate certainly does not fit its task, or names no task.
+    """Raise InputError if a margin or gate certainly does not fit its task, or its task is unknown.
 
     The error lists the problems of all tasks. `tasks` are all tasks of the evaluation, or None if
     their metrics are not known yet.
@@ -47,9 +47,9 @@ def require_valid_against(
 ) -> None:
     """Raise InputError if a margin or a task does not fit the accepted baseline.
 
-    A margin may be relative although the accepted metric needs points, or the reverse. A task may
-    no longer have the accepted metric. The error lists the problems of all tasks. `tasks` are all
-    tasks of the evaluation, or None if their metrics are not known yet.
+    A margin does not fit if it is relative and the accepted metric needs points, or the reverse. A
+    task does not fit if it no longer has the accepted metric. The error lists the problems of all
+    tasks. `tasks` are all tasks of the evaluation, or None if their metrics are not known yet.
     """
     margins = margins_by_task(margin)
     gates = choice_of(accepted)
@@ -115,9 +115,10 @@ def _no_metric(where: str, gate: str, tasks: Sequence[TaskMetrics]) -> InputErro
 
 
 def _certainly_lacks(task: TaskMetrics, gate: str) -> bool:
-    """Return True if a task does not have the chosen metric.
+    """Return True if a task certainly does not have the chosen metric.
 
-    Python code, and metrics from outside lm-eval, may give results under further names.
+    Return False if the task has Python code or metrics from outside lm-eval, because these may
+    record further metrics when the task runs.
     """
     is_complete = not task.has_code and task.metrics.keys() <= AGGREGATIONS.keys()
     return is_complete and _metric_of(gate) not in task.metrics

@@ -441,7 +441,7 @@ def _needed_documents(task: TaskVerdict) -> str:
     read = f"read {plural(task.documents, 'document')}"
     needed = task.documents_needed
     if needed is None:
-        return f"{read}; the change is exactly the margin, which no number would settle"
+        return f"{read}; at this difference no number of documents would settle it"
     return f"{read}, {about(needed)} needed"
 
 
