@@ -28,7 +28,8 @@ In worker processes, which import vLLM and lm-eval:
   (`lm_eval_model.py`). `silent_model.py` is a `Model` that only builds prompts.
 - `text_scores.py` writes the log-probabilities of a text (`row_scores.py`), and `drafts.py` counts
   the accepted drafts of speculative decoding.
-- `stored_responses.py`: responses on disk, so that a killed session resumes with the remaining prompts.
+- `stored_responses.py`: responses on disk, so that a killed session resumes with the remaining
+  prompts.
 - `engine_worker.py` and `endpoint/worker.py`: the programs of the worker processes.
 
 `endpoint/` contains the client of a server: HTTP (`client.py`), the parser of replies
