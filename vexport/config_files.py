@@ -16,7 +16,7 @@ from yaml.composer import Composer
 from yaml.constructor import SafeConstructor
 from yaml.resolver import Resolver
 
-from vexport.errors import InputError, clip, file_problem
+from vexport.errors import InputError, clip, convert_os_error
 from vexport.files import require_no_device
 
 MOST_BYTES = 4_000_000
@@ -232,7 +232,7 @@ def _read(path: Path, most: int, need: str) -> bytes:
     except FileNotFoundError:
         raise InputError(str(path), got="no such file", need=need, fix="check the path") from None
     except OSError as error:
-        raise file_problem(error) from None
+        raise convert_os_error(error) from None
     if len(data) > most:
         got, fix = f"more than {most // 10**6} MB", "check the path, or shorten the file"
         raise InputError(str(path), got=got, need=f"{need} of at most {most // 10**6} MB", fix=fix)

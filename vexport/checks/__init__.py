@@ -31,7 +31,7 @@ from vexport.checks.completeness import tensors_not_judged
 from vexport.checks.config import has_quantized_outputs, unsupported_method
 from vexport.checks.model import class_not_judged
 from vexport.checks.vllm.view import ANY, CheckFunction, CheckpointView, Target
-from vexport.errors import InputError, InputErrors, VexportError, file_problem
+from vexport.errors import InputError, InputErrors, VexportError, convert_os_error
 from vexport.errors.extras import unexpected_error
 from vexport.records import VALUES, CheckReport, Finding, NotJudged
 from vexport.version import PINNED, short_version
@@ -142,7 +142,7 @@ def check_checkpoint(
     except InputError as problem:
         findings = findings_of(problem)
     except OSError as error:
-        findings = findings_of(file_problem(error))
+        findings = findings_of(convert_os_error(error))
     ok = not any(finding.severity == "error" for finding in findings)
     return CheckReport(
         checkpoint=name,
@@ -238,7 +238,7 @@ def _run_family(family: str, run: CheckFunction, view: CheckpointView) -> Iterat
     except VexportError:
         raise
     except OSError as error:
-        yield from findings_of(file_problem(error))
+        yield from findings_of(convert_os_error(error))
     except Exception as error:
         yield internal_error(f"the check {family}", error)
 

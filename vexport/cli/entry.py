@@ -23,8 +23,8 @@ from vexport.errors import (
     InputErrors,
     VexportError,
     clip,
-    file_problem,
-    nearest,
+    convert_os_error,
+    nearest_hint,
     shown,
     visible,
 )
@@ -181,7 +181,7 @@ def _as_vexport_error(error: BaseException) -> VexportError:
     if isinstance(error, BrokenPipeError):
         return unexpected_error(error, "vexport")
     if isinstance(error, OSError):
-        return file_problem(error)
+        return convert_os_error(error)
     if isinstance(error, click.exceptions.Abort) and isinstance(error.__cause__, EOFError):
         error = error.__cause__  # EOF in a file: click mistakes it for the end of user input
     if isinstance(error, Exception):
@@ -225,7 +225,7 @@ def default_map(group: click.Group) -> dict[str, dict[str, object]]:
     tables = {key: value for key, value in table.items() if isinstance(value, dict)}
     shared = {key: value for key, value in table.items() if key not in tables}
     for name in tables.keys() - options.keys():
-        fix = f"name a command{nearest(clip(name, 100), [*options])}"
+        fix = f"name a command{nearest_hint(clip(name, 100), [*options])}"
         raise InputError(
             f"{where}: [{clip(name, 100)}]", got="an unknown table", need="a command", fix=fix
         )
@@ -267,7 +267,7 @@ def _require_known(
             got = "an option that may run code or change files is only valid on the command line"
             raise InputError(place, got=got, need="", fix="remove it from the file")
         if key not in known:
-            fix = f"correct it{nearest(clip(key, 100), [*known])}"
+            fix = f"correct it{nearest_hint(clip(key, 100), [*known])}"
             if others := sorted(name for name, options in commands.items() if key in options):
                 fix = f"move it to {' or '.join(f'[{name}]' for name in others)}"
             raise InputError(place, got="an unknown option", need="an option of vexport", fix=fix)

@@ -38,7 +38,7 @@ from vexport.cli.options import (
     require_apart,
 )
 from vexport.errors import InputError, VexportError, first_line
-from vexport.errors.extras import attempt, fix, is_installed, raise_problems
+from vexport.errors.extras import attempt, install_fix, is_installed, raise_problems
 
 if TYPE_CHECKING:
     from pydantic import JsonValue
@@ -305,7 +305,7 @@ def demo(folder: Path, overwrite: bool, quiet: bool) -> None:
     if not is_installed("vllm"):
         step = (
             f"next: vexport plan {first}\nthen: vexport run {first}, which needs vLLM; "
-            f"{fix('vllm')}"
+            f"{install_fix('vllm')}"
         )
     print_text(f"{folder}: the demo's scenarios, model, calibration data and tasks\n{step}")
 

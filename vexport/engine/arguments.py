@@ -17,7 +17,7 @@ from vexport.checkpoint.index import read_index
 from vexport.engine.messages import ArgumentSet, ArgumentsRequest, InputProblem
 from vexport.engine.session import Worker, log_folder, raise_found_problems, session_error
 from vexport.engine.worker import CPU, input_problem, run_worker
-from vexport.errors import EnvironmentFault, InputError, VexportError, nearest
+from vexport.errors import EnvironmentFault, InputError, VexportError, nearest_hint
 from vexport.errors.validation import validation_problems
 from vexport.files import read_json_object
 from vexport.records import silent
@@ -134,7 +134,7 @@ def problems_of(request: ArgumentSet) -> Iterator[VexportError]:
         where = f"vLLM's argument {name}"
         if name not in known:
             need = f"an engine argument of vLLM {version}"
-            fix = f"remove the argument{nearest(name, [*known])}"
+            fix = f"remove the argument{nearest_hint(name, [*known])}"
             yield InputError(where, got="an unknown argument", need=need, fix=fix)
         elif value is not None and (need := type_problem(known[name], value)):
             yield InputError(where, got=json.dumps(value), need=need, fix="correct the value")
@@ -176,7 +176,7 @@ def type_problem(kind: object, value: JsonValue) -> str:
         unknown = [key for key in value if key not in known]
         name = sections[0].__name__
         return (
-            f"a key of {name} instead of {unknown[0]!r}{nearest(unknown[0], known)}"
+            f"a key of {name} instead of {unknown[0]!r}{nearest_hint(unknown[0], known)}"
             if unknown
             else ""
         )

@@ -166,7 +166,7 @@ _WRONG_PATH = frozenset(
 _DISK_FULL_CODES = frozenset((errno.ENOSPC, errno.EDQUOT, errno.EFBIG))
 
 
-def file_problem(error: OSError) -> VexportError:
+def convert_os_error(error: OSError) -> VexportError:
     """Convert an error of the operating system.
 
     Returns an InputError if the path is wrong (exit 2), and otherwise an EnvironmentFault (exit 4).
@@ -192,7 +192,7 @@ def require_working_disk(error: Exception, path: Path) -> None:
     """Raise EnvironmentFault if reading `path` failed because a disk or server is gone."""
     if isinstance(error, OSError) and error.errno in _UNREADABLE:
         error.filename = error.filename or str(path)
-        raise file_problem(error) from None
+        raise convert_os_error(error) from None
 
 
 def raise_all(problems: Sequence[InputError]) -> None:
@@ -203,7 +203,7 @@ def raise_all(problems: Sequence[InputError]) -> None:
         raise InputErrors(problems)
 
 
-def nearest(word: str, known: Iterable[str]) -> str:
+def nearest_hint(word: str, known: Iterable[str]) -> str:
     """Return ` (did you mean X?)` for the known word nearest to `word`, else ""."""
     names = nearest_names(word, known, most=1)
     return f" (did you mean {names[0]}?)" if names else ""

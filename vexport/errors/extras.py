@@ -13,7 +13,7 @@ from vexport.errors import (
     InputError,
     InternalError,
     VexportError,
-    file_problem,
+    convert_os_error,
     first_line,
     raise_all,
 )
@@ -79,7 +79,10 @@ class MissingPackage(EnvironmentFault):
     def __init__(self, module: str, purpose: str) -> None:
         self.module = module
         super().__init__(
-            purpose, got=f"no module {module}", need="the package with this module", fix=fix(module)
+            purpose,
+            got=f"no module {module}",
+            need="the package with this module",
+            fix=install_fix(module),
         )
 
     def __str__(self) -> str:
@@ -101,7 +104,7 @@ def is_installed(module: str) -> bool:
     return find_spec(module) is not None
 
 
-def fix(module: str) -> str:
+def install_fix(module: str) -> str:
     """Return the remedy for a missing module.
 
     For vLLM, the remedy contains the commands for the GPU build and for the CPU build. If vLLM is
@@ -170,7 +173,7 @@ def attempt(action: Callable[[], T], where: str) -> T | VexportError:
     except VexportError as error:
         return error
     except OSError as error:
-        return file_problem(error)
+        return convert_os_error(error)
     except Exception as error:
         return unexpected_error(error, where)
 
@@ -178,8 +181,8 @@ def attempt(action: Callable[[], T], where: str) -> T | VexportError:
 def attempt_all(actions: Iterable[tuple[str, Callable[[], T]]]) -> list[T]:
     """Run all actions and return their results.
 
-    `actions` contains pairs: the place that errors name, and the function to call. The errors of
-    failed actions are raised together after the last action.
+    `actions` contains pairs: the place that errors name, and the function to call. If actions
+    fail, `raise_problems` raises their errors after the last action.
     """
     outcomes = [attempt(action, where) for where, action in actions]
     problems = {str(outcome): outcome for outcome in outcomes if isinstance(outcome, VexportError)}

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from vexport.errors import InputError, clip, nearest, shown
+from vexport.errors import InputError, clip, nearest_hint, shown
 
 MOST_CHARACTERS = 300
 MISSING = "missing"
@@ -109,7 +109,7 @@ def requirement(detail: ErrorDetails) -> str:
 def _one_of(expected: str, value: object) -> str:
     """Return pydantic's list of choices without quotes, and the choice nearest to the value."""
     choices = re.findall(r"'([^']*)'", expected)
-    hint = nearest(value, choices) if isinstance(value, str) and len(choices) > 1 else ""
+    hint = nearest_hint(value, choices) if isinstance(value, str) and len(choices) > 1 else ""
     return expected.replace("'", "") + hint
 
 

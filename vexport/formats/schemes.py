@@ -17,7 +17,7 @@ from typing import Literal, get_args
 from pydantic import TypeAdapter
 
 from vexport.architectures.ranks import Split, uneven
-from vexport.errors import InputError, nearest
+from vexport.errors import InputError, nearest_hint
 from vexport.formats import WRITTEN_FORMATS, vllm_format, written_format
 from vexport.formats.arguments import (
     GROUPED,
@@ -187,7 +187,7 @@ def scheme_hint(name: str, known: Sequence[str]) -> str:
     if folded in METHODS:
         return f" ({METHODS[folded]})"
     elsewhere = NAMES_IN_OTHER_TOOLS.get(folded)
-    return f" (did you mean {elsewhere}?)" if elsewhere else nearest(name, known)
+    return f" (did you mean {elsewhere}?)" if elsewhere else nearest_hint(name, known)
 
 
 def is_scheme(name: str) -> bool:

@@ -17,7 +17,7 @@ from pathlib import Path
 import yaml
 
 from vexport.config_files import MOST_BYTES, MOST_VALUES, BoundedLoader, load_yaml
-from vexport.errors import InputError, nearest, raise_all, shown
+from vexport.errors import InputError, nearest_hint, raise_all, shown
 from vexport.errors.extras import attempt_all
 from vexport.files import write_text
 from vexport.outputs.manifest import record
@@ -282,7 +282,7 @@ def _unknown_metrics(path: Path, config: Config) -> Iterator[InputError]:
     for metric in _listed_metrics(config) if known and "process_results" not in config else ():
         if metric not in known:
             need = f"one of {', '.join(known)} ({output_type})"
-            fix = f"correct the name{nearest(metric, known)}"
+            fix = f"correct the name{nearest_hint(metric, known)}"
             yield InputError(f"{path}: metric", got=metric, need=need, fix=fix)
 
 

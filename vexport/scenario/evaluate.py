@@ -16,7 +16,7 @@ from pydantic import (
     model_validator,
 )
 
-from vexport.errors import nearest
+from vexport.errors import nearest_hint
 from vexport.records import GENERATION_KEYS, BatchSize, Endpoint, GenKwargs
 from vexport.records.accuracy import DEFAULT_CONCURRENCY, REQUEST_SECONDS
 from vexport.records.margins import DEFAULT_MARGIN, DEFAULT_RELATIVE_MARGIN, parse_margin
@@ -424,7 +424,9 @@ class Evaluate(ScenarioSection):
     @field_validator("gen_kwargs")
     @classmethod
     def _check_spelling_of_gen_kwargs(cls, value: GenKwargs) -> GenKwargs:
-        hints = {key: nearest(key, GENERATION_KEYS) for key in value if key not in GENERATION_KEYS}
+        hints = {
+            key: nearest_hint(key, GENERATION_KEYS) for key in value if key not in GENERATION_KEYS
+        }
         if wrong := [f"{key}{hint}" for key, hint in hints.items() if hint]:
             raise ValueError(f"arguments that vLLM supports, not {', '.join(wrong)}")
         return value

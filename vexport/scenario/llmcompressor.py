@@ -15,7 +15,7 @@ from pathlib import Path
 from pydantic import JsonValue, ValidationError
 
 from vexport.config_files import load_yaml
-from vexport.errors import InputError, InputErrors, nearest, shown
+from vexport.errors import InputError, InputErrors, nearest_hint, shown
 from vexport.errors.validation import validation_problems
 from vexport.formats.arguments import parse_args
 from vexport.formats.schemes import KEEP, get_scheme
@@ -166,7 +166,7 @@ def _refuse_unknown(modifier: _Modifier) -> None:
     known = (*_COMMON_KEYS, *_IGNORED_KEYS, *(_GPTQ_KEYS if modifier.name == GPTQ else ()))
     for key in modifier.keys:
         if key not in known:
-            fix = f"remove it{nearest(key, known)}"
+            fix = f"remove it{nearest_hint(key, known)}"
             modifier.refuse(key, "an unknown key", f"a key of {modifier.name}", fix)
     order = modifier.keys.get("actorder")
     if order not in _STATIC_ORDERS:

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from vexport.checkpoint.source import DEFAULT, parse_data, with_revision
 from vexport.config_files import load_yaml
-from vexport.errors import InputError, InputErrors, clip, nearest
+from vexport.errors import InputError, InputErrors, clip, nearest_hint
 from vexport.errors.validation import UNKNOWN_KEY, ValidationProblem, validation_problems
 from vexport.files import read_json_object, user_path
 from vexport.outputs import RECIPE
@@ -91,7 +91,7 @@ def _advice(key: str, known: Sequence[str]) -> str:
         return f"move it to {' or '.join(sections)}"
     if key in GENERATION_KEYS:
         return f"move it to evaluate.gen_kwargs: {{{key}: ...}}"
-    return f"remove it{nearest(key, known)}"
+    return f"remove it{nearest_hint(key, known)}"
 
 
 def is_scenario(source: str) -> bool:

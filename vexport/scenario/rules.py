@@ -17,7 +17,7 @@ from pydantic import (
     model_validator,
 )
 
-from vexport.errors import InputError, nearest
+from vexport.errors import InputError, nearest_hint
 from vexport.formats.schemes import (
     KEEP,
     custom_args,
@@ -150,7 +150,7 @@ def _known_observer(name: str | None) -> str | None:
     found = next((each for each in known if folded(each) == folded_name), None)
     if found is None and not _CLASS_PATH.fullmatch(name):
         raise ValueError(
-            f"one of {', '.join(known)}, or package.module:Class{nearest(name, tuple(known))}"
+            f"one of {', '.join(known)}, or package.module:Class{nearest_hint(name, tuple(known))}"
         )
     return found or name
 

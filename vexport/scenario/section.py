@@ -12,7 +12,7 @@ from pydantic import (
 )
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from vexport.errors import nearest
+from vexport.errors import nearest_hint
 from vexport.formats.schemes import fold_name
 
 
@@ -39,7 +39,7 @@ def known_name(value: str, known: Sequence[str]) -> str:
     """
     names = {fold_name(name): name for name in known}
     if fold_name(value) not in names:
-        raise ValueError(f"one of {', '.join(known)}{nearest(value, known)}")
+        raise ValueError(f"one of {', '.join(known)}{nearest_hint(value, known)}")
     return names[fold_name(value)]
 
 
