@@ -21,7 +21,7 @@ from vexport.observers.flatten import (
     tiles_of_observations,
     tokens_in,
 )
-from vexport.observers.older import Pair
+from vexport.observers.older import ScalePair
 from vexport.observers.qparams import (
     ObserverArgs,
     global_scale_of,
@@ -92,9 +92,9 @@ class Observer(InternalModule, RegisteredObserver):
     called.
 
     `Observer(quantization_args=args)` is the call in llm-compressor's older documentation. It
-    creates an observer of a weight. Unless the format is NVFP4, this observer combines observations
-    of a weight as its class combines activations. Its `get_qparams()` returns a scale and a zero
-    point instead of a dictionary.
+    creates an observer of a weight. If this observer observes several tensors, it passes their
+    ranges to `combine`, except for NVFP4. Its `get_qparams()` returns a scale and a zero point
+    instead of a dictionary.
 
     If a weight has a scale per channel, group or block, the observer only keeps a reference to the
     weight. It computes the scales tile by tile when quantization parameters are requested, which
@@ -148,9 +148,10 @@ class Observer(InternalModule, RegisteredObserver):
         # Extremes of an NVFP4 weight, or extremes derived from the global scale of an older method.
         self._extremes: Range | None = None
         self._global_scale: torch.Tensor | None = None
-        # Tensor (and its `g_idx`) for an older method that computes scales, and these scales.
+        # Observed weight and its `g_idx`, if an older method computes the scales.
         self._pending_tensor: tuple[torch.Tensor, torch.Tensor | None] | None = None
-        self._pair: Pair | None = None
+        # Scales from an older method.
+        self._pair: ScalePair | None = None
         # Whether the scales come from the `forward` of a subclass.
         self._scales_from_forward = False
         if self._has_range:
@@ -313,7 +314,7 @@ class Observer(InternalModule, RegisteredObserver):
         g_idx: torch.Tensor | None = None,
         global_scale: torch.Tensor | None = None,
         should_calculate_gparam: bool = False,
-    ) -> "Observer | Pair | torch.Tensor": ...
+    ) -> "Observer | ScalePair | torch.Tensor": ...
 
     def __call__(
         self,
@@ -321,14 +322,14 @@ class Observer(InternalModule, RegisteredObserver):
         g_idx: torch.Tensor | None = None,
         global_scale: torch.Tensor | None = None,
         should_calculate_gparam: bool = False,
-    ) -> "Observer | Pair | torch.Tensor":
+    ) -> "Observer | ScalePair | torch.Tensor":
         """Observe a tensor with `forward`, and keep the scales if a subclass's `forward` returns
         scales.
         """
         given = {"g_idx": g_idx, "global_scale": global_scale}
         if "forward" not in self._overrides:
             arguments = (observed, g_idx, global_scale, should_calculate_gparam)
-            answer: Observer | Pair | torch.Tensor = super().__call__(*arguments)
+            answer: Observer | ScalePair | torch.Tensor = super().__call__(*arguments)
             return answer
         if should_calculate_gparam:
             return super().__call__(observed, should_calculate_gparam=True)  # type: ignore[no-any-return]
@@ -346,7 +347,7 @@ class Observer(InternalModule, RegisteredObserver):
         g_idx: torch.Tensor | None = None,
         global_scale: torch.Tensor | None = None,
         should_calculate_gparam: bool = False,
-    ) -> "Observer | Pair | torch.Tensor": ...
+    ) -> "Observer | ScalePair | torch.Tensor": ...
 
     @torch.no_grad()
     def forward(
@@ -355,7 +356,7 @@ class Observer(InternalModule, RegisteredObserver):
         g_idx: torch.Tensor | None = None,
         global_scale: torch.Tensor | None = None,
         should_calculate_gparam: bool = False,
-    ) -> "Observer | Pair | torch.Tensor":
+    ) -> "Observer | ScalePair | torch.Tensor":
         """Observe a tensor and return the observer. Ignore an empty tensor.
 
         `g_idx` (columns,) maps each column to its group. If `global_scale` is given, return the
@@ -409,22 +410,25 @@ class Observer(InternalModule, RegisteredObserver):
         """
         if self.strategy == "tensor_group":
             global_scale = self.get_gparam(observed)
-            self._begin(observed, g_idx)
+            self._set_pending_tensor(observed, g_idx)
             self._store_global_scale(global_scale)
         else:
             pair = self._qparams_from_override(observed, g_idx, None)
-            self._begin(observed, g_idx)
+            self._set_pending_tensor(observed, g_idx)
             self._store_scales(pair, observed, g_idx)
 
-    def _begin(self, observed: torch.Tensor, g_idx: torch.Tensor | None) -> None:
-        """Replace the previous observation of a weight. Do nothing for activations."""
+    def _set_pending_tensor(self, observed: torch.Tensor, g_idx: torch.Tensor | None) -> None:
+        """Replace the previous observation by a weight whose scales an older method computes.
+
+        Do nothing for activations.
+        """
         if self.base_name == WEIGHT:
             self._drop_observation()
             self._pending_tensor = observed, g_idx
 
     def _observe_with_forward(
         self, observed: torch.Tensor, given: Mapping[str, torch.Tensor | None]
-    ) -> "Observer | Pair | torch.Tensor":
+    ) -> "Observer | ScalePair | torch.Tensor":
         """Call the `forward` of a subclass, and keep the scales if it returns any."""
         method, own, g_idx = super().__call__, type(self).forward, given["g_idx"]
         tokens, has_global = self.tokens, self.strategy == "tensor_group"
@@ -433,7 +437,7 @@ class Observer(InternalModule, RegisteredObserver):
             for name, value in given.items()
             if value is not None and older.accepts(own, name)
         }
-        answer: Observer | Pair | torch.Tensor | None
+        answer: Observer | ScalePair | torch.Tensor | None
         if (
             has_global
             and "global_scale" not in known
@@ -441,15 +445,15 @@ class Observer(InternalModule, RegisteredObserver):
         ):
             global_scale, answer = method(observed, should_calculate_gparam=True), self
             if isinstance(global_scale, torch.Tensor):
-                self._begin(observed, g_idx)
+                self._set_pending_tensor(observed, g_idx)
                 self._scales_from_forward = True
                 self._store_global_scale(global_scale)
         else:
             answer = method(observed, **known)
         if isinstance(answer, tuple | list):
-            pair = older.as_scale_pair(answer, f"{type(self).__name__}.forward")
+            pair = older.as_tensor_pair(answer, f"{type(self).__name__}.forward")
             global_scale = self.get_gparam(observed) if has_global else None
-            self._begin(observed, g_idx)
+            self._set_pending_tensor(observed, g_idx)
             self._scales_from_forward = True
             if global_scale is None:
                 self._store_scales(pair, observed, g_idx)
@@ -461,7 +465,7 @@ class Observer(InternalModule, RegisteredObserver):
 
     def _qparams_from_override(
         self, observed: torch.Tensor, g_idx: torch.Tensor | None, global_scale: torch.Tensor | None
-    ) -> Pair:
+    ) -> ScalePair:
         """Return scale and zero point of a tensor, computed by the subclass's methods."""
         given = {"g_idx": g_idx, "global_scale": global_scale}
         name = f"observer {type(self).__name__}"
@@ -470,25 +474,25 @@ class Observer(InternalModule, RegisteredObserver):
                 raise ValueError(
                     f"{name}: got forward without global_scale, need it for {self.strategy}"
                 )
-            return older.as_scale_pair(
+            return older.as_tensor_pair(
                 older.call_older_method(self.forward, observed, given), f"{name}: forward"
             )
         if "get_qparams" in self._overrides:
-            return older.as_scale_pair(
+            return older.as_tensor_pair(
                 older.call_older_method(self.get_qparams, observed, given), f"{name}: get_qparams"
             )
-        return self._documented_qparams(observed, g_idx, global_scale)
+        return self._qparams_by_older_methods(observed, g_idx, global_scale)
 
-    def _documented_qparams(
+    def _qparams_by_older_methods(
         self, observed: torch.Tensor, g_idx: torch.Tensor | None, global_scale: torch.Tensor | None
-    ) -> Pair:
-        pair = older.scales_by_documented_methods(self, observed, g_idx, global_scale)
+    ) -> ScalePair:
+        pair = older.scales_by_older_methods(self, observed, g_idx, global_scale)
         self.post_calculate_qparams()
         return pair
 
     def _qparams_for_super_call(
         self, observed: torch.Tensor, g_idx: torch.Tensor | None, global_scale: torch.Tensor | None
-    ) -> Pair:
+    ) -> ScalePair:
         """Return scale and zero point for a subclass that calls `super().get_qparams`.
 
         The scales of a weight are not kept here, because the subclass may change them. The observer
@@ -498,7 +502,7 @@ class Observer(InternalModule, RegisteredObserver):
             global_scale = self.get_gparam(observed)
         computes = bool(self._overrides & {*older.SCALE_METHODS} - {"get_qparams"})
         if computes or not older.has_equal_groups(g_idx, observed, self.args):
-            return self._documented_qparams(observed, g_idx, global_scale)
+            return self._qparams_by_older_methods(observed, g_idx, global_scale)
         if self.base_name != WEIGHT or self._keeps_statistics or self.strategy == "tensor":
             self._observe_range(observed, g_idx)
             return self._scales_of_range(global_scale)
@@ -506,18 +510,20 @@ class Observer(InternalModule, RegisteredObserver):
         self.prepare(tiles)
         return self._scales_of_weight(tiles, global_scale)
 
-    def _store_scales(self, pair: Pair, observed: torch.Tensor, g_idx: torch.Tensor | None) -> None:
+    def _store_scales(
+        self, pair: ScalePair, observed: torch.Tensor, g_idx: torch.Tensor | None
+    ) -> None:
         """Keep scales, rounded to the format, and the range that they imply."""
         self._pair = self._checked_scales(pair, observed, g_idx, None)
         self._store_range(*older.implied_range(self._pair, self.args, None))
 
     def _checked_scales(
         self,
-        pair: Pair,
+        pair: ScalePair,
         observed: torch.Tensor,
         g_idx: torch.Tensor | None,
         global_scale: torch.Tensor | None,
-    ) -> Pair:
+    ) -> ScalePair:
         if self.strategy in ("group", "tensor_group"):
             assert self.args.group_size is not None
             groups = len(older.group_widths(g_idx, observed.shape[-1], self.args.group_size))
@@ -525,7 +531,7 @@ class Observer(InternalModule, RegisteredObserver):
             if self.base_name == WEIGHT:
                 shape = observed.shape[0], groups
         else:
-            shape = tiles_of(observed.to("meta"), self.base_name, self.args).groups
+            shape = tiles_of(observed.to("meta"), self.base_name, self.args).qparam_shape
         return older.checked_scales(
             pair,
             shape,
@@ -563,7 +569,7 @@ class Observer(InternalModule, RegisteredObserver):
         self._update(tiles_of_observations(observed))
 
     def prepare(self, tiles: Tiles) -> None:  # noqa: B027
-        """Prepare to search the ranges of these observations, for example load error weights.
+        """Prepare the search for ranges, for example compute the importance of each column.
 
         This method is called before `find_range`. By default it does nothing.
         """
@@ -667,7 +673,7 @@ class Observer(InternalModule, RegisteredObserver):
         observed: torch.Tensor,
         g_idx: torch.Tensor | None = None,
         global_scale: torch.Tensor | None = None,
-    ) -> Pair: ...
+    ) -> ScalePair: ...
 
     @torch.no_grad()
     def get_qparams(
@@ -675,7 +681,7 @@ class Observer(InternalModule, RegisteredObserver):
         observed: torch.Tensor | None = None,
         g_idx: torch.Tensor | None = None,
         global_scale: torch.Tensor | None = None,
-    ) -> QParamsDict | Pair:
+    ) -> QParamsDict | ScalePair:
         """Return scale, zero point and global scale of the observations.
 
         Raises ValueError if nothing was observed. If `observed` is given, as in older code, observe
@@ -821,7 +827,7 @@ class Observer(InternalModule, RegisteredObserver):
             )
         return self.min_vals, self.max_vals
 
-    def _scales(self, global_scale: torch.Tensor | None) -> Pair:
+    def _scales(self, global_scale: torch.Tensor | None) -> ScalePair:
         """Return scale (float32) and zero point (int32) of the observations.
 
         `global_scale` is the stored global scale.
@@ -839,7 +845,7 @@ class Observer(InternalModule, RegisteredObserver):
         self.post_calculate_qparams()
         return scales
 
-    def _scales_of_range(self, global_scale: torch.Tensor | None) -> Pair:
+    def _scales_of_range(self, global_scale: torch.Tensor | None) -> ScalePair:
         if self._weight is not None:
             return self._scales_of_weight(self._weight, global_scale)
         low, high = self._statistics()
@@ -847,7 +853,7 @@ class Observer(InternalModule, RegisteredObserver):
             low, high = (end.expand(low.shape) for end in self._fused_extremes(self._fused))
         return scale_and_zero_point(low, high, self.args, global_scale)
 
-    def _scales_of_weight(self, tiles: Tiles, global_scale: torch.Tensor | None) -> Pair:
+    def _scales_of_weight(self, tiles: Tiles, global_scale: torch.Tensor | None) -> ScalePair:
         if self._overrides_only_find_range:
             return scale_and_zero_point(*self.find_range(tiles), self.args, global_scale)
         return self.weight_scales(tiles, global_scale)
@@ -910,13 +916,13 @@ class Observer(InternalModule, RegisteredObserver):
         reduce_dims: tuple[int, ...] | None = None,
         tensor_id: Hashable = None,
         global_scale: torch.Tensor | None = None,
-    ) -> Pair:
+    ) -> ScalePair:
         """Return scale and zero point of a tensor. Dimensions in `reduce_dims` get size 1.
 
         The range is combined with earlier ranges of the same `tensor_id`, by `combine`.
         """
         given = {"reduce_dims": reduce_dims, "tensor_id": tensor_id, "global_scale": global_scale}
-        low, high = older.as_scale_pair(
+        low, high = older.as_tensor_pair(
             older.call_older_method(self.calculate_updated_min_max, observed, given),
             "calculate_updated_min_max",
         )
@@ -956,7 +962,7 @@ class Observer(InternalModule, RegisteredObserver):
     def calculate_gparam(self, observed: torch.Tensor) -> torch.Tensor:
         """Return the global scale of a tensor: float32 (1,)."""
         answer = older.call_older_method(self.calculate_updated_min_max, observed, {})
-        return global_scale_of(*older.as_scale_pair(answer, "calculate_updated_min_max"))
+        return global_scale_of(*older.as_tensor_pair(answer, "calculate_updated_min_max"))
 
     def get_gparam(self, observed: torch.Tensor) -> torch.Tensor:
         """Return the global scale of a tensor: float32 (1,).
@@ -973,13 +979,13 @@ class Observer(InternalModule, RegisteredObserver):
         dim: int | Iterable[int],
         tensor_id: Hashable = None,
         global_scale: torch.Tensor | None = None,
-    ) -> Pair:
+    ) -> ScalePair:
         """Return scale and zero point for each index of `dim`, or of several dimensions."""
         dims = [dim] if isinstance(dim, int) else list(dim)
         kept = {each % observed.ndim for each in dims}
         reduce_dims = tuple(each for each in range(observed.ndim) if each not in kept)
         given = {"reduce_dims": reduce_dims, "tensor_id": tensor_id, "global_scale": global_scale}
-        return older.as_scale_pair(
+        return older.as_tensor_pair(
             older.call_older_method(self.calculate_qparams, observed, given), "calculate_qparams"
         )
 

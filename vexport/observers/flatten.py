@@ -95,7 +95,8 @@ _LAYOUTS: Mapping[tuple[str, str], Layout] = {
 
 # Elements per tile: 8 MiB in float32.
 TILE_ELEMENTS = 1 << 21
-ROWS = 1
+# Dimension of observations that is split into tiles: the first dimension of qparam_shape.
+ROW_DIM = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,15 +112,15 @@ class Tiles:
     device: torch.device
 
     @property
-    def groups(self) -> tuple[int, ...]:
-        """qparam_shape: the shape of the scales, with an element for each group."""
+    def qparam_shape(self) -> tuple[int, ...]:
+        """Shape of the scales, with an element for each group."""
         return self.shape[1:-1]
 
     def by_rows(self) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield each tile with its rows, as a slice of the first dimension of qparam_shape."""
         start = 0
         for tile in self.cut():
-            rows = slice(start, start + tile.shape[ROWS])
+            rows = slice(start, start + tile.shape[ROW_DIM])
             start = rows.stop
             yield rows, tile
 
@@ -131,9 +132,11 @@ def tiles_of_observations(observations: torch.Tensor) -> Tiles:
     """
     if observations.ndim == 2:
         observations = observations.unsqueeze(0)
-    size = _tile_length(observations, ROWS)
+    size = _tile_length(observations, ROW_DIM)
     return Tiles(
-        lambda: torch.split(observations, size, dim=ROWS), observations.shape, observations.device
+        lambda: torch.split(observations, size, dim=ROW_DIM),
+        observations.shape,
+        observations.device,
     )
 
 

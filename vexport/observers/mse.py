@@ -10,7 +10,7 @@ from vexport.observers.base import Observer, Reduction
 from vexport.observers.flatten import Tiles, tiles_of_observations
 from vexport.observers.minmax import moving_average
 from vexport.observers.older import (
-    as_scale_pair,
+    as_tensor_pair,
     call_older_method,
     flatten_dimensions,
     implied_range,
@@ -34,9 +34,9 @@ from vexport.records.observer_names import (
     SearchOptions,
 )
 
-# Largest factor that a range may be expanded by. With 1.5, the largest value of a block is stored
-# as 4 instead of 6.
-MAX_ROOM = 1.5
+# Largest factor by which `fit_global_scale` reduces the global scale. If a block scale is 1.5 times
+# as large, the largest value of the block is stored as 4 instead of 6.
+MAX_REDUCTION = 1.5
 
 
 class MemorylessMSEObserver(Observer):
@@ -95,7 +95,7 @@ class MemorylessMSEObserver(Observer):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Search the scales of a weight, given the global scale."""
         if is_nvfp4(self.args) and global_scale is not None:
-            scale = torch.empty(tiles.groups, device=tiles.device)
+            scale = torch.empty(tiles.qparam_shape, device=tiles.device)
             for rows, tile in tiles.by_rows():
                 scale[rows] = block_scales(tile[0], global_scale, self.search, self._importance)
             return scale, torch.zeros(scale.shape, dtype=torch.int32, device=scale.device)
@@ -129,7 +129,7 @@ class MemorylessMSEObserver(Observer):
         global_scale: torch.Tensor | None,
     ) -> Range:
         given = {"reduce_dims": reduce_dims, "global_scale": global_scale}
-        return as_scale_pair(
+        return as_tensor_pair(
             call_older_method(self.calculate_mse_min_max, observed, given), "calculate_mse_min_max"
         )
 
@@ -147,8 +147,8 @@ def fit_global_scale(observers: Sequence[Observer]) -> None:
     Call this function after the observers were fused and have all observed their weights.
     """
     members = [observer for observer in observers if isinstance(observer, MemorylessMSEObserver)]
-    room = max((member.expand for member in members), default=1.0)
-    if len(members) < len(observers) or room <= 1:
+    expand = max((member.expand for member in members), default=1.0)
+    if len(members) < len(observers) or expand <= 1:
         return
 
     def error(factor: float) -> float:
@@ -160,7 +160,7 @@ def fit_global_scale(observers: Sequence[Observer]) -> None:
             if member._weight is not None and (scale := member.global_scale()) is not None
         )
 
-    best = min((1.0, 1 / min(room, MAX_ROOM)), key=error)
+    best = min((1.0, 1 / min(expand, MAX_REDUCTION)), key=error)
     for member in members:
         member.factor = best
 

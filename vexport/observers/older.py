@@ -5,12 +5,13 @@ another method in `SCALE_METHODS`), which receives parts of a tensor:
 
 - strategy tensor: the whole tensor, `reduce_dims` None
 - channel: the whole weight, `reduce_dims` (1,)
-- group, tensor_group: the columns of a group, `reduce_dims` (1,), `tensor_id` the group's number
+- group, tensor_group: the columns of a group, `tensor_id` the group's number, `reduce_dims` (1,)
+  for weights and (0, 1) for activations
 - block: a block of the weight, `reduce_dims` (0, 1), `tensor_id` (block row, block column)
 - token, attn_head: the whole tensor, `reduce_dims` all dimensions except tokens or heads
 
-vexport keeps the returned scales unchanged. In addition, it computes the range that yields these
-scales. Fused layers, statistics over ranks and input scales use this range.
+vexport uses the returned scales, rounded as the format stores them. In addition, it computes the
+range that yields these scales. Fused layers, statistics over ranks and input scales use this range.
 """
 
 import inspect
@@ -31,7 +32,8 @@ from vexport.observers.qparams import (
 )
 from vexport.observers.search import Range
 
-Pair = tuple[torch.Tensor, torch.Tensor]
+# Scale and zero point.
+ScalePair = tuple[torch.Tensor, torch.Tensor]
 VEXPORT_PACKAGE = "vexport.observers"
 # Tensor id of ranges that are observed without a `tensor_id`, as in llm-compressor.
 DEFAULT_ID = "default"
@@ -214,7 +216,7 @@ def call_older_method(
     return method(observed, **known)
 
 
-def as_scale_pair(answer: object, method: str) -> Pair:
+def as_tensor_pair(answer: object, method: str) -> ScalePair:
     """Return the result of an older method: scale and zero point, or the two ends of a range.
 
     Raises ValueError if the result is not a pair of tensors.
@@ -277,12 +279,12 @@ def has_equal_groups(
     return set(group_widths(g_idx, observed.shape[-1], args.group_size)) <= {args.group_size}
 
 
-def scales_by_documented_methods(
+def scales_by_older_methods(
     observer: OlderObserver,
     observed: torch.Tensor,
     g_idx: torch.Tensor | None,
     global_scale: torch.Tensor | None,
-) -> Pair:
+) -> ScalePair:
     """Return scale and zero point of a tensor, computed part by part with the older methods.
 
     The module docstring lists the parts of each strategy. Scale and zero point have shape
@@ -293,7 +295,7 @@ def scales_by_documented_methods(
         answer = call_older_method(
             observer.calculate_qparams, observed, {"global_scale": global_scale}
         )
-        scale, zero_point = as_scale_pair(answer, "calculate_qparams")
+        scale, zero_point = as_tensor_pair(answer, "calculate_qparams")
         return scale.reshape(1), zero_point.reshape(1)
     if strategy == "channel":
         return _scales_along_dim(observer, observed, 0, None, None)
@@ -316,10 +318,10 @@ def _scales_along_dim(
     dim: int,
     tensor_id: Hashable,
     global_scale: torch.Tensor | None,
-) -> Pair:
+) -> ScalePair:
     given = {"dim": dim, "tensor_id": tensor_id, "global_scale": global_scale}
     answer = call_older_method(observer.get_qparams_along_dim, observed, given)
-    return as_scale_pair(answer, "get_qparams_along_dim")
+    return as_tensor_pair(answer, "get_qparams_along_dim")
 
 
 def _scales_by_group(
@@ -327,12 +329,12 @@ def _scales_by_group(
     observed: torch.Tensor,
     g_idx: torch.Tensor | None,
     global_scale: torch.Tensor | None,
-) -> Pair:
+) -> ScalePair:
     size = observer.args.group_size
     assert size is not None
     order = column_order(g_idx, observed, observer.args)
     ordered = observed if order is None else observed.index_select(-1, order)
-    is_weight, pairs, start = observer.base_name == WEIGHT, list[Pair](), 0
+    is_weight, pairs, start = observer.base_name == WEIGHT, list[ScalePair](), 0
     for number, columns in enumerate(group_widths(g_idx, observed.shape[-1], size)):
         part = ordered[:, start : start + columns]
         start += columns
@@ -341,7 +343,7 @@ def _scales_by_group(
             continue
         given = {"reduce_dims": (0, 1), "tensor_id": number, "global_scale": global_scale}
         pairs.append(
-            as_scale_pair(
+            as_tensor_pair(
                 call_older_method(observer.calculate_qparams, part, given), "calculate_qparams"
             )
         )
@@ -353,7 +355,7 @@ def _scales_by_group(
     return (scale, zero_point) if is_weight else (scale[0], zero_point[0])
 
 
-def _scales_by_block(observer: OlderObserver, weight: torch.Tensor) -> Pair:
+def _scales_by_block(observer: OlderObserver, weight: torch.Tensor) -> ScalePair:
     blocks = blocks_of(weight, observer.args)
     rows, columns = blocks.shape[:2]
     pairs = []
@@ -361,7 +363,7 @@ def _scales_by_block(observer: OlderObserver, weight: torch.Tensor) -> Pair:
         for column in range(columns):
             given = {"reduce_dims": (0, 1), "tensor_id": (row, column)}
             answer = call_older_method(observer.calculate_qparams, blocks[row, column], given)
-            pairs.append(as_scale_pair(answer, "calculate_qparams"))
+            pairs.append(as_tensor_pair(answer, "calculate_qparams"))
     scale, zero_point = (
         torch.cat([each.reshape(1) for each in parts]).reshape(rows, columns)
         for parts in zip(*pairs, strict=True)
@@ -370,14 +372,14 @@ def _scales_by_block(observer: OlderObserver, weight: torch.Tensor) -> Pair:
 
 
 def checked_scales(
-    pair: Pair,
+    pair: ScalePair,
     shape: Iterable[int],
     args: ObserverArgs,
     global_scale: torch.Tensor | None,
     *,
     is_relative: bool,
     where: str,
-) -> Pair:
+) -> ScalePair:
     """Return scale (float32) and zero point (int32) of `shape`, rounded as the format stores them.
 
     If the method computed the scale without the global scale (`is_relative` is False), the scale is
@@ -407,7 +409,7 @@ def checked_scales(
     return scale, torch.zeros_like(zero_point) if args.symmetric else zero_point
 
 
-def implied_range(pair: Pair, args: ObserverArgs, global_scale: torch.Tensor | None) -> Range:
+def implied_range(pair: ScalePair, args: ObserverArgs, global_scale: torch.Tensor | None) -> Range:
     """Return the range (low, high), float32, for which `scale_and_zero_point` returns `pair`."""
     smallest, largest = quantized_range(args)
     scale, zero_point = pair[0].to(torch.float32), pair[1].to(torch.float32)

@@ -26,7 +26,7 @@ from vexport.records.observer_names import OptionValue
 MX_FORMATS = {4: E2M1, 8: E4M3}
 # 16-bit dtypes of stored scales. Scales with another `scale_dtype` are stored as float32, except
 # for NVFP4 (e4m3) and MX (e8m0).
-STORED = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+SCALE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class ObserverArgs(Protocol):
@@ -113,7 +113,7 @@ def quantized_range(args: ObserverArgs) -> tuple[float, float]:
 
 def stored_dtype(args: ObserverArgs) -> torch.dtype:
     """Return the dtype of stored scales: `scale_dtype` if it is a 16-bit float, else float32."""
-    return STORED.get(enum_value(args.scale_dtype), torch.float32)
+    return SCALE_DTYPES.get(enum_value(args.scale_dtype), torch.float32)
 
 
 def global_scale_of(low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:

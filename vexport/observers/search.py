@@ -32,7 +32,7 @@ from vexport.observers import device_search
 from vexport.observers.device_search import GroupChoices
 from vexport.observers.flatten import Tiles
 from vexport.observers.kernels.grid import (
-    PATTERNS,
+    BIT_PATTERNS,
     TASK_VALUES,
     TENSOR_CHUNK,
     add_counts,
@@ -53,7 +53,7 @@ from vexport.records.observer_names import SearchOptions
 # Each counting thread allocates half a megabyte.
 COUNTING_TASKS = 16
 # Number of float32 lanes in the widest vectors.
-VECTOR = 16
+VECTOR_LANES = 16
 STORAGES = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16, torch.float16: FLOAT16}
 Range = tuple[torch.Tensor, torch.Tensor]
 # llm-compressor computes candidates in bf16. It rounds three times, each time by at most 2**-8. The
@@ -85,7 +85,7 @@ def search_grid_groups(
     lows, highs = np.empty(count, dtype=np.float32), np.empty(count, dtype=np.float32)
     steps = np.empty(count, dtype=np.int64)
     improved = np.zeros((min(count, -(-bits.size // TASK_VALUES)), factors.size), dtype=np.bool_)
-    whole_vectors = np.pad(factors, (0, -factors.size % VECTOR), mode="edge")
+    whole_vectors = np.pad(factors, (0, -factors.size % VECTOR_LANES), mode="edge")
     search_groups(
         bits,
         storage,
@@ -116,7 +116,7 @@ def ranges_of_groups(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def distinct_values(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the distinct values of a 16-bit tensor and their counts, both float32 (numbers,)."""
-    counts = np.zeros((min(numba.get_num_threads(), COUNTING_TASKS), PATTERNS), dtype=np.int64)
+    counts = np.zeros((min(numba.get_num_threads(), COUNTING_TASKS), BIT_PATTERNS), dtype=np.int64)
     add_counts(stored_bits(values)[0].reshape(-1), counts)
     total = counts.sum(0)
     patterns = np.flatnonzero(total)
@@ -268,7 +268,7 @@ def _search_tile(
         len(groups) == 1
         and importance is None
         and tile.dtype.itemsize == 2
-        and tile.numel() >= PATTERNS
+        and tile.numel() >= BIT_PATTERNS
     ):
         groups, importance = (
             part.view(1, -1) for part in distinct_values(tile)
@@ -288,7 +288,7 @@ def _steps_until_stop(improved: Sequence[bool], patience: int) -> int:
 
 
 def _concatenated(ranges: Iterable[tuple[slice, Range]], tiles: Tiles) -> Range:
-    low, high = (torch.empty(tiles.groups, device=tiles.device) for _ in range(2))
+    low, high = (torch.empty(tiles.qparam_shape, device=tiles.device) for _ in range(2))
     for rows, ends in ranges:
         low[rows], high[rows] = ends
     return low, high
@@ -305,8 +305,8 @@ def scales_of_rows(
     If `ranges` yields the same rows twice, the later ranges replace the earlier ranges. Only the
     ranges of a single tile are in memory at a time.
     """
-    scale = torch.empty(tiles.groups, device=tiles.device)
-    zero_point = torch.zeros(tiles.groups, dtype=torch.int32, device=tiles.device)
+    scale = torch.empty(tiles.qparam_shape, device=tiles.device)
+    zero_point = torch.zeros(tiles.qparam_shape, dtype=torch.int32, device=tiles.device)
     for rows, (low, high) in ranges:
         scale[rows], zeros = scale_and_zero_point(low, high, args, global_scale)
         if not args.symmetric:
@@ -361,7 +361,7 @@ def nvfp4_error(
 
     Only about SAMPLED_ROWS evenly spaced rows are used.
     """
-    step = -(-tiles.groups[0] // SAMPLED_ROWS)
+    step = -(-tiles.qparam_shape[0] // SAMPLED_ROWS)
     weight, total = None if importance is None else importance[0], 0.0
     for _, tile in tiles.by_rows():
         rows = tile[0, ::step].contiguous()

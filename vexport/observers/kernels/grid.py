@@ -32,7 +32,8 @@ from vexport.numerics.number_formats import E8M0, F32, I32, ROUNDER, NumberForma
 Doubles = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 Indices = npt.NDArray[np.int64]
-PATTERNS = 1 << 16
+# Number of bit patterns of a 16-bit value.
+BIT_PATTERNS = 1 << 16
 
 # The largest value of a normalized group: scales are then close to 1.
 UNIT = 64.0
@@ -234,8 +235,8 @@ def prepare(
     """Write the scaling of every shrink of `ends`, and a lower bound of the shrink's error.
 
     `ends` are multiplied by `unit`. The bound is the error of a single value: of the group's
-    smallest or largest value, whichever error is larger. It is reduced by more than float32 could
-    round.
+    smallest or largest value, whichever error is larger. The bound is then reduced a little, so
+    that float32 rounding cannot make it too large.
     """
     wide_vectors()
     scales, inverses, zeros, bounds = candidates
@@ -363,7 +364,7 @@ def tensor_ranges(weight: Bits, storage: int, lows: Floats, highs: Floats) -> No
 
 @compiled(parallel=True)
 def add_counts(values: Bits, counts: Indices) -> None:
-    """Count the 16-bit patterns of flat `values` in `counts` (tasks, PATTERNS), by task."""
+    """Count the 16-bit patterns of flat `values` in `counts` (tasks, BIT_PATTERNS), by task."""
     tasks = counts.shape[0]
     for task in prange(tasks):
         row = counts[task]

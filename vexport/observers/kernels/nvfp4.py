@@ -68,7 +68,7 @@ class Lanes(NamedTuple):
 
 
 @compiled()
-def room_for(groups: int, size: int) -> Lanes:
+def allocate_lanes(groups: int, size: int) -> Lanes:
     """Allocate lanes without filling them."""
     floats, codes = np.empty((6, groups), dtype=F32), np.empty((3, groups), dtype=np.int32)
     return Lanes(
@@ -231,7 +231,8 @@ def search_block_scales(
         row, batch = task // batches, task % batches
         start, stop = batch * groups // batches, (batch + 1) * groups // batches
         part = slice(start * size, stop * size)
-        values, lanes = np.empty(part.stop - part.start, dtype=F32), room_for(stop - start, size)
+        values = np.empty(part.stop - part.start, dtype=F32)
+        lanes = allocate_lanes(stop - start, size)
         weights = np.empty(lanes.values.shape, dtype=F32)
         transpose(weights, importance[part], F32(1.0))
         widen(values, weight[row, part], storage)
