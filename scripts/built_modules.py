@@ -39,7 +39,7 @@ from vllm.model_executor.models import registry
 from vllm.transformers_utils.config import _CONFIG_REGISTRY, _register_config_class
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from vexport.architectures import STACK, ModuleKind, with_numbers, with_stars
+from vexport.architectures import NUMBERED_LAYER, ModuleKind, with_numbers, with_stars
 from vexport.checkpoint.dtypes import num_bytes
 from vexport.checkpoint.writer import header_bytes
 from vexport.engine.dry.audit import Audit, HeaderFile
@@ -360,7 +360,7 @@ def described(
         )
         if kind is None or in_language_model and inside and not classes:
             continue
-        if not (in_language_model and STACK.search(name)):
+        if not (in_language_model and NUMBERED_LAYER.search(name)):
             built.kinds[with_stars(name)] = kind
         if kind in ("linear", "head") and modules[module] in calls:
             built.lookup_names.update(other_names(name, calls[modules[module]]))

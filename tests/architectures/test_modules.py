@@ -82,13 +82,13 @@ def test_unknown_class_is_classified_by_names() -> None:
         "transformer.wte",
         "vision_tower.embeddings.position_embedding",
     ):
-        assert architecture.is_table(table)
+        assert architecture.is_embedding(table)
     for layer in (
         "embed_vision.embedding_projection",
         "embed_audio.embedding_post_projection",
         "embed_out",
     ):
-        assert not architecture.is_table(layer)
+        assert not architecture.is_embedding(layer)
 
 
 def test_unbuildable_class_is_noted(tmp_path: Path) -> None:

@@ -95,7 +95,9 @@ def group(name: str, *targets: str) -> ConfigGroup:
 
 
 def group_name(unit: str, members: tuple[str, ...], *groups: ConfigGroup) -> str | None:
-    found = group_for(unit, members, targets_of(groups), LLAMA, table=LLAMA.is_table(unit))
+    found = group_for(
+        unit, members, targets_of(groups), LLAMA, is_embedding=LLAMA.is_embedding(unit)
+    )
     return found.name if found else None
 
 

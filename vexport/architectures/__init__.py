@@ -25,7 +25,7 @@ ModuleKind = Literal["linear", "plain", "table", "lookup", "head"]
 # Numbers of layers and experts in a name.
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 # A numbered layer in the name of a module.
-STACK = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.")
+NUMBERED_LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block)\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,27 +86,27 @@ FusedModules = Mapping[str, tuple[str, ...]]
 
 # Fused layers of nearly all vLLM classes. They are used for a language model that is not in
 # the table.
-USUAL: FusedModules = {
+USUAL_FUSED: FusedModules = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
     "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
     "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
 }
-# Sizes of the parts of USUAL layers, as expressions (see `config.part_sizes`). Equal expressions
-# mean that the parts have equal sizes.
+# Sizes of the parts of USUAL_FUSED layers, as expressions (see `config.part_sizes`). Equal
+# expressions mean that the parts have equal sizes.
 USUAL_PARTS = {"qkv_proj": ("queries", "keys", "values"), "gate_up_proj": ("1", "1")}
 USUAL_EXPERTS = ExpertNames("gate_proj", "down_proj", "up_proj")
 USUAL_ROW_PARALLEL = ("o_proj", "down_proj", "out_proj")
 # A module that is not in the table of modules counts as embeddings if this pattern matches the last
 # part of its name.
-TABLE_NAMES = re.compile(
+EMBEDDING_NAMES = re.compile(
     r"wte|wpe|(?!.*patch)\w*embed(?:ding)?s?|embed_(?:tokens(?:_per_layer)?|positions|in)"
 )
 
 
 # How vLLM finds the config group of the token embeddings. "name": a target matches their name or
 # their class. "class": only a target that matches their class.
-TableLookup = Literal["name", "class"]
+EmbeddingLookup = Literal["name", "class"]
 # Tensors that vLLM's loader reorders if it reorders the rows of a layer:
 # - scales by row: the weight and its scales. A scale for the whole tensor is left as it is.
 # - every tensor: all tensors of the layer. Each must have as many rows as the weight.
@@ -155,7 +155,8 @@ class Architecture:
         reordered: Layers whose rows vLLM reorders when it loads them.
         parts: The sizes of the parts of each merged layer, as expressions for `config.part_sizes`.
             A merged layer is fused by vLLM, or already stored as one weight in the checkpoint.
-        groups: The number of groups in a layer. Each rank needs whole groups.
+        groups: The number of groups of heads in a layer, such as `n_groups` of Mamba, as an
+            expression for `config.known_size`. Each rank needs whole groups.
         unquantized: Layers that are built without a quantization config.
         routers: Routers that are built with a quantization config. vLLM quantizes them unless
             `ignore` names them.
@@ -187,7 +188,7 @@ class Architecture:
     routers: tuple[str, ...] = ()
     row_parallel: tuple[str, ...] = ()
     replicated: tuple[str, ...] = ()
-    embedding: TableLookup | None = None
+    embedding: EmbeddingLookup | None = None
     renames: Renames = Renames()
     language_model: tuple[str, ...] = ()
     inner_unknown: bool = False
@@ -222,7 +223,7 @@ class Architecture:
         """
         return self.kinds.get(with_stars(self.vllm_name(module)))
 
-    def is_table(self, module: str) -> bool:
+    def is_embedding(self, module: str) -> bool:
         """Return True if a module with a two-dimensional weight holds embeddings.
 
         The kind of the module decides, or its name if the kind is unknown.
@@ -230,7 +231,7 @@ class Architecture:
         kind = self.kind(module)
         if kind is not None:
             return kind in ("table", "lookup")
-        return TABLE_NAMES.fullmatch(module.rpartition(".")[2]) is not None
+        return EMBEDDING_NAMES.fullmatch(module.rpartition(".")[2]) is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -330,7 +331,7 @@ def get_architecture(name: str, version: Version | None = None) -> Architecture:
 def resolve(
     name: str, config: Mapping[str, Json], version: Version | None = None
 ) -> tuple[Architecture, tuple[Finding, ...]]:
-    """Return the architecture of a model class, and findings on what vexport had to assume.
+    """Return the architecture of a model class, with notes and warnings about it.
 
     For a multimodal class, the architecture includes its language model.
 
@@ -353,7 +354,7 @@ def resolve(
         inner = get_architecture(inner_name, version)
         return _joined(outer, inner), (*notes, *_backend_note(inner_name, inner, version))
     usual = Architecture(
-        fused=USUAL, parts=USUAL_PARTS, experts=USUAL_EXPERTS, row_parallel=USUAL_ROW_PARALLEL
+        fused=USUAL_FUSED, parts=USUAL_PARTS, experts=USUAL_EXPERTS, row_parallel=USUAL_ROW_PARALLEL
     )
     return _joined(outer, usual), (*notes, _assumed_note(name))
 
@@ -425,14 +426,16 @@ def _unknown_modules(name: str, version: Version) -> tuple[Finding, ...]:
     if name not in unknown or not get_architecture(name, version).language_model:
         return ()
     expected = "a class with a table of the modules outside the language model"
-    got = "a class whose other embeddings and layers are only recognized by their names"
+    got = "no such table: vexport recognizes these modules only by their names"
     fix = "load the output with `vexport load --dry` before you use it"
     return (_note("warning", name, expected, got, fix),)
 
 
 def _assumed_note(name: str) -> Finding:
     expected = "a nested config with a supported text model"
-    got = f"no supported text model, so the usual fused layers are assumed ({', '.join(USUAL)})"
+    got = (
+        f"no supported text model, so the usual fused layers are assumed ({', '.join(USUAL_FUSED)})"
+    )
     fix = "check the groups of the plan, and load the output in vLLM before you use it"
     return _note("warning", name, expected, got, fix)
 

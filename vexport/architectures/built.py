@@ -9,7 +9,7 @@ from functools import cached_property
 
 from vexport.architectures import (
     Architecture,
-    TableLookup,
+    EmbeddingLookup,
     architecture_table,
     resolve,
     version_with,
@@ -104,7 +104,7 @@ class BuiltModel:
         return with_facts(architecture, changed)
 
     @cached_property
-    def table_lookup(self) -> TableLookup | None:
+    def embedding_lookup(self) -> EmbeddingLookup | None:
         """How vLLM finds the config group of the token embeddings; "name" for unknown classes."""
         known = self.class_name in architecture_table(self.version).architectures
         return self.architecture.embedding if known else "name"

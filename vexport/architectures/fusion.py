@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from vexport.architectures import STACK, Architecture
+from vexport.architectures import NUMBERED_LAYER, Architecture
 from vexport.records.patterns import matches
 
 EXPERT = re.compile(r"(?P<layer>.*\bexperts)\.\d+$")
@@ -162,7 +162,7 @@ def patterns_below(
     of `others`, it contains more of the name.
     """
     for name in dict.fromkeys((module, architecture.vllm_name(module))):
-        stack = STACK.search(f"{name}.")
+        stack = NUMBERED_LAYER.search(f"{name}.")
         last = stack.start() + stack[0].startswith(".") if stack else 0
         starts = [at for at in range(last, -1, -1) if at == 0 or name[at - 1] == "."]
         tried = (rf".*\b{re.escape(name[at:])}{ending}" for at in starts)

@@ -6,7 +6,7 @@ The list contains every part of a fused layer, and one pattern for all experts o
 import re
 from collections.abc import Iterable, Iterator, Sequence, Set
 
-from vexport.architectures import STACK
+from vexport.architectures import NUMBERED_LAYER
 from vexport.architectures.fusion import (
     HEADS,
     FusedLayer,
@@ -106,13 +106,13 @@ def _entries(layer: FusedLayer, names: Names, quantized: Sequence[str]) -> Itera
 
 def _before_layers(module: str) -> str:
     """Return the name of the module around the list of decoder layers, followed by a dot."""
-    stack = STACK.search(module)
+    stack = NUMBERED_LAYER.search(module)
     return module[: stack.start() + 1] if stack else ""
 
 
 def _outside_pattern(module: str, stacks: Set[str]) -> str | None:
     """Return a pattern for a module outside the decoder layers, or None for other modules."""
-    if STACK.search(module):
+    if NUMBERED_LAYER.search(module):
         return None
     holders = (before for before in stacks if before.strip(".") and module.startswith(before))
     return next((rf".*\.{re.escape(module[len(before) :])}$" for before in holders), None)
@@ -120,6 +120,6 @@ def _outside_pattern(module: str, stacks: Set[str]) -> str | None:
 
 def _experts_around(tensor: str, names: Names, quantized: Sequence[str]) -> Iterator[str]:
     """Return patterns for the routed experts of the layer around a tensor."""
-    stack = STACK.search(tensor)
+    stack = NUMBERED_LAYER.search(tensor)
     layer = tensor[: stack.end() - 1] if stack else ""
     return patterns_below(layer, r"\..*\bexperts\..*", names.architecture, quantized)

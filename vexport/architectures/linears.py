@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from vexport.architectures import STACK, Architecture
+from vexport.architectures import NUMBERED_LAYER, Architecture
 from vexport.architectures.config import head_width, known_size, text_config
 from vexport.architectures.fusion import moe_layer
 from vexport.architectures.stored import Headers
@@ -88,7 +88,7 @@ class Names:
     def in_decoder(self, module: str) -> bool:
         """Return True if a module is part of a decoder layer of the language model."""
         name = self.vllm_name(module)
-        stack = STACK.search(name)
+        stack = NUMBERED_LAYER.search(name)
         if stack is None or PREDICTION.search(name) or not self._in_language_model(name):
             return False
         return self.layers is None or int(stack[1]) < self.layers
@@ -96,7 +96,7 @@ class Names:
     def draft_layer(self, module: str) -> str | None:
         """Return the name of the layer that predicts further tokens around a module, or None."""
         name = self.vllm_name(module)
-        stack = RENUMBERED.search(module) or STACK.search(module)
+        stack = RENUMBERED.search(module) or NUMBERED_LAYER.search(module)
         if stack is None or self.in_decoder(module):
             return None
         drafts = PREDICTION.search(name) or self._in_language_model(name)
@@ -162,7 +162,7 @@ def find_linears(index: Headers, names: Names) -> Iterator[LinearPlan]:
         if (
             last_part == "weight"
             and len(tensor.shape) == 2
-            and not names.architecture.is_table(module)
+            and not names.architecture.is_embedding(module)
         ):
             yield _linear(tensor, module, names)
         elif len(tensor.shape) == 3 and names.experts_known:

@@ -101,4 +101,4 @@ def _is_linear(
     if QUANTIZED_PARAMETERS & parameters.keys():
         return True
     weight = parameters.get("weight")
-    return weight is not None and len(weight.shape) == 2 and not architecture.is_table(module)
+    return weight is not None and len(weight.shape) == 2 and not architecture.is_embedding(module)

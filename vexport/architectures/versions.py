@@ -9,7 +9,7 @@ from functools import cache
 
 from pydantic import TypeAdapter
 
-from vexport.architectures import Architecture, TableLookup, architecture_table
+from vexport.architectures import Architecture, EmbeddingLookup, architecture_table
 from vexport.architectures.tables import VERSIONS
 from vexport.version import Version, short_version
 
@@ -23,7 +23,7 @@ class ClassFacts:
     """
 
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    embedding: TableLookup | None = None
+    embedding: EmbeddingLookup | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,8 +39,8 @@ def run(view: CheckpointView) -> Iterator[Finding]:
                 NAME, fused.name, expected=expected, got=f"only {', '.join(ignored)}", fix=fix
             )
             continue
-        if view.model.architecture.is_table(fused.name) and view.layers.is_quantized(fused):
-            yield from _quantized_table(view, fused)
+        if view.model.architecture.is_embedding(fused.name) and view.layers.is_quantized(fused):
+            yield from _quantized_embedding(view, fused)
         else:
             yield from _compare_layer(view, fused)
     yield from _experts(view)
@@ -68,7 +68,7 @@ def _embeddings(view: CheckpointView) -> Iterator[Finding]:
         if (
             parameter != "weight"
             or len(tensor.shape) != 2
-            or not view.model.architecture.is_table(module)
+            or not view.model.architecture.is_embedding(module)
         ):
             continue
         group = view.lookup.group_of(FusedLayer(name=module, members=(module,)))
@@ -97,9 +97,9 @@ def _unquantized(module: str, group: ConfigGroup, kind: str, fix: str) -> Findin
     return error(NAME, module, expected=expected, got="an unquantized weight", fix=fix)
 
 
-def _quantized_table(view: CheckpointView, fused: FusedLayer) -> Iterator[Finding]:
+def _quantized_embedding(view: CheckpointView, fused: FusedLayer) -> Iterator[Finding]:
     """Report quantized embeddings that vLLM refuses, as it does for most models."""
-    reason = _table_refusal(view, fused)
+    reason = _embedding_refusal(view, fused)
     if reason is not None:
         expected = (
             "an unquantized embedding, or packed integers that vLLM supports for this model class"
@@ -110,7 +110,7 @@ def _quantized_table(view: CheckpointView, fused: FusedLayer) -> Iterator[Findin
         yield error(NAME, fused.name, expected=expected, got=got, fix=fix)
 
 
-def _table_refusal(view: CheckpointView, fused: FusedLayer) -> str | None:
+def _embedding_refusal(view: CheckpointView, fused: FusedLayer) -> str | None:
     """Return why vLLM refuses quantized embeddings, or None if it supports them.
 
     Sources: get_quant_method in compressed_tensors.py, compressed_tensors_embedding.py, and the
@@ -119,9 +119,9 @@ def _table_refusal(view: CheckpointView, fused: FusedLayer) -> str | None:
     name = view.model.class_name
     version = short_version(view.model.target_version)
     group = view.lookup.group_of(fused)
-    if view.model.table_lookup is None:
+    if view.model.embedding_lookup is None:
         return f"{name} builds its embedding without a quantization config (vLLM {version})"
-    if group is None and view.model.table_lookup == "class":
+    if group is None and view.model.embedding_lookup == "class":
         return f"{name} gives its embedding no name, so only the target Embedding matches it"
     if group is None:
         return "no target matches the embedding"

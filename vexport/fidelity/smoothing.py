@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from vexport.architectures import STACK
+from vexport.architectures import NUMBERED_LAYER
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.smoothed import SMOOTHING, fits, smoothing_of
 from vexport.checkpoint.tensors import TORCH_DTYPES, read_tensor
@@ -124,7 +124,7 @@ class Factors:
             self.norms.add(norm)
 
     def _norm_of(self, name: str) -> str:
-        stack, norm = STACK.search(name), NORMS.get(name.rpartition(".")[2])
+        stack, norm = NUMBERED_LAYER.search(name), NORMS.get(name.rpartition(".")[2])
         return f"{name[: stack.end()]}{norm}" if stack and norm else ""
 
     def _of_norm(self, name: str) -> torch.Tensor | None:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from vexport.architectures import (
-    USUAL,
     USUAL_EXPERTS,
+    USUAL_FUSED,
     Architecture,
     architecture_table,
     resolve,
@@ -120,7 +120,7 @@ def architecture_of(model: torch.nn.Module) -> Architecture:
     for name in (*(config.get("architectures") or ()), type(model).__name__):
         if name in architecture_table(version_with(name)).architectures:
             return resolve(name, config)[0]
-    return Architecture(fused=USUAL, experts=USUAL_EXPERTS)
+    return Architecture(fused=USUAL_FUSED, experts=USUAL_EXPERTS)
 
 
 def _observer_of(module: torch.nn.Module) -> Observer | None:

@@ -32,7 +32,8 @@ EXPERTS_CLASS = "RoutedExperts"
 LINEAR = "Linear"
 EXPERT_NUMBER = re.compile(r"(?<=\.experts\.)\d+(?=\.[^.]+$)")
 INPUT, OUTPUT = "input", "output"
-IN_WEIGHTS = ("weight_input", "weight_output")
+# Locations of rotations that are merged into the weights.
+MERGED_LOCATIONS = ("weight_input", "weight_output")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +136,12 @@ def ignored(
 
 
 def group_for(
-    fused: str, members: Sequence[str], targets: Targets, architecture: Architecture, *, table: bool
+    fused: str,
+    members: Sequence[str],
+    targets: Targets,
+    architecture: Architecture,
+    *,
+    is_embedding: bool,
 ) -> ConfigGroup | None:
     """Return the config group of a layer that is not ignored.
 
@@ -150,7 +156,7 @@ def group_for(
         return group
     if routed and LINEAR in targets and EXPERTS_CLASS not in targets:
         targets = {**targets, EXPERTS_CLASS: targets[LINEAR]}
-    kind = EMBEDDING_CLASS if table else _class_of(projection, members, architecture)
+    kind = EMBEDDING_CLASS if is_embedding else _class_of(projection, members, architecture)
     return group_of_class(kind, targets)
 
 
@@ -229,7 +235,7 @@ def online_transforms(quantization: Mapping[str, Json]) -> Iterator[OnlineTransf
             if (
                 isinstance(raw, dict)
                 and isinstance(entry, dict)
-                and entry.get("location") not in IN_WEIGHTS
+                and entry.get("location") not in MERGED_LOCATIONS
             ):
                 yield OnlineTransform(
                     scheme=scheme,

@@ -100,19 +100,19 @@ class GroupLookup:
             return self._group_by_method(self._quantization.method, fused, names[0])
         architecture = self._model.architecture
         targets = self._quantization.targets
-        is_table = architecture.is_table(fused.name)
-        if is_table and self._model.table_lookup == "class":
+        is_embedding = architecture.is_embedding(fused.name)
+        if is_embedding and self._model.embedding_lookup == "class":
             return group_of_class(EMBEDDING_CLASS, targets)
-        if is_table and self._model.table_lookup != "name":
+        if is_embedding and self._model.embedding_lookup != "name":
             return None
         lookup_name = architecture.name_in_lookup(fused.name)
-        return group_for(lookup_name, names, targets, architecture, table=is_table)
+        return group_for(lookup_name, names, targets, architecture, is_embedding=is_embedding)
 
     def _group_by_method(
         self, method: "QuantMethod", fused: FusedLayer, name: str
     ) -> "MethodGroup | None":
-        is_table = self._model.architecture.is_table(fused.name)
-        if is_table or is_head(fused.name) and not method.quantizes_head:
+        is_embedding = self._model.architecture.is_embedding(fused.name)
+        if is_embedding or is_head(fused.name) and not method.quantizes_head:
             return None
         experts = moe_layer(name)
         return method.group_of(experts or fused.name, experts or name)
