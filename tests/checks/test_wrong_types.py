@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from vexport.checks import INTERNAL, check_checkpoint, findings_of
+from vexport.checks import INTERNAL, check_checkpoint, error_findings
 from vexport.errors import InputError
 from vexport.records import CheckReport, Json
 
@@ -197,7 +197,7 @@ def checked(folder: Path) -> CheckReport:
     try:
         return check_checkpoint(str(folder))
     except InputError as error:
-        return CheckReport(checkpoint=str(folder), ok=False, findings=findings_of(error))
+        return CheckReport(checkpoint=str(folder), ok=False, findings=error_findings(error))
 
 
 def internal_errors(folder: Path, file: str, values: dict[str, Json]) -> list[str]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from vexport.api.common import Name, OnProblem, is_verifying
 from vexport.checkpoint.index import require_checkpoint
 from vexport.checkpoint.source import resolve_drafter, resolve_source
-from vexport.checks import SourceComparison, check_checkpoint, findings_of
+from vexport.checks import SourceComparison, check_checkpoint, error_findings
 from vexport.checks.vllm.view import Target
 from vexport.engine.installed import installed_version
 from vexport.errors import VexportError
@@ -111,7 +111,7 @@ def check_checkpoints(
         problems.update(_errors(outcomes))
         reports = [report for report in outcomes.values() if isinstance(report, CheckReport)]
         for name, error in problems.items():
-            reports.append(CheckReport(checkpoint=name, ok=False, findings=findings_of(error)))
+            reports.append(CheckReport(checkpoint=name, ok=False, findings=error_findings(error)))
         return sorted(reports, key=lambda report: names.index(report.checkpoint))
 
     if settings.static:

@@ -12,7 +12,7 @@ from vexport.api.common import Name, OnProblem
 from vexport.api.engine import Engine
 from vexport.checkpoint.index import require_checkpoint
 from vexport.checkpoint.source import require_source, resolve_source
-from vexport.checks import findings_of
+from vexport.checks import error_findings
 from vexport.engine.arguments import require_layers
 from vexport.engine.dry.load import dry_load_checkpoints
 from vexport.errors import VexportError
@@ -107,7 +107,7 @@ def load_all(
     _require_any(names)
     problems = _unreadable(names, on_progress)
     readable = tuple(name for name in names if name not in problems)
-    unread = {name: findings_of(error) for name, error in problems.items()}
+    unread = {name: error_findings(error) for name, error in problems.items()}
     reports: list[LoadReport] | list[DryLoadReport]
     if dry:
         reports = [

@@ -1,7 +1,8 @@
 """Static checks of a checkpoint's files, without vLLM, a GPU or torch.
 
-To add a check family, add a file and a line in `CHECKS`. All families use the package `vllm`, which
-describes how vLLM reads a checkpoint. `numbers` has functions that examine stored numbers.
+To add a check family, add a file and a line in `CHECKS`. All families use `vexport.checks.vllm`,
+which contains vLLM's rules for reading a checkpoint. `numbers` has functions that examine stored
+numbers.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -134,15 +135,15 @@ def check_checkpoint(
             view = CheckpointView(index, reader, target, digests)
             vllm = view.model.target_version
             # Several families may report the same unreadable file.
-            findings = tuple(dict.fromkeys(findings_on(view, against)))
+            findings = tuple(dict.fromkeys(all_findings(view, against)))
             not_judged = tuple(parts_not_judged(view))
             skipped_checks = tuple(shards.without_digests(view))
             if skipped_checks and against is None and view.quantization.values is not None:
                 skipped_checks += (NotJudged(what=VALUES, why=_NO_REFERENCE),)
     except InputError as problem:
-        findings = findings_of(problem)
+        findings = error_findings(problem)
     except OSError as error:
-        findings = findings_of(convert_os_error(error))
+        findings = error_findings(convert_os_error(error))
     ok = not any(finding.severity == "error" for finding in findings)
     return CheckReport(
         checkpoint=name,
@@ -156,7 +157,7 @@ def check_checkpoint(
     )
 
 
-def findings_of_headers(root: Path) -> tuple[Finding, ...]:
+def header_findings(root: Path) -> tuple[Finding, ...]:
     """Return the findings that do not need the weights. This takes less than a second."""
     try:
         with Reader() as reader:
@@ -167,11 +168,13 @@ def findings_of_headers(root: Path) -> tuple[Finding, ...]:
                 for each in _run_family(name, CHECKS[name].run, view)
             ]
     except InputError as problem:
-        return findings_of(problem)
+        return error_findings(problem)
     return tuple(dict.fromkeys(findings))
 
 
-def findings_on(view: CheckpointView, against: SourceComparison | None = None) -> Iterator[Finding]:
+def all_findings(
+    view: CheckpointView, against: SourceComparison | None = None
+) -> Iterator[Finding]:
     """Yield the findings of all families.
 
     If vexport does not support the checkpoint's quantization method, only the families in
@@ -190,9 +193,10 @@ def findings_on(view: CheckpointView, against: SourceComparison | None = None) -
 
 
 class _TranslatedChecks:
-    """Run the checks that read numbers on compressed-tensors' form of a checkpoint.
+    """Run the checks of stored numbers.
 
-    A checkpoint of another method is translated once for all checks.
+    They need the tensors of compressed-tensors. A checkpoint of another method is translated to
+    compressed-tensors once for all checks.
     """
 
     def __init__(self) -> None:
@@ -234,11 +238,11 @@ def _run_family(family: str, run: CheckFunction, view: CheckpointView) -> Iterat
     try:
         yield from run(view)
     except InputError as problem:
-        yield from findings_of(problem)
+        yield from error_findings(problem)
     except VexportError:
         raise
     except OSError as error:
-        yield from findings_of(convert_os_error(error))
+        yield from error_findings(convert_os_error(error))
     except Exception as error:
         yield internal_error(f"the check {family}", error)
 
@@ -251,7 +255,7 @@ def internal_error(where: str, error: Exception) -> Finding:
     return Finding.of(unexpected_error(error, where), check=INTERNAL, severity="error")
 
 
-def findings_of(error: VexportError) -> tuple[Finding, ...]:
+def error_findings(error: VexportError) -> tuple[Finding, ...]:
     """Convert an error about unreadable files into findings, one for each problem."""
     problems = error.problems if isinstance(error, InputErrors) else (error,)
     return tuple(Finding.of(problem, check=FILES, severity="error") for problem in problems)

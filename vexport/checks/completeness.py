@@ -88,8 +88,8 @@ def tensors_not_judged(view: CheckpointView) -> Iterator[NotJudged]:
 def _missing_draft_layers(view: CheckpointView) -> Iterator[Finding]:
     """Report missing layers for multi-token prediction (MTP) that the config declares.
 
-    Only speculative decoding needs these layers. The finding is an error if the target uses them
-    for speculative decoding, else a warning.
+    Only speculative decoding needs these layers. The finding is an error if the checkpoint will be
+    served with MTP (`Target.speculative`), else a warning.
     """
     text = view.model.text
     counts = {key: value for key in DRAFTS if isinstance(value := text.get(key), int) and value}

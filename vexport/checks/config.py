@@ -16,7 +16,7 @@ from vexport.checks.vllm.groups import (
     parse_group,
     targets_attention,
 )
-from vexport.checks.vllm.quant_methods import METHOD, METHODS, method_name
+from vexport.checks.vllm.quant_methods import COMPRESSED_TENSORS, METHODS, method_name
 from vexport.checks.vllm.view import CheckpointView
 from vexport.formats import FORMATS
 from vexport.formats.arguments import QuantArgs, contradictions, described, parse_args
@@ -62,9 +62,9 @@ def run(view: CheckpointView) -> Iterator[Finding]:
         yield from _method_findings(view, view.quantization.method)
         return
     method = config.get("quant_method")
-    if not isinstance(method, str) or method.lower().replace("_", "-") != METHOD:
-        fix = f"set quant_method to {METHOD}"
-        expected = f"{METHOD}, because the other keys belong to this method"
+    if not isinstance(method, str) or method.lower().replace("_", "-") != COMPRESSED_TENSORS:
+        fix = f"set quant_method to {COMPRESSED_TENSORS}"
+        expected = f"{COMPRESSED_TENSORS}, because the other keys belong to this method"
         got = "no such key, or null" if method is None else shown(method)
         yield _finding(view, "quant_method", expected, got, fix)
         return
@@ -242,7 +242,7 @@ def _unsupported_method_finding(view: CheckpointView, method: str) -> Iterator[F
     if method in view.model.facts.methods:
         return
     vllm = short_version(view.model.target_version)
-    expected = f"{METHOD}, or another method that vexport checks: {', '.join(METHODS)}"
+    expected = f"{COMPRESSED_TENSORS}, or another method that vexport checks: {', '.join(METHODS)}"
     got = f"{shown(method)}, which vLLM {vllm} does not support"
     fix = "quantize the source with a supported method"
     yield error(NAME, view.quantization.place, expected=expected, got=got, fix=fix)

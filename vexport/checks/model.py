@@ -217,7 +217,7 @@ def _sizes(
 
 
 def _positions(view: CheckpointView) -> Iterator[Finding]:
-    """Report RoPE bases without finite angles, and position tables that do not fit into memory."""
+    """Report invalid numbers in RoPE settings, and position tables that do not fit into memory."""
     for wrong in wrong_numbers(view.index.config):
         yield _config_finding(view, wrong.key, wrong.need, shown(wrong.value))
     num_bytes = table_bytes({"dtype": view.index.config.get("dtype"), **view.model.text})

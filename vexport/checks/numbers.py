@@ -102,7 +102,9 @@ def scale_range(reader: Reader, scale: TensorInfo) -> tuple[float, float]:
     codes = np.frombuffer(reader.raw(scale), np.uint8)
     is_exponent = scale.dtype == "U8"
     values = (
-        _decoded(bytes((codes.min(), codes.max())), "U8") if is_exponent else numbers(reader, scale)
+        _decoded(bytes((codes.min(), codes.max())), "U8")
+        if is_exponent
+        else scale_values(reader, scale)
     )
     return float(values.min()), float(values.max())
 
@@ -117,7 +119,7 @@ def median_magnitude(reader: Reader, scale: TensorInfo) -> float:
     return float(np.median(np.abs(_decoded(some, scale.dtype))))
 
 
-def numbers(reader: Reader, tensor: TensorInfo) -> npt.NDArray[np.float64]:
+def scale_values(reader: Reader, tensor: TensorInfo) -> npt.NDArray[np.float64]:
     """Return the values of a scale in its shape."""
     return _decoded(reader.raw(tensor), tensor.dtype).reshape(tensor.shape)
 
@@ -284,8 +286,8 @@ def impossible_input_scale(
         yield error(CHECK, name, expected=expected, got=got, fix=fix)
     elif largest < least / RANGE_TOLERANCE:
         expected = (
-            f"a scale for inputs up to at least {least:.3g}, the smallest maximum that the "
-            f"preceding norm outputs for a token"
+            f"a scale for inputs up to {least:.3g} or more, because the preceding norm outputs a "
+            f"value of at least this size for each token"
         )
         yield error(CHECK, name, expected=expected, got=got, fix=fix)
 

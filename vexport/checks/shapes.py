@@ -86,7 +86,7 @@ def _quantized(
 def _unusable_tensors(
     view: CheckpointView, group: ConfigGroup, fused: FusedLayer
 ) -> Iterator[Finding]:
-    """Yield findings on tensors of another method that vLLM ignores or reads differently."""
+    """Yield findings on tensors of another method that vLLM or other loaders would misread."""
     if view.quantization.method is None:
         return
     from vexport.checks.vllm.quant_methods.base import MethodGroup

@@ -143,7 +143,7 @@ def _index(view: CheckpointView, places: Mapping[str, TensorInfo]) -> Iterator[F
 def digests(view: CheckpointView) -> Iterator[Finding]:
     """Report files if their bytes differ from the digest in vexport.json or in `view.digests`.
 
-    Files that only `view.digests` lists must exist.
+    A file in `view.digests` must exist. A file that is only in vexport.json may be missing.
     """
     root = view.index.root
     recorded = {

@@ -1,7 +1,8 @@
 """Check that the tokenizer, processor and chat template that vLLM needs exist and are JSON.
 
 `load --dry` checks the contents of these files with transformers. A missing tokenizer is only a
-warning, because vLLM can serve the checkpoint with another model's tokenizer (`--tokenizer`).
+warning, because vLLM can serve the checkpoint with another model's tokenizer (`--tokenizer`). It is
+an error if tokenizer_config.json exists, because then the checkpoint should have a tokenizer.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

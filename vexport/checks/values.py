@@ -20,9 +20,9 @@ from vexport.checks.numbers import (
     impossible_input_scale,
     median_magnitude,
     not_finite,
-    numbers,
     positive_range,
     scale_range,
+    scale_values,
 )
 from vexport.checks.vllm.findings import error, warning
 from vexport.checks.vllm.groups import ConfigGroup, StoredLayer
@@ -61,9 +61,10 @@ _E4M3 = to_numpy(bytes(range(256)), "F8_E4M3").astype(np.float64)
 # the weight. ROWS_OF_ALL rows are examined in the whole model, the same number in each layer.
 MIN_ROWS, MAX_ROWS, ROWS_OF_ALL = 16, 128, 1 << 16
 # A scale is called full if one of its weights has a code at the end of the range (see
-# `Format.largest_codes`). A layer is reported if less than MAX_FULL of its scales are full, but at
-# least MIN_FULL of the scales in every other layer. After a random permutation of the codes, about
-# a third of the scales of rows are not full, and a quarter of the scales of groups of 16.
+# `Format.largest_codes`). A layer is reported if its share of full scales is less than MAX_FULL,
+# while the share in every other layer is at least MIN_FULL. If the codes of a layer are randomly
+# permuted, the share of full scales falls to about 2/3 for scales per row, and to about 3/4 for
+# scales per group of 16.
 MAX_FULL, MIN_FULL = 0.85, 0.99
 # The rule above only applies if the model has more layers than this.
 MIN_OTHER_LAYERS = 6
@@ -106,7 +107,7 @@ def run(view: CheckpointView) -> Iterator[Finding]:
                     yield from rule(view, group, layer)
         for layer in layers:
             view.reader.release(layer.parameters.values())
-    yield from ranges(view)
+    yield from code_range_findings(view)
     yield from all_zero_tensors(view)
     yield from not_finite(view)
 
@@ -138,7 +139,7 @@ def _scale(
         return
     if parameter == "weight_scale" and positive_range(view.reader, tensor):
         return
-    values = numbers(view.reader, tensor)
+    values = scale_values(view.reader, tensor)
     kinds = np.isnan(values), np.isinf(values), values == 0, values < 0
     counts = (int(np.count_nonzero(kind)) for kind in kinds)
     wrong = dict(zip(("NaN", "infinite", "zero", "negative"), counts, strict=True))
@@ -200,7 +201,7 @@ def _may_be_negative(
 def _zero_scales_are_valid(view: CheckpointView, layer: StoredLayer, scale: TensorInfo) -> bool:
     """Return True if every zero scale belongs to weights that are all zero."""
     empty = empty_parts(view, layer, scale)
-    return empty is not None and bool(empty[numbers(view.reader, scale) == 0].all())
+    return empty is not None and bool(empty[scale_values(view.reader, scale) == 0].all())
 
 
 def _is_inverse_of_zeros(view: CheckpointView, layer: StoredLayer) -> bool:
@@ -248,9 +249,10 @@ class ScaleSizes:
 def _scale_sizes(
     view: CheckpointView, group: ConfigGroup, layer: StoredLayer, *, filled_only: bool = False
 ) -> ScaleSizes | None:
-    """Return the sizes of a layer's scales, or None if there are no such scales.
+    """Return the sizes of a layer's scales.
 
-    With `filled_only`, a scale is skipped if all its codes are zero.
+    With `filled_only`, a scale is skipped if all its codes are zero. Returns None if the layer has
+    no scales, if their dtype is wrong, or if all of them are skipped.
     """
     scale = layer.filled("weight_scale")
     if scale is None or scale.dtype not in BITS:
@@ -265,7 +267,7 @@ def _scale_sizes(
             math.prod(scale.shape),
         )
     else:
-        magnitudes = np.abs(numbers(view.reader, scale)[~empty])
+        magnitudes = np.abs(scale_values(view.reader, scale)[~empty])
         if not magnitudes.size:
             return None
         least, most, middle = (float(each(magnitudes)) for each in (np.min, np.max, np.median))
@@ -347,7 +349,7 @@ def _typical(view: CheckpointView, group: ConfigGroup, layer: StoredLayer, scale
     """
     args = group.weights
     if global_scale := layer.filled("weight_global_scale"):
-        scale /= float(numbers(view.reader, global_scale).max())
+        scale /= float(scale_values(view.reader, global_scale).max())
     weight = layer.filled("weight")
     if not args.is_float or weight is None or weight.dtype != "F8_E4M3":
         return scale * (E2M1_MAX if args.is_float else 2.0 ** (args.num_bits - 1)) / 4
@@ -360,7 +362,7 @@ def _implausible_scale(tensor: TensorInfo, got: str, *, fix: str = FIX_SCALES) -
     return error(NAME, tensor.name, expected="scales of a plausible size", got=got, fix=fix)
 
 
-def ranges(view: CheckpointView) -> Iterator[Finding]:
+def code_range_findings(view: CheckpointView) -> Iterator[Finding]:
     """Report a layer that rarely uses the largest code, and layers with lost weights.
 
     A producer computes the scale of a row or group from its largest value, so that this value gets
@@ -407,7 +409,7 @@ def _quantized(view: CheckpointView) -> Iterator[tuple[StoredLayer, ConfigGroup]
 
 
 def _prefetch_rows(view: CheckpointView, fused: FusedLayer) -> None:
-    """Start reading the rows of a layer's weights that `ranges` examines."""
+    """Start reading the rows of a layer's weights that `code_range_findings` examines."""
     if view.lookup.group_of(fused) is None:
         return
     for module in fused.members:

@@ -1,6 +1,7 @@
 """Check whether the selected version of vLLM supports a checkpoint.
 
-The option `--vllm` selects this check. The features of each version come from files that
+The option `--vllm` selects the version. By default it is `PINNED`, or a later version if only that
+version has the model's class. The features of each version come from files that
 scripts/generate_versions.py creates from the wheels. The other checks contain the rules of
 `PINNED`.
 """

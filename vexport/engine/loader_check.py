@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from vexport.architectures.fusion import moe_layer
 from vexport.checkpoint.index import require_checkpoint
 from vexport.checkpoint.source import resolve_source
-from vexport.checks import INTERNAL, NAMES, completeness, findings_of_headers, shapes, targets
+from vexport.checks import INTERNAL, NAMES, completeness, header_findings, shapes, targets
 from vexport.checks.vllm.view import Target
 from vexport.engine.arguments import require_layers
 from vexport.engine.dry.controls import is_shared_refusal
@@ -221,7 +221,7 @@ class LoadVerifier:
         added instead.
         """
         job.on_progress("verify (config and names)", 0, 1)
-        found = [each for each in findings_of_headers(folder) if each.severity == "error"]
+        found = [each for each in header_findings(folder) if each.severity == "error"]
         errors = [each for each in found if each.check != INTERNAL]
         not_judged = [f"{each.where}: {each.got}" for each in found if each.check == INTERNAL]
         job.on_progress("verify (config and names)", 1, 1)

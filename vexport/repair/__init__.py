@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 from vexport.checkpoint.index import read_index, require_checkpoint, require_unchanged
 from vexport.checkpoint.reader import Reader
 from vexport.checkpoint.smoothed import reader_of, smoothing_of
-from vexport.checks import SourceComparison, findings_of, findings_on
+from vexport.checks import SourceComparison, all_findings, error_findings
 from vexport.checks.config import NAME
 from vexport.checks.shards import DIGESTS_NAME
 from vexport.checks.vllm.findings import error
-from vexport.checks.vllm.quant_methods import METHOD, method_name
+from vexport.checks.vllm.quant_methods import COMPRESSED_TENSORS, method_name
 from vexport.checks.vllm.view import CheckpointView
 from vexport.errors import InputError
 from vexport.errors.extras import MissingPackage, is_installed, require_extra
@@ -84,11 +84,11 @@ def repair_checkpoint(
                     )
             on_progress("repair (families)", len(families), len(families))
             explained = {refusal.where for refusal in refusals}
-            others = [each for each in findings_on(view, against) if each.where not in explained]
+            others = [each for each in all_findings(view, against) if each.where not in explained]
             if against is not None:
                 others = [_digest_error_as_warning(finding) for finding in others]
         except InputError as problem:
-            return _report(checkpoint, out, source, repairs, findings_of(problem))
+            return _report(checkpoint, out, source, repairs, error_findings(problem))
         report = _report(checkpoint, out, source, repairs, [*refusals, *others])
         if not report.ok and not is_installed("torch"):
             raise MissingPackage("torch", f"{checkpoint}: repairing {report.refusals[0].where}")
@@ -150,7 +150,7 @@ def _compared_source(checkpoint: Path, source: Path) -> "Iterator[ComparedSource
 
 
 def _unknown(view: CheckpointView, method: str) -> Finding:
-    expected = f"{METHOD}, the only method that can be repaired"
+    expected = f"{COMPRESSED_TENSORS}, the only method that can be repaired"
     fix = "quantize the source again"
     return error(NAME, view.quantization.place, expected=expected, got=repr(method), fix=fix)
 

@@ -9,7 +9,7 @@ from vexport.architectures.fusion import FusedLayer, is_head, moe_layer
 from vexport.architectures.ignore import ignored
 from vexport.checkpoint.index import COMPRESSION_CONFIG, QUANTIZATION_CONFIG, TEXT
 from vexport.checks.vllm.groups import ConfigGroup, fits
-from vexport.checks.vllm.quant_methods import METHOD
+from vexport.checks.vllm.quant_methods import COMPRESSED_TENSORS
 from vexport.checks.vllm.view import CheckpointView
 from vexport.formats.arguments import QuantArgs
 from vexport.formats.config import targets_of
@@ -64,9 +64,11 @@ def _move_keys(config: dict[str, Json], view: CheckpointView) -> Iterator[Repair
 
 
 def _method(quantization: dict[str, Json], place: str) -> Iterator[Repair]:
-    if quantization.get("quant_method") != METHOD:
-        yield _key_repair(f"{place}.quant_method", repr(quantization.get("quant_method")), METHOD)
-        quantization["quant_method"] = METHOD
+    if quantization.get("quant_method") != COMPRESSED_TENSORS:
+        yield _key_repair(
+            f"{place}.quant_method", repr(quantization.get("quant_method")), COMPRESSED_TENSORS
+        )
+        quantization["quant_method"] = COMPRESSED_TENSORS
 
 
 def _unknown_arguments(

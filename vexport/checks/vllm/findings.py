@@ -9,7 +9,7 @@ def error(check: str, where: str, *, expected: str, got: str, fix: str) -> Findi
 
 
 def warning(check: str, where: str, *, expected: str, got: str, fix: str) -> Finding:
-    """Return a finding that does not affect results, or only affects other devices."""
+    """Return a finding on a possible problem, which does not fail the checkpoint."""
     return Finding(
         check=check, severity="warning", where=where, expected=expected, got=got, fix=fix
     )

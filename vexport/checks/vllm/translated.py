@@ -113,7 +113,10 @@ def _cache_scales(view: CheckpointView, tensors: Iterable[str]) -> dict[str, str
 
 
 def _stored_name(group: MethodGroup, own: str) -> str:
-    """Return the method's name of compressed-tensors' parameter `own`, for messages."""
+    """Return the name under which the method stores the parameter `own`, for messages.
+
+    If the method stores the reciprocal, the name is followed by a note.
+    """
     is_reciprocal = own in group.stored_as.reciprocals
     note = " (the numbers are reciprocals of the stored values)" if is_reciprocal else ""
     return f"{group.stored_as.names[own]}{note}"

@@ -28,7 +28,7 @@ METHODS: Mapping[str, str] = {
     "mxfp4": "mxfp4",
     "quark": "quark",
 }
-METHOD = "compressed-tensors"
+COMPRESSED_TENSORS = "compressed-tensors"
 # Keys of other methods that compressed-tensors never has.
 FOREIGN_KEYS = ("quant_algo", "quantization", "packing_format", "global_quant_config", "producer")
 # Methods that are not checked.
@@ -48,7 +48,7 @@ def method_name(config: Mapping[str, Json]) -> str | None:
         return "modelopt" if _is_modelopt(config) else None
     name = method.lower().replace("_", "-")
     known_methods = {known.replace("_", "-"): known for known in (*UNCHECKED_METHODS, *METHODS)}
-    return known_methods.get(name) or (None if name == METHOD else method)
+    return known_methods.get(name) or (None if name == COMPRESSED_TENSORS else method)
 
 
 def read_method(

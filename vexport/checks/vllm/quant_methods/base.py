@@ -97,7 +97,10 @@ class MethodFormat(Format):
     def unusable_tensors(
         self, args: Arguments, stored: Mapping[str, TensorInfo], reader: Reader
     ) -> Iterator[Finding]:
-        """Yield findings on tensors that vLLM ignores by mistake or that other loaders misread."""
+        """Yield findings on tensors that vLLM or other loaders would misread.
+
+        For example, vLLM ignores the g_idx of a reordered GPTQ layer, and uses wrong scales.
+        """
         yield from ()
 
 

@@ -36,21 +36,21 @@ MAX_BITS, USUAL_BITS = 8, 4
 CODES, SIGN = INT32_BITS // USUAL_BITS, 8
 SOURCE = "auto_awq.py"
 # Position in a word of each of its eight codes (_REVERSE_AWQ_PACK_ORDER).
-PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
+AWQ_POSITIONS = (0, 4, 1, 5, 2, 6, 3, 7)
 LAYOUT = "gemm"
 
 
 class TransposedIntegers(MethodFormat, PackedIntegers):
     """Words of codes (in*bits/32, out), scales (groups, out) and zero points (groups, out*bits/32).
 
-    Marlin and other kernels run these weights with unquantized inputs. If `places` is set, 4-bit
+    Marlin and other kernels run these weights with unquantized inputs. If `positions` is set, 4-bit
     codes are packed along the outputs instead, (in, out/8), each at its position in a word.
     Symmetric codes are then signed. `zero_offset` is added to a stored zero point.
     """
 
     names = {"weight_packed": "qweight", "weight_scale": "scales", "weight_zero_point": "qzeros"}
     transposed = True
-    places: Sequence[int] = ()
+    positions: Sequence[int] = ()
     zero_offset = 0
 
     def gpu_support(self, args: Arguments) -> GpuSupport:
@@ -63,7 +63,7 @@ class TransposedIntegers(MethodFormat, PackedIntegers):
             in_features // (args.weights.group or in_features or 1),
         )
         rows = words(out_features, bits)
-        codes = (in_features, rows) if self.places else (words(in_features, bits), out_features)
+        codes = (in_features, rows) if self.positions else (words(in_features, bits), out_features)
         return {
             self.weight: exact("I32", codes, along=(0, 1)),
             self.names["weight_zero_point"]: exact("I32", (groups, rows), along=(0, 1)),
@@ -81,7 +81,7 @@ class TransposedIntegers(MethodFormat, PackedIntegers):
         if codes is None or len(codes.shape) != 2:
             return None
         (rows, columns), bits = codes.shape, args.weights.num_bits
-        return (columns * CODES, rows) if self.places else (columns, rows * INT32_BITS // bits)
+        return (columns * CODES, rows) if self.positions else (columns, rows * INT32_BITS // bits)
 
     def translated(self, args: Arguments, stored: Mapping[str, TensorInfo]) -> Translation:
         """Return the tensors in compressed-tensors' layout.
@@ -92,7 +92,7 @@ class TransposedIntegers(MethodFormat, PackedIntegers):
         assert shape is not None
         codes, scales = stored[self.weight], stored[self.names["weight_scale"]]
         sizes = np.asarray(shape, np.int64)
-        read = partial(self._repacked, args) if self.places else transposed_rows
+        read = partial(self._repacked, args) if self.positions else transposed_rows
         columns = words(shape[1], args.weights.num_bits)
         tensors: dict[str, TensorInfo | Derived] = {
             "weight_packed": Derived(
@@ -111,8 +111,8 @@ class TransposedIntegers(MethodFormat, PackedIntegers):
     def _repacked(self, args: Arguments, codes: TensorInfo, reader: Reader, rows: slice) -> Array:
         """Return some rows (outputs) of the weight, packed into words along the inputs."""
         chosen = np.arange(codes.shape[1] * CODES)[rows]
-        in_words, places = np.divmod(chosen, CODES)
-        shifts = (np.asarray(self.places)[places] * USUAL_BITS).astype(np.uint32)
+        in_words, positions = np.divmod(chosen, CODES)
+        shifts = (np.asarray(self.positions)[positions] * USUAL_BITS).astype(np.uint32)
         values = (bits_of(reader, codes)[:, in_words].astype(np.uint32) >> shifts) & np.uint32(15)
         return packed(values ^ np.uint32(SIGN if args.weights.symmetric else 0), USUAL_BITS).T
 
@@ -121,7 +121,8 @@ class TransposedIntegers(MethodFormat, PackedIntegers):
     ) -> Array:
         """Return the effective zero points, packed into words along the outputs."""
         values = (
-            unpacked(bits_of(reader, zeros), args.weights.num_bits, self.places) + self.zero_offset
+            unpacked(bits_of(reader, zeros), args.weights.num_bits, self.positions)
+            + self.zero_offset
         )
         return packed(values.T.astype(np.int64), args.weights.num_bits)[rows]
 
@@ -157,7 +158,10 @@ def integer_group(
 
 
 def transposed(tensor: TensorInfo, rows: Callable[[TensorInfo, Reader, slice], Array]) -> Derived:
-    """Return the transpose of a stored tensor in the same dtype. `rows` reads some rows of it."""
+    """Return the transpose of a stored tensor in the same dtype.
+
+    `rows` reads some rows of the transpose.
+    """
     sides = (tensor.shape[1], tensor.shape[0])
     return Derived(dtype=tensor.dtype, shape=sides, sources=(tensor,), rows=partial(rows, tensor))
 
@@ -174,18 +178,18 @@ def bits_of(reader: Reader, tensor: TensorInfo) -> Array:
     return bits
 
 
-def unpacked(stored: Array, bits: int, places: Sequence[int] = ()) -> npt.NDArray[np.uint8]:
+def unpacked(stored: Array, bits: int, positions: Sequence[int] = ()) -> npt.NDArray[np.uint8]:
     """Return the codes in each row of words. Codes may cross word boundaries.
 
-    `places` has the position in a word of each of its codes.
+    `positions` has the position in a word of each of its codes.
     """
     each = np.unpackbits(
         np.ascontiguousarray(stored, "<u4").view(np.uint8), axis=1, bitorder="little"
     )
     weights = (1 << np.arange(bits)).astype(np.uint8)
     codes = (each.reshape(stored.shape[0], -1, bits) * weights).sum(axis=2, dtype=np.uint8)
-    if places:
-        codes = codes.reshape(*stored.shape, -1)[:, :, np.asarray(places)].reshape(codes.shape)
+    if positions:
+        codes = codes.reshape(*stored.shape, -1)[:, :, np.asarray(positions)].reshape(codes.shape)
     unsigned: npt.NDArray[np.uint8] = codes
     return unsigned
 
@@ -202,7 +206,7 @@ def packed(codes: npt.NDArray[np.integer], bits: int) -> npt.NDArray[np.uint32]:
 class Awq(TransposedIntegers):
     """Tensors qweight (in, out/8), qzeros (groups, out/8) and scales (groups, out)."""
 
-    places: Sequence[int] = PLACES
+    positions: Sequence[int] = AWQ_POSITIONS
 
     def refusal(self, args: Arguments) -> str | None:
         bits = args.weights.num_bits

@@ -42,7 +42,7 @@ MIXED = "MIXED_PRECISION"
 VISION = ("vision_tower", "vision_model", "vit_large_projector")
 # The first vLLM version that reads `exclude_modules` if a config has no `ignore`, as in some
 # exports.
-EITHER_KEY = (0, 33)
+EXCLUDE_MODULES_FROM = (0, 33)
 # Keys that the older config file needs for NVFP4.
 NVFP4_KEYS = ("group_size", "kv_cache_quant_algo", "exclude_modules")
 
@@ -109,10 +109,10 @@ ALGOS: Mapping[str, tuple[MethodFormat, str]] = {
 
 
 def _reciprocal(tensor: TensorInfo, reader: Reader, rows: slice) -> "Array":
-    """Return the float32 values whose float32 reciprocals are exactly the stored values.
+    """Return float32 values with the stored values as their reciprocals, if there are any.
 
-    vLLM computes the reciprocal of the result. If 1/x, rounded to float32, does not give x back,
-    one of the two neighbouring float32 values may give it, and is then returned.
+    vLLM computes the reciprocals of the result in float32. The rounded reciprocal of a stored value
+    may have another reciprocal than the stored value. Its two neighbours in float32 are then tried.
     """
     stored = reader.floats(tensor).reshape(-1).astype(np.float32)
     one = np.float32(1)
@@ -149,7 +149,7 @@ def read(config: MethodConfig) -> QuantMethod:
     if algo == "NVFP4" and _is_weight_only(values):
         algo = "W4A16_NVFP4"
     skip_key = "exclude_modules" if keys else "ignore"
-    if skip_key not in inner and config.version >= EITHER_KEY:
+    if skip_key not in inner and config.version >= EXCLUDE_MODULES_FROM:
         skip_key = "exclude_modules"
     listed = inner.get(skip_key, [])
     if not isinstance(listed, list):

@@ -18,7 +18,7 @@ from vexport.checks.vllm.quant_methods.base import (
     linear_group,
     preset_group,
 )
-from vexport.checks.vllm.quant_methods.integers import CODES, PLACES, Awq, integer_group
+from vexport.checks.vllm.quant_methods.integers import AWQ_POSITIONS, CODES, Awq, integer_group
 from vexport.checks.vllm.quant_methods.modelopt import ModelOptFp8, ModelOptNvfp4
 from vexport.formats.arguments import Arguments
 from vexport.formats.base import Parameter, exact
@@ -228,7 +228,7 @@ class QuarkInt8(MethodFormat, Int8):
 
 
 class QuarkInt4(Awq):
-    """Tensors weight (in, out/8), weight_scale and weight_zero_point (groups, out) as in AWQ.
+    """Tensors weight (in, out/8), weight_scale (groups, out) and weight_zero_point (groups, out/8).
 
     If `reordered`, the codes in a word have AWQ's order, otherwise plain order. Symmetric codes are
     signed.
@@ -243,4 +243,4 @@ class QuarkInt4(Awq):
 
     def __init__(self, *, reordered: bool) -> None:
         super().__init__(METHOD)
-        self.places = PLACES if reordered else tuple(range(CODES))
+        self.positions = AWQ_POSITIONS if reordered else tuple(range(CODES))
