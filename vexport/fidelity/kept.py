@@ -89,7 +89,15 @@ IGNORED_KEYS = frozenset(
     }
 )
 # Keys that change a model's responses and are unset by default.
-KEYS_WITHOUT_DEFAULT = ("logit_scale", "partial_rotary_factor", "rope_scaling", "sliding_window")
+KEYS_WITHOUT_DEFAULT = ("logit_scale", "sliding_window")
+# Keys with the parameters of rotary embeddings. Older versions of transformers write `rope_theta`,
+# `partial_rotary_factor` and `rope_scaling`, and newer versions write `rope_parameters`.
+ROPE_DICTIONARIES = ("rope_parameters", "rope_scaling")
+ROPE_KEYS = frozenset({"rope_theta", "partial_rotary_factor", *ROPE_DICTIONARIES})
+# Values that most models use if a config does not have the parameter.
+ROPE_DEFAULTS: Mapping[str, Json] = {"rope_type": "default", "rope_theta": 10_000}
+# Older names of `rope_type` (patch_rope_parameters in vllm/transformers_utils/config.py).
+ROPE_TYPES = {"su": "longrope", "mrope": "default"}
 PREPROCESSORS = (
     "preprocessor_config.json",
     "processor_config.json",
@@ -237,9 +245,10 @@ def _different(
     """Yield keys that are in both configs with different values.
 
     If only one config has a key, the key is assumed to be a default of another version, and is
-    ignored. A key in KEYS_WITHOUT_DEFAULT is not ignored if only the new config has it.
+    ignored. Exceptions are keys in KEYS_WITHOUT_DEFAULT that only the new config has, a sliding
+    window that only the old config has, and some parameters of rotary embeddings.
     """
-    for key in sorted(old.keys() & new.keys() - IGNORED_KEYS):
+    for key in sorted(old.keys() & new.keys() - IGNORED_KEYS - ROPE_KEYS):
         before, after = old[key], new[key]
         if isinstance(before, dict) and isinstance(after, dict):
             yield from _different(before, after, f"{prefix}{key}.")
@@ -248,6 +257,65 @@ def _different(
     for key in KEYS_WITHOUT_DEFAULT:
         if old.get(key) is None and new.get(key) is not None:
             yield f"{prefix}{key}", None, new[key]
+    # transformers saves a config with `use_sliding_window: false` without its window.
+    window = old.get("sliding_window")
+    if window and new.get("sliding_window") is None and old.get("use_sliding_window") is not False:
+        yield f"{prefix}sliding_window", window, None
+    yield from _different_rope(old, new, prefix)
+
+
+def _different_rope(
+    old: Mapping[str, Json], new: Mapping[str, Json], prefix: str
+) -> Iterator[tuple[str, Json, Json]]:
+    """Yield parameters of rotary embeddings with different values, in whatever key they are.
+
+    Without `rope_type`, a model has no scaling, and without `rope_theta`, most models use 10,000.
+    A parameter with another value is therefore also yielded if the new config lost it. Other
+    parameters that only one config has are ignored, except for an added `partial_rotary_factor`.
+    Parameters that differ by the type of layer are compared if they are in the same key.
+    """
+    before, after = _rope_parameters(old), _rope_parameters(new)
+    if any(isinstance(value, dict) for value in (*before.values(), *after.values())):
+        for key in ROPE_DICTIONARIES:
+            scopes = old.get(key), new.get(key)
+            if isinstance(scopes[0], dict) and isinstance(scopes[1], dict):
+                yield from _different(scopes[0], scopes[1], f"{prefix}{key}.")
+        return
+    for key in sorted(before.keys() | after.keys()):
+        value = before.get(key, ROPE_DEFAULTS[key] if key == "rope_type" else None)
+        changed = after.get(key, ROPE_DEFAULTS.get(key))
+        is_added = key == "partial_rotary_factor" and key in new and value is None
+        if value != changed and (None not in (value, changed) or is_added):
+            yield f"{prefix}{_rope_place(key, new, old)}", value, changed
+
+
+def _rope_place(key: str, *configs: Mapping[str, Json]) -> str:
+    """Return the place of a parameter of rotary embeddings in the first config that has it."""
+    for config in configs:
+        for dictionary in ROPE_DICTIONARIES:
+            values = config.get(dictionary)
+            if isinstance(values, dict) and (key in values or key == "rope_type"):
+                return f"{dictionary}.{key}"
+        if key in config:
+            return key
+    return key
+
+
+def _rope_parameters(config: Mapping[str, Json]) -> dict[str, Json]:
+    """Return all parameters of rotary embeddings of a config.
+
+    As in transformers, values in the dictionaries take precedence, and `rope_scaling` takes
+    precedence over `rope_parameters` (RotaryEmbeddingConfigMixin.convert_rope_params_to_dict).
+    """
+    parameters = {key: config[key] for key in ROPE_KEYS - {*ROPE_DICTIONARIES} if key in config}
+    for key in ROPE_DICTIONARIES:
+        values = config.get(key)
+        parameters |= values if isinstance(values, dict) else {}
+    older = parameters.pop("type", None)
+    kind = parameters.get("rope_type", older)
+    if isinstance(kind, str):
+        parameters["rope_type"] = ROPE_TYPES.get(kind, kind)
+    return {key: value for key, value in parameters.items() if value is not None}
 
 
 def _tokenizer(root: Path, source: Path) -> Iterator[Finding]:
