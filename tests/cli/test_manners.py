@@ -35,7 +35,7 @@ def broken(good: Good, tmp_path: Path) -> Path:
 
 
 # Most lines of a command's help on a terminal of 100 columns. Other commands have 50.
-MOST_HELP_LINES = {"plan": 60, "quantize": 75, "load": 55, "eval": 100, "compare": 80}
+MOST_HELP_LINES = {"plan": 65, "check": 55, "quantize": 75, "load": 55, "eval": 100, "compare": 80}
 
 
 @pytest.mark.parametrize("arguments", [(), ("list",)])
@@ -199,7 +199,7 @@ def test_capability_spellings(spelling: str, good: Good) -> None:
 def test_check_names_versions_and_gpus(good: Good, tmp_path: Path) -> None:
     path = spoiled(good("W8A8"), tmp_path / "served", write_tokenizer)
     (path / "chat_template.jinja").write_text("{{ messages }}")
-    outcome, summary = vexport("check", path).stdout.splitlines()
+    outcome, summary, *_ = vexport("check", path).stdout.splitlines()
     assert outcome == f"PASS  {path}"
     assert_contains(summary, "no findings", "vLLM 0.32, TP 1, any GPU")
     options = ("--tp", "1,2", "--sm", "80,9.0", "--vllm", "0.30")

@@ -244,7 +244,7 @@ def test_older_folder_names_move_command(tmp_path: Path, good: Good) -> None:
     assert tree(root) == before
     run = RunDirectory(root)
     run.finish("plan", {"scenario": "one"}, 1.0)
-    with pytest.raises(InputError, match=rf"another scenario; .*mv {root} {root}.old"):
+    with pytest.raises(InputError, match=rf"another scenario .*mv {root} {root}.old"):
         run.is_done("plan", {"scenario": "other"})
 
 

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 )
 @option(
     "--digests",
-    "Compare the files with digests in the format of sha256sum (paths relative to CHECKPOINT), or "
-    "in vexport.json. Without this option, vexport.json is used if the weights have up to 8 GB.",
+    "Compare the files with digests from sha256sum's output (paths relative to CHECKPOINT) or from "
+    "vexport.json. Weights of up to 8 GB are compared with vexport.json by default.",
     metavar="FILE",
 )
 @device_options
