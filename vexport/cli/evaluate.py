@@ -368,15 +368,14 @@ def _known_fix(verdict: "Verdict") -> str:
     It is for too many lost responses, for a loss only in later tokens of held-out text, and for a
     loss whose cause vexport cannot search for.
     """
-    from vexport.reports.formatting import LATE_FAILURE_ADVICE, unsearched_cause
+    from vexport.reports.formatting import LATE_FAILURE_ADVICE, cause_command
 
     if any(task.too_many_lost for task in verdict.tasks):
         return "see the cut and empty responses above, and evaluate again"
     if verdict.text is not None and verdict.text.fails_late:
         return LATE_FAILURE_ADVICE
-    if verdict.outcome == "FAIL" and unsearched_cause(verdict):
-        return "see above how to find the cause"
-    return ""
+    command = cause_command(verdict) if verdict.outcome == "FAIL" else ""
+    return command and f"run `{command}` to find the cause"
 
 
 @command("verdict")

@@ -249,8 +249,7 @@ def _next_after_failure(verdict: Verdict | None) -> tuple[str, str]:
     obstacle = _obstacle_to_cause(verdict)
     if not obstacle:
         return "", _MORE_BITS
-    assert verdict is not None
-    return _cause_command(verdict), f"Find the cause, which is unknown because {obstacle}."
+    return cause_command(verdict), f"Find the cause, which is unknown because {obstacle}."
 
 
 def _remedy(outcome: Outcome, verdict: Verdict | None) -> str:
@@ -374,11 +373,22 @@ def unsearched_cause(verdict: "Verdict | None") -> str:
     Return "" if the verdict is PASS, if the cause was searched for, or if nothing prevents vexport
     from searching for it.
     """
-    obstacle = _obstacle_to_cause(verdict)
-    if not obstacle:
+    command = cause_command(verdict)
+    if not command:
         return ""
-    assert verdict is not None
-    return f"not searched, because {obstacle}; to find it, run `{_cause_command(verdict)}`"
+    return f"not searched, because {_obstacle_to_cause(verdict)}; to find it, run `{command}`"
+
+
+def cause_command(verdict: "Verdict | None") -> str:
+    """Return the command that searches for the cause of a loss, if vexport could not search for it.
+
+    Otherwise return "".
+    """
+    if verdict is None or not _obstacle_to_cause(verdict):
+        return ""
+    has_weights = verdict.candidate in ("quantized", "unquantized")
+    checkpoint = shlex.quote(verdict.checkpoint) if has_weights and verdict.checkpoint else ""
+    return f"vexport eval {checkpoint or 'CHECKPOINT'} --baseline SOURCE --task TASK"
 
 
 def _obstacle_to_cause(verdict: "Verdict | None") -> str:
@@ -390,13 +400,6 @@ def _obstacle_to_cause(verdict: "Verdict | None") -> str:
     if verdict.candidate == "server":
         return "vexport cannot read the weights of a model on a server"
     return ""
-
-
-def _cause_command(verdict: "Verdict") -> str:
-    """Return the command that compares the candidate with its source and searches for the cause."""
-    has_weights = verdict.candidate in ("quantized", "unquantized")
-    checkpoint = shlex.quote(verdict.checkpoint) if has_weights and verdict.checkpoint else ""
-    return f"vexport eval {checkpoint or 'CHECKPOINT'} --baseline SOURCE --task TASK"
 
 
 def task_title(task: "TaskVerdict | Comparison") -> str:

@@ -179,12 +179,18 @@ def _schemes_on_gpu(schemes: SchemeTable, gpu: GpuOutlook, *, every: bool) -> It
             cells.append(_memory_share(scheme, gpu.usable_bytes))
     yield table(columns, rows)
     hidden = len(schemes.schemes) - len(shown)
-    others = f" {plural(hidden, 'scheme')} that this GPU or model cannot use: --all."
-    yield doc.Paragraph(
-        "bits: over all weights; text: calibration text, which makes rounding to few bits more "
-        "accurate; native: the GPU multiplies inputs with the scheme's number of bits (16 for "
-        "W4A16); inputs in 16 bits: it multiplies them with 16 bits instead; memory: share of one "
-        f"GPU's memory that the weights take.{others if hidden else ''}"
+    hides = (
+        ("not shown", f"{plural(hidden, 'scheme')} that this GPU or model cannot use: add --all")
+        if hidden
+        else None
+    )
+    yield facts(
+        ("bits", "per weight, over all weights"),
+        ("text", "calibration text, which makes rounding to few bits more accurate"),
+        ("native", "the GPU computes with the scheme's number of bits for inputs (W4A16: 16)"),
+        ("inputs in 16 bits", "the scheme has fewer bits for inputs, but the GPU computes with 16"),
+        ("memory", "share of one GPU's memory that the weights take"),
+        hides,
     )
 
 
@@ -206,6 +212,8 @@ def _memory_share(scheme: SchemeOutlook, usable_bytes: int) -> str:
     """Return the share of one GPU's memory that the weights take, or how many GPUs they need."""
     if scheme.output_bytes > usable_bytes:
         return f"{math.ceil(scheme.output_bytes / usable_bytes)} GPUs"
+    if 100 * scheme.output_bytes < usable_bytes:
+        return "<1%"
     return ratio(scheme.output_bytes, usable_bytes)
 
 
