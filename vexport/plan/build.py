@@ -187,7 +187,7 @@ def _fit_groups(
 def _mixed_treatments(
     layers: Sequence[FusedLayer], chosen: Mapping[str, Treatment | None]
 ) -> Iterator[Finding]:
-    """Yield refusals of layers with different rules that vLLM runs as one layer.
+    """Yield refusals of layers that vLLM runs as one layer although their rules differ.
 
     The members of a fused layer need the same treatment. All routed experts of a layer need the
     same scheme.

@@ -14,7 +14,7 @@ from vexport.plan.rules import (
     SMOOTHING_ROWS,
     TOKEN_WEIGHT_ROWS,
     enough_tokens,
-    needs_rounding,
+    rounds_with_text,
 )
 from vexport.records.calibration import CALIBRATE, GRADIENTS, ROUND
 
@@ -47,7 +47,7 @@ def calibration_work(plan: Plan, *, samples: int, seq_len: int) -> Mapping[str, 
     # first forward pass. Each pass takes 2 operations for each weight and token.
     gradients = rows * seq_len * (3 * 2 * weights + 2 * 2 * head)
     forward = 2 * weights * tokens
-    if not needs_rounding(plan):
+    if not rounds_with_text(plan):
         return {GRADIENTS: gradients, CALIBRATE: forward}
     rounded = [group for group in plan.groups if group.rounding != "nearest"]
     streams = 2 if any(group.rounding == "refit" for group in rounded) else 1
@@ -66,7 +66,7 @@ def calibration_steps(plan: Plan) -> Sequence[str]:
     """Return the names of the steps that a plan takes, in their order."""
     refits = any(group.rounding == "refit" for group in plan.groups)
     gradients = (GRADIENTS,) if plan.smoothing or refits else ()
-    return (*gradients, ROUND if needs_rounding(plan) else CALIBRATE)
+    return (*gradients, ROUND if rounds_with_text(plan) else CALIBRATE)
 
 
 def calibration_seconds(plan: Plan, *, samples: int, seq_len: int, flops: float) -> float:

@@ -231,8 +231,9 @@ def select_smoothing(plan: Plan, found: Mapping[str, Smoothing]) -> Mapping[str,
 def _has_lossy_inputs(group: FusionGroup) -> bool:
     """Return True if the inputs of a group lose much accuracy when they are quantized.
 
-    Integers round values to 0 that are small compared with the token's largest input. 4-bit floats
-    round values to 0 that are small compared with the largest value of their block.
+    Integers round a value to 0 if it is small compared with the token's largest input. 4-bit floats
+    round a value to 0 if it is small compared with the largest value of its block. Groups with
+    4-bit inputs count only if their weights are rounded with the help of calibration text.
     """
     inputs = group.scheme.args.input_activations
     if inputs is None or inputs.num_bits > 8:
@@ -305,7 +306,7 @@ def statistics_need(plan: Plan) -> CalibrationNeed | None:
     return None
 
 
-def needs_rounding(plan: Plan) -> bool:
+def rounds_with_text(plan: Plan) -> bool:
     """Return True if the plan rounds weights with the help of calibration text."""
     return any(group.rounding != "nearest" for group in plan.groups)
 

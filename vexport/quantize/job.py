@@ -44,7 +44,7 @@ from vexport.outputs.resumable import (
 )
 from vexport.plan.blocks import Block
 from vexport.plan.build import PlanSettings, require_accepted
-from vexport.plan.rules import calibration_need, needs_rounding
+from vexport.plan.rules import calibration_need, rounds_with_text
 from vexport.plan.source import DEFAULT_SETTINGS, plan_source
 from vexport.quantize.plan_calibration import PlanCalibration
 from vexport.quantize.samples import require_calibration
@@ -139,7 +139,7 @@ def write_checkpoint(
     rounding: RoundingReport | None = None
     shards = planned_shards(index, plan, job.shard_bytes)
     with report_compilation(job.on_progress) as compilation:
-        if calibration_need(plan) and (known is None or needs_rounding(plan)):
+        if calibration_need(plan) and (known is None or rounds_with_text(plan)):
             trust = job.trust_remote_code
             text = PlanCalibration(
                 index,
@@ -166,7 +166,7 @@ def write_checkpoint(
                         text.note_duration()
                     text.show_overall_progress(compilation.seconds)
                 calibration = known or text.calibrated(aside)
-                if needs_rounding(plan):
+                if rounds_with_text(plan):
                     finished, rounding = text.round(calibration, aside)
                     calibration = rounding.completed(calibration)
             for shard in shards:

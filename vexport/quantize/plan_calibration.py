@@ -18,7 +18,7 @@ from vexport.plan.duration import calibration_work, cpu_duration_line
 from vexport.plan.rules import (
     SMOOTHING_ROWS,
     TOKEN_WEIGHT_ROWS,
-    needs_rounding,
+    rounds_with_text,
     smoothed_groups,
     statistics_need,
 )
@@ -75,7 +75,7 @@ class PlanCalibration:
         )
         for note in self.samples.notes if rank_and_size()[0] == 0 else ():
             LOG.warning("note: %s", note)
-        if needs_rounding(plan):
+        if rounds_with_text(plan):
             require_memory(plan.groups, self.samples.tokens, len(self.samples.rows), self._device)
 
     @property
@@ -118,7 +118,7 @@ class PlanCalibration:
         ranks = rank_and_size()[1]
         if self._smoothed_groups(()) or self._weighs_tokens:
             yield Step(name=GRADIENTS, work=work[GRADIENTS])
-        if needs_rounding(self.plan):
+        if rounds_with_text(self.plan):
             yield Step(name=ROUND, work=work[ROUND] / ranks)
         elif statistics_need(self.plan):
             yield Step(name=CALIBRATE, work=work[CALIBRATE] / ranks)
@@ -145,7 +145,7 @@ class PlanCalibration:
         from vexport.calibration import calibrate
 
         plan = self.plan
-        if needs_rounding(plan) and not candidates:
+        if rounds_with_text(plan) and not candidates:
             plan = replace(plan, groups=(), kv_cache=None)
         smoothing, token_weights = self._find_smoothing(candidates)
         return calibrate(
