@@ -280,7 +280,7 @@ def require_loaded(reports: Sequence[LoadReport | DryLoadReport]) -> None:
 
 _CALIBRATE = "quantize with calibration text (`--calibration`, or `calibration` in a scenario)"
 _KEEP_LAYERS = (
-    "choose a scheme with more bits, or keep the layers that cost most in 16 bit (measure them: "
+    "choose a scheme with more bits, or keep the most sensitive layers in 16 bit (measure them: "
     "`vexport explain sensitivity`)"
 )
 # Advice for a checkpoint that loses too much accuracy. The first is for calibrated checkpoints, the

@@ -153,7 +153,7 @@ def compare(
 
     With --schemes, SOURCE is quantized in each scheme. The baseline is served once. Without
     --scenario, the verdict is based on the text that ships with vexport. Exit code 0: a scheme
-    passes; 1: all fail; 3: anything else.
+    passes; 1: all fail; 4: the environment failed in a run; 3: anything else.
 
     With --serve, CHECKPOINT is served in each setting, by vexport's vLLM and by each
     --vllm-python. The first variant is the baseline. A setting that vLLM refuses is a row with the

@@ -309,7 +309,7 @@ class Count(click.IntRange):
         super().__init__(least, most)
 
     def fail(self, message: str, param: Parameter = None, ctx: Context = None) -> NoReturn:
-        """Raise click's error. Insert the range that `_describe_range` leaves out."""
+        """Raise click's error. Its message has the range, even if help does not show it."""
         super().fail(message.replace("range .", f"range {super()._describe_range()}."), param, ctx)
 
     def _describe_range(self) -> str:
@@ -328,7 +328,7 @@ class Real(click.FloatRange):
         return number
 
     def fail(self, message: str, param: Parameter = None, ctx: Context = None) -> NoReturn:
-        """Raise click's error. Insert the range that `_describe_range` leaves out."""
+        """Raise click's error. Its message has the range, even if help does not show it."""
         super().fail(message.replace("range .", f"range {super()._describe_range()}."), param, ctx)
 
     def _describe_range(self) -> str:
@@ -375,7 +375,7 @@ def numbers(text: str) -> tuple[int, ...]:
 
 
 def capabilities(text: str) -> tuple[int, ...]:
-    """Return compute capabilities separated by commas, each once: `80,9.0`, `sm90` or `H100`.
+    """Parse compute capabilities: `80,9.0`, `sm90` or `H100`. Duplicates are dropped.
 
     A type for click.
     """
