@@ -2,7 +2,7 @@
 
 Both accept the same questions: prompts of token ids to continue or to score (`Model.answers`), rows
 of a text (`score_rows`), and prompts to continue by speculative decoding (`count_draft`). lm-eval
-sends prompts through methods with the signatures of `vllm.LLM`.
+calls `generate` like `vllm.LLM.generate`, and the wrapper in `lm_eval_model` calls `score`.
 """
 
 import hashlib

@@ -31,12 +31,12 @@ _MAX_SHOWN = 60
 
 
 def lm_eval_settings(settings: Evaluate, models: Mapping[str, Path]) -> LmEvalSettings:
-    """Return lm-eval's settings for `models`: the baseline first, if there is one.
+    """Return lm-eval's settings for `models`, which maps the role of each model to its folder.
 
-    By default, the chat template is applied if the models have one, but not to tasks that score
-    plain text. Raises InputError if a model lacks the requested template, if only some models have
-    a template, if the models render a conversation differently, or if `fewshot_as_multiturn` is set
-    without a template.
+    If there is a baseline, it is the first of `models`. By default, the chat template is applied if
+    the models have one, but not to tasks that score plain text. Raises InputError if a model lacks
+    the requested template, if only some models have a template, if the models render a conversation
+    differently, or if `fewshot_as_multiturn` is set without a template.
     """
     template = _template(settings, {role: chat_templates(root) for role, root in models.items()})
     if template:
@@ -89,7 +89,7 @@ def _missing_template(role: str, name: str, templates: Mapping[str, str]) -> Inp
 
 
 def differences(baseline: ServedSession, candidate: ServedSession) -> Iterator[str]:
-    """Yield a sentence for each difference that changes the candidate's prompts or stop tokens."""
+    """Yield each difference in tokens, chat template and generation_config.json as a sentence."""
     roots = baseline.checkpoint, candidate.checkpoint
     old, new = baseline.prompts.tokens, candidate.prompts.tokens
     differ = next(((x, y) for x, y in zip(old, new, strict=False) if x != y), None)

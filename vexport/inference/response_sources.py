@@ -64,9 +64,9 @@ class Questions:
     """All prompts for a model in addition to the fixed prompts.
 
     `evaluate` contains the tasks of lm-eval or the text, and `lm_eval` the settings of the tasks'
-    prompts. `texts` are prompts to continue. With `repeat`, the model runs twice on a part of the
-    documents. `accepted` has the digests of an accepted baseline's questions. It is an error if the
-    questions of this evaluation differ from them.
+    prompts. `texts` are the texts of the fixed prompts, or empty for built-in texts. With `repeat`,
+    the model runs twice on a part of the documents. `accepted` has the digests of an accepted
+    baseline's questions. It is an error if the questions of this evaluation differ from them.
     """
 
     evaluate: Evaluate = NO_EVALUATION
@@ -86,7 +86,8 @@ class ResponseSource(ABC):
         If vLLM refuses a checkpoint, the returned session has the failure.
 
         Raises:
-            EnvironmentFault: the engine or the server fails for good, or repeated responses differ.
+            EnvironmentFault: the engine or the server fails for good, or too many
+                repeated responses differ.
             InputError: a task cannot be used.
         """
 
