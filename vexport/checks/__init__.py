@@ -34,7 +34,7 @@ from vexport.checks.model import class_not_judged
 from vexport.checks.vllm.view import ANY, CheckFunction, CheckpointView, Target
 from vexport.errors import InputError, InputErrors, VexportError, convert_os_error
 from vexport.errors.extras import unexpected_error
-from vexport.records import VALUES, CheckReport, Finding, NotJudged
+from vexport.records import VALUE_COMPARISON, CheckReport, Finding, NotJudged
 from vexport.version import PINNED, short_version
 
 if TYPE_CHECKING:
@@ -139,7 +139,7 @@ def check_checkpoint(
             not_judged = tuple(parts_not_judged(view))
             skipped_checks = tuple(shards.without_digests(view))
             if skipped_checks and against is None and view.quantization.values is not None:
-                skipped_checks += (NotJudged(what=VALUES, why=_NO_REFERENCE),)
+                skipped_checks += (NotJudged(what=VALUE_COMPARISON, why=_NO_REFERENCE),)
     except InputError as problem:
         findings = error_findings(problem)
     except OSError as error:

@@ -46,7 +46,7 @@ from vexport.records.calibration import (
 from vexport.records.findings import (
     ENGINE_CHECK,
     MESSAGE_SEPARATOR,
-    VALUES,
+    VALUE_COMPARISON,
     Canary,
     CellStatus,
     CheckReport,

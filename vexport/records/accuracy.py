@@ -343,8 +343,9 @@ class TaskVerdict:
       versions, for which the verdict's margin applies.
 
     Changed responses:
-    - `right_to_wrong` counts the documents with a worse score, if the metric is not 0/1.
-    - `changed_wrong` counts the documents with two different wrong responses. It is None if the
+    - `right_to_wrong` counts the responses that became wrong. If the metric is not 0/1, it counts
+      the responses with a worse score.
+    - `changed_wrong` counts pairs of two different wrong responses to a document. It is None if the
       baseline's responses were not kept, or if the metric does not score responses as correct or
       wrong.
     - `mcnemar_p` is the p value of a permutation test if the metric is not 0/1 or if several
@@ -581,7 +582,7 @@ class TextPoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextVerdict:
-    """Both models' log-probabilities of held-out text, which decide if there are no tasks.
+    """Both models' log-probabilities of held-out text. Without tasks, they decide the outcome.
 
     The NLLs are means over `tokens`. `top1_agreement` is the share of these tokens at which both
     models have the same likeliest token, with a two-sided 1 - 2*alpha interval over rows. The KL is
@@ -643,7 +644,7 @@ class Verdict:
     - `checkpoint` is the candidate as the user named it for `vexport eval`.
     - `device` is the device that ran the candidate (`CPU, emulated`) or the server's address. It is
       empty if the results do not contain it.
-    - `text` decides if there are no tasks. `margin` is then the limit of the NLL.
+    - `text` decides the outcome if there are no tasks. `margin` is then the limit of the NLL.
     - `margin` is the acceptable loss of tasks that are scored in shares. Tasks may have other
       margins.
     - `measured` is the time at which the candidate's evaluation began, if its results contain it.

@@ -10,7 +10,7 @@ Severity = Literal["error", "warning", "info"]
 # Separates the cause of vLLM's refusal from vLLM's message, which only JSON and --all show.
 MESSAGE_SEPARATOR = "; vLLM's message: "
 # Entry of `CheckReport.skipped_checks` if numbers were not compared with the original model.
-VALUES = "values of weights and scales"
+VALUE_COMPARISON = "values of weights and scales"
 
 
 def without_details(text: str) -> str:
@@ -337,7 +337,7 @@ class WeightChange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repair:
-    """A repair: the place, the value before, the value now, and the cost.
+    """A repair: the place, the value before, the value now, and the precision that it costs.
 
     `assumption` describes an assumption of the repair that the checkpoint does not confirm. It is
     None without an assumption, or if the values were compared with a source. `layer` is the linear

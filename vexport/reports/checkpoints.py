@@ -7,7 +7,7 @@ from typing import TypeVar
 from vexport.formats.arguments import bits_of_inputs
 from vexport.records import (
     ENGINE_CHECK,
-    VALUES,
+    VALUE_COMPARISON,
     CellStatus,
     CheckReport,
     DryLoadReport,
@@ -59,7 +59,7 @@ def _not_judged(report: CheckReport, *, every: bool) -> doc.Listing | None:
 
 
 def _not_compared(report: CheckReport) -> doc.Listing | None:
-    entries = [str(each) for each in report.skipped_checks if each.what == VALUES]
+    entries = [str(each) for each in report.skipped_checks if each.what == VALUE_COMPARISON]
     return doc.Listing(row(*entries), "not compared") if entries else None
 
 
