@@ -68,7 +68,7 @@ def test_refused_scheme_shows_reason() -> None:
     )
     for format_ in ("text", "markdown", "html"):
         text = render_comparison(mark_smallest([*rows(), refused]), format_)
-        assert "not made" in text
+        assert "no result" in text
         assert "576 is no multiple" in " ".join(text.split())
 
 

@@ -33,9 +33,9 @@ from vexport.reports.formatting import (
     direction_note,
     margin_of,
     margin_text,
+    measure_interval,
+    measure_value,
     method_line,
-    nats,
-    nats_interval,
     next_step_of_verdict,
     p_value,
     percent,
@@ -308,13 +308,13 @@ def accuracy_tiles(verdict: Verdict | None) -> tuple[doc.Tile, doc.Tile]:
         kl, rise, *_ = verdict.text.limits
         place = f" in {kl.label}" if kl.label else ""
         note = (
-            f"a token{place}, limit {kl.limit:g}; NLL {nats(rise, rise.value)}, "
+            f"a token{place}, limit {kl.limit:g}; NLL {measure_value(rise, rise.value)}, "
             f"limit {rise.limit:g}"
         )
         other, tokens = percent(1 - verdict.text.top1_agreement), count(verdict.text.tokens)
         return (
             doc.Tile("KL on held-out text", small(kl.value), "nats", note),
-            doc.Tile("Other likeliest token", other, "", f"of {tokens} tokens"),
+            doc.Tile("Likeliest token differs", other, "", f"of {tokens} tokens"),
         )
     first, second = "Accuracy, worst task", "Flipped between right and wrong"
     worst = verdict.worst_task if verdict else None
@@ -407,7 +407,10 @@ def _compared_tokens(text: TextVerdict) -> str:
     """Return the part of the vocabulary over which the KL was computed, in words."""
     limits = [limit for bucket in text.buckets for limit in bucket.limits] or text.limits
     measures = {limit.measure for limit in limits}
-    likeliest = "the likeliest tokens of both models, with all others as one (a lower bound)"
+    likeliest = (
+        "the likeliest tokens of both models, with all other tokens counted as one token (a lower "
+        "bound)"
+    )
     if "lower bound of the KL to the baseline" not in measures:
         return "the whole vocabulary"
     if "KL to the baseline" not in measures:
@@ -418,7 +421,7 @@ def _compared_tokens(text: TextVerdict) -> str:
 def _limit_row(limit: TextLimit) -> doc.Row:
     needed = f"about {count(limit.rows_needed)} rows would settle it" if limit.rows_needed else ""
     needed = ", ".join(filter(None, (limit.label, needed)))
-    value = TableCell(nats(limit, limit.value), nats_interval(limit))
+    value = TableCell(measure_value(limit, limit.value), measure_interval(limit))
     bound = f"{limit.limit:.0%}" if limit.is_share else small(limit.limit)
     unit = limit.measure if limit.is_share else f"{limit.measure}, nats per token"
     return row(TableCell(unit, needed), badge(limit.outcome), value, bound)

@@ -84,7 +84,10 @@ class Paragraph:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """A bulleted list. A list with a `title` is separated from the surrounding text."""
+    """A bulleted list. HTML shows a list with a `title` in a box.
+
+    Text and Markdown put the title before each item.
+    """
 
     items: Row
     title: str = ""

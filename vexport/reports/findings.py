@@ -24,8 +24,8 @@ from vexport.records.values import plural
 from vexport.reports.formatting import (
     count,
     margin_text,
-    nats,
-    nats_interval,
+    measure_interval,
+    measure_value,
     outcome_line,
     report_device,
     report_sentence,
@@ -197,10 +197,11 @@ def _join_with_braces(names: Sequence[str]) -> str:
 
 
 def report_gates(report: "Report") -> tuple[Gate, ...]:
-    """Return the gates of a run: plan, check, dry load, both loads, the tasks, and `overall`.
+    """Return the gates of a run: plan, check, loads, tasks or text, variants, and `overall`.
 
-    A load that was never tried is SKIPPED, and so is `evaluate` if there is no verdict. Other
-    stages without a result have no gate: a given checkpoint has neither plan nor check.
+    A load that was never tried is SKIPPED. If there is no verdict, the gate `evaluate` is SKIPPED,
+    but a report on variants alone has no such gate. Other stages without a result have no gate: a
+    given checkpoint has neither plan nor check.
     """
     skipped = NOT_RUN
     if report.outcome == "PASS":
@@ -276,7 +277,8 @@ def _text_message(limit: "TextLimit") -> str:
     rows = limit.rows_needed
     more = f"; about {count(rows)} rows would settle it" if rows is not None else ""
     place = f" in {limit.label}" if limit.label else ""
-    return f"{nats(limit, limit.value)}{unit} ({nats_interval(limit)}){place}, limit {bound}{more}"
+    value = measure_value(limit, limit.value)
+    return f"{value}{unit} ({measure_interval(limit)}){place}, limit {bound}{more}"
 
 
 def staged_findings(report: "Report") -> tuple[tuple[str, Finding], ...]:

@@ -253,7 +253,11 @@ def _next_after_failure(verdict: Verdict | None) -> tuple[str, str]:
 
 
 def _remedy(outcome: Outcome, verdict: Verdict | None) -> str:
-    """Return a sentence on what to do about an outcome, or "" if the responses show no remedy."""
+    """Return specific advice on an outcome, or "" if only general advice is possible.
+
+    There is specific advice for lost responses, for uninformative tasks, for INCONCLUSIVE, and for
+    a loss only in later tokens of held-out text.
+    """
     tasks = verdict.tasks if verdict else ()
     if any(task.too_many_lost for task in tasks):
         return "Raise max_gen_toks until responses end by themselves, and evaluate again."
@@ -409,7 +413,7 @@ def task_title(task: "TaskVerdict | Comparison") -> str:
 
 
 def accepted_loss(verdict: "Verdict") -> str:
-    """Return the margin with its unit, or with several units if tasks differ."""
+    """Return the margin with its unit, or all different margins of the tasks."""
     losses = [
         f"{margin_text(task, verdict.margin)} {scale_of(task).unit}" for task in verdict.tasks
     ]
@@ -446,7 +450,7 @@ def _prompting_line(prompting: "Prompting") -> str:
     return ", ".join([*parts, *(f"{name} {value}" for name, value in prompting.generation.items())])
 
 
-def nats(limit: "TextLimit", value: float) -> str:
+def measure_value(limit: "TextLimit", value: float) -> str:
     """Format a value of a measure of held-out text.
 
     A KL has no sign. A rise of the NLL has a sign. A fall of the acceptance length is a share in
@@ -457,11 +461,11 @@ def nats(limit: "TextLimit", value: float) -> str:
     return small(value) if limit.measure != "rise of the NLL" else f"{value:+.3g}"
 
 
-def nats_interval(limit: "TextLimit") -> str:
+def measure_interval(limit: "TextLimit") -> str:
     """Return the bounds of a measure's interval, which decide its outcome."""
     if limit.low is None or limit.high is None:
         return "no interval: one row"
-    return f"{nats(limit, limit.low)} to {nats(limit, limit.high)}"
+    return f"{measure_value(limit, limit.low)} to {measure_value(limit, limit.high)}"
 
 
 def coverage_lines(experts: Sequence[ExpertCoverage]) -> Iterator[str]:

@@ -10,8 +10,8 @@ from vexport.reports.document import TableCell, facts, muted, parts, table
 from vexport.reports.formatting import (
     NOT_AVAILABLE,
     Scale,
-    nats,
-    nats_interval,
+    measure_interval,
+    measure_value,
     scale_of,
     size,
 )
@@ -239,8 +239,8 @@ def _task_cell(task: HistoryTask | None) -> TableCell:
     tone = "fail" if task.event in ("regressed", "fails", "still fails") else ""
     if task.limit is not None:
         limit = task.limit
-        note = ", ".join(filter(None, (nats_interval(limit), task.event)))
-        return TableCell(nats(limit, limit.value), note, tone=tone)
+        note = ", ".join(filter(None, (measure_interval(limit), task.event)))
+        return TableCell(measure_value(limit, limit.value), note, tone=tone)
     verdict = task.verdict
     if verdict is None:
         return TableCell(NOT_AVAILABLE if task.value is None else _plain_score(task.value))
@@ -301,7 +301,7 @@ def _score_cells(task: HistoryTask) -> Iterator[TableCell]:
     if limit is not None:
         yield TableCell(NOT_AVAILABLE)
         yield TableCell(NOT_AVAILABLE)
-        yield TableCell(nats(limit, limit.value), nats_interval(limit))
+        yield TableCell(measure_value(limit, limit.value), measure_interval(limit))
         yield _result_cell(limit.outcome, task)
         return
     if verdict is None:

@@ -275,8 +275,8 @@ def _prompt(prompt: PromptDrift, limit: float) -> doc.Details:
 def _heat(kl: float, limit: float) -> int:
     """Return the shade of a token, from 0 (KL within the limit) to 3.
 
-    Each power of ten above the limit adds 1. A KL that is not finite has the darkest shade, because
-    the model gave no probability there.
+    The shade is 1 up to 10 times the limit, and 2 up to 100 times. A KL that is not finite has the
+    darkest shade, because the model gave no probability there.
     """
     if not math.isfinite(kl):
         return 3
@@ -302,10 +302,11 @@ def mixed_line(mixed: MixedScheme) -> str:
 
 
 def rounding_lines(rounding: RoundingReport | None) -> Iterator[str]:
-    """Yield lines on the number of groups by rounding, the refits' settings, and the output errors.
+    """Yield lines on the methods of rounding, the settings of refits, and the output errors.
 
-    Each strength of a refit is listed with the ridge that most of its groups use. The errors are
-    the medians after this rounding and after rounding to nearest.
+    The first line has the number of groups for each method. Each strength of a refit is listed with
+    the ridge that most of its groups use. The errors are the medians after this rounding and after
+    rounding to nearest.
     """
     if rounding is None:
         return

@@ -10,7 +10,14 @@ from vexport.records import TextBucket, TextLimit, TextPoint, TextVerdict
 from vexport.records.values import plural
 from vexport.reports import document as doc
 from vexport.reports.document import TableCell, badge, parts, table
-from vexport.reports.formatting import count, nats, nats_interval, percent, percent_interval, small
+from vexport.reports.formatting import (
+    count,
+    measure_interval,
+    measure_value,
+    percent,
+    percent_interval,
+    small,
+)
 
 _X_UNIT = "position of the token in its row"
 # Room above the highest and below the lowest point of a chart, as a share of their distance.
@@ -61,7 +68,7 @@ def _bucket_row(bucket: TextBucket) -> Iterator[TableCell]:
 
 
 def _limit_cell(limit: TextLimit) -> TableCell:
-    return TableCell(nats(limit, limit.value), nats_interval(limit))
+    return TableCell(measure_value(limit, limit.value), measure_interval(limit))
 
 
 def _charts(text: TextVerdict, candidate: str) -> Iterator[doc.Curves]:

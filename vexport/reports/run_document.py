@@ -88,7 +88,10 @@ def run_document(report: Report, files: Sequence[TableCell] = ()) -> doc.Documen
     """Return the document of a run. A page links to `files`."""
     created = report.created[:16].replace("T", " ")
     total = duration(sum(report.seconds.values()))
-    linked = "In the run directory. The links are relative to this page: move them together."
+    linked = (
+        "In the run directory. The links are relative to this page: move it together with the "
+        "directory."
+    )
     return doc.Document(
         title=report.name,
         status=report.outcome,
@@ -291,7 +294,10 @@ def _answer(label: str, canary: Canary | None) -> tuple[str, str, str]:
 
 
 def _ending(canary: Canary) -> str:
-    """Return how a continuation ended. Tokens after the model's end of text are not shown."""
+    """Return how a continuation ended.
+
+    The engine continues after the model's end of text, but these tokens are not shown.
+    """
     if canary.ended_after is not None:
         return f"ended by the model after {plural(canary.ended_after, 'token')}"
     tokens = plural(canary.tokens, "token")
@@ -312,7 +318,7 @@ def _devices(report: Report) -> doc.Section | None:
 def _findings(report: Report) -> doc.Section:
     findings = staged_findings(report)
     if not findings:
-        looked = "Plan, check and both loads" if report.given is None else "The loads"
+        looked = "Plan, check and loads" if report.given is None else "The loads"
         nothing = muted(f"{looked} found nothing to report.")
         return page_section("Findings", "findings", "", nothing)
     counts = finding_counts(finding for _, finding in findings)
@@ -407,4 +413,4 @@ def _compared_cells(run: ComparedRun, *, with_tasks: bool) -> Iterator[TableCell
         yield TableCell(scale.change(worst.difference), scale.changes(worst.low, worst.high))
     elif with_tasks:
         yield from (NOT_AVAILABLE, NOT_AVAILABLE)
-    yield doc.badge(run.outcome) if run.outcome else "not made"
+    yield doc.badge(run.outcome) if run.outcome else "no result"

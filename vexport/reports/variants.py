@@ -10,9 +10,9 @@ from vexport.reports.document import TableCell, muted, parts, table, warnings
 from vexport.reports.formatting import (
     NOT_AVAILABLE,
     count,
+    measure_interval,
+    measure_value,
     method_line,
-    nats,
-    nats_interval,
     scale_of,
     small,
     task_title,
@@ -73,7 +73,7 @@ def _cells(row: ComparedVariant) -> Iterator[TableCell | str]:
         yield _difference(row.worst)
     elif limit is not None:
         yield ", ".join(filter(None, (limit.measure, limit.label)))
-        yield TableCell(nats(limit, limit.value), nats_interval(limit))
+        yield TableCell(measure_value(limit, limit.value), measure_interval(limit))
     else:
         yield from (NOT_AVAILABLE, NOT_AVAILABLE)
     yield NOT_AVAILABLE if row.mean_kl is None else small(row.mean_kl)

@@ -21,7 +21,7 @@ from vexport.records import (
     Verdict,
 )
 from vexport.records.values import join_limited, plural
-from vexport.reports.formatting import margin_text, nats, nats_interval, scale_of
+from vexport.reports.formatting import margin_text, measure_interval, measure_value, scale_of
 from vexport.run.comparison import mark_smallest
 from vexport.run.history import VLLM, Point, baseline_of
 
@@ -402,7 +402,7 @@ def _loss(task: HistoryTask) -> float:
 def _amount(task: HistoryTask) -> str:
     if (limit := task.limit) is not None:
         return (
-            f"the {task.name}: {nats(limit, limit.value)} ({nats_interval(limit)}), "
+            f"the {task.name}: {measure_value(limit, limit.value)} ({measure_interval(limit)}), "
             f"limit {limit.limit:g}"
         )
     verdict = task.verdict
