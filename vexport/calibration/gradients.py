@@ -2,7 +2,8 @@
 
 Tokens are drawn from the model's predictions, and the gradients of their log-probabilities are
 computed. The mean squares of these gradients are the Fisher information: they show how a small
-error of an input changes the KL divergence. GuidedQuant (arXiv 2505.07004) weights tokens by them.
+error of a module's output changes the KL divergence. GuidedQuant (arXiv 2505.07004) weights tokens
+by them.
 For example, the first token receives most of the attention, so its errors change every prediction.
 vexport weights tokens by the root of the mean square, which left a smaller KL (docs/rounding.md).
 """

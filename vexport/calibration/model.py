@@ -20,9 +20,9 @@ def build_on_meta(
 ) -> transformers.PreTrainedModel:
     """Return the model in eval mode, with parameters on the meta device and buffers on `device`.
 
-    The model's class is the class in config.json if transformers has this class, otherwise the
-    class that AutoModelForCausalLM selects. The dtype is the config's. Raises InputError if
-    transformers cannot build the model.
+    The model's class is the class in config.json if transformers has this class. Otherwise, and if
+    the config names trusted Python code (`auto_map`), AutoModelForCausalLM selects the class. The
+    dtype is the config's. Raises InputError if transformers cannot build the model.
 
     Also sets torch's number of threads to numba's number. The order of sums depends on the number
     of threads. When numba runs its first kernel, numba changes torch's number of threads. A resumed

@@ -267,9 +267,10 @@ class LayerWalk:
         return states.to(self.device, non_blocking=True)
 
     def run_row(self, layer: Layer, index: int, states: torch.Tensor) -> torch.Tensor:
-        """Run a row of another stream through a layer.
+        """Run a row's hidden states through a layer, without changing the stream of `forward`.
 
-        Raises CheckpointFailed if the output is not finite.
+        For example, run the states of a quantized model. Raises CheckpointFailed if the output is
+        not finite.
         """
         run = partial(layer.run, index, self.on_device(states))
         output = run()
