@@ -68,7 +68,7 @@ HEADER_FAMILIES = (
 # Parts of a checkpoint that the static checks may leave unchecked, as named in reports.
 NAMES = "names and shapes of tensors"
 NUMBERS = "quantized weights and their scales"
-# Why a wrong weight or scale may pass, unless its number is impossible.
+# Why a wrong weight or scale may pass. Without a reference, only impossible values are found.
 _NO_REFERENCE = "there are no digests; add --source MODEL to compare them with the original model"
 
 
