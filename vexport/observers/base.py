@@ -651,7 +651,7 @@ class Observer(InternalModule, RegisteredObserver):
         return self._fused is not None and self._fused.is_fitted
 
     def set_fitted(self) -> None:
-        """Keep `factor` until one of the fused observers observes another tensor."""
+        """Mark `factor` as chosen, until one of the fused observers observes another tensor."""
         if self._fused is not None:
             self._fused.is_fitted = True
 

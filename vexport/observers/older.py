@@ -273,7 +273,7 @@ def group_widths(g_idx: torch.Tensor | None, columns: int, size: int) -> list[in
 def has_equal_groups(
     g_idx: torch.Tensor | None, observed: torch.Tensor, args: ObserverArgs
 ) -> bool:
-    """Return True if all groups have `group_size` columns."""
+    """Return False if `g_idx` has a group with another number of columns than `group_size`."""
     if not args.group_size or not is_group_map(g_idx, observed, args):
         return True
     return set(group_widths(g_idx, observed.shape[-1], args.group_size)) <= {args.group_size}
