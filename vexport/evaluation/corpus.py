@@ -26,15 +26,15 @@ _DRAWN = 4_000_000
 class CorpusComparison:
     """Both models' values of a metric of a whole corpus, and the values of resampled corpora.
 
-    - `values` are the measures of the baseline and the candidate. `reported` are lm-eval's
-      aggregates of both.
+    - `values` are the measures of the baseline and the candidate, such as mean log-likelihoods.
+      `reported` are the values that lm-eval reports for them, such as perplexities (see `Table`).
     - `resampled` has the measures of resampled corpora, shape (2, resamples).
     - `jackknife` has the measures without one unit, for each unit, shape (2, units). A unit is a
       document with all its responses.
     - `influence` has the contribution of each response to the measures, shape (2, responses). The
       mean of the contributions is the measure.
     - `changes` has, for each response, the change of the baseline's measure if only this response
-      is replaced by the candidate's, shape (responses,).
+      is replaced by the candidate's, shape (responses,). Positive is better.
     - `scored` is 1 for each response that is at least partly correct, else 0, shape (2, responses).
     - `change_size` is the typical change of the measure after one response changes, times the
       number of responses. It is 0 for log-likelihoods and probabilities (see `_change_size`).
@@ -139,7 +139,7 @@ def _influence(measure: Measure, rows: Scores, total: Scores) -> Scores:
 
 
 def _change_size(table: Table, total: Scores, value: float, influence: Scores) -> float:
-    """Return the size of a typical change of one document, times the number of documents.
+    """Return the size of a typical change of one response, times the number of responses.
 
     For metrics of correct and wrong responses, the typical change replaces a response by
     `table.flipped`. For generated text, it is the typical distance of a contribution from the mean.

@@ -28,7 +28,7 @@ from vexport.inference.questions import HASHES
 from vexport.records.accuracy import Unit
 
 PREFERRED_METRICS = ("exact_match", "acc", "pass@1", "pass_at_1")
-"""Metrics that decide if a task has them, in this order.
+"""The first of these metrics that a task has is the metric that decides.
 
 `acc` is preferred to `acc_norm`, because the task itself scores with `acc`.
 
