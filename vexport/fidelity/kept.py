@@ -35,8 +35,8 @@ SAME_BYTES = "the same bytes as in the source"
 NORM = re.compile(r".*norm\.weight$")
 EMBEDDING = "model.embed_tokens.weight"
 TIED_HEADS = ("lm_head.weight", "embed_out.weight")
-# Parts of tokenizer.json that determine a prompt's token ids. The other parts are the version, and
-# settings that callers choose (truncation, padding).
+# Parts of tokenizer.json that determine a prompt's token ids or a response's text. The other parts
+# are the version, and settings that callers choose (truncation, padding).
 TOKENIZER_PARTS = (
     "model",
     "added_tokens",
