@@ -187,7 +187,8 @@ def _is_checked_by_loaders(finding: Finding) -> bool:
 
     Of the errors in the check `shapes`, the loaders only find wrong shapes of tensors: they refuse
     the shape, or narrow or repeat the tensor, which the copy audit reports. They do not find casts
-    between dtypes of the same kind (float32 to bfloat16), or sizes that vLLM rounds down.
+    between dtypes of the same kind (float32 to bfloat16). Nor do they find in_features that are not
+    a multiple of the group size, because vLLM rounds the number of groups down.
     """
     if finding.check == shapes.NAME:
         return finding.expected.startswith(shapes.SHAPE)

@@ -156,7 +156,7 @@ class SessionResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One column of the matrix: tensor parallel size and compute capability (90 is SM 9.0)."""
+    """A combination to try: tensor parallel size and compute capability (90 is SM 9.0)."""
 
     tp: int
     sm: int

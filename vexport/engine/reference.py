@@ -1,8 +1,9 @@
 """Compute a checkpoint's expected log-probabilities with transformers.
 
-The reference uses neither vLLM nor vexport's quantizer: compressed-tensors dequantizes the weights,
-and rounds the inputs of each layer as the layer's scheme requires, in float32. Inputs of routed
-experts are not rounded, because transformers runs all experts of a layer in one module.
+The reference uses neither vLLM nor vexport's quantizer. compressed-tensors dequantizes the weights.
+The inputs of each layer are rounded as the layer's scheme requires, in float32, with scales from
+compressed-tensors. Inputs of routed experts are not rounded, because transformers runs all experts
+of a layer in one module.
 """
 
 import json
@@ -47,8 +48,8 @@ Tensors = dict[str, torch.Tensor]
 REFERENCE_FILE = "reference.safetensors"
 """File of the reference, next to vLLM's log-probabilities."""
 _MATRIX, _NOISE = "logprobs", "noise"
-# The rounding error of bfloat16: half a unit in the last place. NOISE_FACTOR is the largest allowed
-# ratio of vLLM's difference to the effect of this rounding error.
+# Standard deviation of the noise that imitates the rounding error of bfloat16 (at most 2**-8).
+# NOISE_FACTOR is the largest allowed ratio of vLLM's difference to the effect of this noise.
 BFLOAT16_ROUNDING = 2**-9
 NOISE_FACTOR = 3.0
 FIX_NO_REFERENCE = "measure the accuracy with `vexport eval` instead of comparing with transformers"
@@ -70,8 +71,8 @@ def reference_logprobs(
     model computes in the checkpoint's dtype, but in bfloat16 if that is float32. With `jitter`, the
     embeddings are multiplied by 1 + jitter times normal noise, which is the same at every call.
 
-    Raises InputError if transformers cannot build the checkpoint as a causal language model with
-    `nn.Linear` for every quantized layer.
+    Raises InputError if transformers finds no tensor for one of its weights, or if the checkpoint
+    has another quantization method than compressed-tensors or transforms of attention.
     """
     rows: list[torch.Tensor] = []
     stage = "reference with noise" if jitter else "reference"

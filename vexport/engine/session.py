@@ -45,7 +45,7 @@ _FIXED_ENVIRONMENT = {
     "PYTHONUNBUFFERED": "1",
     "PYTHONFAULTHANDLER": "1",
 }
-# Disables the emulation of missing CPU kernels, which must not be registered for a fake device.
+# Disables the emulation of missing CPU kernels. It must not be registered for a fake device.
 NO_EMULATION = {SWITCH: "0"}
 # Defaults that the caller's environment overrides. The size of the KV cache is in whole GiB.
 _DEFAULT_ENVIRONMENT = {
@@ -153,8 +153,8 @@ class Worker(Generic[T]):
     def started(self) -> Iterator[Callable[[OnProgress], T]]:
         """Start the worker. Yield a function that waits for its result.
 
-        The process is gone when the context ends. Raises EngineFault if vLLM is missing, if the
-        worker ends without a result, or `timeout` seconds after its start.
+        The process is gone when the context ends. Raises the errors of `require_vllm`, and
+        EngineFault if the worker ends without a result, or `timeout` seconds after its start.
         """
         require_vllm(self.vllm_python)
         python = self.vllm_python or Path(sys.executable)

@@ -296,9 +296,10 @@ def prepare_cpu(arguments: EngineArguments) -> None:
     (utils/ompmultiprocessing.py). If there are more ranks than nodes, the ranks share the cores
     unbound, unless VLLM_CPU_OMP_THREADS_BIND names cores.
 
-    The engine's core runs in this process, and a single rank as well. If VLLM_CPU_OMP_THREADS_BIND
-    names cores for a single rank, the core gets a separate process. Every further process imports
-    vLLM, which takes 10 s. vLLM limits a core's process to one thread unless OMP_NUM_THREADS is set
+    The engine's core runs in this process. With a single rank, this process also does the rank's
+    computation. The core gets a separate process only if there is a single rank and
+    VLLM_CPU_OMP_THREADS_BIND names cores for it. Every further process imports vLLM, which takes
+    10 s. vLLM limits a core's process to one thread unless OMP_NUM_THREADS is set
     (utils/torch_utils.py, set_torch_threads_for_runtime). It is set here, because a core in this
     process also does the computation.
     """
