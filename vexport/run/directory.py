@@ -124,7 +124,7 @@ class RunDirectory:
             self._stages.clear()
 
     def require_same_number(self, checkpoints: int) -> None:
-        """Raise InputError if only one of the call and the folder is for several checkpoints.
+        """Raise InputError unless this and the earlier call both have one checkpoint, or several.
 
         Otherwise this call and the earlier call would overwrite each other's responses.
         """
@@ -369,7 +369,7 @@ class Run:
         )
 
     @cached_property
-    def units(self) -> tuple[LayerGroup, ...]:
+    def layer_groups(self) -> tuple[LayerGroup, ...]:
         """Return the groups of layers that can be given a scheme independently of other layers."""
         return find_layer_groups(self.index, self.scenario.rules, self.scenario.auto, self.planning)
 

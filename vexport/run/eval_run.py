@@ -117,8 +117,9 @@ def evaluate_checkpoints(
     responses of the single checkpoint are written to this file as an accepted baseline, unless the
     checkpoint fails.
 
-    If vLLM refuses a single checkpoint, its report is written, and CheckpointFailed is raised.
-    Raises InputError if vLLM refuses the baseline, or if an output overlaps an input.
+    If the call has only one checkpoint and vLLM refuses it, the report is written, and
+    CheckpointFailed is raised. Raises InputError if vLLM refuses the baseline, or if an output
+    overlaps an input.
     """
     runs = _judge_checkpoints(
         checkpoints,

@@ -249,7 +249,7 @@ def _accepted_point(result: AcceptedResult) -> Point:
 
 
 def baseline_of(verdict: Verdict, name: str) -> Point | None:
-    """Return the point of a verdict's accepted baseline, if its file was not given.
+    """Return the point of an accepted baseline from a verdict, without the baseline's file.
 
     Return None if the verdict has no accepted baseline, or does not contain its fingerprint.
     """
@@ -406,8 +406,8 @@ def _is_baseline_of(accepted: Point, verdict: Verdict) -> bool:
     """Return True if a verdict of an older version compares with this accepted baseline.
 
     Reports of older versions do not contain the baseline's digest. The baseline is therefore
-    recognized by its scores. A verdict against an accepted baseline also has no number of changed
-    responses.
+    recognized by its scores. In addition, `changed_wrong` must be None, because accepted baselines
+    do not contain responses.
     """
     scores = {task.name: task for task in accepted.tasks}
     return bool(verdict.tasks) and all(

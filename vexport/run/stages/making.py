@@ -64,7 +64,9 @@ def checkpoint_inputs(run: Run) -> Digests:
 
 
 def _candidate_groups(run: Run) -> tuple[FusionGroup, ...]:
-    return tuple(group for unit in run.units for option in unit.options for group in option.groups)
+    return tuple(
+        group for unit in run.layer_groups for option in unit.options for group in option.groups
+    )
 
 
 @partial(Stage, "plan candidates", Plan, makes_checkpoint=True)
@@ -77,12 +79,14 @@ def plan_candidates(run: Run) -> Plan:
     if run.scenario.is_mixed:
         plain = build_plan(run.index, rules_with_schemes((), {}, run.scenario.rules), run.planning)
         if run.scenario.auto is not None:
-            require_in_reach(run.units, budget_of(run.index, run.units, plain, run.scenario.auto))
+            require_in_reach(
+                run.layer_groups, budget_of(run.index, run.layer_groups, plain, run.scenario.auto)
+            )
         asked = run.planning
         smoothing = smoothing_strength(
             _candidate_groups(run), asked.smoothing, has_text=asked.has_text
         )
-        return replace(probe_plan(plain, run.units), smoothing=smoothing)
+        return replace(probe_plan(plain, run.layer_groups), smoothing=smoothing)
     return _accepted_plan(run, run.scenario.rules)
 
 
@@ -156,7 +160,7 @@ def measure_sensitivity(run: Run) -> GroupSensitivities:
     trust = run.options.trust_remote_code
     return measure(
         run.index,
-        run.units,
+        run.layer_groups,
         run.get(calibrate) or NO_CALIBRATION,
         calibration_samples(run.index, settings, how.samples, trust_remote_code=trust),
         file=run.folder / "sensitivity" / "trials.json",
@@ -177,8 +181,8 @@ def measure_sensitivity(run: Run) -> GroupSensitivities:
 def choose_auto_schemes(run: Run) -> MixedScheme:
     """Choose the schemes of `auto` within its budget."""
     assert run.scenario.auto is not None
-    budget = budget_of(run.index, run.units, run.result(plan_candidates), run.scenario.auto)
-    return choose_schemes(run.result(measure_sensitivity).groups, run.units, budget)
+    budget = budget_of(run.index, run.layer_groups, run.result(plan_candidates), run.scenario.auto)
+    return choose_schemes(run.result(measure_sensitivity).groups, run.layer_groups, budget)
 
 
 def _chosen_rules(run: Run) -> tuple[Rule, ...]:
@@ -186,9 +190,9 @@ def _chosen_rules(run: Run) -> tuple[Rule, ...]:
     mixed = run.get(choose_auto_schemes)
     if mixed is None:
         return run.scenario.rules
-    schemes = {unit.name: unit.allowed[0] for unit in run.units}
+    schemes = {unit.name: unit.allowed[0] for unit in run.layer_groups}
     chosen = {choice.name: choice.scheme for choice in mixed.choices}
-    return rules_with_schemes(run.units, schemes | chosen, run.scenario.rules)
+    return rules_with_schemes(run.layer_groups, schemes | chosen, run.scenario.rules)
 
 
 @partial(Stage, "plan", Plan, file="plan.json", makes_checkpoint=True)
