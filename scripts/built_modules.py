@@ -1,8 +1,8 @@
 """Build a class of vLLM, and collect its kinds of modules.
 
-Also collect the names that its quantization config receives. The class is built from small configs.
-It loads the tensors of transformers' models with these configs, from files with headers but without
-data.
+Also collect the names under which its layers look up their quantization config, if they differ from
+the names in files. The class is built from small configs. It loads the tensors of transformers'
+models with these configs, from files with headers but without data.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Find the rows of a class's table: names, layers and sizes of tensors by its config."""
+"""Find expressions of config keys for the layers and the sizes of a class's tensors."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Write vexport/architectures/generated/layouts.json: tensors of each class, and their use.
+"""Write vexport/architectures/generated/layouts.json: tensors of classes, and their use in vLLM.
 
 Run in an environment with vLLM: `python scripts/generate_layouts.py [--out TABLE.json] [--pinned
 SITE_PACKAGES] [CLASS]...`. Named classes are made again. Other classes are made if the table lacks
@@ -6,9 +6,9 @@ them or is for another version, so the script can be stopped at any time. A clas
 minute. SITE_PACKAGES of `--pinned` belong to an environment with the pinned vLLM. Classes with the
 same code there keep their entries from vexport's table.
 
-Names, layers and shapes come from transformers' models (samples.py, fitting.py). The use of tensors
-comes from vLLM: its class loads the tensors of a single config, as `vexport load --dry` does. The
-table says nothing about tensors that vLLM does not load.
+Names, layers and shapes come from transformers' models (samples.py, fitting.py). How vLLM uses a
+tensor comes from vLLM's class: it loads the tensors of a single config, as `vexport load --dry`
+does. The table says nothing about tensors that vLLM does not load.
 """
 
 import json

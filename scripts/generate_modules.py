@@ -3,9 +3,10 @@
 Run in an environment with vLLM: `python scripts/generate_modules.py [--out TABLE.json] [CLASS]...`.
 A class is built on the meta device, as `vexport load --dry` builds it, from the default config of
 transformers or vLLM with few layers. It loads the tensors of transformers' model under the names of
-the hub. A layer that gets its method from the quantization config is linear, a table or a head.
-Other layers are built without the config. Decoder layers are left out, because vllm.json has them.
-Only the names that they pass to the quantization config are kept.
+the hub. A layer that calls the quantization config is recorded as a linear layer, an embedding
+table or an output head. Other layers are recorded as built without the config. Decoder layers are
+left out, because vllm.json has them. Only the names that they pass to the quantization config are
+kept.
 """
 
 import json

@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
-"""Write the options of settings and the tables of the scenario reference from the models.
+"""Write the options of settings and the tables of the scenario reference.
 
-Run it after a change of a field of a model: it writes vexport/cli/generated/settings.json and the
-tables in vexport/docs/scenario.md.
+Both come from the pydantic models in vexport/scenario. Run it after a change of a field: it writes
+vexport/cli/generated/settings.json and the tables in vexport/docs/scenario.md.
 """
 
 import json

@@ -1,7 +1,7 @@
 """Read the source of vLLM's model classes and of the classes in them.
 
-For the parts of linear layers that vLLM builds merged, it finds the sizes, as sums and products of
-config keys.
+vLLM merges some linear layers, such as q, k and v. This script finds the sizes of the parts of a
+merged layer, as sums and products of config keys.
 """
 
 import ast

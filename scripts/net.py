@@ -4,8 +4,8 @@
     .venv/bin/python scripts/net.py record before.json
     .venv/bin/python scripts/net.py compare before.json
 
-The record has every scheme on every micro family, without data. It has `gptq`, `refit` and
-calibrated scales on three families, the findings of `check` on spoiled checkpoints, and a run's
+The record has every scheme on every micro family, without calibration text. It has `gptq`, `refit`
+and calibrated scales on three families, the findings of `check` on spoiled checkpoints, and a run's
 report. It has the help of each command, its JSON on the demo, and the exit code and message of
 wrong calls. Weights, config.json and its `ignore` are on separate lines. Floats depend on the
 processor: a record is valid only on the machine that made it.

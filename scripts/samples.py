@@ -1,7 +1,8 @@
 """Collect the tensors of transformers' models under small configs that differ in a single key.
 
-Tensors have their names on the hub. Numbers of a config record, through the code of a model, the
-keys that they come from.
+Tensors have the names that checkpoints on the hub use. The numbers in a config are replaced by
+`Traced` numbers. While a model's code computes with them, they record the config keys from which
+they were computed.
 """
 
 import ast

@@ -20,7 +20,9 @@ def arguments(description: str | None, name: str, *, classes: bool = False) -> a
         parser.add_argument(
             "--pinned", type=Path, metavar="SITE_PACKAGES", help="packages with the pinned vLLM"
         )
-    parser.add_argument("--out", type=Path, default=FOLDER / name, help="the table (vexport's own)")
+    parser.add_argument(
+        "--out", type=Path, default=FOLDER / name, help="the table to write [default: vexport's]"
+    )
     return parser.parse_args()
 
 

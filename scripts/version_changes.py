@@ -37,7 +37,7 @@ def main() -> None:
     target.mkdir(exist_ok=True)
     for name, (entry, keys) in TABLES.items():
         if not (folder / name).is_file():
-            print(f"{name}: not made, so that the pinned version's table is used")
+            print(f"{name}: not made; the pinned version's table is used")
             continue
         pinned, new = (json.loads((place / name).read_text()) for place in (FOLDER, folder))
         changes = {key: new[key] for key in new if new[key] != pinned.get(key)}

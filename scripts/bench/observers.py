@@ -2,10 +2,11 @@
 
     .venv/bin/python scripts/bench/observers.py [--rows 8192] [--columns 4096] [--peer-rows 256]
 
-Each row of the table is an observer and a scheme on random heavy-tailed bf16 weights. The time is
-from the weight to its qparams, in MB of bf16 per second. The fastest of some repeats counts, after
-a first call that compiles. The peer is slow, so it has fewer rows. Each side runs in a separate
-process, the peer in .venv-peer (scripts/bench/setup-peer). Without .venv-peer its column is empty.
+Each row of the table is an observer and a scheme on random heavy-tailed bf16 weights. The speed is
+in MB of bf16 per second, measured from the weight to its qparams. The fastest of some repeats
+counts, after a first call that compiles. The peer is slow, so it has fewer rows. Each side runs in
+a separate process, the peer in .venv-peer (scripts/bench/setup-peer). Without .venv-peer its column
+is empty.
 """
 
 import argparse

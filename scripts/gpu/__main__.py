@@ -7,7 +7,7 @@ Each stage runs in a separate process and may take ten minutes:
 - `device`: the card, the driver and the versions of packages.
 - `vllm`: loads every scheme with vLLM's real kernels, compares them with the kernels that the
   dry load expects, and evaluates two schemes.
-- `kernels`: sums of inputs, and codes of a weight.
+- `kernels`: second moments of inputs, and codes of a weight.
 - `pipeline`: calibration, smoothing, gptq and refit of the demo, and of a model with 1.1 B random
   weights: codes, KL, time, memory.
 

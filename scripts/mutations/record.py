@@ -5,7 +5,7 @@
 
 Mutations that are already recorded are skipped, so that a call resumes where the last call stopped.
 Each result is written at once. A mutation with different answers is also compared with the
-unquantized model: the mutation may be no further from that model than the sound checkpoint is. A
+unquantized model, because a mutation that is as close to it as the sound checkpoint does no harm. A
 single process loads checkpoints one after the other (2 to 12 s each). If the process dies, the
 mutation is recorded as refused, and another process continues. If a sound checkpoint does not load
 or does not repeat its answers, the recording ends with an error.
