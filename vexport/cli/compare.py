@@ -155,9 +155,10 @@ def compare(
     --scenario, the verdict is based on the text that ships with vexport. Exit code 0: a scheme
     passes; 1: all fail; 4: the environment failed in a run; 3: anything else.
 
-    With --serve, CHECKPOINT is served in each setting, by vexport's vLLM and by each
-    --vllm-python. The first variant is the baseline. A setting that vLLM refuses is a row with the
-    reason. Exit code 0: every variant passes; 1: one fails or is refused; 3: one is inconclusive.
+    With --serve, CHECKPOINT is served in each setting, by vexport's interpreter (or
+    VEXPORT_VLLM_PYTHON) and by each --vllm-python. The first variant is the baseline. A setting
+    that vLLM refuses is a row with the reason. Exit code 0: every variant passes; 1: one fails or
+    is refused; 3: one is inconclusive.
 
     A second call resumes.
 
