@@ -53,7 +53,7 @@ def render_all(documents: Sequence[doc.Document]) -> str:
         size += len(block.encode())
         if size < SUMMARY_BYTES:
             blocks.append(block)
-        else:
+        elif block:
             left_out += 1
     if left_out:
         blocks.append(f"{plural(left_out, 'more checkpoint')} with findings: see --format json")
