@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from pydantic import JsonValue
 
     from vexport.api import Engine
-    from vexport.inference.options import EngineOptions
-    from vexport.records import OnProgress
     from vexport.scenario import Serve
 
 # Key in a click context's `meta` for the values of hidden options. These options have the names of
@@ -37,17 +35,6 @@ class Interpreter:
         from vexport.api import Engine
 
         return Engine(vllm_python=self.vllm_python, trust_remote_code=self.trust_remote_code)
-
-    def options(self, serve: "Serve", on_progress: "OnProgress") -> "EngineOptions":
-        """Return the options for starting engines with these settings of vLLM."""
-        from vexport.inference.options import EngineOptions
-
-        return EngineOptions(
-            serve=serve,
-            vllm_python=self.vllm_python,
-            trust_remote_code=self.trust_remote_code,
-            on_progress=on_progress,
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

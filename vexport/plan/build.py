@@ -30,7 +30,6 @@ from vexport.plan.rules import (
 )
 from vexport.plan.shapes import (
     RANKS_ADVICE,
-    SHAPE,
     cannot_be_split,
     kept_note,
     kind_of_group,
@@ -161,9 +160,7 @@ def require_accepted(plan: Plan) -> None:
         return
     first, *rest = plan.refusals
     more = f" ({plural(len(rest), 'more refusal')}, see `vexport plan`)" if rest else ""
-    # in refusals of a shape, `got` is a sentence that includes what is needed
-    need = "" if first.check == SHAPE else first.expected
-    raise InputError(first.where, got=first.got, need=need, fix=first.fix + more)
+    raise InputError(first.where, got=first.got, need=first.expected, fix=first.fix + more)
 
 
 def _fit_groups(
