@@ -123,10 +123,11 @@ def _names(layer: FusedLayer, architecture: Architecture) -> Iterator[str]:
 def _experts_together(
     names: Iterable[str], architecture: Architecture, others: Iterable[str]
 ) -> list[str]:
-    """Replace the names of a layer's experts by one pattern for each projection.
+    """Replace the names of a layer's experts by patterns for each projection.
 
-    In vLLM, all experts of a layer have the same scheme, so a pattern can match all of them. Other
-    names are returned unchanged.
+    In vLLM, all experts of a layer have the same scheme, so a pattern can match all of them. There
+    are two patterns for a projection if vLLM's name of the layer differs from the name in the file
+    (see `patterns_below`). Names of other layers are returned unchanged.
     """
     targets: dict[tuple[str, str], Sequence[str]] = {}
     for name in names:

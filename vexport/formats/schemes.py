@@ -357,7 +357,8 @@ def parse_canonical_name(name: str) -> SchemeArgs | None:
 def custom_args(weights: Json, inputs: Json) -> SchemeArgs:
     """Check arguments in compressed-tensors' format, and complete them.
 
-    Raises ValueError if vexport cannot write them. Observers are not part of them (see `Rule`).
+    Raises ValueError if compressed-tensors or vLLM refuses them, or if they have other dtypes than
+    the format. Observers are not part of them (see `Rule`).
     """
     parsed = _parsed("weights", weights)
     parsed_inputs = None if inputs is None else _parsed("input_activations", inputs)

@@ -69,7 +69,7 @@ def _reordering_problem(
     Sources in vllm/model_executor/models: permute_qk_weight_for_rotary of llama4.py (scales by
     row), _repack_qkv of bloom.py and _split_key_value of telechat2.py (every tensor),
     K2HorizonModel.load_weights of k2_horizon.py (plain weight), _transpose_conv1d of gpt2.py, which
-    transposes tensors named weight, packed or not (transposed). FalconModel.load_weights of
+    transposes only tensors with the name `weight` (transposed). FalconModel.load_weights of
     falcon.py (whole heads) cuts each tensor that has an output dimension: all except shapes and
     scales of whole tensors.
     """

@@ -43,7 +43,8 @@ class PackingInputs:
     """Scales or range of a weight, computed before its rows are packed.
 
     `largest` is the largest magnitude in the weight's fusion group, for schemes that share a scale.
-    Without `scales`, scales are computed from the rows' ranges during packing.
+    The shared scale is computed from it. All other scales that are not in `scales` are computed
+    from the rows' ranges during packing.
     """
 
     largest: np.float32 | None = None
