@@ -1,8 +1,9 @@
 """Float32 building blocks of the kernels: widening, rounding, codes in bytes, powers and scales.
 
-Loop bodies are branch-free, so that the compiler vectorizes every loop. Results are deterministic
-and do not depend on the number of threads. The flag `contract` only allows fused multiply-add
-instructions. The flag `reassoc` only allows a sum to be split into vector lanes.
+Loops over values have no branches, so that the compiler can vectorize them. Only `pack_bits` needs
+branches. Results are deterministic and do not depend on the number of threads. The flag `contract`
+only allows fused multiply-add instructions. The flag `reassoc` only allows a sum to be split into
+vector lanes.
 """
 
 import numpy as np
@@ -187,7 +188,8 @@ def power_6_5(x: np.float32) -> np.float32:
 def power(x: np.float32, exponent: np.float32) -> np.float32:
     """Return x**exponent for x >= 0, as exp2(exponent * log2(x)) with minimax polynomials.
 
-    Results below 2**-126 are 0. The relative error is below 2e-7 * (1 + |exponent * log2(x)|).
+    Results below 2**-126, also for x = 0, become 2**-126. The relative error of other results is
+    below 2e-7 * (1 + |exponent * log2(x)|).
     """
     bits = as_bits(x)
     whole = I32(I32(bits - I32(0x3F3504F3)) >> I32(23))
@@ -252,9 +254,11 @@ def float_code(magnitude: np.float32, form: NumberFormat, mantissa_bits: int) ->
     """Round a magnitude to a small float format and return its code without the sign bit.
 
     `magnitude` is at least 0. A magnitude above `form.high` saturates. The code is the sum of two
-    numbers. The first is the value divided by the step size of its binade: the last bits after the
-    rounder is added. The second is 2**mantissa_bits times the number of the binade. The smallest
-    normal binade has the number 0.
+    numbers:
+
+    - The rounded value divided by the step size of its binade. The last bits of
+      `magnitude + rounder` contain this number.
+    - The number of the binade times 2**mantissa_bits. The smallest normal binade has the number 0.
     """
     magnitude = min(magnitude, form.high)
     rounder = rounder_of(magnitude, form)
