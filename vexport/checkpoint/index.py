@@ -389,7 +389,8 @@ def require_checkpoint(root: Path) -> None:
 def _require_files(root: Path) -> None:
     """Raise InputErrors for pipes, folders and broken links that loaders would open as files.
 
-    A loader would wait for a pipe forever. If there is an index, only its weight files are checked.
+    A loader would wait for a pipe forever. If there is an index, weight files that it does not list
+    are not checked.
     """
     indexed: list[str] | None = None
     if (root / INDEX_NAME).is_file():

@@ -241,7 +241,7 @@ class DerivedReader(Reader):
         return memoryview(_bytes(derived.rows(self.base, slice(None))).reshape(-1).data)
 
     def is_in_place(self, tensor: TensorInfo) -> bool:
-        """Return True for a stored tensor in a local file."""
+        """Return True for a stored tensor that the base reader reads in place."""
         return tensor.name not in self._derived and self.base.is_in_place(tensor)
 
     def some_rows(self, tensor: TensorInfo, step: int) -> npt.NDArray[np.uint8]:

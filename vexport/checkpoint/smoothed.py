@@ -71,7 +71,7 @@ class SmoothedReader(Reader):
             return self._last[tensor.name].data.cast("B")
 
     def is_in_place(self, tensor: TensorInfo) -> bool:
-        """Return True if a tensor is not smoothed and is in a local file."""
+        """Return True if a tensor is not smoothed. Its bytes are then equal to the file's bytes."""
         return tensor.name not in self._smoothing and super().is_in_place(tensor)
 
     def release_view(self, tensor: TensorInfo, view: Array) -> None:

@@ -60,7 +60,7 @@ class DataName:
 
     @property
     def path(self) -> Path:
-        """Local file or folder of the data. It exists only if `kind` is "path"."""
+        """Local file or folder of the data. Only meaningful if `kind` is "path"."""
         ends_with_column = self.kind == "path" and self.column is not None
         return user_path(
             self.name.removesuffix(f":{self.column}") if ends_with_column else self.name
