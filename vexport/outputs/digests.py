@@ -15,8 +15,8 @@ from vexport.records import Json
 
 # Key of vexport.json for the digest of each weight file, in the format of `digest_of`.
 DIGESTS = "digests"
-# Key of vexport.json for facts about the source, and the key in it for the digest of the source's
-# config and headers.
+# Key of vexport.json for an object with facts about the source, and the key in this object for the
+# digest of the source's config and headers.
 HEADERS = "headers"
 HEADERS_DIGEST = "config_and_headers_sha256"
 # Key of vexport.json that `repair` sets if it changed weights. The weights then differ from the

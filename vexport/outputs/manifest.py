@@ -15,7 +15,8 @@ from vexport.errors import InputError
 from vexport.files import write_text
 
 MANIFEST = ".vexport-files"
-# Maximum number of folders between a file and the manifest: RUN/eval/baseline/tasks/NAME/NAME.yaml.
+# Number of folders above a file in which its manifest is searched. The deepest files need 6 levels:
+# RUN/variants/candidate/VARIANT/tasks/NAME/NAME.yaml.
 _LEVELS = 6
 # Name of a file of `atomic_path` before it is complete. A killed call may leave such a file.
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.[0-9a-f]{8}")
