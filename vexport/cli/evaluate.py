@@ -242,13 +242,13 @@ def evaluate(
 
 def _show_verdicts(evaluations: "Evaluations", *, as_text: bool, quiet: bool) -> None:
     """Print the verdicts as the command's output, or a line for each on stderr."""
-    from vexport.run.judging import first_line
+    from vexport.run.judging import outcome_and_reason
 
     if as_text and evaluations.verdicts:
         print_text(_text(evaluations))
     elif not quiet:
         for verdict in evaluations.verdicts:
-            click.echo(f"{verdict.checkpoint}: {first_line(verdict)}", err=True)
+            click.echo(f"{verdict.checkpoint}: {outcome_and_reason(verdict)}", err=True)
 
 
 def _name(checkpoints: Sequence[str]) -> str:

@@ -79,8 +79,8 @@ def outcome_of_variants(rows: Sequence[ComparedVariant]) -> Outcome:
 def reason_of_variants(rows: Sequence[ComparedVariant]) -> str:
     """Return the reason for the common outcome of all variants, without a full stop.
 
-    Only the variants with the gravest outcomes are explained. Refused variants are listed without
-    reasons, because these reasons are messages of vLLM.
+    Only the variants with the gravest outcomes are explained. If vLLM refuses the first variant,
+    the reason is vLLM's message. Other refused variants are listed without vLLM's messages.
     """
     first, *others = rows
     if first.outcome == "REFUSED":

@@ -22,7 +22,7 @@ class _OutOfTime(Exception):
     """Raised to stop the search when its time is over."""
 
 
-def first_line(verdict: Verdict) -> str:
+def outcome_and_reason(verdict: Verdict) -> str:
     """Return the outcome and its reason in a single line."""
     return f"accuracy: {outcome_line(verdict.outcome, verdict.device)}: {verdict.reason}"
 
@@ -34,8 +34,8 @@ def verdict_of(
 ) -> Verdict:
     """Compare both models' responses to tasks, or their log-probabilities of `settings.text`.
 
-    The baseline's results may be an accepted baseline. Raises CheckpointFailed if the models' texts
-    cannot be compared.
+    The baseline's results may be an accepted baseline. Raises CheckpointFailed if the
+    log-probabilities of the text cannot be compared.
     """
     if settings.text is None:
         return decide(

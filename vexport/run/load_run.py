@@ -107,9 +107,10 @@ def require_servable(root: Path, serves: Sequence[Serve]) -> None:
 
 
 def require_available(name: str, serves: Sequence[Serve]) -> None:
-    """Raise InputError unless a model exists, and unless vLLM can serve it with these settings.
+    """Raise InputError if a model does not exist, or if vLLM cannot serve a local checkpoint.
 
-    Of a model on the hub, only the config is downloaded.
+    `serves` are the settings. A model on the hub must only exist: its config is downloaded, but not
+    compared with the settings.
     """
     if hub_name(name) is None:
         require_servable(user_path(name), serves)

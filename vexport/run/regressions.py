@@ -110,7 +110,10 @@ def _task_event(
 
 
 def _load_event(point: Point, earlier: Sequence[Point]) -> tuple[RowEvent, Point | None]:
-    """Return the event of loading the checkpoint, and the latest earlier point that was loaded."""
+    """Return the event of loading the checkpoint, and the earlier point that it is compared with.
+
+    This is the latest point in which a checkpoint was loaded or failed to load.
+    """
     before = next((other for other in reversed(earlier) if other.loads is not None), None)
     if point.loads is False:
         if before is None:

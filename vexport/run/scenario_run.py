@@ -31,12 +31,12 @@ from vexport.run.directory import (
 )
 from vexport.run.options import DEFAULT_ATTRIBUTION, AttributionSettings
 from vexport.run.stages import concluding, serving
-from vexport.run.stages.order import ANSWER_STAGES
+from vexport.run.stages.order import STAGES_UP_TO_VERDICT
 from vexport.run.stages.variants import compare_variants_of_run
 from vexport.scenario import Scenario
 
 STAGES: tuple[Stage[object], ...] = (
-    *ANSWER_STAGES,
+    *STAGES_UP_TO_VERDICT,
     compare_variants_of_run,
     concluding.conclude,
     concluding.attribute,

@@ -245,7 +245,7 @@ def quantize(run: Run) -> SourceIndex:
 def check(run: Run) -> CheckReport:
     """Check the written checkpoint, and check that unquantized tensors are unchanged.
 
-    The error of each layer goes into a separate file.
+    The errors of all layers are written to `LAYERS`.
     """
     plan, written = run.result(make_plan), run.result(quantize)
     report = check_checkpoint(str(run.checkpoint))

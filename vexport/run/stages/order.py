@@ -22,7 +22,7 @@ COMPARISON_STAGES: tuple[Stage[object], ...] = (
     serving.measure_drift,
     serving.judge,
 )
-ANSWER_STAGES: tuple[Stage[object], ...] = (
+STAGES_UP_TO_VERDICT: tuple[Stage[object], ...] = (
     *PREPARATION_STAGES,
     serving.serve_baseline,
     serving.serve_candidate,

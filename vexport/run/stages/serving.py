@@ -54,7 +54,7 @@ from vexport.records import (
 from vexport.records.margins import margin_of_shares
 from vexport.run.directory import Digests, Run, Stage, data_digest, value_digest
 from vexport.run.given import RunModel
-from vexport.run.judging import first_line, verdict_of
+from vexport.run.judging import outcome_and_reason, verdict_of
 from vexport.run.stages.making import check, checkpoint_inputs
 from vexport.scenario import Calibration
 from vexport.scenario.serve import EngineArguments
@@ -274,8 +274,8 @@ def _model(run: Run, role: str) -> RunModel:
 def _serve(run: Run, role: str) -> ServedSession:
     """Get a model's responses from vLLM on this machine, from an address, or from both.
 
-    Raises an error if the baseline's responses to repeated documents differ. Then nothing is
-    compared.
+    Some documents run twice, to measure the noise. Raises EnvironmentFault if too many of their
+    responses differ. Then nothing is compared.
     """
     model = _model(run, role)
     questions = _questions(run, role)
@@ -341,7 +341,7 @@ def serve_candidate(run: Run) -> ServedSession:
     served = _serve(run, CANDIDATE)
     if run.given is None and run.work.evaluate is not None and served.result.failure is None:
         with suppress(VexportError):  # `judge` raises it later, unless the load gate decides
-            LOG.info(first_line(_verdict(run, served)))
+            LOG.info(outcome_and_reason(_verdict(run, served)))
     return served
 
 
@@ -469,7 +469,7 @@ def judge(run: Run) -> Verdict | None:
         return verdict
     name = run.given.candidate.name
     if run.given.candidate_folder:
-        LOG.info("%s: %s", name, first_line(verdict))
+        LOG.info("%s: %s", name, outcome_and_reason(verdict))
     return replace(verdict, checkpoint=name)
 
 
