@@ -79,11 +79,11 @@ class BuiltModel:
 
     @cached_property
     def class_name(self) -> str:
-        """Name of the model class, or empty if it is unknown.
+        """Name of the model class.
 
         This is the first class in config.json that vLLM has (resolve_model_cls in
-        models/registry.py). If the config names no classes, it is the class of the config's
-        model type.
+        models/registry.py), or the first class if vLLM has none of them. If the config names no
+        classes, it is the class of the config's model type, or empty if vLLM has no class for it.
         """
         names = self._headers.config.get("architectures")
         if isinstance(names, list) and names:

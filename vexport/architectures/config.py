@@ -107,7 +107,11 @@ class Items:
 
 
 def wrapped(value: Json) -> object:
-    """Return a value of a config for use in expressions. Raises Unknown if it cannot be a size."""
+    """Return a value of a config for use in expressions.
+
+    Strings and lists are returned as `Items`. Raises Unknown for an object, and for a number that
+    is too large for a size.
+    """
     if isinstance(value, str | list):
         return Items(value)
     if isinstance(value, dict) or isinstance(value, int) and abs(value) > LARGEST:

@@ -135,7 +135,10 @@ def _modules(prefix: str, architecture: Architecture) -> Mapping[str, tuple[str,
 def _owners(
     leaves: list[str], modules: Mapping[str, tuple[str, ...]]
 ) -> dict[str, tuple[str, tuple[str, ...]]]:
-    """Map the last part of each fused layer's name to (fused module, its members in `leaves`)."""
+    """Map each member of a fused module to (fused module, the module's members in `leaves`).
+
+    All names are the last parts of names. Layers that are not fused are not in the mapping.
+    """
     present = set(leaves)
     owners: dict[str, tuple[str, tuple[str, ...]]] = {}
     ranked = sorted(

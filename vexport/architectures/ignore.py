@@ -43,9 +43,10 @@ def ignored(
     - If vLLM looks up the members of a fused module, the list contains all members, even members
       without a tensor (for example `v_proj` if the values are the keys). If vLLM looks up the fused
       module, the list also contains the module's name.
-    - A layer that predicts further tokens gets a single pattern for all its modules, for each of
-      its names. Another vLLM class runs the layer, and may fuse and name its modules differently
-      (Glm4MoeMTP, Step3p5MTP).
+    - If no module of a layer that predicts further tokens is quantized, a single pattern matches
+      all modules of the layer. If the layer has several names, there is a pattern for each name.
+      Another vLLM class runs the layer, and may fuse and name its modules differently (Glm4MoeMTP,
+      Step3p5MTP).
     - If vLLM looks up a module by a different name than the file has, the list also has this name.
     """
     linears = [member for layer in layers for member in layer.members]
@@ -111,7 +112,11 @@ def _before_layers(module: str) -> str:
 
 
 def _outside_pattern(module: str, stacks: Set[str]) -> str | None:
-    """Return a pattern for a module outside the decoder layers, or None for other modules."""
+    """Return a pattern for a module that shares a parent with the list of decoder layers.
+
+    For `model.layers`, this is any module below `model` that is not part of a numbered layer.
+    Returns None for all other modules.
+    """
     if NUMBERED_LAYER.search(module):
         return None
     holders = (before for before in stacks if before.strip(".") and module.startswith(before))

@@ -87,7 +87,7 @@ class ModelLayout:
 
     @cached_property
     def places(self) -> set[str]:
-        """Modules that contain other modules, with stars for numbers."""
+        """Modules that contain parameters or other modules, with stars for numbers."""
         names = {*map(with_stars, (*self.parameters, *self.modules)), *self.unknown}
         return {name[:at] for name in names for at, letter in enumerate(name) if letter == "."}
 
@@ -122,8 +122,9 @@ def layout_of(
 ) -> ModelLayout | None:
     """Return the tensors that vLLM expects for this model, under the names used in its files.
 
-    Returns None if the class is not in the layout table, if the config lacks a required size, or if
-    the config implies many more tensors than `tensors` contains.
+    Returns None if the class is not in the layout table, if the class's layout does not describe
+    this config (`ClassLayout.matches_config`), if the config lacks a required size, or if the
+    config implies many more tensors than `tensors` contains.
     """
     stored = list(tensors)
     most = SLACK * len(stored) + MIN_SLACK

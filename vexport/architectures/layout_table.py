@@ -57,8 +57,8 @@ class ClassLayout:
     """Tensors of a class.
 
     Attributes:
-        types: The model types of the config (key "") and of its nested configs (their paths). For
-            other model types, the tensors are unknown.
+        types: The model types of the config (key "") and of its nested configs (their paths). If a
+            nested config has another model type, the tensors are unknown.
         counts: An expression for the number of layers or experts at each `*`. The key is the part
             of the name from the beginning to the `*`, such as `model.layers.*`.
         defaults: An expression for the value of each key, if the config lacks the key.

@@ -43,7 +43,10 @@ class WrongNumber:
 def wrong_numbers(
     config: Mapping[str, Json], path: str = "", depth: int = 0
 ) -> Iterator[WrongNumber]:
-    """Yield RoPE bases that are not finite and above zero, and rotated shares outside (0, 1]."""
+    """Yield invalid RoPE bases and invalid shares of a head that is rotated.
+
+    A base must be finite and above zero. A share must be above zero and at most 1.
+    """
     for key, value in config.items():
         if isinstance(value, dict):
             if depth < DEEPEST:
@@ -70,9 +73,11 @@ def _is_between(value: Json, most: float) -> bool:
 
 
 def table_bytes(text: Mapping[str, Json]) -> int:
-    """Return the bytes of the largest table of positions.
+    """Return the maximum size of a table of positions, in bytes.
 
-    Return 0 if the config lacks the number or the width of positions.
+    Each row is assumed to have the full width of a head. If only a share of the head is rotated,
+    the table is smaller. Returns 0 if the config lacks the number of positions or the width of a
+    head.
     """
     positions = _whole(text.get("max_position_embeddings"))
     width = known_size("qk_rope_head_dim", text) or head_width(text)

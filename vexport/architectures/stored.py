@@ -67,7 +67,8 @@ def quantized_parameters(parameters: Mapping[str, TensorInfo]) -> list[str]:
 def linear_modules(index: Headers, architecture: Architecture) -> dict[str, dict[str, TensorInfo]]:
     """Return the tensors of each linear layer by parameter.
 
-    A linear layer is a module with quantized parameters or with a two-dimensional weight.
+    A linear layer is a module with quantized parameters, or with a two-dimensional weight that is
+    not an embedding.
     """
     modules: dict[str, dict[str, TensorInfo]] = {}
     for tensor in index.tensors.values():
