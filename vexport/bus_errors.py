@@ -1,7 +1,7 @@
 """End the process with a one-line error if a mapped file can no longer be read.
 
-The system sends SIGBUS to a thread that reads a mapped page of which the file has no data any more,
-because another program truncated the file or the disk failed. The thread cannot continue without
+If another program truncates a mapped file or the disk fails, some mapped pages have no data any
+more. The system sends SIGBUS to a thread that reads such a page. The thread cannot continue without
 these values.
 
 A handler of Python's module `signal` would not run. It waits for the end of the instruction, which
