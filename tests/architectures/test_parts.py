@@ -13,6 +13,7 @@ from tests.mutations.edits import QUANTIZATION, config, drop_if, spoiled
 from tests.texts import assert_contains
 from vexport.architectures import get_architecture
 from vexport.architectures.config import part_sizes
+from vexport.architectures.ignore import parent_of_layers
 from vexport.checkpoint.index import read_index
 from vexport.engine.dry.load import DryLoad
 from vexport.plan.build import PlanSettings, build_plan
@@ -150,3 +151,11 @@ def test_mixed_schemes_in_vllm(tmp_path: Path) -> None:
         assert [cell.status for cell in report.cells] == ["loads"], report.findings
         built = {row.name: row.scheme for row in report.rows}
         assert {name: built.get(name) for name in VLLM_LAYERS[family]} == VLLM_LAYERS[family]
+
+
+@pytest.mark.parametrize(
+    ("module", "parent"),
+    [("layers.0.mlp", ""), ("model.layers.0.mlp", "model."), ("transformer.h.1.c", "transformer.")],
+)
+def test_parent_of_decoder_layers(module: str, parent: str) -> None:
+    assert parent_of_layers(module) == parent

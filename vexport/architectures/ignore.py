@@ -50,7 +50,7 @@ def ignored(
     - If vLLM looks up a module by a different name than the file has, the list also has this name.
     """
     linears = [member for layer in layers for member in layer.members]
-    stacks = {_before_layers(member) for member in linears if names.in_decoder(member)}
+    stacks = {parent_of_layers(member) for member in linears if names.in_decoder(member)}
     quantized = _quantized_names(layers, kept, names)
     partly_quantized = {names.draft_layer(name) for name in quantized}
     patterns: dict[str, None] = {}
@@ -105,10 +105,10 @@ def _entries(layer: FusedLayer, names: Names, quantized: Sequence[str]) -> Itera
         yield layer.name
 
 
-def _before_layers(module: str) -> str:
+def parent_of_layers(module: str) -> str:
     """Return the name of the module around the list of decoder layers, followed by a dot."""
     stack = NUMBERED_LAYER.search(module)
-    return module[: stack.start() + 1] if stack else ""
+    return module[: stack.start() + 1] if stack and stack.start() else ""
 
 
 def _outside_pattern(module: str, stacks: Set[str]) -> str | None:
