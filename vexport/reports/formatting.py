@@ -204,7 +204,10 @@ def report_sentence(report: "Report") -> str:
 
 
 def next_step(report: "Report") -> tuple[str, str]:
-    """Return the next command (or "") and a sentence."""
+    """Return the next command, or "", and a sentence.
+
+    Both are "" if the outcome is PASS and there is no checkpoint to serve.
+    """
     if report.outcome == "PASS":
         if report.load is None:  # on a server, or only responses were given
             return "", ""
@@ -232,7 +235,10 @@ _MORE_BITS = (
 
 
 def next_step_of_verdict(verdict: Verdict) -> tuple[str, str]:
-    """Return "" and a sentence on what to do after a verdict that is not part of a run."""
+    """Return the next command, or "", and a sentence after a verdict that is not part of a run.
+
+    Both are "" if the outcome is PASS.
+    """
     if verdict.outcome == "PASS":
         return "", ""
     if sentence := _remedy(verdict.outcome, verdict):

@@ -66,8 +66,8 @@ _FILES = (
     ("eval/candidate/vllm.log", "vLLM's log with the quantized model"),
     ("eval/baseline", "lm-eval's results and samples of the baseline"),
     ("eval/candidate", "lm-eval's results and samples of the quantized model"),
-    # Files of a run with a given checkpoint. If there are several checkpoints, each has
-    # candidate/NAME.
+    # Files of a run with a given checkpoint. If there are several checkpoints, each report is in
+    # candidate/1-NAME, next to its `vllm.log`, and links to the common baseline above.
     ("baseline/vllm.log", "vLLM's log with the baseline"),
     ("candidate/vllm.log", "vLLM's log with the checkpoint"),
     ("vllm.log", "vLLM's log with the checkpoint"),
@@ -238,7 +238,7 @@ def _candidate_kind(report: Report) -> str:
 
 
 def _engine(load: LoadReport, engine: EngineInfo, baseline: LoadReport | None) -> doc.Facts:
-    """Return the facts of a load for HTML: the facts in all formats, then further facts."""
+    """Return the facts of a load for HTML. The first facts are also in the text and Markdown."""
     processes = "several processes" if engine.multiprocess else "one process"
     emulated = "emulated: valid for accuracy, not for speed" if engine.emulated else ""
     of_baseline = "did not load, because of the source or this engine"
@@ -287,7 +287,10 @@ def _canaries(baseline: LoadReport | None, candidate: LoadReport, kind: str) -> 
 
 
 def _answer(label: str, canary: Canary | None) -> tuple[str, str, str]:
-    """Return the label of a model with the reason why its text ended, the text, and no tone."""
+    """Return a model's response for `doc.Exchange`: its label, its text, and "" for the tone.
+
+    The label contains the reason why the text ended.
+    """
     if canary is None:
         return label, "none", ""
     return f"{label}: {_ending(canary)}", canary.text or "nothing before the end", ""
