@@ -585,9 +585,10 @@ class TextVerdict:
     """Both models' log-probabilities of held-out text. Without tasks, they decide the outcome.
 
     The NLLs are means over `tokens`. `top1_agreement` is the share of these tokens at which both
-    models have the same likeliest token, with a two-sided 1 - 2*alpha interval over rows. The KL is
-    over `positions`. `limits` has the worst bucket of each measure. `acceptance` has the acceptance
-    lengths of drafts that continue the rows. It is None without speculative decoding.
+    models have the same likeliest token, with a two-sided 1 - 2*alpha interval over rows. The KL
+    was measured at `positions` of these tokens. `limits` has the worst bucket of each measure.
+    `acceptance` has the acceptance lengths of drafts that continue the rows. It is None without
+    speculative decoding.
 
     `buckets` groups the tokens of a row by position. `curve` has smaller groups, for a chart. Both
     are empty in reports of older versions. In those reports, `limits` covers all tokens of a row,
