@@ -15,7 +15,9 @@ from vexport.cli.entry import cli, run_command
 
 ROOT = Path(__file__).parent.parent
 ALL_COMMANDS: dict[str, click.Command] = {
-    name: command for name in cli.places if (command := cli.get_command(click.Context(cli), name))
+    name: command
+    for name in cli.command_paths
+    if (command := cli.get_command(click.Context(cli), name))
 }
 
 

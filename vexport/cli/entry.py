@@ -346,7 +346,7 @@ def _is_plain(value: object) -> bool:
 
 @click.group(
     cls=OrderedGroup,
-    commands_in=COMMANDS,
+    command_paths=COMMANDS,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": MAX_HELP_WIDTH},
     epilog=EPILOG,
 )

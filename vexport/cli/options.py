@@ -139,16 +139,16 @@ def grouped(function: Callable[..., object], values: Mapping[str, object]) -> di
 class OrderedGroup(click.Group):
     """Group of commands in the order of work. A command is imported when it is called.
 
-    `commands_in` maps each command's name to `module:function` in vexport.cli.
+    `command_paths` maps each command's name to `module:function` in vexport.cli.
     """
 
-    def __init__(self, *, commands_in: Mapping[str, str], **settings: Any) -> None:
+    def __init__(self, *, command_paths: Mapping[str, str], **settings: Any) -> None:
         super().__init__(**settings)
-        self.places = commands_in
+        self.command_paths = command_paths
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import the command with this name."""
-        module, _, function = self.places.get(cmd_name, "").partition(":")
+        module, _, function = self.command_paths.get(cmd_name, "").partition(":")
         return getattr(import_module(f"vexport.cli.{module}"), function) if module else None
 
     def resolve_command(
@@ -159,18 +159,20 @@ class OrderedGroup(click.Group):
         Raises UsageError, with the nearest name, if there is no such command.
         """
         name = args[0]
-        is_mistake = name not in self.places and not name.startswith("-")
+        is_mistake = name not in self.command_paths and not name.startswith("-")
         if is_mistake and not ctx.resilient_parsing:  # shell completion must not fail
-            ctx.fail(f"No such command {clip(repr(name), 100)}.{did_you_mean(name, self.places)}")
+            ctx.fail(
+                f"No such command {clip(repr(name), 100)}.{did_you_mean(name, self.command_paths)}"
+            )
         return super().resolve_command(ctx, args)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names in the order of work."""
-        return list(self.places)
+        return list(self.command_paths)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the name and first sentence of each command, then the options of all commands."""
-        commands = ((name, self.get_command(ctx, name)) for name in self.places)
+        commands = ((name, self.get_command(ctx, name)) for name in self.command_paths)
         rows = [
             (name, command.get_short_help_str(limit=1000)) for name, command in commands if command
         ]
@@ -209,7 +211,7 @@ UNWRITTEN_SUFFIXES = (".csv", ".docx", ".pdf", ".png", ".svg", ".tsv", ".xlsx")
 OUTPUT_FILE = "output_file"
 # Parameters with paths of outputs, unless their type is READ_PATH. All other paths are inputs.
 OUTPUTS = (OUTPUT_FILE, "out", "run_dir", "output_dir", "accept", "folder")
-# Parameters of type text that may name an input path. Parameters of type PATH always name one.
+# Parameters of type text that may name an input path. Parameters of type PATH need no entry.
 INPUTS = (
     "source",
     "checkpoints",
