@@ -42,7 +42,8 @@ SMOOTHING_ROWS, TOKEN_WEIGHT_ROWS = 16, 4
 TOKENS_PER_COLUMN, MIN_TOKENS_PER_COLUMN = 6, 2
 # The defaults of --samples and --seq-len.
 DEFAULT_TOKENS = 128 * 512
-# An `ignore` pattern may match nothing: some models do not have the layers it names.
+# Layers that some models do not have. An `ignore` pattern or a `keep` rule for these layers may
+# match nothing.
 OPTIONAL_LAYERS = re.compile(
     r"(?:.*\.)?(?:lm_head|embed_out|embed_tokens|embed_positions|word_embeddings|wte|wpe|\w*router\w*|\w*gate|\w*norm\w*)$"
 )
