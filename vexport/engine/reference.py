@@ -71,8 +71,8 @@ def reference_logprobs(
     model computes in the checkpoint's dtype, but in bfloat16 if that is float32. With `jitter`, the
     embeddings are multiplied by 1 + jitter times normal noise, which is the same at every call.
 
-    Raises InputError if transformers finds no tensor for one of its weights, or if the checkpoint
-    has another quantization method than compressed-tensors or transforms of attention.
+    Raises InputError if transformers finds no tensor for one of its weights, if the quantization
+    method is not compressed-tensors, or if the checkpoint has transforms of attention.
     """
     rows: list[torch.Tensor] = []
     stage = "reference with noise" if jitter else "reference"
@@ -246,7 +246,9 @@ def _read_tensors(checkpoint: Path) -> Tensors:
 def _schemes(
     linears: Mapping[str, Module], stored: StoredQuantization | None, tensors: Tensors
 ) -> dict[str, QuantizationScheme]:
-    """Return the scheme of each quantized linear layer: the first group that matches, as in vLLM.
+    """Return the scheme of each quantized linear layer.
+
+    This is the first config group with a target that matches the layer's name or class.
 
     A layer without a stored scale is not quantized, even if a target matches it, such as the
     output head with the target `Linear`. vLLM does not quantize it either.
