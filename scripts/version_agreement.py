@@ -44,8 +44,8 @@ from vexport.engine.dry.load import DryLoad  # noqa: E402
 from vexport.engine.installed import installed_version  # noqa: E402
 from vexport.version import PINNED, Version, short_version  # noqa: E402
 
-# Each family gets the first of these that fits its shapes. Each family starts at a different
-# scheme.
+# Each family gets the first of these that fits its shapes. The order rotates from family to family,
+# so that all schemes are used.
 SCHEMES = ("FP8_DYNAMIC", "NVFP4A16", "W4A16_G64")
 
 
@@ -77,8 +77,8 @@ def main() -> int:
     minutes = (time.monotonic() - start) / 60
     print(
         f"vLLM {short_version(version)}: {len(disagreements) + len(differing)} of {judged} "
-        f"checkpoints are judged differently ({minutes:.1f} min); {len(known)} damages are "
-        f"overlooked by vLLM {short_version(PINNED)} as well"
+        f"checkpoints are judged differently ({minutes:.1f} min); {len(known)} damaged "
+        f"checkpoints do not count, because vLLM {short_version(PINNED)} overlooks the damage"
     )
     print(f"methods that agree: {', '.join(agreeing) or 'none'}")
     if options.write:
@@ -144,7 +144,7 @@ def store(version: Version, methods: Sequence[str]) -> None:
 
 
 def written(families: Sequence[str], folder: Path) -> Iterator[Path]:
-    """Yield an output of each family, and a copy of it without its last quantized weight."""
+    """Yield an output of each family, and a copy of it without its last scale."""
     for number, family in enumerate(families):
         source = save_family(family, folder / f"{family}-source")
         for scheme in (*SCHEMES[number % 3 :], *SCHEMES[: number % 3]):
