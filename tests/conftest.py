@@ -10,12 +10,17 @@ import pytest
 from tests.engine.warm import Warm
 from tests.models import Good, quantize, save_llama, write_calibration
 
-# Most cases of a test that `--quick` runs, evenly spaced, with the first and the last.
+# Maximum number of cases that `--quick` runs for each test. They are evenly spaced, and include the
+# first and the last case.
 CASES = 5
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add `--quick` (no vLLM, nothing slow, some cases) and `--whole` (all records of vLLM)."""
+    """Add the options `--quick` and `--whole`.
+
+    `--quick` runs no vLLM, no slow tests, and only some cases of each test. `--whole` compares the
+    check with all recorded results of vLLM instead of a sample.
+    """
     parser.addoption("--quick", action="store_true")
     parser.addoption("--whole", action="store_true")
 
@@ -62,9 +67,9 @@ def quick(items: list[pytest.Item]) -> list[pytest.Item]:
 
 @pytest.fixture(scope="session", autouse=True)
 def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Fork workers from a process that has imported vLLM. The first worker starts this process.
+    """Fork vexport's workers from a process that has already imported vLLM.
 
-    All processes of pytest share it.
+    This process starts when the first worker is needed. All processes of pytest share it.
     """
     root = tmp_path_factory.getbasetemp()
     with pytest.MonkeyPatch.context() as patch:
@@ -77,14 +82,14 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 @pytest.fixture
-def torch_products(monkeypatch: pytest.MonkeyPatch) -> None:
+def matmul_in_model_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let models compute in their dtype like torch, for tests of equality to the last bit."""
     monkeypatch.setattr("vexport.calibration.capture.prefers_float32", lambda device: False)
 
 
 @pytest.fixture(scope="module")
-def torch_products_in_module() -> Iterator[None]:
-    """Do the same as `torch_products`, for the shared fixtures of a module."""
+def matmul_in_model_dtype_for_module() -> Iterator[None]:
+    """Do the same as `matmul_in_model_dtype`, for the shared fixtures of a module."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("vexport.calibration.capture.prefers_float32", lambda device: False)
         yield

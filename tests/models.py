@@ -25,7 +25,8 @@ from vexport.checks import check_checkpoint
 from vexport.records import Finding
 
 VOCABULARY = 384
-# Type of the fixture `good`: the micro Llama in the scheme with this name.
+# Type of the fixture `good`: a function that quantizes the micro Llama in the scheme with the given
+# name, and returns the folder.
 Good = Callable[[str], Path]
 SIZES: Mapping[str, int] = {
     "hidden_size": 256,

@@ -28,9 +28,9 @@ LAYERS = (
 MOST_LAYERS = 12
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 # Packages that may be imported inside functions. The command line and checks import the code that
-# they run, and the catalog imports the requested table. Code that needs torch, numba or the hub's
-# client imports it when it is needed. Workers are separate programs, which import vLLM, lm-eval and
-# the parts of vexport for their request.
+# they run, and `reports/catalog.py` imports the data that `vexport list` shows. Code that needs
+# torch, numba or the hub's client imports it when it is needed. Workers are separate programs,
+# which import vLLM, lm-eval and the parts of vexport for their request.
 LATE_IMPORTS = {
     "api": ("vexport",),
     "checks": ("vexport",),
@@ -136,7 +136,8 @@ def test_runs_import_only_rendering_from_reports() -> None:
     data_class = "vexport.reports.run_record"
     rendering = {"vexport.reports", "vexport.reports.formatting"}
     assert {name for _, name in drawn} <= {*rendering, data_class}
-    assert "making.py" not in {file for file, _ in drawn}  # the check stage
+    # making.py contains the check stage, which must not import the code of reports.
+    assert "making.py" not in {file for file, _ in drawn}
 
 
 def test_late_imports_are_listed() -> None:
@@ -162,7 +163,7 @@ def loaded_by(statement: str) -> set[str]:
 
 
 def test_light_imports() -> None:
-    """The command line, plans, quantizing without text, and verdicts import no heavy packages."""
+    """The command line, plans, quantizing without text, and verdicts do not import torch."""
     assert not loaded_by("import vexport.cli, vexport") & set(HEAVY)
     assert not loaded_by("import vexport.plan.build, vexport.scenario") & {
         "torch",

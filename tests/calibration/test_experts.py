@@ -33,7 +33,7 @@ from vexport.formats.plan import Plan
 from vexport.quantize.scale_search import decode_importance
 from vexport.records import CalibrationRecord, LinearPlan, WeightPart
 
-pytestmark = pytest.mark.usefixtures("torch_products")
+pytestmark = pytest.mark.usefixtures("matmul_in_model_dtype")
 
 EXPERTS = 8
 LENGTHS = (12, 20, 33, 7, 20, 41)

@@ -67,7 +67,7 @@ def llama(tmp_path: Path) -> Path:
     return save(configs()["llama"], tmp_path / "llama")
 
 
-@pytest.mark.usefixtures("torch_products")
+@pytest.mark.usefixtures("matmul_in_model_dtype")
 def test_token_weights_equal_whole_model_gradients(
     llama: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -101,7 +101,7 @@ def test_token_weights_are_powers_of_two() -> None:
     assert token_weights_of({"q": (0.0, 0.0)}, ["q"], 2) is None
 
 
-@pytest.mark.usefixtures("torch_products")
+@pytest.mark.usefixtures("matmul_in_model_dtype")
 def test_gradient_draws_one_token_per_place(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The walk goes through each layer forward and backward."""
     drawn, draw = list[torch.Tensor](), Gradients._logits_gradient

@@ -26,7 +26,7 @@ from vexport.files import from_json, to_json, write_text
 from vexport.quantize.scale_search import decode_importance
 from vexport.records import CalibrationRecord, HeadRanges
 
-pytestmark = pytest.mark.usefixtures("torch_products")
+pytestmark = pytest.mark.usefixtures("matmul_in_model_dtype")
 
 # Sliding layers cut the cache to their window, so that samples must be shorter.
 LENGTHS = (5, 7, 3)

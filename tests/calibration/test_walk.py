@@ -13,7 +13,7 @@ from vexport.checkpoint.index import read_index
 TEXT = samples((5, 7))
 LAYERS = 3
 
-pytestmark = pytest.mark.usefixtures("torch_products")
+pytestmark = pytest.mark.usefixtures("matmul_in_model_dtype")
 
 
 @pytest.fixture

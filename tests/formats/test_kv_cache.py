@@ -33,7 +33,7 @@ def written(
     source: Path,
     calibration: Path,
     tmp_path_factory: pytest.TempPathFactory,
-    torch_products_in_module: None,
+    matmul_in_model_dtype_for_module: None,
 ) -> dict[KvCache, Path]:
     """Write a checkpoint with each kind of cache. Tests only read it."""
     root, options = tmp_path_factory.mktemp("written"), ("--calibration", calibration)

@@ -122,7 +122,7 @@ def dequantized(source: Path, checkpoint: Path, out: Path) -> Path:
     return out
 
 
-@pytest.mark.usefixtures("torch_products")
+@pytest.mark.usefixtures("matmul_in_model_dtype")
 def test_kv_cache_is_calibrated_with_quantized_weights(text: Path, tmp_path: Path) -> None:
     """Ranges equal those of a model with the dequantized weights, and differ from the source's."""
     source = save(CONFIGS["llama"], tmp_path / "llama")

@@ -79,7 +79,7 @@ def loss_of(model: Path, rules: tuple[Rule, ...], out: Path) -> float:
 
 @pytest.fixture(scope="module")
 def measured(
-    tmp_path_factory: pytest.TempPathFactory, torch_products_in_module: None
+    tmp_path_factory: pytest.TempPathFactory, matmul_in_model_dtype_for_module: None
 ) -> GroupSensitivities:
     """Measure all losses, with products like the reference's:
 
@@ -137,7 +137,7 @@ def test_losses_are_reused(tmp_path: Path) -> None:
     assert len(steps) > ran
 
 
-@pytest.mark.usefixtures("torch_products")
+@pytest.mark.usefixtures("matmul_in_model_dtype")
 def test_loss_follows_rounding(tmp_path: Path) -> None:
     """If no earlier layer is quantized, a refit equals GPTQ.
 
