@@ -9,13 +9,14 @@ of a layer in one module.
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
 from compressed_tensors.transform import TransformArgs, TransformConfig
 from compressed_tensors.transform.utils.matrix import apply_transform_weight
-from compressed_tensors.utils.match import is_match
+from compressed_tensors.utils.match import is_match, match_name
 from safetensors.torch import load_file, save_file
 from torch.nn import Linear, Module
 from transformers import (
@@ -206,7 +207,7 @@ def load_dequantized(checkpoint: Path) -> Module:
     experts = {key.rpartition(".")[0]: linear for key in tensors if EXPERT.search(key)}
     quantization = find_quantization(checkpoint, raw)
     transforms = _take_transforms(quantization, tensors)
-    schemes = _schemes({**linears, **experts}, quantization, tensors)
+    schemes = schemes_of_layers({**linears, **experts}, quantization, tensors)
     inputs = {name: _dequantize(name, scheme, tensors, dtype) for name, scheme in schemes.items()}
     for name in schemes:
         if name not in experts and isinstance(skeleton.get_submodule(name), Conv1D):
@@ -243,12 +244,13 @@ def _read_tensors(checkpoint: Path) -> Tensors:
     return {name: tensor for name, tensor in tensors.items() if not name.endswith(KV_SCALES)}
 
 
-def _schemes(
+def schemes_of_layers(
     linears: Mapping[str, Module], stored: StoredQuantization | None, tensors: Tensors
 ) -> dict[str, QuantizationScheme]:
     """Return the scheme of each quantized linear layer.
 
-    This is the first config group with a target that matches the layer's name or class.
+    As in vLLM (find_matched_target), this is the first config group with a target that matches the
+    layer's name. Without such a group, it is the first with a target that matches the class.
 
     A layer without a stored scale is not quantized, even if a target matches it, such as the
     output head with the target `Linear`. vLLM does not quantize it either.
@@ -263,10 +265,13 @@ def _schemes(
     with ignore_group_warning():
         config = QuantizationConfig.model_validate(stored.values)
     groups, ignore, schemes = config.config_groups.values(), config.ignore or (), {}
+    targets = [(target, group) for group in groups for target in group.targets]
     for name, module in linears.items():
-        scheme = next(
-            (group for group in groups if is_match(name, module, group.targets, ignore)), None
-        )
+        if is_match(name, module, ignore):
+            continue
+        by_name = (group for target, group in targets if match_name(name, target))
+        by_class = (group for target, group in targets if is_match(name, module, target))
+        scheme = next(chain(by_name, by_class), None)
         if scheme is not None and (scheme.weights is None or f"{name}.weight_scale" in tensors):
             schemes[name] = scheme.model_copy(update={"format": scheme.format or config.format})
     return schemes

@@ -1,0 +1,46 @@
+"""The scheme that the reference uses for a layer."""
+
+import torch
+from torch.nn import Linear
+
+from vexport.checkpoint.index import StoredQuantization
+from vexport.engine.reference import schemes_of_layers
+from vexport.records import Json
+
+
+def group(bits: int, *targets: str) -> dict[str, Json]:
+    weights: dict[str, Json] = {
+        "num_bits": bits,
+        "type": "int",
+        "symmetric": True,
+        "strategy": "channel",
+    }
+    return {"targets": list(targets), "weights": weights}
+
+
+def test_name_takes_precedence_over_class() -> None:
+    """vLLM looks for a layer's name in all groups before it looks for the layer's class."""
+    groups: dict[str, Json] = {
+        "group_0": group(8, "Linear"),
+        "group_1": group(4, "re:.*down_proj", "layers.0.up_proj"),
+    }
+    names = (
+        "layers.0.up_proj",
+        "layers.0.down_proj",
+        "layers.0.o_proj",
+        "lm_head",
+        "layers.1.kept",
+    )
+    stored = StoredQuantization(
+        place="config.json",
+        values={
+            "quant_method": "compressed-tensors",
+            "format": "pack-quantized",
+            "config_groups": groups,
+            "ignore": ["lm_head"],
+        },
+    )
+    tensors = {f"{name}.weight_scale": torch.ones(1) for name in names[:4]}
+    schemes = schemes_of_layers({name: Linear(8, 8) for name in names}, stored, tensors)
+    bits = {name: scheme.weights and scheme.weights.num_bits for name, scheme in schemes.items()}
+    assert bits == {"layers.0.up_proj": 4, "layers.0.down_proj": 4, "layers.0.o_proj": 8}
