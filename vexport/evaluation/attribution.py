@@ -185,7 +185,7 @@ def _exceeds_limit(distance: Distance) -> bool:
 
 
 def _kl_with_limit(distance: Distance) -> str:
-    return f"{distance.mean_kl:.3g} nats a token (limit {distance.limit:g})"
+    return f"{distance.mean_kl:.3g} nats per token (limit {distance.limit:g})"
 
 
 def _loader_evidence(

@@ -116,7 +116,7 @@ def drift_warnings(drift: Drift) -> tuple[str, ...]:
         ),
     )
     return tuple(
-        f"log-probabilities: mean {what} is {value:.3g} nats a token over {drift.positions} "
+        f"log-probabilities: mean {what} is {value:.3g} nats per token over {drift.positions} "
         f"tokens, more "
         f"than {limit:g}: quality outside the tested tasks may be worse"
         for what, value, limit, is_high in measures

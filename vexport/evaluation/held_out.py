@@ -271,7 +271,7 @@ def _require_steady(role: str, side: ServedSession, text: TextVerdict, kl_limit:
         return
     raise EnvironmentFault(
         f"{role} {side.checkpoint}",
-        got=f"log-probabilities that differ by a KL of {noises[worst]:.3g} nats a token when the "
+        got=f"log-probabilities that differ by a KL of {noises[worst]:.3g} nats per token when the "
         f"same model reads the same {worst} again",
         need=f"at most {most:g}, a quarter of the limit",
         fix="use a single kind of GPU; try VLLM_BATCH_INVARIANT=1 or fewer sequences at once "
@@ -434,7 +434,7 @@ def _limit_text(limit: TextLimit, text: TextVerdict) -> str:
     value, low, high, most = (
         f"{number:.1%}" if limit.is_share else f"{number:.3g}" for number in numbers
     )
-    unit = "" if limit.is_share else " nats a token"
+    unit = "" if limit.is_share else " nats per token"
     if limit.outcome == "PASS":
         return f"{limit.measure} {value} (at most {high}, limit {most}){unit}"
     bound = f"at least {low}" if limit.outcome == "FAIL" else f"between {low} and {high}"

@@ -77,7 +77,7 @@ def cause_parts(verdict: Verdict) -> tuple[doc.Part, ...]:
         ("engine", attribution.engine),
     )
     lines = (
-        (name, f"{small(each.mean_kl)} nats a token")
+        (name, f"{small(each.mean_kl)} nats per token")
         for name, each in distances
         if each is not None
     )
@@ -308,7 +308,7 @@ def accuracy_tiles(verdict: Verdict | None) -> tuple[doc.Tile, doc.Tile]:
         kl, rise, *_ = verdict.text.limits
         place = f" in {kl.label}" if kl.label else ""
         note = (
-            f"a token{place}, limit {kl.limit:g}; NLL {measure_value(rise, rise.value)}, "
+            f"per token{place}, limit {kl.limit:g}; NLL {measure_value(rise, rise.value)}, "
             f"limit {rise.limit:g}"
         )
         other, tokens = percent(1 - verdict.text.top1_agreement), count(verdict.text.tokens)
