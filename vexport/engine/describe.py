@@ -153,15 +153,15 @@ def _settings(llm: "LLM", given: EngineArguments) -> dict[str, str]:
 
 
 def _processor() -> str:
-    """Return the CPU's model name and its widest instruction set that vLLM's kernels use."""
+    """Return the CPU's model name and its instruction sets that vLLM's kernels use."""
     info = Path("/proc/cpuinfo")
     text = info.read_text(encoding="utf-8") if info.is_file() else ""
     name = re.search(r"^model name\s*: (.*)$", text, re.MULTILINE)
     flags = set(re.findall(r"\b(amx_tile|avx512_bf16|avx512f|avx2)\b", text))
-    widest = [flag for flag in ("amx_tile", "avx512_bf16", "avx512f", "avx2") if flag in flags]
+    found = [flag for flag in ("amx_tile", "avx512_bf16", "avx512f", "avx2") if flag in flags]
     return (
         f"{name.group(1) if name else platform.machine()} "
-        f"({', '.join(widest) or platform.machine()})"
+        f"({', '.join(found) or platform.machine()})"
     )
 
 

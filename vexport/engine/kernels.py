@@ -8,11 +8,12 @@ import torch
 # Packages with kernel classes: vLLM's kernels, and kernels that emulate them on a CPU.
 _KERNELS = ("vllm.model_executor.kernels", "vexport.engine.cpu_emulation")
 # Words in the names of kernels that dequantize the weight and leave the input in the model's dtype.
+# vexport's emulation also matches. Some of its kernels round the input as the config requires.
 _WEIGHT_ONLY_KERNEL = re.compile(r"Marlin|Humming|Emulation|A16", re.IGNORECASE)
-# vLLM requests inputs in MXFP4 from this kernel, even if the checkpoint quantizes only weights
-# (compressed_tensors_w4a4_mxfp4.py). On a device without FP4 the kernel uses FP8 instead, with a
-# scale for each token (check_and_fallback_input_schema in quantization/utils/humming/schema.py). An
-# H100 with vLLM 0.32 did so.
+# vLLM configures this kernel to round inputs to MXFP4, even if the checkpoint quantizes only
+# weights (compressed_tensors_w4a4_mxfp4.py). On a device without FP4 the kernel uses FP8 instead,
+# with a scale for each token (check_and_fallback_input_schema in
+# quantization/utils/humming/schema.py). An H100 with vLLM 0.32 did so.
 _HUMMING_MXFP4, _HUMMING_MXFP4_BITS = "HummingMxFp4LinearKernel", 8
 _ACTIVATION_BITS = re.compile(r"W[\dN]+A(\d+)")
 

@@ -59,8 +59,8 @@ class SessionRequest:
 
     `logprob_prompts` are token ids. If `logprobs_file` is set, their full-vocabulary
     log-probabilities are written to it (see `vexport.inference`). `text` are rows of token ids. The
-    cost of each token and the likeliest tokens are written to `text_file`. `drafted` are prompts
-    that the engine continues with speculative decoding.
+    negative log-likelihood of each token and the likeliest tokens are written to `text_file`.
+    `drafted` are prompts that the engine continues with speculative decoding.
 
     `tasks` are lm-eval task names or YAML files. If there are any, `output` is the folder for
     lm-eval's result and sample files, and `lm_eval` has the settings of lm-eval. `limit` is the
@@ -164,7 +164,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRequest:
-    """Checkpoints and the cells to try for each. Each finished cell writes a file to `folder`.
+    """Checkpoints and the cells to try for each. Each finished try writes a file to `folder`.
 
     `speculative` is the method of speculative decoding, `METHOD` or `METHOD=FOLDER` of the draft
     model. It is empty without speculative decoding. With `controlled`, each cell with an error is
@@ -262,11 +262,11 @@ class LayerKind:
 class CellResult:
     """Result of one checkpoint in one cell.
 
-    If the `outcome` is "refused", `reason` is vLLM's reason, and `where` is the stored tensor at
-    which vLLM stopped, if there is one. "unknown" means that the dry load stopped at a step that it
-    cannot imitate. `built` is False if vLLM raised before the model was built. `in_class` is True
-    if the code of the model class raised. `control` is the result of an unquantized model in the
-    same cell, if it was tried.
+    If the `outcome` is "refused", `reason` is vLLM's reason. `where` is then the stored tensor at
+    which vLLM stopped, the layers whose kernel fails, or empty. "unknown" means that the dry load
+    stopped at a step that it cannot imitate. `built` is False if vLLM raised before the model was
+    built. `in_class` is True if the code of the model class raised. `control` is the result of an
+    unquantized model in the same cell, if it was tried.
     """
 
     cell: Cell

@@ -201,8 +201,8 @@ def one_line(error: BaseException) -> str:
 def explain(failure: EngineFailure, log: Path, *, platform: str) -> EngineFailure:
     """Return the worker's failure with its root cause and the end of its log.
 
-    A failure that looks like a refusal becomes "out of memory" or "unsupported" if the platform is
-    at fault.
+    If the root cause is not the checkpoint, a refusal gets another kind, such as "out of memory",
+    "unsupported" or "crashed".
     """
     cause = last_exception(log) if _WRAPPER.search(failure.message) else None
     message = cause or failure.message

@@ -102,12 +102,12 @@ def agreement_limit(
     """Return the limit on the mean KL(reference || vLLM) for this checkpoint.
 
     Return `limit` if `mean_kl` does not exceed it, or if `limit` is the limit without rounded
-    inputs. Otherwise the result depends on the checkpoint's noise. If a checkpoint rounds its
-    inputs, a difference in the last bit of bfloat16 can become a whole quantization step in every
-    layer. Such a difference in the embeddings of SmolLM2-135M alone causes a mean KL of 0.040 in
-    W8A8, 0.021 in FP8_DYNAMIC and 0.24 in NVFP4. The mean KL between vLLM and the reference is
-    0.057 in W8A8 and 0.033 in FP8_DYNAMIC. The noise is stored in `path`, the file of
-    `cached_reference`.
+    inputs. Otherwise, the result also depends on the mean KL that noise on the embeddings causes in
+    the reference. If a checkpoint rounds its inputs, a difference in the last bit of bfloat16 can
+    become a whole quantization step in every layer. Such a difference in the embeddings of
+    SmolLM2-135M alone causes a mean KL of 0.040 in W8A8, 0.021 in FP8_DYNAMIC and 0.24 in NVFP4.
+    The mean KL between vLLM and the reference is 0.057 in W8A8 and 0.033 in FP8_DYNAMIC. The mean
+    KL of the noise is stored in `path`, the file of `cached_reference`.
     """
     if mean_kl <= limit or limit <= KL_LIMITS[16]:
         return limit

@@ -185,7 +185,7 @@ def run(
 
 
 def build_engine(arguments: EngineArguments, platform: str) -> "LLM":
-    """Start vLLM's engine with these arguments. Prepare the environment first if it is a CPU."""
+    """Start vLLM's engine with these arguments. On a CPU, prepare the environment first."""
     from vllm import LLM
 
     if platform == CPU:

@@ -1,4 +1,4 @@
-"""Run schemes in vLLM's CPU build that the CPU build refuses.
+"""Add kernels to vLLM's CPU build, for schemes that it would refuse.
 
 This is a vLLM plugin that is off by default.
 

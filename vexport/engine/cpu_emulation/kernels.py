@@ -36,8 +36,8 @@ from vexport.engine.cpu_emulation.rounding import (
 from vexport.formats.dequantize import unpack_int32
 from vexport.numerics import E8M0_BIAS, MX_GROUP
 
-# Result of a kernel's check: (True, None) if the kernel can run a layer, or False and the
-# requirement that the layer does not meet.
+# Result of a kernel's check: whether the kernel can run a layer, and the kernel's requirement. vLLM
+# reads the requirement only if the kernel cannot run the layer.
 KernelSupport = tuple[bool, str | None]
 # Type of a transform with a Hadamard matrix. All entries of this matrix have the same magnitude and
 # differ only in sign. vLLM's kernel computes the transform exactly, without the stored matrix.
@@ -122,7 +122,8 @@ class EmulationWNA16Linear(Dequantized, linear.MPLinearKernel):  # type: ignore[
             by_group = zero_point.data if zero_point.output_dim else zero_point.data.T.contiguous()
             zeros = unpack_int32(by_group, bits, rows).T.unsqueeze(-1)
         weight = (values.reshape(rows, -1, size) - zeros).to(torch.float32) * scales.unsqueeze(-1)
-        setattr(layer, self.w_q_name, None)  # Quark's name for it is `weight`
+        # Remove the packed weight before `weight` is set, because Quark names both `weight`.
+        setattr(layer, self.w_q_name, None)
         layer.weight = Parameter(weight.reshape(rows, columns).to(scale.dtype), requires_grad=False)
 
     def stored_scale(self, scale: Tensor) -> Tensor:

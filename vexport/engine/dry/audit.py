@@ -219,7 +219,7 @@ def _source_faults(name: str, source: _Source, layer: str, ranks: int) -> Iterat
         part, whole = source.stretched
         yield fault(kind="stretched", got=f"shape {part}", expected=f"shape {whole}")
     for before, after in source.casts:
-        if _changes_values(before, after) and not name.endswith(_ANY_DTYPE):
+        if _changes_kind(before, after) and not name.endswith(_ANY_DTYPE):
             yield fault(kind="cast", got=_short(before), expected=_short(after))
 
 
@@ -249,8 +249,8 @@ def _where_from(written: _Written, parameter: torch.Tensor) -> str:
     return f" from {', '.join(names)}" if 0 < len(names) <= _MAX_NAMES else ""
 
 
-def _changes_values(before: torch.dtype, after: torch.dtype) -> bool:
-    """Return True if a cast may change values.
+def _changes_kind(before: torch.dtype, after: torch.dtype) -> bool:
+    """Return True if a cast changes the kind of the values, such as float8 to float32.
 
     A cast between ordinary floats or between integers only changes the width.
     """

@@ -1,6 +1,6 @@
-"""Load one checkpoint in one cell with vLLM's configuration, model class and loaders.
+"""Load one checkpoint for one cell (tensor parallel size and GPU) with vLLM's model class.
 
-No tensor has data in memory.
+vLLM's configuration and loaders are used as well. No tensor has data in memory.
 """
 
 import fcntl
@@ -178,8 +178,8 @@ def _load(attempt: DryTry, audit: Audit) -> CellResult:
 def _open_tokenizer(checkpoint: Path, config: "VllmConfig") -> None:
     """Open the files that a server opens before the first request.
 
-    If the checkpoint has no tokenizer, a server uses the tokenizer of another checkpoint, so
-    nothing is checked.
+    These are the tokenizer and generation_config.json. If the checkpoint has no tokenizer, a server
+    uses the tokenizer of another checkpoint, and only generation_config.json is opened.
     """
     from vllm.tokenizers.registry import get_tokenizer
 
@@ -206,7 +206,7 @@ def _harmless_casts(faults: Sequence[Miscopy], checkpoint: Path) -> set[Miscopy]
     """Return the casts that keep all values of a stored tensor.
 
     The audit sees only dtypes, so the values are read here. A cast from or to integers is never
-    harmless, because vLLM reinterprets the bytes of an integer as a number.
+    harmless, because stored integers are codes or bytes, and not the numbers that they represent.
     """
     casts: dict[str, list[Miscopy]] = {}
     for fault in faults:
@@ -286,7 +286,7 @@ def _optional(model: torch.nn.Module) -> Iterator[str]:
         scales = isinstance(method, BaseKVCacheMethod)
         # A weight-only NVFP4 MoE registers scales for inputs that it does not quantize.
         weight_only = getattr(method, "use_a16", False)
-        # Symmetric GPTQ does not use zero points, and drops the biases of experts that have none.
+        # Symmetric GPTQ does not use zero points. It drops bias parameters of experts without bias.
         is_gptq = type(method).__name__.startswith("AutoGPTQ")
         unused_parameters = (
             (*_UNUSED_PARAMETERS, *_UNUSED_GPTQ_PARAMETERS) if is_gptq else _UNUSED_PARAMETERS

@@ -97,8 +97,8 @@ def hide_cuda() -> None:
         Stream=_OnDevice,
         Event=_OnDevice,
         is_available=_no,
-        device_count=_none,
-        current_device=_none,
+        device_count=_zero,
+        current_device=_zero,
         get_device_capability=_capability,
         get_device_properties=_properties,
         _lazy_init=_not_initialised,
@@ -186,7 +186,7 @@ def _no() -> bool:
     return False
 
 
-def _none() -> int:
+def _zero() -> int:
     return 0
 
 
@@ -247,7 +247,7 @@ def provide_packages() -> None:
     of GLM-5 and DeepSeek V3.2 raises without DeepGEMM. vLLM itself decides whether DeepGEMM
     supports a capability. The DeepGEMM library, which computes sizes and packs scales, is never
     called, because no kernel runs. Must be called before other modules of vLLM import
-    these functions.
+    `has_humming` and the other replaced functions.
     """
     from vllm.utils import deep_gemm, import_utils
 
@@ -350,7 +350,7 @@ class _AnyAttribute(type):
 
 
 class _AnyInstance:
-    """Base of the classes with any attribute.
+    """Base of the stand-in classes that `_any_class` makes.
 
     An instance can be called, because `@cute.jit` and `@tilelang.jit(...)` are decorators.
     """

@@ -98,7 +98,7 @@ def rank_memory(
 ) -> RankMemory | None:
     """Return the bytes of a rank's parameters and buffers, and of its KV cache.
 
-    The bytes of the KV cache are given for one sequence of several lengths. Call this before the
+    The bytes of the KV cache are for one sequence, at each of several lengths. Call this before the
     weights are loaded, because vLLM may replace parameters then. Return None if vLLM's functions
     for the KV cache raise, as they may in another version.
     """

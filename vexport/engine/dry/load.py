@@ -48,12 +48,12 @@ CHECK = "dry-load"
 # The cells that must load. all: every cell. any: at least one cell for each tensor parallel size.
 Require = Literal["all", "any"]
 LIMITATIONS = (
-    "kernels, and how vLLM processes weights after loading, did not run; values were only read "
-    "if vLLM casts them to another dtype",
+    "kernels, and vLLM's processing of loaded weights, did not run; values were only read if vLLM "
+    "casts them to another dtype",
     "the kernels are those of vLLM's CUDA wheel and of the packages that it requires",
 )
 _FIX_REFUSAL = "correct the cause that vLLM reports, or serve it on another GPU"
-# Messages of vLLM and transformers about a checkpoint that needs remote code.
+# Word in messages of vLLM and transformers about a checkpoint that needs remote code.
 TRUST = "trust_remote_code"
 _FAULT_TEXTS: dict[MiscopyKind, tuple[Severity, str, str]] = {
     "missing": (
@@ -326,13 +326,14 @@ def _in_cells(place: str, cells: Sequence[Cell], results: Sequence[CellResult]) 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryLoad:
-    """A load of checkpoints by vLLM's model classes and weight loaders from the headers alone.
+    """A load of checkpoints by vLLM's model classes and weight loaders from the headers.
 
-    It needs no GPU and reads no weights. Importing vLLM takes about 10 s, and each cell of a small
-    model 0.2 s. The cells are the combinations of `tp` (tensor parallel sizes) and `sm` (90 for SM
-    9.0). With `require` "all", each cell must load. With "any", one cell for each `tp` must load.
-    `vllm_python` is the interpreter, or None for the running interpreter. `speculative` is `METHOD`
-    or `METHOD=FOLDER`. If it is set, vLLM's draft model is built and loaded as well.
+    It needs no GPU, and reads only the values that vLLM casts to another dtype. Importing vLLM
+    takes about 10 s, and each cell of a small model 0.2 s. The cells are the combinations of `tp`
+    (tensor parallel sizes) and `sm` (90 for SM 9.0). With `require` "all", each cell must load.
+    With "any", one cell for each `tp` must load. `vllm_python` is the interpreter, or None for the
+    running interpreter. `speculative` is `METHOD` or `METHOD=FOLDER`. If it is set, vLLM's draft
+    model is built and loaded as well.
 
     With `controlled`, an error does not count if vLLM has the same error with the unquantized
     model. This is the model in the folder `source`, or, without `source`, a model that transformers

@@ -30,10 +30,11 @@ _LAYERS = 4
 
 
 def write_control(kind: ControlKind, checkpoint: Path, folder: Path) -> bool:
-    """Write the unquantized model that transformers builds for a checkpoint to `folder`.
+    """Write the unquantized model of this kind for a checkpoint to `folder`.
 
-    Return False if transformers cannot build it, for example because the class has custom code. The
-    weights file is sparse: it has a header, and holes instead of values, which use no disk space.
+    Only "same config" has a weights file, with the tensors of the model that transformers builds.
+    This file is sparse: it has a header, and holes instead of values, which use no disk space.
+    Return False if the model cannot be made, for example because the class has custom code.
     """
     try:
         stored = read_json_object(checkpoint / "config.json")

@@ -1,8 +1,8 @@
 """`python -m vexport.engine.dry.worker REQUEST.json RESULT.json`: try every cell in a fork.
 
-vLLM is imported once, and each try forks this process. Each process has a single set of groups and
-a single capability, because vLLM caches both. A crash ends only the fork. Memory and time of a try
-are limited, because a checkpoint is not trusted.
+vLLM is imported once, and each try forks this process. Each fork has a single set of distributed
+process groups and a single capability, because vLLM caches both. A crash ends only the fork. Memory
+and time of a try are limited, because a checkpoint is not trusted.
 """
 
 import gc
