@@ -203,11 +203,11 @@ def quark_config(weight: Json, inputs: Json, **more: Json) -> Mapping[str, Json]
     }
 
 
-def _side(dtype: str, qscheme: str, **more: Json) -> dict[str, Json]:
+def _scheme(dtype: str, qscheme: str, **more: Json) -> dict[str, Json]:
     return {"dtype": dtype, "qscheme": qscheme, "is_dynamic": False, "symmetric": True, **more}
 
 
-QUARK_FP8 = _side("fp8_e4m3", "per_tensor")
+QUARK_FP8 = _scheme("fp8_e4m3", "per_tensor")
 QUARK_EXPORT: Json = {"kv_cache_group": ["*k_proj", "*v_proj"], "pack_method": "reorder"}
 QUARK_CACHE: Json = dict.fromkeys(("weight", "input_tensors", "output_tensors"), QUARK_FP8) | {
     "bias": None
@@ -254,11 +254,14 @@ CHECKPOINTS: Mapping[str, tuple[Mapping[str, Json], Pack]] = {
         fp8_tensor,
     ),
     "quark-int8": (
-        quark_config(_side("int8", "per_channel"), _side("int8", "per_channel", is_dynamic=True)),
+        quark_config(
+            _scheme("int8", "per_channel"),
+            _scheme("int8", "per_channel", is_dynamic=True),
+        ),
         without_largest(quark_int8),
     ),
     "quark-int4": (
-        quark_config(_side("int4", "per_group", group_size=GROUP), None),
+        quark_config(_scheme("int4", "per_group", group_size=GROUP), None),
         without_largest(quark_int4),
     ),
     "quark-uint4": (
@@ -267,7 +270,8 @@ CHECKPOINTS: Mapping[str, tuple[Mapping[str, Json], Pack]] = {
     ),
     "quark-mxfp4": (
         quark_config(
-            _side("fp4", "per_group", **QUARK_FP4), _side("fp4", "per_group", is_dynamic=True)
+            _scheme("fp4", "per_group", **QUARK_FP4),
+            _scheme("fp4", "per_group", is_dynamic=True),
         ),
         without_largest(stored_mxfp4, name="weight"),
     ),

@@ -101,7 +101,7 @@ SPOILED: Mapping[str, Mapping[str, Spoiled]] = {
         "scales that are far too large": wrong_value("scales", multiply_by(3000)),
         "columns in another order": wrong_shape("g_idx", lambda value: value.flip(0)),
         "zero points that vLLM drops": wrong_shape("qzeros", lambda value: value ^ 3),
-        "codes of the inputs last": wrong_shape("qweight", transposed),
+        "transposed codes": wrong_shape("qweight", transposed),
         "codes of another dtype": wrong_shape("qweight", torch.Tensor.float),
         "a part that is not quantized": in_bfloat16(K, (128, 256), QKV),
         "a rule that keeps what is quantized": changed_config(
@@ -124,7 +124,7 @@ SPOILED: Mapping[str, Mapping[str, Spoiled]] = {
         "an infinite scale": wrong_value("scales", set_first(INFINITE)),
         "scales that are zero": wrong_value("scales", torch.zeros_like),
         "packed along the inputs": wrong_shape("qweight", packed_along_inputs),
-        "zero points the other way": wrong_shape("qzeros", transposed),
+        "transposed zero points": wrong_shape("qzeros", transposed),
         "a list that keeps what is quantized": changed_config(
             "targets", DOWN, modules_to_not_convert=["layers.1.mlp.down_proj"]
         ),
@@ -160,7 +160,7 @@ SPOILED: Mapping[str, Mapping[str, Spoiled]] = {
         ),
         "no scales": missing("scales"),
         "a scale that is NaN": wrong_value("scales", set_first(NAN)),
-        "codes of the inputs last": wrong_shape("qweight", transposed),
+        "transposed codes": wrong_shape("qweight", transposed),
     },
     "auto-round-mxfp4": {
         "other groups": changed_config("config", "group_size", group_size=64),
@@ -179,7 +179,7 @@ SPOILED: Mapping[str, Mapping[str, Spoiled]] = {
     },
     "quark-fp8": {
         "no export": changed_config("config", "export", export=None),
-        "a cache of which nothing is said": changed_config(
+        "a KV cache without settings": changed_config(
             "config", "kv_cache_group", layer_quant_config={}
         ),
         "another kind of weights": changed_config(
@@ -188,7 +188,7 @@ SPOILED: Mapping[str, Mapping[str, Spoiled]] = {
         "inputs that are not quantized": changed_config(
             "config", GLOBAL, global_quant_config={"weight": QUARK_FP8, "input_tensors": None}
         ),
-        "nothing that says how": changed_config("config", GLOBAL, global_quant_config=None),
+        "no global settings": changed_config("config", GLOBAL, global_quant_config=None),
         "a layer that is excluded": changed_config("targets", DOWN, exclude=["lm_head", DOWN]),
         "a part that is excluded": changed_config("targets", QKV, exclude=["lm_head", K]),
         "a pattern that keeps what is quantized": changed_config(
@@ -238,7 +238,7 @@ SPOILED: Mapping[str, Mapping[str, Spoiled]] = {
         "other blocks": changed_config("shapes", "weight_scale_inv", weight_block_size=[64, 64]),
         "half a block": changed_config("config", "weight_block_size", weight_block_size=[128]),
         "static inputs": changed_config("config", "activation_scheme", activation_scheme="static"),
-        "no word of inputs": changed_config(
+        "no activation scheme": changed_config(
             "config", "activation_scheme", activation_scheme="none"
         ),
         "no scales": missing("weight_scale_inv"),
@@ -249,7 +249,7 @@ SPOILED: Mapping[str, Mapping[str, Spoiled]] = {
         "scales upside down": wrong_value("weight_scale_inv", inverse),
         "a negative scale": wrong_value("weight_scale_inv", set_first(-1.0)),
         "a weight that is NaN": wrong_value("weight", set_first(NAN)),
-        "scales the other way": wrong_shape("weight_scale_inv", transposed),
+        "transposed scales": wrong_shape("weight_scale_inv", transposed),
         "a weight as bytes": wrong_shape("weight", as_bytes),
         "a layer that is not quantized": in_bfloat16(DOWN, (256, 512), DOWN),
         "a list that keeps what is quantized": changed_config(
@@ -309,8 +309,6 @@ SPOILED: Mapping[str, Mapping[str, Spoiled]] = {
             "kv_cache",
             "k_scale",
         ),
-        "weights only, without a list": changed_config(
-            "config", "quant_algo", quant_algo="W4A8_NVFP4_FP8"
-        ),
+        "an unknown algorithm": changed_config("config", "quant_algo", quant_algo="W4A8_NVFP4_FP8"),
     },
 }

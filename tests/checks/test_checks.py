@@ -37,12 +37,12 @@ def test_unquantized_checkpoints_are_clean(llama: Path, tmp_path: Path) -> None:
 
 
 def e8m0(exponents: torch.Tensor) -> torch.Tensor:
-    """Return the same bits in the dtype that vLLM casts by value."""
+    """Return the same bits as float8_e8m0fnu, whose values vLLM would cast to integers."""
     return exponents.view(torch.float8_e8m0fnu)
 
 
 def padded_words(packed: torch.Tensor) -> torch.Tensor:
-    """Return as many words as compressed-tensors before 0.18 for 3 bits: ten values per word."""
+    """Pad 3-bit words to the size in compressed-tensors before 0.18, with ten values per word."""
     columns = packed.shape[1] * 32 // 3
     return torch.nn.functional.pad(packed, (0, -(-columns // 10) - packed.shape[1]))
 

@@ -97,7 +97,7 @@ def test_annotations_are_in_the_named_file(tmp_path: Path, monkeypatch: pytest.M
 
 
 def run_action(checkpoint: Path, command: str, folder: Path) -> tuple[int, dict[str, str]]:
-    """Run the action's step that judges as GitHub's runner does.
+    """Run the step `gate` of the action in the way of GitHub's runner.
 
     Return its exit code and outputs.
     """

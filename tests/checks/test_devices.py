@@ -60,8 +60,9 @@ def test_key_heads_repeat_and_experts_split(good: Good, tmp_path: Path) -> None:
     )
 
 
-# For each scheme: capabilities that refuse it, and the precision on capabilities that run it
-# otherwise. `LOWER` are the schemes whose inputs vLLM rounds to fewer bits than stored.
+# For each scheme: capabilities on which vLLM refuses it, and the precision on capabilities on which
+# vLLM runs it in another precision. `LOWER` are the schemes whose inputs vLLM rounds to fewer bits
+# than stored.
 LOWER = ("MXFP4A16",)
 CAPABILITIES: Mapping[str, tuple[str, Mapping[str, str]]] = {
     "NVFP4": ("70", {"75/80/89/90": "W4A16"}),

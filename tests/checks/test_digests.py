@@ -48,7 +48,7 @@ def test_recorded_digests_cover_whole_files(llama: Path, tmp_path: Path) -> None
 
 
 def test_report_names_values_that_nothing_was_compared_with(good: Good, tmp_path: Path) -> None:
-    """Without digests and source, a wrong scale may pass, so that the report names this part."""
+    """Without digests and source, a wrong scale may pass. The report lists weights and scales."""
     folder = copytree(good("W4A16"), tmp_path / "out")
     assert "not compared" not in vexport("check", "--static", folder).stdout
     (folder / "vexport.json").unlink()

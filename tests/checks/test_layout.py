@@ -32,7 +32,7 @@ from vexport.records import Json
 NORM = "vision_tower.vision_model.encoder.layers.0.layer_norm1.weight"
 
 
-def test_layout_experts_equal_class_experts() -> None:
+def test_layout_experts_are_class_experts() -> None:
     table = architecture_table()
     for name in layout_entries().keys() & table.architectures.keys():
         entry, experts = get_layout(name), table.architectures[name].experts

@@ -89,12 +89,12 @@ def test_infinite_bounds_and_weights(
     other = spoiled(
         good("W8A8"), tmp_path / "other", add(name, torch.zeros(shape, dtype=torch.bfloat16))
     )
-    for source, error_places in ((folder, 0), (other, int(wrong))):
+    for source, count in ((folder, 0), (other, int(wrong))):
         against = SourceComparison(root=source, run=lambda view: iter(()))
         findings = check_checkpoint(str(folder), against=against).findings
         assert [finding.where for finding in findings if finding.check == "values"] == [
             name
-        ] * error_places
+        ] * count
 
 
 @pytest.mark.parametrize("scheme", ["W8A8", "FP8_DYNAMIC"])

@@ -1,6 +1,6 @@
 """Checkpoints of other quantization methods.
 
-Sound checkpoints have no errors. Damaged checkpoints have errors in the names of their method.
+Sound checkpoints have no errors. Errors of damaged checkpoints use the names of their method.
 """
 
 import json
@@ -263,7 +263,7 @@ def test_modelopt_exclude_modules_key(
 def test_gpus_without_fp8_cache_are_named(written: Good, tmp_path: Path) -> None:
     """Triton's attention needs SM 89.
 
-    With the usual heads, FlashInfer's attention runs it from SM 80.
+    With the usual heads, FlashInfer runs the FP8 KV cache from SM 80.
     """
 
     def refused(root: Path) -> list[str]:
@@ -304,7 +304,7 @@ REFUSED = [
     ("quark-int8", "a weight that is cut"),
     ("quark-mxfp4", "no scales"),
     ("gptq", "columns in order of activation"),
-    ("awq", "zero points the other way"),
+    ("awq", "transposed zero points"),
     ("fp8-block", "a list that keeps what is quantized"),
     ("fp8-static", "a weight in e5m2"),
     ("modelopt-fp8", "a head that is not kept"),

@@ -24,7 +24,7 @@ CODES = {
 
 
 def zero_layer(scheme: str, scale: float, *, rows: slice = slice(None), codes: bool = True):  # type: ignore[no-untyped-def]
-    """Set a layer's scales in `rows`, and its codes to zero."""
+    """Set a layer's scales in `rows` to `scale`, and with `codes` the weights to zero."""
 
     def change(values: Tensors) -> None:
         parameter, zero = CODES[scheme]
