@@ -49,8 +49,9 @@ def test_register_needs_switch() -> None:
 def test_emulated_kernels_are_registered_once(tmp_path: Path) -> None:
     """The MXFP4 kernel accepts only inputs that the emulation can round.
 
-    vLLM 0.33 calls `_supports_quant_scheme`, because an engine argument may name other inputs. The
-    worker runs without numba: vLLM's search for kernels in all modules fails in llvmlite.
+    vLLM 0.33 calls `_supports_quant_scheme`, because an engine argument may request another input
+    format. The worker does not import numba: vLLM searches all imported modules for kernels, and
+    this search fails in llvmlite.
     """
     worker = Worker(
         module="tests.engine.emulated",

@@ -81,7 +81,7 @@ CHANGES: Mapping[str, Change] = {
 
 
 @pytest.fixture(scope="module")
-def demo(good: Good) -> Mapping[str, DryLoadReport]:
+def loads_by_scheme(good: Good) -> Mapping[str, DryLoadReport]:
     """Return dry loads of the micro model in each scheme, for one GPU of each generation."""
     schemes = (*SCHEMES, *LIMITED_SCHEMES)
     load = DryLoad(checkpoints=[good(scheme) for scheme in schemes], sm=CAPABILITIES)
@@ -122,38 +122,40 @@ def kernels(report: DryLoadReport, sm: int) -> set[tuple[str, str, str]]:
     return {(cell.status, cell.precision, cell.kernel) for cell in cells}
 
 
-def test_kernels_match_vllms_rules(demo: Mapping[str, DryLoadReport]) -> None:
+def test_kernels_match_vllms_rules(loads_by_scheme: Mapping[str, DryLoadReport]) -> None:
     """Machete runs only on Hopper, W8A16 below SM 89, and FP4 multiplication only on Blackwell."""
-    for report in map(demo.get, SCHEMES):
+    for report in map(loads_by_scheme.get, SCHEMES):
         assert report is not None
         assert report.ok, report.findings
         names = {row.name.rpartition(".")[2] for row in report.rows}
         assert names == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
         assert {row.count for row in report.rows} == {3}
-    assert kernels(demo["W4A16"], 90) == {("loads", "W4A16", "MacheteLinearKernel")}
-    assert kernels(demo["W4A16"], 80) == {("loads", "W4A16", "MarlinLinearKernel")}
-    assert kernels(demo["FP8_DYNAMIC"], 80) == {
+    assert kernels(loads_by_scheme["W4A16"], 90) == {("loads", "W4A16", "MacheteLinearKernel")}
+    assert kernels(loads_by_scheme["W4A16"], 80) == {("loads", "W4A16", "MarlinLinearKernel")}
+    assert kernels(loads_by_scheme["FP8_DYNAMIC"], 80) == {
         ("other precision", "W8A16", "HummingFP8ScaledMMLinearKernel")
     }
-    assert {(status, runs) for status, runs, _ in kernels(demo["FP8_DYNAMIC"], 89)} == {
+    assert {(status, runs) for status, runs, _ in kernels(loads_by_scheme["FP8_DYNAMIC"], 89)} == {
         ("loads", "W8A8")
     }
-    assert kernels(demo["NVFP4"], 90) == {("other precision", "W4A16", "HummingNvFp4LinearKernel")}
-    assert {(status, runs) for status, runs, _ in kernels(demo["NVFP4"], 100)} == {
+    assert kernels(loads_by_scheme["NVFP4"], 90) == {
+        ("other precision", "W4A16", "HummingNvFp4LinearKernel")
+    }
+    assert {(status, runs) for status, runs, _ in kernels(loads_by_scheme["NVFP4"], 100)} == {
         ("loads", "W4A4")
     }
-    assert [cell.status for cell in demo["FP8_DYNAMIC"].cells] == [
+    assert [cell.status for cell in loads_by_scheme["FP8_DYNAMIC"].cells] == [
         "other precision",
         *["loads"] * 3,
     ]
-    report = demo["W4AFP8"]
+    report = loads_by_scheme["W4AFP8"]
     assert [cell.status for cell in report.cells] == ["refused", "refused", "loads", "refused"]
     assert kernels(report, 90) == {("loads", "W4A8", "CutlassW4A8LinearKernel")}
     assert not report.ok
     assert "scheme was found" in errors(report)[0].got
     # On Blackwell, vLLM multiplies a weight-only MXFP4 checkpoint with FP4 activations. On Hopper,
     # its kernel uses FP8 activations, as measured on an H100.
-    report = demo["MXFP4A16"]
+    report = loads_by_scheme["MXFP4A16"]
     assert {(status, runs) for status, runs, _ in kernels(report, 100)} == {
         ("other precision", "W4A4")
     }
@@ -266,7 +268,7 @@ def test_check_and_dry_load_report_precision_alike(good: Good) -> None:
 
 
 def test_check_and_dry_load_agree(good: Good, calibration: Path, tmp_path: Path) -> None:
-    """This includes few key heads, and experts whose size the ranks divide."""
+    """Some models have fewer key heads than ranks, or experts that are split over the ranks."""
     cache = ("--kv-cache", "fp8", "--calibration", calibration)
     caches = [
         quantize(
@@ -284,5 +286,6 @@ def test_check_and_dry_load_agree(good: Good, calibration: Path, tmp_path: Path)
                 status = static_result(Path(report.checkpoint), tp, cell.sm)
                 if status != ("refused" if cell.status == "faulty" else cell.status):
                     differ.append((Path(report.checkpoint).name, tp, cell.sm, cell.status, status))
-    # A rank has fewer than 128 rows. Only the dry load finds that no kernel quantizes their inputs.
+    # On four ranks, weights have fewer than 128 rows. Only the dry load finds that vLLM then has no
+    # kernel with quantized inputs.
     assert differ == [("MXFP8", 4, 100, "other precision", "loads")]

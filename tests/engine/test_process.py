@@ -14,7 +14,7 @@ from vexport.engine.process import started_process_group
 from vexport.files import from_json, to_json
 from vexport.records import OnProgress, silent
 
-# A child process that writes its process id and sleeps, ignoring SIGTERM. PARENT is its worker.
+# A child process that writes its process id and sleeps, ignoring SIGTERM. PARENT starts it.
 CHILD = (
     "import os, pathlib, signal, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
     "pathlib.Path(sys.argv[1]).write_text(str(os.getpid())); time.sleep(60)"

@@ -106,7 +106,7 @@ class Warm:
             yield follow
 
     def _address(self, module: str, environment: Mapping[str, str]) -> str:
-        """Return the address that starts workers, or an empty string for another environment."""
+        """Return the parent process's address, or "" if its environment is different."""
         kind, early = (
             "dry" if module == DRY_WORKER else "engine",
             json.dumps(_early(environment), sort_keys=True),
