@@ -152,7 +152,7 @@ def test_damaged_shard_is_written_again(source: Path, tmp_path: Path, place: str
 
 @pytest.mark.slow
 def test_damaged_kernel_cache_is_rebuilt(tmp_path: Path) -> None:
-    """Files are empty or contain garbage. numba alone raises errors for them."""
+    """Files are empty or contain garbage. Without vexport's wrapper, numba raises errors."""
     code = (
         "import sys, numpy as np\n"
         "from vexport.numerics.jit import compiled\n"

@@ -81,9 +81,9 @@ def loss_of(model: Path, rules: tuple[Rule, ...], out: Path) -> float:
 def measured(
     tmp_path_factory: pytest.TempPathFactory, matmul_in_model_dtype_for_module: None
 ) -> GroupSensitivities:
-    """Measure all losses, with products like the reference's:
+    """Measure all losses with torch's matrix products, as in the reference.
 
-    NVFP4 inputs depend on their last bits.
+    NVFP4 inputs depend on the last bits of these products.
     """
     folder = tmp_path_factory.mktemp("measured")
     return run(DEMO / "model-x16", folder / "trials.json", "NVFP4", "W4A16")
@@ -96,7 +96,7 @@ def losses(found: GroupSensitivities) -> dict[tuple[str, str], SchemeLoss]:
 
 
 def test_outliers_have_largest_losses(measured: GroupSensitivities) -> None:
-    """The variant scales columns of q, k, v, gate and up, whose loss in INT4 is large."""
+    """model-x16 has scaled columns in q, k, v, gate and up. Their loss in INT4 is large."""
     easy, hard = list[float](), list[float]()
     for (name, scheme), loss in losses(measured).items():
         if scheme == "W4A16":

@@ -37,7 +37,7 @@ class Recorded:
 
 
 def test_seconds_left_follow_the_first_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four passes go forward. The head and four passes back each take as long as three of them."""
+    """The head and each of four backward passes take as long as three of the forward passes."""
     recorded = Recorded(monkeypatch)
     recorded.after(0, GRADIENTS, 0, 9)
     recorded.after(5, GRADIENTS, 1, 9)
@@ -104,7 +104,7 @@ def test_finished_steps_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_work_done_once_is_no_speed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiling does not count, nor does the first layer when another is done."""
+    """Compiling does not count. The first layer does not count once a second layer is done."""
     recorded = Recorded(monkeypatch)
     recorded.after(0, ROUND, 0, 11)
     recorded.compiling = 300
