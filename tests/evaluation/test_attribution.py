@@ -1,6 +1,7 @@
 """Attribution of a loss to a cause.
 
-transformers' results are real, vLLM's are made. Tests in tests/run use the real vLLM.
+transformers' results are real. vLLM's results are computed from them. Tests in tests/run use the
+real vLLM.
 """
 
 from dataclasses import replace

@@ -84,7 +84,7 @@ def test_kl_and_nll_equal_torchs(tmp_path: Path, prompts: Prompts) -> None:
 
 
 def test_same_model_does_not_drift(tmp_path: Path, prompts: Prompts) -> None:
-    """There is no drift at all if the prompts differ or a log-probability is not finite."""
+    """Drift is not measured if the prompts differ or a log-probability is not finite."""
     session = session_with(tmp_path / "a", prompts, random_logits(prompts))
     drift = measure_drift(session, session, SETTINGS)
     assert drift is not None

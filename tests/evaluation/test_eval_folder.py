@@ -84,7 +84,10 @@ def test_reports_of_several_checkpoints(lm_eval_runs: Path, tmp_path: Path) -> N
 def test_folder_keeps_number_of_checkpoints(
     stage: str, same: int, other: int, tmp_path: Path
 ) -> None:
-    """The folder of one candidate contains the folders of several. A call would delete both."""
+    """One candidate has the folder `candidate`, and several have folders in it.
+
+    A call with another number of checkpoints would delete the earlier results.
+    """
     directory = RunDirectory(tmp_path / "out", "--output-dir")
     directory.begin(overwrite=False)
     directory.finish(stage, {}, 0.0)

@@ -48,7 +48,7 @@ def history_rows(*results: Path) -> list[RowHistory]:
 
 
 def test_given_baseline_replaces_other_model(lm_eval_runs: Path, tmp_path: Path, run: Path) -> None:
-    """The numbers are the judge's, with the run's own margin."""
+    """The numbers equal those of `decide` with the run's margin."""
     file = accept(lm_eval_runs, tmp_path / "accepted.json", BEFORE)
     made = history([run, file])
     expected = decide(file, run / "eval" / "candidate", margin=MARGIN, alpha=0.05)

@@ -49,7 +49,7 @@ def test_ending_states(text: str, filtered: str, reason: str, state: str) -> Non
 
 @pytest.mark.parametrize(("is_stripped", "state"), [(False, "cut"), (True, "")])
 def test_thinking_begun_by_the_prompt(is_stripped: bool, state: str) -> None:
-    """A think_end_token removes finished thinking. Its absence in the answer then shows nothing."""
+    """With a think_end_token, finished thinking is removed. A missing </think> shows nothing."""
     ending = ending_of(
         prompt="user: 5 + 7 =\n<think>\n",
         responses=["twelve"],
@@ -87,7 +87,7 @@ def test_cut_after_the_answer_is_not_lost() -> None:
 def test_filter_misses_count_if_frequent() -> None:
     """Whole answers that the filter misses are lost if they are the majority.
 
-    Others are always lost.
+    Other answers that the filter misses are always lost.
     """
     miss = Ending(state="unparsed", is_whole=True)
     assert counted([WHOLE] * 70 + [miss] * 30, right=60).lost == 0

@@ -1,4 +1,4 @@
-"""Sessions with a text, in the files that vLLM's worker writes, with logits from the test."""
+"""Make sessions with a text from given logits. The files are like those of vLLM's worker."""
 
 import math
 from pathlib import Path
