@@ -8,7 +8,7 @@ import pytest
 
 from tests.models import save_llama
 from vexport.checkpoint.index import read_index
-from vexport.fidelity.kept import ROPE_KEYS, file_findings
+from vexport.fidelity.kept import SPELLINGS, file_findings
 from vexport.records import Json
 
 YARN: dict[str, Json] = {"rope_type": "yarn", "factor": 4.0}
@@ -20,9 +20,22 @@ EQUAL: list[tuple[Config, Config]] = [
         {"rope_parameters": {**YARN, "rope_theta": 5e5}},
     ),
     ({"rope_scaling": None}, {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}),
-    ({"rope_scaling": {"type": "mrope"}}, {"rope_parameters": {"rope_type": "default"}}),
+    (
+        {"model_type": "qwen2_vl", "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]}},
+        {
+            "model_type": "qwen2_vl",
+            "text_config": {
+                "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]}
+            },
+        },
+    ),
+    # Without `use_sliding_window`, Qwen2 has no window.
+    ({"model_type": "qwen2", "sliding_window": 4096}, {"model_type": "qwen2"}),
     ({"rope_theta": 1e4}, {}),
-    ({"sliding_window": 4096, "use_sliding_window": False}, {"sliding_window": None}),
+    (
+        {"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False},
+        {"model_type": "qwen2", "sliding_window": None},
+    ),
 ]
 DIFFERENT: list[tuple[Config, Config, str]] = [
     ({"rope_scaling": YARN}, {}, "rope_scaling.rope_type"),
@@ -40,14 +53,24 @@ DIFFERENT: list[tuple[Config, Config, str]] = [
     ),
     ({"rope_theta": 5e5}, {"rope_theta": 1e4}, "rope_theta"),
     ({"rope_theta": 5e5}, {}, "rope_theta"),
-    ({"text_config": {"rope_theta": 5e5}}, {"text_config": {}}, "text_config.rope_theta"),
     (
-        {"rope_parameters": {"full_attention": {"rope_theta": 5e5}, "other": {}}},
-        {"rope_parameters": {"full_attention": {"rope_theta": 1e4}, "other": {}}},
-        "rope_parameters.full_attention.rope_theta",
+        {"model_type": "mistral3", "text_config": {"model_type": "mistral", "rope_theta": 5e5}},
+        {"model_type": "mistral3", "text_config": {"model_type": "mistral"}},
+        "text_config.rope_theta",
     ),
-    ({}, {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-    ({"sliding_window": 4096}, {}, "sliding_window"),
+    (
+        {"model_type": "gemma3_text", "rope_theta": 1e6, "rope_local_base_freq": 1e4},
+        {"model_type": "gemma3_text", "rope_theta": 1e6, "rope_local_base_freq": 5e4},
+        "rope_parameters.sliding_attention.rope_theta",
+    ),
+    (
+        {"model_type": "stablelm"},
+        {"model_type": "stablelm", "partial_rotary_factor": 0.5},
+        "factor",
+    ),
+    ({"model_type": "mistral", "sliding_window": 64}, {"model_type": "mistral"}, "sliding_window"),
+    # A class that transformers does not have.
+    ({"model_type": "other"}, {"model_type": "other", "rope_scaling": YARN}, "rope_scaling"),
 ]
 
 
@@ -59,7 +82,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def places(model: Path, folder: Path, old: Config, new: Config) -> list[str]:
     """Return the keys of config.json with a finding, for a checkpoint `new` of the source `old`."""
     whole = json.loads((model / "config.json").read_text())
-    base = {key: value for key, value in whole.items() if key not in ROPE_KEYS}
+    base = {key: value for key, value in whole.items() if key not in SPELLINGS}
     for name, config in (("old", old), ("new", new)):
         copytree(model, folder / name)
         (folder / name / "config.json").write_text(json.dumps({**base, **config}))

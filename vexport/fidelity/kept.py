@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path
 
 import torch
+from transformers.utils import logging as transformers_logging
 
 from vexport.architectures.config import shown
 from vexport.architectures.linears import PREDICTION
@@ -89,15 +90,15 @@ IGNORED_KEYS = frozenset(
     }
 )
 # Keys that change a model's responses and are unset by default.
-KEYS_WITHOUT_DEFAULT = ("logit_scale", "sliding_window")
-# Keys with the parameters of rotary embeddings. Older versions of transformers write `rope_theta`,
-# `partial_rotary_factor` and `rope_scaling`, and newer versions write `rope_parameters`.
+KEYS_WITHOUT_DEFAULT = ("logit_scale", "partial_rotary_factor", "rope_scaling", "sliding_window")
+# Keys that depend on the version of transformers, or have defaults that depend on the model. They
+# are compared by the values that transformers reads from a config, which are in STANDARD_KEYS.
 ROPE_DICTIONARIES = ("rope_parameters", "rope_scaling")
-ROPE_KEYS = frozenset({"rope_theta", "partial_rotary_factor", *ROPE_DICTIONARIES})
-# Values that most models use if a config does not have the parameter.
-ROPE_DEFAULTS: Mapping[str, Json] = {"rope_type": "default", "rope_theta": 10_000}
-# Older names of `rope_type` (patch_rope_parameters in vllm/transformers_utils/config.py).
-ROPE_TYPES = {"su": "longrope", "mrope": "default"}
+STANDARD_KEYS = frozenset({"logit_scale", "rope_parameters", "sliding_window"})
+SPELLINGS = STANDARD_KEYS | {
+    *("rope_theta", "rope_scaling", "partial_rotary_factor"),
+    *("rope_local_base_freq", "use_sliding_window"),
+}
 PREPROCESSORS = (
     "preprocessor_config.json",
     "processor_config.json",
@@ -219,7 +220,7 @@ def file_findings(index: SourceIndex, source: SourceIndex) -> Iterator[Finding]:
 
     Differences that do not affect vLLM are skipped.
     """
-    for key, old, new in _different(source.config, index.config):
+    for key, old, new in config_differences(source.config, index.config):
         where = f"{index.root / 'config.json'}: {key}"
         yield _finding(
             "error",
@@ -239,83 +240,121 @@ def file_findings(index: SourceIndex, source: SourceIndex) -> Iterator[Finding]:
             yield _finding("error", index.root / name, "the source's file", "no such file")
 
 
-def _different(
-    old: Mapping[str, Json], new: Mapping[str, Json], prefix: str = ""
+def config_differences(
+    old: Mapping[str, Json], new: Mapping[str, Json]
 ) -> Iterator[tuple[str, Json, Json]]:
-    """Yield keys that are in both configs with different values.
+    """Yield the keys of config.json with different values, and both values.
+
+    Rotary embeddings and sliding windows are compared as transformers reads them, because their
+    keys differ between versions of transformers. If transformers does not have the model's class,
+    they are compared like all other keys.
+    """
+    before, after = _standard_config(old), _standard_config(new)
+    if before is None or after is None:
+        yield from _different(old, new)
+        return
+    yield from _different(old, new, skipped=SPELLINGS)
+    for path, value, changed in _different_standard(before, after):
+        yield _stored_place(path, new, old), value, changed
+
+
+def _different(
+    old: Mapping[str, Json],
+    new: Mapping[str, Json],
+    prefix: str = "",
+    *,
+    skipped: Set[str] = frozenset(),
+) -> Iterator[tuple[str, Json, Json]]:
+    """Yield keys that are in both configs with different values, except for `skipped`.
 
     If only one config has a key, the key is assumed to be a default of another version, and is
-    ignored. Exceptions are keys in KEYS_WITHOUT_DEFAULT that only the new config has, a sliding
-    window that only the old config has, and some parameters of rotary embeddings.
+    ignored. A key in KEYS_WITHOUT_DEFAULT is not ignored if only the new config has it.
     """
-    for key in sorted(old.keys() & new.keys() - IGNORED_KEYS - ROPE_KEYS):
+    for key in sorted(old.keys() & new.keys() - IGNORED_KEYS - skipped):
         before, after = old[key], new[key]
         if isinstance(before, dict) and isinstance(after, dict):
-            yield from _different(before, after, f"{prefix}{key}.")
+            yield from _different(before, after, f"{prefix}{key}.", skipped=skipped)
         elif None not in (before, after) and before != after:
             yield f"{prefix}{key}", before, after
     for key in KEYS_WITHOUT_DEFAULT:
-        if old.get(key) is None and new.get(key) is not None:
+        if key not in skipped and old.get(key) is None and new.get(key) is not None:
             yield f"{prefix}{key}", None, new[key]
-    # transformers saves a config with `use_sliding_window: false` without its window.
-    window = old.get("sliding_window")
-    if window and new.get("sliding_window") is None and old.get("use_sliding_window") is not False:
-        yield f"{prefix}sliding_window", window, None
-    yield from _different_rope(old, new, prefix)
 
 
-def _different_rope(
-    old: Mapping[str, Json], new: Mapping[str, Json], prefix: str
+def _standard_config(config: Mapping[str, Json]) -> Mapping[str, Json] | None:
+    """Return a config with the keys of the installed transformers, including all defaults.
+
+    Return None if transformers does not have the model's class, or if the class refuses the config.
+    """
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    kind = config.get("model_type")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        return None
+    values = {key: value for key, value in config.items() if key not in IGNORED_KEYS}
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity(transformers_logging.CRITICAL)
+    try:
+        # Some classes add a key only to the config that they write.
+        written = CONFIG_MAPPING[kind].from_dict(values).to_dict()
+        standard: dict[str, Json] = CONFIG_MAPPING[kind].from_dict(written).to_dict()
+    except Exception:  # each class of transformers raises other errors for wrong values
+        return None
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+    return standard
+
+
+def _different_standard(
+    old: Mapping[str, Json], new: Mapping[str, Json], prefix: str = ""
 ) -> Iterator[tuple[str, Json, Json]]:
-    """Yield parameters of rotary embeddings with different values, in whatever key they are.
+    """Yield the paths of STANDARD_KEYS with different values, at any depth."""
+    for key in sorted(old.keys() | new.keys()):
+        before, after = old.get(key), new.get(key)
+        if key in STANDARD_KEYS:
+            yield from _different_leaves(before, after, f"{prefix}{key}")
+        elif isinstance(before, dict) and isinstance(after, dict):
+            yield from _different_standard(before, after, f"{prefix}{key}.")
 
-    Without `rope_type`, a model has no scaling, and without `rope_theta`, most models use 10,000.
-    A parameter with another value is therefore also yielded if the new config lost it. Other
-    parameters that only one config has are ignored, except for an added `partial_rotary_factor`.
-    Parameters that differ by the type of layer are compared if they are in the same key.
+
+def _different_leaves(old: Json, new: Json, path: str) -> Iterator[tuple[str, Json, Json]]:
+    """Yield different values, by their paths, in nested dictionaries.
+
+    If `rope_type` differs, only this is yielded, because other types have other parameters. `type`
+    is skipped: it is an older name of `rope_type`.
     """
-    before, after = _rope_parameters(old), _rope_parameters(new)
-    if any(isinstance(value, dict) for value in (*before.values(), *after.values())):
-        for key in ROPE_DICTIONARIES:
-            scopes = old.get(key), new.get(key)
-            if isinstance(scopes[0], dict) and isinstance(scopes[1], dict):
-                yield from _different(scopes[0], scopes[1], f"{prefix}{key}.")
+    if not isinstance(old, dict) or not isinstance(new, dict):
+        if old != new:
+            yield path, old, new
         return
-    for key in sorted(before.keys() | after.keys()):
-        value = before.get(key, ROPE_DEFAULTS[key] if key == "rope_type" else None)
-        changed = after.get(key, ROPE_DEFAULTS.get(key))
-        is_added = key == "partial_rotary_factor" and key in new and value is None
-        if value != changed and (None not in (value, changed) or is_added):
-            yield f"{prefix}{_rope_place(key, new, old)}", value, changed
+    keys = (old.keys() | new.keys()) - {"type"}
+    if old.get("rope_type") != new.get("rope_type"):
+        keys = {"rope_type"}
+    for key in sorted(keys):
+        yield from _different_leaves(old.get(key), new.get(key), f"{path}.{key}")
 
 
-def _rope_place(key: str, *configs: Mapping[str, Json]) -> str:
-    """Return the place of a parameter of rotary embeddings in the first config that has it."""
-    for config in configs:
-        for dictionary in ROPE_DICTIONARIES:
-            values = config.get(dictionary)
-            if isinstance(values, dict) and (key in values or key == "rope_type"):
-                return f"{dictionary}.{key}"
-        if key in config:
-            return key
-    return key
+def _stored_place(path: str, *configs: Mapping[str, Json]) -> str:
+    """Return the path under which the first of `configs` with this parameter stores it.
 
-
-def _rope_parameters(config: Mapping[str, Json]) -> dict[str, Json]:
-    """Return all parameters of rotary embeddings of a config.
-
-    As in transformers, values in the dictionaries take precedence, and `rope_scaling` takes
-    precedence over `rope_parameters` (RotaryEmbeddingConfigMixin.convert_rope_params_to_dict).
+    Return `path` itself if the path of a parameter is the same in all versions.
     """
-    parameters = {key: config[key] for key in ROPE_KEYS - {*ROPE_DICTIONARIES} if key in config}
-    for key in ROPE_DICTIONARIES:
-        values = config.get(key)
-        parameters |= values if isinstance(values, dict) else {}
-    older = parameters.pop("type", None)
-    kind = parameters.get("rope_type", older)
-    if isinstance(kind, str):
-        parameters["rope_type"] = ROPE_TYPES.get(kind, kind)
-    return {key: value for key, value in parameters.items() if value is not None}
+    *parents, name = path.split(".")
+    if parents[-1:] != ["rope_parameters"]:
+        return path
+    around = parents[:-1]
+    for config in configs:
+        part: Json = dict(config)
+        for parent in around:
+            part = part.get(parent) if isinstance(part, dict) else None
+        if isinstance(part, dict):
+            for dictionary in ROPE_DICTIONARIES:
+                values = part.get(dictionary)
+                if isinstance(values, dict) and name in values:
+                    return ".".join((*around, dictionary, name))
+            if name in part:
+                return ".".join((*around, name))
+    return path
 
 
 def _tokenizer(root: Path, source: Path) -> Iterator[Finding]:
