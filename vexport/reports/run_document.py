@@ -196,7 +196,7 @@ def _unsearched_cause_section(report: Report) -> doc.Section | None:
 
 
 def _load_tile(report: Report) -> doc.Tile | None:
-    """Return the tile on loading, or None if the checkpoint was not loaded on this machine."""
+    """Return the tile on loading, or None if the run does not load a checkpoint on this machine."""
     load = report.load
     if load is None:
         return None
