@@ -10,7 +10,8 @@ from pydantic import JsonValue
 from vexport.records import Canary, DraftCounts, Endpoint, EngineInfo, LmEvalSettings, RankMemory
 from vexport.scenario.serve import EngineArguments
 
-# Tokens of a greedy continuation: enough to show a slow loss (KV cache, long-range positions).
+# Tokens of a greedy continuation: enough to show errors that grow with the length (KV cache,
+# long-range positions).
 CANARY_TOKENS = 200
 # Tokens that are generated after each prompt with speculative decoding: some 50 drafts.
 DRAFT_TOKENS = 128

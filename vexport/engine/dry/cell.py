@@ -1,6 +1,7 @@
 """Load one checkpoint for one cell (tensor parallel size and GPU) with vLLM's model class.
 
-vLLM's configuration and loaders are used as well. No tensor has data in memory.
+vLLM's configuration and loaders are used as well. Tensors have no data in memory, except stored
+tensors that vLLM casts to another dtype.
 """
 
 import fcntl

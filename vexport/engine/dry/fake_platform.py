@@ -141,8 +141,8 @@ _EXTENSIONS = (
 )
 # Packages that vLLM's CUDA wheel requires or contains, and that its model classes import:
 # FlashInfer, CUTLASS's Python DSL (nvidia-cutlass-dsl, with the bindings of CUDA), Humming,
-# TileLang, Quack. Multimodal classes import the remaining packages for images and sound, which a
-# dry load does not need.
+# TileLang, Quack, triton_kernels. Multimodal classes import the remaining packages for images and
+# sound, which a dry load does not need.
 _OPTIONAL_PACKAGES = (
     "torchvision",
     "torchaudio",
@@ -268,9 +268,10 @@ def _import_triton_kernels() -> None:
 
 
 def stub_packages() -> None:
-    """Let classes be imported without Triton and without packages for images and sound.
+    """Let classes be imported without Triton and without the packages of the CUDA wheel.
 
-    transformers prepares images differently if these packages exist. So this module imports
+    The packages for images and sound are not needed either. transformers prepares images
+    differently if these packages exist. So this module imports
     transformers before the packages seem to exist.
     """
     sys.meta_path.append(_AbsentPackages())

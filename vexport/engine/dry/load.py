@@ -163,8 +163,9 @@ def _kind_of_refusal(result: CellResult) -> tuple[Outcome, str, str]:
 def errors_or_uncertainty(report: DryLoadReport, require: Require = "any") -> list[Finding] | str:
     """Return the errors that make a checkpoint fail, or the reason why they are uncertain.
 
-    With `require` "any", an error counts only if the checkpoint fails on all GPUs at a tensor
-    parallel size. With "all", an error on a single GPU counts.
+    A refusal is uncertain if the dry load could not judge a cell of the same group (see
+    `_group_key`), because vLLM may load the checkpoint in that cell. Faulty tensors are always
+    errors. Errors are also uncertain if the checkpoint needs remote code.
     """
     needed = [cell for cell in report.cells if cell.needed and cell.reason]
     doubts = {
