@@ -188,8 +188,8 @@ def power_6_5(x: np.float32) -> np.float32:
 def power(x: np.float32, exponent: np.float32) -> np.float32:
     """Return x**exponent for x >= 0, as exp2(exponent * log2(x)) with minimax polynomials.
 
-    Results below 2**-126, also for x = 0, become 2**-126. The relative error of other results is
-    below 2e-7 * (1 + |exponent * log2(x)|).
+    For x = 0, log2(x) is -127. Results are limited to the range from 2**-126 to 2**127. Within this
+    range, the relative error is below 2e-7 * (1 + |exponent * log2(x)|).
     """
     bits = as_bits(x)
     whole = I32(I32(bits - I32(0x3F3504F3)) >> I32(23))
