@@ -103,7 +103,7 @@ SPOILED: Mapping[str, Mapping[str, Spoiled]] = {
         "zero points that vLLM drops": wrong_shape("qzeros", lambda value: value ^ 3),
         "transposed codes": wrong_shape("qweight", transposed),
         "codes of another dtype": wrong_shape("qweight", torch.Tensor.float),
-        "a part that is not quantized": in_bfloat16(K, (128, 256), QKV),
+        "a fused member that is not quantized": in_bfloat16(K, (128, 256), QKV),
         "a rule that keeps what is quantized": changed_config(
             "targets", DOWN, dynamic={"-:.*layers.1.mlp.down": {}}
         ),
@@ -128,10 +128,10 @@ SPOILED: Mapping[str, Mapping[str, Spoiled]] = {
         "a list that keeps what is quantized": changed_config(
             "targets", DOWN, modules_to_not_convert=["layers.1.mlp.down_proj"]
         ),
-        "a list that keeps a part": changed_config(
+        "a list that keeps a fused member": changed_config(
             "targets", QKV, modules_to_not_convert=["layers.1.self_attn.k_proj"]
         ),
-        "a part that is not quantized": in_bfloat16(V, (128, 256), QKV),
+        "a fused member that is not quantized": in_bfloat16(V, (128, 256), QKV),
         "codes all zero": all_zero("qweight"),
     },
     "auto-round": {
@@ -149,7 +149,7 @@ SPOILED: Mapping[str, Mapping[str, Spoiled]] = {
         "a layer that its settings keep": changed_config(
             "targets", DOWN, extra_config={DOWN: SIXTEEN_BITS}
         ),
-        "a part that its settings keep": changed_config(
+        "a fused member that its settings keep": changed_config(
             "targets", QKV, extra_config={K: SIXTEEN_BITS}
         ),
         "a pattern with other bits": changed_config(
@@ -172,7 +172,7 @@ SPOILED: Mapping[str, Mapping[str, Spoiled]] = {
         "no scales": missing("weight_scale"),
         "no codes": missing("weight_packed"),
         "one byte a code": wrong_shape("weight_packed", repeated_columns, GATE),
-        "scales as numbers": wrong_shape("weight_scale", powers_of_two),
+        "scales decoded to float32": wrong_shape("weight_scale", powers_of_two),
         "a scale that is NaN": wrong_value("weight_scale", set_first(255)),
         "codes all zero": all_zero("weight_packed"),
         "a layer that is not quantized": in_bfloat16(DOWN, (256, 512), DOWN),
@@ -190,13 +190,13 @@ SPOILED: Mapping[str, Mapping[str, Spoiled]] = {
         ),
         "no global settings": changed_config("config", GLOBAL, global_quant_config=None),
         "a layer that is excluded": changed_config("targets", DOWN, exclude=["lm_head", DOWN]),
-        "a part that is excluded": changed_config("targets", QKV, exclude=["lm_head", K]),
+        "a fused member that is excluded": changed_config("targets", QKV, exclude=["lm_head", K]),
         "a pattern that keeps what is quantized": changed_config(
             "targets", DOWN, exclude=["lm_head", r"re:.*layers\.1\.mlp"]
         ),
         "no scale": missing("weight_scale"),
         "no scale of inputs": missing("input_scale"),
-        "a scale upside down": wrong_value("weight_scale", inverse),
+        "a scale replaced by its reciprocal": wrong_value("weight_scale", inverse),
         "inputs of one layer scaled otherwise": larger_input_scale(K),
         "a scale of keys that is zero": (
             put(f"{K}.output_scale", set_first(0.0)),
@@ -220,7 +220,7 @@ SPOILED: Mapping[str, Mapping[str, Spoiled]] = {
         "an infinite scale": wrong_value("weight_scale", set_first(INFINITE)),
         "packed along the inputs": wrong_shape("weight", packed_along_inputs),
         "codes of another dtype": wrong_shape("weight", torch.Tensor.float),
-        "a part that is not quantized": in_bfloat16(V, (128, 256), "v_proj"),
+        "a fused member that is not quantized": in_bfloat16(V, (128, 256), "v_proj"),
         "scales that are zero": wrong_value("weight_scale", torch.zeros_like),
     },
     "quark-int8": {
@@ -231,7 +231,7 @@ SPOILED: Mapping[str, Mapping[str, Spoiled]] = {
     "quark-mxfp4": {
         "no scales": missing("weight_scale"),
         "a scale that is NaN": wrong_value("weight_scale", set_first(255)),
-        "scales as numbers": wrong_shape("weight_scale", powers_of_two),
+        "scales decoded to float32": wrong_shape("weight_scale", powers_of_two),
         "codes all zero": all_zero("weight"),
     },
     "fp8-block": {
@@ -246,7 +246,7 @@ SPOILED: Mapping[str, Mapping[str, Spoiled]] = {
             rename(f"{DOWN}.weight_scale_inv", f"{DOWN}.weight_scale"),
             *("completeness", f"{DOWN}.weight_scale_inv"),
         ),
-        "scales upside down": wrong_value("weight_scale_inv", inverse),
+        "scales replaced by their reciprocals": wrong_value("weight_scale_inv", inverse),
         "a negative scale": wrong_value("weight_scale_inv", set_first(-1.0)),
         "a weight that is NaN": wrong_value("weight", set_first(NAN)),
         "transposed scales": wrong_shape("weight_scale_inv", transposed),
@@ -255,13 +255,15 @@ SPOILED: Mapping[str, Mapping[str, Spoiled]] = {
         "a list that keeps what is quantized": changed_config(
             "targets", DOWN, modules_to_not_convert=[DOWN]
         ),
-        "a list that keeps a part": changed_config("targets", QKV, modules_to_not_convert=[K]),
+        "a list that keeps a fused member": changed_config(
+            "targets", QKV, modules_to_not_convert=[K]
+        ),
     },
     "fp8-static": {
         "no scale of inputs": missing("input_scale"),
         "inputs of one layer scaled otherwise": larger_input_scale(K),
         "no scale": missing("weight_scale"),
-        "a scale upside down": wrong_value("weight_scale", inverse),
+        "a scale replaced by its reciprocal": wrong_value("weight_scale", inverse),
         "a scale that is zero": wrong_value("weight_scale", set_first(0.0)),
         "a scale for each row": wrong_shape("weight_scale", lambda value: value.repeat(256)),
         "in blocks": changed_config("completeness", "weight_scale_inv", **BLOCKS),
@@ -281,7 +283,7 @@ SPOILED: Mapping[str, Mapping[str, Spoiled]] = {
         "a pattern that keeps what is quantized": changed_config(
             "targets", DOWN, ignore=["lm_head", "*layers.1.mlp*"]
         ),
-        "a scale upside down": wrong_value("weight_scale", inverse),
+        "a scale replaced by its reciprocal": wrong_value("weight_scale", inverse),
         "inputs of one layer scaled otherwise": larger_input_scale(V),
         "a layer that is not quantized": in_bfloat16(DOWN, (256, 512), DOWN),
         "a weight too short": wrong_shape("weight", lambda value: value[:200]),
@@ -289,8 +291,8 @@ SPOILED: Mapping[str, Mapping[str, Spoiled]] = {
     },
     "modelopt-nvfp4": {
         "no second scale": missing("weight_scale_2"),
-        "a second scale upside down": wrong_value("weight_scale_2", inverse),
-        "a second scale of another layer": (
+        "a second scale replaced by its reciprocal": wrong_value("weight_scale_2", inverse),
+        "a second scale that is doubled": (
             put(f"{K}.weight_scale_2", multiply_by(2)),
             "fusion",
             "weight_scale_2",

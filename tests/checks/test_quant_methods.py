@@ -299,7 +299,7 @@ REFUSED = [
     (GPT_OSS, "scales of other groups"),
     ("auto-round", "blocks that are not quantized"),
     ("auto-round-mxfp4", "one byte a code"),
-    ("quark-fp8", "a part that is excluded"),
+    ("quark-fp8", "a fused member that is excluded"),
     ("quark-int4", "packed along the inputs"),
     ("quark-int8", "a weight that is cut"),
     ("quark-mxfp4", "no scales"),
