@@ -83,7 +83,10 @@ def warm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture
 def matmul_in_model_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let models compute in their dtype like torch, for tests of equality to the last bit."""
+    """Multiply 16-bit tensors in their dtype, for tests of equality to the last bit.
+
+    Without this fixture, vexport multiplies them in float32 on CPUs on which that is faster.
+    """
     monkeypatch.setattr("vexport.calibration.capture.prefers_float32", lambda device: False)
 
 

@@ -64,7 +64,7 @@ HEAVY = (
 def modules() -> Iterator[tuple[str, Path]]:
     """Yield each module with the name of its part of the package.
 
-    `python -m` is part of the command line.
+    `__main__.py` counts as a part of `cli`.
     """
     for path in sorted(PACKAGE.rglob("*.py")):
         part = path.relative_to(PACKAGE).parts[0].removesuffix(".py")

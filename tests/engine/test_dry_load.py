@@ -24,7 +24,7 @@ from vexport.records import DryLoadReport, Finding, MatrixCell
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 SCHEMES = ("NVFP4", "FP8_DYNAMIC", "W4A16")
-# Schemes that run unchanged only on some GPUs.
+# W4AFP8 loads only on Hopper. MXFP4A16 has quantized inputs on Hopper and Blackwell.
 LIMITED_SCHEMES = ("MXFP4A16", "W4AFP8")
 EXPERT_SCHEMES = ("NVFP4A16", "FP8_DYNAMIC", "W4A16")
 ATTENTION, MLP = "model.layers.1.self_attn", "model.layers.1.mlp"
@@ -90,7 +90,7 @@ def loads_by_scheme(good: Good) -> Mapping[str, DryLoadReport]:
 
 @pytest.fixture(scope="module")
 def reports(good: Good, tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, DryLoadReport]:
-    """Return dry loads of sound, damaged and split checkpoints on one rank and on two."""
+    """Return dry loads of sound, damaged and indivisible checkpoints on one rank and on two."""
     root = tmp_path_factory.mktemp("checkpoints")
     experts = save_family("qwen3-moe", root / "experts", moe_intermediate_size=256)
     made = {
@@ -187,7 +187,7 @@ def test_faults_are_found_in_their_cell(reports: Mapping[str, DryLoadReport], na
     report, (statuses, where, words) = reports[name], FAULTS[name]
     assert not report.ok
     assert [cell.status for cell in report.cells] == statuses
-    if name in INDIVISIBLE:  # the static check has the same results
+    if name in INDIVISIBLE:  # the static check refuses the same cells
         assert [static_result(Path(report.checkpoint), tp, 90) for tp in (1, 2)] == [
             "loads",
             "refused",
@@ -198,7 +198,7 @@ def test_faults_are_found_in_their_cell(reports: Mapping[str, DryLoadReport], na
 
 
 def test_load_dry_command(good: Good, tmp_path: Path) -> None:
-    """A refused cell fails the command only if the user requested this cell."""
+    """A refused cell that the user requested fails the command."""
     cut = quantize(save_llama(tmp_path / "model", intermediate_size=384), tmp_path / "cut", "W4A16")
     whole = good("NVFP4")
     devices = ("--tp", "1,2", "--sm", "80,90", "--gpu", "h100")
