@@ -71,6 +71,15 @@ def test_first_try_has_enough_tokens(refit: Plan) -> None:
         assert f"--samples {samples} --seq-len {min(seq_len, 256)}`" in line
 
 
+def test_first_try_of_few_long_samples(refit: Plan) -> None:
+    """If there are fewer samples than a first try needs, the samples stay longer."""
+    columns = max(group.members[0].in_features for group in refit.groups)
+    size = {"samples": 2, "seq_len": 8 * enough_tokens(columns)}
+    line = duration_line(refit, flops=calibration_seconds(refit, flops=1, **size) / 3600, **size)
+    assert line is not None
+    assert f"--samples 2 --seq-len {max(256, math.ceil(enough_tokens(columns) / 2))}`" in line
+
+
 def test_minutes_in_words() -> None:
     assert about_minutes(20) == "about 1 minute"
     assert about_minutes(11 * 60) == "about 11 minutes"

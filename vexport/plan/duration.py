@@ -114,7 +114,9 @@ def _trial_size(plan: Plan, *, samples: int, seq_len: int) -> tuple[int, int]:
     tokens = max((enough_tokens(_columns(group)) for group in rounded), default=0)
     short = min(seq_len, TRIAL_SEQ_LEN)
     few = max(TRIAL_SAMPLES, math.ceil(tokens / short))
-    return min(samples, few), short
+    if few > samples:
+        return samples, min(seq_len, max(short, math.ceil(tokens / samples)))
+    return few, short
 
 
 def cpu_duration_line(plan: Plan, *, samples: int, seq_len: int) -> str | None:
