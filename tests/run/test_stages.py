@@ -183,6 +183,9 @@ def test_changed_limit_is_named(run: Run, tmp_path: Path, llama: Path) -> None:
     assert run.directory.is_done("serve candidate", digests(8))
     with pytest.raises(InputError, match="an earlier run with another `limit`"):
         run.directory.is_done("serve candidate", digests(9))
+    run.directory.finish("serve candidate", {"evaluation": "0"}, 1.0)
+    with pytest.raises(InputError, match="a run of an older version"):
+        run.directory.is_done("serve candidate", digests(8))
 
 
 def test_old_evaluation_folder(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ from vexport.plan.build import PlanSettings
 from vexport.plan.source import scenario_settings, source_index
 from vexport.quantize.layer_groups import LayerGroup, find_layer_groups
 from vexport.records.calibration import RoundingReport
+from vexport.records.values import join_limited
 from vexport.reports.run_record import Report
 from vexport.run.given import Given, RunModel
 from vexport.run.options import DEFAULT_ATTRIBUTION, AttributionSettings
@@ -59,6 +60,8 @@ KIND = FolderKind(
     text="A run directory of vexport. The option --overwrite replaces everything in it.\n",
     checkpoint=CHECKPOINT,
 )
+# Maximum number of changed inputs in an error.
+MOST_CHANGES = 3
 # Digests of a stage's inputs, by name.
 Digests = Mapping[str, str]
 
@@ -152,10 +155,14 @@ class RunDirectory:
             return False
         changed = sorted(name for name in inputs if inputs[name] != record.inputs.get(name, ""))
         if changed:
-            others = " and another ".join(changed)
+            # An older version has recorded its inputs under other names.
+            known = [name for name in changed if name in record.inputs]
+            others = join_limited(known, " and another ", MOST_CHANGES)
             raise InputError(
                 str(self.root),
-                got=f"an earlier run with another {others} (stage {stage!r})",
+                got=f"an earlier run with another {others} (stage {stage!r})"
+                if known
+                else "a run of an older version of vexport, which cannot be resumed",
                 need="",
                 fix=f"choose another {self.option}, or {self._restart_remedy()}",
             )

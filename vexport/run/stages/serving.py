@@ -189,10 +189,7 @@ def _session_inputs(run: Run, *, role: str) -> Digests:
         # Python writes compiled modules next to a task's code when it runs.
         files += [file for file in sorted(folder.rglob("*")) if "__pycache__" not in file.parts]
     evaluation = settings.model_dump(mode="json", exclude=_NOT_DIGESTED_SETTINGS)
-    digests = {
-        f"`{setting.replace('_', '-')}`": value_digest(value)
-        for setting, value in evaluation.items()
-    }
+    digests = {f"`{setting}`": value_digest(value) for setting, value in evaluation.items()}
     if settings.text is not None:
         digests["content of `text`"] = data_digest(Calibration(data=settings.text))
     return {
