@@ -163,7 +163,9 @@ def test_rows_that_cannot_be_compared(
     (task,) = history_in(made.rows[1]).tasks
     texts = task.incomparable_reasons
     assert any(reason in text for text in texts), texts
-    assert any("cannot be compared with the row before" in note for note in _notes(made.rows[1]))
+    assert any(
+        "cannot be compared with the latest earlier result" in note for note in _notes(made.rows[1])
+    )
     assert events(made.rows) == ["regressed", "regressed"]  # both against what was accepted
     without = replace(tightened, accepted=None, baseline_fingerprint={"model": "source"})
     (folders[1] / "report.json").write_text(to_json(run(without)))

@@ -126,7 +126,7 @@ class Recorder:
             f"{self._name}.{number}",
             got=got,
             need="decoder layers that run in order, each on the output of the previous layer",
-            fix="use a scheme and rounding without calibration",
+            fix="use a scheme that needs no text, with --rounding nearest",
         )
 
 

@@ -44,7 +44,7 @@ def build_on_meta(
             need="a model that transformers can build for calibration",
             fix="review the code, then add --trust-remote-code"
             if needs_code
-            else "correct config.json, or use a scheme and rounding without calibration",
+            else "correct config.json, or use a scheme that needs no text, with --rounding nearest",
         ) from error
     for module in model.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
@@ -105,7 +105,7 @@ def decoder_layers(model: transformers.PreTrainedModel) -> tuple[str, torch.nn.M
             type(model).__name__,
             got="no list of layers",
             need="a decoder-only model",
-            fix="use a scheme and rounding without calibration",
+            fix="use a scheme that needs no text, with --rounding nearest",
         )
     sizes = {name: sum(p.numel() for p in module.parameters()) for name, module in lists.items()}
     name = max(sizes, key=lambda key: sizes[key])

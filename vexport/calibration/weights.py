@@ -31,7 +31,7 @@ from vexport.checkpoint.tensors import read_tensor
 from vexport.errors import InputError, first_line, raise_all
 from vexport.records import TensorInfo
 
-REMEDY = "restore the checkpoint, or use a scheme and rounding without calibration"
+REMEDY = "restore the checkpoint, or use a scheme that needs no text, with --rounding nearest"
 # Reads the value of a stored tensor.
 Read = Callable[[TensorInfo], torch.Tensor]
 # Moves a value to a device and converts it to a dtype. The third argument is True if the value is a

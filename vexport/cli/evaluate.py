@@ -375,7 +375,7 @@ def _known_fix(verdict: "Verdict") -> str:
     if verdict.text is not None and verdict.text.fails_late:
         return LATE_FAILURE_ADVICE
     command = cause_command(verdict) if verdict.outcome == "FAIL" else ""
-    return command and f"run `{command}` to find the cause"
+    return command and f"run `{command}` to find the cause (SOURCE: the unquantized model)"
 
 
 @command("verdict")

@@ -188,8 +188,8 @@ def _schemes_on_gpu(schemes: SchemeTable, gpu: GpuOutlook, *, every: bool) -> It
         ("bits", "per weight, over all weights"),
         ("text", "calibration text, which makes rounding to few bits more accurate"),
         ("native", "the GPU computes with the scheme's number of bits for inputs (W4A16: 16)"),
-        ("inputs in 16 bits", "the scheme has fewer bits for inputs, but the GPU computes with 16"),
-        ("memory", "share of one GPU's memory that the weights take"),
+        ("inputs in N bits", "the GPU computes with N bits for inputs, instead of the scheme's"),
+        ("memory", "share of one GPU's memory that the weights take, or how many GPUs they need"),
         hides,
     )
 

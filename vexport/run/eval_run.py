@@ -202,7 +202,7 @@ def verdict_in(run: Run) -> Verdict | None:
 
 
 def _accept_answers(run: Run, accept: Path | None) -> str:
-    """Write the candidate's responses to `accept` as an accepted baseline.
+    """Write the candidate's scores to `accept` as an accepted baseline.
 
     Nothing is written if the candidate fails. Returns lines for the user about the accepted
     baseline, or an empty string if nothing is written.

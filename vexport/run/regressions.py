@@ -237,7 +237,9 @@ def _row(steps: Sequence[_Step], number: int, first: _Step | None) -> ComparedRu
     for task in step.tasks:
         if task.incomparable_reasons:
             reasons = "; ".join(task.incomparable_reasons)
-            notes.append(f"{task.name} cannot be compared with the row before: {reasons}")
+            notes.append(
+                f"{task.name} cannot be compared with the latest earlier result: {reasons}"
+            )
     history = RowHistory(
         kind=point.kind,
         time=point.time.isoformat(timespec="seconds") if point.time is not None else "",
