@@ -127,3 +127,17 @@ def test_repair_updates_digests(good: Good, tmp_path: Path) -> None:
         "model.safetensors": f"xxh3:{xxhash.xxh3_64_hexdigest(written)}"
     }
     assert problems(tmp_path / "repaired") == []
+
+
+def test_layer_with_far_larger_scales_is_warning(good: Good, tmp_path: Path) -> None:
+    """Without digests, a factor on all scales of a layer shows only beside the other layers."""
+    folder = copytree(good("W4A16"), tmp_path / "out")
+    scales = [name for name in read_index(folder).tensors if name.endswith("up_proj.weight_scale")]
+    assert len(scales) >= 3
+    put(scales[1], lambda scale: scale * 8)(folder)
+    (digest,) = findings(folder)
+    assert digest["check"] == "digests"
+    (folder / "vexport.json").unlink()
+    (found,) = (each for each in findings(folder) if each["check"] == "values")
+    assert (found["severity"], found["where"]) == ("warning", scales[1])
+    assert "--source" in found["fix"]

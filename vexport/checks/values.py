@@ -1,7 +1,8 @@
 """Check whether the stored numbers are usable. vLLM never checks them."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,6 +25,7 @@ from vexport.checks.numbers import (
     scale_range,
     scale_values,
 )
+from vexport.checks.shards import without_digests
 from vexport.checks.vllm.findings import error, warning
 from vexport.checks.vllm.groups import ConfigGroup, StoredLayer
 from vexport.checks.vllm.view import CheckpointView
@@ -68,11 +70,18 @@ MIN_ROWS, MAX_ROWS, ROWS_OF_ALL = 16, 128, 1 << 16
 MAX_FULL, MIN_FULL = 0.85, 0.99
 # The rule above only applies if the model has more layers than this.
 MIN_OTHER_LAYERS = 6
+# A layer is unusual if its typical weight is this many times as large as in every other layer with
+# the same name but for numbers, or as small. In SmolLM2-135M the factor is at most 2.8.
+MAX_FACTOR = 5.0
+# Minimum number of such layers.
+MIN_LAYERS = 3
 FIX_SCALES = (
     "export the checkpoint again: these are not the layer's scales, or are their reciprocals"
 )
 FIX_CALIBRATE = "calibrate the model, and export the checkpoint again"
 UNCALIBRATED = "1, the initial value of uncalibrated scales"
+# A number between dots in a layer's name.
+_NUMBER = re.compile(r"\.\d+(?=\.)")
 WEIGHTS = ("weight_packed", "weight")
 Rows = npt.NDArray[np.uint8]
 # Scales that producers store for all-zero groups: eps of bfloat16, float16, float32 and e4m3, and
@@ -86,11 +95,23 @@ MIN_USUAL, MAX_LOST = 1 / 16, 0.01
 READ_AHEAD_LAYERS = 32
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScaleSizes:
+    """A layer's scales: their number, the smallest, the largest, and the typical weight size."""
+
+    scale: TensorInfo
+    count: int
+    least: float
+    most: float
+    typical: float
+
+
 def run(view: CheckpointView) -> Iterator[Finding]:
     """Yield findings on scales, codes and unquantized values that are invalid or implausible."""
     known = [
         fused for fused in view.model.fused_layers if any(map(view.model.has_module, fused.members))
     ]
+    typical = dict[str, ScaleSizes]()
     for fused in read_ahead(known, partial(_prefetch_scales, view)):
         group, layers = view.lookup.group_of(fused), view.layers.members(fused)
         broken = False
@@ -101,12 +122,14 @@ def run(view: CheckpointView) -> Iterator[Finding]:
                 broken = broken or any(finding.severity == "error" for finding in findings)
                 yield from findings
         if group is not None and not broken:
-            yield from _implausible_scales(view, layers, group)
+            yield from _implausible_scales(view, layers, group, typical)
             for rule in (impossible_input_scale, codes_out_of_range):
                 for layer in layers:
                     yield from rule(view, group, layer)
         for layer in layers:
             view.reader.release(layer.parameters.values())
+    if next(without_digests(view), None) is not None:
+        yield from _unusual_layers(typical)
     yield from code_range_findings(view)
     yield from all_zero_tensors(view)
     yield from not_finite(view)
@@ -214,16 +237,52 @@ def _invalid_scale(tensor: TensorInfo, got: str) -> Finding:
     return error(NAME, tensor.name, expected="finite scales above zero", got=got, fix=fix)
 
 
+def _unusual_layers(sizes: Mapping[str, ScaleSizes]) -> Iterator[Finding]:
+    """Warn of a layer with far larger or smaller weights than all layers of its kind.
+
+    Without digests and a source, this is the only trace of scales that are all wrong by a factor.
+    It is no proof, because layers differ in trained models, too.
+    """
+    kinds: dict[str, list[ScaleSizes]] = {}
+    for name, each in sizes.items():
+        kinds.setdefault(_NUMBER.sub(".*", name), []).append(each)
+    for kind, members in kinds.items():
+        if len(members) < MIN_LAYERS:
+            continue
+        first, *_, last = ordered = sorted(members, key=lambda each: each.typical)
+        for layer, factor, limit in (
+            (last, last.typical / ordered[-2].typical, "at most"),
+            (first, ordered[1].typical / first.typical, "at least"),
+        ):
+            if factor >= MAX_FACTOR:
+                neighbour = ordered[-2] if layer is last else ordered[1]
+                others = f"{limit} {neighbour.typical:.2g} in the other {len(members) - 1} layers"
+                yield warning(
+                    NAME,
+                    layer.scale.name,
+                    expected=f"scales of a similar size in all layers {kind}",
+                    got=f"scales of weights around {layer.typical:.2g}, but {others}",
+                    fix="add --source MODEL to compare the weights with the original model",
+                )
+
+
 def _implausible_scales(
-    view: CheckpointView, layers: Sequence[StoredLayer], group: ConfigGroup
+    view: CheckpointView,
+    layers: Sequence[StoredLayer],
+    group: ConfigGroup,
+    typical: dict[str, ScaleSizes],
 ) -> Iterator[Finding]:
-    """Report scales that imply weights larger or smaller than in any trained model."""
+    """Report scales that imply weights larger or smaller than in any trained model.
+
+    The sizes of plausible scales are added to `typical`, by the name of the layer.
+    """
     sizes = {
         layer.name: size
         for layer in layers
         if (size := _scale_sizes(view, group, layer)) is not None
     }
     if next(_wrong_sizes(group, [*sizes.values()]), None) is None:
+        typical |= sizes
         return
     # Reading all codes takes time: it is only done if a scale looks wrong.
     for layer in (layer for layer in layers if layer.name in sizes):
@@ -233,17 +292,6 @@ def _implausible_scales(
         else:
             sizes[layer.name] = without_zeros
     yield from _wrong_sizes(group, [*sizes.values()])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ScaleSizes:
-    """A layer's scales: their number, the smallest, the largest, and the typical weight size."""
-
-    scale: TensorInfo
-    count: int
-    least: float
-    most: float
-    typical: float
 
 
 def _scale_sizes(
