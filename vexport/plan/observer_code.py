@@ -26,10 +26,9 @@ from importlib.metadata import distributions
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-import vexport
 from vexport.records.observer_names import CLASS_SEPARATOR
 
-PACKAGE = Path(vexport.__file__).resolve().parent
+PACKAGE = Path(__file__).resolve().parent.parent
 
 
 def untrusted_place(name: str, folders: Sequence[Path]) -> str | None:
