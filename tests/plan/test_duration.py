@@ -49,7 +49,7 @@ def test_work_counts_tokens_and_weights(refit: Plan) -> None:
 def test_only_long_calibrations_have_a_line(refit: Plan) -> None:
     size = {"samples": 128, "seq_len": 512}
     seconds = calibration_seconds(refit, flops=1, **size)
-    assert duration_line(refit, flops=seconds / 599, **size) is None
+    assert duration_line(refit, flops=seconds / 119, **size) is None
     line = duration_line(refit, flops=seconds / 2400, **size)
     assert line is not None
     assert_contains(line, "about 40 minutes", "`--samples 16 --seq-len 256`", "16 samples of 256")

@@ -1,5 +1,6 @@
 """Measure how fast this machine multiplies matrices. This module does not import torch."""
 
+import math
 import time
 from functools import cache
 
@@ -13,16 +14,17 @@ SECONDS = 0.2
 
 @cache
 def cpu_flops() -> float:
-    """Return the float32 operations that this machine's CPUs do in a second at present.
+    """Return the float32 operations that this machine's CPUs can do in a second.
 
-    Other processes that use the CPUs count, because they slow down calibration, too.
+    The fastest product counts: a mean would vary by a factor of ten if other processes run for a
+    part of the measurement.
     """
     inputs = np.ones((TOKENS, COLUMNS), dtype=np.float32)
     weight = np.ones((COLUMNS, COLUMNS), dtype=np.float32)
     output = inputs @ weight  # starts the threads
-    products = 0
-    begun = time.perf_counter()
-    while (elapsed := time.perf_counter() - begun) < SECONDS or not products:
+    fastest = math.inf
+    end = time.perf_counter() + SECONDS
+    while (begun := time.perf_counter()) < end or fastest == math.inf:
         np.matmul(inputs, weight, out=output)
-        products += 1
-    return 2 * TOKENS * COLUMNS * COLUMNS * products / elapsed
+        fastest = min(fastest, time.perf_counter() - begun)
+    return 2 * TOKENS * COLUMNS * COLUMNS / fastest

@@ -27,7 +27,7 @@ ROUNDING_PER_WEIGHT = 14_000
 # Text for a first try: at least this many samples, of at most this many tokens.
 TRIAL_SAMPLES, TRIAL_SEQ_LEN = 16, 256
 # Shorter calibrations get no line about their duration.
-LONG_SECONDS = 600.0
+LONG_SECONDS = 120.0
 # A slow CPU, in operations per second. If even this CPU would not take long, the speed of the
 # machine's CPU is not measured.
 SLOW_FLOPS = 2e9
