@@ -285,9 +285,9 @@ _KEEP_LAYERS = (
 )
 # Advice for a checkpoint that loses too much accuracy. The first is for calibrated checkpoints, the
 # second for others, and the third is used if vexport does not know how the checkpoint was made.
-ADVICE_LOSS_CALIBRATED = f"see the report; {_KEEP_LAYERS}"
-ADVICE_LOSS_UNCALIBRATED = f"see the report; {_CALIBRATE}; else {_KEEP_LAYERS}"
-ADVICE_LOSS = f"see the report; if no text was used, {_CALIBRATE}; else {_KEEP_LAYERS}"
+ADVICE_LOSS_CALIBRATED = f"see the results; {_KEEP_LAYERS}"
+ADVICE_LOSS_UNCALIBRATED = f"see the results; {_CALIBRATE}; else {_KEEP_LAYERS}"
+ADVICE_LOSS = f"see the results; if no text was used, {_CALIBRATE}; else {_KEEP_LAYERS}"
 # Advice for a checkpoint that fails before its accuracy is judged.
 ADVICE_FINDINGS = "see the findings in the report"
 # Advice for a checkpoint that fails in some of its variants.

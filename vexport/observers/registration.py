@@ -117,7 +117,8 @@ class RegisteredObserver(RegistryMixin):
             raise ValueError(
                 f"observer {name!r}: got {type(error).__name__}: {error}, need a class that "
                 f"can be imported; "
-                "install its package, or name its folder in PYTHONPATH"
+                "install its package, or add its folder to PYTHONPATH (not a folder below the "
+                "current folder or the scenario)"
             ) from error
         if not isinstance(kind, type) or not issubclass(kind, cls):
             raise ValueError(
