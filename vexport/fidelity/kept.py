@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from pathlib import Path
 
 import torch
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import logging as transformers_logging
 
 from vexport.architectures.config import shown
@@ -286,8 +287,6 @@ def _standard_config(config: Mapping[str, Json]) -> Mapping[str, Json] | None:
 
     Return None if transformers does not have the model's class, or if the class refuses the config.
     """
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         return None
