@@ -97,9 +97,14 @@ READ_AHEAD_LAYERS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleSizes:
-    """A layer's scales: their number, the smallest, the largest, and the typical weight size."""
+    """A layer's scales: their number, the smallest, the largest, and the typical weight size.
+
+    Typical weights are only comparable between layers with the same `precision`: the bits of a
+    weight and the stored dtypes.
+    """
 
     scale: TensorInfo
+    precision: str
     count: int
     least: float
     most: float
@@ -243,10 +248,10 @@ def _unusual_layers(sizes: Mapping[str, ScaleSizes]) -> Iterator[Finding]:
     Without digests and a source, this is the only trace of scales that are all wrong by a factor.
     It is no proof, because layers differ in trained models, too.
     """
-    kinds: dict[str, list[ScaleSizes]] = {}
+    kinds: dict[tuple[str, str], list[ScaleSizes]] = {}
     for name, each in sizes.items():
-        kinds.setdefault(_NUMBER.sub(".*", name), []).append(each)
-    for kind, members in kinds.items():
+        kinds.setdefault((_NUMBER.sub(".*", name), each.precision), []).append(each)
+    for (kind, _), members in kinds.items():
         if len(members) < MIN_LAYERS:
             continue
         first, *_, last = ordered = sorted(members, key=lambda each: each.typical)
@@ -320,8 +325,15 @@ def _scale_sizes(
             return None
         least, most, middle = (float(each(magnitudes)) for each in (np.min, np.max, np.median))
         count = magnitudes.size
-    typical = _typical(view, group, layer, middle)
-    return ScaleSizes(scale=scale, count=count, least=least, most=most, typical=typical)
+    weight = layer.filled("weight")
+    return ScaleSizes(
+        scale=scale,
+        precision=f"{group.weights.num_bits} {scale.dtype} {weight.dtype if weight else ''}",
+        count=count,
+        least=least,
+        most=most,
+        typical=_typical(view, group, layer, middle),
+    )
 
 
 def _wrong_sizes(group: ConfigGroup, sizes: Sequence[ScaleSizes]) -> Iterator[Finding]:

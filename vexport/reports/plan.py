@@ -67,7 +67,7 @@ def render_plan(
         *(("refused", refusal) for refusal in _findings(plan.refusals)),
         ("documents", _documents_line(evaluate, documents)) if evaluate and documents else None,
         ("suite", _suite_line(evaluate, evaluate.suite)) if evaluate and evaluate.suite else None,
-        ("next", next_command + _text_hint(plan, calibration)) if not plan.refusals else None,
+        ("next", next_command) if not plan.refusals else None,
     )
     title = doc.Paragraph(
         f"{plan.source}: {plan.architecture}, {count(plan.parameters)} parameters"
@@ -79,16 +79,10 @@ def _calibration_line(plan: Plan, calibration: Calibration | None) -> str:
     """Return the name and size of the calibration text, or whether text is needed or would help."""
     needed = calibration_need(plan) is not None
     if calibration is None or not needed:
-        return text_use(plan.used_schemes, needed=needed)
+        use = text_use(plan.used_schemes, needed=needed)
+        return "helps: add --calibration DATA" if use == "helps" else use
     size_of_text = f"{count(calibration.samples)} samples of {count(calibration.seq_len)} tokens"
     return f"{calibration.data}, at most {size_of_text}"
-
-
-def _text_hint(plan: Plan, calibration: Calibration | None) -> str:
-    """Return a shell comment if calibration text would make the checkpoint more accurate."""
-    needed = calibration_need(plan) is not None
-    helps = calibration is None and text_use(plan.used_schemes, needed=needed) == "helps"
-    return "  # more accurate with --calibration DATA" if helps else ""
 
 
 def _runs_on(plan: Plan, sm: int) -> str:
