@@ -52,7 +52,7 @@ def recorded_digests(folder: Path) -> dict[str, str]:
             not re.fullmatch(rf"{XXH3}:[0-9a-f]{{16}}", str(digest))
             or name != PurePosixPath(name).name
         ):
-            raise _unreadable(f"{file}: {DIGESTS}.{name}", f"{digest!r}")
+            raise _unreadable(f"{file}: {DIGESTS}.{name}", json.dumps(digest)[:80])
         digests[name] = str(digest)
     return digests
 
