@@ -12,6 +12,7 @@ from vexport.api import plan
 from vexport.formats.plan import Plan
 from vexport.numerics.speed import cpu_flops
 from vexport.plan.duration import (
+    EFFICIENCY,
     about_minutes,
     calibration_seconds,
     calibration_steps,
@@ -43,7 +44,7 @@ def test_work_counts_tokens_and_weights(refit: Plan) -> None:
     assert small[GRADIENTS] == large[GRADIENTS]
     assert small[ROUND] < large[ROUND] < 100 * small[ROUND]
     seconds = calibration_seconds(refit, samples=8, seq_len=64, flops=1e9)
-    assert seconds == pytest.approx((small[GRADIENTS] + small[ROUND]) / 1e9)
+    assert seconds == pytest.approx((small[GRADIENTS] + small[ROUND]) / 1e9 / EFFICIENCY)
 
 
 def test_only_long_calibrations_have_a_line(refit: Plan) -> None:
