@@ -438,7 +438,7 @@ def _needed_documents(task: TaskVerdict) -> str:
     """Return how many documents of a task were read, and how many would settle it."""
     if task.has_too_few_documents:
         return task.remedy
-    read = f"read {plural(task.documents, 'document')}"
+    read = f"{plural(task.documents, 'document')} read"
     needed = task.documents_needed
     if needed is None:
         return f"{read}; at this difference no number of documents would settle it"
