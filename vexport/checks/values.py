@@ -1,7 +1,6 @@
 """Check whether the stored numbers are usable. vLLM never checks them."""
 
 import math
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -9,6 +8,7 @@ from functools import partial
 import numpy as np
 import numpy.typing as npt
 
+from vexport.architectures import NUMBER
 from vexport.architectures.fusion import FusedLayer
 from vexport.checkpoint.dtypes import BITS, to_numpy
 from vexport.checks.numbers import (
@@ -80,8 +80,6 @@ FIX_SCALES = (
 )
 FIX_CALIBRATE = "calibrate the model, and export the checkpoint again"
 UNCALIBRATED = "1, the initial value of uncalibrated scales"
-# A number between dots in a layer's name.
-_NUMBER = re.compile(r"\.\d+(?=\.)")
 WEIGHTS = ("weight_packed", "weight")
 Rows = npt.NDArray[np.uint8]
 # Scales that producers store for all-zero groups: eps of bfloat16, float16, float32 and e4m3, and
@@ -250,18 +248,18 @@ def _unusual_layers(sizes: Mapping[str, ScaleSizes]) -> Iterator[Finding]:
     """
     kinds: dict[tuple[str, str], list[ScaleSizes]] = {}
     for name, each in sizes.items():
-        kinds.setdefault((_NUMBER.sub(".*", name), each.precision), []).append(each)
+        kinds.setdefault((NUMBER.sub("*", name), each.precision), []).append(each)
     for (kind, _), members in kinds.items():
         if len(members) < MIN_LAYERS:
             continue
         first, *_, last = ordered = sorted(members, key=lambda each: each.typical)
-        for layer, factor, limit in (
-            (last, last.typical / ordered[-2].typical, "at most"),
-            (first, ordered[1].typical / first.typical, "at least"),
+        for layer, nearest, limit in (
+            (last, ordered[-2], "at most"),
+            (first, ordered[1], "at least"),
         ):
-            if factor >= MAX_FACTOR:
-                neighbour = ordered[-2] if layer is last else ordered[1]
-                others = f"{limit} {neighbour.typical:.2g} in the other {len(members) - 1} layers"
+            smaller, larger = sorted((layer.typical, nearest.typical))
+            if larger >= MAX_FACTOR * smaller:
+                others = f"{limit} {nearest.typical:.2g} in the other {len(members) - 1} layers"
                 yield warning(
                     NAME,
                     layer.scale.name,
