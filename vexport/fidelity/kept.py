@@ -14,6 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from vexport.architectures.config import shown
 from vexport.architectures.linears import PREDICTION
+from vexport.architectures.rotary import DESCRIPTIONS
 from vexport.checkpoint.chat_template import FILE, chat_templates
 from vexport.checkpoint.index import SourceIndex
 from vexport.checkpoint.reader import Reader, same_bytes
@@ -92,10 +93,10 @@ IGNORED_KEYS = frozenset(
 )
 # Keys that change a model's responses and are unset by default.
 KEYS_WITHOUT_DEFAULT = ("logit_scale", "partial_rotary_factor", "rope_scaling", "sliding_window")
-# Keys that depend on the version of transformers, or have defaults that depend on the model. They
-# are compared by the values that transformers reads from a config, which are in STANDARD_KEYS.
-ROPE_DICTIONARIES = ("rope_parameters", "rope_scaling")
+# Keys of a config as the installed transformers writes it. Their values are compared in this form,
+# because versions of transformers write other keys, or because the default depends on the model.
 STANDARD_KEYS = frozenset({"logit_scale", "rope_parameters", "sliding_window"})
+# The same keys as any version of transformers writes them.
 SPELLINGS = STANDARD_KEYS | {
     *("rope_theta", "rope_scaling", "partial_rotary_factor"),
     *("rope_local_base_freq", "use_sliding_window"),
@@ -334,9 +335,9 @@ def _different_leaves(old: Json, new: Json, path: str) -> Iterator[tuple[str, Js
 
 
 def _stored_place(path: str, *configs: Mapping[str, Json]) -> str:
-    """Return the path under which the first of `configs` with this parameter stores it.
+    """Return the path of a standard key in the first of `configs` that stores it.
 
-    Return `path` itself if the path of a parameter is the same in all versions.
+    Only parameters of rotary embeddings have other paths. Any other path is returned unchanged.
     """
     *parents, name = path.split(".")
     if parents[-1:] != ["rope_parameters"]:
@@ -347,7 +348,7 @@ def _stored_place(path: str, *configs: Mapping[str, Json]) -> str:
         for parent in around:
             part = part.get(parent) if isinstance(part, dict) else None
         if isinstance(part, dict):
-            for dictionary in ROPE_DICTIONARIES:
+            for dictionary in DESCRIPTIONS:
                 values = part.get(dictionary)
                 if isinstance(values, dict) and name in values:
                     return ".".join((*around, dictionary, name))
