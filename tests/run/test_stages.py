@@ -146,46 +146,43 @@ def test_model_with_python_code_is_rounded(tmp_path: Path) -> None:
     assert "model.layers.0.mlp.down_proj.weight_packed" in run.result(quantize).tensors
 
 
+def session_digests(settings: Evaluate, model: Path, folder: Path) -> Digests:
+    """Return the digests of the inputs of a candidate's session."""
+    candidate = RunModel(name="model", role=CANDIDATE, checkpoint=model)
+    given = Given(
+        name="model", candidate=candidate, evaluate=settings, prompt_folders={CANDIDATE: model}
+    )
+    run = Run(given, folder, options_of(Serve()))
+    run.store(resolve_prompting, LmEvalSettings())
+    assert serve_candidate.digest is not None
+    return serve_candidate.digest(run)
+
+
 @pytest.mark.parametrize("file", ["additions.jsonl", "score.py", "near.yaml"])
 def test_session_depends_on_files_of_a_task(file: str, llama: Path, tmp_path: Path) -> None:
     """The session's digest covers the task file, and the documents and code that the task names."""
     make_tasks(tmp_path / "tasks", 3)
     settings = Evaluate(tasks=(str(tmp_path / "tasks" / "near.yaml"),))
-    model = RunModel(name="model", role=CANDIDATE, checkpoint=llama)
-    given = Given(
-        name="model", candidate=model, evaluate=settings, prompt_folders={CANDIDATE: llama}
-    )
-    run = Run(given, tmp_path / "run", options_of(Serve()))
-    run.store(resolve_prompting, LmEvalSettings())
-    assert serve_candidate.digest is not None
-    before = serve_candidate.digest(run)
+    before = session_digests(settings, llama, tmp_path / "run")
     changed = tmp_path / "tasks" / file
     changed.write_text(changed.read_text() + "\n")
-    after = serve_candidate.digest(run)
+    after = session_digests(settings, llama, tmp_path / "run")
     assert [name for name in after if after[name] != before[name]] == ["content of the tasks"]
 
 
 def test_changed_limit_is_named(run: Run, tmp_path: Path, llama: Path) -> None:
     """The error for a run directory with other settings names the changed setting."""
-
-    def digests(limit: int) -> Digests:
-        settings = Evaluate(tasks=("arc_easy",), limit=limit)
-        model = RunModel(name="model", role=CANDIDATE, checkpoint=llama)
-        given = Given(
-            name="model", candidate=model, evaluate=settings, prompt_folders={CANDIDATE: llama}
-        )
-        other = Run(given, tmp_path / "run", options_of(Serve()))
-        other.store(resolve_prompting, LmEvalSettings())
-        assert serve_candidate.digest is not None
-        return serve_candidate.digest(other)
-
-    run.directory.finish("serve candidate", digests(8), 1.0)
-    assert run.directory.is_done("serve candidate", digests(8))
+    old, new = (
+        session_digests(Evaluate(tasks=("arc_easy",), limit=limit), llama, tmp_path / "run")
+        for limit in (8, 9)
+    )
+    run.directory.finish("serve candidate", old, 1.0)
+    assert run.directory.is_done("serve candidate", old)
     with pytest.raises(InputError, match="an earlier run with another `limit`"):
-        run.directory.is_done("serve candidate", digests(9))
+        run.directory.is_done("serve candidate", new)
     run.directory.finish("serve candidate", {"evaluation": "0"}, 1.0)
     with pytest.raises(InputError, match="a run of an older version"):
-        run.directory.is_done("serve candidate", digests(8))
+        run.directory.is_done("serve candidate", old)
 
 
 def test_old_evaluation_folder(tmp_path: Path) -> None:
