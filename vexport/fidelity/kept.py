@@ -96,7 +96,7 @@ KEYS_WITHOUT_DEFAULT = ("logit_scale", "partial_rotary_factor", "rope_scaling", 
 # Keys of a config as the installed transformers writes it. Their values are compared in this form,
 # because versions of transformers write other keys, or because the default depends on the model.
 STANDARD_KEYS = frozenset({"logit_scale", "rope_parameters", "sliding_window"})
-# The same keys as any version of transformers writes them.
+# Names of these keys and of their parts in all versions of transformers.
 SPELLINGS = STANDARD_KEYS | {
     *("rope_theta", "rope_scaling", "partial_rotary_factor"),
     *("rope_local_base_freq", "use_sliding_window"),
