@@ -146,9 +146,21 @@ def test_check_json() -> None:
         jsonschema.validate([{"checkpoint": "a", "ok": True}], schema)
 
 
+@pytest.mark.parametrize("format", ["text", "markdown", "html", "junit", "github"])
+def test_warnings_precede_numbers(format: str) -> None:
+    """Reasons to doubt a verdict follow its sentence, and every format has them."""
+    verdict = replace(sample.verdict("PASS"), warnings=("first doubt", "second doubt"))
+    text = render_verdicts([verdict], format)
+    first, second = text.index("first doubt"), text.index("second doubt")
+    assert first < second
+    if format in ("text", "markdown", "html"):
+        assert text.lower().index(verdict.reason.lower()) < first
+        assert second < text.index("Recovery")
+
+
 def test_junit_cases_of_gates() -> None:
     suite = ElementTree.fromstring(render(sample.report("FAIL"), "junit"))[0]
-    names = [case.get("name") for case in suite]
+    names = [case.get("name") for case in suite.iter("testcase")]
     tasks = ["facts (exact_match)", "addition (exact_match)"]
     assert names == ["plan", "check", "load baseline", "load", *tasks, "overall"]
     failed = [case.get("name") for case in suite if case.find("failure") is not None]

@@ -98,15 +98,22 @@ def render(
     if format == "card":
         return card.render(report)
     if format == "junit":
-        return ci.junit([(report.name, report_gates(report))], report.seconds)
+        warnings = {report.name: _doubts(report)}
+        return ci.junit([(report.name, report_gates(report))], report.seconds, warnings)
     files = run_files(folder, page or folder) if format == "html" and folder else ()
     return _rendered(
         report,
         format,
         lambda: [run_document(report, files)],
-        annotations=lambda: ci.github_gates(report.name, report_gates(report), scenario),
+        annotations=lambda: ci.github_gates(
+            report.name, report_gates(report), scenario, _doubts(report)
+        ),
         width=width,
     )
+
+
+def _doubts(report: "Report") -> tuple[str, ...]:
+    return report.verdict.warnings if report.verdict else ()
 
 
 def render_checks(
@@ -204,15 +211,18 @@ def render_verdicts(verdicts: "Sequence[Verdict]", format: str, *, width: int = 
     from vexport.reports.renderers import ci
 
     is_one = len(verdicts) == 1
+    if format == "junit":
+        names = ["verdict" if is_one else each.checkpoint for each in verdicts]
+        suites = zip(names, map(verdict_gates, verdicts), strict=True)
+        warnings = zip(names, (each.warnings for each in verdicts), strict=True)
+        return ci.junit(suites, warnings=dict(warnings))
     return _rendered(
         verdicts[0] if is_one else list(verdicts),
         format,
         lambda: [*map(verdict_document, verdicts)],
-        lambda: (
-            ("verdict" if is_one else each.checkpoint, verdict_gates(each)) for each in verdicts
-        ),
-        lambda: "".join(
-            ci.github_gates("accuracy", verdict_gates(verdict)) for verdict in verdicts
+        annotations=lambda: "".join(
+            ci.github_gates("accuracy", verdict_gates(each), warnings=each.warnings)
+            for each in verdicts
         ),
         width=width,
     )

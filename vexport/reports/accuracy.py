@@ -22,7 +22,6 @@ from vexport.reports.document import (
     parts,
     row,
     table,
-    warnings,
 )
 from vexport.reports.findings import verdict_gates
 from vexport.reports.formatting import (
@@ -59,6 +58,7 @@ def verdict_document(verdict: Verdict) -> doc.Document:
         status=verdict.outcome,
         device=verdict.device,
         sentence=verdict.reason,
+        warnings=verdict.warnings,
         next_step=next_step_of_verdict(verdict),
         gates=verdict_gates(verdict)[:-1],
         parts=(accuracy_section(verdict), *cause_parts(verdict)),
@@ -85,7 +85,7 @@ def cause_parts(verdict: Verdict) -> tuple[doc.Part, ...]:
 
 
 def accuracy_section(verdict: Verdict) -> doc.Section:
-    """Return the section with the tasks, the informational comparisons, and the warnings.
+    """Return the section with the tasks and the informational comparisons.
 
     For held-out text, return the section with the text's measures and its positions.
     """
@@ -97,7 +97,6 @@ def accuracy_section(verdict: Verdict) -> doc.Section:
         content = parts(
             text_table(verdict, verdict.text),
             position_parts(verdict.text, verdict.candidate),
-            warnings(verdict.warnings),
         )
         return doc.Section("Accuracy", content, "accuracy", lead)
     candidate = verdict.candidate.capitalize()
@@ -117,7 +116,6 @@ def accuracy_section(verdict: Verdict) -> doc.Section:
         doc.Section("Informational metrics, not part of the verdict", (others,))
         if others.rows
         else None,
-        warnings(verdict.warnings),
         _reading(verdict),
     )
     return doc.Section("Accuracy", content, "accuracy", lead)

@@ -356,6 +356,7 @@ class Document:
 
     - `status` is None if there is nothing to decide.
     - `device` is the device that ran the model.
+    - `warnings` follow the sentence: reasons to doubt the status.
     - `next_step` is a command (or "") and a sentence.
     - `footer` is small print.
     - `wide` text is not wrapped, because users copy commands from it.
@@ -366,6 +367,7 @@ class Document:
     status: Status | None = None
     device: str = ""
     sentence: str = ""
+    warnings: tuple[str, ...] = ()
     subtitle: str = ""
     next_step: tuple[str, str] = ("", "")
     gates: tuple[Gate, ...] = ()

@@ -97,6 +97,7 @@ def run_document(report: Report, files: Sequence[TableCell] = ()) -> doc.Documen
         status=report.outcome,
         device=report_device(report),
         sentence=report_sentence(report),
+        warnings=report.verdict.warnings if report.verdict else (),
         subtitle=f"{subject_of(report)}, {created} UTC",
         next_step=next_step(report),
         # The table of variants already shows the content of their gates.

@@ -39,12 +39,16 @@ _IN_FILE = re.compile(r"(?P<file>.*\.json)[.:](?P<key>[\w.]+)")
 Suite = tuple[str, Sequence[Gate]]
 
 
-def junit(suites: Iterable[Suite], seconds: Mapping[str, float] | None = None) -> str:
+def junit(
+    suites: Iterable[Suite],
+    seconds: Mapping[str, float] | None = None,
+    warnings: Mapping[str, Sequence[str]] | None = None,
+) -> str:
     """Return JUnit XML with a test suite for each name, and with a test case for each gate.
 
-    `seconds` maps gates to the time they took.
+    `seconds` maps gates to the time they took. `warnings` maps suites to reasons to doubt them.
     """
-    seconds, suites = seconds or {}, list(suites)
+    seconds, warnings, suites = seconds or {}, warnings or {}, list(suites)
     every = [gate for _, gates in suites for gate in gates]
     root = ElementTree.Element("testsuites", {"name": "vexport", **_totals(every, seconds)})
     for name, gates in suites:
@@ -58,6 +62,9 @@ def junit(suites: Iterable[Suite], seconds: Mapping[str, float] | None = None) -
                 "time": time,
             }
             _fill(ElementTree.SubElement(suite, "testcase", attributes), gate)
+        if warnings.get(name):
+            lines = [f"warning: {visible(warning)}" for warning in warnings[name]]
+            ElementTree.SubElement(suite, "system-out").text = "\n".join(lines)
     ElementTree.indent(root)
     return (
         '<?xml version="1.0" encoding="utf-8"?>\n'
@@ -120,18 +127,25 @@ def _escaped(text: str) -> str:
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
-def github_gates(name: str, gates: Sequence[Gate], scenario: Path | None = None) -> str:
+def github_gates(
+    name: str,
+    gates: Sequence[Gate],
+    scenario: Path | None = None,
+    warnings: Sequence[str] = (),
+) -> str:
     """Return an annotation for the outcome, then for errors and warnings of the other gates.
 
-    The last gate has the outcome. All annotations refer to the scenario's file if it is given.
+    The last gate has the outcome, and `warnings` are reasons to doubt it. All annotations refer to
+    the scenario's file if it is given.
     """
     *others, overall = gates
     line, _, sentence = overall.message.partition(": ")
     level = _OF_STATUS[overall.status]
     answer = _Annotation(level=level, title=f"vexport {line}: {name}", message=sentence)
     file = _in_workspace(scenario) if scenario else ""
-    notes = (note for gate in others for note in _of_gate(gate))
-    return _lines(*(replace(note, file=file, line=1) for note in (answer, *_gravest_first(notes))))
+    doubts = [_Annotation(level="warning", title=name, message=text) for text in warnings]
+    notes = _gravest_first(note for gate in others for note in _of_gate(gate))
+    return _lines(*(replace(note, file=file, line=1) for note in (answer, *doubts, *notes)))
 
 
 def github_checkpoints(

@@ -32,6 +32,7 @@ def render(document: doc.Document) -> str:
     blocks = [
         f"## {status}{safe(document.title)}",
         safe(capitalized(document.sentence)) if document.sentence else "",
+        *(f"**Warning** {safe(text)}" for text in document.warnings),
         _table(table(("Gate", "Result", "Why"), rows)) if rows else "",
         render_parts(document.parts),
         f"<sub>{safe(document.footer)}</sub>" if document.footer else "",

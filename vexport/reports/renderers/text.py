@@ -26,6 +26,8 @@ MIN_WIDTH = 60
 MAX_WIDTH = 120
 UNWRAPPED = 4096
 MAX_FINDINGS = 20
+# Start of a warning.
+WARNING = "warning  "
 # Number of columns between two columns of a table.
 _COLUMN_GAP = 2
 _MAX_TEXT = 1000
@@ -102,6 +104,7 @@ def _document(document: doc.Document, width: int) -> Iterator[RenderableType]:
         yield Group(
             _wrapped(f"{answer}  {document.title}", width),
             _wrapped(capitalized(document.sentence), width),
+            *(_wrapped(text, width, WARNING) for text in document.warnings),
         )
     if document.gates:
         yield _aligned([(gate.name, gate.status, gate.summary) for gate in document.gates], width)
@@ -122,7 +125,7 @@ def _part(part: doc.Part, width: int) -> Iterator[RenderableType]:
         case doc.Facts() if part.rows:
             yield _aligned([(label, cell.text) for label, cell in part.rows], width)
         case doc.Paragraph():
-            start = "warning  " if part.style == "warning" else ""
+            start = WARNING if part.style == "warning" else ""
             yield _wrapped(part.text, width, start)
         case doc.Listing():
             title = f"{part.title}: " if part.title else ""
